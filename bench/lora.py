@@ -168,11 +168,19 @@ def report(results, way, runs, peers):
         statistics.median(found[key] for found in runs) for key in ("ms", "peak_GiB")
     )
     ratios = [
-        statistics.median(a[key] / b[key] if b[key] else 1.0 for a, b in zip(runs, peers))
+        statistics.median(
+            a[key] / b[key] if b[key] else 1.0 for a, b in zip(runs, peers)
+        )
         for key in ("ms", "peak_GiB")
     ]
     results["medians"][way] = {"ms": ms, "peak_GiB": peak, "of_peer": ratios}
-    row(f"{way}, median", f"{ms:.1f}", f"{ratios[0]:.3f}", f"{peak:.2f}", f"{ratios[1]:.3f}")
+    row(
+        f"{way}, median",
+        f"{ms:.1f}",
+        f"{ratios[0]:.3f}",
+        f"{peak:.2f}",
+        f"{ratios[1]:.3f}",
+    )
 
 
 def main():

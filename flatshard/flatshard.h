@@ -38,6 +38,11 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
 
+// Layers that ranks share.
+#include "flatshard/exchange/collective_tensor_parallel.h"
+#include "flatshard/fully_shard/tensor_parallel.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
+
 // Experts, and the exchange of tokens with those of other ranks.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"

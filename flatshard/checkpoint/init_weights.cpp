@@ -47,7 +47,7 @@ first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
          std::max<std::int64_t>(element - runs.begin(run), 0);
 }
 
-/// What one source has of a box.
+/// The part of a box that one source has.
 /// @param at  the source's first element, in the parameter.
 void read_source(
     const Source& source,

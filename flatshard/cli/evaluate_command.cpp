@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include <memory>
+#include <string>
 
 namespace flatshard {
 namespace {
@@ -36,6 +37,8 @@ void add_evaluate_command(CLI::App& program) {
       "Face folder on the validation split of a corpus");
   struct Arguments {
     EvaluateOptions options;
+    std::string packing;
+    std::string per_document;  // a file
     bool json = false;
   };
   const auto arguments = std::make_shared<Arguments>();
@@ -69,12 +72,42 @@ void add_evaluate_command(CLI::App& program) {
           options.batch_size,
           "Sequences of one forward [1]")
       ->check(CLI::PositiveNumber);
+  command
+      ->add_option(
+          "--packing",
+          arguments->packing,
+          "How documents become sequences, stream or documents [the run's "
+          "data.packing; stream for a Hugging Face folder]")
+      ->check(CLI::IsMember({"stream", "documents"}));
+  command->add_option(
+      "--per-document",
+      arguments->per_document,
+      "Write a line of JSON for each document to this file: index, tokens, "
+      "loss, bytes; also counts bits per byte for any tokenizer");
+  command->add_option(
+      "--python",
+      options.python,
+      "Python with the tokenizers package, for --per-document with a "
+      "tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python here or beside "
+      "the program, else python3]");
   command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
   command->add_flag("--json", arguments->json, "Print one line of JSON");
   command->footer(
-      "Example:\n  flatshard evaluate --run outputs/run --data corpora/texts");
+      "Examples:\n"
+      "  flatshard evaluate --run outputs/run --data corpora/texts\n"
+      "  flatshard evaluate --hf models/base --data corpora/texts "
+      "--per-document losses.jsonl");
   command->callback([arguments] {
+    if (!arguments->packing.empty()) {
+      arguments->options.packing = arguments->packing == "stream"
+                                       ? data::Packing::stream
+                                       : data::Packing::documents;
+    }
+    arguments->options.per_document = !arguments->per_document.empty();
     const Evaluated found = evaluate(arguments->options);
+    if (arguments->options.per_document) {
+      write_document_losses(arguments->per_document, found.documents);
+    }
     fmt::print("{}", arguments->json ? to_json(found) : to_text(found));
   });
 }

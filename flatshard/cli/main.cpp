@@ -5,6 +5,7 @@
 #include "flatshard/cli/data_command.h"
 #include "flatshard/cli/doctor_command.h"
 #include "flatshard/cli/evaluate_command.h"
+#include "flatshard/cli/generate_command.h"
 #include "flatshard/cli/norms_command.h"
 #include "flatshard/cli/path_options.h"
 #include "flatshard/cli/plan_command.h"

@@ -12,7 +12,7 @@
 namespace flatshard {
 namespace {
 
-constexpr std::array<std::string_view, 15> kPaths{
+constexpr std::array<std::string_view, 17> kPaths{
     "--run",
     "--compare",
     "--to",
@@ -23,6 +23,8 @@ constexpr std::array<std::string_view, 15> kPaths{
     "--corpus",
     "--data",
     "--prompts",
+    "--messages",
+    "--per-document",
     "--python",
     "--gpu",
     "--svg",

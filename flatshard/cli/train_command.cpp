@@ -7,7 +7,6 @@
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/export/generate.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/run_lock.h"
 #include "flatshard/train/run_output.h"
@@ -23,7 +22,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 
 namespace flatshard {
@@ -125,28 +123,6 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
       stop.step,
       by_others ? ", under the same launcher," : "",
       command);
-}
-
-/// The lines of a file that are not empty. @throws Error{io} when it cannot be
-/// read, Error{config} when there are none.
-std::vector<std::string> lines_of(
-    const std::string& option,
-    const std::string& path) {
-  std::ifstream file(path);
-  FLATSHARD_CHECK(file, io, "{}: cannot read {}", option, path);
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(file, line);) {
-    if (!line.empty()) {
-      lines.push_back(line);
-    }
-  }
-  FLATSHARD_CHECK(
-      !lines.empty(),
-      config,
-      "{}: expected a text in each line of {}, got none",
-      option,
-      path);
-  return lines;
 }
 
 /// Ends the program as wrong options do.
@@ -307,83 +283,6 @@ void add_train_command(
       "  torchrun --no-python --nproc_per_node 8 build/flatshard train "
       "run.toml --set training.steps=100");
   command->callback([arguments, argv] { train(*arguments, argv); });
-}
-
-void add_generate_command(CLI::App& program) {
-  CLI::App* command = program.add_subcommand(
-      "generate",
-      "Continue a text with the weights of a run, a checkpoint or a Hugging "
-      "Face folder");
-  const auto options = std::make_shared<GenerateOptions>();
-  command
-      ->add_option(
-          "--run",
-          options->run,
-          "output_dir of a run (its last weights, or of an interrupted one the "
-          "latest checkpoint), a checkpoint (.../step-100) or a Hugging Face "
-          "folder")
-      ->required();
-  command->add_option("--step", options->step, "Checkpoint of that step")
-      ->check(CLI::NonNegativeNumber);
-  CLI::Option* prompt =
-      command->add_option("--prompt", options->prompt, "Text to continue");
-  const auto prompts = std::make_shared<std::string>();
-  command
-      ->add_option(
-          "--prompts",
-          *prompts,
-          "A file with a text to continue in each line, in place of --prompt")
-      ->excludes(prompt);
-  command->add_flag(
-      "--parse-special",
-      options->parse_special,
-      "Take control tokens that the prompt spells out (<|im_start|>) as these "
-      "tokens and not as text");
-  command->add_option(
-      "--max-new-tokens",
-      options->max_new_tokens,
-      "Tokens to add [200]");
-  command->add_option(
-      "--temperature",
-      options->temperature,
-      "0 takes the likeliest token, 1 the model's own distribution [0.8]");
-  command->add_option(
-      "--top-k",
-      options->top_k,
-      "Draw among the k likeliest; 0: all [0]");
-  command->add_option(
-      "--top-p",
-      options->top_p,
-      "Draw among the likeliest tokens whose probabilities add up to this; 1: "
-      "all [1]");
-  command->add_option("--seed", options->seed, "Of the draws [0]");
-  command->add_option("--device", options->device, "auto, cpu or cuda [auto]");
-  command->add_option(
-      "--corpus",
-      options->corpus,
-      "Corpus folder whose tokenizer is used [the run's data.train, or the "
-      "Hugging Face folder's own]");
-  command->add_option(
-      "--python",
-      options->python,
-      "Python with the tokenizers package, for a tokenizer.json "
-      "[$FLATSHARD_PYTHON, else .venv/bin/python here or beside the program, "
-      "else python3]");
-  command->footer(
-      "Examples:\n"
-      "  flatshard generate --run outputs/run --prompt \"Once upon a time\"\n"
-      "  flatshard generate --run outputs/run --prompts prompts.txt --top-p "
-      "0.9");
-  command->callback([options, prompts] {
-    generate_texts(
-        *options,
-        prompts->empty() ? std::vector<std::string>{options->prompt}
-                         : lines_of("--prompts", *prompts),
-        [](const std::string& text) {
-          fmt::print("{}\n", text);
-          std::fflush(stdout);
-        });
-  });
 }
 
 }  // namespace flatshard

@@ -14,7 +14,4 @@ void add_train_command(CLI::App& program, const std::vector<std::string>& argv);
 /// Writes the error to standard error, once for all local ranks of a job.
 void report_failure(const std::exception& error);
 
-/// Adds `generate`.
-void add_generate_command(CLI::App& program);
-
 }  // namespace flatshard

@@ -2,6 +2,8 @@
 
 #include <fmt/ranges.h>
 
+#include <set>
+
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/prepare.h"
@@ -97,6 +99,32 @@ class JsonCodec : public TextCodec {
     return texts;
   }
 
+  ChatPrompts chat_prompts(
+      const std::vector<std::string>& rows) const override {
+    std::string input;
+    const auto append = [&](const std::string& text) {
+      const auto length = static_cast<std::int64_t>(text.size());
+      input.append(reinterpret_cast<const char*>(&length), sizeof(length));
+      input += text;
+    };
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      append(fmt::format("conversation {}", i + 1));
+      append(rows[i]);
+    }
+    PythonTokenizerOptions options = options_;
+    options.train_on = "all";  // no row needs an answer
+    PythonChild child(options, "prompt", input);
+    ChatPrompts found;
+    std::set<std::int64_t> ends;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      found.prompts.push_back(read_tokens(child));
+      const auto end = read_tokens(child);
+      ends.insert(end.begin(), end.end());
+    }
+    found.ends.assign(ends.begin(), ends.end());
+    return found;
+  }
+
   std::int64_t end_of_document() const override { return end_of_document_; }
   std::optional<std::int64_t> begin_of_document() const override {
     return begin_of_document_;
@@ -162,6 +190,15 @@ std::string TextCodec::decode_after(
     const std::vector<std::int64_t>& /*prompt*/,
     const std::vector<std::int64_t>& tokens) const {
   return std::string(text) + decode(tokens);
+}
+
+ChatPrompts TextCodec::chat_prompts(
+    const std::vector<std::string>& /*rows*/) const {
+  FLATSHARD_THROW(
+      config,
+      "--chat: expected a tokenizer with a chat template, got byte tokens; "
+      "name "
+      "a corpus of another tokenizer with --corpus");
 }
 
 std::unique_ptr<TextCodec> TextCodec::bytes() {

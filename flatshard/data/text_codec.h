@@ -16,6 +16,15 @@ struct CodecOptions {
   bool parse_special = false;
 };
 
+/// Conversations as a model continues them.
+struct ChatPrompts {
+  /// Each conversation, up to where the assistant answers.
+  std::vector<std::vector<std::int64_t>> prompts;
+  /// The tokens that end an answer; empty where the template has no control
+  /// token there.
+  std::vector<std::int64_t> ends;
+};
+
 /// Text to tokens and back, with the tokenizer that a corpus was made with.
 class TextCodec {
  public:
@@ -39,6 +48,13 @@ class TextCodec {
       std::string_view text,
       const std::vector<std::int64_t>& prompt,
       const std::vector<std::int64_t>& tokens) const;
+  /// Puts conversations through the tokenizer's own chat template. Runs Python
+  /// once, with transformers.
+  /// @param rows  JSON objects as `flatshard data prepare --chat` reads them,
+  ///   whose last message is not the assistant's.
+  /// @throws Error{config} for a tokenizer without a template, Error{io} for a
+  /// row that is no conversation.
+  virtual ChatPrompts chat_prompts(const std::vector<std::string>& rows) const;
   /// The token after which a text is over.
   virtual std::int64_t end_of_document() const = 0;
   /// The token that a text begins with, if any; `encode` does not add it.

@@ -39,6 +39,13 @@ class TokenSource {
   virtual std::int64_t num_sequences(std::int64_t seq_len) const = 0;
   /// Reads sequence `index`.
   virtual void read(std::int64_t index, const Sequence& out) const = 0;
+  /// Returns the runs of tokens of a split that sequence `index` consists of,
+  /// in its order and without its padding; empty where tokens are of no split.
+  virtual std::vector<Piece> pieces(
+      std::int64_t /*index*/,
+      std::int64_t /*seq_len*/) const {
+    return {};
+  }
   /// Every token is below this.
   virtual std::int64_t vocab_size() const = 0;
   /// For messages: where the tokens come from.
@@ -70,6 +77,10 @@ class CorpusSource : public TokenSource {
 
   std::int64_t num_sequences(std::int64_t seq_len) const override;
   void read(std::int64_t index, const Sequence& out) const override;
+  std::vector<Piece> pieces(std::int64_t index, std::int64_t seq_len)
+      const override {
+    return {{.first = index * seq_len, .length = seq_len}};
+  }
   std::int64_t vocab_size() const override;
   std::string describe() const override;
   bool tokens_are_bytes() const override;

@@ -131,7 +131,7 @@ struct EntryPlace {
   std::uint64_t nbytes = 0;
 };
 
-/// What the manifest says of the entries of a tensor, by file and name.
+/// The manifest's entries of a tensor, by file and name.
 std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries_of(
     const StoredTensor& tensor) {
   const auto item =

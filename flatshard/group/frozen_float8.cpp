@@ -25,7 +25,7 @@ void drop_main_weights(ParamGroup& group) {
   const at::NoGradGuard no_grad;
   const WeightPlanes::Gather first = weights.plan_gather();
   if (first.refresh) {
-    // Which encodes. What it gathers besides is not needed.
+    // This call encodes. The data that it gathers is not needed.
     const at::Tensor out =
         weights.resident()
             ? at::Tensor()

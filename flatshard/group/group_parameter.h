@@ -46,7 +46,7 @@ struct GroupParameter {
   /// is stored with that dimension first.
   at::Tensor tensor;
 
-  /// What the parameter is of a larger tensor; all of it by default.
+  /// The part of a larger tensor that this is; all of it by default.
   TensorSlice slice() const { return placement.slice.value_or(TensorSlice()); }
   /// Of the larger tensor.
   std::vector<std::int64_t> whole_shape() const {

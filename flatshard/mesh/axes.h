@@ -7,9 +7,16 @@
 
 namespace flatshard {
 
+/// What the ranks along an axis divide among them.
+enum class AxisRole {
+  data,   ///< samples: each rank reads its own
+  model,  ///< the layers: all ranks read the same samples
+};
+
 struct MeshAxis {
   std::string name;
   std::int64_t size = 1;
+  AxisRole role = AxisRole::data;
 
   bool operator==(const MeshAxis&) const = default;
 };

@@ -193,6 +193,22 @@ std::shared_ptr<Mesh> Mesh::sub_mesh(
   return mesh;
 }
 
+std::shared_ptr<Mesh> Mesh::data_mesh() const {
+  std::vector<std::string> names;
+  for (const MeshAxis& axis : axes()) {
+    if (axis.role == AxisRole::data) {
+      names.push_back(axis.name);
+    }
+  }
+  FLATSHARD_CHECK(
+      !names.empty(),
+      config,
+      "mesh {}: expected an axis along which ranks read different samples; add "
+      "one of one rank",
+      to_string());
+  return sub_mesh(names);
+}
+
 std::shared_ptr<Mesh> Mesh::with_communicators(
     std::vector<MeshGroup> groups) const {
   std::shared_ptr<Mesh> mesh(new Mesh(*this));

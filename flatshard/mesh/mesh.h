@@ -109,6 +109,11 @@ class Mesh : public MeshCoordinates {
   /// The mesh over the named axes (in this mesh's order) at this rank's
   /// coordinates of the others. Shares this mesh's communicators.
   std::shared_ptr<Mesh> sub_mesh(const std::vector<std::string>& names) const;
+  /// The mesh over the axes of data (AxisRole) at this rank's coordinates of
+  /// the others: its rank() and size() are this rank's data coordinate and the
+  /// number of ranks that read different samples.
+  /// @throws Error{config} for a mesh without such an axis.
+  std::shared_ptr<Mesh> data_mesh() const;
 
   /// This mesh, where what goes over a group's axes for its purpose goes
   /// through the communicator that is given for it: over the same ranks in the

@@ -146,6 +146,40 @@ std::int64_t ModelConfig::rotary_dim() const {
       static_cast<double>(head_dim) * partial_rotary_factor);
 }
 
+void check_tensor_parallel(
+    const ModelConfig& config,
+    std::int64_t size,
+    std::string_view option) {
+  const auto check = [&](std::int64_t number, std::string_view what) {
+    FLATSHARD_CHECK(
+        number % size == 0,
+        config,
+        "{} = {}: expected a divisor of model.{}, which is {}; change one of "
+        "them",
+        option,
+        size,
+        what,
+        number);
+  };
+  check(config.heads, "heads");
+  check(config.kv_heads, "kv_heads");
+  if (config.moe.num_experts == 0 || config.moe.dense_layers > 0) {
+    check(config.ffn_dim, "ffn_dim");
+  }
+  if (config.moe.shared_experts > 0) {
+    check(
+        config.moe.shared_experts * config.moe.ffn_dim,
+        "shared_experts * moe_ffn_dim");
+  }
+  FLATSHARD_CHECK(
+      size <= config.vocab_size,
+      config,
+      "{} = {}: expected no more ranks than model.vocab_size = {}",
+      option,
+      size,
+      config.vocab_size);
+}
+
 void ModelConfig::validate() {
   family_of(*this);
   const std::pair<const char*, std::int64_t> positive[] = {

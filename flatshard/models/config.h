@@ -74,6 +74,14 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
+/// Checks that `size` ranks can share the layers of a model.
+/// @param option  that gave their number, for the message.
+/// @throws Error{config} naming what they do not divide.
+void check_tensor_parallel(
+    const ModelConfig& config,
+    std::int64_t size,
+    std::string_view option);
+
 /// Families, as model.family names them; docs/reference/families.md has a table
 /// of them.
 std::vector<std::string_view> family_names();

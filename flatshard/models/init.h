@@ -5,6 +5,7 @@
 #include "flatshard/nn/rms_norm.h"
 
 #include <cmath>
+#include <utility>
 
 namespace flatshard::models {
 
@@ -22,16 +23,27 @@ inline InitSpec residual_init(const ModelConfig& config) {
       init_std(config) / std::sqrt(2.0F * static_cast<float>(config.layers)));
 }
 
+/// Column-parallel over `ranks`.
 inline nn::LinearOptions plain_linear(
     const ModelConfig& config,
-    bool bias = false) {
-  return {.bias = bias, .init = InitSpec::normal(0.0F, init_std(config))};
+    bool bias = false,
+    nn::TensorParallelPtr ranks = nullptr) {
+  return {
+      .bias = bias,
+      .init = InitSpec::normal(0.0F, init_std(config)),
+      .ranks = std::move(ranks)};
 }
 
+/// Row-parallel over `ranks`.
 inline nn::LinearOptions residual_linear(
     const ModelConfig& config,
-    bool bias = false) {
-  return {.bias = bias, .init = residual_init(config)};
+    bool bias = false,
+    nn::TensorParallelPtr ranks = nullptr) {
+  return {
+      .bias = bias,
+      .init = residual_init(config),
+      .ranks = std::move(ranks),
+      .cut = nn::LinearCut::row};
 }
 
 inline nn::RmsNormOptions norm_options(const ModelConfig& config) {

@@ -68,16 +68,18 @@ LlamaAttentionImpl::LlamaAttentionImpl(
     const ModelConfig& config,
     std::int64_t layer,
     SharedRope rope,
-    bool plain)
+    bool plain,
+    nn::TensorParallelPtr ranks)
     : Module("LlamaAttention"),
       head_dim_(config.head_dim),
+      ranks_(std::move(ranks)),
       qk_norm_(config.block.attention.qk_norm),
       args_(attention_args(config, layer, plain)),
       rope_(std::move(rope)) {
   const AttentionOptions& attention = config.block.attention;
   const std::int64_t q = config.heads * config.head_dim;
   const std::int64_t kv = config.kv_heads * config.head_dim;
-  const nn::LinearOptions in = plain_linear(config, attention.qkv_bias);
+  const nn::LinearOptions in = plain_linear(config, attention.qkv_bias, ranks_);
   q_proj_ = register_module("q_proj", nn::Linear(config.dim, q, in));
   k_proj_ = register_module("k_proj", nn::Linear(config.dim, kv, in));
   v_proj_ = register_module("v_proj", nn::Linear(config.dim, kv, in));
@@ -86,15 +88,15 @@ LlamaAttentionImpl::LlamaAttentionImpl(
       nn::Linear(
           q,
           config.dim,
-          residual_linear(config, attention.output_bias)));
+          residual_linear(config, attention.output_bias, ranks_)));
   if (qk_norm_ != QkNorm::none) {
     const bool head = qk_norm_ == QkNorm::head;
-    q_norm_ = register_module(
-        "q_norm",
-        nn::RmsNorm(head ? head_dim_ : q, norm_options(config)));
-    k_norm_ = register_module(
-        "k_norm",
-        nn::RmsNorm(head ? head_dim_ : kv, norm_options(config)));
+    nn::RmsNormOptions options = norm_options(config);
+    options.ranks = head ? nullptr : ranks_;  // heads are whole
+    q_norm_ =
+        register_module("q_norm", nn::RmsNorm(head ? head_dim_ : q, options));
+    k_norm_ =
+        register_module("k_norm", nn::RmsNorm(head ? head_dim_ : kv, options));
   }
   if (config.block.norms != NormPlacement::before) {
     post_norm_ = register_module(
@@ -123,20 +125,19 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
 }
 
 nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
-  const auto [cos, sin] = rope_->get(x.size(1), x.device());
+  const auto [cos, sin] = rope_->get(whole_seq(x.size(1)), x.device());
   nn::TensorList constants{cos, sin};
   append_samples(constants, {&q_proj_, &k_proj_, &v_proj_, &o_proj_});
   return constants;
 }
 
-std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
+LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
     const at::Tensor& x,
     nn::RmsNormImpl* norm,
-    const nn::Documents& documents) {
-  const std::int64_t batch = x.size(0);
-  const std::int64_t seq = x.size(1);
+    std::int64_t seq,
+    const at::Tensor& positions) {
   const auto heads = [&](const at::Tensor& t) {
-    return t.view({batch, seq, -1, head_dim_});
+    return t.view({t.size(0), t.size(1), -1, head_dim_});
   };
   const auto [cos, sin] = rope_->get(seq, x.device());
   const auto [in, qkv] =
@@ -152,28 +153,64 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     }
   };
   const auto rotated = [&, &c = cos, &s = sin](const at::Tensor& t) {
-    return nn::rope(t, c, s, /*inverse=*/false, documents.positions);
+    return nn::rope(t, c, s, /*inverse=*/false, positions);
   };
-  const at::Tensor q = rotated(normed(qkv[0], q_norm_));
-  const at::Tensor k = rotated(normed(qkv[1], k_norm_));
-  const at::Tensor v = heads(qkv[2]);
-  const at::Tensor out = o_proj_(
-      documents.defined() ? nn::document_attention(q, k, v, documents, args_)
-                          : nn::causal_attention(q, k, v, args_));
-  return {in, post_norm_ ? post_norm_(out) : out};
+  return {
+      .residual = in,
+      .q = rotated(normed(qkv[0], q_norm_)),
+      .k = rotated(normed(qkv[1], k_norm_)),
+      .v = heads(qkv[2])};
 }
 
-LlamaMlpImpl::LlamaMlpImpl(const ModelConfig& config)
+at::Tensor LlamaAttentionImpl::output(const at::Tensor& attended) {
+  const at::Tensor out = o_proj_(attended);
+  return post_norm_ ? post_norm_(out) : out;
+}
+
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
+    const at::Tensor& x,
+    nn::RmsNormImpl* norm,
+    const nn::Documents& documents) {
+  const auto [in, q, k, v] =
+      project(x, norm, whole_seq(x.size(1)), documents.positions);
+  return {
+      in,
+      output(
+          documents.defined()
+              ? nn::document_attention(q, k, v, documents, args_)
+              : nn::causal_attention(q, k, v, args_))};
+}
+
+std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
+    const at::Tensor& x,
+    nn::RmsNormImpl* norm,
+    KvCache& cache,
+    const CacheStep& step) {
+  FLATSHARD_CHECK(
+      !ranks_,
+      usage,
+      "keys and values of layers that ranks share are not supported; load the "
+      "weights on one rank");
+  const auto [in, q, k, v] = project(x, norm, step.length, step.positions);
+  return {in, output(cache.attend(q, k, v, args_, step))};
+}
+
+LlamaMlpImpl::LlamaMlpImpl(
+    const ModelConfig& config,
+    const nn::TensorParallelPtr& ranks)
     : Module("LlamaMlp"), activation_(config.block.activation) {
   const bool bias = config.block.mlp_bias;
-  const nn::LinearOptions in = plain_linear(config, bias);
+  const nn::LinearOptions in = plain_linear(config, bias, ranks);
   gate_proj_ =
       register_module("gate_proj", nn::Linear(config.dim, config.ffn_dim, in));
   up_proj_ =
       register_module("up_proj", nn::Linear(config.dim, config.ffn_dim, in));
   down_proj_ = register_module(
       "down_proj",
-      nn::Linear(config.ffn_dim, config.dim, residual_linear(config, bias)));
+      nn::Linear(
+          config.ffn_dim,
+          config.dim,
+          residual_linear(config, bias, ranks)));
   if (config.block.norms != NormPlacement::before) {
     post_norm_ = register_module(
         "post_norm",
@@ -234,7 +271,12 @@ LlamaBlockImpl::LlamaBlockImpl(
   }
   self_attn_ = register_module(
       "self_attn",
-      LlamaAttention(config, layer, std::move(rope), options.plain_attention));
+      LlamaAttention(
+          config,
+          layer,
+          std::move(rope),
+          options.plain_attention,
+          options.ranks));
   if (norms_before) {
     post_attention_layernorm_ = register_module(
         "post_attention_layernorm",
@@ -243,7 +285,7 @@ LlamaBlockImpl::LlamaBlockImpl(
   if (config.has_experts(layer)) {
     moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
   } else {
-    mlp_ = register_module("mlp", LlamaMlp(config));
+    mlp_ = register_module("mlp", LlamaMlp(config, options.ranks));
   }
 }
 
@@ -296,6 +338,16 @@ at::Tensor LlamaBlockImpl::forward(
       options)[0];
 }
 
+at::Tensor LlamaBlockImpl::extend(
+    const at::Tensor& x,
+    KvCache& cache,
+    const CacheStep& step) {
+  const auto [in, attention] =
+      self_attn_->extend(x, or_null(input_layernorm_), cache, step);
+  RoutingRecord record;
+  return feed_forward(in, attention, &record);
+}
+
 // No region: how many rows an expert has is no shape.
 at::Tensor LlamaBlockImpl::run_with_experts(
     const at::Tensor& x,
@@ -316,25 +368,46 @@ at::Tensor LlamaBlockImpl::run_with_experts(
 LlamaHeadImpl::LlamaHeadImpl(
     const ModelConfig& config,
     const nn::EmbeddingImpl* tied,
-    nn::LossOptions loss)
-    : Module("LlamaHead"), loss_(loss), soft_cap_(config.final_soft_cap) {
+    nn::LossOptions loss,
+    nn::TensorParallelPtr ranks)
+    : Module("LlamaHead"),
+      loss_(std::move(loss)),
+      soft_cap_(config.final_soft_cap) {
   loss_.soft_cap = soft_cap_;
+  loss_.ranks = std::move(ranks);
+  loss_.vocab = config.vocab_size;
   norm_ =
       register_module("norm", nn::RmsNorm(config.dim, norm_options(config)));
-  weight_ = tied != nullptr ? share_parameter("weight", *tied, "weight")
-                            : declare_parameter(
-                                  "weight",
-                                  {config.vocab_size, config.dim},
-                                  InitSpec::normal(0.0F, init_std(config)));
+  weight_ =
+      tied != nullptr
+          ? share_parameter("weight", *tied, "weight")
+          : declare_parameter(
+                "weight",
+                {nn::part_of(loss_.ranks, loss_.vocab).size(), config.dim},
+                InitSpec::normal(0.0F, init_std(config)));
+}
+
+nn::ParameterParts LlamaHeadImpl::parts() const {
+  if (!loss_.ranks) {
+    return {};
+  }
+  return {
+      {"weight",
+       {.dim = 0,
+        .whole = loss_.vocab,
+        .part = nn::part_of(loss_.ranks, loss_.vocab)}}};
 }
 
 at::Tensor LlamaHeadImpl::forward(
     const at::Tensor& hidden,
     const at::Tensor& targets) {
-  const at::Tensor normed = norm_(hidden);
+  const at::Tensor normed = nn::gather_sequence(loss_.ranks, norm_(hidden));
   if (!targets.defined()) {
     return nn::soft_capped(
-        nn::linear(normed, weight_, {}, {}, context()),
+        nn::gather_columns(
+            loss_.ranks,
+            nn::linear(normed, weight_, {}, {}, context()),
+            loss_.vocab),
         soft_cap_);
   }
   return nn::linear_cross_entropy(normed, weight_, targets, loss_, context());
@@ -361,7 +434,8 @@ LlamaBodyImpl::LlamaBodyImpl(
           config.dim,
           InitSpec::normal(0.0F, init_std(config)),
           config.scale_embeddings ? std::sqrt(static_cast<double>(config.dim))
-                                  : 1.0));
+                                  : 1.0,
+          options.ranks));
   auto list = register_module("layers", std::make_shared<nn::Module>("Layers"));
   for (std::int64_t i = 0; i < config.layers; ++i) {
     LlamaBlock block(
@@ -388,6 +462,13 @@ at::Tensor LlamaBodyImpl::forward(
 LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
     : Module("Llama"), config_(std::move(config)) {
   config_.validate();
+  if (options.ranks) {
+    check_tensor_parallel(
+        config_,
+        options.ranks->size(),
+        "LlamaOptions::ranks");
+    options.moe.ranks = options.ranks;
+  }
   if (config_.moe.num_experts > 0 &&
       (options.moe.aux_loss > 0 || options.moe.z_loss > 0)) {
     loss_gradient_ = c10::make_intrusive<nn::LossGradient>();
@@ -398,7 +479,8 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
       LlamaHead(
           config_,
           config_.tie_embeddings ? body_->embed_tokens().get() : nullptr,
-          options.loss));
+          options.loss,
+          options.ranks));
 }
 
 at::Tensor LlamaImpl::forward(

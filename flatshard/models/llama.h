@@ -2,6 +2,7 @@
 
 #include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
+#include "flatshard/models/kv_cache.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/attention.h"
@@ -25,6 +26,10 @@ struct LlamaOptions {
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
+  /// The ranks that share the model's layers and read the same tokens; null:
+  /// each rank has whole layers. Every parameter is then the part that
+  /// nn::parts_below names.
+  nn::TensorParallelPtr ranks = nullptr;
 };
 
 /// A RoPE table that blocks of a model share.
@@ -39,8 +44,9 @@ class LlamaAttentionImpl : public nn::Module {
       const ModelConfig& config,
       std::int64_t layer,
       SharedRope rope,
-      bool plain);
-  /// @param x     [batch, seq, dim]
+      bool plain,
+      nn::TensorParallelPtr ranks = nullptr);
+  /// @param x     [batch, seq, dim], this rank's tokens of seq
   /// @param norm  of x; null: x itself is read.
   /// @param documents  of the rows; undefined: each row is one.
   /// @return   (x to go on with as the residual; see nn::norm_linears,
@@ -49,16 +55,43 @@ class LlamaAttentionImpl : public nn::Module {
       const at::Tensor& x,
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
+  /// Runs tokens that are added to a cache. No backward follows.
+  /// @return   as forward
+  std::tuple<at::Tensor, at::Tensor> extend(
+      const at::Tensor& x,
+      nn::RmsNormImpl* norm,
+      KvCache& cache,
+      const CacheStep& step);
   /// What the forward of x reads that is no parameter: the rotary table.
   nn::TensorList constants(const at::Tensor& x);
 
  private:
+  /// q and k rotated; [batch, seq, heads, head_dim] each.
+  struct Heads {
+    at::Tensor residual;  ///< x to go on with
+    at::Tensor q, k, v;
+  };
+  /// @param seq        of the rotary table
+  /// @param positions  see nn::rope
+  Heads project(
+      const at::Tensor& x,
+      nn::RmsNormImpl* norm,
+      std::int64_t seq,
+      const at::Tensor& positions);
+  /// @param attended  [batch, seq, heads * head_dim]
+  at::Tensor output(const at::Tensor& attended);
   std::tuple<at::Tensor, at::Tensor> attend(
       const at::Tensor& x,
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
+  /// Tokens of a whole sequence, where a rank has `tokens` of them.
+  std::int64_t whole_seq(std::int64_t tokens) const {
+    return ranks_ ? tokens * ranks_->size() : tokens;
+  }
+
   std::int64_t head_dim_;
+  nn::TensorParallelPtr ranks_;
   QkNorm qk_norm_;
   nn::AttentionArgs args_;
   SharedRope rope_;
@@ -74,7 +107,9 @@ FLATSHARD_MODULE(LlamaAttention);
 /// them.
 class LlamaMlpImpl : public nn::Module {
  public:
-  explicit LlamaMlpImpl(const ModelConfig& config);
+  explicit LlamaMlpImpl(
+      const ModelConfig& config,
+      const nn::TensorParallelPtr& ranks = nullptr);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param norm      of h; null: h itself is read.
   at::Tensor
@@ -103,6 +138,9 @@ class LlamaBlockImpl : public nn::Module {
       const nn::LossGradientPtr& loss_gradient);
   /// @param documents  of the rows; undefined: each row is one.
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
+  /// Runs tokens that are added to a cache. No hooks run, and no backward
+  /// follows. @param x  [step.num_rows, seq, dim]
+  at::Tensor extend(const at::Tensor& x, KvCache& cache, const CacheStep& step);
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
@@ -133,16 +171,19 @@ class LlamaBlockImpl : public nn::Module {
 FLATSHARD_MODULE(LlamaBlock);
 
 /// Final norm and output head, one module so that it is one unit.
-class LlamaHeadImpl : public nn::Module {
+class LlamaHeadImpl : public nn::Module, public nn::HasParts {
  public:
   /// @param tied  the embedding whose weight is the head's, or null.
   LlamaHeadImpl(
       const ModelConfig& config,
       const nn::EmbeddingImpl* tied,
-      nn::LossOptions loss);
-  /// With targets int64 [batch, seq]: the loss, a float32 scalar. With
-  /// undefined targets: logits [batch, seq, vocab].
+      nn::LossOptions loss,
+      nn::TensorParallelPtr ranks = nullptr);
+  /// With targets int64 [batch, seq]: the loss, a float32 scalar, equal on all
+  /// ranks that share the head. With undefined targets: logits [batch, seq,
+  /// vocab], which have no gradient where ranks share the head.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& targets);
+  nn::ParameterParts parts() const override;
 
  private:
   nn::LossOptions loss_;
@@ -206,7 +247,8 @@ class LlamaImpl : public nn::Module {
   /// Of the blocks that have experts, in order.
   std::vector<RouterOf> routers();
 
-  // The forward in pieces, for schedules: embed, each block's nodes(), head.
+  // The forward in pieces, for schedules (embed, each block's nodes(), head)
+  // and for Decoder.
   // Hooks of these modules do not run: a schedule says what begins and ends.
 
   at::Tensor embed(const at::Tensor& tokens);

@@ -30,7 +30,8 @@ nn::RouterOptions router_options(
       .groups = moe.router_groups,
       .kept_groups = moe.router_kept_groups,
       .aux_loss = options.aux_loss,
-      .z_loss = options.z_loss};
+      .z_loss = options.z_loss,
+      .ranks = options.ranks};
 }
 
 // A forward that a backward is to follow.
@@ -218,13 +219,22 @@ MoeImpl::MoeImpl(
       std::make_shared<nn::Module>("SharedExperts"));
   shared_gate_ = shared_->register_module(
       "gate_proj",
-      nn::Linear(config.dim, width, plain_linear(config)));
+      nn::Linear(
+          config.dim,
+          width,
+          plain_linear(config, false, options.ranks)));
   shared_up_ = shared_->register_module(
       "up_proj",
-      nn::Linear(config.dim, width, plain_linear(config)));
+      nn::Linear(
+          config.dim,
+          width,
+          plain_linear(config, false, options.ranks)));
   shared_down_ = shared_->register_module(
       "down_proj",
-      nn::Linear(width, config.dim, residual_linear(config)));
+      nn::Linear(
+          width,
+          config.dim,
+          residual_linear(config, false, options.ranks)));
 }
 
 void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {

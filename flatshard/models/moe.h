@@ -28,6 +28,9 @@ struct MoeOptions {
   std::shared_ptr<nn::TokenExchange> exchange;
   /// Experts that this module holds; 0: all.
   std::int64_t local_experts = 0;
+  /// That share the shared experts, and route a part of the tokens each; see
+  /// LlamaOptions::ranks.
+  nn::TensorParallelPtr ranks = nullptr;
 };
 
 /// What the forward of a layer of experts decided for its tokens. A recompute

@@ -1,87 +1,79 @@
 #include "flatshard/models/sample.h"
 
-#include "flatshard/core/error.h"
+#include <ATen/ATen.h>
 
 #include <algorithm>
+
+#include "flatshard/core/error.h"
 
 namespace flatshard::models {
 namespace {
 
-std::int64_t draw(
-    const at::Tensor& row,
-    at::Generator& generator,
-    const SampleOptions& options) {
-  const at::Tensor scores = row.to(at::kCPU).to(at::kFloat);
-  if (options.temperature == 0.0) {
-    return scores.argmax().item<std::int64_t>();
-  }
-  at::Tensor p = scores / options.temperature;
-  if (options.top_k > 0 && options.top_k < p.numel()) {
-    const at::Tensor least =
-        std::get<0>(p.topk(options.top_k)).select(0, options.top_k - 1);
-    p = p.masked_fill(p.lt(least), -INFINITY);
-  }
-  p = p.softmax(-1);
-  if (options.top_p < 1.0) {
-    const auto [sorted, order] = p.sort(/*dim=*/-1, /*descending=*/true);
-    // The likeliest one always stays.
-    const at::Tensor before = sorted.cumsum(-1) - sorted;
-    p = p.index_fill(-1, order.index({before.ge(options.top_p)}), 0.0);
-  }
-  return p.multinomial(1, /*replacement=*/false, generator)
-      .item<std::int64_t>();
+std::vector<std::int64_t> on_host(const at::Tensor& tokens) {
+  const at::Tensor host = tokens.cpu().contiguous();
+  const auto* first = host.const_data_ptr<std::int64_t>();
+  return {first, first + host.numel()};
 }
 
 }  // namespace
 
-std::vector<std::int64_t> sample(
-    const LogitsFn& logits,
-    const std::vector<std::int64_t>& prompt,
-    at::Device device,
-    at::Generator generator,
-    const SampleOptions& options) {
+void SampleOptions::check() const {
   FLATSHARD_CHECK(
-      !prompt.empty(),
-      usage,
-      "expected a prompt of at least one token");
-  FLATSHARD_CHECK(
-      options.temperature >= 0.0,
+      temperature >= 0.0,
       config,
       "temperature: expected 0 or more, got {}",
-      options.temperature);
+      temperature);
   FLATSHARD_CHECK(
-      options.max_context > 0 && options.top_k >= 0,
+      top_k >= 0,
       config,
-      "expected max_context > 0 and top_k >= 0, got {} and {}",
-      options.max_context,
-      options.top_k);
+      "top_k: expected 0 or more, got {}",
+      top_k);
   FLATSHARD_CHECK(
-      options.top_p > 0.0 && options.top_p <= 1.0,
+      top_p > 0.0 && top_p <= 1.0,
       config,
       "top_p: expected above 0 and at most 1, got {}",
-      options.top_p);
+      top_p);
+}
+
+std::vector<std::int64_t> draw_tokens(
+    const at::Tensor& logits,
+    std::span<const double> uniforms,
+    const SampleOptions& options) {
+  options.check();
   const at::NoGradGuard no_grad;
-  std::vector<std::int64_t> tokens = prompt;
-  for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {
-    const auto length = std::min<std::int64_t>(
-        options.max_context,
-        static_cast<std::int64_t>(tokens.size()));
-    const at::Tensor context =
-        at::tensor(
-            at::ArrayRef<std::int64_t>(tokens).slice(tokens.size() - length),
-            at::kLong)
-            .unsqueeze(0)
-            .to(device);
-    const at::Tensor out = logits(context);
-    tokens.push_back(
-        draw(out.select(0, 0).select(0, length - 1), generator, options));
-    if (std::ranges::count(options.stop_tokens, tokens.back()) > 0) {
-      break;
-    }
+  if (options.temperature == 0.0) {
+    return on_host(logits.argmax(-1));
   }
-  return {
-      tokens.begin() + static_cast<std::ptrdiff_t>(prompt.size()),
-      tokens.end()};
+  FLATSHARD_CHECK(
+      static_cast<std::int64_t>(uniforms.size()) == logits.size(0),
+      usage,
+      "draw_tokens: expected a number for each of {} rows, got {}",
+      logits.size(0),
+      uniforms.size());
+  // Float32 would lose the tail of a cumulative sum of 100,000 probabilities.
+  at::Tensor p = (logits.to(at::kDouble) / options.temperature).softmax(-1);
+  at::Tensor order;  // of the tokens, where p is sorted
+  const std::int64_t vocab = p.size(1);
+  if (options.top_k > 0 || options.top_p < 1.0) {
+    const std::int64_t kept =
+        options.top_k > 0 ? std::min(options.top_k, vocab) : vocab;
+    std::tie(p, order) = p.topk(kept);
+    p = p / p.sum(-1, /*keepdim=*/true);
+  }
+  if (options.top_p < 1.0) {
+    // The likeliest one always stays.
+    p = p.masked_fill((p.cumsum(-1) - p).ge(options.top_p), 0.0);
+  }
+  const at::Tensor sums = p.cumsum(-1);
+  const at::Tensor wanted =
+      at::tensor(at::ArrayRef<double>(uniforms.data(), uniforms.size()))
+          .to(sums.device())
+          .unsqueeze(1) *
+      sums.narrow(1, p.size(1) - 1, 1);
+  const at::Tensor drawn =
+      at::searchsorted(sums, wanted, /*out_int32=*/false, /*right=*/true)
+          .clamp_max(p.size(1) - 1);
+  return on_host((order.defined() ? order.gather(1, drawn) : drawn).squeeze(1));
 }
 
 }  // namespace flatshard::models

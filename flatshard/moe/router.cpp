@@ -7,6 +7,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
+#include <cmath>
+
 namespace flatshard::nn {
 namespace {
 
@@ -70,7 +72,14 @@ struct RouterState : torch::CustomClassHolder {
   at::Tensor bias;
   at::Tensor experts;  // given, or chosen by the forward
   at::Tensor counts;
+  at::Tensor load;  // counts of all ranks' tokens
 };
+
+// The gradient of aux_loss divides by the tokens of this rank twice, for f and
+// for P, and that of z_loss once; both count the tokens of all ranks.
+float shared_coefficient(double coefficient, int divisions, int num_ranks) {
+  return static_cast<float>(coefficient / std::pow(num_ranks, divisions));
+}
 
 struct RouterFunction : torch::autograd::Function<RouterFunction> {
   static at::Tensor forward(
@@ -99,6 +108,9 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
     if (!chosen) {
       state->counts = count_experts(state->experts, logits.size(1));
     }
+    state->load = options.aux_loss > 0
+                      ? sum_over_ranks(options.ranks, state->counts)
+                      : state->counts;
     ctx->saved_data["state"] = c10::IValue::make_capsule(state);
     ctx->save_for_backward({rows});
     return weights;
@@ -115,6 +127,7 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
     if (loss.defined()) {
       loss = loss.to(logits.device(), at::kFloat).contiguous();
     }
+    const int num_ranks = options.ranks ? options.ranks->size() : 1;
     const at::Tensor dweights = grads[0].contiguous();
     at::Tensor dlogits = at::empty_like(logits);
     run_backward(
@@ -123,11 +136,11 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
          .logits = logits.const_data_ptr<float>(),
          .experts = state.experts.const_data_ptr<std::int32_t>(),
          .dweights = dweights.const_data_ptr<float>(),
-         .counts = state.counts.const_data_ptr<std::int32_t>(),
+         .counts = state.load.const_data_ptr<std::int32_t>(),
          .loss_gradient =
              loss.defined() ? loss.const_data_ptr<float>() : nullptr,
-         .aux = static_cast<float>(options.aux_loss),
-         .z = static_cast<float>(options.z_loss),
+         .aux = shared_coefficient(options.aux_loss, 2, num_ranks),
+         .z = shared_coefficient(options.z_loss, 1, num_ranks),
          .dlogits = dlogits.mutable_data_ptr<float>()},
         logits);
     return {dlogits, {}};

@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include "flatshard/moe/router_args.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
 
@@ -23,6 +24,10 @@ struct RouterOptions {
   /// Coefficients of what the router's backward adds to the gradient.
   double aux_loss = 0.0;
   double z_loss = 0.0;
+  /// Each of these ranks routes an equal part of the tokens, and the gradients
+  /// of all of them are summed: the auxiliary losses are those of all tokens,
+  /// once. Null: all tokens are here.
+  TensorParallelPtr ranks = nullptr;
 
   /// @throws Error{config} naming the member and what it had to be.
   void check(std::int64_t num_experts) const;

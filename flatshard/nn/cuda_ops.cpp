@@ -255,6 +255,7 @@ void cross_entropy(
        .ignore_index = args.ignore_index,
        .lse_is_given = args.lse_is_given,
        .write_gradient = args.write_gradient,
+       .is_part = args.is_part,
        .dtype = dtype_of(logits)},
       stream());
   check_kernel_launch();

@@ -90,6 +90,9 @@ struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;
   bool lse_is_given = false;  ///< read `lse` instead of computing it
   bool write_gradient = false;
+  /// The logits are a part of the vocabulary's: a target outside of them
+  /// belongs to another part, and `loss` gets the logit at the target, or 0.
+  bool is_part = false;
 };
 /// Cross-entropy of one chunk of logits.
 ///
@@ -98,7 +101,8 @@ struct CrossEntropyArgs {
 /// @param targets  int64 [rows]
 /// @param scale    float32, one element on the device
 /// @param loss     float32 [rows], written unless lse_is_given; 0 in ignored
-///                 rows; NaN for a target outside the vocabulary.
+///                 rows; NaN for a target outside the vocabulary, unless
+///                 is_part.
 /// @param lse      float32 [rows]
 void cross_entropy(
     at::Tensor& logits,

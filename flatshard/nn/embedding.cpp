@@ -3,6 +3,9 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/parameter_check.h"
 
+#include <utility>
+#include <vector>
+
 namespace flatshard::nn {
 namespace {
 
@@ -56,18 +59,65 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   }
 };
 
-}  // namespace
+// Rows that are one part of a table: tokens of other parts give zeros, and no
+// gradient. One more row stands for them, so that they need no mask.
+struct PartEmbeddingFunction
+    : torch::autograd::Function<PartEmbeddingFunction> {
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& weight,
+      const at::Tensor& tokens,
+      std::int64_t first,
+      const ModuleContextPtr& context) {
+    save_context(ctx, context);
+    const at::Tensor index = tokens.reshape({-1}) - first;
+    const at::Tensor elsewhere =
+        index.lt(0).logical_or_(index.ge(weight.size(0)));
+    const at::Tensor known = index.masked_fill(elsewhere, 0);
+    at::Tensor rows = weight.index_select(0, known);
+    rows.masked_fill_(elsewhere.unsqueeze(1), 0);
+    ctx->save_for_backward(
+        {weight, index.masked_fill(elsewhere, weight.size(0))});
+    std::vector<std::int64_t> sizes = tokens.sizes().vec();
+    sizes.push_back(weight.size(1));
+    return reshape_result(rows, sizes);
+  }
 
-at::Tensor embedding(
-    const at::Tensor& tokens,
-    const at::Tensor& weight,
-    const ModuleContextPtr& context) {
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &weight = saved[0], &index = saved[1];
+    const at::Tensor g = as_rows(grads[0]);
+    const auto compute = [&] {
+      return at::embedding_dense_backward(
+                 g,
+                 index,
+                 weight.size(0) + 1,
+                 /*padding_idx=*/weight.size(0),
+                 /*scale_grad_by_freq=*/false)
+          .narrow(0, 0, weight.size(0));
+    };
+    variable_list out(4);
+    out[0] = deliver_wgrad(saved_context(ctx), weight, compute);
+    return out;
+  }
+};
+
+void check_tokens(const at::Tensor& tokens, const at::Tensor& weight) {
   FLATSHARD_CHECK(
       tokens.scalar_type() == at::kLong,
       usage,
       "embedding: expected int64 tokens, got {}",
       c10::toString(tokens.scalar_type()));
   check_has_memory("Embedding", tokens, weight);
+}
+
+}  // namespace
+
+at::Tensor embedding(
+    const at::Tensor& tokens,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context) {
+  check_tokens(tokens, weight);
   return EmbeddingFunction::apply(weight, tokens, context);
 }
 
@@ -75,13 +125,43 @@ EmbeddingImpl::EmbeddingImpl(
     std::int64_t num_embeddings,
     std::int64_t dim,
     InitSpec init,
-    double scale)
-    : Module("Embedding"), scale_(scale) {
-  weight_ = declare_parameter("weight", {num_embeddings, dim}, init);
+    double scale,
+    TensorParallelPtr ranks)
+    : Module("Embedding"),
+      num_embeddings_(num_embeddings),
+      ranks_(std::move(ranks)),
+      scale_(scale) {
+  weight_ = declare_parameter(
+      "weight",
+      {part_of(ranks_, num_embeddings).size(), dim},
+      init);
+}
+
+ParameterParts EmbeddingImpl::parts() const {
+  if (!ranks_) {
+    return {};
+  }
+  return {
+      {"weight",
+       {.dim = 0,
+        .whole = num_embeddings_,
+        .part = part_of(ranks_, num_embeddings_)}}};
 }
 
 at::Tensor EmbeddingImpl::forward(const at::Tensor& tokens) {
-  const at::Tensor rows = embedding(tokens, weight_, context());
+  at::Tensor rows;
+  if (ranks_) {
+    check_tokens(tokens, weight_);
+    rows = scatter_sum(
+        ranks_,
+        PartEmbeddingFunction::apply(
+            weight_,
+            tokens,
+            part_of(ranks_, num_embeddings_).begin,
+            context()));
+  } else {
+    rows = embedding(tokens, weight_, context());
+  }
   if (scale_ == 1.0) {
     return rows;
   }

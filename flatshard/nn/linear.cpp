@@ -4,6 +4,7 @@
 #include "flatshard/nn/matmul.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 namespace flatshard::nn {
@@ -90,8 +91,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
+// Whose tokens the layers of a node gather.
+struct GatheringRanks : torch::CustomClassHolder {
+  explicit GatheringRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
+  TensorParallelPtr ranks;
+};
+
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight, then the factors of adapters.
+// or one for each weight, then the factors of adapters. With `gathering` x has
+// this rank's tokens, and that is what is kept: the backward gathers them once
+// more while it computes the gradient of x, and reduce-scatters that while it
+// computes the weights'.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -100,20 +110,29 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       at::TensorList biases,
       at::TensorList factors,
       const std::vector<ModuleContextPtr>& contexts,
-      const AdapterCallsPtr& calls) {
+      const AdapterCallsPtr& calls,
+      const c10::intrusive_ptr<GatheringRanks>& gathering) {
     ctx->set_materialize_grads(false);
-    const MatmulRows rows(as_rows(x));
+    std::vector<std::int64_t> sizes = x.sizes().vec();
+    at::Tensor read = as_rows(x);
+    if (gathering) {
+      ctx->saved_data["gathering"] = c10::IValue::make_capsule(gathering);
+      read = gathering->ranks->all_gather(read.contiguous());
+      sizes[sizes.size() - 2] *= gathering->ranks->size();
+    }
+    const MatmulRows rows(read);
     AdapterForward adapters(calls, factors);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
+      sizes.back() = weights[i].size(0);
       at::Tensor y = matmul_forward(
           rows,
           weights[i],
           contexts[i],
           biases.empty() ? at::Tensor() : biases[i]);
       adapters.add(i, rows.tensor(), y);
-      out.push_back(reshape_result(y, with_last(x, weights[i].size(0))));
+      out.push_back(reshape_result(y, sizes));
     }
     variable_list saved{x};
     saved.insert(saved.end(), weights.begin(), weights.end());
@@ -129,14 +148,22 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     variable_list saved = ctx->get_saved_variables();
     AdapterBackward adapters(ctx, saved);
     const at::Tensor& x = saved[0];
-    const MatmulRows rows = activation_rows(as_rows(x), saved.back());
     const std::size_t first_bias = 1 + grads.size();
     const bool has_biases = saved.size() > first_bias + 1;
     const std::size_t first_factor =
         first_bias + (has_biases ? grads.size() : 0);
     adapters.set_places({.edge = first_factor, .out = first_factor});
-    // And the contexts, and the adapters' calls.
-    variable_list out(first_factor + adapters.num_factors() + 2);
+    // And the contexts, the adapters' calls, and whose tokens are gathered.
+    variable_list out(first_factor + adapters.num_factors() + 3);
+    const TensorParallelPtr ranks = gathering_ranks(ctx);
+    std::unique_ptr<PendingTensor> pending_rows, pending_dx;
+    bool wants_weights = false;
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      wants_weights |= grads[i].defined() && ctx->needs_input_grad(1 + i);
+    }
+    if (ranks && wants_weights) {
+      pending_rows = ranks->start_all_gather(as_rows(x).contiguous());
+    }
     at::Tensor dx;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -158,8 +185,16 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         }
       }
     }
-    if (dx.defined()) {
+    if (dx.defined() && ranks) {
+      pending_dx = ranks->start_reduce_scatter(dx);
+    } else if (dx.defined()) {
       out[0] = dx.view(x.sizes());
+    }
+    std::optional<MatmulRows> rows;
+    if (wants_weights) {
+      rows.emplace(activation_rows(
+          pending_rows ? pending_rows->finish() : as_rows(x),
+          saved.back()));
     }
     for (std::size_t i = 0; i < grads.size(); ++i) {
       adapters.end(i, x, out);
@@ -168,10 +203,24 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
             saved_context(ctx, i),
             saved[1 + i],
             *g[i],
-            rows);
+            *rows);
       }
     }
+    if (pending_dx) {
+      out[0] = pending_dx->finish().view(x.sizes());
+    }
     return out;
+  }
+
+ private:
+  static TensorParallelPtr gathering_ranks(AutogradContext* ctx) {
+    const auto found = ctx->saved_data.find("gathering");
+    if (found == ctx->saved_data.end()) {
+      return nullptr;
+    }
+    refuse_create_graph("a column-parallel layer");
+    const auto capsule = found->second.toCapsule();
+    return static_cast<const GatheringRanks&>(*capsule).ranks;
   }
 };
 
@@ -216,12 +265,58 @@ LinearImpl::LinearImpl(
   if (options.bias) {
     bias_ = declare_parameter("bias", {out_features}, InitSpec::zeros());
   }
+  share(std::move(options.ranks), options.cut);
+}
+
+void LinearImpl::share(TensorParallelPtr ranks, LinearCut cut) {
+  if (!ranks) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      weight_.is_meta() && parts_.empty(),
+      usage,
+      "a linear layer [{}, {}] {}; share layers once, before their parameters "
+      "have memory",
+      weight_.size(0),
+      weight_.size(1),
+      parts_.empty() ? "has memory" : "is shared already");
+  const bool is_row = cut == LinearCut::row;
+  const std::int64_t dim = is_row ? 1 : 0;
+  const std::int64_t whole = weight_.size(dim);
+  const IndexPart part = equal_part_of(
+      ranks,
+      whole,
+      is_row ? "the inputs of a row-parallel layer"
+             : "the outputs of a column-parallel layer");
+  const auto take = [&](const char* name, const at::Tensor& parameter) {
+    parameter.set_data(
+        parameter.detach().narrow(dim, part.begin, part.size()).contiguous());
+    parts_[name] = {.dim = dim, .whole = whole, .part = part};
+  };
+  take("weight", weight_);
+  if (bias_.defined() && !is_row) {
+    take("bias", bias_);
+  }
+  (is_row ? sums_over_ : gathers_from_) = std::move(ranks);
 }
 
 at::Tensor LinearImpl::forward(
     const at::Tensor& x,
     const at::Tensor& residual) {
-  return run_linear(x, weight_, bias_, residual, context(), adapter());
+  if (!sums_over_) {
+    return run_linear(
+        gather_sequence(gathers_from_, x),
+        weight_,
+        bias_,
+        residual,
+        context(),
+        adapter());
+  }
+  at::Tensor y = scatter_sum(sums_over_, linear(x, weight_, {}, {}, context()));
+  if (bias_.defined()) {
+    y = y + bias_;
+  }
+  return residual.defined() ? y + residual : y;
 }
 
 void LinearImpl::add_adapter(
@@ -231,6 +326,10 @@ void LinearImpl::add_adapter(
       !adapter_ && (shared == nullptr || shared->adapter_),
       usage,
       "expected a layer without an adapter, and one with it to share A of");
+  FLATSHARD_CHECK(
+      parts_.empty(),
+      usage,
+      "adapters of layers that ranks share are not supported");
   Adapter adapter{
       .a = shared == nullptr
                ? LoraFactor(options.rank, weight_.size(1), options.a_init)
@@ -246,7 +345,8 @@ void LinearImpl::add_adapter(
 
 bool can_run_together(const std::vector<LinearImpl*>& layers) {
   return std::all_of(layers.begin(), layers.end(), [&](const LinearImpl* l) {
-    return l->has_only_pre_hooks() &&
+    return l->has_only_pre_hooks() && !l->sums_over() &&
+           l->gathers_from() == layers.front()->gathers_from() &&
            l->bias().defined() == layers.front()->bias().defined();
   });
 }
@@ -288,6 +388,7 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
+  const TensorParallelPtr& ranks = layers.front()->gathers_from();
   const JointLinears joint = begin_together(x, layers);
   return LinearsFunction::apply(
       x,
@@ -295,7 +396,8 @@ std::vector<at::Tensor> linears(
       at::TensorList(joint.biases),
       at::TensorList(joint.factors),
       joint.contexts,
-      joint.adapters);
+      joint.adapters,
+      ranks ? c10::make_intrusive<GatheringRanks>(ranks) : nullptr);
 }
 
 }  // namespace flatshard::nn

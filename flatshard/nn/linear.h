@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/lora/adapter.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
 #include <optional>
@@ -24,9 +25,17 @@ at::Tensor linear(
     const at::Tensor& residual = {},
     const ModuleContextPtr& context = {});
 
+/// How a linear layer is cut over the ranks of a TensorParallel.
+enum class LinearCut {
+  column,  ///< by output features: reads all tokens, which it gathers
+  row,     ///< by input features: its results are summed and scattered
+};
+
 struct LinearOptions {
   bool bias = false;
   InitSpec init = InitSpec::normal(0.0F, 0.02F);
+  TensorParallelPtr ranks = nullptr;  ///< that share the layer; null: no others
+  LinearCut cut = LinearCut::column;
 };
 
 /// How an adapter is made.
@@ -40,17 +49,29 @@ struct AdapterOptions {
 
 /// Parameters: weight [out_features, in_features], bias [out_features], and
 /// with an adapter lora_A.weight [rank, in_features] and lora_B.weight
-/// [out_features, rank].
-class LinearImpl : public Module {
+/// [out_features, rank]. Of a layer that is cut, weight and bias are this
+/// rank's part. A row-parallel layer has its bias whole on each rank and adds
+/// it after the sum, so once.
+class LinearImpl : public Module, public HasParts {
  public:
+  /// @param in_features, out_features  of the whole layer.
+  /// @throws Error{config} when the ranks do not divide the dimension cut.
   LinearImpl(
       std::int64_t in_features,
       std::int64_t out_features,
       LinearOptions options = {});
+  /// @param x  [..., in_features]. Column-parallel layers take this rank's
+  ///   tokens with all features, row-parallel ones all tokens with this rank's
+  ///   features.
   at::Tensor forward(const at::Tensor& x, const at::Tensor& residual = {});
+  /// Makes this rank's part of a whole layer; see LinearOptions. Does nothing
+  /// for null `ranks`.
+  /// @throws Error{usage} for a layer that has memory or is a part already.
+  void share(TensorParallelPtr ranks, LinearCut cut);
   /// Adds an adapter to a layer without one. The layer itself trains as before:
   /// freeze its parameters for LoRA.
   /// @param shared  whose A the adapter shares; null: it has its own.
+  /// @throws Error{usage} for a layer that is a part.
   void add_adapter(
       const AdapterOptions& options,
       const LinearImpl* shared = nullptr);
@@ -59,8 +80,16 @@ class LinearImpl : public Module {
   const at::Tensor& bias() const { return bias_; }
   /// Null without an adapter.
   const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
+  /// Whose tokens a column-parallel layer gathers; else null.
+  const TensorParallelPtr& gathers_from() const { return gathers_from_; }
+  /// With whom a row-parallel layer sums its results; else null.
+  const TensorParallelPtr& sums_over() const { return sums_over_; }
+  ParameterParts parts() const override { return parts_; }
 
  private:
+  TensorParallelPtr gathers_from_;
+  TensorParallelPtr sums_over_;
+  ParameterParts parts_;
   at::Tensor weight_;
   at::Tensor bias_;
   std::optional<Adapter> adapter_;
@@ -68,7 +97,8 @@ class LinearImpl : public Module {
 FLATSHARD_MODULE(Linear);
 
 /// Nothing but their weights and biases takes part in a call of these layers,
-/// all have a bias or none has, and nobody wants to see one's result.
+/// all have a bias or none has, all gather from the same ranks or none does,
+/// and nobody wants to see one's result.
 bool can_run_together(const std::vector<LinearImpl*>& layers);
 
 /// What one node for several layers works with, in their order.
@@ -94,11 +124,12 @@ at::Tensor deliver_bias_grad(
 
 /// y_i = x W_i^T (+ b_i) of layers that read one input. In backward the
 /// gradients of that input add up inside the matrix products, so they need
-/// neither tensors of their own nor additions. Layers of which only some have a
+/// neither tensors of their own nor additions. Column-parallel layers gather
+/// once, and reduce-scatter that sum once. Layers of which only some have a
 /// bias, or with hooks behind their forward (units of their own), are called
 /// one by one instead.
 ///
-/// @param x  [..., in]
+/// @param x  [..., in]; of column-parallel layers this rank's tokens.
 /// @return   one [..., out_i] per layer
 std::vector<at::Tensor> linears(
     const at::Tensor& x,

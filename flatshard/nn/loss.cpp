@@ -4,6 +4,9 @@
 #include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/matmul.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace flatshard::nn {
 namespace {
 
@@ -24,17 +27,24 @@ void cross_entropy_rows(
     at::Tensor& lse,
     const cuda::CrossEntropyArgs& args) {
   const at::Tensor valid = targets.ne(args.ignore_index);
+  // Of a part of the vocabulary: the tokens whose target is in it.
+  const at::Tensor known =
+      args.is_part ? targets.ge(0).logical_and_(targets.lt(logits.size(1)))
+                   : valid;
   const at::Tensor index =
-      targets.masked_fill(valid.logical_not(), 0).unsqueeze(1);
+      targets.masked_fill(known.logical_not(), 0).unsqueeze(1);
   const at::Tensor values = logits.to(at::kFloat);
   const at::Tensor weight = valid.to(at::kFloat);
   if (!args.lse_is_given) {
     lse.copy_(values.logsumexp(-1));
-    loss.copy_((lse - values.gather(1, index).squeeze(1)).mul_(weight));
+    const at::Tensor at_target = values.gather(1, index).squeeze(1);
+    loss.copy_(
+        args.is_part ? at_target.masked_fill(known.logical_not(), 0)
+                     : (lse - at_target).mul_(weight));
   }
   if (args.write_gradient) {
     at::Tensor p = (values - lse.unsqueeze(1)).exp_();
-    p.scatter_add_(1, index, at::full_like(weight, -1.0F).unsqueeze(1));
+    p.scatter_add_(1, index, known.to(at::kFloat).neg_().unsqueeze(1));
     logits.copy_(p.mul_((weight * scale).unsqueeze(1)));
   }
 }
@@ -99,6 +109,90 @@ void check_targets(
   }
 }
 
+// Targets that are no index of a part of the vocabulary.
+struct TargetMarks {
+  explicit TargetMarks(std::int64_t ignore_index)
+      : elsewhere(ignore_index == -1 ? -3 : -1),
+        unknown(ignore_index == -2 ? -3 : -2) {}
+  std::int64_t elsewhere;  ///< in another part
+  std::int64_t unknown;    ///< in none
+};
+
+// Targets as a part of the vocabulary takes them. Ignored ones stay.
+at::Tensor targets_of_part(
+    const at::Tensor& targets,
+    const LossOptions& options) {
+  const IndexPart part = part_of(options.ranks, options.vocab);
+  const TargetMarks marks(options.ignore_index);
+  const auto outside = [&](std::int64_t begin, std::int64_t end) {
+    return targets.lt(begin).logical_or_(targets.ge(end));
+  };
+  return (targets - part.begin)
+      .masked_fill_(outside(part.begin, part.end), marks.elsewhere)
+      .masked_fill_(outside(0, options.vocab), marks.unknown)
+      .masked_fill_(targets.eq(options.ignore_index), options.ignore_index);
+}
+
+// chunk_cross_entropy of a vocabulary that is cut. The ranks exchange each
+// token's log-sum-exp over their part and the logit of its target; the rank
+// that has the target finds it, the others have 0. All ranks combine the same
+// numbers in rank order, so they get the same bits.
+void part_cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const cuda::CrossEntropyArgs& args,
+    const LossOptions& options) {
+  const double cap = options.soft_cap;
+  if (cap > 0.0) {
+    logits.div_(cap).tanh_().mul_(cap);
+  }
+  at::Tensor own = at::empty({1, 2, logits.size(0)}, lse.options());
+  at::Tensor own_lse = own[0][0];
+  at::Tensor own_target = own[0][1];
+  chunk_cross_entropy(
+      logits,
+      targets,
+      scale,
+      own_target,
+      own_lse,
+      {.ignore_index = args.ignore_index, .is_part = true},
+      0.0);
+  const at::Tensor all = options.ranks->all_gather(own);
+  lse.copy_(all.select(1, 0).logsumexp(0));
+  at::Tensor target = all[0][1].clone();
+  for (int r = 1; r < options.ranks->size(); ++r) {
+    target.add_(all[r][1]);
+  }
+  loss.copy_((lse - target)
+                 .masked_fill_(targets.eq(args.ignore_index), 0)
+                 .masked_fill_(
+                     targets.eq(TargetMarks(args.ignore_index).unknown),
+                     NAN));
+  if (!args.write_gradient) {
+    return;
+  }
+  const at::Tensor slope =
+      cap > 0.0 ? 1.0 - (logits / cap).square() : at::Tensor();
+  at::Tensor no_loss;
+  chunk_cross_entropy(
+      logits,
+      targets,
+      scale,
+      no_loss,
+      lse,
+      {.ignore_index = args.ignore_index,
+       .lse_is_given = true,
+       .write_gradient = true,
+       .is_part = true},
+      0.0);
+  if (slope.defined()) {
+    logits.mul_(slope);
+  }
+}
+
 struct LossFunction : torch::autograd::Function<LossFunction> {
   enum Input { kHidden, kWeight };
 
@@ -112,10 +206,13 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       const ModuleContextPtr& context) {
     save_context(ctx, context);
     const at::Tensor rows = as_rows(hidden);
-    const at::Tensor flat = targets.reshape({-1});
+    at::Tensor flat = targets.reshape({-1});
     const std::int64_t n = rows.size(0);
     const std::int64_t vocab = weight.size(0);
-    check_targets(flat, vocab, options.ignore_index);
+    check_targets(
+        flat,
+        options.ranks ? options.vocab : vocab,
+        options.ignore_index);
     const at::TensorOptions f32 = rows.options().dtype(at::kFloat);
     const at::Tensor scale = options.reduction == LossReduction::mean
                                  ? flat.ne(options.ignore_index)
@@ -124,6 +221,9 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
                                        .clamp_min_(1.0F)
                                        .reciprocal_()
                                  : at::ones({}, f32);
+    if (options.ranks) {
+      flat = targets_of_part(flat, options);
+    }
     const bool keep = wants_grad && options.chunk_tokens == 0;
     const std::int64_t chunk = keep ? std::max<std::int64_t>(n, 1)
                                : options.chunk_tokens > 0 ? options.chunk_tokens
@@ -137,20 +237,36 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       at::Tensor loss_part = loss.narrow(0, at, m);
       at::Tensor lse_part = lse.narrow(0, at, m);
       at::mm_out(part, rows.narrow(0, at, m), weight.t());
-      chunk_cross_entropy(
-          part,
-          flat.narrow(0, at, m),
-          scale,
-          loss_part,
-          lse_part,
-          {.ignore_index = options.ignore_index, .write_gradient = keep},
-          options.soft_cap);
+      const cuda::CrossEntropyArgs args{
+          .ignore_index = options.ignore_index,
+          .write_gradient = keep};
+      const at::Tensor targets_part = flat.narrow(0, at, m);
+      if (options.ranks) {
+        part_cross_entropy(
+            part,
+            targets_part,
+            scale,
+            loss_part,
+            lse_part,
+            args,
+            options);
+      } else {
+        chunk_cross_entropy(
+            part,
+            targets_part,
+            scale,
+            loss_part,
+            lse_part,
+            args,
+            options.soft_cap);
+      }
     }
     if (keep) {
       ctx->save_for_backward({hidden, weight, logits});
     } else if (wants_grad) {
       ctx->saved_data["chunk"] = chunk;
       ctx->saved_data["ignore_index"] = options.ignore_index;
+      ctx->saved_data["is_part"] = options.ranks != nullptr;
       ctx->saved_data["soft_cap"] = options.soft_cap;
       ctx->save_for_backward({hidden, weight, flat, lse, scale});
     }
@@ -206,7 +322,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     const cuda::CrossEntropyArgs args{
         .ignore_index = ctx->saved_data["ignore_index"].toInt(),
         .lse_is_given = true,
-        .write_gradient = true};
+        .write_gradient = true,
+        .is_part = ctx->saved_data["is_part"].toBool()};
     const double soft_cap = ctx->saved_data["soft_cap"].toDouble();
     const at::Tensor rows = as_rows(hidden);
     const std::int64_t n = rows.size(0);
@@ -298,6 +415,16 @@ at::Tensor linear_cross_entropy(
       config,
       "chunk_tokens: expected 0 or more, got {}",
       options.chunk_tokens);
+  FLATSHARD_CHECK(
+      !options.ranks ||
+          weight.size(0) == part_of(options.ranks, options.vocab).size(),
+      usage,
+      "linear_cross_entropy: expected this rank's {} rows of a vocabulary of "
+      "{}, "
+      "got {}",
+      part_of(options.ranks, options.vocab).size(),
+      options.vocab,
+      weight.size(0));
   const bool wants_grad = at::GradMode::is_enabled() &&
                           (hidden.requires_grad() || weight.requires_grad());
   return LossFunction::apply(

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/nn/wgrad.h"
 
 #include <cstdint>
@@ -12,8 +13,10 @@ enum class LossReduction {
 };
 
 struct LossOptions {
+  static constexpr std::int64_t kIgnoreIndex = -100;
+
   LossReduction reduction = LossReduction::mean;
-  std::int64_t ignore_index = -100;
+  std::int64_t ignore_index = kIgnoreIndex;
   /// 0: forward keeps the logits' gradient, [tokens, vocab] in the compute
   /// dtype, and backward is two matrix products, the weight's straight into
   /// its sink. Otherwise at most this many tokens' logits exist at a time and
@@ -22,6 +25,11 @@ struct LossOptions {
   /// Logits become cap * tanh(logits / cap), by plain operations that need one
   /// more tensor of a chunk's logits; 0: they stay.
   double soft_cap = 0.0;
+  /// Each of these ranks has a part of the vocabulary, as `part_of` cuts it,
+  /// for all tokens; null: the weight is whole. The ranks exchange two float32
+  /// numbers of each token, and never logits.
+  TensorParallelPtr ranks = nullptr;
+  std::int64_t vocab = 0;  ///< with `ranks`: on all of them together
 };
 
 /// cap * tanh(logits / cap); the logits themselves for a cap of 0.
@@ -31,7 +39,8 @@ at::Tensor soft_capped(const at::Tensor& logits, double cap);
 /// the whole sequence and without a gradient tensor beside the logits.
 ///
 /// @param hidden   [..., dim]
-/// @param weight   [vocab, dim], hidden's dtype
+/// @param weight   [vocab, dim], hidden's dtype; with LossOptions::ranks this
+///   rank's rows of it. The gradient of hidden is then an addend of the ranks'.
 /// @param targets  int64, hidden's shape without the last dim
 /// @return float32 scalar
 ///

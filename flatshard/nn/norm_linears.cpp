@@ -227,7 +227,9 @@ NormLinears norm_linears(
     const at::Tensor& delta,
     RmsNormImpl& norm,
     const std::vector<LinearImpl*>& layers) {
-  if (!norm.has_only_pre_hooks() || !can_run_together(layers)) {
+  // What a rank normalizes and what its layers read are different tokens.
+  const bool gathers = layers.front()->gathers_from() != nullptr;
+  if (!norm.has_only_pre_hooks() || gathers || !can_run_together(layers)) {
     const auto [sum, normed] = call_with_hooks(norm, x, delta);
     return {sum, linears(normed, layers)};
   }

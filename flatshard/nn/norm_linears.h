@@ -16,8 +16,8 @@ struct NormLinears {
 /// what it normalized: the norm's backward writes that once more, bit for bit,
 /// over the gradient that it has read. Costs one write of [..., dim] and saves
 /// as much memory from here to the backward. Norms and layers with hooks behind
-/// their forward, and layers of which only some have a bias, are called one by
-/// one instead.
+/// their forward, layers of which only some have a bias, and column-parallel
+/// layers, which gather what was normalized, are called one by one instead.
 ///
 /// @param x      [..., dim]
 /// @param delta  like x, or undefined: then sum is x, and no copy of it. Go on

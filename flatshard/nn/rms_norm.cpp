@@ -3,6 +3,8 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/rms_norm_rows.h"
 
+#include <utility>
+
 namespace flatshard::nn {
 namespace {
 
@@ -100,11 +102,31 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
 }
 
 RmsNormImpl::RmsNormImpl(std::int64_t dim, RmsNormOptions options)
-    : Module("RmsNorm"), options_(options) {
+    : Module("RmsNorm"), dim_(dim), options_(std::move(options)) {
   weight_ = declare_parameter(
       "weight",
-      {dim},
+      {equal_part_of(options_.ranks, dim, "the columns of a norm").size()},
       options_.adds_one ? InitSpec::zeros() : InitSpec::ones());
+}
+
+ParameterParts RmsNormImpl::parts() const {
+  if (!options_.ranks) {
+    return {};
+  }
+  return {
+      {"weight",
+       {.dim = 0, .whole = dim_, .part = part_of(options_.ranks, dim_)}}};
+}
+
+// The mean of squares is summed over the ranks; the rest is each rank's own.
+at::Tensor RmsNormImpl::norm_of_parts(const at::Tensor& x) const {
+  const at::Tensor values = x.to(at::kFloat);
+  const at::Tensor mean = sum_over_ranks(
+                              options_.ranks,
+                              values.square().sum(-1, /*keepdim=*/true)) /
+                          static_cast<double>(dim_);
+  return (values * (mean + options_.eps).rsqrt() * scale().to(at::kFloat))
+      .to(x.scalar_type());
 }
 
 at::Tensor RmsNormImpl::scale() const {
@@ -116,12 +138,19 @@ ModuleContextPtr RmsNormImpl::scale_context() const {
 }
 
 at::Tensor RmsNormImpl::forward(const at::Tensor& x) {
+  if (options_.ranks) {
+    return norm_of_parts(x);
+  }
   return rms_norm(x, scale(), options_.eps, scale_context());
 }
 
 std::tuple<at::Tensor, at::Tensor> RmsNormImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta) {
+  FLATSHARD_CHECK(
+      !options_.ranks,
+      usage,
+      "a norm over columns of several ranks adds nothing to its input");
   return add_rms_norm(x, delta, scale(), options_.eps, scale_context());
 }
 

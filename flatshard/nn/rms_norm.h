@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
 #include <tuple>
@@ -35,11 +36,16 @@ struct RmsNormOptions {
   double eps = 1e-5;
   /// Rows are multiplied by 1 + weight, in float32; weights begin as zeros.
   bool adds_one = false;
+  /// Each of these ranks has an equal part of a row's columns; null: rows are
+  /// here. The mean is over all of them, by plain operations.
+  TensorParallelPtr ranks = nullptr;
 };
 
-/// Parameter: weight [dim], ones at first.
-class RmsNormImpl : public Module {
+/// Parameter: weight [dim], ones at first; with RmsNormOptions::ranks this
+/// rank's part.
+class RmsNormImpl : public Module, public HasParts {
  public:
+  /// @param dim  of whole rows.
   explicit RmsNormImpl(std::int64_t dim, RmsNormOptions options = {});
   explicit RmsNormImpl(std::int64_t dim, double eps)
       : RmsNormImpl(dim, RmsNormOptions{.eps = eps}) {}
@@ -54,8 +60,12 @@ class RmsNormImpl : public Module {
   at::Tensor scale() const;
   /// Takes the gradient of `scale`; null where autograd gives it to the weight.
   ModuleContextPtr scale_context() const;
+  ParameterParts parts() const override;
 
  private:
+  at::Tensor norm_of_parts(const at::Tensor& x) const;
+
+  std::int64_t dim_;
   at::Tensor weight_;
   RmsNormOptions options_;
 };

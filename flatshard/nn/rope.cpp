@@ -209,14 +209,18 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
     std::int64_t seq_len,
     at::Device device) {
   const std::int64_t frequencies = frequencies_of(seq_len);
-  if (!cos_.defined() || cos_.device() != device || cos_.size(0) < seq_len ||
-      frequencies_ != frequencies) {
+  const bool serves =
+      cos_.defined() && cos_.device() == device && frequencies_ == frequencies;
+  if (!serves || cos_.size(0) < seq_len) {
     const at::NoGradGuard no_grad;
+    // A sequence that grows token by token computes it a few times alone.
+    const std::int64_t length =
+        serves ? std::max(seq_len, 2 * cos_.size(0)) : seq_len;
     const std::vector<double> f = rope_frequencies(options_, seq_len);
     const double factor =
         options_.scaling ? options_.scaling->attention_factor : 1.0;
     const at::Tensor angles =
-        at::outer(at::arange(seq_len, at::kDouble), at::tensor(f, at::kDouble));
+        at::outer(at::arange(length, at::kDouble), at::tensor(f, at::kDouble));
     cos_ = (angles.cos() * factor).to(at::kFloat).to(device);
     sin_ = (angles.sin() * factor).to(at::kFloat).to(device);
     frequencies_ = frequencies;
@@ -237,7 +241,8 @@ at::Tensor rope(
     bool inverse,
     const at::Tensor& positions) {
   FLATSHARD_CHECK(
-      x.dim() == 4 && cos.dim() == 2 && x.size(1) == cos.size(0) &&
+      x.dim() == 4 && cos.dim() == 2 &&
+          (positions.defined() || x.size(1) == cos.size(0)) &&
           x.size(3) >= 2 * cos.size(1),
       usage,
       "rope: expected x [batch, {}, heads, {} or more], got {}",

@@ -242,15 +242,19 @@ at::Tensor gated_linear(
     return call_with_hooks(layer, gated(activation, gate, up), residual);
   }
   layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));
-  return GatedLinearFunction::apply(
-      gate,
-      up,
-      layer.weight(),
-      as_optional(residual),
-      at::TensorList(adapter_factors({layer.adapter()})),
-      activation,
-      layer.context(),
-      AdapterCalls::of({layer.adapter()}));
+  const TensorParallelPtr& ranks = layer.sums_over();
+  const at::Tensor y = scatter_sum(
+      ranks,
+      GatedLinearFunction::apply(
+          gate,
+          up,
+          layer.weight(),
+          ranks ? std::nullopt : as_optional(residual),
+          at::TensorList(adapter_factors({layer.adapter()})),
+          activation,
+          layer.context(),
+          AdapterCalls::of({layer.adapter()})));
+  return ranks && residual.defined() ? y + residual : y;
 }
 
 }  // namespace flatshard::nn

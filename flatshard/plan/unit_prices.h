@@ -28,7 +28,7 @@ struct UnitPrices {
   double save_post_forward = 0;
   double reduce = 0;  ///< a microbatch that is not the last
   double reduce_last = 0;
-  double reduce_sum = 0;  ///< passes over own memory beside it
+  double reduce_sum = 0;  ///< kernels of it, which share the GPU with compute
   double outer = 0;       ///< in the last microbatch
   double accumulate = 0;
   double optimizer = 0;

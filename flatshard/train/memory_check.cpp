@@ -25,12 +25,14 @@ std::int64_t least_memory(
                             config.optimizer.num_states() * size(at::kFloat);
   const std::int64_t replicas =
       config.parallelism.data_parallel_replicate_degree;
+  const std::int64_t data_ranks = config.parallelism.num_data_ranks(world);
   const std::vector<std::int64_t> sizes =
-      replicas > 1 ? std::vector{replicas, world / replicas}
-                   : std::vector{world};
+      replicas > 1 ? std::vector{replicas, data_ranks / replicas}
+                   : std::vector{data_ranks};
   const std::int64_t shards =
       Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
-          .num_shards(sizes);
+          .num_shards(sizes) *
+      config.parallelism.tensor_parallel_degree;  // but for norms
   const std::int64_t all = models::num_parameters(model);
   if (config.lora.enabled()) {
     // What is frozen rests in the dtype that it computes in.

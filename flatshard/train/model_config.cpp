@@ -220,6 +220,10 @@ models::ModelConfig model_config(const Config& config) {
   override_experts(model, config);
   check_experts(model, config);
   model.validate();
+  models::check_tensor_parallel(
+      model,
+      config.parallelism.tensor_parallel_degree,
+      "parallelism.tensor_parallel_degree");
   FLATSHARD_CHECK(
       config.training.seq_len <= model.max_seq_len,
       config,

@@ -4,6 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
@@ -16,6 +17,7 @@ namespace flatshard {
 namespace {
 
 constexpr const char* kExpertAxis = "ep";
+constexpr const char* kTensorAxis = "tp";
 
 std::chrono::milliseconds timeout_of(const Config& config) {
   const std::chrono::duration<double> timeout(config.comm.timeout_s);
@@ -47,6 +49,9 @@ std::vector<MeshAxis> mesh_axes(const Config& config) {
     const std::int64_t degree = p.expert_parallel_degree;
     axes.push_back({"edp", p.data_parallel_shard_degree / degree});
     axes.push_back({kExpertAxis, degree});
+  }
+  if (p.tensor_parallel_degree > 1) {
+    axes.push_back({kTensorAxis, p.tensor_parallel_degree, AxisRole::model});
   }
   return axes;
 }
@@ -136,13 +141,35 @@ std::shared_ptr<StreamExchange> make_exchange(
           .exchange = options});
 }
 
-std::function<ParameterPlacement(const std::string& name)> expert_placement(
-    std::int64_t num_experts,
+nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {
+  return config.parallelism.tensor_parallel_degree == 1
+             ? nullptr
+             : make_tensor_parallel(mesh, kTensorAxis);
+}
+
+std::function<ParameterPlacement(const std::string& name)> parameter_placement(
+    const Config& config,
+    models::Llama& model,
     const Mesh& mesh) {
-  const auto placement =
-      ParameterPlacement::along(mesh, kExpertAxis, num_experts);
-  return [placement](const std::string& name) {
-    return models::is_expert_parameter(name) ? placement : ParameterPlacement{};
+  const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
+  std::function<ParameterPlacement(const std::string& name)> of_parts;
+  if (tensor > 1) {
+    of_parts = placement_of_parts(*model, mesh, kTensorAxis);
+  }
+  if (config.parallelism.expert_parallel_degree == 1) {
+    return of_parts;
+  }
+  auto of_experts = ParameterPlacement::along(
+      mesh,
+      kExpertAxis,
+      model->config().moe.num_experts);
+  // Ranks that share layers have different tokens of the same samples.
+  of_experts.grad_divisor =
+      *of_experts.grad_divisor / static_cast<double>(tensor);
+  return [of_parts, of_experts](const std::string& name) {
+    return models::is_expert_parameter(name) ? of_experts
+           : of_parts                        ? of_parts(name)
+                                             : ParameterPlacement{};
   };
 }
 

@@ -5,6 +5,8 @@
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/train/config.h"
 
@@ -24,7 +26,8 @@ namespace flatshard {
 std::string strategy_name(const Config& config);
 
 /// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep} in
-/// place of the last. The config is resolved.
+/// place of the last; with tensor parallelism tp as the innermost. The config
+/// is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
 /// The mesh of all ranks with these axes; its watcher and timeouts are
@@ -48,9 +51,16 @@ std::shared_ptr<StreamExchange> make_exchange(
     const models::ModelConfig& model,
     Mesh& mesh);
 
-/// Experts rest on all axes but ep, where each rank has some.
-std::function<ParameterPlacement(const std::string& name)> expert_placement(
-    std::int64_t num_experts,
+/// The ranks that share this rank's layers, along the axis tp; null: each rank
+/// has whole layers. Collective.
+nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh);
+
+/// FullyShardOptions::placement_of: experts are sharded over all axes but ep,
+/// where each rank has some; see placement_of_parts for layers that are shared.
+/// Empty: all parameters are sharded over all axes.
+std::function<ParameterPlacement(const std::string& name)> parameter_placement(
+    const Config& config,
+    models::Llama& model,
     const Mesh& mesh);
 
 /// How two microbatches are under way at once; unset: they are not.

@@ -166,7 +166,8 @@ std::int64_t global_batch_from(
     }
     return t.global_batch_size;
   }
-  const std::int64_t ranks_batch = t.local_batch_size * mesh.size();
+  const int data_ranks = mesh.data_mesh()->size();
+  const std::int64_t ranks_batch = t.local_batch_size * data_ranks;
   FLATSHARD_CHECK(
       before % ranks_batch == 0,
       config,
@@ -177,7 +178,7 @@ std::int64_t global_batch_from(
       step,
       before,
       t.local_batch_size,
-      mesh.size(),
+      data_ranks,
       ranks_batch);
   if (mesh.rank() == 0) {
     log_info(

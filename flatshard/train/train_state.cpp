@@ -69,6 +69,7 @@ TrainState make_train_state(
     moe.local_experts = model.moe.num_experts / expert_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
+  const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);
   state.model = models::Llama(
       model,
       models::LlamaOptions{
@@ -77,7 +78,8 @@ TrainState make_train_state(
                                        ? models::ActivationCheckpoint::none
                                        : config.activation_checkpoint.mode,
           .plain_attention = config.model.plain_attention,
-          .moe = moe});
+          .moe = moe,
+          .ranks = ranks});
   if (config.lora.enabled()) {
     state.lora = add_adapters(state.model, config, mesh->device());
   }
@@ -87,9 +89,7 @@ TrainState make_train_state(
   state.copy_engines = choose_copy_engines(config, *mesh);
   FullyShardOptions options = shard_options(config, state.copy_engines);
   options.group.grads_in_reduce_dtype = num_microbatches == 1;
-  if (state.exchange) {
-    options.placement_of = expert_placement(model.moe.num_experts, *mesh);
-  }
+  options.placement_of = parameter_placement(config, state.model, *mesh);
   const Float8Choice float8(config, model);
   float8.apply_to(options);
   for (const auto& module : state.model->unit_modules()) {

@@ -21,15 +21,16 @@
 namespace flatshard {
 namespace {
 
-/// Of a [] tensor of each rank. Collective; blocks.
-double mean_over_ranks(const at::Tensor& value, Mesh& mesh) {
+/// Of a [] tensor of each rank that reads its own samples. Collective; blocks.
+double mean_over_data_ranks(const at::Tensor& value, const Mesh& ranks) {
+  const std::shared_ptr<Mesh> mesh = ranks.data_mesh();
   const at::Tensor mean = value.to(at::kFloat).reshape({1}).clone();
-  if (mesh.size() > 1) {
+  if (mesh->size() > 1) {
     const CollectiveScope scope("loss");
-    mesh.world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
+    mesh->world(Purpose::reduce).all_reduce(mean, ReduceOp::avg);
   }
   const double host = mean.item<double>();
-  mesh.check();  // an aborted collective ends without a result
+  mesh->check();  // an aborted collective ends without a result
   return host;
 }
 
@@ -166,7 +167,7 @@ void Trainer::open_output() {
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
   state_.runtime->exposed_waits().measure(false);
-  const double loss = mean_over_ranks(trained.loss, *mesh_);
+  const double loss = mean_over_data_ranks(trained.loss, *mesh_);
   StepMetrics metrics{
       .step = step,
       .steps = config_.training.steps,

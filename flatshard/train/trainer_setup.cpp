@@ -161,8 +161,9 @@ void Trainer::lock_folder(int restart_count) {
 void Trainer::build(std::vector<ValidationSet> validation_sets) {
   const config::Training& t = config_.training;
   RunOutput* output = output_ ? &*output_ : nullptr;
+  const std::shared_ptr<Mesh> data_mesh = mesh_->data_mesh();
   const std::int64_t num_microbatches =
-      loader_.num_microbatches(mesh_->size(), t.local_batch_size);
+      loader_.num_microbatches(data_mesh->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
   experts_.emplace(config_, state_.model, state_.exchange, mesh_);
@@ -179,7 +180,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .buffers = experts_->buffers(),
           .data = data_ ? &*data_ : nullptr,
           .output = output});
-  batches_.emplace(config_, mesh_, loader_);
+  batches_.emplace(config_, data_mesh, loader_);
   microbatches_.emplace(
       state_.model,
       state_.runtime,
@@ -193,7 +194,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .streams = comm_streams(config_)});
   if (!validation_sets.empty()) {
     evaluation_
-        .emplace(config_, std::move(validation_sets), mesh_, state_.model);
+        .emplace(config_, std::move(validation_sets), data_mesh, state_.model);
   }
   guard_.emplace(
       config_,

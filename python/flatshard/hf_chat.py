@@ -147,6 +147,36 @@ class ChatEncoder:
         )
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def prompt(self, where, text):
+        """@return ids of a conversation up to where the assistant answers, and the id
+        of the control token that ends its answer, or None."""
+        try:
+            row = json.loads(text)
+            messages = self.conversation(row)
+            if messages[-1]["role"] == ASSISTANT:
+                raise Failure(
+                    "expected a last message that the assistant answers, got one of "
+                    "its own; leave it out"
+                )
+            self.look_for_control(messages)
+            tools = row.get("tools")
+            ids = self.ids_of(messages, tools, add_generation_prompt=True)
+            return ids, self.end_of_turn(messages, tools)
+        except ValueError as error:
+            raise Failure(f"{where}: expected JSON: {error}") from error
+        except Failure as failure:
+            raise Failure(f"{where}: {failure}") from failure
+
+    def end_of_turn(self, messages, tools):
+        """The first control token after an answer."""
+        answer = "flatshard answers"
+        whole = [*messages, {"role": ASSISTANT, "content": answer}]
+        text = self.template(whole, tools, tokenize=False)
+        rest = text[text.rindex(answer) + len(answer) :] if answer in text else ""
+        ids = self.tokenizer(rest, add_special_tokens=False)["input_ids"]
+        control = set(self.tokenizer.all_special_ids)
+        return next((id for id in ids if id in control), None)
+
     def tokens(self, messages, tools):
         if self.train_on == "all":
             ids = self.ids_of(messages, tools)

@@ -69,6 +69,8 @@ class AdamW(torch.optim.Optimizer):
         self._places: dict[torch.Tensor, tuple[UnitState, int]] = {}
         undecayed = self._check_groups()
         follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
+        # A core that is made anew may number its parameters in another order.
+        self._places = {parameter: unit_of(parameter) for parameter in self._places}
         self._check_units()
         decay = {g["weight_decay"] for g in self.param_groups} - {0, 0.0}
         for parameter in undecayed:

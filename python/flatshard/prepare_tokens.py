@@ -8,6 +8,8 @@ input and output:
     tokens  input: int64 length and UTF-8 text of each document; output: a frame each
     chat    input: int64 length and UTF-8 text of each row's place, then of the row;
             output: a frame each, then a byte for each token: 1 where it is trained
+    prompt  input: as chat; output: of each row a frame of the conversation up to where
+            the assistant answers, and a frame of the tokens that end its answer
     encode  input: UTF-8 text; output: one frame
     decode  input: lines of token ids as decimal text; output: int64 length and UTF-8
             text of each
@@ -142,11 +144,12 @@ def write_warning(out, text):
     write_text(out, text)
 
 
-def write_chats(chats, stream, out):
+def encoded_rows(chats, encode, stream, out):
+    """What `encode` makes of each row that the program sends."""
     warned = False
     texts = read_texts(stream)
     for where in texts:
-        ids, mask = chats.encode(where, next(texts))
+        result = encode(where, next(texts))
         if chats.spelled and not warned:
             warned = True
             write_warning(
@@ -154,8 +157,20 @@ def write_chats(chats, stream, out):
                 f"{where}: a message spells out the control token {chats.spelled}, "
                 "which becomes the token: templates leave no way to tell them apart",
             )
+        yield result
+
+
+def write_chats(chats, stream, out):
+    for ids, mask in encoded_rows(chats, chats.encode, stream, out):
         write_ids(out, ids)
         out.write(bytes(mask))
+    out.flush()
+
+
+def write_prompts(chats, stream, out):
+    for ids, end in encoded_rows(chats, chats.prompt, stream, out):
+        write_ids(out, ids)
+        write_ids(out, [] if end is None else [end])
     out.flush()
 
 
@@ -164,6 +179,8 @@ def run(mode, encoder, settings, stream, out):
         write_tokens(encoder, stream, out)
     elif mode == "chat":
         write_chats(encoder, stream, out)
+    elif mode == "prompt":
+        write_prompts(encoder, stream, out)
     elif mode == "texts":
         for path in stream.read().split(b"\0")[:-1]:
             for text in read_rows(path, settings["text_field"]):
@@ -207,7 +224,7 @@ def main():
                 begin = encoder.begin_of_document(settings["begin"])
                 if begin is not None:
                     header["begin_of_document"] = begin
-            if mode == "chat":
+            if mode in ("chat", "prompt"):
                 encoder = ChatEncoder(settings["tokenizer"], settings["train_on"])
     except Failure as failure:
         out.write(json.dumps({"error": str(failure)}).encode() + b"\n")

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from finetune_chat import ROOT, SKIPPED, write_chats, write_model
+from finetune_guide import ROOT, SKIPPED, write_chats, write_model
 
 sys.path.insert(0, str(ROOT))
 

@@ -308,8 +308,8 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
       "--temperature 0 --device cpu",
       (folder_ / "run").string()));
   EXPECT_EQ(generated.code, 0);
-  EXPECT_THAT(generated.output, ::testing::StartsWith("line 3"));
-  EXPECT_GT(generated.output.size(), 10U);
+  // After the line of standard error about memory.
+  EXPECT_THAT(generated.output, HasSubstr("\nline 3 "));
 
   // The same steps on one rank: the same global batches, the same losses.
   const Result one = run(fmt::format(

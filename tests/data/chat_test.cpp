@@ -198,5 +198,44 @@ TEST(ShowSample, OfAStreamOfBytes) {
       HasSubstr("a sample in [0, 1) of --seq-len 12, got 1"));
 }
 
+TEST_F(Chat, AConversationBecomesAPromptThatTheAssistantAnswers) {
+  const auto codec = TextCodec::hf_tokenizer(
+      temp_ / "tokenizer/tokenizer.json",
+      /*eos=*/{7},
+      {.python = kChatPython});
+  const ChatPrompts found = codec->chat_prompts(
+      {R"({"messages": [{"role": "user", "content": "hi"}]})",
+       R"({"messages": [{"role": "user", "content": "a"},
+                        {"role": "assistant", "content": "b"},
+                        {"role": "user", "content": "c"}]})"});
+  ASSERT_EQ(found.prompts.size(), 2U);
+  EXPECT_EQ(
+      codec->decode(found.prompts[0], /*keep_special=*/true),
+      "<|user|>hi<|end|><|assistant|>");
+  EXPECT_EQ(
+      codec->decode(found.prompts[1], /*keep_special=*/true),
+      "<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>");
+  EXPECT_EQ(found.ends, (std::vector<std::int64_t>{0}));
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::io,
+          [&] {
+            codec->chat_prompts(
+                {R"({"messages": [{"role": "user", "content": "a"},
+                                  {"role": "assistant", "content": "b"}]})"});
+          }),
+      AllOf(
+          HasSubstr("conversation 1: "),
+          HasSubstr("a last message that the assistant answers")));
+}
+
+TEST(ChatPrompts, NeedATemplate) {
+  EXPECT_THAT(
+      error_message(
+          ErrorCode::config,
+          [] { TextCodec::bytes()->chat_prompts({"{}"}); }),
+      HasSubstr("--chat: expected a tokenizer with a chat template"));
+}
+
 }  // namespace
 }  // namespace flatshard::data

@@ -1,7 +1,8 @@
 """examples/cpp trains, saves, and resumes from its checkpoint at another number of ranks,
 trains by whole steps, or by a custom schedule. The pages below quote it line by line.
 
-usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE MINIMAL WORK_FOLDER
+usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE MINIMAL TENSOR_PARALLEL
+                         WORK_FOLDER
 """
 
 import os
@@ -12,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-program, whole_step, experts, own_schedule, minimal, work = map(Path, sys.argv[1:])
+program, whole_step, experts, own_schedule, minimal, tensor_parallel, work = map(
+    Path, sys.argv[1:]
+)
 root = Path(__file__).resolve().parents[2]
 
 
@@ -28,13 +31,21 @@ def lines(text):
 
 source = [
     line
-    for name in ("main", "whole_step", "experts", "own_schedule", "minimal")
+    for name in (
+        "main",
+        "whole_step",
+        "experts",
+        "own_schedule",
+        "minimal",
+        "tensor_parallel",
+    )
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
 for page, at_least in (
     ("docs/get_started/quickstart_cpp.md", 8),
     ("docs/guides/cuda_graphs.md", 2),
     ("docs/guides/custom_schedule.md", 2),
+    ("docs/guides/tensor_parallel.md", 2),
     ("README.md", 1),
 ):
     text = (root / page).read_text()
@@ -126,6 +137,19 @@ for arguments in ([], ["plain"]):
     said.append(done.stdout)
 # To the last bit.
 assert said[0] == said[1], said
+
+# Ranks that share layers: the printed digits are those of one rank.
+said = []
+for ranks in ("1", "2", "4"):
+    done = subprocess.run(
+        [tensor_parallel, ranks], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"step (\d+) loss ([\d.]+) norm ([\d.]+)\n", done.stdout)
+    said.append([float(x) for row in found for x in row])
+assert len(said[0]) == 6 and said[0][4] < said[0][1], said
+# Sums of float32 in another order, and four printed digits.
+assert all(abs(a - b) < 5e-4 for row in said for a, b in zip(row, said[0])), said
 
 # What README.md quotes, on two ranks.
 job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -129,6 +129,28 @@ TEST(Mesh, SubMeshSharesGroups) {
   });
 }
 
+TEST(Mesh, DataMeshHasTheAxesAlongWhichSamplesDiffer) {
+  run_ranks(8, [](RankContext& context) {
+    const auto mesh =
+        context.mesh({{"replicate", 2}, {"dp", 2}, {"tp", 2, AxisRole::model}});
+    const auto data = mesh->data_mesh();
+    EXPECT_EQ(data->to_string(), "{replicate: 2, dp: 2}");
+    EXPECT_EQ(data->size(), 4);
+    EXPECT_EQ(data->rank(), context.rank / 2);
+    const int tp = context.rank % 2;
+    // In shard order: the innermost axis is cut first.
+    EXPECT_EQ(
+        members(data->world(), mesh->rank()),
+        (std::vector{tp, 4 + tp, 2 + tp, 6 + tp}));
+  });
+  EXPECT_THAT(
+      message_of([] {
+        Mesh::create({{"tp", 1, AxisRole::model}}, 0, {}, at::kCPU)
+            ->data_mesh();
+      }),
+      HasSubstr("expected an axis along which ranks read different samples"));
+}
+
 TEST(Mesh, NeighboursOfAnAxisAreAGroup) {
   run_ranks(8, [](RankContext& context) {
     const auto mesh = context.mesh({{"outer", 2}, {"dp", 4}});

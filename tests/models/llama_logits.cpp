@@ -10,7 +10,6 @@
 //   GRADIENTS  a safetensors file with `loss`, of every token but the first,
 //              and the gradient of every parameter under its name
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 
 #include <cstdint>
 #include <cstdio>
@@ -26,9 +25,9 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/format/safetensors.h"
+#include "flatshard/models/generate.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/models/sample.h"
 #include "flatshard/train/export/stored_model.h"
 
 namespace {
@@ -124,12 +123,14 @@ void run(const std::vector<std::string>& arguments) {
   const std::vector<std::int64_t> prompt(
       host.const_data_ptr<std::int64_t>(),
       host.const_data_ptr<std::int64_t>() + host.numel());
-  const std::vector<std::int64_t> continued = models::sample(
-      [&](const at::Tensor& context) { return models::logits(model, context); },
-      prompt,
-      device,
-      at::detail::createCPUGenerator(),
-      {.max_new_tokens = kContinued, .temperature = 0.0});
+  std::vector<std::int64_t> continued;
+  models::generate(
+      model,
+      {prompt},
+      {.max_new_tokens = kContinued, .sample = {.temperature = 0.0}},
+      [&](std::size_t, const std::vector<std::int64_t>& added) {
+        continued = added;
+      });
   write_tensors(
       arguments[2],
       {{"logits", logits.squeeze(0)},

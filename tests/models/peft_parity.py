@@ -22,7 +22,6 @@ from pathlib import Path
 
 from hf_parity import (
     CASES,
-    OWN_KEYS,
     SEQ_LEN,
     SKIPPED,
     change_weights,

@@ -17,18 +17,24 @@ constexpr double kTolerance = 1e-5;
 constexpr double kScale = 0.75;
 constexpr std::int64_t kBatch = 2;
 
-class AdapterTest : public ::testing::TestWithParam<double> {
+using Where = std::tuple<at::DeviceType, double>;
+
+class AdapterTest : public ::testing::TestWithParam<Where> {
  protected:
   void SetUp() override {
-    if (GetParam() > 0) {
+    if (device() == at::kCUDA && !at::hasCUDA()) {
+      GTEST_SKIP() << "no GPU, or a build without CUDA";
+    }
+    if (const double p = std::get<1>(GetParam()); p > 0) {
       dropout_ = std::make_shared<SampleDropout>(
-          GetParam(),
+          p,
           /*seed=*/5,
-          at::tensor({3, 8}, at::kLong));
+          at::tensor({3, 8}, at::kLong).to(device()));
     }
   }
+  at::DeviceType device() const { return std::get<0>(GetParam()); }
   at::Tensor random(at::IntArrayRef shape) {
-    return at::randn(shape, generator_);
+    return at::randn(shape, generator_).to(device());
   }
   at::Tensor leaf(at::IntArrayRef shape) {
     return random(shape).requires_grad_();
@@ -41,7 +47,7 @@ class AdapterTest : public ::testing::TestWithParam<double> {
   void give_memory(Linear& layer) {
     materialize(
         *layer,
-        at::kCPU,
+        device(),
         at::kFloat,
         [&](const std::string&, const InitSpec&, at::Tensor& t) {
           t.copy_(random(t.sizes()));
@@ -73,7 +79,8 @@ class AdapterTest : public ::testing::TestWithParam<double> {
     }
     at::Tensor in = x;
     if (dropout_) {
-      const at::Tensor ones = at::ones({x.numel() / x.size(-1), x.size(-1)});
+      const at::Tensor ones =
+          at::ones({x.numel() / x.size(-1), x.size(-1)}, x.options());
       in = x * dropout_->apply(ones, adapter->dropout_key).view(x.sizes());
     }
     return y + kScale * at::linear(
@@ -153,7 +160,7 @@ TEST_P(AdapterTest, BehindANorm) {
   RmsNorm norm(7);
   materialize(
       *norm,
-      at::kCPU,
+      device(),
       at::kFloat,
       [&](const std::string&, const InitSpec&, at::Tensor& t) {
         t.copy_(random(t.sizes()));
@@ -182,7 +189,7 @@ TEST_P(AdapterTest, BehindANorm) {
 // As in the first block of a model whose embedding is frozen.
 TEST_P(AdapterTest, BehindAFrozenNormOfAnInputThatNeedsNoGradient) {
   RmsNorm norm(7);
-  materialize(*norm, at::kCPU, at::kFloat, random_fill(generator_));
+  materialize(*norm, device(), at::kFloat, random_fill());
   norm->weight().set_requires_grad(false);
   Linear a = adapted(7, 6);
   const at::Tensor x = random({kBatch, 5, 7});
@@ -246,7 +253,17 @@ TEST_P(AdapterTest, HasNoSecondDerivative) {
       Error);
 }
 
-INSTANTIATE_TEST_SUITE_P(Dropout, AdapterTest, ::testing::Values(0.0, 0.4));
+INSTANTIATE_TEST_SUITE_P(
+    Devices,
+    AdapterTest,
+    ::testing::Combine(
+        ::testing::Values(at::kCPU, at::kCUDA),
+        ::testing::Values(0.0, 0.4)),
+    [](const auto& info) {
+      return std::string(
+                 std::get<0>(info.param) == at::kCUDA ? "cuda" : "cpu") +
+             (std::get<1>(info.param) > 0 ? "Dropout" : "");
+    });
 
 class SampleDropoutTest : public ::testing::Test {
  protected:

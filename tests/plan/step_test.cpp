@@ -96,6 +96,23 @@ TEST(StepPlan, ComputeSlowsTheLinksInsideAHost) {
   EXPECT_EQ(step_of(job, gpu).device_seconds, between);
 }
 
+// A reduction by copies of 0.9 s, of which a kernel that sums takes 0.5 s.
+TEST(StepPlan, SumsOfCopiedReductionsShareTheGpuWithCompute) {
+  Job job = timed_job(4, 4, 1, 2);
+  job.copy_reductions = true;
+  Gpu gpu = with_links(4, 0.5, 0.5);
+  gpu.nvlink.copied_reductions.rates = {2 * 1000 * 3 / 0.9 / kGb};
+  const StepPlan copied = step_of(job, gpu);
+  EXPECT_NEAR(copied.transfers.at("reduce"), 4 * 0.9, 1e-6);
+  // 4 slices of 1000 numbers of two bytes are read, and one is written.
+  gpu.passes["sum"] = 2 * 1000 * 5 / 0.5 / kGb;
+  const StepPlan summed = step_of(job, gpu);
+  EXPECT_NEAR(summed.transfers.at("reduce"), 4 * 0.4, 1e-6);
+  EXPECT_NEAR(summed.transfers.at("sum of gradients"), 4 * 0.5, 1e-6);
+  // Those of all but the last reduction run while compute does.
+  EXPECT_NEAR(summed.device_seconds, copied.device_seconds + 3 * 0.5, 1e-3);
+}
+
 // The gathers and reductions on the streams are those that the Scheduler
 // answers to the events of a plain step.
 TEST(StepPlan, HasTheSchedulersActions) {

@@ -226,6 +226,34 @@ def test_the_cores_optimizer_is_made_after_an_unfreezing(frozen, mesh, rank, wor
         torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
 
 
+def test_adapters_that_are_disabled_in_a_first_evaluation_are_apart_from_the_base(
+    mesh, rank, world
+):
+    plain = nn.Sequential(*[three_layers() for _ in range(2)]).to(mesh.device_type)
+    plain.requires_grad_(False)
+    adapters = [layers[1] for layers in plain]  # the other layers are the base
+    for adapter in adapters:
+        adapter.requires_grad_(True)
+    model = copy.deepcopy(plain)
+    for layers in model:
+        fully_shard(layers, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 5, device=mesh.device_type)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model[0](x)
+    for layers in model:
+        layers[1].requires_grad_(True)
+    for m, made in ((plain, torch.optim.AdamW), (model, flatshard.optim.AdamW)):
+        optimizer = made([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            m[0](x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "convert", [lambda m: m.float(), lambda m: m.to(torch.float32)]
 )

@@ -251,11 +251,11 @@ def test_shards_are_plain_safetensors(optimizer, folder, mesh, rank, world):
                 assert file.get_slice(name).get_dtype() == "F32", name
                 assert tensor.dtype == torch.float32, name
                 role, _, name = name.rpartition("/")
-                name, _, run = name.partition("[")
+                name, _, box = name.partition("[")
                 value = state[name]
-                if run:
-                    begin, end = map(int, run.removesuffix("]").split(":"))
-                    value = value.flatten()[begin:end]
+                if box:
+                    cuts = box.removesuffix("]").split(", ")
+                    value = value[tuple(slice(*map(int, c.split(":"))) for c in cuts)]
                 assert tensor.shape == value.shape, name
                 assert role or torch.equal(tensor, value), name
                 numel[role] += tensor.numel()

@@ -12,7 +12,7 @@ from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
 from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state
 
-peft = pytest.importorskip("peft", reason="wants requirements-dev.txt")
+peft = pytest.importorskip("peft", reason="wants requirements.txt")
 
 VOCABULARY = 67
 ROWS, COLUMNS = 1, 2

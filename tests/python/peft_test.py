@@ -21,7 +21,7 @@ from tests.python.device import on_device
 from tests.python.models import llama
 from tests.python.training import full_state
 
-peft = pytest.importorskip("peft", reason="wants requirements-dev.txt")
+peft = pytest.importorskip("peft", reason="wants requirements.txt")
 
 VOCABULARY = 67
 

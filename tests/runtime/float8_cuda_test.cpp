@@ -7,7 +7,6 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <string>
@@ -46,14 +45,20 @@ Float8Run train_on_gpus(Float8Case c, const std::string& name) {
   c.reporting_rank = gpu_ranks().rank();
   std::mutex mutex;
   Float8Run run;
-  train_float8_rank(c, gpus(test_name() + name), mutex, run);
-  // A process has its own shards: where the others' are, there is no number.
+  const std::shared_ptr<Mesh> mesh = gpus(test_name() + name);
+  train_float8_rank(c, mesh, mutex, run);
+  // A process has its own shards, NaN elsewhere. Which rows it has depends on
+  // the parts that are gathered.
   for (auto& [parameter, values] : run.weights) {
-    std::replace_if(
-        values.begin(),
-        values.end(),
-        [](float value) { return std::isnan(value); },
-        0.0F);
+    const at::Tensor all = at::from_blob(
+        values.data(),
+        {static_cast<std::int64_t>(values.size())},
+        at::kFloat);
+    const at::Tensor sum = all.nan_to_num(0).to(mesh->device());
+    if (mesh->size() > 1) {
+      mesh->world().all_reduce(sum, ReduceOp::sum);
+    }
+    all.copy_(sum);
   }
   return run;
 }

@@ -460,8 +460,7 @@ TEST(Placement, WhatCannotBeIsRefusedByName) {
     EXPECT_THAT(
         refusal({.mesh = edp, .slice = TensorSlice().cut(0, 0, 2)}, "hsdp"),
         HasSubstr(
-            "a parameter on the sub-mesh {edp: 2} needs a strategy of its "
-            "own"));
+            "a parameter on the sub-mesh {edp: 2} needs a separate strategy"));
     EXPECT_THAT(
         refusal({.mesh = Mesh::single(at::kCPU)}),
         HasSubstr("parameter block0.experts: expected a mesh that is the "

@@ -275,9 +275,10 @@ TEST(Config, UnknownNamesPointAtTheNearest) {
 
 TEST(Config, WithNothingNearTheMessageSaysWhatThereIs) {
   EXPECT_THAT(
-      refused({"lora.rank=3"}),
+      refused({"quantum.bits=3"}),
       AllOf(
-          HasSubstr("there is no section [lora]; there are [run], [model], "),
+          HasSubstr(
+              "there is no section [quantum]; there are [run], [model], "),
           HasSubstr("[debug]")));
   EXPECT_THAT(
       refused({"training.mask_prompts=true"}),
@@ -589,6 +590,19 @@ TEST(ResolveConfig, FillsInTheRest) {
   EXPECT_EQ(replicated.parallelism.data_parallel_replicate_degree, 3);
 }
 
+TEST(ResolveConfig, RanksThatShareLayersReadTheSameSamples) {
+  const Config resolved = resolve_config(
+      parse_config(
+          kSmall,
+          "r",
+          {"parallelism.tensor_parallel_degree=2",
+           "parallelism.data_parallel_replicate_degree=2",
+           "training.local_batch_size=3"}),
+      8);
+  EXPECT_EQ(resolved.parallelism.data_parallel_shard_degree, 2);
+  EXPECT_EQ(resolved.training.global_batch_size, 12);
+}
+
 TEST(ResolveConfig, ErrorsShowBothSides) {
   const auto refused_at = [](std::int64_t world,
                              const std::vector<std::string>& overrides) {
@@ -607,6 +621,17 @@ TEST(ResolveConfig, ErrorsShowBothSides) {
           {"parallelism.data_parallel_replicate_degree=2",
            "parallelism.data_parallel_shard_degree=3"}),
       HasSubstr("= 2 * 3 must be the number of ranks, 4"));
+  EXPECT_THAT(
+      refused_at(
+          4,
+          {"parallelism.tensor_parallel_degree=2",
+           "parallelism.data_parallel_shard_degree=4"}),
+      HasSubstr("= 1 * 4 must be the number of ranks, 4 / "
+                "tensor_parallel_degree = 2"));
+  EXPECT_THAT(
+      refused_at(6, {"parallelism.tensor_parallel_degree=4"}),
+      HasSubstr("parallelism.tensor_parallel_degree = 4: expected a divisor of "
+                "the 6 ranks"));
   EXPECT_THAT(
       refused_at(5, {"parallelism.data_parallel_replicate_degree=2"}),
       HasSubstr(

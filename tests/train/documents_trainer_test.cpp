@@ -1,6 +1,9 @@
 // Runs whose samples hold whole documents.
 #include "flatshard/core/error.h"
+#include "flatshard/data/corpus.h"
 #include "flatshard/data/prepare.h"
+#include "flatshard/train/export/evaluate.h"
+#include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/trainer.h"
 #include "tests/support/message_of.h"
 #include "tests/support/temp_folder.h"
@@ -9,6 +12,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <cmath>
 #include <fstream>
 
 namespace flatshard {
@@ -152,6 +156,59 @@ TEST_F(PackedRun, KeysAreChecked) {
   EXPECT_THAT(
       message_of([&] { config({"data.packing=document"}); }),
       HasSubstr("documents"));
+}
+
+TEST_F(PackedRun, IsEvaluatedByDocument) {
+  train();
+  EvaluateOptions options{
+      .model = folder_ / "run",
+      .data = (folder_ / "corpus").string(),
+      .seq_len = 32,
+      .batch_size = 3,
+      .per_document = true,
+      .device = "cpu"};
+  const auto corpus = data::Corpus::open(folder_ / "corpus", "validation");
+  models::Llama model = load_model(open_model(folder_ / "run", -1), at::kCPU);
+  const Evaluated packed = evaluate(options);  // as the run packed them
+  ASSERT_EQ(
+      static_cast<std::int64_t>(packed.documents.size()),
+      corpus->num_documents());
+  double nats = 0;
+  std::int64_t tokens = 0;
+  std::int64_t bytes = 0;
+  for (const DocumentLoss& found : packed.documents) {
+    const std::int64_t begin = corpus->document_begin(found.index);
+    const std::int64_t length = corpus->document_begin(found.index + 1) - begin;
+    // Every token but the first is a target; the last is no byte.
+    EXPECT_EQ(found.tokens, length - 1);
+    EXPECT_EQ(found.bytes, length - 2);
+    if (length <= 32) {
+      std::vector<std::int64_t> whole(static_cast<std::size_t>(length));
+      corpus->read(begin, whole);
+      const at::Tensor all = at::tensor(whole, at::kLong).unsqueeze(0);
+      const double alone =
+          model(all.narrow(1, 0, length - 1), all.narrow(1, 1, length - 1))
+              .item<double>();
+      EXPECT_NEAR(found.loss(), alone, 1e-4) << found.index;
+    }
+    nats += found.nats;
+    tokens += found.tokens;
+    bytes += *found.bytes;
+  }
+  EXPECT_NEAR(packed.metrics.loss, nats / double(tokens), 1e-6);
+  EXPECT_NEAR(
+      packed.metrics.bits_per_byte.value(),
+      nats / double(bytes) / std::log(2.0),
+      1e-6);
+
+  options.packing = data::Packing::stream;
+  const Evaluated stream = evaluate(options);
+  std::int64_t of_stream = 0;
+  for (const DocumentLoss& found : stream.documents) {
+    of_stream += found.tokens;
+  }
+  EXPECT_EQ(of_stream, stream.sequences * 32);
+  EXPECT_NE(stream.metrics.loss, packed.metrics.loss);
 }
 
 }  // namespace

@@ -319,7 +319,8 @@ class LoraTrainerTest : public ::testing::Test {
   void train(
       const std::string& name,
       const Settings& settings,
-      bool resume = false) const {
+      bool resume = false,
+      const std::string& device = "cpu") const {
     const std::string toml = fmt::format(
         R"(
 [run]
@@ -347,7 +348,7 @@ log_freq = 4
         (folder_ / "corpus").string());
     ::testing::internal::CaptureStdout();
     try {
-      Trainer(parse_config(toml, "test.toml", settings), {}, "cpu", resume)
+      Trainer(parse_config(toml, "test.toml", settings), {}, device, resume)
           .run();
     } catch (...) {
       ::testing::internal::GetCapturedStdout();
@@ -523,6 +524,35 @@ TEST_F(LoraTrainerTest, LeavesWhatEvaluatesExportsAndGoesOn) {
         AllOf(HasSubstr(key), HasSubstr("not supported")));
     json.erase(key);
     std::ofstream(described) << json;
+  }
+}
+
+TEST_F(LoraTrainerTest, TrainsOnAGpuAsOnTheCpu) {
+  if (!at::hasCUDA()) {
+    GTEST_SKIP() << "no GPU, or a build without CUDA";
+  }
+  const fs::path hf = base();
+  const auto with = [&](Settings settings) {
+    settings.insert(settings.end(), {"optimizer.name=sgd", "optimizer.lr=0.5"});
+    return with_adapters(hf, settings);
+  };
+  train("cpu", with({}));
+  const auto expected = read_floats(run("cpu") / models::kPeftWeights);
+  const std::vector<Settings> ways{
+      {},
+      {"activation_checkpoint.mode=full"},
+      {"cuda_graph.impl=unit", "cuda_graph.on_miss=error"},
+      {"cuda_graph.impl=full_iteration", "cuda_graph.on_miss=error"}};
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    const std::string name = fmt::format("gpu{}", i);
+    train(name, with(ways[i]), /*resume=*/false, "cuda");
+    for (const auto& [key, values] :
+         read_floats(run(name) / models::kPeftWeights)) {
+      const auto& want = expected.at(key);
+      for (std::size_t k = 0; k < values.size(); ++k) {
+        ASSERT_NEAR(values[k], want[k], 1e-4) << name << " " << key;
+      }
+    }
   }
 }
 

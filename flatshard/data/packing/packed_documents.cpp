@@ -54,12 +54,17 @@ std::int64_t PackedDocuments::num_sequences(std::int64_t seq_len) const {
   return report_.num_sequences;
 }
 
-void PackedDocuments::read(std::int64_t index, const Sequence& out) const {
+std::vector<Piece> PackedDocuments::pieces(
+    std::int64_t index,
+    std::int64_t /*seq_len*/) const {
   const auto after = std::ranges::upper_bound(first_sequence_, index);
   const std::int64_t number = after - first_sequence_.begin() - 1;
-  const PackedWindow packed = window(number);
+  return window(number).pieces(index - *std::prev(after));
+}
+
+void PackedDocuments::read(std::int64_t index, const Sequence& out) const {
   std::size_t at = 0;
-  for (const Piece& piece : packed.pieces(index - *std::prev(after))) {
+  for (const Piece& piece : pieces(index, options_.seq_len)) {
     const auto length = static_cast<std::size_t>(piece.length);
     read_run(
         *corpus_,

@@ -24,6 +24,8 @@ class PackedDocuments : public TokenSource {
   /// @param seq_len  that of the options.
   std::int64_t num_sequences(std::int64_t seq_len) const override;
   void read(std::int64_t index, const Sequence& out) const override;
+  std::vector<Piece> pieces(std::int64_t index, std::int64_t seq_len)
+      const override;
   std::int64_t vocab_size() const override { return corpus_->vocab_size(); }
   std::string describe() const override;
   bool tokens_are_bytes() const override;

@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(1024)
     lse = a.lse[row];
   } else {
     // Read before the barrier: afterwards others overwrite the row.
-    const float at_target = threadIdx.x == 0 && known
-                                ? to_float(logits[target])
-                                : __int_as_float(0x7fc00000);  // NaN
+    const float unknown = a.is_part ? 0.0F : __int_as_float(0x7fc00000);  // NaN
+    const float at_target =
+        threadIdx.x == 0 && known ? to_float(logits[target]) : unknown;
     Lse running{-FLT_MAX, 0.0F};
     for (std::int64_t at = first; at < a.vocab; at += stride) {
       float v[N];
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(1024)
     const Lse total = block_merge(running, scratch);
     lse = total.max + logf(total.sum);
     if (threadIdx.x == 0) {
-      a.loss[row] = lse - at_target;
+      a.loss[row] = a.is_part ? at_target : lse - at_target;
       a.lse[row] = lse;
     }
   }

@@ -111,6 +111,7 @@ struct CrossEntropy {
   std::int64_t ignore_index;
   bool lse_is_given;
   bool write_gradient;
+  bool is_part;
   Dtype dtype;
 };
 void cross_entropy(const CrossEntropy& args, cudaStream_t stream);

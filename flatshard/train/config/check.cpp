@@ -207,27 +207,40 @@ Config resolve_config(const Config& config, std::int64_t world) {
   Config resolved = config;
   std::int64_t& replicate = resolved.parallelism.data_parallel_replicate_degree;
   std::int64_t& shard = resolved.parallelism.data_parallel_shard_degree;
+  const std::int64_t tensor = resolved.parallelism.tensor_parallel_degree;
+  FLATSHARD_CHECK(
+      world % tensor == 0,
+      config,
+      "parallelism.tensor_parallel_degree = {}: expected a divisor of the {} "
+      "ranks",
+      tensor,
+      world);
+  const std::int64_t data_ranks = resolved.parallelism.num_data_ranks(world);
+  const std::string each =
+      tensor == 1 ? "" : fmt::format(" / tensor_parallel_degree = {}", tensor);
   std::int64_t& rest = replicate == -1 ? replicate : shard;
   const std::int64_t given = replicate == -1 ? shard : replicate;
   if (rest == -1) {
     FLATSHARD_CHECK(
-        world % given == 0,
+        data_ranks % given == 0,
         config,
-        "parallelism: {} ranks cannot be divided by {} = {}",
+        "parallelism: {} ranks{} cannot be divided by {} = {}",
         world,
+        each,
         &rest == &replicate ? "data_parallel_shard_degree"
                             : "data_parallel_replicate_degree",
         given);
-    rest = world / given;
+    rest = data_ranks / given;
   }
   FLATSHARD_CHECK(
-      replicate * shard == world,
+      replicate * shard == data_ranks,
       config,
       "parallelism: data_parallel_replicate_degree * "
-      "data_parallel_shard_degree = {} * {} must be the number of ranks, {}",
+      "data_parallel_shard_degree = {} * {} must be the number of ranks, {}{}",
       replicate,
       shard,
-      world);
+      world,
+      each);
   if (resolved.data.packing == data::Packing::documents &&
       resolved.data.documents_per_sample == -1) {
     resolved.data.documents_per_sample =
@@ -242,7 +255,8 @@ Config resolve_config(const Config& config, std::int64_t world) {
       experts,
       shard,
       world);
-  const std::int64_t ranks_batch = resolved.training.local_batch_size * world;
+  const std::int64_t ranks_batch =
+      resolved.training.local_batch_size * data_ranks;
   std::int64_t& global_batch = resolved.training.global_batch_size;
   if (global_batch == -1) {
     global_batch = ranks_batch;
@@ -251,10 +265,11 @@ Config resolve_config(const Config& config, std::int64_t world) {
       global_batch % ranks_batch == 0,
       config,
       "training.global_batch_size = {} must be a multiple of "
-      "local_batch_size * ranks = {} * {}",
+      "local_batch_size * ranks{} = {} * {}",
       global_batch,
+      tensor == 1 ? "" : " / tensor_parallel_degree",
       resolved.training.local_batch_size,
-      world);
+      data_ranks);
   FLATSHARD_CHECK(
       !resolved.parallelism.overlap_expert_parallel ||
           global_batch / ranks_batch >= 2,

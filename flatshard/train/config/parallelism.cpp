@@ -1,8 +1,11 @@
 #include "flatshard/train/config/parallelism.h"
 
+#include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/train/config/rows.h"
+
+#include <utility>
 
 namespace flatshard::config {
 namespace {
@@ -40,6 +43,10 @@ constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
     WHEN(c.parallelism.expert_parallel_degree > 1),
     "more ranks than one"};
+constexpr UsedIf kSharesLayers{
+    "parallelism.tensor_parallel_degree",
+    WHEN(c.parallelism.shares_layers()),
+    "more ranks than one"};
 constexpr UsedIf kOverlaps{
     "parallelism.overlap_expert_parallel",
     WHEN(c.parallelism.overlap_expert_parallel),
@@ -72,9 +79,48 @@ const ConfigKey kParallelismKeys[] = {
         "inner mesh axis: ranks that a weight is sharded over; -1: the rest of "
         "the ranks",
         .range = {.min = 1, .max = kMaxRanks, .or_minus_one = true}),
+    KEY(parallelism.tensor_parallel_degree,
+        "neighbouring ranks that share each layer and read the same samples: "
+        "matrices are cut among them, activations between the layers are cut "
+        "by tokens; divides the ranks, model.heads, kv_heads, ffn_dim and "
+        "training.seq_len (docs/guides/tensor_parallel.md)",
+        .range = {.min = 1, .max = kMaxRanks},
+        .conflicts =
+            {{{"cuda_graph.impl"},
+              WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
+              "not supported: collectives of layers are not recorded; use "
+              "\"none\""},
+             {{"float8.recipe"},
+              WHEN(c.parallelism.shares_layers() && c.float8.recipe),
+              "not supported: FP8 weights are not cut; leave one out"},
+             {{"parallelism.overlap_expert_parallel"},
+              WHEN(
+                  c.parallelism.shares_layers() &&
+                  c.parallelism.overlap_expert_parallel),
+              "not supported: pieces of blocks do not share layers; leave one "
+              "out"},
+             {{"parallelism.post_forward_ranks"},
+              WHEN(
+                  c.parallelism.post_forward_ranks > 0 &&
+                  c.parallelism.shares_layers()),
+              "not supported: neighbouring ranks share layers; leave one "
+              "out"}}),
+    KEY(parallelism.tensor_parallel_comm,
+        "how the ranks of tensor_parallel_degree exchange activations; auto: "
+        "collective; copies is not supported",
+        .used_if = {kSharesLayers}),
+    KEY(parallelism.context_parallel_degree,
+        "1: context parallelism is not supported",
+        .range = {1, kMaxRanks}),
+    KEY(parallelism.pipeline_parallel_degree,
+        "1: pipeline parallelism is not supported",
+        .range = {1, kMaxRanks}),
     KEY(parallelism.expert_parallel_degree,
         "ranks that divide the experts of each layer among them, and exchange "
         "tokens; divides data_parallel_shard_degree",
+        .range = {1, kMaxRanks}),
+    KEY(parallelism.expert_tensor_parallel_degree,
+        "1: tensor parallelism inside experts is not supported",
         .range = {1, kMaxRanks}),
     KEY(parallelism.token_exchange,
         "how tokens are exchanged by the ranks of expert_parallel_degree: by "
@@ -183,7 +229,32 @@ const ConfigKey kParallelismKeys[] = {
 };
 
 void check_parallelism(const Config& config) {
-  Granularity::parse(config.parallelism.granularity, "parallelism.granularity");
+  const Parallelism& p = config.parallelism;
+  Granularity::parse(p.granularity, "parallelism.granularity");
+  const std::pair<const char*, std::int64_t> degrees[] = {
+      {"context_parallel_degree", p.context_parallel_degree},
+      {"pipeline_parallel_degree", p.pipeline_parallel_degree},
+      {"expert_tensor_parallel_degree", p.expert_tensor_parallel_degree}};
+  for (const auto& [name, degree] : degrees) {
+    FLATSHARD_CHECK(
+        degree == 1,
+        config,
+        "parallelism.{} = {} is not supported; leave it at 1",
+        name,
+        degree);
+  }
+  FLATSHARD_CHECK(
+      p.tensor_parallel_comm != TensorParallelKind::copies,
+      config,
+      "parallelism.tensor_parallel_comm = \"copies\" is not supported; use "
+      "\"collective\" or \"auto\"");
+  FLATSHARD_CHECK(
+      config.training.seq_len % p.tensor_parallel_degree == 0,
+      config,
+      "parallelism.tensor_parallel_degree = {}: expected a divisor of "
+      "training.seq_len, which is {}; change one of them",
+      p.tensor_parallel_degree,
+      config.training.seq_len);
 }
 
 }  // namespace

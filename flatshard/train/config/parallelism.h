@@ -12,6 +12,13 @@ inline constexpr Word<TokenExchangeKind> kWords<TokenExchangeKind>[] = {
     {"collective", TokenExchangeKind::collective},
     {"copies", TokenExchangeKind::copies}};
 
+enum class TensorParallelKind { automatic, collective, copies };
+template <>
+inline constexpr Word<TensorParallelKind> kWords<TensorParallelKind>[] = {
+    {"auto", TensorParallelKind::automatic},
+    {"collective", TensorParallelKind::collective},
+    {"copies", TensorParallelKind::copies}};
+
 template <>
 inline constexpr Word<std::optional<CopyEngines>>
     kWords<std::optional<CopyEngines>>[] = {
@@ -24,7 +31,12 @@ struct Parallelism {
   std::string strategy = "zero3";
   std::int64_t data_parallel_replicate_degree = 1;
   std::int64_t data_parallel_shard_degree = -1;
+  std::int64_t tensor_parallel_degree = 1;
+  TensorParallelKind tensor_parallel_comm = TensorParallelKind::automatic;
+  std::int64_t context_parallel_degree = 1;
+  std::int64_t pipeline_parallel_degree = 1;
   std::int64_t expert_parallel_degree = 1;
+  std::int64_t expert_tensor_parallel_degree = 1;
   TokenExchangeKind token_exchange = TokenExchangeKind::automatic;
   bool overlap_expert_parallel = false;
   bool delay_wgrad = false;
@@ -37,6 +49,12 @@ struct Parallelism {
   std::string granularity = "element";
   double max_padding = 0.05;
 
+  /// Whether several ranks have parts of each layer.
+  bool shares_layers() const { return tensor_parallel_degree > 1; }
+  /// Ranks that read different samples, of `world` ranks.
+  std::int64_t num_data_ranks(std::int64_t world) const {
+    return world / tensor_parallel_degree;
+  }
   /// Whether transfers are chosen to be copies.
   bool copies() const { return copy_engines && copy_engines->any(); }
 };

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::string_view kTrainOption = "data.train";
 
-static_assert(nn::LossOptions{}.ignore_index == data::kIgnoredTarget);
+static_assert(nn::LossOptions::kIgnoreIndex == data::kIgnoredTarget);
 
 }  // namespace
 

@@ -1,10 +1,14 @@
 #pragma once
 
-#include "flatshard/train/metrics/metrics.h"
-
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
+#include <vector>
+
+#include "flatshard/data/packing/packing.h"
+#include "flatshard/train/export/document_losses.h"
+#include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
 
@@ -17,6 +21,12 @@ struct EvaluateOptions {
   std::int64_t sequences = -1;  ///< of the split's begin; -1: all
   std::int64_t seq_len = 0;     ///< 0: the model's longest, at most 4096
   std::int64_t batch_size = 1;  ///< sequences of one forward
+  /// Unset: the run's data.packing, and stream for a Hugging Face folder.
+  std::optional<data::Packing> packing;
+  /// Also measures each document, and counts the bytes of any tokenizer's
+  /// tokens.
+  bool per_document = false;
+  std::string python;  ///< for a tokenizer.json; see data::find_python
   std::string device = "auto";
 };
 
@@ -25,6 +35,7 @@ struct Evaluated {
   std::int64_t sequences = 0;
   std::int64_t seq_len = 0;
   ValidationMetrics metrics;
+  std::vector<DocumentLoss> documents;  ///< with per_document
 };
 
 /// Measures the loss of stored weights on a corpus. One process; the model is

@@ -3,13 +3,14 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/data/text_codec.h"
+#include "flatshard/models/generate.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/models/sample.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/option_errors.h"
 
-#include <ATen/CPUGeneratorImpl.h>
+#include <algorithm>
+#include <optional>
 
 namespace flatshard {
 namespace {
@@ -51,6 +52,97 @@ std::vector<std::int64_t> tokens_of(
   return tokens;
 }
 
+at::ScalarType dtype_of(
+    const GenerateOptions& options,
+    const StoredModel& stored) {
+  FLATSHARD_CHECK(
+      options.dtype == "auto" || options.dtype == "float32" ||
+          options.dtype == "bfloat16",
+      config,
+      "--dtype: expected auto, float32 or bfloat16, got '{}'",
+      options.dtype);
+  return options.dtype == "auto"      ? stored.compute
+         : options.dtype == "float32" ? at::kFloat
+                                      : at::kBFloat16;
+}
+
+/// Prompts as tokens, and how what follows them becomes text.
+class PromptTexts {
+ public:
+  PromptTexts(
+      const GenerateOptions& options,
+      const std::vector<std::string>& prompts,
+      data::TextCodec& codec)
+      : codec_(codec), texts_(prompts), is_chat_(options.chat) {
+    stop_tokens_ = codec.stop_tokens();
+    if (!is_chat_) {
+      for (const std::string& text : prompts) {
+        tokens_.push_back(tokens_of(text, codec));
+      }
+      return;
+    }
+    data::ChatPrompts chats = codec.chat_prompts(prompts);
+    tokens_ = std::move(chats.prompts);
+    stop_tokens_.insert(
+        stop_tokens_.end(),
+        chats.ends.begin(),
+        chats.ends.end());
+  }
+
+  const std::vector<std::vector<std::int64_t>>& tokens() const {
+    return tokens_;
+  }
+  const std::vector<std::int64_t>& stop_tokens() const { return stop_tokens_; }
+
+  void warn_of_long_ones(std::int64_t max_seq_len) const {
+    for (std::size_t i = 0; i < tokens_.size(); ++i) {
+      if (static_cast<std::int64_t>(tokens_[i].size()) > max_seq_len) {
+        log_warning(
+            "prompt {} has {} tokens, and the model reads its last {}",
+            i + 1,
+            tokens_[i].size(),
+            max_seq_len);
+      }
+    }
+  }
+
+  std::string text(
+      std::size_t prompt,
+      const std::vector<std::int64_t>& generated) const {
+    return is_chat_ ? codec_.decode(generated)
+                    : codec_.decode_after(
+                          texts_[prompt],
+                          tokens_[prompt],
+                          generated);
+  }
+
+ private:
+  data::TextCodec& codec_;
+  const std::vector<std::string>& texts_;
+  const bool is_chat_;
+  std::vector<std::vector<std::int64_t>> tokens_;
+  std::vector<std::int64_t> stop_tokens_;
+};
+
+/// Hands texts over in the order of their prompts.
+class InOrder {
+ public:
+  InOrder(std::size_t count, const std::function<void(const std::string&)>& got)
+      : texts_(count), got_(got) {}
+
+  void add(std::size_t prompt, std::string text) {
+    texts_[prompt] = std::move(text);
+    for (; next_ < texts_.size() && texts_[next_]; ++next_) {
+      got_(*texts_[next_]);
+    }
+  }
+
+ private:
+  std::vector<std::optional<std::string>> texts_;
+  const std::function<void(const std::string&)>& got_;
+  std::size_t next_ = 0;
+};
+
 }  // namespace
 
 std::string generate_text(const GenerateOptions& options) {
@@ -65,31 +157,35 @@ void generate_texts(
     const GenerateOptions& options,
     const std::vector<std::string>& prompts,
     const std::function<void(const std::string& text)>& got) {
-  const at::NoGradGuard no_grad;
   // What is quick to find wrong comes before the weights.
-  const StoredModel stored = open_model(options.run, options.step);
+  models::GenerationOptions generation{
+      .max_new_tokens = options.max_new_tokens,
+      .sample =
+          {.temperature = options.temperature,
+           .top_k = options.top_k,
+           .top_p = options.top_p},
+      .seed = static_cast<std::uint64_t>(options.seed),
+      .batch_size = options.batch_size};
+  generation.check();
+  StoredModel stored = open_model(options.run, options.step);
+  stored.compute = dtype_of(options, stored);
   const auto codec = open_codec(options, stored);
-  const at::Device device = choose_device(options.device, {});
-  models::Llama model = load_model(stored, device);
+  const PromptTexts inputs(options, prompts, *codec);
+  generation.stop_tokens = inputs.stop_tokens();
+  inputs.warn_of_long_ones(stored.shape.max_seq_len);
+  const models::Llama model =
+      load_model(stored, choose_device(options.device, {}));
   if (stored.is_latest) {
     log_info("weights of {}", stored.what);
   }
-  for (const std::string& text : prompts) {
-    const std::vector<std::int64_t> prompt = tokens_of(text, *codec);
-    const auto tokens = models::sample(
-        [&](const at::Tensor& context) { return model(context); },
-        prompt,
-        device,
-        at::detail::createCPUGenerator(
-            static_cast<std::uint64_t>(options.seed)),
-        {.max_new_tokens = options.max_new_tokens,
-         .temperature = options.temperature,
-         .top_k = options.top_k,
-         .top_p = options.top_p,
-         .max_context = stored.shape.max_seq_len,
-         .stop_tokens = codec->stop_tokens()});
-    got(codec->decode_after(text, prompt, tokens));
-  }
+  InOrder in_order(prompts.size(), got);
+  models::generate(
+      model,
+      inputs.tokens(),
+      generation,
+      [&](std::size_t prompt, const std::vector<std::int64_t>& tokens) {
+        in_order.add(prompt, inputs.text(prompt, tokens));
+      });
 }
 
 }  // namespace flatshard

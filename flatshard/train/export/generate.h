@@ -19,22 +19,31 @@ struct GenerateOptions {
   std::int64_t top_k = 0;    ///< 0: all tokens
   double top_p = 1.0;        ///< 1: all tokens
   std::int64_t seed = 0;
+  std::int64_t batch_size = 8;  ///< prompts that run at a time
   std::string device = "auto";
+  /// Of weights and of kept keys and values: auto is the run's
+  /// precision.compute, and float32 for a Hugging Face folder.
+  std::string dtype = "auto";
   /// The corpus whose tokenizer is used; empty: the run's data.train, or the
   /// Hugging Face folder's own.
   std::string corpus;
   std::string python;  ///< for a tokenizer.json; see data::find_python
   /// Control tokens that the prompt spells out become these tokens.
   bool parse_special = false;
+  /// Prompts are conversations, JSON rows as chat_rows.h makes them. They go
+  /// through the tokenizer's own chat template, and the assistant's answers
+  /// alone are returned. An answer ends at the token that ends it in the
+  /// template, too.
+  bool chat = false;
 };
 
 /// Continues `options.prompt` with the weights of a run.
 /// @return the prompt and what follows, as text.
 std::string generate_text(const GenerateOptions& options);
 
-/// The same for several prompts in place of `options.prompt`, one after the
-/// other. Each draws from the seed anew.
-/// @param got  receives each prompt with what follows.
+/// The same for several prompts in place of `options.prompt`, `batch_size` at a
+/// time. Each draws from the seed anew.
+/// @param got  receives each prompt with what follows, in their order.
 void generate_texts(
     const GenerateOptions& options,
     const std::vector<std::string>& prompts,

@@ -154,7 +154,8 @@ StoredModel of_run(const fs::path& run) {
                   file->read(entry, part);
                 });
           },
-      .corpus = tokenizer_corpus(config)};
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
   return with_base(std::move(model), trained);
 }
 
@@ -172,7 +173,8 @@ StoredModel of_checkpoint(const fs::path& folder) {
             const at::NoGradGuard no_grad;
             out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
           },
-      .corpus = tokenizer_corpus(config)};
+      .corpus = tokenizer_corpus(config),
+      .packing = config.data.packing};
   const auto base = manifest->state.find(std::string(kBaseState));
   return with_base(
       std::move(model),

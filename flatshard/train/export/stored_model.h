@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 
+#include "flatshard/data/packing/packing.h"
 #include "flatshard/data/text_codec.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/models/llama.h"
@@ -65,7 +66,9 @@ struct StoredModel {
   std::function<void(const std::string& name, const at::Tensor& out)> read;
   /// Adapters that `read` knows besides the weights; not enabled: none.
   models::LoraConfig lora;
-  std::string corpus;               ///< whose tokenizer it knows; may be empty
+  std::string corpus;  ///< whose tokenizer it knows; may be empty
+  /// How its documents became sequences.
+  data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
 };
 

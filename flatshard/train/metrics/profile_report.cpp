@@ -59,7 +59,10 @@ SpeedOfLight speed_of_light(
     at::Device device,
     std::int64_t sequences) {
   const std::int64_t seq_len = config.training.seq_len;
-  const auto tokens = static_cast<double>(sequences * seq_len);
+  // Ranks that share layers divide the products and the heads of a sequence.
+  const auto tokens =
+      static_cast<double>(sequences * seq_len) /
+      static_cast<double>(config.parallelism.tensor_parallel_degree);
   const double products =
       6.0 * static_cast<double>(models::num_matmul_parameters(model));
   const double all =

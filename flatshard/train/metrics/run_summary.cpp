@@ -53,6 +53,13 @@ std::vector<std::string> packing_lines(const RunSummary& summary) {
   return lines;
 }
 
+std::string tensor_parallel_text(const Config& config) {
+  const std::int64_t degree = config.parallelism.tensor_parallel_degree;
+  return degree == 1
+             ? ""
+             : fmt::format(", each {} of which share their layers", degree);
+}
+
 std::string lora_text(const RunSummary& summary) {
   if (!summary.state.lora) {
     return "";
@@ -97,14 +104,14 @@ std::string to_string(const RunSummary& summary) {
         fmt::format("config: changed since the run's last start\n{}", changed));
   }
   parts.push_back(fmt::format(
-      "model: {} parameters{}{}; {} ranks of {}; strategy {}; copy engines {}; "
-      "{} "
-      "microbatches per step{}",
+      "model: {} parameters{}{}; {} ranks of {}{}; strategy {}; copy engines "
+      "{}; {} microbatches per step{}",
       with_commas(models::num_parameters(summary.model)),
       active_text(summary.model),
       lora_text(summary),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
+      tensor_parallel_text(config),
       strategy_name(config),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,

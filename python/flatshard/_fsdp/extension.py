@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from flatshard import _C
+from flatshard._fsdp.parameter import GATHERED
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of, storage_of
 from flatshard._tensor.sharded_tensor import contiguous_stride
@@ -154,7 +155,7 @@ class Extension:
                     reduce_dtype=torch.float32,
                     float8=False,
                     trainable=False,
-                    apart=2,
+                    apart=GATHERED,
                     has_weights=True,
                     granularity="chunk",
                 )

@@ -32,7 +32,14 @@ from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.options import ModelOptions, ShardOptions
-from flatshard._fsdp.parameter import Parameter, mark_owner, plain_like, whole_parameter
+from flatshard._fsdp.parameter import (
+    FROZEN,
+    TRAINED,
+    Parameter,
+    mark_owner,
+    plain_like,
+    whole_parameter,
+)
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.renewal import make_core
 from flatshard._fsdp.replaced import watch_loads
@@ -272,7 +279,7 @@ def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh
         granularity="chunk" if as_chunks else options.granularity,
         parallel=parallel,
         trainable=tensor.requires_grad,
-        apart=int(not tensor.requires_grad),
+        apart=TRAINED if tensor.requires_grad else FROZEN,
         dtype=tensor.dtype,
         param_dtype=param_dtype_of(mp_policy, tensor, full_name),
         on_meta=tensor.is_meta,

@@ -24,6 +24,10 @@ from flatshard.torch_versions import (
 _OWNER = "_flatshard_owner"
 _num_marked = 0
 
+# What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
+# gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's disable_adapter does.
+TRAINED, FROZEN, GATHERED, FROZEN_LATER = range(4)
+
 
 @dataclass
 class Parameter:
@@ -37,7 +41,7 @@ class Parameter:
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True  # the core has gradients for it
-    apart: int = 0  # parameters of different numbers share no group of the core
+    apart: int = 0  # TRAINED and so on: those of different numbers share no group
     dtype: torch.dtype | None = None  # of the user's tensor, see make_core
     param_dtype: torch.dtype | None = None  # that is gathered; None: its own
     on_meta: bool = False
@@ -65,8 +69,11 @@ class Parameter:
     def fits(self):
         """The core can train it as it is now: with its dtype, and with gradients where
         it is not frozen."""
-        same_dtype = self.shard.dtype == self.shown_dtype
-        return same_dtype and (self.trainable or not self.shard.requires_grad)
+        return self.has_dtype() and (self.trainable or not self.shard.requires_grad)
+
+    def has_dtype(self):
+        """Nobody changed the dtype of the shard since the core has it."""
+        return self.shard.dtype == self.shown_dtype
 
     def stored(self, value):
         """`value` of the whole parameter as the core stores it."""

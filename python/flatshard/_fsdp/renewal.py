@@ -4,7 +4,7 @@ import torch
 
 from flatshard import _C
 from flatshard._fsdp.collect import TRAINABLE
-from flatshard._fsdp.parameter import whole_parameter
+from flatshard._fsdp.parameter import FROZEN_LATER, TRAINED, whole_parameter
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import piece_of
 from flatshard._tensor.shard_values import same_cuts
@@ -44,19 +44,26 @@ def make_core(parameters, values, mp_policy, mesh, options):
 
 
 def shard_again(unit):
-    """Before the first forward: makes the core's unit for the dtypes and the
+    """Before the first forward with gradients: makes the core's unit for the dtypes and the
     requires_grad that the parameters have now. Collective where a rank gets other rows.
     The shards stay the same objects."""
     changed = next(p for p in unit.parameters if not p.is_as_sharded())
     _check_may_change(unit, changed)
-    for p in unit.parameters:
-        p.trainable = p.shard.requires_grad
-        p.apart = int(not p.trainable)
+    _take_requires_grad(unit)
     _make_core_again(unit)
 
 
+def _take_requires_grad(unit):
+    for p in unit.parameters:
+        if p.shard.requires_grad:
+            p.apart = TRAINED
+        elif p.trainable:
+            p.apart = FROZEN_LATER
+        p.trainable = p.shard.requires_grad
+
+
 def check_may_renew(unit):
-    for changed in [p for p in unit.parameters if not p.fits()]:
+    for changed in unit.misfits():
         _check_may_change(unit, changed)
 
 
@@ -65,11 +72,13 @@ def renew(unit):
     Each rank keeps its rows, since optimizers have states for them, so the parameters of a
     group are trained or frozen together: the core has gradients for all of them where one
     is trained."""
-    unfrozen = any(p.apart and p.shard.requires_grad for p in unit.parameters)
+    if not unit.has_trained:
+        _take_requires_grad(unit)
+    unfrozen = {p.apart for p in unit.parameters if p.apart and p.shard.requires_grad}
     for p in unit.parameters:
         # The core can train it: integers rest beside what it trains.
         fits = p.dtype in TRAINABLE
-        p.trainable = p.trainable or (unfrozen and p.apart and fits)
+        p.trainable = p.trainable or (p.apart in unfrozen and fits)
     _make_core_again(unit)
     unit.make_grads()
     unit.is_outdated = False
@@ -170,7 +179,7 @@ def follow_changes(units):
     """Follows what `requires_grad` and dtypes became since the last forward, as the next
     forward would. For those who read the core's groups in between. Collective."""
     for unit in units:
-        if not unit.has_run and not unit.is_as_sharded():
+        if unit.root is None and not unit.has_trained and not unit.is_as_sharded():
             shard_again(unit)
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         if not all(unit.fits() for unit in root.units):

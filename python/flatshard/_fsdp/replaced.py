@@ -156,7 +156,8 @@ def settle(units, names):
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
-        if not unit.has_run and not unit.is_as_sharded():
+        suits = unit.fits() if torch.is_grad_enabled() else unit.can_evaluate()
+        if not unit.has_trained and not suits:
             shard_again(unit)
         for p in unit.parameters:
             if not p.sites:

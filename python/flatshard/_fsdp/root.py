@@ -10,7 +10,7 @@ from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released
-from flatshard._fsdp.renewal import check_may_renew, come_back
+from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
@@ -106,12 +106,15 @@ class Root:
         self._sync_is_of_pass = False
         self._initialized = False
         self._saw_all = False
+        self._has_trained = False  # ran with gradients
         self._inner_outputs = InnerOutputs(inner_modules(units))
         self.is_stale = False  # the dtype of parameters was changed
         self.post_optim_event = None  # to wait for before the next gather
         for unit in units:
             unit.root = self
-            unit.has_run = True
+            # Its core stays, so a parameter that is frozen keeps its place.
+            if self.cuda_graphs or any(why_fixed(unit, p) for p in unit.parameters):
+                unit.has_trained = True
         for unit in units:
             self.apply_policy(unit)
         self.apply_limits(state.policy)
@@ -238,10 +241,9 @@ class Root:
             if not self._saw_all:
                 refuse_plain(self._module(), self.units)
                 self._saw_all = True
-            # Without gradients nothing depends on it: peft's disable_adapter()
-            # freezes adapters for the time that it lasts.
-            if self.core.trains_others():
+            if self.core.trains_others() or not self._has_trained:
                 self._follow_requires_grad()
+            self._has_trained = True
         for ref in self._of_several:
             if (unit := ref()) is not None:
                 unit.running.clear()
@@ -253,6 +255,7 @@ class Root:
                 if not unit.fits():
                     raise Stale
                 unit.follow_requires_grad()
+                unit.has_trained = True
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""

@@ -89,7 +89,9 @@ class UnitState:
     shared_streams: _C.CommStreams | None = None  # of share_comm_ctx, for the root
     home: torch.device | None = None  # where the core has its shards
     is_outdated: bool = False  # a Root before had its core
-    has_run: bool = False  # so optimizers may have states for its rows
+    has_trained: bool = (
+        False  # ran with gradients: optimizers may have states for its rows
+    )
     initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
@@ -166,7 +168,20 @@ class UnitState:
         return all(p.is_as_sharded() for p in self.parameters)
 
     def fits(self):
-        return all(p.fits() for p in self.parameters)
+        """The core can train the parameters as they are now."""
+        return not self.misfits()
+
+    def misfits(self):
+        """Returns the parameters that need another core. Until the first forward with
+        gradients these include the ones that were frozen."""
+        if self.has_trained:
+            return [p for p in self.parameters if not p.fits()]
+        return [p for p in self.parameters if not p.is_as_sharded()]
+
+    def can_evaluate(self):
+        """A forward without gradients does not ask which parameters are trained: peft's
+        disable_adapter() freezes adapters while it lasts."""
+        return all(p.has_dtype() for p in self.parameters)
 
     def check_grad_dtypes(self):
         for p in self.parameters:
@@ -187,7 +202,9 @@ class UnitState:
                     "changed after fully_shard, which is not supported; change it before"
                 )
         for p in self.parameters:
-            p.whole.requires_grad_(p.shard.requires_grad)
+            # A transform of torch.func refuses the call.
+            if p.whole.requires_grad != p.shard.requires_grad:
+                p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
         """What setters said. Without a core it waits for the next one."""

@@ -113,10 +113,14 @@ TEST(PackedDocuments, TrainEveryPairOfADocumentOnce) {
     std::vector<std::int64_t> targets(kSeq);
     std::vector<std::int64_t> lengths_of;
     source.read(i, {tokens, targets, &lengths_of});
+    const std::vector<Piece> pieces = source.pieces(i, kSeq);
     std::size_t at = 0;
     for (std::size_t d = 0; d < lengths_of.size(); ++d) {
       const auto length = static_cast<std::size_t>(lengths_of[d]);
       ASSERT_GT(length, 0U);
+      if (d < pieces.size()) {
+        ASSERT_EQ(pieces[d], (Piece{tokens[at], lengths_of[d]}));
+      }
       if (targets[at] == kIgnoredTarget) {
         ASSERT_EQ(d + 1, lengths_of.size());
         num_padding += lengths_of[d];

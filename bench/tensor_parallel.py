@@ -1,0 +1,82 @@
+"""Trains 12 layers of Llama-3-8B over two GPUs that share them, and prints a table.
+
+python3 bench/tensor_parallel.py
+
+PyTorch is bench/tensor_parallel_peer.py: `parallelize_module` with SequenceParallel, blocks
+and loss compiled, with and without overlapped products. Flatshard is compared with the
+faster. One machine and one call, one library after the other.
+"""
+
+from pathlib import Path
+
+from harness.command_line import Parser
+from harness.programs import (
+    RunFailed,
+    json_lines,
+    machine,
+    torchrun,
+    train_steps,
+    write_json,
+)
+from harness.tables import head, ms_and_range, row
+
+
+def peer_steps(args, seq, options):
+    name = "-".join(["peer", str(seq), *(o.strip("-") for o in options)])
+    options = [
+        f"--seq={seq}",
+        f"--tp={args.tp}",
+        f"--layers={args.layers}",
+        f"--warmup={args.warmup}",
+        f"--steps={args.steps}",
+        *options,
+    ]
+    log = args.out / f"{name}.log"
+    found = json_lines(torchrun(args.nproc, "tensor_parallel_peer.py", options, log))[0]
+    host_ms = sum(found["host_ms_forward_backward_step"])
+    return {**found, "range": found["ms_range"], "host_ms": host_ms}
+
+
+def report(results, name, found, peer=None):
+    ratio = f"{found['ms'] / peer['ms']:.3f}" if peer else ""
+    row(
+        name,
+        ms_and_range(found),
+        ratio,
+        f"{found['host_ms']:.0f}",
+        f"{found['peak_GiB']:.1f}",
+    )
+    results["rows"].append({"name": name, **found})
+
+
+def main():
+    parser = Parser(__doc__).options("program", "config", "set", "warmup", "steps")
+    parser.options(nproc=2, tp=2, layers=12, seq=[8192, 2048])
+    parser.options(out=Path("outputs/tensor_parallel"))
+    args = parser.parse_args()
+    results = {"machine": machine(), "nproc": args.nproc, "tp": args.tp, "rows": []}
+    print(f"{args.nproc} ranks on {results['machine']}, tp {args.tp}\n")
+    head("", "ms per step (range)", "of PyTorch", "host ms", "peak GiB")
+    for seq in args.seq:
+        peers = []
+        for options in ([], ["--micro-pipeline"]):
+            name = f"{' '.join(['PyTorch', *options])}, seq {seq}"
+            try:
+                peers.append(peer_steps(args, seq, options))
+            except RunFailed as error:  # a setting that this machine does not run
+                row(name, str(error)[-60:], "", "", "")
+                continue
+            report(results, name, peers[-1])
+        settings = [
+            f"model.layers={args.layers}",
+            f"parallelism.tensor_parallel_degree={args.tp}",
+            *args.set,
+        ]
+        ours = train_steps(args, seq, settings, args.out / f"flatshard-{seq}")
+        best = min(peers, key=lambda peer: peer["ms"], default=None)
+        report(results, f"Flatshard, seq {seq}", ours, best)
+    write_json(args.out / "tensor_parallel.json", results)
+
+
+if __name__ == "__main__":
+    main()

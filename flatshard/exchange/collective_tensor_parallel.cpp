@@ -1,0 +1,108 @@
+#include "flatshard/exchange/collective_tensor_parallel.h"
+
+#include "flatshard/core/log.h"
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <exception>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+class CollectiveTensorParallel::Pending : public nn::PendingTensor {
+ public:
+  Pending(at::Tensor out, at::Tensor in, Stream& stream)
+      : out_(std::move(out)), in_(std::move(in)) {
+    done_.record(stream);
+  }
+
+  // Nobody asked for the result: its memory is in use all the same.
+  ~Pending() override {
+    if (!out_.defined()) {
+      return;
+    }
+    try {
+      done_.wait(*current_stream(out_.device()));
+    } catch (const std::exception& error) {
+      log_debug("a transfer of tensor parallelism: {}", error.what());
+    }
+  }
+
+  at::Tensor finish() override {
+    done_.wait(*current_stream(out_.device()));
+    // Compute waits, so it may use both again.
+    in_ = at::Tensor();
+    return std::exchange(out_, at::Tensor());
+  }
+
+ private:
+  at::Tensor out_;
+  at::Tensor in_;
+  Event done_;
+};
+
+CollectiveTensorParallel::CollectiveTensorParallel(
+    std::shared_ptr<Communicator> group,
+    StreamOptions options)
+    : TensorParallel(group->rank(), group->size()), group_(std::move(group)) {
+  options.high_priority = true;
+  stream_ = make_stream(group_->device(), "tensor parallelism", options);
+}
+
+at::Tensor CollectiveTensorParallel::room_for_whole(
+    const at::Tensor& part) const {
+  std::vector<std::int64_t> sizes = part.sizes().vec();
+  sizes.at(0) *= size();
+  return at::empty(sizes, part.options());
+}
+
+at::Tensor CollectiveTensorParallel::room_for_part(
+    const at::Tensor& addend) const {
+  std::vector<std::int64_t> sizes = addend.sizes().vec();
+  sizes.at(0) /= size();
+  return at::empty(sizes, addend.options());
+}
+
+at::Tensor CollectiveTensorParallel::all_gather(const at::Tensor& part) {
+  at::Tensor whole = room_for_whole(part);
+  group_->all_gather(whole, part);
+  return whole;
+}
+
+at::Tensor CollectiveTensorParallel::reduce_scatter(const at::Tensor& addend) {
+  at::Tensor part = room_for_part(addend);
+  group_->reduce_scatter(part, addend, ReduceOp::sum);
+  return part;
+}
+
+std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start(
+    const at::Tensor& out,
+    const at::Tensor& in,
+    std::function<void()> work) {
+  Event ready;
+  ready.record(*current_stream(group_->device()));
+  ready.wait(*stream_);
+  Communicator* const group = group_.get();
+  queue_collectives(*stream_, {&group, 1}, std::move(work));
+  return std::make_unique<Pending>(out, in, *stream_);
+}
+
+std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start_all_gather(
+    const at::Tensor& part) {
+  const at::Tensor whole = room_for_whole(part);
+  return start(whole, part, [this, whole, part] {
+    group_->all_gather(whole, part);
+  });
+}
+
+std::unique_ptr<nn::PendingTensor>
+CollectiveTensorParallel::start_reduce_scatter(const at::Tensor& addend) {
+  const at::Tensor part = room_for_part(addend);
+  return start(part, addend, [this, part, addend] {
+    group_->reduce_scatter(part, addend, ReduceOp::sum);
+  });
+}
+
+}  // namespace flatshard

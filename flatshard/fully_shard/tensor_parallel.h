@@ -1,0 +1,62 @@
+#pragma once
+
+#include "flatshard/group/parameter_placement.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/nn/linear.h"
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <map>
+#include <string>
+
+namespace flatshard {
+
+/// Returns the ranks along an axis of the mesh as layers take them; null for an
+/// axis of one rank. Collective.
+/// @throws Error{usage} for a mesh without the axis.
+nn::TensorParallelPtr make_tensor_parallel(
+    Mesh& mesh,
+    const std::string& axis = "tp");
+
+/// How nn::Linear layers are cut, by the ends of their dotted names: "up" is
+/// `up`, `blocks.0.up` and so on.
+using TensorParallelPlan = std::map<std::string, nn::LinearCut>;
+
+/// Cuts the layers of `plan` below `root` over an axis of the mesh. Call it
+/// before fully_shard, while the parameters have no memory.
+///
+/// From then on a column-parallel layer takes this rank's tokens and gathers
+/// the others', and a row-parallel layer returns this rank's tokens. So a pair
+/// of them maps [batch, seq / ranks, dim] to the same shape. The loss of a rank
+/// is an addend: the mean over all tokens divides each rank's mean by the
+/// number of ranks.
+///
+/// @param root  as it is given to fully_shard.
+/// @return      FullyShardOptions::placement_of; see placement_of_parts.
+/// @throws Error{config} naming an entry of the plan that no layer has, or a
+///   dimension that the ranks do not divide.
+std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
+    torch::nn::Module& root,
+    Mesh& mesh,
+    const TensorParallelPlan& plan,
+    const std::string& axis = "tp");
+
+/// Returns FullyShardOptions::placement_of for a module whose layers are cut
+/// along an axis of the mesh (nn::LinearOptions::ranks and its like).
+///
+/// A parameter that is cut is sharded over the other axes, and its gradient is
+/// the mean over them. A parameter that is whole on each rank is sharded over
+/// all axes. Since each rank of `axis` sees other tokens, its gradient is the
+/// sum over `axis` and the mean over the other axes, by the group's own
+/// reduction.
+///
+/// @param root  as it is given to fully_shard.
+/// @param mesh  the model's; needs an axis besides `axis`.
+/// @throws Error{config, usage} for a mesh without these axes.
+std::function<ParameterPlacement(const std::string& name)> placement_of_parts(
+    torch::nn::Module& root,
+    const Mesh& mesh,
+    const std::string& axis = "tp");
+
+}  // namespace flatshard

@@ -1,0 +1,210 @@
+// Ranks that share layers as a user meets them.
+#include "tests/cli/bad_input.h"
+
+#include <gmock/gmock.h>
+#include <nlohmann/json.hpp>
+
+#include <cmath>
+
+namespace flatshard::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Of losses around 5 and norms around 1, in float32: sums in another order.
+constexpr double kSameRun = 1e-5;
+
+class TensorParallelRuns : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    corpus_ = new TempFolder;
+    prepare_corpus(*corpus_, "--validation-fraction 0.1");
+  }
+  static void TearDownTestSuite() { delete corpus_; }
+
+  /// Trains a run named `name`, below the folder.
+  Result run(const std::string& name, int ranks, const std::string& more = "")
+      const {
+    const auto config = folder_.write(
+        name + ".toml",
+        fmt::format(
+            R"([run]
+output_dir = "{}"
+[model]
+dim = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 64
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 6
+seq_len = 32
+local_batch_size = 2
+global_batch_size = 8
+max_norm = 0.5
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 1
+[precision]
+compute = "float32"
+[validation]
+freq = 3
+sequences = 5
+[metrics]
+log_freq = 1
+)",
+            (folder_ / name).string(),
+            (*corpus_ / "corpus").string()));
+    return sh(fmt::format(
+        "\"$PROGRAM\" train '{}' --device cpu --nproc {} {}",
+        config.string(),
+        ranks,
+        more));
+  }
+
+  /// The numbers of a run, by step and what they are.
+  std::map<std::string, double> numbers(const std::string& name) const {
+    std::map<std::string, double> found;
+    std::istringstream lines(read(folder_ / name / "metrics.jsonl"));
+    for (std::string line; std::getline(lines, line);) {
+      const auto row = nlohmann::json::parse(line);
+      for (const char* key :
+           {"loss", "grad_norm", "validation_loss", "tokens"}) {
+        if (row.contains(key) && row.contains("step")) {
+          found[fmt::format("{} of step {}", key, row["step"].get<int>())] =
+              row[key];
+        }
+      }
+    }
+    return found;
+  }
+
+  void expect_same(const std::string& got, const std::string& want) const {
+    const auto expected = numbers(want);
+    const auto actual = numbers(got);
+    EXPECT_EQ(actual.size(), expected.size());
+    for (const auto& [what, value] : expected) {
+      ASSERT_TRUE(actual.contains(what)) << got << ": " << what;
+      EXPECT_LE(std::abs(actual.at(what) - value), kSameRun * std::abs(value))
+          << got << ": " << what << " is " << actual.at(what) << ", not "
+          << value;
+    }
+  }
+
+  static inline TempFolder* corpus_ = nullptr;
+  TempFolder folder_;
+};
+
+constexpr const char* kTwo = "--set parallelism.tensor_parallel_degree=2 ";
+
+// Losses are means over the ranks that read different samples, norms count each
+// element once, tokens and validation sequences count once.
+TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
+  const Result one = run("one", 1);
+  ASSERT_EQ(one.code, 0) << one.output;
+  EXPECT_EQ(numbers("one").size(), 6U * 3 + 2);
+  const Result grid = run("grid", 4, kTwo);
+  ASSERT_EQ(grid.code, 0) << grid.output;
+  EXPECT_THAT(
+      grid.output,
+      HasSubstr("4 ranks of CPU, each 2 of which share their layers"));
+  expect_same("grid", "one");
+  const Result recomputed =
+      run("recomputed",
+          2,
+          std::string(kTwo) +
+              "--set activation_checkpoint.mode=full --set "
+              "parallelism.strategy=zero1 --set optimizer.overlap=true");
+  ASSERT_EQ(recomputed.code, 0) << recomputed.output;
+  expect_same("recomputed", "one");
+}
+
+// Weights and optimizer state are those of whole tensors.
+TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
+  const std::string constant = "--set lr_scheduler.name=constant ";
+  const Result whole = run("whole", 1, constant);
+  ASSERT_EQ(whole.code, 0) << whole.output;
+  const std::string save = constant + "--set checkpoint.interval=3 ";
+  const Result begun = run("run", 2, kTwo + save + "--set training.steps=3");
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  struct Grid {
+    int ranks;
+    std::string options;
+  };
+  for (const Grid& grid : {Grid{1, ""}, Grid{2, ""}, Grid{4, kTwo}}) {
+    const std::string name = fmt::format("grid{}", grid.ranks);
+    fs::copy(folder_ / "run", folder_ / name, fs::copy_options::recursive);
+    const Result resumed =
+        run(name, grid.ranks, grid.options + save + "--resume");
+    ASSERT_EQ(resumed.code, 0) << resumed.output;
+    expect_same(name, "whole");
+  }
+  const Result generated = sh(fmt::format(
+      "\"$PROGRAM\" generate --run '{}' --prompt 'line 3' --max-new-tokens 4 "
+      "--device cpu",
+      (folder_ / "run").string()));
+  EXPECT_EQ(generated.code, 0) << generated.output;
+}
+
+// Attention and shared experts are cut over tp, experts divided over ep.
+TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
+  const std::string experts =
+      "--set model.family=moe --set model.num_experts=4 --set "
+      "model.moe_ffn_dim=16 --set model.shared_experts=1 --set "
+      "moe.aux_loss=0.01 --set moe.balance_rate=0.01 ";
+  const Result one = run("one", 1, experts);
+  ASSERT_EQ(one.code, 0) << one.output;
+  const Result grid =
+      run("grid",
+          4,
+          kTwo + experts + "--set parallelism.expert_parallel_degree=2");
+  ASSERT_EQ(grid.code, 0) << grid.output;
+  expect_same("grid", "one");
+}
+
+TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
+  struct Case {
+    std::string options;
+    std::string says;
+  };
+  for (const Case& c :
+       {Case{
+            "--set parallelism.tensor_parallel_degree=4",
+            "parallelism.tensor_parallel_degree = 4: expected a divisor of "
+            "the 2 ranks"},
+        Case{
+            std::string(kTwo) + "--set model.kv_heads=1",
+            "parallelism.tensor_parallel_degree = 2: expected a divisor of "
+            "model.kv_heads, which is 1"},
+        Case{
+            std::string(kTwo) + "--set training.seq_len=33",
+            "parallelism.tensor_parallel_degree = 2: expected a divisor of "
+            "training.seq_len, which is 33"},
+        Case{
+            std::string(kTwo) + "--set parallelism.tensor_parallel_comm=copies",
+            "parallelism.tensor_parallel_comm = \"copies\" is not supported"},
+        Case{
+            "--set parallelism.context_parallel_degree=2",
+            "parallelism.context_parallel_degree = 2 is not supported"},
+        Case{
+            "--set parallelism.pipeline_parallel_degree=2",
+            "parallelism.pipeline_parallel_degree = 2 is not supported"},
+        Case{
+            "--set parallelism.expert_tensor_parallel_degree=2",
+            "parallelism.expert_tensor_parallel_degree = 2 is not supported"},
+        Case{
+            std::string(kTwo) + "--set cuda_graph.impl=unit",
+            "not supported: collectives of layers are not recorded"}}) {
+    const Result result = run("run", 2, c.options);
+    EXPECT_EQ(result.errors().size(), 1U) << result.output;
+    EXPECT_THAT(result.output, HasSubstr(c.says));
+    EXPECT_FALSE(fs::exists(folder_ / "run/metrics.jsonl")) << c.options;
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing

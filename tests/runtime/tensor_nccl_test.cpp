@@ -1,0 +1,107 @@
+// Ranks that share layers, on GPUs: one rank per GPU, or two that share one
+// (scripts/share_gpu), against one rank. Without a GPU it skips itself.
+#include "tests/runtime/tensor_training.h"
+#include "tests/support/gpu_ranks.h"
+
+#include <ATen/Context.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+namespace flatshard::testing {
+namespace {
+
+using models::ActivationCheckpoint;
+
+// As on CPUs: sums of at most 61 addends in another order.
+constexpr double kGpuTolerance = 1e-5;
+
+class TensorParallelOnGpus : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda_available()) {
+      GTEST_SKIP() << "no GPU: tensor parallelism on GPUs is not tested";
+    }
+    at::globalContext().setDeterministicAlgorithms(true, false);
+    at::globalContext().setAllowTF32CuBLAS(false);
+  }
+  void TearDown() override {
+    at::globalContext().setDeterministicAlgorithms(false, false);
+  }
+
+  static TensorResult train(const TensorRun& run) {
+    std::mutex mutex;
+    TensorResult result;
+    static int count = 0;
+    const auto mesh =
+        run.world() == 1
+            ? Mesh::single(gpu_ranks().device)
+            : gpu_ranks().mesh(run.axes(), fmt::format("{}", count++));
+    train_tensor_rank(run, mesh, mutex, result);
+    return result;
+  }
+
+  // Of what this rank has: `want` has all.
+  static void expect_near(const TensorResult& got, const TensorResult& want) {
+    EXPECT_FALSE(got.losses.empty());
+    for (const auto& [key, loss] : got.losses) {
+      EXPECT_NEAR(loss, want.losses.at(key), kGpuTolerance);
+    }
+    for (const auto& [key, norm] : got.norms) {
+      const double expected = want.norms.at({key.first, 0});
+      EXPECT_NEAR(norm, expected, kGpuTolerance * expected);
+    }
+    std::int64_t owned = 0;
+    for (const auto& [name, values] : got.weights) {
+      const auto& other = want.weights.at(name);
+      ASSERT_EQ(values.size(), other.size()) << name;
+      double largest = 0;
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        if (!std::isnan(values[i])) {
+          largest =
+              std::max(largest, std::abs(double{values[i]} - other.at(i)));
+          ++owned;
+        }
+      }
+      EXPECT_LE(largest, kGpuTolerance) << name;
+    }
+    EXPECT_GT(owned, 0);
+  }
+};
+
+TEST_F(TensorParallelOnGpus, RanksThatShareLayersEqualOne) {
+  const int world = gpu_ranks().world();
+  if (world != 2 && world != 4 && world != 8) {
+    GTEST_SKIP() << "expected 2, 4 or 8 ranks, have " << world;
+  }
+  for (const int tp : {2, 4}) {
+    if (world % tp != 0) {
+      continue;
+    }
+    for (const std::string& model : tensor_models()) {
+      for (const char* strategy : {"zero0", "zero2", "zero3"}) {
+        for (const auto checkpoint :
+             {ActivationCheckpoint::none, ActivationCheckpoint::full}) {
+          const TensorRun run{
+              .model = model,
+              .strategy = strategy,
+              .dp = world / tp,
+              .tp = tp,
+              .microbatches = 2,
+              .checkpoint = checkpoint,
+              .chunk_tokens = checkpoint == ActivationCheckpoint::full ? 5 : 0};
+          SCOPED_TRACE(run.name());
+          expect_near(train(run), train(tensor_reference(run)));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing
+
+int main(int argc, char** argv) {
+  return flatshard::testing::gpu_ranks_main(argc, argv);
+}

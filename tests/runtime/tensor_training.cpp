@@ -1,0 +1,271 @@
+#include "tests/runtime/tensor_training.h"
+
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/fully_shard/tensor_parallel.h"
+#include "flatshard/optim/grad_norm.h"
+#include "flatshard/optim/sgd.h"
+#include "tests/support/ranks.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+namespace flatshard::testing {
+namespace {
+
+constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
+constexpr std::int64_t kTensorSeq = 12;
+
+using TensorModels =
+    std::map<std::string, std::function<void(models::ModelConfig&)>>;
+
+const TensorModels& models_by_name() {
+  static const TensorModels models{
+      {"llama", [](auto&) {}},
+      {"tied", [](auto& c) { c.tie_embeddings = true; }},
+      {"biases",
+       [](auto& c) {
+         c.block.attention.qkv_bias = true;
+         c.block.attention.output_bias = true;
+         c.block.mlp_bias = true;
+       }},
+      {"head_norms",
+       [](auto& c) {
+         c.family = "qwen3";
+         c.block.attention.qk_norm = models::QkNorm::head;
+       }},
+      {"projection_norms",
+       [](auto& c) {
+         c.family = "olmo2";
+         c.block.attention.qk_norm = models::QkNorm::projection;
+         c.block.norms = models::NormPlacement::after;
+       }},
+      {"experts",
+       [](auto& c) {
+         c.family = "moe";
+         c.moe = {
+             .num_experts = 4,
+             .experts_per_token = 2,
+             .ffn_dim = 8,
+             .shared_experts = 1,
+             .dense_layers = 1};
+       }},
+      {"gemma", [](auto& c) {
+         c.family = "gemma2";
+         c.tie_embeddings = true;
+         c.scale_embeddings = true;
+         c.final_soft_cap = 5.0;
+         c.block.norms = models::NormPlacement::both;
+         c.block.norms_add_one = true;
+         c.block.activation = nn::GateActivation::gelu_tanh;
+         c.block.attention.soft_cap = 10.0;
+         c.block.attention.window = 4;
+         c.block.attention.window_pattern = {true, false};
+       }}};
+  return models;
+}
+
+models::ModelConfig tensor_config(const std::string& model) {
+  models::ModelConfig config{
+      .dim = 16,
+      .layers = 2,
+      .heads = 8,
+      .kv_heads = 4,
+      .head_dim = 4,
+      .ffn_dim = 24,
+      .vocab_size = kTensorVocab,
+      .max_seq_len = kTensorSeq,
+      .rope_theta = 1000.0,
+      .initializer_range = 0.2};
+  models_by_name().at(model)(config);
+  return config;
+}
+
+models::MoeOptions moe_options_of(const std::string& model) {
+  return model == "experts"
+             ? models::MoeOptions{.aux_loss = 0.1, .z_loss = 0.01}
+             : models::MoeOptions{};
+}
+
+struct Sequences {
+  at::Tensor tokens;
+  at::Tensor targets;
+};
+
+// One target in five is ignored.
+Sequences sequences_of(const TensorRun& run, int step, int index) {
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(
+      static_cast<std::uint64_t>(1000 * step + index));
+  const std::vector<std::int64_t> shape{run.batch, kTensorSeq};
+  Sequences made{
+      at::randint(kTensorVocab, shape, generator, at::kLong),
+      at::randint(kTensorVocab, shape, generator, at::kLong)};
+  const at::Tensor ignored = at::randint(5, shape, generator, at::kLong).eq(0);
+  made.targets.masked_fill_(ignored, nn::LossOptions{}.ignore_index);
+  return made;
+}
+
+}  // namespace
+
+std::vector<std::string> tensor_models() {
+  std::vector<std::string> names;
+  for (const auto& [name, change] : models_by_name()) {
+    names.push_back(name);
+  }
+  return names;
+}
+
+std::vector<MeshAxis> TensorRun::axes() const {
+  std::vector<MeshAxis> axes;
+  if (replicate > 1) {
+    axes.push_back({"replicate", replicate});
+  }
+  axes.push_back({"dp", dp});
+  if (tp > 1) {
+    axes.push_back({"tp", tp, AxisRole::model});
+  }
+  return axes;
+}
+
+std::string TensorRun::name() const {
+  constexpr const char* kRecompute[] = {"none", "full", "selective"};
+  return fmt::format(
+      "{}_{}_r{}_dp{}_tp{}_m{}_{}_chunk{}",
+      model,
+      strategy,
+      replicate,
+      dp,
+      tp,
+      microbatches,
+      kRecompute[static_cast<int>(checkpoint)],
+      chunk_tokens);
+}
+
+void train_tensor_rank(
+    const TensorRun& run,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    TensorResult& result) {
+  const nn::TensorParallelPtr ranks =
+      run.tp > 1 ? make_tensor_parallel(*mesh) : nullptr;
+  models::Llama llama(
+      tensor_config(run.model),
+      models::LlamaOptions{
+          .activation_checkpoint = run.checkpoint,
+          .plain_attention = true,  // on GPUs; soft caps have no kernel
+          .loss = {.chunk_tokens = run.chunk_tokens},
+          .moe = moe_options_of(run.model),
+          .ranks = ranks});
+  FullyShardOptions options{
+      .strategy = run.strategy,
+      .seed = 11,
+      .group = {.precision = Precision::full()},
+      .runtime = {
+          .streams = {
+              .delay_seed =
+                  run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
+              .max_delay_us = 50}}};
+  if (ranks) {
+    options.placement_of = placement_of_parts(*llama, *mesh);
+  }
+  for (const auto& unit : llama->unit_modules()) {
+    options.units.push_back(unit.get());
+  }
+  const auto runtime = fully_shard(*llama, mesh, options);
+  Sgd optimizer(runtime->groups(), SgdOptions{});
+  const int data_rank = mesh->data_mesh()->rank();
+  for (int step = 0; step < run.steps; ++step) {
+    for (int m = 0; m < run.microbatches; ++m) {
+      runtime->set_is_last_microbatch(m == run.microbatches - 1);
+      const int index = data_rank * run.microbatches + m;
+      const Sequences in = sequences_of(run, step, index);
+      const at::Tensor loss =
+          llama(in.tokens.to(mesh->device()), in.targets.to(mesh->device()));
+      (loss / run.microbatches).backward();
+      const auto value = loss.item<double>();
+      const std::lock_guard lock(mutex);
+      const auto [found, is_new] = result.losses.insert({{step, index}, value});
+      if (!is_new && found->second != value) {
+        found->second = std::numeric_limits<double>::quiet_NaN();
+      }
+    }
+    const GradNorm norm = grad_norm_and_scale(runtime->groups(), run.max_norm);
+    optimizer.step(1.0, norm.scale);
+    optimizer.zero_grad();
+    const std::lock_guard lock(mutex);
+    result.norms[{step, mesh->rank()}] = norm.norm.item<double>();
+  }
+  optimizer.wait();
+  collect_weights(*runtime, mutex, result.weights);
+}
+
+TensorResult train_tensor(const TensorRun& run) {
+  TensorResult result;
+  std::mutex mutex;
+  run_ranks(run.world(), [&](RankContext& context) {
+    train_tensor_rank(run, context.mesh(run.axes()), mutex, result);
+  });
+  return result;
+}
+
+TensorRun tensor_reference(const TensorRun& run) {
+  return {
+      .model = run.model,
+      .strategy = "zero0",
+      .microbatches = run.data_ranks() * run.microbatches,
+      .max_norm = run.max_norm,
+      .batch = run.batch,
+      .steps = run.steps};
+}
+
+TensorDistance tensor_distance(
+    const TensorResult& got,
+    const TensorResult& want) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  TensorDistance distance;
+  const auto note = [&](double difference, const std::string& where) {
+    if (!(difference <= distance.largest)) {
+      distance = {std::isnan(difference) ? kNever : difference, where};
+    }
+  };
+  if (got.losses.size() != want.losses.size() ||
+      got.weights.size() != want.weights.size()) {
+    note(kNever, "what there is");
+  }
+  for (const auto& [key, loss] : want.losses) {
+    const auto found = got.losses.find(key);
+    note(
+        found == got.losses.end() ? kNever : std::abs(found->second - loss),
+        fmt::format("the loss {} of step {}", key.second, key.first));
+  }
+  for (const auto& [key, norm] : got.norms) {
+    const double expected = want.norms.at({key.first, 0});
+    note(
+        std::abs(norm - expected) / expected,
+        fmt::format("the norm of step {} on rank {}", key.first, key.second));
+  }
+  for (const auto& [name, values] : want.weights) {
+    const auto found = got.weights.find(name);
+    if (found == got.weights.end() || found->second.size() != values.size()) {
+      note(kNever, name);
+      continue;
+    }
+    double scale = 1;
+    for (const float value : values) {
+      scale = std::max(scale, std::abs(double{value}));
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      note(
+          std::abs(double{found->second[i]} - double{values[i]}) / scale,
+          name);
+    }
+  }
+  return distance;
+}
+
+}  // namespace flatshard::testing

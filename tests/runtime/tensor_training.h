@@ -1,0 +1,73 @@
+#pragma once
+
+#include "flatshard/models/llama.h"
+#include "tests/runtime/training.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard::testing {
+
+/// A run of ranks that share layers.
+struct TensorRun {
+  std::string model = "llama";  ///< one of tensor_models()
+  std::string strategy = "zero3";
+  int replicate = 1;  ///< above 1: an axis of its own
+  int dp = 1;
+  int tp = 1;
+  int microbatches = 1;  ///< of a data rank
+  models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
+  std::int64_t chunk_tokens = 0;  ///< of the loss
+  double max_norm = 1e6;          ///< clips nothing
+  int batch = 1;                  ///< sequences of a microbatch
+  std::uint64_t delay_seed = 3;
+  int steps = 2;
+
+  int data_ranks() const { return replicate * dp; }
+  int world() const { return data_ranks() * tp; }
+  std::vector<MeshAxis> axes() const;
+  std::string name() const;
+};
+
+struct TensorResult {
+  /// By (step, microbatch of all data ranks); the same of all tp ranks.
+  std::map<std::pair<int, int>, double> losses;
+  std::map<std::pair<int, int>, double> norms;  ///< by (step, rank)
+  std::map<std::string, std::vector<float>> weights;
+};
+
+/// The models by name: what sets families apart.
+std::vector<std::string> tensor_models();
+
+/// One rank's part of `train_tensor`, on any mesh with the run's axes.
+void train_tensor_rank(
+    const TensorRun& run,
+    const std::shared_ptr<Mesh>& mesh,
+    std::mutex& mutex,
+    TensorResult& result);
+
+/// Steps of SGD with a rate of 1 in float32 on thread ranks, so that the
+/// weights show the gradients as they are.
+TensorResult train_tensor(const TensorRun& run);
+
+/// The same sequences on one rank, with nothing sharded or recomputed.
+TensorRun tensor_reference(const TensorRun& run);
+
+/// How far two runs are apart: the largest difference of a loss, of a norm
+/// relative to it, or of a weight relative to the parameter's largest one where
+/// that is above 1. Infinite where there is not the same to
+/// compare, or ranks of a run differ in what all of them have.
+struct TensorDistance {
+  double largest = 0;
+  std::string where;
+};
+TensorDistance tensor_distance(
+    const TensorResult& got,
+    const TensorResult& want);
+
+}  // namespace flatshard::testing

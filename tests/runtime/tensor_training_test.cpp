@@ -1,0 +1,189 @@
+// Ranks that share layers train as one rank does.
+#include "tests/runtime/tensor_training.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace flatshard::testing {
+namespace {
+
+using models::ActivationCheckpoint;
+
+// Sums of up to 61 addends in another order differ by some 1e-6 of a value of
+// about one; two steps of rate 1 hand that on to the weights.
+constexpr double kTensorTolerance = 1e-5;
+
+class TensorParallelTraining : public ::testing::TestWithParam<TensorRun> {
+ protected:
+  /// One for each reference.
+  static const TensorResult& reference(const TensorRun& run) {
+    static std::map<std::string, TensorResult> known;
+    const TensorRun one = tensor_reference(run);
+    const std::string key = one.name() + " " + std::to_string(one.max_norm) +
+                            " " + std::to_string(one.batch);
+    const auto found = known.find(key);
+    return found != known.end() ? found->second
+                                : known[key] = train_tensor(one);
+  }
+};
+
+TEST_P(TensorParallelTraining, EqualsOneRank) {
+  const TensorDistance distance =
+      tensor_distance(train_tensor(GetParam()), reference(GetParam()));
+  EXPECT_LE(distance.largest, kTensorTolerance) << distance.where;
+}
+
+// Each pair of values of two columns is there once at least.
+INSTANTIATE_TEST_SUITE_P(
+    Pairs,
+    TensorParallelTraining,
+    ::testing::Values(
+        TensorRun{.strategy = "zero0", .tp = 2},
+        TensorRun{
+            .strategy = "zero1",
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{
+            .strategy = "zero2",
+            .dp = 3,
+            .tp = 2,
+            .checkpoint = ActivationCheckpoint::selective},
+        TensorRun{
+            .strategy = "zero3",
+            .dp = 2,
+            .tp = 4,
+            .checkpoint = ActivationCheckpoint::selective,
+            .chunk_tokens = 5},
+        TensorRun{
+            .strategy = "zero3",
+            .dp = 1,
+            .tp = 4,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{
+            .strategy = "hsdp",
+            .replicate = 2,
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 3},
+        TensorRun{
+            .strategy = "hfsdp",
+            .replicate = 2,
+            .tp = 2,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{.model = "tied", .dp = 2, .tp = 2, .microbatches = 3},
+        TensorRun{
+            .model = "tied",
+            .strategy = "zero1",
+            .tp = 4,
+            .chunk_tokens = 7},
+        TensorRun{.model = "biases", .dp = 2, .tp = 2},
+        TensorRun{.model = "head_norms", .dp = 2, .tp = 2},
+        TensorRun{.model = "projection_norms", .dp = 2, .tp = 2},
+        TensorRun{
+            .model = "gemma",
+            .tp = 2,
+            .checkpoint = ActivationCheckpoint::selective,
+            .chunk_tokens = 5},
+        TensorRun{.model = "experts", .tp = 2, .microbatches = 3},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 2,
+            .tp = 4,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3}),
+    [](const auto& info) {
+      return info.param.name() + "_" + std::to_string(info.index);
+    });
+
+// What other runtimes got wrong; docs/dev/regressions.md.
+
+void expect_equals_one_rank(const TensorRun& run) {
+  const TensorDistance distance =
+      tensor_distance(train_tensor(run), train_tensor(tensor_reference(run)));
+  EXPECT_LE(distance.largest, kTensorTolerance) << distance.where;
+}
+
+// Summed over the ranks of tp, the router losses of their tokens are those of
+// all tokens, once.
+TEST(TensorParallelPitfalls, G2_RouterLossesDoNotGrowWithTheRanks) {
+  expect_equals_one_rank({.model = "experts", .tp = 4});
+}
+
+TEST(TensorParallelPitfalls, G3_ABiasOfARowParallelLayerIsAddedOnce) {
+  expect_equals_one_rank({.model = "biases", .tp = 4});
+}
+
+// Ranks that were late by other times have the same bits, in every run.
+TEST(TensorParallelPitfalls, G8_SumsHaveOneOrder) {
+  TensorRun run{.dp = 2, .tp = 4};
+  const TensorResult first = train_tensor(run);
+  run.delay_seed = 40;
+  const TensorResult second = train_tensor(run);
+  for (const auto& [key, loss] : first.losses) {
+    EXPECT_FALSE(std::isnan(loss)) << "ranks of tp have other losses";
+  }
+  EXPECT_EQ(second.losses, first.losses);
+  EXPECT_EQ(second.norms, first.norms);
+  EXPECT_EQ(second.weights, first.weights);
+}
+
+// The gradients of one step: without norms before its layers, a model grows
+// what they differ by above the tolerance in the next one. All grids take
+// minutes: FLATSHARD_ALL_GRIDS=1 runs them.
+TEST(TensorParallelGrids, EachEqualsOneRank) {
+  const char* const wanted = std::getenv("FLATSHARD_ALL_GRIDS");
+  if (wanted == nullptr || std::string(wanted) != "1") {
+    GTEST_SKIP() << "set FLATSHARD_ALL_GRIDS=1 to run every grid";
+  }
+  std::map<std::string, TensorResult> references;
+  const auto check = [&](const TensorRun& run) {
+    const TensorRun one = tensor_reference(run);
+    auto found = references.find(one.name());
+    if (found == references.end()) {
+      found = references.insert({one.name(), train_tensor(one)}).first;
+    }
+    const TensorDistance distance =
+        tensor_distance(train_tensor(run), found->second);
+    EXPECT_LE(distance.largest, kTensorTolerance)
+        << run.name() << ": " << distance.where;
+  };
+  for (const std::string& model : tensor_models()) {
+    for (const int tp : {1, 2, 4}) {
+      for (const int dp : {1, 2, 3}) {
+        for (const auto checkpoint :
+             {ActivationCheckpoint::none,
+              ActivationCheckpoint::selective,
+              ActivationCheckpoint::full}) {
+          for (const int microbatches : {1, 3}) {
+            TensorRun run{
+                .model = model,
+                .dp = dp,
+                .tp = tp,
+                .microbatches = microbatches,
+                .checkpoint = checkpoint,
+                .steps = 1};
+            for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
+              run.strategy = strategy;
+              check(run);
+            }
+            run.strategy = "hsdp";
+            run.replicate = 2;
+            check(run);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flatshard::testing
