@@ -277,6 +277,7 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
 void GradientPipeline::zero() {
   reduced_.drop();
   contributes_.clear();
+  contributed_.clear();
   local_ = {};
   inner_ = {};
 }
