@@ -87,12 +87,9 @@ const ConfigKey kParallelismKeys[] = {
         .range = {.min = 1, .max = kMaxRanks},
         .conflicts =
             {{{"cuda_graph.impl"},
-              WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
-              "not supported: collectives of layers are not recorded; use "
-              "\"none\""},
-             {{"float8.recipe"},
-              WHEN(c.parallelism.shares_layers() && c.float8.recipe),
-              "not supported: FP8 weights are not cut; leave one out"},
+              WHEN(c.cuda_graph.whole_step() && c.parallelism.shares_layers()),
+              "not supported: the collectives of layers are recorded in parts "
+              "of blocks and in whole blocks; use \"unit\""},
              {{"parallelism.overlap_expert_parallel"},
               WHEN(
                   c.parallelism.shares_layers() &&
