@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
-from flatshard import fully_shard
+import flatshard
+from flatshard import checkpoint, fully_shard
 from flatshard.diagnostics import parameter_norms
 from tests.python.device import on_device
 from tests.python.models import DIM, Block, Body, plain
@@ -149,3 +150,27 @@ def test_norms_of_gradients(mesh, rank):
     model = shard(two_ways(), fully_shard, mesh=mesh)
     model(data(rank)).sum().backward()
     assert {norm.name for norm in parameter_norms(model) if norm.grad is None} == UNUSED
+
+
+@pytest.mark.parametrize("uses", [[False, False], [False, True, False]])
+def test_a_checkpoint(uses, folder, mesh, rank):
+    models = [shard(two_ways(), fully_shard, mesh=mesh) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
+
+    def train(model, optimizer, uses):
+        for model.blocks[1].used in uses:
+            model(data(rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(models[0], optimizers[0], uses)
+    checkpoint.save(folder, 1, models[0], optimizers[0])
+    checkpoint.load(folder, models[1], optimizers[1])
+    weight = models[1].blocks[1].more.weight
+    assert optimizers[1].state[weight].get("step", 0) == sum(uses)
+    for model, optimizer in zip(models, optimizers):
+        train(model, optimizer, [True, True])
+    for a, b in zip(*(full_state(m).values() for m in models)):
+        assert torch.equal(a, b)
+    core = flatshard.optim.AdamW(models[1].parameters())
+    assert checkpoint.load(folder, models[1], core).step == 1
