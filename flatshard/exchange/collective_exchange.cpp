@@ -12,7 +12,8 @@
 namespace flatshard {
 namespace {
 
-/// Whose rows are where, on either side.
+/// The places of each rank's rows, on the side of the tokens and on the side of
+/// the experts.
 struct CollectivePlan : StreamExchangePlan {
   /// Of what dispatch takes: by expert, so by rank as well.
   std::vector<RowsOfPeer> at_home;

@@ -12,7 +12,7 @@ namespace {
 
 using Direction = nn::TokenExchange::Direction;
 
-// For what a transfer of `input` delivers.
+// Allocates the tensors that a transfer of `input` fills.
 nn::TensorList room_for(
     const nn::ExchangePlan& plan,
     Direction direction,

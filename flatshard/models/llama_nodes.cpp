@@ -1,4 +1,5 @@
-// Blocks in pieces, for schedules that run each by itself.
+// Runs a Llama's blocks in pieces, for schedules that call each piece
+// separately.
 #include "flatshard/core/error.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/nn/autograd.h"

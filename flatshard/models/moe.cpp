@@ -14,7 +14,7 @@
 namespace flatshard::models {
 namespace {
 
-// DeepSeek-V3 adds it to the sum of sigmoid scores.
+// DeepSeek-V3 adds this value to the sum of sigmoid scores.
 constexpr double kSigmoidEpsilon = 1e-20;
 
 nn::RouterOptions router_options(

@@ -21,7 +21,7 @@ class Arrived : public RowTransfer {
   TensorList rows_;
 };
 
-// A transfer, and of its gradients the way back.
+// One transfer. Its gradients are transferred in the opposite direction.
 struct Exchange {
   std::shared_ptr<TokenExchange> exchange;
   ExchangePlanPtr plan;
