@@ -105,6 +105,11 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   }
 }
 
+nn::TransferInput CollectiveExchange::rows_to_send(
+    const nn::TransferInput& input) {
+  return {.rows = nn::rows_of(Direction::dispatch, input)};
+}
+
 std::function<void()> CollectiveExchange::transfer_of_rows(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
