@@ -9,10 +9,12 @@
 namespace flatshard {
 namespace {
 
-// That of `placements` which is cut among several ranks; -1: none.
+// That of `placements` which is cut among several ranks; -1: none. Ranks that
+// share layers are no neighbours: parts of a layer are not sharded over them.
 int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
   for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
-    if (placements[axis].is_shard() && mesh.axis(axis).size > 1) {
+    if (placements[axis].is_shard() && mesh.axis(axis).size > 1 &&
+        mesh.axis(axis).role == AxisRole::data) {
       return axis;
     }
   }

@@ -95,12 +95,6 @@ const ConfigKey kParallelismKeys[] = {
                   c.parallelism.shares_layers() &&
                   c.parallelism.overlap_expert_parallel),
               "not supported: pieces of blocks do not share layers; leave one "
-              "out"},
-             {{"parallelism.post_forward_ranks"},
-              WHEN(
-                  c.parallelism.post_forward_ranks > 0 &&
-                  c.parallelism.shares_layers()),
-              "not supported: neighbouring ranks share layers; leave one "
               "out"}}),
     KEY(parallelism.tensor_parallel_comm,
         "how the ranks of tensor_parallel_degree exchange activations; auto: "
@@ -167,10 +161,11 @@ const ConfigKey kParallelismKeys[] = {
         "release weights after forward and gather them again for backward",
         .used_if = {kShardsWeights}),
     KEY(parallelism.post_forward_ranks,
-        "neighbouring ranks, such as those of a host, that weights stay "
+        "neighbouring ranks of data_parallel_shard_degree, such as those of a "
+        "host, that weights stay "
         "sharded among from forward to backward, so that the backward's "
-        "all-gather stays among them; divides data_parallel_shard_degree, and "
-        "takes its part of the weights in memory; 0: as at rest",
+        "all-gather stays among them; divides that degree, and takes its part "
+        "of the weights in memory; 0: as at rest",
         .range = {.min = 0, .max = kMaxRanks},
         .used_if = {kShardsWeights, kReshards},
         .conflicts =
