@@ -13,8 +13,9 @@
 namespace flatshard {
 namespace {
 
-// What the recorder's thread may drop. Who launches a replay may wait for the
-// device under the lock, until the abort sets it free.
+// A graph that the recorder's thread may destroy. A thread that launches a
+// replay may wait for the device with the lock held, until the abort ends its
+// wait.
 struct HeldGraph {
   std::mutex mutex;
   std::unique_ptr<DeviceGraph> graph;

@@ -9,8 +9,9 @@
 namespace flatshard {
 namespace {
 
-// That of `placements` which is cut among several ranks; -1: none. Ranks that
-// share layers are no neighbours: parts of a layer are not sharded over them.
+// Returns the innermost axis of data that shards over several ranks, or -1.
+// Ranks that share layers are no neighbours: parts of a layer are not sharded
+// over them.
 int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
   for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
     if (placements[axis].is_shard() && mesh.axis(axis).size > 1 &&

@@ -35,7 +35,7 @@ std::int64_t least_memory(
       config.parallelism.tensor_parallel_degree;  // but for norms
   const std::int64_t all = models::num_parameters(model);
   if (config.lora.enabled()) {
-    // What is frozen rests in the dtype that it computes in.
+    // Frozen weights are stored in the compute dtype.
     const std::int64_t frozen = config.float8.recipe ? 1 : size(p.compute);
     return (all * frozen + num_trainable_parameters(config, model) * each) /
            shards;

@@ -69,6 +69,10 @@ TrainState make_train_state(
     moe.local_experts = model.moe.num_experts / expert_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
+  if (state.overlaps && expert_degree == 1) {
+    // Pieces between which rows are permuted on another stream.
+    moe.exchange = std::make_shared<nn::LocalExchange>();
+  }
   const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);
   state.model = models::Llama(
       model,

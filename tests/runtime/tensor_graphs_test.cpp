@@ -16,12 +16,13 @@ constexpr std::int64_t kGraphLayers = 2;
 
 class TensorParallelGraphs : public ::testing::TestWithParam<TensorRun> {};
 
-// Regions of a layer with and without experts: `experts` has one of each.
+// Regions of a layer with and without experts: `experts` has one of each. Its
+// router and its shared experts are `moe_router`.
 std::int64_t regions_of(const TensorRun& run) {
   std::int64_t regions = 0;
   for (const std::string& name : run.graph_regions) {
     const bool is_of_one_layer = run.model == "experts" && name != "attn";
-    regions += is_of_one_layer ? 1 : kGraphLayers;
+    regions += name == "moe_router" ? 2 : is_of_one_layer ? 1 : kGraphLayers;
   }
   return regions;
 }
