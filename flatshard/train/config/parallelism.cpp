@@ -161,11 +161,10 @@ const ConfigKey kParallelismKeys[] = {
         "release weights after forward and gather them again for backward",
         .used_if = {kShardsWeights}),
     KEY(parallelism.post_forward_ranks,
-        "neighbouring ranks of data_parallel_shard_degree, such as those of a "
-        "host, that weights stay "
+        "neighbouring ranks, such as those of a host, that weights stay "
         "sharded among from forward to backward, so that the backward's "
-        "all-gather stays among them; divides that degree, and takes its part "
-        "of the weights in memory; 0: as at rest",
+        "all-gather stays among them; divides data_parallel_shard_degree, and "
+        "takes its part of the weights in memory; 0: as at rest",
         .range = {.min = 0, .max = kMaxRanks},
         .used_if = {kShardsWeights, kReshards},
         .conflicts =
