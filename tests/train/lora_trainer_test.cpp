@@ -615,7 +615,7 @@ TEST(AdapterConfig, RefusesWhatDoesNotFit) {
       HasSubstr("flatshard export --merge"));
   EXPECT_THAT(
       refusal({"parallelism.overlap_expert_parallel=true"}),
-      HasSubstr("two microbatches at once are for runs that train all"));
+      HasSubstr("blocks in pieces are for runs that train all"));
   EXPECT_THAT(
       refusal({"moe.balance_rate=0.1"}),
       HasSubstr("the router's bias belongs to the frozen weights"));
