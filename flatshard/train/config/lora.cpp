@@ -20,9 +20,6 @@ const ConfigKey kLoraKeys[] = {
             {{{"moe.balance_rate"},
               WHEN(c.lora.enabled() && c.moe.balance_rate > 0),
               "the router's bias belongs to the frozen weights; use 0"},
-             {{"parallelism.tensor_parallel_degree"},
-              WHEN(c.lora.enabled() && c.parallelism.shares_layers()),
-              "adapters of layers that ranks share are not supported; use 1"},
              {{"parallelism.overlap_expert_parallel",
                "parallelism.delay_wgrad"},
               WHEN(

@@ -128,12 +128,6 @@ const ConfigKey kParallelismKeys[] = {
                   (c.parallelism.overlap_expert_parallel ||
                    c.parallelism.delay_wgrad)),
               "not supported: pieces of blocks do not share layers; leave one "
-              "out"},
-             {{"parallelism.post_forward_ranks"},
-              WHEN(
-                  c.parallelism.post_forward_ranks > 0 &&
-                  c.parallelism.shares_layers()),
-              "not supported: neighbouring ranks share layers; leave one "
               "out"}}),
     KEY(parallelism.tensor_parallel_comm,
         "how the ranks of tensor_parallel_degree exchange activations; auto: "
