@@ -162,8 +162,8 @@ std::optional<OverlapPlanOptions> overlap_options(
   OverlapPlanOptions options{
       .interleave = overlaps,
       .delay_wgrad = config.parallelism.delay_wgrad,
-      .recompute = config.activation_checkpoint.mode ==
-                   models::ActivationCheckpoint::full,
+      .recompute = config.activation_checkpoint.mode !=
+                   models::ActivationCheckpoint::none,
       .shared_experts = model.moe.shared_experts > 0};
   for (std::int64_t l = 0; l < model.layers; ++l) {
     options.dense.push_back(l < model.moe.dense_layers);

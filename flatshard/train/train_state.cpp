@@ -69,8 +69,12 @@ TrainState make_train_state(
     moe.local_experts = model.moe.num_experts / expert_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
-  // A schedule of pieces recomputes them itself.
   const bool in_pieces = overlap_options(config, model).has_value();
+  models::ActivationCheckpoint checkpoint = config.activation_checkpoint.mode;
+  if (in_pieces && checkpoint == models::ActivationCheckpoint::full) {
+    // A schedule of pieces recomputes them itself.
+    checkpoint = models::ActivationCheckpoint::none;
+  }
   if (in_pieces && expert_degree == 1) {
     // Pieces between which rows are permuted on another stream.
     moe.exchange = std::make_shared<nn::LocalExchange>();
@@ -79,9 +83,7 @@ TrainState make_train_state(
   state.model = models::Llama(
       model,
       models::LlamaOptions{
-          .activation_checkpoint = in_pieces
-                                       ? models::ActivationCheckpoint::none
-                                       : config.activation_checkpoint.mode,
+          .activation_checkpoint = checkpoint,
           .plain_attention = config.model.plain_attention,
           .moe = moe,
           .ranks = ranks});

@@ -160,6 +160,10 @@ TEST(OverlapTraining, EqualsTheRunWithoutIt) {
           2,
           {kOverlap, kLate, "activation_checkpoint.mode=full"}),
       want);
+  const Overrides selective{"activation_checkpoint.mode=selective"};
+  expect_equal(
+      train_overlapping(2, selective + Overrides{kOverlap, kLate}),
+      train_overlapping(2, selective));
 }
 
 TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
@@ -307,11 +311,6 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
       refusal({}, 6),
       HasSubstr("parallelism.overlap_expert_parallel needs 2 microbatches or "
                 "more, got training.global_batch_size = 6"));
-  EXPECT_THAT(
-      refusal({"activation_checkpoint.mode=selective"}),
-      HasSubstr(
-          "overlap_expert_parallel = true with activation_checkpoint.mode = "
-          "\"selective\""));
   const Overrides graphs{"debug.emulate_graphs=true"};
   EXPECT_THAT(
       refusal(graphs + Overrides{"cuda_graph.impl=unit"}),
@@ -350,11 +349,10 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
         overlap_config(
             {kLate,
              "parallelism.expert_parallel_degree=2",
-             "activation_checkpoint.mode=selective"},
+             "diagnostics.strict=true"},
             2);
       }),
-      HasSubstr("delay_wgrad = true with activation_checkpoint.mode = "
-                "\"selective\""));
+      HasSubstr("delay_wgrad = true with diagnostics.strict = true"));
   EXPECT_THAT(
       message_of([] {
         model_config(parse_config(

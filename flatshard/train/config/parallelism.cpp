@@ -57,12 +57,6 @@ constexpr UsedIf kExchangesTokens{
 
 // Of blocks that run in pieces.
 const std::vector<Conflict> kPieces = {
-    {{"activation_checkpoint.mode"},
-     WHEN(
-         c.activation_checkpoint.mode ==
-         models::ActivationCheckpoint::selective),
-     "the pieces of a block are recomputed whole; use \"full\" or "
-     "\"none\""},
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),
      "backwards that interleave are no single graph; use \"unit\" "

@@ -523,6 +523,9 @@ plan::Job plan_job(
   job.plan_units = modules->plan_units;
   if (const auto overlap = overlap_options(config, model)) {
     job.overlap = *overlap;
+    // Of a selective recompute the kernels are those of a node's backward.
+    job.overlap.recompute =
+        config.activation_checkpoint.mode == models::ActivationCheckpoint::full;
     // As OverlapRunner asks for.
     job.scheduler.max_grad_slots = 3;
   } else {
