@@ -14,7 +14,8 @@ namespace flatshard {
 
 /// One rank's slice of a group's gathered compute weights, as it is kept from a
 /// forward to its backward (ParamGroupOptions::post_forward_ranks). Neighbours
-/// on the innermost sharded axis, so many as the option says, have all slices:
+/// on the innermost sharded axis of data, so many as the option says, have all
+/// slices:
 /// the backward's all-gather stays among them, inside of a host, say.
 ///
 /// Knows where the slice lies; its memory is the Executor's slot.

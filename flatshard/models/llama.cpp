@@ -340,10 +340,11 @@ at::Tensor LlamaBlockImpl::forward(
 
 nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
   FLATSHARD_CHECK(
-      checkpoint_ == ActivationCheckpoint::none,
+      checkpoint_ != ActivationCheckpoint::full,
       usage,
-      "a block in pieces: expected activation_checkpoint none; a schedule "
-      "recomputes pieces itself (OverlapPlanOptions::recompute)");
+      "a block in pieces: expected activation_checkpoint none or selective; a "
+      "schedule recomputes pieces itself (OverlapPlanOptions::recompute)");
+  const bool is_selective = checkpoint_ == ActivationCheckpoint::selective;
   nn::Nodes nodes;
   nn::RmsNormImpl* const first = or_null(input_layernorm_);
   nn::RmsNormImpl* const second = or_null(post_attention_layernorm_);
@@ -352,10 +353,14 @@ nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
       {0},
       2,
       {first, self_attn_.get()},
-      [this, first, documents = std::move(documents)](const auto& in) {
+      [=, this, documents = std::move(documents)](const auto& in) {
         const auto [x, attention] = self_attn_(in[0], first, documents);
-        return nn::TensorList{x, attention};
+        return is_selective ? nn::TensorList{x + attention, at::Tensor()}
+                            : nn::TensorList{x, attention};
       });
+  if (is_selective) {
+    nodes.keep_last();
+  }
   if (moe_) {
     const auto record = std::make_shared<RoutingRecord>();
     nodes.keep(record);

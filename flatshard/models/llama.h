@@ -144,7 +144,9 @@ class LlamaBlockImpl : public nn::Module {
   /// Null for a block without experts.
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
-  /// @throws Error{usage} with activation checkpointing.
+  /// With selective activation checkpointing attention is kept where a schedule
+  /// recomputes.
+  /// @throws Error{usage} with full activation checkpointing.
   nn::Nodes nodes(nn::Documents documents = {});
 
  private:

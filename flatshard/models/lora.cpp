@@ -39,7 +39,7 @@ std::vector<Layer> linear_layers(LlamaImpl& model) {
     std::string name = hf_entries(
                            model.config(),
                            item.key() + std::string(kWeight),
-                           linear->weight().sizes().vec())
+                           linear->whole_shape())
                            .front()
                            .name;
     name.resize(name.size() - kWeight.size());
@@ -132,7 +132,7 @@ std::vector<std::string> add_lora(
     layer.linear->add_adapter(
         {.rank = lora.rank,
          .scale = lora.scale(),
-         .a_init = init_of_a(lora, layer.linear->weight().size(1)),
+         .a_init = init_of_a(lora, layer.linear->whole_shape()[1]),
          .dropout = dropout,
          .dropout_key = stable_hash(layer.module)},
         is_new ? nullptr : first->second);

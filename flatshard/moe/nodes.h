@@ -26,6 +26,9 @@ struct Node {
   /// node before it has decided.
   std::function<RowRoute()> route;
   int addend = -1;  ///< see Nodes::exchange
+  /// A block that is recomputed keeps what this node has computed. Nodes before
+  /// it are kept as well.
+  bool is_kept = false;
 
   bool is_exchange() const { return body == nullptr; }
 };
@@ -65,6 +68,8 @@ class Nodes {
       std::vector<int> inputs,
       std::function<RowRoute()> route,
       int addend = -1);
+  /// Marks the node that was added last; see Node::is_kept.
+  void keep_last() { list_.back().is_kept = true; }
   /// Keeps what bodies refer to.
   void keep(std::shared_ptr<void> state) { kept_.push_back(std::move(state)); }
 

@@ -275,6 +275,7 @@ void sample_dropout(
        .rows = x.size(0),
        .dim = x.size(1),
        .seq_len = x.size(0) / samples.size(0),
+       .first_column = args.first_column,
        .key = args.key,
        .threshold = args.threshold,
        .scale = static_cast<float>(args.scale),

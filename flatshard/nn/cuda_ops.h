@@ -113,10 +113,11 @@ void cross_entropy(
     const CrossEntropyArgs& args);
 
 struct SampleDropoutArgs {
-  std::uint64_t key = 0;        ///< of Philox
-  std::uint64_t threshold = 0;  ///< a word below it drops its element
-  double scale = 1.0;           ///< of elements that stay
-  bool adds = false;            ///< to `out`
+  std::uint64_t key = 0;          ///< of Philox
+  std::int64_t first_column = 0;  ///< of x among the drawn; multiple of 4
+  std::uint64_t threshold = 0;    ///< a word below it drops its element
+  double scale = 1.0;             ///< of elements that stay
+  bool adds = false;              ///< to `out`
 };
 /// See SampleDropout.
 ///

@@ -158,11 +158,12 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     variable_list out(first_factor + adapters.num_factors() + 3);
     const TensorParallelPtr ranks = gathering_ranks(ctx);
     std::unique_ptr<PendingTensor> pending_rows, pending_dx;
-    bool wants_weights = false;
+    bool wants_rows = false;
     for (std::size_t i = 0; i < grads.size(); ++i) {
-      wants_weights |= grads[i].defined() && ctx->needs_input_grad(1 + i);
+      wants_rows |= grads[i].defined() &&
+                    (ctx->needs_input_grad(1 + i) || adapters.wants_input(i));
     }
-    if (ranks && wants_weights) {
+    if (ranks && wants_rows) {
       pending_rows = ranks->start_all_gather(as_rows(x).contiguous());
     }
     at::Tensor dx;
@@ -192,13 +193,12 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       out[0] = dx.view(x.sizes());
     }
     std::optional<MatmulRows> rows;
-    if (wants_weights) {
-      rows.emplace(activation_rows(
-          pending_rows ? pending_rows->finish() : as_rows(x),
-          saved.back()));
+    const at::Tensor read = pending_rows ? pending_rows->finish() : as_rows(x);
+    if (wants_rows) {
+      rows.emplace(activation_rows(read, saved.back()));
     }
     for (std::size_t i = 0; i < grads.size(); ++i) {
-      adapters.end(i, x, out);
+      adapters.end(i, read, out);
       if (g[i] && ctx->needs_input_grad(1 + i)) {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
@@ -281,6 +281,12 @@ void LinearImpl::share(TensorParallelPtr ranks, LinearCut cut) {
       weight_.size(0),
       weight_.size(1),
       parts_.empty() ? "has memory" : "is shared already");
+  FLATSHARD_CHECK(
+      !adapter_,
+      usage,
+      "a linear layer [{}, {}] has an adapter; share layers before",
+      weight_.size(0),
+      weight_.size(1));
   const bool is_row = cut == LinearCut::row;
   const std::int64_t dim = is_row ? 1 : 0;
   const std::int64_t whole = weight_.size(dim);
@@ -313,11 +319,21 @@ at::Tensor LinearImpl::forward(
         context(),
         adapter());
   }
-  at::Tensor y = scatter_sum(sums_over_, linear(x, weight_, {}, {}, context()));
+  at::Tensor y = scatter_sum(
+      sums_over_,
+      run_linear(x, weight_, {}, {}, context(), adapter()));
   if (bias_.defined()) {
     y = y + bias_;
   }
   return residual.defined() ? y + residual : y;
+}
+
+std::vector<std::int64_t> LinearImpl::whole_shape() const {
+  std::vector<std::int64_t> shape = weight_.sizes().vec();
+  if (const auto cut = parts_.find("weight"); cut != parts_.end()) {
+    shape[cut->second.dim] = cut->second.whole;
+  }
+  return shape;
 }
 
 void LinearImpl::add_adapter(
@@ -327,18 +343,32 @@ void LinearImpl::add_adapter(
       !adapter_ && (shared == nullptr || shared->adapter_),
       usage,
       "expected a layer without an adapter, and one with it to share A of");
-  FLATSHARD_CHECK(
-      parts_.empty(),
-      usage,
-      "adapters of layers that ranks share are not supported");
+  const std::vector<std::int64_t> whole = whole_shape();
   Adapter adapter{
       .a = shared == nullptr
-               ? LoraFactor(options.rank, weight_.size(1), options.a_init)
+               ? LoraFactor(options.rank, whole[1], options.a_init)
                : LoraFactor(*shared->adapter_->a),
-      .b = LoraFactor(weight_.size(0), options.rank, InitSpec::zeros()),
+      .b = LoraFactor(whole[0], options.rank, InitSpec::zeros()),
       .scale = options.scale,
       .dropout = options.dropout,
       .dropout_key = options.dropout_key};
+  if (const auto cut = parts_.find("weight"); cut != parts_.end()) {
+    const ParameterPart& part = cut->second;
+    if (part.dim == 0) {
+      adapter.b->take(part);
+    } else if (shared == nullptr) {
+      adapter.a->take(part);
+    }
+    adapter.dropout_column = part.dim == 0 ? 0 : part.part.begin;
+    FLATSHARD_CHECK(
+        !adapter.dropout || part.dim == 0 || part.part.size() % 4 == 0,
+        config,
+        "the dropout of an adapter: expected ranks to share a multiple of 4 "
+        "input features each, got {} of {}; use a dropout of 0, or other "
+        "layers",
+        part.part.size(),
+        part.whole);
+  }
   register_module("lora_A", adapter.a);
   register_module("lora_B", adapter.b);
   adapter_ = std::move(adapter);

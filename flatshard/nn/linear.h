@@ -71,12 +71,15 @@ class LinearImpl : public Module, public HasParts {
   /// Adds an adapter to a layer without one. The layer itself trains as before:
   /// freeze its parameters for LoRA.
   /// @param shared  whose A the adapter shares; null: it has its own.
-  /// @throws Error{usage} for a layer that is a part.
+  /// @throws Error{config} for a dropout of a row-parallel layer whose part is
+  ///   no multiple of 4 columns.
   void add_adapter(
       const AdapterOptions& options,
       const LinearImpl* shared = nullptr);
 
   const at::Tensor& weight() const { return weight_; }
+  /// [out_features, in_features] of the whole layer.
+  std::vector<std::int64_t> whole_shape() const;
   const at::Tensor& bias() const { return bias_; }
   /// Null without an adapter.
   const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }

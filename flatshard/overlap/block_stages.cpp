@@ -58,9 +58,20 @@ std::vector<PlanNode> plan_nodes(const nn::Nodes& nodes) {
       }
     }
   }
+  const auto last_kept =
+      std::ranges::find_if(list.rbegin(), list.rend(), &nn::Node::is_kept);
+  const auto num_kept = static_cast<std::size_t>(list.rend() - last_kept);
   std::vector<PlanNode> found;
   for (std::size_t i = 0; i < list.size(); ++i) {
-    if (list[i].is_exchange()) {
+    if (i < num_kept) {
+      FLATSHARD_CHECK(
+          depths[i] == 0,
+          usage,
+          "node {} of a block in pieces: expected nodes that a recompute keeps "
+          "to come before the exchanges",
+          list[i].name);
+      found.push_back(BlockStages::kKept);
+    } else if (list[i].is_exchange()) {
       found.push_back(depths[i] == 1 ? PlanNode::dispatch : PlanNode::combine);
     } else if (depths[i] == 0) {
       found.push_back(feeds_dispatch[i] ? PlanNode::attend : PlanNode::shared);

@@ -38,9 +38,12 @@ nn::TensorList run_without_graph(
 
 // -- pieces ------------------------------------------------------------------
 
-void OverlapRunner::run_stage(const PlanStep& step, bool with_graph) {
-  Layer& layer = layer_of(step);
-  const BlockStages::Stage& stage = layer.stages.of(step.node);
+void OverlapRunner::run_stage(
+    Layer& layer,
+    PlanNode node,
+    PlanPass pass,
+    bool with_graph) {
+  const BlockStages::Stage& stage = layer.stages.of(node);
   if (stage.nodes.empty()) {
     return;
   }
@@ -49,29 +52,32 @@ void OverlapRunner::run_stage(const PlanStep& step, bool with_graph) {
     receive_rows(layer, value);
     inputs.push_back(layer.values[value]);
   }
-  const bool is_forward = step.pass == PlanPass::forward;
+  const bool is_forward = pass == PlanPass::forward;
   const auto release = [&](int value) {
-    // A recompute begins with the layer's input.
-    const bool is_kept =
-        is_forward ? (options_.recompute && value == 0) ||
-                         value == layer.stages.result() ||
-                         layer.stages.is_read(value, step.node, PlanNode::merge)
-                   : layer.stages.is_read(value, step.node, kLastRecomputed);
-    if (!is_kept) {
+    const BlockStages& stages = layer.stages;
+    const bool is_read = stages.is_read(
+        value,
+        node,
+        is_forward ? PlanNode::merge : kLastRecomputed);
+    const bool is_run_again =
+        is_forward && options_.recompute &&
+        std::ranges::count(stages.of(PlanNode::attend).inputs, value) > 0;
+    if (!is_read && !is_run_again &&
+        !(is_forward && value == stages.result())) {
       layer.values[value] = at::Tensor();
     }
   };
-  if (stream_of(step.node) == PlanStream::exchange) {
-    const nn::Node& node = layer.nodes.list()[stage.nodes.front()];
-    const nn::RowRoute route = node.route();
+  if (stream_of(node) == PlanStream::exchange) {
+    const nn::Node& exchange = layer.nodes.list()[stage.nodes.front()];
+    const nn::RowRoute route = exchange.route();
     route.exchange->finish_plan(route.plan);
-    layer.rows[step.node] = send(
+    layer.rows[node] = send(
         route,
         route.direction,
         inputs,
-        node.addend < 0 ? at::Tensor() : layer.values[node.addend]);
-    if (node.addend >= 0) {
-      release(node.addend);
+        exchange.addend < 0 ? at::Tensor() : layer.values[exchange.addend]);
+    if (exchange.addend >= 0) {
+      release(exchange.addend);
     }
   } else {
     const auto body = [&layer, &stage](const nn::TensorList& in) {
@@ -87,7 +93,7 @@ void OverlapRunner::run_stage(const PlanStep& step, bool with_graph) {
       return outputs;
     };
     nn::TensorList outputs = with_graph
-                                 ? layer.graphs[step.node].forward(inputs, body)
+                                 ? layer.graphs[node].forward(inputs, body)
                                  : run_without_graph(inputs, body);
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       layer.values[stage.outputs[i]] = std::move(outputs[i]);
@@ -101,9 +107,8 @@ void OverlapRunner::run_stage(const PlanStep& step, bool with_graph) {
   }
 }
 
-void OverlapRunner::run_stage_backward(const PlanStep& step) {
-  Layer& layer = layer_of(step);
-  const BlockStages::Stage& stage = layer.stages.of(step.node);
+void OverlapRunner::run_stage_backward(Layer& layer, PlanNode node) {
+  const BlockStages::Stage& stage = layer.stages.of(node);
   if (stage.nodes.empty()) {
     return;
   }
@@ -112,13 +117,13 @@ void OverlapRunner::run_stage_backward(const PlanStep& step) {
     receive_gradients(layer, value);
     gradients.push_back(std::exchange(layer.gradients[value], {}));
   }
-  if (stream_of(step.node) == PlanStream::exchange) {
+  if (stream_of(node) == PlanStream::exchange) {
     const nn::RowRoute route = layer.nodes.list()[stage.nodes.front()].route();
-    layer.row_gradients[step.node] =
+    layer.row_gradients[node] =
         send(route, nn::back(route.direction), gradients);
     return;
   }
-  const nn::TensorList of_inputs = layer.graphs[step.node].backward(gradients);
+  const nn::TensorList of_inputs = layer.graphs[node].backward(gradients);
   for (std::size_t i = 0; i < of_inputs.size(); ++i) {
     add_gradient(layer, stage.inputs[i], of_inputs[i]);
   }
@@ -199,9 +204,14 @@ void OverlapRunner::forward(const PlanStep& step) {
   }
   if (step.node == PlanNode::attend) {
     begin_layer(step);
+    run_stage(layer_of(step), BlockStages::kKept, step.pass, true);
   }
   // What no recompute runs again has its graph from here on.
-  run_stage(step, !options_.recompute || step.node == PlanNode::merge);
+  run_stage(
+      layer_of(step),
+      step.node,
+      step.pass,
+      !options_.recompute || step.node == PlanNode::merge);
   if (step.node == last_with_weights(step.layer)) {
     m.pass->forward_end(unit_of(step));
   }
@@ -263,7 +273,7 @@ void OverlapRunner::recompute(const PlanStep& step) {
     }
     m.pass->recompute_begin(unit_of(step));
   }
-  run_stage(step, /*with_graph=*/true);
+  run_stage(layer_of(step), step.node, step.pass, /*with_graph=*/true);
   if (step.node == last_with_weights(step.layer)) {
     m.pass->recompute_end(unit_of(step));
   }
@@ -298,8 +308,9 @@ void OverlapRunner::backward(const PlanStep& step) {
   if (step.node == last_node(step.layer)) {
     add_gradient(layer, layer.stages.result(), std::exchange(m.gradient, {}));
   }
-  run_stage_backward(step);
+  run_stage_backward(layer, step.node);
   if (step.node == PlanNode::attend) {
+    run_stage_backward(layer, BlockStages::kKept);
     m.gradient = std::exchange(layer.gradients[0], {});
     m.pass->backward_end(unit_of(step));
   }

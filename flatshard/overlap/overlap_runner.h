@@ -78,8 +78,8 @@ class OverlapRunner {
   void backward(const PlanStep& step);
   void begin_layer(const PlanStep& step);
   /// The nodes of a forward or a recompute.
-  void run_stage(const PlanStep& step, bool with_graph);
-  void run_stage_backward(const PlanStep& step);
+  void run_stage(Layer& layer, PlanNode node, PlanPass pass, bool with_graph);
+  void run_stage_backward(Layer& layer, PlanNode node);
   static void add_gradient(Layer& layer, int value, const at::Tensor& gradient);
   /// Where an exchange gives that tensor, or its gradient: reads what arrived.
   void receive_rows(Layer& layer, int value);

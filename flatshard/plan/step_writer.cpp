@@ -337,6 +337,7 @@ class StepWriter {
     const int transfer = queue(
         {.stream = Stream::tensor,
          .link = Link::collectives,
+         .leaves_host = group.hosts() > 1,
          .seconds = plan::seconds(gpu_, at.transfer, at.nbytes, group),
          .beside_compute =
              plan::seconds(slowed_gpu_, at.transfer, at.nbytes, group),
@@ -367,6 +368,7 @@ class StepWriter {
     kernel.what = dispatch ? "dispatch" : "combine";
     Operation transfer = kernel;
     transfer.link = job_.copy_exchange ? Link::copies : Link::collectives;
+    transfer.leaves_host = group.hosts() > 1;
     const auto price = [&](const Gpu& gpu) {
       return job_.copy_exchange ? copy_seconds(gpu, job_.exchange_nbytes, group)
                                 : seconds(
@@ -533,6 +535,7 @@ class StepWriter {
     Operation operation{
         .stream = Stream::gather,
         .link = copies ? Link::copies : Link::collectives,
+        .leaves_host = prices.gathers_leave_host,
         .waits = take_slot(action, held),
         .what = "all-gather",
         .unit = action.unit,
@@ -620,6 +623,7 @@ class StepWriter {
     Operation operation{
         .stream = Stream::reduce,
         .link = job_.copy_reductions ? Link::copies : Link::collectives,
+        .leaves_host = prices.reductions_leave_host,
         .seconds = last_one ? prices.reduce_last : prices.reduce,
         .beside_compute = last_one ? slowed.reduce_last : slowed.reduce,
         .what = "reduce",
@@ -639,6 +643,7 @@ class StepWriter {
       queue(
           {.stream = Stream::outer,
            .link = Link::collectives,
+           .leaves_host = prices.outer_leaves_host,
            .seconds = prices.outer,
            .beside_compute = slowed.outer,
            .waits = {state.reduced},

@@ -19,6 +19,13 @@ struct Queue {
   double left = 0;  ///< seconds alone
 };
 
+/// Whether one of two operations of a link is inside a host, for tensor
+/// parallelism, and the other over the network.
+bool are_apart(const Operation& a, const Operation& b) {
+  return a.link == b.link && a.leaves_host != b.leaves_host &&
+         (a.stream == Stream::tensor || b.stream == Stream::tensor);
+}
+
 }  // namespace
 
 std::string_view to_string(Stream stream) {
@@ -93,10 +100,19 @@ std::vector<Span> run_streams(
                                                             : 1));
     const bool computes =
         queues[static_cast<std::size_t>(Stream::compute)].running != kNone;
+    const auto num_sharing = [&](const Operation& operation) {
+      int count = users[static_cast<std::size_t>(operation.link)];
+      for (const Queue& queue : queues) {
+        count -= queue.running != kNone &&
+                         are_apart(operation, operations[queue.running])
+                     ? 1
+                     : 0;
+      }
+      return count;
+    };
     const auto rate = [&](const Queue& queue) {
       const Operation& operation = operations[queue.running];
-      const double share =
-          1.0 / users[static_cast<std::size_t>(operation.link)];
+      const double share = 1.0 / num_sharing(operation);
       if (operation.stream == Stream::compute) {
         return share * compute_rate;
       }

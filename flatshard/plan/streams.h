@@ -14,7 +14,8 @@ inline constexpr int kNumStreams = 6;
 std::string_view to_string(Stream stream);
 
 /// What carries an operation's bytes. Operations that share one at the same
-/// time share its rate.
+/// time share its rate, except for those of tensor parallelism inside a host
+/// and others over the network.
 enum class Link {
   none,         ///< none: kernels, which share the GPU with each other
   collectives,  ///< NCCL, which takes SMs as well
@@ -25,7 +26,8 @@ enum class Link {
 struct Operation {
   Stream stream = Stream::compute;
   Link link = Link::none;
-  double seconds = 0;  ///< alone
+  bool leaves_host = false;  ///< a transfer over the network
+  double seconds = 0;        ///< alone
   /// A transfer takes so many seconds while compute runs; 0: as many as alone.
   double beside_compute = 0;
   std::vector<int> waits;  ///< operations that have to end before

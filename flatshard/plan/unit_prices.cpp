@@ -55,6 +55,7 @@ class UnitPricer {
       return strategy.parameter[axis].is_shard();
     });
     if (!group.resident) {
+      prices.gathers_leave_host |= sharded.hosts() > 1;
       Gathers& gather = fp8 ? prices.float8 : prices.compute;
       gather.by_collective +=
           seconds(gpu_, Transfer::all_gather, whole, sharded);
@@ -113,6 +114,8 @@ class UnitPricer {
     const Group replicated = group_over(shape, job_, [&](std::size_t axis) {
       return is_inner(axis) && !is_sharded(axis);
     });
+    prices.reductions_leave_host |=
+        scattered.hosts() > 1 || replicated.hosts() > 1;
     const double rest = whole / as_double(scattered.size);
     double inner = 0;
     if (job_.copy_reductions && scattered.size > 1) {
@@ -140,6 +143,7 @@ class UnitPricer {
     if (group.has_outer_stage) {
       const Group outer =
           group_over(shape, job_, [](std::size_t axis) { return axis == 0; });
+      prices.outer_leaves_host |= outer.hosts() > 1;
       prices.outer += seconds(
           gpu_,
           is_sharded(0) ? Transfer::reduce_scatter : Transfer::all_reduce,

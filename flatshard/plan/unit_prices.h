@@ -31,6 +31,10 @@ struct UnitPrices {
   double reduce_sum = 0;  ///< kernels of it, which share the GPU with compute
   double outer = 0;       ///< in the last microbatch
   double accumulate = 0;
+  /// Whether ranks of several hosts take part.
+  bool gathers_leave_host = false;
+  bool reductions_leave_host = false;
+  bool outer_leaves_host = false;
   double optimizer = 0;
   double norm = 0;
 };

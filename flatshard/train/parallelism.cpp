@@ -155,10 +155,12 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
 std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model) {
-  if (!config.parallelism.overlap_expert_parallel) {
+  const bool overlaps = config.parallelism.overlap_expert_parallel;
+  if (!overlaps && !config.parallelism.delay_wgrad) {
     return std::nullopt;
   }
   OverlapPlanOptions options{
+      .interleave = overlaps,
       .delay_wgrad = config.parallelism.delay_wgrad,
       .recompute = config.activation_checkpoint.mode ==
                    models::ActivationCheckpoint::full,

@@ -69,6 +69,28 @@ TEST(BlockStages, ABlockWithoutAnExchangeIsOnePiece) {
   EXPECT_FALSE(stages.has(PlanNode::merge));
 }
 
+TEST(BlockStages, NodesThatARecomputeKeepsAreApart) {
+  nn::Nodes nodes;
+  const auto kept = nodes.add("attention", {0}, 1, {}, pass_on);
+  nodes.keep_last();
+  const auto rows = nodes.add("router", kept, 1, {}, pass_on);
+  nodes.exchange("back", nodes.exchange("out", rows, no_route), no_route);
+  const BlockStages stages(nodes);
+  EXPECT_THAT(stages.of(BlockStages::kKept).nodes, ElementsAre(0));
+  EXPECT_EQ(stages.of(BlockStages::kKept).outputs, kept);
+  EXPECT_THAT(stages.of(PlanNode::attend).nodes, ElementsAre(1));
+  EXPECT_EQ(stages.of(PlanNode::attend).inputs, kept);
+  nodes.add("late", {rows[0]}, 1, {}, pass_on);
+  EXPECT_TRUE(BlockStages(nodes).has(PlanNode::shared));
+  nn::Nodes late;
+  late.exchange("back", late.exchange("out", {0}, no_route), no_route);
+  late.keep_last();
+  EXPECT_THAT(
+      message_of([&] { BlockStages{late}; }),
+      HasSubstr("node out of a block in pieces: expected nodes that a "
+                "recompute keeps to come before the exchanges"));
+}
+
 TEST(BlockStages, OtherExchangesAreNamed) {
   nn::Nodes one;
   one.exchange("out", {0}, no_route);

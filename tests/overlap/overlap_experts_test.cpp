@@ -149,6 +149,33 @@ INSTANTIATE_TEST_SUITE_P(
                  .shared_experts = true}}),
     name_of);
 
+// Attention runs once, and what follows it twice.
+TEST(OverlapSelective, RecomputesWhatFollowsAttention) {
+  for (const bool delay : {false, true}) {
+    MoeOverlapCase c{
+        .edp = 1,
+        .ep = 2,
+        .options =
+            {.delay_wgrad = delay, .recompute = true, .shared_experts = true},
+        .steps = 4,
+        .selective = true};
+    MoeOverlapCase plain = c;
+    plain.with_runner = false;
+    const MoeOverlapResult want = train_overlapped_moe(plain);
+    expect_same(train_overlapped_moe(c), want);
+    for (const auto& [region, runs] :
+         {std::pair("attn", 1), {"moe_router", 2}}) {
+      c.regions = {region};
+      const MoeOverlapResult got = train_overlapped_moe(c);
+      expect_same(got, want);
+      const GraphStats& stats = got.graphs.at(0);
+      EXPECT_GT(stats.backward_replays, 0) << region;
+      EXPECT_EQ(stats.forward_replays, runs * stats.backward_replays) << region;
+      EXPECT_THAT(stats.fallbacks, ::testing::IsEmpty());
+    }
+  }
+}
+
 // Weights that the program unsharded hold more slots than the plan has: in that
 // step some lie elsewhere.
 TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {

@@ -89,6 +89,9 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   llama = models::Llama(
       shape,
       models::LlamaOptions{
+          .activation_checkpoint = options.selective
+                                       ? models::ActivationCheckpoint::selective
+                                       : models::ActivationCheckpoint::none,
           .moe = {
               .aux_loss = 0.01,
               .z_loss = 0.001,

@@ -39,6 +39,8 @@ struct MoeOverlapCase {
   /// Those that are graphs, behind kWarmupSteps.
   std::set<std::string> regions;
   static constexpr int kWarmupSteps = 2;
+  /// Attention is kept where a layer is recomputed (options.recompute).
+  bool selective = false;
   /// What else is different, if anything.
   std::function<void(FullyShardOptions& sharding)> change;
   std::function<void(models::ModelConfig& model)> change_model;

@@ -64,6 +64,21 @@ TEST(Streams, TransfersOverOneLinkShareIt) {
   EXPECT_EQ(run_streams({gather(3), nccl}, {})[0], (Span{0, 3}));
 }
 
+// Activations go over NVLink while weights come over the network.
+TEST(Streams, TensorParallelismInsideAHostDoesNotShareTheNetwork) {
+  Operation inside = gather(1);
+  inside.stream = Stream::tensor;
+  Operation outside = gather(3);
+  outside.leaves_host = true;
+  const auto apart = run_streams({outside, inside}, {});
+  EXPECT_EQ(apart[0], (Span{0, 3}));
+  EXPECT_EQ(apart[1], (Span{0, 1}));
+  inside.leaves_host = true;
+  const auto shared = run_streams({outside, inside}, {});
+  EXPECT_EQ(shared[1], (Span{0, 2}));
+  EXPECT_EQ(shared[0], (Span{0, 4}));
+}
+
 TEST(Streams, WhatTakesNoTimeIsOverAtOnce) {
   const auto spans =
       run_streams({compute(0), gather(0, {0}), compute(1, {1})}, {});

@@ -8,6 +8,8 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 namespace flatshard::testing {
 namespace {
@@ -95,6 +97,76 @@ TEST_F(TensorParallelOnGpus, RanksThatShareLayersEqualOne) {
           expect_near(train(run), train(tensor_reference(run)));
         }
       }
+    }
+  }
+}
+
+// The collectives of layers are in the graphs.
+TEST_F(TensorParallelOnGpus, GraphsOfRegionsEqualEager) {
+  const int world = gpu_ranks().world();
+  if (world % 2 != 0) {
+    GTEST_SKIP() << "expected an even number of ranks, have " << world;
+  }
+  const std::vector<TensorRun> runs{
+      {.graph_regions = {"block"}},
+      {.model = "biases", .graph_regions = {"attn", "mlp"}},
+      {.model = "experts", .graph_regions = {"attn", "moe_router"}},
+      {.model = "experts", .graph_regions = {"moe_router"}},
+      {.checkpoint = ActivationCheckpoint::full, .graph_regions = {"block"}}};
+  for (TensorRun run : runs) {
+    run.dp = world / 2;
+    run.tp = 2;
+    run.microbatches = 2;
+    run.steps = 20;
+    run.max_norm = 0.1;  // the rate is 1
+    SCOPED_TRACE(run.name() + " " + *run.graph_regions.begin());
+    const TensorResult graphs = train(run);
+    run.graph_regions.clear();
+    const TensorResult eager = train(run);
+    EXPECT_EQ(graphs.losses, eager.losses);
+    EXPECT_EQ(graphs.norms, eager.norms);
+    for (const auto& [name, values] : eager.weights) {
+      // NaN is another rank's.
+      EXPECT_EQ(
+          std::memcmp(
+              graphs.weights.at(name).data(),
+              values.data(),
+              values.size() * sizeof(float)),
+          0)
+          << name;
+    }
+    for (const auto& [rank, stats] : graphs.graphs) {
+      EXPECT_GT(stats.forward_replays, 0);
+      EXPECT_GT(stats.backward_replays, 0);
+      EXPECT_TRUE(stats.fallbacks.empty()) << stats.fallbacks.begin()->first;
+    }
+  }
+}
+
+// Losses of logits that are small at first.
+TEST_F(TensorParallelOnGpus, Float8IsNearOneRank) {
+  const int world = gpu_ranks().world();
+  if (world % 2 != 0) {
+    GTEST_SKIP() << "expected an even number of ranks, have " << world;
+  }
+  for (const Float8Format& format :
+       {Float8Format{.recipe = float8::Recipe::tensorwise},
+        Float8Format{.recipe = float8::Recipe::rowwise},
+        Float8Format{.recipe = float8::Recipe::rowwise, .stored_columns = true},
+        Float8Format{.recipe = float8::Recipe::blockwise},
+        Float8Format{.recipe = float8::Recipe::mxfp8, .emulate = true}}) {
+    const TensorRun run{
+        .model = "wide",
+        .dp = world / 2,
+        .tp = 2,
+        .precision = Precision(),
+        .float8 = format};
+    SCOPED_TRACE(float8::to_string(format.recipe));
+    const TensorResult got = train(run);
+    const TensorResult want = train(tensor_reference(run));
+    EXPECT_FALSE(got.losses.empty());
+    for (const auto& [key, loss] : got.losses) {
+      EXPECT_NEAR(loss, want.losses.at(key), 0.05);
     }
   }
 }

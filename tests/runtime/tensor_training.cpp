@@ -177,7 +177,9 @@ void train_tensor_rank(
   FullyShardOptions options{
       .strategy = run.strategy,
       .seed = 11,
-      .group = {.precision = run.precision},
+      .group =
+          {.precision = run.precision,
+           .post_forward_ranks = run.post_forward_ranks},
       .runtime = {
           .streams =
               {.delay_seed =

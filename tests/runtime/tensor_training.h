@@ -30,6 +30,7 @@ struct TensorRun {
   int batch = 1;                  ///< sequences of a microbatch
   std::uint64_t delay_seed = 3;
   int steps = 2;
+  int post_forward_ranks = 0;
   Precision precision = Precision::full();
   std::optional<Float8Format> float8 = {};   ///< of what it takes
   std::set<std::string> graph_regions = {};  ///< empty: no graphs

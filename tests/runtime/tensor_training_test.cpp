@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
 #include <map>
 #include <string>
@@ -99,6 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
             .dp = 2,
             .tp = 4,
             .checkpoint = ActivationCheckpoint::full},
+        TensorRun{.dp = 4, .tp = 2, .post_forward_ranks = 2},
         TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3}),
     [](const auto& info) {
       return info.param.name() + "_" + std::to_string(info.index);
@@ -120,6 +123,39 @@ TEST(TensorParallelPitfalls, G2_RouterLossesDoNotGrowWithTheRanks) {
 
 TEST(TensorParallelPitfalls, G3_ABiasOfARowParallelLayerIsAddedOnce) {
   expect_equals_one_rank({.model = "biases", .tp = 4});
+}
+
+TEST(TensorParallelPitfalls, G4_ExpertsChangeInAStep) {
+  TensorRun run{.model = "experts", .dp = 2, .tp = 2, .steps = 0};
+  const TensorResult before = train_tensor(run);
+  run.steps = 1;
+  const TensorResult after = train_tensor(run);
+  int num_experts = 0;
+  for (const auto& [name, values] : after.weights) {
+    if (models::is_expert_parameter(name)) {
+      ++num_experts;
+      // Each of the four is chosen for some of the 24 tokens.
+      const auto each = static_cast<std::ptrdiff_t>(values.size() / 4);
+      for (std::ptrdiff_t at = 0; at < 4 * each; at += each) {
+        EXPECT_FALSE(std::equal(
+            values.begin() + at,
+            values.begin() + at + each,
+            before.weights.at(name).begin() + at))
+            << name << " from " << at;
+      }
+    }
+  }
+  EXPECT_EQ(num_experts, 2);
+  expect_equals_one_rank({.model = "experts", .dp = 2, .tp = 2});
+}
+
+TEST(TensorParallelPitfalls, G7_MicrobatchesOfATiedHead) {
+  expect_equals_one_rank(
+      {.model = "tied",
+       .strategy = "zero2",
+       .dp = 2,
+       .tp = 2,
+       .microbatches = 2});
 }
 
 // Ranks that were late by other times have the same bits, in every run.

@@ -26,6 +26,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <iterator>
@@ -51,11 +52,16 @@ constexpr std::int64_t kLoraBatch = 12;  // sequences of a step
 constexpr int kLoraSteps = 3;
 // Sums of at most 200 float32 losses and gradients in another order.
 constexpr double kLoraTolerance = 1e-5;
+// Two ranks share the layers.
+constexpr const char* kTwoShare = "parallelism.tensor_parallel_degree=2";
 // Above the adapters of wide models below, and under the weights of a block.
 constexpr std::int64_t kSmallNbytes = 64 << 10;
 
 Config
 adapter_config(int world, int microbatches, const Settings& settings = {}) {
+  const bool shares_layers =
+      std::ranges::find(settings, kTwoShare) != settings.end();
+  const int data_ranks = shares_layers ? world / 2 : world;
   const std::string toml = fmt::format(
       R"(
 [run]
@@ -83,7 +89,7 @@ name = "sgd"
 compute = "float32"
 )",
       kLoraSteps,
-      kLoraBatch / (world * microbatches),
+      kLoraBatch / (data_ranks * microbatches),
       kLoraBatch);
   return resolve_config(parse_config(toml, "test.toml", settings), world);
 }
@@ -128,7 +134,8 @@ AdapterRun train_adapters(
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config));
     data::Loader loader = open_train_loader(config, shape);
-    Batches batches(config, mesh, loader);
+    const auto data_mesh = mesh->data_mesh();
+    Batches batches(config, data_mesh, loader);
     TrainState state = make_train_state(config, shape, mesh, microbatches);
     if (drops_main) {
       keep_float8_alone(frozen_groups(*state.runtime));
@@ -200,6 +207,8 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
     expect(2, 1, {fmt::format("activation_checkpoint.mode={}", mode)});
   }
   expect(2, 1, {"diagnostics.strict=true", "diagnostics.poison=true"});
+  expect(2, 3, {kTwoShare});
+  expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});
   for (const char* impl : {"unit", "full_iteration"}) {
     expect(
         1,
@@ -222,6 +231,8 @@ TEST(Adapters, OfAttentionTrainBesideExperts) {
   Settings divided = settings;
   divided.emplace_back("parallelism.expert_parallel_degree=2");
   expect_same(train_adapters(2, 1, divided), expected);
+  divided.emplace_back(kTwoShare);
+  expect_same(train_adapters(4, 1, divided), expected);
 }
 
 // Phi-3's files have one matrix for q, k and v, and peft one adapter.
@@ -236,6 +247,9 @@ TEST(Adapters, OfOneModuleInFilesShareA) {
   EXPECT_EQ(run.adapters.at(qkv + "A.weight").size(), 4U * 32);
   EXPECT_EQ(run.adapters.at(qkv + "B.weight").size(), (32U + 2 * 16) * 4);
   expect_same(train_adapters(2, 1, settings), run);
+  Settings shared = settings;
+  shared.emplace_back(kTwoShare);
+  expect_same(train_adapters(2, 1, shared), run);
 }
 
 TEST(Adapters, OfABaseInFp8NeedNoOtherWeightsOfIt) {
@@ -601,7 +615,7 @@ TEST(AdapterConfig, RefusesWhatDoesNotFit) {
       HasSubstr("flatshard export --merge"));
   EXPECT_THAT(
       refusal({"parallelism.overlap_expert_parallel=true"}),
-      HasSubstr("two microbatches at once are for runs that train all"));
+      HasSubstr("blocks in pieces are for runs that train all"));
   EXPECT_THAT(
       refusal({"moe.balance_rate=0.1"}),
       HasSubstr("the router's bias belongs to the frozen weights"));

@@ -123,6 +123,7 @@ struct SampleDropout {
   std::int64_t rows;
   std::int64_t dim;
   std::int64_t seq_len;
+  std::int64_t first_column;
   std::uint64_t key;
   std::uint64_t threshold;
   float scale;

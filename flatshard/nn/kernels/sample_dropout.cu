@@ -28,7 +28,7 @@ __global__ void sample_dropout_kernel(SampleDropout args) {
     return;
   }
   const std::int64_t sample = args.samples[row / args.seq_len];
-  const std::int64_t block = column / 4;
+  const std::int64_t block = (args.first_column + column) / 4;
   uint4 c{
       static_cast<std::uint32_t>(block),
       static_cast<std::uint32_t>(row % args.seq_len),

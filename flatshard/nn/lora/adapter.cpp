@@ -28,6 +28,13 @@ LoraFactorImpl::LoraFactorImpl(const LoraFactorImpl& shared)
   weight_ = share_parameter("weight", shared, "weight");
 }
 
+void LoraFactorImpl::take(const ParameterPart& part) {
+  weight_.set_data(weight_.detach()
+                       .narrow(part.dim, part.part.begin, part.part.size())
+                       .contiguous());
+  parts_["weight"] = part;
+}
+
 AdapterCallsPtr AdapterCalls::of(const std::vector<const Adapter*>& layers) {
   AdapterCallsPtr calls;
   for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -44,7 +51,8 @@ AdapterCallsPtr AdapterCalls::of(const std::vector<const Adapter*>& layers) {
          .a_context = adapter.a->context(),
          .b_context = adapter.b->context(),
          .dropout = adapter.dropout,
-         .dropout_key = adapter.dropout_key});
+         .dropout_key = adapter.dropout_key,
+         .dropout_column = adapter.dropout_column});
   }
   return calls;
 }
@@ -78,7 +86,9 @@ void AdapterForward::add(
   }
   const AdapterCalls::Call& call = calls_->all()[i];
   const at::Tensor dropped =
-      call.dropout ? call.dropout->apply(x, call.dropout_key) : x;
+      call.dropout
+          ? call.dropout->apply(x, call.dropout_key, call.dropout_column)
+          : x;
   const at::Tensor low = at::mm(dropped, factors_[2 * i].t()).mul_(call.scale);
   at::addmm_out(y, y, low, factors_[2 * i + 1].t());
   low_.push_back(low);
@@ -155,7 +165,11 @@ void AdapterBackward::add_input_gradient(std::size_t layer, at::Tensor& dx) {
   const AdapterCalls::Call& call = calls_->all()[i];
   const Part& part = parts_[i];
   if (call.dropout) {
-    call.dropout->add(at::mm(part.low_gradient, part.a), call.dropout_key, dx);
+    call.dropout->add(
+        at::mm(part.low_gradient, part.a),
+        call.dropout_key,
+        dx,
+        call.dropout_column);
   } else {
     at::addmm_out(dx, dx, part.low_gradient, part.a);
   }
@@ -181,7 +195,9 @@ void AdapterBackward::end(
       parts_[i].a,
       gradient_rows(parts_[i].low_gradient, /*both=*/false),
       MatmulRows(
-          call.dropout ? call.dropout->apply(rows, call.dropout_key) : rows));
+          call.dropout
+              ? call.dropout->apply(rows, call.dropout_key, call.dropout_column)
+              : rows));
 }
 
 }  // namespace flatshard::nn

@@ -4,6 +4,7 @@
 
 #include "flatshard/nn/lora/sample_dropout.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -13,19 +14,27 @@
 namespace flatshard::nn {
 
 /// A factor of an adapter: parameter weight [out, in].
-class LoraFactorImpl : public Module {
+class LoraFactorImpl : public Module, public HasParts {
  public:
   LoraFactorImpl(std::int64_t out, std::int64_t in, InitSpec init);
   /// Another name of the same parameter.
   explicit LoraFactorImpl(const LoraFactorImpl& shared);
+  /// Keeps a part of a factor that has no memory yet.
+  void take(const ParameterPart& part);
   const at::Tensor& weight() const { return weight_; }
+  ParameterParts parts() const override { return parts_; }
 
  private:
   at::Tensor weight_;
+  ParameterParts parts_;
 };
 FLATSHARD_MODULE(LoraFactor);
 
 /// What a Linear adds to its result: scale * dropout(x) A^T B^T.
+///
+/// Of a column-parallel layer B is cut as the weight is, of a row-parallel
+/// layer A. The other factor is whole on each rank, and its gradient is the sum
+/// over the ranks.
 /// Source: Hu et al., arXiv:2106.09685.
 struct Adapter {
   LoraFactor a{nullptr};  ///< [rank, in]
@@ -34,6 +43,7 @@ struct Adapter {
   std::shared_ptr<const SampleDropout> dropout;  ///< null: none
   /// The draws of the dropout; adapters with the same A have the same.
   std::uint64_t dropout_key = 0;
+  std::int64_t dropout_column = 0;  ///< of the whole input, where x begins
 };
 
 /// The adapters of the layers that one autograd node calls.
@@ -45,6 +55,7 @@ class AdapterCalls : public torch::CustomClassHolder {
     ModuleContextPtr a_context, b_context;
     std::shared_ptr<const SampleDropout> dropout;
     std::uint64_t dropout_key;
+    std::int64_t dropout_column;
   };
 
   /// @param layers  of a node, in order; null for a layer without an adapter.

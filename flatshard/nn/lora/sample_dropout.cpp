@@ -33,7 +33,7 @@ void drop_row(
   const auto scale = static_cast<float>(args.scale);
   for (std::int64_t first = 0; first < n; first += 4) {
     const auto words = philox(
-        static_cast<std::uint64_t>(first / 4) |
+        static_cast<std::uint64_t>((args.first_column + first) / 4) |
             static_cast<std::uint64_t>(token) << 32,
         sample);
     const std::int64_t count = std::min<std::int64_t>(4, n - first);
@@ -58,20 +58,27 @@ SampleDropout::SampleDropout(double p, std::uint64_t seed, at::Tensor samples)
       p);
 }
 
-at::Tensor SampleDropout::apply(const at::Tensor& x, std::uint64_t key) const {
+at::Tensor SampleDropout::apply(
+    const at::Tensor& x,
+    std::uint64_t key,
+    std::int64_t first_column) const {
   at::Tensor out = at::empty(x.sizes(), x.options());
-  run(x, key, out, /*adds=*/false);
+  run(x, key, first_column, out, /*adds=*/false);
   return out;
 }
 
-void SampleDropout::add(const at::Tensor& x, std::uint64_t key, at::Tensor& sum)
-    const {
-  run(x, key, sum, /*adds=*/true);
+void SampleDropout::add(
+    const at::Tensor& x,
+    std::uint64_t key,
+    at::Tensor& sum,
+    std::int64_t first_column) const {
+  run(x, key, first_column, sum, /*adds=*/true);
 }
 
 void SampleDropout::run(
     const at::Tensor& x,
     std::uint64_t key,
+    std::int64_t first_column,
     at::Tensor& out,
     bool adds) const {
   const std::int64_t batch = samples_.size(0);
@@ -85,6 +92,7 @@ void SampleDropout::run(
   const std::int64_t n = x.size(1);
   const cuda::SampleDropoutArgs args{
       .key = mix_keys(seed_, key),
+      .first_column = first_column,
       .threshold = threshold_of(p_),
       .scale = 1.0 / (1.0 - p_),
       .adds = adds};

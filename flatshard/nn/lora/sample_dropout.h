@@ -23,15 +23,27 @@ class SampleDropout {
   /// @param x    [batch * seq, n], float32 or bfloat16, the sequences one after
   ///   another.
   /// @param key  of the layer.
-  at::Tensor apply(const at::Tensor& x, std::uint64_t key) const;
-  /// sum += apply(x, key).
-  void add(const at::Tensor& x, std::uint64_t key, at::Tensor& sum) const;
+  /// @param first_column  of x among the layer's inputs; a multiple of 4.
+  at::Tensor apply(
+      const at::Tensor& x,
+      std::uint64_t key,
+      std::int64_t first_column = 0) const;
+  /// sum += apply(x, key, first_column).
+  void add(
+      const at::Tensor& x,
+      std::uint64_t key,
+      at::Tensor& sum,
+      std::int64_t first_column = 0) const;
 
   const at::Tensor& samples() const { return samples_; }
 
  private:
-  void run(const at::Tensor& x, std::uint64_t key, at::Tensor& out, bool adds)
-      const;
+  void run(
+      const at::Tensor& x,
+      std::uint64_t key,
+      std::int64_t first_column,
+      at::Tensor& out,
+      bool adds) const;
 
   double p_;
   std::uint64_t seed_;

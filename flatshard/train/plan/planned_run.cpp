@@ -203,6 +203,68 @@ std::vector<OwnedParameter> owned_parameters(
   return found;
 }
 
+/// Which unit runs what, and how many gradients it has where.
+PlanUnits name_units(
+    const std::unordered_map<const torch::nn::Module*, UnitId>& unit_of,
+    models::Llama& model,
+    const std::vector<OwnedParameter>& parameters) {
+  PlanUnits of;
+  const auto modules = model->unit_modules();
+  of.ends = PlanUnits::Ends{
+      .embed = unit_of.at(modules.front().get()),
+      .head = unit_of.at(modules.back().get())};
+  for (std::size_t i = 1; i + 1 < modules.size(); ++i) {
+    of.layers.push_back(unit_of.at(modules[i].get()));
+  }
+  of.layer_grads.resize(of.layers.size());
+  for (const OwnedParameter& p : parameters) {
+    const auto layer = std::ranges::find(of.layers, p.unit);
+    if (layer != of.layers.end()) {
+      PlanUnits::LayerGrads& grads = of.layer_grads[layer - of.layers.begin()];
+      ++(models::is_expert_parameter(p.name)                    ? grads.experts
+         : p.name.find(".shared_experts.") != std::string::npos ? grads.shared
+                                                                : grads.attend);
+    } else if (p.unit == of.ends->embed) {
+      ++of.embed_grads;
+    } else if (p.unit == of.ends->head) {
+      ++of.head_grads;
+    } else {
+      ++of.root_grads;
+    }
+  }
+  return of;
+}
+
+}  // namespace
+
+struct PlannedModel {
+  PlannedModel(const Config& config, const models::ModelConfig& shape) {
+    const config::Parallelism& p = config.parallelism;
+    models::LlamaOptions options;
+    options.moe.local_experts =
+        shape.moe.num_experts / p.expert_parallel_degree;
+    if (p.shares_layers()) {
+      options.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
+    }
+    model = models::Llama(shape, options);
+    std::set<const torch::nn::Module*> chosen;
+    for (const auto& module : model->unit_modules()) {
+      chosen.insert(module.get());
+    }
+    std::unordered_map<const torch::nn::Module*, UnitId> unit_of;
+    number_units(*model, "", kNoUnit, chosen, unit_of, units);
+    parameters = owned_parameters(model, unit_of, units);
+    plan_units = name_units(unit_of, model, parameters);
+  }
+
+  models::Llama model{nullptr};
+  std::vector<UnitShape> units;  ///< without groups
+  std::vector<OwnedParameter> parameters;
+  PlanUnits plan_units;
+};
+
+namespace {
+
 /// Makes the shapes of the groups of all units.
 class ShapeMaker {
  public:
@@ -217,37 +279,21 @@ class ShapeMaker {
     Float8Choice(config, model).apply_to(options_);
   }
 
-  std::vector<UnitShape> make(plan::Job& job) {
-    const config::Parallelism& p = config_.parallelism;
-    models::MoeOptions moe;
-    moe.local_experts = model_.moe.num_experts / p.expert_parallel_degree;
-    models::LlamaOptions layers{.moe = moe};
-    if (p.shares_layers()) {
-      layers.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
-    }
-    models::Llama model(model_, layers);
-    options_.placement_of = parameter_placement(config_, model, *mesh_);
-    std::set<const torch::nn::Module*> chosen;
-    for (const auto& module : model->unit_modules()) {
-      chosen.insert(module.get());
-    }
-    std::vector<UnitShape> units;
-    std::unordered_map<const torch::nn::Module*, UnitId> unit_of;
-    number_units(*model, "", kNoUnit, chosen, unit_of, units);
-    const auto parameters = owned_parameters(model, unit_of, units);
-    for (const OwnedParameter& p : parameters) {
+  std::vector<UnitShape> make(PlannedModel& of) {
+    options_.placement_of = parameter_placement(config_, of.model, *mesh_);
+    std::vector<UnitShape> units = of.units;
+    for (const OwnedParameter& p : of.parameters) {
       add(p, units[p.unit]);
     }
     for (UnitShape& unit : units) {
       unit.policy.reshard_after_forward =
           config_.parallelism.reshard_after_forward;
-      for (std::size_t g = 0; g < unit.groups.size(); ++g) {
-        if (unit.groups[g].float8) {
-          use_float8(*format_, unit.groups[g]);
+      for (GroupShape& group : unit.groups) {
+        if (group.float8) {
+          use_float8(*format_, group);
         }
       }
     }
-    name_units(unit_of, model, parameters, job);
     return units;
   }
 
@@ -303,40 +349,6 @@ class ShapeMaker {
                  microbatches_ == 1 ? precision.reduce : precision.main_grads)},
         .keep_compute_weights = config_.parallelism.keep_compute_weights,
         .post_forward_ranks = config_.parallelism.post_forward_ranks};
-  }
-
-  /// Which unit runs what, and how many gradients it has where.
-  void name_units(
-      const std::unordered_map<const torch::nn::Module*, UnitId>& unit_of,
-      models::Llama& model,
-      const std::vector<OwnedParameter>& parameters,
-      plan::Job& job) const {
-    PlanUnits& of = job.plan_units;
-    const auto modules = model->unit_modules();
-    of.ends = PlanUnits::Ends{
-        .embed = unit_of.at(modules.front().get()),
-        .head = unit_of.at(modules.back().get())};
-    for (std::size_t i = 1; i + 1 < modules.size(); ++i) {
-      of.layers.push_back(unit_of.at(modules[i].get()));
-    }
-    of.layer_grads.resize(of.layers.size());
-    for (const OwnedParameter& p : parameters) {
-      const auto layer = std::ranges::find(of.layers, p.unit);
-      if (layer != of.layers.end()) {
-        PlanUnits::LayerGrads& grads =
-            of.layer_grads[layer - of.layers.begin()];
-        ++(models::is_expert_parameter(p.name) ? grads.experts
-           : p.name.find(".shared_experts.") != std::string::npos
-               ? grads.shared
-               : grads.attend);
-      } else if (p.unit == of.ends->embed) {
-        ++of.embed_grads;
-      } else if (p.unit == of.ends->head) {
-        ++of.head_grads;
-      } else {
-        ++of.root_grads;
-      }
-    }
   }
 
   const Config& config_;
@@ -477,11 +489,18 @@ void spend_memory_budget(const Config& config, plan::Job& job) {
 
 }  // namespace
 
+std::shared_ptr<PlannedModel> make_planned_model(
+    const Config& config,
+    const models::ModelConfig& model) {
+  return std::make_shared<PlannedModel>(config, model);
+}
+
 plan::Job plan_job(
     const Config& config,
     const models::ModelConfig& model,
     std::int64_t ranks,
-    std::int64_t ranks_per_host) {
+    std::int64_t ranks_per_host,
+    std::shared_ptr<PlannedModel> modules) {
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *
@@ -497,7 +516,11 @@ plan::Job plan_job(
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
   ShapeMaker maker(config, model, microbatches);
-  job.units = maker.make(job);
+  if (!modules) {
+    modules = make_planned_model(config, model);
+  }
+  job.units = maker.make(*modules);
+  job.plan_units = modules->plan_units;
   if (const auto overlap = overlap_options(config, model)) {
     job.overlap = *overlap;
     // As OverlapRunner asks for.

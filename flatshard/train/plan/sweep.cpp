@@ -9,6 +9,9 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <map>
+#include <memory>
+#include <utility>
 
 namespace flatshard {
 namespace {
@@ -200,11 +203,17 @@ class Sweeper {
             changed.parallelism.num_data_ranks(machines_.ranks);
       }
       changed = resolve_config(changed, machines_.ranks);
+      const models::ModelConfig model = model_config(changed);
+      auto& modules = modules_[{way.tensor_degree, way.expert_degree}];
+      if (!modules) {
+        modules = make_planned_model(changed, model);
+      }
       const plan::Job job = plan_job(
           changed,
-          model_config(changed),
+          model,
           machines_.ranks,
-          machines_.ranks_per_host);
+          machines_.ranks_per_host,
+          modules);
       planned.tokens_per_step =
           job.tokens_per_rank * static_cast<double>(job.ranks);
       planned.estimate = plan::estimate_if_table_fits(job, machines_.gpu);
@@ -242,6 +251,9 @@ class Sweeper {
   const Config& config_;
   const PlannedMachines& machines_;
   std::int64_t experts_ = 0;
+  /// By degrees of tensor and expert parallelism.
+  std::map<std::pair<std::int64_t, std::int64_t>, std::shared_ptr<PlannedModel>>
+      modules_;
   Sweep sweep_;
 };
 

@@ -106,7 +106,7 @@ TEST(Activations, OfARecomputedBlockAreItsInput) {
 // heads and of the width in them.
 TEST(Activations, OfABlockThatRanksShare) {
   constexpr int kRanks = 2;
-  for (const std::string& mode : {"none", "selective"}) {
+  for (const std::string mode : {"none", "selective"}) {
     const Config config = config_of(
         {"parallelism.tensor_parallel_degree=2",
          "activation_checkpoint.mode=" + mode},

@@ -201,10 +201,7 @@ INSTANTIATE_TEST_SUITE_P(
              "model.tie_embeddings=true",
              "model.attention_bias=true",
              "precision.reduce=bfloat16"}},
-        Case{
-            "shared_rowwise",
-            4,
-            {kNone, kShared, "float8.recipe=rowwise"}},
+        Case{"shared_rowwise", 4, {kNone, kShared, "float8.recipe=rowwise"}},
         Case{
             "shared_tensorwise_copies",
             4,
