@@ -162,7 +162,8 @@ GradientPipeline::Reduction GradientPipeline::plan(
     reached = Stage::outside;
   }
   r.last = redistribution(reached, Stage::rest);
-  contributed_ = std::exchange(contributes_, false);
+  contributed_.merge(contributes_);
+  contributes_.clear();
   const ReducedGradient::Space space = reduced_.make_space(is_last);
   r.adds.reduced = space.add;
   r.widen = space.widen;
@@ -275,13 +276,14 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
 
 void GradientPipeline::zero() {
   reduced_.drop();
-  contributes_ = false;
+  contributes_.clear();
+  contributed_.clear();
   local_ = {};
   inner_ = {};
 }
 
 bool GradientPipeline::is_empty() const {
-  return !reduced_.is_somebodys() && !has_unreduced() && !contributes_;
+  return !reduced_.is_somebodys() && !has_unreduced() && contributes_.empty();
 }
 
 GradientPipeline::Contents GradientPipeline::take() {

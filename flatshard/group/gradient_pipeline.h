@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -106,11 +107,22 @@ class GradientPipeline {
   /// From the next backward on; an empty function for none.
   void set_hook(Hook hook) { hook_ = std::move(hook); }
 
-  /// This rank has a gradient of some parameter, not only zeros, for the
-  /// reductions from here on.
-  void mark_contributed() { contributes_ = true; }
-  /// The last reduction had one from this rank.
-  bool contributed() const { return contributed_; }
+  /// This rank has a gradient of parameter `index` of the layout, not only
+  /// zeros, for the reductions from here on.
+  void mark_contributed(std::int64_t index) { contributes_.insert(index); }
+  /// A reduction since forget_contributions() had one of some parameter.
+  bool contributed() const { return !contributed_.empty(); }
+  /// The same of parameter `index`: from this rank, or from another one that
+  /// mark_others_contributed named.
+  bool contributed(std::int64_t index) const {
+    return contributed_.contains(index);
+  }
+  /// Another rank had one for such a reduction.
+  void mark_others_contributed(std::int64_t index) {
+    contributed_.insert(index);
+  }
+  /// Before a backward.
+  void forget_contributions() { contributed_.clear(); }
 
   /// What the optimizer takes.
   ReducedGradient& reduced() { return reduced_; }
@@ -138,7 +150,7 @@ class GradientPipeline {
     bool local_is_filled = false;
     bool inner_is_filled = false;
     bool has_reduced = false;
-    bool contributed = false;
+    std::set<std::int64_t> contributed;
   };
   /// No gradient is there: as after zero().
   bool is_empty() const;
@@ -185,8 +197,8 @@ class GradientPipeline {
   Sum local_;
   Sum inner_;
   ReducedGradient reduced_;
-  bool contributes_ = false;
-  bool contributed_ = false;
+  std::set<std::int64_t> contributes_;  ///< indices of parameters
+  std::set<std::int64_t> contributed_;
   Hook hook_;
   std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };

@@ -59,7 +59,8 @@ class Executor {
   void wait_for_written_weights();
   /// The outermost backward is over: with
   /// RuntimeOptions::unused_grads_stay_undefined, groups of which no rank got a
-  /// gradient have none. Collective then.
+  /// gradient have none, and groups know of which parameters some rank got one.
+  /// Collective then.
   void drop_unused_grads();
 
   // For graphs of steps, while nothing is held.
@@ -110,6 +111,16 @@ class Executor {
     /// What the outer stream reads when it gets there; null: nothing.
     std::shared_ptr<at::Tensor> inner;
   };
+  /// A group that was reduced over all ranks.
+  struct ReducedGroup {
+    Unit* unit = nullptr;
+    std::size_t group = 0;
+    bool is_first = false;  ///< it had no gradient before
+
+    GradientPipeline& gradients() const {
+      return unit->groups()[group]->gradients();
+    }
+  };
   struct Drained {  ///< a gradient slot that may go
     Unit* unit = nullptr;
     Slot slot;
@@ -157,9 +168,8 @@ class Executor {
   /// With slots_on_demand: compute, which frees them, waits for their
   /// reductions only when it takes the next one, or at the join.
   std::vector<Drained> drained_;
-  /// Groups that this backward reduced, and whether each had no gradient
-  /// before.
-  std::vector<std::pair<ParamGroup*, bool>> reduced_groups_;
+  /// In this backward.
+  std::vector<ReducedGroup> reduced_groups_;
   std::int64_t step_ = 0;
 };
 

@@ -29,7 +29,7 @@ void Executor::reduce(Unit& unit, bool collective, bool is_last) {
            .reduction = group.plan_reduction(collective, is_last)});
       const GradientPipeline::Reduction& r = planned.back().reduction;
       if (r.is_complete()) {
-        reduced_groups_.emplace_back(&group, !r.adds.reduced);
+        reduced_groups_.push_back({&unit, g, !r.adds.reduced});
       }
       if (r.by_outer()) {
         planned.back().inner = std::make_shared<at::Tensor>();
@@ -118,12 +118,16 @@ void Executor::drop_unused_grads() {
   if (!options_.unused_grads_stay_undefined || reduced.empty()) {
     return;
   }
-  std::vector<float> had(reduced.size());
+  std::vector<float> had;
   bool in_doubt = false;
-  for (std::size_t i = 0; i < reduced.size(); ++i) {
-    const auto& [group, is_first] = reduced[i];
-    had[i] = group->gradients().contributed() ? 1 : 0;
-    in_doubt |= is_first && !group->gradients().contributed();
+  for (const ReducedGroup& r : reduced) {
+    for (const UnitParameter& p : r.unit->parameters()) {
+      if (p.group == r.group) {
+        const bool has = r.gradients().contributed(p.index);
+        had.push_back(has ? 1 : 0);
+        in_doubt |= !has && p.tensor.requires_grad();
+      }
+    }
   }
   at::Tensor flags = at::tensor(had);
   if (mesh_->size() > 1) {
@@ -145,11 +149,15 @@ void Executor::drop_unused_grads() {
     }
     flags = of_all->cpu();
   }
-  const auto ranks = flags.accessor<float, 1>();
-  for (std::size_t i = 0; i < reduced.size(); ++i) {
-    const auto& [group, is_first] = reduced[i];
-    if (is_first && ranks[static_cast<std::int64_t>(i)] == 0) {
-      group->gradients().reduced().drop();
+  const float* of_ranks = flags.const_data_ptr<float>();
+  for (const ReducedGroup& r : reduced) {
+    for (const UnitParameter& p : r.unit->parameters()) {
+      if (p.group == r.group && *of_ranks++ != 0) {
+        r.gradients().mark_others_contributed(p.index);
+      }
+    }
+    if (r.is_first && !r.gradients().contributed()) {
+      r.gradients().reduced().drop();
     }
   }
 }

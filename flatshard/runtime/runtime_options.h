@@ -27,11 +27,12 @@ struct RuntimeOptions {
   /// time. Addresses change from step to step; the end of a forward, where
   /// activations and logits are at their largest, holds no slot of a gradient.
   bool slots_on_demand = false;
-  /// A group of which no rank got a gradient in a backward has none after it,
+  /// After a backward GradientPipeline::contributed says of which parameters
+  /// some rank got a gradient, and a group of which no rank got any has none,
   /// as parameters of torch have. Otherwise, and where another rank got one, a
   /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
-  /// each group at the end of a backward; the host waits for it only where this
-  /// rank got none for a group.
+  /// each parameter at the end of a backward; the host waits for it only where
+  /// this rank got none for a parameter.
   bool unused_grads_stay_undefined = false;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;

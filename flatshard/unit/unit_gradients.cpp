@@ -83,7 +83,7 @@ void UnitGradients::finish(const SlotView& slot) {
     const Arrival arrival = std::exchange(arrivals_[i], {});
     const bool is_pending = arrival.pending.defined();
     if (arrival.is_in_slot || is_pending) {
-      groups_[p.group]->gradients().mark_contributed();
+      groups_[p.group]->gradients().mark_contributed(p.index);
     }
     if (is_pending && arrival.is_in_slot) {
       view(slot, p).add_(arrival.pending);

@@ -37,8 +37,8 @@ class UnitGradients {
   /// Gradients that came as tensors and are not in the slot yet.
   std::size_t num_pending() const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
-  /// parameters that got none and the padding, and tells groups whether they
-  /// got any. On the current stream.
+  /// parameters that got none and the padding, and tells groups which of them
+  /// got one. On the current stream.
   void finish(const SlotView& slot);
   /// Forgets those of an unfinished backward.
   void drop();

@@ -23,7 +23,7 @@ GradViews::GradViews(
       rows_of_(std::move(rows_of)),
       members_(unit_->num_groups()),
       shown_(shards_.size(), WeakTensor(at::Tensor().getIntrusivePtr())),
-      stages_(unit_->num_groups(), Stage::waits) {
+      progress_(unit_->num_groups()) {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     if (unit_->trainable(i)) {
       members_[unit_->group_index(i)].push_back(i);
@@ -36,6 +36,13 @@ bool GradViews::is_own(std::size_t i) const {
   // at it, so no other has that.
   return grad_of(i).defined() &&
          grad_of(i).unsafeGetTensorImpl() == shown_[i]._unsafe_get_target();
+}
+
+void GradViews::begin_backward() {
+  for (std::size_t g = 0; g < members_.size(); ++g) {
+    unit_->group_at(g).gradients().forget_contributions();
+  }
+  take();
 }
 
 void GradViews::take() {
@@ -71,30 +78,37 @@ void GradViews::take() {
       const at::Tensor own = unit_->grad(i).value();
       if (grad_of(i).defined()) {
         own.copy_(users_rows(i));
+        show_one(i);
       } else {
         own.zero_();
       }
-      show_one(i);
     }
   }
 }
 
 void GradViews::show() {
+  Indices run;
   for (std::size_t g = 0; g < members_.size(); ++g) {
-    if (stages_[g] == Stage::shown ||
-        !unit_->group_at(g).gradients().reduced().exists()) {
+    const auto& [stage, late, flat] = progress_[g];
+    ReducedGradient& reduced = unit_->group_at(g).gradients().reduced();
+    if (!late.empty()) {
+      reduced.take_back();
+    }
+    const Indices& due = stage == Stage::shown ? late : members_[g];
+    if (due.empty() || !reduced.exists()) {
       continue;
     }
-    show_group(g);
+    for (const std::size_t i : due) {
+      show_parameter(i);
+    }
+    if (stage != Stage::waits) {
+      run.insert(run.end(), due.begin(), due.end());
+    }
   }
   release();
-  const std::vector<Stage> stages = stages_;
   end_backward();
-  for (std::size_t g = 0; g < stages.size(); ++g) {
-    if (stages[g] == Stage::reduced &&
-        unit_->group_at(g).gradients().reduced().exists()) {
-      run_hooks(g);
-    }
+  for (const std::size_t i : run) {
+    run_hooks(i);
   }
 }
 
@@ -104,56 +118,69 @@ void GradViews::show_reduced() {
     if (members_[g].empty()) {
       continue;
     }
-    stages_[g] = Stage::reduced;
+    Progress& progress = progress_[g];
+    progress = {.stage = Stage::reduced};
     if (!group.gradients().contributed()) {
       continue;
     }
-    stages_[g] = Stage::shown;
-    show_group(g);
+    progress.stage = Stage::shown;
+    for (const std::size_t i : members_[g]) {
+      if (is_used(i)) {
+        show_parameter(i);
+      } else if (is_trained(i)) {
+        progress.late.push_back(i);
+      }
+    }
     const at::Tensor& flat = group.gradients().reduced().local();
     // A hook that drops the last .grad frees this while its kernels run on
     // another stream than the one that allocates.
     keep_for_current_stream(flat);
+    if (!progress.late.empty()) {
+      progress.flat = flat;
+    }
     group.gradients().reduced().give_up();
-    run_hooks(g);
+    for (const std::size_t i : members_[g]) {
+      run_hooks(i);
+    }
   }
 }
 
 void GradViews::end_backward() {
-  std::fill(stages_.begin(), stages_.end(), Stage::waits);
+  std::fill(progress_.begin(), progress_.end(), Progress());
 }
 
-void GradViews::show_group(std::size_t g) {
-  for (const std::size_t i : members_[g]) {
-    if (is_own(i) || !is_trained(i)) {
-      continue;
-    }
-    if (has_hooks(i)) {
-      run_tensor_hooks(i);
-    }
-    if (grad_of(i).defined()) {
-      const at::NoGradGuard no_grad;
-      unit_->grad(i).value().add_(users_rows(i));
-    }
-    show_one(i);
+bool GradViews::is_used(std::size_t i) const {
+  const ParamGroup& group = unit_->group_at(unit_->group_index(i));
+  return group.gradients().contributed(unit_->index_in_group(i));
+}
+
+void GradViews::show_parameter(std::size_t i) {
+  if (is_own(i) || !is_trained(i) || !(is_used(i) || grad_of(i).defined())) {
+    return;
   }
+  if (is_used(i) && has_hooks(i)) {
+    run_tensor_hooks(i);
+  }
+  if (grad_of(i).defined()) {
+    const at::NoGradGuard no_grad;
+    unit_->grad(i).value().add_(users_rows(i));
+  }
+  show_one(i);
 }
 
 // Not by the hooks' own operator: it takes what a hook returns for a tensor.
-void GradViews::run_hooks(std::size_t g) {
-  for (const std::size_t i : members_[g]) {
-    if (!is_trained(i) ||
-        torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
-      continue;
-    }
-    const py::object shard = py::cast(shards_[i]);
-    const py::object hooks = shard.attr("_post_accumulate_grad_hooks");
-    if (hooks.is_none()) {
-      continue;
-    }
-    for (const py::handle& hook : py::list(hooks.attr("values")())) {
-      hook(shard);
-    }
+void GradViews::run_hooks(std::size_t i) {
+  if (!is_trained(i) || !is_used(i) ||
+      torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
+    return;
+  }
+  const py::object shard = py::cast(shards_[i]);
+  const py::object hooks = shard.attr("_post_accumulate_grad_hooks");
+  if (hooks.is_none()) {
+    return;
+  }
+  for (const py::handle& hook : py::list(hooks.attr("values")())) {
+    hook(shard);
   }
 }
 

@@ -35,13 +35,15 @@ class GradViews {
   /// The groups own their gradients again, those that have no `.grad` left
   /// none: users may have dropped or replaced them since the last backward.
   void take();
+  /// take(), and which gradients there will be is not known yet.
+  void begin_backward();
   /// Gives each shard its gradient, with what a user put there added, and
   /// releases it; then calls the hooks that show_reduced left. After a
   /// backward.
   void show();
   /// The unit's gradients were reduced in a backward that goes on: shows them
-  /// and calls the hooks, on the current stream. A group of which this rank had
-  /// no gradient waits for show(): only then it is known whether others had.
+  /// and calls the hooks, on the current stream. Those of which this rank had
+  /// none wait for show(): only then it is known whether others had one.
   void show_reduced();
   /// From here on the `.grad`s alone keep the gradients.
   void release();
@@ -67,8 +69,11 @@ class GradViews {
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
   void show_one(std::size_t parameter);
-  void show_group(std::size_t group);
-  void run_hooks(std::size_t group);
+  /// Some rank had a gradient of it for this backward's reduction.
+  bool is_used(std::size_t parameter) const;
+  /// Nothing where no rank had one and it has no `.grad`.
+  void show_parameter(std::size_t parameter);
+  void run_hooks(std::size_t parameter);
   void end_backward();
   at::Tensor users_rows(std::size_t parameter) const;
 
@@ -80,7 +85,12 @@ class GradViews {
   std::vector<WeakTensor> shown_;
   /// What happened to a group in the backward that runs.
   enum class Stage { waits, reduced, shown };
-  std::vector<Stage> stages_;
+  struct Progress {
+    Stage stage = Stage::waits;
+    Indices late;     ///< shown: but for these
+    at::Tensor flat;  ///< what they are part of, if any
+  };
+  std::vector<Progress> progress_;  ///< of each group
 };
 
 }  // namespace flatshard::python

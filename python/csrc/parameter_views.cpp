@@ -181,7 +181,7 @@ void ParameterViews::backward_begins() {
   const py::gil_scoped_acquire gil;
   before_backward_();
   if (!std::exchange(went_on_, false)) {
-    for_all_grads([](GradViews& grads) { grads.take(); });
+    for_all_grads([](GradViews& grads) { grads.begin_backward(); });
   }
 }
 

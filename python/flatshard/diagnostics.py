@@ -41,7 +41,13 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     norms = root.core.parameter_norms()
     for unit in units:
         unit.grads.release()
-    return [ParameterNorm(*norm) for norm in norms]
+    # In the core, one of a unit that has others counts as zeros.
+    parameters = [p for unit in units for p in unit.parameters]
+    without = {name for p in parameters if p.shard.grad is None for name in p.names}
+    return [
+        ParameterNorm(name, weight, None if name in without else grad)
+        for name, weight, grad in norms
+    ]
 
 
 def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:

@@ -167,7 +167,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update. Units without a gradient are left alone.
+        """Makes one update. Units without a gradient are left alone. A parameter without
+        one, in a unit that has others, counts as zeros.
 
         Args:
             closure: evaluates the model again and returns the loss.

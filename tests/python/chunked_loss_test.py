@@ -101,3 +101,10 @@ def test_the_head_stays_unsharded_for_the_chunks(reshard, mesh, rank):
         backward(other, ids)
         for p, q in zip(model.parameters(), other.parameters()):
             assert torch.equal(p.grad.full_tensor(), q.grad.full_tensor())
+
+
+def test_the_head_does_not_run(mesh, rank):
+    model = wrap(on_device(Model(tied=False)), ["norm head"], mesh)
+    (model(tokens(rank, 0)).sum() + model(tokens(rank, 1)).sum()).backward()
+    without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == {"head.weight"}

@@ -65,6 +65,31 @@ TEST(UnitGradients, WhatNobodyWroteBecomesZero) {
   });
 }
 
+TEST(UnitGradients, GroupsKnowWhichParametersGotOne) {
+  with_gradients([](Gradients& g) {
+    ParamGroup& group = *g.contents.groups.front();
+    const auto contributed = [&](std::size_t i) {
+      return group.gradients().contributed(g.contents.parameters[i].index);
+    };
+    const auto finish = [&](bool collective) {
+      g.gradients.finish(g.slot);
+      group.plan_reduction(collective, /*is_last=*/true);
+    };
+    g.gradients.add(1, at::full({3}, 1.0F));
+    finish(/*collective=*/false);
+    EXPECT_FALSE(group.gradients().contributed());
+    finish(/*collective=*/true);  // of both microbatches
+    EXPECT_FALSE(contributed(0));
+    EXPECT_TRUE(contributed(1));
+    // A second reduction of the same backward.
+    g.gradients.add(0, at::full({3}, 1.0F));
+    finish(/*collective=*/true);
+    EXPECT_TRUE(contributed(0) && contributed(1));
+    group.gradients().forget_contributions();
+    EXPECT_FALSE(group.gradients().contributed());
+  });
+}
+
 TEST(UnitGradients, LayersOverwriteFirstAndThenAdd) {
   with_gradients([](Gradients& g) {
     nn::WgradTarget target = g.gradients.target(g.slot, 0);

@@ -129,9 +129,9 @@ def async_save(
     """
     root = _root_of(model)
     texts = _checked_texts(state)
+    states, updates, fewer = states_of(root, optimizer)
     if optimizer is not None:
-        texts[_OPTIMIZER] = describe_optimizer(optimizer)
-    states, updates = states_of(root, optimizer)
+        texts[_OPTIMIZER] = describe_optimizer(optimizer, fewer)
     folder = pathlib.Path(folder)
     writer = _writer_for(root, model, optimizer, folder, keep_latest, states)
     return writer.save(int(step), texts, updates)
@@ -177,9 +177,8 @@ def load(
     on_meta = _materialize_buffers(root, model)
     try:
         if foreign is not None:
-            counts = described.get("counts_steps", True)
-            make_states(foreign, stored, counts, exclude)
-        states, _ = states_of(root, optimizer)
+            make_states(foreign, stored, described, exclude)
+        states, _, _ = states_of(root, optimizer)
         _C.load_checkpoint(
             str(path),
             [unit.core for unit in root.units],

@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import weakref
 
 import torch
 
@@ -10,6 +11,11 @@ from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
+
+
+# Of an optimizer: zeros for parameters without a state, by parameter. A writer knows the
+# addresses of what it saves.
+_zeros = weakref.WeakKeyDictionary()
 
 
 def core_optimizer(root, optimizer, states):
@@ -22,16 +28,38 @@ def core_optimizer(root, optimizer, states):
 
 def states_of(root, optimizer):
     """The optimizer's state by unit and parameter: {name: local tensor}, and how often
-    the parameter was updated (1 where the optimizer does not count)."""
-    states, updates = [], []
+    the parameter was updated (1 where the optimizer does not count). A unit counts once: a
+    parameter that was updated less often has the unit's number, and zeros without a state.
+
+    Returns:
+        states, updates, and the own number of those that were updated less often, by name.
+    """
+    states, updates, fewer = [], [], {}
     if optimizer is None or isinstance(optimizer, AdamW):
-        return states, updates
+        return states, updates, fewer
     _check_sharded(optimizer)
     for unit in root.units:
         own = [_state_of(optimizer, p) for p in unit.parameters]
+        trained = [i for i, p in enumerate(unit.parameters) if p.trainable]
+        most = max((own[i][1] for i in trained), default=0)
+        kinds = next((own[i][0] for i in trained if own[i][0]), {})
+        for i in trained:
+            (tensors, steps), p = own[i], unit.parameters[i]
+            if steps < most:
+                fewer[p.names[0]] = steps
+            own[i] = tensors or _zeros_for(optimizer, p, kinds), most
         states.append([tensors for tensors, _ in own])
         updates.append([steps for _, steps in own])
-    return states, updates
+    return states, updates, fewer
+
+
+def _zeros_for(optimizer, p, kinds):
+    local = local_of(p.shard)
+    known = _zeros.setdefault(optimizer, {}).setdefault(p.shard, {})
+    for name, like in kinds.items():
+        if name not in known or known[name].shape != local.shape:
+            known[name] = torch.zeros_like(local, dtype=like.dtype)
+    return {name: known[name] for name in kinds}
 
 
 def _state_of(optimizer, p):
@@ -62,7 +90,8 @@ def _check_sharded(optimizer):
                 )
 
 
-def describe_optimizer(optimizer):
+def describe_optimizer(optimizer, fewer):
+    """Returns the optimizer's options, and `fewer` of states_of, as JSON."""
     groups = []
     for group in optimizer.param_groups:
         options = {}
@@ -79,7 +108,8 @@ def describe_optimizer(optimizer):
                 ) from None
         groups.append(options)
     counts = any("step" in state for state in optimizer.state.values())
-    return json.dumps({"counts_steps": counts, "param_groups": groups})
+    described = {"counts_steps": counts, "param_groups": groups, "fewer": fewer}
+    return json.dumps(described)
 
 
 def check_options(optimizer, groups, path):
@@ -103,8 +133,14 @@ def take_options(optimizer, groups):
                 group[name] = value
 
 
-def make_states(optimizer, stored, counts, exclude):
-    """Gives the optimizer state tensors where the checkpoint has values for them."""
+def make_states(optimizer, stored, described, exclude):
+    """Gives the optimizer state tensors where the checkpoint has values for them.
+
+    Args:
+        described: what describe_optimizer said at the save.
+    """
+    counts = described.get("counts_steps", True)
+    fewer = described.get("fewer", {})
     roles = {
         role: dtypes
         for role, dtypes in stored["dtypes"].items()
@@ -118,8 +154,11 @@ def make_states(optimizer, stored, counts, exclude):
         names = unit.parameters[index].names
         own = dict(optimizer.state.get(parameter, {}))
         if not any(fnmatch.fnmatchcase(n, e) for n in names for e in exclude):
+            own_steps = next((fewer[n] for n in names if n in fewer), None)
             found = [
-                role for role, of in roles.items() if any(name in of for name in names)
+                role
+                for role, of in roles.items()
+                if own_steps != 0 and any(name in of for name in names)
             ]
             own = {
                 role: own[role] if role in own else torch.zeros_like(parameter)
@@ -129,7 +168,7 @@ def make_states(optimizer, stored, counts, exclude):
                 steps = next(
                     stored["updates"][n] for n in names if n in stored["updates"]
                 )
-                own["step"] = torch.tensor(float(steps))
+                own["step"] = torch.tensor(float(own_steps or steps))
         if own:
             state[number] = own
     groups = optimizer.state_dict()["param_groups"]
