@@ -1,5 +1,6 @@
 #include "flatshard/plan/step_writer.h"
 
+#include "flatshard/core/error.h"
 #include "flatshard/plan/links.h"
 #include "flatshard/plan/slot_places.h"
 #include "flatshard/plan/unit_prices.h"
@@ -329,6 +330,10 @@ class StepWriter {
     const int before = queue(std::move(operation));
     operation = std::move(rest);
     if (at.kind == Kernel::Kind::finish) {
+      FLATSHARD_CHECK(
+          !under_way.empty(),
+          internal,
+          "expected a transfer that overlaps before its finish, found none");
       operation.waits.push_back(under_way.front());
       under_way.erase(under_way.begin());
       return;
