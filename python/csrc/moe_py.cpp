@@ -204,6 +204,25 @@ void bind_moe(py::module_& m) {
       py::arg("ends"),
       no_gil,
       "x[r] W[e]^T for the rows r of each expert e.");
+  m.def(
+      "grouped_swiglu_linear",
+      [](const at::Tensor& gate_up,
+         const at::Tensor& row_weights,
+         const at::Tensor& weight,
+         const at::Tensor& ends) {
+        return nn::grouped_swiglu_linear(
+            gate_up,
+            row_weights,
+            weight,
+            {.ends = ends});
+      },
+      py::arg("gate_up"),
+      py::arg("row_weights"),
+      py::arg("weight"),
+      py::arg("ends"),
+      no_gil,
+      "(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T, which keeps gate_up "
+      "alone for the backward.");
 }
 
 }  // namespace flatshard::python

@@ -308,6 +308,12 @@ class RoutedTokens:
 def grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 ) -> torch.Tensor: ...
+def grouped_swiglu_linear(
+    gate_up: torch.Tensor,
+    row_weights: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor: ...
 
 class AdamW:
     def __init__(

@@ -1,6 +1,7 @@
 """transformers' models with experts, spread over ranks."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -179,6 +180,56 @@ def test_tokens_of_one_expert(rank, world):
     ours, theirs = loss_of(model, rank), loss_of(reference, rank)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     ours.backward()
+
+
+class ExpertsWithBiases(torch.nn.Module):
+    """As custom models have them: what transformers' interface knows, no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 4
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(4, 8, 6))
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.randn(4, 8))
+        self.down_proj = torch.nn.Parameter(torch.randn(4, 6, 4))
+
+    def forward(self, x, top_k_index, top_k_weights):
+        out = torch.zeros_like(x)
+        for k, e in itertools.product(range(top_k_index.shape[1]), range(4)):
+            mine = top_k_index[:, k] == e
+            if e < self.num_experts and mine.any():
+                rows = x[mine] @ self.gate_up_proj[e].T + self.gate_up_proj_bias[e]
+                gate, up = rows.chunk(2, 1)
+                rows = (gate.tanh() * up) @ self.down_proj[e].T
+                out[mine] = out[mine] + rows * top_k_weights[mine, k, None]
+        return out
+
+
+@pytest.mark.parametrize("num_chosen", [4, 1])
+def test_a_custom_forward_runs_on_the_rows_that_arrive(num_chosen, rank, world):
+    if world not in (1, 2, 4):
+        pytest.skip("needs 1, 2 or 4 ranks")
+    reference = on_device(torch.nn.Sequential(ExpertsWithBiases()))
+    model = copy.deepcopy(reference)
+    expert_parallel(model, named_mesh(ep=world)["ep"])
+    x, weights = on_device(torch.randn(5, 6)), on_device(torch.rand(5, 2))
+    chosen = on_device(torch.arange(10).view(5, 2) % num_chosen)
+
+    def gradients_of(model):
+        inputs = [t.clone().requires_grad_() for t in (x, weights)]
+        out = model[0](inputs[0], chosen, inputs[1])
+        parameters = list(model.parameters())
+        return out, *torch.autograd.grad(out.square().sum(), [*inputs, *parameters])
+
+    ours, theirs = gradients_of(model), gradients_of(reference)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        out = model[0](x.requires_grad_(), chosen, weights)
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    close = dict(rtol=1e-4, atol=1e-4)  # sums in float32 in another order
+    for mine, whole in zip(ours[:3], theirs[:3]):
+        torch.testing.assert_close(mine, whole, **close)
+    for mine, whole in zip(ours[3:], theirs[3:]):  # tokens of all ranks
+        whole = world * whole.chunk(world)[rank]
+        torch.testing.assert_close(mine, whole, **close)
 
 
 def test_mixed_precision_and_recomputation(rank, world):

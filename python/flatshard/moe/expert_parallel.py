@@ -184,10 +184,16 @@ class _Spread:
         if self._flatshard_overlap and (schedule := running()) is not None:
             way = schedule.cut(routed)
         weights = routed.row_weights(top_k_weights.float())
-        rows, weights = way.dispatch(hidden_states, weights)
-        weights = weights.to(top_k_weights.dtype).unsqueeze(1)
+        rows, row_weights = way.dispatch(hidden_states, weights)
+        weights = row_weights.to(top_k_weights.dtype).unsqueeze(1)
         if _is_gated(self):
-            rows = _gated_experts(self, rows, routed.ends) * weights
+            rows = rows.to(self.gate_up_proj.dtype)
+            both = _C.grouped_linear(rows, self.gate_up_proj, routed.ends)
+            down = self.down_proj, routed.ends
+            if both.is_cuda and _is_swiglu(self):  # by a kernel, with the weights
+                rows = _C.grouped_swiglu_linear(both, row_weights, *down)
+            else:
+                rows = _C.grouped_linear(self._apply_gate(both), *down) * weights
         elif routed.num_received > 0:
             rows = super().forward(rows, _experts_of_rows(routed), weights)
         else:  # of no token; the ranks' backwards stay alike
@@ -204,12 +210,11 @@ def _is_gated(experts):
     )
 
 
-def _gated_experts(experts, rows, ends):
-    """[rows, dim] by expert -> [rows, dim] by products of groups of rows."""
-    rows = rows.to(experts.gate_up_proj.dtype)
-    rows = _C.grouped_linear(rows, experts.gate_up_proj, ends)
-    rows = experts._apply_gate(rows)
-    return _C.grouped_linear(rows, experts.down_proj, ends)
+def _is_swiglu(experts):
+    """Returns whether the gate is silu, as the core's kernel has it."""
+    own_gate = type(experts)._apply_gate.__name__ != "_default_apply_gate"
+    act = type(experts.act_fn).__name__
+    return not own_gate and act in ("SiLU", "SiLUActivation")
 
 
 def _experts_of_rows(routed):
@@ -251,14 +256,20 @@ def _spread_class(cls):
 # -- transformers 4 --------------------------------------------------------------------
 
 
+def _default_apply_gate(experts, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
+
+
 class StackedExperts(nn.Module):
     """The parameters of experts with a gate, as transformers 5 has them.
 
     Parameters: gate_up_proj [experts, 2 * ffn, dim], down_proj [experts, dim, ffn].
-    The attributes and `_apply_gate` are transformers 5's, too.
+    The names are transformers 5's.
     """
 
     has_gate, has_bias, is_transposed = True, False, False
+    _apply_gate = _default_apply_gate
 
     def __init__(self, gate_up, down, act_fn):
         super().__init__()
@@ -266,10 +277,6 @@ class StackedExperts(nn.Module):
         self.gate_up_proj = nn.Parameter(gate_up)
         self.down_proj = nn.Parameter(down)
         self.act_fn = act_fn
-
-    def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
 
 
 def _stack(block):
