@@ -43,7 +43,7 @@ std::int64_t least_memory(
   const std::int64_t experts = models::num_expert_parameters(model);
   // Also where nothing else is sharded each rank has only its experts.
   const std::int64_t expert_shards =
-      std::max(shards, config.parallelism.expert_parallel_degree);
+      std::max(shards, config.parallelism.expert_ranks());
   return (all - experts) * each / shards + experts * each / expert_shards;
 }
 

@@ -62,11 +62,12 @@ TrainState make_train_state(
     std::int64_t num_microbatches) {
   TrainState state;
   models::MoeOptions moe = moe_options(config);
-  const std::int64_t expert_degree = config.parallelism.expert_parallel_degree;
-  if (expert_degree > 1) {
+  const config::Parallelism& p = config.parallelism;
+  if (p.expert_ranks() > 1) {
     state.exchange = make_exchange(config, model, *mesh);
     moe.exchange = state.exchange;
-    moe.local_experts = model.moe.num_experts / expert_degree;
+    moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
+    moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
   const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);

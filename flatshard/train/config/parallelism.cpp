@@ -41,7 +41,7 @@ constexpr UsedIf kReshards{
     "runs that release weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
-    WHEN(c.parallelism.expert_parallel_degree > 1),
+    WHEN(c.parallelism.expert_ranks() > 1),
     "more ranks than one"};
 constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
@@ -120,8 +120,19 @@ const ConfigKey kParallelismKeys[] = {
         "tokens; divides data_parallel_shard_degree",
         .range = {1, kMaxRanks}),
     KEY(parallelism.expert_tensor_parallel_degree,
-        "1: tensor parallelism inside experts is not supported",
-        .range = {1, kMaxRanks}),
+        "neighbouring ranks that have a part of the width of each expert, "
+        "inside of those of expert_parallel_degree; 1 or a multiple of "
+        "tensor_parallel_degree; divides model.moe_ffn_dim and, with "
+        "expert_parallel_degree, the ranks of a shard "
+        "(docs/guides/moe.md)",
+        .range = {.min = 1, .max = kMaxRanks},
+        .conflicts =
+            {{{"parallelism.token_exchange"},
+              WHEN(
+                  c.parallelism.expert_tensor_parallel_degree > 1 &&
+                  c.parallelism.token_exchange == TokenExchangeKind::copies),
+              "not supported: copies bring a row to one rank; use "
+              "\"collective\""}}),
     KEY(parallelism.token_exchange,
         "how tokens are exchanged by the ranks of expert_parallel_degree: by "
         "collectives, or by copies between the ranks' memory, which on GPUs "
@@ -233,8 +244,7 @@ void check_parallelism(const Config& config) {
   Granularity::parse(p.granularity, "parallelism.granularity");
   const std::pair<const char*, std::int64_t> degrees[] = {
       {"context_parallel_degree", p.context_parallel_degree},
-      {"pipeline_parallel_degree", p.pipeline_parallel_degree},
-      {"expert_tensor_parallel_degree", p.expert_tensor_parallel_degree}};
+      {"pipeline_parallel_degree", p.pipeline_parallel_degree}};
   for (const auto& [name, degree] : degrees) {
     FLATSHARD_CHECK(
         degree == 1,
@@ -248,6 +258,15 @@ void check_parallelism(const Config& config) {
       config,
       "parallelism.tensor_parallel_comm = \"copies\" is not supported; use "
       "\"collective\" or \"auto\"");
+  FLATSHARD_CHECK(
+      p.expert_tensor_parallel_degree == 1 ||
+          p.expert_tensor_parallel_degree % p.tensor_parallel_degree == 0,
+      config,
+      "parallelism.expert_tensor_parallel_degree = {}: expected 1 or a "
+      "multiple of parallelism.tensor_parallel_degree, which is {}; change one "
+      "of them",
+      p.expert_tensor_parallel_degree,
+      p.tensor_parallel_degree);
   FLATSHARD_CHECK(
       config.training.seq_len % p.tensor_parallel_degree == 0,
       config,

@@ -59,6 +59,12 @@ void check_priced(const Config& config) {
       "parallelism.tensor_parallel_degree = {} is not supported by plans; set "
       "it to 1",
       config.parallelism.tensor_parallel_degree);
+  FLATSHARD_CHECK(
+      config.parallelism.expert_tensor_parallel_degree == 1,
+      config,
+      "parallelism.expert_tensor_parallel_degree = {} is not supported by "
+      "plans; set it to 1",
+      config.parallelism.expert_tensor_parallel_degree);
 }
 
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
