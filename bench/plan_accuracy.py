@@ -30,9 +30,18 @@ _DIVIDED = [
 _AT_ONCE = ["parallelism.overlap_expert_parallel=true"]
 _LATE = [*_AT_ONCE, "parallelism.delay_wgrad=true"]
 _GRAPHS = ["cuda_graph.impl=unit"]
+_SHARED = ["parallelism.tensor_parallel_degree=2"]
+# Those of bench/tensor_parallel.py.
+_TWELVE = ["model.layers=12"]
+SHARED = {
+    "12 layers of 8B shapes": (8192, _TWELVE),
+    "12 layers of 8B shapes, seq 2048": (2048, _TWELVE),
+}
 
 # (variant, GPU, ranks, further settings, measured ms, measured GiB)
 MEASURED = [
+    ("12 layers of 8B shapes", "h200", 2, _SHARED, 174.8, None),
+    ("12 layers of 8B shapes, seq 2048", "h200", 2, _SHARED, 54.9, None),
     ("1B", "h200", 2, [], 71.0, 14.0),
     ("3B", "h200", 2, [], 173.5, 31.2),
     ("8B, local batch 1", "h200", 8, [_NONE], 769.4, None),
@@ -122,7 +131,7 @@ MEASURED = [
 
 
 def planned(args, variant, gpu, ranks, settings):
-    seq, of_variant = VARIANTS[variant]
+    seq, of_variant = (VARIANTS | SHARED)[variant]
     command = [args.program, "plan", args.config, "--json", f"--ranks={ranks}"]
     command += ["--gpu", args.gpu or gpu]
     for setting in (f"training.seq_len={seq}", *of_variant, *settings):

@@ -3,7 +3,8 @@
 python3 bench/plan_table.py
 
 A row has the fastest way in bfloat16 that fits, what bounds it, the fastest ZeRO-3 over
-all ranks for comparison, and the gain of the fastest FP8 recipe. No GPU is needed.
+all ranks and the fastest way without tensor parallelism for comparison, and the gain of
+the fastest FP8 recipe. No GPU is needed.
 """
 
 import json
@@ -57,9 +58,12 @@ def sweep(args, config, ranks):
 def strategy(way, ranks):
     text = way["strategy"]
     if way["replicas"] > 1:
-        text += f" {way['replicas']}x{ranks // way['replicas']}"
+        shards = ranks // way["replicas"] // way["tensor_parallel_degree"]
+        text += f" {way['replicas']}x{shards}"
     if not way["reshard_after_forward"]:
         text += ", kept"
+    if way["tensor_parallel_degree"] > 1:
+        text += f", tp {way['tensor_parallel_degree']}"
     if way["expert_degree"] > 1:
         text += f", ep {way['expert_degree']}"
         text += ", overlap" if way["overlap"] else ""
@@ -70,6 +74,7 @@ def is_plain(way):
     return (
         way["strategy"] == "zero3"
         and way["replicas"] == 1
+        and way["tensor_parallel_degree"] == 1
         and way["reshard_after_forward"]
         and way["expert_degree"] == 1
     )
@@ -85,10 +90,11 @@ def print_row(name, ranks, found):
     if not bf16:
         least = found["too_large"][0]
         over = (least["peak_bytes"] - least["room_bytes"]) / 2**30
-        row(name, ranks, f"does not fit: {over:.0f} GiB too much", *[""] * 8)
+        row(name, ranks, f"does not fit: {over:.0f} GiB too much", *[""] * 9)
         return
     best = bf16[0]
     plain = [way for way in bf16 if is_plain(way)]
+    alone = [way for way in bf16 if way["tensor_parallel_degree"] == 1]
     fp8 = [way for way in fitting if way["float8"] != "none"]
     row(
         name,
@@ -101,6 +107,7 @@ def print_row(name, ranks, found):
         f"{100 * best['mfu']:.1f}",
         best["bound"],
         f"{speed(plain[0]) / speed(best):.2f}" if plain else "does not fit",
+        f"{speed(alone[0]) / speed(best):.2f}" if alone else "does not fit",
         f"{fp8[0]['float8']} {speed(fp8[0]) / speed(best):.2f}" if fp8 else "",
     )
 
@@ -120,6 +127,7 @@ def main():
         "MFU, %",
         "bound by",
         "ZeRO-3, of it",
+        "without TP, of it",
         "FP8, of it",
         left=(0, 2, 3, 8),
     )

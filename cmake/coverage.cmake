@@ -11,3 +11,15 @@ function(flatshard_count_lines target)
     target_link_options(${target} INTERFACE --coverage)
   endif()
 endfunction()
+
+# add_test(NAME name ...) for tests that may count lines. A process that is killed while
+# it writes its counts breaks files to which no other can add its own. So each test has
+# a folder of counts, and scripts/coverage adds them up.
+function(flatshard_add_test _name name)
+  add_test(NAME ${name} ${ARGN})
+  if(FLATSHARD_COVERAGE)
+    set_tests_properties(
+      ${name} PROPERTIES ENVIRONMENT_MODIFICATION
+                         GCOV_PREFIX=set:${PROJECT_BINARY_DIR}/counts/${name})
+  endif()
+endfunction()

@@ -194,7 +194,7 @@ endfunction()
 
 # What each case took is left in build/reports, for scripts/slow_cases.
 function(_flatshard_ctest name program timeout)
-  add_test(NAME ${name} COMMAND ${program})
+  flatshard_add_test(NAME ${name} COMMAND ${program})
   set_tests_properties(
     ${name} PROPERTIES TIMEOUT ${timeout} PROCESSORS ${A_PROCESSORS} ENVIRONMENT
     "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/reports/${name}.xml")

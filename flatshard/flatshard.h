@@ -24,7 +24,6 @@
 #include "flatshard/float8/quantize.h"
 
 // Modules and layers for one device.
-#include "flatshard/moe/block_nodes.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/detached.h"
 #include "flatshard/nn/dropout.h"
@@ -48,6 +47,7 @@
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"
 #include "flatshard/moe/router.h"
 #include "flatshard/moe/token_exchange.h"

@@ -1,4 +1,4 @@
-// The side of backwards of AutogradEvents.
+// The part of AutogradEvents that handles backwards.
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/autograd/autograd_task.h"
 #include "flatshard/core/error.h"

@@ -1,4 +1,4 @@
-// Passes: units whose begins and ends the caller says itself.
+// Passes: the caller reports the begins and ends of units, in place of hooks.
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
 

@@ -35,7 +35,8 @@ PeerBuffer::PeerBuffer(
       mesh,
       std::move(placements));
 
-  // The ranks begin with their next one each, so that no two read from one.
+  // Each rank begins with the next rank, so that no two ranks read from the
+  // same one.
   for (int i = 1; i <= memory_->size(); ++i) {
     const int rank = (memory_->rank() + i) % memory_->size();
     const auto* const theirs =

@@ -27,7 +27,8 @@ void SlotPool::set_arena(std::int64_t nbytes) {
     arena_ = at::empty(
         {nbytes},
         at::TensorOptions().dtype(at::kByte).device(device_));
-    // Who had this memory before may still be at it, and other streams fill it.
+    // Kernels of the previous owner may still use this memory, and other
+    // streams will fill it.
     current_stream(device_)->synchronize();
   }
 }

@@ -19,7 +19,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// How a rank says what became of its files: one of these, then the text.
+// Each rank reports the outcome of its files: one of these words, then a text.
 constexpr std::string_view kDone = "done ";
 constexpr std::string_view kFailed = "failed ";
 

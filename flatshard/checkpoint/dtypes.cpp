@@ -17,7 +17,7 @@ constexpr std::array<Dtype, 12> kDtypes{
      {at::kBFloat16, "BF16"},
      {at::kHalf, "F16"},
      {at::kDouble, "F64"},
-     // Of buffers and frozen weights.
+     // The dtypes of buffers and frozen weights.
      {at::kFloat8_e4m3fn, "F8_E4M3"},
      {at::kFloat8_e5m2, "F8_E5M2"},
      {at::kLong, "I64"},

@@ -24,7 +24,7 @@ struct Source {
   std::int64_t begin = 0;  ///< first element, from the begin of the tensor
   std::int64_t numel = 0;
 };
-/// What holds a parameter: entries one after another.
+/// The entries that contain a parameter, in their order.
 using Sources = std::vector<Source>;
 
 /// The first element of a box, in its own order, that is not before `element`

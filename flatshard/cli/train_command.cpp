@@ -27,7 +27,8 @@
 namespace flatshard {
 namespace {
 
-// What a shell makes of a process that a signal ended.
+// A shell's exit code for a process that a signal ended is this plus the
+// signal.
 constexpr int kSignalExitCode = 128;
 
 struct TrainArguments {

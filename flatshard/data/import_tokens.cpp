@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kScannedTokens = std::int64_t{1} << 18;
 
-/// What is known of the tokens.
+/// The properties of the vocabulary that an import needs.
 struct Vocabulary {
   std::int64_t size = 0;
   std::int64_t end_of_document = 0;

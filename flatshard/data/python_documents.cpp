@@ -19,7 +19,8 @@ PythonDocuments::PythonDocuments(
 
 PythonDocuments::~PythonDocuments() {
   stop_ = true;
-  // A child that ends lets the thread go that waits to send.
+  // The feeder thread may wait to send to the child. The end of the child ends
+  // this wait.
   child_.kill();
   if (feeder_.joinable()) {
     feeder_.join();

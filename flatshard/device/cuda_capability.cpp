@@ -29,7 +29,8 @@ void check_kernel_launch() {
   if (status == cudaErrorNoKernelImageForDevice ||
       status == cudaErrorInvalidDeviceFunction) {
     (void)cudaGetLastError();
-    // Says what fits neither; what follows is for a build that should.
+    // Throws if this GPU does not fit the build. The error below is for a build
+    // that should fit.
     check_gpu({at::kCUDA, c10::cuda::current_device()});
     FLATSHARD_THROW(
         cuda,

@@ -28,8 +28,7 @@ std::vector<HostCopy> pieces_of(std::span<const HostCopy> copies) {
   return pieces;
 }
 
-/// What one thread copies through: while one buffer is on its way, the other
-/// is filled.
+/// The two buffers of one thread: it fills one while the other is copied.
 class PinnedPair {
  public:
   PinnedPair(at::Device device, const Event& begin)

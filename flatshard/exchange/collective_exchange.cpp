@@ -12,7 +12,8 @@
 namespace flatshard {
 namespace {
 
-/// Whose rows are where, on either side.
+/// The places of each rank's rows, on the side of the tokens and on the side of
+/// the experts.
 struct CollectivePlan : StreamExchangePlan {
   /// Of what dispatch takes: by expert, for each part of their width.
   std::vector<RowsOfPeer> at_home;
@@ -115,6 +116,11 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   } else {
     made->ends = by_rank.sum(0).cumsum(0, at::kInt);
   }
+}
+
+nn::TransferInput CollectiveExchange::rows_to_send(
+    const nn::TransferInput& input) {
+  return {.rows = nn::rows_of(Direction::dispatch, input)};
 }
 
 std::function<void()> CollectiveExchange::transfer_of_rows(

@@ -22,6 +22,8 @@ class CollectiveExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
+  /// Permutes tokens. The exchange stream would do so after the counts.
+  nn::TransferInput rows_to_send(const nn::TransferInput& input) override;
   std::function<void()> transfer_of_rows(
       const nn::ExchangePlanPtr& plan,
       Direction direction,

@@ -18,7 +18,7 @@ class CollectiveTensorParallel::Pending : public nn::PendingTensor {
     done_.record(stream);
   }
 
-  // Nobody asked for the result: its memory is in use all the same.
+  // If no caller took the result, its memory is still in use: wait for it.
   ~Pending() override {
     if (!out_.defined()) {
       return;

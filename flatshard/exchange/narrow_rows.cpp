@@ -7,7 +7,7 @@
 namespace flatshard {
 namespace {
 
-// copy(row here, row in its window) of each.
+// Calls copy(row here, row in its window) for each row.
 template <class Copy>
 void for_each_row(const NarrowRows& rows, Copy&& copy) {
   const std::int64_t num_runs = rows.runs.size(1) - 1;

@@ -12,7 +12,7 @@ namespace {
 
 using Direction = nn::TokenExchange::Direction;
 
-// For what a transfer of `input` delivers.
+// Allocates the tensors that a transfer of `input` fills.
 nn::TensorList room_for(
     const nn::ExchangePlan& plan,
     Direction direction,
@@ -249,13 +249,17 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TransferInput& input) {
-  const nn::TensorList out = room_for(*plan, direction, input);
-  auto work = transfer_of_defined(plan, direction, out, input);
+  const bool knows_counts = own<const StreamExchangePlan>(plan)->is_finished ||
+                            direction == Direction::combine;
+  const nn::TransferInput rows = knows_counts ? input : rows_to_send(input);
+  finish_plan(plan);
+  const nn::TensorList out = room_for(*plan, direction, rows);
+  auto work = transfer_of_defined(plan, direction, out, rows);
   Event ready;
   ready.record(*current_stream(group_->device()));
   ready.wait(*stream_);
   submit(std::move(work));
-  return std::make_unique<Transfer>(*this, input, out);
+  return std::make_unique<Transfer>(*this, rows, out);
 }
 
 }  // namespace flatshard

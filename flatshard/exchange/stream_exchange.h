@@ -42,7 +42,9 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// Rows arrive by expert, those of one expert in the order of the ranks. They
 /// travel on a stream of their own, beside what compute is doing. The host
 /// waits once for each plan (finish_plan), until the counts of all ranks are
-/// there: behind the router, and not behind what was queued since.
+/// there: behind the router, and not behind what was queued since. A dispatch
+/// finishes a plan that was only begun, and queues before that wait what needs
+/// the counts of this rank alone (rows_to_send).
 class StreamExchange : public nn::TokenExchange {
  public:
   nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
@@ -107,6 +109,12 @@ class StreamExchange : public nn::TokenExchange {
       Direction direction,
       const nn::TensorList& out,
       const nn::TensorList& rows) = 0;
+  /// Called by a dispatch of a plan that is not finished, before the host waits
+  /// for it: queues what needs no other rank's counts on the current stream.
+  /// @return  what is left to transfer.
+  virtual nn::TransferInput rows_to_send(const nn::TransferInput& input) {
+    return input;
+  }
   /// The same for tokens, see TransferInput. This one permutes them in front of
   /// what `transfer_of_rows` gives, and adds them up behind it.
   virtual std::function<void()> transfer_of_tokens(

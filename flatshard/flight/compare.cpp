@@ -1,4 +1,4 @@
-// Ranks that run different collectives.
+// Finds ranks that run different collectives.
 #include <algorithm>
 #include <cstddef>
 #include <utility>

@@ -1,5 +1,5 @@
-// The part of FlightWatcher that acts when the store is silent or a verdict is
-// there: it ends the communicators.
+// The part of FlightWatcher that ends the communicators: when the store does
+// not answer, or after a verdict.
 #include "flatshard/comm/communicator.h"
 #include "flatshard/core/log.h"
 #include "flatshard/flight/watcher.h"

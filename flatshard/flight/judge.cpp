@@ -1,4 +1,5 @@
-// The part of FlightWatcher that reads the other ranks and decides.
+// The part of FlightWatcher that reads the states of the other ranks and finds
+// the verdict.
 #include <algorithm>
 
 #include "flatshard/flight/watcher.h"

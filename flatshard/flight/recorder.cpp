@@ -35,6 +35,11 @@ void check_options(const FlightRecorderOptions& options) {
 class FlightRecorder::Impl : public detail::FlightWatcher {
  public:
   using FlightWatcher::FlightWatcher;
+
+  /// As CollectiveScope::step: below 0 is the recorder's.
+  std::int64_t step_or_own(std::int64_t given) const {
+    return given >= 0 ? given : step();
+  }
 };
 
 FlightRecorder::FlightRecorder(
@@ -122,7 +127,7 @@ void FlightRecorder::replayed(
     std::int64_t step) {
   Event done;
   done.record(*current_stream(impl_->device()));
-  impl_->ring().replayed(captured, step, std::move(done));
+  impl_->ring().replayed(captured, impl_->step_or_own(step), std::move(done));
 }
 
 FlightRecorder::WithAbort FlightRecorder::with_abort(
@@ -153,9 +158,10 @@ FlightRecorder::Ticket FlightRecorder::begin(
     CollectiveSignature signature) {
   check();
   const CollectiveScope* scope = CollectiveScope::current();
-  const std::int64_t step =
-      scope != nullptr && scope->step() >= 0 ? scope->step() : impl_->step();
-  return impl_->ring().begin(track, std::move(signature), step);
+  return impl_->ring().begin(
+      track,
+      std::move(signature),
+      impl_->step_or_own(scope != nullptr ? scope->step() : -1));
 }
 
 void FlightRecorder::launched(Ticket ticket) {

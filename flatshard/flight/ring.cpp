@@ -141,10 +141,6 @@ std::shared_ptr<CapturedCollectives> FlightRing::make_captured() {
 }
 
 void FlightRing::begin_capture(std::shared_ptr<CapturedCollectives> captured) {
-  for (const CapturedCollectives::Track& track : captured->tracks_) {
-    track.begun->write(0);
-    track.ended->write(0);
-  }
   captured->running_->write(1);
   const std::lock_guard lock(mutex_);
   captured_ = std::move(captured);
@@ -158,6 +154,12 @@ void FlightRing::end_capture(bool failed) {
   }
   if (captured && !failed) {
     captured->running_->write(0);
+    for (const CapturedCollectives::Track& track : captured->tracks_) {
+      if (!track.signatures.empty()) {  // the others' are never written
+        track.begun->write(0);
+        track.ended->write(0);
+      }
+    }
   }
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// How long rank 0, which may serve the store, stays for the others' sake.
+// Rank 0 may serve the store, so it stays this long for the other ranks.
 constexpr auto kLinger = 2s;
 
 std::chrono::milliseconds clamp(

@@ -30,7 +30,7 @@ kernels::Values values_of(const at::Tensor& x) {
       .dtype = dtype_of(x)};
 }
 
-// Of a tensor without elements: those of zeros.
+// Fills the scales of a tensor without elements with the scales of zeros.
 void fill_scales(const Quantizer& q, const PlaneView& view) {
   if (view.given_scales || view.plane.scales.numel() == 0) {
     return;

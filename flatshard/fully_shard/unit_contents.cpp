@@ -8,7 +8,7 @@
 namespace flatshard {
 namespace {
 
-/// What the parameters of one group have in common.
+/// The properties that all parameters of one group share.
 struct Kind {
   bool trainable;
   std::int64_t apart;

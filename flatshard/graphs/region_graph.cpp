@@ -18,7 +18,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Layers with these contexts ask others while this lives.
+// While an object exists, layers with these contexts use its sink and planes.
 class ContextScope {
  public:
   /// @param sink, planes  null: as before.

@@ -27,7 +27,7 @@ struct RegionGraph::Open : torch::CustomClassHolder {
 
 struct RegionGraph::ReplayFunction
     : torch::autograd::Function<RegionGraph::ReplayFunction> {
-  // inputs, then the parameters that get gradients.
+  // `all` has the inputs, then the parameters that get gradients.
   static variable_list forward(
       AutogradContext* ctx,
       at::TensorList all,

@@ -2,16 +2,37 @@
 #include "flatshard/graphs/module_modes.h"
 #include "flatshard/graphs/region_graphs.h"
 #include "flatshard/graphs/step_watch.h"
+#include "flatshard/graphs/watched_graphs.h"
+#include "flatshard/runtime/runtime.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
+
 namespace flatshard {
+namespace {
+
+// Where ranks share layers, these exchange activations.
+bool have_collectives(const Mesh& mesh) {
+  return std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) {
+    return axis.role == AxisRole::model && axis.size > 1;
+  });
+}
+
+}  // namespace
 
 void RegionGraphs::capture_all() {
   capturing_ = true;
   const auto done = c10::make_scope_exit([&] { capturing_ = false; });
   pool_ = make_graph_pool(device_, options_.audit);
+  const auto runtime = runtime_.lock();
+  if (runtime && have_collectives(*runtime->mesh())) {
+    pool_ = watch_collectives(
+        std::move(pool_),
+        device_,
+        runtime->mesh()->flight_recorder());
+  }
   pool_->make_room();
   for (const auto& regions : unit_regions_) {
     regions->targets.clear();

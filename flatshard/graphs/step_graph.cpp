@@ -5,6 +5,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/graphs/step_recording.h"
 #include "flatshard/graphs/step_stamp.h"
+#include "flatshard/graphs/watched_graphs.h"
 #include "flatshard/nn/module_tree.h"
 
 #include <ATen/ATen.h>
@@ -43,29 +44,13 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
   for (const nn::Module* module : modules_) {
     num_own_hooks_.push_back(runtime_->num_hooks_on(*module));
   }
-  if (core_.mesh->device().is_cuda()) {
-    flight_ = core_.mesh->flight_recorder().get();
-  }
-  if (flight_ != nullptr) {
-    with_abort_ = flight_->with_abort([weak = std::weak_ptr(held_)] {
-      if (const auto held = weak.lock()) {
-        // Who launches may wait for the device, until the abort sets it free.
-        const std::lock_guard lock(held->mutex);
-        held->graph.reset();
-      }
-    });
-  }
 }
 
 StepGraph::~StepGraph() = default;
 
 void StepGraph::reset() {
   captured_ = false;
-  {
-    const std::lock_guard lock(held_->mutex);
-    held_->graph.reset();
-  }
-  collectives_.reset();
+  graph_.reset();
   effects_.reset();
   stamp_.reset();
   inputs_.clear();
@@ -192,17 +177,16 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
   for (const at::Tensor& input : inputs) {
     inputs_.push_back(at::empty_like(input).copy_(input));
   }
-  pool_ = make_graph_pool(core_.mesh->device());
+  const at::Device device = core_.mesh->device();
+  pool_ = watch_collectives(
+      make_graph_pool(device),
+      device,
+      core_.mesh->flight_recorder());
   pool_->make_room();
-  if (flight_ != nullptr) {
-    collectives_ = flight_->make_captured();
-  }
   try {
-    auto graph = pool_->capture(
+    graph_ = pool_->capture(
         [this] { return record(); },
         nn::own_generators(modules_));
-    const std::lock_guard lock(held_->mutex);
-    held_->graph = std::move(graph);
     captured_ = true;
     return {};
   } catch (const Error& e) {
@@ -215,25 +199,12 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
 }
 
 std::vector<at::Tensor> StepGraph::record() {
-  bool failed = true;
-  if (flight_ != nullptr) {
-    flight_->begin_capture(collectives_);
-  }
-  const auto done = c10::make_scope_exit([&] {
-    if (flight_ != nullptr && failed) {
-      flight_->end_capture(/*failed=*/true);
-    }
-  });
   Recording recording(*runtime_, effects_.get());
   std::vector<at::Tensor> all;
   for (const at::Tensor& output : work_(inputs_)) {
     all.push_back(output.detach());
   }
   StepEffects effects = recording.end();
-  failed = false;
-  if (flight_ != nullptr) {
-    flight_->end_capture(/*failed=*/false);
-  }
   const std::size_t num_outputs = all.size();
   for (const StepEffects::Group& group : effects.groups) {
     for (const at::Tensor& tensor : group.gradients.tensors) {
@@ -283,21 +254,11 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
     core_.executor.streams().join();
     core_.executor.wait_for_all_written_weights();
   }
-  nn::TensorList all;
   {
-    const std::lock_guard lock(held_->mutex);
-    if (held_->graph) {
-      held_->graph->replay();
-      all = held_->graph->outputs();
-    }
+    const CollectiveScope scope(core_.executor.step(), "graph of a step");
+    graph_->replay();
   }
-  if (all.empty()) {
-    core_.mesh->check();  // throws the verdict that took the graph
-    FLATSHARD_THROW(internal, "the graph of the step is gone");
-  }
-  if (flight_ != nullptr) {
-    flight_->replayed(collectives_, core_.executor.step());
-  }
+  const nn::TensorList& all = graph_->outputs();
   apply(all);
   ++stats_.step_replays;
   nn::TensorList outputs;

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -60,12 +59,6 @@ class StepGraph {
 
  private:
   class Recording;
-  /// What the flight recorder's thread may drop, when it is to end the
-  /// communicators that the graph holds.
-  struct Held {
-    std::mutex mutex;
-    std::unique_ptr<DeviceGraph> graph;
-  };
 
   bool all_ranks(bool mine) const;
   void drop_if_outdated();
@@ -89,11 +82,8 @@ class StepGraph {
   std::unique_ptr<StepEffects> effects_;
   std::unique_ptr<StepStamp> stamp_;
   std::size_t num_outputs_ = 0;  ///< of the graph's; then come gradients
-  std::shared_ptr<Held> held_ = std::make_shared<Held>();
+  std::unique_ptr<DeviceGraph> graph_;
   bool captured_ = false;
-  FlightRecorder* flight_ = nullptr;  ///< the mesh's; null: none, or on a CPU
-  FlightRecorder::WithAbort with_abort_;
-  std::shared_ptr<CapturedCollectives> collectives_;
   int num_steps_ = 0;  ///< since the last drop
   std::string failure_;
   GraphStats stats_;

@@ -14,7 +14,7 @@ RegionGraph::Input StepWatch::describe(const at::Tensor& input) const {
       .options = input.options(),
       .requires_grad = input.requires_grad()};
   const auto source = sources_.find(input.const_data_ptr());
-  // Other memory may have come to its address.
+  // Another tensor may have been allocated at this address since.
   if (source != sources_.end() && source->second.storage.lock().get() ==
                                       input.storage().unsafeGetStorageImpl()) {
     in.source = source->second.graph;

@@ -9,7 +9,7 @@
 namespace flatshard {
 namespace {
 
-// That of `placements` which is cut among several ranks; -1: none.
+// Returns the innermost axis that shards over several ranks, or -1.
 int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
   for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
     if (placements[axis].is_shard() && mesh.axis(axis).size > 1) {

@@ -1,4 +1,5 @@
-// Knows no torch: it forks, and torch's threads and locks would not survive.
+// Uses no torch, because it forks, and torch's threads and locks do not survive
+// a fork.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>

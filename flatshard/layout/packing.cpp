@@ -1,4 +1,5 @@
-// How FlatLayout finds its segments and the tensors' places in them.
+// The part of FlatLayout that finds the segments and the places of tensors in
+// them.
 #include <algorithm>
 #include <iterator>
 #include <utility>

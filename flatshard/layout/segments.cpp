@@ -1,4 +1,4 @@
-// Layouts that are made of others.
+// Derives layouts from other layouts.
 #include <utility>
 
 #include "flatshard/core/error.h"

@@ -22,8 +22,8 @@ std::int64_t attention_parameters(const ModelConfig& c) {
          (options.output_bias ? c.dim : 0);
 }
 
-// Tokens that one attends to in a block, on average over a sequence; half of it
-// for a block without a window.
+// Returns how many tokens a token attends to in a block, on average over a
+// sequence: without a window half of the sequence.
 double attended_tokens(
     const ModelConfig& c,
     std::int64_t layer,

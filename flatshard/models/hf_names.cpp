@@ -17,7 +17,7 @@ constexpr std::string_view kTheirs = "model.norm.weight";
 constexpr std::string_view kExperts = ".mlp.experts.";
 constexpr std::string_view kGateUp = "gate_up_proj";
 constexpr std::string_view kDown = "down_proj";
-// The name of something in a block, as the family's files have it.
+// Returns the name that the family's files have for a parameter of a block.
 std::string block_name(const FamilyNames& names, std::string_view name) {
   std::string result(name);
   for (const auto& [ours, theirs] : names.renames) {

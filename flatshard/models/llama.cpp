@@ -338,6 +338,41 @@ at::Tensor LlamaBlockImpl::forward(
       options)[0];
 }
 
+nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
+  FLATSHARD_CHECK(
+      checkpoint_ == ActivationCheckpoint::none,
+      usage,
+      "a block in pieces: expected activation_checkpoint none; a schedule "
+      "recomputes pieces itself (OverlapPlanOptions::recompute)");
+  nn::Nodes nodes;
+  nn::RmsNormImpl* const first = or_null(input_layernorm_);
+  nn::RmsNormImpl* const second = or_null(post_attention_layernorm_);
+  const std::vector<int> attended = nodes.add(
+      "attn",
+      {0},
+      2,
+      {first, self_attn_.get()},
+      [this, first, documents = std::move(documents)](const auto& in) {
+        const auto [x, attention] = self_attn_(in[0], first, documents);
+        return nn::TensorList{x, attention};
+      });
+  if (moe_) {
+    const auto record = std::make_shared<RoutingRecord>();
+    nodes.keep(record);
+    moe_->append_nodes(nodes, attended, second, record.get());
+  } else {
+    nodes.add(
+        "mlp",
+        attended,
+        1,
+        {second, mlp_.get()},
+        [this, second](const nn::TensorList& in) {
+          return nn::TensorList{mlp_(in[0], in[1], second)};
+        });
+  }
+  return nodes;
+}
+
 at::Tensor LlamaBlockImpl::extend(
     const at::Tensor& x,
     KvCache& cache,
@@ -505,6 +540,24 @@ at::Tensor LlamaImpl::forward(
       tokens.numel(),
       documents.positions.numel());
   return with_loss_gradient(head_(body_(tokens, documents), targets), targets);
+}
+
+at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
+  return body_->embed_tokens()->forward(tokens);
+}
+
+at::Tensor LlamaImpl::head(
+    const at::Tensor& hidden,
+    const at::Tensor& targets) {
+  return with_loss_gradient(head_->forward(hidden, targets), targets);
+}
+
+at::Tensor LlamaImpl::with_loss_gradient(
+    const at::Tensor& result,
+    const at::Tensor& targets) const {
+  return loss_gradient_ && targets.defined()
+             ? nn::tell_gradient(result, loss_gradient_)
+             : result;
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

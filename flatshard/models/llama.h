@@ -4,7 +4,7 @@
 #include "flatshard/models/config.h"
 #include "flatshard/models/kv_cache.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/moe/block_nodes.h"
+#include "flatshard/moe/nodes.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/embedding.h"
@@ -145,10 +145,9 @@ class LlamaBlockImpl : public nn::Module {
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
   /// @throws Error{usage} with activation checkpointing.
-  std::unique_ptr<nn::BlockNodes> nodes(nn::Documents documents = {});
+  nn::Nodes nodes(nn::Documents documents = {});
 
  private:
-  friend class LlamaBlockNodes;
   at::Tensor run(
       const at::Tensor& in,
       const std::shared_ptr<RoutingRecord>& record,

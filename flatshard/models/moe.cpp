@@ -14,7 +14,7 @@
 namespace flatshard::models {
 namespace {
 
-// DeepSeek-V3 adds it to the sum of sigmoid scores.
+// DeepSeek-V3 adds this value to the sum of sigmoid scores.
 constexpr double kSigmoidEpsilon = 1e-20;
 
 nn::RouterOptions router_options(
@@ -139,7 +139,7 @@ const nn::Routing& RouterImpl::balanced_choice_for(const at::Tensor& x) {
 }
 
 ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
-    : Module("Experts"), exchange_(options.exchange) {
+    : Module("Experts"), are_all_here_(options.exchange == nullptr) {
   const std::int64_t experts = options.local_experts > 0
                                    ? options.local_experts
                                    : config.moe.num_experts;
@@ -164,32 +164,16 @@ at::Tensor ExpertsImpl::forward(
     const at::Tensor& x,
     const at::Tensor& weights,
     const RoutingRecord& record) {
-  const nn::ExchangePlanPtr& plan = record.plan;
-  const at::Tensor row_weights =
-      nn::permute_weights(weights, record.permutation);
-  if (!are_all_here()) {
-    exchange_->finish_plan(plan);
-  }
-  const nn::Groups groups{plan->ends, plan->groups_per_expert};
-  if (are_all_here()) {
-    const at::Tensor gate_up = nn::permute_grouped_linear(
-        x,
-        record.permutation,
-        gate_up_proj_,
-        groups,
-        context());
-    return nn::grouped_swiglu_linear(
-        gate_up,
-        row_weights,
-        down_proj_,
-        groups,
-        context());
-  }
-  const nn::TensorList rows =
-      nn::dispatch_tokens(exchange_, plan, record.permutation, x, row_weights);
+  const nn::Groups groups{record.plan->ends, record.plan->groups_per_expert};
   return nn::grouped_swiglu_linear(
-      nn::grouped_linear(rows[0], gate_up_proj_, groups, context()),
-      rows[1],
+      are_all_here_ ? nn::permute_grouped_linear(
+                          x,
+                          record.permutation,
+                          gate_up_proj_,
+                          groups,
+                          context())
+                    : nn::grouped_linear(x, gate_up_proj_, groups, context()),
+      weights,
       down_proj_,
       groups,
       context());
@@ -201,9 +185,7 @@ MoeImpl::MoeImpl(
     const nn::LossGradientPtr& loss_gradient)
     : Module("Moe"),
       capacity_factor_(options.capacity_factor),
-      exchange_(
-          options.exchange ? options.exchange
-                           : std::make_shared<nn::LocalExchange>()) {
+      exchange_(options.exchange) {
   FLATSHARD_CHECK(
       capacity_factor_ >= 0,
       config,
@@ -266,39 +248,18 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
     const at::NoGradGuard no_grad;
     gate_->count_kept(out[2]);
   }
-  record.plan = exchange_->begin_plan(out[2], record.permutation.rows());
+  const std::int64_t num_rows = record.permutation.rows();
+  record.plan = exchange_ ? exchange_->begin_plan(out[2], num_rows)
+                          : nn::LocalExchange().plan(out[2], num_rows);
   // Its weights belong to the graph of the run that made them.
   record.routing =
       nn::Routing{.experts = routing.experts, .counts = routing.counts};
 }
 
-nn::TensorList MoeImpl::run_before_choice(
-    const nn::TensorList& in,
-    nn::RmsNormImpl& norm,
-    bool with_shared) {
-  const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
-  const auto [sum, normed] = nn::call_with_hooks(norm, in[0], delta);
-  const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
-  const at::Tensor logits = gate_->score(rows);
-  if (!shared_ || !with_shared) {
-    return {rows, sum, logits};
-  }
-  const auto outs = nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
-  return {
-      rows,
-      nn::swiglu_linear(
-          outs[0],
-          outs[1],
-          *shared_down_,
-          sum.reshape(rows.sizes())),
-      logits};
-}
-
 MoeImpl::BeforeChoice MoeImpl::before_choice(
     const at::Tensor& x,
     const at::Tensor& delta,
-    nn::RmsNormImpl& norm,
-    bool with_shared) {
+    nn::RmsNormImpl& norm) {
   nn::TensorList inputs{x};
   if (delta.defined()) {
     inputs.push_back(delta);
@@ -306,11 +267,35 @@ MoeImpl::BeforeChoice MoeImpl::before_choice(
   const nn::TensorList out = nn::region(
       *this,
       "moe_router",
-      [this, &norm, with_shared](const nn::TensorList& in) {
-        return run_before_choice(in, norm, with_shared);
+      [this, &norm](const nn::TensorList& in) {
+        const auto [sum, normed] = nn::call_with_hooks(
+            norm,
+            in[0],
+            in.size() > 1 ? in[1] : at::Tensor());
+        const at::Tensor rows = normed.reshape({-1, normed.size(-1)});
+        return nn::TensorList{rows, sum, gate_->score(rows)};
       },
       inputs);
   return {.rows = out[0], .sum = out[1], .logits = out[2]};
+}
+
+at::Tensor MoeImpl::run_shared(const at::Tensor& rows, const at::Tensor& sum) {
+  return nn::region(
+      *shared_,
+      "moe_router",
+      [this](const nn::TensorList& in) {
+        const at::Tensor& rows = in[0];
+        const at::Tensor& sum = in[1];
+        const auto outs =
+            nn::linears(rows, {shared_gate_.get(), shared_up_.get()});
+        const at::Tensor all = nn::swiglu_linear(
+            outs[0],
+            outs[1],
+            *shared_down_,
+            sum.reshape(rows.sizes()));
+        return nn::TensorList{all.view(sum.sizes())};
+      },
+      {rows, sum})[0];
 }
 
 nn::Routing MoeImpl::choose(const BeforeChoice& before, RoutingRecord& record) {
@@ -324,25 +309,81 @@ nn::Routing MoeImpl::choose(const BeforeChoice& before, RoutingRecord& record) {
   return routing;
 }
 
+void MoeImpl::append_nodes(
+    nn::Nodes& nodes,
+    const std::vector<int>& in,
+    nn::RmsNormImpl* norm,
+    RoutingRecord* record) {
+  const std::vector<int> routed = nodes.add(
+      "moe_router",
+      in,
+      4,
+      {norm, gate_.get()},
+      [this, norm, record](const nn::TensorList& in) {
+        const BeforeChoice before = before_choice(in[0], in[1], *norm);
+        const nn::Routing routing = choose(before, *record);
+        return nn::TensorList{
+            before.sum,
+            before.rows,
+            // A reader of its own, whose gradient comes by itself.
+            before.rows.view(before.rows.sizes()),
+            nn::permute_weights(routing.weights, record->permutation)};
+      });
+  const int rows = routed[2];
+  const int weights = routed[3];
+  int sum = routed[0];
+  if (shared_) {
+    sum = nodes.add(
+        "shared_experts",
+        {routed[1], sum},
+        1,
+        {shared_.get()},
+        [this](const nn::TensorList& in) {
+          return nn::TensorList{run_shared(in[0], in[1])};
+        })[0];
+  }
+  const auto run_experts = [this, record](const nn::TensorList& in) {
+    return nn::TensorList{experts_(in[0], in[1], *record)};
+  };
+  if (!exchange_) {
+    const auto out =
+        nodes.add("experts", {rows, weights}, 1, {experts_.get()}, run_experts);
+    nodes.add("merge", {out[0], sum}, 1, {}, [record](const auto& in) {
+      return nn::TensorList{
+          nn::sum_rows_of_tokens(in[0], record->permutation, in[1])};
+    });
+    return;
+  }
+  const auto route = [this, record](nn::TokenExchange::Direction direction) {
+    return [this, record, direction] {
+      return nn::RowRoute{
+          .exchange = exchange_,
+          .plan = record->plan,
+          .direction = direction,
+          .tokens = record->permutation};
+    };
+  };
+  const auto arrived = nodes.exchange(
+      "dispatch",
+      {rows, weights},
+      route(nn::TokenExchange::Direction::dispatch));
+  const auto out =
+      nodes.add("experts", arrived, 1, {experts_.get()}, run_experts);
+  nodes.exchange(
+      "combine",
+      out,
+      route(nn::TokenExchange::Direction::combine),
+      /*addend=*/sum);
+}
+
 at::Tensor MoeImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl* norm,
     RoutingRecord* record) {
-  const BeforeChoice before =
-      before_choice(x, delta, *norm, /*with_shared=*/true);
-  const nn::Routing routing = choose(before, *record);
-  const at::Tensor out = experts_(before.rows, routing.weights, *record);
-  const at::Tensor sum =
-      experts_->are_all_here()
-          ? nn::sum_rows_of_tokens(out, record->permutation, before.sum)
-          : nn::combine_tokens(
-                exchange_,
-                record->plan,
-                record->permutation,
-                out,
-                before.sum);
-  return shared_ ? sum.view(x.sizes()) : sum;
+  nn::Nodes nodes(2);
+  append_nodes(nodes, {0, 1}, norm, record);
+  return nodes.run({x, delta})[0];
 }
 
 }  // namespace flatshard::models

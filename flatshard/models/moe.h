@@ -2,6 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"
 #include "flatshard/moe/router.h"
 #include "flatshard/moe/token_exchange.h"
@@ -13,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 namespace flatshard::models {
 
@@ -116,20 +118,20 @@ FLATSHARD_MODULE(Router);
 class ExpertsImpl : public nn::Module {
  public:
   ExpertsImpl(const ModelConfig& config, const MoeOptions& options);
-  /// @param x        [tokens, dim]
-  /// @param weights  float32 [tokens, experts_per_token]
-  /// @return         the weighted results of each row that came here, in the
-  ///   order in which it came: [ExchangePlan::num_received, dim]
+  /// @param x        rows as a dispatch delivers them, or where all experts are
+  ///   here tokens, [tokens, dim]
+  /// @param weights  float32, of each row
+  /// @return         the weighted results of each row:
+  ///   [ExchangePlan::num_received, dim]
   at::Tensor forward(
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
   /// No row is exchanged.
-  bool are_all_here() const { return exchange_ == nullptr; }
+  bool are_all_here() const { return are_all_here_; }
 
  private:
-  friend class LlamaBlockNodes;
-  std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
+  const bool are_all_here_;
   at::Tensor gate_up_proj_;
   at::Tensor down_proj_;
 };
@@ -154,34 +156,39 @@ class MoeImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       RoutingRecord* record);
 
+  /// Appends what forward does to `nodes`.
+  /// @param in      numbers of x and delta, as for forward
+  /// @param record  of this call; lives as long as `nodes`.
+  void append_nodes(
+      nn::Nodes& nodes,
+      const std::vector<int>& in,
+      nn::RmsNormImpl* norm,
+      RoutingRecord* record);
+
   RouterImpl& router() { return *gate_; }
 
  private:
-  friend class LlamaBlockNodes;
-  /// What there is before the choice, a region: norm, scores, shared experts.
+  /// What there is before the choice, a region: norm and scores.
   struct BeforeChoice {
     at::Tensor rows;  ///< [tokens, dim] to route
     at::Tensor sum;   ///< what their results are added to, of as many elements
     at::Tensor logits;
   };
-  /// @param x, delta     as for `forward`
-  /// @param with_shared  false: the caller runs shared experts itself
+  /// @param x, delta  as for `forward`
   BeforeChoice before_choice(
       const at::Tensor& x,
       const at::Tensor& delta,
-      nn::RmsNormImpl& norm,
-      bool with_shared);
-  nn::TensorList run_before_choice(
-      const nn::TensorList& in,
-      nn::RmsNormImpl& norm,
-      bool with_shared);
+      nn::RmsNormImpl& norm);
+  /// @param rows  [tokens, dim]
+  /// @return      sum + the shared experts' results, of sum's sizes
+  at::Tensor run_shared(const at::Tensor& rows, const at::Tensor& sum);
   /// The first run of a call chooses, and fills `record`.
   nn::Routing choose(const BeforeChoice& before, RoutingRecord& record);
   /// What the choice means for rows, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
   const double capacity_factor_;
-  std::shared_ptr<nn::TokenExchange> exchange_;
+  std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
   Router gate_{nullptr};
   Experts experts_{nullptr};
   std::shared_ptr<nn::Module> shared_;

@@ -20,7 +20,7 @@ constexpr std::string_view kFactorA = ".lora_A.weight";
 constexpr std::string_view kFactorB = ".lora_B.weight";
 constexpr std::string_view kPlainWeight = ".weight";
 
-// Of a layer's weight in the base model.
+// Returns the entry of a layer's weight in the base model.
 StoredEntry base_entry(
     const ModelConfig& config,
     const std::string& layer,

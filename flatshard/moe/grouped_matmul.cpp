@@ -8,7 +8,7 @@
 namespace flatshard::nn {
 namespace {
 
-// What torch's kernel takes.
+// torch's kernel accepts at most so many groups.
 constexpr std::int64_t kMaxGroups = 1023;
 
 bool in_one_kernel(

@@ -27,7 +27,7 @@ std::int32_t place_of_row(
   return -2 - (ends[run] + row - runs[run]);
 }
 
-// By bytes, of whatever dtype.
+// Copies rows as bytes, so for every dtype.
 class Rows {
  public:
   Rows(const at::Tensor& leaving, const at::Tensor& staying)

@@ -21,48 +21,34 @@ class Arrived : public RowTransfer {
   TensorList rows_;
 };
 
-// A transfer, and of its gradients the way back.
-struct Exchange {
-  std::shared_ptr<TokenExchange> exchange;
-  ExchangePlanPtr plan;
-  TokenExchange::Direction direction = TokenExchange::Direction::dispatch;
-  std::optional<Permutation> tokens;
-
-  TensorList run(
-      TokenExchange::Direction to,
-      TensorList rows,
-      const at::Tensor& addend = {}) const {
-    for (at::Tensor& tensor : rows) {
-      if (tensor.defined()) {
-        tensor = tensor.contiguous();
-      }
-    }
-    TransferInput input{.rows = std::move(rows)};
-    if (input.rows[0].defined()) {
-      input.tokens = tokens;
-      input.addend = addend.defined() ? addend.contiguous() : addend;
-    }
-    return exchange->start(plan, to, input)->finish();
-  }
+// What the node keeps of a route.
+struct RouteHandle : torch::CustomClassHolder {
+  explicit RouteHandle(RowRoute kept) : route(std::move(kept)) {}
+  RowRoute route;
 };
 
-// What the node keeps of it.
-struct ExchangeHandle : torch::CustomClassHolder {
-  explicit ExchangeHandle(Exchange kept) : exchange(std::move(kept)) {}
-  Exchange exchange;
-};
+TensorList start_and_finish(
+    const RowRoute& route,
+    TokenExchange::Direction to,
+    TensorList rows,
+    const at::Tensor& addend = {}) {
+  return route.exchange
+      ->start(route.plan, to, route.input(to, std::move(rows), addend))
+      ->finish();
+}
 
 struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list forward(
       AutogradContext* ctx,
       at::TensorList rows,
       const std::optional<at::Tensor>& addend,
-      const c10::intrusive_ptr<ExchangeHandle>& handle) {
+      const c10::intrusive_ptr<RouteHandle>& handle) {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
     ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
-    TensorList arrived = handle->exchange.run(
-        handle->exchange.direction,
+    TensorList arrived = start_and_finish(
+        handle->route,
+        handle->route.direction,
         rows.vec(),
         addend.value_or(at::Tensor()));
     for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -77,32 +63,18 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("the exchange of tokens");
     const auto capsule = ctx->saved_data["handle"].toCapsule();
-    const Exchange& exchange =
-        static_cast<const ExchangeHandle&>(*capsule).exchange;
+    const RowRoute& route = static_cast<const RouteHandle&>(*capsule).route;
     at::Tensor of_addend;
     if (ctx->saved_data["has_addend"].toBool()) {
       of_addend = grads[0];
     }
-    if (exchange.tokens && grads[0].defined()) {
-      grads[0] = as_rows(grads[0]);
-    }
     variable_list back_home =
-        exchange.run(back(exchange.direction), std::move(grads));
+        start_and_finish(route, back(route.direction), std::move(grads));
     back_home.push_back(of_addend);
     back_home.emplace_back();  // the handle has none
     return back_home;
   }
 };
-
-TensorList exchange_with_graph(
-    Exchange kept,
-    const TensorList& rows,
-    const at::Tensor& addend = {}) {
-  return ExchangeFunction::apply(
-      at::TensorList(rows),
-      as_optional(addend),
-      c10::make_intrusive<ExchangeHandle>(std::move(kept)));
-}
 
 }  // namespace
 
@@ -153,6 +125,36 @@ TensorList result_of(
   return rows;
 }
 
+TransferInput RowRoute::input(
+    TokenExchange::Direction to,
+    TensorList rows,
+    const at::Tensor& addend) const {
+  TransferInput input{.rows = std::move(rows)};
+  if (tokens && input.rows[0].defined()) {
+    input.tokens = tokens;
+    input.addend = addend.defined() ? addend.contiguous() : addend;
+    if (to == TokenExchange::Direction::dispatch) {
+      input.rows[0] = as_rows(input.rows[0]);
+    }
+  }
+  for (at::Tensor& tensor : input.rows) {
+    if (tensor.defined()) {
+      tensor = tensor.contiguous();
+    }
+  }
+  return input;
+}
+
+TensorList exchange_rows(
+    const RowRoute& route,
+    const TensorList& rows,
+    const at::Tensor& addend) {
+  return ExchangeFunction::apply(
+      at::TensorList(rows),
+      as_optional(addend),
+      c10::make_intrusive<RouteHandle>(route));
+}
+
 TensorList exchange_rows(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,
@@ -169,8 +171,8 @@ TensorList exchange_rows(
         expected,
         c10::str(tensor.sizes()));
   }
-  return exchange_with_graph(
-      {.exchange = exchange, .plan = plan, .direction = direction},
+  return exchange_rows(
+      RowRoute{.exchange = exchange, .plan = plan, .direction = direction},
       rows);
 }
 
@@ -197,11 +199,12 @@ TensorList dispatch_tokens(
       plan->num_sent,
       c10::str(x.sizes()),
       permutation.rows());
-  return exchange_with_graph(
-      {.exchange = exchange,
-       .plan = plan,
-       .direction = TokenExchange::Direction::dispatch,
-       .tokens = permutation},
+  return exchange_rows(
+      RowRoute{
+          .exchange = exchange,
+          .plan = plan,
+          .direction = TokenExchange::Direction::dispatch,
+          .tokens = permutation},
       {x, row_weights});
 }
 
@@ -222,11 +225,12 @@ at::Tensor combine_tokens(
       permutation.tokens(),
       c10::str(rows.sizes()),
       c10::str(first.sizes()));
-  return exchange_with_graph(
-      {.exchange = exchange,
-       .plan = plan,
-       .direction = TokenExchange::Direction::combine,
-       .tokens = permutation},
+  return exchange_rows(
+      RowRoute{
+          .exchange = exchange,
+          .plan = plan,
+          .direction = TokenExchange::Direction::combine,
+          .tokens = permutation},
       {rows},
       first)[0];
 }

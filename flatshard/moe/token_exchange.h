@@ -82,7 +82,7 @@ class TokenExchange {
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
   /// Queues a transfer on the current stream or behind it, and returns. Of
   /// several that are under way, those that started first finish first, on all
-  /// ranks alike.
+  /// ranks alike. A dispatch finishes a plan that was only begun.
   virtual std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
       Direction direction,
@@ -132,6 +132,21 @@ TensorList result_of(
     const TransferInput& input,
     TensorList rows);
 
+/// A transfer of rows, which takes their gradients the other way.
+struct RowRoute {
+  std::shared_ptr<TokenExchange> exchange;
+  ExchangePlanPtr plan;
+  TokenExchange::Direction direction = TokenExchange::Direction::dispatch;
+  /// See TransferInput.
+  std::optional<Permutation> tokens = {};
+
+  /// What goes `to` its destination: rows, or gradients of rows.
+  TransferInput input(
+      TokenExchange::Direction to,
+      TensorList rows,
+      const at::Tensor& addend = {}) const;
+};
+
 /// The other way.
 inline TokenExchange::Direction back(TokenExchange::Direction direction) {
   return direction == TokenExchange::Direction::dispatch
@@ -140,7 +155,16 @@ inline TokenExchange::Direction back(TokenExchange::Direction direction) {
 }
 
 /// start and finish in one. The gradients of `rows` take the other way, all of
-/// them together.
+/// them together. That of `addend` is the result's.
+///
+/// @param route   kept by the graph.
+/// @param addend  see TransferInput; undefined: none.
+TensorList exchange_rows(
+    const RowRoute& route,
+    const TensorList& rows,
+    const at::Tensor& addend = {});
+
+/// The same of rows that are no tokens.
 ///
 /// @param exchange  kept by the graph.
 TensorList exchange_rows(

@@ -11,7 +11,7 @@
 
 namespace flatshard::nn {
 
-// The identity, behind which the graph does not go on.
+// The identity, at which the autograd graph ends.
 struct DetachedNode::CutFunction : torch::autograd::Function<CutFunction> {
   // An output needs a gradient because `start` does.
   static at::Tensor forward(

@@ -13,7 +13,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Hooks of the program on a parameter want its gradient as a tensor.
+// Returns null if the program has hooks on the parameter, because these need
+// its gradient as a tensor.
 ModuleContextPtr unless_hooked(
     const ModuleContextPtr& context,
     const at::Tensor& parameter) {

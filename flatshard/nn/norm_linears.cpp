@@ -14,7 +14,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Of the layers; the norm's context is the first.
+// Returns the common recipe of the layers. contexts[0] belongs to the norm.
 std::optional<float8::Recipe> recipe_of(
     at::TensorList weights,
     const std::vector<ModuleContextPtr>& contexts) {

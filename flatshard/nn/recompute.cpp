@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 
 thread_local int first_runs = 0;  // open on this thread
 
-// What the node keeps beside the saved inputs.
+// The state of the node, in addition to its saved inputs.
 struct Recipe : torch::CustomClassHolder {
   std::shared_ptr<torch::nn::Module> keep_alive;
   Module* owner = nullptr;  // kept alive by the line above, or by the caller

@@ -32,8 +32,8 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       ctx->save_for_backward({x, weight, rstd});
       return {y};
     }
-    // Without delta another tensor over x's memory: autograd would take x
-    // itself for an identity.
+    // Without delta this is another tensor over x's memory, because autograd
+    // would treat x itself as an identity.
     sum = reshape_result(sum.defined() ? sum : x, x.sizes());
     ctx->save_for_backward({sum, weight, rstd});
     return {y, sum};

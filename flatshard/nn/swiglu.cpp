@@ -27,8 +27,8 @@ at::Tensor product_of(
   return at::silu(gate) * up;
 }
 
-// (dgate, dup) of the product's gradient d. Where one pass does it, that pass
-// can also write the product over d: `product` is then d, else it stays.
+// Returns (dgate, dup) for the product's gradient d. A single pass can also
+// write the product over d: then `product` becomes d, else it does not change.
 std::tuple<at::Tensor, at::Tensor> backward_of(
     GateActivation activation,
     const at::Tensor& d,

@@ -6,12 +6,15 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace flatshard {
 namespace {
 
-using NodeDirection = nn::TokenExchange::Direction;
+// Of the nodes that a plan runs again. A backward needs the rows that come
+// before the experts' last product, and nothing after it.
+constexpr PlanNode kLastRecomputed = PlanNode::experts;
 
 // What a piece gives without a graph: the same tensors, and a gradient is
 // wanted of each that can have one.
@@ -33,50 +36,139 @@ nn::TensorList run_without_graph(
 
 }  // namespace
 
+// -- pieces ------------------------------------------------------------------
+
+void OverlapRunner::run_stage(const PlanStep& step, bool with_graph) {
+  Layer& layer = layer_of(step);
+  const BlockStages::Stage& stage = layer.stages.of(step.node);
+  if (stage.nodes.empty()) {
+    return;
+  }
+  nn::TensorList inputs;
+  for (const int value : stage.inputs) {
+    receive_rows(layer, value);
+    inputs.push_back(layer.values[value]);
+  }
+  const bool is_forward = step.pass == PlanPass::forward;
+  const auto release = [&](int value) {
+    // A recompute begins with the layer's input.
+    const bool is_kept =
+        is_forward ? (options_.recompute && value == 0) ||
+                         value == layer.stages.result() ||
+                         layer.stages.is_read(value, step.node, PlanNode::merge)
+                   : layer.stages.is_read(value, step.node, kLastRecomputed);
+    if (!is_kept) {
+      layer.values[value] = at::Tensor();
+    }
+  };
+  if (stream_of(step.node) == PlanStream::exchange) {
+    const nn::Node& node = layer.nodes.list()[stage.nodes.front()];
+    const nn::RowRoute route = node.route();
+    route.exchange->finish_plan(route.plan);
+    layer.rows[step.node] = send(
+        route,
+        route.direction,
+        inputs,
+        node.addend < 0 ? at::Tensor() : layer.values[node.addend]);
+    if (node.addend >= 0) {
+      release(node.addend);
+    }
+  } else {
+    const auto body = [&layer, &stage](const nn::TensorList& in) {
+      nn::TensorList values(layer.nodes.num_values());
+      for (std::size_t i = 0; i < in.size(); ++i) {
+        values[stage.inputs[i]] = in[i];
+      }
+      layer.nodes.run(stage.nodes, stage.outputs, values);
+      nn::TensorList outputs;
+      for (const int value : stage.outputs) {
+        outputs.push_back(std::move(values[value]));
+      }
+      return outputs;
+    };
+    nn::TensorList outputs = with_graph
+                                 ? layer.graphs[step.node].forward(inputs, body)
+                                 : run_without_graph(inputs, body);
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      layer.values[stage.outputs[i]] = std::move(outputs[i]);
+    }
+  }
+  for (const int value : stage.inputs) {
+    release(value);
+  }
+  for (const int value : stage.outputs) {
+    release(value);
+  }
+}
+
+void OverlapRunner::run_stage_backward(const PlanStep& step) {
+  Layer& layer = layer_of(step);
+  const BlockStages::Stage& stage = layer.stages.of(step.node);
+  if (stage.nodes.empty()) {
+    return;
+  }
+  nn::TensorList gradients;
+  for (const int value : stage.outputs) {
+    receive_gradients(layer, value);
+    gradients.push_back(std::exchange(layer.gradients[value], {}));
+  }
+  if (stream_of(step.node) == PlanStream::exchange) {
+    const nn::RowRoute route = layer.nodes.list()[stage.nodes.front()].route();
+    layer.row_gradients[step.node] =
+        send(route, nn::back(route.direction), gradients);
+    return;
+  }
+  const nn::TensorList of_inputs = layer.graphs[step.node].backward(gradients);
+  for (std::size_t i = 0; i < of_inputs.size(); ++i) {
+    add_gradient(layer, stage.inputs[i], of_inputs[i]);
+  }
+}
+
+void OverlapRunner::add_gradient(
+    Layer& layer,
+    int value,
+    const at::Tensor& gradient) {
+  if (!gradient.defined()) {
+    return;
+  }
+  at::Tensor& sum = layer.gradients[value];
+  sum = sum.defined() ? sum + gradient : gradient;
+  const int maker = layer.nodes.maker_of(value);
+  if (maker >= 0 && layer.nodes.list()[maker].addend >= 0) {
+    add_gradient(layer, layer.nodes.list()[maker].addend, gradient);
+  }
+}
+
+void OverlapRunner::receive_rows(Layer& layer, int value) {
+  for (auto& [exchange, transfer] : layer.rows) {
+    const auto& outputs = layer.stages.of(exchange).outputs;
+    if (transfer && std::ranges::find(outputs, value) != outputs.end()) {
+      const nn::TensorList& rows = received(transfer);
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        layer.values[outputs[i]] = rows[i];
+      }
+      transfer.reset();
+    }
+  }
+}
+
+void OverlapRunner::receive_gradients(Layer& layer, int value) {
+  for (auto& [exchange, transfer] : layer.row_gradients) {
+    const auto& inputs = layer.stages.of(exchange).inputs;
+    if (transfer && std::ranges::find(inputs, value) != inputs.end()) {
+      const nn::TensorList& rows = received(transfer);
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        add_gradient(layer, inputs[i], rows[i]);
+      }
+      transfer.reset();
+    }
+  }
+}
+
 // -- forward -----------------------------------------------------------------
-
-void OverlapRunner::attend(Layer& layer, bool with_graph) {
-  const auto body = [&layer](const nn::TensorList& in) {
-    const auto out = layer.nodes->attend(in[0]);
-    nn::TensorList all{out.residual, out.shared};
-    all.insert(all.end(), out.rows.begin(), out.rows.end());
-    return all;
-  };
-  const nn::TensorList out =
-      with_graph ? layer.attend_node.forward({layer.input}, body)
-                 : run_without_graph({layer.input}, body);
-  layer.attended = {
-      .rows = {out.begin() + 2, out.end()},
-      .residual = out[0],
-      .shared = out[1]};
-}
-
-void OverlapRunner::shared(Layer& layer, bool with_graph) {
-  const auto body = [&layer](const nn::TensorList& in) {
-    return nn::TensorList{layer.nodes->shared_experts(in[0], in[1])};
-  };
-  const nn::TensorList in{
-      std::exchange(layer.attended.shared, {}),
-      std::exchange(layer.attended.residual, {})};
-  layer.attended.residual =
-      (with_graph ? layer.shared_node.forward(in, body)
-                  : run_without_graph(in, body))[0];
-}
-
-void OverlapRunner::experts(Layer& layer, bool with_graph) {
-  const auto body = [&layer](const nn::TensorList& in) {
-    return nn::TensorList{layer.nodes->experts(in)};
-  };
-  const nn::TensorList& in = received(layer.dispatched);
-  layer.expert_rows =
-      (with_graph ? layer.experts_node.forward(in, body)
-                  : run_without_graph(in, body))[0];
-  layer.dispatched.reset();
-}
 
 void OverlapRunner::forward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
-  const bool with_graph = !options_.recompute;
   if (step.node == PlanNode::embed) {
     m.pass->forward_begin(model_.root);
     if (model_.ends) {
@@ -105,54 +197,41 @@ void OverlapRunner::forward(const PlanStep& step) {
     m.pass->forward_end(model_.root);
     return;
   }
-  Layer& layer = layer_of(step);
-  switch (step.node) {
-    case PlanNode::attend:
-      m.pass->forward_begin(unit_of(step));
-      layer.nodes = model_.nodes(step.microbatch, step.layer);
-      layer.input = std::exchange(m.tokens, {});
-      attend(layer, with_graph);
-      if (with_graph) {
-        layer.input = at::Tensor();
-      }
-      if (is_dense(step.layer)) {
-        m.tokens = std::exchange(layer.attended.residual, {});
-        m.pass->forward_end(unit_of(step));
-      }
-      break;
-    case PlanNode::dispatch:
-      layer.nodes->finish_plan();
-      layer.dispatched = send(
-          layer,
-          NodeDirection::dispatch,
-          std::exchange(layer.attended.rows, {}));
-      break;
-    case PlanNode::shared:
-      shared(layer, with_graph);
-      break;
-    case PlanNode::experts:
-      experts(layer, with_graph);
-      m.pass->forward_end(unit_of(step));
-      break;
-    case PlanNode::combine:
-      layer.combined = send(
-          layer,
-          NodeDirection::combine,
-          {std::exchange(layer.expert_rows, {})},
-          layer.attended.residual);
-      break;
-    case PlanNode::merge:
-      m.tokens = layer.merge_node.forward(
-          {received(layer.combined)[0],
-           std::exchange(layer.attended.residual, {})},
-          [&layer](const nn::TensorList& in) {
-            return nn::TensorList{layer.nodes->merge(in[0], in[1])};
-          })[0];
-      layer.combined.reset();
-      break;
-    default:
-      break;
+  if (step.node == PlanNode::attend) {
+    begin_layer(step);
   }
+  // What no recompute runs again has its graph from here on.
+  run_stage(step, !options_.recompute || step.node == PlanNode::merge);
+  if (step.node == last_with_weights(step.layer)) {
+    m.pass->forward_end(unit_of(step));
+  }
+  if (step.node == last_node(step.layer)) {
+    Layer& layer = layer_of(step);
+    receive_rows(layer, layer.stages.result());
+    m.tokens = std::exchange(layer.values[layer.stages.result()], {});
+  }
+}
+
+void OverlapRunner::begin_layer(const PlanStep& step) {
+  Microbatch& m = *microbatches_[step.microbatch];
+  m.pass->forward_begin(unit_of(step));
+  auto& layer = m.layers[step.layer];
+  layer.emplace(model_.nodes(step.microbatch, step.layer));
+  layer->values[0] = std::exchange(m.tokens, {});
+  const bool has_experts = layer->stages.has(PlanNode::dispatch);
+  const bool has_shared = layer->stages.has(PlanNode::shared);
+  const bool is_dense = this->is_dense(step.layer);
+  FLATSHARD_CHECK(
+      has_experts != is_dense &&
+          has_shared == (options_.shared_experts && !is_dense),
+      usage,
+      "the nodes of layer {}: expected {} and {}, as the plan has them, got {} "
+      "and {}; see OverlapPlanOptions::dense and shared_experts",
+      step.layer,
+      is_dense ? "no exchange" : "an exchange",
+      options_.shared_experts && !is_dense ? "shared experts" : "none shared",
+      has_experts ? "an exchange" : "no exchange",
+      has_shared ? "shared experts" : "none shared");
 }
 
 // -- backward ----------------------------------------------------------------
@@ -177,40 +256,15 @@ void OverlapRunner::begin_backward(const PlanStep& step) {
 
 void OverlapRunner::recompute(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
-  Layer& layer = layer_of(step);
-  switch (step.node) {
-    case PlanNode::attend:
-      if (step.layer != m.begun) {
-        m.begun = step.layer;
-        m.pass->backward_begin(unit_of(step));
-      }
-      m.pass->recompute_begin(unit_of(step));
-      attend(layer, true);
-      layer.input = at::Tensor();
-      if (!layer.attended.shared.defined()) {
-        layer.attended.residual = at::Tensor();
-      }
-      break;
-    case PlanNode::dispatch:
-      layer.dispatched = send(
-          layer,
-          NodeDirection::dispatch,
-          std::exchange(layer.attended.rows, {}));
-      break;
-    case PlanNode::shared:
-      shared(layer, true);
-      layer.attended.residual = at::Tensor();
-      break;
-    case PlanNode::experts:
-      experts(layer, true);
-      layer.expert_rows = at::Tensor();
-      break;
-    default:
-      break;
+  if (step.node == PlanNode::attend) {
+    if (step.layer != m.begun) {
+      m.begun = step.layer;
+      m.pass->backward_begin(unit_of(step));
+    }
+    m.pass->recompute_begin(unit_of(step));
   }
-  const PlanNode last =
-      is_dense(step.layer) ? PlanNode::attend : PlanNode::experts;
-  if (step.node == last) {
+  run_stage(step, /*with_graph=*/true);
+  if (step.node == last_with_weights(step.layer)) {
     m.pass->recompute_end(unit_of(step));
   }
 }
@@ -241,51 +295,13 @@ void OverlapRunner::backward(const PlanStep& step) {
     return;
   }
   Layer& layer = layer_of(step);
-  switch (step.node) {
-    case PlanNode::merge:
-      layer.merge_grads =
-          layer.merge_node.backward({std::exchange(m.gradient, {})});
-      break;
-    case PlanNode::combine:
-      layer.combine_grads = send(
-          layer,
-          NodeDirection::dispatch,
-          {std::exchange(layer.merge_grads[0], {})});
-      break;
-    case PlanNode::shared: {
-      nn::TensorList grads =
-          layer.shared_node.backward({std::exchange(layer.merge_grads[1], {})});
-      layer.shared_grad = std::move(grads[0]);
-      layer.merge_grads[1] = std::move(grads[1]);
-      break;
-    }
-    case PlanNode::experts:
-      layer.expert_grads =
-          layer.experts_node.backward({received(layer.combine_grads)[0]});
-      layer.combine_grads.reset();
-      break;
-    case PlanNode::dispatch:
-      layer.dispatch_grads = send(
-          layer,
-          NodeDirection::combine,
-          std::exchange(layer.expert_grads, {}));
-      break;
-    case PlanNode::attend: {
-      nn::TensorList grads{std::exchange(m.gradient, {}), at::Tensor()};
-      if (!is_dense(step.layer)) {
-        grads = {
-            std::exchange(layer.merge_grads[1], {}),
-            std::exchange(layer.shared_grad, {})};
-        const nn::TensorList& rows = received(layer.dispatch_grads);
-        grads.insert(grads.end(), rows.begin(), rows.end());
-        layer.dispatch_grads.reset();
-      }
-      m.gradient = layer.attend_node.backward(grads)[0];
-      m.pass->backward_end(unit_of(step));
-      break;
-    }
-    default:
-      break;
+  if (step.node == last_node(step.layer)) {
+    add_gradient(layer, layer.stages.result(), std::exchange(m.gradient, {}));
+  }
+  run_stage_backward(step);
+  if (step.node == PlanNode::attend) {
+    m.gradient = std::exchange(layer.gradients[0], {});
+    m.pass->backward_end(unit_of(step));
   }
 }
 

@@ -74,7 +74,7 @@ UnitId OverlapRunner::unit_of(const PlanStep& step) const {
 }
 
 OverlapRunner::Layer& OverlapRunner::layer_of(const PlanStep& step) {
-  return microbatches_[step.microbatch]->layers[step.layer];
+  return *microbatches_[step.microbatch]->layers[step.layer];
 }
 
 std::vector<at::Tensor> OverlapRunner::run() {
@@ -156,10 +156,10 @@ void OverlapRunner::run_step(const PlanStep& step) {
 // -- rows --------------------------------------------------------------------
 
 std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
-    const Layer& layer,
+    const nn::RowRoute& route,
     Direction direction,
     const nn::TensorList& rows,
-    const at::Tensor& residual) {
+    const at::Tensor& addend) {
   auto transfer = std::make_shared<Transfer>();
   for (const at::Tensor& tensor : rows) {
     transfer->sent.push_back(tensor.defined() ? tensor.detach() : tensor);
@@ -168,18 +168,19 @@ std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
   for (const at::Tensor& tensor : rows) {
     wanted.push_back(tensor.defined() && tensor.requires_grad());
   }
-  transfer->residual = residual.defined() ? residual.detach() : residual;
-  const auto work = [transfer, wanted, direction, &nodes = *layer.nodes] {
+  transfer->addend = addend.defined() ? addend.detach() : addend;
+  const auto work = [transfer, wanted, direction, route] {
     for (at::Tensor& sent : transfer->sent) {
       if (sent.defined()) {
         keep_for_current_stream(sent);
-        sent = sent.contiguous();
       }
     }
-    if (transfer->residual.defined()) {
-      keep_for_current_stream(transfer->residual);
+    if (transfer->addend.defined()) {
+      keep_for_current_stream(transfer->addend);
     }
-    transfer->rows = nodes.send(direction, transfer->sent, transfer->residual);
+    const nn::TransferInput input =
+        route.input(direction, transfer->sent, transfer->addend);
+    transfer->rows = route.exchange->transfer(route.plan, direction, input);
     for (std::size_t i = 0; i < transfer->rows.size(); ++i) {
       at::Tensor& row = transfer->rows[i];
       if (row.defined()) {
@@ -210,7 +211,7 @@ const nn::TensorList& OverlapRunner::received(
       internal,
       "an overlap plan: rows are read before compute waited for them");
   transfer->sent.clear();
-  transfer->residual = at::Tensor();
+  transfer->addend = at::Tensor();
   for (const at::Tensor& row : transfer->rows) {
     if (row.defined()) {
       keep_for_current_stream(row);

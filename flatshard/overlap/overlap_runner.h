@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/device/stream.h"
-#include "flatshard/moe/block_nodes.h"
+#include "flatshard/moe/nodes.h"
 #include "flatshard/overlap/backward_pass.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/schedule/overlap_events.h"
@@ -28,9 +28,9 @@ struct OverlapModel {
   std::shared_ptr<nn::TokenExchange> exchange;
   /// -> what the first block takes.
   std::function<at::Tensor(int microbatch)> embed;
-  /// One call of a block; asked for once in each microbatch.
-  std::function<std::unique_ptr<nn::BlockNodes>(int microbatch, int layer)>
-      nodes;
+  /// One call of a block, with one input and one result; asked for once in each
+  /// microbatch. See BlockStages for what it may consist of.
+  std::function<nn::Nodes(int microbatch, int layer)> nodes;
   /// -> [] the loss to be differentiated: scaled, if microbatches are averaged.
   std::function<at::Tensor(int microbatch, const at::Tensor& tokens)> head;
 };
@@ -76,18 +76,29 @@ class OverlapRunner {
   void forward(const PlanStep& step);
   void recompute(const PlanStep& step);
   void backward(const PlanStep& step);
-  void attend(Layer& layer, bool with_graph);
-  void experts(Layer& layer, bool with_graph);
-  void shared(Layer& layer, bool with_graph);
+  void begin_layer(const PlanStep& step);
+  /// The nodes of a forward or a recompute.
+  void run_stage(const PlanStep& step, bool with_graph);
+  void run_stage_backward(const PlanStep& step);
+  static void add_gradient(Layer& layer, int value, const at::Tensor& gradient);
+  /// Where an exchange gives that tensor, or its gradient: reads what arrived.
+  void receive_rows(Layer& layer, int value);
+  void receive_gradients(Layer& layer, int value);
   void begin_backward(const PlanStep& step);
   std::shared_ptr<Transfer> send(
-      const Layer& layer,
+      const nn::RowRoute& route,
       nn::TokenExchange::Direction direction,
       const nn::TensorList& rows,
-      const at::Tensor& residual = {});
+      const at::Tensor& addend = {});
   const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
   void compute_waits(const Event& event);
   bool is_dense(int layer) const;
+  PlanNode last_with_weights(int layer) const {
+    return is_dense(layer) ? PlanNode::attend : PlanNode::experts;
+  }
+  PlanNode last_node(int layer) const {
+    return is_dense(layer) ? PlanNode::attend : PlanNode::merge;
+  }
   UnitId unit_of(const PlanStep& step) const;
   Layer& layer_of(const PlanStep& step);
 

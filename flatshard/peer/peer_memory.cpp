@@ -21,7 +21,7 @@
 namespace flatshard {
 namespace {
 
-// What a rank says of its pages; sent as it is.
+// Describes a rank's pages to other ranks, which get its bytes.
 struct PageHandle {
   std::int64_t host = 0;           ///< of the running kernel
   std::int64_t pid_namespace = 0;  ///< in which `pid` counts

@@ -1,4 +1,4 @@
-// A Gpu as a TOML file, and the tables that the program has.
+// Reads and writes a Gpu as a TOML file, and has the program's own tables.
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/plan/gpu.h"

@@ -56,7 +56,10 @@ struct Job {
   /// on every rank.
   double exchange_nbytes = 0;
   std::int64_t exchange_ranks = 1;
+  std::int64_t exchange_stride = 1;  ///< of the model's ranks between them
   bool copy_exchange = false;
+  /// Neighbouring ranks that share layers; Kernel::exchange is between them.
+  std::int64_t tensor_ranks = 1;
 
   std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
   bool clips = true;                  ///< the norm of all gradients is taken

@@ -11,6 +11,9 @@ double Kernel::seconds(const Gpu& gpu) const {
     case Kind::attention:
       return gpu
           .attention_seconds(backward, sequences, heads, seq_len, head_dim);
+    case Kind::transfer:
+    case Kind::finish:
+      return 0;
     case Kind::pass:
       break;
   }
@@ -30,6 +33,8 @@ double Kernel::flops() const {
           seq_len,
           static_cast<double>(head_dim));
     case Kind::pass:
+    case Kind::transfer:
+    case Kind::finish:
       break;
   }
   return 0;
@@ -42,6 +47,9 @@ std::string_view Kernel::label() const {
       return "GEMM";
     case Kind::attention:
       return "attention";
+    case Kind::transfer:
+    case Kind::finish:
+      return "transfer";
     case Kind::pass:
       break;
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/plan/gpu.h"
+#include "flatshard/plan/links.h"
 
 #include <cstdint>
 #include <string>
@@ -10,9 +11,17 @@
 namespace flatshard::plan {
 
 /// Work of the compute stream whose price a Gpu knows: a product, the products
-/// of a layer's experts, attention, or a pass over memory.
+/// of a layer's experts, attention, or a pass over memory. Or the place among
+/// such work at which the ranks of tensor parallelism exchange activations.
 struct Kernel {
-  enum class Kind { product, grouped, attention, pass };
+  enum class Kind {
+    product,
+    grouped,
+    attention,
+    pass,
+    transfer,  ///< what follows waits for it, unless `overlaps`
+    finish,    ///< what follows waits for the oldest transfer that overlaps
+  };
 
   Kind kind = Kind::pass;
   Product product = Product::forward;
@@ -23,7 +32,9 @@ struct Kernel {
   double sequences = 0, heads = 0, seq_len = 0;
   std::int64_t head_dim = 0;
   std::string_view pass;  ///< one of kPasses
-  double nbytes = 0;      ///< read and written
+  double nbytes = 0;      ///< read and written; of a transfer, the whole buffer
+  Transfer transfer = Transfer::all_gather;
+  bool overlaps = false;  ///< a transfer that runs until a `finish`
 
   bool operator==(const Kernel&) const = default;
 
@@ -69,8 +80,23 @@ struct Kernel {
     return kernel;
   }
 
+  static Kernel
+  exchange(Transfer transfer, double nbytes, bool overlaps = false) {
+    Kernel kernel{.kind = Kind::transfer};
+    kernel.transfer = transfer;
+    kernel.nbytes = nbytes;
+    kernel.overlaps = overlaps;
+    return kernel;
+  }
+  static Kernel finish() { return {.kind = Kind::finish}; }
+
+  bool is_exchange() const {
+    return kind == Kind::transfer || kind == Kind::finish;
+  }
+
+  /// Returns the seconds of compute: 0 for transfers, whose ranks a Job has.
   double seconds(const Gpu& gpu) const;
-  /// FLOPs of products and attention; 0 for passes.
+  /// FLOPs of products and attention; 0 for passes and transfers.
   double flops() const;
   /// What a summary counts it as: GEMM, attention, or the pass.
   std::string_view label() const;

@@ -44,6 +44,7 @@ StepPlan simulate(
     }
   }
   std::vector<Span> busy;
+  std::vector<Span> busy_or_tensor;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Span span{spans[i].begin - begin, spans[i].end - begin};
     if (all[i].stream != Stream::compute && static_cast<int>(i) >= first) {
@@ -54,6 +55,8 @@ StepPlan simulate(
     }
     if (all[i].stream == Stream::compute) {
       busy.push_back({std::max(0.0, span.begin), span.end});
+    } else if (all[i].stream == Stream::tensor) {
+      busy_or_tensor.push_back({std::max(0.0, span.begin), span.end});
     }
     step.operations.push_back(all[i]);
     step.operations.back().waits.clear();
@@ -62,6 +65,11 @@ StepPlan simulate(
   step.device_seconds = end - begin;
   step.compute_seconds = covered(busy);
   step.exposed_seconds = step.device_seconds - step.compute_seconds;
+  if (!busy_or_tensor.empty()) {
+    busy_or_tensor.insert(busy_or_tensor.end(), busy.begin(), busy.end());
+    step.exposed_tensor_seconds =
+        covered(std::move(busy_or_tensor)) - step.compute_seconds;
+  }
   step.seconds = std::max(step.device_seconds, step.host_seconds);
   step.shown_microbatches = microbatches;
   return step;
@@ -95,6 +103,7 @@ plan_step(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu) {
   extend_value(&StepPlan::host_seconds);
   extend_value(&StepPlan::compute_seconds);
   extend_value(&StepPlan::exposed_seconds);
+  extend_value(&StepPlan::exposed_tensor_seconds);
   extend(step.kinds, before.kinds, more);
   extend(step.transfers, before.transfers, more);
   step.seconds = std::max(step.device_seconds, step.host_seconds);

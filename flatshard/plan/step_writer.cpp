@@ -270,8 +270,20 @@ class StepWriter {
     Operation operation{.unit = unit_of(step), .microbatch = step.microbatch};
     const bool is_exchange = step.stream == PlanStream::exchange;
     operation.stream = is_exchange ? Stream::exchange : Stream::compute;
+    if (!is_exchange) {
+      operation.waits = std::exchange(pending_, {});
+    }
+    if (waits_[position] >= 0 &&
+        step_operation_[waits_[position]] != kNoOperation) {
+      operation.waits.push_back(step_operation_[waits_[position]]);
+    }
+    std::vector<int> under_way;
     const auto add = [&](const Kernels& kernels) {
       for (const Kernel& kernel : kernels) {
+        if (kernel.is_exchange()) {
+          share(kernel, operation, under_way);
+          continue;
+        }
         const double taken = kernel.seconds(gpu_);
         operation.seconds += taken;
         kinds_[std::string(kernel.label())] += taken;
@@ -299,18 +311,45 @@ class StepWriter {
         add(work.wgrad);
         break;
     }
-    if (!is_exchange) {
-      operation.waits = std::exchange(pending_, {});
-    }
-    if (waits_[position] >= 0 &&
-        step_operation_[waits_[position]] != kNoOperation) {
-      operation.waits.push_back(step_operation_[waits_[position]]);
-    }
     before(step);
     step_operation_[position] = is_exchange
                                     ? exchange(step, std::move(operation))
                                     : queue(std::move(operation));
     host_ += host_seconds(step);
+  }
+
+  /// Ends an operation of compute where ranks exchange activations, and begins
+  /// the next one, which may wait for them.
+  /// @param under_way  transfers that overlap, the oldest first.
+  void
+  share(const Kernel& at, Operation& operation, std::vector<int>& under_way) {
+    Operation rest = operation;
+    rest.seconds = 0;
+    rest.waits.clear();
+    const int before = queue(std::move(operation));
+    operation = std::move(rest);
+    if (at.kind == Kernel::Kind::finish) {
+      operation.waits.push_back(under_way.front());
+      under_way.erase(under_way.begin());
+      return;
+    }
+    const Group group = group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
+    const int transfer = queue(
+        {.stream = Stream::tensor,
+         .link = Link::collectives,
+         .seconds = plan::seconds(gpu_, at.transfer, at.nbytes, group),
+         .beside_compute =
+             plan::seconds(slowed_gpu_, at.transfer, at.nbytes, group),
+         .waits = {before},
+         .what = at.transfer == Transfer::all_gather ? "TP all-gather"
+                                                     : "TP reduce-scatter",
+         .unit = operation.unit,
+         .microbatch = operation.microbatch});
+    if (at.overlaps) {
+      under_way.push_back(transfer);
+    } else {
+      operation.waits.push_back(transfer);
+    }
   }
 
   /// The transfer of rows, and the kernel that permutes or adds them up: before
@@ -321,7 +360,10 @@ class StepWriter {
     const bool forward =
         step.pass == PlanPass::forward || step.pass == PlanPass::recompute;
     const bool dispatch = step.node == PlanNode::dispatch;
-    const Group group = group_of(job_.exchange_ranks, 1, job_.ranks_per_host);
+    const Group group = group_of(
+        job_.exchange_ranks,
+        job_.exchange_stride,
+        job_.ranks_per_host);
     kernel.what = dispatch ? "dispatch" : "combine";
     Operation transfer = kernel;
     transfer.link = job_.copy_exchange ? Link::copies : Link::collectives;
@@ -684,6 +726,7 @@ class StepWriter {
 
   std::vector<Operation> operations_;
   std::array<int, kNumStreams> last_{
+      kNoOperation,
       kNoOperation,
       kNoOperation,
       kNoOperation,

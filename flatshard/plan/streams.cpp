@@ -33,6 +33,8 @@ std::string_view to_string(Stream stream) {
       return "outer reduce";
     case Stream::exchange:
       return "exchange";
+    case Stream::tensor:
+      return "tensor par.";
   }
   return "unknown";
 }

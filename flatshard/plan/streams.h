@@ -9,8 +9,8 @@
 namespace flatshard::plan {
 
 /// The queues of a rank's device, as the runtime has them.
-enum class Stream { compute, gather, reduce, outer, exchange };
-inline constexpr int kNumStreams = 5;
+enum class Stream { compute, gather, reduce, outer, exchange, tensor };
+inline constexpr int kNumStreams = 6;
 std::string_view to_string(Stream stream);
 
 /// What carries an operation's bytes. Operations that share one at the same

@@ -32,7 +32,7 @@ struct Style {
   std::string_view name;
   std::string_view text;
 };
-constexpr std::array<Style, 8> kStyles{{
+constexpr std::array<Style, 9> kStyles{{
     {"f", "forward"},
     {"r", "recompute"},
     {"b", "backward"},
@@ -41,6 +41,7 @@ constexpr std::array<Style, 8> kStyles{{
     {"g", "all-gather"},
     {"s", "reduce"},
     {"x", "tokens to experts"},
+    {"t", "tensor parallelism"},
 }};
 constexpr Word<std::string_view> kStyleOf[] = {
     {"forward", "f"},
@@ -57,7 +58,9 @@ constexpr Word<std::string_view> kStyleOf[] = {
     {"reduce over replicas", "s"},
     {"sum of gradients", "s"},
     {"dispatch", "x"},
-    {"combine", "x"}};
+    {"combine", "x"},
+    {"TP all-gather", "t"},
+    {"TP reduce-scatter", "t"}};
 
 constexpr std::string_view kCss = R"(
   svg { background: #ffffff; font: 13px system-ui, sans-serif; }
@@ -83,6 +86,12 @@ constexpr std::string_view kCss = R"(
     .w { fill: #1f9aa3; } .o { fill: #4b9a47; } .g { fill: #7688a0; }
     .s { fill: #c94a58; } .x { fill: #bd54a4; }
   }
+)";
+
+/// Of pictures that need them.
+constexpr std::string_view kTensorCss = R"(
+  .t { fill: #8a6d00; }
+  @media (prefers-color-scheme: dark) { .t { fill: #a88a1c; } }
 )";
 
 std::string escaped(std::string_view text) {
@@ -132,12 +141,9 @@ class Picture {
           Stream::gather,
           Stream::reduce,
           Stream::outer,
-          Stream::exchange}) {
-      const bool used =
-          std::ranges::any_of(step.operations, [&](const Operation& operation) {
-            return operation.stream == stream;
-          });
-      if (used) {
+          Stream::exchange,
+          Stream::tensor}) {
+      if (uses(stream)) {
         lanes_.push_back(stream);
       }
     }
@@ -167,17 +173,24 @@ class Picture {
     return fmt::format(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {:.0f} "
         "{:.0f}\" width=\"{:.0f}\" height=\"{:.0f}\" role=\"img\">\n"
-        "<title>{}</title>\n<style>{}</style>\n{}</svg>\n",
+        "<title>{}</title>\n<style>{}{}</style>\n{}</svg>\n",
         kWidth,
         height,
         kWidth,
         height,
         escaped(text_.title),
         kCss,
+        uses(Stream::tensor) ? kTensorCss : std::string_view(),
         body_);
   }
 
  private:
+  bool uses(Stream stream) const {
+    return std::ranges::any_of(
+        step_.operations,
+        [&](const Operation& operation) { return operation.stream == stream; });
+  }
+
   /// Steps of many microbatches show a few of them.
   double shown_seconds() const {
     double end = 0;

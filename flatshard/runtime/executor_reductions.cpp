@@ -1,5 +1,4 @@
-// The Executor's side of gradients: from a full slot to reduced values, and the
-// slot's way back.
+// The part of the Executor that reduces gradients and then frees their slots.
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/runtime/executor.h"

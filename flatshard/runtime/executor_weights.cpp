@@ -1,4 +1,4 @@
-// The Executor's side of weights: from a gather to a slot's way back.
+// The part of the Executor that gathers weights and later frees their slots.
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"

@@ -1,5 +1,5 @@
-// What layers ask of a Runtime while they run: where their weight gradients go,
-// the FP8 planes of their weights, and that a forward runs once more.
+// The part of Runtime that layers call while they run: for the place of their
+// weight gradients, for the FP8 planes of their weights, and at a recompute.
 #include "flatshard/runtime/runtime.h"
 
 #include <utility>

@@ -7,6 +7,8 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 namespace flatshard {
 namespace {
@@ -21,48 +23,88 @@ PlanStep step_of(PlanPass pass, int microbatch, int layer, PlanNode node) {
   return {pass, microbatch, layer, node, stream_of(node)};
 }
 
+// A node of a layer. What it depends on follows from its edges, in all passes.
+struct LayerNode {
+  PlanNode node{};
+  bool has_weights = false;
+  std::vector<PlanNode> reads = {};  ///< results of these; none: the tokens
+  /// A node with weights depends on it, so a recompute runs it as well.
+  bool is_recomputed = false;
+};
+
+// The nodes of one layer, in an order that keeps to their edges.
+class LayerGraph {
+ public:
+  LayerGraph(bool has_experts, bool has_shared) {
+    add({PlanNode::attend, true});
+    if (has_experts) {
+      add({PlanNode::dispatch, false, {PlanNode::attend}});
+      add({PlanNode::experts, true, {PlanNode::dispatch}});
+      add({PlanNode::combine, false, {PlanNode::experts}});
+      add({PlanNode::merge, false, {PlanNode::combine}});
+    }
+    if (has_shared) {
+      add({PlanNode::shared, true, {PlanNode::attend}});
+      find(PlanNode::merge).reads.push_back(PlanNode::shared);
+    }
+  }
+
+  const std::vector<LayerNode>& nodes() const { return nodes_; }
+  const LayerNode& of(PlanNode node) const {
+    return *std::ranges::find(nodes_, node, &LayerNode::node);
+  }
+  std::vector<PlanNode> readers_of(PlanNode node) const {
+    std::vector<PlanNode> readers;
+    for (const LayerNode& reader : nodes_) {
+      if (std::ranges::find(reader.reads, node) != reader.reads.end()) {
+        readers.push_back(reader.node);
+      }
+    }
+    return readers;
+  }
+  // Where the tokens of the layer are complete: no node reads its result.
+  PlanNode last() const {
+    return std::ranges::find_if(
+               nodes_,
+               [&](const LayerNode& of) { return readers_of(of.node).empty(); })
+        ->node;
+  }
+
+ private:
+  LayerNode& find(PlanNode node) {
+    return *std::ranges::find(nodes_, node, &LayerNode::node);
+  }
+  void add(LayerNode node) {
+    nodes_.push_back(std::move(node));
+    if (nodes_.back().has_weights) {
+      recompute(nodes_.back().node);
+    }
+  }
+  void recompute(PlanNode node) {
+    find(node).is_recomputed = true;
+    for (const PlanNode earlier : find(node).reads) {
+      recompute(earlier);
+    }
+  }
+
+  std::vector<LayerNode> nodes_;
+};
+
 // What there is in a model of so many layers.
 struct PlanShape {
   int layers;
   const OverlapPlanOptions& options;
 
-  bool has_experts(int l) const {
-    return options.dense.empty() || !options.dense[l];
-  }
-  bool has_shared(int l) const {
-    return options.shared_experts && has_experts(l);
-  }
-  // Where the tokens of a layer are complete.
-  PlanNode last_node(int l) const {
-    return has_experts(l) ? PlanNode::merge : PlanNode::attend;
-  }
-  std::vector<PlanNode> nodes(int l) const {
-    if (!has_experts(l)) {
-      return {PlanNode::attend};
-    }
-    std::vector<PlanNode> nodes{
-        PlanNode::attend,
-        PlanNode::dispatch,
-        PlanNode::experts,
-        PlanNode::combine,
-        PlanNode::merge};
-    if (has_shared(l)) {
-      nodes.push_back(PlanNode::shared);
-    }
-    return nodes;
+  const LayerGraph& graph(int l) const {
+    static const LayerGraph dense(false, false);
+    static const LayerGraph experts(true, false);
+    static const LayerGraph with_shared(true, true);
+    const bool has_experts = options.dense.empty() || !options.dense[l];
+    return !has_experts             ? dense
+           : options.shared_experts ? with_shared
+                                    : experts;
   }
 };
-
-bool has_weights(PlanNode node) {
-  return node == PlanNode::attend || node == PlanNode::experts ||
-         node == PlanNode::shared;
-}
-
-// A backward needs the rows that come before the experts' last product, and
-// nothing behind it.
-bool is_recomputed(PlanNode node) {
-  return has_weights(node) || node == PlanNode::dispatch;
-}
 
 std::vector<PlanStep> all_steps(const PlanShape& shape, int microbatches) {
   std::vector<PlanStep> steps;
@@ -72,14 +114,14 @@ std::vector<PlanStep> all_steps(const PlanShape& shape, int microbatches) {
       steps.push_back(step_of(PlanPass::backward, m, -1, node));
     }
     for (int l = 0; l < shape.layers; ++l) {
-      for (const PlanNode node : shape.nodes(l)) {
-        steps.push_back(step_of(PlanPass::forward, m, l, node));
-        steps.push_back(step_of(PlanPass::backward, m, l, node));
-        if (shape.options.recompute && is_recomputed(node)) {
-          steps.push_back(step_of(PlanPass::recompute, m, l, node));
+      for (const LayerNode& of : shape.graph(l).nodes()) {
+        steps.push_back(step_of(PlanPass::forward, m, l, of.node));
+        steps.push_back(step_of(PlanPass::backward, m, l, of.node));
+        if (shape.options.recompute && of.is_recomputed) {
+          steps.push_back(step_of(PlanPass::recompute, m, l, of.node));
         }
-        if (shape.options.delay_wgrad && has_weights(node)) {
-          steps.push_back(step_of(PlanPass::wgrad, m, l, node));
+        if (shape.options.delay_wgrad && of.has_weights) {
+          steps.push_back(step_of(PlanPass::wgrad, m, l, of.node));
         }
       }
     }
@@ -87,19 +129,37 @@ std::vector<PlanStep> all_steps(const PlanShape& shape, int microbatches) {
   return steps;
 }
 
+// A node runs after those that it reads, its backward after those of its
+// readers.
 class PlanDependencies {
  public:
   PlanDependencies(const PlanStep& step, const PlanShape& shape)
       : shape_(shape), m_(step.microbatch), l_(step.layer) {
+    if (l_ < 0) {
+      of_ends(step);
+      return;
+    }
+    const LayerGraph& graph = shape_.graph(l_);
+    const LayerNode& of = graph.of(step.node);
     switch (step.pass) {
       case PlanPass::forward:
-        of_forward(step.node);
+        need_tokens_if(of.reads.empty(), l_ - 1);
+        need_all(PlanPass::forward, of.reads);
         break;
       case PlanPass::recompute:
-        of_recompute(step.node);
+        if (of.reads.empty()) {
+          need(PlanPass::backward, -1, PlanNode::head);
+        }
+        need_all(PlanPass::recompute, of.reads);
         break;
       case PlanPass::backward:
-        of_backward(step.node);
+        if (shape_.options.recompute && of.has_weights) {
+          need(PlanPass::recompute, l_, step.node);
+        }
+        need_all(PlanPass::backward, graph.readers_of(step.node));
+        if (step.node == graph.last()) {
+          need_gradient();
+        }
         break;
       case PlanPass::wgrad:
         need(PlanPass::backward, l_, step.node);
@@ -113,84 +173,21 @@ class PlanDependencies {
   void need(PlanPass pass, int layer, PlanNode node) {
     steps_.push_back(step_of(pass, m_, layer, node));
   }
-
-  void of_forward(PlanNode node) {
-    switch (node) {
-      case PlanNode::embed:
-        break;
-      case PlanNode::attend:
-        need_tokens(l_ - 1);
-        break;
-      case PlanNode::dispatch:
-      case PlanNode::shared:
-        need(PlanPass::forward, l_, PlanNode::attend);
-        break;
-      case PlanNode::experts:
-        need(PlanPass::forward, l_, PlanNode::dispatch);
-        break;
-      case PlanNode::combine:
-        need(PlanPass::forward, l_, PlanNode::experts);
-        break;
-      case PlanNode::merge:
-        need(PlanPass::forward, l_, PlanNode::combine);
-        if (shape_.has_shared(l_)) {
-          need(PlanPass::forward, l_, PlanNode::shared);
-        }
-        break;
-      case PlanNode::head:
-        need_tokens(shape_.layers - 1);
-        break;
+  void need_all(PlanPass pass, const std::vector<PlanNode>& nodes) {
+    for (const PlanNode node : nodes) {
+      need(pass, l_, node);
     }
   }
-
   // That layer `l` gives; the embedding for -1.
-  void need_tokens(int l) {
-    need(PlanPass::forward, l, l < 0 ? PlanNode::embed : shape_.last_node(l));
-  }
-
-  void of_recompute(PlanNode node) {
-    if (node == PlanNode::attend) {
-      need(PlanPass::backward, -1, PlanNode::head);
-    } else {
-      const bool behind = node == PlanNode::experts;
+  void need_tokens_if(bool reads_tokens, int l) {
+    if (reads_tokens) {
       need(
-          PlanPass::recompute,
-          l_,
-          behind ? PlanNode::dispatch : PlanNode::attend);
+          PlanPass::forward,
+          l,
+          l < 0 ? PlanNode::embed : shape_.graph(l).last());
     }
   }
-
-  void of_backward(PlanNode node) {
-    if (shape_.options.recompute && l_ >= 0 && has_weights(node)) {
-      need(PlanPass::recompute, l_, node);
-    }
-    switch (node) {
-      case PlanNode::head:
-        need(PlanPass::forward, -1, PlanNode::head);
-        break;
-      case PlanNode::merge:
-        need_gradient();
-        break;
-      case PlanNode::combine:
-      case PlanNode::shared:
-        need(PlanPass::backward, l_, PlanNode::merge);
-        break;
-      case PlanNode::experts:
-        need(PlanPass::backward, l_, PlanNode::combine);
-        break;
-      case PlanNode::dispatch:
-        need(PlanPass::backward, l_, PlanNode::experts);
-        break;
-      case PlanNode::attend:
-        of_backward_of_attend();
-        break;
-      case PlanNode::embed:
-        of_end();
-        break;
-    }
-  }
-
-  // Of this layer's tokens.
+  // Of this layer's tokens, which the node that reads the next one's gives.
   void need_gradient() {
     const bool last = l_ == shape_.layers - 1;
     need(
@@ -199,27 +196,24 @@ class PlanDependencies {
         last ? PlanNode::head : PlanNode::attend);
   }
 
-  void of_backward_of_attend() {
-    if (!shape_.has_experts(l_)) {
-      need_gradient();
+  // The embedding's backward ends the microbatch: no gradient comes after it.
+  void of_ends(const PlanStep& step) {
+    if (step.node == PlanNode::head) {
+      const bool is_forward = step.pass == PlanPass::forward;
+      need_tokens_if(is_forward, shape_.layers - 1);
+      if (!is_forward) {
+        need(PlanPass::forward, -1, PlanNode::head);
+      }
       return;
     }
-    need(PlanPass::backward, l_, PlanNode::dispatch);
-    if (shape_.has_shared(l_)) {
-      need(PlanPass::backward, l_, PlanNode::shared);
+    if (step.pass == PlanPass::forward) {
+      return;
     }
-  }
-
-  // The embedding's ends the microbatch: no gradient comes after it.
-  void of_end() {
     need(PlanPass::backward, 0, PlanNode::attend);
-    if (!shape_.options.delay_wgrad) {
-      return;
-    }
-    for (int l = 0; l < shape_.layers; ++l) {
-      for (const PlanNode node : shape_.nodes(l)) {
-        if (has_weights(node)) {
-          need(PlanPass::wgrad, l, node);
+    for (int l = 0; shape_.options.delay_wgrad && l < shape_.layers; ++l) {
+      for (const LayerNode& of : shape_.graph(l).nodes()) {
+        if (of.has_weights) {
+          need(PlanPass::wgrad, l, of.node);
         }
       }
     }

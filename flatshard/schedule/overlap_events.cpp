@@ -8,7 +8,7 @@
 namespace flatshard {
 namespace {
 
-// Says the events of one step after the other.
+// Writes the events of the steps, in their order.
 class EventWriter {
  public:
   EventWriter(

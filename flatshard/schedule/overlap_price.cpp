@@ -15,7 +15,7 @@ double time_of(
     const NodeTimes& times,
     const PlanStep& step,
     const OverlapPlanOptions& options) {
-  // What a plan never delays is the work of embedding and head.
+  // A plan never delays the weight gradients of embedding and head.
   const bool with_wgrad = step.pass == PlanPass::backward &&
                           (!options.delay_wgrad || step.layer < 0);
   return time_of(times, step.pass, step.node) +

@@ -10,6 +10,7 @@
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
+#include "flatshard/train/config/expert_ranks.h"
 
 #include <algorithm>
 #include <chrono>
@@ -79,7 +80,7 @@ std::vector<MeshAxis> mesh_axes(const Config& config) {
   if (has_replicas) {
     axes.push_back({"replicate", p.data_parallel_replicate_degree});
   }
-  const std::int64_t ranks = p.expert_data_ranks();
+  const std::int64_t ranks = config::expert_data_ranks(p);
   if (ranks == 1) {
     axes.push_back(
         {has_replicas ? "shard" : "dp", p.data_parallel_shard_degree});

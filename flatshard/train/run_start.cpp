@@ -21,7 +21,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What rank 0 finds, on all ranks. Collective.
+/// Returns the result of `find` on rank 0, on all ranks. Collective.
 std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
   const std::int64_t found = mesh.rank() == 0 ? find() : 0;
   if (mesh.size() == 1) {

@@ -4,6 +4,7 @@
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/float8.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
@@ -63,13 +64,17 @@ TrainState make_train_state(
   TrainState state;
   models::MoeOptions moe = moe_options(config);
   const config::Parallelism& p = config.parallelism;
-  if (p.expert_ranks() > 1) {
+  if (config::expert_ranks(p) > 1) {
     state.exchange = make_exchange(config, model, *mesh);
     moe.exchange = state.exchange;
     moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
     moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
+  if (state.overlaps && expert_degree == 1) {
+    // Pieces between which rows are permuted on another stream.
+    moe.exchange = std::make_shared<nn::LocalExchange>();
+  }
   const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);
   state.model = models::Llama(
       model,

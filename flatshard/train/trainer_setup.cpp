@@ -1,4 +1,4 @@
-// How a Trainer is put together; trainer.cpp has what it does then.
+// Builds a Trainer. trainer.cpp runs its steps.
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"

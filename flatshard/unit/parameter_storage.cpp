@@ -17,7 +17,7 @@ at::Storage storage_without_memory(std::size_t nbytes, at::Device device) {
       /*resizable=*/false);
 }
 
-// Throws when data are asked for; tells by its type whose they are.
+// Throws on access to its data, and has the owner for the text of the error.
 struct RefusingStorage : c10::StorageImpl {
   RefusingStorage(std::size_t nbytes, at::Device device)
       : c10::StorageImpl(

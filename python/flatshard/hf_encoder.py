@@ -1,5 +1,6 @@
-"""A Hugging Face tokenizer as AutoTokenizer of transformers reads its folder, with the
-tokenizers package alone. The program `flatshard` runs this text before that of
+"""A Hugging Face tokenizer as AutoTokenizer of transformers 4 reads its folder, with the
+tokenizers package alone. Transformers 5 ignores add_prefix_space, add_bos_token and
+add_eos_token of tokenizer_config.json for most classes. The program `flatshard` runs this text before that of
 prepare_tokens.py."""
 
 import itertools

@@ -45,6 +45,7 @@ SMALL = [
 
 def write_model(folder):
     """A tiny Llama with random weights, and a byte-level tokenizer with a template."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -72,6 +73,7 @@ def write_model(folder):
         eos_token_id=0,
         bos_token_id=None,
     )
+    torch.manual_seed(1)
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

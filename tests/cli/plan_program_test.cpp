@@ -10,6 +10,7 @@
 
 #include <fstream>
 #include <map>
+#include <set>
 #include <string>
 
 namespace flatshard {
@@ -60,6 +61,31 @@ TEST(PlanProgram, PrintsJson) {
       1e-9);
 }
 
+TEST(PlanProgram, PlansLayersThatRanksShare) {
+  const auto result = run("plan llama3_8b --ranks 16 --json --set "
+                          "parallelism.tensor_parallel_degree=4");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json plan = json::parse(result.output);
+  EXPECT_EQ(plan.at("tensor_parallel_degree"), 4);
+  EXPECT_EQ(plan.at("microbatches"), 1);
+  // 4 bytes of each parameter on 16 ranks: 4 cut the matrices, 4 shard them.
+  EXPECT_NEAR(
+      plan.at("memory_bytes").at("main weights").get<double>(),
+      8030261248 / 4.0,
+      1e5);
+  EXPECT_GT(plan.at("transfers_ms").at("TP all-gather"), 0);
+  EXPECT_GT(plan.at("transfers_ms").at("TP reduce-scatter"), 0);
+  EXPECT_GT(plan.at("exposed_tensor_parallel_ms"), 0);
+  EXPECT_LE(plan.at("exposed_tensor_parallel_ms"), plan.at("exposed_ms"));
+  const auto text = run("plan llama3_8b --ranks 16 --set "
+                        "parallelism.tensor_parallel_degree=4");
+  EXPECT_THAT(
+      text.output,
+      AllOf(
+          HasSubstr("strategy zero3, tensor parallelism 4; recompute"),
+          HasSubstr("  tensor parallelism ")));
+}
+
 // 405B on 4096 ranks takes seconds, on one core.
 TEST(PlanProgram, SweepsTheLargest) {
   const auto result = run("plan llama3_405b --ranks 4096 --sweep --json");
@@ -68,11 +94,14 @@ TEST(PlanProgram, SweepsTheLargest) {
   ASSERT_FALSE(sweep.at("fitting").empty());
   ASSERT_FALSE(sweep.at("too_large").empty());
   double before = 1e9;
+  std::set<int> degrees;
   for (const json& way : sweep.at("fitting")) {
+    degrees.insert(way.at("tensor_parallel_degree").get<int>());
     EXPECT_LE(way.at("tokens_per_second_per_gpu"), before);
     EXPECT_LE(way.at("peak_bytes"), way.at("room_bytes"));
     before = way.at("tokens_per_second_per_gpu");
   }
+  EXPECT_EQ(degrees, (std::set<int>{1, 2, 4, 8}));
   for (const json& way : sweep.at("too_large")) {
     EXPECT_GT(way.at("peak_bytes"), way.at("room_bytes"));
   }
@@ -106,6 +135,9 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
            {"plan llama3_8b --ranks 6 --set "
             "parallelism.data_parallel_replicate_degree=4",
             "cannot be divided by"},
+           {"plan llama3_8b --ranks 16 --set "
+            "parallelism.tensor_parallel_degree=16",
+            "expected a divisor of model.kv_heads"},
            {"plan llama3_8b --ranks 16 --set parallelism.copy_engines=all",
             "copies reach GPUs of one host"},
            {"plan llama3_8b --ranks 8 --gpu a100 --set float8.recipe=rowwise",

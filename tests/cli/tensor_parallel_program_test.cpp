@@ -264,6 +264,35 @@ TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
   }
 }
 
+TEST_F(TensorParallelRuns, GraphsChangeNoNumber) {
+  const Result eager = run("eager", 2, kTwo);
+  ASSERT_EQ(eager.code, 0) << eager.output;
+  const Result graphs =
+      run("graphs",
+          2,
+          std::string(kTwo) +
+              "--set cuda_graph.impl=unit --set cuda_graph.modules=attn,mlp "
+              "--set cuda_graph.on_miss=error --set debug.emulate_graphs=true");
+  ASSERT_EQ(graphs.code, 0) << graphs.output;
+  EXPECT_THAT(graphs.output, HasSubstr("4 of 4 regions captured"));
+  EXPECT_EQ(numbers("graphs"), numbers("eager"));
+}
+
+// Losses around 5, by weights of which each rank quantizes its own part.
+TEST_F(TensorParallelRuns, Float8IsNearOneRank) {
+  const std::string float8 =
+      "--set float8.recipe=rowwise --set precision.compute=bfloat16 ";
+  const Result one = run("one", 1, float8);
+  ASSERT_EQ(one.code, 0) << one.output;
+  const Result grid = run("grid", 4, kTwo + float8);
+  ASSERT_EQ(grid.code, 0) << grid.output;
+  EXPECT_THAT(grid.output, HasSubstr("rowwise (emulated)"));
+  for (int step = 1; step <= 6; ++step) {
+    const std::string loss = fmt::format("loss of step {}", step);
+    EXPECT_NEAR(numbers("grid").at(loss), numbers("one").at(loss), 0.05);
+  }
+}
+
 TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
   struct Case {
     std::string options;
@@ -318,8 +347,9 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             "not supported: copies bring a row to one rank; use "
             "\"collective\""},
         Case{
-            std::string(kTwo) + "--set cuda_graph.impl=unit",
-            "not supported: collectives of layers are not recorded"}}) {
+            std::string(kTwo) + "--set cuda_graph.impl=full_iteration",
+            "not supported: the collectives of layers are recorded in "
+            "parts"}}) {
     const Result result = run("run", 2, c.options);
     EXPECT_EQ(result.errors().size(), 1U) << result.output;
     EXPECT_THAT(result.output, HasSubstr(c.says));

@@ -2,6 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <functional>
+#include <future>
 #include <random>
 #include <vector>
 
@@ -189,6 +192,59 @@ TEST(Exchange, PlansInTwoParts) {
     const at::Tensor counts = at::tensor({1, 2}, at::kInt);
     EXPECT_FALSE(exchange.begin_plan(counts, 4)->ends.defined());
     expect_plans_in_parts(exchange, counts, 4);
+  });
+}
+
+// Shows when it has permuted what it sends.
+class WatchedExchange : public CollectiveExchange {
+ public:
+  using CollectiveExchange::CollectiveExchange;
+  std::function<void(const nn::TransferInput& rows)> on_rows =
+      [](const nn::TransferInput&) {};
+
+ protected:
+  nn::TransferInput rows_to_send(const nn::TransferInput& input) override {
+    nn::TransferInput rows = CollectiveExchange::rows_to_send(input);
+    on_rows(rows);
+    return rows;
+  }
+};
+
+// Rank 1 counts its rows when rank 0 has permuted its own.
+TEST(Exchange, TokensArePermutedBeforeTheOtherRanksHaveCounted) {
+  std::promise<void> permuted;
+  auto is_permuted = permuted.get_future().share();
+  run_ranks(2, [&](RankContext& context) {
+    const auto exchange =
+        std::make_shared<WatchedExchange>(connect(context), 2);
+    const at::Tensor x = at::arange(6, at::kFloat).view({3, 2});
+    const at::Tensor experts = at::tensor({1, 0, 1}, at::kInt).view({3, 1});
+    const at::Tensor counts = at::tensor({1, 2}, at::kInt);
+    const nn::Permutation order = nn::sort_by_expert(experts, counts);
+    const at::Tensor weights = at::ones({3});
+    if (context.rank == 0) {
+      exchange->on_rows = [&](const nn::TransferInput& input) {
+        EXPECT_FALSE(input.tokens);
+        EXPECT_TRUE(input.rows[0].equal(nn::permute_rows(x, order)));
+        permuted.set_value();
+      };
+    } else {
+      // Where rank 0 waits for the counts first, both would wait for ever.
+      EXPECT_EQ(
+          is_permuted.wait_for(std::chrono::seconds(20)),
+          std::future_status::ready);
+    }
+    const auto begun = exchange->begin_plan(counts, 3);
+    const nn::TensorList early =
+        nn::dispatch_tokens(exchange, begun, order, x, weights);
+    const auto finished = exchange->plan(counts, 3);
+    const nn::TensorList late =
+        nn::dispatch_tokens(exchange, finished, order, x, weights);
+    EXPECT_EQ(begun->num_received, finished->num_received);
+    EXPECT_TRUE(begun->ends.equal(finished->ends));
+    for (std::size_t i = 0; i < late.size(); ++i) {
+      EXPECT_TRUE(early[i].equal(late[i]));
+    }
   });
 }
 

@@ -208,8 +208,12 @@ class CountedExchange : public nn::LocalExchange {
     ++num_transfers;
     return LocalExchange::start(plan, direction, input);
   }
+  void finish_plan(const nn::ExchangePlanPtr& /*plan*/) override {
+    ++num_waits;
+  }
 
   int num_plans = 0;
+  int num_waits = 0;  ///< of the host, outside of a transfer
   int num_transfers = 0;
 };
 
@@ -224,6 +228,7 @@ TEST(Pitfalls, M10_ARecomputePlansNoExchangeAgain) {
         {.activation_checkpoint = mode, .moe = {.exchange = exchange}});
     model(moe_tokens(1), moe_tokens(2)).backward();
     EXPECT_EQ(exchange->num_plans, 2);  // of as many layers
+    EXPECT_EQ(exchange->num_waits, 0);
     // Rows go with their weights, results come back, and both gradients.
     EXPECT_GE(exchange->num_transfers, 2 * 4);
   }

@@ -111,8 +111,11 @@ TEST_P(OverlapGraphs, EqualTheScheduleWithoutThem) {
   graphs.regions = {"attn", "mlp", "moe_router"};
   const MoeOverlapResult got = train_overlapped_moe(graphs);
   expect_same(got, train_overlapped_moe(eager));
-  const std::int64_t in_a_step = std::int64_t{eager.microbatches} *
-                                 (eager.layers + eager.layers);  // and one each
+  const std::int64_t shared =
+      eager.options.shared_experts ? eager.layers - eager.dense_layers : 0;
+  // Each layer's attn, and its mlp or moe_router.
+  const std::int64_t in_a_step =
+      std::int64_t{eager.microbatches} * (2 * eager.layers + shared);
   const std::int64_t replays =
       in_a_step * (eager.steps - MoeOverlapCase::kWarmupSteps);
   ASSERT_EQ(got.graphs.size(), static_cast<std::size_t>(eager.world()));

@@ -62,28 +62,37 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   if (options.ep > 1 || options.exchanges_alone) {
     make_exchange(streams);
   }
+  // Without ranks to exchange rows with, the runner permutes them on a stream.
+  std::shared_ptr<nn::TokenExchange> of_layers = exchange;
+  if (!exchange && options.with_runner) {
+    of_layers = std::make_shared<nn::LocalExchange>();
+  }
+  models::ModelConfig shape{
+      .family = "moe",
+      .dim = kDim,
+      .layers = options.layers,
+      .heads = 4,
+      .kv_heads = 2,
+      .ffn_dim = 64,
+      .vocab_size = kVocab,
+      .max_seq_len = options.tokens,
+      .block = {.attention = {.qk_norm = models::QkNorm::head}},
+      .moe = {
+          .num_experts = kExperts,
+          .experts_per_token = kExpertsPerToken,
+          .ffn_dim = 32,
+          .shared_experts = options.options.shared_experts ? 1 : 0,
+          .dense_layers = options.dense_layers}};
+  if (options.change_model) {
+    options.change_model(shape);
+  }
   llama = models::Llama(
-      models::ModelConfig{
-          .family = "moe",
-          .dim = kDim,
-          .layers = options.layers,
-          .heads = 4,
-          .kv_heads = 2,
-          .ffn_dim = 64,
-          .vocab_size = kVocab,
-          .max_seq_len = options.tokens,
-          .block = {.attention = {.qk_norm = models::QkNorm::head}},
-          .moe =
-              {.num_experts = kExperts,
-               .experts_per_token = kExpertsPerToken,
-               .ffn_dim = 32,
-               .shared_experts = options.options.shared_experts ? 1 : 0,
-               .dense_layers = options.dense_layers}},
+      shape,
       models::LlamaOptions{
           .moe = {
               .aux_loss = 0.01,
               .z_loss = 0.001,
-              .exchange = exchange,
+              .exchange = of_layers,
               .local_experts = kExperts / options.ep}});
   FullyShardOptions sharding{.strategy = options.strategy, .seed = 11};
   sharding.runtime.streams = streams;
@@ -174,11 +183,13 @@ void MoeOverlapTrainer::make_exchange(const StreamOptions& streams) {
 at::Tensor MoeOverlapTrainer::tokens(int microbatch) const {
   const auto seed = static_cast<std::uint64_t>(
       1000 * step_ + 10 * mesh_->rank() + microbatch);
-  return at::randint(
-             kVocab,
-             {1, options_.tokens},
-             at::make_generator<at::CPUGeneratorImpl>(seed),
-             at::kLong)
+  const at::Tensor random = at::randint(
+      kVocab,
+      {1, options_.tokens},
+      at::make_generator<at::CPUGeneratorImpl>(seed),
+      at::kLong);
+  return (options_.change_tokens ? options_.change_tokens(microbatch, random)
+                                 : random)
       .to(mesh_->device());
 }
 

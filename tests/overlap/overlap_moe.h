@@ -41,6 +41,10 @@ struct MoeOverlapCase {
   static constexpr int kWarmupSteps = 2;
   /// What else is different, if anything.
   std::function<void(FullyShardOptions& sharding)> change;
+  std::function<void(models::ModelConfig& model)> change_model;
+  /// Makes the tokens of a microbatch of random ones.
+  std::function<at::Tensor(int microbatch, const at::Tensor& random)>
+      change_tokens;
   std::function<void(MoeOverlapTrainer& trainer, int step)> before_step;
 
   bool has_outer() const { return strategy == "hsdp" || strategy == "hfsdp"; }

@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 
 #include <mutex>
+#include <utility>
+#include <vector>
 
 namespace flatshard::testing {
 namespace {
@@ -24,68 +26,47 @@ nn::Linear overlap_linear(bool bias) {
 
 }  // namespace
 
-class OverlapBlockNodes : public nn::BlockNodes {
+// Turns rows round by one, and back.
+class RollExchange : public nn::TokenExchange {
  public:
-  explicit OverlapBlockNodes(OverlapBlockImpl& block) : block_(block) {}
+  explicit RollExchange(std::function<void(Direction)> on_transfer)
+      : on_transfer_(std::move(on_transfer)) {}
 
-  Attended attend(const at::Tensor& tokens) override {
-    say("attend");
-    const at::Tensor h = tokens + at::tanh(block_.attend_(tokens)) * 0.5;
-    if (block_.dense_) {
-      return {.residual = h};
-    }
-    const at::Tensor normed = h * block_.gain_;
-    // In the order in which gradients add up: the last reader first.
-    Attended out{.rows = {normed.flip(0), normed.sum(1)}, .residual = h};
-    if (block_.with_shared_) {
-      out.shared = normed.view(normed.sizes());
-    }
-    return out;
+  nn::ExchangePlanPtr plan(const at::Tensor&, std::int64_t) override {
+    return c10::make_intrusive<nn::ExchangePlan>();
   }
-  at::Tensor experts(const nn::TensorList& rows) override {
-    say("experts");
-    return at::tanh(block_.expert_(rows[0])) * rows[1].unsqueeze(1);
-  }
-  at::Tensor shared_experts(const at::Tensor& x, const at::Tensor& residual)
-      override {
-    say("shared");
-    return residual + at::tanh(block_.shared_(x));
-  }
-  at::Tensor merge(const at::Tensor& rows, const at::Tensor& residual)
-      override {
-    say("merge");
-    return residual + rows.flip(0);
-  }
-  nn::TensorList send(
-      nn::TokenExchange::Direction direction,
-      const nn::TensorList& rows,
-      const at::Tensor& /*residual*/) override {
-    say(direction == nn::TokenExchange::Direction::dispatch ? "dispatch"
-                                                            : "combine");
-    nn::TensorList moved;
-    for (const at::Tensor& tensor : rows) {
-      moved.push_back(
-          tensor.defined()
-              ? tensor.roll(
-                    direction == nn::TokenExchange::Direction::dispatch ? 1
-                                                                        : -1,
-                    0)
-              : tensor);
+  std::unique_ptr<nn::RowTransfer> start(
+      const nn::ExchangePlanPtr& /*plan*/,
+      Direction direction,
+      const nn::TransferInput& input) override {
+    on_transfer_(direction);
+    auto moved = std::make_unique<Moved>();
+    for (const at::Tensor& rows : input.rows) {
+      moved->rows.push_back(
+          rows.defined()
+              ? rows.roll(direction == Direction::dispatch ? 1 : -1, 0)
+              : rows);
     }
     return moved;
   }
 
  private:
-  void say(const char* node) const {
-    if (block_.on_node) {
-      block_.on_node(node);
-    }
-  }
-  OverlapBlockImpl& block_;
+  struct Moved : nn::RowTransfer {
+    nn::TensorList finish() override { return std::move(rows); }
+    nn::TensorList rows;
+  };
+  std::function<void(Direction)> on_transfer_;
 };
 
 OverlapBlockImpl::OverlapBlockImpl(bool dense, bool with_shared)
-    : dense_(dense), with_shared_(with_shared && !dense) {
+    : dense_(dense),
+      exchange_(std::make_shared<RollExchange>(
+          [this](nn::TokenExchange::Direction direction) {
+            say(direction == nn::TokenExchange::Direction::dispatch
+                    ? "dispatch"
+                    : "combine");
+          })),
+      with_shared_(with_shared && !dense) {
   attend_ = register_module("attend", overlap_linear(true));
   if (dense) {
     return;
@@ -97,23 +78,67 @@ OverlapBlockImpl::OverlapBlockImpl(bool dense, bool with_shared)
   }
 }
 
-std::unique_ptr<nn::BlockNodes> OverlapBlockImpl::nodes() {
-  return std::make_unique<OverlapBlockNodes>(*this);
+void OverlapBlockImpl::say(const char* node) const {
+  if (on_node) {
+    on_node(node);
+  }
+}
+
+nn::Nodes OverlapBlockImpl::nodes() {
+  nn::Nodes nodes;
+  const int h = nodes.add("attend", {0}, 1, {attend_.get()}, [this](auto& in) {
+    say("attend");
+    // The gradients of its readers here are one when they meet that of merge.
+    const at::Tensor x = in[0].view(in[0].sizes());
+    return nn::TensorList{x + at::tanh(attend_(x)) * 0.5};
+  })[0];
+  if (dense_) {
+    return nodes;
+  }
+  // Two nodes that a plan runs as one.
+  const auto made = nodes.add("norm", {h}, 3, {this}, [this](auto& in) {
+    const at::Tensor normed = in[0] * gain_;
+    // In the order in which gradients add up: the last reader first.
+    return nn::TensorList{
+        normed.view(normed.sizes()),
+        normed.flip(0),
+        normed.sum(1)};
+  });
+  const auto route = [this](nn::TokenExchange::Direction direction) {
+    return [this, direction] {
+      return nn::RowRoute{.exchange = exchange_, .direction = direction};
+    };
+  };
+  const auto rows = nodes.exchange(
+      "dispatch",
+      {made[1], made[2]},
+      route(nn::TokenExchange::Direction::dispatch));
+  int residual = h;
+  if (with_shared_) {
+    const std::vector<int> in{made[0], h};
+    residual = nodes.add("shared", in, 1, {shared_.get()}, [this](auto& in) {
+      say("shared");
+      return nn::TensorList{in[1] + at::tanh(shared_(in[0]))};
+    })[0];
+  }
+  const auto out =
+      nodes.add("experts", rows, 1, {expert_.get()}, [this](auto& in) {
+        say("experts");
+        return nn::TensorList{at::tanh(expert_(in[0])) * in[1].unsqueeze(1)};
+      });
+  const int back = nodes.exchange(
+      "combine",
+      out,
+      route(nn::TokenExchange::Direction::combine))[0];
+  nodes.add("merge", {back, residual, 0}, 1, {}, [this](auto& in) {
+    say("merge");
+    return nn::TensorList{in[1] + in[0].flip(0) + in[2] * 0.25};
+  });
+  return nodes;
 }
 
 at::Tensor OverlapBlockImpl::forward(const at::Tensor& tokens) {
-  OverlapBlockNodes nodes(*this);
-  const auto a = nodes.attend(tokens);
-  if (dense_) {
-    return a.residual;
-  }
-  using Direction = nn::TokenExchange::Direction;
-  const nn::TensorList rows = nodes.send(Direction::dispatch, a.rows, {});
-  const at::Tensor residual =
-      with_shared_ ? nodes.shared_experts(a.shared, a.residual) : a.residual;
-  const at::Tensor back =
-      nodes.send(Direction::combine, {nodes.experts(rows)}, residual)[0];
-  return nodes.merge(back, residual);
+  return nodes().run({tokens})[0];
 }
 
 OverlapStackImpl::OverlapStackImpl(

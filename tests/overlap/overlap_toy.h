@@ -23,14 +23,16 @@ class OverlapBlockImpl : public nn::Module {
   OverlapBlockImpl(bool dense, bool with_shared);
   /// The nodes one after the other, in one graph.
   at::Tensor forward(const at::Tensor& tokens);
-  std::unique_ptr<nn::BlockNodes> nodes();
+  nn::Nodes nodes();
 
   /// Called when a piece runs, with its name; may throw, or change what comes.
   std::function<void(const std::string& node)> on_node;
 
  private:
-  friend class OverlapBlockNodes;
+  void say(const char* node) const;
+
   bool dense_;
+  std::shared_ptr<nn::TokenExchange> exchange_;
   bool with_shared_;
   nn::Linear attend_{nullptr}, expert_{nullptr}, shared_{nullptr};
   at::Tensor gain_;

@@ -147,6 +147,75 @@ TEST(StepPlan, ExtrapolatesMicrobatches) {
   EXPECT_GT(seconds[4] - seconds[3], 9 - 1e-6);
 }
 
+/// Gathers and reductions of activations of 4 GB among 4 ranks, 3 s each on
+/// round_gpu(), around layers of one rank.
+Job shared_job(const Kernels& forward) {
+  Job job = small_job(2, 1);
+  job.tensor_ranks = 4;
+  job.ranks = job.ranks_per_host = 4;
+  job.layer_kinds[0].nodes[PlanNode::attend].forward = forward;
+  return job;
+}
+
+Gpu without_updates() {
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = gpu.passes["sum"] = 1e9;
+  return gpu;
+}
+
+Kernel pass_of(double seconds) {
+  return Kernel::memory("norm", seconds * kGb);
+}
+
+TEST(StepPlan, ComputeWaitsForActivationsOfOtherRanks) {
+  const Job job = shared_job(
+      {Kernel::exchange(Transfer::all_gather, 4 * kGb),
+       pass_of(1),
+       Kernel::exchange(Transfer::reduce_scatter, 4 * kGb)});
+  const StepPlan step = step_of(job, without_updates());
+  EXPECT_NEAR(step.device_seconds, 2 * (3 + 1 + 3), 1e-3);
+  EXPECT_NEAR(step.compute_seconds, 2, 1e-3);
+  EXPECT_NEAR(step.exposed_seconds, 12, 1e-3);
+  EXPECT_NEAR(step.exposed_tensor_seconds, 12, 1e-3);
+  EXPECT_NEAR(step.transfers.at("TP all-gather"), 6, 1e-6);
+  EXPECT_NEAR(step.transfers.at("TP reduce-scatter"), 6, 1e-6);
+}
+
+// As nn::linears: the inputs are gathered in parallel with the product before
+// them, and the reduction with the product after it.
+TEST(StepPlan, ComputeGoesOnUntilItNeedsTheActivations) {
+  const auto start = [](Transfer transfer) {
+    return Kernel::exchange(transfer, 4 * kGb, /*overlaps=*/true);
+  };
+  const auto step_with = [&](double first, double second) {
+    return step_of(
+        shared_job(
+            {start(Transfer::all_gather),
+             pass_of(first),
+             start(Transfer::reduce_scatter),
+             Kernel::finish(),
+             pass_of(second),
+             Kernel::finish(),
+             pass_of(1)}),
+        without_updates());
+  };
+  const StepPlan hidden = step_with(3, 3);
+  EXPECT_NEAR(hidden.device_seconds, 2 * (3 + 3 + 1), 1e-3);
+  EXPECT_NEAR(hidden.exposed_tensor_seconds, 0, 1e-3);
+  // 1 s of the gather is left, and 2 s of the reduction.
+  const StepPlan exposed = step_with(2, 1);
+  EXPECT_NEAR(exposed.device_seconds, 2 * (2 + 1 + 1 + 2 + 1), 1e-3);
+  EXPECT_NEAR(exposed.exposed_tensor_seconds, 2 * (1 + 2), 1e-3);
+}
+
+TEST(StepPlan, ActivationsGoOverTheNetworkBetweenHosts) {
+  Job job = shared_job({Kernel::exchange(Transfer::all_gather, 4 * kGb)});
+  EXPECT_NEAR(step_of(job, without_updates()).device_seconds, 2 * 3, 1e-3);
+  // 3/4 of 4 GB through ports of 0.5 GB/s.
+  job.ranks_per_host = 1;
+  EXPECT_NEAR(step_of(job, without_updates()).device_seconds, 2 * 6, 1e-3);
+}
+
 TEST(StepPlan, CountsMemoryOverTheStep) {
   Job job = timed_job(3, 2, 1, 2);
   job.layer_kinds[0].saved_nbytes = 100;

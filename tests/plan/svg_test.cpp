@@ -51,6 +51,26 @@ using ::testing::Not;
                             << "<" << open.top() << "> is not closed";
 }
 
+TEST(Svg, DrawsTheExchangesOfRanksThatShareLayers) {
+  Job job = small_job(3, 2);
+  job.tensor_ranks = 2;
+  job.layer_kinds[0].nodes[PlanNode::attend].forward = {
+      Kernel::exchange(Transfer::all_gather, 1e9),
+      Kernel::memory("norm", 1e9)};
+  const std::string svg =
+      to_svg(plan_step(job, plan_units(job), round_gpu()), {.title = "a step"});
+  EXPECT_TRUE(is_well_formed(svg));
+  EXPECT_THAT(svg, HasSubstr(">tensor par.</text>"));
+  EXPECT_THAT(svg, HasSubstr(">tensor parallelism</text>"));
+  EXPECT_THAT(svg, HasSubstr("TP all-gather of unit 2"));
+  job.layer_kinds[0].nodes[PlanNode::attend].forward.erase(
+      job.layer_kinds[0].nodes[PlanNode::attend].forward.begin());
+  const std::string without =
+      to_svg(plan_step(job, plan_units(job), round_gpu()), {.title = "a step"});
+  EXPECT_THAT(without, Not(HasSubstr("tensor par")));
+  EXPECT_THAT(without, Not(HasSubstr(".t {")));
+}
+
 TEST(Svg, DrawsEachStreamThatIsUsed) {
   Job job = small_job(3, 2);
   NodeWork& node = job.layer_kinds[0].nodes[PlanNode::attend];

@@ -92,7 +92,9 @@ def failure(encoder, row):
 def test_the_assistants_messages_are_trained_to_their_end(chats, template):
     encoder = chats(template)
     assert trained(encoder, {"messages": TURNS}) == ["sat<|end|>", "on the mat<|end|>"]
-    whole = encoder.tokenizer.apply_chat_template(TURNS, tokenize=True)
+    whole = encoder.tokenizer.apply_chat_template(
+        TURNS, tokenize=True, return_dict=False
+    )
     assert encoder.encode("f:1", json.dumps({"messages": TURNS}))[0] == whole
 
 

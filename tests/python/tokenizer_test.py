@@ -1,8 +1,10 @@
 """What data preparation reads beside a tokenizer.json, held against AutoTokenizer."""
 
+import functools
 import json
 
 import pytest
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import normalizers, processors, trainers
 from transformers import AutoTokenizer
@@ -60,9 +62,37 @@ def with_template():
 
 
 def bert():
-    tokenizer = with_template()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    tokenizer.add_tokens(["[PAD]", "[MASK]", "THE"])
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.train_from_iterator(
+        [*WORDS, "THE"] * 9, trainers.WordPieceTrainer(special_tokens=special)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+def llama():
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [*"\u2581thecasonm", "he", "at", "\u2581the", "\u2581mat"]
+    merges = [("h", "e"), ("a", "t"), ("\u2581t", "he"), ("\u2581m", "at")]
+    pieces += ["\u2581t", "\u2581m"]
+    merges[2:2] = [("\u2581", "t"), ("\u2581", "m")]
+    vocab = {piece: id for id, piece in enumerate(pieces)}
+    model = models.BPE(
+        vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first", split=False
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     return tokenizer
 
 
@@ -80,6 +110,15 @@ ADDED = {
 }
 
 
+# What transformers 5 leaves to tokenizer.json.
+of_transformers_4 = functools.partial(
+    pytest.param,
+    marks=pytest.mark.skipif(
+        not transformers.__version__.startswith("4."), reason="needs transformers 4"
+    ),
+)
+
+
 @pytest.mark.parametrize("parse_special", [False, True])
 @pytest.mark.parametrize(
     "make, config, files",
@@ -90,17 +129,21 @@ ADDED = {
         (bpe, FAST, [("added_tokens.json", {"<|y|>": 270, "<|x|>": 271})]),
         (bpe, {**FAST, "additional_special_tokens": ["<|y|>", "<|x|>"]}, []),
         (bpe, {**FAST, "extra_special_tokens": {"image_token": "<|y|>"}}, []),
-        (with_prefix_space, {**FAST, "eos_token": "</s>"}, []),
+        of_transformers_4(with_prefix_space, {**FAST, "eos_token": "</s>"}, []),
         (with_prefix_space, {**FAST, "add_prefix_space": True}, []),
-        (bpe, {**FAST, "add_prefix_space": True}, []),
+        of_transformers_4(bpe, {**FAST, "add_prefix_space": True}, []),
         (with_template, {**FAST, "unk_token": "[UNK]"}, []),
-        (bpe, {}, [("config.json", {"model_type": "llama"})]),
+        (llama, {}, [("config.json", {"model_type": "llama"})]),
         (bert, {"tokenizer_class": "BertTokenizer"}, []),
         (bert, {"tokenizer_class": "BertTokenizer", "do_lower_case": False}, []),
         (bpe, {"tokenizer_class": "GPT2Tokenizer"}, []),
-        (bpe, {"tokenizer_class": "LlamaTokenizer"}, []),
-        (bpe, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, []),
-        (bpe, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}, []),
+        (llama, {"tokenizer_class": "LlamaTokenizer"}, []),
+        of_transformers_4(
+            llama, {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, []
+        ),
+        of_transformers_4(
+            bpe, {"tokenizer_class": "LlamaTokenizerFast", "add_eos_token": True}, []
+        ),
     ],
 )
 def test_tokens_are_those_of_auto_tokenizer(

@@ -123,3 +123,20 @@ def test_share_comm_ctx_is_for_outermost_modules_that_did_not_run(mesh):
     model(on_device(torch.randn(2, 6)))
     with pytest.raises(RuntimeError, match="call it before the first forward"):
         share_comm_ctx([model])
+
+
+def test_one_is_frozen_before_its_first_forward(mesh, rank):
+    torch.manual_seed(0)
+    generator, critic = layers(), layers()
+    single = copy.deepcopy(critic)
+    shard(generator, mesh)
+    shard(critic, mesh)
+    generator.requires_grad_(False)
+    x = torch.ones(2, 6, device=next(single.parameters()).device)
+    real = critic(x).mean()
+    fake = generator(x)  # its first forward, between those of the critic
+    (real + critic(fake).mean()).backward()
+    (single(x).mean() + single(fake).mean()).backward()
+    for p, q in zip(critic.parameters(), single.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+    assert all(p.grad is None for p in generator.parameters())

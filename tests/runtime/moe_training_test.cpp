@@ -124,8 +124,9 @@ TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
   struct Case {
     MoeRun run;
     // Of a step and microbatch: forwards and backwards of three attentions, a
-    // dense layer and two routers. What is recomputed is replayed once more.
-    int replays = 12;
+    // dense layer, two routers and their shared experts. What is recomputed is
+    // replayed once more.
+    int replays = 16;
   };
   constexpr int kReplayedSteps = 2;
   const Case cases[] = {
@@ -142,14 +143,14 @@ TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
             .checkpoint = ActivationCheckpoint::full,
             .max_norm = 0.2,
             .exchange = MoeExchange::copies},
-       .replays = 18},
+       .replays = 24},
       {.run =
            {.name = "ep 2 under HSDP, feed-forward halves recomputed",
             .strategy = "hsdp",
             .mesh = {2, 1, 2},
             .checkpoint = ActivationCheckpoint::selective,
             .exchange = MoeExchange::collective},
-       .replays = 15}};
+       .replays = 21}};
   for (const auto& [plain, replays] : cases) {
     MoeRun graphs = plain;
     graphs.graphs = true;
@@ -166,15 +167,15 @@ TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
 TEST(MoeGraphs, PartsOfBlocksWithCutExpertsAreReplayed) {
   struct Scope {
     std::set<std::string> regions;
-    // Of a step: forwards and backwards of three attentions and two routers.
-    // The order of rows has no backward.
+    // Of a step: forwards and backwards of three attentions, two routers and
+    // their shared experts. The order of rows has no backward.
     int replays;
   };
   constexpr int kSteps = 20;
   const Scope scopes[] = {
       {{"attn"}, 6},
-      {{"attn", "moe_router", "moe_preprocess"}, 12},
-      {{"moe_router"}, 4}};
+      {{"attn", "moe_router", "moe_preprocess"}, 16},
+      {{"moe_router"}, 8}};
   for (const double capacity : {0.0, 1.0}) {
     const MoeRun plain{
         .mesh = {1, 2, 2},

@@ -4,6 +4,7 @@
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
+#include "flatshard/graphs/model_graphs.h"
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
 #include "tests/support/ranks.h"
@@ -22,6 +23,8 @@ namespace {
 
 constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
 constexpr std::int64_t kTensorSeq = 12;
+// Whose halves FP8 takes.
+constexpr const char* kWide = "wide";
 
 using TensorModels =
     std::map<std::string, std::function<void(models::ModelConfig&)>>;
@@ -56,6 +59,14 @@ const TensorModels& models_by_name() {
              .ffn_dim = 8,
              .shared_experts = 1,
              .dense_layers = 1};
+       }},
+      {kWide,
+       [](auto& c) {
+         c.dim = 128;
+         c.kv_heads = c.heads;
+         c.head_dim = 32;
+         c.ffn_dim = 256;
+         c.initializer_range = 0.05;
        }},
       {"gemma", [](auto& c) {
          c.family = "gemma2";
@@ -158,7 +169,9 @@ Sequences sequences_of(const TensorRun& run, int step, int index) {
 std::vector<std::string> tensor_models() {
   std::vector<std::string> names;
   for (const auto& [name, change] : models_by_name()) {
-    names.push_back(name);
+    if (name != kWide) {
+      names.push_back(name);
+    }
   }
   return names;
 }
@@ -228,12 +241,17 @@ void train_tensor_rank(
   FullyShardOptions options{
       .strategy = run.strategy,
       .seed = 11,
-      .group = {.precision = Precision::full()},
+      .group = {.precision = run.precision},
       .runtime = {
-          .streams = {
-              .delay_seed =
-                  run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
-              .max_delay_us = 50}}};
+          .streams =
+              {.delay_seed =
+                   run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
+               .max_delay_us = 50},
+          .graphs = {
+              .enabled = run.has_graphs(),
+              .regions = run.graph_regions,
+              .warmup_steps = TensorRun::kWarmupSteps,
+              .emulate_on_cpu = true}}};
   if (ranks) {
     options.placement_of = placement_of_parts(*llama, *mesh);
   }
@@ -244,6 +262,13 @@ void train_tensor_rank(
                  : others                          ? others(name)
                                                    : ParameterPlacement{};
         };
+  }
+  if (run.float8) {
+    options.float8_of = [&run](
+                            const std::string& /*name*/,
+                            const std::vector<std::int64_t>& shape) {
+      return run.float8->why_not(shape).empty() ? run.float8 : std::nullopt;
+    };
   }
   for (const auto& unit : llama->unit_modules()) {
     options.units.push_back(unit.get());
@@ -273,6 +298,10 @@ void train_tensor_rank(
     result.norms[{step, mesh->rank()}] = norm.norm.item<double>();
   }
   optimizer.wait();
+  {
+    const std::lock_guard lock(mutex);
+    result.graphs[mesh->rank()] = runtime->graphs().stats();
+  }
   collect_weights(*runtime, mutex, result.weights);
 }
 
@@ -293,7 +322,9 @@ TensorRun tensor_reference(const TensorRun& run) {
       .max_norm = run.max_norm,
       .batch = run.batch,
       .steps = run.steps,
-      .capacity_factor = run.capacity_factor};
+      .capacity_factor = run.capacity_factor,
+      .precision = run.precision,
+      .float8 = run.float8};
 }
 
 TensorDistance tensor_distance(

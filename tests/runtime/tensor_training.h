@@ -1,12 +1,15 @@
 #pragma once
 
 #include "flatshard/models/llama.h"
+#include "flatshard/runtime/graph_options.h"
 #include "tests/runtime/training.h"
 
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,7 +18,7 @@ namespace flatshard::testing {
 
 /// A run of ranks that share layers.
 struct TensorRun {
-  std::string model = "llama";  ///< one of tensor_models()
+  std::string model = "llama";  ///< one of tensor_models(), or "wide"
   std::string strategy = "zero3";
   int replicate = 1;  ///< above 1: an axis of its own
   int dp = 1;
@@ -30,7 +33,12 @@ struct TensorRun {
   std::uint64_t delay_seed = 3;
   int steps = 2;
   double capacity_factor = 0;
+  Precision precision = Precision::full();
+  std::optional<Float8Format> float8 = {};   ///< of what it takes
+  std::set<std::string> graph_regions = {};  ///< empty: no graphs
 
+  static constexpr int kWarmupSteps = 2;
+  bool has_graphs() const { return !graph_regions.empty(); }
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * tp; }
   bool shares_experts() const { return ep * etp > 1; }
@@ -45,6 +53,7 @@ struct TensorResult {
   std::map<std::pair<int, int>, double> losses;
   std::map<std::pair<int, int>, double> norms;  ///< by (step, rank)
   std::map<std::string, std::vector<float>> weights;
+  std::map<int, GraphStats> graphs;  ///< by rank
 };
 
 /// The models by name: what sets families apart.

@@ -1,7 +1,7 @@
 #include "flatshard/models/families/family.h"
 
-// OLMo 2: norms behind attention and feed-forward part, and of all queries and
-// keys together. Source: arXiv:2501.00656.
+// OLMo 2: norms after attention and feed-forward part, and norms over all
+// queries and over all keys. Source: arXiv:2501.00656.
 namespace flatshard::models {
 namespace {
 

@@ -5,6 +5,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/config/expert_ranks.h"
 
 namespace flatshard {
 namespace config {
@@ -248,7 +249,7 @@ Config resolve_config(const Config& config, std::int64_t world) {
   }
   const config::Parallelism& p = resolved.parallelism;
   FLATSHARD_CHECK(
-      shard % p.expert_data_ranks() == 0,
+      shard % config::expert_data_ranks(p) == 0,
       config,
       "parallelism.expert_parallel_degree = {}{} must divide "
       "data_parallel_shard_degree, which is {} of {} ranks",

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/config/rows.h"
 
 #include <utility>
@@ -41,7 +42,7 @@ constexpr UsedIf kReshards{
     "runs that release weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
-    WHEN(c.parallelism.expert_ranks() > 1),
+    WHEN(expert_ranks(c.parallelism) > 1),
     "more ranks than one"};
 constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
@@ -87,12 +88,9 @@ const ConfigKey kParallelismKeys[] = {
         .range = {.min = 1, .max = kMaxRanks},
         .conflicts =
             {{{"cuda_graph.impl"},
-              WHEN(c.cuda_graph.enabled() && c.parallelism.shares_layers()),
-              "not supported: collectives of layers are not recorded; use "
-              "\"none\""},
-             {{"float8.recipe"},
-              WHEN(c.parallelism.shares_layers() && c.float8.recipe),
-              "not supported: FP8 weights are not cut; leave one out"},
+              WHEN(c.cuda_graph.whole_step() && c.parallelism.shares_layers()),
+              "not supported: the collectives of layers are recorded in parts "
+              "of blocks and in whole blocks; use \"unit\""},
              {{"parallelism.overlap_expert_parallel"},
               WHEN(
                   c.parallelism.shares_layers() &&

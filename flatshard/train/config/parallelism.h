@@ -51,17 +51,6 @@ struct Parallelism {
 
   /// Whether several ranks have parts of each layer.
   bool shares_layers() const { return tensor_parallel_degree > 1; }
-  /// Ranks that have parts of the experts of a layer, and exchange tokens.
-  std::int64_t expert_ranks() const {
-    return expert_parallel_degree * expert_tensor_parallel_degree;
-  }
-  /// Of these, the ranks of data that each rank of tensor_parallel_degree is
-  /// with: they divide data_parallel_shard_degree.
-  std::int64_t expert_data_ranks() const {
-    return expert_tensor_parallel_degree == 1
-               ? expert_parallel_degree
-               : expert_ranks() / tensor_parallel_degree;
-  }
   /// Ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;

@@ -1,4 +1,4 @@
-// What a GPU alone is measured for; calibrate_links.cpp has the links.
+// Measures one GPU. calibrate_links.cpp measures the links.
 #include "flatshard/train/plan/calibrate.h"
 
 #include "flatshard/device/device_name.h"

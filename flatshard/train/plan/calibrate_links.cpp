@@ -1,4 +1,4 @@
-// What is measured between ranks.
+// Measures transfers between ranks.
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"

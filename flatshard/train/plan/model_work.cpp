@@ -15,6 +15,7 @@ using plan::Kernels;
 using plan::LayerWork;
 using plan::NodeWork;
 using plan::Product;
+using plan::Transfer;
 
 double d(std::int64_t n) {
   return static_cast<double>(n);
@@ -23,6 +24,19 @@ double d(std::int64_t n) {
 void append(Kernels& to, const Kernels& more) {
   to.insert(to.end(), more.begin(), more.end());
 }
+
+/// Kernels of a node between two exchanges of tensor parallelism.
+struct Stage {
+  enum class Reads {
+    part,     ///< and writes what the rank has: its tokens, or its columns
+    tokens,   ///< those of all ranks, which it gathers
+    columns,  ///< its columns, and its results are summed and scattered
+  };
+
+  Reads reads = Reads::part;
+  NodeWork work;
+};
+using Stages = std::vector<Stage>;
 
 /// Writes down the kernels of a model's layers.
 class ModelWork {
@@ -39,27 +53,29 @@ class ModelWork {
         float8_(float8),
         size_(d(static_cast<std::int64_t>(
             c10::elementSize(config.precision.compute)))),
-        tokens_(config.training.local_batch_size * config.training.seq_len) {}
+        sharing_(config.parallelism.tensor_parallel_degree),
+        tokens_(config.training.local_batch_size * config.training.seq_len),
+        own_tokens_(tokens_ / sharing_) {}
 
   LayerWork dense() const {
     LayerWork layer;
     NodeWork& node = layer.nodes[PlanNode::attend];
-    attention(node);
-    NodeWork mlp;
-    norm(mlp, /*with_delta=*/true);
-    gate_up_down("mlp", model_.ffn_dim, mlp);
-    append(node.forward, mlp.forward);
-    append(node.backward, mlp.backward);
-    append(node.wgrad, mlp.wgrad);
+    const Stages mlp = mlp_stages();
+    Stages stages = attention();
+    stages.insert(stages.end(), mlp.begin(), mlp.end());
+    put_together(stages, node);
+    const std::int64_t ffn_dim = model_.ffn_dim / sharing_;
     const std::int64_t mlp_saved =
-        bytes(model_.dim) + bytes(2 * model_.ffn_dim) + rows_of_floats(1);
-    layer.input_nbytes = bytes(model_.dim);
+        own_bytes(norm_width()) + bytes(2 * ffn_dim) + own_rows_of_floats(1);
+    layer.input_nbytes = own_bytes(model_.dim);
     layer.saved_nbytes = attention_saved() + mlp_saved;
-    layer.transient_nbytes = bytes(3 * model_.ffn_dim + 2 * model_.dim);
+    layer.transient_nbytes = dense_transient(ffn_dim);
     if (selective()) {
       // The feed-forward part keeps its input alone.
-      node.recompute = mlp.forward;
-      layer.saved_nbytes = attention_saved() + bytes(model_.dim);
+      NodeWork again;
+      put_together(mlp, again);
+      node.recompute = again.forward;
+      layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
       layer.transient_nbytes += mlp_saved;
     }
     return layer;
@@ -68,18 +84,20 @@ class ModelWork {
   LayerWork experts() const {
     const models::MoeConfig& moe = model_.moe;
     const std::int64_t degree = config_.parallelism.expert_parallel_degree;
-    const std::int64_t rows = tokens_ * moe.experts_per_token;
+    // A rank routes its own tokens.
+    const std::int64_t rows = own_tokens_ * moe.experts_per_token;
     const double each = d(rows) * d(degree) / d(moe.num_experts);
     const double local = d(moe.num_experts / degree);
     LayerWork layer;
-    NodeWork& attend = layer.nodes[PlanNode::attend];
-    attention(attend);
-    norm(attend, /*with_delta=*/true);
-    product(attend, "mlp.gate", tokens_, moe.num_experts, model_.dim);
+    Stages attend = attention();
+    NodeWork& router = attend.emplace_back().work;
+    norm(router, /*with_delta=*/true);
+    product(router, "mlp.gate", own_tokens_, moe.num_experts, model_.dim);
     // Scores, choice and order read and write few numbers a token.
-    const double scores = d(tokens_) * d(moe.num_experts) * sizeof(float);
-    attend.forward.push_back(Kernel::memory("sum", 6 * scores));
-    attend.backward.push_back(Kernel::memory("sum", 4 * scores));
+    const double scores = d(own_tokens_) * d(moe.num_experts) * sizeof(float);
+    router.forward.push_back(Kernel::memory("sum", 6 * scores));
+    router.backward.push_back(Kernel::memory("sum", 4 * scores));
+    put_together(attend, layer.nodes[PlanNode::attend]);
 
     NodeWork& node = layer.nodes[PlanNode::experts];
     grouped(node, local, each, 2 * moe.ffn_dim, model_.dim);
@@ -87,7 +105,8 @@ class ModelWork {
     grouped(node, local, each, model_.dim, moe.ffn_dim);
     // Rows of tokens, and the sums of a token's rows.
     const double moved = 2 * size_ * d(rows) * d(model_.dim);
-    const double summed = size_ * d(model_.dim) * (d(rows) + 2 * d(tokens_));
+    const double summed =
+        size_ * d(model_.dim) * (d(rows) + 2 * d(own_tokens_));
     const bool here = degree == 1;
     NodeWork& leaving = here ? node : layer.nodes[PlanNode::dispatch];
     NodeWork& returning = here ? node : layer.nodes[PlanNode::combine];
@@ -100,27 +119,25 @@ class ModelWork {
       node.wgrad.push_back(Kernel::memory("permute", moved));
     }
     if (moe.shared_experts > 0) {
-      NodeWork& shared = layer.nodes[PlanNode::shared];
-      gate_up_down(
-          "mlp.shared_experts",
-          moe.shared_experts * moe.ffn_dim,
-          shared);
+      put_together(
+          gate_up_down("mlp.shared_experts", moe.shared_experts * moe.ffn_dim),
+          layer.nodes[PlanNode::shared]);
     }
-    layer.input_nbytes = bytes(model_.dim);
+    layer.input_nbytes = own_bytes(model_.dim);
     const auto element = static_cast<std::int64_t>(size_);
-    layer.saved_nbytes = attention_saved() + bytes(2 * model_.dim) +
+    layer.saved_nbytes = attention_saved() + own_bytes(2 * model_.dim) +
                          2 * rows * moe.ffn_dim * element +
                          rows * static_cast<std::int64_t>(3 * sizeof(float)) +
-                         rows_of_floats(1 + 2 * moe.num_experts) +
+                         own_rows_of_floats(1 + 2 * moe.num_experts) +
                          (here ? 0 : rows * model_.dim * element) +
-                         bytes(2 * moe.shared_experts * moe.ffn_dim);
+                         bytes(2 * moe.shared_experts * moe.ffn_dim / sharing_);
     layer.transient_nbytes =
         rows * (3 * moe.ffn_dim + 2 * model_.dim) * element;
     if (selective()) {
       Kernels again = layer.nodes[PlanNode::experts].forward;
       layer.nodes[PlanNode::experts].recompute = std::move(again);
       layer.transient_nbytes += layer.saved_nbytes - attention_saved();
-      layer.saved_nbytes = attention_saved() + bytes(model_.dim);
+      layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
     }
     return layer;
   }
@@ -128,21 +145,46 @@ class ModelWork {
   /// Embedding and head, with loss.
   LayerWork ends() const {
     LayerWork layer;
+    const std::int64_t rows = model_.vocab_size / sharing_;
     const double wide = d(tokens_) * d(model_.dim) * size_;
-    const double vocab = d(tokens_) * d(model_.vocab_size) * size_;
-    NodeWork& embed = layer.nodes[PlanNode::embed];
-    embed.forward.push_back(Kernel::memory("copy", 2 * wide));
-    const double table = d(model_.vocab_size) * d(model_.dim) *
+    const double vocab = d(tokens_) * d(rows) * size_;
+    Stage embed{.reads = Stage::Reads::columns};
+    embed.work.forward.push_back(Kernel::memory("copy", 2 * wide));
+    const double table = d(rows) * d(model_.dim) *
                          d(static_cast<std::int64_t>(
                              c10::elementSize(config_.precision.reduce)));
-    embed.backward.push_back(Kernel::memory("copy", table + 3 * wide));
-    NodeWork& head = layer.nodes[PlanNode::head];
-    norm(head, /*with_delta=*/false);
-    product(head, {}, tokens_, model_.vocab_size, model_.dim);
-    head.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
-    layer.saved_nbytes =
-        bytes(2 * model_.dim) + bytes(model_.vocab_size) + rows_of_floats(3);
-    layer.transient_nbytes = bytes(3 * model_.dim);
+    embed.work.backward.push_back(Kernel::memory("copy", table + 3 * wide));
+    if (sharing_ > 1) {
+      // Rows of other ranks' tokens become 0, and the table is copied once.
+      embed.work.forward.push_back(Kernel::memory("copy", 2 * wide));
+      embed.work.backward.push_back(Kernel::memory("copy", 2 * table));
+    }
+    put_together({embed}, layer.nodes[PlanNode::embed]);
+    Stages head(2);
+    norm(head[0].work, /*with_delta=*/false);
+    NodeWork& loss = head[1].work;
+    if (sharing_ > 1) {
+      // The loss waits for a gather of its own, and a reduction after it.
+      loss.forward.push_back(Kernel::exchange(Transfer::all_gather, wide));
+    }
+    product(loss, {}, tokens_, rows, model_.dim);
+    if (sharing_ == 1) {
+      loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+    } else {
+      // The gradient does not find the row in the cache again. Between both
+      // come two numbers of each token from each rank.
+      loss.forward.push_back(Kernel::memory("cross_entropy", vocab));
+      loss.forward.push_back(Kernel::exchange(
+          Transfer::all_gather,
+          d(sharing_) * 2 * d(rows_of_floats(1))));
+      loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+      loss.wgrad.push_back(Kernel::exchange(Transfer::reduce_scatter, wide));
+    }
+    put_together(head, layer.nodes[PlanNode::head]);
+    layer.saved_nbytes = own_bytes(model_.dim) + bytes(model_.dim) +
+                         bytes(rows) + own_rows_of_floats(1) +
+                         rows_of_floats(2);
+    layer.transient_nbytes = bytes(model_.dim) + own_bytes(2 * model_.dim);
     return layer;
   }
 
@@ -157,6 +199,79 @@ class ModelWork {
   }
   std::int64_t rows_of_floats(std::int64_t width) const {
     return tokens_ * width * static_cast<std::int64_t>(sizeof(float));
+  }
+  // Of the tokens that a rank has between the layers.
+  std::int64_t own_bytes(std::int64_t width) const {
+    return bytes(width) / sharing_;
+  }
+  std::int64_t own_rows_of_floats(std::int64_t width) const {
+    return rows_of_floats(width) / sharing_;
+  }
+  /// Of what a norm keeps of a token, and layers that gather what it made.
+  std::int64_t norm_width() const {
+    return (sharing_ > 1 ? 2 : 1) * model_.dim;
+  }
+
+  /// The most that the backward of a dense layer makes.
+  /// @param ffn_dim  on this rank.
+  std::int64_t dense_transient(std::int64_t ffn_dim) const {
+    const std::int64_t dim = model_.dim;
+    if (sharing_ == 1) {
+      return bytes(3 * ffn_dim + 2 * dim);
+    }
+    // Of down: the gathered gradient, and three tensors of the width. Of gate
+    // and up: their gradients, the input's, and the input gathered again.
+    return std::max(
+        bytes(3 * ffn_dim + dim) + own_bytes(dim),
+        bytes(2 * ffn_dim + 2 * dim) + own_bytes(2 * dim));
+  }
+
+  /// Appends the kernels of stages that follow each other, with the exchanges
+  /// of nn::linears, nn::gated_linear and nn::Embedding. Where ranks share
+  /// layers, kernels of the backward are in its order, those of weights among
+  /// them.
+  void put_together(const Stages& stages, NodeWork& node) const {
+    using Reads = Stage::Reads;
+    const bool shares = sharing_ > 1;
+    const double wide = d(bytes(model_.dim));
+    const Kernel gather = Kernel::exchange(Transfer::all_gather, wide);
+    const Kernel scatter = Kernel::exchange(Transfer::reduce_scatter, wide);
+    for (const Stage& stage : stages) {
+      if (shares && stage.reads == Reads::tokens) {
+        node.forward.push_back(gather);
+      }
+      append(node.forward, stage.work.forward);
+      if (shares && stage.reads == Reads::columns) {
+        node.forward.push_back(scatter);
+      }
+      if (!shares) {
+        append(node.backward, stage.work.backward);
+        append(node.wgrad, stage.work.wgrad);
+      }
+    }
+    if (!shares) {
+      return;
+    }
+    Kernels& backward = node.backward;
+    const auto start = [&](Transfer transfer) {
+      backward.push_back(Kernel::exchange(transfer, wide, /*overlaps=*/true));
+    };
+    for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
+      if (stage->reads == Reads::columns) {
+        backward.push_back(gather);
+      } else if (stage->reads == Reads::tokens) {
+        start(Transfer::all_gather);
+      }
+      append(backward, stage->work.backward);
+      if (stage->reads == Reads::tokens) {
+        start(Transfer::reduce_scatter);
+        backward.push_back(Kernel::finish());
+      }
+      append(backward, stage->work.wgrad);
+      if (stage->reads == Reads::tokens) {
+        backward.push_back(Kernel::finish());
+      }
+    }
   }
 
   /// Of a linear layer [rows, in] -> [rows, out]; in FP8 with what quantizes
@@ -197,10 +312,12 @@ class ModelWork {
   }
 
   void norm(NodeWork& node, bool with_delta) const {
-    const double row = d(tokens_) * d(model_.dim) * size_;
+    const double row = d(own_tokens_) * d(model_.dim) * size_;
     node.forward.push_back(Kernel::memory("norm", (with_delta ? 4 : 2) * row));
-    // dy, gradient of the sum and input in; dx and the result again out.
-    node.backward.push_back(Kernel::memory("norm", 5 * row));
+    // dy, gradient of the sum and input in; dx out, and the result again unless
+    // layers that gather it kept it.
+    node.backward.push_back(
+        Kernel::memory("norm", (sharing_ > 1 ? 4 : 5) * row));
   }
 
   void swiglu(NodeWork& node, std::int64_t rows, std::int64_t width) const {
@@ -209,26 +326,45 @@ class ModelWork {
     node.backward.push_back(Kernel::memory("swiglu", 6 * row));
   }
 
-  void gate_up_down(
-      const std::string& module,
-      std::int64_t width,
-      NodeWork& node) const {
-    product(node, module + ".gate_proj", tokens_, width, model_.dim);
-    product(node, module + ".up_proj", tokens_, width, model_.dim);
-    swiglu(node, tokens_, width);
-    product(node, module + ".down_proj", tokens_, model_.dim, width);
-    // The product is added to the residual, which is copied there first.
-    node.forward.push_back(
-        Kernel::memory("copy", 2 * d(tokens_) * d(model_.dim) * size_));
+  /// @param whole  width of all ranks.
+  Stages gate_up_down(const std::string& module, std::int64_t whole) const {
+    const std::int64_t width = whole / sharing_;
+    Stages stages(4);
+    stages[0].reads = Stage::Reads::tokens;
+    NodeWork& in = stages[0].work;
+    product(in, module + ".gate_proj", tokens_, width, model_.dim);
+    product(in, module + ".up_proj", tokens_, width, model_.dim);
+    swiglu(stages[1].work, tokens_, width);
+    stages[2].reads = Stage::Reads::columns;
+    product(stages[2].work, module + ".down_proj", tokens_, model_.dim, width);
+    // The product is added to the residual, which is copied there first, or the
+    // sum of all ranks' products is.
+    const double row = d(own_tokens_) * d(model_.dim) * size_;
+    stages[3].work.forward.push_back(
+        sharing_ == 1 ? Kernel::memory("copy", 2 * row)
+                      : Kernel::memory("sum", 3 * row));
+    return stages;
   }
 
-  void attention(NodeWork& node) const {
-    const std::int64_t q = model_.heads * model_.head_dim;
-    const std::int64_t kv = model_.kv_heads * model_.head_dim;
-    norm(node, /*with_delta=*/false);
-    product(node, "self_attn.q_proj", tokens_, q, model_.dim);
-    product(node, "self_attn.k_proj", tokens_, kv, model_.dim);
-    product(node, "self_attn.v_proj", tokens_, kv, model_.dim);
+  Stages mlp_stages() const {
+    Stages stages(1);
+    norm(stages[0].work, /*with_delta=*/true);
+    const Stages rest = gate_up_down("mlp", model_.ffn_dim);
+    stages.insert(stages.end(), rest.begin(), rest.end());
+    return stages;
+  }
+
+  Stages attention() const {
+    const std::int64_t q = model_.heads * model_.head_dim / sharing_;
+    const std::int64_t kv = model_.kv_heads * model_.head_dim / sharing_;
+    Stages stages(4);
+    norm(stages[0].work, /*with_delta=*/false);
+    stages[1].reads = Stage::Reads::tokens;
+    NodeWork& in = stages[1].work;
+    product(in, "self_attn.q_proj", tokens_, q, model_.dim);
+    product(in, "self_attn.k_proj", tokens_, kv, model_.dim);
+    product(in, "self_attn.v_proj", tokens_, kv, model_.dim);
+    NodeWork& node = stages[2].work;
     const double rotated = d(tokens_) * d(q + kv) * size_;
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
       node.forward.push_back(Kernel::memory("norm", 2 * rotated));
@@ -241,22 +377,26 @@ class ModelWork {
           .push_back(Kernel::attention(
               backward,
               d(config_.training.local_batch_size),
-              d(model_.heads),
+              d(model_.heads / sharing_),
               d(config_.training.seq_len),
               model_.head_dim));
     }
-    product(node, "self_attn.o_proj", tokens_, model_.dim, q);
+    stages[3].reads = Stage::Reads::columns;
+    product(stages[3].work, "self_attn.o_proj", tokens_, model_.dim, q);
+    return stages;
   }
 
   /// Input, rotated queries and keys, values, result, its log-sum-exp, and what
   /// the norm divided by.
   std::int64_t attention_saved() const {
-    const std::int64_t q = model_.heads * model_.head_dim;
-    const std::int64_t kv = model_.kv_heads * model_.head_dim;
-    std::int64_t nbytes = bytes(model_.dim) + bytes(2 * q + 2 * kv) +
-                          rows_of_floats(1 + model_.heads);
+    const std::int64_t heads = model_.heads / sharing_;
+    const std::int64_t kv_heads = model_.kv_heads / sharing_;
+    const std::int64_t q = heads * model_.head_dim;
+    const std::int64_t kv = kv_heads * model_.head_dim;
+    std::int64_t nbytes = own_bytes(norm_width()) + bytes(2 * q + 2 * kv) +
+                          own_rows_of_floats(1) + rows_of_floats(heads);
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
-      nbytes += bytes(q + kv) + rows_of_floats(model_.heads + model_.kv_heads);
+      nbytes += bytes(q + kv) + rows_of_floats(heads + kv_heads);
     }
     return nbytes;
   }
@@ -265,8 +405,10 @@ class ModelWork {
   const models::ModelConfig& model_;
   std::int64_t layer_;
   const Float8RecipeOf& float8_;
-  double size_;  ///< of an element of activations
-  std::int64_t tokens_;
+  double size_;           ///< of an element of activations
+  std::int64_t sharing_;  ///< ranks of tensor parallelism
+  std::int64_t tokens_;   ///< of a microbatch, which these ranks share
+  std::int64_t own_tokens_;
 };
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "flatshard/train/plan/planned_run.h"
 
+#include "flatshard/comm/make_communicator.h"
+#include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/layout/padding.h"
 #include "flatshard/models/llama.h"
@@ -28,23 +30,67 @@ std::int64_t element_size(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
-/// Sizes and strides of a mesh's axes but one.
+/// Where rank 0 is among ranks that do not run: nothing communicates.
+std::shared_ptr<Mesh> planned_mesh(const Config& config) {
+  MeshOptions options{
+      .make_communicator =
+          [](const StoreHandle& /*store*/,
+             int /*rank*/,
+             int /*size*/,
+             const std::string& name,
+             at::Device device,
+             const CommunicatorOptions& /*options*/) {
+            return make_self_communicator(name, device);
+          },
+      .watcher = false};
+  return Mesh::create(
+      mesh_axes(config),
+      /*rank=*/0,
+      make_local_store(),
+      at::kCPU,
+      std::move(options));
+}
+
+/// The first of ranks that share layers which are never called.
+class PlannedRanks : public nn::TensorParallel {
+ public:
+  explicit PlannedRanks(std::int64_t size)
+      : TensorParallel(0, static_cast<int>(size)) {}
+
+  at::Tensor all_gather(const at::Tensor& /*part*/) override { refuse(); }
+  at::Tensor reduce_scatter(const at::Tensor& /*addend*/) override { refuse(); }
+  std::unique_ptr<nn::PendingTensor> start_all_gather(
+      const at::Tensor& /*part*/) override {
+    refuse();
+  }
+  std::unique_ptr<nn::PendingTensor> start_reduce_scatter(
+      const at::Tensor& /*addend*/) override {
+    refuse();
+  }
+
+ private:
+  [[noreturn]] static void refuse() {
+    FLATSHARD_THROW(internal, "a layer of a plan was called");
+  }
+};
+
+/// Sizes and strides of a mesh's axes.
 struct Axes {
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> strides;
 };
 
-Axes axes_of(const Config& config, bool with_experts) {
+/// @param mesh  a part of `whole`.
+Axes axes_of(const Mesh& mesh, const Mesh& whole) {
   Axes axes;
   std::int64_t stride = 1;
-  const auto all = mesh_axes(config);
-  for (auto axis = all.rbegin(); axis != all.rend(); ++axis) {
-    // Experts are sharded over all axes but their own.
-    if (with_experts || axis->name != "ep") {
-      axes.sizes.insert(axes.sizes.begin(), axis->size);
+  for (int i = whole.num_axes() - 1; i >= 0; --i) {
+    const MeshAxis& axis = whole.axis(i);
+    if (std::ranges::find(mesh.axes(), axis) != mesh.axes().end()) {
+      axes.sizes.insert(axes.sizes.begin(), axis.size);
       axes.strides.insert(axes.strides.begin(), stride);
     }
-    stride *= axis->size;
+    stride *= axis.size;
   }
   return axes;
 }
@@ -164,15 +210,23 @@ class ShapeMaker {
       const Config& config,
       const models::ModelConfig& model,
       std::int64_t microbatches)
-      : config_(config), model_(model), microbatches_(microbatches) {
+      : config_(config),
+        model_(model),
+        microbatches_(microbatches),
+        mesh_(planned_mesh(config)) {
     Float8Choice(config, model).apply_to(options_);
   }
 
-  std::vector<UnitShape> make(plan::Job& job) const {
+  std::vector<UnitShape> make(plan::Job& job) {
+    const config::Parallelism& p = config_.parallelism;
     models::MoeOptions moe;
-    moe.local_experts =
-        model_.moe.num_experts / config_.parallelism.expert_parallel_degree;
-    models::Llama model(model_, models::LlamaOptions{.moe = moe});
+    moe.local_experts = model_.moe.num_experts / p.expert_parallel_degree;
+    models::LlamaOptions layers{.moe = moe};
+    if (p.shares_layers()) {
+      layers.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
+    }
+    models::Llama model(model_, layers);
+    options_.placement_of = parameter_placement(config_, model, *mesh_);
     std::set<const torch::nn::Module*> chosen;
     for (const auto& module : model->unit_modules()) {
       chosen.insert(module.get());
@@ -204,13 +258,15 @@ class ShapeMaker {
 
  private:
   void add(const OwnedParameter& p, UnitShape& unit) const {
-    const bool is_slice = config_.parallelism.expert_parallel_degree > 1 &&
-                          models::is_expert_parameter(p.name);
+    const ParameterPlacement placement = options_.placement_of
+                                             ? options_.placement_of(p.name)
+                                             : ParameterPlacement{};
     std::optional<Float8Format> format;
     if (options_.float8_of && p.reads_planes) {
       format = options_.float8_of(p.name, p.shape);
     }
-    const Axes axes = axes_of(config_, !is_slice);
+    const Axes axes =
+        axes_of(placement.mesh ? *placement.mesh : *mesh_, *mesh_);
     auto group = std::ranges::find_if(unit.groups, [&](const GroupShape& g) {
       return g.axis_sizes == axes.sizes && g.axis_strides == axes.strides &&
              g.float8.has_value() == format.has_value();
@@ -286,6 +342,7 @@ class ShapeMaker {
   const Config& config_;
   const models::ModelConfig& model_;
   std::int64_t microbatches_;
+  std::shared_ptr<Mesh> mesh_;
   FullyShardOptions options_;
   mutable std::optional<Float8Format> format_;  ///< of all FP8 weights
   mutable std::string recipe_;
@@ -425,8 +482,10 @@ plan::Job plan_job(
     const models::ModelConfig& model,
     std::int64_t ranks,
     std::int64_t ranks_per_host) {
+  const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
-                                    (config.training.local_batch_size * ranks);
+                                    (config.training.local_batch_size *
+                                     config.parallelism.num_data_ranks(ranks));
   plan::Job job{
       .ranks = ranks,
       .ranks_per_host = ranks_per_host,
@@ -436,7 +495,8 @@ plan::Job plan_job(
       .clips = config.training.max_norm > 0,
       .main_grads_size = element_size(config.precision.main_grads),
       .graphs = config.cuda_graph.enabled()};
-  const ShapeMaker maker(config, model, microbatches);
+  job.tensor_ranks = tensor;
+  ShapeMaker maker(config, model, microbatches);
   job.units = maker.make(job);
   if (const auto overlap = overlap_options(config, model)) {
     job.overlap = *overlap;
@@ -473,12 +533,15 @@ plan::Job plan_job(
   }
   const std::int64_t experts = config.parallelism.expert_parallel_degree;
   if (experts > 1) {
+    // What a rank routes of its samples' rows.
     const std::int64_t rows = config.training.local_batch_size *
                               config.training.seq_len *
                               model.moe.experts_per_token;
     const std::int64_t row = model.dim * element_size(config.precision.compute);
     job.exchange_ranks = experts;
-    job.exchange_nbytes = static_cast<double>(rows * row);
+    job.exchange_stride = tensor;
+    job.exchange_nbytes =
+        static_cast<double>(rows * row) / static_cast<double>(tensor);
     job.copy_exchange =
         config.parallelism.token_exchange == config::TokenExchangeKind::copies;
     if (job.copy_exchange) {

@@ -54,12 +54,6 @@ void check_priced(const Config& config) {
       "products; set precision.compute = \"bfloat16\" to plan the run",
       config::word_of(config.precision.compute));
   FLATSHARD_CHECK(
-      config.parallelism.tensor_parallel_degree == 1,
-      config,
-      "parallelism.tensor_parallel_degree = {} is not supported by plans; set "
-      "it to 1",
-      config.parallelism.tensor_parallel_degree);
-  FLATSHARD_CHECK(
       config.parallelism.expert_tensor_parallel_degree == 1,
       config,
       "parallelism.expert_tensor_parallel_degree = {} is not supported by "
@@ -67,11 +61,18 @@ void check_priced(const Config& config) {
       config.parallelism.expert_tensor_parallel_degree);
 }
 
+/// Groups of ranks that share layers; empty: there are none.
+std::string sharing_text(const config::Parallelism& p) {
+  return p.shares_layers()
+             ? fmt::format(", tensor parallelism {}", p.tensor_parallel_degree)
+             : "";
+}
+
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
       "{} parameters on {} ranks of {}, {} a host\n"
-      "strategy {}{}; recompute {}; FP8 {}; {} microbatches of {} x {} "
+      "strategy {}{}{}; recompute {}; FP8 {}; {} microbatches of {} x {} "
       "tokens\n",
       with_commas(models::num_parameters(plan.model)),
       with_commas(machines.ranks),
@@ -84,6 +85,7 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
                 plan.config.parallelism.data_parallel_replicate_degree,
                 plan.config.parallelism.data_parallel_shard_degree)
           : "",
+      sharing_text(plan.config.parallelism),
       config::word_of(plan.config.activation_checkpoint.mode),
       config::word_of(plan.config.float8.recipe),
       plan.job.microbatches,
@@ -137,11 +139,21 @@ std::string step_text(const RunPlan& plan) {
           ms(std::max(0.0, step.compute_seconds - alone)),
           "transfers and other streams slow the computation");
   text += row("exposed transfers", ms(step.exposed_seconds));
+  if (plan.job.tensor_ranks > 1) {
+    text +=
+        row("  tensor parallelism",
+            ms(step.exposed_tensor_seconds),
+            fmt::format(
+                "{:.1f} %",
+                100 * step.exposed_tensor_seconds / step.seconds));
+  }
   for (const auto& [kind, seconds] : step.transfers) {
     text +=
         row("  " + kind,
             ms(seconds),
-            "alone; most of it runs in parallel with compute");
+            kind.starts_with("TP ")
+                ? "alone; some of it runs in parallel with compute"
+                : "alone; most of it runs in parallel with compute");
   }
   text += row("host", ms(step.host_seconds), "to launch the step");
   text +=
@@ -235,9 +247,10 @@ std::optional<double> planned_step_seconds(
 std::string picture_text(const RunPlan& plan) {
   const plan::StepPlan& step = plan.estimate.step;
   return fmt::format(
-      "{}, a step of {}, of it {} exposed transfers; {} tokens/s/GPU, mfu "
+      "{}{}, a step of {}, of it {} exposed transfers; {} tokens/s/GPU, mfu "
       "{:.1f} %{}",
       strategy_name(plan.config),
+      sharing_text(plan.config.parallelism),
       ms(step.seconds),
       ms(step.exposed_seconds),
       with_commas(static_cast<std::int64_t>(plan.estimate.tokens_per_second)),
@@ -271,6 +284,7 @@ std::string to_json(
   json["ranks_per_host"] = machines.ranks_per_host;
   json["parameters"] = models::num_parameters(plan.model);
   json["strategy"] = strategy_name(plan.config);
+  json["tensor_parallel_degree"] = plan.job.tensor_ranks;
   json["microbatches"] = plan.job.microbatches;
   for (const plan::RoleBytes& of : e.memory) {
     json["memory_bytes"][of.role] = of.nbytes;
@@ -282,6 +296,7 @@ std::string to_json(
   json["step_ms"] = 1e3 * e.step.seconds;
   json["compute_ms"] = 1e3 * e.step.compute_seconds;
   json["exposed_ms"] = 1e3 * e.step.exposed_seconds;
+  json["exposed_tensor_parallel_ms"] = 1e3 * e.step.exposed_tensor_seconds;
   json["host_ms"] = 1e3 * e.step.host_seconds;
   for (const auto& [kind, seconds] : e.step.kinds) {
     json["kinds_ms"][kind] = 1e3 * seconds;

@@ -9,7 +9,6 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
-#include <optional>
 
 namespace flatshard {
 namespace {
@@ -25,6 +24,7 @@ Config config_of(const Config& config, const Way& way) {
   p.strategy = way.strategy;
   p.data_parallel_replicate_degree = way.replicas;
   p.data_parallel_shard_degree = -1;
+  p.tensor_parallel_degree = way.tensor_degree;
   p.reshard_after_forward = way.reshard_after_forward;
   p.expert_parallel_degree = way.expert_degree;
   p.overlap_expert_parallel = way.overlap;
@@ -51,7 +51,10 @@ class Sweeper {
             models::ActivationCheckpoint::full}) {
         Way way = layout;
         way.recompute = recompute;
-        try_batches(way);
+        // Recompute makes no memory table smaller.
+        if (try_batches(way) == Outcome::table_too_large) {
+          break;
+        }
       }
     }
     sort();
@@ -61,11 +64,33 @@ class Sweeper {
   }
 
  private:
+  enum class Outcome {
+    refused,  ///< by the trainer
+    fits,
+    too_large,        ///< with activations
+    table_too_large,  ///< without
+  };
+
   std::vector<Way> layouts() const {
+    std::vector<Way> all;
+    for (const std::int64_t degree : tensor_degrees()) {
+      for (const Way& way : layouts_over(degree)) {
+        all.push_back(way);
+        if (way.expert_degree > 1) {
+          all.push_back(way);
+          all.back().overlap = true;
+        }
+      }
+    }
+    return all;
+  }
+
+  /// Over the ranks that are left where `tensor_degree` share each layer.
+  std::vector<Way> layouts_over(std::int64_t tensor_degree) const {
     std::vector<Way> ways;
-    const std::int64_t ranks = machines_.ranks;
-    for (const std::int64_t degree : expert_degrees()) {
-      const Way way{.expert_degree = degree};
+    const std::int64_t ranks = machines_.ranks / tensor_degree;
+    for (const std::int64_t degree : expert_degrees(ranks)) {
+      const Way way{.tensor_degree = tensor_degree, .expert_degree = degree};
       for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
         ways.push_back(way);
         ways.back().strategy = strategy;
@@ -78,7 +103,9 @@ class Sweeper {
         ways.back().reshard_after_forward = false;
       }
       // Shards inside groups of hosts, replicas of them between.
-      for (std::int64_t shards = machines_.ranks_per_host; shards < ranks;
+      const std::int64_t host = machines_.ranks_per_host / tensor_degree;
+      const std::int64_t least = tensor_degree > 1 ? 2 : 1;
+      for (std::int64_t shards = std::max(host, least); shards < ranks;
            shards *= 2) {
         if (ranks % shards == 0 && shards % degree == 0) {
           for (const char* strategy : {"zero2", "zero3", "hfsdp"}) {
@@ -89,22 +116,44 @@ class Sweeper {
         }
       }
     }
-    std::vector<Way> all;
-    for (const Way& way : ways) {
-      all.push_back(way);
-      if (way.expert_degree > 1) {
-        all.push_back(way);
-        all.back().overlap = true;
-      }
-    }
-    return all;
+    return ways;
   }
 
-  std::vector<std::int64_t> expert_degrees() const {
+  /// Groups inside a host, of as many ranks as divide the model.
+  std::vector<std::int64_t> tensor_degrees() const {
     std::vector<std::int64_t> degrees{1};
-    for (std::int64_t degree = 2; degree <= std::min(experts_, machines_.ranks);
+    const std::int64_t most =
+        std::min(machines_.ranks_per_host, machines_.ranks);
+    for (std::int64_t degree = 2; degree <= most; degree *= 2) {
+      if (machines_.ranks % degree == 0 && divides_model(degree)) {
+        degrees.push_back(degree);
+      }
+    }
+    return degrees;
+  }
+
+  bool divides_model(std::int64_t degree) const {
+    Config changed = config_;
+    changed.parallelism.tensor_parallel_degree = degree;
+    if (changed.training.seq_len % degree != 0) {
+      return false;
+    }
+    try {
+      model_config(changed);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::config) {
+        throw;
+      }
+      return false;
+    }
+    return true;
+  }
+
+  std::vector<std::int64_t> expert_degrees(std::int64_t ranks) const {
+    std::vector<std::int64_t> degrees{1};
+    for (std::int64_t degree = 2; degree <= std::min(experts_, ranks);
          degree *= 2) {
-      if (experts_ % degree == 0 && machines_.ranks % degree == 0 &&
+      if (experts_ % degree == 0 && ranks % degree == 0 &&
           degree <= 8 * machines_.ranks_per_host) {
         degrees.push_back(degree);
       }
@@ -112,14 +161,17 @@ class Sweeper {
     return degrees;
   }
 
-  // A larger batch never fits where a smaller one does not.
-  void try_batches(Way way) {
-    for (; way.local_batch_size <= kLargestBatch; way.local_batch_size *= 2) {
-      const auto fits = plan(way);
-      if (fits && !*fits) {
-        return;
-      }
+  /// A larger batch never fits where a smaller one does not.
+  /// @return the outcome of one sequence.
+  Outcome try_batches(Way way) {
+    const Outcome first = plan(way);
+    for (Outcome outcome = first;
+         (outcome == Outcome::fits || outcome == Outcome::refused) &&
+         way.local_batch_size < kLargestBatch;) {
+      way.local_batch_size *= 2;
+      outcome = plan(way);
     }
+    return first;
   }
 
   void try_float8() {
@@ -137,15 +189,15 @@ class Sweeper {
     }
   }
 
-  /// @return whether it fits; empty: the trainer refuses it.
-  std::optional<bool> plan(const Way& way) {
+  Outcome plan(const Way& way) {
     PlannedWay planned{.way = way};
     try {
       Config changed = config_of(config_, way);
       if (way.overlap && changed.training.global_batch_size == -1) {
         // Two microbatches are the least that can be under way at once.
         changed.training.global_batch_size =
-            2 * way.local_batch_size * machines_.ranks;
+            2 * way.local_batch_size *
+            changed.parallelism.num_data_ranks(machines_.ranks);
       }
       changed = resolve_config(changed, machines_.ranks);
       const plan::Job job = plan_job(
@@ -161,13 +213,17 @@ class Sweeper {
         throw;
       }
       ++sweep_.num_refused;
-      return std::nullopt;
+      return Outcome::refused;
     }
     planned.estimate.step.operations.clear();
     planned.estimate.step.spans.clear();
     const bool fits = planned.estimate.fits();
+    const Outcome outcome = fits ? Outcome::fits
+                            : planned.estimate.step.seconds > 0
+                                ? Outcome::too_large
+                                : Outcome::table_too_large;
     (fits ? sweep_.fitting : sweep_.too_large).push_back(std::move(planned));
-    return fits;
+    return outcome;
   }
 
   void sort() {
@@ -192,7 +248,13 @@ class Sweeper {
 std::string strategy_text(const Way& way, std::int64_t ranks) {
   std::string text = way.strategy;
   if (way.replicas > 1) {
-    text += fmt::format(" {}x{}", way.replicas, ranks / way.replicas);
+    text += fmt::format(
+        " {}x{}",
+        way.replicas,
+        ranks / way.replicas / way.tensor_degree);
+  }
+  if (way.tensor_degree > 1) {
+    text += fmt::format(" tp{}", way.tensor_degree);
   }
   if (!way.reshard_after_forward) {
     text += " kept";
@@ -279,8 +341,8 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
         static_cast<double>(e.peak_nbytes - e.room_nbytes) / kGiB);
   }
   return text + fmt::format(
-                    "\nbatch: sequences of a microbatch. The trainer has no "
-                    "tensor parallelism, so none is tried.\nprices: {}\n",
+                    "\nbatch: sequences of a microbatch, which the ranks of tp "
+                    "share\nprices: {}\n",
                     machines.gpu.source);
 }
 
@@ -296,6 +358,7 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
     nlohmann::ordered_json of;
     of["strategy"] = way.strategy;
     of["replicas"] = way.replicas;
+    of["tensor_parallel_degree"] = way.tensor_degree;
     of["reshard_after_forward"] = way.reshard_after_forward;
     of["recompute"] = config::word_of(way.recompute);
     of["local_batch_size"] = way.local_batch_size;
@@ -311,6 +374,7 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
       of["mfu_causal"] = e.causal_mfu;
       of["step_ms"] = 1e3 * e.step.seconds;
       of["exposed_ms"] = 1e3 * e.step.exposed_seconds;
+      of["exposed_tensor_parallel_ms"] = 1e3 * e.step.exposed_tensor_seconds;
       of["bound"] = plan::to_string(e.bound);
     }
     return of;

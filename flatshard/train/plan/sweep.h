@@ -11,6 +11,7 @@ namespace flatshard {
 /// One way to run a config.
 struct Way {
   std::string strategy = "zero3";
+  std::int64_t tensor_degree = 1;
   std::int64_t replicas = 1;
   bool reshard_after_forward = true;
   models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
@@ -37,8 +38,9 @@ struct Sweep {
 };
 
 /// Plans `config` in all ways that make sense on these machines: strategies,
-/// replicas of shards (HSDP), recompute, sequences of a microbatch, expert
-/// degrees with and without overlap, and FP8 for the fastest. What the config
+/// replicas of shards (HSDP), degrees of tensor parallelism inside a host,
+/// recompute, sequences of a microbatch, expert degrees with and without
+/// overlap, and FP8 for the fastest. What the config
 /// says of other keys stays. A set training.global_batch_size stays too, and
 /// ways that do not divide it are left out.
 /// @throws Error{config} where the config is wrong for these ranks as it is.

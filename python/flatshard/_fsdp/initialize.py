@@ -43,11 +43,11 @@ def reset_parameters(
             )
         state.initialized = True
         state.forget_digests()
+        writes.note_unit(state)
         for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))
     done: set[int] = set()
-    writes.count += 1
     for full_name, module in model.named_modules():
         own = places.get(id(module))
         if own is None:

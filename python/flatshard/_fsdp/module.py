@@ -286,6 +286,9 @@ class FSDPModule:
                 "reduces at its end; no_sync() puts that off to the last one"
             )
 
+    def _set_unshard_async_op(self, async_op: bool, *, recurse: bool = True) -> None:
+        """Accepted for FSDP2's sake: all-gathers always run on a stream of their own."""
+
     # -- how long parameters stay unsharded --------------------------------------------
 
     def set_reshard_after_forward(

@@ -147,7 +147,7 @@ def _make_core_again(unit):
         unit.note_place(p)
     unit.apply_to_core()
     unit.watch_shards()
-    writes.count += 1
+    writes.note_unit(unit)
 
 
 def _check_may_change(unit, changed):

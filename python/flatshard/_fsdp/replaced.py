@@ -113,7 +113,7 @@ def _after_load(state, module):
     wrapped = any(module is m() for m in state.modules)
     if wrapped:
         state.initialized = True
-        writes.count += 1
+        writes.note_unit(state)
     if not state.loads_by_assign:
         return
     for p in state.parameters:
@@ -133,7 +133,7 @@ def _after_load(state, module):
             p.on_meta = False
             p.digest = None
             parameters_of(owner)[site[1]] = p.shard
-            writes.count += 1
+            writes.note_unit(state)
 
 
 # -- before the first forward ----------------------------------------------------------

@@ -244,7 +244,7 @@ class UnitState:
         make_shard(tensor, local, p.shard)
         p.shard = tensor
         self.note_place(p)
-        writes.count += 1
+        writes.note_unit(self)
 
     def unsharded(self, index):
         """What modules see of parameter `index`, where the unit stays unsharded after its
@@ -278,7 +278,7 @@ class UnitState:
         writes.remove([p.shard])
         make_shard(p.shard, piece, p.shard)
         writes.add(self, [p.shard])
-        writes.count += 1
+        writes.note_unit(self)
 
     def core_names(self):
         """Of the core's parameters, by their numbers."""

@@ -37,7 +37,7 @@ class Writes:
         if not isinstance(tensor, (list, tuple)):
             unit = self._unit_of(tensor)
             if unit is not None:
-                self._note_one(unit)
+                self.note_unit(unit)
                 self.written.add(address_of(tensor))
         elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
             self.lists += 1
@@ -45,7 +45,7 @@ class Writes:
                 self._left_to_step = True
                 return
             for unit in filter(None, map(self._unit_of, tensor)):
-                self._note_one(unit)
+                self.note_unit(unit)
 
     def note_look(self, tensor):
         """Somebody gets a plain tensor that shares the memory of `tensor`."""
@@ -64,7 +64,7 @@ class Writes:
                 del self.lent[address]
                 reference = self.units.get(address)
                 if reference is not None and (unit := reference()) is not None:
-                    self._note_one(unit)
+                    self.note_unit(unit)
                     self.written.add(address)
 
     def note_before_step(self, optimizer, args, kwargs):
@@ -84,9 +84,10 @@ class Writes:
             self._units_of[optimizer] = ids, units
         for reference in units.values():
             if (unit := reference()) is not None:
-                self._note_one(unit)
+                self.note_unit(unit)
 
-    def _note_one(self, unit):
+    def note_unit(self, unit):
+        """Somebody wrote parameters of this unit, or made them anew."""
         unit.num_writes += 1
         self.single += 1
 

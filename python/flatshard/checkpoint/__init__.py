@@ -196,7 +196,7 @@ def load(
     for unit in root.units:
         unit.initialized = True
         unit.forget_digests()
-    writes.count += 1
+        writes.note_unit(unit)
     if optimizer is not None and described:
         take_options(optimizer, described["param_groups"])
     if isinstance(optimizer, AdamW):

@@ -88,7 +88,7 @@ def load_hf(
         if (state := state_of(module)) is not None:
             state.initialized = True
             state.forget_digests()
-    writes.count += 1
+            writes.note_unit(state)
     return sorted(tensors.unused)
 
 

@@ -19,6 +19,8 @@ _HOLDERS = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
     "torch.testing._internal.common_fsdp",
 )
 _SWAPPED = (

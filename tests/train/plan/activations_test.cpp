@@ -1,12 +1,15 @@
 // What a plan says that autograd saves of a block is what it saves.
 #include "flatshard/models/llama.h"
 #include "flatshard/train/model_config.h"
+#include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
+#include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,7 +35,7 @@ class LiveBytes : public c10::MemoryReportingInfoBase {
 
 constexpr std::int64_t kTokens = 128;
 
-Config config_of(const std::vector<std::string>& set) {
+Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
   return resolve_config(
       parse_config(
           "[model]\nfamily = \"auto\"\ndim = 64\nlayers = 1\nheads = 4\n"
@@ -41,20 +44,25 @@ Config config_of(const std::vector<std::string>& set) {
           "[precision]\ncompute = \"bfloat16\"\n",
           "test.toml",
           set),
-      1);
+      ranks);
 }
 
 /// What is alive after a forward of a block: what autograd saved with the
 /// block's result in place of its input.
-std::int64_t measured(const Config& config) {
+/// @param ranks  that share it; null: none.
+std::int64_t measured(
+    const Config& config,
+    const nn::TensorParallelPtr& ranks = nullptr) {
   const models::ModelConfig shape = model_config(config);
   models::Llama model(
       shape,
       models::LlamaOptions{
-          .activation_checkpoint = config.activation_checkpoint.mode});
+          .activation_checkpoint = config.activation_checkpoint.mode,
+          .ranks = ranks});
   nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
   const auto input = [&] {
-    return at::randn({1, kTokens, shape.dim}).to(at::kBFloat16);
+    const std::int64_t own = kTokens / (ranks ? ranks->size() : 1);
+    return at::ones({1, own, shape.dim}, at::kBFloat16);
   };
   // The rotary table is the model's.
   model->blocks().front()(input());
@@ -68,8 +76,8 @@ std::int64_t measured(const Config& config) {
   return live->nbytes;
 }
 
-plan::LayerWork planned(const Config& config) {
-  const plan::Job job = plan_job(config, model_config(config), 1, 1);
+plan::LayerWork planned(const Config& config, std::int64_t ranks = 1) {
+  const plan::Job job = plan_job(config, model_config(config), ranks, ranks);
   return job.layer_kinds[job.kind_of_layer.front()];
 }
 
@@ -92,6 +100,73 @@ TEST(Activations, OfARecomputedBlockAreItsInput) {
   EXPECT_EQ(planned(full).input_nbytes, measured(full));
   const Config selective = config_of({"activation_checkpoint.mode=selective"});
   EXPECT_EQ(planned(selective).saved_nbytes, measured(selective));
+}
+
+// Each of two ranks has half of the tokens between its layers, and half of the
+// heads and of the width in them.
+TEST(Activations, OfABlockThatRanksShare) {
+  constexpr int kRanks = 2;
+  for (const std::string& mode : {"none", "selective"}) {
+    const Config config = config_of(
+        {"parallelism.tensor_parallel_degree=2",
+         "activation_checkpoint.mode=" + mode},
+        kRanks);
+    testing::run_ranks(kRanks, [&](testing::RankContext& context) {
+      const auto mesh = context.mesh(mesh_axes(config));
+      const auto ranks = tensor_parallel_ranks(config, *mesh);
+      EXPECT_EQ(planned(config, kRanks).saved_nbytes, measured(config, ranks))
+          << mode;
+    });
+  }
+}
+
+double flops_of(const plan::LayerWork& layer) {
+  double sum = 0;
+  for (const auto& [node, work] : layer.nodes) {
+    sum += plan::flops(work.forward) + plan::flops(work.backward) +
+           plan::flops(work.wgrad);
+  }
+  return sum;
+}
+
+TEST(Work, RanksThatShareLayersDivideTheFlops) {
+  const Config alone = config_of({});
+  const Config shared =
+      config_of({"parallelism.tensor_parallel_degree=2"}, /*ranks=*/2);
+  const auto ends = [](const Config& config, std::int64_t ranks) {
+    return plan_job(config, model_config(config), ranks, ranks).ends;
+  };
+  EXPECT_EQ(2 * flops_of(planned(shared, 2)), flops_of(planned(alone)));
+  EXPECT_EQ(2 * flops_of(ends(shared, 2)), flops_of(ends(alone, 1)));
+}
+
+// As nn::linears and nn::gated_linear: 4 exchanges of a forward, and 6 of a
+// backward, of which 4 overlap.
+TEST(Work, LayersThatRanksShareExchangeActivations) {
+  using plan::Kernel;
+  using plan::Transfer;
+  const Config config =
+      config_of({"parallelism.tensor_parallel_degree=2"}, /*ranks=*/2);
+  const plan::NodeWork node = planned(config, 2).nodes.at(PlanNode::attend);
+  const auto count = [](const plan::Kernels& kernels, bool overlaps) {
+    std::map<Transfer, int> found;
+    for (const Kernel& kernel : kernels) {
+      if (kernel.kind == Kernel::Kind::transfer &&
+          kernel.overlaps == overlaps) {
+        EXPECT_EQ(kernel.nbytes, kTokens * 64 * 2);
+        ++found[kernel.transfer];
+      }
+    }
+    return found;
+  };
+  using Counts = std::map<Transfer, int>;
+  const Counts two_each{
+      {Transfer::all_gather, 2},
+      {Transfer::reduce_scatter, 2}};
+  EXPECT_EQ(count(node.forward, false), two_each);
+  EXPECT_EQ(count(node.backward, true), two_each);
+  EXPECT_EQ(count(node.backward, false), (Counts{{Transfer::all_gather, 2}}));
+  EXPECT_TRUE(node.wgrad.empty());
 }
 
 // The router's numbers depend on the kernels: the CPU keeps a few more of them

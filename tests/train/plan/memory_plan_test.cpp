@@ -80,7 +80,8 @@ Table measured(const Case& of) {
         model_config(config),
         mesh,
         config.training.global_batch_size /
-            (config.training.local_batch_size * of.ranks));
+            (config.training.local_batch_size *
+             config.parallelism.num_data_ranks(of.ranks)));
     if (context.rank == 0) {
       for (const MemoryRow& row : memory_rows(state)) {
         table[row.role] = row.nbytes;
@@ -110,6 +111,7 @@ TEST_P(MemoryPlanTest, EqualsTheTableOfARealStart) {
 
 // Copies are what auto takes on GPUs, and collectives on CPUs.
 const std::string kNone = "parallelism.copy_engines=none";
+const std::string kShared = "parallelism.tensor_parallel_degree=2";
 
 INSTANTIATE_TEST_SUITE_P(
     Runs,
@@ -179,6 +181,44 @@ INSTANTIATE_TEST_SUITE_P(
              "float8.recipe=rowwise",
              "float8.gather_parts=module",
              "parallelism.strategy=zero2"}},
+        Case{"shared", 2, {kNone, kShared}},
+        Case{"shared_copies", 4, {"parallelism.copy_engines=all", kShared}},
+        Case{"shared_zero2", 4, {kNone, kShared, "parallelism.strategy=zero2"}},
+        Case{"shared_zero1", 4, {kNone, kShared, "parallelism.strategy=zero1"}},
+        Case{"shared_zero0", 4, {kShared, "parallelism.strategy=zero0"}},
+        Case{
+            "shared_hsdp",
+            8,
+            {kNone,
+             kShared,
+             "parallelism.data_parallel_replicate_degree=2",
+             "training.global_batch_size=8"}},
+        Case{
+            "shared_tied_biases",
+            4,
+            {kNone,
+             kShared,
+             "model.tie_embeddings=true",
+             "model.attention_bias=true",
+             "precision.reduce=bfloat16"}},
+        Case{
+            "shared_rowwise",
+            4,
+            {kNone, kShared, "float8.recipe=rowwise"}},
+        Case{
+            "shared_tensorwise_copies",
+            4,
+            {"parallelism.copy_engines=all",
+             kShared,
+             "float8.recipe=tensorwise"}},
+        Case{
+            "experts_divided_and_shared",
+            4,
+            {"parallelism.copy_engines=all",
+             "parallelism.token_exchange=copies",
+             "parallelism.expert_parallel_degree=2",
+             "model.kv_heads=2",
+             kShared}},
         Case{"experts", 2, {kNone}},
         Case{
             "experts_divided",

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "flatshard/moe/nodes.h"
+#include "flatshard/schedule/overlap_plan.h"
+
+#include <array>
+#include <vector>
+
+namespace flatshard {
+
+/// The nodes of a block by the node of an OverlapPlan that runs them: what the
+/// dispatch depends on is `attend`, what depends on neither exchange besides is
+/// `shared`, what depends on one is `experts`, on both `merge`. A block without
+/// an exchange is `attend` alone.
+class BlockStages {
+ public:
+  struct Stage {
+    std::vector<int> nodes;
+    std::vector<int> inputs;   ///< tensors that are made outside
+    std::vector<int> outputs;  ///< tensors that are read outside, or the result
+  };
+
+  /// @throws Error{usage} for another number of exchanges than none or two, one
+  ///   of which takes what depends on the other's rows.
+  explicit BlockStages(const nn::Nodes& nodes);
+
+  const Stage& of(PlanNode node) const { return stages_[index(node)]; }
+  bool has(PlanNode node) const { return !of(node).nodes.empty(); }
+  /// The number of the block's result.
+  int result() const { return result_; }
+  /// Whether a stage in (after, up_to] reads the tensor.
+  bool is_read(int value, PlanNode after, PlanNode up_to) const;
+
+ private:
+  static std::size_t index(PlanNode node) {
+    return static_cast<std::size_t>(node);
+  }
+
+  std::array<Stage, static_cast<std::size_t>(PlanNode::head) + 1> stages_;
+  std::vector<std::vector<PlanNode>> readers_;  ///< by tensor
+  int result_ = 0;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,89 @@
+// Ranks that share layers, with regions as graphs: the bits of eager training,
+// with the replays that are expected and nothing that ran eagerly in their
+// place.
+#include "tests/runtime/tensor_training.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace flatshard::testing {
+namespace {
+
+constexpr int kGraphSteps = 20;
+constexpr std::int64_t kGraphLayers = 2;
+
+class TensorParallelGraphs : public ::testing::TestWithParam<TensorRun> {};
+
+// Regions of a layer with and without experts: `experts` has one of each. Its
+// router and its shared experts are `moe_router`.
+std::int64_t regions_of(const TensorRun& run) {
+  std::int64_t regions = 0;
+  for (const std::string& name : run.graph_regions) {
+    const bool is_of_one_layer = run.model == "experts" && name != "attn";
+    regions += name == "moe_router" ? 2 : is_of_one_layer ? 1 : kGraphLayers;
+  }
+  return regions;
+}
+
+TEST_P(TensorParallelGraphs, EqualsEagerBitForBit) {
+  TensorRun run = GetParam();
+  run.steps = kGraphSteps;
+  run.max_norm = 0.1;  // the rate is 1
+  run.graph_regions.clear();
+  const TensorResult eager = train_tensor(run);
+  run.graph_regions = GetParam().graph_regions;
+  const TensorResult graphs = train_tensor(run);
+  EXPECT_EQ(graphs.losses, eager.losses);
+  EXPECT_EQ(graphs.norms, eager.norms);
+  EXPECT_EQ(graphs.weights, eager.weights);
+  const bool twice = run.checkpoint == models::ActivationCheckpoint::selective;
+  const std::int64_t replays = (kGraphSteps - TensorRun::kWarmupSteps) *
+                               run.microbatches * regions_of(run);
+  ASSERT_EQ(graphs.graphs.size(), static_cast<std::size_t>(run.world()));
+  for (const auto& [rank, stats] : graphs.graphs) {
+    SCOPED_TRACE(rank);
+    EXPECT_EQ(stats.forward_replays, replays * (twice ? 2 : 1));
+    EXPECT_EQ(stats.backward_replays, replays);
+    EXPECT_THAT(stats.fallbacks, ::testing::IsEmpty());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Grids,
+    TensorParallelGraphs,
+    ::testing::Values(
+        TensorRun{.model = "experts", .tp = 2, .graph_regions = {"attn"}},
+        TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .tp = 2,
+            .graph_regions = {"attn", "moe_router"}},
+        TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 2,
+            .graph_regions = {"moe_router"}},
+        TensorRun{.dp = 2, .tp = 2, .graph_regions = {"block"}},
+        TensorRun{
+            .model = "biases",
+            .tp = 2,
+            .microbatches = 2,
+            .graph_regions = {"attn", "mlp"}},
+        TensorRun{
+            .model = "projection_norms",
+            .tp = 2,
+            .checkpoint = models::ActivationCheckpoint::full,
+            .graph_regions = {"block"}}),
+    [](const auto& info) {
+      std::string name = info.param.name();
+      for (const std::string& region : info.param.graph_regions) {
+        name += "_" + region;
+      }
+      return name;
+    });
+
+}  // namespace
+}  // namespace flatshard::testing
