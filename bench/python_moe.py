@@ -3,8 +3,9 @@
 PYTHONPATH=build/python torchrun --nproc-per-node 1 bench/python_moe.py
 
 Shapes of Qwen3-30B-A3B with few layers, random weights and tokens, `grouped_mm` experts of
-transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW, blocks
-compiled. Each pair runs both ways, the first one first in every other pair, each with a
+transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW. "compiled":
+blocks are. "experts": flatshard.expert_parallel over --ep ranks. "overlap": besides, the
+microbatches of a step run by overlap_microbatches. Each pair runs both ways, the first one first in every other pair, each with a
 new model. Prints the median step of each run, the ratio second / first of each pair and
 the median ratio; --out has all of it as JSON. `--tiny` is for CPUs: it shows that the
 script works, and nothing about speed.
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import flatshard
 from harness.command_line import Parser
 from harness.peers import adamw, fully_shard_of, fused_attention, release, shard_decoder
 from harness.programs import write_json
@@ -26,18 +28,26 @@ from harness.ranks import about, join_mesh, say
 from harness.steps import measure
 from harness.tables import by_turns, ratios
 
-# Options of fully_shard. The library is the first word; "compiled": blocks are.
+# Options of fully_shard. The library is the first word.
 WAYS = {
     "fsdp2 eager": {},
     "fsdp2 compiled": {},
     "flatshard eager": {},
     "flatshard compiled": {},
     "flatshard as tensors": {"grads_in_place": False},
+    "flatshard experts eager": {},
+    "flatshard experts compiled": {},
+    "flatshard overlap eager": {},
+    "flatshard overlap compiled": {},
 }
 SIZES = {"layers": 4, "seq": 4096, "dim": 2048, "heads": 32, "kv_heads": 4}
 SIZES |= {"head_dim": 128, "experts": 128, "top_k": 8, "ffn": 768, "vocab": 151936}
 TINY = {"layers": 2, "seq": 16, "dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8}
 TINY |= {"experts": 4, "top_k": 2, "ffn": 16, "vocab": 64, "warmup": 1, "steps": 2}
+
+
+def spreads(way):
+    return "experts" in way or "overlap" in way
 
 
 def build(way, args, mesh):
@@ -64,6 +74,12 @@ def build(way, args, mesh):
         for p in model.parameters():
             p.normal_(0, 0.02) if p.ndim > 1 else p.fill_(1)
     fully_shard = fully_shard_of(way.split()[0])
+    if spreads(way):
+        meshes = flatshard.moe_meshes(mesh, ep=args.ep)
+        flatshard.expert_parallel(model, meshes.ep, overlap="overlap" in way)
+        mesh = meshes.dp
+        for layer in model.model.layers if args.ep > 1 else ():
+            fully_shard(layer.mlp.experts, mesh=meshes.experts)
     fully_shard = functools.partial(fully_shard, mesh=mesh, **WAYS[way])
     inner, tail = model.model, [model.model.norm, model.lm_head]
     shard_decoder(fully_shard, model, inner.embed_tokens, inner.layers, tail)
@@ -75,19 +91,29 @@ def build(way, args, mesh):
     return model
 
 
-def train(model, args, device):
+def train(way, args, mesh):
+    model, device = build(way, args, mesh), mesh.device_type
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (args.local_batch, args.seq), device=device)
+    batch, n = {"input_ids": ids, "labels": ids}, args.microbatches
+    if "overlap" not in way:
 
-    def forward():
+        def forward():
+            with fused_attention(device):
+                return model(**batch).loss / n
+
+        return measure(forward, adamw(model), args, n)
+
+    def step():
         with fused_attention(device):
-            return model(input_ids=ids, labels=ids).loss
+            return flatshard.overlap_microbatches(model, [batch] * n)[-1]
 
-    return measure(forward, adamw(model), args)
+    return measure(step, adamw(model), args, backward=lambda loss: None)
 
 
 def parse():
     parser = Parser(__doc__).options("tiny", "warmup", **SIZES, local_batch=2, steps=10)
+    parser.options(ep=1, microbatches=1)
     parser.options(pairs=3, out=Path("outputs/python_moe.json"))
     usual = ["fsdp2 compiled", "flatshard compiled"]
     parser.add_argument(
@@ -110,7 +136,7 @@ def main():
     say(f"{about(mesh)}, transformers {transformers.__version__}")
 
     def run(which, pair):
-        result = train(build(args.ways[which], args, mesh), args, mesh.device_type)
+        result = train(args.ways[which], args, mesh)
         torch._dynamo.reset()
         release()
         return result

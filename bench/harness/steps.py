@@ -84,12 +84,13 @@ def rounded(found, digits=1):
     return round(found, digits) if isinstance(found, float) else found
 
 
-def measure(forward, optimizer, args, microbatches=1):
+def measure(forward, optimizer, args, microbatches=1, backward=torch.Tensor.backward):
     """Measures steps of forward, backward and update.
 
     Args:
         forward: returns the loss.
         microbatches: how many forwards and backwards a step has.
+        backward: takes the loss.
 
     Returns:
         what `time_steps` returns in JSON's types, with the host's median ms in forwards,
@@ -103,7 +104,7 @@ def measure(forward, optimizer, args, microbatches=1):
             begin = time.perf_counter()
             loss = forward()
             middle = time.perf_counter()
-            loss.backward()
+            backward(loss)
             parts[0] += middle - begin
             parts[1] += time.perf_counter() - middle
         updating = time.perf_counter()

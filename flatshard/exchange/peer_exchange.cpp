@@ -47,9 +47,7 @@ PeerExchange::PeerExchange(
     const PeerExchangeOptions& options)
     : StreamExchange(std::move(group), num_experts, options.exchange),
       hosts_(std::move(hosts)),
-      window_nbytes_(options.window_nbytes),
-      half_nbytes_(aligned(options.window_nbytes, kHalfAlignment)),
-      windows_(PeerMemory::create(this->group(), 2 * half_nbytes_)),
+      grows_(options.window_nbytes == 0),
       counts_(make_stream(
           this->group().device(),
           "counts",
@@ -72,12 +70,46 @@ PeerExchange::PeerExchange(
       "exchange of tokens by copies: expected the hosts of '{}', got '{}'",
       this->group().name(),
       hosts_->name());
+  if (!grows_) {
+    make_windows(options.window_nbytes);
+  }
+}
+
+void PeerExchange::make_windows(std::int64_t nbytes) {
+  half_nbytes_ = aligned(nbytes, kHalfAlignment);
+  windows_ = PeerMemory::create(group(), 2 * half_nbytes_);
+  window_nbytes_ = nbytes;
   std::vector<std::int64_t> addresses;
   for (int rank = 0; rank < windows_->size(); ++rank) {
     addresses.push_back(
         reinterpret_cast<std::int64_t>(windows_->of(rank).data_ptr()));
   }
-  addresses_ = at::tensor(addresses, at::kLong).to(this->group().device());
+  addresses_ = at::tensor(addresses, at::kLong).to(group().device());
+}
+
+std::unique_ptr<nn::RowTransfer> PeerExchange::start(
+    const nn::ExchangePlanPtr& plan,
+    Direction direction,
+    const nn::TransferInput& input) {
+  if (grows_) {
+    finish_plan(plan);
+    std::int64_t needed = 0;
+    for (const at::Tensor& tensor : input.rows) {
+      if (tensor.defined()) {
+        needed = aligned(needed, kPartAlignment) +
+                 own<Plan>(plan)->runs.most_routed() * nbytes_of_row(tensor);
+      }
+    }
+    // The same on all ranks, each of which knows the most rows of any. Those
+    // that peers still read stay until every rank has come here.
+    if (needed > window_nbytes_) {
+      Event idle;
+      idle.record(stream());
+      idle.synchronize();
+      make_windows(needed + needed / 4);
+    }
+  }
+  return StreamExchange::start(plan, direction, input);
 }
 
 c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(

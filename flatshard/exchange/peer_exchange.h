@@ -13,7 +13,8 @@ struct PeerExchangeOptions {
   /// are tokens * experts_per_token, times the bytes of one and of what goes
   /// with it (of a Moe: its float32 weight). Tensors that do not fit together
   /// travel one after the other, with a fence each. Equal on all ranks. Twice
-  /// as much memory is held.
+  /// as much memory is held. 0: `start` makes the windows, and makes them again
+  /// when a transfer of any rank needs more. Then the host waits for all ranks.
   std::int64_t window_nbytes = 0;
   ExchangeOptions exchange;
 };
@@ -53,8 +54,15 @@ class PeerExchange : public StreamExchange {
       std::int64_t num_experts,
       const PeerExchangeOptions& options);
 
+  /// @throws Error{memory} on all ranks when windows cannot grow.
+  std::unique_ptr<nn::RowTransfer> start(
+      const nn::ExchangePlanPtr& plan,
+      Direction direction,
+      const nn::TransferInput& input) override;
   void restart() override;
-  std::int64_t nbytes() const override { return windows_->local().numel(); }
+  std::int64_t nbytes() const override {
+    return windows_ ? windows_->local().numel() : 0;
+  }
 
  protected:
   /// @throws Error{comm} after a failure, before restart().
@@ -89,6 +97,8 @@ class PeerExchange : public StreamExchange {
     bool is_narrow = false;  ///< see NarrowRows; not of tokens
   };
 
+  /// Collective. @param nbytes  of the largest transfer
+  void make_windows(std::int64_t nbytes);
   std::function<void()> work_of(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
@@ -134,12 +144,13 @@ class PeerExchange : public StreamExchange {
   char* window(int rank, const Part& part) const;
 
   std::shared_ptr<Communicator> hosts_;
-  std::int64_t window_nbytes_;
-  std::int64_t half_nbytes_;
-  std::unique_ptr<PeerMemory> windows_;
-  at::Tensor addresses_;            ///< int64: of windows_, by rank
-  int half_ = 0;                    ///< of the last transfer
-  std::shared_ptr<Stream> counts_;  ///< counts leave the device here
+  bool grows_;
+  std::int64_t window_nbytes_ = 0;
+  std::int64_t half_nbytes_ = 0;
+  std::unique_ptr<PeerMemory> windows_;  ///< null: none is needed yet
+  at::Tensor addresses_;                 ///< int64: of windows_, by rank
+  int half_ = 0;                         ///< of the last transfer
+  std::shared_ptr<Stream> counts_;       ///< counts leave the device here
   /// int32, pinned: counts of all experts, then what a plan uploads.
   at::Tensor host_;
 };

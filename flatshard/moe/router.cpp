@@ -1,6 +1,7 @@
 #include "flatshard/moe/router.h"
 
 #include "flatshard/moe/cuda_moe.h"
+#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/router_cpu.h"
 #include "flatshard/nn/autograd.h"
 
@@ -56,13 +57,6 @@ void run_backward(const RouterBackward& args, const at::Tensor& logits) {
       [&](std::int64_t begin, std::int64_t end) {
         cpu::router_backward(args, begin, end);
       });
-}
-
-at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
-  if (experts.is_cuda()) {
-    return cuda::count_experts(experts, num_experts);
-  }
-  return at::bincount(experts.flatten(), {}, num_experts).to(at::kInt);
 }
 
 // What a node works with besides logits. No gradient goes into it.

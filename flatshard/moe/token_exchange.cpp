@@ -215,15 +215,19 @@ at::Tensor combine_tokens(
     const at::Tensor& rows,
     const at::Tensor& first) {
   FLATSHARD_CHECK(
-      rows.dim() == 2 && rows.size(0) == plan->num_received &&
-          first.dim() >= 2 && first.size(-1) == rows.size(1) &&
-          first.numel() == permutation.tokens() * rows.size(1),
+      rows.dim() == 2 && rows.size(0) == plan->num_received,
       usage,
-      "combine_tokens: expected rows of [{}, dim] and [{}, dim] to add them "
-      "to, got {} and {}",
+      "combine_tokens: expected rows of [{}, dim], got {}",
       plan->num_received,
+      c10::str(rows.sizes()));
+  FLATSHARD_CHECK(
+      !first.defined() ||
+          (first.dim() >= 2 && first.size(-1) == rows.size(1) &&
+           first.numel() == permutation.tokens() * rows.size(1)),
+      usage,
+      "combine_tokens: expected [{}, {}] to add the rows to, got {}",
       permutation.tokens(),
-      c10::str(rows.sizes()),
+      rows.size(1),
       c10::str(first.sizes()));
   return exchange_rows(
       RowRoute{

@@ -196,8 +196,8 @@ TensorList dispatch_tokens(
 /// The way back: sum_rows_of_tokens, with `first`, of exchange_rows(rows).
 ///
 /// @param rows   [num_received, dim]
-/// @param first  [tokens, dim], or [..., dim] of as many tokens
-/// @return       of first's shape
+/// @param first  [tokens, dim], [..., dim] of as many tokens, or undefined
+/// @return       of first's shape, or [tokens, dim]
 at::Tensor combine_tokens(
     const std::shared_ptr<TokenExchange>& exchange,
     const ExchangePlanPtr& plan,

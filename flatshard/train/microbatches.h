@@ -19,7 +19,7 @@ namespace flatshard {
 struct MicrobatchOptions {
   /// As one StepGraph; see GraphOptions::whole_step.
   bool as_graph = false;
-  /// Two at once; see OverlapRunner. The blocks are the Runtime's units.
+  /// In pieces of blocks, which are the Runtime's units; see OverlapRunner.
   std::optional<OverlapPlanOptions> overlap;
   /// That of the model's blocks, which an overlap needs; null: experts are
   /// here.

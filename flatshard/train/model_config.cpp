@@ -125,7 +125,8 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
       {"moe.expert_capacity_factor", config.moe.expert_capacity_factor > 0},
       {"debug.force_balance", config.debug.force_balance},
       {"parallelism.overlap_expert_parallel",
-       config.parallelism.overlap_expert_parallel}};
+       config.parallelism.overlap_expert_parallel},
+      {"parallelism.delay_wgrad", config.parallelism.delay_wgrad}};
   for (const auto& [key, is_set] : keys) {
     FLATSHARD_CHECK(
         has_experts || !is_set,

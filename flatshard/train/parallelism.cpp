@@ -3,12 +3,10 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_exchange.h"
-#include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
+#include "flatshard/fully_shard/token_exchange.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/peer/page_communicator.h"
-#include "flatshard/peer/peer_communicator.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/config/expert_ranks.h"
 
@@ -149,41 +147,30 @@ std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
     Mesh& mesh) {
+  const config::Parallelism& p = config.parallelism;
   const ExchangeOptions options{
       .groups_by_rank = config.debug.deterministic,
-      .ranks_per_expert = config.parallelism.expert_tensor_parallel_degree,
+      .ranks_per_expert = p.expert_tensor_parallel_degree,
       .stream = comm_streams(config)};
-  const std::int64_t num_experts = model.moe.num_experts;
-  const auto group = mesh.communicator(
-                             indices_of(mesh, expert_axes(config.parallelism)),
-                             Purpose::exchange)
-                         .shared_from_this();
-  if (config.parallelism.token_exchange != config::TokenExchangeKind::copies) {
-    return std::make_shared<CollectiveExchange>(group, num_experts, options);
+  if (p.expert_tensor_parallel_degree > 1) {
+    return std::make_shared<CollectiveExchange>(
+        mesh.communicator(indices_of(mesh, expert_axes(p)), Purpose::exchange)
+            .shared_from_this(),
+        model.moe.num_experts,
+        options);
   }
-  const auto watched = [&](std::shared_ptr<Communicator> made) {
-    mesh.with_communicators({{{kExpertAxis}, made, Purpose::exchange}});
-    return made;
-  };
-  const auto fences = mesh.device().is_cuda()
-                          ? watched(make_peer_communicator(group, {}))
-                          : group;
-  const auto hosts = watched(make_page_communicator(
-      group,
-      {.max_nbytes = num_experts * static_cast<std::int64_t>(sizeof(int)),
-       .timeout = timeout_of(config)}));
-  return std::make_shared<PeerExchange>(
-      fences,
-      hosts,
-      num_experts,
-      PeerExchangeOptions{
-          .window_nbytes =
-              config.training.local_batch_size * config.training.seq_len *
-              model.moe.experts_per_token *
-              (model.dim * static_cast<std::int64_t>(
-                               c10::elementSize(config.precision.compute)) +
-               static_cast<std::int64_t>(sizeof(float))),
-          .exchange = options});
+  return make_token_exchange(
+      mesh,
+      kExpertAxis,
+      {.num_experts = model.moe.num_experts,
+       .copies = p.token_exchange == config::TokenExchangeKind::copies,
+       .window_nbytes = config.training.local_batch_size *
+                        config.training.seq_len * model.moe.experts_per_token *
+                        (model.dim * static_cast<std::int64_t>(c10::elementSize(
+                                         config.precision.compute)) +
+                         static_cast<std::int64_t>(sizeof(float))),
+       .timeout = timeout_of(config),
+       .exchange = options});
 }
 
 nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {
@@ -226,10 +213,12 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
 std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model) {
-  if (!config.parallelism.overlap_expert_parallel) {
+  const bool overlaps = config.parallelism.overlap_expert_parallel;
+  if (!overlaps && !config.parallelism.delay_wgrad) {
     return std::nullopt;
   }
   OverlapPlanOptions options{
+      .interleave = overlaps,
       .delay_wgrad = config.parallelism.delay_wgrad,
       .recompute = config.activation_checkpoint.mode ==
                    models::ActivationCheckpoint::full,

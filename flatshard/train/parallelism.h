@@ -67,7 +67,7 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     models::Llama& model,
     const Mesh& mesh);
 
-/// How two microbatches are under way at once; unset: they are not.
+/// How microbatches run in pieces of blocks; unset: by ordinary forwards.
 std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model);

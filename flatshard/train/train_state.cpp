@@ -71,7 +71,9 @@ TrainState make_train_state(
     moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
-  if (state.overlaps && expert_degree == 1) {
+  // A schedule of pieces recomputes them itself.
+  const bool in_pieces = overlap_options(config, model).has_value();
+  if (in_pieces && !state.exchange) {
     // Pieces between which rows are permuted on another stream.
     moe.exchange = std::make_shared<nn::LocalExchange>();
   }
@@ -79,8 +81,7 @@ TrainState make_train_state(
   state.model = models::Llama(
       model,
       models::LlamaOptions{
-          // A schedule of pieces recomputes them itself.
-          .activation_checkpoint = state.overlaps
+          .activation_checkpoint = in_pieces
                                        ? models::ActivationCheckpoint::none
                                        : config.activation_checkpoint.mode,
           .plain_attention = config.model.plain_attention,

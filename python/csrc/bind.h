@@ -23,6 +23,8 @@ void bind_optim(py::module_& m);
 void bind_checkpoint(py::module_& m);
 void bind_float8(py::module_& m);
 void bind_machine(py::module_& m);
+/// After bind_comm.
+void bind_moe(py::module_& m);
 
 /// A shared object that may wait for threads of the runtime when it dies: those
 /// threads may want the GIL, so it is released for that long.

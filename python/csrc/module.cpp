@@ -18,4 +18,5 @@ PYBIND11_MODULE(_C, m) {
   bind_checkpoint(m);
   bind_float8(m);
   bind_machine(m);
+  bind_moe(m);
 }

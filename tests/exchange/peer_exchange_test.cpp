@@ -340,6 +340,43 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
   });
 }
 
+TEST(PeerExchange, WindowsGrowWhileTransfersAreUnderWay) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        group,
+        make_page_communicator(group),
+        2,
+        {.exchange = {
+             .stream = {
+                 .delay_seed = 1U + context.rank,
+                 .max_delay_us = 300}}});
+    EXPECT_EQ(exchange.nbytes(), 0);
+    std::vector<std::unique_ptr<nn::RowTransfer>> transfers;
+    std::vector<std::int64_t> held;
+    const std::vector<std::int64_t> widths{1, 2, 2, 64, 3, 1024};
+    for (const std::int64_t width : widths) {
+      // Rank 0 has 2 rows and rank 1 has 3, two of which are for expert 1.
+      const std::int64_t num_rows = 2 + context.rank;
+      const auto plan =
+          exchange.plan(at::tensor({1, 1 + context.rank}, at::kInt), num_rows);
+      const at::Tensor rows =
+          at::full({num_rows, width}, static_cast<float>(width + context.rank));
+      transfers.push_back(
+          exchange.start(plan, Direction::dispatch, {.rows = {rows}}));
+      held.push_back(exchange.nbytes());
+    }
+    // Twice 3 rows, a quarter more, and to the next 256 bytes.
+    EXPECT_THAT(held, ::testing::ElementsAre(512, 512, 512, 2048, 2048, 30720));
+    for (std::size_t i = 0; i < widths.size(); ++i) {
+      const auto sum = static_cast<float>(
+          widths[i] * ((2 + context.rank) * widths[i] + 1 + context.rank));
+      EXPECT_EQ(transfers[i]->finish()[0].sum().item<float>(), sum) << i;
+    }
+    group->barrier();
+  });
+}
+
 TEST(PeerExchange, AfterAFailureAllRanksBeginAnew) {
   run_ranks(2, [](RankContext& context) {
     const auto group = group_for(context, "copies");

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
+#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
@@ -9,12 +10,16 @@
 #include "flatshard/nn/linear.h"
 #include "router_oracle.h"
 #include "tests/nn/check.h"
+#include "tests/support/message_of.h"
 
 #include <random>
 
 // Permutation, exchange and products of groups, on the CPU.
 namespace flatshard::nn {
 namespace {
+
+using flatshard::testing::message_of;
+using ::testing::HasSubstr;
 
 at::Tensor int_tensor(std::vector<std::int32_t> values) {
   return at::tensor(values, at::kInt);
@@ -59,6 +64,22 @@ TEST(Permutations, AreStableSortsWithDroppedPairsLast) {
   const Permutation none =
       sort_by_expert(at::empty({0, 2}, at::kInt), at::zeros({3}, at::kInt));
   EXPECT_EQ(none.rows(), 0);
+}
+
+TEST(Permutations, OfWhatAnotherRouterChose) {
+  const auto [experts, counts] = random_choice(50, 3, 7, false, 1);
+  const ExpertOrder order = order_by_expert(experts.to(at::kLong), 7);
+  const Permutation want = sort_by_expert(experts, counts);
+  EXPECT_TRUE(at::equal(order.counts, counts));
+  EXPECT_TRUE(at::equal(order.permutation.order, want.order));
+  EXPECT_TRUE(at::equal(order.permutation.inverse, want.inverse));
+  EXPECT_FALSE(order.permutation.drops);
+  EXPECT_THAT(
+      message_of([&] { order_by_expert(experts, 5); }),
+      HasSubstr("expected experts below 5, got 6"));
+  EXPECT_THAT(
+      message_of([&] { order_by_expert(experts.to(at::kFloat), 7); }),
+      HasSubstr("expected integers [tokens, slots], got Float [50, 3]"));
 }
 
 TEST(Permutations, M3_RowsAndSumsAreEachOthersGradients) {

@@ -39,22 +39,37 @@ FAMILIES = {
         )
     ),
 }
+
+
+def qwen2_moe():
+    """With a shared expert."""
+    config = transformers.Qwen2MoeConfig(
+        **SHAPE,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 IS_4 = transformers.__version__.startswith("4.")
 
 
 def make(family):
     torch.manual_seed(0)
-    return on_device(FAMILIES[family]())
+    return on_device({**FAMILIES, "qwen2_moe": qwen2_moe}[family]())
 
 
 def experts_of(layer):
     return getattr(layer, "block_sparse_moe", None) or layer.mlp
 
 
-def sharded(model, edp, ep, **options):
+def sharded(model, edp, ep, copy_engines="auto", **options):
     mesh = named_mesh(edp=edp, ep=ep)
     dp = mesh["edp", "ep"]._flatten("dp")
-    expert_parallel(model, mesh["ep"])
+    expert_parallel(model, mesh["ep"], copy_engines=copy_engines)
     for layer in model.model.layers:
         fully_shard(experts_of(layer).experts, mesh=mesh["edp"], **options)
         fully_shard(layer, mesh=dp, **options)
@@ -117,7 +132,7 @@ def test_trains_like_one_process(family, rank, world):
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen2_moe"])
 def test_gradients_are_those_of_one_process(family, rank, world):
     if world not in (2, 4):
         pytest.skip("needs 2 or 4 ranks")
@@ -131,6 +146,24 @@ def test_gradients_are_those_of_one_process(family, rank, world):
             torch.testing.assert_close(
                 p.grad.full_tensor(), grads[name], rtol=1e-4, atol=1e-6, msg=name
             )
+
+
+def test_copies_are_bitwise_the_collectives(rank, world):
+    """Also of more tokens than the windows were made for."""
+    if world not in (2, 4):
+        pytest.skip("needs 2 or 4 ranks")
+    results = []
+    for copy_engines in ("none", "all"):
+        model = sharded(make("qwen3_moe"), world // 2, 2, copy_engines)
+        losses = train(model, [rank], steps=2)
+        tokens = on_device(torch.arange(64).repeat(6 + rank, 1))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        results.append((losses, loss, [p.grad for p in model.parameters()]))
+    (losses, loss, grads), (other_losses, other_loss, other_grads) = results
+    assert losses == other_losses and torch.equal(loss, other_loss)
+    for ours, theirs in zip(grads, other_grads):
+        assert torch.equal(ours.full_tensor(), theirs.full_tensor())
 
 
 def test_tokens_of_one_expert(rank, world):
@@ -168,6 +201,8 @@ def test_what_cannot_be_spread_is_named(world):
     mesh = named_mesh(ep=world)
     with pytest.raises(ValueError, match="overlap: expected True or False"):
         expert_parallel(make("mixtral"), mesh, overlap="1f1b")
+    with pytest.raises(ValueError, match="copy_engines: expected 'none', 'auto'"):
+        expert_parallel(make("mixtral"), mesh, copy_engines="nvlink")
     with pytest.raises(ValueError, match="found none in Linear"):
         expert_parallel(torch.nn.Linear(2, 2), mesh)
     with pytest.raises(ValueError, match="ep_mesh"):
@@ -177,7 +212,7 @@ def test_what_cannot_be_spread_is_named(world):
             expert_parallel(make("mixtral"), mesh)
     model = make("mixtral")
     expert_parallel(model, mesh) if world in (1, 2, 4) else None
-    if world in (2, 4):
+    if world in (1, 2, 4):
         with pytest.raises(ValueError, match="before"):
             expert_parallel(model, mesh)
 

@@ -1,5 +1,6 @@
 """transformers' models with experts by the 1F1B schedule: plain accumulation's bits."""
 
+import itertools
 import os
 import re
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import (
+    _C,
     BackwardPass,
     MixedPrecisionPolicy,
     diagnostics,
@@ -31,7 +33,9 @@ def ep(world):
     return min(world, 2)
 
 
-def sharded(model, ep, replicas=1, spread=True, beside=(), **options):
+def sharded(
+    model, ep, replicas=1, spread=True, beside=(), copy_engines="auto", **options
+):
     world = dist.get_world_size() // replicas
     names = ("replicate", "edp", "ep")
     mesh = named_mesh(replicate=replicas, edp=world // ep, ep=ep)
@@ -39,7 +43,7 @@ def sharded(model, ep, replicas=1, spread=True, beside=(), **options):
     if replicas > 1:
         dp, edp = DeviceMesh._concatenate([mesh["replicate"], dp]), mesh[names[:2]]
     if spread:
-        expert_parallel(model, mesh["ep"], overlap=True)
+        expert_parallel(model, mesh["ep"], overlap=True, copy_engines=copy_engines)
     own = {key: v for key, v in options.items() if key != "grads_in_place"}
     for layer in model.model.layers:
         experts = getattr(experts_of(layer), "experts", None)
@@ -113,26 +117,46 @@ def test_B67_the_schedule_is_plain_accumulation(family, ep):
     assert ours[0][-1] != ours[0][2]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
-def test_strategies(strategy, ep, world):
-    if strategy == "no_shard" and world > ep:
+STRATEGIES = ["zero0", "zero1", "zero2", "zero3", "hsdp"]
+BOTH, WITH_SHARED = [False, True], ["qwen3_moe", "qwen2_moe"]
+# Each value of a column with each value of any other.
+PAIRWISE = [
+    (STRATEGIES[i % 5], (2, 3, 5)[i % 3], BOTH[i // 5 % 2], BOTH[i % 2])
+    + (WITH_SHARED[i // 7 % 2], (1, 2)[i // 4 % 2])
+    for i in range(15)
+]
+WHOLE = list(itertools.product(STRATEGIES, [2, 3, 5], BOTH, BOTH, WITH_SHARED, [1, 2]))
+
+
+@pytest.mark.parametrize(
+    "strategy, n, delays, recomputes, family, ep",
+    WHOLE if os.environ.get("FLATSHARD_WHOLE_MATRIX") == "1" else PAIRWISE,
+)
+def test_matrix(strategy, n, delays, recomputes, family, ep, world):
+    """FLATSHARD_WHOLE_MATRIX=1 runs all combinations, which takes minutes."""
+    replicas = 2 if strategy == "hsdp" else 1
+    if world not in (1, 2, 4) or world % (ep * replicas):
+        pytest.skip("for another number of ranks")
+    if strategy == "zero0" and 1 < ep < world:
         pytest.skip("ZeRO-0 keeps experts whole on one rank alone")
-    options = dict(strategy=strategy)
-    ours = trained(overlap_microbatches, sharded(make("qwen3_moe"), ep, **options), 2)
-    expect_equal(ours, trained(plain, sharded(make("qwen3_moe"), ep, **options), 2))
+
+    def made():
+        model = make(family)
+        if recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        options = {} if strategy == "hsdp" else dict(strategy=strategy)
+        return sharded(model, ep, replicas, grads_in_place=True, **options).train()
+
+    ours = trained(late if delays else overlap_microbatches, made(), n, 2)
+    expect_equal(ours, trained(plain, made(), n, 2))
 
 
-def test_replicas(ep, world):
-    if world < 4:
-        pytest.skip("needs 4 ranks")
-    ours = trained(overlap_microbatches, sharded(make("mixtral"), ep, replicas=2))
-    expect_equal(ours, trained(plain, sharded(make("mixtral"), ep, replicas=2)))
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_numbers_of_microbatches(n, ep):
-    ours = trained(overlap_microbatches, sharded(make("mixtral"), ep), n, 2)
-    expect_equal(ours, trained(plain, sharded(make("mixtral"), ep), n, 2))
+def test_one_microbatch_and_copies(ep):
+    ours = trained(overlap_microbatches, sharded(make("mixtral"), ep), 1, 2)
+    expect_equal(ours, trained(plain, sharded(make("mixtral"), ep), 1, 2))
+    options = dict(copy_engines="all")
+    copied = trained(overlap_microbatches, sharded(make("mixtral"), ep, **options), 3)
+    expect_equal(copied, trained(plain, sharded(make("mixtral"), ep), 3))
 
 
 def test_dense_layers_and_tied_embeddings(ep):
@@ -157,48 +181,68 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
     expect_equal(ours, trained(plain, sharded(make("qwen3_moe"), ep, **options)))
 
 
-def test_a_rank_without_tokens(ep):
+def with_skewed_routing(top_k=2):
+    """The first `top_k` experts get all tokens."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        **SHAPE,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=top_k,
+        head_dim=8,
+    )
+    model = on_device(transformers.Qwen3MoeForCausalLM(config))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            experts_of(layer).gate.weight.zero_()  # of equal ones the first are chosen
+    return model
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_rank_without_tokens(top_k, ep):
     def made():
-        model = make("mixtral")
+        return sharded(with_skewed_routing(top_k), ep)
+
+    ours = trained(overlap_microbatches, made(), 2, 1)
+    expect_equal(ours, trained(plain, made(), 2, 1))
+
+
+def test_an_expert_of_the_last_microbatch_alone(ep):
+    """Tokens below 32 go to experts 0 and 1, the others to 2 and 3."""
+
+    def made():
+        model = with_skewed_routing()
         with torch.no_grad():
+            embedding = model.model.embed_tokens.weight
+            embedding[:, 0] = torch.where(torch.arange(64) < 32, 9.0, -9.0)
             for layer in model.model.layers:
-                experts_of(layer).gate.weight.zero_()  # the first ones are chosen
+                experts_of(layer).gate.weight[:, 0] = torch.tensor([1.0, 1, -1, -1])
         return sharded(model, ep)
 
-    expect_equal(
-        trained(overlap_microbatches, made(), 2, 1), trained(plain, made(), 2, 1)
-    )
+    def gradients(step, batches):
+        model = made()
+        step(model, batches)
+        named = model.named_parameters()
+        return {name: p.grad.full_tensor() for name, p in named}
+
+    batches = batches_of(0)
+    for number, batch in enumerate(batches):
+        tokens = batch["input_ids"] % 32 + 32 * (number == 2)
+        batch.update(input_ids=tokens, labels=tokens)
+    ours = gradients(overlap_microbatches, batches)
+    for name, gradient in gradients(plain, batches).items():
+        assert torch.equal(ours[name], gradient), name
+    name = "model.layers.1.mlp.experts.down_proj"
+    before = gradients(overlap_microbatches, batches[:2])[name]
+    is_used = [g.flatten(1).any(1).tolist() for g in (before, ours[name])]
+    assert is_used == [[True, True, False, False], [True] * 4]
 
 
 def test_mixed_precision(ep):
     options = dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     ours = trained(overlap_microbatches, sharded(make("mixtral"), ep, **options))
     expect_equal(ours, trained(plain, sharded(make("mixtral"), ep, **options)))
-
-
-@pytest.mark.skipif(
-    os.environ.get("FLATSHARD_WHOLE_MATRIX") != "1",
-    reason="FLATSHARD_WHOLE_MATRIX=1 runs all combinations, which takes minutes",
-)
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("delays", [False, True])
-@pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3", "hsdp"])
-def test_whole_matrix(strategy, n, delays, recomputes, ep, world):
-    """With `ep` ranks alone, and "hsdp" on twice as many."""
-    replicas = 2 if strategy == "hsdp" else 1
-    if world != ep * replicas:
-        pytest.skip("for another number of ranks")
-
-    def made():
-        model = make("qwen3_moe")
-        if recomputes:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        options = {} if strategy == "hsdp" else dict(strategy=strategy)
-        return sharded(model, ep, replicas, grads_in_place=True, **options).train()
-
-    ours = trained(late if delays else overlap_microbatches, made(), n)
-    expect_equal(ours, trained(plain, made(), n))
 
 
 def test_a_loss_of_ones_own_and_units_beside_the_layers(ep):
@@ -260,24 +304,21 @@ def test_gradient_checkpointing(make_model, ep):
 def test_rows_travel_while_the_other_microbatch_computes(ep, monkeypatch):
     """By the plan: between the start of an exchange and the wait for it."""
     seen = []
-    start, wait = overlap.Transfer.__init__, overlap.Transfer.wait
-    backward = overlap._backward
 
-    def started(self, *arguments):
-        seen.append("start")
-        start(self, *arguments)
+    def noting(kind, function):
+        def noted(*arguments):
+            seen.append(kind)
+            return function(*arguments)
 
-    def waited(self):
-        seen.append("wait")
-        return wait(self)
+        return noted
 
-    def computed(ends):
-        seen.append("backward")
-        backward(ends)
-
-    monkeypatch.setattr(overlap.Transfer, "__init__", started)
-    monkeypatch.setattr(overlap.Transfer, "wait", waited)
-    monkeypatch.setattr(overlap, "_backward", computed)
+    for kind, owner, name in (
+        ("start", _C.RoutedTokens, "start_dispatch"),
+        ("start", _C.RoutedTokens, "start_combine"),
+        ("wait", _C.RowTransfer, "wait"),
+        ("backward", overlap, "_backward"),
+    ):
+        monkeypatch.setattr(owner, name, noting(kind, getattr(owner, name)))
     model = sharded(make("mixtral"), ep)
     overlap_microbatches(model, batches_of(0, 2))
     # Two microbatches in two layers, four exchanges each.
@@ -341,15 +382,21 @@ class Stop(Exception):
 def test_an_exception_leaves_the_next_step_right(when, ep, monkeypatch):
     model, reference = sharded(make("mixtral"), ep), sharded(make("mixtral"), ep)
     expected = overlap_microbatches(reference, batches_of(0))
-    start, count = overlap.Transfer.__init__, iter(range(100))
+    count = iter(range(100))
 
-    def started(self, *arguments):
-        start(self, *arguments)
-        if next(count) == when:
-            raise Stop
+    def stopping(start):
+        def started(self, rows):
+            transfer = start(self, rows)
+            if next(count) == when:
+                raise Stop
+            return transfer
+
+        return started
 
     with monkeypatch.context() as patch:
-        patch.setattr(overlap.Transfer, "__init__", started)
+        for name in ("start_dispatch", "start_combine"):
+            start = getattr(_C.RoutedTokens, name)
+            patch.setattr(_C.RoutedTokens, name, stopping(start))
         with pytest.raises(Stop):
             overlap_microbatches(model, batches_of(0))
     assert overlap.running() is None

@@ -181,6 +181,33 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
   }
 }
 
+// Weight gradients run while the tokens of a layer's gradient travel, also in
+// steps of one microbatch.
+TEST(OverlapTraining, DelaysWeightGradientsWithoutTwoMicrobatchesAtOnce) {
+  const Overrides travels{"parallelism.expert_parallel_degree=2"};
+  const Config late = overlap_config(travels + Overrides{kLate}, 2);
+  const auto plan = overlap_options(late, model_config(late));
+  EXPECT_TRUE(plan && plan->delay_wgrad && !plan->interleave);
+  for (const char* batch : {"2", "6"}) {
+    const Overrides how =
+        travels + Overrides{std::string("training.global_batch_size=") + batch};
+    const OverlapOutcome want = train_overlapping(2, how);
+    for (const Overrides& more :
+         {Overrides{"activation_checkpoint.mode=none"},
+          Overrides{
+              "activation_checkpoint.mode=full",
+              "parallelism.token_exchange=copies"}}) {
+      SCOPED_TRACE(more.front() + " " + batch);
+      const OverlapOutcome got =
+          train_overlapping(2, how + more + Overrides{kLate});
+      expect_equal(got, want);
+      for (const MemoryRow& row : got.memory) {
+        EXPECT_THAT(row.reason, Not(HasSubstr("two microbatches")));
+      }
+    }
+  }
+}
+
 // Of four ranks two have the same experts, and gather and reduce them apart
 // from all other weights.
 TEST(OverlapTraining, GoesWithExpertsThatTwoRanksCopyToEachOther) {
@@ -317,7 +344,17 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
   EXPECT_THAT(
       message_of([] { overlap_config({kLate}, 2); }),
       HasSubstr("parallelism.delay_wgrad is set, but "
-                "parallelism.overlap_expert_parallel = \"false\""));
+                "parallelism.expert_parallel_degree = \"1\""));
+  EXPECT_THAT(
+      message_of([] {
+        overlap_config(
+            {kLate,
+             "parallelism.expert_parallel_degree=2",
+             "activation_checkpoint.mode=selective"},
+            2);
+      }),
+      HasSubstr("delay_wgrad = true with activation_checkpoint.mode = "
+                "\"selective\""));
   EXPECT_THAT(
       message_of([] {
         model_config(parse_config(

@@ -23,10 +23,13 @@ const ConfigKey kLoraKeys[] = {
              {{"parallelism.tensor_parallel_degree"},
               WHEN(c.lora.enabled() && c.parallelism.shares_layers()),
               "adapters of layers that ranks share are not supported; use 1"},
-             {{"parallelism.overlap_expert_parallel"},
-              WHEN(c.lora.enabled() && c.parallelism.overlap_expert_parallel),
-              "two microbatches at once are for runs that train all weights; "
-              "use false"},
+             {{"parallelism.overlap_expert_parallel",
+               "parallelism.delay_wgrad"},
+              WHEN(
+                  c.lora.enabled() && (c.parallelism.overlap_expert_parallel ||
+                                       c.parallelism.delay_wgrad)),
+              "blocks in pieces are for runs that train all weights; use "
+              "false"},
              {{"checkpoint.export_hf_at_end"},
               WHEN(c.lora.enabled() && c.checkpoint.export_hf_at_end),
               "the run ends with an adapter in its output_dir; use false, and "

@@ -7,6 +7,7 @@
 #include "flatshard/train/config/rows.h"
 
 #include <utility>
+#include <vector>
 
 namespace flatshard::config {
 namespace {
@@ -48,10 +49,40 @@ constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
     WHEN(c.parallelism.shares_layers()),
     "more ranks than one"};
-constexpr UsedIf kOverlaps{
-    "parallelism.overlap_expert_parallel",
-    WHEN(c.parallelism.overlap_expert_parallel),
-    "runs of two microbatches at once"};
+constexpr UsedIf kExchangesTokens{
+    "parallelism.expert_parallel_degree",
+    WHEN(
+        expert_ranks(c.parallelism) > 1 ||
+        c.parallelism.overlap_expert_parallel),
+    "more ranks than one, or overlap_expert_parallel"};
+
+// Of blocks that run in pieces.
+const std::vector<Conflict> kPieces = {
+    {{"activation_checkpoint.mode"},
+     WHEN(
+         c.activation_checkpoint.mode ==
+         models::ActivationCheckpoint::selective),
+     "the pieces of a block are recomputed whole; use \"full\" or "
+     "\"none\""},
+    {{"cuda_graph.impl"},
+     WHEN(c.cuda_graph.whole_step()),
+     "backwards that interleave are no single graph; use \"unit\" "
+     "with cuda_graph.modules, or \"none\""},
+    {{"cuda_graph.impl", "cuda_graph.modules"},
+     WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
+     "blocks run in pieces; name parts in cuda_graph.modules (attn, "
+     "moe_router, mlp)"},
+    {{"cuda_graph.impl", "float8.recipe"},
+     WHEN(c.cuda_graph.enabled() && c.float8.recipe),
+     "the FP8 planes of two microbatches lie in other places; leave "
+     "one out"},
+    {{"diagnostics.strict"},
+     WHEN(c.diagnostics.strict),
+     "it watches the calls of modules, and pieces of blocks are none"},
+    {{"parallelism.memory_budget"},
+     WHEN(c.parallelism.memory_budget > 0),
+     "units that stay gathered are planned for one microbatch at a "
+     "time; leave it at 0"}};
 
 const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.strategy,
@@ -91,10 +122,12 @@ const ConfigKey kParallelismKeys[] = {
               WHEN(c.cuda_graph.whole_step() && c.parallelism.shares_layers()),
               "not supported: the collectives of layers are recorded in parts "
               "of blocks and in whole blocks; use \"unit\""},
-             {{"parallelism.overlap_expert_parallel"},
+             {{"parallelism.overlap_expert_parallel",
+               "parallelism.delay_wgrad"},
               WHEN(
                   c.parallelism.shares_layers() &&
-                  c.parallelism.overlap_expert_parallel),
+                  (c.parallelism.overlap_expert_parallel ||
+                   c.parallelism.delay_wgrad)),
               "not supported: pieces of blocks do not share layers; leave one "
               "out"},
              {{"parallelism.post_forward_ranks"},
@@ -142,36 +175,13 @@ const ConfigKey kParallelismKeys[] = {
         "that the tokens of one are exchanged while the other computes; needs "
         "experts "
         "and 2 microbatches or more (docs/guides/moe.md)",
-        .conflicts =
-            {{{"activation_checkpoint.mode"},
-              WHEN(
-                  c.activation_checkpoint.mode ==
-                  models::ActivationCheckpoint::selective),
-              "the pieces of a block are recomputed whole; use \"full\" or "
-              "\"none\""},
-             {{"cuda_graph.impl"},
-              WHEN(c.cuda_graph.whole_step()),
-              "backwards that interleave are no single graph; use \"unit\" "
-              "with cuda_graph.modules, or \"none\""},
-             {{"cuda_graph.impl", "cuda_graph.modules"},
-              WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
-              "blocks run in pieces; name parts in cuda_graph.modules (attn, "
-              "moe_router, mlp)"},
-             {{"cuda_graph.impl", "float8.recipe"},
-              WHEN(c.cuda_graph.enabled() && c.float8.recipe),
-              "the FP8 planes of two microbatches lie in other places; leave "
-              "one out"},
-             {{"diagnostics.strict"},
-              WHEN(c.diagnostics.strict),
-              "it watches the calls of modules, and pieces of blocks are none"},
-             {{"parallelism.memory_budget"},
-              WHEN(c.parallelism.memory_budget > 0),
-              "units that stay gathered are planned for one microbatch at a "
-              "time; leave it at 0"}}),
+        .conflicts = kPieces),
     KEY(parallelism.delay_wgrad,
-        "with overlap_expert_parallel: compute weight gradients after those "
-        "of inputs, during the token exchange; keeps their inputs for longer",
-        .used_if = {kOverlaps}),
+        "compute weight gradients after those of inputs, during the token "
+        "exchange, with overlap_expert_parallel or without it; keeps their "
+        "inputs for longer",
+        .used_if = {kExchangesTokens},
+        .conflicts = kPieces),
     KEY(parallelism.prefetch,
         "units gathered ahead of the one that computes",
         .range = {.max = 1 << 20}),

@@ -80,12 +80,14 @@ std::string lora_text(const RunSummary& summary) {
 }
 
 std::string overlap_text(const Config& config) {
-  if (!config.parallelism.overlap_expert_parallel) {
-    return "";
+  std::string text;
+  if (config.parallelism.overlap_expert_parallel) {
+    text += ", two at once";
   }
-  return config.parallelism.delay_wgrad
-             ? ", two at once, weight gradients after the others"
-             : ", two at once";
+  if (config.parallelism.delay_wgrad) {
+    text += ", weight gradients after the others";
+  }
+  return text;
 }
 
 }  // namespace

@@ -154,6 +154,12 @@ def device_of(device_mesh):
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def default_timeout_s():
+    """Returns the timeout of the default process group, in seconds."""
+    backend = dist.Backend(dist.get_backend())
+    return dist.distributed_c10d._get_default_timeout(backend).total_seconds()
+
+
 def _make(device_mesh, key, timeout_s):
     device = device_of(device_mesh)
     if device.type == "cuda" and not _C.with_cuda:
@@ -171,10 +177,7 @@ def _make(device_mesh, key, timeout_s):
         return _C.Mesh.single(device)
     names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
     if timeout_s is None:
-        timeout = dist.distributed_c10d._get_default_timeout(
-            dist.Backend(dist.get_backend())
-        )
-        timeout_s = timeout.total_seconds()
+        timeout_s = default_timeout_s()
     digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
     return _C.Mesh.create(
         list(zip(names, shape)),

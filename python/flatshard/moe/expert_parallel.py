@@ -1,28 +1,39 @@
-"""Experts of transformers' Mixtral and Qwen3-MoE, spread over ranks.
+"""Experts of transformers' Mixtral, Qwen2-MoE and Qwen3-MoE, spread over ranks.
 
-Each rank of a mesh dimension keeps some experts of every layer, and each token travels
-to the ranks of its experts and back. What an expert computes stays transformers' own.
+Each rank of a mesh dimension keeps some experts of every layer. The core's exchange
+sends each token to the ranks of its experts and adds up what they return, and its grouped
+products multiply. Routers, gates and all else stay transformers' own.
 """
 
 import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from flatshard import _C
+from flatshard._fsdp.arguments import uses_copy_engines
+from flatshard._tensor.mesh import core_mesh, default_timeout_s
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.moe.overlap import running
-from flatshard.torch_versions import parameters_of
+from flatshard.torch_versions import outside_of_graphs, parameters_of
 
 # Blocks of transformers 4 that hold their experts in a list, and whether they always
 # make the chosen weights add up to 1.
-_LISTS = {"MixtralSparseMoeBlock": True, "Qwen3MoeSparseMoeBlock": False}
+_LISTS = {
+    "MixtralSparseMoeBlock": True,
+    "Qwen2MoeSparseMoeBlock": False,
+    "Qwen3MoeSparseMoeBlock": False,
+}
 
 
 def expert_parallel(
-    model: nn.Module, ep_mesh: DeviceMesh, *, overlap: bool = False
+    model: nn.Module,
+    ep_mesh: DeviceMesh,
+    *,
+    overlap: bool = False,
+    copy_engines: str = "auto",
 ) -> nn.Module:
     """Leaves on each rank its experts of every layer, and dispatches tokens to them.
 
@@ -31,8 +42,8 @@ def expert_parallel(
     Rank r of `ep_mesh` keeps experts [r * n, (r + 1) * n), n = experts / ranks, of the
     3-D parameters `gate_up_proj` and `down_proj`. transformers 4 has a list of experts
     instead; they are stacked, and get version 5's names. Routers, auxiliary losses and
-    the configuration are as before. Each layer needs the sizes on the host once in each
-    forward.
+    the configuration are as before. On several ranks the host waits in each layer's
+    forward for the number of rows. Gradients have no second derivative.
 
     Args:
         model: a transformers model, before fully_shard; may be on the meta device.
@@ -40,6 +51,9 @@ def expert_parallel(
         overlap: True: steps may run by overlap_microbatches, which hides one
             microbatch's exchange by another's computation. Calls of the model are
             as without.
+        copy_engines: "all": tokens are copied between the GPUs of one host, or between
+            processes on CPUs. "none": collectives exchange them. "auto": copies where
+            NVLink joins the GPUs of `ep_mesh`. Results are bitwise equal.
 
     Returns:
         `model`.
@@ -50,6 +64,10 @@ def expert_parallel(
     """
     if not isinstance(overlap, bool):
         raise ValueError(f"overlap: expected True or False, got {overlap!r}")
+    if copy_engines not in ("none", "auto", "all"):
+        raise ValueError(
+            f"copy_engines: expected 'none', 'auto' or 'all', got {copy_engines!r}"
+        )
     if not isinstance(ep_mesh, DeviceMesh) or ep_mesh.ndim != 1:
         raise ValueError(
             f"ep_mesh: expected a DeviceMesh of one dimension, got {ep_mesh!r}"
@@ -68,7 +86,7 @@ def expert_parallel(
     for name, module in found:  # all or nothing
         _check(name, module, ep_mesh)
     for _, module in found:
-        _spread(module, ep_mesh, overlap)
+        _spread(module, ep_mesh, overlap, copy_engines)
     if overlap:
         experts = {id(module) for _, module in found}
         for block in model.modules():
@@ -116,10 +134,9 @@ def _check(name, module, ep_mesh):
             )
 
 
-def _spread(module, ep_mesh, overlap):
+def _spread(module, ep_mesh, overlap, copy_engines):
     ranks, rank = ep_mesh.size(), ep_mesh.get_local_rank()
-    if ranks == 1 and not overlap:
-        return
+    exchange = _exchange_of(ep_mesh, module.num_experts, copy_engines)
     n = module.num_experts // ranks
     for key, p in list(parameters_of(module).items()):
         if p is not None:
@@ -128,14 +145,31 @@ def _spread(module, ep_mesh, overlap):
                 part, requires_grad=p.requires_grad
             )
     module.num_experts = n
-    module._flatshard_group = ep_mesh.get_group()
+    module._flatshard_exchange = exchange
     module._flatshard_overlap = overlap
     module.__class__ = _spread_class(type(module))
 
 
-class _Spread:
-    """Sends rows to the ranks of their experts, and their results back."""
+_exchanges = {}  # One for layers of as many experts: their tokens share its stream.
 
+
+def _exchange_of(ep_mesh, num_experts, copy_engines):
+    """Collective."""
+    mesh = core_mesh(ep_mesh)
+    copies = uses_copy_engines(copy_engines, mesh)
+    key = mesh, num_experts, copies
+    if key not in _exchanges:
+        options = _C.TokenExchangeOptions(
+            num_experts=num_experts, copies=copies, timeout_s=default_timeout_s()
+        )
+        _exchanges[key] = _C.TokenExchange(mesh, options)
+    return _exchanges[key]
+
+
+class _Spread:
+    """Sends tokens to the ranks of their experts, and adds up what comes back."""
+
+    @outside_of_graphs
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """
         Args:
@@ -146,64 +180,45 @@ class _Spread:
         Returns:
             [tokens, dim]
         """
-        group, n = self._flatshard_group, self.num_experts
-        ranks, k = group.size(), top_k_index.shape[1]
-        with torch.no_grad():
-            order, inverse, leaving = _sort_by_expert(top_k_index, ranks * n)
-            arriving = torch.empty_like(leaving)
-            dist.all_to_all_single(arriving, leaving, group=group)
-            sizes = torch.stack([leaving, arriving]).view(2, ranks, n).sum(2)
-            sent, received = sizes.tolist()
-            experts = torch.arange(n, device=order.device).repeat(ranks)
-            experts = experts.repeat_interleave(arriving, output_size=sum(received))
-        schedule = running() if self._flatshard_overlap else None
-        rows = hidden_states[order // k]
-        if schedule is not None:
-            rows = schedule.dispatch(rows, sent, received, group)
-        else:
-            rows = _Exchange.apply(rows, sent, received, group)
-        if rows.shape[0] > 0:
-            ones = rows.new_ones(rows.shape[0], 1)
-            rows = super().forward(rows, experts.unsqueeze(1), ones)
+        way = routed = _C.RoutedTokens(self._flatshard_exchange, top_k_index)
+        if self._flatshard_overlap and (schedule := running()) is not None:
+            way = schedule.cut(routed)
+        weights = routed.row_weights(top_k_weights.float())
+        rows, weights = way.dispatch(hidden_states, weights)
+        weights = weights.to(top_k_weights.dtype).unsqueeze(1)
+        if _is_gated(self):
+            rows = _gated_experts(self, rows, routed.ends) * weights
+        elif routed.num_received > 0:
+            rows = super().forward(rows, _experts_of_rows(routed), weights)
         else:  # of no token; the ranks' backwards stay alike
-            rows = rows + sum(p.flatten()[:0].sum() for p in self.parameters())
-        if schedule is not None:
-            rows = schedule.combine(rows)
-        else:
-            rows = _Exchange.apply(rows, received, sent, group)
-        return _sum_of_tokens(rows, inverse, top_k_weights).to(hidden_states.dtype)
+            rows = rows * weights + sum(p[:0].sum() for p in self.parameters())
+        return way.combine(rows.to(hidden_states.dtype))
 
 
-def _sort_by_expert(top_k_index, num_experts):
-    """Of all choices: their order by expert, where each is then, and how many each
-    expert has."""
-    ids = top_k_index.reshape(-1)
-    order = torch.argsort(ids, stable=True)
-    counts = torch.bincount(ids, minlength=num_experts)
-    return order, torch.argsort(order), counts
+def _is_gated(experts):
+    """Returns whether two products with a gate in between are all that they compute."""
+    return (
+        getattr(experts, "has_gate", False)
+        and not experts.has_bias
+        and not experts.is_transposed
+    )
 
 
-def _sum_of_tokens(rows, inverse, top_k_weights):
-    """[tokens * k, dim] by expert -> [tokens, dim], weighted."""
-    rows = rows[inverse].view(*top_k_weights.shape, -1)
-    return (rows * top_k_weights.unsqueeze(-1)).sum(1)
+def _gated_experts(experts, rows, ends):
+    """[rows, dim] by expert -> [rows, dim] by products of groups of rows."""
+    rows = rows.to(experts.gate_up_proj.dtype)
+    rows = _C.grouped_linear(rows, experts.gate_up_proj, ends)
+    rows = experts._apply_gate(rows)
+    return _C.grouped_linear(rows, experts.down_proj, ends)
 
 
-class _Exchange(torch.autograd.Function):
-    """[sum(sent), dim] rows, sent[r] of them to rank r of the group in their order ->
-    [sum(received), dim], received[r] from rank r. Collective."""
-
-    @staticmethod
-    def forward(ctx, rows, sent, received, group):
-        ctx.sizes = sent, received, group
-        out = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        sent, received, group = ctx.sizes
-        return _Exchange.apply(grad, received, sent, group), None, None, None
+def _experts_of_rows(routed):
+    """[num_received, 1]: the expert of each row, as transformers' forward takes it."""
+    ends = routed.ends
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    experts = torch.arange(len(ends), device=ends.device)
+    n = routed.num_received
+    return experts.repeat_interleave(sizes, output_size=n).unsqueeze(1)
 
 
 class _CutRouter:
@@ -237,10 +252,13 @@ def _spread_class(cls):
 
 
 class StackedExperts(nn.Module):
-    """Experts with a gate, as 3-D parameters.
+    """The parameters of experts with a gate, as transformers 5 has them.
 
     Parameters: gate_up_proj [experts, 2 * ffn, dim], down_proj [experts, dim, ffn].
+    The attributes and `_apply_gate` are transformers 5's, too.
     """
+
+    has_gate, has_bias, is_transposed = True, False, False
 
     def __init__(self, gate_up, down, act_fn):
         super().__init__()
@@ -249,18 +267,9 @@ class StackedExperts(nn.Module):
         self.down_proj = nn.Parameter(down)
         self.act_fn = act_fn
 
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        """As _Spread.forward, of this module's experts."""
-        k = top_k_index.shape[1]
-        with torch.no_grad():
-            order, inverse, counts = _sort_by_expert(top_k_index, self.num_experts)
-            ends = counts.cumsum(0).to(torch.int32)
-        rows = hidden_states[order // k]
-        both = F.grouped_mm(rows, self.gate_up_proj.transpose(1, 2), offs=ends)
-        gate, up = both.chunk(2, dim=-1)
-        rows = self.act_fn(gate) * up
-        rows = F.grouped_mm(rows, self.down_proj.transpose(1, 2), offs=ends)
-        return _sum_of_tokens(rows, inverse, top_k_weights).to(hidden_states.dtype)
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
 
 
 def _stack(block):
@@ -289,11 +298,15 @@ class _StackedBlock:
             hidden_states = hidden_states * shape.uniform_(1 - noise, 1 + noise)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(rows)
+        shared = None
+        if hasattr(self, "shared_expert"):
+            shared = F.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
         weights = F.softmax(logits, dim=1, dtype=torch.float)
         weights, chosen = torch.topk(weights, self.top_k, dim=-1)
         if self._normalizes or getattr(self, "norm_topk_prob", False):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         rows = self.experts(rows, chosen, weights.to(rows.dtype))
+        rows = rows if shared is None else rows + shared
         if (schedule := running()) is not None:
             logits = schedule.cut_logits(logits)
         return rows.view(hidden_states.shape), logits

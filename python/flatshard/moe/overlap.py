@@ -19,12 +19,12 @@ from flatshard._fsdp.forward import root_of, state_of
 from flatshard.moe.overlap_parts import (
     Again,
     Microbatch,
-    Transfer,
     find_layers,
     forwards_of,
     is_checkpointed,
     is_cut,
     outside_of_autocast,
+    reads_after_experts,
     with_forwards,
     without_cache,
     without_checkpoint,
@@ -100,6 +100,7 @@ class _Schedule:
         self._model, self._root = model, root_of(model)
         self._layers = find_layers(model)
         self._number = {id(layer): n for n, layer in enumerate(self._layers)}
+        self._reads_last = [reads_after_experts(layer) for layer in self._layers]
         dense = [not is_cut(layer) for layer in self._layers]
         self._plan = _C.overlap_plan(
             len(self._layers), num_microbatches, delay_wgrad, dense
@@ -212,52 +213,65 @@ class _Schedule:
         def forward():
             inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
             with without_checkpoint(module):
-                return cast_output(policy, function(*inputs[0], **inputs[1]))
+                output = cast_output(policy, function(*inputs[0], **inputs[1]))
+            layer.output = output[0] if isinstance(output, tuple) else output
+            return output
 
-        layer.output = forward()
-        if not is_cut(module):
-            mine.steps.end_forward(module)
+        output = forward()
+        if not layer.ended:
+            self._end_forward(mine, number)
         layer.result = layer.output.detach().requires_grad_()
         if layer.again is not None:
             layer.forward = forward
             layer.forget()
         if number + 1 == len(self._layers):
             self._reach(("F", mine.number, -1, "head"))
+        if isinstance(output, tuple):  # what else layers of version 4 return
+            return (layer.result, *output[1:])
         return layer.result
 
     # -- what experts and routers ask for ------------------------------------------
 
-    def dispatch(self, rows, sent, received, group):
-        """rows [sum(sent), dim] -> [sum(received), dim], a leaf."""
+    def cut(self, routed):
+        """Returns what dispatches and combines as `routed` does, by the schedule."""
+        self._now.layers[self._now.current].routed = routed
+        return self
+
+    def dispatch(self, x, row_weights):
+        """As RoutedTokens.dispatch; the results are leaves."""
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
-        layer.rows, layer.exchange = rows, (sent, received, group)
-        if self._again:
-            rows = Transfer(rows.detach(), sent, received, group).wait()
-            layer.arrived = rows.detach().requires_grad_()
-            return layer.arrived
-        self._reach(("F", mine.number, number, "dispatch"))
-        transfer = Transfer(rows.detach(), sent, received, group)
-        self._reach(("F", mine.number, number, "experts"))
-        layer.arrived = transfer.wait().detach().requires_grad_()
+        # The view ends the graph here, in its place among the uses of x.
+        layer.sent = [x.view_as(x), row_weights]
+        self._reach_exchange(mine, number, "dispatch")
+        transfer = layer.routed.start_dispatch([t.detach() for t in layer.sent])
+        self._reach_exchange(mine, number, "experts")
+        layer.arrived = [
+            new.detach().requires_grad_(t.requires_grad)
+            for new, t in zip(transfer.wait(), layer.sent)
+        ]
         return layer.arrived
 
     def combine(self, rows):
-        """The same way back, of what the experts made of them."""
+        """As RoutedTokens.combine; the result is a leaf."""
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
-        sent, received, group = layer.exchange
         layer.expert_rows = rows
-        if self._again:
-            rows = Transfer(rows.detach(), received, sent, group).wait()
-            layer.back = rows.detach().requires_grad_()
-            return layer.back
-        mine.steps.end_forward(self._layers[number])  # no weights are read any more
-        self._reach(("F", mine.number, number, "combine"))
-        transfer = Transfer(rows.detach(), received, sent, group)
-        self._reach(("F", mine.number, number, "merge"))
-        layer.back = transfer.wait().detach().requires_grad_()
+        if not self._again and not self._reads_last[number]:
+            self._end_forward(mine, number)
+        self._reach_exchange(mine, number, "combine")
+        transfer = layer.routed.start_combine([rows.detach()])
+        self._reach_exchange(mine, number, "merge")
+        layer.back = transfer.wait()[0].detach().requires_grad_()
         return layer.back
+
+    def _end_forward(self, mine, number):
+        mine.layers[number].ended = True
+        mine.steps.end_forward(self._layers[number])
+
+    def _reach_exchange(self, mine, number, node):
+        if not self._again:
+            self._reach(("F", mine.number, number, node))
 
     def cut_logits(self, logits):
         """The router's logits, as an auxiliary loss behind the layers reads them."""
@@ -288,28 +302,30 @@ class _Schedule:
 
     def _combine_backward(self, mine, number):
         layer = mine.layers[number]
-        layer.transfer = Transfer(layer.transfer, *layer.exchange)
+        layer.transfer = layer.routed.start_dispatch([layer.transfer])
 
     def _experts_backward(self, mine, number):
         layer = mine.layers[number]
-        grad = layer.transfer.wait()
+        (grad,) = layer.transfer.wait()
         with self._delayed(mine, "experts"):
             _backward([(layer.expert_rows, grad)])
         layer.expert_rows = None
 
     def _dispatch_backward(self, mine, number):
         layer = mine.layers[number]
-        sent, received, group = layer.exchange
-        grad = layer.arrived.grad
-        grad = torch.zeros_like(layer.arrived) if grad is None else grad
-        layer.transfer = Transfer(grad, received, sent, group)
+        # Of the same tensors on all ranks, also on those without rows.
+        grads = [
+            torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
+            for t in layer.arrived
+        ]
+        layer.transfer = layer.routed.start_combine(grads)
         layer.arrived = None
 
     def _attend_backward(self, mine, number):
         layer = self._begin(mine, number)
         ends = [(layer.output, layer.result.grad)]
-        if layer.rows is not None:
-            ends.append((layer.rows, layer.transfer.wait()))
+        if layer.sent is not None:
+            ends += zip(layer.sent, layer.transfer.wait())
         if layer.logits is not None:
             ends.append((layer.logits[0], layer.logits[1].grad))
         with self._delayed(mine, "attend"):
@@ -346,7 +362,7 @@ class _Schedule:
         self._now, self._again, mine.current = mine, True, number
         try:
             with mine.steps.recompute(module), with_forwards(module, self._forwards):
-                layer.output = layer.again.run(layer.forward)
+                layer.again.run(layer.forward)
         finally:
             self._now, self._again = former
         layer.again = layer.forward = None

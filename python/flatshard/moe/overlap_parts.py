@@ -1,10 +1,9 @@
-"""What overlap_microbatches keeps of a microbatch, and how its rows are exchanged."""
+"""What overlap_microbatches keeps of a microbatch."""
 
 import contextlib
 import contextvars
 
 import torch
-import torch.distributed as dist
 
 from flatshard._fsdp.forward import state_of
 
@@ -12,43 +11,23 @@ from flatshard._fsdp.forward import state_of
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class Transfer:
-    """Rows on their way to other ranks, from when it is made."""
-
-    def __init__(self, rows, sent, received, group):
-        """rows [sum(sent), dim], sent[r] of them to rank r -> [sum(received), dim]."""
-        self._rows, self._work = rows.contiguous(), None
-        if group.size() > 1:
-            self._sent = self._rows  # until they are there
-            self._rows = rows.new_empty(sum(received), *rows.shape[1:])
-            self._work = dist.all_to_all_single(
-                self._rows, self._sent, received, sent, group=group, async_op=True
-            )
-
-    def wait(self):
-        """The rows that arrived, for what is queued from here on."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = self._sent = None
-        return self._rows
-
-
 class Layer:
     """One microbatch in one layer."""
 
     def __init__(self):
         self.input = self.output = self.result = None  # result: the output's leaf
-        self.rows = self.arrived = self.expert_rows = self.back = None
+        self.routed = None  # RoutedTokens
+        self.sent = self.arrived = None  # [tokens or rows, their weights]
+        self.expert_rows = self.back = None
         self.logits = None  # (the router's, the leaf that others read)
-        self.exchange = None  # sent, received, group
-        self.transfer = None
+        self.transfer = None  # RowTransfer, or the gradients that it takes
         self.again = self.forward = None  # Again, and what it runs
-        self.began = False
+        self.ended = self.began = False  # forward, backward
 
     def forget(self):
         """What its forward computed, but for what others read."""
         self.output = None
-        self.rows = self.arrived = self.expert_rows = self.back = None
+        self.sent = self.arrived = self.expert_rows = self.back = None
         if self.logits is not None:
             self.logits = None, self.logits[1]
 
@@ -161,6 +140,18 @@ def outside_of_autocast(device):
 def is_cut(layer):
     """It exchanges tokens."""
     return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
+
+
+def reads_after_experts(layer):
+    """Whether its forward may read weights when the tokens are back: those of shared
+    experts."""
+    return any(
+        child is not block.experts and child is not getattr(block, "gate", None)
+        for block in layer.modules()
+        if getattr(getattr(block, "experts", None), "_flatshard_overlap", False)
+        for child in block.children()
+        if any(True for _ in child.parameters())
+    )
 
 
 def find_layers(model):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._fsdp.fully_shard import fully_shard
-from flatshard._fsdp.options import ShardOptions
+from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._tensor.mesh import default_device_mesh, flattened, joined_meshes
 from flatshard.moe.expert_parallel import expert_parallel, experts_in
 
@@ -92,7 +92,7 @@ def shard_moe(
         options: ShardOptions of all units. Of experts, fp8, cuda_graph and
             grads_in_place are left out.
         fully_shard_options: further arguments of fully_shard for all units, such as
-            mp_policy.
+            mp_policy. Tokens are copied as `model_options` says of parameters.
 
     Returns:
         `model`, which is an FSDPModule from now on.
@@ -103,7 +103,8 @@ def shard_moe(
     meshes = moe_meshes(dp_mesh, ep=ep)
     options = options or ShardOptions()
     layers = _layers(model) if units is None else list(units)
-    expert_parallel(model, meshes.ep, overlap=overlap)
+    copies = (fully_shard_options.get("model_options") or ModelOptions()).copy_engines
+    expert_parallel(model, meshes.ep, overlap=overlap, copy_engines=copies)
     if ep > 1:
         of_experts = replace(options, fp8=None, cuda_graph=False, grads_in_place=None)
         for _, experts in experts_in(model):

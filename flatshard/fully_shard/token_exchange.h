@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/mesh/mesh.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace flatshard {
+
+struct TokenExchangeOptions {
+  std::int64_t num_experts = 0;  ///< of a layer, on all ranks together
+  /// Tokens are copied between ranks of one host (PeerExchange). False:
+  /// collectives exchange them.
+  bool copies = false;
+  /// Of copies; see PeerExchangeOptions.
+  std::int64_t window_nbytes = 0;
+  /// Of copies: how long a host waits for the counts of the others.
+  std::chrono::milliseconds timeout = std::chrono::minutes(5);
+  ExchangeOptions exchange;
+};
+
+/// Returns the exchange of tokens between the ranks along an axis of the mesh,
+/// over communicators that the mesh watches. Collective.
+/// @throws Error{config} when the experts do not divide by the ranks, or when
+///   ranks that copy are on different hosts.
+std::shared_ptr<StreamExchange> make_token_exchange(
+    Mesh& mesh,
+    const std::string& axis,
+    const TokenExchangeOptions& options);
+
+}  // namespace flatshard
