@@ -175,11 +175,23 @@ Contents contents(const fs::path& folder) {
   Contents found{.updates = manifest.updates};
   for (const auto& [role, tensors] : manifest.tensors) {
     for (const auto& [name, tensor] : tensors) {
-      std::string& bytes = found.tensors[describe_tensor(role, name)];
+      at::Tensor whole = at::empty(tensor.shape, at::kFloat);
       for (const StoredPiece& piece : tensor.pieces) {
-        bytes += files.at(piece.file)
-                     .substr(piece.offset, piece.box.numel() * sizeof(float));
+        at::Tensor part = whole;
+        for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+          part = part.narrow(
+              static_cast<std::int64_t>(d),
+              piece.box.start[d],
+              piece.box.length[d]);
+        }
+        std::string bytes =
+            files.at(piece.file)
+                .substr(piece.offset, piece.box.numel() * sizeof(float));
+        part.copy_(at::from_blob(bytes.data(), piece.box.length, at::kFloat));
       }
+      found.tensors[describe_tensor(role, name)] = std::string(
+          static_cast<const char*>(whole.const_data_ptr()),
+          whole.nbytes());
     }
   }
   return found;
