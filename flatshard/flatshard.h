@@ -45,6 +45,7 @@
 // Experts, and the exchange of tokens with those of other ranks.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"

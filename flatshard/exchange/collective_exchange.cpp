@@ -15,8 +15,11 @@ namespace {
 /// The places of each rank's rows, on the side of the tokens and on the side of
 /// the experts.
 struct CollectivePlan : StreamExchangePlan {
-  /// Of what dispatch takes: by expert, so by rank as well.
+  /// Of what dispatch takes: by expert, for each part of their width.
   std::vector<RowsOfPeer> at_home;
+  /// Of what combine delivers, before the parts are added up: part i of the
+  /// width has the rows [i * num_sent, (i + 1) * num_sent).
+  std::vector<RowsOfPeer> coming_home;
   /// Of what dispatch delivers: by expert, then by the rank they came from.
   std::vector<RowsOfPeer> at_experts;
   at::Tensor arriving;  ///< counts, until it is finished
@@ -29,11 +32,12 @@ CollectiveExchange::CollectiveExchange(
     std::int64_t num_experts,
     const ExchangeOptions& options)
     : StreamExchange(std::move(group), num_experts, options),
-      host_counts_(host_buffer(
-                       2 * num_experts * static_cast<std::int64_t>(sizeof(int)),
-                       this->group().device())
-                       .view(at::kInt)
-                       .view({2, num_experts})) {
+      host_counts_(
+          host_buffer(
+              (num_experts + this->group().size() * experts_per_rank()) *
+                  static_cast<std::int64_t>(sizeof(int)),
+              this->group().device())
+              .view(at::kInt)) {
   // Connects the pairs of ranks, which would stall the first step.
   plan(
       at::ones(
@@ -48,24 +52,28 @@ c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
     reset();
   }
   const std::int64_t local = experts_per_rank();
-  std::vector<RowsOfPeer> equal;
+  std::vector<RowsOfPeer> sent;
+  std::vector<RowsOfPeer> received;
   for (int peer = 0; peer < group().size(); ++peer) {
-    equal.push_back({peer, peer * local, local});
+    sent.push_back({peer, peer % ranks_per_part() * local, local});
+    received.push_back({peer, peer * local, local});
   }
-  const at::Tensor arriving = at::empty_like(leaving);
+  const at::Tensor arriving =
+      at::empty({group().size() * local}, leaving.options());
   Event counted;
   counted.record(*current_stream(group().device()));
   counted.wait(stream());
-  submit([this, leaving, arriving, equal] {
-    group().all_to_all(arriving, leaving, equal, equal);
-    auto* const host = host_counts_.mutable_data_ptr<int>();
-    const auto nbytes = static_cast<std::int64_t>(leaving.nbytes());
-    copy_bytes(host, leaving.const_data_ptr(), nbytes, group().device());
-    copy_bytes(
-        host + num_experts(),
-        arriving.const_data_ptr(),
-        nbytes,
-        group().device());
+  submit([this, leaving, arriving, sent, received] {
+    group().all_to_all(arriving, leaving, received, sent);
+    auto* host = host_counts_.mutable_data_ptr<int>();
+    for (const at::Tensor& counts : {leaving, arriving}) {
+      copy_bytes(
+          host,
+          counts.const_data_ptr(),
+          static_cast<std::int64_t>(counts.nbytes()),
+          group().device());
+      host += counts.numel();
+    }
   });
   auto made = c10::make_intrusive<CollectivePlan>();
   made->arriving = arriving;
@@ -81,10 +89,15 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   const int* const sent = host_counts_.const_data_ptr<int>();
   const int* const received = sent + num_experts();
   std::int64_t row = 0;
-  for (std::int64_t expert = 0; expert < num_experts(); ++expert) {
-    made->at_home.push_back(
-        {static_cast<int>(expert / local), row, sent[expert]});
-    row += sent[expert];
+  for (std::int64_t part = 0; part < ranks_per_expert(); ++part) {
+    row = 0;
+    for (std::int64_t expert = 0; expert < num_experts(); ++expert) {
+      const std::int64_t peer = part * ranks_per_part() + expert / local;
+      made->at_home.push_back({static_cast<int>(peer), row, sent[expert]});
+      made->coming_home.push_back(
+          {static_cast<int>(peer), part * made->num_sent + row, sent[expert]});
+      row += sent[expert];
+    }
   }
   check_num_rows(row, made->num_sent);
   row = 0;
@@ -117,16 +130,29 @@ std::function<void()> CollectiveExchange::transfer_of_rows(
     const nn::TensorList& rows) {
   const auto* const made = own<const CollectivePlan>(plan);
   // The plan lives as long as the graph.
-  return
-      [this, plan, made, leaves = direction == Direction::dispatch, rows, out] {
-        for (std::size_t i = 0; i < rows.size(); ++i) {
-          group().all_to_all(
-              out[i],
-              rows[i],
-              leaves ? made->at_experts : made->at_home,
-              leaves ? made->at_home : made->at_experts);
-        }
-      };
+  return [this,
+          plan,
+          made,
+          leaves = direction == Direction::dispatch,
+          rows,
+          out] {
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      if (leaves) {
+        group().all_to_all(out[i], rows[i], made->at_experts, made->at_home);
+        continue;
+      }
+      const std::int64_t parts = ranks_per_expert();
+      std::vector<std::int64_t> sizes = out[i].sizes().vec();
+      sizes[0] *= parts;
+      const at::Tensor arrived =
+          parts == 1 ? out[i] : at::empty(sizes, out[i].options());
+      group().all_to_all(arrived, rows[i], made->coming_home, made->at_experts);
+      if (parts > 1) {
+        at::Tensor sum = out[i];
+        at::sum_out(sum, arrived.unflatten(0, {parts, sum.size(0)}), 0);
+      }
+    }
+  };
 }
 
 }  // namespace flatshard

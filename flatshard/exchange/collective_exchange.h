@@ -11,7 +11,8 @@ class CollectiveExchange : public StreamExchange {
   ///
   /// @param group        for nothing else; lives longer.
   /// @param num_experts  of a layer, on all ranks together.
-  /// @throws Error{config} when they do not divide by the ranks.
+  /// @throws Error{config} when they do not divide by the ranks that each have
+  ///   others.
   CollectiveExchange(
       std::shared_ptr<Communicator> group,
       std::int64_t num_experts,
@@ -30,7 +31,9 @@ class CollectiveExchange : public StreamExchange {
       const nn::TensorList& rows) override;
 
  private:
-  at::Tensor host_counts_;  ///< int32 [2, experts], pinned beside a GPU
+  /// int32 [experts + ranks * experts here], pinned beside a GPU: counts that
+  /// leave, then those that arrive.
+  at::Tensor host_counts_;
 };
 
 }  // namespace flatshard

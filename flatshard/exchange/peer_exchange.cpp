@@ -58,6 +58,12 @@ PeerExchange::PeerExchange(
                 this->group().device())
                 .view(at::kInt)) {
   FLATSHARD_CHECK(
+      options.exchange.ranks_per_expert == 1,
+      config,
+      "exchange of tokens by copies: {} ranks that share an expert are not "
+      "supported; exchange by collectives (parallelism.token_exchange)",
+      options.exchange.ranks_per_expert);
+  FLATSHARD_CHECK(
       hosts_->size() == this->group().size() &&
           hosts_->rank() == this->group().rank() && hosts_->device().is_cpu(),
       usage,

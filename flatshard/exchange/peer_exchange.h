@@ -46,8 +46,8 @@ class PeerExchange : public StreamExchange {
   /// @param hosts        the same ranks on their hosts; gathers 4 bytes for
   ///   each expert (make_page_communicator).
   /// @param num_experts  of a layer, on all ranks together.
-  /// @throws Error{config} when they do not divide by the ranks, or as
-  ///   PeerMemory::create.
+  /// @throws Error{config} when they do not divide by the ranks, for ranks that
+  ///   share an expert, or as PeerMemory::create.
   PeerExchange(
       std::shared_ptr<Communicator> group,
       std::shared_ptr<Communicator> hosts,

@@ -38,7 +38,10 @@ nn::TensorList room_for(
   return room;
 }
 
-void check_num_experts(Communicator& group, std::int64_t num_experts) {
+void check_num_experts(
+    Communicator& group,
+    std::int64_t num_experts,
+    std::int64_t ranks_per_expert) {
   const auto options = at::TensorOptions(group.device()).dtype(at::kLong);
   const at::Tensor all = at::empty({group.size()}, options);
   group.all_gather(all, at::full({1}, num_experts, options));
@@ -55,12 +58,20 @@ void check_num_experts(Communicator& group, std::int64_t num_experts) {
         host[0].item<std::int64_t>());
   }
   FLATSHARD_CHECK(
-      num_experts > 0 && num_experts % group.size() == 0,
+      ranks_per_expert > 0 && group.size() % ranks_per_expert == 0,
+      config,
+      "exchange of tokens: expected a divisor of {} ranks for those that share "
+      "an expert, got {}",
+      group.size(),
+      ranks_per_expert);
+  const std::int64_t ranks = group.size() / ranks_per_expert;
+  FLATSHARD_CHECK(
+      num_experts > 0 && num_experts % ranks == 0,
       config,
       "exchange of tokens: {} experts do not divide by {} ranks; expected as "
       "many on each rank",
       num_experts,
-      group.size());
+      ranks);
 }
 
 }  // namespace
@@ -106,7 +117,7 @@ StreamExchange::StreamExchange(
       num_experts_(num_experts),
       options_(options),
       timer_(make_stream_timer(group_->device())) {
-  check_num_experts(*group_, num_experts);
+  check_num_experts(*group_, num_experts, options.ranks_per_expert);
   options_.stream.high_priority = true;
   stream_ = make_stream(group_->device(), "exchange", options_.stream);
 }

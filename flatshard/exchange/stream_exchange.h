@@ -18,6 +18,9 @@ struct ExchangeOptions {
   /// the ranks. Sums over rows are then those of the ranks, added up: two ranks
   /// give the bits of one that takes their tokens as two microbatches.
   bool groups_by_rank = false;
+  /// Ranks that have an equal part of the width of the same experts: a row goes
+  /// to all of them, and what they send back is added up, in rank order.
+  std::int64_t ranks_per_expert = 1;
   /// Of the stream on which rows are exchanged.
   StreamOptions stream;
 };
@@ -31,6 +34,10 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// Exchanges tokens between the ranks of a group, each of which has as many
 /// experts: rank r those from r * experts / ranks on. How they do is for the
 /// classes that derive from it.
+///
+/// With n ranks per expert, the first ranks / n ranks divide the experts so for
+/// the first part of their width, the next as many for the second part, and so
+/// on. A Mesh orders the ranks over {ep, etp} like this.
 ///
 /// Rows arrive by expert, those of one expert in the order of the ranks. They
 /// travel on a stream of their own, beside what compute is doing. The host
@@ -83,7 +90,8 @@ class StreamExchange : public nn::TokenExchange {
  protected:
   /// Collective.
   /// @param group  for nothing else; lives longer.
-  /// @throws Error{config} when the experts do not divide by the ranks.
+  /// @throws Error{config} when the experts do not divide by the ranks, or the
+  ///   ranks by ranks_per_expert.
   StreamExchange(
       std::shared_ptr<Communicator> group,
       std::int64_t num_experts,
@@ -131,7 +139,12 @@ class StreamExchange : public nn::TokenExchange {
   Communicator& group() { return *group_; }
   std::int64_t num_experts() const { return num_experts_; }
   std::int64_t experts_per_rank() const {
-    return num_experts_ / group_->size();
+    return num_experts_ / ranks_per_part();
+  }
+  std::int64_t ranks_per_expert() const { return options_.ranks_per_expert; }
+  /// Ranks that divide the experts, for one part of their width.
+  std::int64_t ranks_per_part() const {
+    return group_->size() / options_.ranks_per_expert;
   }
   bool groups_by_rank() const { return options_.groups_by_rank; }
 

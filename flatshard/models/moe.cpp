@@ -143,7 +143,8 @@ ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
   const std::int64_t experts = options.local_experts > 0
                                    ? options.local_experts
                                    : config.moe.num_experts;
-  const std::int64_t ffn_dim = config.moe.ffn_dim;
+  const std::int64_t ffn_dim =
+      options.local_ffn_dim > 0 ? options.local_ffn_dim : config.moe.ffn_dim;
   gate_up_proj_ = declare_parameter(
       "gate_up_proj",
       {experts, 2 * ffn_dim, config.dim},
@@ -220,24 +221,36 @@ MoeImpl::MoeImpl(
 }
 
 void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
-  const bool counts = backward_follows();
-  const at::NoGradGuard no_grad;
-  nn::Routing kept = routing;
-  if (capacity_factor_ > 0) {
-    const double share = static_cast<double>(routing.experts.numel()) /
-                         static_cast<double>(routing.counts.size(0));
-    kept = nn::drop_beyond_capacity(
-        routing,
-        static_cast<std::int64_t>(std::ceil(capacity_factor_ * share)));
-    if (counts) {
-      gate_->count_kept(kept.counts);
+  // Choices, counts and weights to the order of rows and the counts that stay.
+  const auto sort = [factor = capacity_factor_](const nn::TensorList& in) {
+    const at::NoGradGuard no_grad;
+    nn::Routing kept{.experts = in[0], .weights = in[2], .counts = in[1]};
+    if (factor > 0) {
+      const double share = static_cast<double>(kept.experts.numel()) /
+                           static_cast<double>(kept.counts.size(0));
+      kept = nn::drop_beyond_capacity(
+          kept,
+          static_cast<std::int64_t>(std::ceil(factor * share)));
     }
+    const auto sorted = nn::sort_by_expert(kept.experts, kept.counts);
+    return nn::TensorList{sorted.order, sorted.inverse, kept.counts};
+  };
+  const nn::TensorList out = nn::region(
+      *this,
+      "moe_preprocess",
+      sort,
+      {routing.experts, routing.counts, routing.weights.detach()});
+  record.permutation = {
+      .order = out[0],
+      .inverse = out[1],
+      .drops = capacity_factor_ > 0};
+  if (record.permutation.drops && backward_follows()) {
+    const at::NoGradGuard no_grad;
+    gate_->count_kept(out[2]);
   }
-  record.permutation = nn::sort_by_expert(kept.experts, kept.counts);
-  record.permutation.drops = capacity_factor_ > 0;
   const std::int64_t num_rows = record.permutation.rows();
-  record.plan = exchange_ ? exchange_->begin_plan(kept.counts, num_rows)
-                          : nn::LocalExchange().plan(kept.counts, num_rows);
+  record.plan = exchange_ ? exchange_->begin_plan(out[2], num_rows)
+                          : nn::LocalExchange().plan(out[2], num_rows);
   // Its weights belong to the graph of the run that made them.
   record.routing =
       nn::Routing{.experts = routing.experts, .counts = routing.counts};

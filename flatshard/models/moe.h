@@ -30,6 +30,9 @@ struct MoeOptions {
   std::shared_ptr<nn::TokenExchange> exchange;
   /// Experts that this module holds; 0: all.
   std::int64_t local_experts = 0;
+  /// Width of the part of each expert that this module holds, which divides
+  /// that of the model's; 0: all of it. `exchange` adds up what the parts give.
+  std::int64_t local_ffn_dim = 0;
   /// That share the shared experts, and route a part of the tokens each; see
   /// LlamaOptions::ranks.
   nn::TensorParallelPtr ranks = nullptr;

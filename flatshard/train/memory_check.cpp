@@ -6,6 +6,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
@@ -43,7 +44,7 @@ std::int64_t least_memory(
   const std::int64_t experts = models::num_expert_parameters(model);
   // Also where nothing else is sharded each rank has only its experts.
   const std::int64_t expert_shards =
-      std::max(shards, config.parallelism.expert_parallel_degree);
+      std::max(shards, config::expert_ranks(config.parallelism));
   return (all - experts) * each / shards + experts * each / expert_shards;
 }
 

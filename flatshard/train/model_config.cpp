@@ -148,14 +148,31 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
       "layer, model.num_experts = {}",
       degree,
       model.moe.num_experts);
+  const std::int64_t width_degree =
+      config.parallelism.expert_tensor_parallel_degree;
+  FLATSHARD_CHECK(
+      has_experts || width_degree == 1,
+      config,
+      "parallelism.expert_tensor_parallel_degree is for models with experts; "
+      "leave it out, or set model.num_experts");
+  FLATSHARD_CHECK(
+      !has_experts || model.moe.ffn_dim % width_degree == 0,
+      config,
+      "parallelism.expert_tensor_parallel_degree = {} must divide the width of "
+      "an expert, model.moe_ffn_dim = {}",
+      width_degree,
+      model.moe.ffn_dim);
   if (has_experts) {
     check_graphs_with_experts(model, config);
   }
-  FLATSHARD_CHECK(
-      has_experts || !graph_regions(config).contains("moe_router"),
-      config,
-      "cuda_graph.modules: moe_router is that of blocks with experts; use mlp, "
-      "or set model.num_experts");
+  for (const char* part : {"moe_router", "moe_preprocess"}) {
+    FLATSHARD_CHECK(
+        has_experts || !graph_regions(config).contains(part),
+        config,
+        "cuda_graph.modules: {} is that of blocks with experts; use mlp, or "
+        "set model.num_experts",
+        part);
+  }
 }
 
 }  // namespace

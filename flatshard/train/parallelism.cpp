@@ -2,10 +2,13 @@
 
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/fully_shard/token_exchange.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/peer/peer_memory.h"
+#include "flatshard/train/config/expert_ranks.h"
 
 #include <algorithm>
 #include <chrono>
@@ -14,7 +17,43 @@ namespace flatshard {
 namespace {
 
 constexpr const char* kExpertAxis = "ep";
+constexpr const char* kExpertTensorAxis = "etp";
 constexpr const char* kTensorAxis = "tp";
+
+bool divides_experts(const config::Parallelism& p) {
+  return p.expert_parallel_degree > 1;
+}
+
+// Along which the width of experts is cut.
+std::vector<std::string> width_axes(const config::Parallelism& p) {
+  std::vector<std::string> axes;
+  if (p.expert_tensor_parallel_degree > p.tensor_parallel_degree) {
+    axes.emplace_back(kExpertTensorAxis);
+  }
+  if (p.expert_tensor_parallel_degree > 1 && p.shares_layers()) {
+    axes.emplace_back(kTensorAxis);
+  }
+  return axes;
+}
+
+// Along which ranks have other parts of the experts.
+std::vector<std::string> expert_axes(const config::Parallelism& p) {
+  std::vector<std::string> axes = width_axes(p);
+  if (divides_experts(p)) {
+    axes.insert(axes.begin(), kExpertAxis);
+  }
+  return axes;
+}
+
+std::vector<int> indices_of(
+    const Mesh& mesh,
+    const std::vector<std::string>& names) {
+  std::vector<int> indices;
+  for (const std::string& name : names) {
+    indices.push_back(mesh.axis_index(name));
+  }
+  return indices;
+}
 
 std::chrono::milliseconds timeout_of(const Config& config) {
   const std::chrono::duration<double> timeout(config.comm.timeout_s);
@@ -39,13 +78,18 @@ std::vector<MeshAxis> mesh_axes(const Config& config) {
   if (has_replicas) {
     axes.push_back({"replicate", p.data_parallel_replicate_degree});
   }
-  if (p.expert_parallel_degree == 1) {
+  const std::int64_t ranks = config::expert_data_ranks(p);
+  if (ranks == 1) {
     axes.push_back(
         {has_replicas ? "shard" : "dp", p.data_parallel_shard_degree});
   } else {
-    const std::int64_t degree = p.expert_parallel_degree;
-    axes.push_back({"edp", p.data_parallel_shard_degree / degree});
-    axes.push_back({kExpertAxis, degree});
+    axes.push_back({"edp", p.data_parallel_shard_degree / ranks});
+  }
+  if (divides_experts(p)) {
+    axes.push_back({kExpertAxis, p.expert_parallel_degree});
+  }
+  if (ranks > p.expert_parallel_degree) {
+    axes.push_back({kExpertTensorAxis, ranks / p.expert_parallel_degree});
   }
   if (p.tensor_parallel_degree > 1) {
     axes.push_back({kTensorAxis, p.tensor_parallel_degree, AxisRole::model});
@@ -103,21 +147,30 @@ std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
     Mesh& mesh) {
+  const config::Parallelism& p = config.parallelism;
+  const ExchangeOptions options{
+      .groups_by_rank = config.debug.deterministic,
+      .ranks_per_expert = p.expert_tensor_parallel_degree,
+      .stream = comm_streams(config)};
+  if (p.expert_tensor_parallel_degree > 1) {
+    return std::make_shared<CollectiveExchange>(
+        mesh.communicator(indices_of(mesh, expert_axes(p)), Purpose::exchange)
+            .shared_from_this(),
+        model.moe.num_experts,
+        options);
+  }
   return make_token_exchange(
       mesh,
       kExpertAxis,
       {.num_experts = model.moe.num_experts,
-       .copies = config.parallelism.token_exchange ==
-                 config::TokenExchangeKind::copies,
+       .copies = p.token_exchange == config::TokenExchangeKind::copies,
        .window_nbytes = config.training.local_batch_size *
                         config.training.seq_len * model.moe.experts_per_token *
                         (model.dim * static_cast<std::int64_t>(c10::elementSize(
                                          config.precision.compute)) +
                          static_cast<std::int64_t>(sizeof(float))),
        .timeout = timeout_of(config),
-       .exchange = {
-           .groups_by_rank = config.debug.deterministic,
-           .stream = comm_streams(config)}});
+       .exchange = options});
 }
 
 nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {
@@ -130,25 +183,30 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     const Config& config,
     models::Llama& model,
     const Mesh& mesh) {
-  const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
+  const config::Parallelism& p = config.parallelism;
   std::function<ParameterPlacement(const std::string& name)> of_parts;
-  if (tensor > 1) {
+  if (p.shares_layers()) {
     of_parts = placement_of_parts(*model, mesh, kTensorAxis);
   }
-  if (config.parallelism.expert_parallel_degree == 1) {
+  const std::vector<std::string> axes = expert_axes(p);
+  if (axes.empty()) {
     return of_parts;
   }
-  auto of_experts = ParameterPlacement::along(
-      mesh,
-      kExpertAxis,
-      model->config().moe.num_experts);
-  // Ranks that share layers have different tokens of the same samples.
-  of_experts.grad_divisor =
-      *of_experts.grad_divisor / static_cast<double>(tensor);
-  return [of_parts, of_experts](const std::string& name) {
-    return models::is_expert_parameter(name) ? of_experts
-           : of_parts                        ? of_parts(name)
-                                             : ParameterPlacement{};
+  const ExpertPart part{
+      .rank = divides_experts(p) ? mesh.coordinate(kExpertAxis) : 0,
+      .ranks = p.expert_parallel_degree,
+      .width_rank = mesh.group_index(indices_of(mesh, width_axes(p))),
+      .width_ranks = p.expert_tensor_parallel_degree};
+  const auto of_experts = [&](const char* name) {
+    return expert_placement(mesh, axes, expert_slice(name, part));
+  };
+  return [of_parts,
+          gate_up = of_experts("gate_up_proj"),
+          down = of_experts("down_proj")](const std::string& name) {
+    return models::is_expert_parameter(name)
+               ? (name.ends_with("down_proj") ? down : gate_up)
+           : of_parts ? of_parts(name)
+                      : ParameterPlacement{};
   };
 }
 

@@ -26,7 +26,9 @@ namespace flatshard {
 std::string strategy_name(const Config& config);
 
 /// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep} in
-/// place of the last; with tensor parallelism tp as the innermost. The config
+/// place of the last; with tensor parallelism tp as the innermost. Where
+/// experts are cut, too, their width is cut over tp and an axis etp before it,
+/// which has the ranks that expert_tensor_parallel_degree has more. The config
 /// is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
@@ -45,7 +47,8 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 /// Of the streams beside compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
 
-/// How tokens are exchanged between the ranks of the axis ep. Collective.
+/// How tokens are exchanged between the ranks that have parts of the experts.
+/// Collective.
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
@@ -55,8 +58,9 @@ std::shared_ptr<StreamExchange> make_exchange(
 /// has whole layers. Collective.
 nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh);
 
-/// FullyShardOptions::placement_of: experts are sharded over all axes but ep,
-/// where each rank has some; see placement_of_parts for layers that are shared.
+/// FullyShardOptions::placement_of: experts are sharded over all axes but those
+/// along which ranks have other experts or another part of their width; see
+/// placement_of_parts for layers that are shared.
 /// Empty: all parameters are sharded over all axes.
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     const Config& config,

@@ -4,6 +4,7 @@
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/float8.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
@@ -62,11 +63,12 @@ TrainState make_train_state(
     std::int64_t num_microbatches) {
   TrainState state;
   models::MoeOptions moe = moe_options(config);
-  const std::int64_t expert_degree = config.parallelism.expert_parallel_degree;
-  if (expert_degree > 1) {
+  const config::Parallelism& p = config.parallelism;
+  if (config::expert_ranks(p) > 1) {
     state.exchange = make_exchange(config, model, *mesh);
     moe.exchange = state.exchange;
-    moe.local_experts = model.moe.num_experts / expert_degree;
+    moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
+    moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
   state.overlaps = config.parallelism.overlap_expert_parallel;
   const bool in_pieces = overlap_options(config, model).has_value();
@@ -75,7 +77,7 @@ TrainState make_train_state(
     // A schedule of pieces recomputes them itself.
     checkpoint = models::ActivationCheckpoint::none;
   }
-  if (in_pieces && expert_degree == 1) {
+  if (in_pieces && !state.exchange) {
     // Pieces between which rows are permuted on another stream.
     moe.exchange = std::make_shared<nn::LocalExchange>();
   }

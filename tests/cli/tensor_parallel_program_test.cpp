@@ -13,6 +13,9 @@ using ::testing::HasSubstr;
 
 // Of losses around 5 and norms around 1, in float32: sums in another order.
 constexpr double kSameRun = 1e-5;
+// The parts of an expert's result are rounded to bfloat16 before they are added
+// up, and FP8 weights follow what that changes.
+constexpr double kSameBfloat16Run = 1e-2;
 
 class TensorParallelRuns : public ::testing::Test {
  protected:
@@ -83,13 +86,16 @@ log_freq = 1
     return found;
   }
 
-  void expect_same(const std::string& got, const std::string& want) const {
+  void expect_same(
+      const std::string& got,
+      const std::string& want,
+      double tolerance = kSameRun) const {
     const auto expected = numbers(want);
     const auto actual = numbers(got);
     EXPECT_EQ(actual.size(), expected.size());
     for (const auto& [what, value] : expected) {
       ASSERT_TRUE(actual.contains(what)) << got << ": " << what;
-      EXPECT_LE(std::abs(actual.at(what) - value), kSameRun * std::abs(value))
+      EXPECT_LE(std::abs(actual.at(what) - value), tolerance * std::abs(value))
           << got << ": " << what << " is " << actual.at(what) << ", not "
           << value;
     }
@@ -99,6 +105,13 @@ log_freq = 1
   TempFolder folder_;
 };
 
+constexpr const char* kExperts =
+    "--set model.family=moe --set model.num_experts=4 --set "
+    "model.moe_ffn_dim=16 --set model.shared_experts=1 --set "
+    "moe.aux_loss=0.01 --set moe.balance_rate=0.01 ";
+constexpr const char* kExpertGrid =
+    "--set parallelism.expert_parallel_degree=2 --set "
+    "parallelism.expert_tensor_parallel_degree=2 ";
 constexpr const char* kTwo = "--set parallelism.tensor_parallel_degree=2 ";
 
 // Losses are means over the ranks that read different samples, norms count each
@@ -150,20 +163,105 @@ TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
   EXPECT_EQ(generated.code, 0) << generated.output;
 }
 
-// Attention and shared experts are cut over tp, experts divided over ep.
+// Attention and shared experts are cut over tp, experts divided over ep, and
+// their width over etp. The ranks of etp read the same samples with tp and
+// other ones without it. With a capacity, each rank drops of its own
+// microbatch.
 TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
-  const std::string experts =
-      "--set model.family=moe --set model.num_experts=4 --set "
-      "model.moe_ffn_dim=16 --set model.shared_experts=1 --set "
-      "moe.aux_loss=0.01 --set moe.balance_rate=0.01 ";
-  const Result one = run("one", 1, experts);
+  const Result one = run("one", 1, kExperts);
   ASSERT_EQ(one.code, 0) << one.output;
-  const Result grid =
-      run("grid",
+  const std::string grid = kExpertGrid;
+  const std::pair<std::string, std::string> grids[] = {
+      {"ep", std::string(kTwo) + "--set parallelism.expert_parallel_degree=2"},
+      {"etp", grid},
+      {"all",
+       grid + kTwo +
+           "--set parallelism.strategy=zero2 --set "
+           "activation_checkpoint.mode=full"}};
+  for (const auto& [name, options] : grids) {
+    const Result result = run(name, 4, kExperts + options);
+    ASSERT_EQ(result.code, 0) << result.output;
+    expect_same(name, "one");
+  }
+  const std::string single = " --set training.local_batch_size=1";
+  const Result one_single = run("one_single", 1, kExperts + single);
+  ASSERT_EQ(one_single.code, 0) << one_single.output;
+  const Result overlapped =
+      run("overlapped",
           4,
-          kTwo + experts + "--set parallelism.expert_parallel_degree=2");
-  ASSERT_EQ(grid.code, 0) << grid.output;
-  expect_same("grid", "one");
+          kExperts + grid + single +
+              " --set parallelism.overlap_expert_parallel=true --set "
+              "parallelism.delay_wgrad=true");
+  ASSERT_EQ(overlapped.code, 0) << overlapped.output;
+  expect_same("overlapped", "one_single");
+  const std::string drops = " --set moe.expert_capacity_factor=1.0";
+  const Result one_drops = run("one_drops", 1, kExperts + drops);
+  ASSERT_EQ(one_drops.code, 0) << one_drops.output;
+  const Result grid_drops = run("grid_drops", 4, kExperts + grid + drops);
+  ASSERT_EQ(grid_drops.code, 0) << grid_drops.output;
+  EXPECT_THAT(
+      grid_drops.output,
+      HasSubstr("each 2 of which share the width of their experts"));
+  expect_same("grid_drops", "one_drops");
+}
+
+// A checkpoint of ep 2 with etp 2 has whole experts: training goes on at one
+// rank, and what reads runs has one process.
+TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
+  const std::string options =
+      "--set model.family=qwen3_moe --set model.num_experts=4 --set "
+      "model.moe_ffn_dim=16 --set moe.aux_loss=0.01 --set "
+      "lr_scheduler.name=constant ";
+  const Result whole = run("whole", 1, options);
+  ASSERT_EQ(whole.code, 0) << whole.output;
+  const std::string save = options + "--set checkpoint.interval=3 ";
+  const Result begun =
+      run("run", 4, kExpertGrid + save + "--set training.steps=3");
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  fs::copy(folder_ / "run", folder_ / "one", fs::copy_options::recursive);
+  const Result resumed = run("one", 1, save + "--resume");
+  ASSERT_EQ(resumed.code, 0) << resumed.output;
+  expect_same("one", "whole");
+  const std::string path = (folder_ / "run").string();
+  for (const std::string& command :
+       {"generate --run '" + path +
+            "' --prompt 'line 3' --max-new-tokens 4 --device cpu",
+        "evaluate --run '" + path + "' --device cpu --data '" +
+            (*corpus_ / "corpus").string() + "'",
+        "export --run '" + path + "' --to '" + (folder_ / "hf").string() +
+            "'"}) {
+    const Result result = sh("\"$PROGRAM\" " + command);
+    EXPECT_EQ(result.code, 0) << result.output;
+  }
+}
+
+// FP8 weights of the other layers, while experts rest in bfloat16.
+TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
+  const std::string fp8 = std::string(kExperts) +
+                          "--set float8.recipe=mxfp8 --set "
+                          "precision.compute=bfloat16 --set "
+                          "parallelism.expert_parallel_degree=2 ";
+  struct Case {
+    std::string name;
+    int ranks;
+    std::string options;
+  };
+  for (const Case& c :
+       {Case{
+            "hfsdp",
+            8,
+            "--set parallelism.strategy=hfsdp --set "
+            "parallelism.data_parallel_replicate_degree=2 --set "
+            "training.global_batch_size=16 --set training.steps=3"},
+        Case{"recomputed", 4, "--set activation_checkpoint.mode=full"},
+        Case{"main", 4, "--set precision.main_params=bfloat16"}}) {
+    const Result whole = run(c.name + "_whole", c.ranks, fp8 + c.options);
+    ASSERT_EQ(whole.code, 0) << whole.output;
+    EXPECT_THAT(whole.output, HasSubstr("mxfp8 (emulated)"));
+    const Result cut = run(c.name, c.ranks, fp8 + kExpertGrid + c.options);
+    ASSERT_EQ(cut.code, 0) << cut.output;
+    expect_same(c.name, c.name + "_whole", kSameBfloat16Run);
+  }
 }
 
 TEST_F(TensorParallelRuns, GraphsChangeNoNumber) {
@@ -224,7 +322,30 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             "parallelism.pipeline_parallel_degree = 2 is not supported"},
         Case{
             "--set parallelism.expert_tensor_parallel_degree=2",
-            "parallelism.expert_tensor_parallel_degree = 2 is not supported"},
+            "parallelism.expert_tensor_parallel_degree is for models with "
+            "experts"},
+        Case{
+            std::string(kTwo) + kExperts +
+                "--set parallelism.expert_tensor_parallel_degree=3",
+            "parallelism.expert_tensor_parallel_degree = 3: expected 1 or a "
+            "multiple of parallelism.tensor_parallel_degree, which is 2"},
+        Case{
+            std::string(kExperts) +
+                "--set parallelism.expert_tensor_parallel_degree=2 --set "
+                "model.moe_ffn_dim=15",
+            "parallelism.expert_tensor_parallel_degree = 2 must divide the "
+            "width of an expert, model.moe_ffn_dim = 15"},
+        Case{
+            std::string(kExperts) + kExpertGrid,
+            "parallelism.expert_parallel_degree = 2 * "
+            "expert_tensor_parallel_degree = 2 must divide "
+            "data_parallel_shard_degree, which is 2 of 2 ranks"},
+        Case{
+            std::string(kExperts) +
+                "--set parallelism.expert_tensor_parallel_degree=2 --set "
+                "parallelism.token_exchange=copies",
+            "not supported: copies bring a row to one rank; use "
+            "\"collective\""},
         Case{
             std::string(kTwo) + "--set cuda_graph.impl=full_iteration",
             "not supported: the collectives of layers are recorded in "

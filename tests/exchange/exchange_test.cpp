@@ -31,12 +31,14 @@ std::shared_ptr<Communicator> connect(const RankContext& context) {
 struct Case {
   int world;
   bool by_rank;
+  int ranks_per_expert = 1;
 };
 
 std::string name_of(const ::testing::TestParamInfo<Case>& info) {
   return fmt::format(
-      "{}{}",
+      "{}_of_{}{}",
       info.param.world,
+      info.param.ranks_per_expert,
       info.param.by_rank ? "_by_rank" : "");
 }
 
@@ -50,7 +52,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{2, false},
         Case{2, true},
         Case{3, false},
-        Case{4, true}),
+        Case{4, true},
+        Case{2, false, 2},
+        Case{4, false, 2},
+        Case{4, true, 2},
+        Case{3, false, 3}),
     name_of);
 
 constexpr std::int64_t kPerRank = 3;
@@ -86,12 +92,14 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
   const Case& param = GetParam();
   run_ranks(param.world, [&](RankContext& context) {
     const int world = context.world;
-    const std::int64_t experts = kPerRank * world;
+    const int holders = world / param.ranks_per_expert;
+    const std::int64_t experts = kPerRank * holders;
     const auto exchange = std::make_shared<CollectiveExchange>(
         connect(context),
         experts,
         ExchangeOptions{
             .groups_by_rank = param.by_rank,
+            .ranks_per_expert = param.ranks_per_expert,
             .stream = {.delay_seed = 3U + context.rank, .max_delay_us = 300}});
     for (int round = 0; round < 8; ++round) {
       const auto mine = draw_counts(round, context.rank, experts);
@@ -108,7 +116,7 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
         for (int peer = 0; peer < world; ++peer) {
           const auto theirs = draw_counts(round, peer, experts);
           const at::Tensor all = rows_of(peer, theirs);
-          const std::int64_t expert = context.rank * kPerRank + e;
+          const std::int64_t expert = context.rank % holders * kPerRank + e;
           expected.push_back(
               all.index({all.select(1, 1) == static_cast<double>(expert)}));
           end += theirs[expert];
@@ -133,13 +141,18 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
           exchange,
           plan,
           TokenExchange::Direction::combine,
-          arrived * 2);
+          arrived * (2.0 + context.rank / holders));
+      double factor = 0;  // of all parts of the width
+      for (int part = 0; part < param.ranks_per_expert; ++part) {
+        factor += 2.0 + part;
+      }
       const std::int64_t counted = sent.size(0) - 1;
       EXPECT_TRUE(back.detach()
                       .narrow(0, 0, counted)
-                      .equal(sent.narrow(0, 0, counted) * 2));
+                      .equal(sent.narrow(0, 0, counted) * factor));
       back.narrow(0, 0, counted).sum().backward();
-      EXPECT_TRUE(rows.grad().narrow(0, 0, counted).eq(2).all().item<bool>());
+      EXPECT_TRUE(
+          rows.grad().narrow(0, 0, counted).eq(factor).all().item<bool>());
     }
   });
 }
@@ -268,6 +281,11 @@ TEST(Exchange, BadNumbersAreNamed) {
     EXPECT_THAT(
         message_of([&] { CollectiveExchange(group, 2 + 2 * context.rank); }),
         HasSubstr("rank 1 of the group has layers of 4 experts, rank 0 of 2"));
+    EXPECT_THAT(
+        message_of(
+            [&] { CollectiveExchange(group, 2, {.ranks_per_expert = 3}); }),
+        HasSubstr("expected a divisor of 2 ranks for those that share an "
+                  "expert, got 3"));
     CollectiveExchange exchange(group, 2);
     EXPECT_THAT(
         message_of([&] { exchange.plan(at::ones({3}, at::kInt), 3); }),

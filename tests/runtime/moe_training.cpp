@@ -3,6 +3,7 @@
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/grad_norm.h"
@@ -25,11 +26,12 @@ constexpr std::int64_t kMoeSeq = 16;
 constexpr std::int64_t kMoeDim = 32;
 constexpr std::int64_t kMoeExperts = 8;
 constexpr std::int64_t kMoeTopK = 2;
+constexpr std::int64_t kMoeWidth = 32;
 
 models::Llama moe_model(
     const MoeRun& run,
     const std::shared_ptr<StreamExchange>& exchange,
-    std::int64_t local_experts) {
+    const ExpertPart& part) {
   return models::Llama(
       models::ModelConfig{
           .family = "moe",
@@ -44,7 +46,7 @@ models::Llama moe_model(
           .moe =
               {.num_experts = kMoeExperts,
                .experts_per_token = kMoeTopK,
-               .ffn_dim = 32,
+               .ffn_dim = kMoeWidth,
                .shared_experts = 1,
                .dense_layers = 1,
                .router_score = nn::RouterScore::sigmoid,
@@ -56,15 +58,18 @@ models::Llama moe_model(
               .z_loss = run.aux_loss ? 0.001 : 0.0,
               .capacity_factor = run.capacity_factor,
               .exchange = exchange,
-              .local_experts = local_experts}});
+              .local_experts = kMoeExperts / part.ranks,
+              .local_ffn_dim = kMoeWidth / part.width_ranks}});
 }
 
 std::shared_ptr<StreamExchange> moe_exchange(
     const MoeRun& run,
     const std::shared_ptr<Communicator>& group,
+    std::int64_t ranks_per_expert,
     const StreamOptions& streams) {
   const ExchangeOptions options{
       .groups_by_rank = run.groups_by_rank,
+      .ranks_per_expert = ranks_per_expert,
       .stream = streams};
   if (run.exchange == MoeExchange::collective) {
     return std::make_shared<CollectiveExchange>(group, kMoeExperts, options);
@@ -120,27 +125,38 @@ void train_moe_rank(
           .streams = streams,
           .graphs = {
               .enabled = run.graphs,
-              .regions = {"attn", "mlp", "moe_router"},
+              .regions = run.regions,
               .warmup_steps = 1,
               .miss_is_error = mesh->device().is_cpu(),
               .emulate_on_cpu = run.graphs && mesh->device().is_cpu()}}};
   std::shared_ptr<StreamExchange> exchange;
-  std::int64_t local_experts = 0;
+  ExpertPart part;
   if (run.exchange != MoeExchange::none) {
-    const int axis = mesh->num_axes() - 1;
+    const int experts = mesh->num_axes() - (run.cuts_width ? 2 : 1);
+    part = {
+        .rank = mesh->coordinate(experts),
+        .ranks = mesh->axis(experts).size};
+    std::vector<int> axes{experts};
+    std::vector<std::string> names{mesh->axis(experts).name};
+    if (run.cuts_width) {
+      const int width = experts + 1;
+      part.width_rank = mesh->coordinate(width);
+      part.width_ranks = mesh->axis(width).size;
+      axes.push_back(width);
+      names.push_back(mesh->axis(width).name);
+    }
     exchange = moe_exchange(
         run,
-        mesh->communicator(axis, Purpose::exchange).shared_from_this(),
+        mesh->communicator(axes, Purpose::exchange).shared_from_this(),
+        part.width_ranks,
         streams);
-    local_experts = kMoeExperts / mesh->axis(axis).size;
-    const auto placement =
-        ParameterPlacement::along(*mesh, mesh->axis(axis).name, kMoeExperts);
-    options.placement_of = [placement](const std::string& name) {
-      return models::is_expert_parameter(name) ? placement
-                                               : ParameterPlacement{};
+    options.placement_of = [mesh, names, part](const std::string& name) {
+      return models::is_expert_parameter(name)
+                 ? expert_placement(*mesh, names, expert_slice(name, part))
+                 : ParameterPlacement{};
     };
   }
-  models::Llama llama = moe_model(run, exchange, local_experts);
+  models::Llama llama = moe_model(run, exchange, part);
   for (const auto& unit : llama->unit_modules()) {
     options.units.push_back(unit.get());
   }
@@ -153,7 +169,7 @@ void train_moe_rank(
   }
   // Of gradients near zero it makes little, so that their rounding shows less.
   AdamW optimizer(runtime->groups(), AdamWOptions{.eps = 1e-3});
-  for (int step = 0; step < 3; ++step) {
+  for (int step = 0; step < run.steps; ++step) {
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
       const int index = mesh->rank() * run.microbatches + m;
@@ -204,7 +220,8 @@ MoeRun moe_reference(const MoeRun& run) {
       .max_norm = run.max_norm,
       .float32 = run.float32,
       .aux_loss = run.aux_loss,
-      .bias = run.bias};
+      .bias = run.bias,
+      .steps = run.steps};
 }
 
 MoeResult train_moe(const MoeRun& run) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,8 +25,11 @@ struct MoeRun {
   bool reshard_after_forward = true;
   double capacity_factor = 0;
   double max_norm = 1e6;  ///< clips nothing
-  /// Not none: the last axis of the mesh is that of experts.
+  /// Not none: the last axis of the mesh is that of experts, or the last but
+  /// one, see cuts_width.
   MoeExchange exchange = MoeExchange::none;
+  /// The ranks along the last axis of the mesh divide the width of experts.
+  bool cuts_width = false;
   /// One product over the tokens of two ranks is rounded to bfloat16 once,
   /// those of two microbatches twice: only float32 can show the same bits.
   bool float32 = exchange != MoeExchange::none;
@@ -35,7 +39,10 @@ struct MoeRun {
   /// product.
   bool groups_by_rank = true;
   std::uint64_t delay_seed = 3;
-  bool graphs = false;  ///< of all regions, behind one step
+  /// Behind one step, of `regions`.
+  bool graphs = false;
+  std::set<std::string> regions{"attn", "mlp", "moe_router"};
+  int steps = 3;
 
   int world() const;
   int sequences() const { return world() * microbatches; }

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+#include <string>
+
 namespace flatshard::testing {
 namespace {
 
@@ -88,6 +91,14 @@ INSTANTIATE_TEST_SUITE_P(
             .mesh = {2, 1, 2},
             .exchange = MoeExchange::collective},
         MoeRun{
+            .name = "Zero3TravelsToParts",
+            .mesh = {1, 2, 2},
+            .checkpoint = ActivationCheckpoint::full,
+            .capacity_factor = 1.0,
+            .max_norm = 0.5,
+            .exchange = MoeExchange::collective,
+            .cuts_width = true},
+        MoeRun{
             .name = "Zero3IsCopiedAndClips",
             .mesh = {1, 2},
             .checkpoint = ActivationCheckpoint::full,
@@ -148,6 +159,41 @@ TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
     EXPECT_EQ(distance.largest, 0) << plain.name << ": " << distance.where;
     EXPECT_EQ(got.num_replays, kReplayedSteps * plain.microbatches * replays)
         << plain.name;
+  }
+}
+
+// Experts of which each rank has a part of the width: 20 steps give the bits of
+// eager ones.
+TEST(MoeGraphs, PartsOfBlocksWithCutExpertsAreReplayed) {
+  struct Scope {
+    std::set<std::string> regions;
+    // Of a step: forwards and backwards of three attentions, two routers and
+    // their shared experts. The order of rows has no backward.
+    int replays;
+  };
+  constexpr int kSteps = 20;
+  const Scope scopes[] = {
+      {{"attn"}, 6},
+      {{"attn", "moe_router", "moe_preprocess"}, 16},
+      {{"moe_router"}, 8}};
+  for (const double capacity : {0.0, 1.0}) {
+    const MoeRun plain{
+        .mesh = {1, 2, 2},
+        .capacity_factor = capacity,
+        .max_norm = 0.2,
+        .exchange = MoeExchange::collective,
+        .cuts_width = true,
+        .steps = kSteps};
+    const MoeResult want = train_moe(plain);
+    for (const auto& [regions, replays] : scopes) {
+      MoeRun graphs = plain;
+      graphs.graphs = true;
+      graphs.regions = regions;
+      const MoeResult got = train_moe(graphs);
+      const MoeDistance distance = moe_distance(got, want);
+      EXPECT_EQ(distance.largest, 0) << distance.where;
+      EXPECT_EQ(got.num_replays, (kSteps - 1) * replays);
+    }
   }
 }
 

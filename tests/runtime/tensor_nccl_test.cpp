@@ -171,6 +171,31 @@ TEST_F(TensorParallelOnGpus, Float8IsNearOneRank) {
   }
 }
 
+TEST_F(TensorParallelOnGpus, RanksThatCutExpertsEqualOne) {
+  const int world = gpu_ranks().world();
+  if (world != 2 && world != 4) {
+    GTEST_SKIP() << "expected 2 or 4 ranks, have " << world;
+  }
+  std::vector<TensorRun> runs{
+      {.dp = world, .etp = 2},
+      {.strategy = "zero1",
+       .dp = world,
+       .etp = world,
+       .microbatches = 2,
+       .checkpoint = ActivationCheckpoint::full,
+       .capacity_factor = 1},
+      {.dp = world / 2, .tp = 2, .etp = 2}};
+  if (world == 4) {
+    runs.push_back({.dp = 4, .ep = 2, .etp = 2});
+    runs.push_back({.dp = 2, .tp = 2, .ep = 2, .etp = 2});
+  }
+  for (TensorRun& run : runs) {
+    run.model = "experts";
+    SCOPED_TRACE(run.name());
+    expect_near(train(run), train(tensor_reference(run)));
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
 

@@ -1,5 +1,7 @@
 #include "tests/runtime/tensor_training.h"
 
+#include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/graphs/model_graphs.h"
@@ -97,10 +99,51 @@ models::ModelConfig tensor_config(const std::string& model) {
   return config;
 }
 
-models::MoeOptions moe_options_of(const std::string& model) {
-  return model == "experts"
-             ? models::MoeOptions{.aux_loss = 0.1, .z_loss = 0.01}
+models::MoeOptions moe_options_of(const TensorRun& run) {
+  return run.model == "experts"
+             ? models::
+                   MoeOptions{.aux_loss = 0.1, .z_loss = 0.01, .capacity_factor = run.capacity_factor}
              : models::MoeOptions{};
+}
+
+/// This rank's part of the experts.
+struct OwnExperts {
+  models::MoeOptions options;
+  std::function<ParameterPlacement(const std::string& name)> placement;
+};
+
+OwnExperts own_experts(const TensorRun& run, Mesh& mesh) {
+  OwnExperts own{.options = moe_options_of(run)};
+  if (!run.shares_experts()) {
+    return own;
+  }
+  const auto indices = [&](const std::vector<std::string>& names) {
+    std::vector<int> found;
+    for (const std::string& name : names) {
+      found.push_back(mesh.axis_index(name));
+    }
+    return found;
+  };
+  std::vector<std::string> axes = run.width_axes();
+  if (run.ep > 1) {
+    axes.insert(axes.begin(), "ep");
+  }
+  const models::ModelConfig config = tensor_config(run.model);
+  own.options.exchange = std::make_shared<CollectiveExchange>(
+      mesh.communicator(indices(axes), Purpose::exchange).shared_from_this(),
+      config.moe.num_experts,
+      ExchangeOptions{.ranks_per_expert = run.etp});
+  own.options.local_experts = config.moe.num_experts / run.ep;
+  own.options.local_ffn_dim = config.moe.ffn_dim / run.etp;
+  const ExpertPart part{
+      .rank = run.ep > 1 ? mesh.coordinate("ep") : 0,
+      .ranks = run.ep,
+      .width_rank = mesh.group_index(indices(run.width_axes())),
+      .width_ranks = run.etp};
+  own.placement = [&mesh, axes, part](const std::string& name) {
+    return expert_placement(mesh, axes, expert_slice(name, part));
+  };
+  return own;
 }
 
 struct Sequences {
@@ -138,9 +181,27 @@ std::vector<MeshAxis> TensorRun::axes() const {
   if (replicate > 1) {
     axes.push_back({"replicate", replicate});
   }
-  axes.push_back({"dp", dp});
+  const int etp_of_data = etp == 1 ? 1 : etp / tp;
+  axes.push_back({"dp", dp / ep / etp_of_data});
+  if (ep > 1) {
+    axes.push_back({"ep", ep});
+  }
+  if (etp_of_data > 1) {
+    axes.push_back({"etp", etp_of_data});
+  }
   if (tp > 1) {
     axes.push_back({"tp", tp, AxisRole::model});
+  }
+  return axes;
+}
+
+std::vector<std::string> TensorRun::width_axes() const {
+  std::vector<std::string> axes;
+  if (etp > tp) {
+    axes.emplace_back("etp");
+  }
+  if (etp > 1 && tp > 1) {
+    axes.emplace_back("tp");
   }
   return axes;
 }
@@ -148,12 +209,14 @@ std::vector<MeshAxis> TensorRun::axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_tp{}_m{}_{}_chunk{}",
+      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}_chunk{}",
       model,
       strategy,
       replicate,
       dp,
       tp,
+      ep,
+      etp,
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
       chunk_tokens);
@@ -166,13 +229,14 @@ void train_tensor_rank(
     TensorResult& result) {
   const nn::TensorParallelPtr ranks =
       run.tp > 1 ? make_tensor_parallel(*mesh) : nullptr;
+  const OwnExperts experts = own_experts(run, *mesh);
   models::Llama llama(
       tensor_config(run.model),
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
           .plain_attention = true,  // on GPUs; soft caps have no kernel
           .loss = {.chunk_tokens = run.chunk_tokens},
-          .moe = moe_options_of(run.model),
+          .moe = experts.options,
           .ranks = ranks});
   FullyShardOptions options{
       .strategy = run.strategy,
@@ -192,6 +256,14 @@ void train_tensor_rank(
               .emulate_on_cpu = true}}};
   if (ranks) {
     options.placement_of = placement_of_parts(*llama, *mesh);
+  }
+  if (run.shares_experts()) {
+    options.placement_of =
+        [experts, others = options.placement_of](const std::string& name) {
+          return models::is_expert_parameter(name) ? experts.placement(name)
+                 : others                          ? others(name)
+                                                   : ParameterPlacement{};
+        };
   }
   if (run.float8) {
     options.float8_of = [&run](
@@ -252,6 +324,7 @@ TensorRun tensor_reference(const TensorRun& run) {
       .max_norm = run.max_norm,
       .batch = run.batch,
       .steps = run.steps,
+      .capacity_factor = run.capacity_factor,
       .precision = run.precision,
       .float8 = run.float8};
 }

@@ -23,6 +23,8 @@ struct TensorRun {
   int replicate = 1;  ///< above 1: an axis of its own
   int dp = 1;
   int tp = 1;
+  int ep = 1;   ///< ranks that divide the experts
+  int etp = 1;  ///< ranks that divide their width: 1 or a multiple of tp
   int microbatches = 1;  ///< of a data rank
   models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
   std::int64_t chunk_tokens = 0;  ///< of the loss
@@ -31,6 +33,7 @@ struct TensorRun {
   std::uint64_t delay_seed = 3;
   int steps = 2;
   int post_forward_ranks = 0;
+  double capacity_factor = 0;
   Precision precision = Precision::full();
   std::optional<Float8Format> float8 = {};   ///< of what it takes
   std::set<std::string> graph_regions = {};  ///< empty: no graphs
@@ -39,6 +42,9 @@ struct TensorRun {
   bool has_graphs() const { return !graph_regions.empty(); }
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * tp; }
+  bool shares_experts() const { return ep * etp > 1; }
+  /// Along which ranks have other parts of the experts' width.
+  std::vector<std::string> width_axes() const;
   std::vector<MeshAxis> axes() const;
   std::string name() const;
 };

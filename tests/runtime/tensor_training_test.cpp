@@ -27,7 +27,8 @@ class TensorParallelTraining : public ::testing::TestWithParam<TensorRun> {
     static std::map<std::string, TensorResult> known;
     const TensorRun one = tensor_reference(run);
     const std::string key = one.name() + " " + std::to_string(one.max_norm) +
-                            " " + std::to_string(one.batch);
+                            " " + std::to_string(one.batch) + " " +
+                            std::to_string(one.capacity_factor);
     const auto found = known.find(key);
     return found != known.end() ? found->second
                                 : known[key] = train_tensor(one);
@@ -102,7 +103,65 @@ INSTANTIATE_TEST_SUITE_P(
             .tp = 4,
             .checkpoint = ActivationCheckpoint::full},
         TensorRun{.dp = 4, .tp = 2, .post_forward_ranks = 2},
-        TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3}),
+        TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3},
+        TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .etp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{.model = "experts", .dp = 4, .ep = 2, .etp = 2},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero1",
+            .dp = 4,
+            .ep = 2,
+            .etp = 2,
+            .microbatches = 3,
+            .max_norm = 0.1,
+            .capacity_factor = 1},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 4,
+            .etp = 4,
+            .checkpoint = ActivationCheckpoint::selective},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero0",
+            .dp = 4,
+            .etp = 2,
+            .capacity_factor = 1},
+        TensorRun{
+            .model = "experts",
+            .strategy = "hsdp",
+            .replicate = 2,
+            .dp = 4,
+            .ep = 2,
+            .etp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full},
+        TensorRun{
+            .model = "experts",
+            .strategy = "hfsdp",
+            .replicate = 2,
+            .dp = 2,
+            .etp = 2},
+        TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .tp = 2,
+            .ep = 2,
+            .etp = 2,
+            .microbatches = 3,
+            .max_norm = 0.1},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 2,
+            .tp = 2,
+            .etp = 4,
+            .checkpoint = ActivationCheckpoint::full}),
     [](const auto& info) {
       return info.param.name() + "_" + std::to_string(info.index);
     });
@@ -158,6 +217,26 @@ TEST(TensorParallelPitfalls, G7_MicrobatchesOfATiedHead) {
        .microbatches = 2});
 }
 
+TEST(TensorParallelPitfalls, G4_AllPartsOfExpertsTrain) {
+  const TensorRun run{.model = "experts", .dp = 2, .etp = 2};
+  const TensorResult first = train_tensor(run);
+  TensorRun longer = run;
+  longer.steps = 3;
+  const TensorResult second = train_tensor(longer);
+  for (const auto& [name, values] : second.weights) {
+    if (!models::is_expert_parameter(name)) {
+      continue;
+    }
+    const std::vector<float>& before = first.weights.at(name);
+    std::size_t moved = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      moved += values[i] != before[i] ? 1 : 0;
+    }
+    EXPECT_GE(moved, values.size() / 10 * 9) << name;
+  }
+  expect_equals_one_rank(longer);
+}
+
 // Ranks that were late by other times have the same bits, in every run.
 TEST(TensorParallelPitfalls, G8_SumsHaveOneOrder) {
   TensorRun run{.dp = 2, .tp = 4};
@@ -192,29 +271,43 @@ TEST(TensorParallelGrids, EachEqualsOneRank) {
     EXPECT_LE(distance.largest, kTensorTolerance)
         << run.name() << ": " << distance.where;
   };
+  const auto check_all = [&](TensorRun run) {
+    for (const auto checkpoint :
+         {ActivationCheckpoint::none,
+          ActivationCheckpoint::selective,
+          ActivationCheckpoint::full}) {
+      for (const int microbatches : {1, 3}) {
+        run.checkpoint = checkpoint;
+        run.microbatches = microbatches;
+        run.steps = 1;
+        run.replicate = 1;
+        for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
+          run.strategy = strategy;
+          check(run);
+        }
+        run.strategy = "hsdp";
+        run.replicate = 2;
+        check(run);
+      }
+    }
+  };
   for (const std::string& model : tensor_models()) {
     for (const int tp : {1, 2, 4}) {
       for (const int dp : {1, 2, 3}) {
-        for (const auto checkpoint :
-             {ActivationCheckpoint::none,
-              ActivationCheckpoint::selective,
-              ActivationCheckpoint::full}) {
-          for (const int microbatches : {1, 3}) {
-            TensorRun run{
-                .model = model,
-                .dp = dp,
-                .tp = tp,
-                .microbatches = microbatches,
-                .checkpoint = checkpoint,
-                .steps = 1};
-            for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
-              run.strategy = strategy;
-              check(run);
-            }
-            run.strategy = "hsdp";
-            run.replicate = 2;
-            check(run);
-          }
+        check_all({.model = model, .dp = dp, .tp = tp});
+      }
+    }
+  }
+  for (const int ep : {1, 2}) {
+    for (const int etp : {1, 2}) {
+      for (const int tp : {1, 2}) {
+        for (const int edp : {1, 2}) {
+          check_all(
+              {.model = "experts",
+               .dp = edp * ep * (etp > tp ? etp : 1),
+               .tp = tp,
+               .ep = ep,
+               .etp = etp});
         }
       }
     }

@@ -545,12 +545,13 @@ TEST(Config, WhatCudaGraphsDoNotGoWithIsNamed) {
           .cuda_graph.modules,
       "attn");
   EXPECT_THAT(
-      refused({graphs, "cuda_graph.modules=attn,moe_preprocess"}),
-      HasSubstr("cuda_graph.modules: moe_preprocess is not recorded: "));
+      refused({graphs, "cuda_graph.modules=attn,moe"}),
+      HasSubstr("cuda_graph.modules: moe is not recorded: "));
   EXPECT_THAT(
       refused({graphs, "cuda_graph.modules=attn,head"}),
-      HasSubstr("cuda_graph.modules: expected attn, mlp, moe_router or several "
-                "with commas between, or nothing for whole blocks; got "
+      HasSubstr("cuda_graph.modules: expected attn, mlp, moe_router, "
+                "moe_preprocess or several with commas between, or nothing for "
+                "whole blocks; got "
                 "'head'"));
   EXPECT_THAT(
       refused({"cuda_graph.impl=layers"}),

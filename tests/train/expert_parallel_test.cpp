@@ -47,6 +47,8 @@ struct Way {
   int ep = 1;
   std::string strategy = "zero3";
   int replicate = 1;
+  int etp = 1;
+  int tp = 1;
 };
 
 Config config_of(const Way& way, const std::string& family = "moe") {
@@ -59,7 +61,7 @@ family = "{}"
 dim = 16
 layers = 2
 heads = 2
-kv_heads = 1
+kv_heads = 2
 ffn_dim = 24
 vocab_size = {}
 num_experts = 4
@@ -77,6 +79,8 @@ compute = "float32"
 strategy = "{}"
 data_parallel_replicate_degree = {}
 expert_parallel_degree = {}
+expert_tensor_parallel_degree = {}
+tensor_parallel_degree = {}
 )",
       family,
       kVocab,
@@ -84,7 +88,9 @@ expert_parallel_degree = {}
       kSeq,
       way.strategy,
       way.replicate,
-      way.ep);
+      way.ep,
+      way.etp,
+      way.tp);
   return resolve_config(parse_config(toml, "test.toml"), way.world);
 }
 
@@ -97,7 +103,8 @@ struct Rank {
         loads(config, state.model, state.exchange, mesh) {}
 
   void train(int step) {
-    const auto seed = static_cast<std::uint64_t>(100 * step + mesh->rank());
+    const auto seed =
+        static_cast<std::uint64_t>(100 * step + mesh->data_mesh()->rank());
     auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
     const auto tokens = [&] {
       return at::randint(kVocab, {1, kSeq}, generator, at::kLong);
@@ -168,11 +175,23 @@ Contents contents(const fs::path& folder) {
   Contents found{.updates = manifest.updates};
   for (const auto& [role, tensors] : manifest.tensors) {
     for (const auto& [name, tensor] : tensors) {
-      std::string& bytes = found.tensors[describe_tensor(role, name)];
+      at::Tensor whole = at::empty(tensor.shape, at::kFloat);
       for (const StoredPiece& piece : tensor.pieces) {
-        bytes += files.at(piece.file)
-                     .substr(piece.offset, piece.box.numel() * sizeof(float));
+        at::Tensor part = whole;
+        for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+          part = part.narrow(
+              static_cast<std::int64_t>(d),
+              piece.box.start[d],
+              piece.box.length[d]);
+        }
+        std::string bytes =
+            files.at(piece.file)
+                .substr(piece.offset, piece.box.numel() * sizeof(float));
+        part.copy_(at::from_blob(bytes.data(), piece.box.length, at::kFloat));
       }
+      found.tensors[describe_tensor(role, name)] = std::string(
+          static_cast<const char*>(whole.const_data_ptr()),
+          whole.nbytes());
     }
   }
   return found;
@@ -214,7 +233,12 @@ TEST(ExpertCheckpoints, PassThroughOtherDegreesBitForBit) {
         Way{"edp2_ep2", 4, 2, "zero1"},
         Way{"hsdp", 4, 2, "hsdp", 2},
         Way{"zero0", 2, 2, "zero0"},
-        Way{"ep1", 2, 1, "zero2"}}) {
+        Way{"ep2_etp2", 4, 2, "zero3", 1, 2},
+        Way{"ep1", 2, 1, "zero2"},
+        Way{"etp4", 4, 1, "zero0", 1, 4},
+        Way{"ep2_etp2_tp2", 4, 2, "zero1", 1, 2, 2},
+        Way{"etp4_tp2", 4, 1, "zero3", 1, 4, 2},
+        Way{"ep4", 4, 4}}) {
     run_ranks(way.world, [&](RankContext& context) {
       Rank rank(context, config_of(way));
       rank.load(folder / fmt::format("step-{}", step));
@@ -240,7 +264,9 @@ TEST(ExpertFiles, WeightsAreTheSameForAnyDegree) {
         Way{"ep4", 4, 4, "zero2"},
         Way{"edp2_ep2", 4, 2},
         Way{"zero0", 2, 2, "zero0"},
-        Way{"hsdp", 4, 2, "hsdp", 2}}) {
+        Way{"hsdp", 4, 2, "hsdp", 2},
+        Way{"ep2_etp2", 4, 2, "zero3", 1, 2},
+        Way{"etp2_tp2", 4, 1, "zero2", 1, 2, 2}}) {
     const fs::path path = folder / (way.name + ".safetensors");
     run_ranks(way.world, [&](RankContext& context) {
       const Rank rank(context, config_of(way));
@@ -262,7 +288,10 @@ TEST(ExpertFiles, InitFromReadsTheExpertsOfEachRank) {
     rank.save_model(entry);
   });
   for (const Way& way :
-       {Way{"ep2", 2, 2}, Way{"edp2_ep2", 4, 2}, Way{"ep4", 4, 4, "zero1"}}) {
+       {Way{"ep2", 2, 2},
+        Way{"edp2_ep2", 4, 2},
+        Way{"ep4", 4, 4, "zero1"},
+        Way{"ep2_etp2", 4, 2, "zero1", 1, 2}}) {
     const auto before = folder / (way.name + "-before.safetensors");
     const auto after = folder / (way.name + "-after.safetensors");
     run_ranks(way.world, [&](RankContext& context) {
@@ -285,14 +314,18 @@ TEST(ExpertFiles, InitFromReadsTheExpertsOfEachRank) {
 TEST(ExpertMemory, EachRankHoldsItsPart) {
   constexpr auto kFloat = static_cast<std::int64_t>(sizeof(float));
   for (const Way& way :
-       {Way{"zero0", 2, 2, "zero0"}, Way{"zero3", 4, 2}, Way{"ep4", 4, 4}}) {
+       {Way{"zero0", 2, 2, "zero0"},
+        Way{"zero3", 4, 2},
+        Way{"ep4", 4, 4},
+        Way{"ep2_etp2", 4, 2, "zero0", 1, 2}}) {
     const Config config = config_of(way);
     const models::ModelConfig shape = model_config(config);
     const std::int64_t experts = models::num_expert_parameters(shape);
     const std::int64_t dense = models::num_parameters(shape) - experts;
     const bool whole = way.strategy == "zero0";
-    const std::int64_t want = kFloat * (whole ? dense + experts / way.ep
-                                              : (dense + experts) / way.world);
+    const std::int64_t want =
+        kFloat * (whole ? dense + experts / (way.ep * way.etp)
+                        : (dense + experts) / way.world);
     run_ranks(way.world, [&](RankContext& context) {
       const Rank rank(context, config);
       std::map<std::string, std::int64_t> rows;

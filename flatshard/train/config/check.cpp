@@ -5,6 +5,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/config/expert_ranks.h"
 
 namespace flatshard {
 namespace config {
@@ -246,13 +247,21 @@ Config resolve_config(const Config& config, std::int64_t world) {
     resolved.data.documents_per_sample =
         data::default_max_documents(resolved.training.seq_len);
   }
-  const std::int64_t experts = resolved.parallelism.expert_parallel_degree;
+  const config::Parallelism& p = resolved.parallelism;
   FLATSHARD_CHECK(
-      shard % experts == 0,
+      shard % config::expert_data_ranks(p) == 0,
       config,
-      "parallelism.expert_parallel_degree = {} must divide "
+      "parallelism.expert_parallel_degree = {}{} must divide "
       "data_parallel_shard_degree, which is {} of {} ranks",
-      experts,
+      p.expert_parallel_degree,
+      p.expert_tensor_parallel_degree == 1
+          ? ""
+          : fmt::format(
+                " * expert_tensor_parallel_degree = {}{}",
+                p.expert_tensor_parallel_degree,
+                tensor == 1
+                    ? ""
+                    : fmt::format(" / tensor_parallel_degree = {}", tensor)),
       shard,
       world);
   const std::int64_t ranks_batch =

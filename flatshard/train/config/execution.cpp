@@ -54,8 +54,9 @@ const ConfigKey kExecutionKeys[] = {
               "a block cannot be recorded with a recomputation inside; record "
               "attn alone (cuda_graph.modules), or use \"full\" or \"none\""}}),
     KEY(cuda_graph.modules,
-        "parts of blocks to record instead of whole ones: attn, mlp, and "
-        "moe_router of blocks with experts, with commas between",
+        "parts of blocks to record instead of whole ones: attn, mlp, and of "
+        "blocks with experts moe_router and moe_preprocess, with commas "
+        "between",
         .used_if = {kHasGraphs}),
     KEY(cuda_graph.warmup_steps,
         "steps before anything is recorded",
@@ -90,16 +91,18 @@ std::set<std::string> graph_regions(const Config& config) {
   for (std::string name; std::getline(text, name, ',');) {
     std::erase_if(name, [](char c) { return c == ' '; });
     FLATSHARD_CHECK(
-        name != "moe" && name != "moe_preprocess",
+        name != "moe",
         config,
         "cuda_graph.modules: {} is not recorded: a router's choice says how "
-        "many rows are exchanged, for which the host waits; use moe_router",
+        "many rows are exchanged, for which the host waits; use moe_router and "
+        "moe_preprocess",
         name);
     FLATSHARD_CHECK(
-        name == "attn" || name == "mlp" || name == "moe_router",
+        name == "attn" || name == "mlp" || name == "moe_router" ||
+            name == "moe_preprocess",
         config,
-        "cuda_graph.modules: expected attn, mlp, moe_router or several with "
-        "commas between, or nothing for whole blocks; got '{}'",
+        "cuda_graph.modules: expected attn, mlp, moe_router, moe_preprocess or "
+        "several with commas between, or nothing for whole blocks; got '{}'",
         name);
     regions.insert(name);
   }

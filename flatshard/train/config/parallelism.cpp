@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/layout/granularity.h"
 #include "flatshard/layout/strategy.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/config/rows.h"
 
 #include <utility>
@@ -42,7 +43,7 @@ constexpr UsedIf kReshards{
     "runs that release weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
-    WHEN(c.parallelism.expert_parallel_degree > 1),
+    WHEN(expert_ranks(c.parallelism) > 1),
     "more ranks than one"};
 constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
@@ -51,7 +52,7 @@ constexpr UsedIf kSharesLayers{
 constexpr UsedIf kExchangesTokens{
     "parallelism.expert_parallel_degree",
     WHEN(
-        c.parallelism.expert_parallel_degree > 1 ||
+        expert_ranks(c.parallelism) > 1 ||
         c.parallelism.overlap_expert_parallel),
     "more ranks than one, or overlap_expert_parallel"};
 
@@ -138,8 +139,19 @@ const ConfigKey kParallelismKeys[] = {
         "tokens; divides data_parallel_shard_degree",
         .range = {1, kMaxRanks}),
     KEY(parallelism.expert_tensor_parallel_degree,
-        "1: tensor parallelism inside experts is not supported",
-        .range = {1, kMaxRanks}),
+        "neighbouring ranks that have a part of the width of each expert, "
+        "inside of those of expert_parallel_degree; 1 or a multiple of "
+        "tensor_parallel_degree; divides model.moe_ffn_dim and, with "
+        "expert_parallel_degree, the ranks of a shard "
+        "(docs/guides/moe.md)",
+        .range = {.min = 1, .max = kMaxRanks},
+        .conflicts =
+            {{{"parallelism.token_exchange"},
+              WHEN(
+                  c.parallelism.expert_tensor_parallel_degree > 1 &&
+                  c.parallelism.token_exchange == TokenExchangeKind::copies),
+              "not supported: copies bring a row to one rank; use "
+              "\"collective\""}}),
     KEY(parallelism.token_exchange,
         "how tokens are exchanged by the ranks of expert_parallel_degree: by "
         "collectives, or by copies between the ranks' memory, which on GPUs "
@@ -228,8 +240,7 @@ void check_parallelism(const Config& config) {
   Granularity::parse(p.granularity, "parallelism.granularity");
   const std::pair<const char*, std::int64_t> degrees[] = {
       {"context_parallel_degree", p.context_parallel_degree},
-      {"pipeline_parallel_degree", p.pipeline_parallel_degree},
-      {"expert_tensor_parallel_degree", p.expert_tensor_parallel_degree}};
+      {"pipeline_parallel_degree", p.pipeline_parallel_degree}};
   for (const auto& [name, degree] : degrees) {
     FLATSHARD_CHECK(
         degree == 1,
@@ -243,6 +254,15 @@ void check_parallelism(const Config& config) {
       config,
       "parallelism.tensor_parallel_comm = \"copies\" is not supported; use "
       "\"collective\" or \"auto\"");
+  FLATSHARD_CHECK(
+      p.expert_tensor_parallel_degree == 1 ||
+          p.expert_tensor_parallel_degree % p.tensor_parallel_degree == 0,
+      config,
+      "parallelism.expert_tensor_parallel_degree = {}: expected 1 or a "
+      "multiple of parallelism.tensor_parallel_degree, which is {}; change one "
+      "of them",
+      p.expert_tensor_parallel_degree,
+      p.tensor_parallel_degree);
   FLATSHARD_CHECK(
       config.training.seq_len % p.tensor_parallel_degree == 0,
       config,

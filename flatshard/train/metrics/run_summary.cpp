@@ -53,11 +53,20 @@ std::vector<std::string> packing_lines(const RunSummary& summary) {
   return lines;
 }
 
-std::string tensor_parallel_text(const Config& config) {
-  const std::int64_t degree = config.parallelism.tensor_parallel_degree;
-  return degree == 1
-             ? ""
-             : fmt::format(", each {} of which share their layers", degree);
+std::string shared_layers_text(const Config& config) {
+  const config::Parallelism& p = config.parallelism;
+  std::string text;
+  if (p.shares_layers()) {
+    text += fmt::format(
+        ", each {} of which share their layers",
+        p.tensor_parallel_degree);
+  }
+  if (p.expert_tensor_parallel_degree > 1) {
+    text += fmt::format(
+        ", each {} of which share the width of their experts",
+        p.expert_tensor_parallel_degree);
+  }
+  return text;
 }
 
 std::string lora_text(const RunSummary& summary) {
@@ -113,7 +122,7 @@ std::string to_string(const RunSummary& summary) {
       lora_text(summary),
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
-      tensor_parallel_text(config),
+      shared_layers_text(config),
       strategy_name(config),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,

@@ -53,6 +53,12 @@ void check_priced(const Config& config) {
       "precision.compute = {}: tables of GPUs have the rates of bfloat16 "
       "products; set precision.compute = \"bfloat16\" to plan the run",
       config::word_of(config.precision.compute));
+  FLATSHARD_CHECK(
+      config.parallelism.expert_tensor_parallel_degree == 1,
+      config,
+      "parallelism.expert_tensor_parallel_degree = {} is not supported by "
+      "plans; set it to 1",
+      config.parallelism.expert_tensor_parallel_degree);
 }
 
 /// Groups of ranks that share layers; empty: there are none.
