@@ -15,7 +15,7 @@ from flatshard.optim import AdamW
 
 # Of an optimizer: zeros for parameters without a state, by parameter. A writer knows the
 # addresses of what it saves.
-_zeros = weakref.WeakKeyDictionary()
+_zeros: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def core_optimizer(root, optimizer, states):

@@ -150,7 +150,9 @@ def _spread(module, ep_mesh, overlap, copy_engines):
     module.__class__ = _spread_class(type(module))
 
 
-_exchanges = {}  # One for layers of as many experts: their tokens share its stream.
+# One for layers of as many experts: their tokens share its stream. All ranks make the
+# same ones, so none is dropped when its layers are.
+_exchanges: dict = {}
 
 
 def _exchange_of(ep_mesh, num_experts, copy_engines):
