@@ -183,6 +183,7 @@ TEST_F(TensorParallelOnGpus, RanksThatCutExpertsEqualOne) {
        .etp = world,
        .microbatches = 2,
        .checkpoint = ActivationCheckpoint::full,
+       .steps = 1,
        .capacity_factor = 1},
       {.dp = world / 2, .tp = 2, .etp = 2}};
   if (world == 4) {
