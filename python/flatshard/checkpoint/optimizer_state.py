@@ -38,6 +38,8 @@ def states_of(root, optimizer):
     if optimizer is None or isinstance(optimizer, AdamW):
         return states, updates, fewer
     _check_sharded(optimizer)
+    # A unit also keeps parameters that the program tied to others, which have their names.
+    updated = set()
     for unit in root.units:
         own = [_state_of(optimizer, p) for p in unit.parameters]
         trained = [i for i, p in enumerate(unit.parameters) if p.trainable]
@@ -47,9 +49,12 @@ def states_of(root, optimizer):
             (tensors, steps), p = own[i], unit.parameters[i]
             if steps < most:
                 fewer[p.names[0]] = steps
+            else:
+                updated.update(p.names)
             own[i] = tensors or _zeros_for(optimizer, p, kinds), most
         states.append([tensors for tensors, _ in own])
         updates.append([steps for _, steps in own])
+    fewer = {name: steps for name, steps in fewer.items() if name not in updated}
     return states, updates, fewer
 
 
