@@ -231,6 +231,9 @@ TEST(Adapters, OfAttentionTrainBesideExperts) {
   Settings divided = settings;
   divided.emplace_back("parallelism.expert_parallel_degree=2");
   expect_same(train_adapters(2, 1, divided), expected);
+  Settings cut = divided;
+  cut.emplace_back("parallelism.expert_tensor_parallel_degree=2");
+  expect_same(train_adapters(4, 1, cut), expected);
   divided.emplace_back(kTwoShare);
   expect_same(train_adapters(4, 1, divided), expected);
 }
