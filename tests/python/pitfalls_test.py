@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import flatshard
 from flatshard import MixedPrecisionPolicy
+from flatshard._fsdp import root
 from flatshard._fsdp.forward import state_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
@@ -286,7 +287,7 @@ def test_R6_gradients_travel_in_the_reduce_dtype(mesh, rank, world):
     torch.testing.assert_close(rounded, grads[torch.float32], rtol=0.05, atol=1e-3)
 
 
-def test_R21_every_option_has_an_effect(mesh, world):
+def test_R21_every_option_has_an_effect(mesh, world, monkeypatch):
     if world == 1:
         pytest.skip("one rank holds all rows")
     rows = world + 1  # more rows than ranks, not a multiple
@@ -304,6 +305,14 @@ def test_R21_every_option_has_an_effect(mesh, world):
         placement(max_padding=-1.0)
     wide = fully_shard(nn.Linear(4, rows), mesh=mesh, max_padding=0.3)
     assert state_of(wide).model_options.max_padding == 0.3
+    asked = []
+    monkeypatch.setattr(
+        root._C,
+        "describe_excessive_padding",
+        lambda units, max_padding: asked.append(max_padding),
+    )
+    wide(on_device(torch.ones(1, 4)))
+    assert asked == [0.3]
 
 
 def test_R22_hooks_of_the_user_run_and_can_be_removed(mesh, rank):
