@@ -5,22 +5,29 @@
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 
+#include <string>
+#include <vector>
+
 namespace flatshard {
 
 std::shared_ptr<StreamExchange> make_token_exchange(
     Mesh& mesh,
-    const std::string& axis,
+    std::span<const int> axes,
     const TokenExchangeOptions& options) {
-  const auto group = mesh.communicator(mesh.axis_index(axis), Purpose::exchange)
-                         .shared_from_this();
+  const auto group =
+      mesh.communicator(axes, Purpose::exchange).shared_from_this();
   if (!options.copies) {
     return std::make_shared<CollectiveExchange>(
         group,
         options.num_experts,
         options.exchange);
   }
+  std::vector<std::string> names;
+  for (const int axis : axes) {
+    names.push_back(mesh.axis(axis).name);
+  }
   const auto watched = [&](std::shared_ptr<Communicator> made) {
-    mesh.with_communicators({{{axis}, made, Purpose::exchange}});
+    mesh.with_communicators({{names, made, Purpose::exchange}});
     return made;
   };
   const auto fences = mesh.device().is_cuda()

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <span>
 
 namespace flatshard {
 
@@ -22,13 +22,13 @@ struct TokenExchangeOptions {
   ExchangeOptions exchange;
 };
 
-/// Returns the exchange of tokens between the ranks along an axis of the mesh,
-/// over communicators that the mesh watches. Collective.
+/// Returns the exchange of tokens between the ranks along axes of the mesh, in
+/// ascending order, over communicators that the mesh watches. Collective.
 /// @throws Error{config} when the experts do not divide by the ranks, or when
 ///   ranks that copy are on different hosts.
 std::shared_ptr<StreamExchange> make_token_exchange(
     Mesh& mesh,
-    const std::string& axis,
+    std::span<const int> axes,
     const TokenExchangeOptions& options);
 
 }  // namespace flatshard

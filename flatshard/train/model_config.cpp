@@ -126,7 +126,11 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
       {"debug.force_balance", config.debug.force_balance},
       {"parallelism.overlap_expert_parallel",
        config.parallelism.overlap_expert_parallel},
-      {"parallelism.delay_wgrad", config.parallelism.delay_wgrad}};
+      {"parallelism.delay_wgrad", config.parallelism.delay_wgrad},
+      {"parallelism.expert_parallel_degree",
+       config.parallelism.expert_parallel_degree > 1},
+      {"parallelism.expert_tensor_parallel_degree",
+       config.parallelism.expert_tensor_parallel_degree > 1}};
   for (const auto& [key, is_set] : keys) {
     FLATSHARD_CHECK(
         has_experts || !is_set,
@@ -135,32 +139,28 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
         "model.num_experts",
         key);
   }
-  const std::int64_t degree = config.parallelism.expert_parallel_degree;
-  FLATSHARD_CHECK(
-      has_experts || degree == 1,
-      config,
-      "parallelism.expert_parallel_degree is for models with experts; leave it "
-      "out, or set model.num_experts");
-  FLATSHARD_CHECK(
-      !has_experts || model.moe.num_experts % degree == 0,
-      config,
-      "parallelism.expert_parallel_degree = {} must divide the experts of a "
-      "layer, model.num_experts = {}",
-      degree,
+  const auto check_divides = [&](const char* key,
+                                 std::int64_t degree,
+                                 const char* divided,
+                                 std::int64_t whole) {
+    FLATSHARD_CHECK(
+        whole % degree == 0,
+        config,
+        "{} = {} must divide {} = {}",
+        key,
+        degree,
+        divided,
+        whole);
+  };
+  check_divides(
+      "parallelism.expert_parallel_degree",
+      config.parallelism.expert_parallel_degree,
+      "the experts of a layer, model.num_experts",
       model.moe.num_experts);
-  const std::int64_t width_degree =
-      config.parallelism.expert_tensor_parallel_degree;
-  FLATSHARD_CHECK(
-      has_experts || width_degree == 1,
-      config,
-      "parallelism.expert_tensor_parallel_degree is for models with experts; "
-      "leave it out, or set model.num_experts");
-  FLATSHARD_CHECK(
-      !has_experts || model.moe.ffn_dim % width_degree == 0,
-      config,
-      "parallelism.expert_tensor_parallel_degree = {} must divide the width of "
-      "an expert, model.moe_ffn_dim = {}",
-      width_degree,
+  check_divides(
+      "parallelism.expert_tensor_parallel_degree",
+      config.parallelism.expert_tensor_parallel_degree,
+      "the width of an expert, model.moe_ffn_dim",
       model.moe.ffn_dim);
   if (has_experts) {
     check_graphs_with_experts(model, config);

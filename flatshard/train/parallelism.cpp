@@ -2,7 +2,6 @@
 
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
-#include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/fully_shard/token_exchange.h"
@@ -148,20 +147,9 @@ std::shared_ptr<StreamExchange> make_exchange(
     const models::ModelConfig& model,
     Mesh& mesh) {
   const config::Parallelism& p = config.parallelism;
-  const ExchangeOptions options{
-      .groups_by_rank = config.debug.deterministic,
-      .ranks_per_expert = p.expert_tensor_parallel_degree,
-      .stream = comm_streams(config)};
-  if (p.expert_tensor_parallel_degree > 1) {
-    return std::make_shared<CollectiveExchange>(
-        mesh.communicator(indices_of(mesh, expert_axes(p)), Purpose::exchange)
-            .shared_from_this(),
-        model.moe.num_experts,
-        options);
-  }
   return make_token_exchange(
       mesh,
-      kExpertAxis,
+      indices_of(mesh, expert_axes(p)),
       {.num_experts = model.moe.num_experts,
        .copies = p.token_exchange == config::TokenExchangeKind::copies,
        .window_nbytes = config.training.local_batch_size *
@@ -170,7 +158,10 @@ std::shared_ptr<StreamExchange> make_exchange(
                                          config.precision.compute)) +
                          static_cast<std::int64_t>(sizeof(float))),
        .timeout = timeout_of(config),
-       .exchange = options});
+       .exchange = {
+           .groups_by_rank = config.debug.deterministic,
+           .ranks_per_expert = p.expert_tensor_parallel_degree,
+           .stream = comm_streams(config)}});
 }
 
 nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {

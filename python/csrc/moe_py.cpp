@@ -32,7 +32,8 @@ class PyTokenExchange {
       return std::make_shared<nn::LocalExchange>();
     }
     const py::gil_scoped_release no_gil;
-    return make_token_exchange(mesh, mesh.axes().at(0).name, options);
+    const int axis = 0;
+    return make_token_exchange(mesh, {&axis, 1}, options);
   }
 };
 
