@@ -94,20 +94,26 @@ void ParameterViews::set(State& state, bool whole) {
 void ParameterViews::unit_begins(UnitId unit) {
   State& state = units_.at(unit);
   ++state.open_forwards;
+  state.is_kept = false;
   set(state, true);
 }
 
-void ParameterViews::unit_ended(UnitId unit, bool more_follow) {
+bool ParameterViews::in_forward() const {
+  return std::ranges::any_of(units_, [](const State& s) {
+    return s.open_forwards > 0;
+  });
+}
+
+void ParameterViews::unit_ended(UnitId unit, After after) {
   State& state = units_.at(unit);
   // An early end of a recompute may have been dropped by a reset.
   state.open_forwards = std::max(0, state.open_forwards - 1);
-  state.waits = more_follow;
-  if (state.open_forwards == 0 && !state.in_backward && !more_follow) {
-    set(state, false);
+  state.waits = after == After::more_follow;
+  if (state.open_forwards == 0 && !state.in_backward && !state.waits) {
+    state.is_kept = after == After::may_be_kept && state.keeps && state.points;
+    set(state, state.is_kept);
   }
-  if (std::all_of(units_.begin(), units_.end(), [](const State& s) {
-        return s.open_forwards == 0;
-      })) {
+  if (!in_forward()) {
     end_waits();
   }
 }
@@ -141,6 +147,7 @@ void ParameterViews::show(UnitId unit, bool whole) {
   State& state = units_.at(unit);
   if (state.open_forwards == 0 && !state.in_backward) {
     state.waits = false;
+    state.is_kept = false;
     set(state, whole);
   }
 }
@@ -190,6 +197,7 @@ void ParameterViews::backward_began(Unit& unit, CallId call) {
   const py::gil_scoped_acquire gil;
   State& state = units_.at(unit.id());
   state.in_backward = true;
+  state.is_kept = false;
   set(state, true);
 }
 
@@ -200,6 +208,7 @@ void ParameterViews::backward_ended() {
     state.ran_hooks = false;
     if (state.open_forwards == 0) {
       state.waits = false;
+      state.is_kept = false;
       set(state, false);
     }
   }
@@ -256,10 +265,17 @@ void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
 }
 
 void ParameterViews::parameters_pointed(Unit& unit, const SlotView&) {
+  units_.at(unit.id()).points = true;
   call_shown(unit, "point");
 }
 
 void ParameterViews::parameters_cleared(Unit& unit) {
+  State& state = units_.at(unit.id());
+  state.points = false;
+  if (std::exchange(state.is_kept, false)) {
+    const py::gil_scoped_acquire gil;
+    set(state, false);
+  }
   call_shown(unit, "clear");
 }
 
@@ -296,6 +312,7 @@ void ParameterViews::was_reset() {
     state.open_forwards = 0;
     state.in_backward = false;
     state.waits = false;
+    state.points = state.is_kept = false;
     state.ran_hooks = false;
     set(state, false);
   }

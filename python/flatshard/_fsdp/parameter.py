@@ -22,6 +22,8 @@ from flatshard.torch_versions import (
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
+# The name of a whole parameter, on itself: no optimizer may hold it.
+_WHOLE = "_flatshard_whole"
 _num_marked = 0
 
 # What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
@@ -110,7 +112,7 @@ class Parameter:
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
-        if name != _OWNER:
+        if name not in (_OWNER, _WHOLE):
             setattr(target, name, value)
 
 
@@ -155,6 +157,16 @@ def mark_owner(tensor, name):
 def former_name(tensor):
     """The name of the parameter that `tensor` was before fully_shard, or None."""
     return getattr(tensor, _OWNER, None)
+
+
+def mark_whole(p):
+    """Once the parameter's names are known."""
+    setattr(p.whole, _WHOLE, p.names[0])
+
+
+def name_of_whole(tensor):
+    """The name of the parameter whose unsharded values `tensor` holds, or None."""
+    return getattr(tensor, _WHOLE, None)
 
 
 def num_marked():
