@@ -45,20 +45,18 @@ void price(int layers, int microbatches, const NodeTimes& times) {
       .shared_experts = has(PlanPass::forward, PlanNode::shared)};
   fmt::print("{:24} {:>10} {:>10} {:>10}\n", "ms", "step", "compute", "waits");
   double alone = 0;
-  for (const auto& [interleave, late] :
-       {std::pair(false, false),
-        std::pair(true, false),
-        std::pair(true, true)}) {
-    options.interleave = interleave;
+  for (const auto& [in_flight, late] :
+       {std::pair(1, false), std::pair(2, false), std::pair(2, true)}) {
+    options.in_flight = in_flight;
     options.delay_wgrad = late;
     const auto plan = overlap_plan(layers, microbatches, options);
     const PlanPrice step = price_plan(plan, layers, options, times);
     alone = alone == 0 ? step.total : alone;
     fmt::print(
         "{:24} {:10.2f} {:10.2f} {:10.2f}  {:.3f}x\n",
-        !interleave ? "one after the other"
-        : late      ? "two, late weight grads"
-                    : "two at once",
+        in_flight == 1 ? "one after the other"
+        : late         ? "two, late weight grads"
+                       : "two at once",
         step.total,
         step.compute,
         step.exposed(),

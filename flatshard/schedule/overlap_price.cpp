@@ -37,7 +37,7 @@ PlanPrice price_plan(
   std::array<double, 2> free{};
   std::array<double, 2> busy{};
   for (std::size_t i = 0; i < plan.size(); ++i) {
-    const auto stream = static_cast<std::size_t>(plan[i].stream);
+    const auto stream = static_cast<std::size_t>(plan[i].stream());
     const double time = time_of(times, plan[i], options);
     PlanSpan span{.begin = free[stream]};
     if (waits_for[i] >= 0) {

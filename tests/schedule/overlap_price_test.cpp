@@ -77,11 +77,11 @@ TEST(OverlapPrice, NothingIsFasterThanItsStreams) {
 
 TEST(OverlapPrice, InterleavingNeverCosts) {
   for (PlanCase c : testing::plan_cases()) {
-    if (c.layers > 5 || !c.options.interleave) {
+    if (c.layers > 5 || c.options.in_flight == 1) {
       continue;
     }
     const double both = price_of(c).total;
-    c.options.interleave = false;
+    c.options.in_flight = 1;
     EXPECT_LE(both, price_of(c).total + 1e-9) << c.name();
   }
 }
