@@ -250,7 +250,8 @@ void OverlapRunner::begin_backward(const PlanStep& step) {
     const bool is_last =
         step.microbatch + 1 == static_cast<int>(microbatches_.size());
     m.pass->open_backward(
-        {.is_last = is_last, .interleaved = options_.in_flight > 1 && !is_last});
+        {.is_last = is_last,
+         .interleaved = options_.in_flight > 1 && !is_last});
   }
   // The root's begins with its head and ends with its embedding.
   if (step.node != PlanNode::embed && step.layer != m.begun) {
