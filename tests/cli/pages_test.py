@@ -203,6 +203,10 @@ def follow(runner):
     printed = runner.page("docs/guides/plan.md")
     expect("GPU-hours" in str(printed), printed)
     expect((folder / "step.svg").exists(), "no picture")
+    said = runner.run(
+        "build/flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100"
+    )
+    expect("tokens/s" in said, said)
 
     # The export is the Hugging Face folder of the quickstart.
     shutil.copytree(folder / "outputs/hf", folder / "Llama-3.2-1B")
