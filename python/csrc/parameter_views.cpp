@@ -110,7 +110,8 @@ void ParameterViews::unit_ended(UnitId unit, After after) {
   state.open_forwards = std::max(0, state.open_forwards - 1);
   state.waits = after == After::more_follow;
   if (state.open_forwards == 0 && !state.in_backward && !state.waits) {
-    state.is_kept = after == After::may_be_kept && state.keeps && state.points;
+    state.is_kept = after == After::may_be_kept && state.keeps &&
+                    (state.points || state.is_resident);
     set(state, state.is_kept);
   }
   if (!in_forward()) {
@@ -132,6 +133,14 @@ void ParameterViews::tell_whole_writes(UnitId unit) {
   }
   if (!written.empty()) {
     whole_written_(unit, written);
+  }
+}
+
+void ParameterViews::tell_kept_writes() {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (units_[i].is_kept) {
+      tell_whole_writes(static_cast<UnitId>(i));
+    }
   }
 }
 

@@ -57,7 +57,11 @@ PyRuntime::PyRuntime(
   std::vector<std::unique_ptr<Unit>> list;
   std::vector<UnitId> parents;
   for (const TreeUnit& unit : units) {
-    list.push_back(unit.unit->adopt(static_cast<UnitId>(list.size())));
+    const auto id = static_cast<UnitId>(list.size());
+    list.push_back(unit.unit->adopt(id));
+    if (list.back()->resident()) {
+      views_->set_resident(id);
+    }
     parents.push_back(unit.parent);
   }
   std::shared_ptr<Runtime> runtime;
@@ -139,6 +143,9 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   views_->check_no_hook();
   const bool begins_step = !views_->in_forward() &&
                            torch::autograd::get_current_graph_task_id() == -1;
+  if (begins_step) {
+    views_->tell_kept_writes();
+  }
   {
     const py::gil_scoped_release no_gil;
     if (begins_step && !keeps_trace_) {

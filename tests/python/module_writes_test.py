@@ -35,8 +35,8 @@ def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
         Body(plain), fully_shard, mesh=mesh, strategy=strategy, mp_policy=policy
     )
     x = data(rank)
-    model(x)
     bias = model.head.bias
+    model(x)
 
     def out():
         with torch.no_grad():
