@@ -60,9 +60,7 @@ WAYS = {
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", ["__call__", "features"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_head_outside_of_the_forward(way, method, tied, mesh, rank, world):
-    if way == "view" and world == 1:
-        pytest.skip("one rank has nothing to unshard")
+def test_a_head_outside_of_the_forward(way, method, tied, mesh, rank):
     found = []
     for library in LIBRARIES:
         model = shard(library, Model(tied), mesh)
@@ -125,10 +123,8 @@ def are_sharded(model):
 
 
 @pytest.mark.parametrize("reshards", [None, True, False])
-def test_parameters_between_forward_and_backward(reshards, mesh, rank, world):
+def test_parameters_between_forward_and_backward(reshards, mesh, rank):
     """As with FSDP2: those of a unit that stays unsharded are unsharded."""
-    if world == 1:
-        pytest.skip("one rank has nothing to unshard")
     found = []
     for library in LIBRARIES:
         model = Model(False)
@@ -148,9 +144,7 @@ def test_parameters_between_forward_and_backward(reshards, mesh, rank, world):
     assert all(found[-1].values())
 
 
-def test_what_shows_shards_after_a_forward(mesh, rank, world):
-    if world == 1:
-        pytest.skip("one rank has nothing to unshard")
+def test_what_shows_shards_after_a_forward(mesh, rank):
     model = shard(flatshard, Model(False), mesh)
     with torch.no_grad():
         model(ids(rank))
@@ -189,24 +183,35 @@ def test_what_shows_shards_after_a_forward(mesh, rank, world):
     assert all(p.dtype == torch.float64 for p in model.parameters())
 
 
-def test_an_optimizer_of_unsharded_parameters(mesh, rank, world):
-    if world == 1:
-        pytest.skip("one rank has nothing to unshard")
-    model = shard(flatshard, Model(False), mesh)
+def test_an_optimizer_of_unsharded_parameters(mesh, rank):
+    """One that is made between a forward and its backward trains the shards."""
+    found = []
+    for is_late in (False, True):
+        model = shard(flatshard, Model(False), mesh)
+        if is_late:
+            model(ids(rank))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(2):
+            model.head(model(ids(rank, step))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.full_tensor() for p in model.parameters()])
+    torch.testing.assert_close(*found)
     h = model(ids(rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     model.head(h).sum().backward()
-    with pytest.raises(RuntimeError, match="unsharded parameter embed.weight"):
+    with pytest.raises(RuntimeError, match="state for the unsharded .* embed.weight"):
         optimizer.step()
 
 
-def test_a_write_after_the_forward_is_kept(mesh, rank, world):
+@pytest.mark.parametrize("then", ["reshard", "forward", "state_dict"])
+def test_a_write_after_the_forward_is_kept(then, mesh, rank):
     """One to unsharded parameters, before a forward releases them."""
-    if world == 1:
-        pytest.skip("one rank has nothing to unshard")
     model = shard(flatshard, Model(False), mesh)
     model(ids(rank))
     with torch.no_grad():
         model.head.bias.fill_(3)
-    model.reshard()
-    assert model.head.bias.full_tensor().eq(3).all()
+        getattr(model, then)(*[ids(rank)] * (then == "forward"))
+    if then == "forward":
+        model(ids(rank))
+    assert model.state_dict()["head.bias"].full_tensor().eq(3).all()

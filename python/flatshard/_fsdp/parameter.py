@@ -6,6 +6,7 @@ A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
 while the unit computes. The core swaps them in the modules' `_parameters`.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +23,8 @@ from flatshard.torch_versions import (
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
-# The name of a whole parameter, on itself: no optimizer may hold it.
-_WHOLE = "_flatshard_whole"
+# Of what modules show between a forward and its backward, by id: the Parameter.
+_of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 _num_marked = 0
 
 # What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
@@ -112,7 +113,7 @@ class Parameter:
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
-        if name not in (_OWNER, _WHOLE):
+        if name != _OWNER:
             setattr(target, name, value)
 
 
@@ -159,14 +160,18 @@ def former_name(tensor):
     return getattr(tensor, _OWNER, None)
 
 
-def mark_whole(p):
-    """Once the parameter's names are known."""
-    setattr(p.whole, _WHOLE, p.names[0])
+def note_whole(p):
+    """What modules may show instead of the shard, for parameter_of_whole."""
+    for tensor in p.faces():
+        if tensor is not p.shard:
+            _of_whole[id(tensor)] = p
 
 
-def name_of_whole(tensor):
-    """The name of the parameter whose unsharded values `tensor` holds, or None."""
-    return getattr(tensor, _WHOLE, None)
+def parameter_of_whole(tensor):
+    """The Parameter whose unsharded values `tensor` has, or None."""
+    p = _of_whole.get(id(tensor))
+    is_whole = p is not None and p.is_face(tensor) and tensor is not p.shard
+    return p if is_whole else None
 
 
 def num_marked():

@@ -9,7 +9,7 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
-from flatshard._fsdp.parameter import mark_whole, name_released
+from flatshard._fsdp.parameter import name_released, note_whole
 from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
 from flatshard._fsdp.seen_collectives import SeenCollectives
@@ -56,13 +56,14 @@ class Root:
         for number, unit in enumerate(units):
             for p in unit.all_parameters:
                 p.names = names_of(p, module_names) or [p.label]
-                mark_whole(p)
             unit.core.set_names(unit.name, unit.core_names())
             unit.id = number
             unit.check_grad_dtypes()
             for p in unit.parameters:
                 if p.parallel is not None:
                     p.parallel.bind(p.whole)
+            for p in unit.parameters:
+                note_whole(p)
             name_released(unit.parameters)
             places = [
                 _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
