@@ -94,7 +94,7 @@ void ParameterViews::set(State& state, bool whole) {
 void ParameterViews::unit_begins(UnitId unit) {
   State& state = units_.at(unit);
   ++state.open_forwards;
-  state.is_kept = false;
+  end_kept(state);
   set(state, true);
 }
 
@@ -110,8 +110,15 @@ void ParameterViews::unit_ended(UnitId unit, After after) {
   state.open_forwards = std::max(0, state.open_forwards - 1);
   state.waits = after == After::more_follow;
   if (state.open_forwards == 0 && !state.in_backward && !state.waits) {
+    end_kept(state);
     state.is_kept = after == After::may_be_kept && state.keeps &&
                     (state.points || state.is_resident);
+    if (state.is_kept) {
+      state.trained.clear();
+      for (const at::Tensor& tensor : state.wholes) {
+        state.trained.push_back(tensor.requires_grad());
+      }
+    }
     set(state, state.is_kept);
   }
   if (!in_forward()) {
@@ -136,10 +143,38 @@ void ParameterViews::tell_whole_writes(UnitId unit) {
   }
 }
 
-void ParameterViews::tell_kept_writes() {
+void ParameterViews::end_all_kept() {
   for (std::size_t i = 0; i < units_.size(); ++i) {
     if (units_[i].is_kept) {
       tell_whole_writes(static_cast<UnitId>(i));
+      end_kept(units_[i]);
+    }
+  }
+}
+
+void ParameterViews::end_kept(State& state) {
+  if (!std::exchange(state.is_kept, false)) {
+    return;
+  }
+  for (std::size_t i = 0; i < state.wholes.size(); ++i) {
+    const bool trains = state.wholes[i].requires_grad();
+    if (trains != state.trained[i]) {
+      state.shards[i].set_requires_grad(trains);
+      state.wholes[i].set_requires_grad(state.trained[i]);
+    }
+  }
+  state.shows_whole = false;
+  for (const Place& place : state.views.places) {
+    const auto shows = [&](const py::object& tensor) {
+      return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) ==
+             tensor.ptr();
+    };
+    // What somebody else put there stays, for shows_others.
+    if (shows(place.face(true)) && PyDict_SetItem(
+                                       place.parameters.ptr(),
+                                       place.name.ptr(),
+                                       place.shard.ptr()) != 0) {
+      throw py::error_already_set();
     }
   }
 }
@@ -156,7 +191,7 @@ void ParameterViews::show(UnitId unit, bool whole) {
   State& state = units_.at(unit);
   if (state.open_forwards == 0 && !state.in_backward) {
     state.waits = false;
-    state.is_kept = false;
+    end_kept(state);
     set(state, whole);
   }
 }
@@ -206,7 +241,6 @@ void ParameterViews::backward_began(Unit& unit, CallId call) {
   const py::gil_scoped_acquire gil;
   State& state = units_.at(unit.id());
   state.in_backward = true;
-  state.is_kept = false;
   set(state, true);
 }
 
@@ -217,7 +251,7 @@ void ParameterViews::backward_ended() {
     state.ran_hooks = false;
     if (state.open_forwards == 0) {
       state.waits = false;
-      state.is_kept = false;
+      end_kept(state);
       set(state, false);
     }
   }
@@ -281,8 +315,9 @@ void ParameterViews::parameters_pointed(Unit& unit, const SlotView&) {
 void ParameterViews::parameters_cleared(Unit& unit) {
   State& state = units_.at(unit.id());
   state.points = false;
-  if (std::exchange(state.is_kept, false)) {
+  if (state.is_kept && !state.in_backward) {
     const py::gil_scoped_acquire gil;
+    end_kept(state);
     set(state, false);
   }
   call_shown(unit, "clear");
@@ -321,7 +356,8 @@ void ParameterViews::was_reset() {
     state.open_forwards = 0;
     state.in_backward = false;
     state.waits = false;
-    state.points = state.is_kept = false;
+    state.points = false;
+    end_kept(state);
     state.ran_hooks = false;
     set(state, false);
   }

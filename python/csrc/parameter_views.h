@@ -62,8 +62,9 @@ class ParameterViews : public StepObserver,
   /// without the runtime's lock: calls whole_written(unit, wholes) with those
   /// that somebody wrote since they show.
   void tell_whole_writes(UnitId unit);
-  /// The same for units whose whole parameters show since a forward.
-  void tell_kept_writes();
+  /// A step begins: the shards show of units whose whole parameters show since
+  /// a forward, and take over writes to those.
+  void end_all_kept();
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
   /// A forward is open.
@@ -116,6 +117,8 @@ class ParameterViews : public StepObserver,
     bool is_resident = false;
     bool keeps = false;
     bool is_kept = false;  ///< they show since a forward
+    /// requires_grad of the whole ones, when they began to be kept.
+    std::vector<bool> trained;
     /// Those of the places, and their versions when they began to show.
     std::vector<at::Tensor> wholes;
     std::vector<std::uint32_t> versions;
@@ -125,6 +128,8 @@ class ParameterViews : public StepObserver,
     std::vector<py::object> shown;   ///< of the places, each once
   };
   void set(State& state, bool whole);
+  /// The shards take over what became of requires_grad.
+  void end_kept(State& state);
   void call_shown(Unit& unit, const char* function);
   void end_waits();
   /// Calls what(GradViews&) for each unit whose module still lives.

@@ -10,6 +10,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
+
 namespace flatshard::python {
 namespace {
 
@@ -144,7 +146,7 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   const bool begins_step = !views_->in_forward() &&
                            torch::autograd::get_current_graph_task_id() == -1;
   if (begins_step) {
-    views_->tell_kept_writes();
+    views_->end_all_kept();
   }
   {
     const py::gil_scoped_release no_gil;
@@ -168,7 +170,11 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   }
   using After = ParameterViews::After;
   After after = more_follow ? After::more_follow : After::sharded;
-  if (!more_follow && at::GradMode::is_enabled()) {
+  const auto may_have_backward = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  if (!more_follow && at::GradMode::is_enabled() &&
+      std::ranges::any_of(tensors, may_have_backward)) {
     after = After::may_be_kept;
   }
   views_->unit_ended(unit, after);

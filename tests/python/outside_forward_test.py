@@ -157,6 +157,13 @@ def test_what_shows_shards_after_a_forward(mesh, rank):
         return model.head(h).sum()
 
     loss = after_forward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach().clone(), before[name])
+        assert p.full_tensor().equal(before[name])
+        assert p.to_local().shape == model.state_dict()[name].to_local().shape
+        copy.deepcopy(p)
+        model(ids(rank))
+    loss = after_forward()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), before[name])
     loss.backward()
@@ -215,3 +222,19 @@ def test_a_write_after_the_forward_is_kept(then, mesh, rank):
     if then == "forward":
         model(ids(rank))
     assert model.state_dict()["head.bias"].full_tensor().eq(3).all()
+
+
+@pytest.mark.parametrize("ends_in", ["backward", "forward", "state_dict"])
+def test_parameters_frozen_after_a_forward(ends_in, mesh, rank):
+    """The next forward does not train them."""
+    model = shard(flatshard, Model(False), mesh)
+    h = model(ids(rank))
+    model.embed.requires_grad_(False)
+    if ends_in == "backward":
+        model.head(h).sum().backward()
+    elif ends_in == "state_dict":
+        model.state_dict()
+    model.zero_grad()
+    model.head(model(ids(rank))).sum().backward()
+    assert not model.embed.weight.requires_grad and model.embed.weight.grad is None
+    assert model.head.weight.grad is not None

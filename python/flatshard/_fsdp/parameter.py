@@ -113,7 +113,7 @@ class Parameter:
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
-        if name != _OWNER:
+        if name != _OWNER and not isinstance(value, _OfShard):
             setattr(target, name, value)
 
 
@@ -160,11 +160,25 @@ def former_name(tensor):
     return getattr(tensor, _OWNER, None)
 
 
+class _OfShard:
+    """A DTensor's method that a whole parameter has, too: programs that read parameters
+    need not know whether it is before or after the forward."""
+
+    def __init__(self, p, function):
+        self._p = weakref.ref(p)
+        self._function = function
+
+    def __call__(self):
+        return self._function(self._p())
+
+
 def note_whole(p):
     """What modules may show instead of the shard, for parameter_of_whole."""
     for tensor in p.faces():
         if tensor is not p.shard:
             _of_whole[id(tensor)] = p
+    p.whole.full_tensor = _OfShard(p, lambda p: p.whole)
+    p.whole.to_local = _OfShard(p, lambda p: p.shard.to_local())
 
 
 def parameter_of_whole(tensor):
