@@ -85,5 +85,38 @@ INSTANTIATE_TEST_SUITE_P(
       return name;
     });
 
+TEST(TensorParallelStepGraph, EqualsEagerBitForBit) {
+  for (TensorRun run :
+       {TensorRun{.tp = 2},
+        TensorRun{
+            .model = "tied",
+  .dp = 2,
+  .tp = 2,
+  .microbatches = 2,
+  .checkpoint = models::ActivationCheckpoint::full},
+        TensorRun{
+            .model = "biases",
+  .strategy = "zero1",
+  .dp = 2,
+  .tp = 2,
+  .microbatches = 2,
+  .chunk_tokens = 5}}) {
+    SCOPED_TRACE(run.name());
+    run.steps = kGraphSteps;
+    run.max_norm = 0.1;  // the rate is 1
+    const TensorResult eager = train_tensor(run);
+    run.step_graph = true;
+    const TensorResult graphs = train_tensor(run);
+    EXPECT_EQ(graphs.losses, eager.losses);
+    EXPECT_EQ(graphs.norms, eager.norms);
+    EXPECT_EQ(graphs.weights, eager.weights);
+    for (const auto& [rank, stats] : graphs.graphs) {
+      EXPECT_EQ(stats.captures, 1);
+      EXPECT_EQ(stats.step_replays, kGraphSteps - TensorRun::kWarmupSteps);
+      EXPECT_THAT(stats.fallbacks, ::testing::IsEmpty());
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
