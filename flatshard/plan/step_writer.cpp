@@ -679,7 +679,9 @@ class StepWriter {
     state.reduced = queue(std::move(operation));
     if (!std::exchange(state.has_local, true)) {
       for (const GroupPlan& group : units_[unit].groups) {
-        gradients_ += group.layout.numel() * job_.main_grads_size;
+        gradients_ += group.shape.trainable
+                          ? group.layout.numel() * job_.main_grads_size
+                          : 0;
       }
       note_peak(0);
     }
