@@ -133,6 +133,18 @@ class BenchTest(unittest.TestCase):
                 self.skipTest("needs the extension, in PYTHONPATH=build/python")
             self.assertIsNone(parse(script, options))
 
+    def test_scripts_import_fully_shard_without_the_root_in_their_path(self):
+        if not has_flatshard():
+            self.skipTest("needs the extension, in PYTHONPATH=build/python")
+        program = (
+            "from harness.peers import shard_function; shard_function('flatshard')"
+        )
+        # As `python3 bench/script.py` does: its folder is the first of the path.
+        program = f"import sys; sys.path[0] = {str(BENCH)!r}; {program}"
+        line = [sys.executable, "-c", program]
+        done = subprocess.run(line, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_each_script_shows_its_options(self):
         for script in SCRIPTS:
             self.expect(script, ["--help"])
