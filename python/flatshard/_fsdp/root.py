@@ -180,8 +180,9 @@ class Root:
             all_reduce=policy.all_reduce,
         )
         # As with FSDP2, parameters() are the unsharded ones until the backward.
-        keeps = not self.reshards(unit) and unit.fp8 is None and not self.cuda_graphs
-        self.core.set_keeps(unit.id, keeps)
+        # Not where these have no values of their own, or are no leaves.
+        special = unit.fp8 is not None or unit.extended or self.cuda_graphs
+        self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 
     def apply_limits(self, policy):
         """What setters of the root said of the whole model."""
