@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/matmul.h"
+#include "flatshard/nn/parallel/parallel_products.h"
 
 #include <algorithm>
 #include <memory>
@@ -21,6 +22,8 @@ ModuleContextPtr unless_hooked(
   return torch::autograd::impl::hooks(parameter).empty() ? context : nullptr;
 }
 
+// With `ranks` the layer is row-parallel: x has all tokens, y and its gradient
+// have this rank's.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual, kFactors };
 
@@ -32,24 +35,36 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       const std::optional<at::Tensor>& maybe_residual,
       at::TensorList factors,
       const ModuleContextPtr& context,
-      const AdapterCallsPtr& calls) {
+      const AdapterCallsPtr& calls,
+      const TensorParallelPtr& ranks) {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
+    save_ranks(ctx, ranks);
     ctx->saved_data["residual"] = residual.defined();
     const MatmulRows rows(as_rows(x));
     AdapterForward adapters(calls, factors);
-    at::Tensor y = matmul_forward(
-        rows,
-        weight,
-        context,
-        bias,
-        residual.defined() ? as_rows(residual) : residual);
-    adapters.add(0, rows.tensor(), y);
+    std::vector<std::int64_t> sizes = with_last(x, weight.size(0));
+    if (ranks) {
+      sizes = sizes_of_part(*ranks, sizes);
+    }
+    at::Tensor y;
+    if (ranks && !calls && !is_float8(weight, context)) {
+      y = multiply_and_scatter(*ranks, rows.tensor(), weight.t());
+    } else {
+      y = matmul_forward(
+          rows,
+          weight,
+          context,
+          bias,
+          residual.defined() ? as_rows(residual) : residual);
+      adapters.add(0, rows.tensor(), y);
+      y = ranks ? ranks->reduce_scatter(y) : y;
+    }
     variable_list saved{x, weight, bias, rows.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
-    return reshape_result(y, with_last(x, weight.size(0)));
+    return reshape_result(y, sizes);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -57,11 +72,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     AdapterBackward adapters(ctx, saved);
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const at::Tensor dy = as_rows(grads[0]);
+    at::Tensor dx;
+    const at::Tensor dy = gathered_gradient(
+        saved_ranks(ctx),
+        grads[0],
+        weight,
+        context,
+        ctx->needs_input_grad(kX) ? &dx : nullptr);
     const MatmulRows g = gradient_rows(
         dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
-    variable_list out(kFactors + adapters.num_factors() + 2);
+    variable_list out(kFactors + adapters.num_factors() + 3);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
     const bool has_residual = ctx->saved_data["residual"].toBool();
@@ -69,8 +90,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
     adapters.begin(0, dy, out);
     if (ctx->needs_input_grad(kX)) {
-      at::Tensor dx;
-      add_input_gradient(dx, g, weight, context);
+      if (!dx.defined()) {
+        add_input_gradient(dx, g, weight, context);
+      }
       adapters.add_input_gradient(0, dx);
       out[kX] = dx.view(x.sizes());
     }
@@ -92,17 +114,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Whose tokens the layers of a node gather.
-struct GatheringRanks : torch::CustomClassHolder {
-  explicit GatheringRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
-  TensorParallelPtr ranks;
-};
-
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight, then the factors of adapters. With `gathering` x has
-// this rank's tokens, and that is what is kept: the backward gathers them once
-// more while it computes the gradient of x, and reduce-scatters that while it
-// computes the weights'.
+// or one for each weight, then the factors of adapters. With `ranks` x has this
+// rank's tokens, and that is what is kept: the backward gathers them once more
+// while it computes the gradient of x, and reduce-scatters that while it
+// computes the weights'. In forward the first product begins before all tokens
+// are there. The others are too small for that or need not wait.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -112,26 +129,37 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       at::TensorList factors,
       const std::vector<ModuleContextPtr>& contexts,
       const AdapterCallsPtr& calls,
-      const c10::intrusive_ptr<GatheringRanks>& gathering) {
+      const TensorParallelPtr& ranks) {
     ctx->set_materialize_grads(false);
+    save_ranks(ctx, ranks);
     std::vector<std::int64_t> sizes = x.sizes().vec();
-    at::Tensor read = as_rows(x);
-    if (gathering) {
-      ctx->saved_data["gathering"] = c10::IValue::make_capsule(gathering);
-      read = gathering->ranks->all_gather(read.contiguous());
-      sizes[sizes.size() - 2] *= gathering->ranks->size();
+    GatheredProduct first{as_rows(x), {}};
+    if (ranks) {
+      const at::Tensor part = first.rows.contiguous();
+      if (is_float8(weights[0], contexts[0])) {
+        first.rows = ranks->all_gather(part);
+      } else {
+        first = gather_and_multiply(
+            *ranks,
+            part,
+            weights[0].t(),
+            biases.empty() ? at::Tensor() : biases[0]);
+      }
+      sizes[sizes.size() - 2] *= ranks->size();
     }
-    const MatmulRows rows(read);
+    const MatmulRows rows(first.rows);
     AdapterForward adapters(calls, factors);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
       sizes.back() = weights[i].size(0);
-      at::Tensor y = matmul_forward(
-          rows,
-          weights[i],
-          contexts[i],
-          biases.empty() ? at::Tensor() : biases[i]);
+      at::Tensor y = i == 0 && first.product.defined()
+                         ? first.product
+                         : matmul_forward(
+                               rows,
+                               weights[i],
+                               contexts[i],
+                               biases.empty() ? at::Tensor() : biases[i]);
       adapters.add(i, rows.tensor(), y);
       out.push_back(reshape_result(y, sizes));
     }
@@ -156,7 +184,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     adapters.set_places({.edge = first_factor, .out = first_factor});
     // And the contexts, the adapters' calls, and whose tokens are gathered.
     variable_list out(first_factor + adapters.num_factors() + 3);
-    const TensorParallelPtr ranks = gathering_ranks(ctx);
+    const TensorParallelPtr ranks = saved_ranks(ctx);
     std::unique_ptr<PendingTensor> pending_rows, pending_dx;
     bool wants_rows = false;
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -212,17 +240,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     }
     return out;
   }
-
- private:
-  static TensorParallelPtr gathering_ranks(AutogradContext* ctx) {
-    const auto found = ctx->saved_data.find("gathering");
-    if (found == ctx->saved_data.end()) {
-      return nullptr;
-    }
-    refuse_create_graph("a column-parallel layer");
-    const auto capsule = found->second.toCapsule();
-    return static_cast<const GatheringRanks&>(*capsule).ranks;
-  }
 };
 
 at::Tensor run_linear(
@@ -231,7 +248,8 @@ at::Tensor run_linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context,
-    const Adapter* adapter) {
+    const Adapter* adapter,
+    const TensorParallelPtr& sums_over = nullptr) {
   check_linear_input(x, weight);
   // Undefined tensors go as empty optionals: a Function refuses them otherwise.
   return LinearFunction::apply(
@@ -241,7 +259,8 @@ at::Tensor run_linear(
       as_optional(residual),
       at::TensorList(adapter_factors({adapter})),
       context,
-      AdapterCalls::of({adapter}));
+      AdapterCalls::of({adapter}),
+      sums_over);
 }
 
 }  // namespace
@@ -319,9 +338,8 @@ at::Tensor LinearImpl::forward(
         context(),
         adapter());
   }
-  at::Tensor y = scatter_sum(
-      sums_over_,
-      run_linear(x, weight_, {}, {}, context(), adapter()));
+  at::Tensor y =
+      run_linear(x, weight_, {}, {}, context(), adapter(), sums_over_);
   if (bias_.defined()) {
     y = y + bias_;
   }
@@ -419,7 +437,6 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
-  const TensorParallelPtr& ranks = layers.front()->gathers_from();
   const JointLinears joint = begin_together(x, layers);
   return LinearsFunction::apply(
       x,
@@ -428,7 +445,7 @@ std::vector<at::Tensor> linears(
       at::TensorList(joint.factors),
       joint.contexts,
       joint.adapters,
-      ranks ? c10::make_intrusive<GatheringRanks>(ranks) : nullptr);
+      layers.front()->gathers_from());
 }
 
 }  // namespace flatshard::nn

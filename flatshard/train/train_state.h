@@ -26,6 +26,7 @@ struct TrainState {
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
+  nn::TensorParallelPtr ranks;  ///< that share layers; null: layers are whole
   bool overlaps = false;  ///< parallelism.overlap_expert_parallel
   std::string float8;     ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train

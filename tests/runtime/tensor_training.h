@@ -37,6 +37,7 @@ struct TensorRun {
   Precision precision = Precision::full();
   std::optional<Float8Format> float8 = {};   ///< of what it takes
   std::set<std::string> graph_regions = {};  ///< empty: no graphs
+  bool copies = false;  ///< ranks that share layers copy activations
 
   static constexpr int kWarmupSteps = 2;
   bool has_graphs() const { return !graph_regions.empty(); }
