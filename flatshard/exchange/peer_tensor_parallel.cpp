@@ -1,8 +1,10 @@
 #include "flatshard/exchange/peer_tensor_parallel.h"
 
 #include "flatshard/comm/sum_rows.h"
+#include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/device/stream_word.h"
 
 #include <ATen/ATen.h>
 
@@ -181,6 +183,12 @@ void PeerTensorParallel::make_windows(std::int64_t nbytes) {
 }
 
 void PeerTensorParallel::begin_transfer(std::int64_t nbytes) {
+  FLATSHARD_CHECK(
+      !current_stream_records(group_->device()),
+      usage,
+      "tensor parallelism by copies: expected no CUDA graph to be recorded, "
+      "since a replay repeats no fence; use collectives "
+      "(parallelism.tensor_parallel_comm)");
   // The same on all ranks. Peers read the old windows until all ranks have
   // come here.
   if (!windows_ || nbytes > half_nbytes_) {

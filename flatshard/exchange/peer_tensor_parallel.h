@@ -43,6 +43,7 @@ class PeerTensorParallel : public nn::TensorParallel {
       std::shared_ptr<Communicator> group,
       const PeerTensorParallelOptions& options = {});
 
+  // All throw Error{usage} where a CUDA graph is recorded.
   at::Tensor all_gather(const at::Tensor& part) override;
   at::Tensor reduce_scatter(const at::Tensor& addend) override;
   std::unique_ptr<nn::PendingTensor> start_all_gather(

@@ -49,8 +49,9 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
     torch::nn::Module& root,
     Mesh& mesh,
     const TensorParallelPlan& plan,
-    const std::string& axis) {
-  const nn::TensorParallelPtr ranks = make_tensor_parallel(mesh, axis);
+    const std::string& axis,
+    const TensorParallelOptions& options) {
+  const nn::TensorParallelPtr ranks = make_tensor_parallel(mesh, axis, options);
   for (const auto& [end, cut] : plan) {
     bool is_found = false;
     for (const auto& item : root.named_modules()) {

@@ -54,7 +54,8 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
     torch::nn::Module& root,
     Mesh& mesh,
     const TensorParallelPlan& plan,
-    const std::string& axis = "tp");
+    const std::string& axis = "tp",
+    const TensorParallelOptions& options = {});
 
 /// Returns FullyShardOptions::placement_of for a module whose layers are cut
 /// along an axis of the mesh (nn::LinearOptions::ranks and its like).
