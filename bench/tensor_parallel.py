@@ -76,7 +76,9 @@ def main():
                 f"parallelism.tensor_parallel_comm={comm}",
                 *args.set,
             ]
-            ours = train_steps(args, seq, settings, args.out / f"flatshard-{comm}-{seq}")
+            ours = train_steps(
+                args, seq, settings, args.out / f"flatshard-{comm}-{seq}"
+            )
             report(results, f"Flatshard by {comm}, seq {seq}", ours, best)
     write_json(args.out / "tensor_parallel.json", results)
 

@@ -159,7 +159,7 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
   std::vector<char*> windows_;       ///< for them, by rank
   at::Tensor arriving_;              ///< [size, numel] of peers' addends
   at::Tensor sum_;
-  int left_;  ///< addends to be sent
+  int left_;          ///< addends to be sent
   int num_sent_ = 0;  ///< to peers
   bool fenced_ = false;
   Event done_;

@@ -28,9 +28,9 @@ struct PeerTensorParallelOptions {
 /// sums them in rank order, float16 and bfloat16 in float32 with one rounding.
 ///
 /// All of it runs on one stream, and each transfer has one fence, between
-/// writing windows and reading them. Windows have two halves, used by turns:
-/// whoever is past a fence knows that its peers have read what the transfer
-/// before left in the other half.
+/// writing windows and reading them. Windows have two halves, which transfers
+/// alternate between: whoever is past a fence knows that its peers have read
+/// what the transfer before left in the other half.
 ///
 /// The counts of fences do not repeat, so CUDA graphs cannot record transfers.
 class PeerTensorParallel : public nn::TensorParallel {

@@ -67,8 +67,7 @@ at::Tensor gathered_gradient(
   if (dx == nullptr || is_float8(weight, context)) {
     return ranks->all_gather(rows.contiguous());
   }
-  GatheredProduct made =
-      gather_and_multiply(*ranks, rows.contiguous(), weight);
+  GatheredProduct made = gather_and_multiply(*ranks, rows.contiguous(), weight);
   *dx = std::move(made.product);
   return std::move(made.rows);
 }

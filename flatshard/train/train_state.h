@@ -27,8 +27,8 @@ struct TrainState {
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
   nn::TensorParallelPtr ranks;  ///< that share layers; null: layers are whole
-  bool overlaps = false;  ///< parallelism.overlap_expert_parallel
-  std::string float8;     ///< Float8Choice::describe; empty: no FP8 weights
+  bool overlaps = false;        ///< parallelism.overlap_expert_parallel
+  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 
   /// What checkpoints hold: all groups, or with LoRA the adapters' alone.

@@ -29,9 +29,7 @@ struct BothWays {
         copies(context.gloo("copies"), {.stream = delays(context, 2)}) {}
 
   static StreamOptions delays(const RankContext& context, int seed) {
-    return {
-        .delay_seed = 10U * seed + context.rank,
-        .max_delay_us = 300};
+    return {.delay_seed = 10U * seed + context.rank, .max_delay_us = 300};
   }
 
   CollectiveTensorParallel collective;
@@ -64,8 +62,7 @@ TEST_P(CopiedActivations, WholeTransfersHaveTheBitsOfCollectives) {
       EXPECT_TRUE(
           scatter->finish().equal(ranks.collective.reduce_scatter(addend)))
           << round;
-      EXPECT_TRUE(
-          gather->finish().equal(ranks.collective.all_gather(part)))
+      EXPECT_TRUE(gather->finish().equal(ranks.collective.all_gather(part)))
           << round;
       // Whose results nobody takes.
       ranks.copies.start_all_gather(part);
@@ -95,16 +92,14 @@ TEST_P(CopiedActivations, ProductsInPartsAreThoseOfTheWhole) {
           nn::gather_and_multiply(ranks.collective, part, weight.t(), bias);
       EXPECT_TRUE(got.rows.equal(want.rows)) << round;
       EXPECT_TRUE(near(got.product, want.product)) << round;
-      EXPECT_TRUE(
-          near(
-              want.product,
-              bias.defined() ? want.rows.matmul(weight.t()) + bias
-                             : want.rows.matmul(weight.t())))
+      EXPECT_TRUE(near(
+          want.product,
+          bias.defined() ? want.rows.matmul(weight.t()) + bias
+                         : want.rows.matmul(weight.t())))
           << round;
-      EXPECT_TRUE(
-          near(
-              nn::multiply_and_scatter(ranks.copies, rows, weight.t()),
-              nn::multiply_and_scatter(ranks.collective, rows, weight.t())))
+      EXPECT_TRUE(near(
+          nn::multiply_and_scatter(ranks.copies, rows, weight.t()),
+          nn::multiply_and_scatter(ranks.collective, rows, weight.t())))
           << round;
     }
   });

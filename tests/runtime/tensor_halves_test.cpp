@@ -70,8 +70,7 @@ at::Tensor random_tokens(std::uint64_t seed) {
 }
 
 nn::TensorParallelPtr two_ranks(const Mesh& mesh, bool copies) {
-  const auto group =
-      mesh.communicator(0, Purpose::exchange).shared_from_this();
+  const auto group = mesh.communicator(0, Purpose::exchange).shared_from_this();
   if (copies) {
     return std::make_shared<PeerTensorParallel>(group);
   }
@@ -283,8 +282,7 @@ TEST_P(TensorParallelHalves, TwoRanksHaveTheBitsOfOneThatAddsBoth) {
   const NamedTensors weights = whole_weights();
   const at::Tensor tokens = random_tokens(5);
   const at::Tensor targets = random_tokens(6);
-  const HalvesResult got = 
-      run_two_ranks(GetParam(), weights, tokens, targets);
+  const HalvesResult got = run_two_ranks(GetParam(), weights, tokens, targets);
   const HalvesResult want = BothHalves(weights).run(tokens, targets);
   EXPECT_EQ(got.loss, want.loss);
   ASSERT_EQ(got.grads.size(), want.grads.size());

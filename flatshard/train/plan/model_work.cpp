@@ -279,7 +279,8 @@ class ModelWork {
   /// Appends kernels with a gather before them or a scatter after them. Copies
   /// overlap with the first or the last of them, a product; see
   /// nn::gather_and_multiply.
-  void put_transfer(Kernel transfer, const Kernels& kernels, Kernels& to) const {
+  void put_transfer(Kernel transfer, const Kernels& kernels, Kernels& to)
+      const {
     const bool gathers = transfer.transfer == Transfer::all_gather;
     const auto product = gathers ? kernels.begin() : std::prev(kernels.end());
     const bool overlaps = config_.parallelism.copies_activations() &&

@@ -582,8 +582,8 @@ plan::Job plan_job(
         config.parallelism.token_exchange == config::TokenExchangeKind::copies;
     if (job.copy_exchange) {
       job.other_nbytes["token exchange"] =
-          2 * aligned_half(
-                  rows * (row + static_cast<std::int64_t>(sizeof(float))));
+          2 *
+          aligned_half(rows * (row + static_cast<std::int64_t>(sizeof(float))));
     }
   }
   check_padding(config, job);
