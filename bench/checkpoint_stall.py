@@ -5,52 +5,17 @@ bench/checkpoint_stall.py build/flatshard --to FOLDER --nproc 4
 
 Trains a preset on random tokens with a checkpoint every INTERVAL steps, and writes the
 time of every step. Then resumes from the last one, once with the page cache dropped (as
-root) and once with it. For comparison, `dd` with direct I/O writes to the same
-place with as many processes, and reads the checkpoint's files.
+root) and once with it.
 """
 
 import re
-import shutil
 import statistics
 import subprocess
-import time
 
 from harness.command_line import Parser
 from harness.programs import BENCH, steps_of, train
 
 LOADS = ["cold", "warm"]  # with the page cache dropped first, or as it is
-BLOCK = 8 << 20
-
-
-def gb_per_s(commands, nbytes):
-    """Runs commands at once that move so many bytes together, and returns their rate."""
-    begin = time.monotonic()
-    started = [subprocess.Popen(c, stderr=subprocess.DEVNULL) for c in commands]
-    for process in started:
-        process.wait()
-    return 1e-9 * nbytes / (time.monotonic() - begin)
-
-
-def dd(blocks, *words):
-    return ["dd", "bs=8M", f"count={blocks}", *words]
-
-
-def dd_writes(folder, processes, gigabytes):
-    folder.mkdir(parents=True, exist_ok=True)
-    blocks = max(1, int(gigabytes * 1e9 / processes / BLOCK))
-    command = dd(blocks, "if=/dev/zero", "oflag=direct", "conv=fsync")
-    commands = [[*command, f"of={folder / str(i)}"] for i in range(processes)]
-    rate = gb_per_s(commands, blocks * processes * BLOCK)
-    shutil.rmtree(folder)
-    return rate
-
-
-def dd_reads(files, gigabytes):
-    """Reads the beginnings of all files at once."""
-    blocks = max(1, int(gigabytes * 1e9 / len(files) / BLOCK))
-    command = dd(blocks, "of=/dev/null", "iflag=direct")
-    nbytes = sum(min(f.stat().st_size, blocks * BLOCK) for f in files)
-    return gb_per_s([[*command, f"if={f}"] for f in files], nbytes)
 
 
 def stalls(output, interval, steps):
@@ -76,7 +41,6 @@ def main():
         "--saves", type=int, default=3, help="besides the last one, or 0 for loads only"
     )
     parser.add_argument("--loads", nargs="*", choices=LOADS, default=LOADS)
-    parser.add_argument("--dd-gb", type=float, default=32, help="what dd moves at most")
     args = parser.parse_args()
     output, interval = args.to / "run", args.interval
     steps = interval * args.saves + interval // 2
@@ -98,14 +62,6 @@ def main():
     print("stall of each save:", *(f"{s:.0f} ms" for s in each))
     for seconds in map(float, re.findall(r"saved .* in ([0-9.]+) s", log)):
         print(f"saved in {seconds:.1f} s, {gigabytes / max(seconds, 0.1):.2f} GB/s")
-    moved = min(args.dd_gb, gigabytes)
-    if args.saves > 0:
-        rate = dd_writes(args.to / "dd", args.nproc, moved)
-        print(f"dd, {args.nproc} at once, direct I/O: writes {rate:.2f} GB/s")
-    if "cold" in args.loads:
-        files = sorted(checkpoint.glob("*.safetensors"))
-        rate = dd_reads(files, moved)
-        print(f"dd, the {len(files)} files at once, direct I/O: reads {rate:.2f} GB/s")
     # One more step: a run that has all of its steps loads nothing.
     settings += [f"training.steps={steps + 1}", "checkpoint.interval=0"]
     settings += ["checkpoint.keep_latest_k=0"]

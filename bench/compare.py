@@ -1,6 +1,6 @@
 """Trains Llama-3-8B with FSDP2 + torch.compile and with Flatshard, and prints a table.
 
-bench/compare.sh --nproc 8
+python3 bench/compare.py --nproc 8
 
 One machine and one call, one library after the other. With several --peer each setting
 of FSDP2 is tried, and Flatshard is compared with the fastest. --out has the table as
@@ -28,7 +28,7 @@ def report(results, name, found, peer=None):
 
 
 def main():
-    parser = Parser(__doc__, prog="bench/compare.sh")
+    parser = Parser(__doc__)
     parser.options("program", "config", "set", nproc=8, seq=[8192, 2048], steps=10)
     parser.options("warmup", out=Path("outputs/compare"))
     parser.add_argument(

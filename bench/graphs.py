@@ -1,20 +1,15 @@
 """Measures what CUDA graphs give the trainer: steps with and without, alternating.
 
-python3 bench/graphs.py --program build/flatshard --peer --fsdp2
+python3 bench/graphs.py --program build/flatshard --fsdp2
 
 The models are one that the host bounds and one that the GPU bounds, or those of
 `--shape`, on one GPU or on `--nproc`. Each pair runs the trainer as it is and with
 `cuda_graph.impl=unit`, and also with `full_iteration` for `--ways eager unit step`. The
-first way runs first in every other pair. Then one step of each way is traced: what the
-GPU itself computes in the eager trace is the limit. On request in the same call:
+first way runs first in every other pair. On request in the same call:
 
-  --fsdp2       FSDP2 with blocks and loss compiled, as bench/compare.sh runs it, and
+  --fsdp2       FSDP2 with blocks and loss compiled, as bench/compare.py runs it, and
                 with the blocks in torch's own graphs ("reduce-overhead"): how many of
                 them torch recorded in the warm-up and again after it
-  --peer        for the model that the host bounds: bench/graph_peer.py, or another
-                script with its options and output: PyTorch unsharded and without an
-                optimizer, launched in several ways. It is compared with Flatshard's step
-                less the optimizer's kernels: forward, backward, reduction and norm
   --same-losses N  N steps of each way with debug.deterministic: are the losses of all
                 ways bitwise identical
 
@@ -26,15 +21,13 @@ should be empty.
 
 import collections
 import statistics
-import sys
 from pathlib import Path
 
 from harness import programs
-from harness.cases import HOST_BOUND, USUAL, VARIANTS
+from harness.cases import USUAL, VARIANTS
 from harness.command_line import Parser
 from harness.programs import RunFailed, fsdp2_steps, machine, train_steps
 from harness.tables import by_turns, head, ms_and_range, ratios, row
-from harness.traces import COLLECTIVES, COPIES, class_of, gpu_events, span_of, union
 
 SHAPES = {
     **USUAL,
@@ -68,17 +61,6 @@ def train(args, shape, way, name, more=()):
     found = train_steps(args, seq, settings, folder)
     graphs = (r["cuda_graph"] for r in programs.metrics(folder) if "cuda_graph" in r)
     return folder, {**found, "graphs": next(graphs, {})}
-
-
-def computing(args, shape, way):
-    """Returns ms that the GPU computes in one traced step, and the optimizer's part."""
-    more = ["profiling.enabled=true", f"profiling.step={args.warmup + 2}"]
-    folder, _ = train(args, shape, way, "trace", more)
-    events = gpu_events(folder / "profile" / f"step_{args.warmup + 2}_rank_0.json")
-    spans = [(class_of(event["name"]), span_of(event)) for event in events]
-    compute = [span for label, span in spans if label not in COLLECTIVES + COPIES]
-    updates = [span for label, span in spans if label == "optimizer"]
-    return {"gpu_ms": union(compute) / 1e3, "optimizer_ms": union(updates) / 1e3}
 
 
 def summary(runs):
@@ -121,11 +103,6 @@ def measure_shape(args, shape):
         found[f"{way} / eager, ms"] = median
         found[f"{way} / eager, host ms"] = ways[way]["host_ms"] / eager["host_ms"]
         found[f"{way} - eager, peak GiB"] = ways[way]["peak_GiB"] - eager["peak_GiB"]
-    if args.trace:
-        result["traces"] = {way: computing(args, shape, way) for way in runs}
-        limit = result["traces"].get("eager", {}).get("gpu_ms")
-        for way in ways if limit else ():
-            found[f"{way} / what the GPU computes, ms"] = ways[way]["ms"] / limit
     return result
 
 
@@ -161,31 +138,6 @@ def fsdp2_rows(args, shape):
     return rows
 
 
-def peer_rows(args):
-    log = args.out / "peer.log"
-    options = [f"--seq={SHAPES[HOST_BOUND][0]}", *sizes(HOST_BOUND)]
-    out = programs.run([sys.executable, args.peer, *options], log, check=False)
-    rows = {found.pop("way"): found for found in programs.json_lines(out)}
-    if not rows:
-        raise RunFailed(
-            f"expected rows of JSON from {args.peer}, found none; see {log}"
-        )
-    for way, found in rows.items():
-        say_row(f"{HOST_BOUND}, unsharded, no optimizer: {way}", found)
-    return rows
-
-
-def compare_peers(rows, ours):
-    """Returns forward and backward, of ours with reduction and norm, over theirs."""
-    found = {}
-    for way, trace in ours.get("traces", {}).items():
-        ms = ours["ways"][way]["ms"] - trace["optimizer_ms"]
-        for peer in (peer for peer in rows if "error" not in rows[peer]):
-            name = f"{way} less the optimizer / unsharded {peer}, ms"
-            found[name] = ms / rows[peer]["ms"]
-    return found
-
-
 def say_ratios(results):
     print()
     head("ratio", "")
@@ -193,9 +145,6 @@ def say_ratios(results):
         for name, value in result["ratios"].items():
             values = value if isinstance(value, list) else [value]
             row(f"{shape}: {name}", ", ".join(f"{v:.3f}" for v in values))
-        for way, trace in result.get("traces", {}).items():
-            text = f"{trace['gpu_ms']:.1f}, of it {trace['optimizer_ms']:.1f}"
-            row(f"{shape}: the GPU computes, {way}; the optimizer, ms", text)
 
 
 def parse():
@@ -212,19 +161,8 @@ def parse():
         help="of running the trainer. parts: attn and mlp of each block. step: forward "
         "and backward of a step as one graph",
     )
-    parser.add_argument(
-        "--peer",
-        type=Path,
-        nargs="?",
-        const=programs.BENCH / "graph_peer.py",
-        metavar="SCRIPT",
-        help="also PyTorch unsharded, by bench/graph_peer.py if no other is given",
-    )
     parser.add_argument("--fsdp2", action="store_true", help="also FSDP2, compiled")
     parser.add_argument("--same-losses", type=int, default=0, metavar="N", help="steps")
-    parser.add_argument(
-        "--no-trace", dest="trace", action="store_false", help="no traces"
-    )
     return parser.parse_args()
 
 
@@ -242,10 +180,6 @@ def main():
                 result["same_losses"] = same_losses(args, shape)
             if args.fsdp2:
                 result["fsdp2"] = fsdp2_rows(args, shape)
-        if args.peer:
-            results["peer"] = peer_rows(args)
-            ours = results["shapes"].get(HOST_BOUND, {"ratios": {}})
-            ours["ratios"].update(compare_peers(results["peer"], ours))
     finally:  # what was measured is of use
         programs.write_json(args.out / "graphs.json", results)
     say_ratios(results)

@@ -1,16 +1,38 @@
-// Measures the CUDA kernels on the shapes of Llama models: a line of JSON for
-// each, with the bytes that it has to move at least. bench/kernels.py adds
-// PyTorch's.
+// Measures CUDA kernels on the shapes of models: a line of JSON for each, with
+// the bytes that it has to move at least. bench/kernels.py adds PyTorch's.
+// `flatshard plan --calibrate` measures products of matrices.
 // usage: flatshard_kernels [tokens]
-#include <limits>
+#include <ATen/Functions.h>
+#include <fmt/format.h>
 
-#include "bench/gpu_calls.h"
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
 #include "flatshard/comm/sum_rows.h"
+#include "flatshard/device/stream.h"
+#include "flatshard/device/timer.h"
+#include "flatshard/float8/quantize.h"
+#include "flatshard/moe/grouped_matmul.h"
+#include "flatshard/moe/permute.h"
+#include "flatshard/moe/router.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/float8_fused.h"
 #include "flatshard/optim/flat_update.h"
 
 namespace flatshard {
 namespace {
+
+const at::TensorOptions kFloat = at::TensorOptions(at::kCUDA).dtype(at::kFloat);
+const at::TensorOptions kBf16 = kFloat.dtype(at::kBFloat16);
+
+using at::Tensor;
+using float8::Axis;
+using float8::Recipe;
 
 struct Shape {
   const char* model;
@@ -26,12 +48,70 @@ constexpr Shape kShapes[] = {
 constexpr std::int64_t kVocab = 128256;
 constexpr std::int64_t kLossRows = 2048;
 constexpr std::int64_t kRanks = 8;
+constexpr std::int64_t kShard = std::int64_t{1} << 26;  // of a rank, elements
+constexpr AdamWStep kStep{
+    .lr = 1e-4F,
+    .beta1 = 0.9F,
+    .beta2 = 0.95F,
+    .eps = 1e-8F,
+    .bias_correction1 = 0.5F,
+    .bias_correction2 = 0.5F};
 
-using Tensors = std::vector<at::Tensor>;
+using Tensors = std::vector<Tensor>;
 using Make = std::function<Tensors()>;
 using Call = std::function<void(Tensors&)>;
 
-// Makes so many tensors of random bfloat16.
+/// Returns what one of many calls takes the first GPU, in microseconds: the
+/// median over seven rounds of 20 calls, after one that warms up.
+/// @param call  gets 0 to num_sets - 1, again and again.
+double microseconds(
+    std::int64_t num_sets,
+    const std::function<void(std::int64_t)>& call) {
+  const auto timer = make_stream_timer(at::Device(at::kCUDA, 0));
+  constexpr int kCalls = 20;
+  std::vector<double> rounds;
+  for (int round = 0; round < 8; ++round) {
+    timer->start();
+    for (int i = 0; i < kCalls; ++i) {
+      call(i % num_sets);
+    }
+    timer->stop();
+    const double us = timer->wait_and_take_ms() * 1e3 / kCalls;
+    if (round > 0) {
+      rounds.push_back(us);
+    }
+  }
+  std::ranges::sort(rounds);
+  return rounds[rounds.size() / 2];
+}
+
+/// Measures `call` on so many sets of tensors from `make` that none is still in
+/// a cache when its turn comes, and prints a line of JSON.
+/// @param most  sets.
+void time(
+    const std::string& op,
+    const std::string& shape,
+    std::int64_t nbytes,
+    const Make& make,
+    const Call& call,
+    std::int64_t most = 64) {
+  constexpr std::int64_t kWorkingSet = std::int64_t{1} << 30;
+  std::vector<Tensors> sets(
+      std::clamp<std::int64_t>(kWorkingSet / nbytes, 1, most));
+  std::ranges::generate(sets, make);
+  const double us = microseconds(
+      static_cast<std::int64_t>(sets.size()),
+      [&](std::int64_t i) { call(sets[i]); });
+  fmt::print(
+      "{{\"op\": \"{}\", \"shape\": \"{}\", \"bytes\": {}, \"us\": {:.2f}}}\n",
+      op,
+      shape,
+      nbytes,
+      us);
+  std::fflush(stdout);
+}
+
+/// Makes so many tensors of random bfloat16.
 Make normal(int count, std::vector<std::int64_t> shape) {
   return [=] {
     Tensors made;
@@ -42,28 +122,16 @@ Make normal(int count, std::vector<std::int64_t> shape) {
   };
 }
 
-// The operations of one model.
+/// Operations of one shape.
 struct Operations {
-  const char* model;
+  std::string shape;
 
-  // `call` takes a set of tensors that `make` made. No round is skipped.
   void time(
-      const char* op,
+      const std::string& op,
       std::int64_t nbytes,
       const Make& make,
       const Call& call) const {
-    constexpr auto kAll = std::numeric_limits<std::int64_t>::max();
-    auto sets = sets_of_arguments(nbytes, kAll, make);
-    const auto num = static_cast<std::int64_t>(sets.size());
-    const double us = call_microseconds(
-        num,
-        [&](auto i) { call(sets[i]); },
-        0);
-    JsonLine()
-        .text("op", op)
-        .text("model", model)
-        .number("bytes", static_cast<double>(nbytes))
-        .number("us", us, 2);
+    flatshard::time(op, shape, nbytes, make, call);
   }
 };
 
@@ -131,13 +199,6 @@ void measure_loss() {
 
 void measure_shards() {
   const Operations shard{"shard"};
-  const AdamWStep step{
-      .lr = 1e-4F,
-      .beta1 = 0.9F,
-      .beta2 = 0.95F,
-      .eps = 1e-8F,
-      .bias_correction1 = 0.5F,
-      .bias_correction2 = 0.5F};
   const at::Tensor scale = at::ones({}, kFloat);
   const auto states = [] {
     return Tensors{
@@ -156,7 +217,7 @@ void measure_shards() {
          .state1 = t[4],
          .grad_scale = scale,
          .decay = {{kShard, 0.1F}}},
-        step);
+        kStep);
   };
   shard.time("AdamW and cast", kShard * (8 + 2 + 16 + 2), states, update);
   constexpr std::int64_t kPiece = kShard / kRanks;
@@ -171,16 +232,278 @@ void measure_shards() {
   });
 }
 
+/// Operations on the elements of one tensor.
+struct Inputs {
+  std::int64_t rows;
+  std::int64_t columns;
+  std::function<Tensor()> make;
+
+  /// @param nbytes  of one element.
+  void time(
+      const std::string& op,
+      std::int64_t nbytes,
+      const std::function<void(const Tensor&)>& call) const {
+    flatshard::time(
+        op,
+        fmt::format("{}x{}", rows, columns),
+        rows * columns * nbytes,
+        [this] { return Tensors{make()}; },
+        [&](Tensors& t) { call(t[0]); },
+        16);
+  }
+};
+
+std::function<void(const Tensor&)> rows_of(Recipe recipe) {
+  return [=](const Tensor& x) { float8::quantize(x, {recipe}); };
+}
+
+std::function<void(const Tensor&)> columns_of(Recipe recipe) {
+  return [=](const Tensor& x) {
+    float8::quantize(x, {recipe}, {.axis = Axis::column});
+  };
+}
+
+std::function<void(const Tensor&)> both_of(Recipe recipe) {
+  return [=](const Tensor& x) { float8::quantize_both(x, {recipe}); };
+}
+
+void measure_float8(std::int64_t rows, std::int64_t columns) {
+  const auto inputs = [&](std::function<Tensor()> make) {
+    return Inputs{rows, columns, std::move(make)};
+  };
+  const auto values = [=] { return at::randn({rows, columns}, kBf16); };
+  const auto codes = [=] {
+    return at::randint(256, {rows, columns}, kBf16.dtype(at::kByte));
+  };
+  const Tensor amax = at::full({}, 4.0, kFloat);
+  const auto tensorwise = [=](const Tensor& x) {
+    float8::quantize(x, {}, {.amax = amax});
+  };
+  const Inputs x = inputs(values);
+  x.time("amax", 2, [](const Tensor& t) { float8::amax_of(t); });
+  x.time("cast tensorwise", 3, tensorwise);
+  x.time("cast and transpose tensorwise", 4, [&](const Tensor& t) {
+    float8::quantize_both(t, {}, 1, amax);
+  });
+  x.time("rowwise rows", 3, rows_of(Recipe::rowwise));
+  // Its columns' scales need a reading of their own.
+  x.time("rowwise both", 6, both_of(Recipe::rowwise));
+  for (const Recipe recipe :
+       {Recipe::blockwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
+    const std::string name(to_string(recipe));
+    x.time(name + " rows", 3, rows_of(recipe));
+    x.time(name + " columns", 3, columns_of(recipe));
+    x.time(name + " both", 4, both_of(recipe));
+  }
+  const Inputs wide = inputs([=] {
+    return at::randn({rows, columns}, kFloat);
+  });
+  wide.time("cast tensorwise from float32", 5, tensorwise);
+  wide.time("mxfp8 both from float32", 6, both_of(Recipe::mxfp8));
+  inputs(codes).time("byte transpose", 2, [](const Tensor& t) {
+    float8::transpose_bytes(t);
+  });
+  const Tensor scales = float8::quantize(values(), {Recipe::mxfp8}).scales;
+  const Inputs masked = inputs(
+      [=] { return codes().bitwise_and(0x77).view(at::kFloat8_e4m3fn); });
+  masked.time("dequantize mxfp8 to bfloat16", 3, [=](const Tensor& t) {
+    const float8::DequantizeOptions options{.dtype = at::kBFloat16};
+    float8::dequantize({t, scales}, Recipe::mxfp8, options);
+  });
+  time(
+      "swizzle of scales",
+      fmt::format("{}x{}", rows, columns),
+      rows * columns / 16,
+      [=] {
+        return Tensors{
+            at::randint(256, {rows, columns / 32}, kBf16.dtype(at::kByte))
+                .view(at::kFloat8_e8m0fnu)};
+      },
+      [](Tensors& t) { float8::swizzle_mx_scales(t[0]); },
+      16);
+}
+
+// Measures kernels that quantize what they compute. A tensor holds the inputs
+// side by side, and bytes are those of all passes that a recipe needs.
+void measure_fused(std::int64_t tokens) {
+  constexpr std::int64_t kDim = 4096;
+  constexpr std::int64_t kFfn = 14336;
+  const auto hidden = [&](std::int64_t count) {
+    return Inputs{tokens, kDim, [=] {
+                    return at::randn({count, tokens, kDim}, kBf16);
+                  }};
+  };
+  const Inputs halves{tokens, kFfn, [=] {
+                        return at::randn({tokens, 2 * kFfn}, kBf16);
+                      }};
+  const Tensor dy = at::randn({tokens, kFfn}, kBf16);
+  const Tensor weight = at::ones({kDim}, kBf16);
+  const Tensor rstd = at::ones({tokens}, kFloat);
+  for (const Recipe recipe :
+       {Recipe::tensorwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
+    const std::string name(to_string(recipe));
+    // Tensorwise reads everything twice: for amax, and for the planes.
+    const bool twice = recipe == Recipe::tensorwise;
+    halves.time("swiglu " + name, twice ? 10 : 6, [=](const Tensor& x) {
+      const auto both = x.split(kFfn, 1);
+      nn::swiglu_float8(both[0], both[1], {recipe});
+    });
+    const auto backward = [=](const Tensor& x) {
+      // Tensorwise takes contiguous halves.
+      const auto both =
+          twice ? x.view({2, tokens, kFfn}).unbind() : x.split(kFfn, 1);
+      nn::swiglu_backward_float8(dy, both[0], both[1], {recipe});
+    };
+    halves.time("swiglu backward " + name, twice ? 18 : 10, backward);
+    hidden(2).time("add and norm " + name, 10, [=](const Tensor& x) {
+      nn::rms_norm_float8(x[0], x[1], weight, 1e-5, {recipe});
+    });
+  }
+  hidden(3).time("norm backward, add and amax", 8, [=](const Tensor& x) {
+    nn::rms_norm_backward_amax(x[0], x[1], x[2], weight, rstd);
+  });
+}
+
+void measure_float8_updates() {
+  const Tensor grad = at::randn({kShard}, kBf16);
+  const Tensor states = at::zeros({2, kShard}, kFloat);
+  constexpr std::int64_t kColumns = 4096;
+  Float8Outputs amax{
+      .runs = {{.end = kShard, .columns = kColumns}},
+      .amax = at::zeros({kShard / kColumns}, kFloat)};
+  Float8Outputs rows = amax;
+  rows.runs.front().block_rows = rows.runs.front().amax_stride = 1;
+  rows.runs.front().block_columns = kColumns;
+  Float8Outputs blocks = amax;
+  blocks.runs.front().block_rows = blocks.runs.front().block_columns =
+      float8::kBlock;
+  blocks.runs.front().amax_stride = kColumns / float8::kBlock;
+  Float8Outputs mx{
+      .runs = {{.end = kShard, .columns = kColumns}},
+      .data = at::empty({kShard}, kFloat.dtype(at::kByte)),
+      .scales = at::empty({kShard / 32}, kFloat.dtype(at::kByte))};
+  for (Float8Outputs* outputs : {&amax, &rows, &blocks, &mx}) {
+    outputs->upload(at::kCUDA);
+  }
+  const Make main_weights = [] { return Tensors{at::randn({kShard}, kFloat)}; };
+  for (const auto& [name, outputs, nbytes] :
+       {std::tuple{"AdamW and amax", amax, 26},
+        {"AdamW and amax of rows", rows, 26},
+        {"AdamW and amax of blocks", blocks, 26},
+        {"AdamW and mxfp8", mx, 27}}) {
+    const auto update = [&, &outputs = outputs](Tensors& t) {
+      adamw_update(
+          {.main = t[0],
+           .grad = grad,
+           .state0 = states[0],
+           .state1 = states[1],
+           .decay = {{kShard, 0.1F}},
+           .float8 = outputs},
+          kStep);
+    };
+    time(name, "shard", kShard * nbytes, main_weights, update, 16);
+  }
+}
+
+/// Measures the parts of a layer of experts, at the sizes of Qwen3-30B-A3B.
+void measure_experts(std::int64_t tokens) {
+  constexpr std::int64_t kExperts = 128;
+  constexpr std::int64_t kPerToken = 8;
+  constexpr std::int64_t kDim = 2048;
+  constexpr std::int64_t kWidth = 768;
+  const Operations experts{"experts"};
+  const Tensor logits = at::randn({tokens, kExperts}, kFloat);
+  const nn::RouterOptions options{.experts_per_token = kPerToken};
+  const nn::Routing routing = nn::route(logits, {}, options);
+  const nn::Permutation order =
+      nn::sort_by_expert(routing.experts, routing.counts);
+  const std::int64_t rows = tokens * kPerToken;
+  const std::int64_t hidden = tokens * kDim * 2;
+  const auto scores = [&] { return Tensors{at::randn_like(logits)}; };
+  experts.time("route", tokens * kExperts * 4, scores, [&](auto& t) {
+    const nn::Routing routed = nn::route(t[0], {}, options);
+    nn::sort_by_expert(routed.experts, routed.counts);
+  });
+  experts.time(
+      "permute rows",
+      hidden * (1 + kPerToken),
+      normal(1, {tokens, kDim}),
+      [&](auto& t) { nn::permute_rows(t[0], order); });
+  const auto rows_and_tokens = [=] {
+    return Tensors{
+        at::randn({rows, kDim}, kBf16),
+        at::randn({tokens, kDim}, kBf16)};
+  };
+  experts.time(
+      "sum rows of tokens",
+      hidden * (kPerToken + 2),
+      rows_and_tokens,
+      [&](auto& t) { nn::sum_rows_of_tokens(t[0], order, t[1]); });
+  const nn::Groups groups{routing.counts.cumsum(0, at::kInt)};
+  const auto products = [=] {
+    return Tensors{
+        at::randn({rows, kDim}, kBf16),
+        at::randn({rows, 2 * kWidth}, kBf16),
+        at::randn({rows, kWidth}, kBf16),
+        at::randn({kExperts, 2 * kWidth, kDim}, kBf16),
+        at::randn({kExperts, kDim, kWidth}, kBf16),
+        at::empty({kExperts, 2 * kWidth, kDim}, kBf16),
+        at::empty({kExperts, kDim, kWidth}, kBf16)};
+  };
+  time(
+      "products of experts, forward and backward",
+      "experts",
+      6 * kExperts * kDim * kWidth * 2,
+      products,
+      [&](auto& t) {
+        nn::grouped_forward(t[0], t[3], groups);
+        nn::grouped_forward(t[2], t[4], groups);
+        nn::grouped_input_gradient(t[0], t[4], groups);
+        nn::grouped_weight_gradient(t[6], false, t[0], t[2], groups);
+        nn::grouped_input_gradient(t[1], t[3], groups);
+        nn::grouped_weight_gradient(t[5], false, t[1], t[0], groups);
+      },
+      1);
+}
+
+void measure_copy() {
+  constexpr std::int64_t kNbytes = std::int64_t{1} << 28;
+  const auto zeros = [] {
+    return at::zeros({kNbytes}, kBf16.dtype(at::kByte));
+  };
+  time(
+      "copy",
+      "256MiB",
+      2 * kNbytes,
+      [=] {
+        return Tensors{zeros(), zeros()};
+      },
+      [](Tensors& t) { t[1].copy_(t[0]); },
+      4);
+}
+
 }  // namespace
 }  // namespace flatshard
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   using namespace flatshard;
-  return run_on_gpu("flatshard_kernels", argv[1], [](std::int64_t tokens) {
-    for (const Shape& shape : kShapes) {
-      measure_layers(shape, tokens);
-    }
-    measure_loss();
-    measure_shards();
-  });
+  if (!cuda_available()) {
+    fmt::print(stderr, "flatshard_kernels: expected a GPU, found none\n");
+    return 77;
+  }
+  const std::int64_t tokens = argc > 1 ? std::atoll(argv[1]) : 8192;
+  const at::NoGradGuard no_grad;
+  measure_copy();
+  for (const Shape& shape : kShapes) {
+    measure_layers(shape, tokens);
+  }
+  measure_loss();
+  measure_shards();
+  for (const std::int64_t columns : {4096, 14336}) {
+    measure_float8(tokens, columns);
+  }
+  measure_fused(tokens);
+  measure_float8_updates();
+  measure_experts(tokens);
+  return 0;
 }

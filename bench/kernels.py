@@ -1,17 +1,23 @@
-"""Flatshard's CUDA kernels and PyTorch's, eager and compiled, on Llama's shapes.
+"""Flatshard's CUDA kernels and PyTorch's, eager and compiled, on shapes of models.
 
 python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 
-Prints a table: microseconds of each, and the GB/s that Flatshard's reaches with the
-bytes that the operation has to move at least. One GPU, bfloat16, 8192 tokens.
+Prints a table: microseconds of each, the GB/s that Flatshard's reaches with the bytes
+that the operation has to move at least, as a share of a copy's, and PyTorch's times.
+One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures PyTorch's for
+some operations. `flatshard plan --calibrate` measures products of matrices.
 """
+
+import functools
+import statistics
 
 import torch
 import torch.nn.functional as F
 
-from harness import kernels
+from harness.command_line import Parser
 from harness.models import rotate
-from harness.programs import rows_of
+from harness.programs import rows_of, write_json
+from harness.tables import head, row
 
 SHAPES = {
     "1B": (2048, 8192, 32, 64),
@@ -19,14 +25,22 @@ SHAPES = {
     "70B": (8192, 28672, 64, 128),
 }
 VOCAB, LOSS_ROWS, SHARD, RANKS = 128256, 2048, 1 << 26, 8
+EXPERTS, PER_TOKEN, DIM, WIDTH = 128, 8, 2048, 768
+FLOAT8_COLUMNS = (4096, 14336)
+# Bytes of arguments, so that none is still in a cache when its turn comes.
+WORKING_SET = 1 << 30
+LARGEST = 448.0
+E4M3 = torch.float8_e4m3fn
+# {title: (name, format)} of a row's figures
 COLUMNS = {
-    "kernel": "op",
-    "shapes": "model",
-    "us": ("us", 1),
-    "GB/s": ("gb_per_s", 0),
-    "eager us": ("eager_us", 1),
-    "compiled us": ("compiled_us", 1),
-    "of the best": ("of_best", 2),
+    "kernel": ("op", ""),
+    "shapes": ("shape", ""),
+    "us": ("us", ".1f"),
+    "GB/s": ("gb_per_s", ".0f"),
+    "of a copy": ("of_copy", ".2f"),
+    "eager us": ("eager_us", ".1f"),
+    "compiled us": ("compiled_us", ".1f"),
+    "of the best": ("of_best", ".2f"),
 }
 
 
@@ -83,6 +97,117 @@ def sum_of_rows(rows):
     return (rows.float().sum(0) / RANKS).to(rows.dtype)
 
 
+def cast(x, quantize):
+    return (x.float() * quantize).clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def amax(x):
+    return x.abs().max().float()
+
+
+def cast_tensorwise(x, largest):
+    quantize = LARGEST / largest
+    return cast(x, quantize), quantize.reciprocal()
+
+
+def cast_and_transpose(x, largest):
+    data, scale = cast_tensorwise(x, largest)
+    return data, data.t().contiguous(), scale
+
+
+def power_of_two(largest):
+    return (LARGEST / largest.float()).log2().floor().exp2()
+
+
+def rowwise(x):
+    quantize = power_of_two(x.abs().amax(1, keepdim=True))
+    return cast(x, quantize), quantize.reciprocal()
+
+
+def rowwise_both(x):
+    columns = power_of_two(x.abs().amax(0, keepdim=True))
+    turned = cast(x, columns).t().contiguous()
+    return *rowwise(x), turned, columns.reciprocal()
+
+
+def exact(largest):
+    return LARGEST / largest
+
+
+def blocks(outer, inner, rule=exact, transposed=False):
+    """Returns a function that quantizes with a scale for each block."""
+
+    def quantized(x):
+        split = x.unflatten(0, (-1, outer)).unflatten(2, (-1, inner))
+        quantize = rule(split.abs().amax((1, 3), keepdim=True).float())
+        data = cast(split, quantize).reshape(x.shape)
+        return data.t().contiguous() if transposed else data, quantize.reciprocal()
+
+    return quantized
+
+
+blockwise = blocks(128, 128)
+blockwise_1x128, blockwise_1x128_columns = blocks(1, 128), blocks(128, 1, exact, True)
+mxfp8, mxfp8_columns = blocks(1, 32, power_of_two), blocks(32, 1, power_of_two, True)
+
+
+def blockwise_columns(x):
+    return blockwise(byte_transpose(x))
+
+
+def blockwise_both(x):
+    data, scales = blockwise(x)
+    return data, scales, byte_transpose(data)
+
+
+def both(rows, columns):
+    return lambda x: (*rows(x), *columns(x))
+
+
+def byte_transpose(x):
+    return x.t().contiguous()
+
+
+# The function that torch.compile gets for each operation of the program.
+FLOAT8 = {
+    "amax": amax,
+    "cast tensorwise": cast_tensorwise,
+    "cast and transpose tensorwise": cast_and_transpose,
+    "rowwise rows": rowwise,
+    "rowwise both": rowwise_both,
+    "blockwise rows": blockwise,
+    "blockwise columns": blockwise_columns,
+    "blockwise both": blockwise_both,
+    "blockwise_1x128 rows": blockwise_1x128,
+    "blockwise_1x128 columns": blockwise_1x128_columns,
+    "blockwise_1x128 both": both(blockwise_1x128, blockwise_1x128_columns),
+    "mxfp8 rows": mxfp8,
+    "mxfp8 columns": mxfp8_columns,
+    "mxfp8 both": both(mxfp8, mxfp8_columns),
+    "cast tensorwise from float32": cast_tensorwise,
+    "mxfp8 both from float32": both(mxfp8, mxfp8_columns),
+    "byte transpose": byte_transpose,
+}
+
+
+def permute(x, source):
+    return x[source]
+
+
+def sum_rows(rows, source, first):
+    return first.index_add(0, source, rows)
+
+
+def expert_products(x, act, up, down, dgate_up, dy, ends):
+    """Both products of a layer of experts and all their gradients."""
+    product = functools.partial(torch._grouped_mm, offs=ends)
+    return (
+        *(product(x, up), product(act, down)),
+        *(product(dgate_up, up.mT), product(dy, down.mT)),
+        *(product(x.t(), dgate_up), product(act.t(), dy)),
+    )
+
+
 def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
@@ -92,15 +217,15 @@ def given(make, *shape):
 
 
 def cases(tokens):
-    """Yields operation, model, function, and a function that makes its arguments."""
-    for model, (dim, ffn, heads, head_dim) in SHAPES.items():
+    """Yields operation, shape, function, and a function that makes its arguments."""
+    for name, (dim, ffn, heads, head_dim) in SHAPES.items():
         rows = tokens * heads
         weight, head_weight = (given(torch.ones, n).bfloat16() for n in (dim, head_dim))
         rstd, head_rstd = (given(torch.ones, n) for n in (tokens, rows))
         cos = normal(tokens, 1, head_dim // 2, dtype=torch.float32)
         turns = (tokens, heads, head_dim)
         # (function, how many tensors, their shape, further arguments)
-        of_model = {
+        of_shape = {
             "add and rms_norm": (add_and_norm, 2, (tokens, dim), weight),
             "rms_norm backward and add": (
                 norm_backward,
@@ -121,12 +246,12 @@ def cases(tokens):
             "swiglu": (swiglu, 2, (tokens, ffn)),
             "swiglu backward": (swiglu_backward, 3, (tokens, ffn)),
         }
-        for op, (function, count, shape, *more) in of_model.items():
+        for op, (function, count, shape, *more) in of_shape.items():
 
             def make(count=count, shape=shape, more=more):
                 return (*(normal(*shape) for _ in range(count)), *more)
 
-            yield op, model, function, make
+            yield op, name, function, make
     targets = torch.randint(VOCAB, (LOSS_ROWS,), device="cuda")
     op = "cross-entropy and its gradient"
     yield op, "all", loss, lambda: (normal(LOSS_ROWS, VOCAB), targets)
@@ -138,26 +263,113 @@ def cases(tokens):
     yield "AdamW and cast", "shard", adamw, states
     op = "sum of copied gradients"
     yield op, "shard", sum_of_rows, lambda: (normal(RANKS, SHARD // RANKS),)
+    yield from float8_cases(tokens)
+    yield from expert_cases(tokens)
 
 
-def compare(rows, tokens):
-    rows = {(row["op"], row["model"]): row for row in rows}
-    for op, model, function, make in cases(tokens):
-        row = rows[op, model]
-        sets = [make() for _ in range(max(1, kernels.WORKING_SET // row["bytes"]))]
-        with torch.no_grad():
-            row["eager_us"] = kernels.microseconds(function, sets)
-            row["compiled_us"] = kernels.compiled_microseconds(function, sets)
-        del sets
-        row["gb_per_s"] = row["bytes"] / row["us"] * 1e-3
-        row["of_best"] = row["us"] / min(row["eager_us"], row["compiled_us"])
-        yield row
+def float8_cases(tokens):
+    for columns in FLOAT8_COLUMNS:
+        for op, function in FLOAT8.items():
+            dtype = torch.float32 if op.endswith("float32") else torch.bfloat16
+
+            def make(function=function, columns=columns, dtype=dtype):
+                if function is byte_transpose:
+                    size = (tokens, columns)
+                    return (torch.randint(256, size, device="cuda", dtype=torch.uint8),)
+                x = normal(tokens, columns, dtype=dtype)
+                largest = function in (cast_tensorwise, cast_and_transpose)
+                return (x, given(torch.ones, ())) if largest else (x,)
+
+            yield op, f"{tokens}x{columns}", function, make
+
+
+def expert_cases(tokens):
+    """The parts of a layer of experts, whose products are `torch._grouped_mm`'s."""
+    logits = normal(tokens, EXPERTS, dtype=torch.float32)
+    experts = logits.topk(PER_TOKEN, -1).indices.flatten()
+    source = experts.argsort(stable=True) // PER_TOKEN
+    ends = torch.bincount(experts, minlength=EXPERTS).cumsum(0).to(torch.int32)
+    rows = len(source)
+    yield "permute rows", "experts", permute, lambda: (normal(tokens, DIM), source)
+    yield (
+        "sum rows of tokens",
+        "experts",
+        sum_rows,
+        lambda: (normal(rows, DIM), source, normal(tokens, DIM)),
+    )
+
+    def operands():
+        shapes = [(rows, DIM), (rows, WIDTH), (EXPERTS, DIM, 2 * WIDTH)]
+        shapes += [(EXPERTS, WIDTH, DIM), (rows, 2 * WIDTH), (rows, DIM)]
+        return (*(normal(*shape) for shape in shapes), ends)
+
+    op = "products of experts, forward and backward"
+    yield op, "experts", expert_products, operands
+
+
+def microseconds(function, sets, calls=20, rounds=7):
+    """Returns what one call takes the first GPU: the median over rounds of 20 calls.
+
+    A first round warms up and compiles.
+
+    Args:
+        sets: tuples of arguments, which alternate from call to call.
+    """
+
+    def once():
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for i in range(calls):
+            function(*sets[i % len(sets)])
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / calls
+
+    once()
+    return statistics.median(once() for _ in range(rounds))
+
+
+def compare(rows, tokens, only):
+    """Adds PyTorch's times to the rows, and yields the rows in their order."""
+    peers = {(op, shape): of for op, shape, *of in cases(tokens)}
+    copy = next(r["bytes"] / r["us"] for r in rows if r["op"] == "copy")
+    for r in rows:
+        rate = r["bytes"] / r["us"]
+        r |= {"gb_per_s": rate * 1e-3, "of_copy": rate / copy}
+        function, make = peers.get((r["op"], r["shape"]), (None, None))
+        if function is not None and only in r["op"]:
+            count = min(16, max(1, WORKING_SET // r["bytes"]))
+            sets = [make() for _ in range(count)]
+            torch._dynamo.reset()
+            compiled = torch.compile(function, dynamic=False)
+            with torch.no_grad():
+                r["eager_us"] = microseconds(function, sets)
+                r["compiled_us"] = microseconds(compiled, sets)
+            del sets
+            r["of_best"] = r["us"] / min(r["eager_us"], r["compiled_us"])
+        yield r
 
 
 def main():
-    args = kernels.parse(__doc__, "flatshard_kernels").parse_args()
-    rows = compare(rows_of(args.program, str(args.tokens)), args.tokens)
-    kernels.print_rows(rows, COLUMNS, args.json, left=(0, 1))
+    parser = Parser(__doc__).options("json", tokens=8192)
+    parser.add_argument("program", help="build/flatshard_kernels")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="PyTorch's of operations with it"
+    )
+    args = parser.parse_args()
+    head(*COLUMNS, left=(0, 1))
+    done = []
+    for found in compare(
+        rows_of(args.program, str(args.tokens)), args.tokens, args.only
+    ):
+        done.append(found)
+        row(
+            *(
+                f"{found[key]:{form}}" if key in found else ""
+                for key, form in COLUMNS.values()
+            )
+        )
+    write_json(args.json, done)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ An exchange is counted where the schedule has compute of another microbatch to h
 it: forwards of all but the first microbatch, backwards of all but the last. A copy
 (or kernel of a collective) is hidden when a compute kernel of the other microbatch
 runs at some moment of it. Times are means per step of the plan: of compute the sum
-of its kernels, of an exchange from its first copy to its last. The last line has them
-in the form that build/flatshard_overlap_price takes. Weight gradients that are not
-late are in the backward's.
+of its kernels, of an exchange from its first copy to its last. Weight gradients that are not delayed
+are in the backward's.
 
 A run of one rank has no exchanges, and its other nodes are those of any degree. Fails
 when fewer copies than SHARE, of 1, are hidden, or when there are none and SHARE is
@@ -18,16 +17,27 @@ above 0.
 
 import bisect
 import collections
+import json
 import re
 import sys
 
 from harness.command_line import Parser
-from harness.traces import events_of, span_of
 
 STEP = re.compile(r"([FRBW])(\d+)\.(\w+?)(?:\(\d+\))?")
 EXCHANGES = ("dispatch", "combine")
 Step = collections.namedtuple("Step", "begin end phase microbatch node")
 Work = collections.namedtuple("Work", "begin end stream step is_copy")
+
+
+def events_of(path):
+    """Returns all events of a trace."""
+    with open(path) as file:
+        return json.load(file)["traceEvents"]
+
+
+def span_of(event):
+    """Returns when an event begins and ends, in microseconds."""
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def read_steps(events):
@@ -144,7 +154,6 @@ def read(path):
     times = node_times(work, compute)
     for (phase, node), ms in times.items():
         print(f"  {phase} {node:9} {ms:8.3f} ms")
-    print(" ".join(f"{phase}.{node}={ms:.3f}" for (phase, node), ms in times.items()))
     return share
 
 

@@ -1,4 +1,4 @@
-"""Draws step times that bench/compare.sh measured, with the limit, as an SVG.
+"""Draws step times that bench/compare.py measured, with the limit, as an SVG.
 
 python3 bench/plot_step_time.py outputs/compare/compare.json --to step_time.svg
 

@@ -8,18 +8,15 @@ eager and with what its forward calls compiled. --reduce-overhead adds both with
 `block.compile(mode="reduce-overhead")`, Flatshard in its arena, and how many CUDA graphs
 torch recorded in the warm-up and again after it.
 
-Prints one table, then the ratios: the median step (forward, backward, AdamW) in ms, its
-range, the host's part, what one more step's kernels took the GPU (profiled), the peak of
-allocated memory and the last loss. Writes all of it as JSON. A way that fails is a row
-with its error, and the exit status is 1. Without a GPU the sizes are tiny: that tries the
-script and measures nothing.
+Prints a table: the median step (forward, backward, AdamW) in ms, its range, the host's
+part, the peak of allocated memory and the last loss. Writes all of it as JSON. A way that
+fails is a row with its error, and the exit status is 1. Without a GPU the sizes are tiny:
+that tries the script and measures nothing.
 """
 
 import functools
 import sys
-import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,8 +30,8 @@ from harness.command_line import Parser
 from harness.peers import fully_shard_of, release
 from harness.programs import write_json
 from harness.ranks import about, join_mesh, say, usual_device
-from harness.steps import counted_recordings, time_steps
-from harness.traces import union
+from harness.steps import time_steps
+from harness.tables import head, ms_and_range, row
 
 
 class LinearBlock(nn.Module):
@@ -113,36 +110,6 @@ CASES = {
 }
 LIBRARIES = ("flatshard", "fsdp2")
 GRAPHS = "flatshard graphs"  # a library of the ways, as those of LIBRARIES
-# {name: (numerator, denominator)} of step times.
-RATIOS = {
-    "flatshard compiled / eager": ("flatshard compiled", "flatshard eager"),
-    "fsdp2 compiled / eager": ("fsdp2 compiled", "fsdp2 eager"),
-    "eager: flatshard / fsdp2": ("flatshard eager", "fsdp2 eager"),
-    "compiled: flatshard / fsdp2": ("flatshard compiled", "fsdp2 compiled"),
-    "flatshard graphs / eager": (f"{GRAPHS} eager", "flatshard eager"),
-    "flatshard graphs / compiled": (f"{GRAPHS} eager", "flatshard compiled"),
-    "compiled: graphs / none": (f"{GRAPHS} compiled", "flatshard compiled"),
-    "reduce-overhead / compiled": ("flatshard reduce-overhead", "flatshard compiled"),
-    "reduce-overhead: flatshard / fsdp2": (
-        "flatshard reduce-overhead",
-        "fsdp2 reduce-overhead",
-    ),
-}
-
-
-def gpu_ms(step):
-    """Returns how long kernels and copies of step() run on this GPU. Those that run at the
-    same time count once."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        torch.cuda.synchronize()
-    kernels = (
-        event.time_range
-        for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    return union((kernel.start, kernel.end) for kernel in kernels) / 1e3
 
 
 @functools.cache
@@ -199,20 +166,10 @@ def measure(case, library, kind, mesh, args):
         optimizer.zero_grad()
         return loss
 
-    cuda = mesh.device_type == "cuda"
-    with counted_recordings() as recordings:
-        found = time_steps(train_step, args)
-        keys = ("ms", "ms_range", "host_ms", "peak_GiB", "warmup_s")
-        result = {key: found[key] for key in keys}
-        result |= {"loss": found["last"].item(), "gpu_ms": None}
-        if cuda:
-            result["gpu_ms"] = gpu_ms(train_step)
-        else:
-            result["peak_GiB"] = None
-    if overhead:
-        recorded = found["graphs_recorded"][0]
-        result["recorded"] = recorded
-        result["recorded_again"] = len(recordings) - recorded
+    found = time_steps(train_step, args)
+    keys = ("ms", "host_ms", "peak_GiB", "warmup_s", "graphs_recorded")
+    result = {key: found[key] for key in keys}
+    result |= {"range": found["ms_range"], "loss": found["last"].item()}
     if graphs:
         result["cuda_graph"] = flatshard.cuda_graph_stats(model)
     return result
@@ -244,52 +201,6 @@ def ways_of(args):
     return pairs
 
 
-def over_budget(begin, args):
-    """Returns whether the budget is spent, by the clock of rank 0 for all."""
-    late = [time.perf_counter() - begin > args.budget_s]
-    dist.broadcast_object_list(late)
-    return late[0]
-
-
-def ratios(ways):
-    return {
-        name: ways[a]["ms"] / ways[b]["ms"]
-        for name, (a, b) in RATIOS.items()
-        if "ms" in ways.get(a, {}) and "ms" in ways.get(b, {})
-    }
-
-
-def print_table(results):
-    say(
-        f"\n{'case':12} {'way':25} {'ms':>8} {'range':>17} {'host ms':>8} "
-        f"{'GPU ms':>8} {'peak GiB':>9} {'loss':>9} {'warm-up s':>9}"
-    )
-    rows = [(case, way, ways[way]) for case, ways in results.items() for way in ways]
-    for case, way, r in rows:
-        if "error" in r:
-            say(f"{case:12} {way:25} FAILED: {r['error'].splitlines()[-1]}")
-            continue
-        low, high = r["ms_range"]
-        peak = "-" if r["peak_GiB"] is None else f"{r['peak_GiB']:.2f}"
-        gpu = "-" if r["gpu_ms"] is None else f"{r['gpu_ms']:.2f}"
-        say(
-            f"{case:12} {way:25} {r['ms']:8.2f} {f'{low:.2f} to {high:.2f}':>17} "
-            f"{r['host_ms']:8.2f} {gpu:>8} {peak:>9} {r['loss']:9.5f} "
-            f"{r['warmup_s']:9.1f}"
-        )
-    for case, way, r in rows:
-        if "recorded" in r:
-            say(
-                f"{case}, {way}: torch recorded {r['recorded']} CUDA graphs in the "
-                f"warm-up, {r['recorded_again']} after it"
-            )
-    say(f"\n{'ratio of step times':35}" + "".join(f"{case:>13}" for case in results))
-    for name in RATIOS:
-        values = [ratios(ways).get(name) for ways in results.values()]
-        texts = ["-" if v is None else f"{v:.3f}" for v in values]
-        say(f"{name:35}" + "".join(f"{text:>13}" for text in texts))
-
-
 def parse():
     parser = Parser(__doc__).options("tiny", warmup=5, steps=12)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
@@ -304,35 +215,38 @@ def parse():
         default=1,
         help="4: a quarter of the batch, with which the host is what takes time",
     )
-    parser.add_argument("--budget-s", type=float, default=100, help="start none later")
     parser.options(out=Path("outputs/python_compile.json"))
     args = parser.parse_args()
     args.tiny = args.tiny or usual_device() == "cpu"
     return args
 
 
+def print_row(case, way, r):
+    if "error" in r:
+        return row(case, way, r["error"].splitlines()[-1], "", "", "", "")
+    recorded = "{}, {} later".format(*r["graphs_recorded"])
+    figures = (f"{r[key]:.2f}" for key in ("host_ms", "peak_GiB"))
+    return row(case, way, ms_and_range(r), *figures, f"{r['loss']:.5f}", recorded)
+
+
 def main():
     args = parse()
-    mesh = join_mesh(usual_device(), timeout=timedelta(seconds=args.budget_s))
-    begin = time.perf_counter()
+    mesh = join_mesh(usual_device())
+    say(f"{about(mesh)}" + (", tiny sizes" if args.tiny else "") + "\n")
+    first = dist.get_rank() == 0
+    if first:
+        columns = ("ms per step (range)", "host ms", "peak GiB", "loss")
+        head("case", "way", *columns, "torch's graphs", left=(0, 1))
     results = {}
     for case in args.cases:
-        results[case] = {}
         for library, kind in ways_of(args):
-            way = f"{library} {kind}"
-            if over_budget(begin, args):
-                result = {"error": f"not started within {args.budget_s:g} s"}
-            else:
-                result = attempt(case, library, kind, mesh, args)
-            results[case][way] = result
-            say(f"{case}, {way}:", result.get("error", f"{result.get('ms')} ms"))
-    say(f"\n{about(mesh)}" + (", tiny sizes" if args.tiny else ""))
-    print_table(results)
-    if dist.get_rank() == 0:
+            result = attempt(case, library, kind, mesh, args)
+            results.setdefault(case, {})[f"{library} {kind}"] = result
+            if first:
+                print_row(case, f"{library} {kind}", result)
+    if first:
         options = {**vars(args), "out": str(args.out)}
-        document = {"machine": about(mesh), "options": options, "results": results}
-        document["ratios"] = {case: ratios(ways) for case, ways in results.items()}
-        write_json(args.out, document)
+        write_json(args.out, {"machine": about(mesh), "options": options} | results)
     dist.destroy_process_group()
     return any("error" in r for ways in results.values() for r in ways.values())
 

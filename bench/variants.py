@@ -4,7 +4,7 @@ python3 bench/variants.py --nproc 4
 
 The variants are batches, recomputation, sizes of the model, ZeRO stages and a model that
 the host bounds. Each has a row of a table: the median step time, the host's part and the
-peak of allocated memory. `bench/compare.sh` compares with FSDP2.
+peak of allocated memory. `bench/compare.py` compares with FSDP2.
 
 --by has alternatives, which are tried one after the other. Each of them is some settings.
 With several --by all combinations are tried, and the last --by changes the fastest:

@@ -20,7 +20,7 @@ def shard_function(name):
     """Returns fully_shard. Flatshard's takes each of its options as a keyword here."""
     if name != "flatshard":
         return library(name).fully_shard
-    return importlib.import_module("bench.harness.options").fully_shard
+    return importlib.import_module(".options", __package__).fully_shard
 
 
 def fully_shard_of(name, **dtypes):

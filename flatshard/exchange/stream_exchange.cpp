@@ -133,7 +133,9 @@ nn::ExchangePlanPtr StreamExchange::begin_plan(
       num_experts_,
       c10::toString(counts.scalar_type()),
       c10::str(counts.sizes()));
-  auto made = begin(counts.contiguous());
+  const at::Tensor leaving = counts.contiguous();
+  auto made = begin(leaving);
+  made->counts = leaving;
   made->number = ++num_begun_;
   made->num_sent = num_rows;
   return made;
@@ -158,6 +160,7 @@ void StreamExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
     throw;
   }
   finish(plan);
+  made->counts = at::Tensor();
   made->is_finished = true;
 }
 

@@ -26,6 +26,9 @@ struct ExchangeOptions {
 };
 
 struct StreamExchangePlan : nn::ExchangePlan {
+  /// What begin_plan took. The exchange's stream reads it, so that its memory
+  /// is kept until the plan is finished.
+  at::Tensor counts;
   Event known;  ///< what the host needs of the counts is there
   std::int64_t number = 0;
   bool is_finished = false;

@@ -87,4 +87,23 @@ copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group) {
          (gpu.nvlink.copied_reductions.at(nbytes) * kBytesPerGb);
 }
 
+Gpu with_slowed_links(Gpu gpu) {
+  const auto slow = [](Curve& curve, double times) {
+    for (double& rate : curve.rates) {
+      rate /= times;
+    }
+  };
+  for (Curve* curve :
+       {&gpu.nvlink.all_gather,
+        &gpu.nvlink.reduce_scatter,
+        &gpu.nvlink.all_reduce,
+        &gpu.nvlink.all_to_all}) {
+    slow(*curve, gpu.contention.slowed_collectives);
+  }
+  slow(gpu.nvlink.copies, gpu.contention.slowed_copies);
+  slow(gpu.nvlink.copied_reductions, gpu.contention.slowed_copies);
+  gpu.passes["engine_copy"] /= gpu.contention.slowed_copies;
+  return gpu;
+}
+
 }  // namespace flatshard::plan

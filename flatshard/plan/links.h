@@ -38,4 +38,8 @@ double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
 double
 copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
+/// Returns a GPU whose links inside a host are as slow as they are while
+/// compute runs. The network is not slower then.
+Gpu with_slowed_links(Gpu gpu);
+
 }  // namespace flatshard::plan

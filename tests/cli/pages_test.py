@@ -38,7 +38,6 @@ ELSEWHERE = {
     "MASTER_ADDR=": "shellcheck reads the script",
     "build-example/": "tests/install/cpp_guide_test.py",
     "build/flatshard train bench/overlap_moe.toml": "two H100, as the page says",
-    "build/flatshard_overlap_price": "tests/schedule/overlap_price_test.cpp",
     "cmake ": "tests/install/install_example.sh",
     "flatshard data prepare --chat": "the test of the guide of fine-tuning",
     "flatshard data show corpora/chats": "the test of the guide of fine-tuning",
@@ -99,7 +98,8 @@ class Runner:
         (folder / "build").mkdir()
         for path in (folder / "build/flatshard", folder / "flatshard"):
             path.symlink_to(Path(program).resolve())
-        (folder / "examples").symlink_to(ROOT / "examples")
+        for name in ("examples", "bench"):
+            (folder / name).symlink_to(ROOT / name)
         (folder / "texts/more").mkdir(parents=True)
         for i in range(20):
             text = f"Once upon a time there was number {i}. " * (i + 1)
@@ -203,6 +203,10 @@ def follow(runner):
     printed = runner.page("docs/guides/plan.md")
     expect("GPU-hours" in str(printed), printed)
     expect((folder / "step.svg").exists(), "no picture")
+    said = runner.run(
+        "build/flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100"
+    )
+    expect("tokens/s" in said, said)
 
     # The export is the Hugging Face folder of the quickstart.
     shutil.copytree(folder / "outputs/hf", folder / "Llama-3.2-1B")

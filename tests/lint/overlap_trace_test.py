@@ -65,7 +65,7 @@ assert done.returncode == 1, done
 assert "4 in 0.05 ms, of which 1 (25 %, 0.01 ms) meet its compute" in done.stdout, done
 assert "B experts      0.040 ms" in done.stdout, done
 assert "F dispatch     0.010 ms" in done.stdout, done
-assert "B.dispatch=0.020 B.experts=0.040 F.combine" in done.stdout, done
+assert "B dispatch     0.020 ms" in done.stdout, done
 assert "expected 50% of the copies hidden, got 25%" in done.stderr, done
 
 done = run({"traceEvents": []})
@@ -74,6 +74,6 @@ assert done.returncode == 1 and "overlap_expert_parallel" in done.stderr, done
 # One rank has all experts: its nodes have times, and no copy is hidden.
 alone = trace(("F0.attend(0)", 0, COMPUTE, 100, 10))
 done = run(alone)
-assert done.returncode == 0 and "F.attend=0.010" in done.stdout, done
+assert done.returncode == 0 and "F attend       0.010 ms" in done.stdout, done
 done = run(alone, "--at-least", "0.5")
 assert done.returncode == 1 and "expert_parallel_degree" in done.stderr, done

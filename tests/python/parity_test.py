@@ -2,9 +2,8 @@
 data: bitwise equal at two ranks in float32, where sums have one order, else within
 a small multiple of the rounding of sums in another order.
 
-On GPUs a product's kernel depends on how its matrices are aligned, and rows of 13 in
-a flat buffer are not aligned as FSDP2's are; bench/python_llama.py compares the bits of
-a model whose rows are.
+On GPUs a product's kernel depends on how its matrices are aligned. Rows of 13 in a
+flat buffer are not aligned as FSDP2's are.
 """
 
 import copy

@@ -1,11 +1,9 @@
-// Measures one GPU. calibrate_links.cpp measures the links.
+// Measures one GPU but for the products, and calls what measures the rest.
 #include "flatshard/train/plan/calibrate.h"
 
 #include "flatshard/device/device_name.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/device/timer.h"
-#include "flatshard/float8/matmul.h"
-#include "flatshard/moe/grouped_matmul.h"
+#include "flatshard/float8/quantize.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/loss.h"
 #include "flatshard/nn/rms_norm_rows.h"
@@ -13,6 +11,7 @@
 #include "flatshard/nn/swiglu.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/train/metrics/peak_flops.h"
+#include "flatshard/train/plan/call_timer.h"
 #include "flatshard/train/train_state.h"
 
 #include <ATen/ATen.h>
@@ -21,71 +20,17 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
-#include <thread>
 
 namespace flatshard {
 namespace {
 
-using plan::Product;
-
 constexpr double kGiga = 1e9;
 constexpr double kTera = 1e12;
-constexpr int kWarmup = 2;
-constexpr int kLeastCalls = 3;
-constexpr int kMostCalls = 12;
 constexpr std::int64_t kElement = 2;  // bytes, of bfloat16
 constexpr std::int64_t kCopyNbytes = std::int64_t{1} << 26;
 
 at::TensorOptions bf16(at::Device device) {
   return at::TensorOptions(device).dtype(at::kBFloat16);
-}
-
-/// Random numbers like those of training: power, and so clocks, depend on them.
-at::Tensor normal(at::Device device, std::vector<std::int64_t> shape) {
-  return at::randn(shape, bf16(device));
-}
-
-/// Contiguous matrices of changing shapes in one place of memory.
-class Scratch {
- public:
-  Scratch(at::Device device, std::int64_t numel)
-      : memory_(normal(device, {numel})) {}
-  at::Tensor matrix(std::int64_t rows, std::int64_t columns) const {
-    return memory_.narrow(0, 0, rows * columns).view({rows, columns});
-  }
-
- private:
-  at::Tensor memory_;
-};
-
-std::vector<double> as_doubles(const std::vector<std::int64_t>& sizes) {
-  return {sizes.begin(), sizes.end()};
-}
-
-/// Fills a grid with what `seconds(m, n, k)` makes of 2 `groups` m n k FLOPs.
-template <class Seconds>
-plan::ProductRates measure_grid(
-    const std::vector<std::int64_t>& m,
-    const std::vector<std::int64_t>& n,
-    const std::vector<std::int64_t>& k,
-    double groups,
-    Seconds&& seconds) {
-  plan::ProductRates rates{
-      .m = as_doubles(m),
-      .n = as_doubles(n),
-      .k = as_doubles(k)};
-  for (const std::int64_t rows : m) {
-    for (const std::int64_t columns : n) {
-      for (const std::int64_t inner : k) {
-        const double flops = 2 * groups * static_cast<double>(rows) *
-                             static_cast<double>(columns) *
-                             static_cast<double>(inner);
-        rates.tflops.push_back(flops / seconds(rows, columns, inner) / kTera);
-      }
-    }
-  }
-  return rates;
 }
 
 double nbytes_of(std::initializer_list<at::Tensor> tensors) {
@@ -122,175 +67,6 @@ CalibrateOptions CalibrateOptions::for_cpus() {
       .seconds_per_point = 1e-3};
 }
 
-CallTimer::CallTimer(at::Device device, double seconds)
-    : device_(device), seconds_(seconds) {
-  if (device.is_cuda()) {
-    constexpr std::int64_t kSize = 8192;
-    left_ = normal(device, {kSize / 2, kSize});
-    right_ = normal(device, {kSize, kSize});
-    out_ = at::empty({kSize / 2, kSize}, bf16(device));
-  }
-}
-
-double CallTimer::operator()(const std::function<void()>& call) const {
-  const auto timer = make_stream_timer(device_);
-  const auto time = [&](int calls) {
-    for (int i = 0; i < calls; ++i) {
-      if (out_.defined()) {
-        at::Tensor out = out_;
-        at::mm_out(out, left_, right_);
-      }
-      timer->start();
-      call();
-      timer->stop();
-    }
-    return 1e-3 * timer->wait_and_take_ms() / calls;
-  };
-  for (int i = 0; i < kWarmup; ++i) {
-    call();
-  }
-  const double one = std::max(time(1), 1e-7);
-  return time(static_cast<int>(std::clamp(
-      std::ceil(seconds_ / one),
-      static_cast<double>(kLeastCalls),
-      static_cast<double>(kMostCalls))));
-}
-
-double seconds_in_a_row(
-    at::Device device,
-    int calls,
-    const std::function<void()>& call) {
-  for (int i = 0; i < kWarmup; ++i) {
-    call();
-  }
-  const auto timer = make_stream_timer(device);
-  timer->start();
-  for (int i = 0; i < calls; ++i) {
-    call();
-  }
-  timer->stop();
-  return 1e-3 * timer->wait_and_take_ms() / calls;
-}
-
-void calibrate_products(
-    const CallTimer& timer,
-    const CalibrateOptions& options,
-    plan::Gpu& gpu) {
-  const at::Device device = timer.device();
-  const std::vector<std::int64_t>& sizes = options.products;
-  const std::int64_t most = sizes.back() * sizes.back();
-  const Scratch a(device, most);
-  const Scratch b(device, most);
-  const Scratch c(device, most);
-  // Operands lie as the products of nn::Linear have them.
-  const auto run =
-      [&](Product product, std::int64_t m, std::int64_t n, std::int64_t k) {
-        at::Tensor out = c.matrix(m, n);
-        const at::Tensor left =
-            product == Product::wgrad ? a.matrix(k, m).t() : a.matrix(m, k);
-        const at::Tensor right =
-            product == Product::forward ? b.matrix(n, k).t() : b.matrix(k, n);
-        return timer([&] { at::mm_out(out, left, right); });
-      };
-  for (std::size_t i = 0; i < plan::kNumProducts; ++i) {
-    gpu.products[i] = measure_grid(
-        sizes,
-        sizes,
-        sizes,
-        1,
-        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-          return run(static_cast<Product>(i), m, n, k);
-        });
-  }
-
-  constexpr std::int64_t kExperts = 16;
-  const std::int64_t widest = options.group_dims.back();
-  const std::int64_t rows = kExperts * options.group_rows.back();
-  const Scratch x(device, rows * widest);
-  const Scratch y(device, rows * widest);
-  const Scratch w(device, kExperts * widest * widest);
-  const auto run_grouped = [&](Product product,
-                               std::int64_t m,
-                               std::int64_t n,
-                               std::int64_t k) {
-    const nn::Groups groups{
-        at::arange(1, kExperts + 1, at::TensorOptions(device).dtype(at::kInt)) *
-        m};
-    const auto weight = [&](std::int64_t out, std::int64_t in) {
-      return w.matrix(kExperts * out, in).view({kExperts, out, in});
-    };
-    return timer([&] {
-      if (product == Product::forward) {
-        nn::grouped_forward(x.matrix(kExperts * m, k), weight(n, k), groups);
-      } else if (product == Product::dgrad) {
-        nn::grouped_input_gradient(
-            x.matrix(kExperts * m, k),
-            weight(k, n),
-            groups);
-      } else {
-        at::Tensor grad = weight(n, k);
-        nn::grouped_weight_gradient(
-            grad,
-            /*accumulate=*/false,
-            x.matrix(kExperts * m, n),
-            y.matrix(kExperts * m, k),
-            groups);
-      }
-    });
-  };
-  for (std::size_t i = 0; i < plan::kNumProducts; ++i) {
-    gpu.grouped[i] = measure_grid(
-        options.group_rows,
-        options.group_dims,
-        options.group_dims,
-        kExperts,
-        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-          return run_grouped(static_cast<Product>(i), m, n, k);
-        });
-  }
-}
-
-void calibrate_float8(
-    const CallTimer& timer,
-    const CalibrateOptions& options,
-    plan::Gpu& gpu) {
-  const at::Device device = timer.device();
-  if (options.float8.empty()) {
-    return;
-  }
-  const std::int64_t most = options.float8.back() * options.float8.back();
-  const Scratch a(device, most);
-  const Scratch b(device, most);
-  const Scratch c(device, most);
-  for (const float8::Recipe recipe :
-       {float8::Recipe::tensorwise,
-        float8::Recipe::rowwise,
-        float8::Recipe::blockwise,
-        float8::Recipe::mxfp8}) {
-    if (!float8::multiplies(recipe, device)) {
-      continue;
-    }
-    const float8::Quantizer weights{.recipe = recipe};
-    const float8::Quantizer rows{
-        .recipe = float8::traits_of(recipe).activations};
-    gpu.float8[std::string(float8::to_string(recipe))] = measure_grid(
-        options.float8,
-        options.float8,
-        options.float8,
-        1,
-        [&](std::int64_t m, std::int64_t n, std::int64_t k) {
-          at::Tensor out = c.matrix(m, n);
-          const float8::Operand x{
-              float8::quantize(a.matrix(m, k), rows),
-              rows.recipe};
-          const float8::Operand w{
-              float8::quantize(b.matrix(n, k), weights),
-              recipe};
-          return timer([&] { float8::matmul(out, x, w); });
-        });
-  }
-}
-
 void calibrate_attention(
     const CallTimer& timer,
     const CalibrateOptions& options,
@@ -305,7 +81,7 @@ void calibrate_attention(
       const std::int64_t batch =
           std::max<std::int64_t>(1, options.tokens / seq);
       const auto input = [&](std::int64_t of_heads) {
-        return normal(device, {batch, seq, of_heads, head_dim})
+        return normal_bf16(device, {batch, seq, of_heads, head_dim})
             .requires_grad_();
       };
       const at::Tensor q = input(heads);
@@ -350,14 +126,14 @@ void calibrate_passes(
   const auto rate = [&](const char* kind, double nbytes, auto&& call) {
     gpu.passes[kind] = nbytes / timer(call) / kGiga;
   };
-  const at::Tensor x = normal(device, {tokens, dim});
-  const at::Tensor wide = normal(device, {tokens, inner});
-  const at::Tensor wide2 = normal(device, {tokens, inner});
+  const at::Tensor x = normal_bf16(device, {tokens, dim});
+  const at::Tensor wide = normal_bf16(device, {tokens, inner});
+  const at::Tensor wide2 = normal_bf16(device, {tokens, inner});
   at::Tensor other = at::empty_like(wide);
   rate("copy", nbytes_of({wide, other}), [&] { other.copy_(wide); });
   // x, delta in; y, sum out.
   const at::Tensor ones = at::ones({dim}, bf16(device));
-  const at::Tensor delta = normal(device, {tokens, dim});
+  const at::Tensor delta = normal_bf16(device, {tokens, dim});
   rate("norm", 4 * nbytes_of({x}), [&] {
     nn::rms_norm_rows(x, delta, ones, 1e-5);
   });
@@ -377,8 +153,8 @@ void calibrate_passes(
   // The logits come of a product, and are read and written once more.
   const std::int64_t vocab = device.is_cpu() ? 512 : 131072;
   const std::int64_t rows = std::min<std::int64_t>(tokens, 4096);
-  const at::Tensor head = normal(device, {vocab, 16});
-  const at::Tensor hidden = normal(device, {rows, 16}).requires_grad_();
+  const at::Tensor head = normal_bf16(device, {vocab, 16});
+  const at::Tensor hidden = normal_bf16(device, {rows, 16}).requires_grad_();
   const at::Tensor targets =
       at::zeros({rows}, at::TensorOptions(device).dtype(at::kLong));
   const double product = timer([&] { at::mm(hidden.detach(), head.t()); });

@@ -28,6 +28,8 @@ struct CalibrateOptions {
   static CalibrateOptions for_cpus();
 };
 
+class CallTimer;
+
 /// Measures the rates of this rank's device, and with several ranks those of
 /// the links between them. What it does not measure (the network) stays 0.
 /// Collective.
@@ -36,24 +38,6 @@ plan::Gpu calibrate(
     Mesh& mesh,
     const CalibrateOptions& options,
     const std::function<void(const std::string&)>& report);
-
-/// Measures calls as a training step runs them. Before each call of a GPU goes
-/// a large product, which is not measured: it evicts the call's operands from
-/// the cache, and keeps the GPU at the clock to which its power limits it.
-class CallTimer {
- public:
-  /// @param seconds  how long calls are measured at least, within limits.
-  CallTimer(at::Device device, double seconds);
-
-  /// Returns the mean seconds of a call, after a warm-up.
-  double operator()(const std::function<void()>& call) const;
-  at::Device device() const { return device_; }
-
- private:
-  at::Device device_;
-  double seconds_;
-  at::Tensor left_, right_, out_;  ///< of the product; undefined on a CPU
-};
 
 // The parts of it.
 void calibrate_products(
@@ -78,11 +62,5 @@ void calibrate_links(
     Mesh& mesh,
     const CalibrateOptions& options,
     plan::Gpu& gpu);
-
-/// Seconds of one of `calls` calls that follow each other, after a warm-up.
-double seconds_in_a_row(
-    at::Device device,
-    int calls,
-    const std::function<void()>& call);
 
 }  // namespace flatshard

@@ -7,6 +7,7 @@
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/runtime/copy_engines_choice.h"
 #include "flatshard/train/plan/calibrate.h"
+#include "flatshard/train/plan/call_timer.h"
 
 #include <ATen/ATen.h>
 

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "flatshard/plan/links.h"
+#include "flatshard/plan/slot_places.h"
+#include "flatshard/plan/step_record.h"
+#include "flatshard/plan/unit_prices.h"
+
+#include <vector>
+
+namespace flatshard::plan {
+
+/// Queues the operations of the Scheduler's actions: what the Executor does
+/// with streams and slots, on paper. It does not own the references.
+class UnitOperations {
+ public:
+  /// @param slowed_gpu  with_slowed_links(gpu).
+  UnitOperations(
+      const Job& job,
+      const std::vector<UnitPlan>& units,
+      const Gpu& gpu,
+      const Gpu& slowed_gpu,
+      StepRecord& record);
+
+  /// @param plan  offsets of the slots of a steady step.
+  void use_slots(SlotPlan plan) { places_ = SlotPlaces(std::move(plan)); }
+  const SlotPlan& slots() const { return places_.plan(); }
+  const std::vector<UnitSpec>& specs() const { return specs_; }
+
+  /// Forgets which units have gradients.
+  void begin_step();
+  void carry_out(const Action& action, int microbatch);
+  /// Queues the norm of the gradients and the optimizer.
+  void update();
+
+ private:
+  struct Weights {
+    std::int64_t begin = -1;  ///< in the arena; -1: no slot
+    int filled = kNoOperation;
+    int read_by_gather = kNoOperation;
+  };
+  struct UnitState {
+    std::int64_t grads = -1;
+    int reduced = kNoOperation;
+    bool has_gradients = false;
+    bool has_local = false;
+    int updated = kNoOperation;  ///< by the optimizer; waited for once
+  };
+
+  Weights& weights_of(UnitId unit, PlaneId plane, PartId part);
+  std::vector<int> take_slot(const Action& action, Weights& held);
+  void gather(const Action& action, int microbatch);
+  void derive(const Action& action, int microbatch);
+  void release(const Action& action);
+  void acquire_grads(UnitId unit);
+  void reduce(const Action& action, int microbatch);
+  void accumulate(UnitId unit, int microbatch);
+
+  const Job& job_;
+  const std::vector<UnitPlan>& units_;
+  const Gpu& gpu_;
+  StepRecord& record_;
+  std::vector<UnitSpec> specs_;
+  std::vector<UnitPrices> prices_;
+  std::vector<UnitPrices> slowed_prices_;  ///< of transfers beside compute
+  SlotPlaces places_;
+  std::vector<std::vector<Weights>> weights_;  ///< by unit and slice
+  std::vector<UnitState> states_;
+};
+
+}  // namespace flatshard::plan
