@@ -69,7 +69,7 @@ at::Tensor random_tokens(std::uint64_t seed) {
       at::kLong);
 }
 
-nn::TensorParallelPtr two_ranks(const Mesh& mesh, bool copies) {
+nn::TensorParallelPtr two_ranks(Mesh& mesh, bool copies) {
   const auto group = mesh.communicator(0, Purpose::exchange).shared_from_this();
   if (copies) {
     return std::make_shared<PeerTensorParallel>(group);
