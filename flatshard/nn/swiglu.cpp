@@ -125,10 +125,10 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     // An adapter reads the product in its own dtype.
     const auto recipe =
         calls ? std::nullopt : product_recipe(activation, weight, context);
-    AdapterForward adapters(calls, factors);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
                : MatmulRows(as_rows(product_of(activation, gate, up)));
+    const AdapterForward adapters(calls, factors, product);
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     std::vector<std::int64_t> sizes = with_last(gate, weight.size(0));
     if (ranks) {
@@ -138,13 +138,12 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     if (ranks && !calls && !is_float8(weight, context)) {
       y = multiply_and_scatter(*ranks, product.tensor(), weight.t());
     } else {
-      y = matmul_forward(
-          product,
+      y = adapters.matmul(
+          0,
           weight,
           context,
           {},
           residual.defined() ? as_rows(residual) : residual);
-      adapters.add(0, product.tensor(), y);
       y = ranks ? ranks->reduce_scatter(y) : y;
     }
     variable_list saved{gate, up, weight, product.amax()};
@@ -168,12 +167,12 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         grads[0],
         weight,
         context,
-        wants_pair ? &d : nullptr);
+        wants_pair && !adapters ? &d : nullptr);
     variable_list out(kFactors + adapters.num_factors() + 4);
     // Edges count defined tensors only.
     adapters.set_places(
         {.edge = kResidual + (has_residual ? 1U : 0U), .out = kFactors});
-    adapters.begin(0, dy, out);
+    adapters.begin(dy, out);
     const MatmulRows g =
         gradient_rows(dy, wants_pair && ctx->needs_input_grad(kWeight));
     const GateActivation activation = saved_activation(ctx);
@@ -182,9 +181,9 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     at::Tensor product;
     if (wants_pair) {
       if (!d.defined()) {
+        adapters.add_input_gradient(d);
         add_input_gradient(d, g, weight, context);
       }
-      adapters.add_input_gradient(0, d);
       d = d.view(gate.sizes());
       if (recipe && float8::traits_of(*recipe).has_one_scale()) {
         at::Tensor amax;
@@ -202,7 +201,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         (wants_weight || adapters.wants_input(0))) {
       product = product_of(activation, gate, up);
     }
-    adapters.end(0, product, out);
+    adapters.end(product, out);
     if (wants_weight) {
       out[kWeight] = deliver_matmul_wgrad(
           context,
