@@ -86,9 +86,9 @@ HalvesResult run_two_ranks(
   std::mutex mutex;
   run_ranks(2, [&](RankContext& context) {
     const auto mesh = context.mesh();
-    models::Llama llama(
-        halves_config(),
-        models::LlamaOptions{.ranks = two_ranks(*mesh, copies)});
+    models::LlamaOptions options;
+    options.ranks = two_ranks(*mesh, copies);
+    models::Llama llama(halves_config(), options);
     const nn::ParameterParts parts = nn::parts_below(*llama);
     const auto part_of = [&](const std::string& name, const at::Tensor& whole) {
       const auto found = parts.find(name);
