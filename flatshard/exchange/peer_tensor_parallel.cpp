@@ -45,9 +45,9 @@ class PeerTensorParallel::Gather : public nn::PendingGather {
     ranks.wait_for_compute();
     ranks.submit_copy(ranks.window(ranks.rank()), part);
     ranks.submit_fence();
-    // The ranks begin with their next one each, so that no two read from one.
+    // The ranks begin with the one before each, so that no two read from one.
     for (int i = 1; i <= ranks.size(); ++i) {
-      const int rank = (ranks.rank() + i) % ranks.size();
+      const int rank = (ranks.rank() - i + ranks.size()) % ranks.size();
       auto* const to = static_cast<char*>(whole_.data_ptr()) + rank * nbytes;
       const void* const from =
           rank == ranks.rank() ? part.const_data_ptr() : ranks.window(rank);

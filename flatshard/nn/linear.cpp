@@ -77,7 +77,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         grads[0],
         weight,
         context,
-        ctx->needs_input_grad(kX) && !adapters ? &dx : nullptr);
+        ctx->needs_input_grad(kX) ? &dx : nullptr);
     const MatmulRows g = gradient_rows(
         dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
@@ -90,9 +90,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     adapters.begin(dy, out);
     if (ctx->needs_input_grad(kX)) {
       if (!dx.defined()) {
-        adapters.add_input_gradient(dx);
         add_input_gradient(dx, g, weight, context);
       }
+      adapters.add_input_gradient(dx);
       out[kX] = dx.view(x.sizes());
     }
     adapters.end(x, out);
@@ -194,9 +194,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     }
     adapters.begin(grads, out);
     at::Tensor dx;
-    if (ctx->needs_input_grad(0)) {
-      adapters.add_input_gradient(dx);
-    }
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
@@ -215,10 +212,13 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         }
       }
     }
-    if (dx.defined() && ranks) {
-      pending_dx = ranks->start_reduce_scatter(dx);
-    } else if (dx.defined()) {
-      out[0] = dx.view(x.sizes());
+    if (dx.defined()) {
+      adapters.add_input_gradient(dx);
+      if (ranks) {
+        pending_dx = ranks->start_reduce_scatter(dx);
+      } else {
+        out[0] = dx.view(x.sizes());
+      }
     }
     std::optional<MatmulRows> rows;
     const at::Tensor read = pending_rows ? pending_rows->finish() : as_rows(x);

@@ -181,6 +181,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     at::Tensor product;
     if (wants_pair) {
       if (!d.defined()) {
+        // First: this is the widest gradient, and a sum reads it once more.
         adapters.add_input_gradient(d);
         add_input_gradient(d, g, weight, context);
       }

@@ -24,7 +24,8 @@ class PendingTensor {
 class PendingGather : public PendingTensor {
  public:
   /// The part of rank `rank`, for kernels on the current stream, which wait for
-  /// no other part.
+  /// no later part: those of the ranks before this one come in turn. Valid
+  /// until another transfer starts.
   virtual at::Tensor part(int rank) = 0;
 };
 
