@@ -289,18 +289,6 @@ def test_other_options(options, world):
         assert train(model, seeds) == pytest.approx(train(reference, seeds), rel=1e-2)
 
 
-def test_compiled_blocks(world):
-    for dp, _, mesh in meshes(world):
-        pair = []
-        for compiles in (False, True):
-            model = parallel(make(), mesh["tp"])
-            shard(model, fully_shard, mesh=mesh["dp"])
-            for block in model.blocks if compiles else ():
-                block.compile(backend="aot_eager")
-            pair.append(train(model, [mesh.get_local_rank("dp")]))
-        assert pair[1] == pytest.approx(pair[0], rel=1e-5)
-
-
 def test_replicas(world):
     if world != 4:
         pytest.skip("needs 4 ranks")
