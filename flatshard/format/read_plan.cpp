@@ -259,7 +259,7 @@ void check_files(
     FLATSHARD_CHECK(
         nbytes == stored.nbytes,
         format,
-        "{}: expected {} bytes as {} says, got {}",
+        "{}: expected {} bytes as in {}, got {}",
         path.string(),
         stored.nbytes,
         kManifestName,
@@ -279,7 +279,7 @@ void check_files(
         FLATSHARD_CHECK(
             entry.dtype == tensor.dtype && offset == expected.offset,
             format,
-            "{}: tensor '{}' ({}): expected {} at byte {} as {} says, got {} "
+            "{}: tensor '{}' ({}): expected {} at byte {} as in {}, got {} "
             "at byte {}",
             reader.path().string(),
             entry.name,
@@ -292,7 +292,7 @@ void check_files(
         FLATSHARD_CHECK(
             entry.nbytes() == expected.nbytes,
             format,
-            "{}: tensor '{}' ({}): expected {} bytes as {} says, got {}",
+            "{}: tensor '{}' ({}): expected {} bytes as in {}, got {}",
             reader.path().string(),
             entry.name,
             describe_tensor(role, name),

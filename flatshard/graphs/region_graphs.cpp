@@ -65,8 +65,8 @@ std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
         !unit->weights().has_planes_on_request(),
         config,
         "GraphOptions::enabled (cuda_graph.impl) with FP8 weights (unit {}) "
-        "and microbatches that interleave: the planes of each lie in other "
-        "places; leave one of the three out",
+        "and microbatches that interleave: the planes of each are at other "
+        "addresses; leave one of the three out",
         unit->name());
   }
   reset();

@@ -158,7 +158,7 @@ std::int64_t global_batch_from(
   if (!derived) {
     if (mesh.rank() == 0) {
       log_info(
-          "training.global_batch_size = {}, as the config says; the checkpoint "
+          "training.global_batch_size = {}, as in the config; the checkpoint "
           "of step {} was trained with {}",
           t.global_batch_size,
           step,

@@ -117,8 +117,8 @@ def mixed_precision(policy, fp8):
         )
     if fp8 is not None and getattr(policy, "param_dtype_override_fn", None):
         raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not supported with fp8; say by "
-            "Float8Policy's module_filter_fn which weights are FP8"
+            "mp_policy: param_dtype_override_fn is not supported with fp8; choose "
+            "FP8 weights by Float8Policy's module_filter_fn"
         )
     return policy
 

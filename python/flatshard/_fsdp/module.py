@@ -275,7 +275,7 @@ class FSDPModule:
     def finalize_backward(self, async_op: bool = False) -> None:
         raise NotImplementedError(
             "finalize_backward is not supported: each backward reduces at its end, "
-            "unless set_requires_gradient_sync(False) or no_sync() says otherwise; leave "
+            "unless set_requires_gradient_sync(False) or no_sync() is in effect; leave "
             "the call out and let the last backward synchronize"
         )
 

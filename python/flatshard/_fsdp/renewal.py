@@ -167,7 +167,7 @@ def _check_may_change(unit, changed):
 def why_fixed(unit, p):
     """What of the unit is in the way of another core, or None."""
     if unit.joined:
-        return "whose parameters rest on a part of the model's mesh"
+        return "whose parameters are sharded over a part of the model's mesh"
     if p.extension is not None:
         return "that gathers tensors of a subclass"
     if unit.main_grads:

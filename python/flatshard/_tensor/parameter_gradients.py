@@ -59,8 +59,8 @@ def _mean(shard, whole, p):
         )
     if whole.shape != shard.shape:
         raise NotImplementedError(
-            f"torch.autograd.grad of parameter {p.title} is not supported: it rests on a "
-            "part of the model's mesh"
+            f"torch.autograd.grad of parameter {p.title} is not supported: it is "
+            "sharded over a part of the model's mesh"
         )
     mesh = shard.device_mesh
     total = whole.contiguous().clone()
