@@ -268,7 +268,7 @@ class FSDPModule:
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again after another warm-up. For what a graph cannot see: a tensor that is no
-        argument, parameter or buffer and lies elsewhere now. Call it on the root, between
+        argument, parameter or buffer and is elsewhere now. Call it on the root, between
         steps."""
         root_of(self).core.reset_graphs()
 

@@ -101,7 +101,7 @@ class Root:
             ),
         )
         self.running_pass = None  # whose forward calls of wrapped modules are
-        self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
+        self._passes = weakref.WeakSet()  # BackwardPasses that began and continue
         self.has_passes = False  # or had one since the last forward outside of them
         self._sync_is_of_pass = False
         self._initialized = False
