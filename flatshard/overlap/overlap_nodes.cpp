@@ -212,10 +212,10 @@ void OverlapRunner::forward(const PlanStep& step) {
       step.node,
       step.pass,
       !options_.recompute || step.node == PlanNode::merge);
-  if (step.node == last_with_weights(step.layer)) {
+  if (step.node == graph_of(step).last_with_weights()) {
     m.pass->forward_end(unit_of(step));
   }
-  if (step.node == last_node(step.layer)) {
+  if (step.node == graph_of(step).result()) {
     Layer& layer = layer_of(step);
     receive_rows(layer, layer.stages.result());
     m.tokens = std::exchange(layer.values[layer.stages.result()], {});
@@ -228,20 +228,18 @@ void OverlapRunner::begin_layer(const PlanStep& step) {
   auto& layer = m.layers[step.layer];
   layer.emplace(model_.nodes(step.microbatch, step.layer));
   layer->values[0] = std::exchange(m.tokens, {});
-  const bool has_experts = layer->stages.has(PlanNode::dispatch);
-  const bool has_shared = layer->stages.has(PlanNode::shared);
-  const bool is_dense = this->is_dense(step.layer);
-  FLATSHARD_CHECK(
-      has_experts != is_dense &&
-          has_shared == (options_.shared_experts && !is_dense),
-      usage,
-      "the nodes of layer {}: expected {} and {}, as the plan has them, got {} "
-      "and {}; see OverlapPlanOptions::dense and shared_experts",
-      step.layer,
-      is_dense ? "no exchange" : "an exchange",
-      options_.shared_experts && !is_dense ? "shared experts" : "none shared",
-      has_experts ? "an exchange" : "no exchange",
-      has_shared ? "shared experts" : "none shared");
+  for (const PlanNode node : {PlanNode::dispatch, PlanNode::shared}) {
+    const bool is_planned = graph_of(step).has(node);
+    FLATSHARD_CHECK(
+        layer->stages.has(node) == is_planned,
+        usage,
+        "the nodes of layer {}: expected {} node for the plan's {}, got {}; "
+        "see OverlapPlanOptions::dense and shared_experts",
+        step.layer,
+        is_planned ? "a" : "no",
+        to_string(node),
+        is_planned ? "none" : "one");
+  }
 }
 
 // -- backward ----------------------------------------------------------------
@@ -252,7 +250,8 @@ void OverlapRunner::begin_backward(const PlanStep& step) {
     const bool is_last =
         step.microbatch + 1 == static_cast<int>(microbatches_.size());
     m.pass->open_backward(
-        {.is_last = is_last, .interleaved = options_.interleave && !is_last});
+        {.is_last = is_last,
+         .interleaved = options_.in_flight > 1 && !is_last});
   }
   // The root's begins with its head and ends with its embedding.
   if (step.node != PlanNode::embed && step.layer != m.begun) {
@@ -274,7 +273,7 @@ void OverlapRunner::recompute(const PlanStep& step) {
     m.pass->recompute_begin(unit_of(step));
   }
   run_stage(layer_of(step), step.node, step.pass, /*with_graph=*/true);
-  if (step.node == last_with_weights(step.layer)) {
+  if (step.node == graph_of(step).last_with_weights()) {
     m.pass->recompute_end(unit_of(step));
   }
 }
@@ -305,7 +304,7 @@ void OverlapRunner::backward(const PlanStep& step) {
     return;
   }
   Layer& layer = layer_of(step);
-  if (step.node == last_node(step.layer)) {
+  if (step.node == graph_of(step).result()) {
     add_gradient(layer, layer.stages.result(), std::exchange(m.gradient, {}));
   }
   run_stage_backward(layer, step.node);

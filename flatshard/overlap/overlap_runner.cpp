@@ -65,10 +65,6 @@ OverlapRunner::~OverlapRunner() {
   exchange_->reset();
 }
 
-bool OverlapRunner::is_dense(int layer) const {
-  return !options_.dense.empty() && options_.dense[layer];
-}
-
 UnitId OverlapRunner::unit_of(const PlanStep& step) const {
   return step.layer < 0 ? model_.root : model_.layers[step.layer];
 }
@@ -90,7 +86,7 @@ std::vector<at::Tensor> OverlapRunner::run() {
   try {
     for (int i = 0; i < static_cast<int>(plan_.size()); ++i) {
       const PlanStep& step = plan_[i];
-      const bool is_compute = step.stream == PlanStream::compute;
+      const bool is_compute = step.stream() == PlanStream::compute;
       for (; wait != waits_.end() && wait->waiter == i; ++wait) {
         const Event& event = done[wait->earlier];
         is_compute ? compute_waits(event) : event.wait(*exchange_);

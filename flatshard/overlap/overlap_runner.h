@@ -4,6 +4,7 @@
 #include "flatshard/moe/nodes.h"
 #include "flatshard/overlap/backward_pass.h"
 #include "flatshard/runtime/runtime.h"
+#include "flatshard/schedule/layer_graph.h"
 #include "flatshard/schedule/overlap_events.h"
 #include "flatshard/schedule/overlap_plan.h"
 
@@ -92,12 +93,8 @@ class OverlapRunner {
       const at::Tensor& addend = {});
   const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
   void compute_waits(const Event& event);
-  bool is_dense(int layer) const;
-  PlanNode last_with_weights(int layer) const {
-    return is_dense(layer) ? PlanNode::attend : PlanNode::experts;
-  }
-  PlanNode last_node(int layer) const {
-    return is_dense(layer) ? PlanNode::attend : PlanNode::merge;
+  const LayerGraph& graph_of(const PlanStep& step) const {
+    return layer_graph(options_, step.layer);
   }
   UnitId unit_of(const PlanStep& step) const;
   Layer& layer_of(const PlanStep& step);

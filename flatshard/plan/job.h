@@ -44,7 +44,7 @@ struct Job {
   SchedulerOptions scheduler;
 
   int microbatches = 1;
-  OverlapPlanOptions overlap;  ///< of interleave = false: one after the other
+  OverlapPlanOptions overlap;  ///< of in_flight = 1: one after the other
   LayerWork ends;              ///< the nodes embed and head
   std::vector<LayerWork> layer_kinds;
   std::vector<int> kind_of_layer;

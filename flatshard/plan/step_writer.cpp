@@ -103,7 +103,8 @@ class StepWriter {
       add(prefetched);
     }
     const auto lifetimes = slot_lifetimes(specs, actions);
-    if (!has_all_places(units_.slots(), lifetimes) || job_.overlap.interleave) {
+    if (!has_all_places(units_.slots(), lifetimes) ||
+        job_.overlap.in_flight > 1) {
       units_.use_slots(SlotPlan::build(lifetimes));
     }
   }
@@ -142,8 +143,10 @@ class StepWriter {
     const auto found = layer.nodes.find(step.node);
     const NodeWork none;
     const NodeWork& work = found == layer.nodes.end() ? none : found->second;
-    Operation operation{.unit = unit_of(step), .microbatch = step.microbatch};
-    const bool is_exchange = step.stream == PlanStream::exchange;
+    Operation operation{
+        .unit = job_.plan_units.unit_of(step),
+        .microbatch = step.microbatch};
+    const bool is_exchange = step.stream() == PlanStream::exchange;
     operation.stream = is_exchange ? Stream::exchange : Stream::compute;
     if (!is_exchange) {
       operation.waits = record_.take_compute_waits();
@@ -266,19 +269,8 @@ class StepWriter {
     return record_.queue(std::move(kernel));
   }
 
-  UnitId unit_of(const PlanStep& step) const {
-    const PlanUnits& units = job_.plan_units;
-    if (step.layer >= 0) {
-      return units.layers[step.layer];
-    }
-    if (!units.ends) {
-      return units.root;
-    }
-    return step.node == PlanNode::embed ? units.ends->embed : units.ends->head;
-  }
-
   double host_seconds(const PlanStep& step) const {
-    const bool is_exchange = step.stream == PlanStream::exchange;
+    const bool is_exchange = step.stream() == PlanStream::exchange;
     // A node without kernels, and a rank's own embedding, is a launch or two.
     const double share = step.layer < 0 ? 0.25 : is_exchange ? 0.2 : 1;
     const bool forward =

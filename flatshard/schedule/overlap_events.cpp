@@ -1,6 +1,7 @@
 #include "flatshard/schedule/overlap_events.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/schedule/layer_graph.h"
 
 #include <algorithm>
 #include <utility>
@@ -44,22 +45,8 @@ class EventWriter {
   std::vector<ScheduleEvent> take() { return std::exchange(events_, {}); }
 
  private:
-  bool is_dense(int l) const {
-    return !options_.dense.empty() && options_.dense[l];
-  }
-  UnitId unit_of(const PlanStep& step) const {
-    if (step.layer >= 0) {
-      return units_.layers[step.layer];
-    }
-    if (!units_.ends) {
-      return units_.root;
-    }
-    return step.node == PlanNode::embed ? units_.ends->embed
-                                        : units_.ends->head;
-  }
   bool reads_last(const PlanStep& step) const {
-    return step.node ==
-           (is_dense(step.layer) ? PlanNode::attend : PlanNode::experts);
+    return step.node == layer_graph(options_, step.layer).last_with_weights();
   }
 
   int grads_of(const PlanStep& step) const {
@@ -80,7 +67,7 @@ class EventWriter {
   }
 
   ScheduleEvent& say(EventKind kind, const PlanStep& step) {
-    return say_of(unit_of(step), kind, step);
+    return say_of(units_.unit_of(step), kind, step);
   }
   ScheduleEvent& say_of(UnitId unit, EventKind kind, const PlanStep& step) {
     // Each unit runs once in a microbatch.
@@ -164,7 +151,7 @@ class EventWriter {
 
   // Whatever the first step of a unit's backward is.
   void begin_layer(const PlanStep& step) {
-    const UnitId unit = unit_of(step);
+    const UnitId unit = units_.unit_of(step);
     if (unit != units_.root && begun_ != std::pair(step.microbatch, unit)) {
       begin_backward_of(unit, step);
     }
@@ -175,7 +162,7 @@ class EventWriter {
     const bool is_last = step.microbatch == last_microbatch_;
     say(EventKind::microbatch, step).is_last = is_last;
     ScheduleEvent& begin = say(EventKind::task_begin, step);
-    begin.interleaved = options_.interleave && !is_last;
+    begin.interleaved = options_.in_flight > 1 && !is_last;
     const auto expect = [&begin](UnitId unit, int grads) {
       begin.calls.emplace_back(unit, 1);
       if (grads > 0) {
@@ -205,6 +192,16 @@ class EventWriter {
 };
 
 }  // namespace
+
+UnitId PlanUnits::unit_of(const PlanStep& step) const {
+  if (step.layer >= 0) {
+    return layers[step.layer];
+  }
+  if (!ends) {
+    return root;
+  }
+  return step.node == PlanNode::embed ? ends->embed : ends->head;
+}
 
 std::vector<std::vector<ScheduleEvent>> plan_events_by_step(
     const std::vector<PlanStep>& plan,

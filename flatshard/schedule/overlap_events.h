@@ -29,6 +29,9 @@ struct PlanUnits {
   int embed_grads = 0;
   int head_grads = 0;
   int root_grads = 0;  ///< beside those of the ends, in the head's backward
+
+  /// Whose weights the step reads.
+  UnitId unit_of(const PlanStep& step) const;
 };
 
 /// What a Scheduler hears while `plan` runs. A unit's forward is over with the

@@ -1,197 +1,131 @@
 #include "flatshard/schedule/overlap_plan.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/schedule/layer_graph.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
 namespace flatshard {
 namespace {
 
-// Writes a plan down, piece by piece.
-class PlanWriter {
+// A step of a pair of layers, which the backward of one microbatch and the
+// forward of another take.
+struct Choice {
+  PlanPass pass;
+  PlanNode node;
+  int layers_before = 0;  ///< of the layer that the backward took before
+};
+
+// The steps of a pair by priority. Others come where a step needs them.
+using Policy = std::vector<Choice>;
+
+Policy policy_of_pair(bool rows_first) {
+  using enum PlanPass;
+  using enum PlanNode;
+  if (rows_first) {
+    return {
+        {backward, combine},
+        {recompute, attend},
+        {recompute, dispatch},
+        {backward, shared},
+        {forward, attend},
+        {forward, dispatch},
+        {backward, experts},
+        {backward, dispatch},
+        {wgrad, experts},
+        {forward, shared},
+        {forward, experts},
+        {forward, combine},
+        {backward, attend},
+        {wgrad, attend},
+        {wgrad, shared}};
+  }
+  return {
+      {backward, combine},
+      {recompute, attend},
+      {recompute, dispatch},
+      {backward, shared},
+      {forward, attend},
+      {backward, experts},
+      {forward, dispatch},
+      {wgrad, experts},
+      {forward, shared},
+      {forward, experts},
+      {backward, dispatch},
+      {forward, combine},
+      {backward, attend},
+      {wgrad, attend},
+      {wgrad, shared}};
+}
+
+// Weight gradients hide the exchange that was launched last.
+Policy policy_of_backward() {
+  using enum PlanPass;
+  using enum PlanNode;
+  return {
+      {backward, combine},
+      {wgrad, attend, 1},
+      {wgrad, shared, 1},
+      {recompute, attend},
+      {recompute, dispatch},
+      {backward, shared},
+      {backward, experts},
+      {backward, dispatch},
+      {wgrad, experts},
+      {backward, attend}};
+}
+
+class ListSchedule {
  public:
-  PlanWriter(int layers, const OverlapPlanOptions& options)
-      : layers_(layers), options_(options) {}
-
-  void forward(int m) {
-    begin_forward(m);
-    for (int l = 0; l < layers_; ++l) {
-      attend(m, l);
-      send_rows(m, l);
-      run_experts(m, l);
-      send_results(m, l);
-    }
-    end_forward(m);
+  ListSchedule(int layers, int microbatches, const OverlapPlanOptions& options)
+      : layers_(layers), options_(options) {
+    const auto steps = plan_steps(layers, microbatches, options);
+    left_ = {steps.begin(), steps.end()};
   }
 
-  void backward(int m) {
-    add(B, m, -1, PlanNode::head);
-    for (int l = layers_ - 1; l >= 0; --l) {
-      send_gradients(m, l);
-      if (l + 1 < layers_) {
-        // It hides the exchange that has just begun.
-        attend_wgrads(m, l + 1);
+  /// The backward of `b` and the forward of `f`; microbatches that do not
+  /// exist have no steps.
+  void pair(const Policy& policy, int b, int f) {
+    take({PlanPass::forward, f, -1, PlanNode::embed});
+    take({PlanPass::backward, b, -1, PlanNode::head});
+    for (int l = 0; l <= layers_; ++l) {
+      for (const Choice& choice : policy) {
+        const bool is_forward = choice.pass == PlanPass::forward;
+        const int back = layers_ - 1 - l + choice.layers_before;
+        take(
+            {choice.pass,
+             is_forward ? f : b,
+             is_forward ? l : back,
+             choice.node});
       }
-      recompute_attend(m, l);
-      backward_of_experts(m, l);
-      send_gradients_back(m, l);
-      expert_wgrads(m, l);
-      add(B, m, l, PlanNode::attend);
     }
-    attend_wgrads(m, 0);
-    add(B, m, -1, PlanNode::embed);
+    take({PlanPass::backward, b, -1, PlanNode::embed});
+    take({PlanPass::forward, f, -1, PlanNode::head});
   }
 
-  // The backward of `b` beside the forward of `f`.
-  void both(int b, int f) {
-    begin_forward(f);
-    add(B, b, -1, PlanNode::head);
-    for (int l = 0; l < layers_; ++l) {
-      const int back = layers_ - 1 - l;
-      send_gradients(b, back);
-      recompute_attend(b, back);
-      attend(f, l);
-      if (options_.rows_first) {
-        send_rows(f, l);
-        backward_of_experts(b, back);
-        send_gradients_back(b, back);
-        expert_wgrads(b, back);
-        run_experts(f, l);
-      } else {
-        backward_of_experts(b, back);
-        send_rows(f, l);
-        expert_wgrads(b, back);
-        run_experts(f, l);
-        send_gradients_back(b, back);
-      }
-      send_results(f, l);
-      add(B, b, back, PlanNode::attend);
-      attend_wgrads(b, back);
-    }
-    add(B, b, -1, PlanNode::embed);
-    end_forward(f);
-  }
-
-  std::vector<PlanStep> take() { return std::move(plan_); }
+  std::vector<PlanStep> plan() { return std::move(plan_); }
 
  private:
-  static constexpr PlanPass F = PlanPass::forward;
-  static constexpr PlanPass R = PlanPass::recompute;
-  static constexpr PlanPass B = PlanPass::backward;
-  static constexpr PlanPass W = PlanPass::wgrad;
-
-  void add(PlanPass pass, int microbatch, int layer, PlanNode node) {
-    plan_.push_back({pass, microbatch, layer, node, stream_of(node)});
-  }
-
-  bool has_experts(int l) const {
-    return options_.dense.empty() || !options_.dense[l];
-  }
-  bool has_shared(int l) const {
-    return options_.shared_experts && has_experts(l);
-  }
-
-  void begin_forward(int m) { add(F, m, -1, PlanNode::embed); }
-
-  void end_forward(int m) {
-    merge(m, layers_ - 1);
-    add(F, m, -1, PlanNode::head);
-  }
-
-  void merge(int m, int l) {
-    if (l >= 0 && has_experts(l)) {
-      add(F, m, l, PlanNode::merge);
-    }
-  }
-
-  void attend(int m, int l) {
-    merge(m, l - 1);
-    add(F, m, l, PlanNode::attend);
-  }
-
-  void send_rows(int m, int l) {
-    if (has_experts(l)) {
-      add(F, m, l, PlanNode::dispatch);
-    }
-  }
-
-  void run_experts(int m, int l) {
-    if (has_shared(l)) {
-      add(F, m, l, PlanNode::shared);
-    }
-    if (has_experts(l)) {
-      add(F, m, l, PlanNode::experts);
-    }
-  }
-
-  void send_results(int m, int l) {
-    if (has_experts(l)) {
-      add(F, m, l, PlanNode::combine);
-    }
-  }
-
-  void send_gradients(int m, int l) {
-    if (has_experts(l)) {
-      add(B, m, l, PlanNode::merge);
-      add(B, m, l, PlanNode::combine);
-    }
-  }
-
-  void recompute_attend(int m, int l) {
-    if (options_.recompute) {
-      add(R, m, l, PlanNode::attend);
-      if (has_experts(l)) {
-        add(R, m, l, PlanNode::dispatch);
-      }
-      if (has_shared(l)) {
-        add(R, m, l, PlanNode::shared);
-      }
-    }
-    if (has_shared(l)) {
-      add(B, m, l, PlanNode::shared);
-    }
-  }
-
-  void backward_of_experts(int m, int l) {
-    if (!has_experts(l)) {
+  void take(const PlanStep& step) {
+    if (left_.erase(step) == 0) {
       return;
     }
-    if (options_.recompute) {
-      add(R, m, l, PlanNode::experts);
+    for (const PlanStep& earlier : plan_dependencies(step, layers_, options_)) {
+      take(earlier);
     }
-    add(B, m, l, PlanNode::experts);
-  }
-
-  void send_gradients_back(int m, int l) {
-    if (has_experts(l)) {
-      add(B, m, l, PlanNode::dispatch);
-    }
-  }
-
-  void expert_wgrads(int m, int l) {
-    if (has_experts(l) && options_.delay_wgrad) {
-      add(W, m, l, PlanNode::experts);
-    }
-  }
-
-  void attend_wgrads(int m, int l) {
-    if (!options_.delay_wgrad) {
-      return;
-    }
-    add(W, m, l, PlanNode::attend);
-    if (has_shared(l)) {
-      add(W, m, l, PlanNode::shared);
-    }
+    plan_.push_back(step);
   }
 
   int layers_;
   const OverlapPlanOptions& options_;
+  std::set<PlanStep> left_;
   std::vector<PlanStep> plan_;
 };
 
@@ -214,12 +148,13 @@ char letter_of(PlanPass pass) {
 std::vector<PlanStep>
 overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
   FLATSHARD_CHECK(
-      layers >= 1 && microbatches >= 1,
+      layers >= 1 && microbatches >= 1 && options.in_flight >= 1,
       config,
-      "an overlap plan: expected at least one layer and one microbatch, got {} "
-      "and {}",
+      "an overlap plan: expected at least one layer, one microbatch and one in "
+      "flight, got {}, {} and {}",
       layers,
-      microbatches);
+      microbatches,
+      options.in_flight);
   FLATSHARD_CHECK(
       options.dense.empty() ||
           options.dense.size() == static_cast<std::size_t>(layers),
@@ -228,18 +163,18 @@ overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
       "none, got {}",
       layers,
       options.dense.size());
-  PlanWriter writer(layers, options);
-  for (int m = 0; m < microbatches; ++m) {
-    if (m == 0 || !options.interleave) {
-      writer.forward(m);
+  ListSchedule schedule(layers, microbatches, options);
+  const Policy both = policy_of_pair(options.rows_first);
+  const Policy backward = policy_of_backward();
+  const int ahead = std::min(options.in_flight, microbatches) - 1;
+  for (int f = 0; f < microbatches + ahead; ++f) {
+    if (ahead == 0) {
+      schedule.pair(both, -1, f);
     }
-    if (options.interleave && m + 1 < microbatches) {
-      writer.both(m, m + 1);
-    } else {
-      writer.backward(m);
-    }
+    const bool is_alone = ahead == 0 || f >= microbatches;
+    schedule.pair(is_alone ? backward : both, f - ahead, f);
   }
-  return writer.take();
+  return schedule.plan();
 }
 
 PlanStream stream_of(PlanNode node) {

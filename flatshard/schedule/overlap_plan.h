@@ -1,6 +1,6 @@
 #pragma once
 
-#include <cstdint>
+#include <compare>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,15 +40,18 @@ struct PlanStep {
   int microbatch = 0;
   int layer = -1;  ///< -1 of embed and head
   PlanNode node{};
-  PlanStream stream{};
 
-  friend bool operator==(const PlanStep&, const PlanStep&) = default;
+  PlanStream stream() const { return stream_of(node); }
+
+  friend auto operator<=>(const PlanStep&, const PlanStep&) = default;
 };
 
 struct OverlapPlanOptions {
-  /// The backward of one microbatch beside the forward of the next. Without,
-  /// one microbatch follows the other.
-  bool interleave = true;
+  /// Microbatches whose forward has begun and whose backward has not ended. The
+  /// backward of one runs beside the forward of the last of them, so 2 are
+  /// enough to hide exchanges, and more cost memory alone. 1: one microbatch
+  /// follows the other.
+  int in_flight = 2;
   /// Weight gradients are steps of their own, after those of inputs, so that
   /// they can hide an exchange.
   bool delay_wgrad = false;
@@ -63,9 +66,12 @@ struct OverlapPlanOptions {
 };
 
 /// What a training step of one pipeline stage does, in the order in which a
-/// host launches it, and on which stream: F0; (B0 + F1); (B1 + F2); ...; the
-/// last backward. Between B0 and F1 layers are taken in pairs, the last of B0
-/// with the first of F1:
+/// host launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With
+/// more microbatches in flight more forwards come first.
+///
+/// A list schedule: a policy gives the steps of each pair a priority, and a
+/// step that another one depends on comes before it. The policy of B0 and F1
+/// takes layers in pairs, the last of B0 with the first of F1:
 ///
 ///   exchange  combine.B | dispatch.F   dispatch.B | combine.F
 ///   compute   attend.F  | experts.B W  experts.F  | attend.B W
@@ -77,8 +83,8 @@ struct OverlapPlanOptions {
 /// exchange. All ranks have the same plan, so their exchanges meet in the same
 /// order.
 ///
-/// @throws Error{config} for no layer or no microbatch, or a list of dense
-///   layers of another length.
+/// @throws Error{config} for no layer, no microbatch or none in flight, or a
+///   list of dense layers of another length.
 /// Source of the order of a pair: Megatron Core's combined 1F1B schedule.
 std::vector<PlanStep> overlap_plan(
     int layers,
@@ -96,10 +102,10 @@ std::vector<PlanStep> plan_dependencies(
     int layers,
     const OverlapPlanOptions& options);
 
-/// Proves that `plan` has each step once and on its stream, after all that it
-/// depends on; that passes follow each other as the Scheduler wants them (a
-/// microbatch's forward after the one before, its backward likewise); and that
-/// no more than two microbatches are under way.
+/// Proves that `plan` has each step once, after all that it depends on; that
+/// passes follow each other as the Scheduler wants them (a microbatch's forward
+/// after the one before, its backward likewise); and that no more microbatches
+/// are in flight than `options` says.
 /// @throws Error{internal} that names the step.
 void check_plan(
     const std::vector<PlanStep>& plan,

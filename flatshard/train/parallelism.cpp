@@ -209,7 +209,7 @@ std::optional<OverlapPlanOptions> overlap_options(
     return std::nullopt;
   }
   OverlapPlanOptions options{
-      .interleave = overlaps,
+      .in_flight = overlaps ? 2 : 1,
       .delay_wgrad = config.parallelism.delay_wgrad,
       .recompute = config.activation_checkpoint.mode !=
                    models::ActivationCheckpoint::none,

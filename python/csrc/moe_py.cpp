@@ -63,21 +63,11 @@ class RoutedTokens {
 
   nn::TensorList dispatch(const at::Tensor& x, const at::Tensor& row_weights)
       const {
-    return nn::dispatch_tokens(
-        exchange_.shared(),
-        plan_,
-        permutation_,
-        x,
-        row_weights);
+    return nn::exchange_rows(route(Direction::dispatch), {x, row_weights});
   }
 
   at::Tensor combine(const at::Tensor& rows) const {
-    return nn::combine_tokens(
-        exchange_.shared(),
-        plan_,
-        permutation_,
-        rows,
-        {});
+    return nn::exchange_rows(route(Direction::combine), {rows})[0];
   }
 
   PyRowTransfer start(Direction direction, const OptionalTensors& rows) const {
@@ -86,11 +76,7 @@ class RoutedTokens {
     for (const std::optional<at::Tensor>& tensor : rows) {
       list.push_back(tensor.value_or(at::Tensor()));
     }
-    const nn::RowRoute route{
-        .exchange = exchange_.shared(),
-        .plan = plan_,
-        .tokens = permutation_};
-    const nn::TransferInput input = route.input(direction, std::move(list));
+    const auto input = route(direction).input(direction, std::move(list));
     return {
         .exchange = Released<nn::TokenExchange>(exchange_.shared()),
         .transfer = Released<nn::RowTransfer>(
@@ -98,6 +84,14 @@ class RoutedTokens {
   }
 
  private:
+  nn::RowRoute route(Direction direction) const {
+    return {
+        .exchange = exchange_.shared(),
+        .plan = plan_,
+        .direction = direction,
+        .tokens = permutation_};
+  }
+
   Released<nn::TokenExchange> exchange_;
   nn::Permutation permutation_;
   nn::ExchangePlanPtr plan_;

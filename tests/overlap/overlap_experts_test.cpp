@@ -139,7 +139,10 @@ INSTANTIATE_TEST_SUITE_P(
             .ep = 2,
             .copies = true,
             .options = {.shared_experts = true}},
-        MoeOverlapCase{.edp = 1, .ep = 2, .options = {.delay_wgrad = true}},
+        MoeOverlapCase{
+            .edp = 1,
+            .ep = 2,
+            .options = {.in_flight = 3, .delay_wgrad = true}},
         MoeOverlapCase{
             .edp = 1,
             .ep = 2,

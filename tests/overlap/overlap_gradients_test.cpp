@@ -34,7 +34,7 @@ std::vector<MoeOverlapCase> uneven_cases() {
        .ep = 2,
        .copies = true,
        .microbatches = 2,
-       .options = {.interleave = false, .delay_wgrad = true}}};
+       .options = {.in_flight = 1, .delay_wgrad = true}}};
 }
 
 int experts_chosen(const MoeOverlapResult& result) {
@@ -129,14 +129,14 @@ TEST(OverlapGradients, ExpertsThatChangeAreReadInTheNextStep) {
 // Of each unit: weight gradients and reductions in a step.
 TEST(OverlapGradients, EveryParameterIsReducedOnceInABackward) {
   for (const char* strategy : {"zero1", "zero3"}) {
-    for (const bool interleave : {true, false}) {
+    for (const int in_flight : {1, 2, 3}) {
       for (const bool tied : {true, false}) {
         MoeOverlapCase c{
             .strategy = strategy,
             .edp = 1,
             .ep = 2,
             .options = {
-                .interleave = interleave,
+                .in_flight = in_flight,
                 .delay_wgrad = true,
                 .shared_experts = true}};
         c.change_model = [tied](models::ModelConfig& model) {

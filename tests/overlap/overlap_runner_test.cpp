@@ -112,7 +112,11 @@ TEST(OverlapRunner, RunsDenseLayersBetweenAndOneMicrobatch) {
   }
   expect_equal_to_plain({.microbatches = 1, .options = {.delay_wgrad = true}});
   expect_equal_to_plain(
-      {.microbatches = 2, .options = {.interleave = false}, .layers = 1});
+      {.microbatches = 2, .options = {.in_flight = 1}, .layers = 1});
+  expect_equal_to_plain(
+      {.microbatches = 5,
+       .options = {.in_flight = 3, .delay_wgrad = true, .recompute = true}});
+  expect_equal_to_plain({.strategy = "zero1", .options = {.in_flight = 4}});
   expect_equal_to_plain(
       {.strategy = "hfsdp", .options = {.delay_wgrad = true}});
 }
@@ -122,7 +126,8 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
     for (const bool recompute : {false, true}) {
       const OverlapCase c{
           .options =
-              {.delay_wgrad = delay,
+              {.in_flight = delay && recompute ? 3 : 2,
+               .delay_wgrad = delay,
                .recompute = recompute,
                .shared_experts = true},
           .ends_are_units = !recompute};
@@ -192,7 +197,7 @@ TEST(OverlapRunner, P7_EachWaitOfComputeIsNeeded) {
     int tried = 0;
     for (std::size_t i = 0; i < waits.size(); ++i) {
       const PlanStep& waiter = trainer.runner->plan()[waits[i].waiter];
-      if (waiter.stream != PlanStream::compute) {
+      if (waiter.stream() != PlanStream::compute) {
         continue;
       }
       ++tried;

@@ -183,7 +183,8 @@ std::string OverlapCase::name() const {
       strategy,
       layers,
       microbatches,
-      options.interleave ? "" : " one after the other",
+      options.in_flight == 2 ? ""
+                             : fmt::format(" {} in flight", options.in_flight),
       options.delay_wgrad ? " delay" : "",
       options.recompute ? " recompute" : "",
       options.shared_experts ? " shared" : "",

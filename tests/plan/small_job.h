@@ -35,7 +35,7 @@ inline Job small_job(int layers, std::int64_t ranks) {
   job.plan_units.ends = PlanUnits::Ends{
       .embed = 1,
       .head = static_cast<UnitId>(job.units.size() - 1)};
-  job.overlap.interleave = false;
+  job.overlap.in_flight = 1;
   job.layer_kinds.emplace_back();
   job.tokens_per_rank = 100;
   job.flops_per_token = 1e9;

@@ -106,12 +106,12 @@ TEST(Interleaved, EmbeddingAndHeadAreTwoUnitsMoreInTheirOrder) {
     PlanUnits units = units_of(c);
     units.ends = PlanUnits::Ends{.embed = c.layers + 1, .head = c.layers + 2};
     Scheduler s(testing::blocks(c.layers + 2), kThreeSlots);
-    const bool both = c.options.interleave && c.microbatches > 1;
+    const bool both = c.options.in_flight > 1 && c.microbatches > 1;
     for (int step = 0; step < 2; ++step) {
       const Counts counts = run_step(s, c, units);
       EXPECT_LE(counts.most_gathered, both ? 4 : 3);
       EXPECT_LE(counts.most_grads, 3);
-      EXPECT_EQ(counts.joins, c.options.interleave ? 1 : c.microbatches);
+      EXPECT_EQ(counts.joins, c.options.in_flight > 1 ? 1 : c.microbatches);
       for (UnitId u = 1; u <= c.layers + 2; ++u) {
         EXPECT_EQ(counts.reduced.at(u), c.microbatches) << "unit " << u;
       }
@@ -123,16 +123,16 @@ TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {
   for (const PlanCase& c : testing::plan_cases()) {
     SCOPED_TRACE(c.name());
     Scheduler s(specs_of(c), kThreeSlots);
-    const bool both = c.options.interleave && c.microbatches > 1;
+    const bool both = c.options.in_flight > 1 && c.microbatches > 1;
     for (int step = 0; step < 2; ++step) {
       const Counts counts = run_step(s, c);
       EXPECT_LE(counts.most_gathered, both ? 4 : 2);
       // Between two microbatches of plain accumulation the root has left.
       EXPECT_EQ(
           counts.on_demand,
-          c.options.interleave ? 0 : c.microbatches - 1);
+          c.options.in_flight > 1 ? 0 : c.microbatches - 1);
       EXPECT_LE(counts.most_grads, 3);
-      EXPECT_EQ(counts.joins, c.options.interleave ? 1 : c.microbatches);
+      EXPECT_EQ(counts.joins, c.options.in_flight > 1 ? 1 : c.microbatches);
       for (UnitId u = 0; u <= c.layers; ++u) {
         EXPECT_EQ(counts.reduced.at(u), c.microbatches) << "unit " << u;
       }
@@ -424,7 +424,7 @@ TEST(Interleaved, TheArenaHoldsFourUnitsAndThreeGradients) {
     const auto actions =
         replay(s, plan_events(c.plan(), units_of(c), c.options));
     const auto plan = SlotPlan::build(slot_lifetimes(units, actions));
-    const bool both = c.options.interleave && c.microbatches > 1;
+    const bool both = c.options.in_flight > 1 && c.microbatches > 1;
     EXPECT_LE(plan.peak_nbytes(), ((both ? 4 : 2) + 3) * kUnit) << c.name();
   }
 }

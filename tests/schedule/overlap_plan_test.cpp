@@ -48,6 +48,23 @@ TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
       "B2.attend(0) B2.embed");
 }
 
+TEST(OverlapPlan, ThreeInFlightKeepTheOrderOfAPair) {
+  EXPECT_EQ(
+      text_of(1, 3, {.in_flight = 3}),
+      "F0.embed F0.attend(0) F0.dispatch(0) F0.experts(0) F0.combine(0) "
+      "F0.merge(0) F0.head "
+      "F1.embed F1.attend(0) F1.dispatch(0) F1.experts(0) F1.combine(0) "
+      "F1.merge(0) F1.head "
+      // B0 and F2
+      "F2.embed B0.head B0.merge(0) B0.combine(0) F2.attend(0) B0.experts(0) "
+      "F2.dispatch(0) F2.experts(0) B0.dispatch(0) F2.combine(0) B0.attend(0) "
+      "B0.embed F2.merge(0) F2.head "
+      "B1.head B1.merge(0) B1.combine(0) B1.experts(0) B1.dispatch(0) "
+      "B1.attend(0) B1.embed "
+      "B2.head B2.merge(0) B2.combine(0) B2.experts(0) B2.dispatch(0) "
+      "B2.attend(0) B2.embed");
+}
+
 TEST(OverlapPlan, RowsFirstLaunchesExchangesBeforeWhatHidesThem) {
   const std::string text = text_of(2, 2, {.rows_first = true});
   EXPECT_NE(
@@ -84,7 +101,7 @@ TEST(OverlapPlan, WithoutInterleavingWeightGradientsHideTheBackwardsRows) {
   const auto plan = overlap_plan(
       2,
       2,
-      {.interleave = false, .delay_wgrad = true, .dense = {true, false}});
+      {.in_flight = 1, .delay_wgrad = true, .dense = {true, false}});
   EXPECT_EQ(
       to_string({plan.begin(), plan.begin() + plan.size() / 2}),
       "F0.embed F0.attend(0) F0.attend(1) F0.dispatch(1) F0.experts(1) "
@@ -101,12 +118,14 @@ TEST(OverlapPlan, P6_EveryPlanKeepsToItsDependencies) {
   }
 }
 
-TEST(OverlapPlan, HoldsOneMicrobatchAndOneLayer) {
+TEST(OverlapPlan, HoldsTheMicrobatchesInFlightAndOneLayer) {
   for (const PlanCase& c : testing::plan_cases()) {
-    const bool both = c.options.interleave && c.microbatches > 1;
+    const int in_flight = std::min(c.options.in_flight, c.microbatches);
+    const bool both = in_flight > 1;
     // A forward runs ahead of the backward that frees its layer. Of what is
     // recomputed there is one layer, and one whose weight gradients are late.
-    const int saved = c.options.recompute ? 1 : c.layers;
+    const int saved =
+        c.options.recompute ? 1 : c.layers * std::max(1, in_flight - 1);
     const int more = both || (c.options.recompute && c.options.delay_wgrad);
     const int peak = peak_layers(c.plan(), c.options.recompute);
     EXPECT_LE(peak, saved + more) << c.name();
@@ -135,12 +154,6 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
     wrong = plan;
     wrong.push_back(plan[i]);
     EXPECT_THAT(message(wrong), HasSubstr(to_string(plan[i]) + " twice"));
-    wrong = plan;
-    wrong[i].stream = plan[i].stream == PlanStream::compute
-                          ? PlanStream::exchange
-                          : PlanStream::compute;
-    EXPECT_THAT(message(wrong), HasSubstr("wrong stream"))
-        << to_string(plan[i]);
   }
   // A step in front of what it depends on.
   for (const PlanStep& step : plan) {
@@ -152,9 +165,14 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
           << to_string(step) << " before " << to_string(earlier);
     }
   }
+  // More in flight than the options say.
+  OverlapPlanOptions more = options;
+  more.in_flight = 3;
+  EXPECT_THAT(
+      message(overlap_plan(2, 3, more)),
+      HasSubstr("F2.embed before B0.embed"));
   auto unknown = plan;
-  unknown.push_back(
-      {PlanPass::forward, 0, 2, PlanNode::attend, PlanStream::compute});
+  unknown.push_back({PlanPass::forward, 0, 2, PlanNode::attend});
   EXPECT_THAT(message(unknown), HasSubstr("expected 102 steps, got 103"));
 }
 
@@ -171,15 +189,15 @@ bool proves_dependencies(
       known[i].insert(earlier);
       known[i].insert(known[earlier].begin(), known[earlier].end());
     };
-    if (last.contains(plan[i].stream)) {
-      after(last[plan[i].stream]);
+    if (last.contains(plan[i].stream())) {
+      after(last[plan[i].stream()]);
     }
     for (const PlanWait& wait : waits) {
       if (wait.waiter == i) {
         after(wait.earlier);
       }
     }
-    last[plan[i].stream] = i;
+    last[plan[i].stream()] = i;
     for (const PlanStep& d : plan_dependencies(plan[i], c.layers, c.options)) {
       const int at = static_cast<int>(
           std::find(plan.begin(), plan.end(), d) - plan.begin());
@@ -215,6 +233,7 @@ TEST(OverlapPlan, NoWaitCanBeLeftOut) {
 TEST(OverlapPlan, BadShapesAreRefused) {
   EXPECT_THROW(overlap_plan(0, 1), Error);
   EXPECT_THROW(overlap_plan(1, 0), Error);
+  EXPECT_THROW(overlap_plan(1, 1, {.in_flight = 0}), Error);
   EXPECT_THROW(overlap_plan(2, 1, {.dense = {true}}), Error);
 }
 

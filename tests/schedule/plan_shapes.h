@@ -22,7 +22,9 @@ struct PlanCase {
         "{} layers, {} microbatches{}{}{}{}{}",
         layers,
         microbatches,
-        options.interleave ? ", interleaved" : "",
+        options.in_flight == 2
+            ? ""
+            : fmt::format(", {} in flight", options.in_flight),
         options.delay_wgrad ? ", delayed" : "",
         options.recompute ? ", recomputed" : "",
         options.shared_experts ? ", shared" : "",
@@ -35,15 +37,15 @@ inline std::vector<PlanCase> plan_cases() {
   std::vector<PlanCase> cases;
   for (const int layers : {1, 2, 3, 4, 5, 16, 64}) {
     for (const int microbatches : {1, 2, 3, 5, 16}) {
-      for (int bits = 0; bits < 32; ++bits) {
+      for (int bits = 0; bits < (layers == 3 ? 48 : 32); ++bits) {
         std::vector<bool> dense;
-        for (int l = 0; (bits & 16) != 0 && l < layers; ++l) {
+        for (int l = 0; bits % 2 != 0 && l < layers; ++l) {
           dense.push_back(l % 3 == 0);
         }
         cases.push_back(
             {layers,
              microbatches,
-             {.interleave = (bits & 1) == 0,
+             {.in_flight = 1 + bits / 16,
               .delay_wgrad = (bits & 2) != 0,
               .recompute = (bits & 4) != 0,
               .shared_experts = (bits & 8) != 0,

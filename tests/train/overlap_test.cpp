@@ -191,7 +191,7 @@ TEST(OverlapTraining, DelaysWeightGradientsWithoutTwoMicrobatchesAtOnce) {
   const Overrides travels{"parallelism.expert_parallel_degree=2"};
   const Config late = overlap_config(travels + Overrides{kLate}, 2);
   const auto plan = overlap_options(late, model_config(late));
-  EXPECT_TRUE(plan && plan->delay_wgrad && !plan->interleave);
+  EXPECT_TRUE(plan && plan->delay_wgrad && plan->in_flight == 1);
   for (const char* batch : {"2", "6"}) {
     const Overrides how =
         travels + Overrides{std::string("training.global_batch_size=") + batch};

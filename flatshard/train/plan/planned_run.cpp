@@ -530,7 +530,7 @@ plan::Job plan_job(
     job.scheduler.max_grad_slots = 3;
   } else {
     job.overlap = {
-        .interleave = false,
+        .in_flight = 1,
         .recompute = config.activation_checkpoint.mode ==
                      models::ActivationCheckpoint::full,
         .shared_experts = model.moe.shared_experts > 0};
