@@ -38,7 +38,7 @@ struct StoredEntry {
 };
 
 /// The entries that hold a parameter of this name and shape, one after another
-/// and each as it is in the parameter. Most parameters are one entry.
+/// and each as it lies in the parameter. Most parameters are one entry.
 using StoredEntriesOf = std::function<std::vector<StoredEntry>(
     const std::string& name,
     const std::vector<std::int64_t>& shape)>;

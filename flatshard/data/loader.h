@@ -114,7 +114,7 @@ class Loader {
 
   /// The size of the steps from here on. @throws Error{config} below 1.
   void set_global_batch_size(std::int64_t size);
-  /// Continues to the next step.
+  /// Goes on to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
 
   LoaderState state() const;

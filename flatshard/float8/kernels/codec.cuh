@@ -24,7 +24,7 @@ inline std::int64_t divide_up(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-/// Eight neighbours of a row, as they are in memory.
+/// Eight neighbours of a row, as they lie in memory.
 template <class T>
 struct Eight;
 

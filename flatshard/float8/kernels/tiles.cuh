@@ -2,7 +2,7 @@
 
 #include "flatshard/float8/kernels/tile_planes.cuh"
 
-// Kernels over all tiles of a source: rows and columns of values that are in
+// Kernels over all tiles of a source: rows and columns of values that lie in
 // memory, or are computed from what does.
 namespace flatshard::float8::kernels {
 
