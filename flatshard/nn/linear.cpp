@@ -38,14 +38,13 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     save_context(ctx, context);
     ctx->saved_data["residual"] = residual.defined();
     const MatmulRows rows(as_rows(x));
-    AdapterForward adapters(calls, factors);
-    at::Tensor y = matmul_forward(
-        rows,
+    const AdapterForward adapters(calls, factors, rows);
+    const at::Tensor y = adapters.matmul(
+        0,
         weight,
         context,
         bias,
         residual.defined() ? as_rows(residual) : residual);
-    adapters.add(0, rows.tensor(), y);
     variable_list saved{x, weight, bias, rows.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
@@ -67,14 +66,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const bool has_residual = ctx->saved_data["residual"].toBool();
     adapters.set_places(
         {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
-    adapters.begin(0, dy, out);
+    adapters.begin(dy, out);
     if (ctx->needs_input_grad(kX)) {
       at::Tensor dx;
+      adapters.add_input_gradient(dx);
       add_input_gradient(dx, g, weight, context);
-      adapters.add_input_gradient(0, dx);
       out[kX] = dx.view(x.sizes());
     }
-    adapters.end(0, x, out);
+    adapters.end(x, out);
     if (ctx->needs_input_grad(kWeight)) {
       out[kWeight] = deliver_matmul_wgrad(
           unless_hooked(context, weight),
@@ -122,17 +121,16 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       sizes[sizes.size() - 2] *= gathering->ranks->size();
     }
     const MatmulRows rows(read);
-    AdapterForward adapters(calls, factors);
+    const AdapterForward adapters(calls, factors, rows);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
       sizes.back() = weights[i].size(0);
-      at::Tensor y = matmul_forward(
-          rows,
+      const at::Tensor y = adapters.matmul(
+          i,
           weights[i],
           contexts[i],
           biases.empty() ? at::Tensor() : biases[i]);
-      adapters.add(i, rows.tensor(), y);
       out.push_back(reshape_result(y, sizes));
     }
     variable_list saved{x};
@@ -166,7 +164,11 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     if (ranks && wants_rows) {
       pending_rows = ranks->start_all_gather(as_rows(x).contiguous());
     }
+    adapters.begin(grads, out);
     at::Tensor dx;
+    if (ctx->needs_input_grad(0)) {
+      adapters.add_input_gradient(dx);
+    }
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
@@ -177,13 +179,11 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
               saved[first_bias + i],
               as_rows(grads[i]));
         }
-        adapters.begin(i, grads[i], out);
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
           add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
-          adapters.add_input_gradient(i, dx);
         }
       }
     }
@@ -197,8 +197,8 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     if (wants_rows) {
       rows.emplace(activation_rows(read, saved.back()));
     }
+    adapters.end(read, out);
     for (std::size_t i = 0; i < grads.size(); ++i) {
-      adapters.end(i, read, out);
       if (g[i] && ctx->needs_input_grad(1 + i)) {
         out[1 + i] = deliver_matmul_wgrad(
             saved_context(ctx, i),
@@ -296,9 +296,8 @@ void LinearImpl::share(TensorParallelPtr ranks, LinearCut cut) {
       is_row ? "the inputs of a row-parallel layer"
              : "the outputs of a column-parallel layer");
   const auto take = [&](const char* name, const at::Tensor& parameter) {
-    parameter.set_data(
-        parameter.detach().narrow(dim, part.begin, part.size()).contiguous());
     parts_[name] = {.dim = dim, .whole = whole, .part = part};
+    keep_part(parameter, parts_[name]);
   };
   take("weight", weight_);
   if (bias_.defined() && !is_row) {

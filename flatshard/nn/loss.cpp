@@ -49,6 +49,19 @@ void cross_entropy_rows(
   }
 }
 
+// Caps logits in place.
+// Returns the slopes to multiply their gradient by, undefined without a cap or
+// where nobody wants them.
+at::Tensor cap_in_place(at::Tensor& logits, double cap, bool wants_slope) {
+  if (cap <= 0.0) {
+    return {};
+  }
+  logits.div_(cap).tanh_();
+  at::Tensor slope = wants_slope ? 1.0 - logits.square() : at::Tensor();
+  logits.mul_(cap);
+  return slope;
+}
+
 void chunk_cross_entropy(
     at::Tensor& logits,
     const at::Tensor& targets,
@@ -58,10 +71,8 @@ void chunk_cross_entropy(
     const cuda::CrossEntropyArgs& args,
     double soft_cap) {
   if (soft_cap > 0.0) {
-    logits.div_(soft_cap).tanh_();
     const at::Tensor slope =
-        args.write_gradient ? 1.0 - logits.square() : at::Tensor();
-    logits.mul_(soft_cap);
+        cap_in_place(logits, soft_cap, args.write_gradient);
     chunk_cross_entropy(logits, targets, scale, loss, lse, args, 0.0);
     if (slope.defined()) {
       logits.mul_(slope);
@@ -145,10 +156,8 @@ void part_cross_entropy(
     at::Tensor& lse,
     const cuda::CrossEntropyArgs& args,
     const LossOptions& options) {
-  const double cap = options.soft_cap;
-  if (cap > 0.0) {
-    logits.div_(cap).tanh_().mul_(cap);
-  }
+  const at::Tensor slope =
+      cap_in_place(logits, options.soft_cap, args.write_gradient);
   at::Tensor own = at::empty({1, 2, logits.size(0)}, lse.options());
   at::Tensor own_lse = own[0][0];
   at::Tensor own_target = own[0][1];
@@ -174,8 +183,6 @@ void part_cross_entropy(
   if (!args.write_gradient) {
     return;
   }
-  const at::Tensor slope =
-      cap > 0.0 ? 1.0 - (logits / cap).square() : at::Tensor();
   at::Tensor no_loss;
   chunk_cross_entropy(
       logits,

@@ -75,6 +75,24 @@ at::Tensor matmul_forward(
   return bias.defined() ? y.add_(bias) : y;
 }
 
+void add_matmul(
+    at::Tensor& y,
+    const MatmulRows& x,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context) {
+  if (const auto fp8 = float8_weight(context, weight, PlaneUse::fprop)) {
+    float8::matmul(
+        y,
+        x.row(fp8->operand.recipe),
+        fp8->operand,
+        {.accumulate = true,
+         .fast_accumulation = true,
+         .emulate = fp8->emulate});
+    return;
+  }
+  at::addmm_out(y, y, x.tensor(), weight.t());
+}
+
 void add_input_gradient(
     at::Tensor& dx,
     const MatmulRows& g,

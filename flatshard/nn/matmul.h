@@ -32,6 +32,15 @@ at::Tensor matmul_forward(
     const at::Tensor& bias = {},
     const at::Tensor& residual = {});
 
+/// y += x W^T in place, inside the product.
+///
+/// @param y  [rows, out]
+void add_matmul(
+    at::Tensor& y,
+    const MatmulRows& x,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context);
+
 /// dx += g W. An undefined dx is set. Differentiable when gradient mode is on,
 /// which FP8 weights refuse.
 ///

@@ -74,19 +74,18 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     // Adapters read it in its own dtype.
     const auto recipe = calls ? std::nullopt : recipe_of(weights, contexts);
     auto [normed, sum, rstd] = norm_rows(x, delta, norm_weight, eps, recipe);
-    AdapterForward adapters(calls, factors);
+    const AdapterForward adapters(calls, factors, normed);
     // Without delta another tensor over x's memory: autograd would take x
     // itself for an identity.
     sum = reshape_result(sum.defined() ? sum : x, x.sizes());
     variable_list results{sum};
     for (std::size_t i = 0; i < weights.size(); ++i) {
       // The norm's context is the first.
-      at::Tensor y = matmul_forward(
-          normed,
+      const at::Tensor y = adapters.matmul(
+          i,
           weights[i],
           contexts[1 + i],
           biases.empty() ? at::Tensor() : biases[i]);
-      adapters.add(i, normed.tensor(), y);
       results.push_back(reshape_result(y, with_last(x, weights[i].size(0))));
     }
     variable_list saved{sum, rstd, norm_weight, normed.amax()};
@@ -126,8 +125,12 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       contexts.push_back(saved_context(ctx, i));
     }
 
+    adapters.begin(at::TensorList(grads).slice(1), out);
     // Of what the layers read, then of the norm's input.
     at::Tensor dy;
+    if (wants_dx || wants_norm) {
+      adapters.add_input_gradient(dy);
+    }
     bool wants_weights = false;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     const auto wants_weight = [&](std::size_t i) {
@@ -144,13 +147,11 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
               saved[3 + num_weights + i],
               as_rows(grads[i]));
         }
-        adapters.begin(i - 1, grads[i], out);
         g[i].emplace(gradient_rows(
             as_rows(std::exchange(grads[i], {})),
             (wants_dx || wants_norm) && wants));
         if (wants_dx || wants_norm) {
           add_input_gradient(dy, *g[i], weight(i), contexts[i]);
-          adapters.add_input_gradient(i - 1, dy);
         }
       }
     }
@@ -214,8 +215,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       if (wants_weight(i)) {
         out[2 + i] = deliver_matmul_wgrad(contexts[i], weight(i), *g[i], rows);
       }
-      adapters.end(i - 1, normed, out);
     }
+    adapters.end(normed, out);
     return out;
   }
 };

@@ -120,18 +120,17 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     // An adapter reads the product in its own dtype.
     const auto recipe =
         calls ? std::nullopt : product_recipe(activation, weight, context);
-    AdapterForward adapters(calls, factors);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
                : MatmulRows(as_rows(product_of(activation, gate, up)));
+    const AdapterForward adapters(calls, factors, product);
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
-    at::Tensor y = matmul_forward(
-        product,
+    const at::Tensor y = adapters.matmul(
+        0,
         weight,
         context,
         {},
         residual.defined() ? as_rows(residual) : residual);
-    adapters.add(0, product.tensor(), y);
     variable_list saved{gate, up, weight, product.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
@@ -149,7 +148,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     // Edges count defined tensors only.
     adapters.set_places(
         {.edge = kResidual + (has_residual ? 1U : 0U), .out = kFactors});
-    adapters.begin(0, grads[0], out);
+    adapters.begin(grads[0], out);
     const MatmulRows g = gradient_rows(
         as_rows(grads[0]),
         (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
@@ -160,8 +159,8 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
       at::Tensor d;
+      adapters.add_input_gradient(d);
       add_input_gradient(d, g, weight, context);
-      adapters.add_input_gradient(0, d);
       d = d.view(gate.sizes());
       if (recipe && float8::traits_of(*recipe).has_one_scale()) {
         at::Tensor amax;
@@ -179,7 +178,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         (wants_weight || adapters.wants_input(0))) {
       product = product_of(activation, gate, up);
     }
-    adapters.end(0, product, out);
+    adapters.end(product, out);
     if (wants_weight) {
       out[kWeight] = deliver_matmul_wgrad(
           context,

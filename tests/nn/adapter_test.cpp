@@ -156,6 +156,42 @@ TEST_P(AdapterTest, OfSomeOfTheLayersThatReadOneInput) {
       of);
 }
 
+TEST_P(AdapterTest, OfLayersOfWhichOneHasNoGradient) {
+  Linear a = adapted(7, 6), b = adapted(7, 3);
+  const at::Tensor x = leaf({kBatch, 5, 7});
+  std::vector<at::Tensor> of{x};
+  append_factors(of, b);
+  compare({linears(x, {a.get(), b.get()})[1]}, {plain(x, b)}, of);
+  // And none for its own factors, not even zeros.
+  const auto outs = linears(x, {a.get(), b.get()});
+  std::vector<at::Tensor> none;
+  append_factors(none, a);
+  for (const at::Tensor& gradient : torch::autograd::grad(
+           {outs[1].sum()},
+           none,
+           {},
+           /*retain_graph=*/false,
+           /*create_graph=*/false,
+           /*allow_unused=*/true)) {
+    EXPECT_FALSE(gradient.defined());
+  }
+}
+
+TEST_P(AdapterTest, OfFrozenAsThatReadOneInput) {
+  Linear a = adapted(7, 6), b = adapted(7, 3);
+  const at::Tensor factor = a->adapter()->a->weight();
+  factor.set_requires_grad(false);
+  const at::Tensor x = leaf({kBatch, 5, 7});
+  const auto outs = linears(x, {a.get(), b.get()});
+  compare(
+      outs,
+      {plain(x, a), plain(x, b)},
+      {x,
+       a->adapter()->b->weight(),
+       b->adapter()->a->weight(),
+       b->adapter()->b->weight()});
+}
+
 TEST_P(AdapterTest, BehindANorm) {
   RmsNorm norm(7);
   materialize(

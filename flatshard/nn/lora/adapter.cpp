@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include <utility>
+#include <algorithm>
 
 namespace flatshard::nn {
 namespace {
@@ -14,7 +14,45 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 constexpr const char* kCalls = "adapters";
-constexpr std::size_t kSavedEach = 3;  // A, B, low
+
+std::vector<std::int64_t> ranks_of(const std::vector<at::Tensor>& all_a) {
+  std::vector<std::int64_t> ranks;
+  for (const at::Tensor& a : all_a) {
+    ranks.push_back(a.size(0));
+  }
+  return ranks;
+}
+
+// The columns of each adapter.
+std::vector<at::Tensor> columns_of(
+    const at::Tensor& low,
+    const std::vector<at::Tensor>& all_a) {
+  return low.split_with_sizes(ranks_of(all_a), 1);
+}
+
+at::Tensor dropped(const AdapterCalls::Call& call, const at::Tensor& x) {
+  return call.dropout
+             ? call.dropout->apply(x, call.dropout_key, call.dropout_column)
+             : x;
+}
+
+// sum += a b. An undefined sum is set.
+void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
+  if (sum.defined()) {
+    at::addmm_out(sum, sum, a, b);
+  } else {
+    sum = at::mm(a, b);
+  }
+}
+
+// out = scale * a b, scaled inside the product.
+void scaled_product(
+    at::Tensor out,
+    double scale,
+    const at::Tensor& a,
+    const at::Tensor& b) {
+  at::addmm_out(out, out, a, b, /*beta=*/0, /*alpha=*/scale);
+}
 
 }  // namespace
 
@@ -29,9 +67,7 @@ LoraFactorImpl::LoraFactorImpl(const LoraFactorImpl& shared)
 }
 
 void LoraFactorImpl::take(const ParameterPart& part) {
-  weight_.set_data(weight_.detach()
-                       .narrow(part.dim, part.part.begin, part.part.size())
-                       .contiguous());
+  keep_part(weight_, part);
   parts_["weight"] = part;
 }
 
@@ -69,41 +105,77 @@ std::vector<at::Tensor> adapter_factors(
   return factors;
 }
 
+bool AdapterCalls::are_joint() const {
+  return calls_.size() > 1 &&
+         std::ranges::all_of(calls_, [&](const Call& call) {
+           return !call.dropout && call.scale == calls_.front().scale;
+         });
+}
+
 AdapterForward::AdapterForward(
     const AdapterCallsPtr& calls,
-    at::TensorList factors)
-    : calls_(calls), factors_(factors) {
-}
-
-void AdapterForward::add(
-    std::size_t layer,
-    const at::Tensor& x,
-    at::Tensor& y) {
-  // Layers come in order, and so do their adapters.
-  const std::size_t i = low_.size();
-  if (!calls_ || i == calls_->all().size() || calls_->all()[i].layer != layer) {
+    at::TensorList factors,
+    const MatmulRows& x)
+    : calls_(calls), factors_(factors), x_(x) {
+  if (!calls_) {
     return;
   }
-  const AdapterCalls::Call& call = calls_->all()[i];
-  const at::Tensor dropped =
-      call.dropout
-          ? call.dropout->apply(x, call.dropout_key, call.dropout_column)
-          : x;
-  const at::Tensor low = at::mm(dropped, factors_[2 * i].t()).mul_(call.scale);
-  at::addmm_out(y, y, low, factors_[2 * i + 1].t());
-  low_.push_back(low);
+  std::vector<at::Tensor> all_a;
+  std::int64_t ranks = 0;
+  for (std::size_t i = 0; i < factors_.size(); i += 2) {
+    all_a.push_back(factors_[i]);
+    ranks += factors_[i].size(0);
+  }
+  const at::Tensor& rows = x.tensor();
+  low_ = at::empty({rows.size(0), ranks}, rows.options());
+  if (calls_->are_joint()) {
+    scaled_product(low_, calls_->all().front().scale, rows, at::cat(all_a).t());
+    return;
+  }
+  const std::vector<at::Tensor> lows = columns_of(low_, all_a);
+  for (std::size_t i = 0; i < lows.size(); ++i) {
+    const AdapterCalls::Call& call = calls_->all()[i];
+    scaled_product(lows[i], call.scale, dropped(call, rows), all_a[i].t());
+  }
 }
 
-void AdapterForward::save(AutogradContext* ctx, variable_list& saved) {
+void AdapterForward::add(std::size_t layer, at::Tensor& y) const {
+  std::int64_t begin = 0;
+  for (std::size_t i = 0; calls_ && i < calls_->all().size(); ++i) {
+    const at::Tensor& b = factors_[2 * i + 1];
+    if (calls_->all()[i].layer == layer) {
+      add_product(y, low_.narrow(1, begin, b.size(1)), b.t());
+    }
+    begin += b.size(1);
+  }
+}
+
+at::Tensor AdapterForward::matmul(
+    std::size_t layer,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context,
+    const at::Tensor& bias,
+    const at::Tensor& residual) const {
+  at::Tensor y;
+  if (!bias.defined() && !residual.defined()) {
+    add(layer, y);
+  }
+  if (y.defined()) {
+    add_matmul(y, x_, weight, context);
+  } else {
+    y = matmul_forward(x_, weight, context, bias, residual);
+    add(layer, y);
+  }
+  return y;
+}
+
+void AdapterForward::save(AutogradContext* ctx, variable_list& saved) const {
   if (!calls_) {
     return;
   }
   ctx->saved_data[kCalls] = c10::IValue::make_capsule(calls_);
-  for (std::size_t i = 0; i < low_.size(); ++i) {
-    saved.push_back(factors_[2 * i]);
-    saved.push_back(factors_[2 * i + 1]);
-    saved.push_back(low_[i]);
-  }
+  saved.insert(saved.end(), factors_.begin(), factors_.end());
+  saved.push_back(low_);
 }
 
 AdapterBackward::AdapterBackward(AutogradContext* ctx, variable_list& saved)
@@ -115,89 +187,119 @@ AdapterBackward::AdapterBackward(AutogradContext* ctx, variable_list& saved)
   refuse_create_graph("a layer with an adapter");
   calls_ = AdapterCallsPtr::reclaim_copy(
       static_cast<AdapterCalls*>(found->second.toCapsule().get()));
-  const std::size_t first = saved.size() - kSavedEach * calls_->all().size();
-  for (std::size_t at = first; at < saved.size(); at += kSavedEach) {
-    parts_.push_back({saved[at], saved[at + 1], saved[at + 2], {}});
+  low_ = saved.back();
+  const std::size_t first = saved.size() - 1 - 2 * calls_->all().size();
+  for (std::size_t at = first; at + 1 < saved.size(); at += 2) {
+    parts_.push_back({.a = saved[at], .b = saved[at + 1]});
+  }
+  const std::vector<at::Tensor> lows = columns_of(low_, factors_a());
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    parts_[i].low = lows[i];
   }
   saved.resize(first);
 }
 
-int AdapterBackward::find(std::size_t layer) const {
+std::vector<at::Tensor> AdapterBackward::factors_a() const {
+  std::vector<at::Tensor> all;
+  for (const Part& part : parts_) {
+    all.push_back(part.a);
+  }
+  return all;
+}
+
+bool AdapterBackward::wants(std::size_t call, std::size_t factor) const {
+  return ctx_->needs_input_grad(places_.edge + 2 * call + factor);
+}
+
+void AdapterBackward::begin(at::TensorList g, variable_list& out) {
+  if (!calls_) {
+    return;
+  }
+  low_gradient_ = at::empty_like(low_);
+  const std::vector<at::Tensor> gradients =
+      columns_of(low_gradient_, factors_a());
   for (std::size_t i = 0; i < parts_.size(); ++i) {
-    if (calls_->all()[i].layer == layer) {
-      return static_cast<int>(i);
+    const AdapterCalls::Call& call = calls_->all()[i];
+    Part& part = parts_[i];
+    part.low_gradient = gradients[i];
+    part.has_gradient = g[call.layer].defined();
+    if (!part.has_gradient) {
+      part.low_gradient.zero_();
+      continue;
+    }
+    const at::Tensor rows = as_rows(g[call.layer]);
+    scaled_product(part.low_gradient, call.scale, rows, part.b);
+    if (wants(i, 1)) {
+      out[places_.out + 2 * i + 1] = deliver_matmul_wgrad(
+          call.b_context,
+          part.b,
+          gradient_rows(rows, /*both=*/false),
+          MatmulRows(part.low));
     }
   }
-  return -1;
 }
 
-bool AdapterBackward::wants(int call, std::size_t factor) const {
-  return ctx_->needs_input_grad(
-      places_.edge + 2 * static_cast<std::size_t>(call) + factor);
-}
-
-void AdapterBackward::begin(
-    std::size_t layer,
-    const at::Tensor& g,
-    variable_list& out) {
-  const int i = find(layer);
-  if (i < 0) {
+void AdapterBackward::add_input_gradient(at::Tensor& dx) const {
+  if (!calls_) {
     return;
   }
-  const AdapterCalls::Call& call = calls_->all()[i];
-  Part& part = parts_[i];
-  const at::Tensor rows = as_rows(g);
-  part.low_gradient = at::mm(rows, part.b).mul_(call.scale);
-  if (wants(i, 1)) {
-    out[places_.out + 2 * i + 1] = deliver_matmul_wgrad(
-        call.b_context,
-        part.b,
-        gradient_rows(rows, /*both=*/false),
-        MatmulRows(part.low));
-  }
-}
-
-void AdapterBackward::add_input_gradient(std::size_t layer, at::Tensor& dx) {
-  const int i = find(layer);
-  if (i < 0) {
+  if (calls_->are_joint()) {
+    add_product(dx, low_gradient_, at::cat(factors_a()));
     return;
   }
-  const AdapterCalls::Call& call = calls_->all()[i];
-  const Part& part = parts_[i];
-  if (call.dropout) {
-    call.dropout->add(
-        at::mm(part.low_gradient, part.a),
-        call.dropout_key,
-        dx,
-        call.dropout_column);
-  } else {
-    at::addmm_out(dx, dx, part.low_gradient, part.a);
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const AdapterCalls::Call& call = calls_->all()[i];
+    const Part& part = parts_[i];
+    if (!part.has_gradient) {
+      continue;
+    }
+    if (!call.dropout) {
+      add_product(dx, part.low_gradient, part.a);
+      continue;
+    }
+    const at::Tensor read = at::mm(part.low_gradient, part.a);
+    if (dx.defined()) {
+      call.dropout->add(read, call.dropout_key, dx, call.dropout_column);
+    } else {
+      dx = dropped(call, read);
+    }
   }
 }
 
 bool AdapterBackward::wants_input(std::size_t layer) const {
-  const int i = find(layer);
-  return i >= 0 && wants(i, 0);
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    if (calls_->all()[i].layer == layer) {
+      return wants(i, 0);
+    }
+  }
+  return false;
 }
 
-void AdapterBackward::end(
-    std::size_t layer,
-    const at::Tensor& x,
-    variable_list& out) {
-  const int i = find(layer);
-  if (i < 0 || !wants(i, 0) || !parts_[i].low_gradient.defined()) {
-    return;
+void AdapterBackward::end(const at::Tensor& x, variable_list& out) const {
+  std::vector<at::Tensor> joint;
+  at::Tensor rows;
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    const Part& part = parts_[i];
+    if (!part.has_gradient || !wants(i, 0)) {
+      continue;
+    }
+    if (!rows.defined()) {
+      rows = as_rows(x);
+      if (calls_->are_joint()) {
+        joint = at::mm(low_gradient_.t(), rows)
+                    .split_with_sizes(ranks_of(factors_a()), 0);
+      }
+    }
+    const AdapterCalls::Call& call = calls_->all()[i];
+    out[places_.out + 2 * i] =
+        !joint.empty()
+            ? deliver_wgrad(call.a_context, part.a, [&] { return joint[i]; })
+            : deliver_matmul_wgrad(
+                  call.a_context,
+                  part.a,
+                  gradient_rows(part.low_gradient, /*both=*/false),
+                  MatmulRows(dropped(call, rows)));
   }
-  const AdapterCalls::Call& call = calls_->all()[i];
-  const at::Tensor rows = as_rows(x);
-  out[places_.out + 2 * i] = deliver_matmul_wgrad(
-      call.a_context,
-      parts_[i].a,
-      gradient_rows(parts_[i].low_gradient, /*both=*/false),
-      MatmulRows(
-          call.dropout
-              ? call.dropout->apply(rows, call.dropout_key, call.dropout_column)
-              : rows));
 }
 
 }  // namespace flatshard::nn

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "flatshard/nn/lora/sample_dropout.h"
+#include "flatshard/nn/matmul_rows.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 
@@ -64,6 +65,9 @@ class AdapterCalls : public torch::CustomClassHolder {
       const std::vector<const Adapter*>& layers);
 
   const std::vector<Call>& all() const { return calls_; }
+  /// Several that read the same x and have the same scale: their A are one
+  /// factor of products.
+  bool are_joint() const;
 
  private:
   std::vector<Call> calls_;
@@ -74,24 +78,40 @@ using AdapterCallsPtr = c10::intrusive_ptr<AdapterCalls>;
 std::vector<at::Tensor> adapter_factors(
     const std::vector<const Adapter*>& layers);
 
-/// The part that adapters have in a node's forward.
+/// The part that adapters have in a node's forward. Without dropout the A of
+/// all layers multiply the input as one matrix.
 class AdapterForward {
  public:
-  /// @param calls    may be null: every call does nothing then.
+  /// @param calls    may be null: every product is the base's alone then.
   /// @param factors  as adapter_factors returns them.
-  AdapterForward(const AdapterCallsPtr& calls, at::TensorList factors);
+  /// @param x        [rows, in], what all layers of the node read.
+  AdapterForward(
+      const AdapterCallsPtr& calls,
+      at::TensorList factors,
+      const MatmulRows& x);
 
-  /// Adds the layer's adapter of x [rows, in] to y [rows, out], in place.
-  void add(std::size_t layer, const at::Tensor& x, at::Tensor& y);
-  /// Appends what AdapterBackward reads. Call it last.
+  /// y += the adapter of the layer, if it has one. An undefined y is set.
+  /// @param y  [rows, out]
+  void add(std::size_t layer, at::Tensor& y) const;
+  /// matmul_forward of x with the layer's adapter. The product of the base
+  /// adds to the adapter's where nothing else is added: that costs no pass
+  /// over the result of its own.
+  at::Tensor matmul(
+      std::size_t layer,
+      const at::Tensor& weight,
+      const ModuleContextPtr& context,
+      const at::Tensor& bias = {},
+      const at::Tensor& residual = {}) const;
+  /// Appends what AdapterBackward reads.
   void save(
       torch::autograd::AutogradContext* ctx,
-      torch::autograd::variable_list& saved);
+      torch::autograd::variable_list& saved) const;
 
  private:
   const AdapterCallsPtr& calls_;
   at::TensorList factors_;
-  std::vector<at::Tensor> low_;  ///< [rows, rank] of each call, with the scale
+  const MatmulRows& x_;
+  at::Tensor low_;  ///< [rows, all ranks]: scale * dropout(x) A^T of each call
 };
 
 /// The part that adapters have in a node's backward.
@@ -114,35 +134,35 @@ class AdapterBackward {
   };
   void set_places(const Places& places) { places_ = places; }
 
-  /// Takes the gradient g [..., out] of the layer's result and delivers B's.
-  void begin(
-      std::size_t layer,
-      const at::Tensor& g,
-      torch::autograd::variable_list& out);
-  /// dx += the adapter's part, after `begin`.
-  void add_input_gradient(std::size_t layer, at::Tensor& dx);
-  /// `end` will read the layer's input.
+  /// Takes the gradients [..., out] of all layers' results, undefined where
+  /// there is none, and delivers those of B.
+  void begin(at::TensorList g, torch::autograd::variable_list& out);
+  /// dx += the adapters' part, after `begin`. An undefined dx is set if there
+  /// is a part: the layers' products then add to it.
+  /// @param dx  [rows, in]
+  void add_input_gradient(at::Tensor& dx) const;
+  /// `end` will read the layer's input, if its result has a gradient.
   bool wants_input(std::size_t layer) const;
-  /// Delivers A's gradient.
-  /// @param x  [..., in], what the layer read; not used without wants_input.
-  void end(
-      std::size_t layer,
-      const at::Tensor& x,
-      torch::autograd::variable_list& out);
+  /// Delivers the gradients of A.
+  /// @param x  [..., in], what the layers read; not used where none wants it.
+  void end(const at::Tensor& x, torch::autograd::variable_list& out) const;
 
  private:
   /// Of one adapter.
   struct Part {
-    at::Tensor a, b, low;
-    at::Tensor low_gradient;  ///< [rows, rank] of dropout(x) A^T
+    at::Tensor a, b;
+    at::Tensor low;           ///< [rows, rank], a part of all
+    at::Tensor low_gradient;  ///< of dropout(x) A^T, a part of all
+    bool has_gradient = false;
   };
-  /// The number of the layer's adapter; -1: it has none.
-  int find(std::size_t layer) const;
-  bool wants(int call, std::size_t factor) const;
+  bool wants(std::size_t call, std::size_t factor) const;
+  std::vector<at::Tensor> factors_a() const;
 
   torch::autograd::AutogradContext* ctx_;
   AdapterCallsPtr calls_;
   std::vector<Part> parts_;
+  at::Tensor low_;           ///< as AdapterForward's
+  at::Tensor low_gradient_;  ///< like low_; undefined before any gradient
   Places places_{};
 };
 

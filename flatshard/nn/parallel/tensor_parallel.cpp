@@ -183,6 +183,12 @@ IndexPart equal_part_of(
   return part_of(ranks, whole);
 }
 
+void keep_part(const at::Tensor& parameter, const ParameterPart& part) {
+  parameter.set_data(parameter.detach()
+                         .narrow(part.dim, part.part.begin, part.part.size())
+                         .contiguous());
+}
+
 ParameterParts parts_below(torch::nn::Module& root) {
   ParameterParts found;
   for (const NamedParameter& p : named_parameters(root)) {

@@ -130,6 +130,8 @@ struct ParameterPart {
   std::int64_t whole = 0;  ///< size of the larger parameter along `dim`
   IndexPart part;
 };
+/// Makes a parameter that is whole the part of it, whatever memory it has.
+void keep_part(const at::Tensor& parameter, const ParameterPart& part);
 /// By the parameter's name.
 using ParameterParts = std::map<std::string, ParameterPart>;
 
