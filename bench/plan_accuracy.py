@@ -36,6 +36,8 @@ SHARED = {
     f"12 layers of 8B shapes{more}": (seq, ["model.layers=12"])
     for seq, more in ((8192, ""), (2048, ", seq 2048"))
 }
+# bench/lora.py measures these.
+LORA = {"8B, LoRA": (4096, ["lora.rank=16"])}
 # Variant; GPU; ranks; settings; measured ms; measured GiB, or -.
 MEASURED = """
 12 layers of 8B shapes; h200; 2; tp; 174.8; -
@@ -50,6 +52,10 @@ MEASURED = """
 8B, local batch 3; h200; 2; ; 2193.7; 131.2
 8B, recompute full; h200; 2; ; 967.3; 63.8
 8B, recompute full, local batch 4; h200; 2; ; 3775.0; 72.3
+8B, LoRA; h200; 2; ; 281.6; 22.2
+8B, LoRA; h200; 2; rowwise; 225.7; 19.0
+8B, LoRA; h200; 1; ; 265.2; 28.2
+8B, LoRA; h200; 1; rowwise; 218.9; 22.6
 8B, ZeRO-3; h200; 4; ; 195.7; 35.6
 8B, ZeRO-3; h200; 2; ; 209.5; 63.5
 8B, ZeRO-2; h200; 2; ; 218.4; 69.3
@@ -87,7 +93,7 @@ MEASURED = """
 
 
 def planned(args, variant, gpu, ranks, names):
-    seq, of_variant = (VARIANTS | SHARED)[variant]
+    seq, of_variant = (VARIANTS | SHARED | LORA)[variant]
     command = [args.program, "plan", args.config, "--json", f"--ranks={ranks}"]
     command += ["--gpu", args.gpu or gpu]
     chosen = [setting for name in names for setting in SETTINGS[name].split()]

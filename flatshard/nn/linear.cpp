@@ -69,8 +69,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     adapters.begin(dy, out);
     if (ctx->needs_input_grad(kX)) {
       at::Tensor dx;
-      adapters.add_input_gradient(dx);
       add_input_gradient(dx, g, weight, context);
+      adapters.add_input_gradient(dx);
       out[kX] = dx.view(x.sizes());
     }
     adapters.end(x, out);
@@ -166,9 +166,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     }
     adapters.begin(grads, out);
     at::Tensor dx;
-    if (ctx->needs_input_grad(0)) {
-      adapters.add_input_gradient(dx);
-    }
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
@@ -187,10 +184,13 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         }
       }
     }
-    if (dx.defined() && ranks) {
-      pending_dx = ranks->start_reduce_scatter(dx);
-    } else if (dx.defined()) {
-      out[0] = dx.view(x.sizes());
+    if (dx.defined()) {
+      adapters.add_input_gradient(dx);
+      if (ranks) {
+        pending_dx = ranks->start_reduce_scatter(dx);
+      } else {
+        out[0] = dx.view(x.sizes());
+      }
     }
     std::optional<MatmulRows> rows;
     const at::Tensor read = pending_rows ? pending_rows->finish() : as_rows(x);

@@ -128,9 +128,6 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     adapters.begin(at::TensorList(grads).slice(1), out);
     // Of what the layers read, then of the norm's input.
     at::Tensor dy;
-    if (wants_dx || wants_norm) {
-      adapters.add_input_gradient(dy);
-    }
     bool wants_weights = false;
     std::vector<std::optional<MatmulRows>> g(grads.size());
     const auto wants_weight = [&](std::size_t i) {
@@ -154,6 +151,9 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
           add_input_gradient(dy, *g[i], weight(i), contexts[i]);
         }
       }
+    }
+    if (dy.defined()) {
+      adapters.add_input_gradient(dy);
     }
     const auto recipe =
         adapters

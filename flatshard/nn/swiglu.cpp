@@ -159,6 +159,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     at::Tensor product;
     if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
       at::Tensor d;
+      // First: this is the widest gradient, and a sum reads it once more.
       adapters.add_input_gradient(d);
       add_input_gradient(d, g, weight, context);
       d = d.view(gate.sizes());

@@ -14,6 +14,8 @@ double Kernel::seconds(const Gpu& gpu) const {
     case Kind::transfer:
     case Kind::finish:
       return 0;
+    case Kind::low_rank:
+      return gpu.pass_seconds("sum", nbytes);
     case Kind::pass:
       break;
   }
@@ -24,6 +26,7 @@ double Kernel::flops() const {
   switch (kind) {
     case Kind::product:
     case Kind::grouped:
+    case Kind::low_rank:
       return 2 * groups * m * n * k;
     case Kind::attention:
       return attention_flops(
@@ -45,6 +48,8 @@ std::string_view Kernel::label() const {
     case Kind::product:
     case Kind::grouped:
       return "GEMM";
+    case Kind::low_rank:
+      return "adapters";
     case Kind::attention:
       return "attention";
     case Kind::transfer:

@@ -11,12 +11,14 @@
 namespace flatshard::plan {
 
 /// Work of the compute stream whose price a Gpu knows: a product, the products
-/// of a layer's experts, attention, or a pass over memory. Or the place among
-/// such work at which the ranks of tensor parallelism exchange activations.
+/// of a layer's experts, a product with a factor of an adapter, attention, or a
+/// pass over memory. Or the place among such work at which the ranks of tensor
+/// parallelism exchange activations.
 struct Kernel {
   enum class Kind {
     product,
     grouped,
+    low_rank,  ///< takes the time of a pass over what it reads and writes
     attention,
     pass,
     transfer,  ///< what follows waits for it, unless `overlaps`
@@ -57,6 +59,13 @@ struct Kernel {
     Kernel kernel = matmul(product, m, n, k);
     kernel.kind = Kind::grouped;
     kernel.groups = groups;
+    return kernel;
+  }
+  /// @param nbytes  read and written.
+  static Kernel low_rank(double m, double n, double k, double nbytes) {
+    Kernel kernel = matmul(Product::forward, m, n, k);
+    kernel.kind = Kind::low_rank;
+    kernel.nbytes = nbytes;
     return kernel;
   }
   static Kernel attention(

@@ -127,17 +127,24 @@ GroupPlan::GroupPlan(GroupShape of)
   const bool fp8 = shape.float8.has_value();
   const bool cut_alike =
       same_elements(strategy.parameter, strategy.optimizer, sizes);
-  const bool spreads = !cut_alike;
+  const bool spreads = !cut_alike && (shape.trainable || fp8);
   has_refresh = spreads || fp8;
-  const bool main_is_compute = !fp8 && shape.sizes.main == shape.sizes.compute;
+  const bool main_is_compute =
+      !fp8 && (!shape.trainable || shape.sizes.main == shape.sizes.compute);
   const bool made_for_gathers =
       !shape.keep_compute_weights && !main_is_compute && cut_alike;
   resident = !any_sharded(strategy.parameter, sizes, made_for_gathers);
   const bool rests =
       shape.keep_compute_weights || main_is_compute || resident || spreads;
-  bytes.numel = local_numel(layout, strategy.optimizer, sizes);
-  bytes.main = main_is_compute ? 0 : bytes.numel * shape.sizes.main;
-  bytes.gradients = bytes.numel * shape.sizes.gradient;
+  const std::int64_t numel = local_numel(layout, strategy.optimizer, sizes);
+  if (shape.trainable) {
+    bytes.numel = numel;
+    bytes.main = main_is_compute ? 0 : numel * shape.sizes.main;
+    bytes.gradients = numel * shape.sizes.gradient;
+  } else if (!main_is_compute && !shape.keep_compute_weights) {
+    bytes.main =
+        numel * shape.sizes.compute;  // else dropped: drop_main_weights
+  }
   const std::int64_t planes = fp8 && shape.float8->stored_columns ? 2 : 1;
   const std::int64_t element = fp8 ? 1 : shape.sizes.compute;
   if (rests) {
@@ -151,7 +158,7 @@ GroupPlan::GroupPlan(GroupShape of)
   }
   bytes.compute += fp8 ? scales_nbytes(*shape.float8) : 0;
 
-  has_outer_stage = sizes.size() > 1 && sizes.front() > 1 &&
+  has_outer_stage = shape.trainable && sizes.size() > 1 && sizes.front() > 1 &&
                     strategy.gradient.front().is_partial() &&
                     product(sizes) > sizes.front() &&
                     num_sharded_axes(strategy.optimizer) > 0 &&
@@ -185,7 +192,7 @@ UnitPlan::UnitPlan(const UnitShape& shape) {
     }
     spec.reduce_every_microbatch =
         spec.reduce_every_microbatch ||
-        num_sharded_axes(group.strategy.gradient) > 0;
+        (group.trainable && num_sharded_axes(group.strategy.gradient) > 0);
   }
   spec.weights_nbytes.resize(num_planes, 0);
   spec.derived_from.resize(num_planes, kStored);
@@ -249,8 +256,10 @@ UnitPlan::UnitPlan(const UnitShape& shape) {
     post_forward += up_to(
         group.post_forward_numel * group.shape.sizes.compute,
         kSlotMultiple);
-    spec.grad_nbytes +=
-        up_to(group.layout.numel() * group.shape.sizes.reduce, kSlotMultiple);
+    if (group.shape.trainable) {
+      spec.grad_nbytes +=
+          up_to(group.layout.numel() * group.shape.sizes.reduce, kSlotMultiple);
+    }
   }
   if (post_forward > 0) {
     spec.post_forward = static_cast<PlaneId>(num_planes);

@@ -53,6 +53,8 @@ struct GroupShape {
   /// How many ranks of the model lie between neighbours of each axis.
   std::vector<std::int64_t> axis_strides;
   ElementSizes sizes;
+  /// false: weights in the compute dtype or FP8 alone, without gradients.
+  bool trainable = true;
   /// These mean what they mean in ParamGroupOptions.
   bool keep_compute_weights = true;
   std::int64_t post_forward_ranks = 0;
@@ -73,7 +75,7 @@ struct GroupBytes {
   std::int64_t compute = 0;
   std::int64_t resting = 0;  ///< of `compute`: planes between gathers
   std::int64_t gradients = 0;
-  std::int64_t numel = 0;  ///< of the optimizer's shard
+  std::int64_t numel = 0;  ///< of the optimizer's shard; 0: it has none
 
   GroupBytes& operator+=(const GroupBytes& other) {
     main += other.main;

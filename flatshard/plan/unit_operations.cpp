@@ -255,7 +255,9 @@ void UnitOperations::accumulate(UnitId unit, int microbatch) {
   state.reduced = record_.queue(std::move(operation));
   if (!std::exchange(state.has_local, true)) {
     for (const GroupPlan& group : units_[unit].groups) {
-      record_.add_gradients(group.layout.numel() * job_.main_grads_size);
+      if (group.shape.trainable) {
+        record_.add_gradients(group.layout.numel() * job_.main_grads_size);
+      }
     }
     record_.note_peak();
   }

@@ -29,6 +29,9 @@ class UnitPricer {
     UnitPrices prices;
     for (const GroupPlan& group : unit.groups) {
       add_weights(group, prices);
+      if (!group.shape.trainable) {
+        continue;
+      }
       add_gradients(group, prices);
       const GroupShape& shape = group.shape;
       const double numel = as_double(group.bytes.numel);
@@ -60,7 +63,7 @@ class UnitPricer {
       gather.by_collective +=
           seconds(gpu_, Transfer::all_gather, whole, sharded);
       gather.by_copies += copy_seconds(gpu_, whole, sharded);
-      if (!shape.keep_compute_weights && !fp8) {
+      if (!shape.keep_compute_weights && !fp8 && shape.trainable) {
         prices.cast += gpu_.pass_seconds(
             "copy",
             as_double(group.bytes.numel) *
@@ -72,11 +75,15 @@ class UnitPricer {
              !strategy.parameter[axis].is_shard();
     });
     const double of_rank = whole / as_double(sharded.size);
-    prices.spread += seconds(gpu_, Transfer::all_gather, of_rank, spread);
+    if (shape.trainable) {
+      prices.spread += seconds(gpu_, Transfer::all_gather, of_rank, spread);
+    }
     if (fp8) {
-      prices.encode += gpu_.pass_seconds(
-          "quantize",
-          as_double(group.bytes.numel) * as_double(shape.sizes.main + 1));
+      if (shape.trainable) {
+        prices.encode += gpu_.pass_seconds(
+            "quantize",
+            as_double(group.bytes.numel) * as_double(shape.sizes.main + 1));
+      }
       prices.derive += gpu_.pass_seconds("quantize", 2 * whole);
     }
     if (group.post_forward_numel > 0) {

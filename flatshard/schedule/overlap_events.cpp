@@ -82,8 +82,12 @@ class EventWriter {
   // Of embedding and head, where these are units below the root.
   void say_of_end(EventKind kind, const PlanStep& step) {
     if (units_.ends && step.layer < 0) {
-      say(kind, step).needs_backward = kind == EventKind::forward_end;
+      say(kind, step).needs_backward =
+          kind == EventKind::forward_end && has_backward(step);
     }
+  }
+  bool has_backward(const PlanStep& step) const {
+    return units_.embed_has_backward || step.node != PlanNode::embed;
   }
 
   void add_forward(const PlanStep& step) {
@@ -138,7 +142,9 @@ class EventWriter {
     if (step.node == PlanNode::attend) {
       say(EventKind::inputs_done, step);
     }
-    say_of_end(EventKind::inputs_done, step);
+    if (has_backward(step)) {
+      say_of_end(EventKind::inputs_done, step);
+    }
     if (step.node == PlanNode::embed) {
       say_of(units_.root, EventKind::inputs_done, step);
       say(EventKind::task_end, step).outermost = true;
@@ -152,7 +158,8 @@ class EventWriter {
   // Whatever the first step of a unit's backward is.
   void begin_layer(const PlanStep& step) {
     const UnitId unit = units_.unit_of(step);
-    if (unit != units_.root && begun_ != std::pair(step.microbatch, unit)) {
+    if (unit != units_.root && has_backward(step) &&
+        begun_ != std::pair(step.microbatch, unit)) {
       begin_backward_of(unit, step);
     }
     begun_ = {step.microbatch, unit};
@@ -171,7 +178,9 @@ class EventWriter {
     };
     if (units_.ends) {
       expect(units_.root, units_.root_grads);
-      expect(units_.ends->embed, units_.embed_grads);
+      if (units_.embed_has_backward) {
+        expect(units_.ends->embed, units_.embed_grads);
+      }
       expect(units_.ends->head, units_.head_grads);
     } else {
       expect(

@@ -27,6 +27,9 @@ struct PlanUnits {
   std::vector<UnitId> layers;
   std::vector<LayerGrads> layer_grads;  ///< as many
   int embed_grads = 0;
+  /// false: the embedding is frozen, and the first layer's input has no
+  /// gradient.
+  bool embed_has_backward = true;
   int head_grads = 0;
   int root_grads = 0;  ///< beside those of the ends, in the head's backward
 

@@ -86,6 +86,48 @@ TEST(PlanProgram, PlansLayersThatRanksShare) {
           HasSubstr("  tensor parallelism ")));
 }
 
+// Of a frozen base in bfloat16 a rank has its shard, and the rest for adapters
+// alone.
+TEST(PlanProgram, PlansAdapters) {
+  const std::string words = "plan llama3_8b --ranks 2 --set lora.rank=16";
+  const auto text = run(words);
+  EXPECT_THAT(
+      text.output,
+      HasSubstr("8,030,261,248 parameters and 41,943,040 of adapters on"));
+  const auto result = run(words + " --json");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json plan = json::parse(result.output);
+  const json& memory = plan.at("memory_bytes");
+  const auto nbytes = [&](const char* role) {
+    return memory.at(role).get<double>();
+  };
+  EXPECT_NEAR(nbytes("main weights"), 41943040 / 2 * 4.0, 1e4);
+  EXPECT_NEAR(nbytes("optimizer state"), 41943040 / 2 * 8.0, 1e4);
+  EXPECT_NEAR(
+      nbytes("compute weights"),
+      (8030261248 + 41943040) / 2 * 2.0,
+      1e5);
+  EXPECT_GT(plan.at("kinds_ms").at("adapters"), 0);
+}
+
+TEST(PlanProgram, SweepsTheWidthOfExperts) {
+  const auto result = run("plan mixtral_8x7b --ranks 16 --sweep --json");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json sweep = json::parse(result.output);
+  std::set<int> widths;
+  for (const char* list : {"fitting", "too_large"}) {
+    for (const json& way : sweep.at(list)) {
+      const int width = way.at("expert_tensor_degree").get<int>();
+      widths.insert(width);
+      if (width > 1) {
+        EXPECT_GT(way.at("expert_degree"), 1);
+        EXPECT_EQ(width % way.at("tensor_parallel_degree").get<int>(), 0);
+      }
+    }
+  }
+  EXPECT_THAT(widths, ::testing::IsSupersetOf({1, 2}));
+}
+
 // 405B on 4096 ranks takes seconds, on one core.
 TEST(PlanProgram, SweepsTheLargest) {
   const auto result = run("plan llama3_405b --ranks 4096 --sweep --json");

@@ -276,6 +276,14 @@ TEST_F(TensorParallelRuns, GraphsChangeNoNumber) {
   ASSERT_EQ(graphs.code, 0) << graphs.output;
   EXPECT_THAT(graphs.output, HasSubstr("4 of 4 regions captured"));
   EXPECT_EQ(numbers("graphs"), numbers("eager"));
+  const Result step =
+      run("step",
+          2,
+          std::string(kTwo) +
+              "--set cuda_graph.impl=full_iteration --set "
+              "cuda_graph.on_miss=error --set debug.emulate_graphs=true");
+  ASSERT_EQ(step.code, 0) << step.output;
+  EXPECT_EQ(numbers("step"), numbers("eager"));
 }
 
 // Losses around 5, by weights of which each rank quantizes its own part.
@@ -307,6 +315,15 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             std::string(kTwo) + "--set model.kv_heads=1",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
             "model.kv_heads, which is 1"},
+        Case{
+            std::string(kTwo) +
+                "--set model.heads=3 --set model.kv_heads=3 --set model.dim=48",
+            "parallelism.tensor_parallel_degree = 2: expected a divisor of "
+            "model.heads, which is 3"},
+        Case{
+            std::string(kTwo) + "--set model.ffn_dim=63",
+            "parallelism.tensor_parallel_degree = 2: expected a divisor of "
+            "model.ffn_dim, which is 63"},
         Case{
             std::string(kTwo) + "--set training.seq_len=33",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
@@ -345,11 +362,7 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
                 "--set parallelism.expert_tensor_parallel_degree=2 --set "
                 "parallelism.token_exchange=copies",
             "not supported: copies bring a row to one rank; use "
-            "\"collective\""},
-        Case{
-            std::string(kTwo) + "--set cuda_graph.impl=full_iteration",
-            "not supported: the collectives of layers are recorded in "
-            "parts"}}) {
+            "\"collective\""}}) {
     const Result result = run("run", 2, c.options);
     EXPECT_EQ(result.errors().size(), 1U) << result.output;
     EXPECT_THAT(result.output, HasSubstr(c.says));

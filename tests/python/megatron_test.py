@@ -97,7 +97,6 @@ def test_per_token_loss_sums(mesh, rank, world):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("tp_dim", "tp"),
         ("overlap_grad_reduce", False),
         ("sync_model_each_microbatch", False),
         ("nccl_ub", True),

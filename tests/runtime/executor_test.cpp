@@ -77,7 +77,7 @@ TEST(Executor, AReductionLeavesTheMeanOfTheRanks) {
 }
 
 TEST(Executor, ResetGivesEverySlotBack) {
-  run_ranks(1, [](const RankContext& context) {
+  run_ranks(2, [](const RankContext& context) {
     Fixture f(context);
     f.run(ActionKind::gather);
     f.run(ActionKind::await);
@@ -99,7 +99,7 @@ class Refuses : public SlotObserver {
 };
 
 TEST(Executor, ErrorsNameStepUnitAndAction) {
-  run_ranks(1, [](const RankContext& context) {
+  run_ranks(2, [](const RankContext& context) {
     Fixture f(context);
     f.observers.add(std::make_shared<Refuses>());
     f.executor->set_step(7);
@@ -109,7 +109,7 @@ TEST(Executor, ErrorsNameStepUnitAndAction) {
     } catch (const Error& e) {
       EXPECT_THAT(
           e.what(),
-          ::testing::HasSubstr("rank 0/1 | step 7 | unit unit | gather"));
+          ::testing::HasSubstr("/2 | step 7 | unit unit | gather"));
     }
     f.executor->reset();
   });

@@ -70,7 +70,7 @@ struct Fixture {
 };
 
 void with_slots(bool on_demand, const std::function<void(Fixture&)>& test) {
-  run_ranks(1, [&](const RankContext& context) {
+  run_ranks(2, [&](const RankContext& context) {
     Fixture fixture(context, on_demand);
     test(fixture);
   });

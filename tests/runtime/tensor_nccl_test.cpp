@@ -70,6 +70,23 @@ class TensorParallelOnGpus : public ::testing::Test {
     }
     EXPECT_GT(owned, 0);
   }
+
+  static void expect_same_bits(
+      const TensorResult& got,
+      const TensorResult& want) {
+    EXPECT_EQ(got.losses, want.losses);
+    EXPECT_EQ(got.norms, want.norms);
+    for (const auto& [name, values] : want.weights) {
+      // NaN is another rank's.
+      EXPECT_EQ(
+          std::memcmp(
+              got.weights.at(name).data(),
+              values.data(),
+              values.size() * sizeof(float)),
+          0)
+          << name;
+    }
+  }
 };
 
 TEST_F(TensorParallelOnGpus, RanksThatShareLayersEqualOne) {
@@ -122,22 +139,42 @@ TEST_F(TensorParallelOnGpus, GraphsOfRegionsEqualEager) {
     SCOPED_TRACE(run.name() + " " + *run.graph_regions.begin());
     const TensorResult graphs = train(run);
     run.graph_regions.clear();
-    const TensorResult eager = train(run);
-    EXPECT_EQ(graphs.losses, eager.losses);
-    EXPECT_EQ(graphs.norms, eager.norms);
-    for (const auto& [name, values] : eager.weights) {
-      // NaN is another rank's.
-      EXPECT_EQ(
-          std::memcmp(
-              graphs.weights.at(name).data(),
-              values.data(),
-              values.size() * sizeof(float)),
-          0)
-          << name;
-    }
+    expect_same_bits(graphs, train(run));
     for (const auto& [rank, stats] : graphs.graphs) {
       EXPECT_GT(stats.forward_replays, 0);
       EXPECT_GT(stats.backward_replays, 0);
+      EXPECT_TRUE(stats.fallbacks.empty()) << stats.fallbacks.begin()->first;
+    }
+  }
+}
+
+// So are those of a graph of the whole step, on compute's stream and on their
+// own.
+TEST_F(TensorParallelOnGpus, AGraphOfTheStepEqualsEager) {
+  const int world = gpu_ranks().world();
+  if (world % 2 != 0) {
+    GTEST_SKIP() << "expected an even number of ranks, have " << world;
+  }
+  for (TensorRun run :
+       {TensorRun{},
+        TensorRun{.model = "tied", .microbatches = 2},
+        TensorRun{.model = "biases", .strategy = "zero1", .chunk_tokens = 5},
+        TensorRun{
+            .model = "head_norms",
+  .microbatches = 2,
+  .checkpoint = ActivationCheckpoint::full}}) {
+    run.dp = world / 2;
+    run.tp = 2;
+    run.steps = 20;
+    run.max_norm = 0.1;  // the rate is 1
+    SCOPED_TRACE(run.name());
+    const TensorResult eager = train(run);
+    run.step_graph = true;
+    const TensorResult graphs = train(run);
+    expect_same_bits(graphs, eager);
+    for (const auto& [rank, stats] : graphs.graphs) {
+      EXPECT_EQ(stats.captures, 1);
+      EXPECT_EQ(stats.step_replays, run.steps - TensorRun::kWarmupSteps);
       EXPECT_TRUE(stats.fallbacks.empty()) << stats.fallbacks.begin()->first;
     }
   }

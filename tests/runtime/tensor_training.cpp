@@ -5,6 +5,7 @@
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/graphs/model_graphs.h"
+#include "flatshard/graphs/step_graph.h"
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
 #include "tests/support/ranks.h"
@@ -251,7 +252,9 @@ void train_tensor_rank(
                .max_delay_us = 50},
           .graphs = {
               .enabled = run.has_graphs(),
-              .regions = run.graph_regions,
+              .whole_step = run.step_graph,
+              .regions =
+                  run.step_graph ? GraphOptions().regions : run.graph_regions,
               .warmup_steps = TensorRun::kWarmupSteps,
               .emulate_on_cpu = true}}};
   if (ranks) {
@@ -278,17 +281,40 @@ void train_tensor_rank(
   const auto runtime = fully_shard(*llama, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
   const int data_rank = mesh->data_mesh()->rank();
-  for (int step = 0; step < run.steps; ++step) {
+  const auto index_of = [&](int m) { return data_rank * run.microbatches + m; };
+  // Tokens and targets of each microbatch -> their losses.
+  int step = 0;
+  const auto work = [&](const nn::TensorList& in) {
+    nn::TensorList losses;
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
-      const int index = data_rank * run.microbatches + m;
-      const Sequences in = sequences_of(run, step, index);
-      const at::Tensor loss =
-          llama(in.tokens.to(mesh->device()), in.targets.to(mesh->device()));
+      const at::Tensor loss = llama(in[2 * m], in[2 * m + 1]);
+      if (run.before_backward && m == 0) {
+        run.before_backward(*mesh, step);
+      }
       (loss / run.microbatches).backward();
-      const auto value = loss.item<double>();
+      losses.push_back(loss.detach());
+    }
+    return losses;
+  };
+  std::optional<StepGraph> graph;
+  if (run.step_graph) {
+    graph.emplace(runtime, work);
+  }
+  for (; step < run.steps; ++step) {
+    runtime->set_step(step);
+    nn::TensorList in;
+    for (int m = 0; m < run.microbatches; ++m) {
+      const Sequences made = sequences_of(run, step, index_of(m));
+      in.push_back(made.tokens.to(mesh->device()));
+      in.push_back(made.targets.to(mesh->device()));
+    }
+    const nn::TensorList losses = graph ? graph->run(in) : work(in);
+    for (int m = 0; m < run.microbatches; ++m) {
+      const auto value = losses[m].item<double>();
       const std::lock_guard lock(mutex);
-      const auto [found, is_new] = result.losses.insert({{step, index}, value});
+      const auto [found, is_new] =
+          result.losses.insert({{step, index_of(m)}, value});
       if (!is_new && found->second != value) {
         found->second = std::numeric_limits<double>::quiet_NaN();
       }
@@ -302,7 +328,8 @@ void train_tensor_rank(
   optimizer.wait();
   {
     const std::lock_guard lock(mutex);
-    result.graphs[mesh->rank()] = runtime->graphs().stats();
+    result.graphs[mesh->rank()] =
+        graph ? graph->stats() : runtime->graphs().stats();
   }
   collect_weights(*runtime, mutex, result.weights);
 }

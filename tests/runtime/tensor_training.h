@@ -5,6 +5,7 @@
 #include "tests/runtime/training.h"
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,10 +37,13 @@ struct TensorRun {
   double capacity_factor = 0;
   Precision precision = Precision::full();
   std::optional<Float8Format> float8 = {};   ///< of what it takes
-  std::set<std::string> graph_regions = {};  ///< empty: no graphs
+  std::set<std::string> graph_regions = {};  ///< empty: no graphs of parts
+  bool step_graph = false;  ///< forward and backward of a step as one graph
+  /// Before the backward of a step's first microbatch; not with step_graph.
+  std::function<void(const Mesh& mesh, int step)> before_backward = {};
 
   static constexpr int kWarmupSteps = 2;
-  bool has_graphs() const { return !graph_regions.empty(); }
+  bool has_graphs() const { return step_graph || !graph_regions.empty(); }
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * tp; }
   bool shares_experts() const { return ep * etp > 1; }

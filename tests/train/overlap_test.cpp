@@ -96,7 +96,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config));
     data::Loader loader = open_train_loader(config, shape);
-    Batches batches(config, mesh, loader);
+    Batches batches(config, mesh->data_mesh(), loader);
     TrainState state =
         make_train_state(config, shape, mesh, batches.num_microbatches());
     ExpertLoads loads(config, state.model, state.exchange, mesh);
@@ -182,6 +182,53 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
     for (const double ms : got.exchange_ms) {
       EXPECT_GT(ms, 0);
     }
+  }
+}
+
+// Ranks that share layers exchange activations inside of pieces, and tokens
+// between them.
+TEST(OverlapTraining, EqualsTheRunWithoutItWhereRanksShareLayers) {
+  for (const char* batch : {"4", "6"}) {
+    const Overrides grid{
+        "parallelism.tensor_parallel_degree=2",
+        "parallelism.expert_parallel_degree=2",
+        std::string("training.global_batch_size=") + batch};
+    const OverlapOutcome want = train_overlapping(4, grid);
+    for (const Overrides& how :
+         {Overrides{kOverlap},
+          Overrides{kLate},
+          Overrides{kOverlap, kLate, "activation_checkpoint.mode=full"}}) {
+      SCOPED_TRACE(how.back() + " " + batch);
+      expect_equal(train_overlapping(4, grid + how), want);
+    }
+  }
+  // Of experts whose width the same ranks share, and with graphs.
+  for (const Overrides& grid :
+       {Overrides{
+            "parallelism.tensor_parallel_degree=2",
+            "parallelism.expert_tensor_parallel_degree=2"},
+        Overrides{
+            "parallelism.tensor_parallel_degree=2",
+            "parallelism.strategy=zero1",
+            "model.tie_embeddings=true"}}) {
+    SCOPED_TRACE(grid.back());
+    const Overrides how{
+        kOverlap,
+        kLate,
+        "activation_checkpoint.mode=selective",
+        "cuda_graph.impl=unit",
+        "cuda_graph.modules=attn,mlp,moe_router",
+        "cuda_graph.warmup_steps=1",
+        "cuda_graph.on_miss=error",
+        "debug.emulate_graphs=true"};
+    const OverlapOutcome got = train_overlapping(2, grid + how);
+    expect_equal(
+        got,
+        train_overlapping(
+            2,
+            grid + Overrides{"activation_checkpoint.mode=selective"}));
+    EXPECT_GT(got.graphs.backward_replays, 0);
+    EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
   }
 }
 

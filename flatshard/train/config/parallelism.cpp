@@ -110,20 +110,7 @@ const ConfigKey kParallelismKeys[] = {
         "matrices are cut among them, activations between the layers are cut "
         "by tokens; divides the ranks, model.heads, kv_heads, ffn_dim and "
         "training.seq_len (docs/guides/tensor_parallel.md)",
-        .range = {.min = 1, .max = kMaxRanks},
-        .conflicts =
-            {{{"cuda_graph.impl"},
-              WHEN(c.cuda_graph.whole_step() && c.parallelism.shares_layers()),
-              "not supported: the collectives of layers are recorded in parts "
-              "of blocks and in whole blocks; use \"unit\""},
-             {{"parallelism.overlap_expert_parallel",
-               "parallelism.delay_wgrad"},
-              WHEN(
-                  c.parallelism.shares_layers() &&
-                  (c.parallelism.overlap_expert_parallel ||
-                   c.parallelism.delay_wgrad)),
-              "not supported: pieces of blocks do not share layers; leave one "
-              "out"}}),
+        .range = {.min = 1, .max = kMaxRanks}),
     KEY(parallelism.tensor_parallel_comm,
         "how the ranks of tensor_parallel_degree exchange activations; auto: "
         "collective; copies is not supported",

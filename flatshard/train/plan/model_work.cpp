@@ -1,10 +1,13 @@
 #include "flatshard/train/plan/model_work.h"
 
 #include "flatshard/models/flops.h"
+#include "flatshard/train/lora/lora.h"
 
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <string_view>
 #include <utility>
 
 namespace flatshard {
@@ -35,22 +38,27 @@ struct Stage {
 
   Reads reads = Reads::part;
   NodeWork work;
+  /// Of what gathers tokens: whether its backward gathers them again, for
+  /// gradients of weights, and sums the gradient of its input.
+  bool gathers_again = true;
+  bool has_input_gradient = true;
 };
 using Stages = std::vector<Stage>;
 
 /// Writes down the kernels of a model's layers.
 class ModelWork {
  public:
-  /// @param layer  whose weights `float8` is asked for.
+  /// @param layer  whose weights `weights` is asked for.
   ModelWork(
       const Config& config,
       const models::ModelConfig& model,
       std::int64_t layer,
-      const Float8RecipeOf& float8)
+      const LayerWeights& weights)
       : config_(config),
         model_(model),
         layer_(layer),
-        float8_(float8),
+        weights_(weights),
+        frozen_(config.lora.enabled()),
         size_(d(static_cast<std::int64_t>(
             c10::elementSize(config.precision.compute)))),
         sharing_(config.parallelism.tensor_parallel_degree),
@@ -66,7 +74,8 @@ class ModelWork {
     put_together(stages, node);
     const std::int64_t ffn_dim = model_.ffn_dim / sharing_;
     const std::int64_t mlp_saved =
-        own_bytes(norm_width()) + bytes(2 * ffn_dim) + own_rows_of_floats(1);
+        own_bytes(norm_width()) + bytes(2 * ffn_dim) + own_rows_of_floats(1) +
+        adapters_saved({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"});
     layer.input_nbytes = own_bytes(model_.dim);
     layer.saved_nbytes = attention_saved() + mlp_saved;
     layer.transient_nbytes = dense_transient(ffn_dim);
@@ -84,8 +93,12 @@ class ModelWork {
   LayerWork experts() const {
     const models::MoeConfig& moe = model_.moe;
     const std::int64_t degree = config_.parallelism.expert_parallel_degree;
-    // A rank routes its own tokens.
-    const std::int64_t rows = own_tokens_ * moe.experts_per_token;
+    const std::int64_t parts =
+        config_.parallelism.expert_tensor_parallel_degree;
+    // A rank routes its own tokens, to each part of an expert.
+    const std::int64_t sent = own_tokens_ * moe.experts_per_token;
+    const std::int64_t rows = sent * parts;
+    const std::int64_t ffn_dim = moe.ffn_dim / parts;
     const double each = d(rows) * d(degree) / d(moe.num_experts);
     const double local = d(moe.num_experts / degree);
     LayerWork layer;
@@ -100,21 +113,27 @@ class ModelWork {
     put_together(attend, layer.nodes[PlanNode::attend]);
 
     NodeWork& node = layer.nodes[PlanNode::experts];
-    grouped(node, local, each, 2 * moe.ffn_dim, model_.dim);
-    swiglu(node, rows, moe.ffn_dim);
-    grouped(node, local, each, model_.dim, moe.ffn_dim);
+    grouped(node, local, each, 2 * ffn_dim, model_.dim);
+    swiglu(node, rows, ffn_dim);
+    grouped(node, local, each, model_.dim, ffn_dim);
     // Rows of tokens, and the sums of a token's rows.
-    const double moved = 2 * size_ * d(rows) * d(model_.dim);
+    const double moved = 2 * size_ * d(sent) * d(model_.dim);
     const double summed =
-        size_ * d(model_.dim) * (d(rows) + 2 * d(own_tokens_));
-    const bool here = degree == 1;
+        size_ * d(model_.dim) * (d(sent) + 2 * d(own_tokens_));
+    const bool here = degree * parts == 1;
     NodeWork& leaving = here ? node : layer.nodes[PlanNode::dispatch];
     NodeWork& returning = here ? node : layer.nodes[PlanNode::combine];
     leaving.forward.push_back(Kernel::memory("permute", moved));
+    if (parts > 1) {
+      // What the parts of an expert return of a row is added up.
+      const double added = size_ * d(model_.dim) * d(rows + sent);
+      leaving.backward.push_back(Kernel::memory("sum", added));
+      returning.forward.push_back(Kernel::memory("sum", added));
+    }
     leaving.backward.push_back(Kernel::memory("permute", summed));
     returning.forward.push_back(Kernel::memory("permute", summed));
     returning.backward.push_back(Kernel::memory("permute", moved));
-    if (here) {
+    if (here && !frozen_) {
       // The rows are made again for the gradient of the weights.
       node.wgrad.push_back(Kernel::memory("permute", moved));
     }
@@ -125,14 +144,18 @@ class ModelWork {
     }
     layer.input_nbytes = own_bytes(model_.dim);
     const auto element = static_cast<std::int64_t>(size_);
-    layer.saved_nbytes = attention_saved() + own_bytes(2 * model_.dim) +
-                         2 * rows * moe.ffn_dim * element +
-                         rows * static_cast<std::int64_t>(3 * sizeof(float)) +
-                         own_rows_of_floats(1 + 2 * moe.num_experts) +
-                         (here ? 0 : rows * model_.dim * element) +
-                         bytes(2 * moe.shared_experts * moe.ffn_dim / sharing_);
-    layer.transient_nbytes =
-        rows * (3 * moe.ffn_dim + 2 * model_.dim) * element;
+    layer.saved_nbytes =
+        attention_saved() + own_bytes(2 * model_.dim) +
+        2 * rows * ffn_dim * element +
+        (2 * sent + rows) * static_cast<std::int64_t>(sizeof(float)) +
+        own_rows_of_floats(1 + 2 * moe.num_experts) +
+        (here ? 0 : rows * model_.dim * element) +
+        bytes(2 * moe.shared_experts * moe.ffn_dim / sharing_) +
+        adapters_saved(
+            {"mlp.shared_experts.gate_proj",
+             "mlp.shared_experts.up_proj",
+             "mlp.shared_experts.down_proj"});
+    layer.transient_nbytes = rows * (3 * ffn_dim + 2 * model_.dim) * element;
     if (selective()) {
       Kernels again = layer.nodes[PlanNode::experts].forward;
       layer.nodes[PlanNode::experts].recompute = std::move(again);
@@ -160,6 +183,9 @@ class ModelWork {
       embed.work.backward.push_back(Kernel::memory("copy", 2 * table));
     }
     put_together({embed}, layer.nodes[PlanNode::embed]);
+    if (frozen_) {
+      layer.nodes[PlanNode::embed].backward.clear();
+    }
     Stages head(2);
     norm(head[0].work, /*with_delta=*/false);
     NodeWork& loss = head[1].work;
@@ -257,18 +283,23 @@ class ModelWork {
       backward.push_back(Kernel::exchange(transfer, wide, /*overlaps=*/true));
     };
     for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
+      const bool reads_tokens = stage->reads == Reads::tokens;
+      const bool gathers = reads_tokens && stage->gathers_again;
+      const bool scatters = reads_tokens && stage->has_input_gradient;
       if (stage->reads == Reads::columns) {
         backward.push_back(gather);
-      } else if (stage->reads == Reads::tokens) {
+      } else if (gathers) {
         start(Transfer::all_gather);
       }
       append(backward, stage->work.backward);
-      if (stage->reads == Reads::tokens) {
+      if (scatters) {
         start(Transfer::reduce_scatter);
+      }
+      if (gathers) {
         backward.push_back(Kernel::finish());
       }
       append(backward, stage->work.wgrad);
-      if (stage->reads == Reads::tokens) {
+      if (scatters) {
         backward.push_back(Kernel::finish());
       }
     }
@@ -282,19 +313,78 @@ class ModelWork {
       const std::string& module,
       std::int64_t rows,
       std::int64_t out,
-      std::int64_t in) const {
+      std::int64_t in,
+      bool has_input_gradient = true) const {
     const std::string recipe =
-        module.empty() ? std::string() : float8_(layer_, module + ".weight");
+        module.empty() ? std::string()
+                       : weights_.float8(layer_, module + ".weight");
     const double m = d(rows);
     const double n = d(out);
     const double k = d(in);
     node.forward.push_back(Kernel::matmul(Product::forward, m, n, k, recipe));
-    node.backward.push_back(Kernel::matmul(Product::dgrad, m, k, n, recipe));
-    node.wgrad.push_back(Kernel::matmul(Product::wgrad, n, k, m, recipe));
-    if (!recipe.empty()) {
-      node.backward.push_back(Kernel::memory("quantize", m * n * (size_ + 2)));
-      node.wgrad.push_back(Kernel::memory("quantize", m * k * (size_ + 1)));
+    if (has_input_gradient) {
+      node.backward.push_back(Kernel::matmul(Product::dgrad, m, k, n, recipe));
     }
+    if (!frozen_) {
+      node.wgrad.push_back(Kernel::matmul(Product::wgrad, n, k, m, recipe));
+    }
+    if (!recipe.empty()) {
+      // The gradient by rows, and by columns for the gradient of the weight.
+      const int planes = frozen_ ? 1 : 2;
+      node.backward.push_back(
+          Kernel::memory("quantize", m * n * (size_ + planes)));
+      if (!frozen_) {
+        node.wgrad.push_back(Kernel::memory("quantize", m * k * (size_ + 1)));
+      }
+    }
+    if (has_adapter(module)) {
+      adapter(node, m, n, k, has_input_gradient);
+    }
+  }
+
+  bool has_adapter(const std::string& module) const {
+    return frozen_ && !module.empty() &&
+           weights_.adapted(layer_, module + ".weight");
+  }
+
+  /// The adapter of a layer [rows, k] -> [rows, n]: as nn::AdapterForward and
+  /// nn::AdapterBackward compute it.
+  void adapter(
+      NodeWork& node,
+      double rows,
+      double n,
+      double k,
+      bool has_input_gradient) const {
+    const double r = d(config_.lora.rank);
+    const bool drops = config_.lora.dropout > 0;
+    // A row of so many numbers is read or written.
+    const auto moved = [&](double width) { return size_ * rows * (width + r); };
+    const Kernel dropout = Kernel::memory("copy", 2 * size_ * rows * k);
+    if (drops) {
+      node.forward.push_back(dropout);
+    }
+    node.forward.push_back(Kernel::low_rank(rows, r, k, moved(k)));
+    node.forward.push_back(Kernel::low_rank(rows, n, r, moved(2 * n)));
+    node.backward.push_back(Kernel::low_rank(rows, r, n, moved(n)));
+    node.backward.push_back(Kernel::low_rank(n, r, rows, moved(n)));
+    if (has_input_gradient) {
+      node.backward.push_back(Kernel::low_rank(rows, k, r, moved(2 * k)));
+    }
+    if (drops) {
+      node.backward.push_back(dropout);
+      node.wgrad.push_back(dropout);
+    }
+    node.wgrad.push_back(Kernel::low_rank(r, k, rows, moved(k)));
+  }
+
+  /// Of what autograd saves of the adapters of these layers.
+  std::int64_t adapters_saved(
+      std::initializer_list<std::string_view> modules) const {
+    return bytes(
+        config_.lora.rank *
+        std::ranges::count_if(modules, [&](std::string_view module) {
+          return has_adapter(std::string(module));
+        }));
   }
 
   void grouped(
@@ -307,8 +397,10 @@ class ModelWork {
         Kernel::experts(Product::forward, groups, m, d(out), d(in)));
     node.backward.push_back(
         Kernel::experts(Product::dgrad, groups, m, d(in), d(out)));
-    node.wgrad.push_back(
-        Kernel::experts(Product::wgrad, groups, m, d(out), d(in)));
+    if (!frozen_) {
+      node.wgrad.push_back(
+          Kernel::experts(Product::wgrad, groups, m, d(out), d(in)));
+    }
   }
 
   void norm(NodeWork& node, bool with_delta) const {
@@ -331,6 +423,8 @@ class ModelWork {
     const std::int64_t width = whole / sharing_;
     Stages stages(4);
     stages[0].reads = Stage::Reads::tokens;
+    stages[0].gathers_again = !frozen_ || has_adapter(module + ".gate_proj") ||
+                              has_adapter(module + ".up_proj");
     NodeWork& in = stages[0].work;
     product(in, module + ".gate_proj", tokens_, width, model_.dim);
     product(in, module + ".up_proj", tokens_, width, model_.dim);
@@ -359,11 +453,22 @@ class ModelWork {
     const std::int64_t kv = model_.kv_heads * model_.head_dim / sharing_;
     Stages stages(4);
     norm(stages[0].work, /*with_delta=*/false);
+    // Frozen embeddings give the first layer's input no gradient.
+    const bool back = !frozen_ || layer_ > 0;
+    if (!back) {
+      stages[0].work.backward.clear();
+    }
     stages[1].reads = Stage::Reads::tokens;
+    stages[1].has_input_gradient = back;
+    stages[1].gathers_again = !frozen_;
     NodeWork& in = stages[1].work;
-    product(in, "self_attn.q_proj", tokens_, q, model_.dim);
-    product(in, "self_attn.k_proj", tokens_, kv, model_.dim);
-    product(in, "self_attn.v_proj", tokens_, kv, model_.dim);
+    for (const auto& [module, width] :
+         {std::pair("self_attn.q_proj", q),
+          {"self_attn.k_proj", kv},
+          {"self_attn.v_proj", kv}}) {
+      product(in, module, tokens_, width, model_.dim, back);
+      stages[1].gathers_again |= has_adapter(module);
+    }
     NodeWork& node = stages[2].work;
     const double rotated = d(tokens_) * d(q + kv) * size_;
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
@@ -398,13 +503,18 @@ class ModelWork {
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
       nbytes += bytes(q + kv) + rows_of_floats(heads + kv_heads);
     }
-    return nbytes;
+    return nbytes + adapters_saved(
+                        {"self_attn.q_proj",
+                         "self_attn.k_proj",
+                         "self_attn.v_proj",
+                         "self_attn.o_proj"});
   }
 
   const Config& config_;
   const models::ModelConfig& model_;
   std::int64_t layer_;
-  const Float8RecipeOf& float8_;
+  const LayerWeights& weights_;
+  bool frozen_;           ///< all weights but adapters
   double size_;           ///< of an element of activations
   std::int64_t sharing_;  ///< ranks of tensor parallelism
   std::int64_t tokens_;   ///< of a microbatch, which these ranks share
@@ -416,11 +526,11 @@ class ModelWork {
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
-    const Float8RecipeOf& float8,
+    const LayerWeights& weights,
     plan::Job& job) {
-  job.ends = ModelWork(config, model, 0, float8).ends();
+  job.ends = ModelWork(config, model, 0, weights).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const ModelWork work(config, model, layer, float8);
+    const ModelWork work(config, model, layer, weights);
     const LayerWork kind =
         model.has_experts(layer) ? work.experts() : work.dense();
     const auto found = std::ranges::find(job.layer_kinds, kind);
@@ -431,8 +541,9 @@ void add_model_work(
     }
   }
   const std::int64_t seq = config.training.seq_len;
-  job.flops_per_token = models::flops_per_token(model, seq);
+  job.flops_per_token = trained_flops_per_token(config, model);
   job.causal_flops_per_token =
+      job.flops_per_token - models::flops_per_token(model, seq) +
       models::flops_per_token(model, seq, models::FlopsConvention::causal);
   job.tokens_per_rank =
       d(config.training.global_batch_size) * d(seq) / d(job.ranks);

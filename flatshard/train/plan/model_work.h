@@ -10,21 +10,28 @@
 
 namespace flatshard {
 
-/// The FP8 recipe of a layer's weight, such as "self_attn.q_proj.weight" of
-/// layer 3; empty: it is in bfloat16.
-using Float8RecipeOf =
-    std::function<std::string(std::int64_t layer, std::string_view weight)>;
+/// What is known of a layer's weight, such as "self_attn.q_proj.weight" of
+/// layer 3.
+struct LayerWeights {
+  /// Its FP8 recipe; empty: it is in bfloat16.
+  std::function<std::string(std::int64_t layer, std::string_view weight)>
+      float8;
+  /// Whether its linear layer has an adapter.
+  std::function<bool(std::int64_t layer, std::string_view weight)> adapted;
+};
 
 /// What a rank computes and keeps for one microbatch, of each kind of layer: as
 /// the layers of flatshard/models run on CUDA. Sizes of activations are those
 /// that autograd saves.
 ///
 /// @param config  resolved.
-/// Layers whose weights are in FP8 alike are of one kind.
+/// Layers whose weights are in FP8 and have adapters alike are of one kind.
+/// With adapters the other weights are frozen, and of those kinds the first
+/// layer, whose input has no gradient, is another one.
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
-    const Float8RecipeOf& float8,
+    const LayerWeights& weights,
     plan::Job& job);
 
 }  // namespace flatshard

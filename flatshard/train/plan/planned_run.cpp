@@ -5,12 +5,15 @@
 #include "flatshard/core/error.h"
 #include "flatshard/layout/padding.h"
 #include "flatshard/models/llama.h"
+#include "flatshard/models/lora.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/nn/module_tree.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/float8.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/model_work.h"
@@ -175,6 +178,7 @@ struct OwnedParameter {
   std::vector<std::int64_t> shape;
   UnitId unit = 0;
   bool reads_planes = true;
+  bool trainable = true;
 };
 
 std::vector<OwnedParameter> owned_parameters(
@@ -189,7 +193,10 @@ std::vector<OwnedParameter> owned_parameters(
         index.emplace(p.tensor.unsafeGetTensorImpl(), found.size());
     if (is_new) {
       found.push_back(
-          {.name = p.name, .shape = p.tensor.sizes().vec(), .unit = user});
+          {.name = p.name,
+           .shape = p.tensor.sizes().vec(),
+           .unit = user,
+           .trainable = p.tensor.requires_grad()});
     }
     OwnedParameter& owned = found[at->second];
     owned.reads_planes =
@@ -217,7 +224,12 @@ PlanUnits name_units(
     of.layers.push_back(unit_of.at(modules[i].get()));
   }
   of.layer_grads.resize(of.layers.size());
+  of.embed_has_backward =
+      std::ranges::all_of(parameters, &OwnedParameter::trainable);
   for (const OwnedParameter& p : parameters) {
+    if (!p.trainable) {
+      continue;
+    }
     const auto layer = std::ranges::find(of.layers, p.unit);
     if (layer != of.layers.end()) {
       PlanUnits::LayerGrads& grads = of.layer_grads[layer - of.layers.begin()];
@@ -243,10 +255,15 @@ struct PlannedModel {
     models::LlamaOptions options;
     options.moe.local_experts =
         shape.moe.num_experts / p.expert_parallel_degree;
+    options.moe.local_ffn_dim =
+        shape.moe.ffn_dim / p.expert_tensor_parallel_degree;
     if (p.shares_layers()) {
       options.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
     }
     model = models::Llama(shape, options);
+    if (config.lora.enabled()) {
+      models::add_lora(*model, lora_config(config));
+    }
     std::set<const torch::nn::Module*> chosen;
     for (const auto& module : model->unit_modules()) {
       chosen.insert(module.get());
@@ -255,12 +272,21 @@ struct PlannedModel {
     number_units(*model, "", kNoUnit, chosen, unit_of, units);
     parameters = owned_parameters(model, unit_of, units);
     plan_units = name_units(unit_of, model, parameters);
+    for (const models::AdaptedLayer& layer : models::adapted_layers(*model)) {
+      adapted.insert(layer.weight);
+    }
+  }
+
+  /// Whether the layer with this weight has one.
+  bool has_adapter(const std::string& weight) const {
+    return adapted.contains(weight);
   }
 
   models::Llama model{nullptr};
   std::vector<UnitShape> units;  ///< without groups
   std::vector<OwnedParameter> parameters;
   PlanUnits plan_units;
+  std::set<std::string> adapted;  ///< weights of layers with an adapter
 };
 
 namespace {
@@ -315,10 +341,11 @@ class ShapeMaker {
         axes_of(placement.mesh ? *placement.mesh : *mesh_, *mesh_);
     auto group = std::ranges::find_if(unit.groups, [&](const GroupShape& g) {
       return g.axis_sizes == axes.sizes && g.axis_strides == axes.strides &&
+             g.trainable == p.trainable &&
              g.float8.has_value() == format.has_value();
     });
     if (group == unit.groups.end()) {
-      unit.groups.push_back(new_group(axes));
+      unit.groups.push_back(new_group(axes, p.trainable));
       group = unit.groups.end() - 1;
       if (format) {
         format_ = format;
@@ -333,7 +360,7 @@ class ShapeMaker {
         {p.name, p.shape, Granularity::parse(config_.parallelism.granularity)});
   }
 
-  GroupShape new_group(const Axes& axes) const {
+  GroupShape new_group(const Axes& axes, bool trainable) const {
     const config::Precision& precision = config_.precision;
     return {
         .strategy = Strategy::named(
@@ -347,6 +374,7 @@ class ShapeMaker {
              .reduce = element_size(precision.reduce),
              .gradient = element_size(
                  microbatches_ == 1 ? precision.reduce : precision.main_grads)},
+        .trainable = trainable,
         .keep_compute_weights = config_.parallelism.keep_compute_weights,
         .post_forward_ranks = config_.parallelism.post_forward_ranks};
   }
@@ -397,6 +425,9 @@ std::int64_t copied_gradients_nbytes(
       groups;
   for (const UnitShape& unit : units) {
     for (const GroupShape& group : unit.groups) {
+      if (!group.trainable) {
+        continue;
+      }
       const auto add = [&](auto&& chosen) {
         std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> axes;
         for (std::size_t axis = 0; axis < group.axis_sizes.size(); ++axis) {
@@ -541,10 +572,16 @@ plan::Job plan_job(
   add_model_work(
       config,
       model,
-      [&](std::int64_t layer, std::string_view weight) {
-        return maker.recipe_of(
-            fmt::format("model.layers.{}.{}", layer, weight));
-      },
+      {.float8 =
+           [&](std::int64_t layer, std::string_view weight) {
+             return maker.recipe_of(
+                 fmt::format("model.layers.{}.{}", layer, weight));
+           },
+       .adapted =
+           [&](std::int64_t layer, std::string_view weight) {
+             return modules->has_adapter(
+                 fmt::format("model.layers.{}.{}", layer, weight));
+           }},
       job);
   const Strategy strategy = Strategy::named(
       strategy_name(config),
@@ -557,17 +594,18 @@ plan::Job plan_job(
     job.other_nbytes["copied gradients"] =
         copied_gradients_nbytes(job.units, copies.reductions_nbytes);
   }
-  const std::int64_t experts = config.parallelism.expert_parallel_degree;
+  const std::int64_t width = config.parallelism.expert_tensor_parallel_degree;
+  const std::int64_t experts = config::expert_ranks(config.parallelism);
   if (experts > 1) {
-    // What a rank routes of its samples' rows.
+    // What a rank routes of its samples' rows, to each part of an expert.
     const std::int64_t rows = config.training.local_batch_size *
                               config.training.seq_len *
                               model.moe.experts_per_token;
     const std::int64_t row = model.dim * element_size(config.precision.compute);
     job.exchange_ranks = experts;
-    job.exchange_stride = tensor;
+    job.exchange_stride = width == 1 ? tensor : 1;
     job.exchange_nbytes =
-        static_cast<double>(rows * row) / static_cast<double>(tensor);
+        static_cast<double>(rows * row * width) / static_cast<double>(tensor);
     job.copy_exchange =
         config.parallelism.token_exchange == config::TokenExchangeKind::copies;
     if (job.copy_exchange) {

@@ -5,6 +5,7 @@
 #include "flatshard/device/device_name.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/parallelism.h"
@@ -42,23 +43,11 @@ std::string row(
 /// What has no price.
 void check_priced(const Config& config) {
   FLATSHARD_CHECK(
-      !config.lora.enabled(),
-      config,
-      "lora.rank = {}: the plan of a run with adapters is not supported; leave "
-      "it out to plan one that trains all weights",
-      config.lora.rank);
-  FLATSHARD_CHECK(
       config.precision.compute == at::kBFloat16,
       config,
       "precision.compute = {}: tables of GPUs have the rates of bfloat16 "
       "products; set precision.compute = \"bfloat16\" to plan the run",
       config::word_of(config.precision.compute));
-  FLATSHARD_CHECK(
-      config.parallelism.expert_tensor_parallel_degree == 1,
-      config,
-      "parallelism.expert_tensor_parallel_degree = {} is not supported by "
-      "plans; set it to 1",
-      config.parallelism.expert_tensor_parallel_degree);
 }
 
 /// Groups of ranks that share layers; empty: there are none.
@@ -71,10 +60,15 @@ std::string sharing_text(const config::Parallelism& p) {
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
-      "{} parameters on {} ranks of {}, {} a host\n"
+      "{} parameters{} on {} ranks of {}, {} a host\n"
       "strategy {}{}{}; recompute {}; FP8 {}; {} microbatches of {} x {} "
       "tokens\n",
       with_commas(models::num_parameters(plan.model)),
+      plan.config.lora.enabled()
+          ? fmt::format(
+                " and {} of adapters",
+                with_commas(num_trainable_parameters(plan.config, plan.model)))
+          : "",
       with_commas(machines.ranks),
       machines.gpu.name,
       machines.ranks_per_host,

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <utility>
@@ -30,6 +31,7 @@ Config config_of(const Config& config, const Way& way) {
   p.tensor_parallel_degree = way.tensor_degree;
   p.reshard_after_forward = way.reshard_after_forward;
   p.expert_parallel_degree = way.expert_degree;
+  p.expert_tensor_parallel_degree = way.expert_tensor_degree;
   p.overlap_expert_parallel = way.overlap;
   p.delay_wgrad = way.overlap;
   changed.training.local_batch_size = way.local_batch_size;
@@ -47,6 +49,7 @@ class Sweeper {
     // What is wrong with the config itself is said at once.
     const RunPlan own = plan_run(config_, machines_);
     experts_ = own.model.moe.num_experts;
+    ffn_dim_ = own.model.moe.ffn_dim;
     for (const Way& layout : layouts()) {
       for (const auto recompute :
            {models::ActivationCheckpoint::none,
@@ -79,7 +82,9 @@ class Sweeper {
     for (const std::int64_t degree : tensor_degrees()) {
       for (const Way& way : layouts_over(degree)) {
         all.push_back(way);
-        if (way.expert_degree > 1) {
+        // Frozen weights are no reason to run blocks in pieces.
+        if (way.expert_degree * way.expert_tensor_degree > 1 &&
+            !config_.lora.enabled()) {
           all.push_back(way);
           all.back().overlap = true;
         }
@@ -92,8 +97,11 @@ class Sweeper {
   std::vector<Way> layouts_over(std::int64_t tensor_degree) const {
     std::vector<Way> ways;
     const std::int64_t ranks = machines_.ranks / tensor_degree;
-    for (const std::int64_t degree : expert_degrees(ranks)) {
-      const Way way{.tensor_degree = tensor_degree, .expert_degree = degree};
+    for (Way way : expert_ways(tensor_degree, ranks)) {
+      const std::int64_t degree =
+          way.expert_tensor_degree == 1
+              ? way.expert_degree
+              : way.expert_degree * way.expert_tensor_degree / tensor_degree;
       for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
         ways.push_back(way);
         ways.back().strategy = strategy;
@@ -164,6 +172,32 @@ class Sweeper {
     return degrees;
   }
 
+  /// How ranks divide the experts. Their width is cut where the degree of
+  /// experts is the largest: below it that degree exchanges fewer rows.
+  std::vector<Way> expert_ways(std::int64_t tensor_degree, std::int64_t ranks)
+      const {
+    std::vector<Way> ways;
+    const std::vector<std::int64_t> degrees = expert_degrees(ranks);
+    for (const std::int64_t degree : degrees) {
+      ways.push_back({.tensor_degree = tensor_degree, .expert_degree = degree});
+    }
+    if (experts_ == 0) {
+      return ways;
+    }
+    const std::int64_t most = degrees.back();
+    for (std::int64_t width = std::max<std::int64_t>(tensor_degree, 2);
+         width <= machines_.ranks_per_host && ffn_dim_ % width == 0;
+         width *= 2) {
+      if (ranks % (most * width / tensor_degree) == 0) {
+        ways.push_back(
+            {.tensor_degree = tensor_degree,
+             .expert_degree = most,
+             .expert_tensor_degree = width});
+      }
+    }
+    return ways;
+  }
+
   /// A larger batch never fits where a smaller one does not.
   /// @return the outcome of one sequence.
   Outcome try_batches(Way way) {
@@ -204,7 +238,8 @@ class Sweeper {
       }
       changed = resolve_config(changed, machines_.ranks);
       const models::ModelConfig model = model_config(changed);
-      auto& modules = modules_[{way.tensor_degree, way.expert_degree}];
+      auto& modules = modules_
+          [{way.tensor_degree, way.expert_degree, way.expert_tensor_degree}];
       if (!modules) {
         modules = make_planned_model(changed, model);
       }
@@ -251,9 +286,9 @@ class Sweeper {
   const Config& config_;
   const PlannedMachines& machines_;
   std::int64_t experts_ = 0;
-  /// By degrees of tensor and expert parallelism.
-  std::map<std::pair<std::int64_t, std::int64_t>, std::shared_ptr<PlannedModel>>
-      modules_;
+  std::int64_t ffn_dim_ = 0;  ///< of an expert
+  /// By degrees of tensor and expert parallelism, and of experts' width.
+  std::map<std::array<std::int64_t, 3>, std::shared_ptr<PlannedModel>> modules_;
   Sweep sweep_;
 };
 
@@ -272,18 +307,19 @@ std::string strategy_text(const Way& way, std::int64_t ranks) {
     text += " kept";
   }
   if (way.expert_degree > 1) {
-    text += fmt::format(
-        " ep{}{}",
-        way.expert_degree,
-        way.overlap ? " overlap" : "");
+    text += fmt::format(" ep{}", way.expert_degree);
   }
+  if (way.expert_tensor_degree > 1) {
+    text += fmt::format(" etp{}", way.expert_tensor_degree);
+  }
+  text += way.overlap ? " overlap" : "";
   return text;
 }
 
 std::string row_of(const PlannedWay& planned, std::int64_t ranks) {
   const Way& way = planned.way;
   return fmt::format(
-      "{:<26} {:<10} {:>5} {:<10}",
+      "{:<33} {:<10} {:>5} {:<10}",
       strategy_text(way, ranks),
       config::word_of(way.recompute),
       way.local_batch_size,
@@ -291,7 +327,7 @@ std::string row_of(const PlannedWay& planned, std::int64_t ranks) {
 }
 
 constexpr std::string_view kHeader =
-    "strategy                   recompute  batch FP8       ";
+    "strategy                          recompute  batch FP8       ";
 
 }  // namespace
 
@@ -375,6 +411,7 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
     of["recompute"] = config::word_of(way.recompute);
     of["local_batch_size"] = way.local_batch_size;
     of["expert_degree"] = way.expert_degree;
+    of["expert_tensor_degree"] = way.expert_tensor_degree;
     of["overlap"] = way.overlap;
     of["float8"] = config::word_of(way.float8);
     of["tokens_per_step"] = planned.tokens_per_step;

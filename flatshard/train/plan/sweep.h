@@ -17,6 +17,7 @@ struct Way {
   models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
   std::int64_t local_batch_size = 1;
   std::int64_t expert_degree = 1;
+  std::int64_t expert_tensor_degree = 1;
   bool overlap = false;  ///< two microbatches at once, late weight gradients
   config::Float8Recipe float8;
 
@@ -39,9 +40,9 @@ struct Sweep {
 
 /// Plans `config` in all ways that make sense on these machines: strategies,
 /// replicas of shards (HSDP), degrees of tensor parallelism inside a host,
-/// recompute, sequences of a microbatch, expert degrees with and without
-/// overlap, and FP8 for the fastest. What the config
-/// says of other keys stays. A set training.global_batch_size stays too, and
+/// recompute, sequences of a microbatch, degrees of experts and of their width
+/// with and without overlap, and FP8 for the fastest. What the config says of
+/// other keys stays. A set training.global_batch_size stays too, and
 /// ways that do not divide it are left out.
 /// @throws Error{config} where the config is wrong for these ranks as it is.
 Sweep sweep(const Config& config, const PlannedMachines& machines);

@@ -239,7 +239,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
     if any_dim:
         refuse(_CUT_ELSEWHERE, fp8=fp8, outer=flattens, mesh=on_parts)
     if any(map(is_tensor_parallel, tensors)):
-        refuse(_PARALLEL, outer=flattens, fp8=fp8, cuda_graph=cuda_graph, mesh=on_parts)
+        refuse(_PARALLEL, outer=flattens, fp8=fp8, cuda_graph=cuda_graph)
     if any(map(is_extended, tensors)):
         refuse(
             _EXTENDED,

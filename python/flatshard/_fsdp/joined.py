@@ -2,8 +2,8 @@
 
 Experts are sharded over fewer ranks than the block that they belong to, and other ranks
 hold other ones. The block stays one unit, which gathers and reduces them together with
-its own parameters. What `parameters()` shows is the tensor of all experts, cut over the
-block's mesh.
+its own parameters. `parameters()` shows the tensor of all experts, cut over the block's
+mesh, and with tensor parallelism of experts over that dimension, too.
 """
 
 import functools
@@ -13,7 +13,10 @@ from torch.distributed.tensor import Replicate
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.module import FSDPModule
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import parallel_shard
 from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 
 
@@ -64,12 +67,12 @@ def join(state, parts):
     """Parameters of `parts` become those of `state`, behind its own."""
     for part in parts:
         begin = state.core.num_parameters
-        placed = [_placements(part, p, state.device_mesh) for p in part.parameters]
+        shards = [_shard(state, part, p) for p in part.parameters]
         state.core.join(part.core)
         writes.remove([p.shard for p in part.parameters])
-        for p, (placements, shape) in zip(part.parameters, placed):
+        for p, data in zip(part.parameters, shards):
             p.shared_by = part.device_mesh
-            state.take_over(p, begin + p.index, placements, shape)
+            state.take_over(p, begin + p.index, data)
         writes.add(state, [p.shard for p in part.parameters])
         state.parameters += part.parameters
         state.ignored += part.ignored
@@ -81,6 +84,19 @@ def join(state, parts):
             module.__class__ = _joined_class(type(module))
     if parts:
         state.make_grads()
+
+
+def _shard(state, part, p):
+    """What shows a parameter of `part`, a slice, as part of the whole tensor."""
+    local = local_of(p.shard)
+    if p.parallel is None:
+        placements, shape = _placements(part, p, state.device_mesh)
+        return ShardedTensor.wrap(local, state.device_mesh, placements, shape)
+    edp = part.device_mesh
+    is_cut = bool(part.core.cuts(p.index))
+    p.parallel.become_slice(edp, part.mesh, state.mesh)
+    placements = p.parallel.placements(edp, p.dim, is_cut)
+    return parallel_shard(local, p.parallel, placements, edp.ndim - 1, p.dim)
 
 
 def _placements(part, p, mesh):

@@ -148,13 +148,12 @@ class UnitState:
     def note_place(self, p):
         set_unit(p.shard, self, p.index)
 
-    def take_over(self, p, index, placements, shape):
-        """Makes p, of a unit on a part of the mesh, parameter `index` of this unit: a
-        tensor of `shape` that is cut by `placements`."""
+    def take_over(self, p, index, data):
+        """Makes p, of a unit on a part of the mesh, parameter `index` of this unit, which
+        `data` shows."""
         former, p.index = p.shard, index
         p.hooks = hooks_of_tensor(former)
         forget_unit(former)
-        data = ShardedTensor.wrap(local_of(former), self.device_mesh, placements, shape)
         self._show_new(p, data, former.requires_grad, former)
 
     def watch_shards(self):

@@ -67,6 +67,14 @@ def slices_of(part, whole):
     return number, which
 
 
+def meshes_around(device_mesh, part, whole, other_names):
+    """The DeviceMeshes, each of one dimension, of the axes of `whole` that `part`, the
+    core's mesh of `device_mesh`, lacks and that are none of `other_names`."""
+    own = {name for name, _ in part.axes} | set(other_names)
+    root = device_mesh._get_root_mesh()
+    return [root[name] for name, _ in whole.axes if name not in own]
+
+
 def _find(device_mesh, timeout_s):
     if device_mesh.ndim not in (1, 2):
         raise ValueError(
@@ -120,14 +128,17 @@ def _dimensions(device_mesh):
 
 def _flattened(root):
     """{name: names} of the meshes that were made of neighbouring dimensions of `root`,
-    of more than one rank each."""
+    of more than one rank each. Dimensions of one rank next to these count as theirs."""
     runs = {}
     names = root.mesh_dim_names
     for name, mesh in root._flatten_mapping.items():
         for begin in range(len(names)):
             for end in range(begin + 2, len(names) + 1):
                 run = names[begin:end]
-                if torch.equal(root[run].mesh.flatten(), mesh.mesh.flatten()):
+                is_longer = len(run) > len(runs.get(name, ()))
+                if is_longer and torch.equal(
+                    root[run].mesh.flatten(), mesh.mesh.flatten()
+                ):
                     runs[name] = run
     return runs
 

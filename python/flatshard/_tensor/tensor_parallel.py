@@ -5,13 +5,16 @@ see a DTensor over the unsharded one while their unit computes, and users see a 
 over both meshes, with FSDP2's placements.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from flatshard._tensor.mesh import joined_meshes
+from flatshard._tensor.mesh import joined_meshes, meshes_around
 from flatshard._tensor.row_spec import dtensor
+from flatshard._tensor.sharded_tensor import contiguous_stride
 
 
 class TensorParallel:
@@ -34,6 +37,7 @@ class TensorParallel:
         """
         self.made = None
         self._whole = None
+        self._num_slice_dims = 0
         self._spec = tensor._spec
         self.shape, self.stride = tensor.shape, tensor.stride()
         own = tensor.device_mesh.mesh_dim_names or ()
@@ -57,6 +61,22 @@ class TensorParallel:
                 "mesh_dim_names=('dp', 'tp'))"
             )
 
+    def become_slice(self, device_mesh, part, whole):
+        """The user's tensor is a slice, along its first dimension, of a larger one. Ranks
+        that differ along other dimensions than its own have other slices.
+
+        Args:
+            device_mesh: of fully_shard.
+            part, whole: the core's meshes: that one's, and the model's.
+        """
+        own = self._spec.mesh
+        around = meshes_around(device_mesh, part, whole, own.mesh_dim_names)
+        self.mesh = joined_meshes([device_mesh, *around, own])
+        self._num_slice_dims = len(around)
+        rows = math.prod([self.shape[0], *(mesh.size() for mesh in around)])
+        self.shape = torch.Size([rows, *self.shape[1:]])
+        self.stride = contiguous_stride(self.shape)
+
     def placements(self, device_mesh, dim, is_cut):
         """Of the shard.
 
@@ -65,13 +85,14 @@ class TensorParallel:
             dim: along which it is cut among the ranks of its last dimension.
             is_cut: False: they all have the whole of it.
         """
-        parts = 1
-        for i, placement in enumerate(self._spec.placements):
-            if placement.is_shard(dim):
-                parts *= self._spec.mesh.size(i)
-        own = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
         outer = [Replicate()] * (device_mesh.ndim - 1)
-        return [*outer, own if is_cut else Replicate(), *self._spec.placements]
+        inner = [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
+        parts = 1
+        for i, placement in enumerate(inner, device_mesh.ndim):
+            if placement.is_shard(dim):
+                parts *= self.mesh.size(i)
+        own = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+        return [*outer, own if is_cut else Replicate(), *inner]
 
     def bind(self, whole):
         """`whole` is the core's parameter from now on."""

@@ -17,13 +17,13 @@ from flatshard._fsdp.options import ShardOptions
 from flatshard._fsdp.strategies import find_strategy
 from flatshard.megatron import v2
 from flatshard.megatron.experts import check_experts, check_group, expert_modules
+from flatshard.megatron.tensor_parallel import check_tensor_parallel
 from flatshard.megatron.float8 import check_dtype, float8_policy
 from flatshard.megatron.overlap import add_hooks
 from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 
 # Argument: (default, values that need nothing here, what to do instead).
 _WITHOUT_COUNTERPART = {
-    "tp_dim": (None, (), "tensor parallelism is not supported"),
     "hybrid_fsdp_group": (None, (), "give a device_mesh with dp_outer_dim"),
     "fsdp_group_ag": (None, (), "gathers have a group of their own always"),
     "overlap_grad_reduce": (True, (), "reductions always run in parallel with compute"),
@@ -56,6 +56,7 @@ def fully_shard_model(
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
     *,
     zero_dp_strategy: int | str = 3,
     outer_dp_sharding_strategy: int | str = 0,
@@ -79,6 +80,9 @@ def fully_shard_model(
         fsdp_unit_modules: classes, or their import paths, whose instances are units.
         device_mesh, dp_shard_dim, dp_outer_dim: the mesh and the names of its
             dimensions that shard and that replicate. None: all ranks shard.
+        tp_dim: the name of the dimension of device_mesh, expt_device_mesh or both whose
+            ranks have parts of the same layers: those parameters are DTensors over it,
+            as parallelize_module makes them. See flatshard.fully_shard.
         zero_dp_strategy: 0 to 3, or a name: "no_shard" ("zero0"), "optim" ("zero1"),
             "optim_grads" ("zero2"), "optim_grads_params" ("zero3").
         outer_dp_sharding_strategy: 0 or "no_shard"; with zero_dp_strategy 3 also 1 or
@@ -95,13 +99,13 @@ def fully_shard_model(
         enable_fine_grained_param_gather: True: schedules may call sub-modules of units;
             after `_replace_param_with_raw_if_needed()` each reports that its unit is
             needed, in the forward and in the backward (see flatshard.megatron.overlap).
-            Of FP8 weights True gathers one layer at a time, False whole units, and None
-            whole units but for recomputations. Others are gathered by units.
+            Of FP8 weights True gathers one layer at a time, False whole units, and
+            None whole units but for recomputations. Others are gathered by units.
         expt_device_mesh: over which experts are sharded, whose parameters have
-            allreduce = False:
-            its dimensions dp_outer_dim and dp_shard_dim, or all if it has none of the
-            name. It and device_mesh are of one mesh: mesh["edp"], and
-            mesh["edp", "ep"]._flatten("dp").
+            allreduce = False: its dimensions dp_outer_dim and dp_shard_dim, or all but tp_dim if it has none
+            of the name. It and device_mesh are of one mesh: mesh["edp"], and
+            mesh["edp", "ep"]._flatten("dp"). Parameters of experts that are DTensors over
+            its tp_dim have parts of the experts' width (expert tensor parallelism).
         expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of the ranks of the dimension
             that shards experts, and of all of expt_device_mesh. Gathers have
             communicators of their own anyway.
@@ -122,8 +126,9 @@ def fully_shard_model(
             f"{outer_dp_sharding_strategy!r}"
         )
     strategy = _strategy(zero_dp_strategy)
-    mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim)
-    expt_mesh = _expert_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim)
+    check_tensor_parallel(module, tp_dim, device_mesh, expt_device_mesh)
+    mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
+    expt_mesh = _expert_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
     inner = expt_mesh and (expt_mesh[expt_mesh.mesh_dim_names[-1]])
     check_group("expt_fsdp_group_ag", expt_fsdp_group_ag, inner, "expt_device_mesh")
     check_group(
@@ -282,10 +287,12 @@ def _strategy(value):
     return find_strategy(name, "zero_dp_strategy").name
 
 
-def _mesh(device_mesh, shard_dim, outer_dim):
+def _mesh(device_mesh, shard_dim, outer_dim, tp_dim):
     if device_mesh is None:
         return None
     names = [name for name in (outer_dim, shard_dim) if name is not None]
+    if not names and tp_dim is not None:
+        names = [name for name in device_mesh.mesh_dim_names if name != tp_dim]
     for name in names:
         if name not in (device_mesh.mesh_dim_names or ()):
             raise ValueError(
@@ -297,7 +304,7 @@ def _mesh(device_mesh, shard_dim, outer_dim):
     return device_mesh[tuple(names)] if len(names) > 1 else device_mesh[names[0]]
 
 
-def _expert_mesh(mesh, shard_dim, outer_dim):
+def _expert_mesh(mesh, shard_dim, outer_dim, tp_dim):
     if mesh is None:
         return None
     names = mesh.mesh_dim_names
@@ -307,7 +314,8 @@ def _expert_mesh(mesh, shard_dim, outer_dim):
             "mesh that device_mesh is a part of"
         )
     own = tuple(name for name in (outer_dim, shard_dim) if name in names)
-    return mesh if own in ((), names) else mesh[own]
+    own = own or tuple(name for name in names if name != tp_dim)
+    return mesh if own == names else mesh[own]
 
 
 def _class(kind):

@@ -1,5 +1,7 @@
 // What a plan says that autograd saves of a block is what it saves.
 #include "flatshard/models/llama.h"
+#include "flatshard/models/lora.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
@@ -59,6 +61,9 @@ std::int64_t measured(
       models::LlamaOptions{
           .activation_checkpoint = config.activation_checkpoint.mode,
           .ranks = ranks});
+  if (config.lora.enabled()) {
+    models::add_lora(*model, lora_config(config));
+  }
   nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
   const auto input = [&] {
     const std::int64_t own = kTokens / (ranks ? ranks->size() : 1);
@@ -102,6 +107,20 @@ TEST(Activations, OfARecomputedBlockAreItsInput) {
   EXPECT_EQ(planned(selective).saved_nbytes, measured(selective));
 }
 
+// The inputs of frozen layers too, and what comes between the two factors.
+TEST(Activations, OfABlockWithAdapters) {
+  for (const char* targets : {"all-linear", "q_proj, down_proj"}) {
+    for (const char* mode : {"none", "selective"}) {
+      const Config config = config_of(
+          {"lora.rank=8",
+           std::string("lora.targets=") + targets,
+           std::string("activation_checkpoint.mode=") + mode});
+      EXPECT_EQ(planned(config).saved_nbytes, measured(config))
+          << targets << " " << mode;
+    }
+  }
+}
+
 // Each of two ranks has half of the tokens between its layers, and half of the
 // heads and of the width in them.
 TEST(Activations, OfABlockThatRanksShare) {
@@ -127,6 +146,64 @@ double flops_of(const plan::LayerWork& layer) {
            plan::flops(work.wgrad);
   }
   return sum;
+}
+
+// Products of frozen weights have no gradient of the weight, and in the first
+// layer those that read its input have none of the input.
+TEST(Work, AdaptersTrainWithoutTheFlopsOfTheBase) {
+  constexpr std::int64_t kRank = 8;
+  constexpr std::int64_t kDim = 64;
+  constexpr std::int64_t kFfnDim = 160;
+  const auto job_of = [](const std::vector<std::string>& set) {
+    std::vector<std::string> all{"model.layers=2"};
+    all.insert(all.end(), set.begin(), set.end());
+    const Config config = config_of(all);
+    return plan_job(config, model_config(config), 1, 1);
+  };
+  const plan::Job plain = job_of({});
+  const plan::Job lora = job_of({fmt::format("lora.rank={}", kRank)});
+  ASSERT_EQ(lora.kind_of_layer, (std::vector<int>{0, 1}));
+  // q, k, v and o, gate and up, and down.
+  constexpr std::int64_t kBase = 4 * kDim * kDim + 3 * kDim * kFfnDim;
+  constexpr std::int64_t kFactors =
+      kRank * (4 * 2 * kDim + 3 * (kDim + kFfnDim));
+  constexpr std::int64_t kQkv = 3 * kDim * kDim;
+  const double later = flops_of(lora.layer_kinds[1]);
+  EXPECT_EQ(
+      later,
+      flops_of(plain.layer_kinds[0]) + kTokens * (6 * kFactors - 2 * kBase));
+  EXPECT_EQ(
+      flops_of(lora.layer_kinds[0]),
+      later - 2 * kTokens * (kQkv + 3 * kRank * kDim));
+  EXPECT_EQ(flops_of(lora.ends) * 3, flops_of(plain.ends) * 2);
+  EXPECT_LT(lora.flops_per_token, plain.flops_per_token);
+}
+
+// Each of two ranks has twice the rows of half the width.
+TEST(Work, RanksThatCutExpertsExchangeTwiceTheRows) {
+  const std::vector<std::string> experts{
+      "model.family=moe",
+      "model.num_experts=4",
+      "model.experts_per_token=2",
+      "model.moe_ffn_dim=96"};
+  std::vector<std::string> cut = experts;
+  cut.emplace_back("parallelism.expert_tensor_parallel_degree=2");
+  EXPECT_EQ(
+      flops_of(planned(config_of(cut, 2), 2)),
+      flops_of(planned(config_of(experts))));
+  for (const char* tensor : {"1", "2"}) {
+    std::vector<std::string> set = cut;
+    set.emplace_back("parallelism.expert_parallel_degree=2");
+    set.push_back(std::string("parallelism.tensor_parallel_degree=") + tensor);
+    const Config config = config_of(set, 4);
+    const plan::Job job = plan_job(config, model_config(config), 4, 4);
+    EXPECT_EQ(job.exchange_ranks, 4);
+    EXPECT_EQ(job.exchange_stride, 1);
+    // bfloat16 rows, two for each of a rank's own tokens, to two ranks each.
+    const std::int64_t own =
+        kTokens / config.parallelism.tensor_parallel_degree;
+    EXPECT_EQ(job.exchange_nbytes, 2 * 2 * own * 64 * 2);
+  }
 }
 
 TEST(Work, RanksThatShareLayersDivideTheFlops) {

@@ -1,5 +1,6 @@
 // What a plan says that a rank holds is what it holds.
 #include "flatshard/plan/estimate.h"
+#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
@@ -82,6 +83,9 @@ Table measured(const Case& of) {
         config.training.global_batch_size /
             (config.training.local_batch_size *
              config.parallelism.num_data_ranks(of.ranks)));
+    if (state.lora) {
+      keep_float8_alone(frozen_groups(*state.runtime));
+    }
     if (context.rank == 0) {
       for (const MemoryRow& row : memory_rows(state)) {
         table[row.role] = row.nbytes;
@@ -112,6 +116,9 @@ TEST_P(MemoryPlanTest, EqualsTheTableOfARealStart) {
 // Copies are what auto takes on GPUs, and collectives on CPUs.
 const std::string kNone = "parallelism.copy_engines=none";
 const std::string kShared = "parallelism.tensor_parallel_degree=2";
+const std::string kCut = "parallelism.expert_tensor_parallel_degree=2";
+const std::string kAdapters = "lora.rank=8";
+const std::string kOfAttention = "lora.targets=q_proj, o_proj";
 
 INSTANTIATE_TEST_SUITE_P(
     Runs,
@@ -216,6 +223,72 @@ INSTANTIATE_TEST_SUITE_P(
              "parallelism.expert_parallel_degree=2",
              "model.kv_heads=2",
              kShared}},
+        Case{
+            "experts_cut",
+            4,
+            {kNone, kCut, "parallelism.expert_parallel_degree=2"}},
+        Case{
+            "experts_cut_copies",
+            4,
+            {"parallelism.copy_engines=all",
+             kCut,
+             "training.global_batch_size=8"}},
+        Case{
+            "experts_cut_zero1",
+            4,
+            {kNone, kCut, "parallelism.strategy=zero1"}},
+        Case{
+            "experts_cut_by_ranks_that_share",
+            4,
+            {kNone,
+             kCut,
+             kShared,
+             "parallelism.expert_parallel_degree=2",
+             "model.kv_heads=2"}},
+        Case{"lora", 2, {kNone, kAdapters}},
+        Case{"lora_copies", 2, {"parallelism.copy_engines=all", kAdapters}},
+        Case{"lora_zero2", 2, {kNone, kAdapters, "parallelism.strategy=zero2"}},
+        Case{"lora_zero0", 2, {kAdapters, "parallelism.strategy=zero0"}},
+        Case{
+            "lora_hsdp",
+            4,
+            {kNone,
+             kAdapters,
+             "parallelism.data_parallel_replicate_degree=2",
+             "training.global_batch_size=8"}},
+        Case{
+            "lora_cast_for_gathers",
+            2,
+            {kNone, kAdapters, "parallelism.keep_compute_weights=false"}},
+        Case{
+            "lora_of_attention_tied",
+            2,
+            {kNone,
+             kAdapters,
+             kOfAttention,
+             "model.tie_embeddings=true",
+             "parallelism.reshard_after_forward=false"}},
+        Case{"lora_rowwise", 2, {kNone, kAdapters, "float8.recipe=rowwise"}},
+        Case{
+            "lora_tensorwise_zero2",
+            2,
+            {kNone,
+             kAdapters,
+             "float8.recipe=tensorwise",
+             "parallelism.strategy=zero2"}},
+        Case{
+            "lora_float32",
+            2,
+            {kNone, kAdapters, "precision.compute=float32"}},
+        Case{"lora_shared", 4, {kNone, kAdapters, kShared}},
+        Case{
+            "experts_lora",
+            4,
+            {kNone,
+             kAdapters,
+             kOfAttention,
+             kCut,
+             "parallelism.expert_parallel_degree=2"}},
         Case{"experts", 2, {kNone}},
         Case{
             "experts_divided",
