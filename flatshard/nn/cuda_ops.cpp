@@ -116,7 +116,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& weight,
     const at::Tensor& rstd,
     at::Tensor* y,
-    const at::Tensor& amax) {
+    const at::Tensor& amax,
+    bool wants_weight) {
+  // Each block costs a row of partial sums, where there are any.
+  constexpr std::int64_t kBlocksWithoutPartialSums = 4;
   const c10::cuda::CUDAGuard guard(x.device());
   check_norm_dim(x.size(1));
   const at::Tensor w = fitting_weight(weight, x);
@@ -125,12 +128,15 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
           kernels::rms_norm_backward_blocks_per_multiprocessor(
               dtype_of(x),
               x.size(1))) *
+      (wants_weight ? 1 : kBlocksWithoutPartialSums) *
       at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
   const std::int64_t blocks =
       std::max<std::int64_t>(1, std::min(wanted, x.size(0)));
   at::Tensor dx = at::empty_like(x);
-  at::Tensor partial =
-      at::empty({blocks, x.size(1)}, x.options().dtype(at::kFloat));
+  at::Tensor partial;
+  if (wants_weight) {
+    partial = at::empty({blocks, x.size(1)}, x.options().dtype(at::kFloat));
+  }
   kernels::rms_norm_backward(
       {.dy = in(dy),
        .dsum = in(dsum),
@@ -139,7 +145,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
        .rstd = rstd.const_data_ptr<float>(),
        .dx = out(dx),
        .y = y != nullptr ? out(*y) : nullptr,
-       .partial = partial.mutable_data_ptr<float>(),
+       .partial = static_cast<float*>(out(partial)),
        .blocks = blocks,
        .rows = x.size(0),
        .dim = x.size(1),

@@ -39,7 +39,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_forward(
 /// Adds `dsum` to dx when it is defined.
 /// @param y     when given, overwritten by the forward's y; may be dy.
 /// @param amax  [] float32 when defined: max(amax, dx's largest magnitude).
-/// @return (dx, float32 partial sums [blocks, dim] of the weight gradient)
+/// @param wants_weight  of a frozen weight: false.
+/// @return (dx, float32 partial sums [blocks, dim] of the weight gradient, or
+///   undefined without wants_weight)
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& dy,
     const at::Tensor& dsum,
@@ -47,7 +49,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor& weight,
     const at::Tensor& rstd,
     at::Tensor* y,
-    const at::Tensor& amax = {});
+    const at::Tensor& amax = {},
+    bool wants_weight = true);
 
 /// grad = (accumulate ? grad : 0) + sum of partial over blocks; grad is
 /// float32 or bfloat16 [dim].

@@ -157,6 +157,13 @@ void write_matmul_wgrad(
     wgrad_product(grad, accumulate, recipe, g, x);
     return;
   }
+  if (!recipe && dtype == at::kFloat && grad.is_cuda()) {
+    // Sums of 16-bit products are float32 anyway.
+    const at::Tensor gt = g.tensor().t();
+    accumulate ? at::addmm_out(grad, grad, gt, x.tensor(), at::kFloat)
+               : at::mm_out(grad, gt, x.tensor(), at::kFloat);
+    return;
+  }
   at::Tensor value = at::empty(grad.sizes(), g.options());
   wgrad_product(value, false, recipe, g, x);
   accumulate ? grad.add_(value) : grad.copy_(value);

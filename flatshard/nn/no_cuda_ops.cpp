@@ -35,7 +35,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
     const at::Tensor&,
     const at::Tensor&,
     at::Tensor*,
-    const at::Tensor&) {
+    const at::Tensor&,
+    bool) {
   refuse();
 }
 void rms_norm_weight_gradient(const at::Tensor&, at::Tensor&, bool) {

@@ -178,7 +178,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
           sum,
           norm_weight,
           rstd,
-          wants_weights && !recipe ? &normed : nullptr);
+          wants_weights && !recipe ? &normed : nullptr,
+          wants_norm);
     } else if (wants_weights && !recipe) {
       normed = std::get<0>(rms_norm_rows(
           sum,

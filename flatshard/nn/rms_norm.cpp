@@ -52,15 +52,23 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       }
       return out;
     }
-    const auto [dx, dw] =
-        rms_norm_rows_backward(grads[0], dsum, x, weight, rstd);
-    out[kX] = dx.view(x.sizes());
     // Edges count defined tensors only.
     const bool has_delta = ctx->saved_data["delta"].toBool();
+    const bool wants_weight =
+        ctx->needs_input_grad(has_delta ? kWeight : kDelta);
+    const auto [dx, dw] = rms_norm_rows_backward(
+        grads[0],
+        dsum,
+        x,
+        weight,
+        rstd,
+        /*y=*/nullptr,
+        wants_weight);
+    out[kX] = dx.view(x.sizes());
     if (has_delta && ctx->needs_input_grad(kDelta)) {
       out[kDelta] = out[kX];
     }
-    if (ctx->needs_input_grad(has_delta ? kWeight : kDelta)) {
+    if (wants_weight) {
       out[kWeight] = deliver_norm_wgrad(saved_context(ctx), weight, dw);
     }
     return out;

@@ -114,7 +114,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const at::Tensor& rstd,
-    at::Tensor* y) {
+    at::Tensor* y,
+    bool wants_weight) {
   const at::Tensor rows = as_rows(x).contiguous();
   const at::Tensor g = as_rows(dy).contiguous();
   const at::Tensor gs = dsum.defined() ? as_rows(dsum).contiguous() : dsum;
@@ -122,7 +123,15 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     if (y != nullptr) {
       *y = g;
     }
-    return cuda::rms_norm_backward(g, gs, rows, weight.contiguous(), rstd, y);
+    return cuda::rms_norm_backward(
+        g,
+        gs,
+        rows,
+        weight.contiguous(),
+        rstd,
+        y,
+        /*amax=*/{},
+        wants_weight);
   }
   if (y != nullptr) {
     *y = normed_rows(rows, weight, rstd);

@@ -28,14 +28,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_rows(
 /// @param x     what was normalized, sum where there was one.
 /// @param y     when given, becomes rms_norm_rows' y again, bit for bit; may be
 ///              in dy's memory, which is overwritten then.
-/// @return (dx [rows, dim], dw for deliver_norm_wgrad)
+/// @param wants_weight  of a frozen weight: false.
+/// @return (dx [rows, dim], dw for deliver_norm_wgrad, which is there with
+///   wants_weight)
 std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     const at::Tensor& dy,
     const at::Tensor& dsum,
     const at::Tensor& x,
     const at::Tensor& weight,
     const at::Tensor& rstd,
-    at::Tensor* y = nullptr);
+    at::Tensor* y = nullptr,
+    bool wants_weight = true);
 
 /// rms_norm_rows' y again, bit for bit, of what was normalized.
 at::Tensor normed_rows(

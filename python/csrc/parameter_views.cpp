@@ -94,20 +94,34 @@ void ParameterViews::set(State& state, bool whole) {
 void ParameterViews::unit_begins(UnitId unit) {
   State& state = units_.at(unit);
   ++state.open_forwards;
+  end_kept(state);
   set(state, true);
 }
 
-void ParameterViews::unit_ended(UnitId unit, bool more_follow) {
+bool ParameterViews::in_forward() const {
+  return std::ranges::any_of(units_, [](const State& s) {
+    return s.open_forwards > 0;
+  });
+}
+
+void ParameterViews::unit_ended(UnitId unit, After after) {
   State& state = units_.at(unit);
   // An early end of a recompute may have been dropped by a reset.
   state.open_forwards = std::max(0, state.open_forwards - 1);
-  state.waits = more_follow;
-  if (state.open_forwards == 0 && !state.in_backward && !more_follow) {
-    set(state, false);
+  state.waits = after == After::more_follow;
+  if (state.open_forwards == 0 && !state.in_backward && !state.waits) {
+    end_kept(state);
+    state.is_kept = after == After::may_be_kept && state.keeps &&
+                    (state.points || state.is_resident);
+    if (state.is_kept) {
+      state.trained.clear();
+      for (const at::Tensor& tensor : state.wholes) {
+        state.trained.push_back(tensor.requires_grad());
+      }
+    }
+    set(state, state.is_kept);
   }
-  if (std::all_of(units_.begin(), units_.end(), [](const State& s) {
-        return s.open_forwards == 0;
-      })) {
+  if (!in_forward()) {
     end_waits();
   }
 }
@@ -129,6 +143,42 @@ void ParameterViews::tell_whole_writes(UnitId unit) {
   }
 }
 
+void ParameterViews::end_all_kept() {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    if (units_[i].is_kept) {
+      tell_whole_writes(static_cast<UnitId>(i));
+      end_kept(units_[i]);
+    }
+  }
+}
+
+void ParameterViews::end_kept(State& state) {
+  if (!std::exchange(state.is_kept, false)) {
+    return;
+  }
+  for (std::size_t i = 0; i < state.wholes.size(); ++i) {
+    const bool trains = state.wholes[i].requires_grad();
+    if (trains != state.trained[i]) {
+      state.shards[i].set_requires_grad(trains);
+      state.wholes[i].set_requires_grad(state.trained[i]);
+    }
+  }
+  state.shows_whole = false;
+  for (const Place& place : state.views.places) {
+    const auto shows = [&](const py::object& tensor) {
+      return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) ==
+             tensor.ptr();
+    };
+    // What somebody else put there stays, for shows_others.
+    if (shows(place.face(true)) && PyDict_SetItem(
+                                       place.parameters.ptr(),
+                                       place.name.ptr(),
+                                       place.shard.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+  }
+}
+
 void ParameterViews::end_waits() {
   for (State& state : units_) {
     if (std::exchange(state.waits, false) && !state.in_backward) {
@@ -141,6 +191,7 @@ void ParameterViews::show(UnitId unit, bool whole) {
   State& state = units_.at(unit);
   if (state.open_forwards == 0 && !state.in_backward) {
     state.waits = false;
+    end_kept(state);
     set(state, whole);
   }
 }
@@ -200,6 +251,7 @@ void ParameterViews::backward_ended() {
     state.ran_hooks = false;
     if (state.open_forwards == 0) {
       state.waits = false;
+      end_kept(state);
       set(state, false);
     }
   }
@@ -256,10 +308,18 @@ void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
 }
 
 void ParameterViews::parameters_pointed(Unit& unit, const SlotView&) {
+  units_.at(unit.id()).points = true;
   call_shown(unit, "point");
 }
 
 void ParameterViews::parameters_cleared(Unit& unit) {
+  State& state = units_.at(unit.id());
+  state.points = false;
+  if (state.is_kept && !state.in_backward) {
+    const py::gil_scoped_acquire gil;
+    end_kept(state);
+    set(state, false);
+  }
   call_shown(unit, "clear");
 }
 
@@ -296,6 +356,8 @@ void ParameterViews::was_reset() {
     state.open_forwards = 0;
     state.in_backward = false;
     state.waits = false;
+    state.points = false;
+    end_kept(state);
     state.ran_hooks = false;
     set(state, false);
   }

@@ -52,18 +52,33 @@ class ParameterViews : public StepObserver,
 
   // Around a forward of `unit`, with the GIL.
   void unit_begins(UnitId unit);
-  /// @param more_follow  the whole ones show until the outermost forward ends.
-  void unit_ended(UnitId unit, bool more_follow = false);
+  enum class After {
+    sharded,      ///< the shards show
+    more_follow,  ///< the whole ones show until the outermost forward ends
+    may_be_kept,  ///< see set_keeps
+  };
+  void unit_ended(UnitId unit, After after = After::sharded);
   /// Before the whole parameters of `unit` are released, with the GIL and
   /// without the runtime's lock: calls whole_written(unit, wholes) with those
   /// that somebody wrote since they show.
   void tell_whole_writes(UnitId unit);
+  /// A step begins: the shards show of units whose whole parameters show since
+  /// a forward, and take over writes to those.
+  void end_all_kept();
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
+  /// A forward is open.
+  bool in_forward() const;
+  /// Whether the whole parameters of `unit` show after a forward, as long as
+  /// they have memory: until its backward, a reshard or the next step.
+  void set_keeps(UnitId unit, bool keeps) { units_.at(unit).keeps = keeps; }
+  /// The whole parameters of `unit` always have memory.
+  void set_resident(UnitId unit) { units_.at(unit).is_resident = true; }
   /// A capture calls the unit's modules, or did: the whole ones show. With the
   /// GIL, while no forward and no backward is open.
   void capture(UnitId unit, bool captures);
   bool captures() const { return captures_; }
+  bool runs_hooks() const { return runs_hooks_; }
   /// The backward that is open goes on in another one, and its reductions are
   /// not joined: gradients show after that. With the GIL.
   void backward_goes_on() { goes_on_ = true; }
@@ -98,6 +113,12 @@ class ParameterViews : public StepObserver,
     bool in_backward = false;
     bool waits = false;  ///< for other modules of the unit
     bool shows_whole = false;
+    bool points = false;  ///< the whole ones have memory of a slot
+    bool is_resident = false;
+    bool keeps = false;
+    bool is_kept = false;  ///< they show since a forward
+    /// requires_grad of the whole ones, when they began to be kept.
+    std::vector<bool> trained;
     /// Those of the places, and their versions when they began to show.
     std::vector<at::Tensor> wholes;
     std::vector<std::uint32_t> versions;
@@ -107,6 +128,8 @@ class ParameterViews : public StepObserver,
     std::vector<py::object> shown;   ///< of the places, each once
   };
   void set(State& state, bool whole);
+  /// The shards take over what became of requires_grad.
+  void end_kept(State& state);
   void call_shown(Unit& unit, const char* function);
   void end_waits();
   /// Calls what(GradViews&) for each unit whose module still lives.

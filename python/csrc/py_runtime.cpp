@@ -7,6 +7,11 @@
 #include "flatshard/schedule/simulate.h"
 #include "python/csrc/collect_tensors.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+
 namespace flatshard::python {
 namespace {
 
@@ -54,7 +59,11 @@ PyRuntime::PyRuntime(
   std::vector<std::unique_ptr<Unit>> list;
   std::vector<UnitId> parents;
   for (const TreeUnit& unit : units) {
-    list.push_back(unit.unit->adopt(static_cast<UnitId>(list.size())));
+    const auto id = static_cast<UnitId>(list.size());
+    list.push_back(unit.unit->adopt(id));
+    if (list.back()->resident()) {
+      views_->set_resident(id);
+    }
     parents.push_back(unit.parent);
   }
   std::shared_ptr<Runtime> runtime;
@@ -134,8 +143,16 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   collect_tensors(args, tensors);
   collect_tensors(kwargs, tensors);
   views_->check_no_hook();
+  const bool begins_step = !views_->in_forward() &&
+                           torch::autograd::get_current_graph_task_id() == -1;
+  if (begins_step) {
+    views_->end_all_kept();
+  }
   {
     const py::gil_scoped_release no_gil;
+    if (begins_step && !keeps_trace_) {
+      runtime_->clear_trace();
+    }
     runtime_->calls().forward_begin(unit, tensors);
   }
   views_->unit_begins(unit);
@@ -149,8 +166,18 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
     const py::gil_scoped_release no_gil;
     runtime_->calls().forward_end(unit, tensors, more_follow);
     rows_->forget(false);
+    forget_trace();
   }
-  views_->unit_ended(unit, more_follow);
+  using After = ParameterViews::After;
+  After after = more_follow ? After::more_follow : After::sharded;
+  const auto may_have_backward = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  if (!more_follow && at::GradMode::is_enabled() &&
+      std::ranges::any_of(tensors, may_have_backward)) {
+    after = After::may_be_kept;
+  }
+  views_->unit_ended(unit, after);
 }
 
 void PyRuntime::keeps_inner(UnitId unit, py::handle output) {
@@ -177,6 +204,7 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
   {
     const py::gil_scoped_release no_gil;
     runtime_->gathers().unshard(unit, awaits);
+    forget_trace();
   }
   if (awaits) {
     views_->show(unit, true);
@@ -220,6 +248,20 @@ void PyRuntime::reshard(UnitId unit) {
   views_->show(unit, false);
   const py::gil_scoped_release no_gil;
   runtime_->gathers().reshard(unit);
+}
+
+void PyRuntime::show_shards(UnitId unit) {
+  if (views_->captures() || views_->runs_hooks()) {
+    return;
+  }
+  views_->tell_whole_writes(unit);
+  views_->show(unit, false);
+}
+
+void PyRuntime::forget_trace() {
+  if (!keeps_trace_ && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    runtime_->clear_trace();
+  }
 }
 
 std::unique_ptr<PyBackwardPass> PyRuntime::backward_pass() const {

@@ -85,6 +85,11 @@ class PyRuntime {
   bool shows_others() const { return views_->shows_others(); }
   bool trains_others() const { return views_->trains_others(); }
   void reshard(UnitId unit);
+  /// See ParameterViews::set_keeps.
+  void set_keeps(UnitId unit, bool keeps) { views_->set_keeps(unit, keeps); }
+  /// Modules show the shards of `unit` outside of its forward and backward; its
+  /// whole parameters stay where they are. Not a collective.
+  void show_shards(UnitId unit);
   /// As UnitCalls::backward_pass.
   std::unique_ptr<PyBackwardPass> backward_pass() const;
   /// Name, 2-norm of the weight, and of the gradient if there is one.
@@ -95,6 +100,10 @@ class PyRuntime {
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
+  /// What is done is kept until take_trace. Without it: until the forward or
+  /// unshard that did it returns, or the next one begins, unless a
+  /// TorchDispatchMode is active.
+  void set_keeps_trace(bool keeps) { keeps_trace_ = keeps; }
   /// SharedRows::counts.
   std::pair<std::int64_t, std::int64_t> float8_inputs() const {
     return rows_->counts();
@@ -104,6 +113,7 @@ class PyRuntime {
 
  private:
   RegionGraphs& graphs() const;
+  void forget_trace();
 
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
@@ -111,6 +121,7 @@ class PyRuntime {
   std::shared_ptr<SharedRows> rows_ = std::make_shared<SharedRows>();
   std::unique_ptr<Float8Weights> float8_weights_;
   Released<Runtime> runtime_;
+  bool keeps_trace_ = false;
 };
 
 }  // namespace flatshard::python

@@ -217,6 +217,8 @@ void bind_runtime(py::module_& m) {
           NoGil())
       .def("unshard", &PyRuntime::unshard)
       .def("reshard", &PyRuntime::reshard)
+      .def("set_keeps", &PyRuntime::set_keeps)
+      .def("show_shards", &PyRuntime::show_shards)
       .def(
           "set_policy",
           [](PyRuntime& self,
@@ -270,6 +272,7 @@ void bind_runtime(py::module_& m) {
           "How many inputs layers with FP8 weights had, and how many calls "
           "found theirs quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
+      .def("set_keeps_trace", &PyRuntime::set_keeps_trace)
       .def(
           "report_nan_in_param_grad",
           &PyRuntime::report_nan_in_param_grad,

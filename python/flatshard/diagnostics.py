@@ -102,4 +102,7 @@ def take_trace(model: nn.Module) -> list[TracedAction]:
     Returns:
         A list of TracedAction.
     """
-    return [TracedAction(*action) for action in root_of(model).core.take_trace()]
+    root = root_of(model)
+    if not root.traces_steps:
+        return []
+    return [TracedAction(*action) for action in root.core.take_trace()]

@@ -5,6 +5,7 @@ tests/python/torch_names_test.py reports the name that another torch changed.
 docs/reference/compatibility.md lists the versions that were tried.
 """
 
+import contextlib
 import functools
 from operator import attrgetter
 
@@ -151,6 +152,32 @@ def has_saved_tensor_hooks():
 def has_dispatch_mode():
     """Returns whether a TorchDispatchMode is active, which sees each operation."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def comm_debug_modes():
+    """Returns the CommDebugModes that are active, the outermost first."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return []
+    # Imported here: most programs never need it.
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    stack = _get_current_dispatch_mode_stack()
+    return [mode for mode in stack if isinstance(mode, CommDebugMode)]
+
+
+def without_dispatch_modes():
+    """Returns a context inside of which no TorchDispatchMode sees anything."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def queue_callback(function):
+    """Calls `function` at the end of the backward that runs, after what was queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 # Returns whether a function of torch.func runs, whose tensors wrap the caller's.

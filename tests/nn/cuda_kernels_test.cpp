@@ -123,6 +123,20 @@ TEST_P(CudaKernels, RmsNorm) {
   }
 }
 
+// Other blocks than with partial sums of the weight's gradient, the same rows.
+TEST_P(CudaKernels, RmsNormOfAFrozenWeight) {
+  for (const auto& [rows, dim] : shapes(16384)) {
+    SCOPED_TRACE(::testing::Message() << rows << " x " << dim);
+    const at::Tensor x = leaf({rows, dim}), w = leaf({dim});
+    const at::Tensor g = gradient({rows, dim});
+    rms_norm(x, w, 1e-5).backward(g);
+    const at::Tensor y = leaf({rows, dim});
+    y.set_data(x.detach());
+    rms_norm(y, w.detach(), 1e-5).backward(g);
+    EXPECT_TRUE(at::equal(x.grad(), y.grad()));
+  }
+}
+
 TEST_P(CudaKernels, AddRmsNormAndTheSink) {
   for (const auto& [rows, dim] : shapes(5000)) {
     SCOPED_TRACE(::testing::Message() << rows << " x " << dim);

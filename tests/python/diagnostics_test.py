@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp2
+from torch.distributed.tensor.debug import CommDebugMode
 
+import flatshard
 from flatshard import fully_shard
 from flatshard.diagnostics import parameter_norms, report_nan_in_param_grad
 from flatshard.megatron import fully_shard_model
@@ -68,3 +71,41 @@ def test_a_nan_is_named_before_it_is_reduced(through, mesh, rank):
     dist.barrier()
     report_nan_in_param_grad(model, False)
     loss().backward()
+
+
+def counts_of(mode):
+    return {str(name): count for name, count in mode.get_comm_counts().items()}
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("reshards", [None, False])
+def test_comm_debug_mode_counts_as_with_fsdp2(reshards, replicas, request, rank):
+    mesh = request.getfixturevalue("mesh_2d" if replicas else "mesh")
+    found = []
+    for library in (flatshard, fsdp2):
+        model = Mlp()
+        for block in model.blocks:
+            library.fully_shard(block, mesh=mesh, reshard_after_forward=reshards)
+        library.fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+        data = torch.Generator().manual_seed(rank)
+        with CommDebugMode() as mode:
+            loss = model.loss(data)
+        found.append(counts_of(mode))
+        with CommDebugMode() as mode:
+            loss.backward()
+        found.append(counts_of(mode))
+        model.loss(data).backward()  # what nobody watches is not counted later
+        model.set_requires_gradient_sync(False)
+        with CommDebugMode() as mode:
+            model.loss(data).backward()
+        found.append(counts_of(mode))
+        model.set_requires_gradient_sync(True)
+        with CommDebugMode() as mode:
+            model.loss(data).backward()
+            table = mode.generate_comm_debug_tracing_table(noise_level=3)
+        found.append(counts_of(mode))
+        assert "_reduce_scatter_base_" in table or mesh.size(mesh.ndim - 1) == 1
+        with CommDebugMode() as mode:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        found.append(counts_of(mode))
+    assert found[:5] == found[5:]

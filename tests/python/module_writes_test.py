@@ -35,8 +35,8 @@ def test_writes_reach_the_next_forward(strategy, dtype, mesh, rank):
         Body(plain), fully_shard, mesh=mesh, strategy=strategy, mp_policy=policy
     )
     x = data(rank)
-    model(x)
     bias = model.head.bias
+    model(x)
 
     def out():
         with torch.no_grad():
@@ -173,9 +173,10 @@ def test_a_unit_called_alone_after_a_step(mesh, rank):
 )
 def test_a_look_between_forward_and_backward_is_no_write(look, mesh, rank):
     model = shard(Body(plain), fully_shard, mesh=mesh)
+    shards = list(model.parameters())
     for _ in range(2):
         loss = model(data(rank)).sum()
-        for p in model.parameters():
+        for p in shards:
             look(p)
         loss.backward()
         assert all(p.grad is not None for p in model.parameters())
@@ -191,9 +192,10 @@ def test_a_look_between_forward_and_backward_is_no_write(look, mesh, rank):
 )
 def test_a_write_between_forward_and_backward_is_an_error(write, mesh, rank):
     model = shard(Body(plain), fully_shard, mesh=mesh)
+    weight = model.head.weight
     loss = model(data(rank)).sum()
     with torch.no_grad():
-        write(model.head.weight)
+        write(weight)
     with pytest.raises(RuntimeError, match="changed between its forward and its back"):
         loss.backward()
     model.reset_iter_state()

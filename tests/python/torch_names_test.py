@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 import flatshard
@@ -20,6 +20,7 @@ from flatshard._tensor import (
     shard_operations,
     shard_reductions,
     shard_rows,
+    told_collectives,
 )
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec
@@ -257,6 +258,69 @@ def dispatch_modes(mesh):
     assert not torch_versions.has_dispatch_mode()
     with FlopCounterMode(display=False):
         assert torch_versions.has_dispatch_mode()
+
+
+@expects(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "torch.utils._python_dispatch._disable_current_modes",
+)
+def debug_modes(mesh):
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert torch_versions.comm_debug_modes() == []
+    with torch_versions.without_dispatch_modes():
+        assert not torch_versions.has_dispatch_mode()
+    with CommDebugMode() as outer, FlopCounterMode(display=False):
+        with CommDebugMode() as inner:
+            assert torch_versions.comm_debug_modes() == [outer, inner]
+            with torch_versions.without_dispatch_modes():
+                assert not torch_versions.has_dispatch_mode()
+                dist.barrier()
+    assert outer.get_total_counts() == inner.get_total_counts() == 0
+
+
+@expects("_allgather_base_", "_reduce_scatter_base_", "_c10d_functional")
+def operators_that_are_counted(mesh):
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mine = torch.ones(2, device=DEVICE)
+    all_of_them = mine.new_empty(2 * mesh.size())
+    with CommDebugMode() as real:
+        dist.all_gather_into_tensor(all_of_them, mine)
+        dist.reduce_scatter_tensor(mine, all_of_them)
+        dist.all_reduce(mine)
+        DTensor.from_local(mine, mesh, [Partial()]).full_tensor()
+    expected = {
+        told_collectives.ALL_GATHER.overloadpacket: 1,
+        told_collectives.REDUCE_SCATTER.overloadpacket: 1,
+        told_collectives.ALL_REDUCE.overloadpacket: 1,
+    }
+    counts = real.get_comm_counts()
+    assert expected.items() <= counts.items()
+    with CommDebugMode() as told:
+        told_collectives.tell(
+            [told],
+            [*(o.default for o in expected), told_collectives.DTENSORS_ALL_REDUCE],
+        )
+    assert told.get_comm_counts() == counts
+
+
+@expects("_execution_engine")
+def callbacks_of_a_backward(mesh):
+    """A callback may queue another, which comes after those that were queued before it."""
+    seen = []
+
+    def hook(grad):
+        torch_versions.queue_callback(
+            lambda: torch_versions.queue_callback(lambda: seen.append("last"))
+        )
+        torch_versions.queue_callback(lambda: seen.append("first"))
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(hook)
+    (2 * x).backward()
+    assert seen == ["first", "last"]
 
 
 @expects("_are_functorch_transforms_active")

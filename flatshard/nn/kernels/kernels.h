@@ -37,8 +37,9 @@ struct RmsNormBackward {
   const void* weight;
   const float* rstd;
   void* dx;
-  void* y;         ///< or null; the forward's result once more, may be dy
-  float* partial;  ///< [blocks, dim]; each block's part of the weight gradient
+  void* y;  ///< or null; the forward's result once more, may be dy
+  /// [blocks, dim], each block's part of the weight gradient; or null
+  float* partial;
   std::int64_t blocks;
   std::int64_t rows;
   std::int64_t dim;

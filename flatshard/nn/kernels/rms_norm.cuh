@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll
   for (int p = 0; p < P; ++p) {
     const std::int64_t column = column_of<N>(p);
-    if (column < a.dim) {
+    if (a.partial != nullptr && column < a.dim) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         a.partial[blockIdx.x * a.dim + column + i] = dw[p][i];
@@ -294,18 +294,20 @@ __global__ void __launch_bounds__(kShortThreads)
           backward_output<T, N, Amax>(a, at, weight, rstd, pull, x, g));
     }
   }
+  if (a.partial != nullptr) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    sums[own][column + i] = dw[i];
-  }
-  __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < a.dim; c += kShortThreads) {
-    float total = 0.0F;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      total += sums[i][c];
+    for (int i = 0; i < N; ++i) {
+      sums[own][column + i] = dw[i];
     }
-    a.partial[blockIdx.x * a.dim + c] = total;
+    __syncthreads();
+    for (int c = static_cast<int>(threadIdx.x); c < a.dim; c += kShortThreads) {
+      float total = 0.0F;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        total += sums[i][c];
+      }
+      a.partial[blockIdx.x * a.dim + c] = total;
+    }
   }
   if constexpr (Amax) {
     deliver_amax(amax, a.amax);

@@ -172,28 +172,22 @@ class Sweeper {
     return degrees;
   }
 
-  /// How ranks divide the experts. Their width is cut where the degree of
-  /// experts is the largest: below it that degree exchanges fewer rows.
+  /// How ranks divide the experts. Their width is cut by the ranks that share
+  /// layers, or by two, where the degree of experts is the largest: below it
+  /// that degree exchanges fewer rows.
   std::vector<Way> expert_ways(std::int64_t tensor_degree, std::int64_t ranks)
       const {
     std::vector<Way> ways;
-    const std::vector<std::int64_t> degrees = expert_degrees(ranks);
-    for (const std::int64_t degree : degrees) {
+    for (const std::int64_t degree : expert_degrees(ranks)) {
       ways.push_back({.tensor_degree = tensor_degree, .expert_degree = degree});
     }
-    if (experts_ == 0) {
-      return ways;
-    }
-    const std::int64_t most = degrees.back();
-    for (std::int64_t width = std::max<std::int64_t>(tensor_degree, 2);
-         width <= machines_.ranks_per_host && ffn_dim_ % width == 0;
-         width *= 2) {
-      if (ranks % (most * width / tensor_degree) == 0) {
-        ways.push_back(
-            {.tensor_degree = tensor_degree,
-             .expert_degree = most,
-             .expert_tensor_degree = width});
-      }
+    Way cut = ways.back();
+    cut.expert_tensor_degree = std::max<std::int64_t>(tensor_degree, 2);
+    const std::int64_t data_ranks =
+        cut.expert_degree * cut.expert_tensor_degree / tensor_degree;
+    if (experts_ > 0 && ranks % data_ranks == 0 &&
+        ffn_dim_ % cut.expert_tensor_degree == 0) {
+      ways.push_back(cut);
     }
     return ways;
   }

@@ -41,6 +41,8 @@ def converting(module, fn):
     ]
     leaving = {s for s, p in parameters if _leaves(fn, s, p)}
     for state in states:
+        state.show_shards()
+    for state in states:
         # As for a tensor on meta: `to` raises, what follows to_empty gives values.
         if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
             state.initialized = True

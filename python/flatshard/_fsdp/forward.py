@@ -14,7 +14,11 @@ from flatshard._fsdp.root import Root, Stale
 from flatshard._fsdp.unit import UnitState
 from flatshard._graphs.checks import refuse_foreign_capture
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import outside_of_graphs
+from flatshard.torch_versions import (
+    has_dispatch_mode,
+    never_compiled,
+    outside_of_graphs,
+)
 
 # Every module that is wrapped now.
 wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -82,6 +86,8 @@ def run_forward(module, function, args, kwargs):
             # Its weights stay for those still to run.
             state.running.discard(id(module))
         core.forward_end(state.id, output, of_several and bool(state.running))
+        if has_dispatch_mode():
+            root.seen_collectives.tell_after_forward(state)
     except Stale:
         core.forward_error(state.id)
         root.renew()
@@ -92,6 +98,7 @@ def run_forward(module, function, args, kwargs):
     return output
 
 
+@never_compiled
 def make_root(module):
     state = state_of(module)
     if len(state.modules) > 1:

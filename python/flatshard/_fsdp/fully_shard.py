@@ -42,7 +42,7 @@ from flatshard._fsdp.parameter import (
 )
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.renewal import make_core
-from flatshard._fsdp.replaced import watch_loads
+from flatshard._fsdp.replaced import watch_state_dicts
 from flatshard._tensor.tensor_parallel import (
     TensorParallel,
     is_tensor_parallel,
@@ -210,6 +210,7 @@ def fully_shard(
         state = UnitState(
             core=make_core(parameters, of_parameters, mp_policy, whole, core_options),
             core_options=core_options,
+            strategy=name,
             mesh=part,
             device_mesh=shown,
             parameters=parameters,
@@ -258,9 +259,13 @@ def fully_shard(
         m.__dict__["_flatshard"] = state
         wrap_class(m, cuda_graph)
     for m in owned:
-        watch_loads(m, state)
+        watch_state_dicts(m, state)
     join(state, parts)
     return module
+
+
+# As FSDP2's: what tells whether, and in which unit, a module was sharded. None: it was not.
+setattr(fully_shard, "state", state_of)
 
 
 def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):

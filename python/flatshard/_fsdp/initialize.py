@@ -41,6 +41,7 @@ def reset_parameters(
                 f"reset_parameters: parameter {p.title} is a tensor of a subclass, which "
                 "is not supported; call to_empty() and write its values"
             )
+        state.show_shards()
         state.initialized = True
         state.forget_digests()
         writes.note_unit(state)

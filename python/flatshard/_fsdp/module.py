@@ -62,6 +62,7 @@ class FSDPModule:
             state.root.core.unshard(state.id, not async_op)
         except Stale:
             state.root.renew().core.unshard(state.id, not async_op)
+        state.root.seen_collectives.tell()
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:
@@ -327,6 +328,13 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """The same for its backward."""
         self._set("backward_prefetch", _states(modules), False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's, also between a forward and its backward, where a unit may show
+        unsharded parameters: their gradients are those of the sharded ones."""
+        for state in self._states_of(recurse=True):
+            state.show_shards()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     # -- inside ------------------------------------------------------------------------
 

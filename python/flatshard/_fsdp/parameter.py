@@ -6,6 +6,7 @@ A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
 while the unit computes. The core swaps them in the modules' `_parameters`.
 """
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,8 @@ from flatshard.torch_versions import (
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
+# Of what modules show between a forward and its backward, by id: the Parameter.
+_of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 _num_marked = 0
 
 # What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
@@ -111,7 +114,7 @@ class Parameter:
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
-        if name != _OWNER:
+        if name != _OWNER and not isinstance(value, _OfShard):
             setattr(target, name, value)
 
 
@@ -156,6 +159,34 @@ def mark_owner(tensor, name):
 def former_name(tensor):
     """The name of the parameter that `tensor` was before fully_shard, or None."""
     return getattr(tensor, _OWNER, None)
+
+
+class _OfShard:
+    """A DTensor's method that a whole parameter has, too: programs that read parameters
+    need not know whether it is before or after the forward."""
+
+    def __init__(self, p, function):
+        self._p = weakref.ref(p)
+        self._function = function
+
+    def __call__(self):
+        return self._function(self._p())
+
+
+def note_whole(p):
+    """What modules may show instead of the shard, for parameter_of_whole."""
+    for tensor in p.faces():
+        if tensor is not p.shard:
+            _of_whole[id(tensor)] = p
+    p.whole.full_tensor = _OfShard(p, lambda p: p.whole)
+    p.whole.to_local = _OfShard(p, lambda p: p.shard.to_local())
+
+
+def parameter_of_whole(tensor):
+    """The Parameter whose unsharded values `tensor` has, or None."""
+    p = _of_whole.get(id(tensor))
+    is_whole = p is not None and p.is_face(tensor) and tensor is not p.shard
+    return p if is_whole else None
 
 
 def num_marked():

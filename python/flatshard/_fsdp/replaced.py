@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard._fsdp.parameter import former_name, num_marked
+from flatshard._fsdp.parameter import former_name, num_marked, parameter_of_whole
 from flatshard._fsdp.renewal import shard_again
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import unit_of
@@ -16,7 +16,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
-# -- optimizers made before fully_shard ------------------------------------------------
+# -- optimizers of parameters that modules showed at another time ------------------------------------------------
 
 # Of each optimizer: of how many parameters, and how many were sharded then.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
@@ -29,33 +29,55 @@ def _before_step(optimizer, args, kwargs):
     seen = sum(len(group["params"]) for group in groups), num_marked()
     if _checked.get(optimizer) == seen:
         return
-    for parameter in [p for group in groups for p in group["params"]]:
-        if (name := former_name(parameter)) is not None:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} was made before fully_shard: it holds "
-                f"parameter {name} as it was then, and would not train the model; make "
-                "the optimizer from model.parameters() after the last fully_shard"
-            )
+    for parameters in [group["params"] for group in groups]:
+        parameters[:] = [_to_train(optimizer, p) for p in parameters]
     _checked[optimizer] = seen
+
+
+def _to_train(optimizer, parameter):
+    """What an optimizer holds in place of `parameter`. One that was made between a
+    forward and its backward has unsharded parameters, which are replaced before its
+    first step."""
+    if (name := former_name(parameter)) is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was made before fully_shard: it holds "
+            f"parameter {name} as it was then, and would not train the model; make "
+            "the optimizer from model.parameters() after the last fully_shard"
+        )
+    whole = parameter_of_whole(parameter)
+    if whole is None:
+        return parameter
+    if optimizer.state.get(parameter):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was made between a forward and its backward, "
+            f"with a state for the unsharded parameter {whole.names[0]}; make it "
+            "before the forward or after the backward, or call reshard() before"
+        )
+    return whole.shard
 
 
 register_optimizer_step_pre_hook(_before_step)
 
-# -- load_state_dict -----------------------------------------------------------------
+# -- state_dict and load_state_dict ---------------------------------------------------
 
 
-class _Loads:
-    """The hooks of load_state_dict of a module whose parameters, if any, belong to a
+class _StateDicts:
+    """The hooks of state dicts of a module whose parameters, if any, belong to a
     unit. Copies of the module have hooks that do nothing: they belong to none."""
 
     def __init__(self, state=None):
         self._unit = weakref.ref(state) if state is not None else lambda: None
 
     def __reduce__(self):
-        return _Loads, ()
+        return _StateDicts, ()
+
+    def before_save(self, module, prefix, keep_vars):
+        if (state := self._unit()) is not None:
+            state.show_shards()
 
     def before(self, module, state_dict, prefix, local_metadata, *_):
         if (state := self._unit()) is not None:
+            state.show_shards()
             _before_load(state, module, state_dict, prefix, local_metadata)
 
     def after(self, module, incompatible_keys):
@@ -63,11 +85,12 @@ class _Loads:
             _after_load(state, module)
 
 
-def watch_loads(module, state):
+def watch_state_dicts(module, state):
     """Of a module whose parameters, if any, belong to the unit `state`."""
-    loads = _Loads(state)
-    module.register_load_state_dict_pre_hook(loads.before)
-    module.register_load_state_dict_post_hook(loads.after)
+    watch = _StateDicts(state)
+    module.register_state_dict_pre_hook(watch.before_save)
+    module.register_load_state_dict_pre_hook(watch.before)
+    module.register_load_state_dict_post_hook(watch.after)
 
 
 def _before_load(state, module, state_dict, prefix, local_metadata):

@@ -9,9 +9,10 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
-from flatshard._fsdp.parameter import name_released
+from flatshard._fsdp.parameter import name_released, note_whole
 from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
 from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
+from flatshard._fsdp.seen_collectives import SeenCollectives
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
 from flatshard._graphs.checks import (
@@ -21,7 +22,11 @@ from flatshard._graphs.checks import (
 )
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.same_values import compare
-from flatshard.torch_versions import parameters_of, plain_attributes
+from flatshard.torch_versions import (
+    parameters_of,
+    plain_attributes,
+    without_dispatch_modes,
+)
 
 
 def traces_steps():
@@ -57,6 +62,8 @@ class Root:
             for p in unit.parameters:
                 if p.parallel is not None:
                     p.parallel.bind(p.whole)
+            for p in unit.parameters:
+                note_whole(p)
             name_released(unit.parameters)
             places = [
                 _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
@@ -91,7 +98,7 @@ class Root:
                 copy_engines=state.copy_engines,
                 slots_on_demand=self.buffers_on_demand,
                 shared_streams=state.shared_streams,
-                trace=traces_steps(),
+                trace=True,
                 graphs=_C.GraphOptions(
                     enabled=self.cuda_graphs,
                     warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
@@ -100,6 +107,9 @@ class Root:
                 ),
             ),
         )
+        self.traces_steps = traces_steps()
+        self.core.set_keeps_trace(self.traces_steps)
+        self.seen_collectives = SeenCollectives(self.core, units)
         self.running_pass = None  # whose forward calls of wrapped modules are
         self._passes = weakref.WeakSet()  # BackwardPasses that began and continue
         self.has_passes = False  # or had one since the last forward outside of them
@@ -169,6 +179,9 @@ class Root:
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )
+        # As with FSDP2, parameters() are the unsharded ones until the backward.
+        keeps = not self.reshards(unit) and unit.fp8 is None and not self.cuda_graphs
+        self.core.set_keeps(unit.id, keeps)
 
     def apply_limits(self, policy):
         """The settings of the whole model by setters of the root."""
@@ -226,7 +239,8 @@ class Root:
             units = self.units
             for unit in units:
                 unit.check_initialized()
-            compare(units, self.device_mesh)
+            with without_dispatch_modes():  # one that counts collectives
+                compare(units, self.device_mesh)
             for unit in units:
                 unit.forget_digests()
             self._initialized = True
@@ -287,6 +301,7 @@ class Root:
         """The next forward makes another Root, for which all units have other cores."""
         self._inner_outputs.close()
         for unit in self.units:
+            unit.show_shards()
             unit.root = None
             unit.is_outdated = True
 
@@ -313,3 +328,4 @@ class Root:
     def _before_backward(self):
         """The core calls it, with its lock held."""
         self.seen_writes.before_backward(self.units)
+        self.seen_collectives.tell_after_backward()

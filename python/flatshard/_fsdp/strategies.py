@@ -51,6 +51,11 @@ def find_strategy(name, option="strategy"):
     return _BY_NAME[name]
 
 
+def of_core(name):
+    """The row of a name that the core has, such as "hsdp"."""
+    return _BY_NAME[name]
+
+
 def by_placements():
     """Placements of one mesh axis, or of two, to (strategy, outer)."""
     found = {}

@@ -71,6 +71,7 @@ class UnitState:
     asked_copy_engines: str
     copy_engines: bool
     core_options: object  # _C.UnitOptions
+    strategy: str  # as the core calls it
     cuda_graph: bool = False
     main_grads: bool = False  # modules write some of its gradients, see main_grad.py
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
@@ -317,6 +318,12 @@ class UnitState:
     def show(p, tensor):
         for module, name in p.sites:
             parameters_of(module())[name] = tensor
+
+    def show_shards(self):
+        """Modules show the shards, as outside of the time from a forward to its backward.
+        Nothing is released."""
+        if self.root is not None:
+            self.root.core.show_shards(self.id)
 
     def check_initialized(self):
         on_meta = [p for p in self.all_parameters if p.on_meta]

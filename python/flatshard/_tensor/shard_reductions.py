@@ -5,13 +5,14 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard._tensor.row_shard import as_bytes
 from flatshard._tensor.shard_calls import replicated
 from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.told_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, note
 
 
 def run(func, traits, args, kwargs):
@@ -49,6 +50,7 @@ def gathered(part, mesh, dim):
     part = part.to(mesh.device_type).contiguous()
     parts = part.new_empty((mesh.size(dim), *part.shape))
     dist.all_gather_into_tensor(as_bytes(parts), as_bytes(part), group=group)
+    note(ALL_GATHER)
     return parts.to(home)
 
 
@@ -132,6 +134,24 @@ def norm_of_norms(norms, order):
     return norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
 
 
+def norms_of_ranks(norms, mesh, dim, order):
+    """[n] norms of tensors of whose rows each rank along the mesh dimension has some, from
+    those of its own rows. One all-reduce of float64. Collective."""
+    if order < 0 and order != -torch.inf:
+        return norm_of_norms(gathered(norms, mesh, dim), order)
+    has_root = 0 < order < torch.inf
+    part = norms.to(mesh.device_type, torch.float64)
+    part = part**order if has_root else part
+    kind = {torch.inf: "max", -torch.inf: "min"}.get(order, "sum")
+    placements = [Replicate()] * mesh.ndim
+    placements[dim] = Partial(kind)
+    whole = DTensor.from_local(part, mesh, placements, run_check=False)
+    whole = whole.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+    note(DTENSORS_ALL_REDUCE)
+    whole = whole ** (1 / order) if has_root else whole
+    return whole.to(norms.device, norms.dtype)
+
+
 _REDUCTIONS = {
     "sum": _sum,
     "nansum": _nansum,
@@ -148,7 +168,7 @@ _REDUCTIONS = {
 
 
 def foreach_norm(func, traits, args, kwargs):
-    """The norms of a list, those of cut tensors in one collective."""
+    """The norms of a list, those of cut tensors in one all-reduce."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):
@@ -174,7 +194,7 @@ def foreach_norm(func, traits, args, kwargs):
     mesh = next(t._spec.mesh for t in tensors if isinstance(t, DTensor))
     if places:
         (place,) = places
-        together = norm_of_norms(gathered(norms, *place), order)
+        together = norms_of_ranks(norms, *place, order)
         if not all(map(is_cut, tensors)):
             cut = torch.tensor([is_cut(t) for t in tensors], device=norms.device)
             together = torch.where(cut, together, norms)

@@ -1,0 +1,81 @@
+"""Shows the core's collectives to torch's CommDebugMode.
+
+The core launches them in C++, where no TorchDispatchMode sees them. An active CommDebugMode
+is told afterwards: one all-gather for each time that a unit was gathered, one reduction for
+each time that its gradients were, with FSDP2's operators.
+"""
+
+from flatshard import _C
+from flatshard._fsdp.strategies import of_core
+from flatshard._tensor.told_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    tell,
+)
+from flatshard.torch_versions import comm_debug_modes, in_backward, queue_callback
+
+
+class SeenCollectives:
+    """What a model's core did while a CommDebugMode was active.
+
+    Args:
+        core: _C.Runtime.
+        units: UnitStates, in the core's order.
+    """
+
+    def __init__(self, core: _C.Runtime, units: list):
+        self._core = core
+        self._kinds = {
+            unit.name: _kinds_of(unit.strategy, unit.device_mesh) for unit in units
+        }
+        self._policies = {unit.name: unit.policy for unit in units}
+
+    def tell(self) -> None:
+        """After an unshard."""
+        if modes := comm_debug_modes():
+            self._tell(modes)
+
+    def tell_after_forward(self, unit) -> None:
+        """After a forward of `unit`. The core keeps the last unit for the backward, which
+        gathers it while somebody counts, as with FSDP2."""
+        modes = comm_debug_modes()
+        if not modes:
+            return
+        if unit.root.reshards(unit) and not unit.running and not in_backward():
+            self._core.reshard(unit.id)
+        self._tell(modes)
+
+    def tell_after_backward(self) -> None:
+        """When an outermost backward begins."""
+        modes = comm_debug_modes()
+        if modes and in_backward():
+            # The core ends the backward in a callback of its own that is queued later.
+            queue_callback(lambda: queue_callback(lambda: self._tell(modes)))
+
+    def _tell(self, modes):
+        operators = [
+            operator
+            for kind, unit, *_ in self._core.take_trace()
+            for operator in self._operators(kind, unit)
+        ]
+        tell(modes, operators)
+
+    def _operators(self, kind, unit):
+        gathers, scatters, reduces_all = self._kinds.get(unit, (False, False, False))
+        if kind == "gather" and gathers:
+            yield ALL_GATHER
+        if kind == "reduce":
+            if scatters:
+                yield REDUCE_SCATTER
+            if reduces_all and (self._policies[unit].all_reduce or not scatters):
+                yield ALL_REDUCE
+
+
+def _kinds_of(strategy, mesh):
+    """Whether a unit's weights are all-gathered, its gradients reduce-scattered, and
+    all-reduced."""
+    inner = mesh.size(mesh.ndim - 1)
+    outer = mesh.size() // inner
+    cuts = of_core(strategy).optimizer[1] == "S" and inner > 1
+    return cuts, cuts, outer > 1 or (not cuts and mesh.size() > 1)

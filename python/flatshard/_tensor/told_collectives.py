@@ -1,0 +1,59 @@
+"""Shows collectives to torch's CommDebugMode that it cannot see by itself.
+
+It is a TorchDispatchMode, which is not active while the operation that it passes on runs:
+what a shard's operation sends inside is told afterwards.
+"""
+
+import torch
+
+from flatshard.torch_versions import comm_debug_modes, has_dispatch_mode
+
+# The operators of FSDP2's collectives, and that of DTensors' reductions.
+ALL_GATHER = torch.ops.c10d._allgather_base_.default
+REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
+ALL_REDUCE = torch.ops.c10d.allreduce_.default
+DTENSORS_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+
+
+class _Launched:
+    """An operator that ran already, as CommDebugMode takes one."""
+
+    def __init__(self, operator):
+        self._operator = operator
+        self._overloadpacket = operator.overloadpacket
+
+    def __call__(self, *args, **kwargs):
+        return None
+
+    def __str__(self):
+        return str(self._operator)
+
+
+def tell(modes, operators):
+    """CommDebugModes count `operators`, which ran already."""
+    for mode in modes:
+        for operator in operators:
+            mode.__torch_dispatch__(_Launched(operator), ())
+
+
+_unseen: list[list] = []  # operators, one list for each operation under way
+
+
+def note(operator):
+    """A collective was launched inside of an operation on shards."""
+    if _unseen:
+        _unseen[-1].append(operator)
+
+
+def told(function, *args):
+    """function(*args), an operation on shards, of which active CommDebugModes are told."""
+    modes = comm_debug_modes() if has_dispatch_mode() else ()
+    if not modes:
+        return function(*args)
+    _unseen.append([])
+    try:
+        result = function(*args)
+    finally:
+        operators = _unseen.pop()
+    tell(modes, operators)
+    return result
