@@ -178,7 +178,6 @@ int train(const std::string& folder, bool overlaps) {
         .root = runtime->unit_of(*model),
         .layers =
             {runtime->unit_of(*model->first), runtime->unit_of(*model->second)},
-        .exchange = exchange,
         .embed = [&](int m) { return x[m]; },
         .nodes =
             [&](int /*m*/, int layer) {

@@ -290,8 +290,6 @@ void PeerExchange::dispatch(
     const std::vector<Part>& parts,
     const nn::TransferInput& input,
     const at::Tensor& arrived) {
-  const int rank = group().rank();
-  const int size = group().size();
   if (parts[0].of_tokens) {
     nn::permute_rows_into(
         input.rows[0],
@@ -303,29 +301,7 @@ void PeerExchange::dispatch(
   }
   copy(home_copies(plan, parts, /*leaves=*/true));
   group().fence();
-  // The ranks begin with their next one each, so that no two read from one.
-  std::vector<BytesCopy> arriving;
-  for (int i = 1; i <= size; ++i) {
-    const int peer = (rank + i) % size;
-    for (const Part& part : parts) {
-      if (part.is_narrow || (peer == rank && part.of_tokens)) {
-        continue;
-      }
-      const char* const rows = peer == rank ? part.at_home : window(peer, part);
-      for (const RowRuns::Run& run : plan.runs.of(peer)) {
-        arriving.push_back(
-            {.to = part.at_experts + run.at_experts * part.row,
-             .from = rows + run.at_home * part.row,
-             .nbytes = run.rows * part.row});
-      }
-    }
-  }
-  for (const Part& part : parts) {
-    if (part.is_narrow) {
-      narrow_rows(plan, part).gather(part.at_experts);
-    }
-  }
-  copy(arriving);
+  copy(expert_copies(plan, parts, /*arrive=*/true));
 }
 
 void PeerExchange::combine(
@@ -333,30 +309,7 @@ void PeerExchange::combine(
     const std::vector<Part>& parts,
     const nn::TransferInput& input,
     const at::Tensor& sums) {
-  const int rank = group().rank();
-  const int size = group().size();
-  std::vector<BytesCopy> leaving;
-  for (int i = 1; i <= size; ++i) {
-    const int peer = (rank + i) % size;
-    for (const Part& part : parts) {
-      if (part.is_narrow || (peer == rank && part.of_tokens)) {
-        continue;
-      }
-      char* const rows = peer == rank ? part.at_home : window(peer, part);
-      for (const RowRuns::Run& run : plan.runs.of(peer)) {
-        leaving.push_back(
-            {.to = rows + run.at_home * part.row,
-             .from = part.at_experts + run.at_experts * part.row,
-             .nbytes = run.rows * part.row});
-      }
-    }
-  }
-  for (const Part& part : parts) {
-    if (part.is_narrow) {
-      narrow_rows(plan, part).scatter(part.at_experts);
-    }
-  }
-  copy(leaving);
+  copy(expert_copies(plan, parts, /*arrive=*/false));
   group().fence();
   copy(home_copies(plan, parts, /*leaves=*/false));
   if (parts[0].of_tokens) {
@@ -367,6 +320,39 @@ void PeerExchange::combine(
         input.addend,
         sums);
   }
+}
+
+std::vector<BytesCopy> PeerExchange::expert_copies(
+    const Plan& plan,
+    const std::vector<Part>& parts,
+    bool arrive) const {
+  for (const Part& part : parts) {
+    if (part.is_narrow) {
+      const NarrowRows rows = narrow_rows(plan, part);
+      arrive ? rows.gather(part.at_experts) : rows.scatter(part.at_experts);
+    }
+  }
+  // The ranks begin with their next one each, so that no two read from one.
+  const int rank = windows_->rank();
+  std::vector<BytesCopy> copies;
+  for (int i = 1; i <= windows_->size(); ++i) {
+    const int peer = (rank + i) % windows_->size();
+    for (const Part& part : parts) {
+      if (part.is_narrow || (peer == rank && part.of_tokens)) {
+        continue;
+      }
+      char* const rows = peer == rank ? part.at_home : window(peer, part);
+      for (const RowRuns::Run& run : plan.runs.of(peer)) {
+        char* const there = rows + run.at_home * part.row;
+        char* const here = part.at_experts + run.at_experts * part.row;
+        copies.push_back(
+            {.to = arrive ? here : there,
+             .from = arrive ? there : here,
+             .nbytes = run.rows * part.row});
+      }
+    }
+  }
+  return copies;
 }
 
 std::vector<BytesCopy> PeerExchange::home_copies(

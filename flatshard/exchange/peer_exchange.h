@@ -125,6 +125,12 @@ class PeerExchange : public StreamExchange {
       const std::vector<Part>& parts,
       const nn::TransferInput& input,
       const at::Tensor& sums);
+  /// Brings narrow rows to the experts here, or back, and returns the copies
+  /// that do so with others.
+  std::vector<BytesCopy> expert_copies(
+      const Plan& plan,
+      const std::vector<Part>& parts,
+      bool arrive) const;
   /// Copies of a part between its tensor at home and this rank's window: of
   /// rows for other ranks, or of all rows of a narrow one.
   std::vector<BytesCopy> home_copies(

@@ -1,6 +1,7 @@
 #include "flatshard/exchange/stream_exchange.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
 
 #include <ATen/ATen.h>
 
@@ -12,22 +13,38 @@ namespace {
 
 using Direction = nn::TokenExchange::Direction;
 
+void keep(const at::Tensor& tensor) {
+  if (tensor.defined()) {
+    keep_for_current_stream(tensor);
+  }
+}
+
 // Allocates the tensors that a transfer of `input` fills.
 nn::TensorList room_for(
     const nn::ExchangePlan& plan,
     Direction direction,
     const nn::TransferInput& input) {
-  const std::int64_t num_rows =
-      direction == Direction::dispatch ? plan.num_received : plan.num_sent;
+  const bool leaves = direction == Direction::dispatch;
+  const std::int64_t num_rows = leaves ? plan.num_received : plan.num_sent;
   nn::TensorList room;
   for (const at::Tensor& tensor : input.rows) {
     if (!tensor.defined()) {
       room.emplace_back();
       continue;
     }
+    const bool is_of_tokens = room.empty() && input.tokens;
+    const std::int64_t expected = !leaves        ? plan.num_received
+                                  : is_of_tokens ? input.tokens->tokens()
+                                                 : plan.num_sent;
     std::vector<std::int64_t> sizes = tensor.sizes().vec();
-    sizes.at(0) = num_rows;
-    if (room.empty() && input.tokens && direction == Direction::combine) {
+    FLATSHARD_CHECK(
+        !sizes.empty() && sizes[0] == expected,
+        usage,
+        "exchange of tokens: expected {} rows, got {}",
+        expected,
+        c10::str(tensor.sizes()));
+    sizes[0] = num_rows;
+    if (is_of_tokens && !leaves) {
       sizes.at(0) = input.tokens->tokens();
       if (input.addend.defined()) {
         sizes = input.addend.sizes().vec();
@@ -78,7 +95,9 @@ void check_num_experts(
 
 class StreamExchange::Transfer : public nn::RowTransfer {
  public:
-  Transfer(StreamExchange& exchange, nn::TransferInput from, nn::TensorList to)
+  using Room = std::shared_ptr<nn::TensorList>;
+
+  Transfer(StreamExchange& exchange, nn::TransferInput from, Room to)
       : exchange_(&exchange), from_(std::move(from)), to_(std::move(to)) {
     done_.record(exchange.stream());
   }
@@ -99,13 +118,16 @@ class StreamExchange::Transfer : public nn::RowTransfer {
     std::exchange(exchange_, nullptr)->await(done_);
     // Compute waits, so it may use both again.
     from_ = {};
-    return std::move(to_);
+    for (const at::Tensor& rows : *to_) {
+      keep(rows);
+    }
+    return std::move(*to_);
   }
 
  private:
   StreamExchange* exchange_;  ///< null: finished
   nn::TransferInput from_;
-  nn::TensorList to_;
+  Room to_;
   Event done_;
 };
 
@@ -234,35 +256,46 @@ std::function<void()> StreamExchange::transfer_of_tokens(
   };
 }
 
-nn::TensorList StreamExchange::transfer(
-    const nn::ExchangePlanPtr& plan,
-    Direction direction,
-    const nn::TransferInput& input) {
-  nn::TensorList out = room_for(*plan, direction, input);
-  try {
-    transfer_of_defined(plan, direction, out, input)();
-  } catch (const std::exception&) {
-    failed_ = true;
-    throw;
-  }
-  return out;
-}
-
 std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TransferInput& input) {
-  const bool knows_counts = own<const StreamExchangePlan>(plan)->is_finished ||
-                            direction == Direction::combine;
-  const nn::TransferInput rows = knows_counts ? input : rows_to_send(input);
+  const bool permutes = direction == Direction::dispatch && !input.after &&
+                        !own<const StreamExchangePlan>(plan)->is_finished;
+  nn::TransferInput rows = permutes ? rows_to_send(input) : input;
   finish_plan(plan);
-  const nn::TensorList out = room_for(*plan, direction, rows);
-  auto work = transfer_of_defined(plan, direction, out, rows);
+  const auto out = std::make_shared<nn::TensorList>();
+  std::function<void()> work;
   Event ready;
-  ready.record(*current_stream(group_->device()));
+  if (input.after) {
+    ready = *input.after;
+    // Of the stream, because compute still uses what it has freed.
+    work = [this, plan, direction, rows, out] {
+      for (const at::Tensor& sent : rows.rows) {
+        keep(sent);
+      }
+      keep(rows.addend);
+      *out = room_for(*plan, direction, rows);
+      transfer_of_defined(plan, direction, *out, rows)();
+    };
+  } else {
+    *out = room_for(*plan, direction, rows);
+    work = transfer_of_defined(plan, direction, *out, rows);
+    ready.record(*current_stream(group_->device()));
+  }
   ready.wait(*stream_);
-  submit(std::move(work));
-  return std::make_unique<Transfer>(*this, rows, out);
+  try {
+    submit(std::move(work));
+  } catch (const std::exception&) {
+    failed_ = true;
+    throw;
+  }
+  if (input.after && direction == Direction::combine) {
+    // Made for this alone. What is dispatched may lie in memory of a graph,
+    // which replays write again unless it is held.
+    rows = {};
+  }
+  return std::make_unique<Transfer>(*this, std::move(rows), out);
 }
 
 }  // namespace flatshard

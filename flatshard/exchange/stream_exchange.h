@@ -66,16 +66,6 @@ class StreamExchange : public nn::TokenExchange {
       const nn::ExchangePlanPtr& plan,
       Direction direction,
       const nn::TransferInput& input) override;
-  /// Rows are exchanged here.
-  std::shared_ptr<Stream> queue() const override { return stream_; }
-  void submit(std::function<void()> work) override;
-  nn::TensorList transfer(
-      const nn::ExchangePlanPtr& plan,
-      Direction direction,
-      const nn::TransferInput& input) override;
-  /// One of compute's waits; see measure().
-  void await(const Event& event) override;
-
   Stream& stream() { return *stream_; }
   /// Compute's waits for rows are measured from now on, or no longer.
   void measure(bool measures) { measures_ = measures; }
@@ -136,6 +126,8 @@ class StreamExchange : public nn::TokenExchange {
         "exchange of tokens: expected a plan of this exchange, got another's");
     return made;
   }
+  /// Work for the stream, in the order that all ranks have.
+  void submit(std::function<void()> work);
   /// Of those that leave this rank or stay.
   static void check_num_rows(std::int64_t counted, std::int64_t num_rows);
 
@@ -156,6 +148,8 @@ class StreamExchange : public nn::TokenExchange {
  private:
   class Transfer;
 
+  /// One of compute's waits; see measure().
+  void await(const Event& event);
   /// What `transfer_of_rows` says for those that are defined.
   std::function<void()> transfer_of_defined(
       const nn::ExchangePlanPtr& plan,

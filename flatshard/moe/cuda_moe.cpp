@@ -118,16 +118,20 @@ std::tuple<at::Tensor, at::Tensor> sort_by_expert(
 void permute_rows(
     const at::Tensor& x,
     const at::Tensor& order,
+    const at::Tensor& of_rows,
     std::int64_t per_token,
-    at::Tensor& out) {
+    std::int64_t num_rows,
+    const at::Tensor& out,
+    const at::Tensor& staying) {
   const c10::cuda::CUDAGuard guard(x.device());
   kernels::permute_rows(
       {.x = pointer(x),
        .order = order.const_data_ptr<std::int32_t>(),
-       .places = nullptr,
+       .places =
+           of_rows.defined() ? of_rows.const_data_ptr<std::int32_t>() : nullptr,
        .out = out.mutable_data_ptr(),
-       .staying = nullptr,
-       .rows = order.size(0),
+       .staying = staying.defined() ? staying.mutable_data_ptr() : nullptr,
+       .rows = num_rows,
        .dim = x.size(1),
        .per_token = per_token,
        .dtype = row_dtype(x)},
@@ -135,22 +139,21 @@ void permute_rows(
   check_kernel_launch();
 }
 
-void sum_rows_of_tokens(
+void sum_rows(
     const at::Tensor& rows,
-    const at::Tensor& inverse,
-    const at::Tensor& first,
-    const at::Tensor& second,
-    at::Tensor& out) {
+    const at::Tensor& staying,
+    const at::Tensor& places,
+    const at::Tensor& addend,
+    const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(rows.device());
-  kernels::sum_rows_of_tokens(
+  kernels::sum_rows(
       {.rows = pointer(rows),
-       .staying = nullptr,
-       .places = inverse.const_data_ptr<std::int32_t>(),
-       .first = pointer(first),
-       .second = pointer(second),
+       .staying = pointer(staying),
+       .places = places.const_data_ptr<std::int32_t>(),
+       .addend = pointer(addend),
        .out = out.mutable_data_ptr(),
-       .tokens = inverse.size(0),
-       .slots = inverse.size(1),
+       .tokens = places.size(0),
+       .slots = places.size(1),
        .dim = rows.size(1),
        .dtype = row_dtype(rows)},
       moe_stream());
@@ -172,51 +175,6 @@ void row_places(
        .num_runs = static_cast<int>(runs.size(1) - 1),
        .num_rows = num_rows,
        .rows = order.size(0)},
-      moe_stream());
-  check_kernel_launch();
-}
-
-void permute_rows_into(
-    const at::Tensor& x,
-    const at::Tensor& order,
-    const at::Tensor& of_rows,
-    std::int64_t per_token,
-    std::int64_t num_rows,
-    const at::Tensor& leaving,
-    const at::Tensor& staying) {
-  const c10::cuda::CUDAGuard guard(x.device());
-  kernels::permute_rows(
-      {.x = pointer(x),
-       .order = order.const_data_ptr<std::int32_t>(),
-       .places = of_rows.const_data_ptr<std::int32_t>(),
-       .out = leaving.mutable_data_ptr(),
-       .staying = staying.mutable_data_ptr(),
-       .rows = num_rows,
-       .dim = x.size(1),
-       .per_token = per_token,
-       .dtype = row_dtype(x)},
-      moe_stream());
-  check_kernel_launch();
-}
-
-void sum_rows_from(
-    const at::Tensor& leaving,
-    const at::Tensor& staying,
-    const at::Tensor& of_pairs,
-    const at::Tensor& addend,
-    const at::Tensor& out) {
-  const c10::cuda::CUDAGuard guard(leaving.device());
-  kernels::sum_rows_of_tokens(
-      {.rows = pointer(leaving),
-       .staying = pointer(staying),
-       .places = of_pairs.const_data_ptr<std::int32_t>(),
-       .first = pointer(addend),
-       .second = nullptr,
-       .out = out.mutable_data_ptr(),
-       .tokens = of_pairs.size(0),
-       .slots = of_pairs.size(1),
-       .dim = leaving.size(1),
-       .dtype = row_dtype(leaving)},
       moe_stream());
   check_kernel_launch();
 }

@@ -27,22 +27,25 @@ std::tuple<at::Tensor, at::Tensor> sort_by_expert(
     const at::Tensor& experts,
     const at::Tensor& counts);
 
-/// out[r] = x[order[r] / per_token]
+/// permute_rows_into, or all rows in `out`: of_rows and staying are undefined.
 void permute_rows(
     const at::Tensor& x,
     const at::Tensor& order,
+    const at::Tensor& of_rows,
     std::int64_t per_token,
-    at::Tensor& out);
+    std::int64_t num_rows,
+    const at::Tensor& out,
+    const at::Tensor& staying);
 
-/// out[t] = addends[t] + sum over slots of rows_of[inverse[t, slot]], in
-/// float32 in the order of slots, rounded once; -1 adds nothing.
-/// @param first, second  like out, or undefined.
-void sum_rows_of_tokens(
+/// sum_rows_from, or of rows that are all in `rows`: staying is undefined, and
+/// places are those of Permutation::inverse. Rounds once.
+/// @param addend  like out, or undefined.
+void sum_rows(
     const at::Tensor& rows,
-    const at::Tensor& inverse,
-    const at::Tensor& first,
-    const at::Tensor& second,
-    at::Tensor& out);
+    const at::Tensor& staying,
+    const at::Tensor& places,
+    const at::Tensor& addend,
+    const at::Tensor& out);
 
 /// See RowPlaces; overwrites of_rows and of_pairs.
 void row_places(
@@ -51,20 +54,6 @@ void row_places(
     std::int64_t num_rows,
     at::Tensor& of_rows,
     at::Tensor& of_pairs);
-void permute_rows_into(
-    const at::Tensor& x,
-    const at::Tensor& order,
-    const at::Tensor& of_rows,
-    std::int64_t per_token,
-    std::int64_t num_rows,
-    const at::Tensor& leaving,
-    const at::Tensor& staying);
-void sum_rows_from(
-    const at::Tensor& leaving,
-    const at::Tensor& staying,
-    const at::Tensor& of_pairs,
-    const at::Tensor& addend,
-    const at::Tensor& out);
 
 /// y[r] = silu(gate) * up * weights[r] of rows [gate | up].
 void weighted_swiglu_forward(

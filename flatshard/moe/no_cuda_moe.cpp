@@ -27,16 +27,19 @@ std::tuple<at::Tensor, at::Tensor> sort_by_expert(
 void permute_rows(
     const at::Tensor&,
     const at::Tensor&,
+    const at::Tensor&,
     std::int64_t,
-    at::Tensor&) {
+    std::int64_t,
+    const at::Tensor&,
+    const at::Tensor&) {
   refuse_moe();
 }
-void sum_rows_of_tokens(
+void sum_rows(
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
-    at::Tensor&) {
+    const at::Tensor&) {
   refuse_moe();
 }
 void row_places(
@@ -45,24 +48,6 @@ void row_places(
     std::int64_t,
     at::Tensor&,
     at::Tensor&) {
-  refuse_moe();
-}
-void permute_rows_into(
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    std::int64_t,
-    std::int64_t,
-    const at::Tensor&,
-    const at::Tensor&) {
-  refuse_moe();
-}
-void sum_rows_from(
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&,
-    const at::Tensor&) {
   refuse_moe();
 }
 void weighted_swiglu_forward(

@@ -32,19 +32,18 @@ Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
 /// @return   [tokens * slots, dim]
 at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
 
-/// out[t] = first[t] + second[t] + the rows of t, added up in float32 in the
-/// order of its slots and rounded once. What was dropped adds nothing, and its
-/// rows are not read. The gradient of the rows is permute_rows.
+/// out[t] = addend[t] + the rows of t, added up in float32 in the order of its
+/// slots and rounded once. What was dropped adds nothing, and its rows are not
+/// read. The gradient of the rows is permute_rows.
 ///
-/// @param rows           [tokens * slots, dim]
-/// @param first, second  [tokens, dim], or [..., dim] of as many tokens, or
-///                       undefined, e.g. residual and shared expert
-/// @return               of first's shape, or [tokens, dim]
+/// @param rows    [tokens * slots, dim]
+/// @param addend  [tokens, dim], or [..., dim] of as many tokens, or undefined,
+///   e.g. the residual
+/// @return        of addend's shape, or [tokens, dim]
 at::Tensor sum_rows_of_tokens(
     const at::Tensor& rows,
     const Permutation& permutation,
-    const at::Tensor& first = {},
-    const at::Tensor& second = {});
+    const at::Tensor& addend = {});
 
 /// The routing weight of each row; dropped pairs get no gradient.
 ///

@@ -107,7 +107,7 @@ void permute_rows_into(
     const at::Tensor& staying) {
   check_rows("permute_rows_into", leaving, staying);
   if (cuda::supports(x)) {
-    cuda::permute_rows_into(
+    cuda::permute_rows(
         x,
         permutation.order,
         places.of_rows,
@@ -140,7 +140,7 @@ void sum_rows_from(
     const at::Tensor like_rows =
         addend.defined() ? addend.to(leaving.scalar_type()).contiguous()
                          : addend;
-    cuda::sum_rows_from(leaving, staying, places.of_pairs, like_rows, out);
+    cuda::sum_rows(leaving, staying, places.of_pairs, like_rows, out);
     return;
   }
   // Brought together by pair, so that pair p is row p.

@@ -78,13 +78,6 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
 
 }  // namespace
 
-void TokenExchange::await(const Event& event) {
-  const auto stream = queue();
-  if (stream) {
-    event.wait(*current_stream(stream->device()));
-  }
-}
-
 ExchangePlanPtr LocalExchange::plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
@@ -153,90 +146,6 @@ TensorList exchange_rows(
       at::TensorList(rows),
       as_optional(addend),
       c10::make_intrusive<RouteHandle>(route));
-}
-
-TensorList exchange_rows(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    TokenExchange::Direction direction,
-    const TensorList& rows) {
-  const std::int64_t expected = direction == TokenExchange::Direction::dispatch
-                                    ? plan->num_sent
-                                    : plan->num_received;
-  for (const at::Tensor& tensor : rows) {
-    FLATSHARD_CHECK(
-        tensor.dim() >= 1 && tensor.size(0) == expected,
-        usage,
-        "exchange_rows: expected {} rows, got {}",
-        expected,
-        c10::str(tensor.sizes()));
-  }
-  return exchange_rows(
-      RowRoute{.exchange = exchange, .plan = plan, .direction = direction},
-      rows);
-}
-
-at::Tensor exchange_rows(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    TokenExchange::Direction direction,
-    const at::Tensor& rows) {
-  return exchange_rows(exchange, plan, direction, TensorList{rows})[0];
-}
-
-TensorList dispatch_tokens(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    const Permutation& permutation,
-    const at::Tensor& x,
-    const at::Tensor& row_weights) {
-  FLATSHARD_CHECK(
-      x.dim() == 2 && x.size(0) == permutation.tokens() &&
-          permutation.rows() == plan->num_sent,
-      usage,
-      "dispatch_tokens: expected x of [{}, dim] for {} rows, got {} for {}",
-      permutation.tokens(),
-      plan->num_sent,
-      c10::str(x.sizes()),
-      permutation.rows());
-  return exchange_rows(
-      RowRoute{
-          .exchange = exchange,
-          .plan = plan,
-          .direction = TokenExchange::Direction::dispatch,
-          .tokens = permutation},
-      {x, row_weights});
-}
-
-at::Tensor combine_tokens(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    const Permutation& permutation,
-    const at::Tensor& rows,
-    const at::Tensor& first) {
-  FLATSHARD_CHECK(
-      rows.dim() == 2 && rows.size(0) == plan->num_received,
-      usage,
-      "combine_tokens: expected rows of [{}, dim], got {}",
-      plan->num_received,
-      c10::str(rows.sizes()));
-  FLATSHARD_CHECK(
-      !first.defined() ||
-          (first.dim() >= 2 && first.size(-1) == rows.size(1) &&
-           first.numel() == permutation.tokens() * rows.size(1)),
-      usage,
-      "combine_tokens: expected [{}, {}] to add the rows to, got {}",
-      permutation.tokens(),
-      rows.size(1),
-      c10::str(first.sizes()));
-  return exchange_rows(
-      RowRoute{
-          .exchange = exchange,
-          .plan = plan,
-          .direction = TokenExchange::Direction::combine,
-          .tokens = permutation},
-      {rows},
-      first)[0];
 }
 
 }  // namespace flatshard::nn

@@ -41,8 +41,11 @@ struct TransferInput {
   /// up what arrived. An exchange may spare a pass over the rows so.
   std::optional<Permutation> tokens;
   /// With tokens, of a combine: what the sums are added to, like
-  /// sum_rows_of_tokens' first. The result has its shape.
+  /// sum_rows_of_tokens' addend. The result has its shape.
   at::Tensor addend;
+  /// What the transfer waits for. Unset: all that the current stream has
+  /// queued. A plan that was only begun is finished before it.
+  std::optional<Event> after = {};
 };
 
 /// Rows under way.
@@ -80,32 +83,13 @@ class TokenExchange {
   /// The host waits until the counts of all ranks are there. On the thread of
   /// begin_plan, before the next one; does nothing when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
-  /// Queues a transfer on the current stream or behind it, and returns. Of
+  /// Queues a transfer on the current stream or beside it, and returns. Of
   /// several that are under way, those that started first finish first, on all
   /// ranks alike. A dispatch finishes a plan that was only begun.
   virtual std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
       Direction direction,
       const TransferInput& input) = 0;
-
-  // For a schedule that decides when rows are exchanged: it calls `transfer` in
-  // work for `submit`, in an order that all ranks have, and lets compute wait
-  // by `await`.
-
-  /// Where all that ranks exchange has one order; null: there is none.
-  virtual std::shared_ptr<Stream> queue() const { return nullptr; }
-  /// Submits to `queue` work that calls `transfer`.
-  virtual void submit(std::function<void()> work) { queue()->submit(work); }
-  /// The transfer itself, for work that was submitted by `submit`.
-  /// @return the rows that arrive.
-  virtual TensorList transfer(
-      const ExchangePlanPtr& plan,
-      Direction direction,
-      const TransferInput& input) {
-    return start(plan, direction, input)->finish();
-  }
-  /// The current stream waits for `event`, a point of `queue`.
-  virtual void await(const Event& event);
 };
 
 /// Every expert is here: rows stay where they are.
@@ -163,46 +147,5 @@ TensorList exchange_rows(
     const RowRoute& route,
     const TensorList& rows,
     const at::Tensor& addend = {});
-
-/// The same of rows that are no tokens.
-///
-/// @param exchange  kept by the graph.
-TensorList exchange_rows(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    TokenExchange::Direction direction,
-    const TensorList& rows);
-
-/// The same for one tensor.
-at::Tensor exchange_rows(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    TokenExchange::Direction direction,
-    const at::Tensor& rows);
-
-/// Dispatches tokens: exchange_rows of permute_rows(x), and of what goes with
-/// each row.
-///
-/// @param x           [tokens, dim]
-/// @param row_weights float32 [rows]
-/// @return            rows and weights as they arrive
-TensorList dispatch_tokens(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    const Permutation& permutation,
-    const at::Tensor& x,
-    const at::Tensor& row_weights);
-
-/// The way back: sum_rows_of_tokens, with `first`, of exchange_rows(rows).
-///
-/// @param rows   [num_received, dim]
-/// @param first  [tokens, dim], [..., dim] of as many tokens, or undefined
-/// @return       of first's shape, or [tokens, dim]
-at::Tensor combine_tokens(
-    const std::shared_ptr<TokenExchange>& exchange,
-    const ExchangePlanPtr& plan,
-    const Permutation& permutation,
-    const at::Tensor& rows,
-    const at::Tensor& first);
 
 }  // namespace flatshard::nn

@@ -70,8 +70,8 @@ void OverlapRunner::run_stage(
   if (stream_of(node) == PlanStream::exchange) {
     const nn::Node& exchange = layer.nodes.list()[stage.nodes.front()];
     const nn::RowRoute route = exchange.route();
-    route.exchange->finish_plan(route.plan);
     layer.rows[node] = send(
+        layer,
         route,
         route.direction,
         inputs,
@@ -120,7 +120,7 @@ void OverlapRunner::run_stage_backward(Layer& layer, PlanNode node) {
   if (stream_of(node) == PlanStream::exchange) {
     const nn::RowRoute route = layer.nodes.list()[stage.nodes.front()].route();
     layer.row_gradients[node] =
-        send(route, nn::back(route.direction), gradients);
+        send(layer, route, nn::back(route.direction), gradients);
     return;
   }
   const nn::TensorList of_inputs = layer.graphs[node].backward(gradients);
@@ -147,12 +147,11 @@ void OverlapRunner::add_gradient(
 void OverlapRunner::receive_rows(Layer& layer, int value) {
   for (auto& [exchange, transfer] : layer.rows) {
     const auto& outputs = layer.stages.of(exchange).outputs;
-    if (transfer && std::ranges::find(outputs, value) != outputs.end()) {
-      const nn::TensorList& rows = received(transfer);
+    if (transfer.rows && std::ranges::find(outputs, value) != outputs.end()) {
+      nn::TensorList rows = transfer.receive();
       for (std::size_t i = 0; i < rows.size(); ++i) {
-        layer.values[outputs[i]] = rows[i];
+        layer.values[outputs[i]] = std::move(rows[i]);
       }
-      transfer.reset();
     }
   }
 }
@@ -160,12 +159,11 @@ void OverlapRunner::receive_rows(Layer& layer, int value) {
 void OverlapRunner::receive_gradients(Layer& layer, int value) {
   for (auto& [exchange, transfer] : layer.row_gradients) {
     const auto& inputs = layer.stages.of(exchange).inputs;
-    if (transfer && std::ranges::find(inputs, value) != inputs.end()) {
-      const nn::TensorList& rows = received(transfer);
+    if (transfer.rows && std::ranges::find(inputs, value) != inputs.end()) {
+      const nn::TensorList rows = transfer.receive();
       for (std::size_t i = 0; i < rows.size(); ++i) {
         add_gradient(layer, inputs[i], rows[i]);
       }
-      transfer.reset();
     }
   }
 }

@@ -1,7 +1,7 @@
 #include "flatshard/overlap/overlap_runner.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/memory.h"
+#include "flatshard/device/stream.h"
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/overlap/overlap_state.h"
 #include "flatshard/schedule/overlap_events.h"
@@ -15,8 +15,6 @@
 namespace flatshard {
 namespace {
 
-using Direction = nn::TokenExchange::Direction;
-
 constexpr int kGradSlots = 3;
 
 }  // namespace
@@ -25,8 +23,7 @@ OverlapRunner::OverlapRunner(
     std::shared_ptr<Runtime> runtime,
     OverlapModel model,
     int microbatches,
-    const OverlapPlanOptions& options,
-    StreamOptions streams)
+    const OverlapPlanOptions& options)
     : runtime_(std::move(runtime)),
       model_(std::move(model)),
       options_(options),
@@ -34,13 +31,6 @@ OverlapRunner::OverlapRunner(
           static_cast<int>(model_.layers.size()),
           microbatches,
           options_)),
-      waits_(
-          plan_waits(plan_, static_cast<int>(model_.layers.size()), options_)),
-      has_queue_(model_.exchange && model_.exchange->queue()),
-      exchange_(
-          has_queue_
-              ? model_.exchange->queue()
-              : make_stream(runtime_->mesh()->device(), "exchange", streams)),
       microbatches_(microbatches) {
   check_plan(
       plan_,
@@ -61,9 +51,7 @@ OverlapRunner::OverlapRunner(
   runtime_->calls().plan_passes(events, kGradSlots);
 }
 
-OverlapRunner::~OverlapRunner() {
-  exchange_->reset();
-}
+OverlapRunner::~OverlapRunner() = default;
 
 UnitId OverlapRunner::unit_of(const PlanStep& step) const {
   return step.layer < 0 ? model_.root : model_.layers[step.layer];
@@ -76,49 +64,26 @@ OverlapRunner::Layer& OverlapRunner::layer_of(const PlanStep& step) {
 std::vector<at::Tensor> OverlapRunner::run() {
   executed_.clear();
   losses_.assign(microbatches_.size(), {});
-  std::vector<Event> done(plan_.size());
-  std::vector<bool> is_awaited(plan_.size(), false);
-  for (const PlanWait& wait : waits_) {
-    is_awaited[wait.earlier] = true;
-  }
   const auto compute = current_stream(runtime_->mesh()->device());
-  auto wait = waits_.begin();
   try {
-    for (int i = 0; i < static_cast<int>(plan_.size()); ++i) {
-      const PlanStep& step = plan_[i];
-      const bool is_compute = step.stream() == PlanStream::compute;
-      for (; wait != waits_.end() && wait->waiter == i; ++wait) {
-        const Event& event = done[wait->earlier];
-        is_compute ? compute_waits(event) : event.wait(*exchange_);
+    for (const PlanStep& step : plan_) {
+      at::RecordFunction range(at::RecordScope::USER_SCOPE);
+      if (range.isActive()) {
+        range.before(to_string(step));
       }
-      {
-        at::RecordFunction range(at::RecordScope::USER_SCOPE);
-        if (range.isActive()) {
-          range.before(to_string(step));
-        }
-        run_step(step);
+      run_step(step);
+      if (step.layer >= 0 && step.stream() == PlanStream::compute) {
+        layer_of(step).made.record(*compute);
       }
       executed_.push_back(step);
-      if (is_awaited[i]) {
-        done[i].record(is_compute ? *compute : *exchange_);
-      }
     }
   } catch (...) {
-    exchange_->reset();
     for (auto& microbatch : microbatches_) {
       microbatch.reset();
     }
     throw;
   }
   return std::exchange(losses_, {});
-}
-
-void OverlapRunner::compute_waits(const Event& event) {
-  if (has_queue_) {
-    model_.exchange->await(event);
-  } else {
-    event.wait(*current_stream(runtime_->mesh()->device()));
-  }
 }
 
 void OverlapRunner::run_step(const PlanStep& step) {
@@ -151,69 +116,40 @@ void OverlapRunner::run_step(const PlanStep& step) {
 
 // -- rows --------------------------------------------------------------------
 
-std::shared_ptr<OverlapRunner::Transfer> OverlapRunner::send(
+OverlapRunner::Transfer OverlapRunner::send(
+    const Layer& layer,
     const nn::RowRoute& route,
-    Direction direction,
+    nn::TokenExchange::Direction direction,
     const nn::TensorList& rows,
     const at::Tensor& addend) {
-  auto transfer = std::make_shared<Transfer>();
+  const at::NoGradGuard no_grad;
+  Transfer transfer;
+  nn::TensorList sent;
+  bool is_made = !addend.defined() || addend.is_contiguous();
   for (const at::Tensor& tensor : rows) {
-    transfer->sent.push_back(tensor.defined() ? tensor.detach() : tensor);
+    sent.push_back(tensor.defined() ? tensor.detach() : tensor);
+    transfer.wanted.push_back(tensor.defined() && tensor.requires_grad());
+    is_made = is_made && (!tensor.defined() || tensor.is_contiguous());
   }
-  std::vector<bool> wanted;
-  for (const at::Tensor& tensor : rows) {
-    wanted.push_back(tensor.defined() && tensor.requires_grad());
+  nn::TransferInput input = route.input(
+      direction,
+      std::move(sent),
+      addend.defined() ? addend.detach() : addend);
+  if (is_made) {  // else compute has just copied some
+    input.after = layer.made;
   }
-  transfer->addend = addend.defined() ? addend.detach() : addend;
-  const auto work = [transfer, wanted, direction, route] {
-    for (at::Tensor& sent : transfer->sent) {
-      if (sent.defined()) {
-        keep_for_current_stream(sent);
-      }
-    }
-    if (transfer->addend.defined()) {
-      keep_for_current_stream(transfer->addend);
-    }
-    const nn::TransferInput input =
-        route.input(direction, transfer->sent, transfer->addend);
-    transfer->rows = route.exchange->transfer(route.plan, direction, input);
-    for (std::size_t i = 0; i < transfer->rows.size(); ++i) {
-      at::Tensor& row = transfer->rows[i];
-      if (row.defined()) {
-        // An exchange that moves nothing gives what it got.
-        row = row.is_alias_of(transfer->sent[i]) ? row.detach() : row;
-        row.set_requires_grad(wanted[i]);
-      }
-    }
-    if (direction == Direction::combine) {
-      // Made for this alone. What is dispatched may lie in memory of a graph,
-      // which replays write again unless it is held.
-      transfer->sent.clear();
-    }
-    transfer->arrived = true;
-  };
-  if (has_queue_) {
-    model_.exchange->submit(work);
-  } else {
-    exchange_->submit(work);
-  }
+  transfer.rows = route.exchange->start(route.plan, direction, input);
   return transfer;
 }
 
-const nn::TensorList& OverlapRunner::received(
-    const std::shared_ptr<Transfer>& transfer) {
-  FLATSHARD_CHECK(
-      transfer && transfer->arrived,
-      internal,
-      "an overlap plan: rows are read before compute waited for them");
-  transfer->sent.clear();
-  transfer->addend = at::Tensor();
-  for (const at::Tensor& row : transfer->rows) {
-    if (row.defined()) {
-      keep_for_current_stream(row);
+nn::TensorList OverlapRunner::Transfer::receive() {
+  nn::TensorList received = std::exchange(rows, nullptr)->finish();
+  for (std::size_t i = 0; i < received.size(); ++i) {
+    if (received[i].defined()) {
+      received[i].set_requires_grad(wanted[i]);
     }
   }
-  return transfer->rows;
+  return received;
 }
 
 }  // namespace flatshard

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "flatshard/device/stream.h"
 #include "flatshard/moe/nodes.h"
 #include "flatshard/overlap/backward_pass.h"
 #include "flatshard/runtime/runtime.h"
@@ -24,9 +23,6 @@ struct OverlapModel {
   /// gathered from a step's first microbatch to its last.
   std::optional<PlanUnits::Ends> ends;
   std::vector<UnitId> layers;
-  /// Rows are exchanged on its queue; null, or one without a queue: on a stream
-  /// of the runner's own. Where ranks exchange rows it must be the blocks'.
-  std::shared_ptr<nn::TokenExchange> exchange;
   /// -> what the first block takes.
   std::function<at::Tensor(int microbatch)> embed;
   /// One call of a block, with one input and one result; asked for once in each
@@ -37,7 +33,9 @@ struct OverlapModel {
 };
 
 /// Runs steps by an OverlapPlan: the backward of one microbatch beside the
-/// forward of the next, rows of tokens on a stream of their own.
+/// forward of the next, rows of tokens beside both. An exchange waits for the
+/// stage that made its rows (TransferInput::after), and a stage for the rows
+/// that it reads.
 ///
 /// Losses and gradients are bitwise those of the plan without interleaving and
 /// without late weight gradients. The actions of the Runtime are those that
@@ -48,14 +46,12 @@ struct OverlapModel {
 class OverlapRunner {
  public:
   /// Lays out the runtime's slots for the plan. Between two steps.
-  /// @param streams  of the runner's own exchange stream.
   /// @throws Error{config} for options that do not fit each other.
   OverlapRunner(
       std::shared_ptr<Runtime> runtime,
       OverlapModel model,
       int microbatches,
-      const OverlapPlanOptions& options,
-      StreamOptions streams = {});
+      const OverlapPlanOptions& options);
   ~OverlapRunner();
 
   /// Forward and backward of all microbatches.
@@ -63,8 +59,6 @@ class OverlapRunner {
   std::vector<at::Tensor> run();
 
   const std::vector<PlanStep>& plan() const { return plan_; }
-  /// Waits between the streams; one that is taken away is not waited for.
-  std::vector<PlanWait>& waits() { return waits_; }
   /// The steps of the last run, in the order in which they were queued.
   const std::vector<PlanStep>& executed() const { return executed_; }
 
@@ -86,13 +80,12 @@ class OverlapRunner {
   void receive_rows(Layer& layer, int value);
   void receive_gradients(Layer& layer, int value);
   void begin_backward(const PlanStep& step);
-  std::shared_ptr<Transfer> send(
+  static Transfer send(
+      const Layer& layer,
       const nn::RowRoute& route,
       nn::TokenExchange::Direction direction,
       const nn::TensorList& rows,
       const at::Tensor& addend = {});
-  const nn::TensorList& received(const std::shared_ptr<Transfer>& transfer);
-  void compute_waits(const Event& event);
   const LayerGraph& graph_of(const PlanStep& step) const {
     return layer_graph(options_, step.layer);
   }
@@ -103,9 +96,6 @@ class OverlapRunner {
   const OverlapModel model_;
   const OverlapPlanOptions options_;
   const std::vector<PlanStep> plan_;
-  std::vector<PlanWait> waits_;
-  const bool has_queue_;  ///< the exchange stream is the model's
-  const std::shared_ptr<Stream> exchange_;
   std::shared_ptr<void> interleaving_;  ///< of graphs
   std::vector<std::unique_ptr<Microbatch>> microbatches_;
   std::vector<PlanStep> executed_;

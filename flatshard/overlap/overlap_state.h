@@ -4,7 +4,6 @@
 #include "flatshard/overlap/block_stages.h"
 #include "flatshard/overlap/overlap_runner.h"
 
-#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
@@ -13,12 +12,12 @@
 // What an OverlapRunner keeps of a microbatch.
 namespace flatshard {
 
-/// Rows on their way; written on the exchange stream.
+/// Rows on their way.
 struct OverlapRunner::Transfer {
-  nn::TensorList sent;  ///< those dispatched are held until they are received
-  at::Tensor addend;    ///< held likewise
-  nn::TensorList rows;
-  std::atomic<bool> arrived = false;
+  std::unique_ptr<nn::RowTransfer> rows;  ///< null: received
+  std::vector<bool> wanted;               ///< their gradients
+
+  nn::TensorList receive();
 };
 
 /// One microbatch in one layer, from its first step to its last.
@@ -36,7 +35,8 @@ struct OverlapRunner::Layer {
   nn::TensorList values;
   nn::TensorList gradients;
   /// By exchange: what it sends in this pass, until it is read.
-  std::map<PlanNode, std::shared_ptr<Transfer>> rows, row_gradients;
+  std::map<PlanNode, Transfer> rows, row_gradients;
+  Event made;  ///< behind its last step of compute
 };
 
 struct OverlapRunner::Microbatch {

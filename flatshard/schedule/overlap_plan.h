@@ -129,9 +129,4 @@ std::vector<PlanWait> plan_waits(
     int layers,
     const OverlapPlanOptions& options = {});
 
-/// The largest number of (microbatch, layer) whose activations are alive at
-/// once: from a layer's first step of the forward, or of the recompute, to its
-/// last step of backward or weight gradient.
-int peak_layers(const std::vector<PlanStep>& plan, bool recompute);
-
 }  // namespace flatshard

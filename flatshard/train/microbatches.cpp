@@ -20,10 +20,9 @@ Microbatches::Microbatches(
     losses_.resize(batches.num_microbatches());
     overlap_ = std::make_unique<OverlapRunner>(
         runtime_,
-        pieces(options.exchange),
+        pieces(),
         static_cast<int>(batches.num_microbatches()),
-        *options.overlap,
-        options.streams);
+        *options.overlap);
   } else if (options.as_graph) {
     // Batches has them at the same addresses in every step.
     graph_ = std::make_unique<StepGraph>(
@@ -36,8 +35,7 @@ GraphStats Microbatches::graph_stats() const {
   return graph_ ? graph_->stats() : runtime_->graphs().stats();
 }
 
-OverlapModel Microbatches::pieces(
-    const std::shared_ptr<nn::TokenExchange>& exchange) {
+OverlapModel Microbatches::pieces() {
   const auto modules = model_->unit_modules();
   OverlapModel model{
       .root = runtime_->unit_of(*model_),
@@ -45,7 +43,6 @@ OverlapModel Microbatches::pieces(
           PlanUnits::Ends{
               .embed = runtime_->unit_of(*modules.front()),
               .head = runtime_->unit_of(*modules.back())},
-      .exchange = exchange,
       .embed = [this](int m) { return model_->embed(batches_.tokens(m)); },
       .nodes =
           [this](int m, int l) {

@@ -21,14 +21,9 @@ struct MicrobatchOptions {
   bool as_graph = false;
   /// In pieces of blocks, which are the Runtime's units; see OverlapRunner.
   std::optional<OverlapPlanOptions> overlap;
-  /// That of the model's blocks, which an overlap needs; null: experts are
-  /// here.
-  std::shared_ptr<nn::TokenExchange> exchange;
   /// Gets the numbers of each microbatch's samples before its forward, int64
   /// [local_batch_size] on the device; undefined: nothing reads them.
   at::Tensor samples;
-  /// Of an exchange's stream that has none of its own.
-  StreamOptions streams;
 };
 
 /// Forward and backward of a step's microbatches: gradient accumulation.
@@ -61,7 +56,7 @@ class Microbatches {
   /// The mean loss of a microbatch times its weight; see Batches.
   at::Tensor weighted(const at::Tensor& loss, std::int64_t microbatch) const;
   at::Tensor run_overlapped();
-  OverlapModel pieces(const std::shared_ptr<nn::TokenExchange>& exchange);
+  OverlapModel pieces();
 
   models::Llama model_;
   at::Tensor samples_;

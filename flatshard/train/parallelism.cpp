@@ -164,10 +164,31 @@ std::shared_ptr<StreamExchange> make_exchange(
            .stream = comm_streams(config)}});
 }
 
-nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh) {
-  return config.parallelism.tensor_parallel_degree == 1
-             ? nullptr
-             : make_tensor_parallel(mesh, kTensorAxis);
+std::int64_t tensor_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const config::Parallelism& p = config.parallelism;
+  return p.shares_layers() && p.copies_activations()
+             ? config.training.local_batch_size * config.training.seq_len *
+                   model.dim *
+                   static_cast<std::int64_t>(
+                       c10::elementSize(config.precision.compute))
+             : 0;
+}
+
+nn::TensorParallelPtr tensor_parallel_ranks(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh) {
+  if (!config.parallelism.shares_layers()) {
+    return nullptr;
+  }
+  return make_tensor_parallel(
+      mesh,
+      kTensorAxis,
+      {.copies = config.parallelism.copies_activations(),
+       .window_nbytes = tensor_window_nbytes(config, model),
+       .stream = comm_streams(config)});
 }
 
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(

@@ -189,9 +189,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       MicrobatchOptions{
           .as_graph = config_.cuda_graph.whole_step(),
           .overlap = overlap_options(config_, model_config_),
-          .exchange = state_.exchange,
-          .samples = state_.lora ? state_.lora->samples() : at::Tensor(),
-          .streams = comm_streams(config_)});
+          .samples = state_.lora ? state_.lora->samples() : at::Tensor()});
   if (!validation_sets.empty()) {
     evaluation_
         .emplace(config_, std::move(validation_sets), data_mesh, state_.model);

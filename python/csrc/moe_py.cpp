@@ -51,9 +51,11 @@ class RoutedTokens {
     const at::NoGradGuard no_grad;
     nn::ExpertOrder order = nn::order_by_expert(experts, exchange.num_experts);
     permutation_ = std::move(order.permutation);
-    plan_ = exchange_->plan(order.counts, permutation_.rows());
+    plan_ = exchange_->begin_plan(order.counts, permutation_.rows());
   }
 
+  /// Until the counts of all ranks are there.
+  void finish() const { exchange_->finish_plan(plan_); }
   const at::Tensor& ends() const { return plan_->ends; }
   std::int64_t num_received() const { return plan_->num_received; }
 
@@ -132,13 +134,14 @@ void bind_moe(py::module_& m) {
       m,
       "RoutedTokens",
       "The tokens of one layer and microbatch, and where their rows go. "
-      "Collective: the host waits for the counts of all ranks.")
+      "Collective. dispatch, or finish, waits for the counts of all ranks.")
       .def(
           py::init<const PyTokenExchange&, const at::Tensor&>(),
           py::arg("exchange"),
           py::arg("experts"),
           no_gil,
           "experts: any integers [tokens, slots], among those of all ranks.")
+      .def("finish", &RoutedTokens::finish, no_gil)
       .def_property_readonly(
           "ends",
           &RoutedTokens::ends,

@@ -103,11 +103,12 @@ TEST_F(ExchangeNccl, RowsArriveByExpertAndRankAndComeBack) {
         }
       }
       const at::Tensor arrived =
-          nn::exchange_rows(exchange, plan, Direction::dispatch, rows);
+          nn::exchange_rows({exchange, plan, Direction::dispatch}, {rows})[0];
       EXPECT_TRUE(arrived.detach().equal(at::cat(expected))) << round;
       EXPECT_EQ(plan->ends[-1].item<int>(), plan->num_received);
-      const at::Tensor back =
-          nn::exchange_rows(exchange, plan, Direction::combine, arrived * 2);
+      const at::Tensor back = nn::exchange_rows(
+          {exchange, plan, Direction::combine},
+          {arrived * 2})[0];
       std::int64_t counted = 0;
       for (const int count : mine) {
         counted += count;

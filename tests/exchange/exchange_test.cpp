@@ -6,6 +6,7 @@
 #include <functional>
 #include <future>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "flatshard/core/error.h"
@@ -132,16 +133,12 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
 
       const at::Tensor rows = sent.detach().clone().requires_grad_();
       const at::Tensor arrived = nn::exchange_rows(
-          exchange,
-          plan,
-          TokenExchange::Direction::dispatch,
-          rows);
+          {exchange, plan, TokenExchange::Direction::dispatch},
+          {rows})[0];
       EXPECT_TRUE(arrived.detach().equal(at::cat(expected))) << round;
       const at::Tensor back = nn::exchange_rows(
-          exchange,
-          plan,
-          TokenExchange::Direction::combine,
-          arrived * (2.0 + context.rank / holders));
+          {exchange, plan, TokenExchange::Direction::combine},
+          {arrived * (2.0 + context.rank / holders)})[0];
       double factor = 0;  // of all parts of the width
       for (int part = 0; part < param.ranks_per_expert; ++part) {
         factor += 2.0 + part;
@@ -180,6 +177,33 @@ TEST(Exchange, SeveralUnderWayFinishInTheirOrder) {
         EXPECT_EQ(rows[-1].item<float>(), 10.0F * i + 1);
       }
     }
+  });
+}
+
+TEST(Exchange, P7_RowsWaitForAnEventAndAreAwaited) {
+  run_ranks(2, [](RankContext& context) {
+    CollectiveExchange exchange(
+        connect(context),
+        2,
+        {.stream = {.delay_seed = 1U + context.rank, .max_delay_us = 500}});
+    const auto plan = exchange.plan(at::tensor({1, 2}, at::kInt), 3);
+    const at::Tensor x = at::zeros({3, 1});
+    const auto maker = make_stream(at::kCPU, "maker");
+    maker->submit([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      x.fill_(1 + context.rank);
+    });
+    Event made;
+    made.record(*maker);
+    const auto transfer = exchange.start(
+        plan,
+        TokenExchange::Direction::dispatch,
+        {.rows = {x}, .after = made});
+    const nn::TensorList rows = transfer->finish();
+    ASSERT_EQ(rows.size(), 1U);
+    ASSERT_EQ(rows[0].size(0), context.rank == 0 ? 2 : 4);
+    EXPECT_EQ(rows[0][0].item<float>(), 1);
+    EXPECT_EQ(rows[0][-1].item<float>(), 2);
   });
 }
 
@@ -235,11 +259,14 @@ TEST(Exchange, TokensArePermutedBeforeTheOtherRanksHaveCounted) {
           std::future_status::ready);
     }
     const auto begun = exchange->begin_plan(counts, 3);
-    const nn::TensorList early =
-        nn::dispatch_tokens(exchange, begun, order, x, weights);
+    const auto dispatch = [&](const nn::ExchangePlanPtr& plan) {
+      return nn::exchange_rows(
+          {exchange, plan, TokenExchange::Direction::dispatch, order},
+          {x, weights});
+    };
+    const nn::TensorList early = dispatch(begun);
     const auto finished = exchange->plan(counts, 3);
-    const nn::TensorList late =
-        nn::dispatch_tokens(exchange, finished, order, x, weights);
+    const nn::TensorList late = dispatch(finished);
     EXPECT_EQ(begun->num_received, finished->num_received);
     EXPECT_TRUE(begun->ends.equal(finished->ends));
     for (std::size_t i = 0; i < late.size(); ++i) {
@@ -293,6 +320,15 @@ TEST(Exchange, BadNumbersAreNamed) {
     EXPECT_THAT(
         message_of([&] { exchange.plan(at::ones({2}, at::kInt), 1); }),
         HasSubstr("2 rows are counted, but there are 1"));
+    const auto own = exchange.plan(at::ones({2}, at::kInt), 2);
+    EXPECT_THAT(
+        message_of([&] {
+          exchange.start(
+              own,
+              TokenExchange::Direction::dispatch,
+              {.rows = {at::ones({3, 1})}});
+        }),
+        HasSubstr("expected 2 rows, got [3, 1]"));
     nn::LocalExchange other;
     const auto plan = other.plan(at::ones({2}, at::kInt), 2);
     EXPECT_THAT(

@@ -48,15 +48,13 @@ Computed compute(
   const at::Tensor rows = normal({kNumRows, kIn}, 5 + rank).requires_grad_();
   const auto plan = exchange->plan(counts_of_rank(rank), kNumRows);
   const at::Tensor arrived =
-      nn::exchange_rows(exchange, plan, Direction::dispatch, rows);
+      nn::exchange_rows({exchange, plan, Direction::dispatch}, {rows})[0];
   const at::Tensor results = nn::exchange_rows(
-      exchange,
-      plan,
-      Direction::combine,
-      nn::grouped_linear(
+      {exchange, plan, Direction::combine},
+      {nn::grouped_linear(
           arrived,
           weight,
-          {plan->ends, plan->groups_per_expert}));
+          {plan->ends, plan->groups_per_expert})})[0];
   (results * normal({kNumRows, kIn}, 15 + rank)).sum().backward();
   return {results.detach(), rows.grad(), weight.grad()};
 }

@@ -62,7 +62,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   if (options.ep > 1 || options.exchanges_alone) {
     make_exchange(streams);
   }
-  // Without ranks to exchange rows with, the runner permutes them on a stream.
+  // The runner cuts blocks at exchanges, also without ranks to exchange with.
   std::shared_ptr<nn::TokenExchange> of_layers = exchange;
   if (!exchange && options.with_runner) {
     of_layers = std::make_shared<nn::LocalExchange>();
@@ -133,7 +133,6 @@ MoeOverlapTrainer::MoeOverlapTrainer(
           PlanUnits::Ends{
               .embed = runtime->unit_of(*modules.front()),
               .head = runtime->unit_of(*modules.back())},
-      .exchange = exchange,
       .embed = [this](int m) { return llama->embed(tokens(m)); },
       .nodes = [this](int /*m*/, int l) { return llama->blocks()[l]->nodes(); },
       .head =
@@ -150,8 +149,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
       runtime,
       pieces,
       options.microbatches,
-      plan,
-      streams);
+      plan);
 }
 
 void MoeOverlapTrainer::make_exchange(const StreamOptions& streams) {

@@ -8,10 +8,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
 #include <set>
 #include <stdexcept>
-#include <thread>
 
 namespace flatshard::testing {
 namespace {
@@ -173,54 +171,6 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
       });
     }
   }
-}
-
-// Compute that reads rows before they came is told so, whichever of its waits
-// is missing. (Those of the exchange for compute need a GPU: on CPUs what
-// compute has queued is done.)
-TEST(OverlapRunner, P7_EachWaitOfComputeIsNeeded) {
-  const OverlapCase c{
-      .microbatches = 2,
-      .options = {.recompute = true},
-      .layers = 2,
-      .max_delay_us = 0};
-  run_ranks(1, [&](RankContext& context) {
-    OverlapTrainer trainer(c, context);
-    for (OverlapBlock& block : trainer.model->blocks) {
-      block->on_node = [](const std::string& node) {
-        if (node == "dispatch" || node == "combine") {
-          std::this_thread::sleep_for(std::chrono::milliseconds(2));
-        }
-      };
-    }
-    const auto waits = trainer.runner->waits();
-    int tried = 0;
-    for (std::size_t i = 0; i < waits.size(); ++i) {
-      const PlanStep& waiter = trainer.runner->plan()[waits[i].waiter];
-      if (waiter.stream() != PlanStream::compute) {
-        continue;
-      }
-      ++tried;
-      auto& left = trainer.runner->waits();
-      left = waits;
-      left.erase(left.begin() + static_cast<std::ptrdiff_t>(i));
-      // Where this thread is held up for long, the rows may have come.
-      bool noticed = false;
-      for (int attempt = 0; attempt < 5 && !noticed; ++attempt) {
-        try {
-          trainer.forward_backward(0);
-        } catch (const Error& error) {
-          EXPECT_THAT(error.message(), HasSubstr("before compute waited"));
-          noticed = true;
-        }
-        trainer.runtime->reset();
-      }
-      EXPECT_TRUE(noticed) << to_string(waiter);
-    }
-    EXPECT_GE(tried, 2 * 2 * 4);
-    trainer.runner->waits() = waits;
-    trainer.forward_backward(0);
-  });
 }
 
 TEST(OverlapRunner, P9_AnExceptionInAnyNodeLeavesTheNextStepRight) {

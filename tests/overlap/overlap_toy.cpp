@@ -26,11 +26,15 @@ nn::Linear overlap_linear(bool bias) {
 
 }  // namespace
 
-// Turns rows round by one, and back.
+// Turns rows round by one, and back, on a stream of its own.
 class RollExchange : public nn::TokenExchange {
  public:
   explicit RollExchange(std::function<void(Direction)> on_transfer)
-      : on_transfer_(std::move(on_transfer)) {}
+      : stream_(make_stream(
+            at::kCPU,
+            "rows",
+            {.delay_seed = kSeed, .max_delay_us = 100})),
+        on_transfer_(std::move(on_transfer)) {}
 
   nn::ExchangePlanPtr plan(const at::Tensor&, std::int64_t) override {
     return c10::make_intrusive<nn::ExchangePlan>();
@@ -41,20 +45,28 @@ class RollExchange : public nn::TokenExchange {
       const nn::TransferInput& input) override {
     on_transfer_(direction);
     auto moved = std::make_unique<Moved>();
-    for (const at::Tensor& rows : input.rows) {
-      moved->rows.push_back(
-          rows.defined()
-              ? rows.roll(direction == Direction::dispatch ? 1 : -1, 0)
-              : rows);
-    }
+    stream_->submit([to = moved->rows, from = input.rows, direction] {
+      for (const at::Tensor& rows : from) {
+        to->push_back(
+            rows.defined()
+                ? rows.roll(direction == Direction::dispatch ? 1 : -1, 0)
+                : rows);
+      }
+    });
+    moved->done.record(*stream_);
     return moved;
   }
 
  private:
   struct Moved : nn::RowTransfer {
-    nn::TensorList finish() override { return std::move(rows); }
-    nn::TensorList rows;
+    nn::TensorList finish() override {
+      done.synchronize();
+      return std::move(*rows);
+    }
+    std::shared_ptr<nn::TensorList> rows = std::make_shared<nn::TensorList>();
+    Event done;
   };
+  std::shared_ptr<Stream> stream_;
   std::function<void(Direction)> on_transfer_;
 };
 
@@ -240,8 +252,7 @@ OverlapTrainer::OverlapTrainer(
       runtime,
       pieces,
       options.microbatches,
-      options.options,
-      streams);
+      options.options);
 }
 
 std::pair<at::Tensor, at::Tensor> OverlapTrainer::batch(int microbatch) const {

@@ -9,8 +9,10 @@
 #include <string>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <set>
+#include <tuple>
 
 namespace flatshard {
 namespace {
@@ -116,6 +118,37 @@ TEST(OverlapPlan, P6_EveryPlanKeepsToItsDependencies) {
     EXPECT_NO_THROW(check_plan(c.plan(), c.layers, c.microbatches, c.options))
         << c.name();
   }
+}
+
+// The largest number of (microbatch, layer) whose activations are alive at
+// once: from a layer's first step of the forward, or of the recompute, to its
+// last step of backward or weight gradient.
+int peak_layers(const std::vector<PlanStep>& plan, bool recompute) {
+  // Change of the number alive at each position.
+  std::map<std::tuple<int, int, bool>, std::array<int, 2>> lives;
+  for (int i = 0; i < static_cast<int>(plan.size()); ++i) {
+    const PlanStep& step = plan[i];
+    if (step.layer < 0) {
+      continue;
+    }
+    const bool only_forward = recompute && step.pass == PlanPass::forward;
+    auto [life, is_new] = lives.try_emplace(
+        {step.microbatch, step.layer, only_forward},
+        std::array<int, 2>{i, i});
+    life->second[1] = i;
+  }
+  std::vector<int> change(plan.size() + 1, 0);
+  for (const auto& [key, life] : lives) {
+    ++change[life[0]];
+    --change[life[1] + 1];
+  }
+  int alive = 0;
+  int peak = 0;
+  for (const int delta : change) {
+    alive += delta;
+    peak = std::max(peak, alive);
+  }
+  return peak;
 }
 
 TEST(OverlapPlan, HoldsTheMicrobatchesInFlightAndOneLayer) {

@@ -105,9 +105,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
         state.runtime,
         mesh,
         batches,
-        {.overlap = overlap_options(config, shape),
-         .exchange = state.exchange,
-         .streams = comm_streams(config)});
+        {.overlap = overlap_options(config, shape)});
     for (int step = 1; step <= 3; ++step) {
       loads.begin_step(true);
       batches.load_next();

@@ -170,9 +170,7 @@ Outcome train(
         state.runtime,
         mesh,
         batches,
-        {.overlap = overlap_options(config, shape),
-         .exchange = state.exchange,
-         .streams = comm_streams(config)});
+        {.overlap = overlap_options(config, shape)});
     for (int step = 0; step < kSteps; ++step) {
       batches.load_next();
       const at::Tensor loss = steps.forward_backward();

@@ -70,15 +70,14 @@ struct SumRows {
   const void* rows;            ///< [rows, dim]
   const void* staying;         ///< [any, dim], or null: all are in `rows`
   const std::int32_t* places;  ///< [tokens, slots], see RowPlaces::of_pairs
-  const void* first;           ///< [tokens, dim] or null
-  const void* second;          ///< [tokens, dim] or null
+  const void* addend;          ///< [tokens, dim] or null
   void* out;                   ///< [tokens, dim]
   std::int64_t tokens;
   std::int64_t slots;
   std::int64_t dim;
   Dtype dtype;
 };
-void sum_rows_of_tokens(const SumRows& args, cudaStream_t stream);
+void sum_rows(const SumRows& args, cudaStream_t stream);
 
 struct WeightedSwiglu {
   const void* dy;        ///< [rows, dim], of the backward

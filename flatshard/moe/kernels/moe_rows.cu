@@ -123,11 +123,8 @@ __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   const std::int64_t column = i % packs * N;
   const std::int64_t mine = token * args.dim + column;
   float sum[N] = {};
-  if (args.first != nullptr) {
-    add_pack<T, N>(static_cast<const T*>(args.first) + mine, sum);
-  }
-  if (args.second != nullptr) {
-    add_pack<T, N>(static_cast<const T*>(args.second) + mine, sum);
+  if (args.addend != nullptr) {
+    add_pack<T, N>(static_cast<const T*>(args.addend) + mine, sum);
   }
   constexpr int kAtOnce = 4;  // loads under way; the sum keeps its order
   const T* rows = static_cast<const T*>(args.rows) + column;
@@ -265,13 +262,12 @@ void permute_rows(const PermuteRows& args, cudaStream_t stream) {
   });
 }
 
-void sum_rows_of_tokens(const SumRows& args, cudaStream_t stream) {
+void sum_rows(const SumRows& args, cudaStream_t stream) {
   if (args.tokens == 0 || args.dim == 0) {
     return;
   }
   const bool aligned = aligned16(args.rows) && aligned16(args.staying) &&
-                       aligned16(args.first) && aligned16(args.second) &&
-                       aligned16(args.out);
+                       aligned16(args.addend) && aligned16(args.out);
   with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
     const std::int64_t packs = args.dim / N;
     const auto run = [&](auto kernel) {

@@ -112,9 +112,18 @@ const ConfigKey kParallelismKeys[] = {
         "training.seq_len (docs/guides/tensor_parallel.md)",
         .range = {.min = 1, .max = kMaxRanks}),
     KEY(parallelism.tensor_parallel_comm,
-        "how the ranks of tensor_parallel_degree exchange activations; auto: "
-        "collective; copies is not supported",
-        .used_if = {kSharesLayers}),
+        "how the ranks of tensor_parallel_degree exchange activations: by "
+        "collectives, or by copies between the ranks' memory, which on GPUs "
+        "take no SM, overlap with products and need all of these ranks on one "
+        "host; auto: collective",
+        .used_if = {kSharesLayers},
+        .conflicts =
+            {{{"cuda_graph.impl"},
+              WHEN(
+                  c.cuda_graph.enabled() && c.parallelism.shares_layers() &&
+                  c.parallelism.copies_activations()),
+              "copies between the memory of GPUs are not recorded; use "
+              "\"collective\""}}),
     KEY(parallelism.context_parallel_degree,
         "1: context parallelism is not supported",
         .range = {1, kMaxRanks}),
@@ -234,11 +243,6 @@ void check_parallelism(const Config& config) {
         name,
         degree);
   }
-  FLATSHARD_CHECK(
-      p.tensor_parallel_comm != TensorParallelKind::copies,
-      config,
-      "parallelism.tensor_parallel_comm = \"copies\" is not supported; use "
-      "\"collective\" or \"auto\"");
   FLATSHARD_CHECK(
       p.expert_tensor_parallel_degree == 1 ||
           p.expert_tensor_parallel_degree % p.tensor_parallel_degree == 0,

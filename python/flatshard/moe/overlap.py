@@ -234,6 +234,7 @@ class _Schedule:
 
     def cut(self, routed):
         """Returns what dispatches and combines as `routed` does, by the schedule."""
+        routed.finish()  # a layer that runs again may come before the dispatch
         self._now.layers[self._now.current].routed = routed
         return self
 
