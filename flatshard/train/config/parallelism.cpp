@@ -115,7 +115,7 @@ const ConfigKey kParallelismKeys[] = {
         "how the ranks of tensor_parallel_degree exchange activations: by "
         "collectives, or by copies between the ranks' memory, which on GPUs "
         "take no SM, overlap with products and need all of these ranks on one "
-        "host; auto: collective",
+        "host; auto: copies of bfloat16 layers where NVLink joins them",
         .used_if = {kSharesLayers},
         .conflicts =
             {{{"cuda_graph.impl"},
