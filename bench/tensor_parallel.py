@@ -3,8 +3,8 @@
 python3 bench/tensor_parallel.py
 
 PyTorch is bench/tensor_parallel_peer.py: `parallelize_module` with SequenceParallel, blocks
-and loss compiled, with and without overlapped products. Flatshard is compared with the
-faster. One machine and one call, one library after the other.
+and loss compiled, with and without overlapped products. Flatshard, by collectives and by
+copies, is compared with the faster. One machine and one call, one library after the other.
 """
 
 from pathlib import Path
@@ -52,6 +52,7 @@ def report(results, name, found, peer=None):
 def main():
     parser = Parser(__doc__).options("program", "config", "set", "warmup", "steps")
     parser.options(nproc=2, tp=2, layers=12, seq=[8192, 2048])
+    parser.options(comm=["collective", "copies"])
     parser.options(out=Path("outputs/tensor_parallel"))
     args = parser.parse_args()
     results = {"machine": machine(), "nproc": args.nproc, "tp": args.tp, "rows": []}
@@ -67,14 +68,18 @@ def main():
                 row(name, str(error)[-60:], "", "", "")
                 continue
             report(results, name, peers[-1])
-        settings = [
-            f"model.layers={args.layers}",
-            f"parallelism.tensor_parallel_degree={args.tp}",
-            *args.set,
-        ]
-        ours = train_steps(args, seq, settings, args.out / f"flatshard-{seq}")
         best = min(peers, key=lambda peer: peer["ms"], default=None)
-        report(results, f"Flatshard, seq {seq}", ours, best)
+        for comm in args.comm:
+            settings = [
+                f"model.layers={args.layers}",
+                f"parallelism.tensor_parallel_degree={args.tp}",
+                f"parallelism.tensor_parallel_comm={comm}",
+                *args.set,
+            ]
+            ours = train_steps(
+                args, seq, settings, args.out / f"flatshard-{comm}-{seq}"
+            )
+            report(results, f"Flatshard by {comm}, seq {seq}", ours, best)
     write_json(args.out / "tensor_parallel.json", results)
 
 

@@ -2,8 +2,10 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/collective_tensor_parallel.h"
+#include "flatshard/exchange/peer_tensor_parallel.h"
 #include "flatshard/layout/tensor_slice.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
+#include "flatshard/peer/peer_communicator.h"
 
 #include <map>
 #include <memory>
@@ -20,21 +22,36 @@ bool is_named(const std::string& name, const std::string& end) {
 
 nn::TensorParallelPtr make_tensor_parallel(
     Mesh& mesh,
-    const std::string& axis) {
+    const std::string& axis,
+    const TensorParallelOptions& options) {
   const int index = mesh.axis_index(axis);
   if (mesh.axis(index).size == 1) {
     return nullptr;
   }
-  return std::make_shared<CollectiveTensorParallel>(
-      mesh.communicator(index, Purpose::exchange).shared_from_this());
+  const auto group =
+      mesh.communicator(index, Purpose::exchange).shared_from_this();
+  if (!options.copies) {
+    return std::make_shared<CollectiveTensorParallel>(group, options.stream);
+  }
+  auto fences = group;
+  if (mesh.device().is_cuda()) {
+    fences = make_peer_communicator(group, {});
+    mesh.with_communicators({{{axis}, fences, Purpose::exchange}});
+  }
+  return std::make_shared<PeerTensorParallel>(
+      fences,
+      PeerTensorParallelOptions{
+          .window_nbytes = options.window_nbytes,
+          .stream = options.stream});
 }
 
 std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
     torch::nn::Module& root,
     Mesh& mesh,
     const TensorParallelPlan& plan,
-    const std::string& axis) {
-  const nn::TensorParallelPtr ranks = make_tensor_parallel(mesh, axis);
+    const std::string& axis,
+    const TensorParallelOptions& options) {
+  const nn::TensorParallelPtr ranks = make_tensor_parallel(mesh, axis, options);
   for (const auto& [end, cut] : plan) {
     bool is_found = false;
     for (const auto& item : root.named_modules()) {

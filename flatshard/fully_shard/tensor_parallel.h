@@ -1,23 +1,37 @@
 #pragma once
 
+#include "flatshard/device/stream.h"
 #include "flatshard/group/parameter_placement.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/nn/linear.h"
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
 
 namespace flatshard {
 
+struct TensorParallelOptions {
+  /// Activations are copied between ranks of one host (PeerTensorParallel),
+  /// which CUDA graphs cannot record. False: collectives exchange them.
+  bool copies = false;
+  /// Of copies; see PeerTensorParallelOptions.
+  std::int64_t window_nbytes = 0;
+  /// Of the stream of transfers that overlap.
+  StreamOptions stream;
+};
+
 /// Returns the ranks along an axis of the mesh as layers take them; null for an
 /// axis of one rank. Collective.
-/// @throws Error{usage} for a mesh without the axis.
+/// @throws Error{usage} for a mesh without the axis, Error{config} when ranks
+///   that copy are on different hosts.
 nn::TensorParallelPtr make_tensor_parallel(
     Mesh& mesh,
-    const std::string& axis = "tp");
+    const std::string& axis = "tp",
+    const TensorParallelOptions& options = {});
 
 /// How nn::Linear layers are cut, by the ends of their dotted names: "up" is
 /// `up`, `blocks.0.up` and so on.
@@ -40,7 +54,8 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
     torch::nn::Module& root,
     Mesh& mesh,
     const TensorParallelPlan& plan,
-    const std::string& axis = "tp");
+    const std::string& axis = "tp",
+    const TensorParallelOptions& options = {});
 
 /// Returns FullyShardOptions::placement_of for a module whose layers are cut
 /// along an axis of the mesh (nn::LinearOptions::ranks and its like).

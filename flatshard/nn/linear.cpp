@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/matmul.h"
+#include "flatshard/nn/parallel/parallel_products.h"
 
 #include <algorithm>
 #include <memory>
@@ -21,6 +22,8 @@ ModuleContextPtr unless_hooked(
   return torch::autograd::impl::hooks(parameter).empty() ? context : nullptr;
 }
 
+// With `ranks` the layer is row-parallel: x has all tokens, y and its gradient
+// have this rank's.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual, kFactors };
 
@@ -32,23 +35,35 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       const std::optional<at::Tensor>& maybe_residual,
       at::TensorList factors,
       const ModuleContextPtr& context,
-      const AdapterCallsPtr& calls) {
+      const AdapterCallsPtr& calls,
+      const TensorParallelPtr& ranks) {
     const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
+    save_ranks(ctx, ranks);
     ctx->saved_data["residual"] = residual.defined();
     const MatmulRows rows(as_rows(x));
     const AdapterForward adapters(calls, factors, rows);
-    const at::Tensor y = adapters.matmul(
-        0,
-        weight,
-        context,
-        bias,
-        residual.defined() ? as_rows(residual) : residual);
+    std::vector<std::int64_t> sizes = with_last(x, weight.size(0));
+    if (ranks) {
+      sizes = sizes_of_part(*ranks, sizes);
+    }
+    at::Tensor y;
+    if (ranks && !calls && !is_float8(weight, context)) {
+      y = multiply_and_scatter(*ranks, rows.tensor(), weight.t());
+    } else {
+      y = adapters.matmul(
+          0,
+          weight,
+          context,
+          bias,
+          residual.defined() ? as_rows(residual) : residual);
+      y = ranks ? ranks->reduce_scatter(y) : y;
+    }
     variable_list saved{x, weight, bias, rows.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
-    return reshape_result(y, with_last(x, weight.size(0)));
+    return reshape_result(y, sizes);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -56,11 +71,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     AdapterBackward adapters(ctx, saved);
     const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const at::Tensor dy = as_rows(grads[0]);
+    at::Tensor dx;
+    const at::Tensor dy = gathered_gradient(
+        saved_ranks(ctx),
+        grads[0],
+        weight,
+        context,
+        ctx->needs_input_grad(kX) ? &dx : nullptr);
     const MatmulRows g = gradient_rows(
         dy,
         ctx->needs_input_grad(kX) && ctx->needs_input_grad(kWeight));
-    variable_list out(kFactors + adapters.num_factors() + 2);
+    variable_list out(kFactors + adapters.num_factors() + 3);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
     const bool has_residual = ctx->saved_data["residual"].toBool();
@@ -68,8 +89,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
     adapters.begin(dy, out);
     if (ctx->needs_input_grad(kX)) {
-      at::Tensor dx;
-      add_input_gradient(dx, g, weight, context);
+      if (!dx.defined()) {
+        add_input_gradient(dx, g, weight, context);
+      }
       adapters.add_input_gradient(dx);
       out[kX] = dx.view(x.sizes());
     }
@@ -91,17 +113,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-// Whose tokens the layers of a node gather.
-struct GatheringRanks : torch::CustomClassHolder {
-  explicit GatheringRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
-  TensorParallelPtr ranks;
-};
-
 // Weights that read one input; x is input 0, then the weights, then no biases
-// or one for each weight, then the factors of adapters. With `gathering` x has
-// this rank's tokens, and that is what is kept: the backward gathers them once
-// more while it computes the gradient of x, and reduce-scatters that while it
-// computes the weights'.
+// or one for each weight, then the factors of adapters. With `ranks` x has this
+// rank's tokens, and that is what is kept: the backward gathers them once more
+// while it computes the gradient of x, and reduce-scatters that while it
+// computes the weights'. In forward the first product begins before all tokens
+// are there. The others are too small for that or need not wait.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -111,26 +128,37 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       at::TensorList factors,
       const std::vector<ModuleContextPtr>& contexts,
       const AdapterCallsPtr& calls,
-      const c10::intrusive_ptr<GatheringRanks>& gathering) {
+      const TensorParallelPtr& ranks) {
     ctx->set_materialize_grads(false);
+    save_ranks(ctx, ranks);
     std::vector<std::int64_t> sizes = x.sizes().vec();
-    at::Tensor read = as_rows(x);
-    if (gathering) {
-      ctx->saved_data["gathering"] = c10::IValue::make_capsule(gathering);
-      read = gathering->ranks->all_gather(read.contiguous());
-      sizes[sizes.size() - 2] *= gathering->ranks->size();
+    GatheredProduct first{as_rows(x), {}};
+    if (ranks) {
+      const at::Tensor part = first.rows.contiguous();
+      if (calls || is_float8(weights[0], contexts[0])) {
+        first.rows = ranks->all_gather(part);
+      } else {
+        first = gather_and_multiply(
+            *ranks,
+            part,
+            weights[0].t(),
+            biases.empty() ? at::Tensor() : biases[0]);
+      }
+      sizes[sizes.size() - 2] *= ranks->size();
     }
-    const MatmulRows rows(read);
+    const MatmulRows rows(first.rows);
     const AdapterForward adapters(calls, factors, rows);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       save_context(ctx, contexts[i], i);
       sizes.back() = weights[i].size(0);
-      const at::Tensor y = adapters.matmul(
-          i,
-          weights[i],
-          contexts[i],
-          biases.empty() ? at::Tensor() : biases[i]);
+      const at::Tensor y = i == 0 && first.product.defined()
+                               ? first.product
+                               : adapters.matmul(
+                                     i,
+                                     weights[i],
+                                     contexts[i],
+                                     biases.empty() ? at::Tensor() : biases[i]);
       out.push_back(reshape_result(y, sizes));
     }
     variable_list saved{x};
@@ -154,7 +182,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     adapters.set_places({.edge = first_factor, .out = first_factor});
     // And the contexts, the adapters' calls, and whose tokens are gathered.
     variable_list out(first_factor + adapters.num_factors() + 3);
-    const TensorParallelPtr ranks = gathering_ranks(ctx);
+    const TensorParallelPtr ranks = saved_ranks(ctx);
     std::unique_ptr<PendingTensor> pending_rows, pending_dx;
     bool wants_rows = false;
     for (std::size_t i = 0; i < grads.size(); ++i) {
@@ -212,17 +240,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     }
     return out;
   }
-
- private:
-  static TensorParallelPtr gathering_ranks(AutogradContext* ctx) {
-    const auto found = ctx->saved_data.find("gathering");
-    if (found == ctx->saved_data.end()) {
-      return nullptr;
-    }
-    refuse_create_graph("a column-parallel layer");
-    const auto capsule = found->second.toCapsule();
-    return static_cast<const GatheringRanks&>(*capsule).ranks;
-  }
 };
 
 at::Tensor run_linear(
@@ -231,7 +248,8 @@ at::Tensor run_linear(
     const at::Tensor& bias,
     const at::Tensor& residual,
     const ModuleContextPtr& context,
-    const Adapter* adapter) {
+    const Adapter* adapter,
+    const TensorParallelPtr& sums_over = nullptr) {
   check_linear_input(x, weight);
   // Undefined tensors go as empty optionals: a Function refuses them otherwise.
   return LinearFunction::apply(
@@ -241,7 +259,8 @@ at::Tensor run_linear(
       as_optional(residual),
       at::TensorList(adapter_factors({adapter})),
       context,
-      AdapterCalls::of({adapter}));
+      AdapterCalls::of({adapter}),
+      sums_over);
 }
 
 }  // namespace
@@ -318,9 +337,8 @@ at::Tensor LinearImpl::forward(
         context(),
         adapter());
   }
-  at::Tensor y = scatter_sum(
-      sums_over_,
-      run_linear(x, weight_, {}, {}, context(), adapter()));
+  at::Tensor y =
+      run_linear(x, weight_, {}, {}, context(), adapter(), sums_over_);
   if (bias_.defined()) {
     y = y + bias_;
   }
@@ -418,7 +436,6 @@ std::vector<at::Tensor> linears(
     }
     return out;
   }
-  const TensorParallelPtr& ranks = layers.front()->gathers_from();
   const JointLinears joint = begin_together(x, layers);
   return LinearsFunction::apply(
       x,
@@ -427,7 +444,7 @@ std::vector<at::Tensor> linears(
       at::TensorList(joint.factors),
       joint.contexts,
       joint.adapters,
-      ranks ? c10::make_intrusive<GatheringRanks>(ranks) : nullptr);
+      layers.front()->gathers_from());
 }
 
 }  // namespace flatshard::nn

@@ -1,6 +1,7 @@
 #include "flatshard/nn/matmul.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/parallel/parallel_products.h"
 #include "flatshard/nn/parameter_check.h"
 #include "flatshard/nn/weight_source.h"
 
@@ -47,6 +48,28 @@ std::optional<float8::Recipe> common_recipe(
     common = recipe;
   }
   return common;
+}
+
+bool is_float8(const at::Tensor& weight, const ModuleContextPtr& context) {
+  return common_recipe(weight, context).has_value();
+}
+
+at::Tensor gathered_gradient(
+    const TensorParallelPtr& ranks,
+    const at::Tensor& grad,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context,
+    at::Tensor* dx) {
+  const at::Tensor rows = as_rows(grad);
+  if (!ranks) {
+    return rows;
+  }
+  if (dx == nullptr || is_float8(weight, context)) {
+    return ranks->all_gather(rows.contiguous());
+  }
+  GatheredProduct made = gather_and_multiply(*ranks, rows.contiguous(), weight);
+  *dx = std::move(made.product);
+  return std::move(made.rows);
 }
 
 at::Tensor matmul_forward(

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/nn/matmul_rows.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/nn/wgrad.h"
 
 #include <optional>
@@ -66,6 +67,24 @@ at::Tensor deliver_matmul_wgrad(
 std::optional<float8::Recipe> common_recipe(
     at::ArrayRef<at::Tensor> weights,
     at::ArrayRef<ModuleContextPtr> contexts);
+
+/// Whether products of the weight are FP8's.
+/// @param context  may be null.
+bool is_float8(const at::Tensor& weight, const ModuleContextPtr& context);
+
+/// The gradient of a result, as [rows, out]. Of a row-parallel layer's result
+/// it is gathered from all ranks, and where products in parts are worth it the
+/// gradient of the layer's input is computed with it.
+///
+/// @param ranks  null: grad has all rows.
+/// @param grad   [..., out]
+/// @param dx     set to grad W, or left undefined; null: not wanted.
+at::Tensor gathered_gradient(
+    const TensorParallelPtr& ranks,
+    const at::Tensor& grad,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context,
+    at::Tensor* dx);
 
 /// A gradient for the functions above.
 /// @param both  of them.

@@ -5,6 +5,7 @@
 #include "flatshard/nn/float8_fused.h"
 #include "flatshard/nn/known_amax.h"
 #include "flatshard/nn/matmul.h"
+#include "flatshard/nn/parallel/parallel_products.h"
 
 namespace flatshard::nn {
 namespace {
@@ -102,6 +103,8 @@ std::optional<float8::Recipe> product_recipe(
                                             : std::nullopt;
 }
 
+// With `ranks` the layer is row-parallel: gate and up have all tokens, the
+// result and its gradient have this rank's.
 struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   enum Input { kGate, kUp, kWeight, kResidual, kFactors };
 
@@ -114,8 +117,10 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
       at::TensorList factors,
       GateActivation activation,
       const ModuleContextPtr& context,
-      const AdapterCallsPtr& calls) {
+      const AdapterCallsPtr& calls,
+      const TensorParallelPtr& ranks) {
     save_context(ctx, context);
+    save_ranks(ctx, ranks);
     save_activation(ctx, activation);
     // An adapter reads the product in its own dtype.
     const auto recipe =
@@ -125,17 +130,27 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
                : MatmulRows(as_rows(product_of(activation, gate, up)));
     const AdapterForward adapters(calls, factors, product);
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
-    const at::Tensor y = adapters.matmul(
-        0,
-        weight,
-        context,
-        {},
-        residual.defined() ? as_rows(residual) : residual);
+    std::vector<std::int64_t> sizes = with_last(gate, weight.size(0));
+    if (ranks) {
+      sizes = sizes_of_part(*ranks, sizes);
+    }
+    at::Tensor y;
+    if (ranks && !calls && !is_float8(weight, context)) {
+      y = multiply_and_scatter(*ranks, product.tensor(), weight.t());
+    } else {
+      y = adapters.matmul(
+          0,
+          weight,
+          context,
+          {},
+          residual.defined() ? as_rows(residual) : residual);
+      y = ranks ? ranks->reduce_scatter(y) : y;
+    }
     variable_list saved{gate, up, weight, product.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
     ctx->saved_data["residual"] = residual.defined();
-    return reshape_result(y, with_last(gate, weight.size(0)));
+    return reshape_result(y, sizes);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -144,24 +159,32 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
     const bool has_residual = ctx->saved_data["residual"].toBool();
-    variable_list out(kFactors + adapters.num_factors() + 3);
+    const bool wants_pair =
+        ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp);
+    at::Tensor d;
+    const at::Tensor dy = gathered_gradient(
+        saved_ranks(ctx),
+        grads[0],
+        weight,
+        context,
+        wants_pair && !adapters ? &d : nullptr);
+    variable_list out(kFactors + adapters.num_factors() + 4);
     // Edges count defined tensors only.
     adapters.set_places(
         {.edge = kResidual + (has_residual ? 1U : 0U), .out = kFactors});
-    adapters.begin(grads[0], out);
-    const MatmulRows g = gradient_rows(
-        as_rows(grads[0]),
-        (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) &&
-            ctx->needs_input_grad(kWeight));
+    adapters.begin(dy, out);
+    const MatmulRows g =
+        gradient_rows(dy, wants_pair && ctx->needs_input_grad(kWeight));
     const GateActivation activation = saved_activation(ctx);
     const auto recipe =
         adapters ? std::nullopt : product_recipe(activation, weight, context);
     at::Tensor product;
-    if (ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp)) {
-      at::Tensor d;
-      // First: this is the widest gradient, and a sum reads it once more.
-      adapters.add_input_gradient(d);
-      add_input_gradient(d, g, weight, context);
+    if (wants_pair) {
+      if (!d.defined()) {
+        // First: this is the widest gradient, and a sum reads it once more.
+        adapters.add_input_gradient(d);
+        add_input_gradient(d, g, weight, context);
+      }
       d = d.view(gate.sizes());
       if (recipe && float8::traits_of(*recipe).has_one_scale()) {
         at::Tensor amax;
@@ -243,17 +266,16 @@ at::Tensor gated_linear(
   }
   layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));
   const TensorParallelPtr& ranks = layer.sums_over();
-  const at::Tensor y = scatter_sum(
-      ranks,
-      GatedLinearFunction::apply(
-          gate,
-          up,
-          layer.weight(),
-          ranks ? std::nullopt : as_optional(residual),
-          at::TensorList(adapter_factors({layer.adapter()})),
-          activation,
-          layer.context(),
-          AdapterCalls::of({layer.adapter()})));
+  const at::Tensor y = GatedLinearFunction::apply(
+      gate,
+      up,
+      layer.weight(),
+      ranks ? std::nullopt : as_optional(residual),
+      at::TensorList(adapter_factors({layer.adapter()})),
+      activation,
+      layer.context(),
+      AdapterCalls::of({layer.adapter()}),
+      ranks);
   return ranks && residual.defined() ? y + residual : y;
 }
 

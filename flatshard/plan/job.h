@@ -60,6 +60,7 @@ struct Job {
   bool copy_exchange = false;
   /// Neighbouring ranks that share layers; Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;
+  bool copy_activations = false;  ///< between them
 
   std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
   bool clips = true;                  ///< the norm of all gradients is taken

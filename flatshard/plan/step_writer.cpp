@@ -216,13 +216,20 @@ class StepWriter {
       return;
     }
     const Group group = group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
+    const auto price = [&](const Gpu& gpu) {
+      if (!job_.copy_activations) {
+        return plan::seconds(gpu, at.transfer, at.nbytes, group);
+      }
+      return at.transfer == Transfer::all_gather
+                 ? copy_seconds(gpu, at.nbytes, group)
+                 : copied_reduction_seconds(gpu, at.nbytes, group);
+    };
     const int transfer = record_.queue(
         {.stream = Stream::tensor,
-         .link = Link::collectives,
+         .link = job_.copy_activations ? Link::copies : Link::collectives,
          .leaves_host = group.hosts() > 1,
-         .seconds = plan::seconds(gpu_, at.transfer, at.nbytes, group),
-         .beside_compute =
-             plan::seconds(slowed_gpu_, at.transfer, at.nbytes, group),
+         .seconds = price(gpu_),
+         .beside_compute = price(slowed_gpu_),
          .waits = {before},
          .what = at.transfer == Transfer::all_gather ? "TP all-gather"
                                                      : "TP reduce-scatter",

@@ -54,9 +54,18 @@ std::shared_ptr<StreamExchange> make_exchange(
     const models::ModelConfig& model,
     Mesh& mesh);
 
+/// PeerTensorParallelOptions::window_nbytes where the config asks for copies,
+/// else 0.
+std::int64_t tensor_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model);
+
 /// The ranks that share this rank's layers, along the axis tp; null: each rank
 /// has whole layers. Collective.
-nn::TensorParallelPtr tensor_parallel_ranks(const Config& config, Mesh& mesh);
+nn::TensorParallelPtr tensor_parallel_ranks(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh);
 
 /// FullyShardOptions::placement_of: experts are sharded over all axes but those
 /// along which ranks have other experts or another part of their width; see

@@ -53,6 +53,12 @@ std::vector<MemoryRow> memory_rows(
          state.exchange->nbytes(),
          "windows that peers copy rows from and to"});
   }
+  if (state.ranks && state.ranks->nbytes() > 0) {
+    rows.push_back(
+        {"shared layers",
+         state.ranks->nbytes(),
+         "windows that peers copy activations from and to"});
+  }
   return rows;
 }
 
@@ -81,14 +87,14 @@ TrainState make_train_state(
     // Pieces between which rows are permuted on another stream.
     moe.exchange = std::make_shared<nn::LocalExchange>();
   }
-  const nn::TensorParallelPtr ranks = tensor_parallel_ranks(config, *mesh);
+  state.ranks = tensor_parallel_ranks(config, model, *mesh);
   state.model = models::Llama(
       model,
       models::LlamaOptions{
           .activation_checkpoint = checkpoint,
           .plain_attention = config.model.plain_attention,
           .moe = moe,
-          .ranks = ranks});
+          .ranks = state.ranks});
   if (config.lora.enabled()) {
     state.lora = add_adapters(state.model, config, mesh->device());
   }

@@ -26,8 +26,9 @@ struct TrainState {
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
-  bool overlaps = false;  ///< parallelism.overlap_expert_parallel
-  std::string float8;     ///< Float8Choice::describe; empty: no FP8 weights
+  nn::TensorParallelPtr ranks;  ///< that share layers; null: layers are whole
+  bool overlaps = false;        ///< parallelism.overlap_expert_parallel
+  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 
   /// What checkpoints hold: all groups, or with LoRA the adapters' alone.

@@ -126,6 +126,13 @@ TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
       grid.output,
       HasSubstr("4 ranks of CPU, each 2 of which share their layers"));
   expect_same("grid", "one");
+  const Result copies =
+      run("copies",
+          2,
+          std::string(kTwo) + "--set parallelism.tensor_parallel_comm=copies");
+  ASSERT_EQ(copies.code, 0) << copies.output;
+  EXPECT_THAT(copies.output, HasSubstr("shared layers"));
+  expect_same("copies", "one");
   const Result recomputed =
       run("recomputed",
           2,
@@ -205,7 +212,7 @@ TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   expect_same("grid_drops", "one_drops");
 }
 
-// A checkpoint of ep 2 with etp 2 has whole experts: training goes on at one
+// A checkpoint of ep 2 with etp 2 has whole experts: training continues at one
 // rank, and what reads runs has one process.
 TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   const std::string options =
@@ -329,8 +336,11 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
             "training.seq_len, which is 33"},
         Case{
-            std::string(kTwo) + "--set parallelism.tensor_parallel_comm=copies",
-            "parallelism.tensor_parallel_comm = \"copies\" is not supported"},
+            std::string(kTwo) +
+                "--set parallelism.tensor_parallel_comm=copies --set "
+                "cuda_graph.impl=unit",
+            "copies between the memory of GPUs are not recorded; use "
+            "\"collective\""},
         Case{
             "--set parallelism.context_parallel_degree=2",
             "parallelism.context_parallel_degree = 2 is not supported"},

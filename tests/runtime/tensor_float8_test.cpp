@@ -71,6 +71,7 @@ std::vector<TensorRun> float8_runs() {
           rowwise,
           {.dp = 2, .tp = 2, .checkpoint = ActivationCheckpoint::full}),
       with_float8(rowwise_stored, {.strategy = "zero2", .dp = 2, .tp = 2}),
+      with_float8(rowwise, {.dp = 2, .tp = 2, .copies = true}),
       with_float8(
           {.recipe = Recipe::blockwise},
           {.dp = 2,

@@ -1,6 +1,7 @@
 // Two ranks that share layers have the bits of one rank that computes both
 // halves and adds them.
 #include "flatshard/exchange/collective_tensor_parallel.h"
+#include "flatshard/exchange/peer_tensor_parallel.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/rope.h"
@@ -68,7 +69,16 @@ at::Tensor random_tokens(std::uint64_t seed) {
       at::kLong);
 }
 
+nn::TensorParallelPtr two_ranks(Mesh& mesh, bool copies) {
+  const auto group = mesh.communicator(0, Purpose::exchange).shared_from_this();
+  if (copies) {
+    return std::make_shared<PeerTensorParallel>(group);
+  }
+  return std::make_shared<CollectiveTensorParallel>(group);
+}
+
 HalvesResult run_two_ranks(
+    bool copies,
     const NamedTensors& weights,
     const at::Tensor& tokens,
     const at::Tensor& targets) {
@@ -76,11 +86,9 @@ HalvesResult run_two_ranks(
   std::mutex mutex;
   run_ranks(2, [&](RankContext& context) {
     const auto mesh = context.mesh();
-    models::Llama llama(
-        halves_config(),
-        models::LlamaOptions{
-            .ranks = std::make_shared<CollectiveTensorParallel>(
-                mesh->communicator(0, Purpose::exchange).shared_from_this())});
+    models::LlamaOptions options;
+    options.ranks = two_ranks(*mesh, copies);
+    models::Llama llama(halves_config(), options);
     const nn::ParameterParts parts = nn::parts_below(*llama);
     const auto part_of = [&](const std::string& name, const at::Tensor& whole) {
       const auto found = parts.find(name);
@@ -263,11 +271,18 @@ class BothHalves {
   NamedTensors grads_;
 };
 
-TEST(TensorParallelHalves, TwoRanksHaveTheBitsOfOneThatAddsBoth) {
+class TensorParallelHalves : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(
+    Copies,
+    TensorParallelHalves,
+    ::testing::Bool(),
+    ::testing::PrintToStringParamName());
+
+TEST_P(TensorParallelHalves, TwoRanksHaveTheBitsOfOneThatAddsBoth) {
   const NamedTensors weights = whole_weights();
   const at::Tensor tokens = random_tokens(5);
   const at::Tensor targets = random_tokens(6);
-  const HalvesResult got = run_two_ranks(weights, tokens, targets);
+  const HalvesResult got = run_two_ranks(GetParam(), weights, tokens, targets);
   const HalvesResult want = BothHalves(weights).run(tokens, targets);
   EXPECT_EQ(got.loss, want.loss);
   ASSERT_EQ(got.grads.size(), want.grads.size());

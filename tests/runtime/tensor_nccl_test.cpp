@@ -118,6 +118,35 @@ TEST_F(TensorParallelOnGpus, RanksThatShareLayersEqualOne) {
   }
 }
 
+TEST_F(TensorParallelOnGpus, RanksThatCopyEqualOne) {
+  const int world = gpu_ranks().world();
+  if (world != 2 && world != 4 && world != 8) {
+    GTEST_SKIP() << "expected 2, 4 or 8 ranks, have " << world;
+  }
+  std::vector<TensorRun> runs{
+      {.strategy = "zero0", .steps = 20},
+      {.model = "biases", .strategy = "zero1", .microbatches = 2},
+      {.model = "tied",
+       .strategy = "zero2",
+       .checkpoint = ActivationCheckpoint::selective,
+       .chunk_tokens = 5},
+      {.model = "gemma", .checkpoint = ActivationCheckpoint::full},
+      {.model = "experts", .microbatches = 2}};
+  for (TensorRun& run : runs) {
+    for (const int tp : {2, 4}) {
+      if (world % tp != 0) {
+        continue;
+      }
+      run.dp = world / tp;
+      run.tp = tp;
+      run.copies = true;
+      run.max_norm = 0.1;  // the rate is 1
+      SCOPED_TRACE(run.name());
+      expect_near(train(run), train(tensor_reference(run)));
+    }
+  }
+}
+
 // The collectives of layers are in the graphs.
 TEST_F(TensorParallelOnGpus, GraphsOfRegionsEqualEager) {
   const int world = gpu_ranks().world();

@@ -210,7 +210,7 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}_chunk{}",
+      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}_chunk{}{}",
       model,
       strategy,
       replicate,
@@ -220,7 +220,8 @@ std::string TensorRun::name() const {
       etp,
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
-      chunk_tokens);
+      chunk_tokens,
+      copies ? "_copies" : "");
 }
 
 void train_tensor_rank(
@@ -228,8 +229,15 @@ void train_tensor_rank(
     const std::shared_ptr<Mesh>& mesh,
     std::mutex& mutex,
     TensorResult& result) {
+  const StreamOptions streams{
+      .delay_seed = run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
+      .max_delay_us = 50};
   const nn::TensorParallelPtr ranks =
-      run.tp > 1 ? make_tensor_parallel(*mesh) : nullptr;
+      run.tp > 1 ? make_tensor_parallel(
+                       *mesh,
+                       "tp",
+                       {.copies = run.copies, .stream = streams})
+                 : nullptr;
   const OwnExperts experts = own_experts(run, *mesh);
   models::Llama llama(
       tensor_config(run.model),
@@ -246,10 +254,7 @@ void train_tensor_rank(
           {.precision = run.precision,
            .post_forward_ranks = run.post_forward_ranks},
       .runtime = {
-          .streams =
-              {.delay_seed =
-                   run.delay_seed + static_cast<std::uint64_t>(mesh->rank()),
-               .max_delay_us = 50},
+          .streams = streams,
           .graphs = {
               .enabled = run.has_graphs(),
               .whole_step = run.step_graph,

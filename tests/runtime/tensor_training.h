@@ -39,6 +39,7 @@ struct TensorRun {
   std::optional<Float8Format> float8 = {};   ///< of what it takes
   std::set<std::string> graph_regions = {};  ///< empty: no graphs of parts
   bool step_graph = false;  ///< forward and backward of a step as one graph
+  bool copies = false;      ///< ranks that share layers copy activations
   /// Before the backward of a step's first microbatch; not with step_graph.
   std::function<void(const Mesh& mesh, int step)> before_backward = {};
 

@@ -170,6 +170,55 @@ INSTANTIATE_TEST_SUITE_P(
       return info.param.name() + "_" + std::to_string(info.index);
     });
 
+// The same with copies between the ranks' memory.
+INSTANTIATE_TEST_SUITE_P(
+    Copies,
+    TensorParallelTraining,
+    ::testing::Values(
+        TensorRun{.strategy = "zero0", .tp = 2, .copies = true},
+        TensorRun{
+            .strategy = "zero1",
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full,
+            .copies = true},
+        TensorRun{
+            .model = "biases",
+            .strategy = "zero3",
+            .tp = 4,
+            .checkpoint = ActivationCheckpoint::selective,
+            .chunk_tokens = 5,
+            .batch = 2,
+            .copies = true},
+        TensorRun{
+            .model = "tied",
+            .strategy = "hsdp",
+            .replicate = 2,
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::selective,
+            .copies = true},
+        TensorRun{
+            .model = "gemma",
+            .strategy = "zero2",
+            .dp = 3,
+            .tp = 2,
+            .copies = true},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 2,
+            .tp = 2,
+            .etp = 2,
+            .microbatches = 3,
+            .checkpoint = ActivationCheckpoint::full,
+            .copies = true}),
+    [](const auto& info) {
+      return info.param.name() + "_" + std::to_string(info.index);
+    });
+
 // What other runtimes got wrong; docs/dev/regressions.md.
 
 void expect_equals_one_rank(const TensorRun& run) {

@@ -209,6 +209,7 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
   expect(2, 1, {"diagnostics.strict=true", "diagnostics.poison=true"});
   expect(2, 3, {kTwoShare});
   expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});
+  expect(2, 1, {kTwoShare, "parallelism.tensor_parallel_comm=copies"});
   for (const char* impl : {"unit", "full_iteration"}) {
     expect(
         1,

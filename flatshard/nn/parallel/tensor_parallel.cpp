@@ -50,14 +50,14 @@ at::Tensor run(TensorParallel& ranks, Transfer transfer, const at::Tensor& x) {
     return sum_in_rank_order(ranks, x);
   }
   const at::Tensor rows = as_rows(x).contiguous();
-  const at::Tensor moved = transfer == Transfer::gather
-                               ? ranks.all_gather(rows)
-                               : ranks.reduce_scatter(rows);
+  if (transfer == Transfer::scatter) {
+    return reshape_result(
+        ranks.reduce_scatter(rows),
+        sizes_of_part(ranks, x.sizes()));
+  }
   std::vector<std::int64_t> sizes = x.sizes().vec();
-  std::int64_t& tokens = sizes[sizes.size() - 2];
-  tokens = transfer == Transfer::gather ? tokens * ranks.size()
-                                        : tokens / ranks.size();
-  return reshape_result(moved, sizes);
+  sizes[sizes.size() - 2] *= ranks.size();
+  return reshape_result(ranks.all_gather(rows), sizes);
 }
 
 struct TransferFunction : torch::autograd::Function<TransferFunction> {
@@ -88,29 +88,32 @@ at::Tensor transfer_with_graph(
       c10::make_intrusive<RanksHandle>(ranks, transfer));
 }
 
-void check_tokens_divide(const TensorParallel& ranks, const at::Tensor& x) {
-  FLATSHARD_CHECK(
-      x.dim() >= 2 && x.size(-2) % ranks.size() == 0,
-      usage,
-      "tensor parallelism over {} ranks: expected a multiple of as many tokens "
-      "in a sequence, got {}",
-      ranks.size(),
-      c10::str(x.sizes()));
-}
-
 IndexPart part_of_rank(std::int64_t whole, std::int64_t rank, std::int64_t n) {
   return {.begin = whole * rank / n, .end = whole * (rank + 1) / n};
 }
 
 }  // namespace
 
+std::vector<std::int64_t> sizes_of_part(
+    const TensorParallel& ranks,
+    at::IntArrayRef sizes) {
+  FLATSHARD_CHECK(
+      sizes.size() >= 2 && sizes[sizes.size() - 2] % ranks.size() == 0,
+      usage,
+      "tensor parallelism over {} ranks: expected a multiple of as many tokens "
+      "in a sequence, got {}",
+      ranks.size(),
+      c10::str(sizes));
+  std::vector<std::int64_t> part = sizes.vec();
+  part[part.size() - 2] /= ranks.size();
+  return part;
+}
+
 at::Tensor own_tokens(const TensorParallelPtr& ranks, const at::Tensor& x) {
   if (!ranks) {
     return x;
   }
-  check_tokens_divide(*ranks, x);
-  std::vector<std::int64_t> sizes = x.sizes().vec();
-  sizes[sizes.size() - 2] /= ranks->size();
+  const std::vector<std::int64_t> sizes = sizes_of_part(*ranks, x.sizes());
   const at::Tensor rows = as_rows(x);
   const std::int64_t each = rows.size(0) / ranks->size();
   return rows.narrow(0, ranks->rank() * each, each).view(sizes);
@@ -125,11 +128,8 @@ at::Tensor gather_sequence(
 at::Tensor scatter_sum(
     const TensorParallelPtr& ranks,
     const at::Tensor& partial) {
-  if (!ranks) {
-    return partial;
-  }
-  check_tokens_divide(*ranks, partial);
-  return transfer_with_graph(ranks, Transfer::scatter, partial);
+  return ranks ? transfer_with_graph(ranks, Transfer::scatter, partial)
+               : partial;
 }
 
 at::Tensor sum_over_ranks(const TensorParallelPtr& ranks, const at::Tensor& x) {

@@ -20,6 +20,25 @@ class PendingTensor {
   virtual at::Tensor finish() = 0;
 };
 
+/// An all-gather that is under way, whose parts come one by one.
+class PendingGather : public PendingTensor {
+ public:
+  /// The part of rank `rank`, for kernels on the current stream, which wait for
+  /// no later part: those of the ranks before this one come in turn. Valid
+  /// until another transfer starts.
+  virtual at::Tensor part(int rank) = 0;
+};
+
+/// A reduce-scatter that is under way, whose addends leave one by one.
+class PendingScatter : public PendingTensor {
+ public:
+  /// Where this rank writes its addend to the part of rank `rank`: contiguous.
+  virtual at::Tensor addend(int rank) = 0;
+  /// Takes the addend that kernels on the current stream have written. `finish`
+  /// comes after all of them.
+  virtual void send(int rank) = 0;
+};
+
 /// Moves activations between the ranks that hold parts of the same layers
 /// (tensor parallelism). All ranks of a group read the same tokens.
 ///
@@ -37,6 +56,8 @@ class TensorParallel {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// What it holds on the device for its own use.
+  virtual std::int64_t nbytes() const { return 0; }
 
   // Without a graph. The results are for kernels on the current stream.
 
@@ -57,6 +78,21 @@ class TensorParallel {
       const at::Tensor& part) = 0;
   virtual std::unique_ptr<PendingTensor> start_reduce_scatter(
       const at::Tensor& addend) = 0;
+
+  // The same with parts that travel one by one, in parallel with the products
+  // of others. Null: parts travel together alone.
+
+  virtual std::unique_ptr<PendingGather> start_gather_of_parts(
+      const at::Tensor& /*part*/) {
+    return nullptr;
+  }
+  /// No other transfer starts before all addends were sent.
+  /// @param sizes  of a part: [n, ...]
+  virtual std::unique_ptr<PendingScatter> start_scatter_of_parts(
+      at::IntArrayRef /*sizes*/,
+      const at::TensorOptions& /*options*/) {
+    return nullptr;
+  }
 
  private:
   int rank_;
@@ -88,6 +124,13 @@ at::Tensor gather_sequence(const TensorParallelPtr& ranks, const at::Tensor& x);
 at::Tensor scatter_sum(
     const TensorParallelPtr& ranks,
     const at::Tensor& partial);
+
+/// The sizes of this rank's tokens, of tensors with those of all ranks.
+/// @param sizes  [batch, seq, ...] or [tokens, dim]
+/// @throws Error{usage} when the ranks do not divide seq.
+std::vector<std::int64_t> sizes_of_part(
+    const TensorParallel& ranks,
+    at::IntArrayRef sizes);
 
 /// Sums x over the ranks, in rank order, on all of them: small tensors alone,
 /// since all addends are gathered. The gradient is the sum of the ranks'

@@ -51,6 +51,10 @@ struct Parallelism {
 
   /// Whether several ranks have parts of each layer.
   bool shares_layers() const { return tensor_parallel_degree > 1; }
+  /// Whether the ranks that share layers copy activations to each other.
+  bool copies_activations() const {
+    return tensor_parallel_comm == TensorParallelKind::copies;
+  }
   /// Ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;

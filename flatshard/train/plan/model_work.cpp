@@ -264,11 +264,11 @@ class ModelWork {
     const Kernel scatter = Kernel::exchange(Transfer::reduce_scatter, wide);
     for (const Stage& stage : stages) {
       if (shares && stage.reads == Reads::tokens) {
-        node.forward.push_back(gather);
-      }
-      append(node.forward, stage.work.forward);
-      if (shares && stage.reads == Reads::columns) {
-        node.forward.push_back(scatter);
+        put_transfer(gather, stage.work.forward, node.forward);
+      } else if (shares && stage.reads == Reads::columns) {
+        put_transfer(scatter, stage.work.forward, node.forward);
+      } else {
+        append(node.forward, stage.work.forward);
       }
       if (!shares) {
         append(node.backward, stage.work.backward);
@@ -287,11 +287,13 @@ class ModelWork {
       const bool gathers = reads_tokens && stage->gathers_again;
       const bool scatters = reads_tokens && stage->has_input_gradient;
       if (stage->reads == Reads::columns) {
-        backward.push_back(gather);
-      } else if (gathers) {
-        start(Transfer::all_gather);
+        put_transfer(gather, stage->work.backward, backward);
+      } else {
+        if (gathers) {
+          start(Transfer::all_gather);
+        }
+        append(backward, stage->work.backward);
       }
-      append(backward, stage->work.backward);
       if (scatters) {
         start(Transfer::reduce_scatter);
       }
@@ -301,6 +303,35 @@ class ModelWork {
       append(backward, stage->work.wgrad);
       if (scatters) {
         backward.push_back(Kernel::finish());
+      }
+    }
+  }
+
+  /// Appends kernels with a gather before them or a scatter after them. Copies
+  /// overlap with the first or the last of them, a product; see
+  /// nn::gather_and_multiply.
+  void put_transfer(Kernel transfer, const Kernels& kernels, Kernels& to)
+      const {
+    if (kernels.empty()) {
+      to.push_back(transfer);
+      return;
+    }
+    const bool gathers = transfer.transfer == Transfer::all_gather;
+    const auto product = gathers ? kernels.begin() : std::prev(kernels.end());
+    const bool overlaps =
+        config_.parallelism.copies_activations() && !config_.lora.enabled() &&
+        product->kind == Kernel::Kind::product && product->recipe.empty();
+    transfer.overlaps = overlaps;
+    for (auto kernel = kernels.begin(); kernel != kernels.end(); ++kernel) {
+      const bool is_product = kernel == product;
+      if (is_product && (overlaps || gathers)) {
+        to.push_back(transfer);
+      }
+      to.push_back(*kernel);
+      if (is_product && overlaps) {
+        to.push_back(Kernel::finish());
+      } else if (is_product && !gathers) {
+        to.push_back(transfer);
       }
     }
   }

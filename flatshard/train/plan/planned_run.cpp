@@ -33,6 +33,12 @@ std::int64_t element_size(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
+/// Of windows that ranks copy from and to.
+std::int64_t aligned_half(std::int64_t nbytes) {
+  constexpr std::int64_t kHalf = 256;
+  return (nbytes + kHalf - 1) / kHalf * kHalf;
+}
+
 /// Where rank 0 is among ranks that do not run: nothing communicates.
 std::shared_ptr<Mesh> planned_mesh(const Config& config) {
   MeshOptions options{
@@ -546,6 +552,10 @@ plan::Job plan_job(
       .main_grads_size = element_size(config.precision.main_grads),
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
+  if (const std::int64_t window = tensor_window_nbytes(config, model)) {
+    job.copy_activations = true;
+    job.other_nbytes["shared layers"] = 2 * aligned_half(window);
+  }
   ShapeMaker maker(config, model, microbatches);
   if (!modules) {
     modules = make_planned_model(config, model);
@@ -609,11 +619,9 @@ plan::Job plan_job(
     job.copy_exchange =
         config.parallelism.token_exchange == config::TokenExchangeKind::copies;
     if (job.copy_exchange) {
-      constexpr std::int64_t kHalf = 256;
-      const std::int64_t window =
-          rows * (row + static_cast<std::int64_t>(sizeof(float)));
       job.other_nbytes["token exchange"] =
-          2 * ((window + kHalf - 1) / kHalf * kHalf);
+          2 *
+          aligned_half(rows * (row + static_cast<std::int64_t>(sizeof(float))));
     }
   }
   check_padding(config, job);

@@ -132,7 +132,8 @@ TEST(Activations, OfABlockThatRanksShare) {
         kRanks);
     testing::run_ranks(kRanks, [&](testing::RankContext& context) {
       const auto mesh = context.mesh(mesh_axes(config));
-      const auto ranks = tensor_parallel_ranks(config, *mesh);
+      const auto ranks =
+          tensor_parallel_ranks(config, model_config(config), *mesh);
       EXPECT_EQ(planned(config, kRanks).saved_nbytes, measured(config, ranks))
           << mode;
     });
