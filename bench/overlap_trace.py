@@ -144,12 +144,12 @@ def read(path):
     share = len(met) / len(could) if could else None
     if could:
         print(
-            f"copies beside another microbatch: {len(could)} in {sum(could):.2f} ms, of "
+            f"copies in parallel with another microbatch: {len(could)} in {sum(could):.2f} ms, of "
             f"which {len(met)} ({100 * share:.0f} %, {sum(met):.2f} ms) meet its compute"
         )
     else:
         print(
-            "no tokens are exchanged beside another microbatch: all experts are on this rank"
+            "no tokens are exchanged in parallel with another microbatch: all experts are on this rank"
         )
     times = node_times(work, compute)
     for (phase, node), ms in times.items():
@@ -167,8 +167,8 @@ def main():
     found = read(args.trace)
     if found is None and args.at_least > 0:
         sys.exit(
-            f"{args.trace}: expected a token exchange on a GPU beside another "
-            "microbatch, found none; trace a run on GPUs with "
+            f"{args.trace}: expected a token exchange on a GPU in parallel with "
+            "another microbatch, found none; trace a run on GPUs with "
             "parallelism.expert_parallel_degree"
         )
     if found is not None and found < args.at_least:

@@ -3,7 +3,7 @@
 python3 bench/plan_accuracy.py
 
 Each row has a step's time and peak of allocated memory, measured and planned. No GPU is
-needed. Times that the host bounds depend on the machine: rows with `host` say so.
+needed. Times that the host bounds depend on the machine: `host` marks their rows.
 """
 
 import json

@@ -2,7 +2,7 @@
 // have theirs, and back. docs/get_started/quickstart_cpp.md#experts walks
 // through it.
 //   build-example/experts FOLDER        one rank has all experts
-//   build-example/experts FOLDER 2      two have half of them each; goes on
+//   build-example/experts FOLDER 2      two have half of them each; continues
 //   build-example/experts FOLDER 4      and each half is sharded over two
 //   build-example/experts FOLDER 2 overlap   two microbatches in flight
 #include <ATen/ATen.h>

@@ -1,7 +1,7 @@
 // A model of one's own, fully sharded: residual blocks learn a function. Train,
-// accumulate, evaluate, save and go on; docs/get_started/quickstart_cpp.md
+// accumulate, evaluate, save and continue; docs/get_started/quickstart_cpp.md
 // walks through it.
-//   build-example/example FOLDER                one rank; again: goes on
+//   build-example/example FOLDER                one rank; again: continues
 //   build-example/example FOLDER 2              two ranks on this host
 //   torchrun --no-python --nproc_per_node 2 build-example/example FOLDER
 #include <ATen/ATen.h>

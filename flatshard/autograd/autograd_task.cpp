@@ -28,7 +28,7 @@ bool has_chosen_inputs() {
 
 std::weak_ptr<void> at_end(std::function<void()> on_end) {
   // The engine keeps the callback until its graph task is destroyed, so the
-  // token lives as long as the task.
+  // token exists as long as the task.
   auto token = std::make_shared<std::function<void()>>(std::move(on_end));
   const std::weak_ptr<void> weak = token;
   torch::autograd::Engine::get_default_engine().queue_callback(

@@ -38,7 +38,7 @@ std::string safetensors_dtype(at::ScalarType dtype) {
   FLATSHARD_THROW(
       usage,
       "expected a floating-point, integer or bool dtype that safetensors "
-      "knows, got {}",
+      "supports, got {}",
       c10::toString(dtype));
 }
 

@@ -262,7 +262,7 @@ class Loader {
     FLATSHARD_CHECK(
         steps != manifest_.state.end(),
         format,
-        "{}: the checkpoint says nothing of '{}'; it was written without an "
+        "{}: the checkpoint has no '{}'; it was written without an "
         "optimizer",
         folder_.string(),
         kOptimizerSteps);
@@ -280,7 +280,7 @@ class Loader {
         FLATSHARD_CHECK(
             found != parameter.names.end(),
             format,
-            "{}: the checkpoint does not say how often {} was updated",
+            "{}: the checkpoint has no count of updates of {}",
             folder_.string(),
             parameter.names.front());
         const std::int64_t count = manifest_.updates.at(*found);

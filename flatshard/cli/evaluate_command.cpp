@@ -88,15 +88,13 @@ void add_evaluate_command(CLI::App& program) {
       "--python",
       options.python,
       "Python with the tokenizers package, for --per-document with a "
-      "tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python here or beside "
-      "the program, else python3]");
+      "tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python here or next "
+      "to the program, else python3]");
   command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
   command->add_flag("--json", arguments->json, "Print one line of JSON");
-  command->footer(
-      "Examples:\n"
-      "  flatshard evaluate --run outputs/run --data corpora/texts\n"
-      "  flatshard evaluate --hf models/base --data corpora/texts "
-      "--per-document losses.jsonl");
+  command->footer("Examples:\n  flatshard evaluate --run outputs/run --data "
+                  "corpora/texts\n  flatshard evaluate --hf models/base --data "
+                  "corpora/texts --per-document losses.jsonl");
   command->callback([arguments] {
     if (!arguments->packing.empty()) {
       arguments->options.packing = arguments->packing == "stream"

@@ -125,7 +125,7 @@ void add_inputs(CLI::App& command, GenerateArguments& arguments) {
       "--python",
       options.python,
       "Python with the tokenizers package, for a tokenizer.json "
-      "[$FLATSHARD_PYTHON, else .venv/bin/python here or beside the program, "
+      "[$FLATSHARD_PYTHON, else .venv/bin/python here or next to the program, "
       "else python3]");
 }
 
@@ -178,12 +178,10 @@ void add_generate_command(CLI::App& program) {
       ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
   command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
   command->footer(
-      "Examples:\n"
-      "  flatshard generate --run outputs/run --prompt \"Once upon a time\"\n"
-      "  flatshard generate --run outputs/run --prompts prompts.txt --top-p "
-      "0.9\n"
-      "  flatshard generate --hf models/chat --chat --system \"Be brief.\" "
-      "--prompt \"Why is the sky blue?\"");
+      "Examples:\n  flatshard generate --run outputs/run --prompt \"Once upon "
+      "a time\"\n  flatshard generate --run outputs/run --prompts prompts.txt "
+      "--top-p 0.9\n  flatshard generate --hf models/chat --chat --system \"Be "
+      "brief.\" --prompt \"Why is the sky blue?\"");
   command->callback([arguments] {
     generate_texts(
         arguments->options,

@@ -151,12 +151,12 @@ void plan(PlanArguments arguments) {
         arguments.svg,
         plan::to_svg(
             run.estimate.step,
-            {.title = fmt::format(
-                 "{} on {} ranks of {}",
-                 arguments.config,
-                 machines.ranks,
-                 machines.gpu.name),
-             .subtitle = picture_text(run)}));
+            fmt::format(
+                "{} on {} ranks of {}",
+                arguments.config,
+                machines.ranks,
+                machines.gpu.name),
+            picture_text(run)));
   }
   fmt::print(
       "{}",

@@ -111,12 +111,12 @@ std::string waiting_for(
       environment.master_addr,
       environment.master_port,
       environment.from_slurm
-          ? "; SLURM_NTASKS says how many are to come: srun starts them all, "
+          ? "; SLURM_NTASKS is the expected number: srun starts all of them, "
             "and --nproc counts only where SLURM_NTASKS is not set"
           : "");
 }
 
-/// Every rank says that it has come; rank 0 waits for all.
+/// Every rank registers, and rank 0 waits for all of them.
 void meet(
     c10d::Store& store,
     const RankEnvironment& environment,

@@ -47,7 +47,7 @@ FileReader open_sized(
   FLATSHARD_CHECK(
       file.nbytes() == expected_nbytes,
       format,
-      "{}: expected {} bytes as meta.json says, got {}; the corpus is damaged, "
+      "{}: expected {} bytes as in meta.json, got {}; the corpus is damaged, "
       "prepare it again",
       path.string(),
       expected_nbytes,

@@ -27,10 +27,7 @@ struct Magic {
 constexpr std::array kContainers{
     Magic{"PK\3\4"sv, "a zip archive; unpack it"},
     Magic{"PK\5\6"sv, "a zip archive; unpack it"},
-    Magic{
-        "\xfd"
-        "7zXZ\0"sv,
-        "xz data; unpack it with xz -d"},
+    Magic{"\xfd7zXZ\0"sv, "xz data; unpack it with xz -d"},
     Magic{"BZh"sv, "bzip2 data; unpack it with bzip2 -d"},
     Magic{"\x04\x22\x4d\x18"sv, "lz4 data; unpack it with lz4 -d"},
     Magic{"\xff\x06\0\0sNaPpY"sv, "snappy data; unpack it"},
@@ -239,7 +236,7 @@ KindOfFile kind_of_text(
     refuse(
         path,
         "a text that begins with a JSON object, so it may be one document or "
-        "JSON rows (a name that ends in .jsonl says the latter)");
+        "JSON rows (a name that ends in .jsonl marks the latter)");
   }
   return found;
 }

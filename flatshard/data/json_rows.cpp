@@ -70,7 +70,7 @@ void JsonRows::find_form() {
         scanner.skip_value();
       }
     } catch (const JsonScanner::Problem& problem) {
-      // An object that goes on in the next line.
+      // An object that continues in the next line.
       if (problem.incomplete) {
         form_ = Form::objects;
       }

@@ -58,7 +58,7 @@ void JsonScanner::escape(std::string& out) {
     return;
   }
   if (c != 'u') {
-    fail(fmt::format("has the escape '\\{}', which JSON does not know", c));
+    fail(fmt::format("has the escape '\\{}', which JSON does not have", c));
   }
   std::uint32_t code = hex4();
   if (code >= 0xD800 && code < 0xDC00 && json_.substr(at_).starts_with("\\u")) {

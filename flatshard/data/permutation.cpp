@@ -33,7 +33,7 @@ std::int64_t Permutation::operator()(std::int64_t i) const {
       size_,
       i);
   // The domain is below 4 * size + 4, so this ends after a few rounds; it ends
-  // at all because i itself lies on the cycle.
+  // at all because i itself is on the cycle.
   auto value = static_cast<std::uint64_t>(i);
   do {
     value = round_trip(value);

@@ -247,7 +247,7 @@ class CudaGraphPool final : public GraphPool {
   std::int64_t reserved() const { return memory_stats(device_).reserved_bytes; }
 
   // cuBLAS allocates a workspace for each thread and stream at their first
-  // product. Had it come out of the pool, the pool would live as long as the
+  // product. Had it come out of the pool, the pool would exist as long as the
   // process.
   void warm_up() {
     if (std::exchange(warm_, true)) {

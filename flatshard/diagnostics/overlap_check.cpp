@@ -94,7 +94,7 @@ void check_layouts(const Runtime& runtime) {
         FLATSHARD_CHECK(
             begin >= 0 && begin + numel <= layout.numel(),
             memory,
-            "parameter {} lies at [{}, {}), outside of the {} elements of {}",
+            "parameter {} is at [{}, {}), outside of the {} elements of {}",
             p.names.front(),
             begin,
             begin + numel,
@@ -158,8 +158,8 @@ void check_placement(
       FLATSHARD_CHECK(
           !(same_time && same_place),
           memory,
-          "the plan lets {} (bytes [{}, {})) and {} (bytes [{}, {})) live in "
-          "one place at one time",
+          "the plan lets {} (bytes [{}, {})) and {} (bytes [{}, {})) share a "
+          "place at the same time",
           a.name,
           a.offset,
           a.offset + a.nbytes,

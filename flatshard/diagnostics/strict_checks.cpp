@@ -139,7 +139,7 @@ void StrictChecks::step_ends() {
   FLATSHARD_CHECK(
       core_.step.scheduler.resting(),
       usage,
-      "at the end of step {} these units do not rest: {}; a forward or "
+      "at the end of step {} these units are still in use: {}; a forward or "
       "backward of theirs has not ended",
       core_.executor.step(),
       fmt::join(core_.step.scheduler.busy_units(), ", "));

@@ -306,7 +306,7 @@ Verdict find_trouble(
   }
   if (text.empty()) {
     text = fmt::format(
-        "a rank reported a stall of {} that no rank knows any more",
+        "a rank reported a stall of {} that has ended on all ranks",
         seconds(stalled_after));
   }
   return {ErrorCode::timeout, 0, with_table(std::move(text), views, group)};

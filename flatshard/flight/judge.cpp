@@ -187,7 +187,7 @@ Verdict FlightWatcher::store_verdict(const std::string& what, ErrorCode code) {
           "rank 0 of {} is missing: the store, which {} serves, {}; process {} "
           "of rank 0 on host {} {}{}",
           world_,
-          options_.launcher_serves_store ? "the launcher beside it" : "it",
+          options_.launcher_serves_store ? "its launcher" : "it",
           what,
           leader.pid,
           leader.host,

@@ -125,7 +125,7 @@ void read_chunk(
   }
 }
 
-/// Where a safetensors entry lies in its file.
+/// Where a safetensors entry is in its file.
 struct EntryPlace {
   std::uint64_t offset = 0;
   std::uint64_t nbytes = 0;
@@ -171,7 +171,7 @@ std::vector<ReadChunk> plan_reads(
     ReadChunk::Copy rest = item.copy;
     while (rest.nbytes > 0) {
       const std::uint64_t block = block_begin(rest.source);
-      // A chunk goes on into the next block, but not past its length.
+      // A chunk continues into the next block, but not past its length.
       const bool goes_on = !chunks.empty() && chunks.back().file == item.file &&
                            block <= chunks.back().end &&
                            block - chunks.back().begin < max_nbytes;
@@ -259,7 +259,7 @@ void check_files(
     FLATSHARD_CHECK(
         nbytes == stored.nbytes,
         format,
-        "{}: expected {} bytes as {} says, got {}",
+        "{}: expected {} bytes as in {}, got {}",
         path.string(),
         stored.nbytes,
         kManifestName,
@@ -279,7 +279,7 @@ void check_files(
         FLATSHARD_CHECK(
             entry.dtype == tensor.dtype && offset == expected.offset,
             format,
-            "{}: tensor '{}' ({}): expected {} at byte {} as {} says, got {} "
+            "{}: tensor '{}' ({}): expected {} at byte {} as in {}, got {} "
             "at byte {}",
             reader.path().string(),
             entry.name,
@@ -292,7 +292,7 @@ void check_files(
         FLATSHARD_CHECK(
             entry.nbytes() == expected.nbytes,
             format,
-            "{}: tensor '{}' ({}): expected {} bytes as {} says, got {}",
+            "{}: tensor '{}' ({}): expected {} bytes as in {}, got {}",
             reader.path().string(),
             entry.name,
             describe_tensor(role, name),

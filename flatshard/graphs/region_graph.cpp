@@ -104,21 +104,14 @@ class RegionGraph::ParameterScope {
   std::vector<NodePtr> own_;
 };
 
-RegionGraph::RegionGraph(
-    std::string name,
-    RegionOwner owner,
-    Unit& unit,
-    std::weak_ptr<Runtime> runtime,
-    std::shared_ptr<GraphUses> uses,
-    bool with_grad,
-    OnBackward on_backward)
-    : name_(std::move(name)),
-      owner_(std::move(owner)),
+RegionGraph::RegionGraph(Unit& unit, Options options)
+    : name_(std::move(options.name)),
+      owner_(std::move(options.owner)),
       unit_(unit),
-      runtime_(std::move(runtime)),
-      uses_(std::move(uses)),
-      with_grad_(with_grad),
-      on_backward_(std::move(on_backward)) {
+      runtime_(std::move(options.runtime)),
+      uses_(std::move(options.uses)),
+      with_grad_(options.with_grad),
+      on_backward_(std::move(options.on_backward)) {
 }
 
 RegionGraph::~RegionGraph() = default;

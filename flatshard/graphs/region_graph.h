@@ -79,18 +79,16 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   using OnBackward =
       std::function<void(const RegionGraph& region, const char* miss)>;
 
+  struct Options {
+    std::string name;
+    RegionOwner owner;
+    std::weak_ptr<Runtime> runtime;   ///< gives weights, and takes gradients
+    std::shared_ptr<GraphUses> uses;  ///< of all graphs of the pool
+    bool with_grad = false;           ///< a backward follows its forward
+    OnBackward on_backward;
+  };
   /// @param unit  outlives this.
-  /// @param runtime  gives weights, and takes gradients.
-  /// @param uses  of all graphs of the pool.
-  /// @param with_grad  a backward follows its forward.
-  RegionGraph(
-      std::string name,
-      RegionOwner owner,
-      Unit& unit,
-      std::weak_ptr<Runtime> runtime,
-      std::shared_ptr<GraphUses> uses,
-      bool with_grad,
-      OnBackward on_backward);
+  RegionGraph(Unit& unit, Options options);
   ~RegionGraph();
 
   /// "attn of unit layers.3".

@@ -95,7 +95,7 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
   }
   if (parameter_addresses() != forward_addresses_ ||
       !planes_are_there(forward_planes_)) {
-    return "the unit's weights lie elsewhere";
+    return "the unit's weights are at other addresses";
   }
   return nullptr;
 }
@@ -189,7 +189,7 @@ const char* RegionGraph::miss_of_backward(
   }
   if (parameter_addresses() != backward_addresses_ ||
       !planes_are_there(backward_planes_)) {
-    return "the unit's weights lie elsewhere in the backward";
+    return "the unit's weights are at other addresses in the backward";
   }
   for (std::size_t i = 0; i < written_.size(); ++i) {
     const auto& target = targets[i];
@@ -200,7 +200,7 @@ const char* RegionGraph::miss_of_backward(
       return "the unit has gradients of an earlier backward or another call";
     }
     if (target->grad.const_data_ptr() != written_[i].data) {
-      return "the unit's gradients lie elsewhere";
+      return "the unit's gradients are at other addresses";
     }
   }
   return nullptr;

@@ -65,8 +65,8 @@ std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
         !unit->weights().has_planes_on_request(),
         config,
         "GraphOptions::enabled (cuda_graph.impl) with FP8 weights (unit {}) "
-        "and microbatches that interleave: the planes of each lie in other "
-        "places; leave one of the three out",
+        "and microbatches that interleave: the planes of each are at other "
+        "addresses; leave one of the three out",
         unit->name());
   }
   reset();
@@ -209,13 +209,7 @@ RegionGraphs::Region::Graphs& RegionGraphs::graphs_of(
     if (!is_new) {
       break;
     }
-    graphs[with_grad] = std::make_shared<RegionGraph>(
-        fmt::format("region {} of unit {}", region.name, unit.unit().name()),
-        owner_of(owner, unit),
-        unit.unit(),
-        runtime_,
-        uses_,
-        with_grad,
+    const auto on_backward =
         [this](const RegionGraph& graph, const char* miss) {
           if (miss == nullptr) {
             ++stats_.backward_replays;
@@ -223,7 +217,19 @@ RegionGraphs::Region::Graphs& RegionGraphs::graphs_of(
             again_ |= miss == RegionGraph::kOtherGradient;
             fallback(&graph, miss);
           }
-        });
+        };
+    graphs[with_grad] = std::make_shared<RegionGraph>(
+        unit.unit(),
+        RegionGraph::Options{
+            .name = fmt::format(
+                "region {} of unit {}",
+                region.name,
+                unit.unit().name()),
+            .owner = owner_of(owner, unit),
+            .runtime = runtime_,
+            .uses = uses_,
+            .with_grad = with_grad,
+            .on_backward = on_backward});
     place_of_graph_[graphs[with_grad].get()] = {&region, microbatch_};
   }
   return graphs;

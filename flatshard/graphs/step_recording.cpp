@@ -53,8 +53,8 @@ void StepGraph::Recording::check_rest() const {
   FLATSHARD_CHECK(
       core_.rests() && core_.executor.slots().pool().num_held() == 0,
       usage,
-      "the step of a graph ended and these units do not rest: {}; each forward "
-      "in it needs its backward in it",
+      "the step of a graph ended and these units are still in use: {}; each "
+      "forward in it needs its backward in it",
       fmt::join(core_.step.scheduler.busy_units(), ", "));
   FLATSHARD_CHECK(
       !core_.step.graph_reads_weights,

@@ -45,7 +45,7 @@ std::string StepStamp::difference(const StepStamp& now) const {
     return "modules were set to train() or eval()";
   }
   if (now.addresses != addresses) {
-    return "weights lie elsewhere";
+    return "weights are at other addresses";
   }
   return {};
 }

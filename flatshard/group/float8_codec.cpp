@@ -204,7 +204,7 @@ void Float8Codec::encode_piece(
     }
     out.scales = at::empty(options.amax.sizes(), floats);
   } else {
-    // Rows of a block may lie on several ranks: each row has the block's scale.
+    // Rows of a block may be on several ranks: each row has the block's scale.
     quantizer.recipe = traits_.activations;
     const at::Tensor block =
         at::arange(begin, begin + rows, floats.dtype(at::kLong))

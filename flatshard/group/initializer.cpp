@@ -18,7 +18,7 @@ namespace {
 std::array<float, 4> normals(const std::array<std::uint32_t, 4>& words) {
   std::array<float, 4> values{};
   for (int pair = 0; pair < 2; ++pair) {
-    // 1 - u lies in (0, 1]: the logarithm is finite.
+    // 1 - u is in (0, 1]: the logarithm is finite.
     const float u = 1.0F - uniform_float(words[2 * pair]);
     const float angle =
         2.0F * std::numbers::pi_v<float> * uniform_float(words[2 * pair + 1]);

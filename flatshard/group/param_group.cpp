@@ -130,8 +130,8 @@ void ParamGroup::check_slices() const {
         p.slice().is_whole(p.shape) || !mesh()->same_as(*model_mesh()),
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
-        "model share it; give it a sub-mesh without the axis along which the "
-        "slices lie",
+        "model share it; give it a sub-mesh without the axis along which it is "
+        "cut",
         p.names.front());
   }
 }

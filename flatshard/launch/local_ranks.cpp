@@ -22,8 +22,7 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/launch/loopback_listener.h"
 #include "flatshard/launch/rank_stderr.h"
-
-extern char** environ;
+#include "flatshard/launch/rank_variables.h"
 
 namespace flatshard {
 namespace {
@@ -75,8 +74,6 @@ class SignalGate {
   Fd fd_;
 };
 
-constexpr const char* kReportVariable = "FLATSHARD_REPORT_FD";
-constexpr const char* kNoticeVariable = "FLATSHARD_NOTICE_FD";
 std::atomic<int> launchers_notice_fd = -1;  // of the process that starts ranks
 
 // A pipe with one byte in it: the process that takes it is the one that writes
@@ -100,47 +97,6 @@ class Token {
   Fd read_;
   Fd write_;
 };
-
-std::vector<std::string> rank_variables(
-    int rank,
-    int nproc,
-    const LoopbackListener& listener,
-    int report_fd,
-    int notice_fd) {
-  std::vector<std::string> result;
-  std::vector<std::string> own = {
-      fmt::format("RANK={}", rank),
-      fmt::format("WORLD_SIZE={}", nproc),
-      fmt::format("LOCAL_RANK={}", rank),
-      fmt::format("LOCAL_WORLD_SIZE={}", nproc),
-      "MASTER_ADDR=127.0.0.1",
-      fmt::format("MASTER_PORT={}", listener.port()),
-      fmt::format("{}={}", kReportVariable, report_fd),
-      fmt::format("{}={}", kNoticeVariable, notice_fd)};
-  if (rank == 0) {
-    own.push_back(fmt::format("FLATSHARD_MASTER_LISTEN_FD={}", listener.fd()));
-  }
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
-    const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    own.push_back(
-        fmt::format("OMP_NUM_THREADS={}", std::max(1, cores / nproc)));
-  }
-  const std::string_view dropped[] = {
-      "FLATSHARD_MASTER_LISTEN_FD=",
-      "TORCHELASTIC_USE_AGENT_STORE="};
-  for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view text(*entry);
-    const auto same_name = [&](std::string_view other) {
-      return text.starts_with(other.substr(0, other.find('=') + 1));
-    };
-    if (std::none_of(own.begin(), own.end(), same_name) &&
-        std::none_of(std::begin(dropped), std::end(dropped), same_name)) {
-      result.emplace_back(text);
-    }
-  }
-  result.insert(result.end(), own.begin(), own.end());
-  return result;
-}
 
 std::vector<char*> pointers(std::vector<std::string>& strings) {
   std::vector<char*> result;

@@ -119,7 +119,7 @@ std::vector<Rectangle> rectangles(
   FLATSHARD_CHECK(
       0 <= begin && begin <= end && end <= numel,
       usage,
-      "range [{}, {}) does not lie in a tensor of {} elements",
+      "range [{}, {}) is not in a tensor of {} elements",
       begin,
       end,
       numel);
@@ -132,7 +132,7 @@ FlatRuns::FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box) {
   FLATSHARD_CHECK(
       box.lies_in(shape),
       internal,
-      "box {} does not lie in a tensor of {} dimensions",
+      "box {} is not in a tensor of {} dimensions",
       to_string(box),
       shape.size());
   if (box.numel() == 0) {

@@ -180,7 +180,7 @@ void Strategy::validate() const {
         !gradient[axis].is_replicate(),
         config,
         "strategy '{}': gradient on axis {} is Replicate; expected Partial or "
-        "Shard (a gradient at rest is reduced only as far as the optimizer "
+        "Shard (a stored gradient is reduced only as far as the optimizer "
         "needs)",
         name,
         axis);

@@ -137,8 +137,8 @@ const Family& family_to_write(const ModelConfig& config) {
   FLATSHARD_CHECK(
       family.has_config_json(),
       config,
-      "model.family: {} has no config.json that transformers reads; take a "
-      "family whose model_type transformers knows",
+      "model.family: {} has no config.json that transformers reads; choose a "
+      "family whose model_type transformers supports",
       config.family);
   return family;
 }

@@ -213,7 +213,7 @@ __device__ float keep_of(float lr, float decay) {
 
 struct AdamWRule {
   static constexpr bool kFloat8 = true;
-  AdamWScalars s;
+  AdamWStep s;
   float step_size;
   float inverse_c2;
 
@@ -230,7 +230,7 @@ struct AdamWRule {
 
 struct SgdRule {
   static constexpr bool kFloat8 = false;
-  SgdScalars s;
+  SgdStep s;
 
   __device__ void operator()(float& w, float g, float& u, float&, float decay)
       const {
@@ -328,7 +328,7 @@ void dispatch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
 
 void adamw(
     const FlatUpdatePointers& pointers,
-    AdamWScalars s,
+    AdamWStep s,
     cudaStream_t stream) {
   const AdamWRule rule{
       s,
@@ -337,10 +337,7 @@ void adamw(
   dispatch(pointers, rule, stream);
 }
 
-void sgd(
-    const FlatUpdatePointers& pointers,
-    SgdScalars s,
-    cudaStream_t stream) {
+void sgd(const FlatUpdatePointers& pointers, SgdStep s, cudaStream_t stream) {
   dispatch(pointers, SgdRule{s}, stream);
 }
 

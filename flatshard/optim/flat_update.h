@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flatshard/group/float8_outputs.h"
+#include "flatshard/optim/update_step.h"
 
 namespace flatshard {
 
@@ -34,21 +35,6 @@ struct FlatUpdate {
   at::Tensor device_ends;
   at::Tensor device_decays;
   Float8Outputs float8;  ///< AdamW only
-};
-
-struct AdamWStep {
-  float lr = 0;
-  float beta1 = 0;
-  float beta2 = 0;
-  float eps = 0;
-  float bias_correction1 = 1;  ///< 1 - beta1^t
-  float bias_correction2 = 1;  ///< 1 - beta2^t
-};
-
-struct SgdStep {
-  float lr = 0;
-  float momentum = 0;
-  bool first = false;  ///< the momentum starts as the gradient
 };
 
 /// AdamW with decoupled weight decay, arXiv:1711.05101 (algorithm 2):

@@ -93,10 +93,7 @@ void keep_until_read(const FlatUpdate& u, c10::cuda::CUDAStream stream) {
 
 void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
   const c10::cuda::CUDAGuard guard(u.main.device());
-  kernels::adamw(
-      pointers_of(u),
-      {s.lr, s.beta1, s.beta2, s.eps, s.bias_correction1, s.bias_correction2},
-      c10::cuda::getCurrentCUDAStream());
+  kernels::adamw(pointers_of(u), s, c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
@@ -105,7 +102,7 @@ void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
   const c10::cuda::CUDAGuard guard(u.main.device());
   kernels::sgd(
       pointers_of(u),
-      {s.lr, s.first ? 0.0F : s.momentum},
+      {.lr = s.lr, .momentum = s.first ? 0.0F : s.momentum},
       c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());

@@ -91,8 +91,7 @@ void check_float8_outputs(const Float8Outputs& f, const at::Tensor& main) {
       internal,
       "expected float32 main weights, runs of them in ascending order that end "
       "at multiples of 16 (mxfp8: 32) elements of {}, and amax, data and "
-      "scales "
-      "that hold what the runs say",
+      "scales as large as the runs need",
       main.numel());
 }
 

@@ -6,6 +6,7 @@
 
 #include "flatshard/float8/flat_run.h"
 #include "flatshard/float8/formats.h"
+#include "flatshard/optim/update_step.h"
 
 namespace flatshard::kernels {
 
@@ -40,20 +41,10 @@ struct FlatUpdatePointers {
   Float8Pointers float8;
 };
 
-struct AdamWScalars {
-  float lr, beta1, beta2, eps, bias_correction1, bias_correction2;
-};
-struct SgdScalars {
-  float lr, momentum;
-};
-
 void adamw(
     const FlatUpdatePointers& pointers,
-    AdamWScalars step,
+    AdamWStep step,
     cudaStream_t stream);
-void sgd(
-    const FlatUpdatePointers& pointers,
-    SgdScalars step,
-    cudaStream_t stream);
+void sgd(const FlatUpdatePointers& pointers, SgdStep step, cudaStream_t stream);
 
 }  // namespace flatshard::kernels

@@ -11,7 +11,7 @@ namespace flatshard {
 namespace {
 
 // Runs of equal decay over the flat shard. Padding takes the decay of what
-// lies before it: it is zero and stays zero.
+// is before it: it is zero and stays zero.
 std::vector<DecayRange> decay_ranges(
     const ParamGroup& group,
     double weight_decay) {

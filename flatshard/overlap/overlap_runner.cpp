@@ -72,7 +72,9 @@ std::vector<at::Tensor> OverlapRunner::run() {
         range.before(to_string(step));
       }
       run_step(step);
-      if (step.layer >= 0 && step.stream() == PlanStream::compute) {
+      // No exchange sends weight gradients.
+      if (step.layer >= 0 && step.stream() == PlanStream::compute &&
+          step.pass != PlanPass::wgrad) {
         layer_of(step).made.record(*compute);
       }
       executed_.push_back(step);

@@ -73,8 +73,9 @@ class IpcMemory : public PeerMemory {
       FLATSHARD_CHECK(
           rank == this->rank() || theirs.pid != mine.pid,
           config,
-          "memory that ranks share: expected each rank in a process of its "
-          "own, but ranks {} and {} of '{}' are in one",
+          "memory that ranks share: expected a separate process for each rank, "
+          "but "
+          "ranks {} and {} of '{}' are in one",
           rank,
           this->rank(),
           group.name());

@@ -134,8 +134,11 @@ double tick_of(double range) {
 
 class Picture {
  public:
-  Picture(const StepPlan& step, const PictureText& text)
-      : step_(step), text_(text) {
+  Picture(
+      const StepPlan& step,
+      const std::string& title,
+      const std::string& subtitle)
+      : step_(step), title_(title), subtitle_(subtitle) {
     for (const Stream stream :
          {Stream::compute,
           Stream::gather,
@@ -157,8 +160,8 @@ class Picture {
     const double second = kTop + panel + kPanelGap;
     const double height = second + panel + 40 + kLegend;
     body_.clear();
-    line(kLeft, 34, "title", text_.title);
-    line(kLeft, 58, "dim", text_.subtitle);
+    line(kLeft, 34, "title", title_);
+    line(kLeft, 58, "dim", subtitle_);
     draw_panel(kTop, 0, end, "whole step");
     const double scale = (kWidth - kLeft - kRight) / end;
     body_ += fmt::format(
@@ -178,7 +181,7 @@ class Picture {
         height,
         kWidth,
         height,
-        escaped(text_.title),
+        escaped(title_),
         kCss,
         uses(Stream::tensor) ? kTensorCss : std::string_view(),
         body_);
@@ -376,15 +379,19 @@ class Picture {
   }
 
   const StepPlan& step_;
-  const PictureText& text_;
+  const std::string& title_;
+  const std::string& subtitle_;
   std::vector<Stream> lanes_;
   std::string body_;
 };
 
 }  // namespace
 
-std::string to_svg(const StepPlan& step, const PictureText& text) {
-  return Picture(step, text).draw();
+std::string to_svg(
+    const StepPlan& step,
+    const std::string& title,
+    const std::string& subtitle) {
+  return Picture(step, title, subtitle).draw();
 }
 
 }  // namespace flatshard::plan

@@ -137,7 +137,7 @@ std::string end_of(const fs::path& path, std::ptrdiff_t depth) {
   return end.string();
 }
 
-/// Names runs by as much of their paths as tells them apart. A folder that is
+/// Names runs by as much of their paths as distinguishes them. A folder that is
 /// called "run", as by default, is not a name.
 void name_runs(std::vector<RunRecord>& runs) {
   constexpr std::ptrdiff_t kMostParts = 6;

@@ -205,7 +205,7 @@ void RuntimeCore::on_task_end(TaskId task) {
     FLATSHARD_CHECK(
         step.scheduler.resting(),
         internal,
-        "after the backward these units do not rest: {}",
+        "after the backward these units are still in use: {}",
         fmt::join(step.scheduler.busy_units(), ", "));
   }
 }

@@ -216,8 +216,8 @@ models::ModelConfig model_config(const Config& config) {
   FLATSHARD_CHECK(
       m.family == "auto" || m.family == model.family,
       config,
-      "model.family: expected {}, which is what model.preset, model.hf_config "
-      "or model.init_from says, or auto, got '{}'",
+      "model.family: expected {}, as in model.preset, model.hf_config or "
+      "model.init_from, or auto, got '{}'",
       model.family,
       m.family);
   if (model.moe.ffn_dim == model.ffn_dim) {

@@ -54,6 +54,30 @@ std::vector<int> indices_of(
   return indices;
 }
 
+// What the config says, and for auto what was measured to be faster: copies of
+// bfloat16 layers without adapters (docs/guides/tensor_parallel.md).
+// Collective.
+bool choose_copied_activations(const Config& config, Mesh& mesh) {
+  if (config.parallelism.tensor_parallel_comm !=
+      config::TensorParallelKind::automatic) {
+    return config.parallelism.copies_activations();
+  }
+  return !config.cuda_graph.enabled() && !config.float8.recipe &&
+         !config.lora.enabled() &&
+         PeerMemory::has_fast_links(mesh.communicator(
+             mesh.axis_index(kTensorAxis),
+             Purpose::exchange));
+}
+
+// Of a microbatch between two layers, on all ranks that share it.
+std::int64_t activations_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  return config.training.local_batch_size * config.training.seq_len *
+         model.dim *
+         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
+}
+
 std::chrono::milliseconds timeout_of(const Config& config) {
   const std::chrono::duration<double> timeout(config.comm.timeout_s);
   return std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
@@ -169,10 +193,7 @@ std::int64_t tensor_window_nbytes(
     const models::ModelConfig& model) {
   const config::Parallelism& p = config.parallelism;
   return p.shares_layers() && p.copies_activations()
-             ? config.training.local_batch_size * config.training.seq_len *
-                   model.dim *
-                   static_cast<std::int64_t>(
-                       c10::elementSize(config.precision.compute))
+             ? activations_nbytes(config, model)
              : 0;
 }
 
@@ -186,8 +207,8 @@ nn::TensorParallelPtr tensor_parallel_ranks(
   return make_tensor_parallel(
       mesh,
       kTensorAxis,
-      {.copies = config.parallelism.copies_activations(),
-       .window_nbytes = tensor_window_nbytes(config, model),
+      {.copies = choose_copied_activations(config, mesh),
+       .window_nbytes = activations_nbytes(config, model),
        .stream = comm_streams(config)});
 }
 

@@ -54,7 +54,8 @@ std::shared_ptr<StreamExchange> make_exchange(
     const models::ModelConfig& model,
     Mesh& mesh);
 
-/// PeerTensorParallelOptions::window_nbytes; 0: activations are not copied.
+/// PeerTensorParallelOptions::window_nbytes where the config asks for copies,
+/// else 0.
 std::int64_t tensor_window_nbytes(
     const Config& config,
     const models::ModelConfig& model);

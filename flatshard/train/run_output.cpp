@@ -144,7 +144,7 @@ void RunOutput::checkpoint_error(std::int64_t step, const std::string& error) {
     metrics_->write_checkpoint_error(step, error);
   } catch (const Error& full) {
     // The disk that had no room for the checkpoint may have none for this. The
-    // run goes on without the checkpoint, and does so without the row.
+    // run continues without the checkpoint, and does so without the row.
     log_warning("{}", full.message());
   }
 }

@@ -59,7 +59,7 @@ std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
   return std::nullopt;
 }
 
-/// The step of the checkpoint that a run goes on from. Collective.
+/// The step of the checkpoint that a run continues from. Collective.
 std::optional<std::int64_t>
 start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
   constexpr std::int64_t kScratch = -1;
@@ -85,8 +85,8 @@ start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
   return step;
 }
 
-/// Whether nothing is left to do for a run that goes on from the checkpoint of
-/// `step`. Collective.
+/// Whether nothing is left to do for a run that continues from the checkpoint
+/// of `step`. Collective.
 bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
   if (step != config.training.steps) {
     return step > config.training.steps;
@@ -158,7 +158,7 @@ std::int64_t global_batch_from(
   if (!derived) {
     if (mesh.rank() == 0) {
       log_info(
-          "training.global_batch_size = {}, as the config says; the checkpoint "
+          "training.global_batch_size = {}, as in the config; the checkpoint "
           "of step {} was trained with {}",
           t.global_batch_size,
           step,

@@ -95,10 +95,10 @@ void ParameterStorage::set_name(
   if (float8) {
     refusing_.unsafeGetStorageImpl()
         ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-            "parameter {} of {} is held in FP8 and has no values of its own "
-            "dtype: nn::Linear and what is built of it read its planes "
+            "parameter {} of {} is held in FP8 and has no values of this "
+            "dtype: nn::Linear and modules that contain it read its planes "
             "(nn/weight_source.h). Exclude a parameter that other code reads; "
-            "whoever reads or writes values takes the shards of its group "
+            "to read or write values, use the shards of its group "
             "(Runtime::all_groups)",
             name,
             unit));

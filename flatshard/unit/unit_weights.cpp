@@ -78,10 +78,10 @@ void UnitWeights::find_parts(const std::string& unit) {
     static std::once_flag said;
     std::call_once(said, [&] {
       log_warning(
-          "unit {} has {} parts of FP8 weights; more than {} are not told "
-          "apart, so its planes are gathered whole and gather_parts has no "
-          "effect there; smaller units would be gathered in parts (logged "
-          "once)",
+          "unit {} has {} parts of FP8 weights; more than {} are not "
+          "distinguished, so its planes are gathered whole and gather_parts "
+          "has no effect there; smaller units would be gathered in parts "
+          "(logged once)",
           unit,
           parts_.size(),
           most);

@@ -108,7 +108,7 @@ void bind_checkpoint(py::module_& m) {
   py::class_<TensorStates, std::shared_ptr<TensorStates>>(
       m,
       "TensorStates",
-      "The state of an optimizer that the core does not know.")
+      "The state of an optimizer that the core does not have.")
       .def(
           py::init<
               Units,
@@ -117,7 +117,7 @@ void bind_checkpoint(py::module_& m) {
           py::arg("states"))
       .def("set_updates", &TensorStates::set_updates, py::arg("updates"));
 
-  py::class_<SaveResult>(m, "SaveResult", "What became of one save.")
+  py::class_<SaveResult>(m, "SaveResult", "The result of one save.")
       .def_readonly("step", &SaveResult::step)
       .def_readonly("seconds", &SaveResult::seconds)
       .def_property_readonly("error", [](const SaveResult& self) {

@@ -91,8 +91,8 @@ void bind_comm(py::module_& m) {
         return rows;
       },
       "The table of named strategies: name, other name, name with replicas "
-      "along an outer axis, and what rests where, a letter each for outer and "
-      "inner axes.");
+      "along an outer axis, and where parameters, gradients and states are "
+      "stored, a letter each for outer and inner axes.");
 }
 
 }  // namespace flatshard::python

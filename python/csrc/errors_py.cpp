@@ -39,7 +39,7 @@ void bind_errors(py::module_& m) {
   error_type = new_type(
       m,
       "Error",
-      "What the runtime reports. `code` is one of config, usage, comm, "
+      "An error of the runtime. `code` is one of config, usage, comm, "
       "timeout, cuda, io, format, memory, internal.",
       py::reinterpret_borrow<py::object>(PyExc_RuntimeError));
   value_error_type = new_type(

@@ -72,7 +72,7 @@ Float8Parameter find(const at::Tensor& weight) {
       found != known.parameters.end(),
       usage,
       "float8_linear: expected a weight [{}] that fully_shard(fp8=...) holds "
-      "in FP8, whole and of a model that lives, got another tensor",
+      "in FP8, whole and of an existing model, got another tensor",
       fmt::join(weight.sizes(), ", "));
   return found->second;
 }
@@ -87,8 +87,8 @@ void check_input(const at::Tensor& x, const at::Tensor& weight) {
   FLATSHARD_CHECK(
       x.scalar_type() == weight.scalar_type(),
       usage,
-      "Float8Linear: expected an input of {}, which FP8 computes beside, got "
-      "{}: mp_policy casts the inputs of units, autocast those of layers",
+      "Float8Linear: expected an input of {}, the dtype of its weight, got {}: "
+      "mp_policy casts the inputs of units, autocast those of layers",
       c10::toString(weight.scalar_type()),
       c10::toString(x.scalar_type()));
 }

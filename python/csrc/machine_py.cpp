@@ -49,7 +49,7 @@ void bind_machine(py::module_& m) {
   m.def(
       "try_peer_copies",
       &try_peer_copies,
-      "What goes wrong with copies between GPUs; empty: nothing.");
+      "Returns the error of copies between GPUs; empty: they work.");
 }
 
 }  // namespace flatshard::python

@@ -103,8 +103,7 @@ void bind_runtime(py::module_& m) {
       m,
       "TreeUnit",
       "A unit in the tree of a model. `parent` is the number of the unit "
-      "around "
-      "it, -1 for none.")
+      "around it, -1 for none.")
       .def(
           py::init([](std::shared_ptr<PyUnit> unit,
                       UnitId parent,
@@ -120,7 +119,7 @@ void bind_runtime(py::module_& m) {
           py::arg("parent"),
           py::arg("places"),
           py::arg("grads"));
-  py::class_<PyRuntime::Callbacks>(m, "Callbacks", "What the root is told.")
+  py::class_<PyRuntime::Callbacks>(m, "Callbacks", "Calls of the root.")
       .def(
           py::init([](py::object before_forward,
                       py::object before_backward,

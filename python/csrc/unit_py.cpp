@@ -148,7 +148,7 @@ void bind_unit(py::module_& m) {
           "join",
           &PyUnit::join,
           py::arg("other"),
-          "The parameters of `other` come behind this one's, which keep their "
+          "Appends the parameters of `other` to this unit's, which keep their "
           "numbers.")
       .def("whole", &PyUnit::whole)
       .def("shard", &PyUnit::shard)

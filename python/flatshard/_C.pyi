@@ -10,7 +10,7 @@ torch_version: str
 with_cuda: bool
 
 class Error(RuntimeError):
-    """What the runtime reports. `code` is one of config, usage, comm, timeout, cuda,
+    """An error of the runtime. `code` is one of config, usage, comm, timeout, cuda,
     io, format, memory, internal."""
 
     code: str
@@ -174,7 +174,7 @@ class TreeUnit:
     ) -> None: ...
 
 class Callbacks:
-    """What the root is told."""
+    """Calls of the root."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ class AdamW:
     def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
 
 class TensorStates:
-    """The state of an optimizer that the core does not know."""
+    """The state of an optimizer that the core does not have."""
 
     def __init__(
         self,

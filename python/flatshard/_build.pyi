@@ -1,4 +1,4 @@
-"""What this Flatshard was built with."""
+"""Versions and features of this build of Flatshard."""
 
 VERSION: str
 TORCH: str

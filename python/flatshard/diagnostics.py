@@ -92,8 +92,9 @@ class TracedAction:
 
 
 def take_trace(model: nn.Module) -> list[TracedAction]:
-    """What the core did since the last call, where FLATSHARD_TRACE_STEPS=1 was in the
-    environment when the model ran first; else nothing. It is kept until it is taken.
+    """Returns the actions of the core since the last call, where
+    FLATSHARD_TRACE_STEPS=1 was in the environment when the model ran first; else
+    nothing. It is kept until it is taken.
 
     Args:
         model: the outermost module that fully_shard wrapped.

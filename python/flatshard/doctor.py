@@ -37,7 +37,7 @@ def findings():
 
 
 def problems():
-    """What would not work here, and what to do about it."""
+    """Returns what does not work on this machine, and what to do about it."""
     if torch.cuda.is_available() and not _C.with_cuda:
         yield (
             "training on this machine's GPUs: flatshard is built for CPUs only; build "
@@ -50,7 +50,7 @@ def problems():
 
 
 def notes():
-    """What this machine does not have, as far as torch sees."""
+    """Returns what this machine does not have, as far as torch sees."""
     if _C.with_cuda and not torch.cuda.is_available():
         yield "torch sees no GPU, so training is on the CPU (look at nvidia-smi)"
 
@@ -139,7 +139,7 @@ def try_ranks(kind):
 
 
 def as_rank(rank, kind, store):
-    """What a process of try_ranks does."""
+    """The program of a process of try_ranks."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

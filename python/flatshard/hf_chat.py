@@ -12,7 +12,7 @@ ASSISTANT = "assistant"
 
 
 def load_tokenizer(path):
-    """What AutoTokenizer makes of the folder, without torch."""
+    """The result of AutoTokenizer for the folder, without torch."""
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:

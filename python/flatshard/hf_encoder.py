@@ -1,7 +1,7 @@
 """A Hugging Face tokenizer as AutoTokenizer of transformers 4 reads its folder, with the
 tokenizers package alone. Transformers 5 ignores add_prefix_space, add_bos_token and
-add_eos_token of tokenizer_config.json for most classes. The program `flatshard` runs this text before that of
-prepare_tokens.py."""
+add_eos_token of tokenizer_config.json for most classes. The program `flatshard` runs
+this text before that of prepare_tokens.py."""
 
 import itertools
 import json
@@ -98,7 +98,7 @@ def content(token):
 
 
 class Folder:
-    """What the files beside a tokenizer.json say, as AutoTokenizer reads them."""
+    """The settings in the files next to a tokenizer.json, as AutoTokenizer reads them."""
 
     def __init__(self, path):
         # A file of another name stands for itself.

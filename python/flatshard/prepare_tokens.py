@@ -155,7 +155,7 @@ def encoded_rows(chats, encode, stream, out):
             write_warning(
                 out,
                 f"{where}: a message spells out the control token {chats.spelled}, "
-                "which becomes the token: templates leave no way to tell them apart",
+                "which becomes the token: templates leave no way to distinguish them",
             )
         yield result
 

@@ -54,8 +54,8 @@ def wheel_name(version, torch, cuda):
 
 
 def misfit(build, torch):
-    """What is wrong with `torch`, an installed_torch(), and what to install. None when
-    it fits. A build without CUDA fits a torch with CUDA, too."""
+    """Returns what is wrong with `torch`, an installed_torch(), and what to install.
+    None when it fits. A build without CUDA fits a torch with CUDA, too."""
     device = f" with CUDA {build.CUDA.split('.')[0]}" if build.CUDA else ""
     wanted = f"torch {minor(build.TORCH)}.*{device}"
     this = f"flatshard {build.VERSION}+{label(build.TORCH, build.CUDA)}"

@@ -203,7 +203,7 @@ TEST_F(Checkpoints, ARunThatFailsAtItsStartMovesNothing) {
     EXPECT_EQ(failed.errors().size(), 1u) << failed.output;
     EXPECT_EQ(snapshot(folder_ / "run"), files) << change;
   }
-  // A restart is no reason to go on from another run's checkpoints.
+  // A restart is no reason to continue from another run's checkpoints.
   const Result again =
       run("run", 2, "--max-restarts 1 --set model.init_from=/nowhere");
   EXPECT_THAT(again.output, HasSubstr("restart 1 of 1, from the first step"));

@@ -212,7 +212,7 @@ TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   expect_same("grid_drops", "one_drops");
 }
 
-// A checkpoint of ep 2 with etp 2 has whole experts: training goes on at one
+// A checkpoint of ep 2 with etp 2 has whole experts: training continues at one
 // rank, and what reads runs has one process.
 TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   const std::string options =

@@ -210,7 +210,7 @@ TEST(TcpStore, MissingRanksAreATimeout) {
     EXPECT_THAT(
         ::testing::internal::GetCapturedStderr(),
         HasSubstr(fmt::format(
-            "waiting for rank {} of 2 at 127.0.0.1:{}; SLURM_NTASKS says",
+            "waiting for rank {} of 2 at 127.0.0.1:{}; SLURM_NTASKS is",
             1 - rank,
             port)));
   }

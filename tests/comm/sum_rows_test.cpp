@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// Rows as they lie in a CopyReducer: some elements apart, from `offset` on.
+// Rows as they are in a CopyReducer: some elements apart, from `offset` on.
 struct Shape {
   std::int64_t size;
   std::int64_t n;

@@ -93,7 +93,7 @@ TEST(Corpus, DamagedFilesAreRefused) {
   std::filesystem::resize_file(temp / "c/train-00001.bin", 3);
   EXPECT_THAT(
       error_message(ErrorCode::format, [&] { Corpus::open(temp / "c"); }),
-      HasSubstr("train-00001.bin: expected 4 bytes as meta.json says, got 3"));
+      HasSubstr("train-00001.bin: expected 4 bytes as in meta.json, got 3"));
   write_small_corpus(temp / "d", TokenType::uint16, 2, {5});
   std::filesystem::remove(temp / "d/train-00002.bin");
   EXPECT_THAT(

@@ -112,7 +112,7 @@ TEST(JsonRows, ErrorsNameTheLine) {
       HasSubstr("expected a name in double quotes"));
   EXPECT_THAT(
       problem("{\"text\": \"\\q\"}"),
-      HasSubstr("the escape '\\q', which JSON does not know"));
+      HasSubstr("the escape '\\q', which JSON does not have"));
   EXPECT_THAT(
       problem("{\"text\": \"\\u12g4\"}"),
       HasSubstr("four hexadecimal digits"));

@@ -258,7 +258,7 @@ TEST(Strict, RanksInDifferentOrders) {
             HasSubstr("in step 7"),
             HasSubstr("rank 0 called module cell1, rank 1 called module "
                       "cell2")));
-    // Said before anything went out: all can go on.
+    // Said before anything went out: all can continue.
     twin.sharded->body = [](LabImpl& lab, at::Tensor x) {
       return lab.standard(x);
     };

@@ -50,7 +50,7 @@ TEST(OverlapCheck, PlansThatPutTwoInOnePlaceAreRefused) {
         check_placement({a, {"b", 3, 5, 128, 256}}, 512);
       }),
       HasSubstr("the plan lets a (bytes [0, 256)) and b (bytes [128, 384)) "
-                "live in one place at one time"));
+                "share a place at the same time"));
   EXPECT_THAT(
       memory_error([&] { check_placement({a}, 255); }),
       HasSubstr("puts a at bytes [0, 256) of an arena of 255"));

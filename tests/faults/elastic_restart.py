@@ -4,7 +4,7 @@
 `flatshard train --resume` runs under `torchrun --max-restarts 2` on two ranks
 of this machine. SIGKILL ends rank 1 in mid-run, and rank 0 in the run that
 torchrun starts again. Each time the other rank has to name the one that is
-gone, and the next run has to go on from the last checkpoint that was whole. At
+gone, and the next run has to continue from the last checkpoint that was whole. At
 the end the weights have to be, bit for bit, those of two ranks that were left
 alone.
 

@@ -153,7 +153,7 @@ class SmallDisk:
         self.path = run.output / "checkpoints"
 
     def fill(self):
-        # What is there moves along, so that the run goes on from it.
+        # What is there moves along, so that the run continues from it.
         kept = self.path.with_name("kept")
         self.path.mkdir(parents=True, exist_ok=True)
         shutil.copytree(self.path, kept)

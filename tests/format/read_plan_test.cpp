@@ -229,7 +229,7 @@ TEST(ReadPlan, AnEntryMayHoldSeveralPieces) {
   };
   EXPECT_EQ(check(), "no error");
   pieces.erase(pieces.begin() + 1);
-  EXPECT_THAT(check(), HasSubstr("expected 600 bytes as manifest.json says"));
+  EXPECT_THAT(check(), HasSubstr("expected 600 bytes as in manifest.json"));
 }
 
 TEST(ReadPlan, ReadsNoByteTwice) {

@@ -146,7 +146,7 @@ std::vector<Deviation> deviations() {
        .captures_again = 1},
       {.name = "ABackwardThatNeverComes",
        .hooks = forward_without_backward(),
-       .reason = "the unit's weights lie elsewhere",
+       .reason = "the unit's weights are at other addresses",
        .captures_again = 1},
       {.name = "AnExceptionInTheForward",
        .hooks = before_step(
@@ -160,7 +160,7 @@ std::vector<Deviation> deviations() {
            })},
       {.name = "AnExceptionInTheBackward",
        .hooks = exception_in_a_backward(),
-       .reason = "the unit's weights lie elsewhere",
+       .reason = "the unit's weights are at other addresses",
        .captures_again = 1},
       {.name = "AHookInside",
        .hooks = hook_for_two_steps([](Training& t) {
@@ -192,7 +192,7 @@ std::vector<Deviation> deviations() {
                t.runtime().gathers().unshard(u);
              }
            }),
-       .reason = "the unit's weights lie elsewhere",
+       .reason = "the unit's weights are at other addresses",
        .captures_again = 1},
       {.name = "ResetGraphs",
        .hooks = reset_of_the_graphs(),

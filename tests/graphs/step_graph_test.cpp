@@ -310,7 +310,7 @@ std::vector<BadStep> bad_steps() {
       {.name = "WeightsThatStayGathered",
        .behind = [](Training& t,
                     const at::Tensor&) { t.runtime().gathers().unshard(1); },
-       .reason = "these units do not rest"},
+       .reason = "these units are still in use"},
   };
 }
 

@@ -39,7 +39,7 @@ TEST(Placements, WhatDoesNotDivideIsNamed) {
         message_of([&] {
           ParameterPlacement::along(*mesh->sub_mesh({"ep"}), "ep", 4);
         }),
-        ::testing::HasSubstr("has no axis beside 'ep'"));
+        ::testing::HasSubstr("has no axis but 'ep'"));
     mesh->world().barrier();
   });
 }

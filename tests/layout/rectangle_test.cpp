@@ -42,7 +42,7 @@ TEST(Rectangles, RefusesRangesOutsideTheTensor) {
     expect_error(
         ErrorCode::usage,
         fmt::format(
-            "range [{}, {}) does not lie in a tensor of 6 elements",
+            "range [{}, {}) is not in a tensor of 6 elements",
             begin,
             end),
         [&, begin = begin, end = end] { rectangles(shape, begin, end); });

@@ -64,20 +64,20 @@ class CheckLayers(unittest.TestCase):
 
     def test_torch_in_a_pure_folder(self):
         found = self.check(layout__a_dot_cpp="#include <c10/util/Exception.h>")
-        self.assertIn("layout knows no torch", found[0])
+        self.assertIn("layout must not use torch", found[0])
 
     def test_torch_in_a_folder_that_says_pure(self):
         found = self.check(
             data__CMakeLists_dot_txt="flatshard_library(\n  data PURE SOURCES a)",
             data__a_dot_cpp="#include <torch/torch.h>",
         )
-        self.assertIn("data knows no torch", found[0])
+        self.assertIn("data must not use torch", found[0])
 
     def test_pure_folder_must_say_so(self):
         found = self.check(
             core__CMakeLists_dot_txt="flatshard_library(core SOURCES a.cpp)"
         )
-        self.assertIn("say PURE", found[0])
+        self.assertIn("mark it PURE", found[0])
 
     def test_upward_deps(self):
         text = "# DEPS cli\nflatshard_library(\n  comm SOURCES a.cpp DEPS core unit)"

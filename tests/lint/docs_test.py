@@ -245,6 +245,22 @@ class Docs(unittest.TestCase):
                 }
                 self.assertTrue(named <= card["measured"].keys(), path)
 
+    def test_docs_have_at_most_forty_thousand_words(self):
+        pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+        words = [word for word in pages.split() if re.search(r"\w", word)]
+        self.assertLessEqual(len(words), 40_000)
+        readme = (ROOT / "README.md").read_text()
+        self.assertLessEqual(readme.count("\n"), 130)
+
+    def test_no_prose_line_is_longer_than_140_columns(self):
+        for page in PAGES:
+            fence = False
+            for number, line in enumerate(page.read_text().splitlines(), 1):
+                fence ^= line.lstrip().startswith("```")
+                command = re.fullmatch(r"`[^`]*`\.?", line)
+                if not fence and not line.startswith(("|", "#")) and not command:
+                    self.assertLessEqual(len(line), 140, f"{page.name}:{number}")
+
     def test_the_glossary_has_at_most_forty_nouns(self):
         text = (ROOT / "docs/internals/overview.md").read_text()
         rows = re.findall(r"^- (.*?) \(`", text[text.index("## The nouns") :], re.M)

@@ -180,7 +180,7 @@ TEST(OverlapSelective, RecomputesWhatFollowsAttention) {
 }
 
 // Weights that the program unsharded hold more slots than the plan has: in that
-// step some lie elsewhere.
+// step some are at other addresses.
 TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {
   MoeOverlapCase c{
       .layers = 6,
@@ -200,7 +200,7 @@ TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {
   EXPECT_THAT(
       stats.fallbacks,
       ::testing::Contains(::testing::Key(
-          ::testing::HasSubstr("the unit's weights lie elsewhere"))));
+          ::testing::HasSubstr("the unit's weights are at other addresses"))));
   EXPECT_GT(stats.forward_replays, 2 * c.microbatches * c.layers);
 }
 
@@ -254,7 +254,7 @@ TEST(OverlapGraphsThat, DoNotGoWithItAreRefusedByName) {
                    return Float8Format{};
                  };
                }}),
-      ::testing::HasSubstr("the planes of each lie in other places"));
+      ::testing::HasSubstr("the planes of each are at other addresses"));
 }
 
 /// The all-to-alls of a step of a plan: how many numbers a row has.

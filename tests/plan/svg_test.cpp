@@ -58,7 +58,7 @@ TEST(Svg, DrawsTheExchangesOfRanksThatShareLayers) {
       Kernel::exchange(Transfer::all_gather, 1e9),
       Kernel::memory("norm", 1e9)};
   const std::string svg =
-      to_svg(plan_step(job, plan_units(job), round_gpu()), {.title = "a step"});
+      to_svg(plan_step(job, plan_units(job), round_gpu()), "a step");
   EXPECT_TRUE(is_well_formed(svg));
   EXPECT_THAT(svg, HasSubstr(">tensor par.</text>"));
   EXPECT_THAT(svg, HasSubstr(">tensor parallelism</text>"));
@@ -66,7 +66,7 @@ TEST(Svg, DrawsTheExchangesOfRanksThatShareLayers) {
   job.layer_kinds[0].nodes[PlanNode::attend].forward.erase(
       job.layer_kinds[0].nodes[PlanNode::attend].forward.begin());
   const std::string without =
-      to_svg(plan_step(job, plan_units(job), round_gpu()), {.title = "a step"});
+      to_svg(plan_step(job, plan_units(job), round_gpu()), "a step");
   EXPECT_THAT(without, Not(HasSubstr("tensor par")));
   EXPECT_THAT(without, Not(HasSubstr(".t {")));
 }
@@ -81,7 +81,8 @@ TEST(Svg, DrawsEachStreamThatIsUsed) {
   gpu.nvlink.reduce_scatter.rates = {2e-6};
   const std::string svg = to_svg(
       plan_step(job, plan_units(job), gpu),
-      {.title = "a <model> & ranks", .subtitle = "a step"});
+      "a <model> & ranks",
+      "a step");
   EXPECT_TRUE(is_well_formed(svg));
   EXPECT_THAT(svg, HasSubstr("a &lt;model&gt; &amp; ranks"));
   EXPECT_THAT(svg, HasSubstr("width=\"1280\""));

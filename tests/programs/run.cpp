@@ -370,7 +370,7 @@ void compare_rest(
     Comparison& compare) {
   if (!runtime.scheduler().resting()) {
     compare.say(
-        "{} these units do not rest: {}",
+        "{} these units are still in use: {}",
         where,
         fmt::join(runtime.scheduler().busy_units(), ", "));
   }

@@ -592,7 +592,7 @@ def test_a_recipe_that_the_gpu_lacks(mesh, monkeypatch):
 
 
 def test_checkpoints_know_no_fp8(mesh, rank, world, folder):
-    """FP8, then bfloat16 on one rank, then another recipe: all go on from the same."""
+    """FP8, then bfloat16 on one rank, then another recipe: all continue from the same."""
     a = sharded(mesh, policy("rowwise"))
     optimizer = flatshard.optim.AdamW(a.parameters(), lr=1e-2)
     a.loss(torch.Generator().manual_seed(rank)).backward()

@@ -38,7 +38,7 @@ class Mlp(nn.Module):
         return (self(x) - y).square().mean()
 
 
-# Boundaries between ranks lie at multiples of 16 elements: these have several, none
+# Boundaries between ranks are at multiples of 16 elements: these have several, none
 # of them even.
 DIM, HIDDEN = 13, 40
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 
-# How long the other ranks may go on when one has died.
+# How long the other ranks may continue when one has died.
 GRACE_S = 70
 # Of what a rank that failed wrote to stderr below Python, the last so many bytes.
 SHOWN_BYTES = 16000

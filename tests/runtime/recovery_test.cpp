@@ -159,7 +159,7 @@ TEST(Recovery, B43_ReplacedStorageIsNamed) {
       EXPECT_EQ(code, ErrorCode::usage) << strategy;
       EXPECT_NE(message.find("cell1.gain"), std::string::npos) << message;
       EXPECT_NE(message.find("copy_"), std::string::npos) << message;
-      // Given back, training goes on as if nothing had been.
+      // Given back, training continues as if nothing had been.
       gain.set_data(own);
       twin.step(forward_backward);
       twin.step(forward_backward);

@@ -212,7 +212,7 @@ class ThreadBackend : public c10d::Backend {
 };
 
 /// Rank 0 makes it. Its address goes through the store, which ranks in other
-/// processes cannot reach, and all have it before any goes on.
+/// processes cannot reach, and all have it before any continues.
 std::shared_ptr<Meeting> join(
     const StoreHandle& store,
     int rank,

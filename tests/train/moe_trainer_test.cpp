@@ -199,7 +199,7 @@ TEST_F(MoeTrainer, GraphsChangeNoLoss) {
   EXPECT_THAT(metrics, HasSubstr("\"backward_replays\":32"));
 }
 
-// Biases are part of a checkpoint: the run goes on as if it had not stopped.
+// Biases are part of a checkpoint: the run continues as if it had not stopped.
 TEST_F(MoeTrainer, ACheckpointHasTheBiases) {
   const std::vector<std::string> common{
       "moe.balance_rate=0.05",
@@ -251,7 +251,7 @@ TEST_F(MoeTrainer, ACheckpointHasTheBiases) {
   }
 }
 
-// A run goes on with it, or without.
+// A run continues with it, or without.
 TEST_F(MoeTrainer, TwoMicrobatchesAtOnceChangeNoLoss) {
   const std::vector<std::string> common{
       "moe.balance_rate=0.05",

@@ -503,7 +503,7 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
   }
 }
 
-// Evaluation, checkpoints, a skipped step and a rewind lie between replays.
+// Evaluation, checkpoints, a skipped step and a rewind are between replays.
 TEST_F(TrainerTest, StepsAsOneGraphChangeNoBitOfTheRun) {
   const std::vector<std::string> common{
       "training.steps=8",

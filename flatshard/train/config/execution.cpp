@@ -16,7 +16,7 @@ namespace {
 
 const ConfigKey kExecutionKeys[] = {
     KEY(activation_checkpoint.mode,
-        "what backward computes again instead of keeping it"),
+        "activations that the backward computes again instead of keeping them"),
 
     KEY(cuda_graph.impl,
         "record each block once and replay its forward and its backward as one "
@@ -63,9 +63,8 @@ const ConfigKey kExecutionKeys[] = {
         .range = {1, kMaxSteps},
         .used_if = {kHasGraphs}),
     KEY(cuda_graph.on_miss,
-        "what a block or step does that cannot be replayed: run without a "
-        "graph, which is counted and logged once for each reason, or end the "
-        "run",
+        "if a block or step cannot be replayed: run it without a graph, which "
+        "is counted and logged once for each reason, or end the run",
         .used_if = {kHasGraphs}),
 };
 
@@ -93,8 +92,9 @@ std::set<std::string> graph_regions(const Config& config) {
     FLATSHARD_CHECK(
         name != "moe",
         config,
-        "cuda_graph.modules: {} is not recorded: a router's choice says how "
-        "many rows are exchanged, for which the host waits; use moe_router and "
+        "cuda_graph.modules: {} is not recorded: the number of exchanged rows "
+        "depends on the router's choice, for which the host waits; use "
+        "moe_router and "
         "moe_preprocess",
         name);
     FLATSHARD_CHECK(

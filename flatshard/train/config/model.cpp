@@ -89,7 +89,7 @@ const ConfigKey kModelKeys[] = {
     KEY(model.rope_theta, "base of the rotary embedding", .range = {1, 1e15}),
     KEY(model.rope_scaling,
         "how rotations are stretched for sequences longer than those of the "
-        "pretraining; auto: as preset and hf_config say"),
+        "pretraining; auto: as in preset or hf_config"),
     KEY(model.rope_factor,
         "how many times longer sequences may be; max_seq_len becomes so much "
         "longer unless it is set",
@@ -99,8 +99,8 @@ const ConfigKey kModelKeys[] = {
               scales_rope,
               "model.rope_scaling = llama3, linear, dynamic or yarn"}}),
     KEY(model.rope_original_seq_len,
-        "longest sequence of the pretraining; unset: max_seq_len as preset and "
-        "hf_config say",
+        "longest sequence of the pretraining; unset: max_seq_len of preset or "
+        "hf_config",
         .range = {1, kMaxTokens},
         .used_if =
             {{"model.rope_scaling",
@@ -113,7 +113,7 @@ const ConfigKey kModelKeys[] = {
     KEY(model.norm_eps, "epsilon of the RMS norms", .range = {.max = 1}),
     KEY(model.initializer_range,
         "standard deviation of matrices that are trained from scratch; unset: "
-        "0.02, or as hf_config says",
+        "0.02, or as in hf_config",
         .range = {.max = 1}),
     KEY(model.tie_embeddings, "the head uses the embedding's weights"),
     KEY(model.qk_norm,
@@ -164,7 +164,7 @@ const ConfigKey kModelKeys[] = {
         .range = {.max = 10000}),
     KEY(model.router_score,
         "how experts are scored: softmax over all, or each by a sigmoid; auto: "
-        "softmax, or as preset and hf_config say"),
+        "softmax, or as in preset or hf_config"),
     KEY(model.router_normalize,
         "the weights of a token's experts add up to router_scale; unset: true"),
     KEY(model.router_scale, "factor of the weights; unset: 1"),

@@ -68,8 +68,8 @@ const std::vector<Conflict> kPieces = {
      "moe_router, mlp)"},
     {{"cuda_graph.impl", "float8.recipe"},
      WHEN(c.cuda_graph.enabled() && c.float8.recipe),
-     "the FP8 planes of two microbatches lie in other places; leave "
-     "one out"},
+     "the FP8 planes of two microbatches are at other addresses; leave one "
+     "out"},
     {{"diagnostics.strict"},
      WHEN(c.diagnostics.strict),
      "it watches the calls of modules, and pieces of blocks are none"},
@@ -80,9 +80,9 @@ const std::vector<Conflict> kPieces = {
 
 const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.strategy,
-        "what is sharded: zero0 nothing (no_shard), zero1 the optimizer's "
-        "state (optim), zero2 gradients too (optim_grads), zero3 weights too "
-        "(optim_grads_params)",
+        "parts that are sharded: zero0 nothing (no_shard), zero1 the "
+        "optimizer's state (optim), zero2 gradients too (optim_grads), zero3 "
+        "weights too (optim_grads_params)",
         .choices = strategies(),
         .conflicts =
             {{{"parallelism.data_parallel_replicate_degree"},
@@ -115,7 +115,7 @@ const ConfigKey kParallelismKeys[] = {
         "how the ranks of tensor_parallel_degree exchange activations: by "
         "collectives, or by copies between the ranks' memory, which on GPUs "
         "take no SM, overlap with products and need all of these ranks on one "
-        "host; auto: collective",
+        "host; auto: copies of bfloat16 layers where NVLink joins them",
         .used_if = {kSharesLayers},
         .conflicts =
             {{{"cuda_graph.impl"},
@@ -155,10 +155,9 @@ const ConfigKey kParallelismKeys[] = {
         .used_if = {kDividesExperts}),
     KEY(parallelism.overlap_expert_parallel,
         "run the backward of one microbatch in parallel with the forward of "
-        "the next, so "
-        "that the tokens of one are exchanged while the other computes; needs "
-        "experts "
-        "and 2 microbatches or more (docs/guides/moe.md)",
+        "the next, so that the tokens of one are exchanged while the other "
+        "computes; needs experts and 2 microbatches or more "
+        "(docs/guides/moe.md)",
         .conflicts = kPieces),
     KEY(parallelism.delay_wgrad,
         "compute weight gradients after those of inputs, during the token "
@@ -176,7 +175,7 @@ const ConfigKey kParallelismKeys[] = {
         "neighbouring ranks, such as those of a host, that weights stay "
         "sharded among from forward to backward, so that the backward's "
         "all-gather stays among them; divides data_parallel_shard_degree, and "
-        "takes its part of the weights in memory; 0: as at rest",
+        "adds its part of the weights to the memory; 0: as sharded",
         .range = {.min = 0, .max = kMaxRanks},
         .used_if = {kShardsWeights, kReshards},
         .conflicts =
@@ -194,12 +193,11 @@ const ConfigKey kParallelismKeys[] = {
         .used_if = {kShardsWeights, kReshards}),
     KEY(parallelism.keep_compute_weights,
         "ZeRO-3: keep a shard in precision.compute in addition to main "
-        "weights; "
-        "false saves its memory and casts before every gather",
+        "weights; false saves its memory and casts before every gather",
         .used_if = {kShardsWeights}),
     KEY(parallelism.copy_engines,
-        "what GPUs copy to each other instead of running a collective on their "
-        "SMs: gathers of the forward, or all gathers and reductions (256 MiB "
+        "transfers by copies between GPUs instead of collectives on their SMs: "
+        "gathers of the forward, or all gathers and reductions (256 MiB "
         "more); all ranks on one host. auto: all where NVLink joins them",
         .used_if = {kShards},
         .conflicts =
@@ -215,8 +213,8 @@ const ConfigKey kParallelismKeys[] = {
                   !c.parallelism.keep_compute_weights),
               "compute weights are copied, and are not kept; choose one"}}),
     KEY(parallelism.granularity,
-        "what a rank boundary may not cut: element, row, dim0 (a slice along "
-        "the first dimension), block:N (N rows), chunk (each tensor as "
+        "parts that a rank boundary may not cut: element, row, dim0 (a slice "
+        "along the first dimension), block:N (N rows), chunk (each tensor as "
         "torch.chunk cuts it) or tensor"),
     KEY(parallelism.max_padding,
         "a layout with a larger share of padding is refused"),

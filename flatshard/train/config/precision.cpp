@@ -22,8 +22,7 @@ const ConfigKey kPrecisionKeys[] = {
     KEY(float8.recipe,
         "weights of linear layers are gathered and multiplied in FP8, see "
         "docs/guides/fp8.md: a scale for each tensor, each row and column, "
-        "each "
-        "128 x 128, or each 32 elements",
+        "each 128 x 128, or each 32 elements",
         .conflicts =
             {{{"precision.compute"},
               WHEN(c.precision.compute != at::kBFloat16),
@@ -43,8 +42,8 @@ const ConfigKey kPrecisionKeys[] = {
         "the first and the last block stay in precision.compute",
         .used_if = {kHasFloat8}),
     KEY(float8.column_plane,
-        "what the gradient of a layer's input reads: made of the rows that "
-        "were gathered (derived), or quantized from main weights and gathered "
+        "weights for the gradient of a layer's input: made of the gathered "
+        "rows (derived), or quantized from main weights and gathered "
         "separately (stored; rowwise and mxfp8). auto: derived",
         .used_if = {kHasFloat8},
         .conflicts =
@@ -56,9 +55,9 @@ const ConfigKey kPrecisionKeys[] = {
               "stored is for rowwise and mxfp8, since rows and columns of the "
               "others hold the same numbers; use auto"}}),
     KEY(float8.gather_parts,
-        "what a backward gathers for a recomputation in addition to a stored "
-        "column "
-        "plane: the whole unit's rows, the recomputed layers' rows, or all "
+        "weights that a backward all-gathers for a recomputation in addition "
+        "to a stored column plane: the whole unit's rows, the recomputed "
+        "layers' rows, or all "
         "planes layer by layer",
         .used_if = {kHasFloat8}),
     KEY(float8.emulate,

@@ -103,8 +103,8 @@ const ConfigKey kTrainingKeys[] = {
         "the step to resume from; -1: the latest with --resume, else none",
         .range = {-1, kMaxSteps}),
     KEY(checkpoint.exclude,
-        "what is not taken from a checkpoint or from model.init_from: shell "
-        "patterns of parameter names, `optimizer`, `loader`, with commas "
+        "parts that are not loaded from a checkpoint or from model.init_from: "
+        "shell patterns of parameter names, `optimizer`, `loader`, with commas "
         "between them"),
     KEY(checkpoint.export_hf_at_end,
         "write the last checkpoint as a Hugging Face folder, "

@@ -60,17 +60,20 @@ std::string advice_on_length(
                              fmt::join(parts, "; "));
 }
 
-std::string advice_on_memory(const AdviceSubject& subject) {
-  const Config& config = subject.config;
-  if (subject.capacity_nbytes <= 0) {
+std::string advice_on_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t table_nbytes,
+    std::int64_t capacity_nbytes) {
+  if (capacity_nbytes <= 0) {
     return "";
   }
   const bool recomputes =
       config.activation_checkpoint.mode != models::ActivationCheckpoint::none;
   const std::int64_t activations =
-      recomputes ? 0 : activation_nbytes(config, subject.model);
-  const double share = static_cast<double>(subject.table_nbytes + activations) /
-                       static_cast<double>(subject.capacity_nbytes);
+      recomputes ? 0 : activation_nbytes(config, model);
+  const double share = static_cast<double>(table_nbytes + activations) /
+                       static_cast<double>(capacity_nbytes);
   if (share < kUsableShare) {
     return "";
   }
@@ -78,17 +81,17 @@ std::string advice_on_memory(const AdviceSubject& subject) {
     return fmt::format(
         "advice on memory: the table takes {:.1f} of the GPU's {:.1f} GiB; use "
         "more ranks, or a parallelism.strategy that shards more",
-        gib(subject.table_nbytes),
-        gib(subject.capacity_nbytes));
+        gib(table_nbytes),
+        gib(capacity_nbytes));
   }
   return fmt::format(
       "advice on memory: the table's {:.1f} GiB and about {:.1f} GiB of "
       "activations come near the GPU's {:.1f} GiB; "
       "activation_checkpoint.mode = \"selective\" or \"full\" recomputes "
       "activations, a smaller training.local_batch_size or seq_len has fewer",
-      gib(subject.table_nbytes),
+      gib(table_nbytes),
       gib(activations),
-      gib(subject.capacity_nbytes));
+      gib(capacity_nbytes));
 }
 
 }  // namespace
@@ -133,11 +136,15 @@ std::int64_t activation_nbytes(
          config.training.seq_len;
 }
 
-std::string advice(const AdviceSubject& subject) {
+std::string advice(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t table_nbytes,
+    std::int64_t capacity_nbytes) {
   std::vector<std::string> lines;
   for (const std::string& line :
-       {advice_on_length(subject.config, subject.model),
-        advice_on_memory(subject)}) {
+       {advice_on_length(config, model),
+        advice_on_memory(config, model, table_nbytes, capacity_nbytes)}) {
     if (!line.empty()) {
       lines.push_back(line);
     }

@@ -8,14 +8,6 @@
 
 namespace flatshard {
 
-/// What advice is given about. Config is resolved.
-struct AdviceSubject {
-  const Config& config;
-  const models::ModelConfig& model;
-  std::int64_t table_nbytes = 0;     ///< the memory table's sum, of one rank
-  std::int64_t capacity_nbytes = 0;  ///< of a rank's GPU; 0: a CPU
-};
-
 /// Returns the bytes that one rank's forward keeps for its backward in one
 /// microbatch without recompute. An estimate of a GPU's: 25.1 GiB for
 /// Llama-3-8B at seq_len 8192, as measured (docs/dev/bench_log.md, Memory).
@@ -26,6 +18,13 @@ std::int64_t activation_nbytes(
 /// Returns a line for each default that people regret: in runs of more than 500
 /// steps no warm-up, no checkpoints, or all of them kept; and memory that comes
 /// near what the GPU has. Empty when there is nothing to say.
-std::string advice(const AdviceSubject& subject);
+/// @param config           resolved.
+/// @param table_nbytes     the memory table's sum, of one rank.
+/// @param capacity_nbytes  of a rank's GPU; 0: a CPU.
+std::string advice(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t table_nbytes,
+    std::int64_t capacity_nbytes);
 
 }  // namespace flatshard

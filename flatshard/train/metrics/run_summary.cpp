@@ -150,11 +150,10 @@ std::string to_string(const RunSummary& summary) {
     parts.push_back(memory_table(summary, rows));
     const at::Device device = summary.mesh.device();
     std::string lines = advice(
-        {.config = config,
-         .model = summary.model,
-         .table_nbytes = total_nbytes(rows),
-         .capacity_nbytes =
-             device.is_cuda() ? memory_stats(device).capacity_bytes : 0});
+        config,
+        summary.model,
+        total_nbytes(rows),
+        device.is_cuda() ? memory_stats(device).capacity_bytes : 0);
     if (!lines.empty()) {
       parts.push_back(std::move(lines));
     }

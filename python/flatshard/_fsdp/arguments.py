@@ -117,8 +117,8 @@ def mixed_precision(policy, fp8):
         )
     if fp8 is not None and getattr(policy, "param_dtype_override_fn", None):
         raise NotImplementedError(
-            "mp_policy: param_dtype_override_fn is not supported with fp8; say by "
-            "Float8Policy's module_filter_fn which weights are FP8"
+            "mp_policy: param_dtype_override_fn is not supported with fp8; choose "
+            "FP8 weights by Float8Policy's module_filter_fn"
         )
     return policy
 
@@ -166,7 +166,7 @@ def check_granularity(granularity, strategy):
 
 
 def reshards(reshard_after_forward, strategy, device_mesh, fp8):
-    """Returns whether parameters are resharded after the forward (None: not said), and
+    """Returns whether parameters are resharded after the forward (None: not given), and
     over how many neighbouring ranks (0: over all)."""
     ranks = reshard_after_forward
     if isinstance(ranks, bool) or ranks is None:
@@ -256,7 +256,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
 
 
 def placement_of(shard_placement_fn, tensor, name, mesh):
-    """(Shard or None, the parameter's mesh or None): what shard_placement_fn says.
+    """(Shard or None, the parameter's mesh or None) by shard_placement_fn.
 
     Args:
         mesh: DeviceMesh of the unit.

@@ -1,6 +1,6 @@
 """Custom schedules: a microbatch whose modules run in pieces.
 
-The program says when the forward and the backward of a wrapped module begin and end,
+The program marks when the forward and the backward of a wrapped module begin and end,
 and may run the autograd engine any number of times in between.
 """
 
@@ -28,13 +28,14 @@ class BackwardPass:
             torch.autograd.backward(...)
             mine.end_backward(layer)
 
-    Between `begin` and `end` the layer's parameters are unsharded. Each wrapped module runs
-    once in a pass, the outermost one around the others if it has parameters of its own.
-    While the backward of one pass is open, the forward of another may run. Inputs are
-    cast as `mp_policy` says by `run` alone.
+    Between `begin` and `end` the layer's parameters are unsharded. Each wrapped module
+    runs once in a pass, the outermost one around the others if it has parameters of its
+    own. While the backward of one pass is open, the forward of another may run. Inputs
+    are cast as `mp_policy` says by `run` alone.
 
-    Collective like a forward and a backward: all ranks say the same in the same order.
-    A pass that is left by an exception, or dropped before its backward is over, is given
+    Collective like a forward and a backward: all ranks make the same calls in the same
+    order. A pass that is left by an exception, or dropped before its backward is over,
+    is given
     up: the next forward begins a new step, without this step's gradients.
 
     Attributes:
@@ -100,7 +101,8 @@ class BackwardPass:
         self._root.pass_ended(self)
 
     def begin_backward(self, module: nn.Module) -> None:
-        """All-gathers what the backward of `module` reads, and reduces modules before it."""
+        """All-gathers what the backward of `module` reads, and reduces modules before
+        it."""
         self._core.backward_begin(self._unit(module))
 
     def end_backward(self, module: nn.Module) -> None:

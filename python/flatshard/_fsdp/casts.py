@@ -1,4 +1,4 @@
-"""What a MixedPrecisionPolicy makes of the tensors around a forward."""
+"""How a MixedPrecisionPolicy casts the tensors around a forward."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ def _cast_leaf(dtype, leaf):
 
 
 def cast_inputs(policy, args, kwargs):
-    """What a forward is called with, as a MixedPrecisionPolicy says."""
+    """Returns the arguments of a forward, cast by a MixedPrecisionPolicy."""
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args = tuple(_cast(a, policy.param_dtype) for a in args)
         kwargs = {k: _cast(v, policy.param_dtype) for k, v in kwargs.items()}

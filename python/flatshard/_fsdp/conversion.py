@@ -13,7 +13,7 @@ from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
 
-_converted: set[int] = set()  # by a call that goes on
+_converted: set[int] = set()  # by a call that continues
 
 
 @contextlib.contextmanager

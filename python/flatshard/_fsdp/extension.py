@@ -1,4 +1,4 @@
-"""Parameters of tensor subclasses that say themselves what of them is gathered.
+"""Parameters of tensor subclasses that choose themselves which tensors are all-gathered.
 
 FSDP2's protocol: `fsdp_pre_all_gather` of a rank's piece gives plain tensors, which are
 all-gathered, and `fsdp_post_all_gather` makes of them what modules compute with. The
@@ -38,8 +38,8 @@ def follows_protocol(tensor):
 
 
 def may_follow_protocol(tensor):
-    """Whether pieces of `tensor` are of its subclass, so that what they say can be
-    gathered. Some get the protocol's functions after fully_shard."""
+    """Whether pieces of `tensor` are of its subclass, so that the tensors they choose
+    can be gathered. Some get the protocol's functions after fully_shard."""
     if follows_protocol(tensor):
         return True
     kind = type(tensor)
@@ -252,6 +252,6 @@ class Extension:
             self.tensor = _Leaf.apply(self._whole, self._raw)
 
     def clear(self):
-        """What was gathered goes."""
+        """Frees the gathered tensors."""
         for storage, _ in self._owned:
             storage.resize_(0)

@@ -269,7 +269,8 @@ setattr(fully_shard, "state", state_of)
 
 
 def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):
-    """What a unit keeps of one parameter. `reason`: why it is not FP8, or ""."""
+    """Returns the entry of one parameter in a unit. `reason`: why it is not FP8, or
+    ""."""
     by_subclass = is_extended(tensor)
     parallel = None
     if is_tensor_parallel(tensor):

@@ -23,10 +23,10 @@ def make_graphed_callables(
     """Forwards of units, and their backwards, as CUDA graphs; torch's signature.
 
     torch.cuda.make_graphed_callables runs modules on the samples and captures at once. A
-    sharded module has no unsharded parameters then, so training itself is the warm-up: its
-    first `num_warmup_iters` steps run eagerly and are watched, then all units are
-    captured, as with ShardOptions(cuda_graph=True). Of the samples only shapes,
-    dtypes and flags are looked at. Call it after fully_shard, before the first forward.
+    sharded module has no unsharded parameters then, so training itself is the warm-up:
+    its first `num_warmup_iters` steps run eagerly and are watched, then all units are
+    captured, as with ShardOptions(cuda_graph=True). Of the samples only shapes, dtypes
+    and flags are looked at. Call it after fully_shard, before the first forward.
 
     Args:
         callables: a module that fully_shard wrapped, or a tuple of them.
@@ -156,7 +156,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
 
 
 def cuda_graph_stats(model: nn.Module) -> dict:
-    """What happened with ShardOptions(cuda_graph=True) since the first forward.
+    """Returns counts of ShardOptions(cuda_graph=True) since the first forward.
 
     Args:
         model: the outermost module that fully_shard wrapped.
@@ -166,7 +166,8 @@ def cuda_graph_stats(model: nn.Module) -> dict:
         `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
         eagerly after the warm-up, by reason; `nbytes`, taken from the GPU for the
         graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
-        for it, and `audit_findings`, a list of those in memory of others. Zeros where no unit has cuda_graph=True.
+        for it, and `audit_findings`, a list of those in memory of others. Zeros where
+        no unit has cuda_graph=True.
 
     Raises:
         ValueError: it is another module.

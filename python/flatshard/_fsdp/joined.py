@@ -1,9 +1,9 @@
 """Units whose mesh is a part of the model's: they join the unit around them.
 
-Experts rest on fewer ranks than the block that they belong to, and other ranks hold
-other ones. The block stays one unit, which gathers and reduces them beside its own
-parameters. What `parameters()` shows is the tensor of all experts, cut over the
-block's mesh, and with tensor parallelism of experts over that dimension, too.
+Experts are sharded over fewer ranks than the block that they belong to, and other ranks
+hold other ones. The block stays one unit, which gathers and reduces them together with
+its own parameters. `parameters()` shows the tensor of all experts, cut over the block's
+mesh, and with tensor parallelism of experts over that dimension, too.
 """
 
 import functools

@@ -20,7 +20,7 @@ _SWITCHES = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
 
 class MainGradParameter(nn.Parameter):
-    """A whole parameter whose gradient its module may write by itself."""
+    """A whole parameter whose gradient its module may write directly."""
 
     # TransformerEngine and Megatron-Core ask get_main_grad() in the backward then.
     __fsdp_param__ = True

@@ -159,8 +159,8 @@ class FSDPModule:
             hook: takes [n] reduced, the flat gradients of the rows that this rank
                 has, with padding, in the dtype of the reduction: after the
                 reductions over all mesh dimensions, before the divide factor. Runs
-                on the stream of the reductions, on CPUs on their thread. What it
-                raises is raised by the backward.
+                on the stream of the reductions, on CPUs on their thread. The backward
+                raises its errors.
             stream: on which `hook` runs instead. Not with replicas (HSDP), as in FSDP2.
         """
         if hook is not None and not callable(hook):
@@ -261,22 +261,22 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: ends what is open, releases all
         weights and drops the gradients of the failed step, so that the next step starts
-        clean. The next forward of the root does it automatically, too. Call it on the root,
-        on all ranks. Blocks until the communication under way is over."""
+        clean. The next forward of the root does it automatically, too. Call it on the
+        root, on all ranks. Blocks until the communication under way is over."""
         root_of(self).give_up_passes()
         root_of(self).core.reset()
 
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again after another warm-up. For what a graph cannot see: a tensor that is no
-        argument, parameter or buffer and lies elsewhere now. Call it on the root, between
+        argument, parameter or buffer and is elsewhere now. Call it on the root, between
         steps."""
         root_of(self).core.reset_graphs()
 
     def finalize_backward(self, async_op: bool = False) -> None:
         raise NotImplementedError(
             "finalize_backward is not supported: each backward reduces at its end, "
-            "unless set_requires_gradient_sync(False) or no_sync() says otherwise; leave "
+            "unless set_requires_gradient_sync(False) or no_sync() is in effect; leave "
             "the call out and let the last backward synchronize"
         )
 
@@ -295,8 +295,8 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
-        """False: parameters stay unsharded from forward to backward. True: they are sharded
-        over all ranks, whatever number fully_shard got."""
+        """False: parameters stay unsharded from forward to backward. True: they are
+        sharded over all ranks, whatever number fully_shard got."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
         self._set("keep_post_forward", False, recurse)
 
@@ -376,7 +376,7 @@ class FSDPModule:
 
 
 def _runs_on(stream, hook):
-    """`hook`, on `stream`. What the caller's stream does next waits for it."""
+    """`hook`, on `stream`. Later work of the caller's stream waits for it."""
 
     def run(reduced):
         device = torch.get_device_module(reduced.device)

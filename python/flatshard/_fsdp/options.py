@@ -61,7 +61,7 @@ class ShardOptions:
         expect(
             "granularity",
             self.granularity in ("dim0", "chunk", "tensor"),
-            "'dim0', 'chunk' or 'tensor', which DTensors can say",
+            "'dim0', 'chunk' or 'tensor', which DTensors can express",
         )
         in_place = self.grads_in_place is None or isinstance(self.grads_in_place, bool)
         expect("grads_in_place", in_place, "True, False or None")
@@ -70,7 +70,7 @@ class ShardOptions:
         check_policy(self.fp8)
         if self.granularity == "chunk" and self.fp8 is not None:
             raise NotImplementedError(
-                "options: granularity 'chunk' is not supported with fp8, whose scales say "
+                "options: granularity 'chunk' is not supported with fp8, whose scales decide "
                 "where a weight may be cut; leave one of them out"
             )
 

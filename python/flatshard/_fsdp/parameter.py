@@ -90,7 +90,8 @@ class Parameter:
 
     @property
     def shown(self):
-        """What has the tensor that modules see in place of `whole`; None: they see it."""
+        """The holder of the tensor that modules see in place of `whole`; None: they see
+        it."""
         return self.extension or self.parallel
 
     def is_shown(self):
@@ -101,7 +102,7 @@ class Parameter:
         return any(self.is_face(tensor) for tensor in shown)
 
     def faces(self):
-        """What modules show of it, sharded or whole."""
+        """The tensor that modules show, sharded or whole."""
         shown = self.extension.tensor if self.extension else None
         if self.parallel is not None:
             shown = self.parallel.made
@@ -123,7 +124,7 @@ def plain_like(tensor, is_subclass):
 
 
 def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
-    """What modules compute with instead of `tensor`; without memory.
+    """The tensor that modules compute with instead of `tensor`; without memory.
 
     Args:
         dim: that is stored first.
@@ -194,7 +195,7 @@ def num_marked():
 
 
 def name_released(parameters):
-    """What reading a whole parameter says while it has no memory."""
+    """The error of reading a whole parameter while it has no memory."""
     for p in parameters:
         if p.float8:
             set_access_error(

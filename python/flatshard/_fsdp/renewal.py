@@ -44,9 +44,9 @@ def make_core(parameters, values, mp_policy, mesh, options):
 
 
 def shard_again(unit):
-    """Before the first forward with gradients: makes the core's unit for the dtypes and the
-    requires_grad that the parameters have now. Collective where a rank gets other rows.
-    The shards stay the same objects."""
+    """Before the first forward with gradients: makes the core's unit for the dtypes and
+    the requires_grad that the parameters have now. Collective where a rank gets other
+    rows. The shards stay the same objects."""
     changed = next(p for p in unit.parameters if not p.is_as_sharded())
     _check_may_change(unit, changed)
     _take_requires_grad(unit)
@@ -69,9 +69,9 @@ def check_may_renew(unit):
 
 def renew(unit):
     """After a forward: the same for all units of a model, of which a Root is made then.
-    Each rank keeps its rows, since optimizers have states for them, so the parameters of a
-    group are trained or frozen together: the core has gradients for all of them where one
-    is trained."""
+    Each rank keeps its rows, since optimizers have states for them, so the parameters
+    of a group are trained or frozen together: the core has gradients for all of them
+    where one is trained."""
     if not unit.has_trained:
         _take_requires_grad(unit)
     unfrozen = {p.apart for p in unit.parameters if p.apart and p.shard.requires_grad}
@@ -165,9 +165,9 @@ def _check_may_change(unit, changed):
 
 
 def why_fixed(unit, p):
-    """What of the unit is in the way of another core, or None."""
+    """Returns the reason why the unit cannot get another core, or None."""
     if unit.joined:
-        return "whose parameters rest on a part of the model's mesh"
+        return "whose parameters are sharded over a part of the model's mesh"
     if p.extension is not None:
         return "that gathers tensors of a subclass"
     if unit.main_grads:

@@ -164,11 +164,11 @@ def _after_load(state, module):
 
 def settle(units, names):
     """Brings the units' parameters in line with what the modules show now, or changes
-    nothing and says what cannot be.
+    nothing and raises the reason.
 
     A DTensor in the place of a shard becomes the shard, since optimizers may hold it.
-    A place that shows another shard of its unit is tied to that. What is in no module
-    any more is gathered with the rest, and no checkpoint knows of it. Collective when
+    A place that shows another shard of its unit is tied to that. A parameter that no
+    module has any more is still gathered, and no checkpoint has it. Collective when
     there is something to take.
 
     Args:

@@ -40,8 +40,8 @@ class Stale(Exception):
 
 
 class Root:
-    """Made when the outermost unit runs for the first time: only then is it
-    known which units lie below it, and under which names."""
+    """Made when the outermost unit runs for the first time: only then are the units
+    below it and their names known."""
 
     def __init__(self, module, state):
         units, parents, module_names = walk(module)
@@ -111,7 +111,7 @@ class Root:
         self.core.set_keeps_trace(self.traces_steps)
         self.seen_collectives = SeenCollectives(self.core, units)
         self.running_pass = None  # whose forward calls of wrapped modules are
-        self._passes = weakref.WeakSet()  # BackwardPasses that began and go on
+        self._passes = weakref.WeakSet()  # BackwardPasses that began and continue
         self.has_passes = False  # or had one since the last forward outside of them
         self._sync_is_of_pass = False
         self._initialized = False
@@ -185,7 +185,7 @@ class Root:
         self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 
     def apply_limits(self, policy):
-        """What setters of the root said of the whole model."""
+        """The settings of the whole model by setters of the root."""
         if policy.max_input_buffers is not None:
             self.core.set_max_grad_slots(policy.max_input_buffers + 1)
         if policy.reports_nan:
@@ -206,7 +206,7 @@ class Root:
         self.has_passes = True
 
     def pass_opens(self):
-        """It says itself whether it is the step's last."""
+        """Its argument decides whether it is the step's last."""
         self._sync_is_of_pass = True
         self.has_passes = True
 

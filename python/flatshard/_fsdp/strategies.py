@@ -6,8 +6,8 @@ from flatshard import _C
 
 
 class Strategy(NamedTuple):
-    """One row. What rests where: a letter for the outer and one for the inner mesh
-    axes, R for Replicate, P for Partial, S for Shard."""
+    """One row. Where each part is stored: a letter for the outer and one for the inner
+    mesh axes, R for Replicate, P for Partial, S for Shard."""
 
     name: str
     other_name: str

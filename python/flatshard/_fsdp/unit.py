@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Policy:
-    """What the setters of FSDPModule change."""
+    """The settings that setters of FSDPModule change."""
 
     reshard_after_forward: bool | None = None
     reshard_after_backward: bool = True
@@ -207,7 +207,7 @@ class UnitState:
                 p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
-        """What setters said. Without a core it waits for the next one."""
+        """The settings by setters. Without a core they wait for the next one."""
         if self.core is None:
             return
         if self.policy.divide_factor is not None:
@@ -247,8 +247,9 @@ class UnitState:
         writes.note_unit(self)
 
     def unsharded(self, index):
-        """What modules see of parameter `index`, where the unit stays unsharded after its
-        forward, else None. Unshards it, which is nothing to do after a training forward."""
+        """Returns the tensor that modules see of parameter `index`, where the unit
+        stays unsharded after its forward, else None. Unshards it, which is nothing to
+        do after a training forward."""
         if self.root is None or in_backward() or self.root.reshards(self):
             return None
         self.root.core.unshard(self.id, True)
@@ -256,7 +257,7 @@ class UnitState:
         return p.shown.tensor if p.shown else p.whole
 
     def gather_extended(self):
-        """The core gathers what parameters of subclasses say."""
+        """The core gathers the tensors that parameters of subclasses choose."""
         if not self.extended or self.gathers_extended is self.core:
             return
         self.gathers_extended = self.core

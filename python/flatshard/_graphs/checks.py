@@ -1,4 +1,4 @@
-"""What CUDA graphs of units do not go with."""
+"""Checks of settings that CUDA graphs of units do not support."""
 
 import os
 
@@ -16,7 +16,8 @@ def emulates_on_cpu():
 
 
 def audits_graphs():
-    """Debugging: captured graphs are looked at for memory of others (docs/guides/cuda_graphs.md)."""
+    """Debugging: captured graphs are looked at for memory of others
+    (docs/guides/cuda_graphs.md)."""
     return os.environ.get("FLATSHARD_AUDIT_CUDA_GRAPHS") == "1"
 
 

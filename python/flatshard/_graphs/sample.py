@@ -9,7 +9,7 @@ from flatshard.torch_versions import never_compiled, tree_flatten
 
 
 class Sample:
-    """What the arguments of the call that is captured look like; keeps no tensor."""
+    """The arguments of the captured call; keeps no tensor."""
 
     def __init__(self, args, kwargs, state, allow_unused_input):
         self._args, self._structure = self._flatten(args, "sample_args", state)

@@ -119,7 +119,7 @@ class Recorded:
 
     @never_compiled
     def output(self, tensors, outputs):
-        """What the forward returned, of a replay's tensors."""
+        """Returns the forward's result, made of a replay's tensors."""
         numbered, structure = self._output
         return tree_unflatten(_put(numbered, [*tensors, *outputs]), structure)
 
@@ -166,7 +166,7 @@ class _Strange:
 
 
 def _number_tensors(leaves, tensors):
-    """The leaves with numbers in `tensors`, which grows, and types beside values."""
+    """The leaves with numbers in `tensors`, which grows, and types next to values."""
     places = {id(t): number for number, t in enumerate(tensors)}
     numbered = []
     for leaf in leaves:
@@ -232,7 +232,7 @@ class _Tree:
 
     @never_compiled
     def trains(self):
-        """What it trains beside its parameters; empty: nothing."""
+        """Returns what it trains in addition to its parameters; empty: nothing."""
         if any(parameter.requires_grad for parameter in self._ignored):
             return "parameters of ignored_params"
         buffers = (b for held in self._buffers for b in held.values() if b is not None)
@@ -260,7 +260,7 @@ class _Tree:
 class UnitGraph:
     """The forward of one module of ShardOptions(cuda_graph=True).
 
-    In the module's __dict__, so that it may hold what lies below the module. It does not
+    In the module's __dict__, so that it may hold modules below the module. It does not
     hold the module: a deleted model is gone at once.
     """
 

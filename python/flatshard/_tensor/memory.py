@@ -1,4 +1,4 @@
-"""The memory behind a DTensor."""
+"""The memory of a DTensor."""
 
 
 def local_of(tensor):

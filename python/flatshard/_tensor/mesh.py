@@ -3,7 +3,7 @@
 Flatshard makes communicators of its own through the store of the default
 process group, which nothing public gives: one for gathers and one for reductions,
 so that neither waits for the other nor for collectives that the program launches
-itself. Only the ranks of the mesh take part. They live until the process ends.
+itself. Only the ranks of the mesh take part. They exist until the process ends.
 """
 
 import atexit
@@ -38,8 +38,8 @@ def core_mesh(device_mesh, timeout_s=None):
     Args:
         device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
             first is the outer one.
-        timeout_s: how long a rank may be late for a collective before all are
-            told which. None: the default process group's timeout.
+        timeout_s: how long a rank may be late for a collective before all ranks raise
+            an error that names it. None: the default process group's timeout.
     """
     return _find(device_mesh, timeout_s)[0]
 

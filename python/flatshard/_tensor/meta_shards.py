@@ -17,7 +17,7 @@ def mark_of_meta(storages, state):
 
 
 def where_it_is(tensor, attribute):
-    """What a tensor on meta would say, for a shard without values; else None. The memory
+    """The metadata of a tensor on meta, for a shard without values; else None. The memory
     is there before the values are."""
     storage = address_of(tensor)
     state = of_meta[storage]() if storage in of_meta else None

@@ -12,8 +12,8 @@ def grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
 
     A forward computes with the unsharded parameter, so a loss of a model has a gradient
     for that one. Of a sharded parameter this returns the mean of the ranks' gradients, as
-    the backward does, cut as the parameter: collective. What was computed from the shard
-    itself, such as a penalty, is added.
+    the backward does, cut as the parameter: collective. A graph that was computed from
+    the shard itself, such as a penalty, is added.
     """
     options = dict(zip(("retain_graph", "create_graph", "only_inputs"), args))
     options.update(kwargs)
@@ -59,8 +59,8 @@ def _mean(shard, whole, p):
         )
     if whole.shape != shard.shape:
         raise NotImplementedError(
-            f"torch.autograd.grad of parameter {p.title} is not supported: it rests on a "
-            "part of the model's mesh"
+            f"torch.autograd.grad of parameter {p.title} is not supported: it is "
+            "sharded over a part of the model's mesh"
         )
     mesh = shard.device_mesh
     total = whole.contiguous().clone()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 
 def as_bytes(tensor):
-    """[bytes] uint8: of a contiguous tensor a view. Gloo does not know every dtype."""
+    """[bytes] uint8: of a contiguous tensor a view. Gloo does not support every dtype."""
     tensor = tensor.contiguous()  # which may have any stride when it has one element
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 

@@ -1,5 +1,5 @@
-"""The call of one operation on sharded tensors: what its schema says, its arguments'
-values, and its results."""
+"""The call of one operation on sharded tensors: its schema, its arguments' values, and
+its results."""
 
 import functools
 
@@ -23,7 +23,7 @@ _OVERWRITING = {
 
 
 class Traits:
-    """What the schema of an operation says."""
+    """The schema of an operation."""
 
     def __init__(self, func):
         schema = func._schema  # nothing public names the arguments that it writes

@@ -5,7 +5,7 @@ takes part in. Where rows of the result need rows of the arguments alone, each r
 computes its own. Reductions over rows combine what the ranks have. Everything else is
 computed on whole values, on each rank alike; so the result of an operation is that of
 the same operation on whole tensors. Which way is taken, all ranks decide by shapes and
-cuts, which all of them know.
+cuts, which are the same on all of them.
 """
 
 import functools

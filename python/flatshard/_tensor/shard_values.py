@@ -165,7 +165,7 @@ class Values:
             tensor._local_tensor.copy_(_placed_as(tensor, value))
 
     def check_equal(self, tensors):
-        """Plain tensors beside sharded ones count as equal on all ranks, which is
+        """Plain tensors with sharded ones count as equal on all ranks, which is
         checked. Collective.
 
         Raises:
@@ -194,7 +194,7 @@ def _level_of_caller():
 
 
 class PlainMeetsShards(RuntimeError):
-    """Sharded tensors beside plain ones of which each rank has others."""
+    """Sharded tensors with plain ones of which each rank has others."""
 
 
 def _placed_as(tensor, value):

@@ -134,7 +134,7 @@ def _window(base, first, size, stride, inner):
 
 
 def _of_other_elements(func, source, args, kwargs):
-    """A view of the bytes, of real parts or of conjugates: of each row by itself."""
+    """A view of the bytes, of real parts or of conjugates: of each row alone."""
     if (
         isinstance(source, ShardedView)
         or source.dim() < 2

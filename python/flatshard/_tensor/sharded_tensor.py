@@ -1,4 +1,4 @@
-"""How a shard is shown to PyTorch: a DTensor that knows where it was cut.
+"""How a shard is shown to PyTorch: a DTensor that has the places where it was cut.
 
 A flat layout cuts a parameter between any two rows, so the ranks' pieces have
 different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
@@ -312,7 +312,8 @@ def _piece(tensor):
 
 
 def _piece_beside(reference, value):
-    """What meets the local tensor of `reference`; None when that is not clear."""
+    """The operand that meets the local tensor of `reference`; None when that is not
+    clear."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -334,8 +335,9 @@ def _piece_beside(reference, value):
 
 
 def _has_activations(arguments):
-    """Whether shards meet plain tensors with a history, which are this rank's. An attempt to
-    compute with both would save tensors for the backward, which a checkpoint counts."""
+    """Whether shards meet plain tensors with a history, which are this rank's. An
+    attempt to compute with both would save tensors for the backward, which a checkpoint
+    counts."""
     return any(
         tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
         for tensor in tensors_in(arguments)
@@ -378,7 +380,8 @@ def _used_outside(function, args, kwargs):
 
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
-    same shape: cut, of the dtype and on the device as that one. It stays the same object."""
+    same shape: cut, of the dtype and on the device as that one. It stays the same
+    object."""
     with plain_attributes():
         shown = data
         if data.is_meta:  # torch gives a tensor of another device no data on meta

@@ -100,7 +100,7 @@ class TensorParallel:
 
     @property
     def tensor(self):
-        """What modules see. For the core, while its parameter has values."""
+        """The tensor that modules see. For the core, while its parameter has values."""
         trains = self._whole.requires_grad
         if self.made is not None and self.made.requires_grad == trains:
             return self.made
@@ -148,7 +148,7 @@ class _Shown(torch.autograd.Function):
 
 
 def plain_value(tensor):
-    """What the core shards of a parameter: of a DTensor, this rank's part."""
+    """The tensor of a parameter that the core shards: of a DTensor, this rank's part."""
     return tensor._local_tensor if is_tensor_parallel(tensor) else tensor.detach()
 
 

@@ -1,4 +1,4 @@
-"""What the two kinds of shards have in common: ShardedTensor and EvenShard."""
+"""The common part of the two kinds of shards: ShardedTensor and EvenShard."""
 
 import copy
 import inspect
@@ -19,7 +19,8 @@ class WatchedTensor(DTensor):
     """A DTensor over memory of the core.
 
     A kind has `_compute(function, name, args, kwargs)`, the functions of torch, and
-    `over(local)`, a tensor over `local`, of another dtype perhaps, that is cut as this one.
+    `over(local)`, a tensor over `local`, of another dtype perhaps, that is cut as this
+    one.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Who may have written sharded parameters."""
+"""Code that may have written sharded parameters."""
 
 import weakref
 
@@ -14,9 +14,9 @@ from flatshard._tensor.memory import address_of, local_of
 class Writes:
     """Notices that somebody may have written sharded parameters.
 
-    Tensor versions do not tell: DTensor's operations work below the level that
+    Tensor versions do not show it: DTensor's operations work below the level that
     counts them. So operations in place and steps of torch's optimizers are counted.
-    `to_local()` gives a plain tensor, whose versions do tell, but not through its own
+    `to_local()` gives a plain tensor, whose versions do show it, but not through its own
     `.data`. Before a backward only those writes count that surely happened. Before a
     forward every look counts, too, which costs a cast at most.
     """

@@ -41,7 +41,7 @@ _OPTIMIZER = "optimizer"  # our own text in the manifest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds in addition to tensors."""
+    """The content of a checkpoint in addition to tensors."""
 
     step: int
     state: dict  # the texts given to save
@@ -107,8 +107,8 @@ def async_save(
     no other way. There are two buffers, made by the first save, each as large as this
     rank's part of the checkpoint; a third save waits for the first.
 
-    The folder gets its name when every byte of every rank is on disk, so one that is
-    there is complete. A save that fails on one rank fails on all and leaves earlier
+    The folder gets its name when every byte of every rank is on disk, so one that
+    exists is complete. A save that fails on one rank fails on all and leaves earlier
     checkpoints as they are.
 
     Args:
@@ -117,7 +117,8 @@ def async_save(
         model: the outermost module that `fully_shard` wrapped.
         optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
             tensors like the parameters, and `step`. None: weights only.
-        state: texts to keep in addition to the tensors, by name, such as the data loader's
+        state: texts to keep in addition to the tensors, by name, such as the data
+            loader's
             place as JSON.
         keep_latest: older checkpoints are removed; 0: none are.
 
@@ -316,7 +317,7 @@ def _writer_for(root, model, optimizer, folder, keep_latest, states):
 
 
 def _whole_tensors(model):
-    """What is the same on all ranks: persistent buffers, parameters not sharded."""
+    """State that is the same on all ranks: persistent buffers, parameters not sharded."""
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):

@@ -28,11 +28,13 @@ def core_optimizer(root, optimizer, states):
 
 def states_of(root, optimizer):
     """The optimizer's state by unit and parameter: {name: local tensor}, and how often
-    the parameter was updated (1 where the optimizer does not count). A unit counts once: a
-    parameter that was updated less often has the unit's number, and zeros without a state.
+    the parameter was updated (1 where the optimizer does not count). A unit counts
+    once: a parameter that was updated less often has the unit's number, and zeros
+    without a state.
 
     Returns:
-        states, updates, and the own number of those that were updated less often, by name.
+        states, updates, and the own number of those that were updated less often, by
+        name.
     """
     states, updates, fewer = [], [], {}
     if optimizer is None or isinstance(optimizer, AdamW):
@@ -142,7 +144,7 @@ def make_states(optimizer, stored, described, exclude):
     """Gives the optimizer state tensors where the checkpoint has values for them.
 
     Args:
-        described: what describe_optimizer said at the save.
+        described: the result of describe_optimizer at the save.
     """
     counts = described.get("counts_steps", True)
     fewer = described.get("fewer", {})

@@ -29,8 +29,8 @@ class Float8Linear(nn.Linear):
         # The operator's own errors have another type with newer torch.
         if input.dtype != weight.dtype:
             raise ValueError(
-                f"Float8Linear: expected an input of {weight.dtype}, which FP8 computes "
-                f"beside, got {input.dtype}: mp_policy casts the inputs of units, autocast "
+                f"Float8Linear: expected an input of {weight.dtype}, the dtype of "
+                f"its weight, got {input.dtype}: mp_policy casts the inputs of units, autocast "
                 "those of layers"
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:

@@ -24,7 +24,7 @@ class Float8Policy:
     """How the weights of nn.Linear layers are all-gathered and multiplied as FP8.
 
     Everything else about a parameter stays: sharded weights, gradients, optimizer state
-    and checkpoints keep their dtypes. docs/guides/fp8.md says what the options cost.
+    and checkpoints keep their dtypes. docs/guides/fp8.md has the costs of the options.
 
     Attributes:
         recipe: who shares a scale: "tensorwise", "rowwise", "blockwise" (128 x 128) or
@@ -35,12 +35,13 @@ class Float8Policy:
         column_plane: where the weights that the backward reads come from. "derived":
             made of the rows on each rank; "stored": quantized from the main weights and
             all-gathered, for rowwise and mxfp8. "auto": derived.
-        gather_parts: what a recomputation all-gathers. "unit": the rows of the whole unit;
+        gather_parts: what a recomputation all-gathers. "unit": the rows of the whole
+            unit;
             "recomputed": those of the layers that it runs; "module": layer by layer
             always.
         keep_column_plane: the weights that the backward reads stay unsharded after it,
-            until the weights change: backwards of later microbatches neither all-gather nor
-            transpose. Takes their bytes for the whole unit.
+            until the weights change: backwards of later microbatches neither all-gather
+            nor transpose. Takes their bytes for the whole unit.
         emulate: multiply in bfloat16 where the GPU does not multiply the recipe. CPUs do
             so in any case.
 
@@ -125,7 +126,8 @@ def choose_weights(fp8, found, param_dtype, device):
         device: of the mesh.
 
     Raises:
-        ValueError: FP8 together with another dtype than bfloat16, a recipe that the GPU does
+        ValueError: FP8 together with another dtype than bfloat16, a recipe that the GPU
+            does
             not multiply, or a weight that module_filter_fn chose and that cannot be FP8.
     """
     if fp8 is None:

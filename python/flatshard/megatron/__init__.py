@@ -9,7 +9,7 @@ the first version's: the second's takes a mesh where that takes an optimizer.
 version's other names are here too.
 
 The functions translate arguments; what they give is `flatshard.fully_shard`'s. An
-argument without a counterpart is refused by name unless it has its default value.
+argument without a counterpart raises an error that names it, unless it has its default.
 """
 
 from flatshard._fsdp.module import FSDPModule

@@ -14,7 +14,7 @@ class FullyShardFP8Policy:
     Attributes:
         enabled: whether there are any.
         recipe: "tensorwise", "blockwise" or "mxfp8"; "rowwise" besides. "mxfp8" stores
-            rows and columns, and gathers each by itself.
+            rows and columns, and gathers each separately.
         keep_transpose_cache: what the backward reads stays gathered until the weights
             change, see Float8Policy.keep_column_plane.
         emulate: see Float8Policy.emulate.
@@ -31,7 +31,7 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
 
     Args:
         policy: Megatron's MixedPrecisionPolicy.
-        keep_transpose_cache: of the first version, beside the policy's own.
+        keep_transpose_cache: of the first version, in addition to the policy's own.
         fine_grained: enable_fine_grained_param_gather. None: a recomputation gathers
             the layers that it runs; True: every gather is of one layer; False: every
             gather is of a whole unit.
@@ -66,7 +66,7 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
 
 
 def check_dtype(fp8, mp_policy, unit):
-    """FP8 computes beside bfloat16."""
+    """FP8 supports bfloat16 alone as the other dtype."""
     if fp8 is not None and mp_policy.param_dtype != torch.bfloat16:
         raise ValueError(
             f"fp8_param_gather: expected a {type(unit).__name__} in torch.bfloat16, got "

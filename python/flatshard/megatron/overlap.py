@@ -6,10 +6,10 @@ The table of hooks in the description of its 1F1B support, and what each is here
     _pre_forward_param_unshard          the first sub-module of a unit that is called
     post_forward_release_module         BackwardPass.end_forward
     pre_backward                        opens the backward of the forward that ran
-    _pre_backward_param_unshard         the first sub-module of a unit that gets a gradient
-    post_backward_release_module        BackwardPass.end_backward
-    post_backward                       leaves the backward: reduces what is left
-    _process_post_backward_gradients    by the core, for each parameter; nothing to call
+    _pre_backward_param_unshard         the first sub-module of a unit that gets a
+    gradient post_backward_release_module        BackwardPass.end_backward post_backward
+    leaves the backward: reduces what is left _process_post_backward_gradients    by the
+    core, for each parameter; nothing to call
 """
 
 import weakref
@@ -32,7 +32,7 @@ _NAMES = (
 
 
 class ScheduleHooks:
-    """What a schedule calls on a model of fully_shard_model.
+    """The functions of a fully_shard_model that a schedule calls.
 
     A microbatch's forward begins with the first sub-module that is called after the
     forward before it is over; `pre_backward` ends it.
@@ -51,8 +51,8 @@ class ScheduleHooks:
         from here on, until the last backward is over.
 
         Raises:
-            ValueError: without enable_fine_grained_param_gather=True, which has
-                sub-modules tell of their calls.
+            ValueError: without enable_fine_grained_param_gather=True, with which
+                sub-modules report their calls.
         """
         if not self._fine_grained:
             raise ValueError(
@@ -154,7 +154,7 @@ class ScheduleHooks:
 
 
 class _Microbatch:
-    """A BackwardPass that knows which modules are still to end."""
+    """A BackwardPass with the modules that have not ended."""
 
     def __init__(self, root, module):
         self._pass = BackwardPass(root, True, True)

@@ -1,4 +1,5 @@
-"""Where parameters, gradients and optimizer state rest, in Megatron-FSDP's words."""
+"""Where parameters, gradients and optimizer state are stored, in Megatron-FSDP's
+words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Placements:
-    """Where parameters, gradients and optimizer state rest, per mesh axis.
+    """Where parameters, gradients and optimizer state are stored, per mesh axis.
 
     Attributes:
         dp_axes: data-parallel axes of the mesh, by number or name, in its order.

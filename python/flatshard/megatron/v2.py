@@ -192,7 +192,7 @@ def fully_shard(
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
     """A forward and backward of one of several microbatches.
 
-    What waits for the last one: with HSDP the reduction over the outer axis, with
+    Work that waits for the last one: with HSDP the reduction over the outer axis, with
     ZeRO-0 and ZeRO-1 the only one. ZeRO-2 and 3 on one axis reduce each microbatch.
     Equal on all ranks. Afterwards `context.is_last_microbatch` is what it was.
 

@@ -17,11 +17,7 @@ std::string advice_for(
     std::int64_t table_nbytes = 0,
     std::int64_t capacity_nbytes = 0) {
   const models::ModelConfig model = models::preset("llama3_8b");
-  return advice(
-      {.config = config,
-       .model = model,
-       .table_nbytes = table_nbytes,
-       .capacity_nbytes = capacity_nbytes});
+  return advice(config, model, table_nbytes, capacity_nbytes);
 }
 
 TEST(Advice, ShortRunsGetNone) {
