@@ -33,8 +33,8 @@ class Counts : public SlotObserver {
   int planned = 0;
 };
 
-struct Fixture {
-  explicit Fixture(const RankContext& context, bool on_demand = false)
+struct SlotsFixture {
+  explicit SlotsFixture(const RankContext& context, bool on_demand = false)
       : unit(one_unit(context, "zero3")),
         counts(std::make_shared<Counts>()),
         stream(make_stream(at::kCPU, "gather")) {
@@ -69,15 +69,15 @@ struct Fixture {
   std::optional<PlannedSlots> slots;
 };
 
-void with_slots(bool on_demand, const std::function<void(Fixture&)>& test) {
+void with_slots(bool on_demand, const std::function<void(SlotsFixture&)>& test) {
   run_ranks(2, [&](const RankContext& context) {
-    Fixture fixture(context, on_demand);
+    SlotsFixture fixture(context, on_demand);
     test(fixture);
   });
 }
 
 TEST(PlannedSlots, AUseHasTheSamePlaceInEachStep) {
-  with_slots(false, [](Fixture& f) {
+  with_slots(false, [](SlotsFixture& f) {
     f.plan();
     EXPECT_EQ(f.slots->pool().arena_nbytes(), kNbytes);
     void* first = nullptr;
@@ -96,7 +96,7 @@ TEST(PlannedSlots, AUseHasTheSamePlaceInEachStep) {
 }
 
 TEST(PlannedSlots, AUseThatThePlanDoesNotHaveAsksForAnotherPlan) {
-  with_slots(false, [](Fixture& f) {
+  with_slots(false, [](SlotsFixture& f) {
     f.plan();
     Slot planned = f.acquire(kForward);
     Slot slot = f.acquire(kBackward);
@@ -113,7 +113,7 @@ TEST(PlannedSlots, AUseThatThePlanDoesNotHaveAsksForAnotherPlan) {
 }
 
 TEST(PlannedSlots, OnDemandThereIsNoArena) {
-  with_slots(true, [](Fixture& f) {
+  with_slots(true, [](SlotsFixture& f) {
     f.plan();
     EXPECT_EQ(f.slots->pool().arena_nbytes(), 0);
     Slot slot = f.acquire(kForward);
