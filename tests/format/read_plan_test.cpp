@@ -324,7 +324,7 @@ TEST(ReadPlan, FilesHaveToBeTheManifests) {
   EXPECT_THAT(check(), HasSubstr("has no tensor 'v'"));
   manifest = good;
   manifest.tensors["weight"]["w"].pieces[0].offset += 2;
-  EXPECT_THAT(check(), HasSubstr("as manifest.json says, got BF16 at byte"));
+  EXPECT_THAT(check(), HasSubstr("as in manifest.json, got BF16 at byte"));
   manifest = good;
 
   std::filesystem::resize_file(stored.folder / "1.safetensors", 3000);
