@@ -27,7 +27,11 @@ struct Magic {
 constexpr std::array kContainers{
     Magic{"PK\3\4"sv, "a zip archive; unpack it"},
     Magic{"PK\5\6"sv, "a zip archive; unpack it"},
-    Magic{"\xfd7zXZ\0"sv, "xz data; unpack it with xz -d"},
+    // Two literals, because \xfd7 would be one character.
+    Magic{
+        "\xfd"
+        "7zXZ\0"sv,
+        "xz data; unpack it with xz -d"},
     Magic{"BZh"sv, "bzip2 data; unpack it with bzip2 -d"},
     Magic{"\x04\x22\x4d\x18"sv, "lz4 data; unpack it with lz4 -d"},
     Magic{"\xff\x06\0\0sNaPpY"sv, "snappy data; unpack it"},
