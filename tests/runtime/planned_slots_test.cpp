@@ -69,7 +69,9 @@ struct SlotsFixture {
   std::optional<PlannedSlots> slots;
 };
 
-void with_slots(bool on_demand, const std::function<void(SlotsFixture&)>& test) {
+void with_slots(
+    bool on_demand,
+    const std::function<void(SlotsFixture&)>& test) {
   run_ranks(2, [&](const RankContext& context) {
     SlotsFixture fixture(context, on_demand);
     test(fixture);

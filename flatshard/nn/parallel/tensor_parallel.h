@@ -86,8 +86,8 @@ class TensorParallel {
       const at::Tensor& /*part*/) {
     return nullptr;
   }
-  /// No other transfer starts before all addends were sent.
-  /// @param sizes  of a part: [n, ...]
+  /// No other transfer starts before all addends were sent. The first argument
+  /// has the sizes of a part: [n, ...].
   virtual std::unique_ptr<PendingScatter> start_scatter_of_parts(
       at::IntArrayRef /*sizes*/,
       const at::TensorOptions& /*options*/) {
