@@ -246,9 +246,9 @@ class Docs(unittest.TestCase):
                 self.assertTrue(named <= card["measured"].keys(), path)
 
     def test_docs_have_at_most_forty_thousand_words(self):
-        pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-        words = [word for word in pages.split() if re.search(r"\w", word)]
-        self.assertLessEqual(len(words), 40_000)
+        # As `wc -w` counts.
+        pages = (path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+        self.assertLessEqual(sum(len(page.split()) for page in pages), 40_000)
         readme = (ROOT / "README.md").read_text()
         self.assertLessEqual(readme.count("\n"), 130)
 
