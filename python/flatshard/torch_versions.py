@@ -156,7 +156,7 @@ def has_dispatch_mode():
 
 def comm_debug_modes():
     """Returns the CommDebugModes that are active, the outermost first."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if not has_dispatch_mode():
         return []
     # Imported here: most programs never need it.
     from torch.distributed.tensor.debug import CommDebugMode
@@ -168,7 +168,7 @@ def comm_debug_modes():
 
 def without_dispatch_modes():
     """Returns a context inside of which no TorchDispatchMode sees anything."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if not has_dispatch_mode():
         return contextlib.nullcontext()
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -113,6 +113,19 @@ def cut_experts(model, mesh, etp, rows):
             setattr(experts, name, p)
 
 
+def shard(model, mesh, dp, tp_dim):
+    """Returns the sharded model, and the number of this rank's samples among how many."""
+    megatron.fully_shard_model(
+        model,
+        [Layer],
+        device_mesh=dp,
+        expt_device_mesh=mesh["edp", tp_dim],
+        dp_shard_dim="dp",
+        tp_dim=tp_dim,
+    )
+    return model, dp.get_local_rank(), dp.size()
+
+
 def shares_layers(edp, ep):
     """Ranks of tp share layers and experts, and read the same samples."""
     mesh = named_mesh(edp=edp, ep=ep, tp=2)
@@ -122,15 +135,7 @@ def shares_layers(edp, ep):
         plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
         parallelize_module(layer, mesh["tp"], plan)
     cut_experts(model, mesh, "tp", Replicate())
-    megatron.fully_shard_model(
-        model,
-        [Layer],
-        device_mesh=dp,
-        expt_device_mesh=mesh["edp", "tp"],
-        dp_shard_dim="dp",
-        tp_dim="tp",
-    )
-    return model, dp.get_local_rank(), dp.size()
+    return shard(model, mesh, dp, "tp")
 
 
 def shares_experts(edp, ep):
@@ -139,15 +144,7 @@ def shares_experts(edp, ep):
     dp = mesh["edp", "ep", "etp"]._flatten("dp")
     model = made()
     cut_experts(model, mesh, "etp", Shard(1))
-    megatron.fully_shard_model(
-        model,
-        [Layer],
-        device_mesh=dp,
-        expt_device_mesh=mesh["edp", "etp"],
-        dp_shard_dim="dp",
-        tp_dim="etp",
-    )
-    return model, dp.get_local_rank(), dp.size()
+    return shard(model, mesh, dp, "etp")
 
 
 @pytest.fixture

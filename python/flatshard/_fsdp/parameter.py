@@ -23,7 +23,7 @@ from flatshard.torch_versions import (
 # Where a parameter went, kept on the tensor that the user had: meeting it again
 # in another unit means that two units share it.
 _OWNER = "_flatshard_owner"
-# Of what modules show between a forward and its backward, by id: the Parameter.
+# The Parameter of each tensor that modules show from a forward to its backward, by id.
 _of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 _num_marked = 0
 

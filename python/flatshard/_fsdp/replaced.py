@@ -16,7 +16,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
-# -- optimizers of parameters that modules showed at another time ------------------------------------------------
+# -- optimizers of parameters that modules showed at another time ----------------------
 
 # Of each optimizer: of how many parameters, and how many were sharded then.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (

@@ -62,7 +62,6 @@ class Root:
             for p in unit.parameters:
                 if p.parallel is not None:
                     p.parallel.bind(p.whole)
-            for p in unit.parameters:
                 note_whole(p)
             name_released(unit.parameters)
             places = [

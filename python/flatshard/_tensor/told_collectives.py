@@ -6,7 +6,7 @@ what a shard's operation sends inside is told afterwards.
 
 import torch
 
-from flatshard.torch_versions import comm_debug_modes, has_dispatch_mode
+from flatshard.torch_versions import comm_debug_modes
 
 # The operators of FSDP2's collectives, and that of DTensors' reductions.
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
@@ -47,7 +47,7 @@ def note(operator):
 
 def told(function, *args):
     """function(*args), an operation on shards, of which active CommDebugModes are told."""
-    modes = comm_debug_modes() if has_dispatch_mode() else ()
+    modes = comm_debug_modes()
     if not modes:
         return function(*args)
     _unseen.append([])
