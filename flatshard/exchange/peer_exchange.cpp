@@ -1,6 +1,7 @@
 #include "flatshard/exchange/peer_exchange.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -20,10 +21,6 @@ constexpr std::int64_t kHalfAlignment = 256;
 
 // So that parts begin where narrow rows can.
 constexpr std::int64_t kPartAlignment = 4;
-
-std::int64_t aligned(std::int64_t nbytes, std::int64_t alignment) {
-  return (nbytes + alignment - 1) / alignment * alignment;
-}
 
 std::int64_t nbytes_of_row(const at::Tensor& rows) {
   return c10::multiply_integers(rows.sizes().slice(1)) *
@@ -76,7 +73,7 @@ PeerExchange::PeerExchange(
 }
 
 void PeerExchange::make_windows(std::int64_t nbytes) {
-  half_nbytes_ = aligned(nbytes, kHalfAlignment);
+  half_nbytes_ = at::round_up(nbytes, kHalfAlignment);
   windows_ = PeerMemory::create(group(), 2 * half_nbytes_);
   window_nbytes_ = nbytes;
   std::vector<std::int64_t> addresses;
@@ -96,7 +93,7 @@ std::unique_ptr<nn::RowTransfer> PeerExchange::start(
     std::int64_t needed = 0;
     for (const at::Tensor& tensor : input.rows) {
       if (tensor.defined()) {
-        needed = aligned(needed, kPartAlignment) +
+        needed = at::round_up(needed, kPartAlignment) +
                  own<Plan>(plan)->runs.most_routed() * nbytes_of_row(tensor);
       }
     }
@@ -212,7 +209,7 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
          .of_tokens = of_tokens && i == 0,
          .is_narrow = !(of_tokens && i == 0) &&
                       NarrowRows::are(row, at_experts[i].element_size())});
-    in_window += aligned(plan.runs.most_routed() * row, kPartAlignment);
+    in_window += at::round_up(plan.runs.most_routed() * row, kPartAlignment);
   }
   return fences;
 }

@@ -7,6 +7,7 @@
 #include "flatshard/device/stream_word.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 
 #include <exception>
 #include <utility>
@@ -17,10 +18,6 @@ namespace {
 
 // So that halves and rows begin where wide loads can.
 constexpr std::int64_t kWindowAlignment = 256;
-
-std::int64_t aligned_for_window(std::int64_t nbytes) {
-  return (nbytes + kWindowAlignment - 1) / kWindowAlignment * kWindowAlignment;
-}
 
 // For tensors whose memory the stream of copies uses until `done`.
 void wait_without_throwing(const Event& done, at::Device device) {
@@ -97,7 +94,7 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
       : ranks_(ranks), addends_(std::move(addends)), left_(ranks.size()) {
     const at::Tensor& own = addends_[ranks.rank()];
     const std::int64_t row =
-        aligned_for_window(static_cast<std::int64_t>(own.nbytes()));
+        at::round_up(static_cast<std::int64_t>(own.nbytes()), kWindowAlignment);
     ranks.begin_transfer(ranks.size() * row);
     for (int r = 0; r < ranks.size(); ++r) {
       windows_.push_back(ranks.window(r) + row * ranks.rank());
@@ -178,7 +175,7 @@ PeerTensorParallel::PeerTensorParallel(
 }
 
 void PeerTensorParallel::make_windows(std::int64_t nbytes) {
-  half_nbytes_ = aligned_for_window(nbytes);
+  half_nbytes_ = at::round_up(nbytes, kWindowAlignment);
   windows_ = PeerMemory::create(*group_, 2 * half_nbytes_);
 }
 

@@ -15,7 +15,7 @@ struct PeerTensorParallelOptions {
   /// held. A larger tensor makes the windows again, which the host waits for.
   /// Equal on all ranks.
   std::int64_t window_nbytes = 0;
-  /// Of the stream of copies.
+  /// Options of the stream that copies.
   StreamOptions stream;
 };
 
@@ -68,7 +68,7 @@ class PeerTensorParallel : public nn::TensorParallel {
   void begin_transfer(std::int64_t nbytes);
   /// Collective. @param nbytes  of the largest tensor
   void make_windows(std::int64_t nbytes);
-  /// Of rank `rank`, in this transfer's half.
+  /// Returns the window of rank `rank`, in this transfer's half.
   char* window(int rank) const;
   /// Later copies come after what compute has queued.
   void wait_for_compute();

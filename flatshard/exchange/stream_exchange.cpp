@@ -269,7 +269,7 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
   Event ready;
   if (input.after) {
     ready = *input.after;
-    // Of the stream, because compute still uses what it has freed.
+    // The stream allocates, because compute still uses what it has freed.
     work = [this, plan, direction, rows, out] {
       for (const at::Tensor& sent : rows.rows) {
         keep(sent);
@@ -291,8 +291,8 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     throw;
   }
   if (input.after && direction == Direction::combine) {
-    // Made for this alone. What is dispatched may lie in memory of a graph,
-    // which replays write again unless it is held.
+    // These rows were made for the transfer alone. Dispatched rows may be in
+    // memory of a graph, which replays write again unless it is held.
     rows = {};
   }
   return std::make_unique<Transfer>(*this, std::move(rows), out);

@@ -134,18 +134,12 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     if (ranks) {
       sizes = sizes_of_part(*ranks, sizes);
     }
-    at::Tensor y;
-    if (ranks && !calls && !is_float8(weight, context)) {
-      y = multiply_and_scatter(*ranks, product.tensor(), weight.t());
-    } else {
-      y = adapters.matmul(
-          0,
-          weight,
-          context,
-          {},
-          residual.defined() ? as_rows(residual) : residual);
-      y = ranks ? ranks->reduce_scatter(y) : y;
-    }
+    const at::Tensor y = adapters.matmul_and_scatter(
+        ranks,
+        weight,
+        context,
+        {},
+        residual.defined() ? as_rows(residual) : residual);
     variable_list saved{gate, up, weight, product.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);

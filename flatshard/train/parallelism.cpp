@@ -54,8 +54,8 @@ std::vector<int> indices_of(
   return indices;
 }
 
-// What the config says, and for auto what was measured to be faster: copies of
-// bfloat16 layers without adapters (docs/guides/tensor_parallel.md).
+// Returns the config's choice. For auto it is the faster one by measurements:
+// copies of bfloat16 layers without adapters (docs/guides/tensor_parallel.md).
 // Collective.
 bool choose_copied_activations(const Config& config, Mesh& mesh) {
   if (config.parallelism.tensor_parallel_comm !=
@@ -69,7 +69,8 @@ bool choose_copied_activations(const Config& config, Mesh& mesh) {
              Purpose::exchange));
 }
 
-// Of a microbatch between two layers, on all ranks that share it.
+// Returns the bytes of a microbatch between two layers, on all ranks that share
+// it.
 std::int64_t activations_nbytes(
     const Config& config,
     const models::ModelConfig& model) {

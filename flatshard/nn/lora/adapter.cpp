@@ -2,6 +2,7 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/matmul.h"
+#include "flatshard/nn/parallel/parallel_products.h"
 
 #include <ATen/ATen.h>
 
@@ -167,6 +168,19 @@ at::Tensor AdapterForward::matmul(
     add(layer, y);
   }
   return y;
+}
+
+at::Tensor AdapterForward::matmul_and_scatter(
+    const TensorParallelPtr& ranks,
+    const at::Tensor& weight,
+    const ModuleContextPtr& context,
+    const at::Tensor& bias,
+    const at::Tensor& residual) const {
+  if (ranks && !calls_ && !is_float8(weight, context)) {
+    return multiply_and_scatter(*ranks, x_.tensor(), weight.t());
+  }
+  const at::Tensor y = matmul(0, weight, context, bias, residual);
+  return ranks ? ranks->reduce_scatter(y) : y;
 }
 
 void AdapterForward::save(AutogradContext* ctx, variable_list& saved) const {

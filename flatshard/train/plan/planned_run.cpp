@@ -18,6 +18,8 @@
 #include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/model_work.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <set>
 #include <unordered_map>
@@ -33,10 +35,10 @@ std::int64_t element_size(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
-/// Of windows that ranks copy from and to.
+/// Returns the bytes of half a window that ranks copy from and to.
 std::int64_t aligned_half(std::int64_t nbytes) {
   constexpr std::int64_t kHalf = 256;
-  return (nbytes + kHalf - 1) / kHalf * kHalf;
+  return at::round_up(nbytes, kHalf);
 }
 
 /// Where rank 0 is among ranks that do not run: nothing communicates.
