@@ -76,7 +76,7 @@ def time_steps(step, args, together=False):
 
 
 def rounded(found, digits=1):
-    """Returns a dict whose numbers, also those of lists, have so many digits."""
+    """Returns a dict whose numbers, also in lists, have so many digits."""
     if isinstance(found, dict):
         return {key: rounded(value, digits) for key, value in found.items()}
     if isinstance(found, list):

@@ -47,7 +47,7 @@ Counts draw_counts(std::mt19937& random, int world, int parts) {
   return counts;
 }
 
-/// Says where a row comes from, where it goes, of which part, and which it is.
+/// Encodes where a row comes from, where it goes, its part and its number.
 double value_of(int from, int to, int part, std::int64_t row) {
   return ((from * 8 + to) * 4 + part) * 16 + static_cast<double>(row);
 }
