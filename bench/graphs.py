@@ -54,7 +54,7 @@ def sizes(shape):
 
 
 def train(args, shape, way, name, more=()):
-    """Trains one way, and returns its folder and its figures, also those of its graphs."""
+    """Trains one way, and returns its folder, its figures and its graphs' figures."""
     seq, settings = SHAPES[shape]
     folder = args.out / f"{shape} {way} {name}".replace(" ", "-")
     settings = [*settings, *WAYS[way], *args.set, *more]

@@ -5,8 +5,8 @@ PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_models.py
 Qwen3-0.6B, GPT-2 medium and ViT-L/16 with random weights. A unit for each block and one
 for the rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW.
 Each library shards with its default options. Runs alternate. The script prints the
-median step of each run, the host's part, the peak of allocated memory, and the median
-ratio Flatshard / FSDP2 of the pairs.
+median step of each run, the host's part and the peak of allocated memory. It also
+prints the median ratio Flatshard / FSDP2 of the pairs.
 """
 
 import importlib.util
