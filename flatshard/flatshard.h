@@ -42,7 +42,7 @@
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 
-// Experts, and the exchange of tokens with those of other ranks.
+// Experts, and the exchange of tokens with other ranks' experts.
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/fully_shard/expert_parallel.h"

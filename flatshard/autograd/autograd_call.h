@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-// What AutogradEvents remembers of a program.
+// The state that AutogradEvents keeps of a program.
 namespace flatshard {
 
 /// One forward of one unit: what the hooks on its inputs and outputs share.
@@ -22,13 +22,13 @@ struct UnitCall {
   std::int64_t generation = 0;
   /// Position among all forwards, in the order of their ends.
   std::int64_t end = -1;
-  /// Who made its outputs: its backward begins before theirs.
+  /// Nodes that made its outputs: its backward begins before theirs.
   std::vector<WeakNodePtr> output_nodes;
   /// Inputs whose gradient a hook announces, and whether some wanted input
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
   bool has_unwatched_input = false;
-  /// Of a recompute: those leaves, which live no longer than it.
+  /// The leaves of a recompute, which exist no longer than it.
   std::vector<const c10::TensorImpl*> leaf_inputs;
   /// Per graph task in which this call's backward began: inputs still to come.
   std::map<TaskId, int> inputs_left;
@@ -38,10 +38,10 @@ struct UnitCall {
 ///
 /// Calls begin their backward in the reverse order of their forwards' ends: a
 /// call begins together with all later ones that did not begin yet. The engine
-/// keeps to that order by itself (it runs the youngest node that is ready),
-/// but for a unit that returns its own input: the gradient of that tensor may
-/// be complete much later. Whether a unit does so may depend on the rank; the
-/// order of its collectives must not.
+/// keeps to that order (it runs the youngest node that is ready), except for a
+/// unit that returns its own input: the gradient of that tensor may be complete
+/// much later. Whether a unit does so may depend on the rank, while the order
+/// of its collectives must not.
 struct BackwardTask {
   std::weak_ptr<void> alive;  ///< expired: the backward threw
   std::vector<std::shared_ptr<UnitCall>> to_begin;  ///< the next one last
@@ -52,7 +52,7 @@ struct BackwardTask {
 /// When its gradient is complete, what happened to it in forward is undone
 /// backwards: a call that took it is over, and then the call that gave it
 /// begins. A unit that returns its own input did both, and an enclosing unit
-/// may give the very tensor that its last child gave; so the order of hooks
+/// may give the very tensor that its last child gave. So the order of hooks
 /// would not do.
 struct WatchedTensor {
   enum class Role { input, output };

@@ -29,7 +29,7 @@ struct ParameterRef {
 /// threads of the engine and call the first three functions without it. Each of
 /// these takes the lock and calls the function of AutogradEvents that it names.
 /// All others are called by AutogradEvents, under the lock that its caller
-/// holds. What they throw ends the forward or backward that runs.
+/// holds. Exceptions from them end the forward or backward that runs.
 class AutogradListener {
  public:
   virtual ~AutogradListener() = default;
@@ -41,7 +41,7 @@ class AutogradListener {
   /// AutogradEvents::task_end.
   virtual void on_task_end(TaskId task) = 0;
 
-  /// What the Scheduler is to hear.
+  /// Passes an event to the Scheduler.
   virtual void feed(const ScheduleEvent& event) = 0;
   /// A forward begins and nothing is known of it yet. May call
   /// AutogradEvents::reset, if it is an outermost one.
@@ -54,9 +54,9 @@ class AutogradListener {
   virtual void backward_begins(UnitId unit, CallId call) = 0;
 };
 
-/// Sees what a program does with its units, by hooks on tensors and gradient
-/// accumulators, and says it as ScheduleEvents. Knows of calls, graph tasks and
-/// parameters; of streams, slots and the Scheduler it knows nothing.
+/// Follows a program's use of its units, by hooks on tensors and gradient
+/// accumulators, and reports it as ScheduleEvents. It has calls, graph tasks
+/// and parameters, and no streams, slots or Scheduler.
 ///
 /// One caller at a time: see AutogradListener for who locks.
 class AutogradEvents {
@@ -65,7 +65,7 @@ class AutogradEvents {
 
   /// @param units, listener  outlive this.
   AutogradEvents(const Units& units, AutogradListener& listener);
-  /// Takes the hooks off the accumulators. Those of tensors do nothing any
+  /// Takes the hooks off the accumulators. The hooks of tensors do nothing any
   /// more once the `hooks` of install_hooks are gone.
   ~AutogradEvents();
   AutogradEvents(const AutogradEvents&) = delete;
@@ -76,9 +76,10 @@ class AutogradEvents {
   /// @throws Error{usage} for a parameter that is no leaf.
   void install_hooks(std::weak_ptr<AutogradListener> hooks);
 
-  /// While it lives, parameters have accumulators that belong to the current
-  /// stream, watched like those of install_hooks: these belong to the stream
-  /// that was current then, and a recording may not wait for another stream.
+  /// While it exists, parameters have accumulators that belong to the current
+  /// stream, watched like the accumulators of install_hooks: these belong to
+  /// the stream that was current then, and a recording may not wait for another
+  /// stream.
   class OwnAccumulators;
 
   // Forwards -----------------------------------------------------------------
@@ -97,15 +98,14 @@ class AutogradEvents {
   /// Instead of forward_end, after an exception.
   void forward_error(UnitId unit);
   /// A backward may begin with the gradients of these `tensors`, which the open
-  /// forward of `unit` made, and not with those of its outputs.
+  /// forward of `unit` made, and not with its outputs' gradients.
   void watch_inner(UnitId unit, const nn::TensorList& tensors);
   /// The calls of `unit` computed with the weights that it has now.
   void stamp(UnitId unit);
 
   // Backwards ----------------------------------------------------------------
 
-  /// Something of the running backward comes: says that it begins if this is
-  /// its first event.
+  /// Reports that the running backward begins, if this is its first event.
   /// @param arrived  the parameter whose gradient is that event, or null.
   /// @param first  the tensor whose gradient is that event, or null. The engine
   ///   does not count the node that a backward begins with among its own.
@@ -116,8 +116,8 @@ class AutogradEvents {
       const WatchedTensor* first = nullptr);
   /// The gradient of a watched tensor is complete.
   void tensor_grad(const WatchedTensor& tensor);
-  /// A parameter's accumulator ran. What it left in `.grad` is moved to
-  /// UnitGradients::add.
+  /// A parameter's accumulator ran. The gradient that it left in `.grad` is
+  /// moved to UnitGradients::add.
   void parameter_done(ParameterRef parameter);
   /// A layer is to write the gradient of `parameter`.
   /// @return  the parameter; null: not one of the units', frozen, or not asked
@@ -129,7 +129,7 @@ class AutogradEvents {
   ///   reset dropped.
   bool task_end(TaskId task);
 
-  /// Of units whose caller says itself what begins and ends.
+  /// Handles units whose caller reports their begins and ends.
   class Passes {
    public:
     explicit Passes(AutogradEvents& events) : events_(events) {}
@@ -147,8 +147,8 @@ class AutogradEvents {
         bool interleaved,
         std::weak_ptr<void> alive);
     void begin_backward(UnitCall& call);
-    /// Of a call inside the open pass: recompute_begin, recompute_end,
-    /// inputs_done.
+    /// Takes an event of a call inside the open pass: recompute_begin,
+    /// recompute_end, inputs_done.
     void event(EventKind kind, const UnitCall& call);
     /// A layer keeps the gradient of `parameter` for later.
     void put_off(ParameterRef parameter);
@@ -168,7 +168,7 @@ class AutogradEvents {
   /// Forgets tensors whose graph is gone.
   void forget_dead_tensors();
 
-  // What runs ----------------------------------------------------------------
+  // The running tasks --------------------------------------------------------
 
   /// Whether the calling thread is in a backward.
   static bool in_backward();
@@ -224,14 +224,15 @@ class AutogradEvents {
   std::vector<std::shared_ptr<UnitCall>> open_calls_;
   /// Calls that may have a backward.
   std::vector<std::weak_ptr<UnitCall>> calls_;
-  /// By the tensor's autograd node and its number among the node's outputs.
+  /// The key is the tensor's autograd node and its number among the node's
+  /// outputs.
   std::
       map<std::pair<const void*, std::uint32_t>, std::shared_ptr<WatchedTensor>>
           watched_;
   std::map<TaskId, BackwardTask> tasks_;
   std::optional<TaskId> pass_;  ///< that is open
   TaskId last_pass_ = -1;
-  /// By unit and index: gradients put off in the run of the engine.
+  /// The gradients put off in the run of the engine, by unit and index.
   std::map<std::pair<UnitId, std::size_t>, int> put_off_;
   Passes passes_{*this};
   CallId next_call_ = 0;

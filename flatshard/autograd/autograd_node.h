@@ -6,7 +6,7 @@
 
 #include <memory>
 
-// The one place that knows how torch's versions differ in autograd.
+// The one place for differences of torch's versions in autograd.
 namespace flatshard {
 
 /// A shared owner of a node of autograd's graph: std::shared_ptr in older

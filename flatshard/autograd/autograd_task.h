@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// What the running backward says of itself. Source of the rules: torch's
-/// autograd engine (torch/csrc/autograd/engine.cpp, graph_task.h).
+/// Properties of the running backward. Source of the rules: torch's autograd
+/// engine (torch/csrc/autograd/engine.cpp, graph_task.h).
 namespace autograd_task {
 
 /// Id of the graph task that runs on this thread, -1 outside of any backward.

@@ -6,12 +6,12 @@
 
 namespace flatshard {
 
-/// What torch says of two dtypes that do not fit names no parameter. Puts an
+/// torch's error about two dtypes that do not fit names no parameter. Puts an
 /// Error{usage} that names one, and the option to change, in the place of
 /// `error` if that is what it is about.
 ///
 /// @param unit  whose forward ended with `error`; one of `units`.
-/// @param events  knows the parameters of `units` by their tensors.
+/// @param events  finds the parameters of `units` by their tensors.
 void explain_dtype(
     std::exception_ptr& error,
     UnitId unit,

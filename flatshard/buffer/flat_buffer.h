@@ -14,8 +14,8 @@
 
 namespace flatshard {
 
-/// One flat tensor with a layout, a dtype, a device and placements: this
-/// rank's part of a group of tensors that lives on a mesh.
+/// One flat tensor with a layout, a dtype, a device and placements: this rank's
+/// part of a group of tensors on a mesh.
 ///
 /// The local tensor is 1-D. Without sharded axes it is the whole flat space in
 /// its order. Else it is, for each segment of the layout, the rank's part of
@@ -66,7 +66,7 @@ class FlatBuffer {
       const Mesh& mesh,
       const Placements& placements);
 
-  /// What this rank holds of tensor `i`, as runs of the local tensor.
+  /// Returns this rank's part of tensor `i`, as runs of the local tensor.
   std::vector<Piece> local_pieces(std::int64_t i) const;
   /// Tensor `i` with its shape: a view, for buffers that hold everything
   /// (no axis larger than 1 is sharded).

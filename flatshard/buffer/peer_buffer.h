@@ -11,7 +11,7 @@
 namespace flatshard {
 
 /// A sharded FlatBuffer whose local part the other ranks of its gather can
-/// read: each rank copies the whole together by itself, where
+/// read: each rank copies the whole together on its own, where
 /// FlatBuffer::redistribute runs an all-gather. The bytes are the same.
 class PeerBuffer {
  public:

@@ -16,9 +16,9 @@ namespace flatshard {
 
 /// A change of placements, planned once and run for many tensors.
 ///
-/// FlatBuffer::redistribute plans and checks for each call. What a training
-/// step repeats for every unit is planned when the unit first needs it, which
-/// leaves the host the collectives alone.
+/// FlatBuffer::redistribute plans and checks for each call. A training step
+/// repeats the same redistribution for every unit. It is planned when the unit
+/// first needs it, which leaves the host the collectives alone.
 class Redistribution {
  public:
   /// Makes the communicators that it needs and the mesh has not, so: same order
@@ -32,7 +32,7 @@ class Redistribution {
       const Placements& to,
       Purpose purpose);
 
-  /// What this rank holds before and after.
+  /// The elements that this rank holds before and after.
   std::int64_t from_numel() const { return from_.numel; }
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.
@@ -47,14 +47,15 @@ class Redistribution {
   /// @param in  [from_numel] contiguous; keeps its values unless `out` shares
   ///   its memory.
   /// @param out  [to_numel] contiguous, of `in`'s dtype and device;
-  ///   overwritten. Which overlaps with `in` are right says
-  ///   FlatBuffer::redistribute; nothing is checked here.
+  ///   overwritten. FlatBuffer::redistribute defines which overlaps with `in`
+  ///   are right, and nothing is checked here.
   void run(const at::Tensor& in, const at::Tensor& out) const;
-  /// The same into memory of its own; `in` itself when nothing changes.
+  /// Does the same into new memory, and returns `in` itself when nothing
+  /// changes.
   at::Tensor run(const at::Tensor& in) const;
 
  private:
-  /// What a rank's tensor holds under some placements.
+  /// The part of a tensor that a rank holds under some placements.
   struct LocalPart {
     std::int64_t numel = 0;
     std::vector<LocalRange> ranges;  ///< one per segment

@@ -14,7 +14,7 @@ namespace flatshard {
 /// SlotPool::release.
 struct Slot {
   void* data = nullptr;
-  std::int64_t offset = -1;  ///< in the arena, or -1: a buffer of its own
+  std::int64_t offset = -1;  ///< in the arena, or -1: a separate buffer
   std::int64_t nbytes = 0;
   at::Tensor dynamic;  ///< owns the buffer when it is not in the arena
 
@@ -22,8 +22,8 @@ struct Slot {
 };
 
 /// Gives out ranges of one arena whose offsets were planned, so that the same
-/// use has the same address in every step. A use that the plan does not know,
-/// or whose range is taken, gets a buffer of its own: never a wrong slot.
+/// use has the same address in every step. A use outside of the plan, or whose
+/// range is taken, gets a separate buffer and never a wrong slot.
 ///
 /// Streams: a range is reused without blocking the host. `acquire` makes the
 /// stream that fills the slot wait for the last use of whatever lay there.

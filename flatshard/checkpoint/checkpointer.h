@@ -27,11 +27,11 @@ struct CheckpointOptions {
   std::uint64_t max_file_nbytes = std::uint64_t{4} << 30;
   /// How long ranks wait for one another when all have written.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
-  /// What belongs to the model beside its groups. The tensors must stay.
+  /// Tensors of the model in addition to its groups. The tensors must stay.
   std::vector<WholeTensor> whole_tensors;
 };
 
-/// What became of one save.
+/// The result of one save.
 struct SaveResult {
   std::int64_t step = 0;
   std::optional<Error> error;
@@ -39,13 +39,13 @@ struct SaveResult {
   std::vector<std::int64_t> removed;  ///< older steps; on rank 0
 };
 
-/// Writes checkpoints of a sharded model beside its training.
+/// Writes checkpoints of a sharded model during its training.
 ///
 /// `save` queues copies of this rank's weights and optimizer state into one of
-/// two host buffers and returns; a thread writes the buffer, and when every
-/// rank has written, rank 0 writes the manifest and gives the folder its name.
-/// The copies run on a stream of their own beside the next forward and
-/// backward; only the next update of the weights waits for them.
+/// two host buffers and returns. A thread writes the buffer. When every rank
+/// has written, rank 0 writes the manifest and gives the folder its name. The
+/// copies run on a separate stream in parallel with the next forward and
+/// backward. Only the next update of the weights waits for them.
 ///
 /// A save that fails on one rank fails on all, and leaves earlier checkpoints
 /// as they are.
@@ -71,7 +71,7 @@ class Checkpointer {
   /// while both buffers are being written. Collective, and in the same order
   /// on all ranks.
   ///
-  /// @param state  stored beside the tensors; rank 0's counts.
+  /// @param state  stored with the tensors; rank 0's counts.
   void save(std::int64_t step, std::map<std::string, std::string> state);
 
   /// Later work of the current stream begins when the copies are done: call it

@@ -13,8 +13,8 @@
 namespace flatshard {
 
 struct InitWeightsOptions {
-  /// What the folder has of a parameter, by its whole shape; a tied parameter
-  /// is looked for under each of its names, the main one first.
+  /// Returns the folder's entries for a parameter, by its whole shape. A tied
+  /// parameter is looked for under each of its names, the main one first.
   StoredEntriesOf entries_of;
   /// See HfFolder.
   std::string base_prefix;
@@ -27,12 +27,13 @@ struct InitWeightsOptions {
   std::vector<std::string> exclude;
 };
 
-/// What a folder has that the weights were not made of; the same on all ranks.
+/// The parts of a folder that the weights were not made of; the same on all
+/// ranks.
 struct UnusedWeights {
   /// Tensors and files, by name.
   std::vector<std::string> names;
-  /// Second names of tied parameters whose values are not those of the first,
-  /// which is the one that was read. Rank 0 looks.
+  /// Second names of tied parameters whose values differ from the first name's,
+  /// which were read. Rank 0 looks.
   std::vector<std::string> other_values;
 };
 

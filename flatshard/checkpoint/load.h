@@ -21,11 +21,11 @@ struct LoadOptions {
   /// Threads of this rank that read and check; 0: this machine's cores over
   /// the ranks of the mesh, from 2 to 16.
   int num_threads = 0;
-  /// What belongs to the model beside its groups; overwritten like weights.
+  /// Tensors of the model in addition to its groups; overwritten like weights.
   std::vector<WholeTensor> whole_tensors;
 };
 
-/// What a checkpoint says beside its tensors.
+/// The contents of a checkpoint in addition to its tensors.
 struct LoadedCheckpoint {
   std::int64_t step = 0;
   std::map<std::string, std::string> state;
@@ -39,7 +39,7 @@ struct LoadedCheckpoint {
 /// Collective; blocks.
 ///
 /// Everything is read and checked, on all ranks, before the first element of
-/// the model changes. Until then it lies in host memory: as many bytes as this
+/// the model changes. Until then it is in host memory: as many bytes as this
 /// rank's shards of main weights and optimizer state.
 ///
 /// @param folder     a step-N folder.

@@ -27,7 +27,7 @@ class RankMessages {
       const std::string& key,
       const std::string& what,
       std::chrono::milliseconds timeout);
-  /// For what nobody will ask for again.
+  /// Drops a message that nobody will ask for again.
   void forget(const std::string& key);
 
  private:

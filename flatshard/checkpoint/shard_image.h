@@ -30,7 +30,7 @@ class ShardImage {
       int world,
       std::uint64_t max_file_nbytes);
 
-  /// Of the buffer.
+  /// Returns the bytes of the buffer.
   std::int64_t nbytes() const { return nbytes_; }
   /// This rank's part of the manifest; files have no digests yet.
   const Manifest& part() const { return part_; }

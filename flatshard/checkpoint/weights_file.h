@@ -22,7 +22,7 @@ namespace flatshard {
 /// The file appears under its name only when it is complete.
 /// @param entries_of  what the file has of a parameter, by its whole shape;
 ///   empty: one entry of its name.
-/// @param whole  written behind the parameters, rank 0's values.
+/// @param whole  written after the parameters, rank 0's values.
 /// @throws Error{io} on the rank that writes.
 void save_weights(
     const std::vector<const ParamGroup*>& groups,

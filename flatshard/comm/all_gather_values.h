@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// Every rank's `value`, by rank of the group: for the few things that ranks
-/// tell each other once. Collective; blocks the host.
+/// Returns every rank's `value`, by rank of the group: for the few values that
+/// ranks exchange once. Collective; blocks the host.
 /// @tparam T  plain data that means the same in another process.
 template <class T>
 std::vector<T> all_gather_values(Communicator& group, const T& value) {

@@ -16,10 +16,10 @@ BackendHandle make_gloo_backend(
     int rank,
     int size,
     const CommunicatorOptions& options);
-/// Held while a Gloo collective is launched, not while it is waited for. One
-/// for the process: c10d's own flight recorder keeps a map of all groups and
-/// inserts into it without a lock (FlightRecorder::record, torch 2.11), and
-/// different threads launch gathers and reductions.
+/// Held while a Gloo collective is launched, not while it is waited for. There
+/// is one for the process, since different threads launch gathers and
+/// reductions. c10d's own flight recorder keeps a map of all groups and inserts
+/// into it without a lock (FlightRecorder::record, torch 2.11).
 std::mutex& gloo_launch_mutex();
 /// Collectives that wait in `backend` fail now, and later ones at once.
 void abort_gloo_backend(c10d::Backend& backend);

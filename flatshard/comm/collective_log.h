@@ -28,16 +28,16 @@ struct CollectiveRecord {
   std::string communicator;
   CollectiveKind kind{};
   /// Elements of the larger side on this rank (all-gather: the output,
-  /// reduce-scatter: the input), summed over the tensors of one launch; of an
-  /// all-to-all those of one row.
+  /// reduce-scatter: the input), summed over the tensors of one launch; for an
+  /// all-to-all the elements of one row.
   std::int64_t numel = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;
 
   bool operator==(const CollectiveRecord&) const = default;
 };
 
-/// What was really launched, in launch order. Shared by all communicators of
-/// a mesh; safe to use from any thread.
+/// The collectives that were really launched, in launch order. Shared by all
+/// communicators of a mesh; safe to use from any thread.
 class CollectiveLog {
  public:
   void append(

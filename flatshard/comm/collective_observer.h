@@ -13,7 +13,7 @@ namespace flatshard {
 class Communicator;
 
 /// Sees every collective of the communicators that were given to it, and may
-/// refuse one or say more of an error than the backend knows: FlightRecorder.
+/// reject one or add details to an error of the backend: FlightRecorder.
 class CollectiveObserver {
  public:
   /// One collective of one communicator.
@@ -47,8 +47,8 @@ class CollectiveObserver {
 
   /// A collective threw `error`: what to throw for it, with its context.
   virtual Error explain(const Error& error) = 0;
-  /// The ranks of a group compared what they are about to launch and differ, as
-  /// `text` says: what all of them throw.
+  /// Returns the error for ranks of a group that compared their next
+  /// collectives and differ by `text`, which all of them throw.
   virtual Error explain_difference(
       const std::string& text,
       const Communicator& communicator,

@@ -5,8 +5,8 @@
 
 namespace flatshard {
 
-/// Says what the collectives that this thread launches are for, as long as it
-/// lives. It is a label on a call, read on the same thread.
+/// Labels the collectives that this thread launches with their purpose, as long
+/// as it exists. It is a label on a call, read on the same thread.
 class CollectiveScope {
  public:
   CollectiveScope(std::int64_t step, std::string_view unit);

@@ -11,16 +11,17 @@
 
 namespace flatshard {
 
-/// What a collective is: all ranks of a group must agree on it.
+/// A description of a collective: all ranks of a group must agree on it.
 struct CollectiveSignature {
   CollectiveKind kind{};
-  /// Elements of the larger side, summed over the tensors of one launch. Of an
-  /// all-to-all those of one row: ranks may differ in the number of rows.
+  /// Elements of the larger side, summed over the tensors of one launch. For an
+  /// all-to-all the elements of one row: ranks may differ in the number of
+  /// rows.
   std::int64_t numel = 0;
   at::ScalarType dtype = at::ScalarType::Undefined;
   /// The ReduceOp of a reduction, the root of a broadcast, else 0.
   int detail = 0;
-  /// What it is for, e.g. "layers.7"; empty when nobody said.
+  /// Its purpose, e.g. "layers.7"; empty when nobody set one.
   std::string unit;
 
   bool operator==(const CollectiveSignature&) const = default;
@@ -33,7 +34,7 @@ struct IssuedCollective {
   CollectiveSignature signature;
 };
 
-/// What ends a message about ranks that part, and the way out.
+/// The end of a message about ranks that part, with the way out.
 inline constexpr char kSameUnitsOnAllRanks[] =
     "all ranks must run the same units in the same order, with equal sizes and "
     "dtypes. A rank that does not need a unit runs it all the same and adds "
@@ -46,8 +47,8 @@ std::string describe(const CollectiveSignature& signature);
 /// E.g. "step 3, unit layers.2".
 std::string place_of(std::int64_t step, const CollectiveSignature& signature);
 
-/// What is wrong with ranks that issue different collectives at the same place,
-/// `at`, for instance "dp.gather #12". Empty: they agree.
+/// Returns the difference of ranks that issue different collectives at the same
+/// place, `at`, for instance "dp.gather #12". Empty when they agree.
 std::optional<std::string> find_difference(
     const std::string& at,
     std::span<const IssuedCollective> issued);

@@ -26,14 +26,14 @@ struct RowsOfPeer {
 
 /// One group of ranks for one purpose.
 ///
-/// Every collective must be called by all ranks of the group in the same
-/// order. Tensors are contiguous and live on `device()`. Calls belong inside
+/// Every collective must be called by all ranks of the group in the same order.
+/// Tensors are contiguous and on `device()`. Calls belong inside
 /// `queue_collectives`: NCCL queues on the current CUDA stream and does not
-/// block the host; Gloo blocks the calling thread until the data is there. A
+/// block the host; Gloo blocks the calling thread until the data has arrived. A
 /// call outside of a stream comes after all that was queued before it.
 ///
-/// All ranks get the same bits from a reduction. Gloo sums in rank order,
-/// reduced float types in float32 with one rounding at the end. `avg`
+/// A reduction gives all ranks bitwise identical results. Gloo sums in rank
+/// order, reduced float types in float32 with one rounding at the end. `avg`
 /// multiplies the sum by 1 / size.
 ///
 /// A group of one rank copies and never scales.
@@ -76,7 +76,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Reduces `inout` over all ranks in place.
   void all_reduce(const at::Tensor& inout, ReduceOp op);
 
-  /// Overwrites `tensor` with that of rank `root`.
+  /// Overwrites `tensor` with rank `root`'s.
   void broadcast(const at::Tensor& tensor, int root);
 
   /// Sends rows to each rank and takes rows from each, in one launch. The ranks
@@ -88,8 +88,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   ///   overlap `out`.
   /// @param receives  parts of `out`, which do not overlap.
   /// @param sends     parts of `in`. The parts that rank a sends to rank b are,
-  ///   in their order, as long as those that b receives from a in theirs; parts
-  ///   without rows do not count.
+  ///   in their order, as long as the parts that b receives from a in theirs.
+  ///   Parts without rows do not count.
   void all_to_all(
       const at::Tensor& out,
       const at::Tensor& in,
@@ -99,14 +99,15 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Returns when all ranks have called it; blocks the host.
   void barrier();
 
-  /// Between the ranks' streams what barrier() is between hosts: what a rank
-  /// wrote to PeerMemory before its fence is there for the others past theirs.
+  /// Orders the ranks' streams as barrier() orders hosts: data that a rank
+  /// wrote to PeerMemory before its fence has arrived for the others past
+  /// theirs.
   void fence();
 
   /// After a failure, when ranks may have got to different places of what they
   /// do together: all of them call it while their streams rest.
   virtual void restart() {}
-  /// What it holds on the device for its own use.
+  /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }
 
   /// Ends the group: collectives that still run on the device fail or stop.
@@ -125,7 +126,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  protected:
   Communicator(int rank, int size, std::string name, at::Device device);
-  /// For one that wraps `other`: both launch on the same group.
+  /// Shares the order with `other`, which this one wraps: both launch on the
+  /// same group.
   void share_launch_order(const Communicator& other) { order_ = other.order_; }
 
   using Tensors = std::vector<at::Tensor>;
@@ -142,9 +144,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_abort() {}
   /// Unless overridden, a small all-reduce.
   virtual void do_fence();
-  /// What every rank of the group is about to launch, in rank order, where they
-  /// differ and a mismatch would end the process; empty: all agree, or the
-  /// backend need not know. `mine` is this rank's.
+  /// Returns the collective that every rank of the group is about to launch, in
+  /// rank order, where they differ and a mismatch would end the process. Empty
+  /// when all agree, or the backend does not need the comparison. `mine` is
+  /// this rank's.
   virtual std::vector<IssuedCollective> find_mismatch(
       const IssuedCollective& mine) {
     return {};
@@ -170,7 +173,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void compare(std::int64_t seq, const IssuedCollective& mine);
   void check_tensor(CollectiveKind kind, const char* role, const at::Tensor& t)
       const;
-  /// Those of `parts` that have rows.
+  /// Returns the `parts` that have rows.
   Parts check_parts(
       const char* role,
       const at::Tensor& tensor,
@@ -192,9 +195,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   at::Tensor fence_flag_;  ///< [1], what an all-reduce for a fence reduces
 };
 
-/// Aborts all of them at once, each from a thread of its own: NCCL's abort
-/// waits for the device, on which a collective of another group may wait for
-/// ever. Errors are logged.
+/// Aborts all of them at once, each from a separate thread: NCCL's abort waits
+/// for the device, on which a collective of another group may wait for ever.
+/// Errors are logged.
 void abort_together(
     const std::vector<std::shared_ptr<Communicator>>& communicators);
 
@@ -203,7 +206,7 @@ struct CommunicatorOptions {
   /// collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   /// Gloo: ranks compare kind, size, dtype and unit of each collective before
-  /// it runs, one small message more. Without, ranks that differ end the
+  /// it runs, one small message more. Otherwise ranks that differ end the
   /// process from inside Gloo. Equal on all ranks.
   bool compare_collectives = true;
 };

@@ -19,12 +19,12 @@ class Communicator;
 /// The order in which collectives of one group are launched on a CPU: the order
 /// in which the program queued them.
 ///
-/// Streams of a CPU are threads. Two streams that launch on one group, such as
-/// the gather streams of two models on one mesh, would otherwise launch in the
-/// order in which their threads happen to run. That order differs between
+/// Streams of a CPU are threads. Two streams may launch on one group, such as
+/// the gather streams of two models on one mesh. They would otherwise launch in
+/// the order in which their threads happen to run. That order differs between
 /// ranks, and the ranks would wait for each other forever. On a GPU
-/// `Stream::submit` launches at once on the calling thread, and NCCL runs what
-/// was launched on one communicator in launch order, whatever the streams.
+/// `Stream::submit` launches at once on the calling thread. NCCL runs the
+/// launches on one communicator in launch order, whatever the streams.
 class LaunchOrder {
  public:
   using Orders = std::vector<std::shared_ptr<LaunchOrder>>;
@@ -52,9 +52,10 @@ class LaunchOrder {
   /// The calling thread has begun its turn.
   bool is_mine() const;
 
-  /// How many turns of each order were taken, all counted at one moment; 0 for
-  /// null. Programs that queue the same collectives take the same turns, so
-  /// that of two ranks one is behind the other or both are at the same place.
+  /// Returns how many turns of each order were taken, all counted at one
+  /// moment; 0 for null. Programs that queue the same collectives take the same
+  /// turns. So one of two ranks has taken fewer than the other, or both are at
+  /// the same place.
   static std::vector<std::int64_t> num_taken(const Orders& orders);
 
  private:
@@ -69,9 +70,10 @@ class LaunchOrder {
   std::thread::id holder_;
 };
 
-/// Submits `work`, which launches collectives of `groups` and of no others.
-/// It launches after all that was queued for these groups before, on this
-/// stream or on others, and on each rank alike when the ranks' programs are.
+/// Submits `work`, which launches collectives of `groups` and of no others. It
+/// launches after all that was queued for these groups before, on this stream
+/// or on others. The order is the same on each rank when the ranks' programs
+/// are.
 void queue_collectives(
     Stream& stream,
     std::span<Communicator* const> groups,

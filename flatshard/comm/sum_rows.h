@@ -22,9 +22,9 @@ void sum_rows(
     ReduceOp op);
 
 /// into = scale * from, or into + scale * from, as at::Tensor::add_ rounds it.
-/// On the current stream. CUDA: contiguous tensors, a float32 `into` and a
-/// float32, bfloat16 or float16 `from` take one pass at the memory's speed,
-/// which ATen's kernel of two dtypes does not reach.
+/// On the current stream. On CUDA, contiguous tensors with a float32 `into` and
+/// a float32, bfloat16 or float16 `from` take one pass at the memory's speed.
+/// ATen's kernel of two dtypes does not reach it.
 ///
 /// @param into  [n]
 /// @param from  [n], of any dtype

@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// What kind of failure an `Error` reports. A program decides on the code, a
-/// person reads the message.
+/// The kind of failure that an `Error` reports. A program decides on the code,
+/// a person reads the message.
 enum class ErrorCode {
   config,    ///< a configuration value or option is wrong
   usage,     ///< the API was called in a way that cannot work

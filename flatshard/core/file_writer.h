@@ -21,8 +21,8 @@ class FileWriter {
   /// Appends; goes through a buffer.
   void write(const void* data, std::size_t nbytes);
   void write(std::string_view text) { write(text.data(), text.size()); }
-  /// Writes at a place of its own, past the buffer; does not move the end of
-  /// what `write` appended.
+  /// Writes at a separate place, past the buffer; does not move the end of the
+  /// data that `write` appended.
   void write_at(std::uint64_t offset, const void* data, std::size_t nbytes);
   /// Sets the file's length.
   void resize(std::uint64_t nbytes);
@@ -39,12 +39,13 @@ class FileWriter {
   int fd_ = -1;
 };
 
-/// Throws Error{io} for a write to `path` that errno tells of, with what can be
-/// done about it.
+/// Throws Error{io} for a write to `path` that failed by errno, with what can
+/// be done about it.
 [[noreturn]] void throw_write_error(const std::filesystem::path& path);
 
-/// A name beside `path` to write to before a rename: "<path>.tmp-<process>".
-/// Removes those that processes of this machine left behind when they died.
+/// Returns a name next to `path` to write to before a rename:
+/// "<path>.tmp-<process>". Removes files that dead processes of this machine
+/// left.
 std::filesystem::path temporary_beside(const std::filesystem::path& path);
 
 /// Returns the entries of `folder` that are called `prefix` and the number of a
@@ -59,7 +60,7 @@ void make_folder(const std::filesystem::path& folder);
 /// Waits until a folder's entries (created and renamed files) are on disk.
 void sync_folder(const std::filesystem::path& folder);
 
-/// Replaces a file in one step: temporary file beside it, fsync, rename. A
+/// Replaces a file in one step: temporary file next to it, fsync, rename. A
 /// reader sees the old content or the new one, never a part.
 void write_file_atomic(
     const std::filesystem::path& path,

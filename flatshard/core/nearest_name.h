@@ -64,10 +64,10 @@ inline bool abbreviates(std::string_view shorter, std::string_view longer) {
 /// The candidate that a typing mistake may have turned into `name`: at most a
 /// third of its letters differ. Otherwise the only one that `name` abbreviates,
 /// or the other way around (`warmup` and `warmup_steps`). Empty when there is
-/// none. For "unknown X, did you mean Y?".
+/// none. It serves errors such as "unknown X, did you mean Y?".
 template <class Range>
 std::string near_name(std::string_view name, const Range& candidates) {
-  constexpr std::size_t kShortest = 4;  // letters that say something
+  constexpr std::size_t kShortest = 4;  // letters that make a name
   const std::string nearest = nearest_name(name, candidates);
   const std::size_t longest = std::max(name.size(), nearest.size());
   if (!nearest.empty() &&

@@ -7,14 +7,15 @@ namespace flatshard {
 
 std::string host_name();
 
-/// Of the running kernel: the same host after a restart has another one. Empty
-/// where the system does not say it.
+/// Returns the id of the running kernel's boot: the same host after a restart
+/// has another one. Empty where the system does not have it.
 std::string boot_id();
 
-/// What the kernel says of a process now.
+/// The kernel's present state of a process.
 struct ProcessStat {
   char state = 0;  ///< 0: there is no such process
-  /// When it began, in ticks since boot: tells it from its pid's next user.
+  /// When it began, in ticks since boot, which identifies it among users of the
+  /// same pid.
   std::int64_t start_ticks = 0;
 };
 

@@ -11,7 +11,7 @@
 namespace flatshard {
 
 /// Calls worker(i) once for each i below `num_items`, on at most `num_threads`
-/// threads, this one among them. Each has a worker of its own, which
+/// threads, this one among them. Each has a separate worker, which
 /// `make_worker()` makes there, and takes the next item when it is done with
 /// one. Returns when all are done.
 /// @throws what a worker threw first; items that were not begun then are left.

@@ -37,8 +37,8 @@ struct StoredEntry {
   friend bool operator==(const StoredEntry&, const StoredEntry&) = default;
 };
 
-/// The entries that hold a parameter of this name and shape, one after another
-/// and each as it lies in the parameter. Most parameters are one entry.
+/// Returns the entries that hold a parameter of this name and shape, one after
+/// another and each in the parameter's order. Most parameters are one entry.
 using StoredEntriesOf = std::function<std::vector<StoredEntry>(
     const std::string& name,
     const std::vector<std::int64_t>& shape)>;

@@ -28,8 +28,8 @@ struct SplitMeta {
   std::int64_t num_tokens = 0;  ///< end-of-document tokens included
   std::int64_t num_documents = 0;
   std::vector<std::int64_t> shard_tokens;  ///< tokens in each shard file
-  /// Of all tokens, whatever their type and files: XXH3 of them as uint32 in
-  /// hexadecimal digits. Empty: of an older version.
+  /// The XXH3 in hexadecimal digits of all tokens as uint32, whatever their
+  /// type and files. Empty in an older version.
   std::string content_hash;
   /// Tokens whose mask is 1; unset: there is no mask, all tokens are trained.
   std::optional<std::int64_t> trained_tokens;
@@ -40,7 +40,7 @@ struct SplitMeta {
   std::string document_file() const;                ///< "train.documents.bin"
 };
 
-/// What meta.json of a corpus folder says.
+/// The content of meta.json of a corpus folder.
 ///
 /// The folder, format version 1 (2 with masks), as `flatshard data prepare`
 /// writes it:
@@ -83,9 +83,9 @@ struct CorpusMeta {
 /// read from several threads.
 class Corpus {
  public:
-  /// @throws Error{io} when the folder or a file is missing, Error{format}
-  /// when a file is shorter or longer than meta.json says, Error{config} when
-  /// the corpus has no such split.
+  /// @throws Error{io} when the folder or a file is missing, Error{format} when
+  /// a file's length differs from meta.json, Error{config} when the corpus has
+  /// no such split.
   static std::shared_ptr<const Corpus> open(
       const std::filesystem::path& folder,
       std::string_view split = "train");

@@ -13,16 +13,16 @@ namespace flatshard::data {
 struct CorpusOptions {
   std::filesystem::path output;
   std::filesystem::path tokenizer;  ///< to copy, see copy_tokenizer; or empty
-  /// Of a single document, the part that goes to validation; 0: there is no
-  /// such split.
+  /// The part of a single document that goes to validation; 0: there is no such
+  /// split.
   double validation_fraction = 0;
   std::int64_t shard_tokens = std::int64_t{1} << 28;
   bool force = false;     ///< replace an older corpus of that name
   bool progress = false;  ///< report on standard error
 };
 
-/// Which documents belong to validation: those whose hash of their name falls
-/// below `fraction`. Of two or more, each split gets one at least.
+/// Chooses the documents of validation: those whose hash of their name falls
+/// below `fraction`. With two or more, each split gets one at least.
 /// @return one for each document of `files`, in their order.
 std::vector<bool> choose_validation(
     const std::vector<InputFile>& files,

@@ -6,17 +6,17 @@
 
 namespace flatshard::data {
 
-/// What tells two corpora apart, wherever they are and however their files are
-/// called and divided: their tokens. Two texts of digits; empty: unknown.
+/// Two corpora differ, wherever they are and however their files are called and
+/// divided, when their tokens differ. Two texts of digits; empty: unknown.
 struct CorpusIdentity {
-  /// Of the number of tokens and of blocks all over them: of every token up to
-  /// 4 Mi, of 16 blocks of 256 Ki in a larger split.
+  /// A digest of the number of tokens and of blocks all over them: of every
+  /// token up to 4 Mi, of 16 blocks of 256 Ki in a larger split.
   std::string sample;
-  /// Of every token and of the mask, as meta.json has them; corpora that were
+  /// A digest of every token and of the mask, from meta.json; corpora that were
   /// prepared by older versions have none.
   std::string all;
 
-  /// Whether nothing that both know differs.
+  /// Returns whether no field that both have differs.
   bool agrees_with(const CorpusIdentity& other) const;
 };
 

@@ -59,12 +59,13 @@ class SplitWriter {
 };
 
 /// A folder that appears under its name only when it is whole: it is filled
-/// under a temporary name beside it and renamed by `commit`. Without a commit
-/// the destructor removes it. What earlier processes of this host left when
-/// they were killed is removed first.
+/// under a temporary name next to it and renamed by `commit`. The destructor
+/// removes it when there was no commit. Folders of earlier processes of this
+/// host that were killed are removed first.
 class StagedFolder {
  public:
-  /// The absolute path of `target`, after a look at what is there.
+  /// Returns the absolute path of `target`, after a check of its existing
+  /// content.
   /// @throws Error{usage} when it exists and `force` is false, or is not a
   /// corpus folder (nothing else is ever deleted).
   static std::filesystem::path check(std::filesystem::path target, bool force);

@@ -17,7 +17,7 @@ class DocumentStream {
     return std::nullopt;
   }
 
-  /// Goes to the next document and says how many tokens it has, without an
+  /// Goes to the next document and returns how many tokens it has, without an
   /// end-of-document token. The last document must have been read to its end.
   virtual std::int64_t next_document() = 0;
   /// Fills `out` with the document's next tokens.

@@ -23,7 +23,7 @@ void copy_tokenizer_files(
     const std::filesystem::path& from,
     const std::filesystem::path& to);
 
-/// Copies a tokenizer.json under that name, with the files beside it when it
+/// Copies a tokenizer.json under that name, with the files next to it when it
 /// has that name itself: a file of another name stands alone. @throws
 /// Error{io}.
 void copy_tokenizer(
@@ -41,7 +41,7 @@ bool same_tokens(
     const std::string& b,
     const std::string& origin);
 
-/// What a tokenizer.json calls a token; empty when it has no such id.
+/// Returns a token's text in a tokenizer.json; empty when it has no such id.
 /// @throws Error{format} by `origin` when it is no JSON.
 std::string token_text(
     const std::string& tokenizer_json,
@@ -56,7 +56,7 @@ std::string with_first_token(
     std::int64_t id,
     const std::string& origin);
 
-/// The content of a tokenizer_config.json beside a tokenizer.json.
+/// Returns the content of a tokenizer_config.json next to a tokenizer.json.
 /// @param first, end  texts of the tokens that begin and end a document.
 /// @param max_tokens  that the model has positions for.
 std::string tokenizer_config_json(

@@ -13,14 +13,14 @@ struct ImportOptions {
   std::vector<std::string> inputs;      ///< token files, see TokenFile
   std::vector<std::string> validation;  ///< of the validation split
   std::filesystem::path output;
-  /// The tokenizer that the tokens are of: a tokenizer.json or its folder;
-  /// "none": vocab_size and end_of_document say what is needed.
+  /// The tokenizer of the tokens: a tokenizer.json or its folder. With "none",
+  /// vocab_size and end_of_document replace it.
   std::string tokenizer;
   std::int64_t vocab_size = 0;  ///< 0: the tokenizer's
   /// Text or id of the token that ends a document; "": the tokenizer's own.
   std::string end_of_document;
   std::string dtype;  ///< of raw files; see TokenFile
-  /// Without `validation`: the share of the documents for it.
+  /// The share of the documents for validation, when `validation` is empty.
   double validation_fraction = 0.05;
   std::int64_t shard_tokens = std::int64_t{1} << 28;
   bool force = false;
@@ -33,8 +33,8 @@ struct ImportReport {
 };
 
 /// Writes a corpus folder of tokens that another program has made. Documents
-/// are those of Megatron's index, or end after each end-of-document token;
-/// empty ones are left out.
+/// come from Megatron's index, or end after each end-of-document token. Empty
+/// ones are left out.
 /// @throws Error{format} naming the file and the token that is not in the
 /// vocabulary; what TokenFile and prepare_corpus throw.
 CorpusMeta import_tokens(

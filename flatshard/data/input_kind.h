@@ -13,7 +13,7 @@ enum class InputKind {
   bytes,    ///< the file is one document, of bytes that need not be text
 };
 
-/// What --format names.
+/// The values of --format.
 enum class InputFormat { automatic, text, json, parquet, bytes };
 
 /// @param name  auto, text, json (or jsonl), parquet or bytes.
@@ -29,8 +29,8 @@ struct KindOfFile {
 };
 
 /// Decides how a file is read: by its first bytes, and where they leave it open
-/// by the end of its name (.jsonl, .ndjson and .json in any case, also before
-/// .gz or .zst).
+/// by the end of its name. Names end with .jsonl, .ndjson and .json in any
+/// case, also before .gz or .zst.
 /// @throws Error{format} naming the file, what it seems to be and --format,
 /// where it is neither text nor a kind that can be read; Error{io}.
 KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format);

@@ -10,7 +10,7 @@
 
 namespace flatshard::data {
 
-/// What JsonRows takes of an object.
+/// The part of an object that JsonRows takes.
 enum class RowPart {
   text_field,  ///< the text in a field
   whole,       ///< all of it, as JSON

@@ -16,7 +16,7 @@ struct LoaderOptions {
   std::int64_t global_batch_size = 0;  ///< sequences per step, all ranks
   std::int64_t vocab_size = 0;         ///< the model's; tokens must be below it
   bool shuffle = true;                 ///< false: in order, for validation
-  /// That of the sources, in the saved position; 0: a stream.
+  /// The sources' number, in the saved position; 0: a stream.
   std::int64_t documents_per_sample = 0;
 };
 
@@ -28,7 +28,7 @@ struct BatchSlot {
   std::int64_t microbatch = 0;
 };
 
-/// Everything a resumed run needs. All but samples_consumed say which order was
+/// Everything a resumed run needs. All but samples_consumed identify the order
 /// in use and are checked; that is the position.
 struct LoaderState {
   /// A source of a mixture.
@@ -53,14 +53,15 @@ struct LoaderState {
 /// Deterministic loader of sequences.
 ///
 /// Sample g of a run (g counts from 0 over all steps) is sequence
-/// permutation(seed, epoch)(g mod n) of the source, with n sequences and
-/// epoch = g div n. A step holds the next `global_batch_size` samples. So what
-/// a step sees depends on the seed and the step alone, never on the number of
+/// permutation(seed, epoch)(g mod n) of the source. It has n sequences, and
+/// epoch = g div n. A step holds the next `global_batch_size` samples. So a
+/// step's samples depend on the seed and the step alone, never on the number of
 /// ranks or the local batch.
 ///
-/// Of several sources, Mixture says which one gives sample g, and which of its
-/// own samples, counted as g is above, that is. Each has its own permutations
-/// and epochs. Its sequences are numbered on from those of the one before.
+/// With several sources, Mixture chooses the source of sample g and that
+/// source's sample, counted as g is above. Each source has separate
+/// permutations and epochs. Its sequences are numbered after the sequences of
+/// the source before.
 ///
 /// Assignment is rank-major: with M = global_batch_size / (local_batch *
 /// world) microbatches, rank r reads samples (r * M + m) * local_batch + i of
@@ -76,7 +77,7 @@ class Loader {
 
   const LoaderOptions& options() const { return options_; }
   const std::vector<WeightedSource>& sources() const { return sources_; }
-  /// Of all sources.
+  /// Returns the number of sequences of all sources.
   std::int64_t num_sequences() const { return first_sequence_.back(); }
   std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }
   /// Whether some source has targets without loss.
@@ -114,7 +115,7 @@ class Loader {
 
   /// The size of the steps from here on. @throws Error{config} below 1.
   void set_global_batch_size(std::int64_t size);
-  /// Goes on to the next step.
+  /// Advances to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
 
   LoaderState state() const;
@@ -129,7 +130,8 @@ class Loader {
   std::vector<WeightedSource> sources_;
   LoaderOptions options_;
   Mixture mixture_;
-  /// Of each source, counted over all of them; then the number of sequences.
+  /// The first sequence of each source, counted over all of them; then the
+  /// number of sequences.
   std::vector<std::int64_t> first_sequence_{0};
   std::int64_t samples_consumed_ = 0;
 };

@@ -23,8 +23,8 @@ class Mixture {
   };
 
   /// @param weights  each above 0; only their ratios matter.
-  /// @throws Error{config} naming a weight that is not, or so small beside the
-  /// others that its source would never be used.
+  /// @throws Error{config} naming a weight that is not, or so small compared
+  /// with the others that its source would never be used.
   explicit Mixture(const std::vector<double>& weights);
 
   /// @param sample  in [0, 2^62).

@@ -35,26 +35,26 @@ struct PrepareOptions {
   bool parse_special = false;
   /// Each row is a conversation, which the tokenizer's chat template writes.
   bool chat = false;
-  /// Of chats, what is trained: "assistant" (the default), "all", or "last",
+  /// The trained part of chats: "assistant" (the default), "all", or "last",
   /// the last message of the assistant.
   std::string train_on;
 };
 
 /// Tokenizes files and writes a corpus folder (see CorpusMeta). A file of text
 /// is one document, and so is each object of a JSON file and each row of a
-/// Parquet file (see kind_of_file); empty ones are left out. A document goes to
+/// Parquet file (see kind_of_file). Empty ones are left out. A document goes to
 /// validation when the hash of its name (file#row) falls below
-/// `validation_fraction`, so adding files never moves one from a split to the
+/// `validation_fraction`. So adding files never moves one from a split to the
 /// other. With two or more documents and a fraction above 0 each split gets at
 /// least one; a single document gives its last part to validation.
 ///
-/// Chats have a mask beside their tokens (CorpusMeta). A chat that ends with
-/// the end-of-document token gets no second one.
+/// Chats have a mask in addition to their tokens (CorpusMeta). A chat that ends
+/// with the end-of-document token gets no second one.
 ///
 /// Nothing appears under `output` until it is whole.
-/// @throws Error{io} no match, unreadable file, full disk; Error{usage} the
-/// output exists; Error{config} a wrong option or a missing Python package;
-/// Error{format} a file that cannot be taken for text.
+/// @throws Error{io} for no match, an unreadable file or a full disk, and
+/// Error{usage} when the output exists. Error{config} means a wrong option or a
+/// missing Python package, Error{format} a file that cannot be taken for text.
 /// @param report  what the inputs were; may be null.
 CorpusMeta prepare_corpus(
     const PrepareOptions& options,

@@ -54,7 +54,7 @@ class PythonDocuments : public DocumentStream {
   std::atomic<bool> stop_ = false;
   std::exception_ptr failure_;  ///< of the thread, read when it has ended
   std::thread feeder_;
-  // Of a chat.
+  // The tokens of a chat.
   std::vector<std::uint32_t> ids_;
   std::vector<std::uint8_t> mask_;
   std::size_t at_ = 0;  ///< tokens that were read

@@ -26,7 +26,7 @@ struct PythonTokenizerOptions {
   /// Control tokens that a text spells out become these tokens.
   bool parse_special = false;
   bool keep_special = false;  ///< `decode` writes control tokens out
-  /// Of chats, what is trained: "assistant", "all" or "last"; see hf_chat.py.
+  /// The trained part of chats: "assistant", "all" or "last"; see hf_chat.py.
   std::string train_on;
 };
 

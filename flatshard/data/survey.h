@@ -8,8 +8,8 @@
 
 namespace flatshard::data {
 
-/// What the inputs of a corpus are. It is known before anything is tokenized,
-/// and so is what is wrong with them.
+/// The inputs of a corpus. They and their errors are found before anything is
+/// tokenized.
 struct Survey {
   FoundFiles found;  ///< files that hold documents, with their numbers
   std::int64_t num_empty = 0;     ///< documents that were left out

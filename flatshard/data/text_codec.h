@@ -69,8 +69,8 @@ class TextCodec {
   /// Byte tokens: needs nothing.
   static std::unique_ptr<TextCodec> bytes();
   /// @param tokenizer  a tokenizer.json; each call runs Python once.
-  /// @param end_of_document, begin_of_document  ids of those tokens, as a
-  ///   corpus' meta.json says.
+  /// @param end_of_document, begin_of_document  ids of those tokens, from a
+  ///   corpus' meta.json.
   static std::unique_ptr<TextCodec> tokenizer_json(
       std::filesystem::path tokenizer,
       std::int64_t end_of_document,

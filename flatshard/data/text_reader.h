@@ -10,9 +10,9 @@
 
 namespace flatshard::data {
 
-/// The text of a file in UTF-8: without compression and byte order mark, and
-/// from UTF-16 when its byte order mark says so. Bytes that are not UTF-8 pass
-/// through.
+/// Reads the text of a file in UTF-8: without compression and byte order mark,
+/// and from UTF-16 when its byte order mark shows that. Bytes that are not
+/// UTF-8 pass through.
 class TextReader {
  public:
   /// @throws what ByteReader throws; Error{format} for UTF-32.

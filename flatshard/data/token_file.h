@@ -34,7 +34,8 @@ class TokenFile {
   /// "raw uint16", "llm.c uint16", "Megatron int32", ...
   const std::string& what() const { return what_; }
   std::int64_t num_tokens() const { return num_tokens_; }
-  /// First token of each document and num_tokens, where the file says it.
+  /// Returns the first token of each document and num_tokens, where the file
+  /// has them.
   const std::vector<std::int64_t>& documents() const { return documents_; }
 
   /// Reads tokens [begin, begin + out.size()).

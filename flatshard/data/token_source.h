@@ -39,8 +39,8 @@ class TokenSource {
   virtual std::int64_t num_sequences(std::int64_t seq_len) const = 0;
   /// Reads sequence `index`.
   virtual void read(std::int64_t index, const Sequence& out) const = 0;
-  /// Returns the runs of tokens of a split that sequence `index` consists of,
-  /// in its order and without its padding; empty where tokens are of no split.
+  /// Returns the runs of tokens of a split that make sequence `index`, in its
+  /// order and without its padding. Empty where tokens are of no split.
   virtual std::vector<Piece> pieces(
       std::int64_t /*index*/,
       std::int64_t /*seq_len*/) const {
@@ -48,12 +48,12 @@ class TokenSource {
   }
   /// Every token is below this.
   virtual std::int64_t vocab_size() const = 0;
-  /// For messages: where the tokens come from.
+  /// Returns the tokens' origin, for messages.
   virtual std::string describe() const = 0;
   /// Each token below kNumBytes is a byte of text.
   virtual bool tokens_are_bytes() const { return false; }
-  /// Tells its tokens from others; empty where they are made anew. May read
-  /// 16 MiB.
+  /// Returns a value that identifies its tokens; empty where they are made
+  /// anew. May read 16 MiB.
   virtual CorpusIdentity identity() const { return {}; }
   /// Whether targets may be kIgnoredTarget.
   virtual bool ignores_targets() const { return false; }
@@ -68,9 +68,9 @@ void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out);
 
 /// The token stream of a corpus split cut into sequences: documents follow one
 /// another with their end-of-document token between them, and sequence i is
-/// tokens [i * seq_len, (i + 1) * seq_len]. Neighbours share one token (the
-/// last target of one is the first input of the next), and the rest of the
-/// stream that fills no sequence is left out.
+/// tokens [i * seq_len, (i + 1) * seq_len]. Neighbours share one token: the
+/// last target of one is the first input of the next. The rest of the stream
+/// that fills no sequence is left out.
 class CorpusSource : public TokenSource {
  public:
   explicit CorpusSource(std::shared_ptr<const Corpus> corpus);

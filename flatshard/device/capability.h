@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-// What GPUs of each compute capability do: the one place that knows. Errors,
+// The features of GPUs of each compute capability, in one place. Errors,
 // `flatshard doctor`, `flatshard info` and docs/reference/gpus.md print this
 // table.
 namespace flatshard {
@@ -36,7 +36,8 @@ struct GpuFeatureRow {
 const std::array<GpuFeatureRow, 8>& gpu_features();
 const GpuFeatureRow& row_of(GpuFeature feature);
 
-/// Whether GPUs of a compute capability have it, as far as the table knows.
+/// Returns whether GPUs of a compute capability have it, according to the
+/// table.
 bool gpu_has(int sm, GpuFeature feature);
 /// Whether the answer of `gpu_has` has to be confirmed by cuBLASLt.
 bool gpu_is_asked(int sm, GpuFeature feature);

@@ -7,7 +7,7 @@ namespace flatshard::detail {
 
 /// A function of the driver, found at run time: the program also runs where
 /// there is no driver. Null: there is none, or it is older than `version`
-/// (12040 is CUDA 12.4), which also says which form of the function it is.
+/// (12040 is CUDA 12.4), which also selects the form of the function.
 template <class Pointer>
 Pointer find_driver_function(const char* name, unsigned version) {
   void* function = nullptr;

@@ -6,9 +6,9 @@
 
 namespace flatshard::detail {
 
-/// Makes a GPU current while it lives, as c10's CUDAGuard does. That one asks
-/// the driver at its end whether the GPU it came from is in use, also when it
-/// never left; a step has thousands of these scopes.
+/// Makes a GPU current while it exists, as c10's CUDAGuard does. That one asks
+/// the driver at its end whether its former GPU is in use, also when it never
+/// left. A step has thousands of these scopes.
 class CudaDeviceScope {
  public:
   /// @param device  without an index: the current one.
@@ -30,7 +30,7 @@ class CudaDeviceScope {
   c10::DeviceIndex before_ = -1;
 };
 
-/// Makes a stream and its GPU current while it lives.
+/// Makes a stream and its GPU current while it exists.
 class CudaStreamScope {
  public:
   explicit CudaStreamScope(c10::cuda::CUDAStream stream)

@@ -20,8 +20,8 @@ namespace flatshard {
 /// output tensors; for tests of what is built on graphs.
 class DeviceGraph {
  public:
-  /// What is recorded. Its tensors are the graph's outputs; some may be
-  /// undefined.
+  /// The work that is recorded. Its tensors are the graph's outputs; some may
+  /// be undefined.
   using Work = std::function<std::vector<at::Tensor>()>;
 
   virtual ~DeviceGraph() = default;
@@ -35,18 +35,18 @@ class DeviceGraph {
   virtual GraphAudit audit(const std::vector<at::Tensor>& declared) const = 0;
 };
 
-/// The memory that graphs share. Tensors that a capture leaves behind (its
-/// outputs, what autograd saved) keep their place among the captures behind it;
-/// memory that was freed within a capture serves the next one, for what that
-/// leaves behind as well. So replays of one pool must not overlap in time, and
-/// a replay overwrites what graphs captured later left behind: whoever replays
-/// in another order than that of the captures sees to it that nobody reads
-/// that any more.
+/// The memory that graphs share. Tensors that a capture keeps (its outputs,
+/// autograd's saved tensors) keep their place during later captures. Memory
+/// that was freed within a capture serves the next one, also for the tensors
+/// that it keeps. So replays of one pool must not overlap in time, and a replay
+/// overwrites the results of graphs captured later: a program that replays in
+/// another order than the captures' makes sure that nobody reads those any
+/// more.
 class GraphPool {
  public:
   virtual ~GraphPool() = default;
-  /// Records `work`. What it throws, or what the device says at the end of the
-  /// recording, is thrown on; the pool and the device stay usable then.
+  /// Records `work`. It rethrows exceptions of `work`, and errors of the device
+  /// at the end of the recording. The pool and the device stay usable then.
   /// @param generators  that `work` draws from besides the device's default
   ///   one. A replay draws what the same work would have drawn at its place.
   virtual std::unique_ptr<DeviceGraph> capture(

@@ -8,13 +8,13 @@
 
 namespace flatshard {
 
-/// What the nodes of a graph point at. A kernel's parameters may have room that
-/// nobody fills, so an address that is found need not be the kernel's.
+/// The addresses in the nodes of a graph. A kernel's parameters may have room
+/// that nobody fills, so an address that is found need not be the kernel's.
 struct GraphAudit {
   std::int64_t nodes = 0;  ///< kernels, copies and fills that were looked at
   /// Words of their parameters that are addresses of the device's allocator.
   std::int64_t addresses = 0;
-  /// Those of them in memory that the graph may not touch, each with its node.
+  /// The addresses in memory that the graph may not touch, each with its node.
   std::vector<std::string> strays;
 };
 

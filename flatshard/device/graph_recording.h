@@ -9,15 +9,15 @@
 #include <exception>
 #include <utility>
 
-// The one place that knows how torch's versions differ in CUDA graphs.
+// The one place for differences of torch's versions in CUDA graphs.
 namespace flatshard::detail {
 
-/// torch's graph while it is recorded. Older versions of torch have to be told
-/// which generators are drawn from, and leave the allocator in the middle of a
-/// capture when the recording fails.
+/// torch's graph while it is recorded. Older versions of torch need a list of
+/// the generators that are drawn from. They leave the allocator in the middle
+/// of a capture when the recording fails.
 class GraphRecording : public at::cuda::CUDAGraph {
  public:
-  /// @param keeps_nodes  `raw_cuda_graph` is there behind `end`.
+  /// @param keeps_nodes  `raw_cuda_graph` exists after `end`.
   explicit GraphRecording(bool keeps_nodes)
       : CUDAGraph(keeps_nodes), keeps_nodes_(keeps_nodes) {}
 
@@ -97,13 +97,13 @@ class GraphRecording : public at::cuda::CUDAGraph {
             capture_stream_.device_index(),
             mempool_id_);
       } catch (const std::exception&) {
-        // It had ended by itself.
+        // It had already ended.
       }
       try {
         // Not released: a pool that nobody uses any more takes no recordings.
         at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
       } catch (const std::exception&) {
-        // As above.
+        // See above.
       }
     }
   }

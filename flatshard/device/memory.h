@@ -9,22 +9,24 @@ namespace flatshard {
 
 /// Bytes of one device's memory.
 struct MemoryStats {
-  std::int64_t allocated_bytes = 0;       ///< held by live tensors
+  std::int64_t allocated_bytes = 0;       ///< held by tensors in use
   std::int64_t peak_allocated_bytes = 0;  ///< highest since the last reset
   std::int64_t reserved_bytes = 0;        ///< taken from the device
   std::int64_t peak_reserved_bytes = 0;
   std::int64_t capacity_bytes = 0;  ///< of the whole device or machine
 };
 
-/// CUDA: torch's caching allocator and what count_memory_outside_allocator was
-/// told. NCCL's and the driver's own is in neither. CPU: the resident set of
-/// the process from /proc (allocated = reserved = now, peak = its high-water
-/// mark, which cannot be reset); zeros where /proc is missing.
+/// CUDA: torch's caching allocator and the bytes given to
+/// count_memory_outside_allocator. NCCL's and the driver's own is in neither.
+/// CPU: the resident set of the process from /proc (allocated = reserved = now,
+/// peak = its high-water mark, which cannot be reset); zeros where /proc is
+/// missing.
 MemoryStats memory_stats(at::Device device);
 
 /// Host memory for large copies and direct I/O: [nbytes] uint8, page-aligned
-/// and of exactly that size, zero at first. With a CUDA `device` it is pinned,
-/// so that copies from and to that device run beside its kernels.
+/// and of exactly that size, zero at first. When `device` is a GPU it is
+/// pinned, so that copies from and to that device run in parallel with its
+/// kernels.
 ///
 /// The pages are the process's own and not the driver's, because the kernel
 /// does no direct I/O from the latter.

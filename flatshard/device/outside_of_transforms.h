@@ -5,9 +5,9 @@
 
 namespace flatshard {
 
-/// While it lives, tensor operations of this thread are those of no transform
-/// of torch.func (jvp, vjp, vmap): weights that are gathered inside of one
-/// belong to the model, and not to the function that is transformed.
+/// While it exists, tensor operations of this thread belong to no transform of
+/// torch.func (jvp, vjp, vmap): weights that are gathered inside of one belong
+/// to the model, and not to the function that is transformed.
 class OutsideOfTransforms {
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_{c10::DispatchKeySet(

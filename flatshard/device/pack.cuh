@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-// What kernels of all folders load, compute with and store.
+// Loads, computations and stores of the kernels of all folders.
 namespace flatshard::kernels {
 
 __device__ inline float to_float(float v) {
@@ -59,7 +59,7 @@ __device__ inline void store(T* to, const float (&from)[N]) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-/// As many elements as fit 16 bytes.
+/// The number of elements in 16 bytes.
 template <class T>
 constexpr int kWide = 16 / sizeof(T);
 

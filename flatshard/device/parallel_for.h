@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// Calls f(from, to) for parts that make up [begin, end), each on a thread of
-/// its own: as many as host_threads(), none for less than `grain`. Returns when
+/// Calls f(from, to) for parts that make up [begin, end), each on a separate
+/// thread: as many as host_threads(), none for less than `grain`. Returns when
 /// all are done. `f` must not throw.
 ///
 /// at::parallel_for does this in code that was compiled with OpenMP; in ours it

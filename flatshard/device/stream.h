@@ -15,7 +15,7 @@ struct StreamOptions {
   /// CUDA: take a stream of the high-priority pool. CPU: no effect on order
   /// or result; worker threads have no priority.
   bool high_priority = false;
-  /// For tests: a random delay of 0..max_delay_us microseconds goes before
+  /// Used by tests: a random delay of 0..max_delay_us microseconds goes before
   /// each submitted task (CPU: the worker sleeps, CUDA: a spinning kernel).
   /// Names, seeds and submission order decide the delays.
   std::uint64_t delay_seed = 0;
@@ -27,7 +27,7 @@ struct StreamOptions {
 /// recorded is complete.
 class Event {
  public:
-  /// What a backend keeps for one recorded point.
+  /// A backend's state of one recorded point.
   class State {
    public:
     virtual ~State() = default;
@@ -54,10 +54,10 @@ class Event {
 
 /// An ordered queue of work on one device.
 ///
-/// CUDA: a stream of the caching allocator's pool; `submit` runs the function
-/// at once on the calling thread with that stream current, so what it launches
-/// is queued. CPU: a worker thread runs the functions one after the other. In
-/// both cases `submit` does not wait for the work.
+/// CUDA: a stream of the caching allocator's pool. `submit` runs the function
+/// at once on the calling thread with that stream current, so its launches are
+/// queued. CPU: a worker thread runs the functions one after the other. In both
+/// cases `submit` does not wait for the work.
 ///
 /// The work runs with gradient mode off.
 ///

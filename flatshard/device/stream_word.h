@@ -12,11 +12,11 @@ namespace flatshard {
 class StreamWord {
  public:
   virtual ~StreamWord() = default;
-  /// Queued on the current stream, behind what is there; into a graph where
-  /// that records. CPU: done on return.
+  /// Queued on the current stream, after earlier work; into a graph where that
+  /// records. CPU: done on return.
   /// @throws Error{cuda} when the driver refuses it.
   virtual void write(std::uint32_t value) = 0;
-  /// As the device has written it by now; does not wait.
+  /// Returns the value that the device has written by now; does not wait.
   virtual std::uint32_t read() const = 0;
 };
 

@@ -7,19 +7,19 @@
 
 namespace flatshard {
 
-/// Where values that lie in host memory belong.
+/// The destination of values in host memory.
 struct HostCopy {
   void* to = nullptr;  ///< memory of the device
   const void* from = nullptr;
   std::int64_t nbytes = 0;
 };
 
-/// Copies pageable host memory to a device, after what is queued on the current
-/// stream; blocks until it is there.
+/// Copies pageable host memory to a device, after earlier work of the current
+/// stream; blocks until it has arrived.
 ///
 /// One copy of pageable memory is staged by one thread of the driver and fills
 /// a small part of the link. So `num_threads` threads move pieces, on CUDA each
-/// through two pinned buffers and a stream of its own.
+/// through two pinned buffers and a separate stream.
 void upload(
     std::span<const HostCopy> copies,
     at::Device device,

@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-// What `flatshard info`, `flatshard doctor` and `python -m flatshard.doctor`
-// print of a build and a machine.
+// The facts about a build and a machine that `flatshard info`, `flatshard
+// doctor` and `python -m flatshard.doctor` print.
 namespace flatshard {
 
 struct Fact {

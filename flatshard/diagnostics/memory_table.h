@@ -23,8 +23,8 @@ struct MemoryRow {
 /// have. Activations and what NCCL or the driver take are not in it.
 ///
 /// @param optimizer_nbytes  Optimizer::state_nbytes().
-/// @param graphs  what is captured by now; empty: those of regions, which the
-///   Runtime knows. StepGraph::stats are those of steps.
+/// @param graphs  the captured graphs; empty: the graphs of regions, which the
+///   Runtime has. StepGraph::stats has the graphs of steps.
 std::vector<MemoryRow> memory_rows(
     const Runtime& runtime,
     std::int64_t optimizer_nbytes,
@@ -33,8 +33,8 @@ std::vector<MemoryRow> memory_rows(
 /// The sum of all rows.
 std::int64_t total_nbytes(const std::vector<MemoryRow>& rows);
 
-/// As a table with GiB or MiB. What lies in host memory beside a GPU stands
-/// below the sum.
+/// Returns a table with GiB or MiB. Host memory, on a machine with a GPU, is
+/// listed below the sum.
 std::string to_string(
     const std::vector<MemoryRow>& rows,
     const std::vector<MemoryRow>& host_rows = {});

@@ -12,8 +12,8 @@ namespace flatshard {
 ///
 /// Gradients are looked at where this rank has its whole gradient of a unit,
 /// just before the unit's reduction: afterwards the mean has spread over the
-/// ranks and nobody knows where it came from. One pass over the gradient per
-/// unit, and the host waits for it.
+/// ranks and its origin is lost. One pass over the gradient per unit, and the
+/// host waits for it.
 ///
 /// Every check throws Error{usage} on the rank that has the value.
 class NanCheck : public GradientObserver {

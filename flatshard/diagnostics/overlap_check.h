@@ -15,7 +15,7 @@ namespace flatshard {
 struct UsedRange {
   std::string name;
   std::uintptr_t begin = 0;
-  std::uintptr_t end = 0;  ///< behind the last byte
+  std::uintptr_t end = 0;  ///< after the last byte
 };
 
 /// @throws Error{memory} naming the first two ranges that share a byte. Empty
@@ -30,8 +30,8 @@ struct PlacedUse {
   std::int64_t offset = 0, nbytes = 0;
 };
 
-/// @throws Error{memory} naming two uses that live at one time in one place, or
-/// one that leaves the arena.
+/// @throws Error{memory} naming two uses that overlap in time and place, or one
+/// that leaves the arena.
 void check_placement(
     const std::vector<PlacedUse>& uses,
     std::int64_t arena_nbytes);

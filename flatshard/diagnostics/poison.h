@@ -16,10 +16,10 @@ void fill_with_nan(const SlotView& slot);
 /// DebugOptions::poison: released slots are filled with NaN, and released
 /// parameters point at memory that shows who uses it.
 ///
-/// CPU: address space without memory; touching it is a segmentation fault, and
-/// a handler writes the parameter's name to standard error before the process
-/// ends as it would have (the handlers that were there before run next).
-/// CUDA: one block of NaN as large as the largest parameter, for all of them.
+/// CPU: address space without memory. Touching it is a segmentation fault, and
+/// a handler writes the parameter's name to standard error. The process then
+/// ends as it would have, since the former handlers run next. CUDA: one block
+/// of NaN as large as the largest parameter, for all of them.
 class Poison : public SlotObserver, public StepObserver {
  public:
   /// Before the first forward of `runtime`.

@@ -15,8 +15,7 @@ struct KernelInterval {
   std::int64_t stream = 0;
 };
 
-/// What the kernels of one kind took together; beside each other they count
-/// twice.
+/// The time of all kernels of one kind; kernels that overlap count twice.
 struct KernelClass {
   std::string name;  ///< "GEMM", "attention", "all-gather", ...
   double ms = 0;
@@ -30,16 +29,16 @@ struct StepProfile {
   double exposed_ms = 0;  ///< only communication runs
   double idle_ms = 0;     ///< nothing runs
   std::vector<KernelClass> classes;  ///< largest first
-  /// What a stream is there for ("compute", "gather", "reduce"), by its number.
+  /// The purpose of a stream ("compute", "gather", "reduce"), by its number.
   std::map<std::int64_t, std::string> streams;
 };
 
-/// "other" for a kernel that no class knows.
+/// Returns the class of a kernel, "other" for one without a class.
 std::string kernel_class(const std::string& kernel_name);
 
 StepProfile profile_step(const std::vector<KernelInterval>& kernels);
 
-/// What the GPU could reach at most, and how much there was to do.
+/// The GPU's peak rates, and the amount of work.
 struct SpeedOfLight {
   double peak_flops = 0;  ///< per second; 0: unknown
   /// Floating-point operations of the step by class, e.g. "GEMM".

@@ -23,7 +23,7 @@ namespace flatshard {
 /// - an outermost forward still waits for its backward at the end of the step,
 /// - ranks call different units, or end the step at different places.
 ///
-/// For the last one every forward and every end of a step is collective and
+/// The last one makes every forward and every end of a step collective, and
 /// blocks the host.
 class StrictChecks : public StepObserver, public GradientObserver {
  public:

@@ -9,7 +9,7 @@ class CollectiveExchange : public StreamExchange {
  public:
   /// Collective: connects the ranks.
   ///
-  /// @param group        for nothing else; lives longer.
+  /// @param group        for nothing else; outlives this object.
   /// @param num_experts  of a layer, on all ranks together.
   /// @throws Error{config} when they do not divide by the ranks that each have
   ///   others.
@@ -31,8 +31,8 @@ class CollectiveExchange : public StreamExchange {
       const nn::TensorList& rows) override;
 
  private:
-  /// int32 [experts + ranks * experts here], pinned beside a GPU: counts that
-  /// leave, then those that arrive.
+  /// int32 [experts + ranks * experts here], pinned with a GPU: counts that
+  /// leave, then counts that arrive.
   at::Tensor host_counts_;
 };
 

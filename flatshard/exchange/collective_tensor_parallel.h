@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// Tensor parallelism by collectives. Those whose result compute needs at once
-/// are queued on the current stream, the others on a stream of their own.
+/// Tensor parallelism by collectives. Collectives whose result compute needs at
+/// once are queued on the current stream, the others on a separate stream.
 class CollectiveTensorParallel : public nn::TensorParallel {
  public:
   /// @param group  for nothing else; sums are in its order: of ranks on CPUs,

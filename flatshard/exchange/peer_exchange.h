@@ -23,17 +23,17 @@ struct PeerExchangeOptions {
 /// GPUs are the copy engines'. Delivers the bits of CollectiveExchange.
 ///
 /// Each rank has a window for the rows that it routes, by expert. In a dispatch
-/// it fills its own, and the ranks of the experts read there; in a combine
-/// these write there, and it reads its own. So a window never holds more than
-/// its rank's own rows, however many of them go to one rank. Tensors that
-/// travel together lie there one behind the other. Windows have two halves,
-/// used by turns, and a fence stands between writing and reading. One fence for
-/// each transfer is enough: whoever is past it has read what the transfer
-/// before left in the other half.
+/// it fills its own window, and the ranks of the experts read there. In a
+/// combine these write there, and it reads its own. So a window never holds
+/// more than its rank's own rows, however many of them go to one rank. Tensors
+/// of one transfer are stored there one after the other. Windows have two
+/// halves, used in turn, and a fence stands between writing and reading. One
+/// fence for each transfer is enough: a rank that is past it has read the data
+/// that the transfer before left in the other half.
 ///
 /// Tokens (nn::TransferInput) are permuted straight into the window and, where
-/// their expert is here, to where its rows are; and they are added up from the
-/// window and from where the experts of this rank left theirs. So rows that
+/// their expert is here, to the place of its rows. They are added up from the
+/// window and from the places where this rank's experts left them. So rows that
 /// stay are not copied, and others once, from one rank to the other.
 ///
 /// The counts go from host to host, through pages that the processes share.
@@ -91,7 +91,7 @@ class PeerExchange : public StreamExchange {
     char* at_home = nullptr;
     char* at_experts = nullptr;
     std::int64_t in_window = 0;  ///< begins there, of each rank
-    /// At home it has a row for each token, and kernels take those of this rank
+    /// At home it has a row for each token, and kernels take this rank's rows
     /// from and to the window.
     bool of_tokens = false;
     bool is_narrow = false;  ///< see NarrowRows; not of tokens
@@ -106,7 +106,7 @@ class PeerExchange : public StreamExchange {
       const nn::TransferInput& input);
   /// @throws Error{config} on all ranks.
   void check_fits(const Plan& plan, const nn::TensorList& rows) const;
-  /// Those of each fence.
+  /// Returns the parts of each fence.
   /// @param of_tokens  the first one is.
   std::vector<std::vector<Part>> parts_by_fence(
       const Plan& plan,
@@ -143,10 +143,10 @@ class PeerExchange : public StreamExchange {
       const Plan& plan,
       const Part& part,
       const at::Tensor& like) const;
-  /// What a plan uploads.
+  /// Returns the tables that a plan uploads.
   RunTables tables();
   void copy(const std::vector<BytesCopy>& copies) const;
-  /// Of rank `rank`, in the half that this transfer uses.
+  /// Returns the window of rank `rank`, in the half that this transfer uses.
   char* window(int rank, const Part& part) const;
 
   std::shared_ptr<Communicator> hosts_;

@@ -29,8 +29,8 @@ struct PeerTensorParallelOptions {
 ///
 /// All of it runs on one stream, and each transfer has one fence, between
 /// writing windows and reading them. Windows have two halves, which transfers
-/// alternate between: whoever is past a fence knows that its peers have read
-/// what the transfer before left in the other half.
+/// alternate between: past a fence, a rank's peers have read the data that the
+/// transfer before left in the other half.
 ///
 /// The counts of fences do not repeat, so CUDA graphs cannot record transfers.
 class PeerTensorParallel : public nn::TensorParallel {

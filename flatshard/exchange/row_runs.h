@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// Numbers that kernels read of RowRuns, one table behind the other.
+/// Numbers that kernels read of RowRuns, one table after the other.
 struct RunTables {
   /// @param ends_by_rank  ends of each run, instead of each expert's
   RunTables(
@@ -29,27 +29,28 @@ struct RunTables {
 };
 
 /// Which rows arrive at the experts of one rank. At home, at the rank that
-/// routed them, rows lie by expert; at the experts they lie by expert, too, and
-/// those of one expert by rank. What one rank routed to one expert is a run.
+/// routed them, rows are ordered by expert. At the experts they are ordered by
+/// expert, too, and by rank within one expert. The rows that one rank routed to
+/// one expert are a run.
 class RowRuns {
  public:
   struct Run {
-    std::int64_t at_home = 0;     ///< first row among those of its rank
+    std::int64_t at_home = 0;     ///< first row among its rank's rows
     std::int64_t at_experts = 0;  ///< first row among those that arrive here
     std::int64_t rows = 0;
   };
 
-  /// Of no rank.
+  /// Makes runs of no rank.
   RowRuns() = default;
   /// @param counts  [num_ranks * experts] rows that each rank routes to each
   ///   expert. Rank r has experts from r * experts / num_ranks on.
   /// @param rank    this one
   RowRuns(std::span<const int> counts, int num_ranks, int rank);
 
-  /// Those that `rank` routed, one for each expert here.
+  /// Returns the runs that `rank` routed, one for each expert here.
   std::span<const Run> of(int rank) const { return by_rank_[rank]; }
-  /// Rows that this rank routed. Of them [stay_begin, stay_end) are for its own
-  /// experts.
+  /// Returns the rows that this rank routed. Rows [stay_begin, stay_end) among
+  /// them are for its own experts.
   std::int64_t num_routed() const { return num_routed_; }
   std::int64_t stay_begin() const;
   std::int64_t stay_end() const;

@@ -14,22 +14,22 @@
 namespace flatshard {
 
 struct ExchangeOptions {
-  /// Each expert computes the rows of each rank by themselves, in the order of
-  /// the ranks. Sums over rows are then those of the ranks, added up: two ranks
-  /// give the bits of one that takes their tokens as two microbatches.
+  /// Each expert computes the rows of each rank separately, in the order of the
+  /// ranks. Sums over rows are then the ranks' sums, added up: two ranks give
+  /// the bits of one that takes their tokens as two microbatches.
   bool groups_by_rank = false;
   /// Ranks that have an equal part of the width of the same experts: a row goes
   /// to all of them, and what they send back is added up, in rank order.
   std::int64_t ranks_per_expert = 1;
-  /// Of the stream on which rows are exchanged.
+  /// Options of the stream on which rows are exchanged.
   StreamOptions stream;
 };
 
 struct StreamExchangePlan : nn::ExchangePlan {
-  /// What begin_plan took. The exchange's stream reads it, so that its memory
-  /// is kept until the plan is finished.
+  /// The argument of begin_plan. The exchange's stream reads it, so that its
+  /// memory is kept until the plan is finished.
   at::Tensor counts;
-  Event known;  ///< what the host needs of the counts is there
+  Event known;  ///< the host has the counts that it needs
   std::int64_t number = 0;
   bool is_finished = false;
 };
@@ -38,16 +38,16 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// experts: rank r those from r * experts / ranks on. How they do is for the
 /// classes that derive from it.
 ///
-/// With n ranks per expert, the first ranks / n ranks divide the experts so for
-/// the first part of their width, the next as many for the second part, and so
-/// on. A Mesh orders the ranks over {ep, etp} like this.
+/// With n ranks per expert, the first ranks / n ranks divide the experts for
+/// the first part of their width. The next as many divide them for the second
+/// part, and so on. A Mesh orders the ranks over {ep, etp} like this.
 ///
-/// Rows arrive by expert, those of one expert in the order of the ranks. They
-/// travel on a stream of their own, beside what compute is doing. The host
-/// waits once for each plan (finish_plan), until the counts of all ranks are
-/// there: behind the router, and not behind what was queued since. A dispatch
-/// finishes a plan that was only begun, and queues before that wait what needs
-/// the counts of this rank alone (rows_to_send).
+/// Rows arrive by expert, and within one expert in the order of the ranks. They
+/// are exchanged on a separate stream, in parallel with compute. The host waits
+/// once for each plan (finish_plan), until the counts of all ranks have
+/// arrived: after the router, and not after later work. A dispatch finishes a
+/// plan that was only begun. Before that wait it queues the work that needs
+/// only this rank's counts (rows_to_send).
 class StreamExchange : public nn::TokenExchange {
  public:
   nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
@@ -69,20 +69,20 @@ class StreamExchange : public nn::TokenExchange {
   Stream& stream() { return *stream_; }
   /// Compute's waits for rows are measured from now on, or no longer.
   void measure(bool measures) { measures_ = measures; }
-  /// What was measured since the last call, in ms. Blocks the host.
+  /// Returns the time measured since the last call, in ms. Blocks the host.
   double wait_and_take_exposed_ms() { return timer_->wait_and_take_ms(); }
   /// After a failure: blocks until what is under way has ended, and forgets
   /// what it threw.
   void reset() noexcept { stream_->reset(); }
-  /// After a failure, when ranks may have got to different places: all of them
-  /// call it while compute rests.
+  /// Called after a failure, when ranks may have got to different places: all
+  /// of them call it while compute is idle.
   virtual void restart();
-  /// What it holds on the device for its own use.
+  /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }
 
  protected:
   /// Collective.
-  /// @param group  for nothing else; lives longer.
+  /// @param group  for nothing else; outlives this object.
   /// @throws Error{config} when the experts do not divide by the ranks, or the
   ///   ranks by ranks_per_expert.
   StreamExchange(
@@ -90,13 +90,14 @@ class StreamExchange : public nn::TokenExchange {
       std::int64_t num_experts,
       const ExchangeOptions& options);
 
-  /// Sends the counts on their way to the host, where there is room for those
-  /// of one plan, and records `known` behind them.
+  /// Starts the copy of the counts to the host, where there is room for one
+  /// plan's, and records `known` after it.
   virtual c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) = 0;
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
-  /// What brings `rows` to `out`, for the stream. All of them are defined.
+  /// Returns the work of the stream that brings `rows` to `out`. All of them
+  /// are defined.
   virtual std::function<void()> transfer_of_rows(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
@@ -108,8 +109,8 @@ class StreamExchange : public nn::TokenExchange {
   virtual nn::TransferInput rows_to_send(const nn::TransferInput& input) {
     return input;
   }
-  /// The same for tokens, see TransferInput. This one permutes them in front of
-  /// what `transfer_of_rows` gives, and adds them up behind it.
+  /// The same for tokens, see TransferInput. This one permutes them before the
+  /// work of `transfer_of_rows`, and adds them up after it.
   virtual std::function<void()> transfer_of_tokens(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
@@ -128,7 +129,7 @@ class StreamExchange : public nn::TokenExchange {
   }
   /// Work for the stream, in the order that all ranks have.
   void submit(std::function<void()> work);
-  /// Of those that leave this rank or stay.
+  /// Checks the number of rows that leave this rank or stay.
   static void check_num_rows(std::int64_t counted, std::int64_t num_rows);
 
   Communicator& group() { return *group_; }
@@ -150,7 +151,7 @@ class StreamExchange : public nn::TokenExchange {
 
   /// One of compute's waits; see measure().
   void await(const Event& event);
-  /// What `transfer_of_rows` says for those that are defined.
+  /// Returns `transfer_of_rows` for the rows that are defined.
   std::function<void()> transfer_of_defined(
       const nn::ExchangePlanPtr& plan,
       Direction direction,

@@ -24,7 +24,7 @@ class CapturedCollectives {
   /// @param num_tracks  communicators that are watched.
   CapturedCollectives(at::Device device, std::size_t num_tracks);
 
-  /// Those of one communicator.
+  /// The collectives of one communicator.
   struct Track {
     std::vector<CollectiveSignature> signatures;
     // How many of them the device has come to, and how many it has done.
@@ -47,7 +47,8 @@ class CapturedCollectives {
   bool is_over(const Replay& replay) const;
   /// It is the one whose numbers the words are.
   bool runs(const Replay& replay);
-  /// Of a track's collectives: how many the device has come to, or has done.
+  /// Returns the number of a track's collectives that the device has come to,
+  /// or has done.
   std::uint32_t num_begun(const Replay& replay, std::size_t track);
   std::uint32_t num_ended(const Replay& replay, std::size_t track);
 

@@ -9,7 +9,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/flight/state.h"
 
-// Who is at fault, read off what the ranks published. Pure: no store, no clock.
+// Finds the rank at fault from the published states. Pure: no store, no clock.
 namespace flatshard {
 
 /// One rank as the judging rank sees it.
@@ -51,8 +51,8 @@ bool programs_part(std::span<const RankView> views);
 /// before it.
 bool waits_for_who_left(std::span<const RankView> views);
 
-/// What the ranks of a group issued where they differ, all at sequence `seq` of
-/// `communicator`: `text` and a table of them.
+/// Returns the collectives that the ranks of a group issued where they differ,
+/// all at sequence `seq` of `communicator`: `text` and a table of them.
 Verdict verdict_on_difference(
     const std::string& text,
     const std::string& communicator,

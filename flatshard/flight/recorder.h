@@ -17,10 +17,10 @@ namespace flatshard {
 
 /// Called once, from a thread of the watcher, when there is a verdict but the
 /// communicators have not ended some ten seconds after it. NCCL's abort waits
-/// for the connections of all ranks of the host, also of one that is stopped,
-/// and what this process waits for on the GPU may then never come: a program
-/// can say the verdict and end its process here. The library does not.
-/// Source: ncclProxyService in NCCL's src/proxy.cc.
+/// for the connections of all ranks of the host, also of one that is stopped.
+/// The work that this process waits for on the GPU may then never end: a
+/// program can report the verdict and end its process here. The library does
+/// not. Source: ncclProxyService in NCCL's src/proxy.cc.
 using OnStuckAbort = std::function<void(const Verdict&)>;
 
 struct FlightRecorderOptions {
@@ -39,8 +39,8 @@ struct FlightRecorderOptions {
   OnStuckAbort on_stuck_abort;
 };
 
-/// What this rank's collectives did, and a watcher that compares it with the
-/// other ranks.
+/// Records this rank's collectives, with a watcher that compares them with the
+/// other ranks'.
 ///
 /// Every collective of a mesh is one entry in a ring: communicator, sequence,
 /// step, unit, kind, elements, dtype, and whether it is scheduled, started or
@@ -49,13 +49,13 @@ struct FlightRecorderOptions {
 /// ranks; when it is missing, every other rank does.
 ///
 /// A rank that is missing, differs or is late for longer than the timeout is
-/// named, with what every rank was doing, by a verdict that all ranks read. The
-/// watcher then aborts the communicators; whoever waits in a collective, or
-/// calls the next one, gets the verdict as an Error. Nothing ends the process.
-/// An abort that hangs holds up nobody: see OnStuckAbort.
+/// named by a verdict that all ranks read, with every rank's state. The watcher
+/// then aborts the communicators. A thread that waits in a collective, or calls
+/// the next one, gets the verdict as an Error. Nothing ends the process. An
+/// abort that hangs holds up nobody: see OnStuckAbort.
 ///
 /// Thread-safe. Construction and destruction are collective: rank 0 stays until
-/// the others have left or know that it leaves, two seconds at most.
+/// the others have left or have seen that it leaves, two seconds at most.
 class FlightRecorder : public CollectiveObserver {
  public:
   FlightRecorder(
@@ -71,7 +71,7 @@ class FlightRecorder : public CollectiveObserver {
   /// Step of collectives outside of a CollectiveScope that has its own.
   void set_step(std::int64_t step);
 
-  /// Tells the other ranks at once that this one leaves with an exception.
+  /// Reports to the other ranks at once that this one leaves with an exception.
   /// Blocks until it is published, a few seconds at most. An error of CUDA or
   /// NCCL may be the echo of another rank's end: the ranks are compared first.
   /// @throws the verdict for such an error.
@@ -90,9 +90,9 @@ class FlightRecorder : public CollectiveObserver {
   void replayed(
       const std::shared_ptr<CapturedCollectives>& captured,
       std::int64_t step);
-  /// Called once a verdict is there, beside the communicators' aborts, from a
-  /// thread of its own, for as long as the returned handle lives. NCCL's abort
-  /// waits until the graphs are gone that hold its collectives.
+  /// Called once a verdict exists, in parallel with the communicators' aborts,
+  /// from a separate thread, for as long as the returned handle exists. NCCL's
+  /// abort waits until the graphs are gone that hold its collectives.
   using WithAbort = std::shared_ptr<std::function<void()>>;
   [[nodiscard]] WithAbort with_abort(std::function<void()> action);
 

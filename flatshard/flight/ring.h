@@ -33,8 +33,9 @@ class FlightRing {
   void launched(FlightRecorder::Ticket ticket);
   void completed(FlightRecorder::Ticket ticket);
 
-  // Graphs that hold collectives. What begins on a stream that records, between
-  // the second and the third, is the graph's and runs with each replay.
+  // Graphs that hold collectives. Collectives that begin on a stream that
+  // records, between the second and the third, belong to the graph and run with
+  // each replay.
 
   /// Before the recording.
   std::shared_ptr<CapturedCollectives> make_captured();
@@ -65,7 +66,7 @@ class FlightRing {
     Event before;
     Event after;
     bool on_stream = false;
-    // Of a graph, instead of the events: the launch, and which of the track's
+    // In a graph this replaces the events: the launch, and which of the track's
     // collectives in it.
     std::shared_ptr<CapturedCollectives> captured;
     std::shared_ptr<const CapturedCollectives::Replay> replay;

@@ -10,7 +10,7 @@
 namespace flatshard {
 
 enum class CollectiveState {
-  scheduled,  ///< on the device's queue, behind other work
+  scheduled,  ///< on the device's queue, after other work
   started,    ///< running or waiting for peers
   completed,
 };
@@ -34,7 +34,7 @@ struct FlightCheckpoint {
   bool operator==(const FlightCheckpoint&) const = default;
 };
 
-/// What one rank did on one communicator.
+/// One rank's collectives on one communicator.
 struct FlightTrack {
   std::string group;  ///< equal on the ranks of a group and on no others
   std::string name;   ///< the communicator's
@@ -58,20 +58,21 @@ struct FlightPlace {
 
 enum class RankStatus {
   running,
-  troubled,  ///< a collective threw; `message` says what
-  failed,    ///< it left with an exception; `message` says which
+  troubled,  ///< a collective threw; `message` has the error
+  failed,    ///< it left with an exception; `message` has it
   left,      ///< it ended normally
 };
 
-/// What a rank publishes about itself.
+/// The state that a rank publishes about itself.
 struct FlightState {
   int rank = 0;
   std::string host;
   std::int64_t pid = 0;
   /// Where `pid` means this process: boot and pid namespace.
   std::string process_space;
-  std::int64_t process_start = 0;  ///< tells a process from its pid's next user
-  std::int64_t beat = 0;           ///< grows while the rank lives
+  std::int64_t process_start = 0;  ///< identifies it among users of the same
+                                   ///< pid
+  std::int64_t beat = 0;           ///< grows while the rank runs
   RankStatus status = RankStatus::running;
   std::string message;
   std::int64_t step = 0;
@@ -80,8 +81,8 @@ struct FlightState {
   std::vector<FlightTrack> tracks;
 
   const FlightTrack* find(std::string_view group) const;
-  /// What the rank does: it waits in `group`, or elsewhere, or the newest that
-  /// it completed.
+  /// Returns the rank's place: it waits in `group`, or elsewhere, or the newest
+  /// that it completed.
   FlightPlace current(std::string_view group) const;
 };
 

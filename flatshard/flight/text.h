@@ -16,13 +16,13 @@ std::string with_table(
     const std::string& headline,
     std::span<const RankView> views,
     std::string_view group);
-/// Who takes part in each group.
+/// Returns the members of each group.
 std::map<std::string, std::vector<const RankView*>> members_of_groups(
     std::span<const RankView> views);
 
 /// The first place at which ranks ran different collectives.
 std::optional<Verdict> find_difference(std::span<const RankView> views);
-/// The same when the rings have gone on since: only the hashes tell it.
+/// Finds the same when the rings have advanced since: only the hashes show it.
 std::optional<Verdict> find_diverged(std::span<const RankView> views);
 /// Ranks that wait for each other in different groups, which the programs of
 /// all ranks come to in one order.

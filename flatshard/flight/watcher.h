@@ -20,7 +20,8 @@ namespace flatshard::detail {
 /// The store thread publishes this rank's state and reads the others'. A read
 /// from a store whose host is stopped or cut off never returns, so the guard
 /// thread watches the store thread. The abort thread, which starts with the
-/// verdict, aborts the communicators; it may hang, too, and the guard says so.
+/// verdict, aborts the communicators. It may hang, too, and the guard reports
+/// that.
 class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
  public:
   FlightWatcher(
@@ -55,7 +56,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   /// Publishes `verdict` unless there is one already; returns the one that
   /// all ranks read.
   Verdict propose(Verdict verdict);
-  /// Says that a collective threw; waits for what the ranks make of it.
+  /// Reports that a collective threw, and waits for the ranks' verdict.
   std::optional<Verdict> await_verdict(const std::string& trouble);
   Verdict failure(const std::string& message);
 
@@ -71,7 +72,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   void publish();
   void read(int rank);
   void read_all();
-  /// What a rank published last.
+  /// Takes the state that a rank published last.
   static void take(RankView& view, FlightState state);
   bool others_wait();
   bool leader_left();
@@ -113,7 +114,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   const FlightRecorderOptions options_;
   const Milliseconds tick_;
   /// A collective or a silence of this length is a fault: a little less than
-  /// the timeout, so that the verdict is there within it.
+  /// the timeout, so that the verdict comes within it.
   const Milliseconds stalled_after_;
   /// The same when a collective has already failed somewhere.
   const Milliseconds settle_;

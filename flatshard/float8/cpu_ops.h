@@ -4,7 +4,7 @@
 
 #include "flatshard/float8/grid.h"
 
-/// What quantize.h declares, on the CPU. Tensors are contiguous.
+/// The functions of quantize.h on the CPU. Tensors are contiguous.
 namespace flatshard::float8::cpu {
 
 /// Fills data and scales of `view`, a plane of x.

@@ -22,8 +22,8 @@ struct Product {
   bool fast;
 };
 
-/// Runs a product on the current stream with the fastest algorithm that
-/// cuBLASLt knows of, found at the first call of its kind.
+/// Runs a product on the current stream with cuBLASLt's fastest algorithm,
+/// found at the first call of its kind.
 /// @return false when it has none.
 /// @throws Error{cuda}
 bool run_product(const Product& product);

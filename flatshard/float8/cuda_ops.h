@@ -4,7 +4,7 @@
 
 #include "flatshard/float8/grid.h"
 
-/// What quantize.h declares, on CUDA. Built twice: cuda_ops.cpp with CUDA,
+/// The functions of quantize.h on CUDA. Built twice: cuda_ops.cpp with CUDA,
 /// no_cuda_ops.cpp without, whose functions throw Error{config}. Tensors are
 /// contiguous and on one GPU; work goes to the current stream, and nothing
 /// blocks the host.

@@ -5,11 +5,11 @@
 #include "flatshard/float8/grid.h"
 #include "flatshard/float8/kernels/kernels.h"
 
-// Planes as kernels take them, also those of other folders whose values are
+// Planes in the form of kernels, also for other folders whose values are
 // computed where they are quantized. Exists with CUDA only.
 namespace flatshard::float8::cuda {
 
-/// Of a plane that is not wanted: null.
+/// Returns null for a plane that is not wanted.
 kernels::PlanePointers pointers_of(const PlaneView* view);
 
 /// Kernels that find largest magnitudes: into one zero; into a zero for each

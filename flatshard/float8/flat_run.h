@@ -9,11 +9,11 @@ namespace flatshard::float8 {
 /// `first` and `columns` are multiples of 16, with mxfp8 of 32.
 struct FlatRun {
   std::int64_t begin = 0;    ///< in the shard
-  std::int64_t end = 0;      ///< the first element behind it
+  std::int64_t end = 0;      ///< the first element after it
   std::int64_t first = 0;    ///< of the weight, at `begin`
   std::int64_t columns = 0;  ///< of the weight
 
-  // Where largest magnitudes go: that of block (r, c) of the weight is element
+  // The place of largest magnitudes: block (r, c) of the weight has element
   // amax + r * amax_stride + c.
   std::int64_t block_rows = 0;  ///< 0: one for the whole weight
   std::int64_t block_columns = 0;

@@ -58,8 +58,8 @@ FLATSHARD_HOST_DEVICE inline float float_of(std::uint32_t bits) {
 
 inline constexpr std::uint32_t kInfBits = 0x7f800000U;
 
-/// Rounds to nearest, ties to even. What is larger than the format's largest,
-/// Inf too, becomes the largest; NaN becomes 0x7f; zeros keep their sign.
+/// Rounds to nearest, ties to even. Values above the format's largest, Inf too,
+/// become the largest; NaN becomes 0x7f; zeros keep their sign.
 FLATSHARD_HOST_DEVICE inline std::uint8_t encode(float value, Format format) {
   const FormatTraits f = traits_of(format);
   const std::uint32_t bits = bits_of(value);

@@ -15,8 +15,8 @@ struct ScaleGrid {
   std::int64_t column_stride = 0;
 };
 
-/// A plane of a tensor [rows, columns] and where its parts lie. Element (r, c)
-/// of the tensor is byte r * row_stride + c * column_stride of data.
+/// A plane of a tensor [rows, columns] and the places of its parts. Element (r,
+/// c) of the tensor is byte r * row_stride + c * column_stride of data.
 struct PlaneView {
   Plane plane;
   ScaleGrid grid;
@@ -33,7 +33,7 @@ struct PlaneView {
   void* scales() const { return plane.scales.data_ptr(); }
 };
 
-/// The grid of `scales`, which are laid out as Plane says.
+/// Returns the grid of `scales`, which are laid out by Plane.
 ScaleGrid scale_grid(
     Recipe recipe,
     Axis axis,
@@ -48,7 +48,7 @@ PlaneView make_plane(
     const Quantizer& quantizer,
     const PlaneOptions& options);
 
-/// The same over memory that is there.
+/// Makes the same over existing memory.
 PlaneView plane_over(
     const Plane& out,
     std::int64_t rows,

@@ -16,7 +16,7 @@ struct Operand {
   Recipe recipe = Recipe::tensorwise;
 };
 
-/// What a GPU needs for FP8 products of this recipe.
+/// Returns the feature that a GPU needs for FP8 products of this recipe.
 GpuFeature feature_of(Recipe recipe);
 
 struct MatmulOptions {
@@ -49,7 +49,7 @@ struct MatmulOptions {
 /// blockwise_1x128 with itself or blockwise, mxfp8 with mxfp8; e4m3 with either
 /// format. On CUDA by cuBLASLt: k and n divisible by 16 (blocks of 128: k by
 /// 128), any m. The fastest of its algorithms is found at the first call of a
-/// shape, where the host waits; in a graph's recording and with torch's
+/// shape, where the host waits. In a graph's recording and with torch's
 /// deterministic algorithms it is the heuristic's first one.
 ///
 /// @param out  [m, n] float32 or bfloat16, rows contiguous.
@@ -65,7 +65,8 @@ void matmul(
 /// device/capability.h and, where that leaves it open, by cuBLASLt's answer.
 /// False for the CPU, where products are emulated.
 bool multiplies(Recipe recipe, at::Device device);
-/// For errors: which GPU this is, and which ones multiply the recipe in FP8.
+/// Returns the text of errors: which GPU this is, and which ones multiply the
+/// recipe in FP8.
 std::string why_not_multiplied(Recipe recipe, at::Device device);
 
 }  // namespace flatshard::float8

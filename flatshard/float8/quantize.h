@@ -14,9 +14,9 @@ namespace flatshard::float8 {
 /// (the same weight in the gradient of the input).
 enum class Axis : std::uint8_t { row, column };
 
-/// One representation of a tensor in FP8. With [outer, inner] the tensor for
-/// Axis::row and its transpose for Axis::column, scales are what a decoded
-/// value is multiplied by, laid out as cuBLASLt reads them:
+/// One representation of a tensor in FP8. The tensor is [outer, inner] for
+/// Axis::row, and its transpose is for Axis::column. Scales are the factors of
+/// decoded values, laid out as cuBLASLt reads them:
 ///
 /// | recipe          | shape of scales         | strides                   |
 /// |-----------------|-------------------------|---------------------------|
@@ -29,7 +29,7 @@ enum class Axis : std::uint8_t { row, column };
 /// | mxfp8           | [outer, inner/32]       | inner/32, 1; see          |
 /// |                 | float8_e8m0fnu          | swizzle_mx_scales         |
 ///
-/// A column plane that stays as the tensor lies (`transpose` false) has the
+/// A column plane that stays in the tensor's order (`transpose` false) has the
 /// shapes above, and strides in which scales of neighbouring columns are
 /// neighbours.
 struct Plane {
@@ -46,7 +46,7 @@ struct PlaneOptions {
   /// zeros; the last block of a row may then be short. A divisor of 128.
   std::int64_t multiple = 1;
   /// tensorwise [] and rowwise [outer]: the largest magnitudes, float32, when
-  /// they are known or are those of more than this tensor.
+  /// they are known or belong to more than this tensor.
   at::Tensor amax;
   /// The other recipes: the scales to use, laid out as above.
   at::Tensor scales;
@@ -63,7 +63,7 @@ Plane quantize(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
-/// quantize into memory that is there, such as that of a flat buffer.
+/// Runs quantize into existing memory, such as a flat buffer's.
 /// @param out  data and scales of the shapes, strides and dtypes that quantize
 ///             gives; data may be uint8.
 void quantize_into(
@@ -107,7 +107,7 @@ at::Tensor amax_of(const at::Tensor& x);
 
 /// [rows, columns] of any dtype of one byte -> [columns, rows].
 at::Tensor transpose_bytes(const at::Tensor& data);
-/// The same into memory that is there.
+/// Does the same into existing memory.
 /// @param out  [columns, rows] contiguous, of any dtype of one byte.
 void transpose_bytes_into(const at::Tensor& out, const at::Tensor& data);
 

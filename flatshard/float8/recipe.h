@@ -27,7 +27,7 @@ struct Quantizer {
   Rounding rounding = Rounding::up;  ///< of scales that are powers of two
 };
 
-/// What number a scale is.
+/// The kind of number that a scale is.
 enum class ScaleKind : std::uint8_t {
   largest_over_amax,  ///< float32
   power_of_two,       ///< float32
@@ -47,7 +47,7 @@ struct RecipeTraits {
   /// Rows and columns of a weight, and the tokens that a product sums over, are
   /// multiples of it.
   std::int64_t multiple = 16;
-  /// Of gradients of activations.
+  /// The format of gradients of activations.
   Format gradient = Format::e4m3;
   /// The recipe of activations that such weights are multiplied by, and of
   /// single rows of a weight.

@@ -40,8 +40,8 @@ std::optional<std::int64_t> latest_checkpoint(
     const std::filesystem::path& folder);
 
 /// Makes the complete partial folder of `step` visible: sync, rename, then
-/// `latest`. An older checkpoint of that step is replaced in one step where
-/// the file system can exchange two names, and else is away for a moment.
+/// `latest`. Where the file system can exchange two names, an older checkpoint
+/// of that step is replaced in one step. Elsewhere it is away for a moment.
 /// @throws Error{io}.
 void publish_checkpoint(
     const std::filesystem::path& folder,

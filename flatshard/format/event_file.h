@@ -37,7 +37,7 @@ class EventFile {
 
   /// Writes one event with values by their tags, as float32.
   void write(double wall_time, std::int64_t step, const Scalars& values);
-  /// Has readers drop what earlier events say of `first_step` and later steps.
+  /// Has readers drop earlier events of `first_step` and later steps.
   void restart(double wall_time, std::int64_t first_step);
 
   const std::filesystem::path& path() const { return file_.path(); }

@@ -38,13 +38,13 @@ class HfFolder {
     }
   };
 
-  /// @param base_prefix  what names begin with, "model."; a folder of the model
-  ///   without its head leaves it out of all of them, and is read as if it did
-  ///   not. Empty: names are as they are.
+  /// @param base_prefix  the beginning of names, "model.". A folder of the
+  ///   model without its head leaves it out of all of them, and is read as if
+  ///   it did not. Empty: names are as they are.
   /// @param single_name  of the one file; another one has no index.
-  /// @throws Error{io} or Error{format} naming the file: neither form is
-  /// there, the index names a file that is missing or outside of the folder, or
-  /// a tensor that none of its files has.
+  /// @throws Error{io} or Error{format} naming the file. Neither form exists,
+  /// or the index names a file that is missing or outside of the folder, or a
+  /// tensor that none of its files has.
   explicit HfFolder(
       const std::filesystem::path& folder,
       std::string_view base_prefix = {},

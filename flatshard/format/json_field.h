@@ -11,7 +11,8 @@
 
 namespace flatshard::detail {
 
-/// A JSON value on its way in: every access says what it expected, and where.
+/// A JSON value on its way in: every access reports what it expected, and
+/// where.
 class JsonField {
  public:
   JsonField(const nlohmann::json& value, std::string where)

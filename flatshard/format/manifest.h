@@ -22,14 +22,14 @@ inline constexpr std::string_view kWeightRole = "weight";
 
 /// One safetensors file of a checkpoint.
 struct StoredFile {
-  std::string name;  ///< beside the manifest; no folders
+  std::string name;  ///< next to the manifest; no folders
   std::uint64_t nbytes = 0;
   std::vector<std::uint64_t> digests;  ///< of each kDigestBlock bytes
 
   bool operator==(const StoredFile&) const = default;
 };
 
-/// A box of a tensor and where its elements lie in row-major order: in file
+/// A box of a tensor and the place of its elements in row-major order: in file
 /// `file`, from byte `offset` on, in the safetensors entry `entry`. A run of
 /// the flattened tensor that version 1 has as one piece may be several boxes of
 /// one entry.
@@ -51,7 +51,7 @@ struct StoredTensor {
   bool operator==(const StoredTensor&) const = default;
 };
 
-/// What a checkpoint holds: the content of its manifest.json.
+/// The contents of a checkpoint, from its manifest.json.
 struct Manifest {
   std::int64_t step = 0;
   // How it was written; nothing depends on it when it is read.
@@ -64,7 +64,7 @@ struct Manifest {
   /// How often the optimizer updated each parameter; of one that ranks hold
   /// slices of, the most of them.
   std::map<std::string, std::int64_t> updates;
-  /// What else the run needs, each a text of its own (JSON or TOML).
+  /// The run's other state, each a separate text (JSON or TOML).
   std::map<std::string, std::string> state;
 
   bool operator==(const Manifest&) const = default;
@@ -76,7 +76,7 @@ std::string describe_tensor(std::string_view role, std::string_view name);
 /// JSON, a tensor a line.
 std::string to_json(const Manifest& manifest);
 
-/// Reads what `to_json` wrote, and trusts none of it: every piece lies inside
+/// Reads the result of `to_json`, and trusts none of it: every piece is inside
 /// its tensor and its file, pieces cover their tensor exactly and do not
 /// overlap, file names do not leave the folder.
 ///

@@ -64,9 +64,9 @@ void read_chunks(
     std::span<std::byte> out,
     int num_threads);
 
-/// Checks that the files of a checkpoint are those that its manifest tells of:
-/// each has its length, and its safetensors header names each piece's entry
-/// with the manifest's dtype and place.
+/// Checks the files of a checkpoint against its manifest: each has its length,
+/// and its safetensors header names each piece's entry with the manifest's
+/// dtype and place.
 ///
 /// @param files  indices; empty: all.
 /// @throws Error{io} or Error{format} naming the file and both values.

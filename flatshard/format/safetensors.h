@@ -27,7 +27,7 @@ struct SafetensorsEntry {
   std::uint64_t nbytes() const { return end - begin; }
 };
 
-/// What stands before the data of a safetensors file.
+/// The header before the data of a safetensors file.
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;  ///< in the order of the data
   std::map<std::string, std::string> metadata;
@@ -99,7 +99,7 @@ class SafetensorsWriter {
       const std::map<std::string, std::string>& metadata = {});
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
-  /// Without `finish` the temporary file is removed.
+  /// Removes the temporary file when `finish` was not called.
   ~SafetensorsWriter();
 
   /// Writes bytes of a tensor, `offset` bytes from its begin. Each byte is to

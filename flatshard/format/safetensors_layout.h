@@ -18,16 +18,16 @@ bool safetensors_nbytes(
     std::int64_t item_nbytes,
     std::uint64_t& nbytes);
 
-/// What a writer is told about a tensor.
+/// A writer's description of a tensor.
 struct SafetensorsSpec {
   std::string name;
   std::string dtype;
   std::vector<std::int64_t> shape;
 };
 
-/// The first bytes of a safetensors file and the place of everything behind
-/// them. Tensors are laid out by falling element size, then by name, behind a
-/// header padded to 64 bytes, so that each is aligned to its element.
+/// The first bytes of a safetensors file and the place of everything after
+/// them. Tensors are laid out by falling element size, then by name, after a
+/// header padded to 64 bytes. So each is aligned to its element.
 class SafetensorsLayout {
  public:
   struct Slot {
@@ -45,7 +45,7 @@ class SafetensorsLayout {
 
   /// The length of the header and the header: bytes [0, head().size()).
   const std::string& head() const { return head_; }
-  /// Of the whole file.
+  /// Returns the bytes of the whole file.
   std::uint64_t nbytes() const { return nbytes_; }
   const std::map<std::string, Slot, std::less<>>& slots() const {
     return slots_;

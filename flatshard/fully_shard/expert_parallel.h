@@ -21,7 +21,7 @@ struct ExpertPart {
   std::int64_t width_ranks = 1;
 };
 
-/// Returns what a rank's parameter is of that of all experts.
+/// Returns a rank's part of the parameter of all experts.
 /// @param name  ends with "gate_up_proj" for [experts, 2 * width, dim], gate
 ///   first, else a parameter [experts, dim, width].
 TensorSlice expert_slice(std::string_view name, const ExpertPart& part);

@@ -18,11 +18,11 @@ namespace flatshard {
 /// A module that is a unit, and in what it differs from the model.
 struct UnitChoice {
   nn::Module* module = nullptr;
-  /// Of all parameters that belong to the unit; what `placement_of` sets for
-  /// one of them wins.
+  /// The placement of all parameters of the unit; a value that `placement_of`
+  /// sets for one of them wins.
   ParameterPlacement placement;
-  /// Not set: as RuntimeOptions says. Prefetch lists name units by their ids:
-  /// 0 is the root, the others follow in the order of the module tree.
+  /// Not set: RuntimeOptions' value. Prefetch lists name units by their ids: 0
+  /// is the root, the others follow in the order of the module tree.
   std::optional<UnitPolicy> policy = std::nullopt;
 };
 
@@ -35,7 +35,7 @@ struct FullyShardOptions {
   std::vector<UnitChoice> unit_choices;
   /// A name of Strategy::named for the mesh's number of axes...
   std::string strategy = "zero3";
-  /// ... or lists of placements of your own.
+  /// ... or custom lists of placements.
   std::optional<Strategy> custom_strategy;
   Granularity granularity;
   /// Per parameter, by its main name: experts that rest on a sub-mesh, rows for
@@ -54,7 +54,7 @@ struct FullyShardOptions {
   /// Padding that is accepted, as a fraction of the model's elements. Padding
   /// of less than 64 MiB a rank always is.
   double max_padding = kDefaultMaxPadding;
-  /// Of the values that parameters without memory start from.
+  /// The seed of the values that parameters without memory start from.
   std::uint64_t seed = 0;
   /// How weights and gradients are held: dtypes, scaling, offloading, padding.
   ParamGroupOptions group;

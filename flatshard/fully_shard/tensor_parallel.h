@@ -18,9 +18,9 @@ struct TensorParallelOptions {
   /// Activations are copied between ranks of one host (PeerTensorParallel),
   /// which CUDA graphs cannot record. False: collectives exchange them.
   bool copies = false;
-  /// Of copies; see PeerTensorParallelOptions.
+  /// The window of copies; see PeerTensorParallelOptions.
   std::int64_t window_nbytes = 0;
-  /// Of the stream of transfers that overlap.
+  /// Options of the stream of transfers that overlap.
   StreamOptions stream;
 };
 
@@ -62,9 +62,8 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
 ///
 /// A parameter that is cut is sharded over the other axes, and its gradient is
 /// the mean over them. A parameter that is whole on each rank is sharded over
-/// all axes. Since each rank of `axis` sees other tokens, its gradient is the
-/// sum over `axis` and the mean over the other axes, by the group's own
-/// reduction.
+/// all axes. Each rank of `axis` sees other tokens. So its gradient is the sum
+/// over `axis` and the mean over the other axes, by the group's own reduction.
 ///
 /// @param root  as it is given to fully_shard.
 /// @param mesh  the model's; needs an axis besides `axis`.

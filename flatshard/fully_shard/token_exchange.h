@@ -15,9 +15,9 @@ struct TokenExchangeOptions {
   /// Tokens are copied between ranks of one host (PeerExchange). False:
   /// collectives exchange them.
   bool copies = false;
-  /// Of copies; see PeerExchangeOptions.
+  /// The window of copies; see PeerExchangeOptions.
   std::int64_t window_nbytes = 0;
-  /// Of copies: how long a host waits for the counts of the others.
+  /// How long a host waits for the counts of the others, with copies.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
   ExchangeOptions exchange;
 };

@@ -24,11 +24,11 @@ struct UnitContents {
 /// precision and placement, the trainable ones first. Their tensors have no
 /// data from now on. Collective where the strategy has to spread the values.
 ///
-/// @param unit  its mesh is the model's; mesh and strategy are those of the
-///   parameters whose placement says nothing else. Trainability is each
-///   tensor's own, or GroupParameter::trainable.
-/// @throws Error{usage} for a trainable tensor of another type than those of
-///   Precision, naming it. Frozen ones may have any.
+/// @param unit  its mesh is the model's; mesh and strategy serve the parameters
+///   whose placement sets nothing else. Trainability is each tensor's own, or
+///   GroupParameter::trainable.
+/// @throws Error{usage} for a trainable tensor of a type outside of Precision,
+///   naming it. Frozen ones may have any.
 UnitContents make_unit_contents(
     GroupSpec unit,
     const ParamGroupOptions& options,

@@ -6,18 +6,17 @@
 
 namespace flatshard {
 
-/// What of the graphs of one pool is in use.
+/// The memory in use of the graphs of one pool.
 ///
-/// Memory that a recording freed serves the next one, for what it keeps as
-/// well. So a replay overwrites what graphs recorded *later* keep; and it
-/// overwrites nothing that is in use when graphs are replayed in the order in
-/// which they were recorded, which is the order of a step. Any other order is
-/// seen here.
+/// Memory that a recording freed serves the next one, also for the tensors that
+/// it keeps. So a replay overwrites the memory of graphs recorded *later*. It
+/// overwrites nothing in use when graphs are replayed in the order of their
+/// recording, which is the order of a step. Any other order is seen here.
 class GraphUses {
  public:
   /// The number of the next recording.
   std::int64_t next() { return ++num_recorded_; }
-  /// Something of a graph recorded as or behind `number` is in use.
+  /// Returns whether memory is in use of a graph recorded as `number` or later.
   bool blocks(std::int64_t number);
   /// A replay of that graph: what it wrote is in use as long as the token.
   std::shared_ptr<void> begin(std::int64_t number);

@@ -18,17 +18,17 @@ class ModelGraphs {
   ModelGraphs& operator=(const ModelGraphs&) = delete;
 
   bool enabled() const { return regions_ || constants_; }
-  /// Runs the regions of modules as graphs, or keeps their constants for that
-  /// of a step; null unless GraphOptions::enabled.
+  /// Returns the runner that runs the regions of modules as graphs, or keeps
+  /// their constants for the step's graph; null unless GraphOptions::enabled.
   std::shared_ptr<nn::RegionRunner> runner() const;
-  /// Those of regions; for whoever runs units without an nn::Module. Null
-  /// unless enabled, and with GraphOptions::whole_step.
+  /// The graphs of regions, for callers that run units without an nn::Module.
+  /// Null unless enabled, and with GraphOptions::whole_step.
   const std::shared_ptr<RegionGraphs>& regions() const { return regions_; }
   /// GraphOptions::whole_step: of the regions of a StepGraph. Null without it.
   const std::shared_ptr<KeptConstants>& constants() const { return constants_; }
-  /// Of regions; StepGraph has its own.
+  /// Returns the stats of regions; StepGraph has its own.
   GraphStats stats() const;
-  /// Drops all graphs; regions and steps are captured again behind another
+  /// Drops all graphs; regions and steps are captured again after another
   /// warm-up. Between two steps.
   void reset();
 

@@ -9,12 +9,12 @@ namespace flatshard {
 /// train() or eval() of each of `modules`.
 std::vector<bool> modes_of(const std::vector<nn::Module*>& modules);
 
-/// Without memory of its own: asked for in each forward.
+/// Each forward asks for it, so it allocates no memory.
 bool has_modes(
     const std::vector<nn::Module*>& modules,
     const std::vector<bool>& modes);
 
-/// While it lives, `modules` are in `modes`.
+/// While it exists, `modules` are in `modes`.
 class ModesScope {
  public:
   /// @param modules  parents before what is inside of them; outlive this.

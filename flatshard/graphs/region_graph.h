@@ -20,25 +20,25 @@ namespace flatshard {
 
 class Runtime;
 
-/// Whose code a region is.
+/// The owner of a region's code.
 struct RegionOwner {
   /// Null: a program in another language, whose regions are not recomputed.
   nn::Module* module = nullptr;
-  /// Those of the layers that may ask for a WgradSink.
+  /// The contexts of the layers that may ask for a WgradSink.
   std::vector<nn::ModuleContextPtr> contexts;
-  /// What these layers draw from besides the default generators.
+  /// The generators of these layers in addition to the default ones.
   std::vector<at::Generator> generators;
 };
 
 /// One region of a unit in one gradient mode: its forward and its backward as
 /// graphs, and the memory that these read and write.
 ///
-/// What a kernel of a graph knows is an address: of static inputs, outputs and
+/// The kernels of a graph have fixed addresses: of static inputs, outputs and
 /// saved tensors, which are here, and of the unit's parameters and gradients,
-/// which are where the plan of slots has them. Both are compared before each
-/// replay, and nothing is overwritten that somebody still holds. A forward that
-/// cannot be replayed is the caller's to run eagerly; a backward runs the
-/// recorded autograd graph kernel by kernel then.
+/// which have places in the plan of slots. Both are compared before each
+/// replay, and no memory in use is overwritten. The caller runs a forward
+/// eagerly that cannot be replayed. A backward runs the recorded autograd graph
+/// kernel by kernel then.
 class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
  public:
   /// One input, as the last eager call had it.
@@ -63,7 +63,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     bool in_backward = false;
     std::vector<Input> inputs;
   };
-  /// Who alone takes an output; null: somebody else than a region does.
+  /// The one region that takes an output; null: another consumer.
   struct Consumer {
     std::shared_ptr<RegionGraph> region;
     std::size_t input = 0;
@@ -75,7 +75,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       "the gradient of an output comes from elsewhere";
   static constexpr const char* kInUse =
       "what it or a later region wrote before is still in use";
-  /// Told of each backward: null for a replay, else why it was none.
+  /// Called at each backward: null for a replay, else the reason why it was
+  /// none.
   using OnBackward =
       std::function<void(const RegionGraph& region, const char* miss)>;
 
@@ -95,7 +96,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   const std::string& name() const { return name_; }
   Unit& unit() const { return unit_; }
   bool with_grad() const { return with_grad_; }
-  /// What the next capture records.
+  /// Sets the call that the next capture records.
   void learn(Call call) { call_ = std::move(call); }
   const Call& call() const { return call_; }
 
@@ -113,7 +114,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       const std::vector<Consumer>& consumers,
       TargetSink& targets,
       std::shared_ptr<PlanePlaces> planes = nullptr);
-  /// Of the graph that was captured last, forward or backward, before its
+  /// Audits the graph that was captured last, forward or backward, before its
   /// parameters point elsewhere.
   /// @param targets  as for `capture_backward`.
   GraphAudit audit(const TargetSink& targets) const;
@@ -142,9 +143,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   const char* miss_of_backward(
       const nn::TensorList& grads,
       const std::vector<std::optional<nn::WgradTarget>>& targets);
-  /// What FP8 weights have no one address for is null.
+  /// The entry of FP8 weights without a single address is null.
   std::vector<const void*> parameter_addresses() const;
-  /// Compute waits for them; false: they lie elsewhere.
+  /// Makes compute wait for them; false: they are elsewhere.
   bool planes_are_there(const std::shared_ptr<PlanePlaces>& planes) const;
   /// Parameters that the recorded autograd graph reaches.
   std::size_t num_used() const;
@@ -162,7 +163,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> forward_;
   std::int64_t forward_number_ = 0;
   nn::TensorList inputs_;  ///< static; leaves of the recorded autograd graph
-  /// By input: whose output it is, where the two share memory; else null.
+  /// For each input, the region whose output it is, where the two share memory;
+  /// else null.
   std::vector<std::shared_ptr<RegionGraph>> chained_;
   nn::TensorList live_;     ///< outputs with the recorded autograd graph
   nn::TensorList outputs_;  ///< static
@@ -176,8 +178,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::unique_ptr<DeviceGraph> backward_;
   std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
-  /// By output: whose input's gradient it is, where the two share memory. That
-  /// one holds this one by its `chained_`.
+  /// For each output, the region whose input's gradient it is, where the two
+  /// share memory. That one holds this one by its `chained_`.
   std::vector<std::weak_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
   std::shared_ptr<PlanePlaces> backward_planes_;
@@ -190,7 +192,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   };
   std::vector<Written> written_;
 
-  /// Those that came from elsewhere once, by number.
+  /// Inputs that came from elsewhere once, by number.
   std::set<std::size_t> copied_inputs_;
   std::set<std::size_t> copied_grads_;
 

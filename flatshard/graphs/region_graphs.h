@@ -32,7 +32,7 @@ void check_graph_options(
 /// The graphs of all regions of one model.
 ///
 /// The first steps run eagerly and are watched: which regions run, on what
-/// inputs, and where the unit's weights and gradients lie. Then all are
+/// inputs, and the places of the unit's weights and gradients. Then all are
 /// captured at once, between two steps, and replayed from there on. Capture
 /// executes nothing, so it needs no gathered weights: parameters point at the
 /// places that the plan of slots has for them.
@@ -54,12 +54,12 @@ class RegionGraphs : public nn::RegionRunner,
   /// in gradient mode begins another step, and captures when enough was seen.
   /// @param at_rest  no slot is held and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest) override;
-  /// Steps have several microbatches under way at once, each with graphs of its
-  /// own, until what this returns is gone; otherwise all have the same. Drops
-  /// all graphs, then and now.
+  /// Steps have several microbatches under way at once, each with separate
+  /// graphs, until the returned handle is gone; otherwise all have the same.
+  /// Drops all graphs, then and now.
   /// @throws Error{config} for graphs that do not go with it, by name.
   std::shared_ptr<void> interleave_microbatches();
-  /// Whose regions run next; 0 unless they interleave.
+  /// The microbatch whose regions run next; 0 unless they interleave.
   void set_microbatch(int microbatch) { microbatch_ = microbatch; }
   /// Drops all graphs and learns again.
   void reset();
@@ -84,29 +84,29 @@ class RegionGraphs : public nn::RegionRunner,
     nn::TensorList constants;  ///< as in nn::RegionOptions
     /// Why it cannot be part of a graph now; empty: it can.
     std::string obstacle;
-    /// In what it differs from the forward of this unit that was watched last,
-    /// beside its inputs' shapes; empty: in nothing.
+    /// Its difference from the last watched forward of this unit, apart from
+    /// its inputs' shapes; empty: none.
     std::string difference;
   };
   struct UnitOutcome {
     std::optional<nn::TensorList> outputs;  ///< of a replay
-    /// It was watched: run it, then say so by `unit_ran`.
+    /// It was watched: run it, then report it by `unit_ran`.
     bool watched = false;
   };
-  /// Without outputs the caller runs it.
+  /// The caller runs it when there are no outputs.
   UnitOutcome run_unit(const UnitForward& forward);
   void unit_ran(
       UnitId unit,
       const nn::TensorList& inputs,
       const nn::TensorList& outputs);
   struct UnitProgram {
-    /// By what layers reach their WgradSink.
+    /// Layers reach their WgradSink by it.
     nn::ModuleContextPtr context;
     /// Called around each capture of such a unit, of its forward or backward:
     /// its code runs next with the unit's parameters, or was run.
     std::function<void(const Unit& unit, bool captures)> around_capture;
   };
-  /// Whoever runs these units. Before the first of them runs.
+  /// Sets the program that runs these units. Before the first of them runs.
   void set_unit_program(UnitProgram program) { program_ = std::move(program); }
 
   void slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot)
@@ -120,8 +120,8 @@ class RegionGraphs : public nn::RegionRunner,
   struct UnitRegions {
     UnitSlots slots;
     std::vector<nn::Module*> modules{};  ///< the unit's own and all below
-    /// Those of them that own a region that is captured: hooks of theirs run
-    /// outside.
+    /// The modules among them that own a region that is captured: their hooks
+    /// run outside.
     std::vector<const nn::Module*> owners{};
     std::map<int, TargetSink> targets{};  ///< by microbatch
 
@@ -129,7 +129,7 @@ class RegionGraphs : public nn::RegionRunner,
   };
 
   struct Region {
-    /// Without and with gradients.
+    /// The graphs without and with gradients.
     using Graphs = std::array<std::shared_ptr<RegionGraph>, 2>;
 
     const char* name = nullptr;
@@ -144,11 +144,11 @@ class RegionGraphs : public nn::RegionRunner,
   UnitRegions* unit_of(nn::Module& owner);
   /// @param owner  null: the unit has no module.
   Region& region_of(nn::Module* owner, const char* name, UnitRegions& unit);
-  /// Of the microbatch that runs.
+  /// Returns the graphs of the microbatch that runs.
   Region::Graphs&
   graphs_of(Region& region, nn::Module* owner, const UnitRegions& unit);
   RegionOwner owner_of(nn::Module* owner, const UnitRegions& unit) const;
-  /// A replay, or null behind a fallback.
+  /// Returns the result of a replay, or null after a fallback.
   /// @param reason  not to be one; empty: none so far.
   std::optional<nn::TensorList> try_replay(
       Region& region,
@@ -192,7 +192,7 @@ class RegionGraphs : public nn::RegionRunner,
   std::shared_ptr<GraphUses> uses_ = std::make_shared<GraphUses>();
   std::vector<std::unique_ptr<UnitRegions>> unit_regions_;  ///< by UnitId
   std::unordered_map<const nn::Module*, UnitId> unit_of_module_;
-  /// By the module that owns them, or the unit that has none.
+  /// The key is the module that owns them, or the unit that has none.
   std::unordered_map<const void*, std::vector<std::unique_ptr<Region>>>
       regions_;
   struct Place {

@@ -16,8 +16,8 @@ at::Tensor hand_out(
     std::shared_ptr<void> use,
     at::Tensor other = {});
 
-/// What `expand` repeats is one element in memory, which is written once: the
-/// part of `tensor` that is all of its memory.
+/// Returns the part of `tensor` that is all of its memory: an element that
+/// `expand` repeats is written once.
 at::Tensor without_repeats(at::Tensor tensor);
 
 }  // namespace flatshard

@@ -22,19 +22,19 @@ struct StepStamp;
 ///
 /// The first steps run eagerly. Then all ranks capture, or none does: capture
 /// runs nothing, so the step that captures is replayed as well. A replay costs
-/// the host a launch; what the step would have changed on the host (which
-/// gradients there are, what is gathered, what was done) is kept from the
-/// capture and applied. A step that differs from the captured one runs eagerly
-/// and is counted. What makes it differ is the same on all ranks.
+/// the host a launch. The step's changes on the host (which gradients exist,
+/// which units are gathered, which actions ran) are kept from the capture and
+/// applied. A step that differs from the captured one runs eagerly and is
+/// counted. The reason why it differs is the same on all ranks.
 ///
 /// One thread at a time. It ends before the mesh of its Runtime does, whose
 /// communicators wait for it.
 class StepGraph {
  public:
-  /// Forward and backward of a step: reads no data from elsewhere than
-  /// `inputs` and memory that stays, decides nothing on the host by the values
-  /// of tensors, sets the Runtime's microbatch flags itself, and leaves weights
-  /// alone. Returns tensors, such as the loss.
+  /// Forward and backward of a step. It reads no data from elsewhere than
+  /// `inputs` and memory that stays, and decides nothing on the host by the
+  /// values of tensors. It sets the Runtime's microbatch flags itself, and
+  /// leaves weights alone. Returns tensors, such as the loss.
   using Work = std::function<nn::TensorList(const nn::TensorList& inputs)>;
 
   /// @param runtime  made with GraphOptions::whole_step, of units with modules.
@@ -44,13 +44,13 @@ class StepGraph {
   StepGraph(const StepGraph&) = delete;
   StepGraph& operator=(const StepGraph&) = delete;
 
-  /// Runs `work`, in one way or the other, on the current stream and those of
-  /// the Runtime. Collective. Blocks the host when it captures.
+  /// Runs `work`, in one way or the other, on the current stream and the
+  /// Runtime's streams. Collective. Blocks the host when it captures.
   /// @param inputs  copied, unless it is the same memory in every step.
   /// @return  what work returned, detached and the caller's.
   nn::TensorList run(const nn::TensorList& inputs);
 
-  /// Drops the graph; another is captured behind another warm-up. Between two
+  /// Drops the graph; another is captured after another warm-up. Between two
   /// steps, on all ranks.
   void reset();
   /// The next step is a replay, unless it differs.

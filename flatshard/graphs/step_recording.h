@@ -11,10 +11,10 @@
 #include <optional>
 #include <vector>
 
-// What of a step is the host's.
+// The host's side of a step.
 namespace flatshard {
 
-/// What a step leaves behind on the host.
+/// The effects of a step on the host.
 struct StepEffects {
   struct Group {
     GradientPipeline::Contents gradients;
@@ -23,14 +23,14 @@ struct StepEffects {
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
   Scheduler before;           ///< as the step found it
-  /// The state after the step. Its actions are those of the step alone.
+  /// The state after the step. Its actions belong to this step alone.
   StepState after;
   std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
   nn::TensorList constants;           ///< of regions
 };
 
-/// While a step is recorded: the Runtime is as if nothing had been done since
-/// the weights changed, all its streams follow the current one, and nothing
+/// While a step is recorded, the Runtime is as if nothing had been done since
+/// the weights changed. All its streams follow the current one, and nothing
 /// refers to work that is not recorded. Then it is as it was before.
 class StepGraph::Recording {
  public:
@@ -55,7 +55,7 @@ class StepGraph::Recording {
   bool ended_ = false;
   std::vector<bool> was_gathered_;
   Scheduler before_;
-  // As it was.
+  // The former state.
   StepState state_;
   std::vector<GatherProgress::Saved> progress_;
   RuntimeTrace trace_;

@@ -10,7 +10,7 @@ namespace flatshard {
 
 class Runtime;
 
-/// What a step was captured with, and so has to find again.
+/// The conditions of a step's capture, which a replay has to find again.
 struct StepStamp {
   // Another one of these, and what was captured is dropped.
   std::int64_t num_plans = 0;

@@ -13,19 +13,19 @@
 
 namespace flatshard {
 
-/// What regions did in the step that runs, eagerly: what their graphs are made
-/// of.
+/// The work of regions in the step that runs, eagerly: their graphs are made
+/// from it.
 ///
-/// The order of forwards and backwards becomes that of the recordings. An input
-/// whose memory another region wrote, and an output whose gradient one region
-/// alone gives, will be the same static tensor in both graphs.
+/// The order of forwards and backwards becomes the order of the recordings. An
+/// input whose memory another region wrote, and an output whose gradient one
+/// region alone gives, will be the same static tensor in both graphs.
 class StepWatch : public std::enable_shared_from_this<StepWatch> {
  public:
   struct Run {
     std::shared_ptr<RegionGraph> graph;
     bool backward = false;
-    /// Where microbatches interleave: the unit's slots when it ran. Null: those
-    /// of the step.
+    /// Where microbatches interleave: the unit's slots when it ran. Null: the
+    /// step's slots.
     std::shared_ptr<UnitSlots> slots;
   };
   using CurrentSlots =
@@ -50,7 +50,7 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
 
   /// Forwards and backwards, each once, in the order of the step.
   const std::vector<Run>& order() const { return order_; }
-  /// Who alone takes an output, by output; and so gives its gradient.
+  /// Returns the single consumer of each output, which so gives its gradient.
   std::vector<RegionGraph::Consumer> consumers_of(
       const std::shared_ptr<RegionGraph>& graph) const;
 
@@ -78,7 +78,7 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
   bool stopped_ = false;
   std::vector<Run> order_;
   std::unordered_map<const void*, Source> sources_;  ///< by address
-  /// By autograd's node and its output: the region that made it.
+  /// The region that made an output, by autograd's node and its output.
   std::map<std::pair<const void*, std::uint32_t>, Producer> producers_;
 };
 

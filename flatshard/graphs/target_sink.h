@@ -15,7 +15,7 @@ class TargetSink final : public nn::WgradSink {
   bool written(const at::Tensor& parameter) const;
   /// Where its gradient goes; undefined: nowhere.
   at::Tensor place(const at::Tensor& parameter) const;
-  /// Those of `parameter` that come next are added to what is there.
+  /// Adds later gradients of `parameter` to the existing one.
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;

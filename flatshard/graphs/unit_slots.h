@@ -22,7 +22,7 @@ class UnitSlots {
   void acquired(const SlotKey& key, const Slot& slot);
   /// The unit's parameters point there now.
   void pointed(const SlotView& slot) { pointed_ = slot; }
-  /// Those of this moment, for a region that runs now: where microbatches
+  /// Returns the present slots, for a region that runs now: where microbatches
   /// interleave, another one may have its own.
   UnitSlots current() const;
   /// Another step begins.
@@ -30,15 +30,15 @@ class UnitSlots {
   /// The unit can be pointed at its weights' place, which the next step has.
   bool planned() const;
 
-  /// The unit's parameters point at where they will be in a forward or in a
-  /// backward, until `rest`; those of one run at where they were in it.
+  /// Points the unit's parameters at their places in a forward or in a
+  /// backward, until `rest`. For one run, these are the places during that run.
   void point(bool in_backward);
   void rest();
   struct Place {
     PartId part = kWhole;
     SlotView slot;
   };
-  /// What holds an FP8 parameter in a forward or in a backward.
+  /// Returns the memory of an FP8 parameter in a forward or in a backward.
   /// @throws Error{usage} when nothing did.
   Place place(const UnitParameter& p, PlaneId plane, bool in_backward) const;
   /// Where the unit's gradients will be; new ones, which nobody wrote.

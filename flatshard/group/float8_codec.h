@@ -15,12 +15,12 @@ namespace flatshard {
 /// Rows for the forward and columns for the backward, in FP8; kComputePlane is
 /// empty.
 ///
-/// A plane is bytes. Its layout is the group's; with sharded scales (mxfp8)
-/// those of each segment follow it there, so that they are cut where their
+/// A plane is bytes. Its layout is the group's. With sharded scales (mxfp8)
+/// each segment's scales follow it there, so that they are cut where their
 /// elements are and travel in the same launch. The other recipes have few
 /// scales, and each rank has all of them (Float8Scales): the largest magnitudes
 /// are reduced over the ranks (max, so exact) before anything is quantized. So
-/// the bytes of a plane are those that one rank has, in any number of shards.
+/// the bytes of a plane equal one rank's, in any number of shards.
 ///
 /// | recipe     | rows, and columns where stored  | columns, derived          |
 /// |------------|---------------------------------|---------------------------|
@@ -56,7 +56,7 @@ class Float8Codec : public Codec {
       const at::Tensor& from,
       const at::Tensor& to) const override;
   /// Rows and stored columns have data [out, in], derived columns [in, out];
-  /// scales as float8::Plane says.
+  /// scales follow float8::Plane.
   float8::Plane view(
       const Plane& plane,
       PartId part,
@@ -77,8 +77,8 @@ class Float8Codec : public Codec {
     const auto& shape = context_.layout->spec(i).shape;
     return {shape[0], shape[1]};
   }
-  /// Columns that each rank quantizes anew have scales of their own, which lie
-  /// behind them in the slot.
+  /// Columns that each rank quantizes anew have separate scales, which come
+  /// after them in the slot.
   bool scales_behind(const Plane& plane) const;
   std::int64_t nbytes_behind(std::int64_t first, std::int64_t count) const;
   PlanePart part_of(
@@ -92,7 +92,7 @@ class Float8Codec : public Codec {
       const Piece& piece,
       const at::Tensor& to,
       std::int64_t to_begin) const;
-  /// Of sharded scales, which lie behind the data of their segment.
+  /// Returns sharded scales, which come after the data of their segment.
   at::Tensor view_sharded_scales(
       const Plane& plane,
       const PlanePart& part,

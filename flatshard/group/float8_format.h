@@ -12,15 +12,15 @@
 namespace flatshard {
 
 /// How the weights of a group become FP8. Two planes are read: rows by the
-/// forward's products, columns by those of the gradient of the input. See
-/// docs/guides/fp8.md.
+/// forward's products, columns by the products for the gradient of the input.
+/// See docs/guides/fp8.md.
 struct Float8Format {
   float8::Recipe recipe = float8::Recipe::tensorwise;
-  /// Of scales that are powers of two (rowwise and mxfp8).
+  /// The rounding of scales that are powers of two (rowwise and mxfp8).
   float8::Rounding rounding = float8::Rounding::up;
   /// Columns are quantized from main weights and gathered. Otherwise each rank
-  /// makes them of the rows that it gathered. For rowwise and mxfp8; with the
-  /// other recipes both planes hold the same numbers.
+  /// makes them of the rows that it gathered. It applies to rowwise and mxfp8;
+  /// with the other recipes both planes hold the same numbers.
   bool stored_columns = false;
   /// Unless whole units are gathered each parameter is a part
   /// (UnitSpec::part_nbytes), which costs padding for each.

@@ -21,7 +21,7 @@ class PackedDocuments : public TokenSource {
       std::shared_ptr<const Corpus> corpus,
       const PackingOptions& options);
 
-  /// @param seq_len  that of the options.
+  /// @param seq_len  the options' value.
   std::int64_t num_sequences(std::int64_t seq_len) const override;
   void read(std::int64_t index, const Sequence& out) const override;
   std::vector<Piece> pieces(std::int64_t index, std::int64_t seq_len)
@@ -38,7 +38,7 @@ class PackedDocuments : public TokenSource {
 
   std::shared_ptr<const Corpus> corpus_;
   PackingOptions options_;
-  /// Of each window; then the number of sequences.
+  /// The first sequence of each window; then the number of sequences.
   std::vector<std::int64_t> first_sequence_{0};
   PackingReport report_;
 };

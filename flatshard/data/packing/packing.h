@@ -35,8 +35,8 @@ struct Piece {
 
 /// How some documents fill sequences. A document of n tokens has n - 1 pairs of
 /// token and target. A document with seq_len pairs or more is cut: it fills
-/// sequences of its own, and the rest is a piece like a short document. Pieces
-/// are packed by best fit, the longest first.
+/// whole sequences, and the rest is a piece like a short document. Pieces are
+/// packed by best fit, the longest first.
 class PackedWindow {
  public:
   /// @param begins  the first token of each document, then the end of the last.

@@ -9,7 +9,7 @@
 #include "flatshard/float8/formats.h"
 #include "flatshard/float8/kernels/kernels.h"
 
-// What the kernels share: runs of eight values, their codes, largest
+// Code that the kernels share: runs of eight values, their codes, largest
 // magnitudes.
 namespace flatshard::float8::kernels {
 
@@ -24,7 +24,7 @@ inline std::int64_t divide_up(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-/// Eight neighbours of a row, as they lie in memory.
+/// Eight neighbours of a row, in memory order.
 template <class T>
 struct Eight;
 
@@ -67,7 +67,7 @@ __device__ inline Eight<T> zeros() {
   return v;
 }
 
-/// Eight values at x + at of which `num` are there; the others are zeros.
+/// Loads eight values at x + at of which `num` exist; the others are zeros.
 /// @param wide  x + at is aligned to 16 bytes, and num is 8 or at most 0.
 template <class T>
 __device__ inline Eight<T>
@@ -127,7 +127,7 @@ struct Peaks {
       w[i] = larger_word(w[i], other[i]);
     }
   }
-  /// Of value i, as float32's bits.
+  /// Returns value i, as float32's bits.
   __device__ std::uint32_t operator[](int i) const {
     if constexpr (sizeof(T) == 2) {
       return i % 2 == 0 ? w[i / 2] << 16 : w[i / 2] & 0xffff0000U;
@@ -197,7 +197,7 @@ __device__ inline std::uint32_t block_max(
   return lanes_max<32>(lane < warps ? scratch[lane] : 0);
 }
 
-/// Most callers find that what is there is larger, and need no atomic.
+/// Most callers find a larger value there, and need no atomic.
 __device__ inline void atomic_amax(float* to, std::uint32_t magnitude_bits) {
   auto* bits = reinterpret_cast<unsigned*>(to);
   if (magnitude_bits > *static_cast<volatile unsigned*>(bits)) {
@@ -205,7 +205,7 @@ __device__ inline void atomic_amax(float* to, std::uint32_t magnitude_bits) {
   }
 }
 
-/// What values are multiplied by, by the recipe's rule. A power of two has an
+/// Returns the factor of values, by the recipe's rule. A power of two has an
 /// exact inverse.
 template <Recipe R>
 __device__ inline float

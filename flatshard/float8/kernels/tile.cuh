@@ -42,8 +42,9 @@ bool wide_rows(const T* x, std::int64_t columns) {
   return aligned16(x) && columns % 8 == 0;
 }
 
-/// Which tile of a row of tiles a block has. A source may say that in an order
-/// of its own, for what neighbouring blocks read is read from memory once.
+/// Returns the tile that a block has in a row of tiles. A source may choose
+/// another order, so that data shared by neighbouring blocks is read from
+/// memory once.
 template <class Source>
 __device__ inline int tile_of_block(const Source& source) {
   if constexpr (requires { source.tile_of_block(); }) {
@@ -61,8 +62,8 @@ struct TilePlace {
       : TilePlace(tile_of_block(source)) {}
   __device__ TilePlace(int tile, unsigned band) : tile(tile), band(band) {}
 
-  /// For a pass before another one over the same tiles: from the last rows on,
-  /// so that the other one finds in the cache what this one has read last.
+  /// Serves a pass before another one over the same tiles: from the last rows
+  /// on, so that the other one finds in the cache what this one has read last.
   template <class Source>
   __device__ static TilePlace from_the_end(const Source& source) {
     return {tile_of_block(source), gridDim.y - 1 - blockIdx.y};
@@ -121,7 +122,7 @@ __device__ inline Peaks<T> thread_peaks(const Eight<T> (&v)[8]) {
 struct ColumnPeaks {
   alignas(16) std::uint32_t w[kTileWarps][kTile];
 
-  /// Each thread brings those of its 8 columns. Ends with the block's barrier.
+  /// Each thread brings its 8 columns. Ends with the block's barrier.
   template <class T>
   __device__ void gather(const Eight<T> (&v)[8], const TilePlace& at) {
     Peaks<T> found = thread_peaks(v);
@@ -137,7 +138,7 @@ struct ColumnPeaks {
     __syncthreads();
   }
 
-  /// Of a thread's 8 columns in Warps warps from the one that it is in.
+  /// Takes the peaks of a thread's 8 columns in Warps warps from its own on.
   template <int Warps, class T>
   __device__ Peaks<T> take(const TilePlace& at) const {
     const int first = at.warp / Warps * Warps;

@@ -35,7 +35,7 @@ __device__ inline float take_scale(
   }
 }
 
-/// What the rows of the row plane are multiplied by.
+/// Returns the factors of the rows of the row plane.
 template <Recipe R, Format F, class T>
 __device__ inline void row_factors(
     const Eight<T> (&v)[8],
@@ -65,7 +65,7 @@ __device__ inline void row_factors(
   }
 }
 
-/// What the columns of the column plane are multiplied by.
+/// Returns the factors of the columns of the column plane.
 template <Recipe R, Format F, class T>
 __device__ inline void column_factors(
     const Eight<T> (&v)[8],
@@ -100,7 +100,7 @@ __device__ inline void column_factors(
   }
 }
 
-/// Eight codes to neighbouring bytes, of which `num` are there.
+/// Stores eight codes to neighbouring bytes, of which `num` exist.
 __device__ inline void
 store_eight(std::uint8_t* to, uint2 codes, std::int64_t num, bool wide) {
   if (num >= 8 && wide) {
@@ -113,7 +113,8 @@ store_eight(std::uint8_t* to, uint2 codes, std::int64_t num, bool wide) {
   }
 }
 
-/// Stores a plane as the tensor lies; factor(i, j) is that of row i, column j.
+/// Stores a plane in the tensor's order; factor(i, j) belongs to row i, column
+/// j.
 template <Format F, class T, class Factor>
 __device__ inline void store_lying(
     const Eight<T> (&v)[8],

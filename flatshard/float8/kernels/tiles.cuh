@@ -2,8 +2,8 @@
 
 #include "flatshard/float8/kernels/tile_planes.cuh"
 
-// Kernels over all tiles of a source: rows and columns of values that lie in
-// memory, or are computed from what does.
+// Kernels over all tiles of a source: rows and columns of values that are in
+// memory, or are computed from such values.
 namespace flatshard::float8::kernels {
 
 /// Stores both planes of a tile, and its scales.
@@ -156,7 +156,7 @@ inline dim3 tile_grid(std::int64_t rows, std::int64_t columns) {
       static_cast<unsigned>(divide_up(rows, kTile))};
 }
 
-/// Whether a source is quantized with a recipe, as far as it says; kernels of
+/// Whether a source is quantized with a recipe, by its own choice; kernels of
 /// others are not compiled.
 template <class Source>
 constexpr bool quantized_with(Recipe recipe) {
