@@ -28,7 +28,7 @@ std::string_view to_string(ErrorCode code);
 
 /// The one exception type of Flatshard.
 ///
-/// The message says what was expected, what was found and which option or name
+/// The message has what was expected, what was found and which option or name
 /// to change. `context` is where it happened, e.g.
 /// "rank 3/8 | step 120 | unit layers.7 | all_gather".
 class Error : public std::runtime_error {

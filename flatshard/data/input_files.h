@@ -36,8 +36,8 @@ struct FoundFiles {
 ///
 /// An input is a file, a folder (all files below it), or a glob: `*`, `?` and
 /// `[abc]` within a name, `**` for any number of folders. Hidden files are left
-/// out unless a pattern begins with a dot. Of folders, and of globs that end
-/// with `*` or `**`, files beside the data (see is_beside_data) are left out.
+/// out unless a pattern begins with a dot. In folders, and in globs that end
+/// with `*` or `**`, files that are not data (see is_beside_data) are left out.
 /// Links are followed: a file or folder that several paths reach is taken
 /// once, by a path without links if there is one. A link to a folder that the
 /// link is in is skipped.

@@ -33,19 +33,19 @@ struct Float8Format {
   float8::Quantizer quantizer() const {
     return {.recipe = recipe, .rounding = rounding};
   }
-  /// Elements of a scale that lies beside its elements in the flat space; 0:
-  /// each rank has all scales.
+  /// Elements of a scale that is stored next to its elements in the flat space;
+  /// 0: each rank has all scales.
   std::int64_t block_of_stored_scales() const {
     const float8::RecipeTraits traits = float8::traits_of(recipe);
     return traits.scales_are_sharded ? traits.block_inner : 0;
   }
 
-  // What a group's layout needs.
+  // Needs of a group's layout.
 
   /// To which part each of `num_parameters` parameters belongs.
   std::vector<std::int64_t> parts_of(std::int64_t num_parameters) const;
   LayoutOptions layout_options(LayoutOptions options) const;
-  /// Of weights.
+  /// Returns the granularity of weights.
   Granularity granularity() const;
 
   /// Why a parameter of this shape stays in Precision::compute, e.g. "20

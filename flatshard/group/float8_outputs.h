@@ -11,16 +11,16 @@ namespace flatshard {
 
 /// FP8 that an update of main weights makes of the new values in its pass.
 struct Float8Outputs {
-  /// Parts of the shard, ascending and apart from each other. What lies between
+  /// Parts of the shard, ascending and apart from each other. The space between
   /// them is padding.
   std::vector<float8::FlatRun> runs;
   /// CUDA: the bytes of `runs`.
   at::Tensor device_runs;
-  /// float32: max(amax, a block's largest magnitude) where the runs say; NaN
-  /// stays NaN. Undefined: not wanted.
+  /// float32: max(amax, a block's largest magnitude) at the places of the runs;
+  /// NaN stays NaN. Undefined: not wanted.
   at::Tensor amax;
   /// mxfp8 (E4M3) of each 32 elements, and their E8M0 scales: memory of one
-  /// byte an element, filled where the runs say. Undefined: not wanted.
+  /// byte an element, filled at the places of the runs. Undefined: not wanted.
   at::Tensor data;
   at::Tensor scales;
   float8::Rounding rounding = float8::Rounding::up;

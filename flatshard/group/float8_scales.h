@@ -14,7 +14,7 @@
 
 namespace flatshard {
 
-/// What decoded values are multiplied by in blocks with these largest
+/// Returns the factors of decoded values in blocks with these largest
 /// magnitudes: float8::float_scale_of, or float8::e8m0_of as a float, bit for
 /// bit, on any device.
 ///
@@ -23,15 +23,16 @@ at::Tensor float8_scales(const at::Tensor& amax, const float8::Quantizer& q);
 
 /// The scales of a group's FP8 weights where every rank has all of them
 /// (float8::RecipeTraits::scales_are_sharded = false): one float32 tensor for
-/// all parameters and both planes, reduced over the ranks at once. Derived
-/// columns with scales of their own are not among them: those are found when
-/// the columns are.
+/// all parameters and both planes, reduced over the ranks at once. Separate
+/// scales of derived columns are not among them: those are found when the
+/// columns are.
 class Float8Scales {
  public:
   /// @param context  outlives this.
   explicit Float8Scales(const GroupContext& context);
 
-  /// Of parameter `i` along an axis, laid out as float8::Plane says.
+  /// Returns the scales of parameter `i` along an axis, laid out by
+  /// float8::Plane.
   at::Tensor of(float8::Axis axis, std::int64_t i) const {
     return view(scales_, axis, i);
   }
@@ -50,8 +51,8 @@ class Float8Scales {
   void update(const FlatBuffer& main, at::Tensor amax);
   void forget_amax() { amax_.reset(); }
 
-  /// For who finds this rank's largest magnitudes on its own: memory for them,
-  /// to be zero before, and where those of parameter `i` go in it.
+  /// For callers that find this rank's largest magnitudes themselves: memory
+  /// for them, to be zero before, and the place of parameter `i` in it.
   at::Tensor empty_amax() const;
   void place_amax(std::int64_t i, float8::FlatRun& run) const;
 
@@ -74,7 +75,7 @@ class Float8Scales {
   float8::Quantizer quantizer_;
   float8::RecipeTraits traits_;
   bool stored_columns_;
-  /// By parameter: where its rows' and its columns' scales begin.
+  /// The places where the scales of a parameter's rows and columns begin.
   std::vector<std::array<std::int64_t, 2>> offsets_;
   at::Tensor scales_;
   at::Tensor amax_;

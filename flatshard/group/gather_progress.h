@@ -7,13 +7,13 @@
 namespace flatshard {
 
 /// The version of weights that change, and up to which version somebody has
-/// gathered them; "what changed since" is one comparison. Host alone, but for
-/// the event behind the last change.
+/// gathered them. One comparison then finds recent changes. It is on the host
+/// alone, except for the event after the last change.
 class GatherProgress {
  public:
   /// Rises with every change of the weights.
   std::int64_t version() const { return version_; }
-  /// What `stream` has queued changes the weights.
+  /// Work that `stream` has queued changes the weights.
   /// @param float8_begun  it makes WeightPlanes::float8_outputs() as well.
   void advance(Stream& stream, bool float8_begun);
   /// Later work of `stream` sees what the last change wrote.
@@ -24,21 +24,21 @@ class GatherProgress {
     bool float8_begun = false;  ///< by the last change
     bool is_first_copy = false;
   };
-  /// One gather more. What it says of a change it does not say again.
+  /// One gather more. It reports each change once.
   /// @param by_copies  of what the peers hold.
   Step next(bool by_copies);
   /// A gather that was planned may not have been carried out.
   void mark_stale() { gathered_ = copied_ = 0; }
 
-  // For graphs of steps: what is recorded gathers anew and waits for nothing
-  // that is not recorded.
+  // A graph of steps uses this: recorded gathers begin anew and wait for
+  // nothing that is not recorded.
 
-  /// What `forget` forgets.
+  /// The state that `forget` resets.
   struct Saved {
     std::int64_t gathered = 0, copied = 0, float8_begun = 0;
     Event written;
   };
-  /// As if nothing was gathered, and what was written is there.
+  /// Resets the state, as if nothing was gathered and all writes had arrived.
   Saved forget();
   void restore(Saved saved);
   /// All gathers of this version are planned, as far as this goes.

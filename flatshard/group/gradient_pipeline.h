@@ -26,11 +26,10 @@ namespace flatshard {
 /// | inner   | main_grads  | gradient  | not yet reduced over outer axes    |
 /// | reduced | main_grads* | optimizer | the step's gradient                |
 ///
-/// local is that of ZeRO-0/1 and no_sync, inner HSDP's and HFSDP's. Each has
+/// local belongs to ZeRO-0/1 and no_sync, inner to HSDP and HFSDP. Each has
 /// memory from the first reduction into it to zero(), so that the memory serves
-/// activations in between. *: see
-/// ParamGroupOptions::grads_in_reduce_dtype. With ParamGroupOptions::offload
-/// the reduced one is in host memory.
+/// activations in between. *: see ParamGroupOptions::grads_in_reduce_dtype.
+/// With ParamGroupOptions::offload the reduced one is in host memory.
 class GradientPipeline {
  public:
   /// @param context  outlives this.
@@ -53,14 +52,15 @@ class GradientPipeline {
   /// Decided on the host, carried out later on the reduce stream.
   struct Reduction {
     Path path = Path::rest;
-    /// What waits from microbatches before, and is added to.
+    /// Gradients of earlier microbatches that wait, and are added to.
     struct Adds {
       bool local = false;
       bool inner = false;
       bool reduced = false;
     };
     Adds adds;
-    bool widen = false;  ///< what is there from the reduce dtype first
+    bool widen = false;  ///< convert the existing gradient from the reduce
+                         ///< dtype first
     /// The ways that are taken, in this order; null: none. Kept here.
     const Redistribution* inner = nullptr;    ///< to what waits in between
     const Redistribution* outside = nullptr;  ///< over all but the outer axis
@@ -70,26 +70,26 @@ class GradientPipeline {
     bool by_outer() const {
       return path == Path::outer || path == Path::outer_of_slot;
     }
-    /// The optimizer's gradient is there afterwards.
+    /// The optimizer's gradient is complete afterwards.
     bool is_complete() const {
       return path != Path::local && path != Path::inner;
     }
-    /// The communicators that reduce_inner uses, and those of reduce_outer.
+    /// The communicators of reduce_inner, and of reduce_outer.
     std::vector<Communicator*> inner_groups() const;
     std::vector<Communicator*> outer_groups() const;
   };
   /// Allocates what is missing, on the current stream: later work of the reduce
   /// stream waits for it, and it waits for the reductions before zero().
   Reduction plan(bool collective, bool is_last);
-  /// Carries it out, but for the outer axis where Reduction::by_outer says so.
-  /// Collective; inside Stream::submit, on the reduce stream.
+  /// Carries it out, except for the outer axis where Reduction::by_outer is
+  /// set. Collective; inside Stream::submit, on the reduce stream.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
   ///   is zero. Overwritten; see Path::outer_of_slot.
   /// @return  what reduce_outer takes; undefined where there is nothing to do.
   at::Tensor reduce_inner(const at::Tensor& slot, const Reduction& reduction);
-  /// The rest: over the outer axis of HSDP and HFSDP, often a slower network,
-  /// so on a stream and communicator of its own it does not hold back the inner
-  /// axes' next reduction. Collective; inside Stream::submit.
+  /// Does the rest, over the outer axis of HSDP and HFSDP, which is often a
+  /// slower network. On a separate stream and communicator it does not hold
+  /// back the inner axes' next reduction. Collective; inside Stream::submit.
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
   /// The outer axis is reduced apart from the inner ones, in all groups of a
   /// model alike: a communicator has one stream.
@@ -101,8 +101,8 @@ class GradientPipeline {
 
   /// Called in the reduce stream with each reduced gradient: [shard] like main,
   /// in the dtype of the reduction, not yet divided by a divisor or added to
-  /// those of microbatches before. What it changes in place is the gradient;
-  /// what it throws is an error of the reduction.
+  /// earlier microbatches'. The tensor as changed in place is the gradient; an
+  /// exception is an error of the reduction.
   using Hook = std::function<void(const at::Tensor& reduced)>;
   /// From the next backward on; an empty function for none.
   void set_hook(Hook hook) { hook_ = std::move(hook); }
@@ -124,7 +124,7 @@ class GradientPipeline {
   /// Before a backward.
   void forget_contributions() { contributed_.clear(); }
 
-  /// What the optimizer takes.
+  /// Returns the gradient for the optimizer.
   ReducedGradient& reduced() { return reduced_; }
   const ReducedGradient& reduced() const { return reduced_; }
   /// Microbatches were accumulated but not reduced over all axes.
@@ -139,10 +139,10 @@ class GradientPipeline {
   /// The mesh, or how gradients are divided, is another one now.
   void replan();
 
-  // For graphs of steps, whose replay does what the device did and nothing of
-  // what the host remembers.
+  // Graphs of steps use this: a replay repeats the device's work and not the
+  // host's.
 
-  /// What a step leaves behind.
+  /// The results of a step.
   struct Contents {
     /// The memory of local, inner and reduced, and of reduced before it was
     /// widened; undefined where there is none.
@@ -152,9 +152,9 @@ class GradientPipeline {
     bool has_reduced = false;
     std::set<std::int64_t> contributed;
   };
-  /// No gradient is there: as after zero().
+  /// Returns whether no gradient exists, as after zero().
   bool is_empty() const;
-  /// Hands out what is there; then it is as after zero().
+  /// Hands out the existing gradients; then it is as after zero().
   Contents take();
   /// Instead of the reductions of a step. Nothing was there.
   void put(const Contents& contents);
@@ -171,7 +171,7 @@ class GradientPipeline {
     FlatBuffer buffer;
     bool is_filled = false;
   };
-  /// What it is reduced over so far.
+  /// The ranks over which it is reduced so far.
   enum class Stage {
     unreduced,  ///< nothing: it is this rank's
     inner,      ///< what waits between microbatches

@@ -26,38 +26,39 @@ struct ParamGroupOptions {
   /// Precision::reduce.
   bool sums_only = false;
   /// The gradient of a step's only reduction stays in Precision::reduce, which
-  /// holds what came over the wire exactly; a second one widens it to
-  /// main_grads first. For optimizers that read any dtype, as Flatshard's do.
+  /// holds the received values exactly. A second one widens it to main_grads
+  /// first. Optimizers have to read any dtype then, as Flatshard's do.
   bool grads_in_reduce_dtype = false;
   /// false: main weights are cast into the gathered slot before each gather and
-  /// nothing of compute's dtype rests in between. Saves its bytes and costs a
-  /// pass over the main weights per gather. Only where all of these are: main
+  /// nothing of compute's dtype is stored in between. Saves its bytes and costs
+  /// a pass over the main weights per gather. Only where all of these are: main
   /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3, on
   /// a single rank too); elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
-  /// With keep_compute_weights = false: they are kept all the same where a rank
-  /// has the whole group, so that a gather there costs nothing.
+  /// Without keep_compute_weights: they are kept all the same where a rank has
+  /// the whole group, so that a gather there costs nothing.
   bool keep_whole_compute_weights = false;
-  /// Between a forward and its backward weights stay sharded among this many
+  /// Between a forward and its backward, weights stay sharded among this many
   /// neighbouring ranks of the innermost axis that they are sharded on, e.g.
-  /// those of a host, and the backward's all-gather runs among these. A divisor
+  /// the ranks of a host. The backward's all-gather runs among these. A divisor
   /// of the axis' ranks. Takes 1 / post_forward_ranks of each unit's weights
-  /// meanwhile. 0: they are sharded as at rest. Where weights rest whole it has
-  /// no effect. See also UnitPolicy::keep_post_forward.
+  /// meanwhile. 0: they stay sharded over all ranks. Where weights are not
+  /// sharded it has no effect. See also UnitPolicy::keep_post_forward.
   std::int64_t post_forward_ranks = 0;
-  /// Main weights and reduced gradients rest in host memory, and so does what
-  /// optimizers keep beside them; updates run on the CPU. Compute weights that
-  /// are kept stay on the device; without them each gather begins with a copy
-  /// of this rank's main weights. Needs no communication of the host's own.
+  /// Main weights and reduced gradients are stored in host memory, and so is
+  /// the optimizer's state; updates run on the CPU. Compute weights that are
+  /// kept stay on the device; without them each gather begins with a copy of
+  /// this rank's main weights. Needs no communication of the host's own.
   bool offload = false;
-  /// With offload: that host memory is pinned, so copies run beside kernels.
+  /// With offload, that host memory is pinned, so copies run in parallel with
+  /// kernels.
   bool pin_memory = true;
-  /// false: the program gathers values of its own for these parameters, which
+  /// false: the program gathers separate values for these parameters, which
   /// have gradients here and no weights: nothing of them has memory.
   bool has_weights = true;
   LayoutOptions layout;
   /// The weights are gathered as FP8 planes; absent: as Precision::compute.
-  /// GroupParameter::float8 says so of single parameters.
+  /// GroupParameter::float8 sets it for single parameters.
   std::optional<Float8Format> float8 = std::nullopt;
 };
 
@@ -69,17 +70,17 @@ struct GradDivision {
   double at_rest = 1;  ///< and in the dtype that it is kept in
 };
 
-/// @param num_ranks  whose gradients are reduced together.
-/// float16 has a small range: there collectives sum, and a power of two near
-/// the root of the divisor is taken from the addends, so that neither these nor
-/// the sum leave it. Source: FSDP2 (torch.distributed.fsdp), with the same
-/// factors.
+/// @param num_ranks  whose gradients are reduced together. float16 has a small
+/// range. There collectives sum, and a power of two near the root of the
+/// divisor is taken from the addends, so that neither these nor the sum leave
+/// it. Source: FSDP2 (torch.distributed.fsdp), with the same factors.
 GradDivision grad_division(const ParamGroupOptions& options, int num_ranks);
 
-/// What the weights and the gradients of one group have in common.
+/// The common properties of a group's weights and gradients.
 struct GroupContext {
   std::string name;
-  Strategy strategy;  ///< its gradients are summed or averaged as options say
+  Strategy strategy;  ///< the options decide between sum and average of
+                      ///< gradients
   std::shared_ptr<Mesh> mesh;
   std::shared_ptr<Mesh> model_mesh;
   bool trainable = true;

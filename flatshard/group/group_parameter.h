@@ -18,14 +18,14 @@ namespace flatshard {
 /// One parameter, from the module tree to its group.
 struct GroupParameter {
   std::vector<std::string> names;  ///< the main name first
-  /// Of this rank's tensor as it is stored, which is cut along its first
-  /// dimension. `tensor` may show its dimensions in another order.
+  /// The shape of this rank's tensor as it is stored, which is cut along its
+  /// first dimension. `tensor` may show its dimensions in another order.
   std::vector<std::int64_t> shape;
-  /// What of it is set differs from the model's.
+  /// Set values differ from the model's.
   ParameterPlacement placement;
-  /// Absent: as ParamGroupOptions says.
+  /// Absent: the value in ParamGroupOptions.
   std::optional<Precision> precision = std::nullopt;
-  /// Absent: as ParamGroupOptions says.
+  /// Absent: the value in ParamGroupOptions.
   std::optional<Float8Format> float8 = std::nullopt;
   /// Absent: as `tensor` requires a gradient. A parameter that is frozen for a
   /// while may stay in a group that is trained.
@@ -41,14 +41,14 @@ struct GroupParameter {
   /// No module has it any more: checkpoints leave it out.
   bool dropped = false;
   /// The one that modules compute with; may be on meta. make_unit_contents
-  /// moves it into the unit. Its strides are those of `shape` in some order of
+  /// moves it into the unit. Its strides belong to `shape` in some order of
   /// dimensions: so a tensor that is cut along another dimension than its first
   /// is stored with that dimension first.
   at::Tensor tensor;
 
   /// The part of a larger tensor that this is; all of it by default.
   TensorSlice slice() const { return placement.slice.value_or(TensorSlice()); }
-  /// Of the larger tensor.
+  /// Returns the shape of the larger tensor.
   std::vector<std::int64_t> whole_shape() const {
     return slice().whole_shape(shape);
   }

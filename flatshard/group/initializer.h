@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// Draws the first values of parameters. A value depends on the seed, the
-/// parameter's name and the element's index alone, so every world size and
+/// Draws the initial values of parameters. A value depends on the seed, the
+/// parameter's name and the element's index alone. So every world size and
 /// strategy gets the same weights, each rank draws only what it owns, and
 /// nothing is broadcast.
 ///
@@ -23,7 +23,7 @@ class Initializer {
 
   /// Writes elements [begin, begin + out.numel()) of the flattened parameter.
   ///
-  /// @param out  [n] contiguous, any float dtype, CPU or CUDA; the values are
+  /// @param out  [n] contiguous, any float dtype, CPU or CUDA. The values are
   ///   drawn in float32 on the CPU, so they do not depend on the device.
   void fill(
       const at::Tensor& out,

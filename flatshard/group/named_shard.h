@@ -11,14 +11,14 @@
 
 namespace flatshard {
 
-/// What one rank owns of one parameter: how optimizers and checkpoints see the
-/// model. `tensor` is a view of the flat shard.
+/// One rank's part of one parameter: the view of optimizers and checkpoints on
+/// the model. `tensor` is a view of the flat shard.
 struct NamedShard {
   std::vector<std::string> names;   ///< the main name first; tied ones follow
   std::vector<std::int64_t> shape;  ///< of this rank's parameter
   TensorSlice slice;                ///< what that is of the whole tensor
   std::int64_t begin = 0;           ///< first owned element of it, flattened
-  std::int64_t local_offset = 0;    ///< where that lies in the flat shard
+  std::int64_t local_offset = 0;    ///< its place in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
   std::map<std::string, std::string> attributes;  ///< as the user set them
   bool dropped = false;                           ///< see GroupParameter

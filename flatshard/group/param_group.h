@@ -15,7 +15,8 @@
 
 namespace flatshard {
 
-/// Which group: what the program's choices (ParamGroupOptions) do not say.
+/// Properties of a group that are not the program's choices
+/// (ParamGroupOptions).
 struct GroupSpec {
   std::string name;                        ///< for messages, e.g. the unit's
   std::vector<GroupParameter> parameters;  ///< at least one
@@ -25,9 +26,9 @@ struct GroupSpec {
   /// checkpoints and exports count over it. Null: the group's own.
   std::shared_ptr<Mesh> model_mesh = nullptr;
   bool trainable = true;
-  /// Compute weights lie where the copy engines of the other ranks read them:
-  /// see Gather::copy_engines. Needs all ranks on one host. Where weights rest
-  /// whole it has no effect.
+  /// Compute weights are stored where the copy engines of the other ranks read
+  /// them: see Gather::copy_engines. Needs all ranks on one host. Where weights
+  /// are not sharded it has no effect.
   bool copy_engines = false;
 };
 
@@ -65,7 +66,7 @@ class ParamGroup {
   void use_model_mesh(std::shared_ptr<Mesh> mesh);
   bool trainable() const { return context_.trainable; }
 
-  /// For messages.
+  /// Sets the name for messages.
   void set_name(std::string name) { context_.name = std::move(name); }
   /// The main name first. The layout keeps the names it was built with.
   void set_names(std::int64_t parameter, std::vector<std::string> names);
@@ -76,16 +77,16 @@ class ParamGroup {
   /// ParamGroupOptions::sums_only, from the next reduction on. Equal on all
   /// ranks.
   void set_sums_only(bool sums_only);
-  /// Of a parameter, e.g. {"weight_decay", "none"}; optimizers read them when
-  /// they are made.
+  /// Sets an attribute of a parameter, e.g. {"weight_decay", "none"};
+  /// optimizers read them when they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
-  /// From now on checkpoints know nothing of the parameter. It keeps its place.
+  /// From now on checkpoints leave out the parameter. It keeps its place.
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }
 
-  /// GradientPipeline::plan. A reduction of all ranks says besides that their
+  /// GradientPipeline::plan. A reduction of all ranks also marks that their
   /// copies of the weights are over.
   GradientPipeline::Reduction plan_reduction(bool collective, bool is_last);
 
@@ -96,7 +97,7 @@ class ParamGroup {
     std::int64_t count = 1;
   };
   Replicas replicas() const;
-  /// What this rank owns of each parameter, in the main weights.
+  /// Returns this rank's part of each parameter, in the main weights.
   std::vector<NamedShard> main_shards() const;
   /// The same runs of another flat tensor of their size, e.g. an optimizer
   /// state or the gradient.

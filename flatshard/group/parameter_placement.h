@@ -13,41 +13,45 @@
 
 namespace flatshard {
 
-/// Where one parameter rests. What is not set is as for the rest of the model.
+/// The storage of one parameter. Unset values are the same as for the rest of
+/// the model.
 struct ParameterPlacement {
   /// The ranks that share the parameter: the model's mesh or a sub-mesh of it.
-  /// Ranks that differ in the model's other axes hold other slices, or, without
-  /// `slice`, the same values, and it is the program's to see that they stay
-  /// so. No two ranks hold slices that overlap and are not the same.
+  /// Ranks that differ in the model's other axes hold other slices. Without
+  /// `slice` they hold the same values, and the program has to keep them equal.
+  /// No two ranks hold slices that overlap and are not the same.
   std::shared_ptr<Mesh> mesh;
-  /// For the axes of `mesh`. Not set: the model's by its name, for these axes;
-  /// for hsdp and its like the model's outer axis has to be one of several.
+  /// The strategy for the axes of `mesh`. Not set: the model's by its name, for
+  /// these axes; for hsdp and its like the model's outer axis has to be one of
+  /// several.
   std::optional<Strategy> strategy;
   std::optional<Granularity> granularity;
-  /// See ParamGroupOptions::grad_divisor: for experts the number of slices, as
-  /// each sees the tokens of its own ranks only.
+  /// See ParamGroupOptions::grad_divisor: for experts the number of slices,
+  /// since each gets only its own ranks' tokens.
   std::optional<double> grad_divisor;
-  /// Which part of a larger tensor this rank's parameter is. Values that are
-  /// drawn, checkpoints and exported weights are those of the larger one, so
-  /// that they do not depend on how it was cut.
+  /// The part of a larger tensor that this rank's parameter is. Initial values,
+  /// checkpoints and exported weights belong to the larger one, so that they do
+  /// not depend on how it was cut.
   std::optional<TensorSlice> slice;
 
-  /// Of a parameter of which each coordinate of `axes` has another slice, which
-  /// the ranks of the mesh's other axes share. Gradients are the mean over
-  /// these: what is set besides is the caller's.
+  /// Returns the placement of a parameter of which each coordinate of `axes`
+  /// has another slice, which the ranks of the mesh's other axes share.
+  /// Gradients are the mean over these; the caller sets everything else.
   /// @throws Error{config} when there is no other axis.
   static ParameterPlacement cut_over(
       const Mesh& mesh,
       const std::vector<std::string>& axes,
       TensorSlice slice);
-  /// Of experts: each coordinate of `axis` has an equal part of the `whole`
-  /// first indices, and a gradient that is the sum over the ranks of `axis`.
+  /// Returns the placement of experts: each coordinate of `axis` has an equal
+  /// part of the `whole` first indices, and a gradient that is the sum over the
+  /// ranks of `axis`.
   /// @throws Error{config} when they do not divide.
   static ParameterPlacement
   along(const Mesh& mesh, const std::string& axis, std::int64_t whole);
 
-  /// What is not set here is as in `rest`. A strategy is for the axes of its
-  /// mesh, so one of `rest` is not taken where `mesh` is set and another.
+  /// Returns this placement with unset values from `rest`. A strategy is for
+  /// the axes of its mesh, so one of `rest` is not taken where `mesh` is set
+  /// and another.
   ParameterPlacement or_else(const ParameterPlacement& rest) const;
 };
 

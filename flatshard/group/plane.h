@@ -35,8 +35,8 @@ struct Plane {
   /// The plane that each rank derives it from, once that is gathered. kStored:
   /// it is encoded from main weights and gathered.
   PlaneId source = kStored;
-  /// Who reads it: products that sum over a weight's rows, those that sum over
-  /// its columns, or both.
+  /// Its readers: products that sum over a weight's rows, over its columns, or
+  /// both.
   bool in_forward = true;
   bool in_backward = true;
   /// Layers ask for it (nn::WeightSource); no parameter points at it.
@@ -48,13 +48,13 @@ struct Plane {
   PlanePart whole;
   std::vector<PlanePart> parts;  ///< by PartId; none: only gathered whole
 
-  // What this rank holds of it: WeightPlanes.
+  // This rank's part of it: WeightPlanes.
 
-  /// [local] parameter placement. Undefined: nothing rests between gathers.
+  /// [local] parameter placement. Undefined: nothing is stored between gathers.
   FlatBuffer resting;
   std::unique_ptr<PeerBuffer> peers;  ///< owns `resting`, where peers copy it
-  /// The slice of `resting` that belongs to main weights; mostly a view.
-  /// Without memory (meta) where nothing rests.
+  /// The slice of `resting` that belongs to main weights; mostly a view. It has
+  /// no memory (meta) where nothing is stored.
   FlatBuffer shard;
 
   bool empty() const { return layout == nullptr; }
@@ -97,7 +97,7 @@ class Codec {
       const FlatBuffer& main,
       const at::Tensor& to) = 0;
   /// All planes that rest are encoded, on every rank.
-  /// @param all_encoded  false: nothing rests, each gather encodes.
+  /// @param all_encoded  false: nothing is stored, each gather encodes.
   /// @throws Error{usage} naming a parameter that cannot be encoded.
   virtual void end(
       [[maybe_unused]] const FlatBuffer& main,
@@ -118,14 +118,14 @@ class Codec {
       std::int64_t parameter,
       const at::Tensor& slot) const = 0;
 
-  /// What a writer of main weights can make of the planes in its pass, to be
-  /// zero before it. Null: nothing.
+  /// Returns the parts of the planes that a writer of main weights can make in
+  /// its pass, to be zero before it. Null: nothing.
   virtual const Float8Outputs* outputs(
       const FlatBuffer& /*main*/,
       const std::vector<Plane>& /*planes*/) {
     return nullptr;
   }
-  /// What this rank holds besides planes.
+  /// Returns this rank's bytes in addition to planes.
   virtual std::int64_t nbytes() const { return 0; }
 };
 

@@ -14,11 +14,11 @@ namespace flatshard {
 
 /// One rank's slice of a group's gathered compute weights, as it is kept from a
 /// forward to its backward (ParamGroupOptions::post_forward_ranks). Neighbours
-/// on the innermost sharded axis of data, so many as the option says, have all
-/// slices:
-/// the backward's all-gather stays among them, inside of a host, say.
+/// on the innermost sharded axis of data have all slices together, as many as
+/// the option sets. So the backward's all-gather stays among them, such as
+/// inside of a host.
 ///
-/// Knows where the slice lies; its memory is the Executor's slot.
+/// It has the place of the slice; its memory is the Executor's slot.
 class PostForwardShard {
  public:
   /// Null: the group's weights are sharded over no more ranks than these.
@@ -34,8 +34,8 @@ class PostForwardShard {
   /// @param whole  [layout.numel()]
   /// @param shard  [numel()] of the same dtype; overwritten.
   void save(const at::Tensor& whole, const at::Tensor& shard) const;
-  /// All-gathers the neighbours' slices. Inside Stream::submit, as
-  /// queue_collectives says.
+  /// All-gathers the neighbours' slices. Called inside Stream::submit, see
+  /// queue_collectives.
   /// @param shard  [numel()]
   /// @param whole  [layout.numel()] of the same dtype; overwritten.
   void gather(const at::Tensor& shard, const at::Tensor& whole) const;

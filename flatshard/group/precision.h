@@ -18,8 +18,8 @@ struct Precision {
     return {at::kFloat, at::kFloat, at::kFloat, at::kFloat};
   }
 
-  /// @throws Error{config} naming the option whose dtype cannot work. Those of
-  ///   frozen groups may be any: nothing is computed of them.
+  /// @throws Error{config} naming the option whose dtype cannot work. Frozen
+  ///   groups may have any dtype: nothing is computed of them.
   void validate() const;
 
   friend bool operator==(const Precision&, const Precision&) = default;

@@ -18,7 +18,7 @@ class ReducedGradient {
   /// @param context  outlives this.
   explicit ReducedGradient(const GroupContext& context) : context_(context) {}
 
-  /// It is there since the last drop().
+  /// Returns whether it exists since the last drop().
   bool exists() const;
   /// exists(), or it did when others got it.
   bool is_somebodys() const { return owner_ != Owner::none; }
@@ -39,8 +39,9 @@ class ReducedGradient {
   void drop();
 
   struct Space {
-    bool add = false;    ///< to what is there
-    bool widen = false;  ///< what is there from the reduce dtype first
+    bool add = false;    ///< to the existing one
+    bool widen = false;  ///< convert the existing one from the reduce dtype
+                         ///< first
   };
   /// Room for the sum of one reduction more, allocated on the current stream.
   /// @param is_last  of the step.
@@ -50,7 +51,7 @@ class ReducedGradient {
   /// On the current stream.
   void scale(double factor);
 
-  /// For graphs of steps: its memory, and that of before it was widened;
+  /// For graphs of steps: its memory, and its memory before it was widened;
   /// undefined where there is none.
   struct Contents {
     at::Tensor reduced, in_reduce_dtype;

@@ -31,12 +31,11 @@ namespace flatshard {
 /// |               |             |           | by the first gather after a    |
 /// |               |             |           | change, or begun by the update |
 ///
-/// All but main are planes, which a Codec makes of it. When main and compute
-/// have one dtype they share memory, as they do in a frozen group. With
+/// All planes but main are made of it by a Codec. When main and compute have
+/// one dtype they share memory, as they do in a frozen group. With
 /// ParamGroupOptions::offload main (a frozen group's too, in compute's dtype)
-/// is in host memory and shares none. Without
-/// ParamGroupOptions::has_weights main is on the meta device, and there are no
-/// planes.
+/// is in host memory and shares none. Without ParamGroupOptions::has_weights
+/// main is on the meta device, and there are no planes.
 ///
 /// Which version of them was gathered is GatherProgress; who may still read
 /// them is WeightReaders. They are written by WeightWrite, and by nobody else.
@@ -47,7 +46,7 @@ class WeightPlanes {
   WeightPlanes(const WeightPlanes&) = delete;
   WeightPlanes& operator=(const WeightPlanes&) = delete;
 
-  /// By PlaneId. A plane that has nothing of this group is empty.
+  /// The index is a PlaneId. A plane that has nothing of this group is empty.
   const std::vector<Plane>& planes() const { return planes_; }
   bool has(PlaneId plane) const {
     return plane < static_cast<PlaneId>(planes_.size()) &&
@@ -58,7 +57,8 @@ class WeightPlanes {
   /// The same on the mesh's device: a copy, queued on the current stream, where
   /// main is in host memory.
   FlatBuffer main_on_device() const;
-  /// What rests of the compute plane. Not defined when nothing does.
+  /// Returns the stored part of the compute plane. Not defined when nothing is
+  /// stored.
   const FlatBuffer& compute() const { return planes_[kComputePlane].resting; }
   /// [shard] the slice of the compute weights that belongs to `main`; the
   /// optimizer may write it together with main. Undefined when main is that
@@ -66,8 +66,8 @@ class WeightPlanes {
   at::Tensor compute_shard() const;
   /// Null: there is none.
   const PostForwardShard* post_forward() const { return post_forward_.get(); }
-  /// What the optimizer may write in its pass over main: see Codec::outputs.
-  /// Null: nothing.
+  /// Returns the outputs that the optimizer may write in its pass over main:
+  /// see Codec::outputs. Null: nothing.
   const Float8Outputs* float8_outputs();
   /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
   bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
@@ -91,8 +91,8 @@ class WeightPlanes {
     bool refresh = false;
     /// Refresh: the optimizer wrote float8_outputs together with main.
     bool float8_begun = false;
-    /// By copies of what the peers hold, which on GPUs copy engines make; else
-    /// an all-gather, a collective.
+    /// Copies of the peers' shards, which on GPUs copy engines make; else an
+    /// all-gather, a collective.
     bool copy_engines = false;
     /// Before the copies: the peers have written theirs. Collective.
     bool fence = false;
@@ -132,7 +132,7 @@ class WeightPlanes {
   WeightReaders& readers() { return readers_; }
 
   /// When somebody else wrote main (in place, through a tensor operation),
-  /// makes the other planes anew and says so. On the current stream.
+  /// makes the other planes anew and returns true. On the current stream.
   bool adopt_foreign_writes();
   /// Somebody else wrote main in a way that no tensor's version shows.
   void mark_foreign_write() { seen_ = main_.local()._version() - 1; }
@@ -151,13 +151,13 @@ class WeightPlanes {
 
  private:
   friend class WeightWrite;
-  /// What a write wrote.
+  /// The planes that a write wrote.
   enum class Written {
     main,          ///< and failed on the way, perhaps
     main_to_cast,  ///< the other planes are made from it, in the write's stream
     all,           ///< compute_shard() and float8_outputs() as well
   };
-  /// What `stream` has queued wrote weights.
+  /// Work that `stream` has queued wrote weights.
   void end_write(Stream& stream, Written written);
   void allocate(Plane& plane) const;
   /// Encodes main where the writer does it. On the current stream.

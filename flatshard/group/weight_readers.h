@@ -5,15 +5,16 @@
 
 namespace flatshard {
 
-/// Who may still read a group's weights: peers that copy them, and uploads of
-/// main weights from host memory. Whoever writes them waits here first.
+/// The possible readers of a group's weights: peers that copy them, and uploads
+/// of main weights from host memory. Every writer waits here first.
 class WeightReaders {
  public:
   /// Later work of the current stream may overwrite the weights: no peer copies
-  /// them any more, and the host may write main. A backward's reductions say so
-  /// for the peers (peers_have_read); this is a fence where there was none
-  /// since the last copies. Collective then. WeightWrite calls it; who writes
-  /// weights that peers read by hand does, too, on all ranks.
+  /// them any more, and the host may write main. A backward's reductions prove
+  /// that for the peers (peers_have_read); this is a fence where there was none
+  /// since the last copies. Collective then. WeightWrite calls it. A program
+  /// that writes weights by hand, which peers read, calls it as well, on all
+  /// ranks.
   void wait();
   /// Blocks until main, in host memory, may be overwritten.
   void wait_for_uploads() const { uploaded_.synchronize(); }

@@ -19,12 +19,12 @@ namespace flatshard {
 /// Collective where ranks read each other's weights (copy gathers).
 class WeightWrite {
  public:
-  /// Who brings the compute weights up to date.
+  /// The one that brings the compute weights up to date.
   enum class Cast {
     /// `end` casts main, on the stream of the write; FP8 planes are made by the
     /// next gather.
     here,
-    /// Whoever wrote main wrote compute_shard() as well, and float8_outputs().
+    /// The writer of main wrote compute_shard() as well, and float8_outputs().
     by_writer,
   };
 

@@ -5,7 +5,7 @@
 
 namespace flatshard {
 
-/// Who this process is among the ranks of a job.
+/// This process's place among the ranks of a job.
 struct RankEnvironment {
   int rank = 0;
   int world_size = 1;
@@ -26,8 +26,8 @@ struct RankEnvironment {
 /// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
 bool launched_by_environment();
 
-/// How a Slurm job contradicts `--nproc`, with what to do; empty: it does not.
-/// Without a step of srun, on one node, `--nproc` starts the ranks itself.
+/// Returns how a Slurm job contradicts `--nproc`, with what to do, or an empty
+/// text. On one node without a step of srun, `--nproc` starts the ranks itself.
 /// @param nproc  as it was given; 0: it was not.
 std::string slurm_conflict(int nproc);
 
@@ -38,10 +38,10 @@ bool in_slurm_batch_script();
 /// True in a rank that spawn_local_ranks started.
 bool launched_by_this_program();
 
-/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, else
-/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; there MASTER_ADDR defaults to
-/// the first host of SLURM_JOB_NODELIST and MASTER_PORT to a port made of
-/// SLURM_JOB_ID. Without either: one rank, no address.
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or else
+/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. With these MASTER_ADDR
+/// defaults to the first host of SLURM_JOB_NODELIST and MASTER_PORT to a port
+/// made of SLURM_JOB_ID. Without either it returns one rank, no address.
 /// @throws Error{config} naming the variable that is missing or wrong.
 RankEnvironment rank_environment_from_env();
 

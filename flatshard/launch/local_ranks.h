@@ -5,25 +5,28 @@
 
 namespace flatshard {
 
-/// Who tells the user why a job failed. Of the ranks that `spawn_local_ranks`
-/// started, true for the first that asks and false for all later ones, whose
-/// errors repeat it or follow from it. In any other process always true.
+/// Returns whether this process reports to the user why a job failed. Among the
+/// ranks that `spawn_local_ranks` started, this is true for the first that asks
+/// and false for all later ones. Their errors repeat it or follow from it. In
+/// any other process always true.
 ///
 /// @param patience_ms  waits this long for another rank to ask first: for
-///   errors that say no more than that a peer is gone.
+///   errors that only report a lost peer.
 bool claim_failure_report(int patience_ms = 0);
 
-/// Which process of a job writes once for all of them that nothing reads their
-/// output any more (keep_output_in). Of the processes that `spawn_local_ranks`
-/// started, true for the first that asks. In any other process always true.
+/// Returns whether this process writes once for all of a job that nothing reads
+/// their output any more (keep_output_in). Among the processes that
+/// `spawn_local_ranks` started, this is true for the first that asks. In any
+/// other process always true.
 bool claim_output_notice();
 
 struct SpawnOptions {
   /// Time between SIGTERM and SIGKILL when the others are ended.
   int grace_period_ms = 5000;
   /// Lines that other ranks than 0 write to standard error get "[rank N] "
-  /// before them, unless they say "[rank N/" themselves. Those of rank 0 pass
-  /// unchanged; a terminal stays its own: its last message is not repeated.
+  /// before them, unless they begin with "[rank N/" themselves. Rank 0's lines
+  /// pass unchanged; a terminal stays its own: its last message is not
+  /// repeated.
   bool prefix_stderr = true;
   /// Standard output of ranks other than 0: pass through or drop.
   bool other_ranks_stdout = true;
@@ -37,10 +40,10 @@ struct SpawnOptions {
 /// SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all ranks, unless the parent had
 /// them ignored. SIGUSR1 is blocked in the ranks until they unblock it. A
 /// second SIGINT or SIGTERM ends the ranks at once (SIGTERM, then SIGKILL).
-/// When one rank fails, the rest are ended (SIGTERM, then SIGKILL) and the
-/// first failure is written to standard error with its rank, exit code or
-/// signal, and last message, unless a rank has said why itself
-/// (claim_failure_report). Ranks die with this process, also when it is killed.
+/// When one rank fails, the rest are ended (SIGTERM, then SIGKILL). The first
+/// failure is written to standard error with its rank, exit code or signal, and
+/// last message, unless a rank has reported it itself (claim_failure_report).
+/// Ranks die with this process, also when it is killed.
 ///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
 ///   that the ranks were to end. The result is 128 + that signal then.

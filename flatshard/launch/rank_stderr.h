@@ -6,10 +6,10 @@
 
 namespace flatshard {
 
-/// What a rank writes to its standard error, by way of a pipe to ours.
+/// Passes a rank's standard error, through a pipe, to this process's own.
 class RankStderr {
  public:
-  /// Of a rank that writes to ours itself.
+  /// Serves a rank that writes to this process's own itself.
   RankStderr() = default;
   /// @param read_end  of the pipe; does not block.
   /// @param prefixed  whole lines are passed on, each with the rank's number.
@@ -25,7 +25,8 @@ class RankStderr {
 
   /// From the last line that reports an error, with the indented lines below
   /// it, or else the last line: a library's warnings may come after the error.
-  /// Of the newest that was passed on; empty when there was nothing.
+  /// This is the newest message that was passed on; empty when there was
+  /// nothing.
   std::string last_message() const;
 
  private:

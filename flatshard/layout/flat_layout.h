@@ -22,7 +22,7 @@ struct TensorSpec {
 };
 
 struct LayoutOptions {
-  /// Every tensor and every shard starts at a multiple of this many elements;
+  /// Every tensor and every shard starts at a multiple of this many elements.
   /// 16 keeps gathered bf16 tensors on 32 bytes and FP8 ones on 16.
   std::int64_t alignment = 16;
 };
@@ -65,13 +65,13 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// Where each tensor of a group lives in one flat index space, which range
-/// each shard owns, and how much is padding. Integers only, immutable.
+/// The place of each tensor of a group in one flat index space, the range that
+/// each shard owns, and the amount of padding. Integers only, immutable.
 ///
-/// Every tensor is contiguous in the flat space and starts at a multiple of its
+/// Every tensor is contiguous in the flat space. It starts at a multiple of its
 /// granule g from the segment's start, where g = lcm(elements of one granule,
 /// alignment). A segment's shard is a multiple of the largest granule in it,
-/// and that is a multiple of all others, so no boundary cuts a granule.
+/// which is a multiple of all others. So no boundary cuts a granule.
 /// - element(n): one segment per n, in practice one for the whole layout.
 /// - row, block(rows): one segment per distinct granule; padding is at most
 ///   sum(granules) * num_shards / numel where the widths are multiples of the
@@ -97,10 +97,10 @@ class FlatLayout {
       std::int64_t num_shards,
       LayoutOptions options = {});
 
-  /// This layout for elements of one byte that have a scale of one byte for
-  /// each `block` of them, as MXFP8 has for 32: behind each segment comes one
-  /// of its scales, cut at the same places. Tensor i keeps its number; its
-  /// scales are tensor num_tensors() + i.
+  /// Returns this layout for elements of one byte that have a scale of one byte
+  /// for each `block` of them, as MXFP8 has for 32: each segment is followed by
+  /// a segment of its scales, cut at the same places. Tensor i keeps its
+  /// number; its scales are tensor num_tensors() + i.
   /// @throws Error{config} where a boundary, or a tensor, is no multiple of
   ///   `block`.
   FlatLayout with_scales(std::int64_t block) const;
@@ -136,8 +136,8 @@ class FlatLayout {
   /// All elements that belong to no tensor, in flat order.
   std::vector<FlatRange> padding_ranges() const;
 
-  /// The part of tensor `i` that lies in shard `shard`: one piece or none,
-  /// since a tensor is contiguous and lies in one segment.
+  /// Returns the part of tensor `i` in shard `shard`: one piece or none, since
+  /// a tensor is contiguous and in one segment.
   std::vector<Piece> shard_pieces(std::int64_t i, std::int64_t shard) const {
     return shard_pieces(i, ShardSpan{shard, 1});
   }

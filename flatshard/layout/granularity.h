@@ -7,9 +7,10 @@
 
 namespace flatshard {
 
-/// The width of a tensor's rows in elements: the last dimension of a matrix or
-/// of a stack of matrices (3-D expert weights are cut at matrix rows, not at
-/// dim 0), 1 for vectors and scalars. At least 1, also for empty tensors.
+/// The width of a tensor's rows in elements, at least 1, also for empty
+/// tensors. It is the last dimension of a matrix or of a stack of matrices (3-D
+/// expert weights are cut at matrix rows, not at dim 0), 1 for vectors and
+/// scalars.
 std::int64_t row_width(std::span<const std::int64_t> shape);
 
 /// The smallest piece of a tensor that a shard boundary may not cut. A name
@@ -42,14 +43,14 @@ class Granularity {
   /// a tensor may be shorter.
   /// @throws Error{usage} when rows < 1.
   static Granularity block(std::int64_t rows);
-  /// Chunks as those of torch.chunk along the first dimension: every shard but
-  /// the last ones holds ceil(size / shards) slices. Each tensor has a segment
-  /// of its own, so a group is gathered by one collective for each tensor.
+  /// Cuts like torch.chunk along the first dimension: every shard but the last
+  /// ones holds ceil(size / shards) slices. Each tensor has its own segment, so
+  /// a group is gathered by one collective for each tensor.
   static Granularity chunk();
   /// The whole tensor stays on one rank.
   static Granularity tensor();
 
-  /// Of a name in the table.
+  /// Returns the granularity of a name in the table.
   /// @throws Error{config} for another one, beginning with `option`.
   static Granularity parse(
       std::string_view name,

@@ -9,7 +9,7 @@
 
 namespace flatshard {
 
-/// What one rank's buffer holds of one segment.
+/// One rank's part of one segment.
 struct LocalRange {
   std::int64_t offset = 0;        ///< first element, in the flat space
   std::int64_t local_offset = 0;  ///< first element, in the rank's buffer
@@ -21,9 +21,9 @@ struct LocalRange {
 // first. The innermost axis is cut first: over sharded axes (outer, inner) the
 // shard index is inner * outer_size + outer, so gathering the outer axis alone
 // gives each rank its contiguous inner shard. Replicated and partial axes hold
-// the whole range. All functions throw Error{usage} when the lists do not fit
-// together, when the sharded axes are not the innermost ones, or when the
-// layout's shards cannot be divided evenly.
+// the whole range. All functions throw Error{usage} for lists that do not fit
+// together, for sharded axes that are not the innermost ones, and for
+// indivisible shards.
 
 /// In how many equal parts a buffer with these placements is cut.
 std::int64_t num_parts(
@@ -52,7 +52,7 @@ std::vector<LocalRange> local_ranges(
     std::span<const std::int64_t> axis_sizes,
     std::span<const std::int64_t> coordinate);
 
-/// As local_ranges for a layout with one segment.
+/// Works as local_ranges for a layout with one segment.
 /// @throws Error{usage} when there are more.
 LocalRange local_range(
     const FlatLayout& layout,

@@ -9,11 +9,11 @@
 
 namespace flatshard {
 
-/// What most models stay far below.
+/// Most models stay far below it.
 inline constexpr double kDefaultMaxPadding = 0.05;
 
 /// Padding of no more bytes than this on a rank is accepted in any case: the
-/// ratio says nothing about small models.
+/// ratio means nothing for small models.
 inline constexpr std::int64_t kNegligiblePaddingNbytes = 64LL << 20;
 
 /// Describes the padding of a model when it is worth a word: more than

@@ -17,10 +17,10 @@ struct Rectangle {
   /// All of a tensor.
   static Rectangle whole(std::span<const std::int64_t> shape);
   std::int64_t numel() const;
-  /// It lies in a tensor of this shape.
+  /// Returns whether it is inside a tensor of this shape.
   bool lies_in(std::span<const std::int64_t> shape) const;
-  /// What both have; a length is 0 where they have nothing in common. Both are
-  /// of one tensor.
+  /// Returns the common part; a length is 0 where they have nothing in common.
+  /// Both belong to one tensor.
   Rectangle intersection(const Rectangle& other) const;
   bool operator==(const Rectangle&) const = default;
 };
@@ -31,7 +31,7 @@ std::string to_string(const Rectangle& box);
 /// The boxes that cover exactly the elements [begin, end) of a row-major
 /// tensor, in flat order: each box is contiguous in the tensor, and there are
 /// at most max(1, 2 * ndim - 1).
-/// @throws Error{usage} when the range does not lie in the tensor.
+/// @throws Error{usage} when the range is not inside the tensor.
 std::vector<Rectangle> rectangles(
     std::span<const std::int64_t> shape,
     std::int64_t begin,
@@ -41,7 +41,7 @@ std::vector<Rectangle> rectangles(
 /// order of the box's elements. The longest ones possible.
 class FlatRuns {
  public:
-  /// @param box  lies in a tensor of `shape`.
+  /// @param box  inside a tensor of `shape`.
   FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box);
 
   /// How many there are; 0 when the box is empty.

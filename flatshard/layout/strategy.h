@@ -50,10 +50,11 @@ struct Strategy {
   std::int64_t num_shards(std::span<const std::int64_t> axis_sizes) const;
 
   /// Checks that the lists fit together, and names the list and axis that do
-  /// not: one entry per axis; the optimizer and the parameter are never
-  /// Partial, the gradient never Replicate; an axis on which the parameter is
-  /// sharded has the gradient sharded too, and one with a sharded gradient the
-  /// optimizer; the sharded axes of each list are the innermost ones.
+  /// not. There is one entry per axis. The optimizer and the parameter are
+  /// never Partial, the gradient never Replicate. An axis on which the
+  /// parameter is sharded has the gradient sharded too, and one with a sharded
+  /// gradient the optimizer. The sharded axes of each list are the innermost
+  /// ones.
   /// @throws Error{config}
   void validate() const;
 

@@ -18,10 +18,10 @@ struct IndexRange {
   bool operator==(const IndexRange&) const = default;
 };
 
-/// Which part of a larger tensor a rank's tensor is. In each dimension it has
-/// some ranges of the larger one's indices, one after another, or all indices.
-/// So it is one box of the larger tensor, or several that lie together: of
-/// gate and up in one tensor, a rank has a box of each.
+/// The part of a larger tensor that a rank's tensor is. In each dimension it
+/// has some ranges of the larger one's indices, one after another, or all
+/// indices. So it is one box of the larger tensor, or several that are stored
+/// together: of gate and up in one tensor, a rank has a box of each.
 ///
 /// The shape of the rank's tensor is no part of it. One slice serves all
 /// tensors that are cut alike, such as the weights of all experts.
@@ -57,7 +57,7 @@ class TensorSlice {
   bool is_whole(std::span<const std::int64_t> shape) const;
   /// The boxes of the larger tensor that the elements [begin, end) of the
   /// flattened rank's tensor are. They stand in the order of these elements,
-  /// and each box is contiguous in the rank's tensor. Of a slice that is one
+  /// and each box is contiguous in the rank's tensor. For a slice that is one
   /// box there are at most max(1, 2 * ndim - 1).
   std::vector<Rectangle> boxes(
       std::span<const std::int64_t> shape,
@@ -71,7 +71,8 @@ class TensorSlice {
     std::int64_t dim = 0;
     std::int64_t whole = 0;  ///< indices of the larger tensor, or parts
     std::vector<IndexRange> ranges;
-    /// Ranges and `whole` count equal parts, as long as the rank's tensor says.
+    /// Ranges and `whole` count equal parts, whose length follows from the
+    /// rank's tensor.
     bool counts_parts = false;
 
     std::int64_t held() const;

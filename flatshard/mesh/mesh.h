@@ -20,8 +20,8 @@
 
 namespace flatshard {
 
-/// What a communicator carries. Reductions have their own, so that a waiting
-/// one does not hold back a gather, and so has the exchange of tokens.
+/// The use of a communicator. Reductions have their own, so that a waiting one
+/// does not hold back a gather, and so has the exchange of tokens.
 enum class Purpose { gather, reduce, exchange };
 
 std::string_view to_string(Purpose purpose);
@@ -63,7 +63,7 @@ struct MeshGroup {
 };
 
 /// Ranks along named axes (MeshCoordinates), and a communicator for each set of
-/// axes and purpose. Its ranks are those of the group, in shard order.
+/// axes and purpose. Its ranks are the group's, in shard order.
 ///
 /// Axes of size 1 never communicate.
 class Mesh : public MeshCoordinates {
@@ -124,10 +124,11 @@ class Mesh : public MeshCoordinates {
   bool same_as(const Mesh& other) const;
   /// The axes of this one are axes of `other`, of the same mesh.
   bool is_part_of(const Mesh& other) const;
-  /// What `create` was given: for messages outside the order of collectives,
-  /// under a prefix of their own. Null when there was none.
+  /// Returns the store of `create`: for messages outside the order of
+  /// collectives, under a separate prefix. Null when there was none.
   const StoreHandle& store() const;
-  /// What the communicators of with_communicators hold on the device.
+  /// Returns the bytes that the communicators of with_communicators hold on the
+  /// device.
   std::int64_t communicator_nbytes() const;
   /// Communicator::restart for all of them.
   void restart_communicators();
@@ -144,8 +145,8 @@ class Mesh : public MeshCoordinates {
   bool has_verdict() const;
   /// The step that the watcher's reports name.
   void set_step(std::int64_t step);
-  /// Tells the other ranks at once that this one leaves with an exception. See
-  /// FlightRecorder::publish_failure.
+  /// Reports to the other ranks at once that this one leaves with an exception.
+  /// See FlightRecorder::publish_failure.
   void publish_failure(const std::string& message);
 
  private:

@@ -28,11 +28,12 @@ struct Mesh::Root {
   std::shared_ptr<FlightRecorder> flight;
   std::mutex mutex;
   Groups groups;
-  /// By axis and number of ranks; see Mesh::neighbours.
+  /// The key is an axis and a number of ranks; see Mesh::neighbours.
   std::
       map<std::tuple<int, std::int64_t, Purpose>, std::shared_ptr<Communicator>>
           neighbours;
-  // Of meshes made by with_communicators, and how many there were by then.
+  // The communicators of meshes made by with_communicators, and how many there
+  // were by then.
   std::vector<std::weak_ptr<Communicator>> derived;
 
   // Axes of size 1 do not matter, unless there is nothing else.

@@ -11,7 +11,7 @@ namespace flatshard::models {
 /// RMSNorm of queries and keys, before their rotation.
 enum class QkNorm {
   none,
-  head,        ///< of each head by itself
+  head,        ///< of each head separately
   projection,  ///< of all heads together
 };
 
@@ -22,7 +22,7 @@ enum class NormPlacement {
   both,    ///< x + norm(f(norm(x)))
 };
 
-/// What sets attention of one family apart from another's. A leaf value.
+/// The differences of one family's attention from another's. A leaf value.
 struct AttentionOptions {
   bool qkv_bias = false;
   bool output_bias = false;
@@ -30,7 +30,7 @@ struct AttentionOptions {
   /// A token of blocks with a window attends to so many tokens, itself
   /// included; 0: no block has a window.
   std::int64_t window = 0;
-  /// Block i has the window where [i % size] says so; empty: every block has.
+  /// Block i has the window where [i % size] is true; empty: every block has.
   std::vector<bool> window_pattern;
   /// Scores are divided by its square root; 0: head_dim.
   double query_pre_attn_scalar = 0.0;
@@ -47,7 +47,7 @@ struct AttentionOptions {
       default;
 };
 
-/// What sets the blocks of one family apart from another's. A leaf value.
+/// The differences of one family's blocks from another's. A leaf value.
 struct BlockOptions {
   NormPlacement norms = NormPlacement::before;
   bool norms_add_one = false;  ///< see nn::RmsNormOptions

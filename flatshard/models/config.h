@@ -85,18 +85,18 @@ void check_tensor_parallel(
 /// Families, as model.family names them; docs/reference/families.md has a table
 /// of them.
 std::vector<std::string_view> family_names();
-/// What the shape of a family begins with where no preset and no config.json
-/// gives it. @throws Error{config} for an unknown family.
+/// Returns the shape of a family where no preset and no config.json gives it.
+/// @throws Error{config} for an unknown family.
 ModelConfig family_defaults(std::string_view name);
 
-/// Names that `preset` knows, by family.
+/// Returns the names of `preset`, by family.
 std::vector<std::string_view> preset_names();
 /// @throws Error{config} for another name.
 ModelConfig preset(std::string_view name);
 
 /// Reads a Hugging Face config.json of any family.
-/// @throws Error{io} when it cannot be read, Error{format} when it is no JSON
-/// or a field is missing or of the wrong type, Error{config} for an
+/// @throws Error{io} when it cannot be read, and Error{format} when it is no
+/// JSON or a field is missing or of the wrong type. Error{config} means an
 /// architecture or a setting that is not supported.
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
@@ -116,8 +116,8 @@ SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path);
 /// The content of a config.json for weights of this shape, which `from_hf_json`
 /// and transformers read.
 /// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
-/// @param tokens  those that are unset are null: without the key transformers
-///   would take ids of its own.
+/// @param tokens  unset ones are null: without the key transformers would take
+///   its own ids.
 /// @throws Error{config} for the family moe.
 std::string to_hf_json(
     const ModelConfig& config,

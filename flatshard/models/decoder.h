@@ -16,14 +16,14 @@ namespace flatshard::models {
 ///
 /// The weights are whole and on one device; no backward follows. Its memory is
 /// allocated at once: 2 * rows * slots * kv_heads * head_dim elements of the
-/// weights' dtype in each block, where slots is max_tokens, and in blocks with
+/// weights' dtype in each block. There slots is max_tokens, and in blocks with
 /// a window at most that window.
 class Decoder {
  public:
   struct Options {
     std::int64_t rows = 1;  ///< sequences
-    /// Of one sequence, at most the model's max_seq_len. When it is reached,
-    /// the older half of them is dropped and the others run again.
+    /// The tokens of one sequence, at most the model's max_seq_len. When it is
+    /// reached, the older half of them is dropped and the others run again.
     std::int64_t max_tokens = 0;
   };
   /// @throws Error{usage} for bad options.
@@ -38,7 +38,7 @@ class Decoder {
   void end(std::int64_t row);
 
   /// Adds a token to each sequence.
-  /// @param tokens  one of each row; those of rows without a sequence are not
+  /// @param tokens  one of each row; tokens of rows without a sequence are not
   ///   read.
   /// @return  [rows, vocab], the logits of the tokens that follow.
   ///

@@ -12,7 +12,8 @@ std::int64_t num_parameters(const ModelConfig& config);
 /// The same with as many experts of each block as a token goes to.
 std::int64_t num_active_parameters(const ModelConfig& config);
 
-/// Those of routed experts, in all layers: what expert parallelism divides.
+/// Returns the parameters of routed experts, in all layers: expert parallelism
+/// divides these.
 std::int64_t num_expert_parameters(const ModelConfig& config);
 
 /// Active parameters that take part in matrix products: all but the input

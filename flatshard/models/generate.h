@@ -13,12 +13,13 @@ namespace flatshard::models {
 struct GenerationOptions {
   std::int64_t max_new_tokens = 128;
   SampleOptions sample;
-  /// Each prompt draws from a sequence of numbers of its own that begins with
-  /// this seed, so its text does not depend on the prompts that run with it.
+  /// Each prompt draws from a separate sequence of numbers that begins with
+  /// this seed. So its text does not depend on the prompts that run with it.
   std::uint64_t seed = 0;
   std::int64_t batch_size = 8;            ///< prompts that run at a time
   std::vector<std::int64_t> stop_tokens;  ///< each ends it, and is returned
-  /// Of prompt and new tokens, see Decoder; 0: the model's max_seq_len.
+  /// The limit of prompt and new tokens, see Decoder; 0: the model's
+  /// max_seq_len.
   std::int64_t max_context = 0;
 
   /// @throws Error{config} naming the option.

@@ -31,13 +31,14 @@ std::vector<StoredEntry> hf_entries(
     const std::string& name,
     const std::vector<std::int64_t>& shape);
 
-/// What the names of a model begin with that is not its head's.
+/// The beginning of the names of a model's tensors, except for its head's.
 inline constexpr std::string_view kHfBasePrefix = "model.";
 
-/// Whether a tensor of a Hugging Face folder that is no parameter of ours
-/// changes nothing that the model computes: buffers that are computed anew
-/// (rotary embeddings, causal masks), scales of a KV cache, counters, and what
-/// belongs to other modules than the model and its head (heads of other tasks).
+/// Returns whether a Hugging Face folder's tensor without a parameter here
+/// changes nothing that the model computes. Such tensors are buffers that are
+/// computed anew (rotary embeddings, causal masks), scales of a KV cache, and
+/// counters. Others belong to other modules than the model and its head, such
+/// as heads of other tasks.
 bool is_unneeded_hf_entry(std::string_view name, std::size_t num_dims);
 
 /// The N of an entry of block N, "model.layers.N.*"; unset for others.

@@ -49,7 +49,7 @@ class LlamaAttentionImpl : public nn::Module {
   /// @param x     [batch, seq, dim], this rank's tokens of seq
   /// @param norm  of x; null: x itself is read.
   /// @param documents  of the rows; undefined: each row is one.
-  /// @return   (x to go on with as the residual; see nn::norm_linears,
+  /// @return   (x to continue with as the residual; see nn::norm_linears,
   ///   [batch, seq, dim] to add to it)
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
@@ -62,13 +62,14 @@ class LlamaAttentionImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       KvCache& cache,
       const CacheStep& step);
-  /// What the forward of x reads that is no parameter: the rotary table.
+  /// Returns the input of the forward of x that is no parameter: the rotary
+  /// table.
   nn::TensorList constants(const at::Tensor& x);
 
  private:
   /// q and k rotated; [batch, seq, heads, head_dim] each.
   struct Heads {
-    at::Tensor residual;  ///< x to go on with
+    at::Tensor residual;  ///< x to continue with
     at::Tensor q, k, v;
   };
   /// @param seq        of the rotary table
@@ -180,9 +181,9 @@ class LlamaHeadImpl : public nn::Module, public nn::HasParts {
       const nn::EmbeddingImpl* tied,
       nn::LossOptions loss,
       nn::TensorParallelPtr ranks = nullptr);
-  /// With targets int64 [batch, seq]: the loss, a float32 scalar, equal on all
-  /// ranks that share the head. With undefined targets: logits [batch, seq,
-  /// vocab], which have no gradient where ranks share the head.
+  /// Returns the loss for targets int64 [batch, seq]: a float32 scalar, equal
+  /// on all ranks that share the head. For undefined targets it returns logits
+  /// [batch, seq, vocab], which have no gradient where ranks share the head.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& targets);
   nn::ParameterParts parts() const override;
 
@@ -219,7 +220,7 @@ struct RouterOf {
   std::string name;
   RouterImpl* router;  ///< the model's
 
-  /// What files call its bias.
+  /// Returns the name of its bias in files.
   std::string bias_name() const { return name + ".e_score_correction_bias"; }
 };
 
@@ -232,8 +233,8 @@ class LlamaImpl : public nn::Module {
   /// @throws Error{config} for an invalid config.
   explicit LlamaImpl(ModelConfig config, LlamaOptions options = {});
 
-  /// tokens, targets int64 [batch, seq] -> loss, as LossOptions says. With
-  /// undefined targets: logits. Call through the holder so that hooks run.
+  /// tokens, targets int64 [batch, seq] -> loss by LossOptions. Returns logits
+  /// for undefined targets. Call through the holder so that hooks run.
   /// @param documents  of the tokens, which attention keeps apart; undefined:
   ///   each row is one.
   at::Tensor forward(
@@ -241,16 +242,16 @@ class LlamaImpl : public nn::Module {
       const at::Tensor& targets = {},
       const nn::Documents& documents = {});
 
-  /// What is naturally gathered together, in forward order: embedding, each
-  /// block, head. They hold all parameters.
+  /// Returns the modules that are naturally gathered together, in forward
+  /// order: embedding, each block, head. They hold all parameters.
   std::vector<std::shared_ptr<nn::Module>> unit_modules();
 
-  /// Of the blocks that have experts, in order.
+  /// Returns the routers of the blocks that have experts, in order.
   std::vector<RouterOf> routers();
 
   // The forward in pieces, for schedules (embed, each block's nodes(), head)
-  // and for Decoder.
-  // Hooks of these modules do not run: a schedule says what begins and ends.
+  // and for Decoder. Hooks of these modules do not run: a schedule marks what
+  // begins and ends.
 
   at::Tensor embed(const at::Tensor& tokens);
   std::vector<LlamaBlock>& blocks() { return body_->layers(); }

@@ -32,7 +32,7 @@ struct LoraConfig {
   std::vector<std::string> exclude;
 
   bool enabled() const { return rank > 0; }
-  /// What an adapter's product is multiplied by.
+  /// Returns the factor of an adapter's product.
   double scale() const {
     const auto r = static_cast<double>(rank);
     return alpha / (rslora ? std::sqrt(r) : r);

@@ -30,17 +30,18 @@ struct MoeOptions {
   std::shared_ptr<nn::TokenExchange> exchange;
   /// Experts that this module holds; 0: all.
   std::int64_t local_experts = 0;
-  /// Width of the part of each expert that this module holds, which divides
-  /// that of the model's; 0: all of it. `exchange` adds up what the parts give.
+  /// Width of the part of each expert that this module holds, which divides the
+  /// model's; 0: all of it. `exchange` adds up the results of the parts.
   std::int64_t local_ffn_dim = 0;
   /// That share the shared experts, and route a part of the tokens each; see
   /// LlamaOptions::ranks.
   nn::TensorParallelPtr ranks = nullptr;
 };
 
-/// What the forward of a layer of experts decided for its tokens. A recompute
-/// is given that of the first run: it must not route again, since scores that
-/// nearly tie may come out the other way and other rows would be sent.
+/// The decisions of a layer of experts for its tokens, in its forward. A
+/// recompute gets the record of the first run: it must not route again, since
+/// scores that nearly tie may come out the other way and other rows would be
+/// sent.
 struct RoutingRecord {
   std::optional<nn::Routing> routing;  ///< before tokens were dropped
   nn::Permutation permutation;
@@ -52,7 +53,7 @@ template <class F>
 void for_each_tensor(const RoutingRecord& /*record*/, F&& /*fn*/) {
 }
 
-/// What a router did since it was last asked. On the router's device.
+/// A router's choices since it was last asked. On the router's device.
 struct RouterLoad {
   at::Tensor counts;          ///< int64 [experts]: how often each was chosen
   at::Tensor kept;            ///< int64 []: choices that were not dropped
@@ -70,7 +71,7 @@ class RouterImpl : public nn::Module {
       nn::LossGradientPtr loss_gradient);
   /// @param x       [tokens, dim]
   /// @param chosen  see nn::route; such a call counts nothing.
-  /// @param scored  score(x), where that is there already.
+  /// @param scored  score(x), where that exists already.
   nn::Routing forward(
       const at::Tensor& x,
       const nn::Routing* chosen,
@@ -89,10 +90,10 @@ class RouterImpl : public nn::Module {
 
   /// Whether training forwards measure the load-balancing loss.
   void set_measures_balance(bool on) { measures_balance_ = on; }
-  /// What training forwards did since the last call; undefined tensors when
-  /// there was none.
+  /// Returns the choices of training forwards since the last call; undefined
+  /// tensors when there was none.
   RouterLoad take_load();
-  /// For the layer: so many choices were kept of its last routing.
+  /// Called by the layer: so many choices were kept of its last routing.
   void count_kept(const at::Tensor& kept);
 
  private:
@@ -158,7 +159,7 @@ class MoeImpl : public nn::Module {
 
   /// Appends what forward does to `nodes`.
   /// @param in      numbers of x and delta, as for forward
-  /// @param record  of this call; lives as long as `nodes`.
+  /// @param record  of this call; exists as long as `nodes`.
   void append_nodes(
       nn::Nodes& nodes,
       const std::vector<int>& in,
@@ -168,7 +169,7 @@ class MoeImpl : public nn::Module {
   RouterImpl& router() { return *gate_; }
 
  private:
-  /// What there is before the choice, a region: norm and scores.
+  /// The results before the choice, a region: norm and scores.
   struct BeforeChoice {
     at::Tensor rows;  ///< [tokens, dim] to route
     at::Tensor sum;   ///< what their results are added to, of as many elements
@@ -184,7 +185,7 @@ class MoeImpl : public nn::Module {
   at::Tensor run_shared(const at::Tensor& rows, const at::Tensor& sum);
   /// The first run of a call chooses, and fills `record`.
   nn::Routing choose(const BeforeChoice& before, RoutingRecord& record);
-  /// What the choice means for rows, in `record`.
+  /// Plans the rows for the choice, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
   const double capacity_factor_;

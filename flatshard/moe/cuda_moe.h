@@ -7,9 +7,8 @@
 #include <cstdint>
 #include <tuple>
 
-/// CUDA kernels of Mixture of Experts behind tensors; as cuda_ops.h. Built
-/// twice: cuda_moe.cpp with CUDA, no_cuda_moe.cpp without (its functions
-/// throw).
+/// CUDA kernels of Mixture of Experts for tensors; see cuda_ops.h. Built twice:
+/// cuda_moe.cpp with CUDA, no_cuda_moe.cpp without (its functions throw).
 namespace flatshard::nn::cuda {
 
 /// Pointers are of the current device.
@@ -37,8 +36,8 @@ void permute_rows(
     const at::Tensor& out,
     const at::Tensor& staying);
 
-/// sum_rows_from, or of rows that are all in `rows`: staying is undefined, and
-/// places are those of Permutation::inverse. Rounds once.
+/// Computes sum_rows_from, or the sum of rows that are all in `rows`: staying
+/// is undefined, and places are Permutation::inverse. Rounds once.
 /// @param addend  like out, or undefined.
 void sum_rows(
     const at::Tensor& rows,
@@ -77,7 +76,7 @@ bool multiplies_groups(
     std::int64_t out_features,
     std::int64_t in_features);
 /// torch's grouped product; 2-D and 3-D operands as torch._grouped_mm has them.
-/// @param out  overwritten, but for rows behind the last end.
+/// @param out  overwritten, except for rows after the last end.
 void grouped_mm(
     const at::Tensor& a,
     const at::Tensor& b,

@@ -7,13 +7,14 @@
 
 namespace flatshard::nn {
 
-// Products of groups of rows, each group with a weight of its own. Rows behind
-// the last end are neither read nor written: in results they are uninitialized.
+// Products of groups of rows, each group with a separate weight. Rows after the
+// last end are neither read nor written: in results they are uninitialized.
 //
 // bfloat16 on GPUs of sm_9x and sm_10x: torch's grouped product, for fewer than
 // 1024 groups and sizes that are multiples of 8 elements; nothing blocks the
-// host. Elsewhere, and with several groups for each expert, one product after
-// the other, for which the host waits for `ends` unless they are on the CPU.
+// host. Elsewhere, and with several groups for each expert, there is one
+// product after the other. The host waits for `ends` then, unless they are on
+// the CPU.
 
 /// Which rows are whose.
 struct Groups {

@@ -18,13 +18,13 @@ void for_each_group(
         std::int64_t begin,
         std::int64_t end)>& fn);
 
-/// x W[e]^T; [rows, out]. Rows behind the last end are uninitialized.
+/// x W[e]^T; [rows, out]. Rows after the last end are uninitialized.
 at::Tensor grouped_forward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const Groups& groups);
 
-/// g W[e]; [rows, in]. Rows behind the last end are uninitialized.
+/// g W[e]; [rows, in]. Rows after the last end are uninitialized.
 at::Tensor grouped_input_gradient(
     const at::Tensor& g,
     const at::Tensor& weight,

@@ -22,8 +22,8 @@ struct Node {
   /// Modules whose weights `body` reads.
   std::vector<const Module*> reads;
   Body body;  ///< null: the node exchanges its inputs with other ranks
-  /// Of an exchange, which starts when `route` can be called: it returns what a
-  /// node before it has decided.
+  /// The route of an exchange, which starts when this can be called: it returns
+  /// the decision of a node before it.
   std::function<RowRoute()> route;
   int addend = -1;  ///< see Nodes::exchange
   /// A block that is recomputed keeps what this node has computed. Nodes before
@@ -33,8 +33,8 @@ struct Node {
   bool is_exchange() const { return body == nullptr; }
 };
 
-/// One call of a block as a list of nodes, from which an ordinary forward, a
-/// recompute and a schedule of several microbatches (OverlapRunner) run it.
+/// One call of a block as a list of nodes. An ordinary forward, a recompute and
+/// a schedule of several microbatches (OverlapRunner) run the block from it.
 ///
 ///     nn::Nodes nodes;  // the block's input is number 0
 ///     const auto routed = nodes.add("router", {0}, 2, {router.get()}, ...);
@@ -62,7 +62,8 @@ class Nodes {
       Node::Body body);
   /// Adds a node that exchanges rows: an output for each input.
   /// @param addend  number of a tensor that is added to what arrives, as
-  ///   TransferInput::addend. Its gradient is that of the sum. -1: none.
+  ///   TransferInput::addend. Its gradient is the gradient of the sum. -1:
+  ///   none.
   std::vector<int> exchange(
       std::string name,
       std::vector<int> inputs,
@@ -77,9 +78,9 @@ class Nodes {
   /// @return  what the last one gives.
   TensorList run(TensorList inputs) const;
   /// Runs some nodes in their order.
-  /// @param values  by number: what they read. Those that the nodes make are
-  ///   added, and those are dropped that no node of `which` still reads, unless
-  ///   they are in `wanted`.
+  /// @param values  by number: what they read. The nodes' results are added,
+  ///   and values are dropped that no node of `which` still reads, unless they
+  ///   are in `wanted`.
   void run(
       const std::vector<int>& which,
       const std::vector<int>& wanted,

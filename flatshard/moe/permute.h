@@ -25,7 +25,7 @@ struct Permutation {
 /// @param counts   int32 [experts], how often each occurs
 Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
 
-/// Row r is that of the token of pair order[r]: each token once for each of its
+/// Row r belongs to the token of pair order[r]: each token once for each of its
 /// slots. Its gradient is sum_rows_of_tokens.
 ///
 /// @param x  [tokens, dim]
@@ -33,8 +33,8 @@ Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
 at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
 
 /// out[t] = addend[t] + the rows of t, added up in float32 in the order of its
-/// slots and rounded once. What was dropped adds nothing, and its rows are not
-/// read. The gradient of the rows is permute_rows.
+/// slots and rounded once. Dropped rows add nothing, and are not read. The
+/// gradient of the rows is permute_rows.
 ///
 /// @param rows    [tokens * slots, dim]
 /// @param addend  [tokens, dim], or [..., dim] of as many tokens, or undefined,

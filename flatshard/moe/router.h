@@ -25,8 +25,8 @@ struct RouterOptions {
   double aux_loss = 0.0;
   double z_loss = 0.0;
   /// Each of these ranks routes an equal part of the tokens, and the gradients
-  /// of all of them are summed: the auxiliary losses are those of all tokens,
-  /// once. Null: all tokens are here.
+  /// of all of them are summed: the auxiliary losses count all tokens, once.
+  /// Null: all tokens are here.
   TensorParallelPtr ranks = nullptr;
 
   /// @throws Error{config} naming the member and what it had to be.
@@ -65,7 +65,7 @@ struct Routing {
 /// The gradient of `weights` is differentiated through the scores; the
 /// auxiliary losses of RouterOptions add theirs in the same pass:
 /// - aux_loss * E * sum_e f_e P_e, with f_e the share of all choices that fell
-///   on expert e and P_e the mean of its probability; 1 when balanced.
+///   on expert e and P_e the mean of its probability. It is 1 when balanced.
 ///   Probabilities are softmax scores, or sigmoid scores over their sum.
 /// - z_loss * mean of logsumexp(logits)^2.
 ///
@@ -95,15 +95,17 @@ at::Tensor load_balance(
 /// they are.
 Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity);
 
-/// experts[t, j] = (t * k + j) % num_experts instead of what scores say, for
-/// measuring: every expert gets as many tokens as any other, within one.
+/// Returns experts[t, j] = (t * k + j) % num_experts instead of a choice by
+/// scores, for measuring: every expert gets as many tokens as any other, within
+/// one.
 Routing balanced_choice(
     std::int64_t tokens,
     std::int64_t num_experts,
     std::int64_t experts_per_token,
     at::Device device);
 
-/// `loss` itself, which tells `to` its gradient when its backward runs.
+/// Returns `loss` itself, which passes its gradient to `to` when its backward
+/// runs.
 at::Tensor tell_gradient(const at::Tensor& loss, const LossGradientPtr& to);
 
 }  // namespace flatshard::nn

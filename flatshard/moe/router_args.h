@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// What the router's kernels take, on the CPU and on CUDA; no torch here.
+// The arguments of the router's kernels, on the CPU and on CUDA; no torch here.
 namespace flatshard::nn {
 
 enum class RouterScore {
@@ -40,7 +40,8 @@ struct RouterBackward {
   const float* dweights = nullptr;  ///< [tokens, experts_per_token]
   /// [num_experts], read where aux is not 0: how often each was chosen.
   const std::int32_t* counts = nullptr;
-  /// One element, or null: 1. Of the loss that aux and z are added to.
+  /// One element, or null: 1. It is the gradient of the loss that aux and z are
+  /// added to.
   const float* loss_gradient = nullptr;
   float aux = 0.0F;          ///< coefficient of the load-balancing loss
   float z = 0.0F;            ///< coefficient of the z loss

@@ -18,12 +18,12 @@ namespace flatshard::nn {
 /// used by its backward and by a recompute as well. An exchange adds what it
 /// needs.
 struct ExchangePlan : torch::CustomClassHolder {
-  /// int32 [experts here * groups_per_expert], on the rows' device: where each
-  /// group of rows ends among those that dispatch delivers. Experts are in
-  /// their order; rows behind the last end belong to nobody and hold anything.
+  /// int32 [experts here * groups_per_expert], on the rows' device: the end of
+  /// each group of rows among the rows that dispatch delivers. Experts are in
+  /// their order; rows after the last end belong to nobody and hold anything.
   at::Tensor ends;
   /// Above 1: the rows of an expert come in so many groups, by the rank that
-  /// sent them, and each group is a product of its own.
+  /// sent them, and each group is a separate product.
   std::int64_t groups_per_expert = 1;
   std::int64_t num_sent = 0;      ///< rows that dispatch takes
   std::int64_t num_received = 0;  ///< rows that dispatch delivers
@@ -32,19 +32,20 @@ using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
 
 /// The tensors that are exchanged in one transfer.
 struct TransferInput {
-  /// One behind the other, each contiguous and with a row for each row of the
-  /// plan. One that is undefined, which it is on all ranks, stays so.
+  /// The tensors follow one another, each contiguous and with a row for each
+  /// row of the plan. One that is undefined, which it is on all ranks, stays
+  /// so.
   TensorList rows;
   /// Set: at home the first tensor, which is defined, has a row [dim] for each
   /// token. A dispatch takes [tokens, dim], as if permute_rows had made rows of
-  /// them; a combine delivers [tokens, dim], as if sum_rows_of_tokens had added
-  /// up what arrived. An exchange may spare a pass over the rows so.
+  /// them. A combine delivers [tokens, dim], as if sum_rows_of_tokens had added
+  /// up the arrived rows. An exchange may spare a pass over the rows so.
   std::optional<Permutation> tokens;
-  /// With tokens, of a combine: what the sums are added to, like
+  /// The sums of a combine of tokens are added to this, like
   /// sum_rows_of_tokens' addend. The result has its shape.
   at::Tensor addend;
-  /// What the transfer waits for. Unset: all that the current stream has
-  /// queued. A plan that was only begun is finished before it.
+  /// The event that the transfer waits for. Unset: all that the current stream
+  /// has queued. A plan that was only begun is finished before it.
   std::optional<Event> after = {};
 };
 
@@ -68,22 +69,24 @@ class TokenExchange {
   virtual ~TokenExchange() = default;
   /// @param counts    int32 [experts], on the device: rows for each expert, of
   ///   all experts of the model.
-  /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
+  /// @param num_rows  of the sent tensor: counts' sum, and dropped rows after
+  ///   it.
   virtual ExchangePlanPtr plan(
       const at::Tensor& counts,
       std::int64_t num_rows) = 0;
-  /// `plan` in two parts, for what compute queues in between: this one does not
-  /// wait for the counts. Of the plan only num_sent is known before
-  /// finish_plan.
+  /// Does `plan` in two parts, for work that compute queues in between: this
+  /// one does not wait for the counts. Only num_sent of the plan is known
+  /// before finish_plan.
   virtual ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) {
     return plan(counts, num_rows);
   }
-  /// The host waits until the counts of all ranks are there. On the thread of
-  /// begin_plan, before the next one; does nothing when it is finished.
+  /// Waits on the host until the counts of all ranks have arrived. On the
+  /// thread of begin_plan, before the next one; does nothing when it is
+  /// finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
-  /// Queues a transfer on the current stream or beside it, and returns. Of
+  /// Queues a transfer on the current stream or on another, and returns. Among
   /// several that are under way, those that started first finish first, on all
   /// ranks alike. A dispatch finishes a plan that was only begun.
   virtual std::unique_ptr<RowTransfer> start(
@@ -103,14 +106,14 @@ class LocalExchange : public TokenExchange {
       const TransferInput& input) override;
 };
 
-// For exchanges that move rows alone. No graph.
+// Serves exchanges that move rows alone. No graph.
 
 /// The rows that are sent: of tokens, permuted.
 TensorList rows_of(
     TokenExchange::Direction direction,
     const TransferInput& input);
-/// What a transfer of `input` delivers when `rows` have arrived: of tokens,
-/// sums.
+/// Returns the delivery of a transfer of `input` when `rows` have arrived: for
+/// tokens, sums.
 TensorList result_of(
     TokenExchange::Direction direction,
     const TransferInput& input,
@@ -124,7 +127,8 @@ struct RowRoute {
   /// See TransferInput.
   std::optional<Permutation> tokens = {};
 
-  /// What goes `to` its destination: rows, or gradients of rows.
+  /// Returns the input of a transfer `to` its destination: rows, or gradients
+  /// of rows.
   TransferInput input(
       TokenExchange::Direction to,
       TensorList rows,
@@ -138,8 +142,8 @@ inline TokenExchange::Direction back(TokenExchange::Direction direction) {
              : TokenExchange::Direction::dispatch;
 }
 
-/// start and finish in one. The gradients of `rows` take the other way, all of
-/// them together. That of `addend` is the result's.
+/// Does start and finish in one. The gradients of `rows` take the other way,
+/// all of them together. The gradient of `addend` is the result's.
 ///
 /// @param route   kept by the graph.
 /// @param addend  see TransferInput; undefined: none.

@@ -40,7 +40,7 @@ at::Tensor flash_attention(
     const AttentionArgs& args,
     const FlashSequences* sequences = nullptr);
 
-/// Of scores; unset: the kernels' own, 1 / sqrt(head_dim).
+/// Returns the factor of scores; unset: the kernels' own, 1 / sqrt(head_dim).
 std::optional<double> own_scale(const AttentionArgs& args);
 
 /// Whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a multiple of
@@ -61,7 +61,7 @@ bool are_grouped_heads(
 /// head_dim 256, and for a window below seq. Else what ATen chooses.
 ///
 /// No kernel has soft caps, and none has windows for float32. Plain operations
-/// then take blocks of queries one after another; they keep the probabilities
+/// then take blocks of queries one after another. They keep the probabilities
 /// of all blocks for the backward, batch * heads * seq * (window or seq)
 /// elements. On a GPU this needs `plain`.
 /// @throws Error{config} naming `plain` where no kernel fits.

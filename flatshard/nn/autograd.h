@@ -12,8 +12,8 @@ namespace flatshard::nn {
 
 // Helpers of this folder's autograd Functions.
 
-/// Keeps a module's context in a node; null stays null. `index` tells those of
-/// several modules apart.
+/// Keeps a module's context in a node; null stays null. `index` distinguishes
+/// several modules.
 inline void save_context(
     torch::autograd::AutogradContext* ctx,
     const ModuleContextPtr& context,
@@ -35,7 +35,7 @@ inline ModuleContextPtr saved_context(
       static_cast<ModuleContext*>(found->second.toCapsule().get()));
 }
 
-/// For backwards that ATen cannot differentiate.
+/// Used by backwards that ATen cannot differentiate.
 inline void refuse_create_graph(const char* layer) {
   FLATSHARD_CHECK(
       !at::GradMode::is_enabled(),

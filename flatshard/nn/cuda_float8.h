@@ -25,7 +25,7 @@ Float8RowsAndColumns quantize_swiglu_gradient(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted);
 
-/// Tensorwise planes of two contiguous tensors beside each other, by
+/// Makes tensorwise planes of two contiguous tensors side by side, by
 /// wanted.amax.
 Float8RowsAndColumns quantize_side_by_side(
     const at::Tensor& left,

@@ -6,7 +6,7 @@
 #include <optional>
 #include <tuple>
 
-/// CUDA kernels behind tensors. Built twice: cuda_ops.cpp with CUDA,
+/// CUDA kernels for tensors. Built twice: cuda_ops.cpp with CUDA,
 /// no_cuda_ops.cpp without (its functions throw Error{usage}). Tensors are
 /// contiguous, float32 or bfloat16, on one GPU; work goes to the current
 /// stream; nothing blocks the host.
@@ -19,7 +19,7 @@ bool has_cudnn_attention(at::Device device);
 /// The default generator of a CUDA device; empty for any other device.
 std::optional<at::Generator> default_generator(at::Device device);
 
-/// What the forward of a norm leaves out, or finds besides.
+/// Outputs that the forward of a norm leaves out, or adds.
 struct RmsNormExtras {
   bool store_y = true;  ///< false: y is undefined
   /// [] float32 when defined: max(amax, y's largest magnitude).

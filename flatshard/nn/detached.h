@@ -11,23 +11,23 @@
 namespace flatshard::nn {
 
 /// A piece of a forward that is cut off from the rest of its graph, so that a
-/// schedule can run its backward by itself: one run of the autograd engine over
-/// this piece alone. Gradients of parameters arrive as always; those of inputs
-/// are handed out.
+/// schedule can run its backward separately: one run of the autograd engine
+/// over this piece alone. Gradients of parameters arrive as always, while
+/// gradients of inputs are handed out.
 ///
-/// With pieces one after the other, gradients are bitwise those of the uncut
-/// graph where no tensor inside of a piece has more than two readers, or where
-/// the piece's outputs are read by one operation each.
+/// When pieces run one after the other, gradients are bitwise equal to the
+/// uncut graph's in two cases. No tensor inside of a piece has more than two
+/// readers, or the piece's outputs are read by one operation each.
 ///
-/// Of inputs and outputs it keeps what the piece's operations keep, and no
+/// It keeps the inputs and outputs that the piece's operations keep, and no
 /// more.
 class DetachedNode {
  public:
   using Body = std::function<TensorList(const TensorList& inputs)>;
 
   /// Runs `body` with gradients over tensors that share the inputs' memory, and
-  /// keeps its graph. Inputs that are wanted to have a gradient say so by
-  /// requires_grad, as do the outputs.
+  /// keeps its graph. Inputs whose gradient is wanted have requires_grad set,
+  /// as do the outputs.
   /// @return  the outputs without their graph.
   TensorList forward(const TensorList& inputs, const Body& body);
 
@@ -43,15 +43,15 @@ class DetachedNode {
   void drop();
 
  private:
-  /// The gradient of an input, once it is there.
+  /// The gradient of an input, once it has arrived.
   struct Arrival : torch::CustomClassHolder {
     at::Tensor gradient;
   };
   struct CutFunction;
 
-  /// By input; null where no gradient is wanted.
+  /// One for each input; null where no gradient is wanted.
   std::vector<c10::intrusive_ptr<Arrival>> arrivals_;
-  /// By output; without a function where there is no gradient.
+  /// One for each output; without a function where there is no gradient.
   torch::autograd::edge_list outputs_;
   bool has_graph_ = false;
 };

@@ -34,8 +34,8 @@ struct Documents {
 
   bool defined() const { return offsets.defined(); }
 
-  // As inputs of a region. A tensor without elements has max_length in its
-  // shape, so that a recorded region notices another one.
+  // The same as inputs of a region. A tensor without elements has max_length in
+  // its shape, so that a recorded region notices another one.
 
   /// Appends the tensors; nothing where they are not defined.
   void append_to(TensorList& inputs) const;
@@ -58,10 +58,9 @@ void write_documents(
 /// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
 /// @return      [batch, seq, heads * head_dim], contiguous
 ///
-/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, whose
-/// work is that of the documents alone. Else on CUDA: a mask of seq * seq
-/// elements for each row, and the work of whole rows. On CPUs: one document
-/// after the other.
+/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, which
+/// works on each document alone. Else on CUDA: a mask of seq * seq elements for
+/// each row, and the work of whole rows. On CPUs: one document after the other.
 /// @throws Error{config} for soft caps on a GPU.
 at::Tensor document_attention(
     const at::Tensor& q,

@@ -2,8 +2,8 @@
 
 namespace flatshard::nn {
 
-/// While one lives, this thread is in the first run of a part that is run again
-/// in its backward: see in_checkpointed_forward.
+/// While one exists, this thread is in the first run of a part that is run
+/// again in its backward: see in_checkpointed_forward.
 class FirstRun {
  public:
   FirstRun();

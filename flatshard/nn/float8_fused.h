@@ -4,7 +4,7 @@
 
 #include "flatshard/float8/quantize.h"
 
-// What layers hand to FP8 products, quantized where it is computed. On CUDA in
+// Inputs of FP8 products, quantized where they are computed. On CUDA in
 // bfloat16 it never is in memory as bfloat16; elsewhere it is made first, and
 // the planes are the same. No autograd here.
 namespace flatshard::nn {
@@ -20,14 +20,14 @@ struct Float8RowsAndColumns {
 struct Float8Wanted {
   bool rows = true;
   bool columns = true;
-  /// Of the length of the column plane's rows (PlaneOptions).
+  /// The divisor of the length of the column plane's rows (PlaneOptions).
   std::int64_t multiple = 1;
   at::Tensor amax;  ///< tensorwise: of these values, when it is known
 };
 
 /// Planes of silu(gate) * up [tokens, ffn].
-/// @param gate, up   [tokens, ffn] of one dtype; rows may lie apart, as halves
-///                   of one tensor do.
+/// @param gate, up   [tokens, ffn] of one dtype; rows may have gaps, as in
+///                   halves of one tensor.
 Float8RowsAndColumns swiglu_float8(
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -73,8 +73,8 @@ NormFloat8 rms_norm_float8(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted = {});
 
-/// The same in the backward: of what was normalized, as `sum` and `rstd` have
-/// it. The bytes are those of the forward.
+/// Does the same in the backward: for the normalized values, given by `sum` and
+/// `rstd`. The bytes equal the forward's.
 Float8RowsAndColumns rms_norm_float8_again(
     const at::Tensor& sum,
     const at::Tensor& rstd,

@@ -2,7 +2,7 @@
 
 namespace flatshard::nn {
 
-/// What the gate of a feed-forward part goes through.
+/// The function that the gate of a feed-forward part goes through.
 enum class GateActivation {
   silu,       ///< SwiGLU
   gelu_tanh,  ///< GeGLU, with the tanh approximation of GELU

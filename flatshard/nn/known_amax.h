@@ -4,20 +4,19 @@
 
 namespace flatshard::nn {
 
-// Who writes a gradient can find its largest magnitude in the same pass. The
+// The writer of a gradient can find its largest magnitude in the same pass. The
 // layer that quantizes it runs next, as another node of autograd.
 
-/// Says that `amax` [] float32 is the largest magnitude of `gradient`. The last
-/// few of a thread are remembered, none keeps a gradient's memory, and one that
-/// was written since counts for nothing.
+/// Notes that `amax` [] float32 is the largest magnitude of `gradient`. The
+/// last few of a thread are remembered, none keeps a gradient's memory, and one
+/// that was written since counts for nothing.
 void note_amax(const at::Tensor& gradient, at::Tensor amax);
 
-/// That of the same values in the same memory, once; undefined when nobody said
-/// it. Forgets it.
+/// Returns the amax of the same values in the same memory, once; undefined when
+/// nobody noted it. Forgets it.
 at::Tensor take_known_amax(const at::Tensor& gradient);
 
-/// Forgets all of this thread: before and behind what is recorded in a graph of
-/// its own.
+/// Forgets all of this thread: before and after a separate graph is recorded.
 void forget_known_amax();
 
 }  // namespace flatshard::nn

@@ -49,7 +49,7 @@ struct AdapterOptions {
 
 /// Parameters: weight [out_features, in_features], bias [out_features], and
 /// with an adapter lora_A.weight [rank, in_features] and lora_B.weight
-/// [out_features, rank]. Of a layer that is cut, weight and bias are this
+/// [out_features, rank]. In a layer that is cut, weight and bias are this
 /// rank's part. A row-parallel layer has its bias whole on each rank and adds
 /// it after the sum, so once.
 class LinearImpl : public Module, public HasParts {
@@ -83,9 +83,9 @@ class LinearImpl : public Module, public HasParts {
   const at::Tensor& bias() const { return bias_; }
   /// Null without an adapter.
   const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
-  /// Whose tokens a column-parallel layer gathers; else null.
+  /// The ranks whose tokens a column-parallel layer gathers; else null.
   const TensorParallelPtr& gathers_from() const { return gathers_from_; }
-  /// With whom a row-parallel layer sums its results; else null.
+  /// The ranks over which a row-parallel layer sums its results; else null.
   const TensorParallelPtr& sums_over() const { return sums_over_; }
   ParameterParts parts() const override { return parts_; }
 
@@ -99,12 +99,12 @@ class LinearImpl : public Module, public HasParts {
 };
 FLATSHARD_MODULE(Linear);
 
-/// Nothing but their weights and biases takes part in a call of these layers,
-/// all have a bias or none has, all gather from the same ranks or none does,
-/// and nobody wants to see one's result.
+/// Returns whether only their weights and biases take part in a call of these
+/// layers. All have a bias or none has, all gather from the same ranks or none
+/// does, and nobody needs a single one's result.
 bool can_run_together(const std::vector<LinearImpl*>& layers);
 
-/// What one node for several layers works with, in their order.
+/// The tensors of one node for several layers, in their order.
 struct JointLinears {
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> biases;  ///< none, or one for each weight
@@ -127,10 +127,10 @@ at::Tensor deliver_bias_grad(
 
 /// y_i = x W_i^T (+ b_i) of layers that read one input. In backward the
 /// gradients of that input add up inside the matrix products, so they need
-/// neither tensors of their own nor additions. Column-parallel layers gather
-/// once, and reduce-scatter that sum once. Layers of which only some have a
-/// bias, or with hooks behind their forward (units of their own), are called
-/// one by one instead.
+/// neither separate tensors nor additions. Column-parallel layers gather once,
+/// and reduce-scatter that sum once. Layers of which only some have a bias, or
+/// with hooks after their forward (separate units), are called one by one
+/// instead.
 ///
 /// @param x  [..., in]; of column-parallel layers this rank's tokens.
 /// @return   one [..., out_i] per layer

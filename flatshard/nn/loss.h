@@ -35,8 +35,9 @@ struct LossOptions {
 /// cap * tanh(logits / cap); the logits themselves for a cap of 0.
 at::Tensor soft_capped(const at::Tensor& logits, double cap);
 
-/// Cross-entropy of `hidden weight^T` in float32, without float32 logits of
-/// the whole sequence and without a gradient tensor beside the logits.
+/// Computes the cross-entropy of `hidden weight^T` in float32, without float32
+/// logits of the whole sequence and without a gradient tensor in addition to
+/// the logits.
 ///
 /// @param hidden   [..., dim]
 /// @param weight   [vocab, dim], hidden's dtype; with LossOptions::ranks this

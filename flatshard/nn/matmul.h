@@ -72,9 +72,9 @@ std::optional<float8::Recipe> common_recipe(
 /// @param context  may be null.
 bool is_float8(const at::Tensor& weight, const ModuleContextPtr& context);
 
-/// The gradient of a result, as [rows, out]. Of a row-parallel layer's result
-/// it is gathered from all ranks, and where products in parts are worth it the
-/// gradient of the layer's input is computed with it.
+/// Returns the gradient of a result, as [rows, out]. For a row-parallel layer's
+/// result it is gathered from all ranks. Where products in parts are worth it,
+/// the gradient of the layer's input is computed with it.
 ///
 /// @param ranks  null: grad has all rows.
 /// @param grad   [..., out]
@@ -92,7 +92,7 @@ inline MatmulRows gradient_rows(at::Tensor g, bool both) {
   return MatmulRows(std::move(g), MatmulRows::Kind::gradient, both);
 }
 
-/// What the forward read, once more.
+/// Returns the forward's input once more.
 /// @param amax  the forward's MatmulRows::amax.
 inline MatmulRows activation_rows(at::Tensor x, at::Tensor amax) {
   return MatmulRows(

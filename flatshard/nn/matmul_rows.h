@@ -10,9 +10,9 @@
 
 namespace flatshard::nn {
 
-/// What several products of one node read besides their weights: activations,
-/// or their gradient. What is quantized of it for one product serves the
-/// others.
+/// The common operand of several products of one node, in addition to their
+/// weights: activations, or their gradient. A plane that is quantized for one
+/// product serves the others.
 class MatmulRows {
  public:
   enum class Kind { activation, gradient };
@@ -43,7 +43,7 @@ class MatmulRows {
       const at::Tensor& like);
   /// How activations become planes for weights of a recipe.
   static float8::Quantizer activations_for(float8::Recipe weights);
-  /// Of a plane that sums over rows.
+  /// Returns the divisor of a plane that sums over rows.
   static std::int64_t multiple_for(float8::Recipe weights);
 
   /// Undefined where there are planes alone.

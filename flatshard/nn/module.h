@@ -20,7 +20,7 @@
 
 namespace flatshard::nn {
 
-/// What a module knows about one of its parameters besides the tensor.
+/// A module's data about one of its parameters in addition to the tensor.
 struct ParameterInfo {
   InitSpec init;
   /// Layers read it through nn::WeightSource, so it may be FP8.
@@ -29,10 +29,9 @@ struct ParameterInfo {
   std::map<std::string, std::string> attributes;
 };
 
-/// torch::nn::Module with parameters that are declared before they have
-/// memory, forward hooks, and a way for layers to hand out weight gradients.
-/// Knows nothing of sharding. Not copyable; use the holders of
-/// FLATSHARD_MODULE.
+/// torch::nn::Module with parameters that are declared before they have memory,
+/// forward hooks, and a way for layers to hand out weight gradients. It is
+/// independent of sharding. Not copyable; use the holders of FLATSHARD_MODULE.
 class Module : public torch::nn::Module {
  public:
   using PreHook = std::function<void(Module&, const TensorList& inputs)>;
@@ -61,7 +60,7 @@ class Module : public torch::nn::Module {
       const Module& owner,
       const std::string& owner_name);
 
-  /// For this module's own parameters (names without dots).
+  /// Takes this module's own parameters (names without dots).
   /// @throws Error{usage} for a name that was not declared here.
   const ParameterInfo& parameter_info(const std::string& name) const;
   /// The same, or null for an unknown name or one that was registered with
@@ -82,9 +81,9 @@ class Module : public torch::nn::Module {
   HookHandle add_forward_pre_hook(PreHook hook);
   /// Runs after forward with the tensors of its result.
   HookHandle add_forward_hook(Hook hook);
-  /// Runs when a pre-hook, forward or a forward hook throws; the exception
-  /// then goes on, or the one that the hook puts in its place. What an error
-  /// hook throws itself is logged.
+  /// Runs when a pre-hook, forward or a forward hook throws. The exception then
+  /// continues, or the one that the hook puts in its place. An exception of an
+  /// error hook itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
   /// The sink for this module's own parameters (not its children's), held
@@ -104,10 +103,10 @@ class Module : public torch::nn::Module {
   /// children's); recomputation replays them.
   virtual std::vector<at::Generator> own_generators() const { return {}; }
 
-  /// For layers: what their autograd nodes keep.
+  /// Returns the context that autograd nodes of layers keep.
   const ModuleContextPtr& context() const { return context_; }
 
-  /// For the holder's operator().
+  /// Used by the holder's operator().
   bool has_forward_hooks() const {
     return !pre_hooks_.empty() || !hooks_.empty() || !error_hooks_.empty();
   }
@@ -124,7 +123,7 @@ class Module : public torch::nn::Module {
   void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
     hooks_.run(*this, inputs, outputs);
   }
-  /// @return  what goes on.
+  /// @return  the exception that continues.
   std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
   /// Whether a call has found memory for all parameters below.
   bool has_memory() const { return has_memory_; }
@@ -163,8 +162,8 @@ std::vector<NamedParameter> named_parameters(torch::nn::Module& root);
 using ParameterFill =
     std::function<void(const std::string&, const InitSpec&, at::Tensor&)>;
 
-/// Gives every parameter without memory a tensor of its own, for unsharded
-/// use, and fills it (under no_grad): fill(main name, InitSpec, tensor).
+/// Gives every parameter without memory its own tensor, for unsharded use, and
+/// fills it (under no_grad): fill(main name, InitSpec, tensor).
 void materialize(
     torch::nn::Module& root,
     at::Device device,

@@ -9,8 +9,8 @@ namespace flatshard::nn {
 /// `root` and the modules of ours inside of it, parents first.
 std::vector<Module*> modules_below(Module& root);
 
-/// What these modules draw from besides default generators, each once:
-/// Module::own_generators.
+/// Returns the generators of these modules in addition to default ones, each
+/// once: Module::own_generators.
 std::vector<at::Generator> own_generators(const std::vector<Module*>& modules);
 
 }  // namespace flatshard::nn

@@ -10,7 +10,7 @@
 namespace flatshard::nn {
 
 /// A layer's parameter cannot be used as the layer was called. It keeps the
-/// parameter, so that whoever knows its full name can tell it.
+/// parameter, so that a caller with its full name can name it.
 class ParameterMismatch : public Error {
  public:
   ParameterMismatch(std::string message, at::Tensor parameter)
@@ -23,7 +23,7 @@ class ParameterMismatch : public Error {
   at::Tensor parameter_;
 };
 
-/// @throws ParameterMismatch that says what to do, always.
+/// @throws ParameterMismatch with the way out, always.
 /// @param name  of the parameter, in `module`.
 [[noreturn]] void refuse_without_memory(
     const std::string& name,

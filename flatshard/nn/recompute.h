@@ -15,14 +15,15 @@ struct RecomputeOptions {
 
 using RecomputeFn = std::function<TensorList(const TensorList&)>;
 
-/// fn(inputs) without keeping its activations: only the inputs are kept, and
-/// backward runs fn again and then backward through it, in a graph task of its
-/// own (nested). Parameters that fn reads get their gradients in that task.
+/// Runs fn(inputs) without keeping its activations: only the inputs are kept,
+/// and backward runs fn again and then backward through it, in a separate
+/// (nested) graph task. Parameters that fn reads get their gradients in that
+/// task.
 ///
 /// Around the second run and its backward, the listener of `owner` hears
-/// recompute_begin and recompute_end. What fn captures must outlive the graph;
-/// `owner` is kept alive. fn must return the same shapes each time; its
-/// outputs are differentiable tensors.
+/// recompute_begin and recompute_end. fn's captures must outlive the graph, and
+/// `owner` is kept alive. fn must return the same shapes each time; its outputs
+/// are differentiable tensors.
 /// @throws Error{usage} when fn writes into its inputs; in backward under
 /// create_graph or with an inputs= list, which a nested backward cannot honour.
 /// Source: Chen et al., arXiv:1604.06174.

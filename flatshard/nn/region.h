@@ -12,8 +12,8 @@ namespace flatshard::nn {
 using RegionFn = std::function<TensorList(const TensorList&)>;
 
 struct RegionOptions {
-  /// What `fn` reads besides its inputs and the parameters below its module,
-  /// e.g. a table of rotary embeddings. A runner keeps them alive.
+  /// The other inputs of `fn` apart from the parameters below its module, e.g.
+  /// a table of rotary embeddings. A runner keeps them alive.
   TensorList constants;
   /// Set: the region keeps only its inputs and runs again in the backward, as
   /// `checkpoint` does.
@@ -41,10 +41,10 @@ class RegionRunner {
 /// fn draws its kernels from shapes alone: no value of a tensor decides on the
 /// host what runs. It reads inputs, constants and parameters, writes none of
 /// them in place, and is the same function in every call: it captures nothing
-/// but `owner` and what lives as long.
+/// but `owner` and objects that exist as long.
 ///
-/// @param owner   not kept: it lives as long as calls, and backwards of calls,
-///   come. Whose parameters and generators fn may use.
+/// @param owner   not kept: it outlives all calls and their backwards. fn may
+///   use its parameters and generators.
 /// @param name    within the unit, e.g. "attn"; a literal.
 /// @param inputs  defined tensors.
 /// @return        fn's, differentiable.
@@ -55,7 +55,7 @@ TensorList region(
     const TensorList& inputs,
     const RegionOptions& options = {});
 
-/// What `region` does without a runner.
+/// Does the work of `region` without a runner.
 TensorList run_region(
     Module& owner,
     RegionFn fn,

@@ -20,9 +20,9 @@ at::Tensor rms_norm(
     double eps,
     const ModuleContextPtr& context = {});
 
-/// sum = x + delta; returns (sum, rms_norm(sum)). One pass on CUDA. Go on with
-/// `sum` as the residual stream, not with x: both gradients then meet in one
-/// pass of the backward.
+/// Computes sum = x + delta, and returns (sum, rms_norm(sum)). One pass on
+/// CUDA. Continue with `sum` as the residual stream, not with x: both gradients
+/// then meet in one pass of the backward.
 ///
 /// @param delta  like x, or undefined: then sum is x, and no copy of it.
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(
@@ -56,7 +56,7 @@ class RmsNormImpl : public Module, public HasParts {
       const at::Tensor& delta);
   const at::Tensor& weight() const { return weight_; }
   double eps() const { return options_.eps; }
-  /// What rows are multiplied by: the weight, or 1 + weight.
+  /// Returns the factor of rows: the weight, or 1 + weight.
   at::Tensor scale() const;
   /// Takes the gradient of `scale`; null where autograd gives it to the weight.
   ModuleContextPtr scale_context() const;

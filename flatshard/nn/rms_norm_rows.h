@@ -6,7 +6,7 @@
 
 namespace flatshard::nn {
 
-// What the layers around RMSNorm share: its two passes on any device.
+// The common part of the layers around RMSNorm: its two passes on any device.
 
 /// @param delta  may be undefined.
 /// @throws Error{usage} for shapes and dtypes that do not fit.
@@ -29,7 +29,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_rows(
 /// @param y     when given, becomes rms_norm_rows' y again, bit for bit; may be
 ///              in dy's memory, which is overwritten then.
 /// @param wants_weight  of a frozen weight: false.
-/// @return (dx [rows, dim], dw for deliver_norm_wgrad, which is there with
+/// @return (dx [rows, dim], dw for deliver_norm_wgrad, which is defined with
 ///   wants_weight)
 std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     const at::Tensor& dy,

@@ -9,14 +9,13 @@
 
 namespace flatshard::nn {
 
-/// How rotations are slowed down for sequences that are longer than those of
-/// the pretraining.
+/// How rotations are slowed down for longer sequences than in pretraining.
 enum class RopeType {
   llama3,    ///< slow rotations alone, Llama 3.1
   linear,    ///< all rotations, by `factor`
   dynamic,   ///< a larger theta once a sequence is longer than the original
   yarn,      ///< slow rotations alone; arXiv:2309.00071
-  longrope,  ///< each rotation by a factor of its own; arXiv:2402.13753
+  longrope,  ///< a separate factor for each rotation; arXiv:2402.13753
 };
 
 struct RopeScaling {
@@ -24,7 +23,7 @@ struct RopeScaling {
   double factor = 8.0;
   double low_freq_factor = 1.0;   ///< of llama3
   double high_freq_factor = 4.0;  ///< of llama3
-  /// Of the pretraining; nothing to linear.
+  /// The length of the pretraining; nothing to linear.
   std::int64_t original_max_positions = 8192;
   /// Turns within the original positions from which on yarn keeps a rotation,
   /// and up to which it slows one down by `factor`.
@@ -33,8 +32,8 @@ struct RopeScaling {
   bool truncate = true;  ///< yarn rounds these bounds to whole rotations
   /// cos and sin are multiplied by it: yarn and longrope.
   double attention_factor = 1.0;
-  /// Of longrope, head_dim / 2 each: for sequences up to the original length,
-  /// and for longer ones.
+  /// The factors of longrope, head_dim / 2 each: for sequences up to the
+  /// original length, and for longer ones.
   std::vector<double> short_factors;
   std::vector<double> long_factors;
 
@@ -74,7 +73,7 @@ class RopeTable {
   std::int64_t frequencies_of(std::int64_t seq_len) const;
 
   RopeOptions options_;
-  std::int64_t frequencies_ = 0;  ///< those of cos_ and sin_
+  std::int64_t frequencies_ = 0;  ///< the frequencies of cos_ and sin_
   at::Tensor cos_;                ///< of the longest sequence so far
   at::Tensor sin_;
   std::pair<at::Tensor, at::Tensor> last_;  ///< what was returned

@@ -96,7 +96,7 @@ struct ForEachTensor {
 inline namespace customization {
 
 /// for_each_tensor(value, fn): calls `fn(const at::Tensor&)` for each defined
-/// tensor in `value`, in order. Knows tensors, optionals, variants, pairs,
+/// tensor in `value`, in order. It handles tensors, optionals, variants, pairs,
 /// tuples and every range (vector, array, map, span), nested at will. A class
 /// of yours takes part through a function of the same name in its namespace:
 ///

@@ -20,14 +20,14 @@ struct Float8Weight {
   bool emulate = false;     ///< float8::MatmulOptions::emulate
 };
 
-/// Gives layers the FP8 planes of weights that have no values of their own
-/// dtype. Layers ask for each product anew and keep nothing: a plane may be
-/// gathered for this one product.
+/// Gives layers the FP8 planes of weights that have no values in their dtype.
+/// Layers ask for each product anew and keep nothing: a plane may be gathered
+/// for this one product.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
-  /// How `parameter` (same TensorImpl as the module's) is held; absent: as the
-  /// tensor says.
+  /// Returns how `parameter` (same TensorImpl as the module's) is held; absent:
+  /// in the tensor's dtype.
   virtual std::optional<float8::Recipe> recipe(
       const at::Tensor& parameter) const = 0;
   /// The plane that `use` reads, for kernels on the current stream; absent: the

@@ -26,22 +26,23 @@ struct WgradTarget {
 using LateWgrad = std::function<void(at::Tensor& grad, bool accumulate)>;
 
 /// Takes weight gradients directly from a layer's backward, so that they need
-/// no tensor of their own and no copy.
+/// no separate tensor and no copy.
 class WgradSink {
  public:
   virtual ~WgradSink() = default;
   /// Called in backward just before the gradient of `parameter` is written
-  /// (same TensorImpl as the module's). With nullopt the layer returns a
-  /// defined gradient as usual; else it writes into the target and returns an
-  /// undefined one. Layers do not ask for parameters that need no gradient.
+  /// (same TensorImpl as the module's). For nullopt the layer returns a defined
+  /// gradient as usual; else it writes into the target and returns an undefined
+  /// one. Layers do not ask for parameters that need no gradient.
   virtual std::optional<WgradTarget> begin_wgrad(
       const at::Tensor& parameter) = 0;
   /// The write was queued on the current stream. One call for each
   /// begin_wgrad that gave a target, unless the layer threw in between.
   virtual void end_wgrad(const at::Tensor& parameter) = 0;
-  /// Whether the gradient of `parameter` is to come after those of inputs.
-  /// Asked in backward instead of begin_wgrad by layers that can put it off;
-  /// with true they hand it over by `defer` and return an undefined one.
+  /// Returns whether the gradient of `parameter` should come after the
+  /// gradients of inputs. Layers that can put it off ask this in backward
+  /// instead of begin_wgrad. When it is true, they hand the gradient over by
+  /// `defer` and return an undefined one.
   virtual bool defers(const at::Tensor& /*parameter*/) { return false; }
   /// Keeps `write` until that time.
   virtual void defer(const at::Tensor& /*parameter*/, LateWgrad /*write*/) {
@@ -62,8 +63,8 @@ class RecomputeListener {
 class RegionRunner;
 class WeightSource;
 
-/// What autograd nodes of a module's layers reach it by. All are held weakly:
-/// a graph or a module never keeps a runtime alive.
+/// Autograd nodes of a module's layers reach it by this. All are held weakly: a
+/// graph or a module never keeps a runtime alive.
 struct ModuleContext : torch::CustomClassHolder {
   std::weak_ptr<RegionRunner> region_runner;  ///< see nn/region.h
   std::weak_ptr<WgradSink> wgrad_sink;

@@ -7,8 +7,8 @@ namespace flatshard {
 
 /// Learning rate as a function of the step, nothing else: no state to save.
 ///
-/// With S = total_steps, W = warmup_steps, D = decay_steps() and
-/// m = min_lr_factor, step s in [0, S) has lr = base_lr * factor(s):
+/// S = total_steps, W = warmup_steps, D = decay_steps() and m = min_lr_factor.
+/// Step s in [0, S) has lr = base_lr * factor(s):
 ///
 ///   warm-up  s < W       factor = (s + 1) / W
 ///   stable   s < S - D   factor = 1
@@ -37,8 +37,7 @@ struct LrSchedule {
   double min_lr_factor = 0;
 
   /// @throws Error{config} when a number is out of range, when warm-up and
-  /// decay together are longer than the run, or when `constant` is given a
-  /// decay.
+  /// decay together are longer than the run, or when `constant` has a decay.
   void validate() const;
 
   std::int64_t decay_steps() const;

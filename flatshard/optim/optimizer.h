@@ -30,10 +30,11 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// Updates run on `stream` from the next step on, beside what is queued after
-  /// it: the next forward begins while later units are still updated. Gathers
-  /// wait for their own unit's weights; whoever else touches weights, states
-  /// or what `step` was given calls wait() first. Null: on the current stream.
+  /// Updates run on `stream` from the next step on, in parallel with work
+  /// queued after it: the next forward begins while later units are still
+  /// updated. Gathers wait for their own unit's weights; other users of
+  /// weights, states or the arguments of `step` call wait() first. Null: on the
+  /// current stream.
   void set_stream(std::shared_ptr<Stream> stream) {
     stream_ = std::move(stream);
   }

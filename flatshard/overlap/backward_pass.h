@@ -15,9 +15,9 @@ class Runtime;
 struct RuntimeCore;
 
 /// Forward and backward of one microbatch, for a schedule that runs modules in
-/// pieces and says itself when units begin and end: no tensor is watched, and
-/// the backward may consist of any number of runs of the autograd engine. Each
-/// unit runs once.
+/// pieces and marks when units begin and end: no tensor is watched, and the
+/// backward may consist of any number of runs of the autograd engine. Each unit
+/// runs once.
 ///
 ///     const auto pass = std::make_unique<BackwardPass>(runtime);
 ///     pass->forward_begin(unit) ... pass->forward_end(unit)
@@ -26,7 +26,7 @@ struct RuntimeCore;
 ///     pass->close_backward();
 ///
 /// Between open and close, runs of the engine belong to this pass, and forwards
-/// of another pass may go on. One backward is open at a time. A pass that is
+/// of another pass may continue. One backward is open at a time. A pass that is
 /// destroyed before its close is given up: the next root forward drops the
 /// gradients of the step, as after an exception.
 class BackwardPass {
@@ -45,16 +45,17 @@ class BackwardPass {
   /// Gathers the unit's weights and lets the caller read its parameters.
   /// @throws Error{usage} if the unit ran in this pass already.
   void forward_begin(UnitId unit);
-  /// Of the unit that began last: its weights go, unless they are kept.
+  /// Ends the forward of the unit that began last: its weights go, unless they
+  /// are kept.
   void forward_end(UnitId unit);
 
   // Backward -----------------------------------------------------------------
 
   struct Options {
-    /// As Runtime::set_is_last_microbatch says it.
+    /// See Runtime::set_is_last_microbatch.
     bool is_last = true;
-    /// The forward of another microbatch goes on meanwhile, and its backward
-    /// comes later. What that needs stays, and nothing is joined.
+    /// The forward of another microbatch continues meanwhile, and its backward
+    /// comes later. Its weights stay, and nothing is joined.
     bool interleaved = false;
   };
   /// @throws Error{usage} while a backward of another pass is open, or a
@@ -65,7 +66,8 @@ class BackwardPass {
   /// Its forward runs once more from here to recompute_end.
   void recompute_begin(UnitId unit);
   void recompute_end(UnitId unit);
-  /// All gradients of the unit are there or put off: its weights go.
+  /// Called when all gradients of the unit exist or are put off: its weights
+  /// go.
   void backward_end(UnitId unit);
   /// Layers that can put the weight gradients of what runs next off until
   /// run_wgrads. false, as at first: gradients come at once.
@@ -74,7 +76,7 @@ class BackwardPass {
     backward_.delays_wgrad = delays;
     backward_.node = node;
   }
-  /// Computes those of a unit's node that were put off.
+  /// Computes the gradients of a unit's node that were put off.
   void run_wgrads(UnitId unit, int node);
   /// Weight gradients that are still put off are computed first.
   void close_backward();

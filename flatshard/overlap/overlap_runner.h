@@ -15,8 +15,8 @@
 namespace flatshard {
 
 /// A model as an OverlapPlan runs it: blocks in pieces, each block a unit, and
-/// what lies before and behind them. None of its functions calls a unit through
-/// its holder, which would be another forward of it.
+/// the modules before and after them. None of its functions calls a unit
+/// through its holder, which would be another forward of it.
 struct OverlapModel {
   UnitId root = 0;
   /// Where embedding and head are units; unset: they are the root's, which is
@@ -32,14 +32,14 @@ struct OverlapModel {
   std::function<at::Tensor(int microbatch, const at::Tensor& tokens)> head;
 };
 
-/// Runs steps by an OverlapPlan: the backward of one microbatch beside the
-/// forward of the next, rows of tokens beside both. An exchange waits for the
-/// stage that made its rows (TransferInput::after), and a stage for the rows
-/// that it reads.
+/// Runs steps by an OverlapPlan: the backward of one microbatch in parallel
+/// with the forward of the next, and exchanges of rows in parallel with both.
+/// An exchange waits for the stage that made its rows (TransferInput::after),
+/// and a stage for the rows that it reads.
 ///
-/// Losses and gradients are bitwise those of the plan without interleaving and
-/// without late weight gradients. The actions of the Runtime are those that
-/// `plan_events` gives in a Scheduler with three gradient slots.
+/// Losses and gradients are bitwise equal to the plan's without interleaving
+/// and without delayed weight gradients. The actions of the Runtime equal the
+/// result of `plan_events` in a Scheduler with three gradient slots.
 ///
 /// After an exception nothing of the step is left: the next one is right if the
 /// exception came on all ranks.

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-// What an OverlapRunner keeps of a microbatch.
+// The state that an OverlapRunner keeps of a microbatch.
 namespace flatshard {
 
 /// Rows on their way.
@@ -31,12 +31,12 @@ struct OverlapRunner::Layer {
   nn::Nodes nodes;
   BlockStages stages;
   std::map<PlanNode, nn::DetachedNode> graphs;
-  // By number of the tensor.
+  // The index is the number of the tensor.
   nn::TensorList values;
   nn::TensorList gradients;
-  /// By exchange: what it sends in this pass, until it is read.
+  /// The key is an exchange: its rows in this pass, until they are read.
   std::map<PlanNode, Transfer> rows, row_gradients;
-  Event made;  ///< behind its last step of compute
+  Event made;  ///< after its last step of compute
 };
 
 struct OverlapRunner::Microbatch {

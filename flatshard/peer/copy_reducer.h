@@ -12,14 +12,14 @@
 namespace flatshard {
 
 /// Reduce-scatters by copies: each rank writes every peer's slice of its input
-/// into that peer's memory, and sums what came into its own, in rank order,
-/// float16 and bfloat16 in float32 with one rounding. On GPUs copy engines move
-/// the data, and the SMs are needed for the sum alone.
+/// into that peer's memory. It sums the slices that came into its own, in rank
+/// order, float16 and bfloat16 in float32 with one rounding. On GPUs copy
+/// engines move the data, and the SMs are needed for the sum alone.
 ///
-/// The input goes in pieces, which use two halves of the memory by turns. A
-/// stream of its own copies piece k + 1 while the caller's sums piece k. One
+/// The input goes in pieces, which alternate between two halves of the memory.
+/// A separate stream copies piece k + 1 while the caller's sums piece k. One
 /// fence per piece, after its copies and after the sum of the piece before, is
-/// then enough: whoever is past that of piece k has summed piece k - 1, so its
+/// then enough: a rank past the fence of piece k has summed piece k - 1, so its
 /// half is free for piece k + 1. All calls of a rank come from one stream.
 class CopyReducer {
  public:
@@ -31,7 +31,7 @@ class CopyReducer {
       std::int64_t nbytes,
       const StreamOptions& stream);
 
-  /// Of a dtype that it can sum; others are for the backend.
+  /// Returns whether it can sum the dtype; others are for the backend.
   static bool supports(const at::Tensor& in);
   std::int64_t nbytes() const { return memory_->local().numel(); }
 
@@ -51,7 +51,7 @@ class CopyReducer {
   void restart();
 
  private:
-  /// Of `n` elements per slice, from `at` on, to half `half` of every peer.
+  /// Copies `n` elements per slice, from `at` on, to half `half` of every peer.
   void copy_piece(
       const at::Tensor& in,
       std::int64_t at,

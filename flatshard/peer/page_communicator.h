@@ -15,10 +15,10 @@ struct PageCommunicatorOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
 };
 
-/// The hosts of the ranks of `group`, also of ranks on GPUs, through pages that
-/// their processes share: for small numbers that the hosts tell each other
-/// often. A rank writes its own and reads its peers' when they are there, which
-/// takes no device and no network.
+/// Connects the hosts of the ranks of `group`, also of ranks on GPUs, through
+/// pages that their processes share: for small numbers that the hosts exchange
+/// often. A rank writes its own and reads its peers' when they have arrived,
+/// which takes no device and no network.
 ///
 /// Tensors are on the CPU. It gathers, and refuses all other collectives.
 /// Collective.

@@ -9,19 +9,19 @@
 namespace flatshard {
 
 struct PeerCommunicatorOptions {
-  /// Memory on each rank, about, for reduce-scatters by copies (CopyReducer),
-  /// all of them from one stream; over NCCL, too, sums are then float32 with
-  /// one rounding. 0: `group` reduces.
+  /// The approximate memory on each rank for reduce-scatters by copies
+  /// (CopyReducer), all of them from one stream. Over NCCL, too, sums are then
+  /// float32 with one rounding. 0: `group` reduces.
   std::int64_t reductions_nbytes = 0;
-  /// Of these copies.
+  /// The stream of these copies.
   StreamOptions stream;
 };
 
-/// The ranks of `group`, through memory that they share: fences between GPUs
-/// are a PeerFence where the ranks can have one, reduce-scatters of float32,
-/// bfloat16 and float16 are copies into peers' memory and sums there. All else
-/// is `group`'s, which sees nothing of it and is not ended by an abort of this
-/// one. Belongs to the model that asked for it. Collective.
+/// Connects the ranks of `group` through memory that they share. Fences between
+/// GPUs are a PeerFence where the ranks can have one. Reduce-scatters of
+/// float32, bfloat16 and float16 are copies into peers' memory and sums there.
+/// All else is `group`'s, which sees nothing of it and is not ended by an abort
+/// of this one. Belongs to the model that asked for it. Collective.
 ///
 /// @return  `group` itself where it has one rank.
 /// @throws Error{config, memory} as PeerMemory::create.

@@ -15,13 +15,13 @@ namespace flatshard {
 std::int64_t host_identity();
 
 /// Memory of one size on every rank of a group, which all of them can read and
-/// write. What a rank wrote is there for its peers after a collective of the
-/// group that follows the write on the writer and goes before the read on the
-/// reader: a fence. The same goes for overwriting what a peer reads.
+/// write. A rank's writes are visible to its peers after a fence: a collective
+/// of the group that follows the write on the writer and precedes the read on
+/// the reader. The same goes for overwriting what a peer reads.
 ///
 /// CPU: pages that the processes share. CUDA: memory that the GPUs map from
 /// each other's processes (CUDA IPC), so that copies between them are the copy
-/// engines' and take no SM. What a rank that died has written stays readable.
+/// engines' and take no SM. Data that a dead rank has written stays readable.
 class PeerMemory {
  public:
   /// Zeroed. Collective.
@@ -41,8 +41,8 @@ class PeerMemory {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// [nbytes] uint8 on the group's device: the memory of rank
-  /// `rank` of the group. Valid while this object lives.
+  /// [nbytes] uint8 on the group's device: the memory of rank `rank` of the
+  /// group. Valid while this object exists.
   const at::Tensor& of(int rank) const { return memory_.at(rank); }
   const at::Tensor& local() const { return of(rank_); }
 
@@ -50,11 +50,11 @@ class PeerMemory {
   explicit PeerMemory(const Communicator& group)
       : rank_(group.rank()), size_(group.size()) {}
 
-  /// @param same  whether rank `rank` is where this one is. Of two ranks in
-  ///   different places, both find the other.
+  /// @param same  whether rank `rank` is where this one is. When two ranks are
+  ///   in different places, both find the other.
   void check_one_host(bool same, int rank) const;
-  /// Throws on all ranks when one has a failure to tell. Past it every rank has
-  /// mapped all memory. Collective.
+  /// Throws on all ranks when one has a failure to report. Past it every rank
+  /// has mapped all memory. Collective.
   static void agree_on_success(Communicator& group, const std::string& failure);
 
   std::vector<at::Tensor> memory_;  ///< by rank of the group

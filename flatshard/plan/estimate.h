@@ -9,7 +9,7 @@
 
 namespace flatshard::plan {
 
-/// What takes most of a step, or keeps a run from starting.
+/// The largest part of a step, or the obstacle to a run.
 enum class Bound {
   memory,            ///< it does not fit
   compute,           ///< products and attention

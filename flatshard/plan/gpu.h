@@ -11,8 +11,8 @@
 
 namespace flatshard::plan {
 
-/// One of the three products of a linear layer. Their operands lie differently
-/// in memory, so their rates differ.
+/// One of the three products of a linear layer. Their operands have different
+/// layouts, so their rates differ.
 enum class Product { forward, dgrad, wgrad };
 inline constexpr std::size_t kNumProducts = 3;
 std::string_view to_string(Product product);
@@ -52,8 +52,8 @@ struct AttentionRates {
   bool operator==(const AttentionRates&) const = default;
 };
 
-/// GB/s of a collective by its bytes: those of the whole buffer, of which each
-/// rank receives or sends all but its own part.
+/// GB/s of a collective by its bytes: the bytes of the whole buffer, of which
+/// each rank receives or sends all but its own part.
 struct LinkRates {
   Curve all_gather;
   Curve reduce_scatter;
@@ -77,8 +77,8 @@ struct Contention {
 };
 
 /// A GPU as a row of rates, and the links and the host that go with it. A leaf
-/// value. Rates are what calibrate measured, or data sheet figures times the
-/// fractions that were measured elsewhere, as `source` says.
+/// value. Rates are calibrate's measurements, or data sheet figures times
+/// fractions that were measured elsewhere; `source` names which.
 struct Gpu {
   std::string name;    ///< e.g. "NVIDIA H100 80GB HBM3"
   std::string source;  ///< who measured it where, or "not measured: ..."
@@ -159,9 +159,9 @@ double attention_flops(
 /// Returns the names of the tables that the program has.
 std::vector<std::string_view> gpu_names();
 
-/// Returns the name of the table for a GPU that the driver calls so, such as
-/// "NVIDIA H100 80GB HBM3"; empty for a GPU or a part of one (MIG) that none is
-/// for.
+/// Returns the name of the table for a GPU with the driver's name
+/// `device_name`, such as "NVIDIA H100 80GB HBM3". It is empty for a GPU or a
+/// part of one (MIG) without a table.
 std::string_view table_of_device(std::string_view device_name);
 
 /// Returns a table by its name, else reads the file of that path.
@@ -169,8 +169,8 @@ std::string_view table_of_device(std::string_view device_name);
 /// table, naming the key.
 Gpu find_gpu(const std::string& name_or_path);
 
-/// Reads what `to_toml` wrote. What the text leaves out comes from the table
-/// that its key `base` names; without it every key is needed.
+/// Reads what `to_toml` wrote. Keys that the text leaves out come from the
+/// table that its key `base` names; without it every key is needed.
 /// @param origin  for messages.
 /// @throws Error{format} naming the key.
 Gpu parse_gpu(std::string_view text, const std::string& origin);

@@ -13,7 +13,7 @@
 
 namespace flatshard::plan {
 
-/// What one node of a model computes for a microbatch.
+/// The work of one node of a model for a microbatch.
 struct NodeWork {
   Kernels forward;
   Kernels backward;   ///< gradients of inputs

@@ -10,10 +10,10 @@
 
 namespace flatshard::plan {
 
-/// Work of the compute stream whose price a Gpu knows: a product, the products
-/// of a layer's experts, a product with a factor of an adapter, attention, or a
-/// pass over memory. Or the place among such work at which the ranks of tensor
-/// parallelism exchange activations.
+/// Work of the compute stream that a Gpu has a price for: a product, the
+/// products of a layer's experts, a product with a factor of an adapter,
+/// attention, or a pass over memory. Or the place among such work at which the
+/// ranks of tensor parallelism exchange activations.
 struct Kernel {
   enum class Kind {
     product,
@@ -107,7 +107,7 @@ struct Kernel {
   double seconds(const Gpu& gpu) const;
   /// FLOPs of products and attention; 0 for passes and transfers.
   double flops() const;
-  /// What a summary counts it as: GEMM, attention, or the pass.
+  /// Returns its class in a summary: GEMM, attention, or the pass.
   std::string_view label() const;
 };
 

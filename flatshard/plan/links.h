@@ -24,9 +24,9 @@ Group group_of(
 enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 
 /// Returns the seconds of a collective of `nbytes`: the whole buffer, for an
-/// all-to-all what one rank sends. Inside a host by the measured rate, between
-/// hosts by the network of all GPUs of the group on a host, whichever takes
-/// longer, and the latency of each step of a ring.
+/// all-to-all the bytes that one rank sends. Inside a host it uses the measured
+/// rate, between hosts the network of all GPUs of the group on a host. The
+/// longer of both counts, with the latency of each step of a ring.
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 

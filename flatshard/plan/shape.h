@@ -31,9 +31,9 @@ struct Float8Shape {
   /// Each plane has its own scales in each segment, one for each `block`
   /// elements; 0: each rank has all scales.
   std::int64_t sharded_scales_block = 0;
-  /// By parameter: how many float32 scales its rows have on each rank.
+  /// For each parameter, how many float32 scales its rows have on each rank.
   std::vector<std::int64_t> rows_scales;
-  /// Those of its columns; empty: columns share the scales of the rows.
+  /// The same for its columns; empty: columns share the scales of the rows.
   std::vector<std::int64_t> columns_scales;
   bool stored_columns = false;
   /// Derived columns have their own scales, which follow them in the slot.
@@ -50,7 +50,7 @@ struct GroupShape {
   LayoutOptions layout;
   Strategy strategy;
   std::vector<std::int64_t> axis_sizes;  ///< of the group's mesh
-  /// How many ranks of the model lie between neighbours of each axis.
+  /// How many ranks of the model are between neighbours of each axis.
   std::vector<std::int64_t> axis_strides;
   ElementSizes sizes;
   /// false: weights in the compute dtype or FP8 alone, without gradients.
@@ -69,7 +69,7 @@ struct UnitShape {
   UnitPolicy policy;
 };
 
-/// What a rank keeps of a group between its uses, in bytes.
+/// The bytes that a rank keeps of a group between its uses.
 struct GroupBytes {
   std::int64_t main = 0;
   std::int64_t compute = 0;
@@ -98,14 +98,14 @@ struct GroupPlan {
   GroupBytes bytes;
   bool resident = false;     ///< weights are whole on every rank
   bool has_refresh = false;  ///< see WeightPlanes::has_refresh
-  /// The outer axis is reduced apart from the inner ones, on a stream of its
-  /// own: see GradientPipeline::has_outer_stage.
+  /// The outer axis is reduced apart from the inner ones, on a separate stream:
+  /// see GradientPipeline::has_outer_stage.
   bool has_outer_stage = false;
   /// Elements of the post-forward shard; 0: the group has none.
   std::int64_t post_forward_numel = 0;
 };
 
-/// A unit with its groups, and what the Scheduler is told of it.
+/// A unit with its groups, and its description for the Scheduler.
 struct UnitPlan {
   explicit UnitPlan(const UnitShape& shape);
 

@@ -18,7 +18,7 @@ struct StepPlan {
   double host_seconds = 0;     ///< to launch the step
   double compute_seconds = 0;  ///< the compute stream is busy
   double exposed_seconds = 0;  ///< it waits for transfers
-  /// Of `exposed_seconds`, transfers of tensor parallelism.
+  /// The part of `exposed_seconds` for transfers of tensor parallelism.
   double exposed_tensor_seconds = 0;
   /// Seconds of compute by kind of kernel, without contention.
   std::map<std::string, double> kinds;

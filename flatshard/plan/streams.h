@@ -13,9 +13,9 @@ enum class Stream { compute, gather, reduce, outer, exchange, tensor };
 inline constexpr int kNumStreams = 6;
 std::string_view to_string(Stream stream);
 
-/// What carries an operation's bytes. Operations that share one at the same
-/// time share its rate, except for those of tensor parallelism inside a host
-/// and others over the network.
+/// The link that carries an operation's bytes. Operations that share one at the
+/// same time share its rate, except for tensor parallelism inside a host and
+/// others over the network.
 enum class Link {
   none,         ///< none: kernels, which share the GPU with each other
   collectives,  ///< NCCL, which takes SMs as well
@@ -48,9 +48,8 @@ struct Span {
 /// its stream is free and its waits are over. Kernels of several streams share
 /// the GPU evenly, as if they ran one after the other. Compute and transfers
 /// are slower while both run, and transfers over one link share it.
-/// @param contention  of which that of compute counts.
-/// Operation::beside_compute
-///   has that of transfers.
+/// @param contention  whose part for compute counts. Operation::beside_compute
+/// has the transfers' part.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

@@ -61,7 +61,8 @@ class UnitOperations {
   StepRecord& record_;
   std::vector<UnitSpec> specs_;
   std::vector<UnitPrices> prices_;
-  std::vector<UnitPrices> slowed_prices_;  ///< of transfers beside compute
+  std::vector<UnitPrices> slowed_prices_;  ///< of transfers in parallel with
+                                           ///< compute
   SlotPlaces places_;
   std::vector<std::vector<Weights>> weights_;  ///< by unit and slice
   std::vector<UnitState> states_;

@@ -6,7 +6,7 @@
 
 namespace flatshard::report {
 
-/// What a report shows.
+/// The contents of a report.
 struct ReportOptions {
   std::string run;                   ///< output_dir of a run
   std::vector<std::string> compare;  ///< of other runs

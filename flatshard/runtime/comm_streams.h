@@ -26,8 +26,8 @@ class ExposedWaits {
   bool measures_ = false;
 };
 
-/// The streams beside compute on which a Runtime gathers and reduces, each a
-/// queue of its own, so that none waits for another without an Event. Several
+/// The streams in addition to compute on which a Runtime gathers and reduces,
+/// each a separate queue. So none waits for another without an Event. Several
 /// Runtimes may share them.
 class CommStreams {
  public:
@@ -39,16 +39,16 @@ class CommStreams {
   const std::shared_ptr<Stream>& reduce() const { return reduce_; }
   /// Null without an outer axis.
   const std::shared_ptr<Stream>& outer() const { return outer_; }
-  /// That of the calling thread.
+  /// Returns the stream of the calling thread.
   std::shared_ptr<Stream> compute() const { return current_stream(device_); }
 
-  /// What compute does next waits for `event`.
+  /// Makes compute's next work wait for `event`.
   void compute_waits(const Event& event);
   ExposedWaits& exposed() { return exposed_; }
 
-  /// What compute does next waits for all that these have queued.
+  /// Makes compute's next work wait for all that these have queued.
   void join();
-  /// What these do next waits for all that compute has queued.
+  /// Makes the next work of these wait for all that compute has queued.
   void fork();
   /// Blocks until all their work is done.
   void synchronize();

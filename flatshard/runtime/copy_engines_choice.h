@@ -8,11 +8,11 @@ namespace flatshard {
 /// collectives. On GPUs copy engines make them, and leave the SMs to what
 /// computes. All ranks of each group on one host.
 ///
-/// A gather by copies takes no peer's doing, so nothing but a later collective
-/// tells a rank that its weights were read: a backward's reductions do, and
-/// where there were none (after an evaluation) WeightReaders::wait.
-/// Optimizers and checkpoints call it before they write; whoever else writes
-/// weights does, too.
+/// A gather by copies involves no peer, so only a later collective proves to a
+/// rank that its weights were read: a backward's reductions do, and where there
+/// were none (after an evaluation) WeightReaders::wait. Optimizers and
+/// checkpoints call it before they write; every other writer of weights does,
+/// too.
 struct CopyEngines {
   enum class Gathers { none, forward, all };
   /// Not with ParamGroupOptions::keep_compute_weights = false.

@@ -3,7 +3,7 @@
 namespace flatshard {
 
 /// Checks of a Runtime that cost time and are off by default; off, they cost
-/// nothing. docs/guides/diagnostics.md says what each finds.
+/// nothing. docs/guides/diagnostics.md lists the errors that each finds.
 struct DebugOptions {
   /// Released parameters point at memory that cannot be read (CPU: the process
   /// ends and names the parameter) or holds NaN (GPU); released slots are

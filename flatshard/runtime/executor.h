@@ -19,7 +19,7 @@
 namespace flatshard {
 
 /// Carries the Scheduler's actions out: on streams, with slots, by collectives.
-/// Knows units and time, and nothing of autograd. One caller at a time.
+/// It has units and time, and no autograd. One caller at a time.
 class Executor {
  public:
   using Units = std::vector<std::unique_ptr<Unit>>;
@@ -37,8 +37,8 @@ class Executor {
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
-  /// After a unit's reduction: observers that want its gradients get them. What
-  /// they throw is theirs and gets no context.
+  /// After a unit's reduction: observers that want its gradients get them.
+  /// Their exceptions are theirs and get no context.
   void tell_reduced(Unit& unit);
   /// The unit's weights may be read on compute: it waits for their gather, or
   /// they rest whole.
@@ -57,13 +57,13 @@ class Executor {
   void end_evaluation();
   /// Where nothing is gathered, compute itself reads what was written.
   void wait_for_written_weights();
-  /// The outermost backward is over: with
+  /// Called when the outermost backward is over: with
   /// RuntimeOptions::unused_grads_stay_undefined, groups of which no rank got a
-  /// gradient have none, and groups know of which parameters some rank got one.
-  /// Collective then.
+  /// gradient have none, and groups learn of which parameters some rank got
+  /// one. Collective then.
   void drop_unused_grads();
 
-  // For graphs of steps, while nothing is held.
+  // Graphs of steps use these, while nothing is held.
 
   /// Nothing waits any more for points in what was queued.
   void forget_queued();
@@ -81,7 +81,7 @@ class Executor {
     SlotView weights;
     SlotView grads;
   };
-  /// What the unit has now; data is null where it has none.
+  /// Returns the unit's present slots; data is null where it has none.
   HeldSlots held_slots(const Unit& unit) const;
   PlannedSlots& slots() { return slots_; }
   const PlannedSlots& slots() const { return slots_; }
@@ -108,7 +108,7 @@ class Executor {
     ParamGroup* group = nullptr;
     at::Tensor flat;  ///< in the slot
     GradientPipeline::Reduction reduction;
-    /// What the outer stream reads when it gets there; null: nothing.
+    /// The outer stream's input when it gets there; null: nothing.
     std::shared_ptr<at::Tensor> inner;
   };
   /// A group that was reduced over all ranks.
@@ -150,8 +150,8 @@ class Executor {
   void release_drained();
   void rest(Unit& unit);
   std::string context(const Action& action) const;
-  /// Tells observers on the reduce stream that the gradient slot is unused.
-  /// Returns the point after that.
+  /// Reports to observers on the reduce stream that the gradient slot is
+  /// unused. Returns the point after that.
   Event tell_unused_after_reduction(const Unit& unit);
   void tell_unused(const SlotView& slot) const;
 
@@ -165,7 +165,7 @@ class Executor {
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   Event all_outer_reduced_;
-  /// With slots_on_demand: compute, which frees them, waits for their
+  /// The slots with slots_on_demand: compute, which frees them, waits for their
   /// reductions only when it takes the next one, or at the join.
   std::vector<Drained> drained_;
   /// In this backward.

@@ -8,7 +8,7 @@ namespace flatshard {
 
 struct RuntimeCore;
 
-/// What of a model is gathered, how long it stays, and gathers that a
+/// The gathered units of a model, how long they stay, and gathers that a
 /// program asks for: `Runtime::gathers()`. Every call is equal on all ranks.
 class GatherControl {
  public:
@@ -19,7 +19,7 @@ class GatherControl {
   /// From the next event on; between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.
   void set_policy(UnitId unit, UnitPolicy policy);
-  /// As many units as fit stay gathered from forward to backward from now on,
+  /// Keeps as many units as fit gathered from forward to backward from now on,
   /// while the slots of gathered weights and gradients take at most `nbytes`.
   /// Before the first forward.
   /// @return  how many; see choose_kept_units.
@@ -29,11 +29,11 @@ class GatherControl {
   /// and releases them as always.
   /// @param awaits  false: only queued; ask again before you read them.
   void unshard(UnitId unit, bool awaits = true);
-  /// Gathers what the last step's forward began with, so that it is there when
-  /// the next one begins; call after the optimizer, when another forward comes.
-  /// The gather of a unit waits for its own weights only and runs beside the
-  /// optimizer's work on later units. Collective; never blocks. Does nothing
-  /// with GraphOptions::whole_step.
+  /// Gathers the first units of the last step's forward, so that they are
+  /// gathered when the next one begins. Call it after the optimizer, when
+  /// another forward comes. The gather of a unit waits for its own weights only
+  /// and runs in parallel with the optimizer's work on later units. Collective;
+  /// never blocks. Does nothing with GraphOptions::whole_step.
   void prefetch_forward();
   /// Releases them, unless a forward or backward of the unit is open.
   void reshard(UnitId unit);

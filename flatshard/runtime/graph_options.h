@@ -25,29 +25,30 @@ struct GraphOptions {
   /// A region, or step, that cannot be replayed is an error; otherwise it runs
   /// eagerly, is counted, and each reason is logged once.
   bool miss_is_error = false;
-  /// Debugging: each captured graph is looked at, whether its kernels touch
-  /// memory that is neither the graphs', nor the unit's parameters and
-  /// gradients, nor an input or a declared constant. What is found is logged
-  /// and in GraphStats. Graphs keep their nodes in host memory then.
+  /// Debugging: checks of each captured graph whether its kernels touch memory
+  /// outside of the graphs, the unit's parameters and gradients, inputs and
+  /// declared constants. Findings are logged and in GraphStats. Graphs keep
+  /// their nodes in host memory then.
   bool audit = false;
   /// Without a GPU replays run the captured function again, into the tensors of
-  /// a graph. For tests; refused otherwise.
+  /// a graph. Meant for tests; it raises an error otherwise.
   bool emulate_on_cpu = false;
 };
 
-/// What happened since the Runtime was made.
+/// The counts since the Runtime was made.
 struct GraphStats {
   std::int64_t captures = 0;  ///< forwards and backwards
   std::int64_t forward_replays = 0;
   std::int64_t backward_replays = 0;
   std::int64_t step_replays = 0;  ///< of StepGraph
-  /// Forwards and backwards of regions, or steps, that ran eagerly behind the
+  /// Forwards and backwards of regions, or steps, that ran eagerly after the
   /// warm-up, by reason.
   std::map<std::string, std::int64_t> fallbacks;
   std::int64_t nbytes = 0;  ///< taken from the device for the graphs
-  /// With GraphOptions::audit: addresses in the kernels of captured graphs.
+  /// The number of addresses in the kernels of captured graphs, with
+  /// GraphOptions::audit.
   std::int64_t audited_addresses = 0;
-  /// Those of memory that others have, each with its region and kernel.
+  /// The addresses in memory that others have, each with its region and kernel.
   std::vector<std::string> audit_findings;
 };
 

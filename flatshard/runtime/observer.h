@@ -15,10 +15,10 @@
 
 namespace flatshard {
 
-// What others may see of a Runtime: see Runtime::add_observer. All functions
-// are called on the host, in launch order and with the runtime's lock held
-// unless the function's comment says otherwise: an observer must not call the
-// runtime. What it throws ends the forward or backward that runs.
+// The events of a Runtime that others may see: see Runtime::add_observer. All
+// functions are called on the host, in launch order and with the runtime's lock
+// held unless the function's comment states otherwise: an observer must not
+// call the runtime. Its exceptions end the forward or backward that runs.
 
 /// Which memory units have, and when.
 class SlotObserver {
@@ -53,11 +53,11 @@ class StepObserver {
 
   /// Errors name step `step` from here on.
   virtual void step_named(std::int64_t step) {}
-  /// Runtime::finish_step. Without the lock, so that ranks may wait for each
-  /// other.
+  /// Runtime::finish_step. Called without the lock, so that ranks may wait for
+  /// each other.
   virtual void step_ends() {}
   /// The program calls `unit` outside of a backward, and nothing of the forward
-  /// has begun. Without the lock, like step_ends.
+  /// has begun. Called without the lock, like step_ends.
   virtual void unit_called(const Unit& unit) {}
   /// The forward of `unit` begins, or a recompute of it.
   virtual void unit_forward_begins(const Unit& unit) {}
@@ -98,12 +98,12 @@ class GradientObserver {
   /// with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
   /// The groups of `unit` have their reduced gradients, for kernels that go to
-  /// the current stream, which is that of the reductions on a GPU. In a
-  /// backward that goes on; the unit's own is over.
+  /// the current stream, which on a GPU is the reductions' stream. A backward
+  /// continues, while the unit's own is over.
   virtual void gradients_reduced(Unit& unit) {}
 };
 
-/// Those of one kind. Without any nothing is spent on them.
+/// The observers of one kind. An empty list costs nothing.
 template <class Observer>
 class ObserverList {
  public:
@@ -129,13 +129,13 @@ class ObserverList {
   std::vector<std::shared_ptr<Observer>> list_;
 };
 
-/// Those of one Runtime.
+/// The observers of one Runtime.
 struct RuntimeObservers {
   ObserverList<SlotObserver> slots;
   ObserverList<StepObserver> steps;
   ObserverList<GradientObserver> gradients;
 
-  /// As each kind that it is.
+  /// Adds it as each kind that it is.
   template <class Observer>
   void add(const std::shared_ptr<Observer>& observer) {
     static_assert(

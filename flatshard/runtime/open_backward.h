@@ -17,12 +17,12 @@ struct OpenBackward {
     nn::LateWgrad write;
   };
 
-  /// The forward of another microbatch goes on meanwhile, so that units need
-  /// not rest at its end.
+  /// The forward of another microbatch continues meanwhile, so that units need
+  /// not be resharded at its end.
   bool interleaved = false;
   /// Units whose forward runs once more.
   std::set<UnitId> recomputing;
-  /// Layers put weight gradients off, as those of `node`.
+  /// Layers put weight gradients off, for `node`.
   bool delays_wgrad = false;
   int node = 0;
   std::vector<Late> late;

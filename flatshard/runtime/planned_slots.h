@@ -15,13 +15,13 @@
 
 namespace flatshard {
 
-/// Where the units' weights and gradients lie while they have some: each use
-/// has its planned place in one arena. Observers hear of plans and of uses that
-/// begin.
+/// The places of the units' weights and gradients while they have some: each
+/// use has its planned place in one arena. Observers hear of plans and of uses
+/// that begin.
 class PlannedSlots {
  public:
   struct Options {
-    /// No arena: each use takes memory of its own.
+    /// No arena: each use takes separate memory.
     bool on_demand = false;
   };
   /// @param observers  outlive this.
@@ -40,7 +40,7 @@ class PlannedSlots {
   void plan(std::span<const UnitSpec> specs, std::span<const Action> actions);
   /// A step needed slots that the plan does not have, and nothing is held now.
   bool should_replan() const;
-  /// Of `plan` so far.
+  /// Returns the number of calls of `plan` so far.
   std::int64_t num_plans() const { return num_plans_; }
 
   /// @param slot    gets the memory.
@@ -51,7 +51,7 @@ class PlannedSlots {
       std::int64_t nbytes,
       const std::shared_ptr<Stream>& filler,
       Slot& slot);
-  /// As SlotPool::release.
+  /// Works as SlotPool::release.
   void
   release(Slot& slot, Event last_use, const std::shared_ptr<Stream>& filler) {
     pool_.release(slot, std::move(last_use), filler);
@@ -61,9 +61,10 @@ class PlannedSlots {
   SlotView view(const Slot& slot) const {
     return {slot.data, slot.nbytes, device_};
   }
-  /// Where the unit's slot of `role` lies, or lay when it had one: gradients,
-  /// or weights of the compute plane. data is null when it never had. With an
-  /// arena the same in every step that repeats the one before.
+  /// Returns the unit's slot of `role`, or the last one when it has none:
+  /// gradients, or weights of the compute plane. data is null when it never
+  /// had. An arena has it at the same place in every step that repeats the one
+  /// before.
   SlotView last(UnitId unit, SlotRole role) const {
     return last_[unit][static_cast<std::size_t>(role)];
   }

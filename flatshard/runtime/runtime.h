@@ -20,8 +20,8 @@ namespace flatshard {
 class ModelGraphs;
 
 /// A sharded model while it trains: the lock around a RuntimeCore, which
-/// carries out what forwards, backwards and steps need, and what training loops
-/// and layers ask of it. What only some callers need has a class of its own:
+/// carries out forwards, backwards and steps, and the functions for training
+/// loops and layers. Functions for few callers are in separate classes:
 /// `gathers()`, `calls()`, `graphs()`.
 ///
 /// Made by `fully_shard`. Call it from one thread at a time; autograd may call
@@ -39,15 +39,15 @@ class Runtime : public nn::WgradSink,
       const RuntimeOptions& options);
   ~Runtime() override;
 
-  // For training loops -------------------------------------------------------
+  // Training loops -----------------------------------------------------------
 
-  /// Says of the backwards that follow whether they are the step's last.
-  /// Strategies that accumulate before they communicate (ZeRO-0/1, the outer
-  /// axes of HSDP and HFSDP) reduce on the last one only. Default: true.
+  /// Sets whether the backwards that follow are the step's last. Strategies
+  /// that accumulate before they communicate (ZeRO-0/1, the outer axes of HSDP
+  /// and HFSDP) reduce on the last one only. Default: true.
   void set_is_last_microbatch(bool is_last);
   /// false (no_sync): gradients accumulate unsharded without any collective.
   void set_sync_gradients(bool sync);
-  /// How many gradient slots may live at once: one is filled while the others
+  /// How many gradient slots may exist at once: one is filled while the others
   /// are reduced. Between two steps, equal on all ranks, and only with
   /// RuntimeOptions::slots_on_demand: an arena has room for the two of its
   /// plan.
@@ -58,7 +58,8 @@ class Runtime : public nn::WgradSink,
   UnitId unit_of(const nn::Module& module) const;
   /// Forward hooks that this has on a module.
   std::size_t num_hooks_on(const nn::Module& module) const;
-  /// What is gathered, how long it stays, and gathers on request.
+  /// Controls which units are gathered, how long they stay, and gathers on
+  /// request.
   GatherControl& gathers() { return gathers_; }
 
   /// All trainable groups, in order of units: what an optimizer takes. The
@@ -71,16 +72,16 @@ class Runtime : public nn::WgradSink,
   /// Ends every open forward and backward after an exception, releases all
   /// weights, drops the gradients of the step and forgets errors of the
   /// streams. Collective order is safe again when all ranks call it. The next
-  /// root forward after a failed backward or a failed collective does it by
-  /// itself. Blocks until the work of the communication streams is over.
+  /// root forward after a failed backward or a failed collective does it
+  /// automatically. Blocks until the work of the communication streams is over.
   void reset();
   /// Blocks until all queued work of this runtime's streams is done.
   void synchronize();
-  /// Call after the optimizer's step: observers hear of it. With
-  /// DebugOptions::strict it is collective and blocks the host.
+  /// Call after the optimizer's step: observers hear of it. It is collective
+  /// and blocks the host with DebugOptions::strict.
   void finish_step();
 
-  /// For whoever calls modules itself.
+  /// Serves callers that run modules themselves.
   UnitCalls& calls() { return calls_; }
   /// The CUDA graphs of its regions and steps; see graphs/model_graphs.h, whose
   /// `add_graphs` fully_shard calls.
@@ -88,11 +89,11 @@ class Runtime : public nn::WgradSink,
   void set_graphs(std::shared_ptr<ModelGraphs> graphs) {
     graphs_ = std::move(graphs);
   }
-  /// For those who run a step in another way.
+  /// Serves callers that run a step in another way.
   RuntimeCore& core() { return core_; }
   const RuntimeCore& core() const { return core_; }
 
-  // For reports and tests ----------------------------------------------------
+  // Reports and tests --------------------------------------------------------
 
   const std::vector<std::unique_ptr<Unit>>& units() const {
     return core_.units;
@@ -107,9 +108,9 @@ class Runtime : public nn::WgradSink,
   void clear_trace();
   /// The step that error messages name: Executor::step.
   void set_step(std::int64_t step);
-  /// Shown from now on what it wants to see, as a SlotObserver, a StepObserver,
-  /// a GradientObserver or several of these (observer.h). Without observers
-  /// nothing is spent on them.
+  /// Adds an observer, which is a SlotObserver, a StepObserver, a
+  /// GradientObserver or several of these (observer.h). An empty list costs
+  /// nothing.
   template <class Observer>
   void add_observer(const std::shared_ptr<Observer>& observer) {
     const std::lock_guard lock(core_.mutex);
@@ -126,7 +127,7 @@ class Runtime : public nn::WgradSink,
   // Hooks on modules of nn::Module; runtime_modules.cpp.
   static void hook_modules(const std::shared_ptr<Runtime>& runtime);
 
-  // What layers ask for; runtime_layers.cpp. Each takes the lock.
+  // The requests of layers; runtime_layers.cpp. Each takes the lock.
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;

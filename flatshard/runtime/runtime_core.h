@@ -21,13 +21,13 @@ struct RuntimeTrace {
   std::vector<Action> actions;
 };
 
-/// What a Runtime is made of, in the open: what AutogradEvents sees of a
-/// training program (forward, backward, step) goes to the Scheduler, and an
-/// Executor carries out what that answers. For Runtime, its roles, and those
-/// who run a step in another way: StepGraph and BackwardPass.
+/// The parts of a Runtime, in the open: AutogradEvents sees a training program
+/// (forward, backward, step) and feeds the Scheduler, and an Executor carries
+/// out the answers. Users are Runtime, its roles, and callers that run a step
+/// in another way: StepGraph and BackwardPass.
 ///
-/// Whoever calls or reads anything of it that may change holds `mutex`, but for
-/// the three functions that hooks of autograd call, which take it.
+/// A caller that calls or reads anything of it that may change holds `mutex`,
+/// except in the three functions that hooks of autograd call, which take it.
 struct RuntimeCore : public AutogradListener {
   using Units = std::vector<std::unique_ptr<Unit>>;
 
@@ -50,7 +50,7 @@ struct RuntimeCore : public AutogradListener {
   std::int64_t num_rule_changes = 0;
   mutable std::mutex mutex;
 
-  /// Of all units, in their order.
+  /// Returns the groups of all units, in their order.
   std::vector<ParamGroup*> all_groups() const;
   std::vector<ParamGroup*> trainable_groups() const;
 
@@ -65,15 +65,15 @@ struct RuntimeCore : public AutogradListener {
   void plan_next_step();
   /// Writes to weights that nobody announced are taken over.
   void adopt_foreign_writes();
-  /// A plane of a parameter that has no values of its own is to be read: the
-  /// part that has it is gathered, and compute waits for it.
+  /// Waits for a plane of a parameter that has no values: the part that has it
+  /// is gathered, and compute waits for it.
   /// @return  the parameter in it; valid until that is released.
   /// @throws Error{usage} outside of the unit's forward and backward.
   float8::Plane await_plane(ParameterRef ref, PlaneId plane);
   /// An action was carried out.
   void record(const Action& action);
 
-  // Who may read parameters: UnitPointers::hide ------------------------------
+  // Access to parameters: UnitPointers::hide ----------------------------------
 
   void show(UnitId unit);
   void hide(UnitId unit);
@@ -84,7 +84,7 @@ struct RuntimeCore : public AutogradListener {
   bool failed() const { return step.failed() || events.has_dead_task(); }
   void reset();
 
-  // As AutogradListener ------------------------------------------------------
+  // AutogradListener ---------------------------------------------------------
 
   void on_tensor_grad(const WatchedTensor& tensor) override;
   void on_parameter_done(ParameterRef parameter) override;

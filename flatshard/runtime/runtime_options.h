@@ -14,24 +14,23 @@ struct RuntimeOptions {
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.
   bool reshard_after_forward = true;
-  /// With gathers: the groups have GroupSpec::copy_engines, which fully_shard
-  /// sees to.
+  /// If this sets gathers, the groups have GroupSpec::copy_engines, which
+  /// fully_shard ensures.
   CopyEngines copy_engines;
-  /// Weights are written by programs that do not call
-  /// WeightReaders::wait (WeightPlanes::mark_foreign_write says so
-  /// afterwards): a forward without a backward ends when no copy engine reads
-  /// weights any more.
+  /// Weights are written by programs that do not call WeightReaders::wait
+  /// (WeightPlanes::mark_foreign_write reports it afterwards): a forward
+  /// without a backward ends when no copy engine reads weights any more.
   bool foreign_writes = false;
-  /// Each gather and each reduction allocates its slot and frees it afterwards,
-  /// instead of a plan giving it a place in one arena that is there all the
-  /// time. Addresses change from step to step; the end of a forward, where
+  /// Each gather and each reduction allocates its slot and frees it afterwards.
+  /// Otherwise a plan gives it a place in one arena that exists all the time.
+  /// Addresses change from step to step; the end of a forward, where
   /// activations and logits are at their largest, holds no slot of a gradient.
   bool slots_on_demand = false;
-  /// After a backward GradientPipeline::contributed says of which parameters
-  /// some rank got a gradient, and a group of which no rank got any has none,
+  /// After a backward GradientPipeline::contributed returns the parameters of
+  /// which some rank got a gradient. A group of which no rank got any has none,
   /// as parameters of torch have. Otherwise, and where another rank got one, a
   /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
-  /// each parameter at the end of a backward; the host waits for it only where
+  /// each parameter at the end of a backward. The host waits for it only where
   /// this rank got none for a parameter.
   bool unused_grads_stay_undefined = false;
   /// Delays for tests; the names of the streams are part of the seed.

@@ -8,9 +8,9 @@
 
 namespace flatshard {
 
-/// What forwards, backwards and steps change on the host, beside what the
-/// parameter groups hold themselves. A value: whoever records, replays or
-/// undoes a step assigns it.
+/// The state that forwards, backwards and steps change on the host, in addition
+/// to the parameter groups' own. A value: recording, replaying or undoing a
+/// step assigns it.
 struct StepState {
   Scheduler scheduler;
   bool is_last_microbatch = true;
@@ -19,11 +19,12 @@ struct StepState {
   std::int64_t generation = -1;
   /// Since the weights last changed.
   std::vector<Action> actions;
-  /// By unit: the program asked for its weights itself, so they are not hidden.
+  /// For each unit: the program asked for its weights itself, so they are not
+  /// hidden.
   std::vector<bool> unsharded;
   /// A backward with create_graph left a graph that reads the weights.
   bool graph_reads_weights = false;
-  /// What an action threw; from then to the reset no event has an effect.
+  /// The error of an action; from then to the reset no event has an effect.
   std::string failure;
 
   bool failed() const { return !failure.empty(); }

@@ -10,8 +10,8 @@ namespace flatshard {
 
 struct RuntimeCore;
 
-/// For whoever calls modules itself: `Runtime::calls()`. Hooks of nn::Module
-/// do it for a Unit that has one.
+/// Serves callers that run modules themselves: `Runtime::calls()`. Hooks of
+/// nn::Module do it for a Unit that has one.
 class UnitCalls {
  public:
   explicit UnitCalls(RuntimeCore& core) : core_(core) {}
@@ -35,9 +35,9 @@ class UnitCalls {
   void keeps_inner(UnitId unit, const nn::TensorList& tensors);
   /// A forward is open, of any unit.
   bool in_forward() const;
-  /// Before a forward of `unit` inside of another: somebody wrote its weights
-  /// since that one began (WeightPlanes::mark_foreign_write). What was gathered
-  /// ahead is gathered again.
+  /// Called before a forward of `unit` inside of another: somebody wrote its
+  /// weights since that one began (WeightPlanes::mark_foreign_write). Weights
+  /// that were gathered ahead are gathered again.
   void weights_written(UnitId unit);
   /// Somebody wrote the gathered weights of `unit`, while they were there to be
   /// read, and the same values to its main weights. It is no write between a
@@ -51,7 +51,7 @@ class UnitCalls {
   const void* await_plane(const at::Tensor& parameter, nn::PlaneUse use);
 
   /// Steps consist of passes with these events from now on, and so many
-  /// gradient slots live at once: lays out the arena for them. Between two
+  /// gradient slots exist at once: lays out the arena for them. Between two
   /// steps, equal on all ranks.
   void plan_passes(
       const std::vector<ScheduleEvent>& events,

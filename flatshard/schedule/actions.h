@@ -25,11 +25,11 @@ struct Action {
   UnitId unit = kNoUnit;
   PlaneId plane = 0;             ///< of a gather, derive, await or release
   Phase phase = Phase::forward;  ///< of a gather or derive: for which use
-  /// Of a reduction: its backward began as the step's last.
+  /// For a reduction: its backward began as the step's last.
   bool is_last = true;
   PartId part = kWhole;  ///< of a gather, derive, await or release
-  /// Of a gather: from the slices of UnitSpec::post_forward, among the ranks
-  /// that have all of them; else from the shards at rest.
+  /// For a gather: from the slices of UnitSpec::post_forward, among the ranks
+  /// that have all of them; else from the stored shards.
   bool from_post_forward = false;
   bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
 

@@ -13,15 +13,15 @@ namespace flatshard {
 using UnitId = int;
 /// One forward of one unit. A unit that is called twice has two calls.
 using CallId = std::int64_t;
-/// One run of the autograd engine; nested backwards have ids of their own.
+/// One run of the autograd engine; nested backwards have separate ids.
 using TaskId = std::int64_t;
 
 inline constexpr UnitId kNoUnit = -1;
 
-/// What weights are gathered for. A recompute is part of the backward.
+/// The purpose of gathered weights. A recompute is part of the backward.
 enum class Phase { forward, backward };
 
-/// What a program may choose for one unit, and change between two steps.
+/// A program's choices for one unit, which may change between two steps.
 struct UnitPolicy {
   bool reshard_after_forward = true;
   /// false: the weights stay gathered after the backward too, until they
@@ -37,8 +37,8 @@ struct UnitPolicy {
   /// after the backward, until the weights change: later microbatches neither
   /// gather nor derive them again.
   bool keep_backward_planes = false;
-  /// With reshard_after_forward: the unit keeps UnitSpec::post_forward, where
-  /// it has one. false: it is resharded over all ranks.
+  /// If it is resharded after forward, the unit keeps UnitSpec::post_forward,
+  /// where it has one. false: it is resharded over all ranks.
   bool keep_post_forward = true;
   /// false: the unit's gradients are added up on this rank, without a
   /// collective, and join a later backward that synchronizes them.
@@ -50,25 +50,25 @@ struct UnitPolicy {
   bool operator==(const UnitPolicy&) const = default;
 };
 
-/// What the Scheduler has to know of a unit. Bytes are those of the slots.
+/// The Scheduler's description of a unit. Bytes are the slots' bytes.
 struct UnitSpec {
   std::string name;
   UnitId parent = kNoUnit;  ///< the enclosing unit
-  /// By plane: the slot that holds it gathered. 0: never gathered. Empty:
-  /// nothing ever is.
+  /// For each plane, the slot that holds it gathered. 0: never gathered. Empty:
+  /// no plane ever is.
   std::vector<std::int64_t> weights_nbytes;
   std::int64_t grad_nbytes = 0;  ///< 0: no trainable parameter
   /// The planes that kernels of the forward read; a recompute is one.
   PlaneSet forward_reads = PlaneSet::all();
-  /// Those that kernels of the backward read. Where a part of the unit is
-  /// recomputed in its backward, that part's are among them. All of them stay
-  /// until the unit's backward is over.
+  /// The planes that kernels of the backward read. Where a part of the unit is
+  /// recomputed in its backward, that part's planes are among them. All of them
+  /// stay until the unit's backward is over.
   PlaneSet backward_reads = PlaneSet::all();
-  /// By plane: the plane of a lower number that it is made of on each rank,
-  /// once that is gathered. kStored, or no entry: it is gathered itself.
+  /// For each plane, the plane of a lower number that it is made of on each
+  /// rank, once that is gathered. kStored, or no entry: it is gathered itself.
   std::vector<PlaneId> derived_from;
-  /// By plane: the bytes of its parts, as many as those of the plane that it is
-  /// derived from. No entry, or an empty one: only gathered whole.
+  /// For each plane, the bytes of its parts, as many as its source plane has.
+  /// No entry, or an empty one: only gathered whole.
   std::vector<std::vector<std::int64_t>> part_nbytes;
   GatherParts gather_parts = GatherParts::recomputed;
   /// Planes whose kernels ask for them (EventKind::read). Compute waits for
@@ -78,12 +78,12 @@ struct UnitSpec {
   /// after each change of the weights, never released.
   bool resident = false;
   /// The plane that holds this rank's slice of plane 0 between a forward and
-  /// its backward: derived of plane 0 when that is released, and what plane 0
-  /// is gathered from as long as it is there. No kernel reads it. kNoPlane:
-  /// plane 0 is always gathered from what rests.
+  /// its backward: derived of plane 0 when that is released, and the source of
+  /// plane 0's gather as long as it exists. No kernel reads it. kNoPlane: plane
+  /// 0 is always gathered from the stored shards.
   PlaneId post_forward = kNoPlane;
-  /// Resident: planes that are released all the same, such as those that are
-  /// made of what rests. They have no parts.
+  /// Resident: planes that are released all the same, such as planes that are
+  /// made of stored ones. They have no parts.
   PlaneSet transient;
   UnitPolicy policy;
   /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
@@ -95,7 +95,7 @@ struct UnitSpec {
 
   bool operator==(const UnitSpec&) const = default;
 
-  /// Those that `phase` reads, of `planes`.
+  /// Returns the `planes` that `phase` reads.
   PlaneSet reads(Phase phase) const {
     return planes() &
            (phase == Phase::forward ? forward_reads : backward_reads);
@@ -104,7 +104,7 @@ struct UnitSpec {
   PlaneSet resting() const {
     return resident ? PlaneSet::all() - transient : PlaneSet();
   }
-  /// Those that are ever gathered, or made of such ones.
+  /// Returns the planes that are ever gathered, or made of such ones.
   PlaneSet planes() const {
     PlaneSet planes;
     for (std::size_t plane = 0; plane < weights_nbytes.size(); ++plane) {
@@ -115,8 +115,8 @@ struct UnitSpec {
     return planes;
   }
 
-  /// The number of a plane's part among the planes and parts of the unit: that
-  /// of the plane itself for kWhole.
+  /// The number of a plane's part among the planes and parts of the unit: the
+  /// plane's own number for kWhole.
   PlaneId slice(PlaneId plane, PartId part) const;
   struct PlanePart {
     PlaneId plane = 0;
@@ -146,7 +146,8 @@ enum class EventKind {
   task_begin,
   backward_begin,
   wgrad_done,
-  wgrad_deferred,  ///< gradients of `unit` that come after those of its inputs
+  wgrad_deferred,  ///< gradients of `unit` that come after its inputs'
+                   ///< gradients
   inputs_done,
   task_end,
   read,  ///< a kernel of `unit` is to read `part` of `plane`
@@ -173,19 +174,19 @@ struct ScheduleEvent {
   /// forward_end: other modules of the unit are to run in this forward, with
   /// the same gathered weights.
   bool more_follow = false;
-  /// backward_begin: this backward makes a graph of its own (create_graph),
-  /// which reads the weights: they stay until they change.
+  /// backward_begin: this backward makes a separate graph (create_graph), which
+  /// reads the weights: they stay until they change.
   bool makes_graph = false;
-  /// backward_begin: some input wants a gradient, inputs_done will tell.
+  /// backward_begin: some input wants a gradient, inputs_done will come.
   bool waits_for_inputs = false;
-  /// wgrad_deferred: so many, each to end with a wgrad_done of its own.
+  /// wgrad_deferred: so many, each to end with a separate wgrad_done.
   int count = 0;
   /// wgrad_done: it is one of those.
   bool deferred = false;
   /// task_end: no other backward is running around this one.
   bool outermost = false;
   /// task_begin: until this backward ends, the forward of another microbatch
-  /// may go on between its events, and that one's backward comes later.
+  /// may continue between its events, and that one's backward comes later.
   bool interleaved = false;
   /// task_end: units whose gradients of earlier microbatches are not reduced
   /// over all ranks yet; the step's last backward finishes them too.

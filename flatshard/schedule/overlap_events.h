@@ -9,15 +9,15 @@
 namespace flatshard {
 
 /// The units of a model that runs by an OverlapPlan, each layer one unit below
-/// the root, and how many of their parameters get a gradient in which node's
-/// backward.
+/// the root. It also has how many of their parameters get a gradient in which
+/// node's backward.
 struct PlanUnits {
   struct LayerGrads {
     int attend = 0;
     int shared = 0;
     int experts = 0;
   };
-  /// Units of what lies before and behind the layers.
+  /// Units before and after the layers.
   struct Ends {
     UnitId embed = 0;
     UnitId head = 0;
@@ -31,15 +31,16 @@ struct PlanUnits {
   /// gradient.
   bool embed_has_backward = true;
   int head_grads = 0;
-  int root_grads = 0;  ///< beside those of the ends, in the head's backward
+  int root_grads = 0;  ///< in addition to the ends' gradients, in the head's
+                       ///< backward
 
-  /// Whose weights the step reads.
+  /// The unit whose weights the step reads.
   UnitId unit_of(const PlanStep& step) const;
 };
 
-/// What a Scheduler hears while `plan` runs. A unit's forward is over with the
-/// last node that reads weights, its backward begins with its first step and
-/// ends with the attend node's; no step's end is that of a task.
+/// Returns the events of a Scheduler while `plan` runs. A unit's forward is
+/// over with the last node that reads weights. Its backward begins with its
+/// first step and ends with the attend node's. No step's end is a task's.
 std::vector<ScheduleEvent> plan_events(
     const std::vector<PlanStep>& plan,
     const PlanUnits& units,

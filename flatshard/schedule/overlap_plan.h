@@ -7,12 +7,11 @@
 
 namespace flatshard {
 
-/// What a step of an OverlapPlan does with its node.
+/// The action of a step of an OverlapPlan on its node.
 enum class PlanPass {
   forward,    ///< F
   recompute,  ///< R: the forward once more, from the layer's saved input
-  backward,   ///< B: gradients of inputs; those of weights too, unless W has
-              ///< them
+  backward,   ///< B: gradients of inputs, and of weights too, unless W has them
   wgrad,      ///< W: gradients of weights
 };
 
@@ -48,26 +47,26 @@ struct PlanStep {
 
 struct OverlapPlanOptions {
   /// Microbatches whose forward has begun and whose backward has not ended. The
-  /// backward of one runs beside the forward of the last of them, so 2 are
-  /// enough to hide exchanges, and more cost memory alone. 1: one microbatch
-  /// follows the other.
+  /// backward of one runs in parallel with the forward of the last of them, so
+  /// 2 are enough to hide exchanges, and more only cost memory. 1: one
+  /// microbatch follows the other.
   int in_flight = 2;
-  /// Weight gradients are steps of their own, after those of inputs, so that
-  /// they can hide an exchange.
+  /// Weight gradients are separate steps, after the gradients of inputs, so
+  /// that they can hide an exchange.
   bool delay_wgrad = false;
   /// Each layer runs its forward once more before its backward.
   bool recompute = false;
   bool shared_experts = false;
-  /// By layer: has no experts. Empty: none.
+  /// For each layer: it has no experts. Empty: none.
   std::vector<bool> dense;
-  /// Each exchange is launched before the compute that hides it, and not behind
-  /// it: for one that begins behind all that compute has queued.
+  /// Each exchange is launched before the compute that hides it, and not after
+  /// it: for one that begins after all that compute has queued.
   bool rows_first = false;
 };
 
-/// What a training step of one pipeline stage does, in the order in which a
-/// host launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With
-/// more microbatches in flight more forwards come first.
+/// Returns a training step of one pipeline stage, in the order in which a host
+/// launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With more
+/// microbatches in flight more forwards come first.
 ///
 /// A list schedule: a policy gives the steps of each pair a priority, and a
 /// step that another one depends on comes before it. The policy of B0 and F1
@@ -76,12 +75,12 @@ struct OverlapPlanOptions {
 ///   exchange  combine.B | dispatch.F   dispatch.B | combine.F
 ///   compute   attend.F  | experts.B W  experts.F  | attend.B W
 ///
-/// so that each exchange runs beside compute of the other microbatch. The host
-/// launches experts.B before dispatch.F, and experts.F before dispatch.B: where
-/// rows go is known when the router of attend.F has run, and compute is busy
-/// while the host waits for that, and while it launches the many copies of an
-/// exchange. All ranks have the same plan, so their exchanges meet in the same
-/// order.
+/// so that each exchange runs in parallel with compute of the other microbatch.
+/// The host launches experts.B before dispatch.F, and experts.F before
+/// dispatch.B. The destination of rows is known when the router of attend.F has
+/// run. Compute is busy while the host waits for that, and while it launches
+/// the many copies of an exchange. All ranks have the same plan, so their
+/// exchanges meet in the same order.
 ///
 /// @throws Error{config} for no layer, no microbatch or none in flight, or a
 ///   list of dense layers of another length.
@@ -96,16 +95,16 @@ std::string to_string(const PlanStep& step);
 std::string to_string(const std::vector<PlanStep>& plan);
 std::string_view to_string(PlanNode node);
 
-/// What has to be over before `step` of such a plan begins.
+/// Returns the steps that have to be over before `step` of such a plan begins.
 std::vector<PlanStep> plan_dependencies(
     const PlanStep& step,
     int layers,
     const OverlapPlanOptions& options);
 
-/// Proves that `plan` has each step once, after all that it depends on; that
-/// passes follow each other as the Scheduler wants them (a microbatch's forward
-/// after the one before, its backward likewise); and that no more microbatches
-/// are in flight than `options` says.
+/// Proves that `plan` has each step once, after all that it depends on, and
+/// that no more microbatches are in flight than `options` allow. Passes follow
+/// each other as the Scheduler needs them (a microbatch's forward after the one
+/// before, its backward likewise).
 /// @throws Error{internal} that names the step.
 void check_plan(
     const std::vector<PlanStep>& plan,

@@ -10,7 +10,8 @@ namespace flatshard {
 /// it, e.g. rows for the forward and columns for the backward. From 0, and the
 /// same number for a group of the unit (WeightPlanes::planes).
 using PlaneId = int;
-/// What parameters point at while their unit is gathered. Every unit has it.
+/// The plane that parameters point at while their unit is gathered. Every unit
+/// has it.
 inline constexpr PlaneId kComputePlane = 0;
 /// PlaneId of no plane: where a plane comes from that is gathered itself.
 inline constexpr PlaneId kStored = -1;
@@ -50,7 +51,7 @@ class PlaneSet {
   }
   constexpr void insert(PlaneId plane) { bits_ |= std::uint64_t{1} << plane; }
 
-  /// What is in both / in `a` and not in `b` / in one of them.
+  /// The planes in both / in `a` and not in `b` / in one of them.
   friend constexpr PlaneSet operator&(PlaneSet a, PlaneSet b) {
     return PlaneSet(a.bits_ & b.bits_);
   }

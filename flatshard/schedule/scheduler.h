@@ -13,7 +13,7 @@ namespace flatshard {
 struct SchedulerOptions {
   /// Units gathered ahead of the one that computes.
   int prefetch = 1;
-  /// Gradient slots of leaf units that may live at once: one is filled while
+  /// Gradient slots of leaf units that may exist at once: one is filled while
   /// the other is reduced.
   int max_grad_slots = 2;
   /// Microbatches that a schedule has under way at once, if it interleaves
@@ -34,9 +34,9 @@ struct SchedulerOptions {
 /// the first step, the recorded order of the last forward and backward every
 /// later one. A program that leaves the prediction only loses prefetches.
 ///
-/// A forward is that of a root, or a path of calls from outside: units that a
-/// program calls one after the other, without their root. Each has an order of
-/// its own, and a single unit's own call changes neither.
+/// A forward belongs to a root, or to a path of calls from outside: units that
+/// a program calls one after the other, without their root. Each has a separate
+/// order, and a single unit's own call changes neither.
 class Scheduler {
  public:
   Scheduler(std::vector<UnitSpec> units, SchedulerOptions options);
@@ -86,7 +86,7 @@ class Scheduler {
     bool operator==(const BackwardCall&) const = default;
   };
 
-  /// What a running backward still brings, per unit.
+  /// The pending results of a running backward, per unit.
   struct Task {
     std::map<UnitId, int> calls;
     std::map<UnitId, int> grads;
@@ -104,7 +104,7 @@ class Scheduler {
   };
 
   struct UnitState {
-    // By slice: planes, and parts of planes.
+    // Sets of slices: planes, and parts of planes.
     PlaneSet present;   ///< gathered, or the gather is queued
     PlaneSet awaited;   ///< of these, what compute waits for
     PlaneSet saved;     ///< of these, what was derived for the backward
@@ -119,8 +119,8 @@ class Scheduler {
     bool needs_backward = false;     ///< its last forward, while it waits
     bool ahead_of_forward = false;   ///< prefetched, and has not begun
     bool ahead_of_backward = false;  ///< likewise
-    /// Calls that it stayed gathered for at the end of their forward, and whose
-    /// backward has not begun: those of the last microbatches.
+    /// Calls for which it stayed gathered at the end of their forward, and
+    /// whose backward has not begun: calls of the last microbatches.
     std::vector<CallId> kept_calls;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
@@ -154,31 +154,33 @@ class Scheduler {
   void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
 
   // Planes and their parts; scheduler_planes.cpp. A set is one of slices.
-  /// Those that are not there yet; `phase` is what they are for.
+  /// Gathers the slices that are missing; `phase` is their purpose.
   void gather(UnitId unit, PlaneSet slices, Phase phase, Actions& out);
-  /// Those that nobody asks for when it comes to them.
+  /// Awaits the slices that nobody asks for at their turn.
   void await(UnitId unit, PlaneSet slices, Actions& out);
   void await_slices(UnitId unit, PlaneSet slices, Actions& out);
-  /// Those that are there.
+  /// Releases the slices that are gathered.
   void release(UnitId unit, PlaneSet slices, Actions& out);
   void read(const ScheduleEvent& event, Actions& out);
-  /// What `phase` reads, in the pieces in which it is gathered.
+  /// Returns the planes that `phase` reads, in the pieces in which they are
+  /// gathered.
   PlaneSet wanted(UnitId unit, Phase phase) const;
   PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
   /// The pieces in which these slices, which were asked for, are gathered.
   PlaneSet learned(UnitId unit, PlaneSet asked) const;
-  /// What stays after a backward by UnitPolicy::keep_backward_planes.
+  /// Returns the planes that stay after a backward by
+  /// UnitPolicy::keep_backward_planes.
   PlaneSet kept_planes(UnitId unit) const;
-  /// What has no reader left when a forward or a recompute is over and the
-  /// unit stays for its backward.
+  /// Returns the planes without a reader when a forward or a recompute is over
+  /// and the unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;
   /// Whether a unit that is released after a forward keeps its slice of the
   /// weights for the backward (UnitSpec::post_forward).
   bool keeps_post_forward(UnitId unit) const;
-  /// Makes that slice of what is there.
+  /// Makes that slice of the gathered plane.
   void save_post_forward(UnitId unit, Actions& out);
-  /// Of a unit that stays for its backward: makes what that reads of planes
-  /// that are still there, and releases those that it does not read.
+  /// Serves a unit that stays for its backward: makes its planes from planes
+  /// that are still gathered, and releases those that it does not read.
   void keep_for_backward(UnitId unit, Actions& out);
 
   // Forwards, their order, recomputes; scheduler_forward.cpp.
@@ -188,7 +190,7 @@ class Scheduler {
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
   bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }
-  /// What the forward that runs goes by.
+  /// Returns the order of the forward that runs.
   const std::vector<UnitId>& forward_order() const;
   void recompute_begin(const ScheduleEvent& event, Actions& out);
   void recompute_end(const ScheduleEvent& event, Actions& out);
@@ -205,7 +207,8 @@ class Scheduler {
   void task_end(const ScheduleEvent& event, Actions& out);
   void release_after_backward(UnitId unit, Actions& out);
   void end_backward(UnitId unit, Actions& out);
-  /// What the other microbatch wants of a unit whose backward ends.
+  /// Returns the planes that the other microbatch wants of a unit whose
+  /// backward ends.
   PlaneSet wanted_by_others(UnitId unit) const;
   Task& task_of_gradient(const ScheduleEvent& event);
   /// More of its calls, or gradients, are to come in a running backward.
@@ -215,12 +218,14 @@ class Scheduler {
   /// The queued units whose backwards have begun are due; `current` still
   /// computes.
   void reduce_ready(UnitId current, Actions& out);
-  /// Those that are due, in order, as far as their gradients have come.
+  /// Reduces the units that are due, in order, as far as their gradients have
+  /// come.
   void reduce_due(Actions& out);
   /// All calls of its backward have begun.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
-  /// What the `microbatch` event and the unit's policy agree on.
+  /// Returns whether both the `microbatch` event and the unit's policy want a
+  /// reduction.
   bool syncs(UnitId unit) const;
   bool is_last(UnitId unit) const;
   void drain_down_to(std::size_t num_slots, Actions& out);
@@ -248,12 +253,12 @@ class Scheduler {
   std::map<TaskId, Task> tasks_;
   std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
-  /// Of these, those that are reduced next, in this order on all ranks: each
-  /// waits for its last gradient, and for the units before it.
+  /// The units that are reduced next, in this order on all ranks: each waits
+  /// for its last gradient, and for the units before it.
   std::vector<UnitId> due_;
   std::deque<UnitId> reducing_;  ///< reduced, not yet drained
-  /// As the last `microbatch` event said, and as it was when the outermost
-  /// backward began, to which a reduction belongs.
+  /// The last `microbatch` event, and its state when the outermost backward
+  /// began, to which a reduction belongs.
   struct Microbatch {
     bool is_last = true;
     bool sync = true;

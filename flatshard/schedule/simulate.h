@@ -16,7 +16,7 @@ std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
     const std::vector<int>& num_grads);
 
-/// What the Scheduler answers to these events.
+/// Returns the Scheduler's answers to these events.
 std::vector<Action> replay(
     Scheduler& scheduler,
     const std::vector<ScheduleEvent>& events);
@@ -26,8 +26,8 @@ std::vector<Action> simulate_step(
     const std::vector<UnitSpec>& units,
     SchedulerOptions options);
 
-/// What `actions` gather: the bytes of the whole planes and of the parts, not
-/// of what is derived from them.
+/// Returns the bytes that `actions` gather: of the whole planes and of the
+/// parts, not of derived planes.
 std::int64_t gathered_nbytes(
     const std::vector<UnitSpec>& units,
     const std::vector<Action>& actions);

@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// What a slot is used for. The gather for the forward and the one for the
-/// backward are different uses and may lie at different offsets.
+/// The use of a slot. The gather for the forward and the one for the backward
+/// are different uses and may have different offsets.
 enum class SlotRole { forward_weights, backward_weights, gradients };
 
 struct SlotKey {
@@ -24,7 +24,7 @@ struct SlotKey {
   friend auto operator<=>(const SlotKey&, const SlotKey&) = default;
 };
 
-/// A key that lives from one moment to another (half open) and its size.
+/// A key that is in use from one moment to another (half open) and its size.
 struct SlotLifetime {
   SlotKey key;
   std::int64_t begin = 0;
@@ -32,9 +32,9 @@ struct SlotLifetime {
   std::int64_t nbytes = 0;
 };
 
-/// Fixed offsets in one arena, such that uses which live at the same time
-/// never overlap. Because the offset depends on the key alone, addresses are
-/// stable while a program repeats its events.
+/// Fixed offsets in one arena, such that uses at the same time never overlap.
+/// Because the offset depends on the key alone, addresses are stable while a
+/// program repeats its events.
 class SlotPlan {
  public:
   /// Offsets are multiples of this: a cache line, and enough for any vector
@@ -48,7 +48,7 @@ class SlotPlan {
   /// one offset that is free in all of them.
   static SlotPlan build(std::span<const SlotLifetime> lifetimes);
 
-  /// Offset in bytes, or -1 when the plan does not know the key.
+  /// Returns the offset in bytes, or -1 when the plan lacks the key.
   std::int64_t offset(SlotKey key) const;
   std::int64_t arena_nbytes() const { return arena_nbytes_; }
   /// The largest sum of sizes alive at one moment: no plan can need less.
@@ -62,7 +62,7 @@ class SlotPlan {
 };
 
 /// Reads the lifetimes of slots off a list of actions. Gathers of resident
-/// units use no slot. Uses that are still open at the end live to its end.
+/// units use no slot. Uses that are still open at the end last to its end.
 std::vector<SlotLifetime> slot_lifetimes(
     std::span<const UnitSpec> units,
     std::span<const Action> actions);

@@ -54,7 +54,7 @@ std::span<const ConfigKey> config_keys();
 /// @param origin     the file's name for messages ("run.toml:12:8: ...").
 /// @param overrides  "section.key=value" each, applied in order. The value is
 ///                   TOML; for keys that hold text the quotes may be left out.
-///                   What it leaves without use is a note and no error.
+///                   A value without use is a note and no error.
 /// @param notes      if not null: gets what the overrides changed besides, a
 ///                   sentence each.
 /// @throws Error{config}: not TOML, unknown section or key (naming the nearest

@@ -9,9 +9,9 @@ namespace flatshard {
 /// some: they are not a new run's to move.
 void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);
 
-/// Moves what an earlier run wrote into `output_dir` (config.toml,
+/// Moves the results of an earlier run in `output_dir` (config.toml,
 /// metrics.jsonl, events, sources, checkpoints, weights) to
-/// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it is there to be
+/// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it remains to be
 /// taken for the new run's.
 ///
 /// @param checkpoints  their folder, below `output_dir` or absolute.

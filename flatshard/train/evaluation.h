@@ -37,7 +37,7 @@ class Evaluation {
   ValidationMetrics run(std::int64_t step);
 
  private:
-  /// What this rank's part of a set sums up to.
+  /// The sums of this rank's part of a set.
   struct Sums {
     double nats = 0;  ///< the losses of its targets
     ValidationSet::Counts counts;

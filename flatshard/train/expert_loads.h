@@ -35,7 +35,8 @@ class ExpertLoads {
   /// After the backward of a step that does not count.
   void discard_step();
 
-  /// Of the last logged step; unset without experts. Blocks.
+  /// Returns the metrics of the last logged step; unset without experts.
+  /// Blocks.
   std::optional<ExpertMetrics> metrics();
 
  private:

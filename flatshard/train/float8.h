@@ -11,7 +11,7 @@
 
 namespace flatshard {
 
-/// What [float8] says of each weight.
+/// The choice of [float8] for each weight.
 class Float8Choice {
  public:
   Float8Choice(const Config& config, const models::ModelConfig& model);

@@ -17,7 +17,7 @@ namespace flatshard {
 
 /// How a step's microbatches follow each other.
 struct MicrobatchOptions {
-  /// As one StepGraph; see GraphOptions::whole_step.
+  /// Runs as one StepGraph; see GraphOptions::whole_step.
   bool as_graph = false;
   /// In pieces of blocks, which are the Runtime's units; see OverlapRunner.
   std::optional<OverlapPlanOptions> overlap;
@@ -39,16 +39,16 @@ class Microbatches {
   Microbatches(const Microbatches&) = delete;
   Microbatches& operator=(const Microbatches&) = delete;
 
-  /// Runs all microbatches that Batches has on the device; the last one's
+  /// Runs all microbatches that Batches has on the device. The last one's
   /// backward leaves the reduced gradients of the step's loss, the mean over
-  /// all targets of all ranks that are not ignored. Queues on
-  /// the current stream and those of the Runtime. It reads no data and does not
-  /// wait for the device, so all of it can be captured as one.
+  /// all targets of all ranks that are not ignored. Queues on the current
+  /// stream and the Runtime's streams. It reads no data and does not wait for
+  /// the device, so all of it can be captured as one.
   /// @return this rank's part, [] float32 on the device: the mean over ranks
   ///   is the step's loss.
   /// @throws the verdict on a rank that failed.
   at::Tensor forward_backward();
-  /// Of regions, or of whole steps.
+  /// Returns the stats of regions, or of whole steps.
   GraphStats graph_stats() const;
 
  private:

@@ -10,7 +10,7 @@ namespace flatshard {
 /// that is set. @throws Error{config} naming the key.
 models::ModelConfig model_config(const Config& config);
 
-/// What [moe] says of the training of its experts.
+/// Returns the options of [moe] for the training of experts.
 models::MoeOptions moe_options(const Config& config);
 
 }  // namespace flatshard

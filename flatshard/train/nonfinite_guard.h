@@ -17,13 +17,13 @@
 
 namespace flatshard {
 
-/// Keeps gradients that are not finite out of the weights, as
-/// training.on_nonfinite says: stop the run, skip the step, or rewind to a
+/// Keeps gradients that are not finite out of the weights, by
+/// training.on_nonfinite: stop the run, skip the step, or rewind to a
 /// checkpoint. To stop, a norm may be looked at some steps later, so that the
 /// host does not wait for the device in each.
 class NonfiniteGuard {
  public:
-  /// What a step that is given up touches. All of it must outlive this.
+  /// The objects that giving up a step touches. All of it must outlive this.
   struct Parts {
     std::shared_ptr<Mesh> mesh;
     std::shared_ptr<Runtime> runtime;
@@ -39,7 +39,7 @@ class NonfiniteGuard {
   /// ranks.
   /// @param norm  [] float32 on the device: the global gradient norm.
   /// @param now   look at it and at all that were kept before, which blocks the
-  ///   host. Otherwise, unless the run is to go on after it, it is kept.
+  ///   host. Otherwise, unless the run should continue after it, it is kept.
   /// @throws Error{usage} when one that was kept is not finite.
   bool accepts(std::int64_t step, const at::Tensor& norm, bool now);
 
@@ -50,7 +50,7 @@ class NonfiniteGuard {
   void check_kept(std::int64_t step);
 
   /// Drops the gradient of `step`, which was not accepted. Collective; blocks.
-  /// @return the step after which the run goes on: `step`, or that of the
+  /// @return the step after which the run continues: `step`, or the step of the
   ///   checkpoint whose state it has now, with new data.
   /// @throws Error{usage} naming the parameter, when the run is to stop, has no
   ///   checkpoint yet, or gave up too many steps in a row.
@@ -62,7 +62,8 @@ class NonfiniteGuard {
   const config::OnNonfinite action_;  ///< training.on_nonfinite
   const Parts parts_;
   std::int64_t num_given_up_ = 0;  ///< steps in a row
-  /// Of the steps since the last look at them: [] float32 on the device each.
+  /// The norms of the steps since the last look at them: [] float32 on the
+  /// device each.
   std::vector<std::pair<std::int64_t, at::Tensor>> kept_;
 };
 

@@ -21,7 +21,7 @@
 // words.
 namespace flatshard {
 
-/// The name that Strategy::named knows for this mesh: a replicate degree above
+/// Returns the name in Strategy::named for this mesh: a replicate degree above
 /// 1 turns zero1, zero2 and zero3 into their HSDP forms.
 std::string strategy_name(const Config& config);
 
@@ -40,11 +40,11 @@ std::shared_ptr<Mesh> make_mesh(
     at::Device device,
     OnStuckAbort on_stuck_abort);
 
-/// What the config says, and for auto what was measured to be fastest
-/// (docs/performance.md). Collective.
+/// Returns the config's choice, and for auto the one that was measured to be
+/// fastest (docs/performance.md). Collective.
 CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 
-/// Of the streams beside compute: [debug]'s delays.
+/// Returns the options of the streams in addition to compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
 
 /// How tokens are exchanged between the ranks that have parts of the experts.
@@ -67,10 +67,10 @@ nn::TensorParallelPtr tensor_parallel_ranks(
     const models::ModelConfig& model,
     Mesh& mesh);
 
-/// FullyShardOptions::placement_of: experts are sharded over all axes but those
-/// along which ranks have other experts or another part of their width; see
-/// placement_of_parts for layers that are shared.
-/// Empty: all parameters are sharded over all axes.
+/// Returns FullyShardOptions::placement_of. Experts are sharded over all axes
+/// but those along which ranks have other experts or another part of their
+/// width. See placement_of_parts for layers that are shared. Empty: all
+/// parameters are sharded over all axes.
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     const Config& config,
     models::Llama& model,

@@ -29,11 +29,11 @@ inline constexpr std::string_view kConfigState = "config";
 /// The digests of the frozen weights that a checkpoint's adapters belong to.
 inline constexpr std::string_view kBaseState = "base";
 
-/// The checkpoints of a training run: when one is due, what belongs to it
-/// beside the tensors, and what a user is told of it.
+/// The checkpoints of a training run: when one is due, its contents in addition
+/// to the tensors, and the messages to a user.
 class RunCheckpoints {
  public:
-  /// What a run consists of. All of it must outlive this.
+  /// The parts of a run. All of it must outlive this.
   struct Parts {
     std::shared_ptr<Mesh> mesh;
     std::vector<ParamGroup*> groups;
@@ -47,8 +47,9 @@ class RunCheckpoints {
   /// Collective when checkpoints are to be written.
   RunCheckpoints(const Config& config, Parts parts);
 
-  /// Says which frozen weights the run's adapters belong to: a text of digests
-  /// (train/lora/base_digest.h) that checkpoints keep and `load` compares.
+  /// Sets the frozen weights that the run's adapters belong to: a text of
+  /// digests (train/lora/base_digest.h) that checkpoints keep and `load`
+  /// compares.
   void set_base(std::string digests) { base_ = std::move(digests); }
 
   /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
@@ -65,7 +66,7 @@ class RunCheckpoints {
   void save(std::int64_t step);
   /// Call before the optimizer changes anything.
   void before_update();
-  /// Says what became of earlier saves, without waiting.
+  /// Reports the results of earlier saves, without waiting.
   void report();
   /// Waits for all saves. @throws the error of the last one, if it failed.
   void finish();

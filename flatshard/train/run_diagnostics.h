@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// What [diagnostics] looks at in a run, and what [debug] breaks in it. What is
-/// not asked for costs nothing.
+/// The checks of [diagnostics] in a run, and the disturbances of [debug].
+/// Unrequested ones cost nothing.
 class RunDiagnostics {
  public:
   /// Has the checks of [diagnostics] watch the runtime.

@@ -12,11 +12,11 @@ namespace flatshard {
 /// Keeps a folder to one run at a time: `<folder>/run.lock`, which names host,
 /// process and start time of the run that holds it.
 ///
-/// Who holds it is the kernel's business where it can be (flock, which NFS
-/// passes to its server): a process that died, however it did, holds nothing.
-/// On a file system whose locks other hosts may not see, the holder touches the
-/// file, and who finds the name of another host in it waits for the next touch:
-/// without one, that process is gone.
+/// The kernel keeps the holder where it can (flock, which NFS passes to its
+/// server): a process that died, however it did, holds nothing. On a file
+/// system whose locks other hosts may not see, the holder touches the file. A
+/// process that finds another host's name in it waits for the next touch.
+/// Without one, that process is gone.
 class RunLock {
  public:
   struct Options {

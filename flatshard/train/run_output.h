@@ -24,16 +24,16 @@ inline constexpr std::string_view kOutputDir = "run.output_dir";
 /// more; see keep_output_in.
 inline constexpr const char* kRunLog = "output.log";
 
-/// What a run prints and writes below run.output_dir: config.toml,
+/// The output of a run, printed and below run.output_dir: config.toml,
 /// metrics.jsonl, TensorBoard's events, the lines of its log. One rank has it.
 class RunOutput {
  public:
   /// Touches no file: `open` does.
   RunOutput() = default;
 
-  /// Opens the files, when all that can fail has gone well on all ranks. Those
-  /// of an earlier run are put aside, unless this one goes on with it. Once.
-  /// @param resumed  the files of the run that this one goes on with are there
+  /// Opens the files, when all that can fail has gone well on all ranks. An
+  /// earlier run's files are put aside, unless this one continues it. Once.
+  /// @param resumed  the files of the run that this one continues exist
   ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
   void open(const Config& config, bool resumed, const StartMetrics& start);
@@ -42,11 +42,12 @@ class RunOutput {
   void step(const StepMetrics& metrics);
   void validation(const ValidationMetrics& metrics);
   void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
-  /// What CUDA graphs did in this run.
+  /// Prints the stats of CUDA graphs in this run.
   void graphs(std::int64_t step, const GraphStats& stats);
   /// Everything that comes after the last step is on disk.
   void ended(std::int64_t step);
-  /// A step whose gradient is not finite; the run goes on after `last`.
+  /// Prints a step whose gradient is not finite; the run continues after
+  /// `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
   /// The same where the run ends; whoever ends it prints the reason.
   void stopped_by_nonfinite(std::int64_t step, const std::string& what);
@@ -57,8 +58,8 @@ class RunOutput {
   void profile(std::int64_t step, const StepProfile& profile);
   void profile(std::int64_t step, const std::vector<HostOperator>& operators);
 
-  /// What a signal asked for after `step`. @param saves  checkpoints are
-  /// written.
+  /// Prints the requests of a signal after `step`. @param saves  checkpoints
+  /// are written.
   void requested(const Requests& requests, std::int64_t step, bool saves);
 
   /// Begins the line at the bottom of a terminal: `done` steps of `total`.

@@ -2,10 +2,10 @@
 
 namespace flatshard {
 
-/// While it lives, SIGUSR1 asks this process to save a checkpoint, and the
-/// first SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal closed) asks it to
-/// stop in order. A second SIGINT or SIGTERM ends the process at once. SIGHUP
-/// never does: a terminal that closes may send several. In a rank that
+/// While it exists, SIGUSR1 asks this process to save a checkpoint. The first
+/// SIGINT (Ctrl-C), SIGTERM or SIGHUP (the terminal closed) asks it to stop in
+/// order. A second SIGINT or SIGTERM ends the process at once. SIGHUP never
+/// does: a terminal that closes may send several. In a rank that
 /// spawn_local_ranks started, only the launcher's second signal ends it.
 ///
 /// A signal that the parent process had ignored (nohup; `&` in a script) stays

@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// What any rank was asked for by a signal; see SaveSignals.
+/// The requests of signals to any rank; see SaveSignals.
 struct Requests {
   bool save = false;
   int stop_signal = 0;  ///< SIGINT, SIGTERM or SIGHUP; 0: none
@@ -24,7 +24,8 @@ class SignalRequests {
   /// Whether the ranks look after this step; the same on all.
   bool due(std::int64_t step) const { return step % freq_ == 0; }
 
-  /// What came since the last look, the same on all ranks. Collective; blocks.
+  /// Returns the requests since the last look, the same on all ranks.
+  /// Collective; blocks.
   /// @param step_ms  a step's time, by which the next looks are chosen; rank
   ///   0's counts.
   Requests take(double step_ms);

@@ -17,7 +17,8 @@
 
 namespace flatshard {
 
-/// What a run trains: a model, sharded over the ranks, and its optimizer.
+/// The objects that a run trains: a model, sharded over the ranks, and its
+/// optimizer.
 struct TrainState {
   models::Llama model{nullptr};
   std::shared_ptr<Runtime> runtime;
@@ -31,20 +32,21 @@ struct TrainState {
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 
-  /// What checkpoints hold: all groups, or with LoRA the adapters' alone.
+  /// Returns the groups that checkpoints hold: all groups, or with LoRA the
+  /// adapters' alone.
   std::vector<ParamGroup*> saved_groups() const {
     return lora ? runtime->groups() : runtime->all_groups();
   }
 };
 
-/// What it holds on this rank's device: the library's table, and what the run
-/// adds to it. See memory_rows(Runtime).
+/// Returns its memory on this rank's device: the library's table, and the run's
+/// additions to it. See memory_rows(Runtime).
 std::vector<MemoryRow> memory_rows(
     const TrainState& state,
     const std::optional<GraphStats>& graphs = {});
 
-/// Builds it as the config says, with weights as the seed makes them.
-/// Collective. The config is resolved.
+/// Builds it from the config, with weights from the seed. Collective. The
+/// config is resolved.
 /// @param num_microbatches  of a step on each rank.
 /// @throws Error{config} naming the key, also when parallelism.memory_budget is
 /// less than what the run takes without it.

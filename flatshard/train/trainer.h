@@ -51,7 +51,7 @@ class Trainer {
 
   /// Builds everything; collective over all ranks.
   /// @param device  "auto", "cpu" or "cuda".
-  /// @param resume  go on from the latest checkpoint, if there is one.
+  /// @param resume  continue from the latest checkpoint, if there is one.
   /// @param on_stuck_abort  for the mesh, see OnStuckAbort.
   Trainer(
       const Config& config,
@@ -68,46 +68,48 @@ class Trainer {
   const Runtime& runtime() const { return *state_.runtime; }
 
  private:
-  /// What a step leaves for whoever reports it.
+  /// The results of a step, for reports.
   struct TrainedStep {
     at::Tensor loss;  ///< see Microbatches::forward_backward
     at::Tensor norm;  ///< [] float32 on the device: the global gradient norm
     double lr = 0;
   };
 
-  // -- trainer_setup.cpp: what is there before the first step
+  // -- trainer_setup.cpp: before the first step
 
   /// Rank 0 takes the run's folder, without touching a file of it.
   void lock_folder(int restart_count);
   /// Everything that takes part in a step.
   void build(std::vector<ValidationSet> validation_sets);
-  /// What this attempt began with. On rank 0, after `build`.
+  /// Returns the state at the begin of this attempt. On rank 0, after `build`.
   StartMetrics start_metrics() const;
-  /// Loads the checkpoint to go on from, or the weights of model.init_from.
+  /// Loads the checkpoint to continue from, or the weights of model.init_from.
   void load_weights(bool resume);
-  /// Those of model.init_from, for what does not come from a checkpoint.
+  /// Takes the weights of model.init_from, for parameters that no checkpoint
+  /// has.
   void take_weights();
 
   // -- trainer.cpp: the run
 
-  /// Runs `work`; what it throws is told to the other ranks.
+  /// Runs `work`; its exceptions are reported to the other ranks.
   void watched(const std::function<void()>& work);
   End train();
   /// Unset when the gradient is not to be taken; see NonfiniteGuard.
   std::optional<TrainedStep> train_step(std::int64_t step, bool logged);
   /// Rank 0 opens the run's files when all ranks have come so far, and no rank
-  /// goes on before. Collective; once.
+  /// continues before. Collective; once.
   void open_output();
   /// Collective; blocks.
   void log_step(std::int64_t step, const TrainedStep& trained);
-  /// What signals asked for, which rank 0 says. Collective; blocks.
+  /// Returns the requests of signals, which rank 0 decides. Collective; blocks.
   Requests take_requests(std::int64_t step);
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);
   void show_progress(std::int64_t step, const at::Tensor& loss);
-  /// Of all ranks and attempts, up to the step that was loaded last.
+  /// Returns the tokens of all ranks and attempts, up to the step that was
+  /// loaded last.
   std::int64_t tokens_seen() const;
-  /// What comes after the last step. Collective.
+  /// Does the work after the last step. Collective.
   void finish(End end);
   void save_model();
 

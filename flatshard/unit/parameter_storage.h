@@ -10,25 +10,25 @@
 
 namespace flatshard {
 
-/// Whose a sharded parameter is.
+/// The owner of a sharded parameter.
 struct ParameterOwner {
   std::string unit;  ///< e.g. "unit layers.3"
   std::string parameter;
   bool retired = false;  ///< its Runtime is gone
-  bool float8 = false;   ///< it has FP8 planes and no values of its own
+  bool float8 = false;   ///< it has FP8 planes and no values
 };
 
-/// The storage of one gathered parameter: a StorageImpl of its own that points
-/// into a slot while the unit is gathered and at nothing while it rests. The
-/// tensor object stays, and views that autograd saved follow.
+/// The storage of one gathered parameter: a separate StorageImpl that points
+/// into a slot while the unit is gathered and at nothing while it is resharded.
+/// The tensor object stays, and views that autograd saved follow.
 ///
-/// While it rests, or is hidden, the tensor itself shows another storage, which
-/// throws when its data are read or written and names the parameter: kernels
-/// would follow the null pointer. Views that are older than that do follow it;
-/// diagnostics/poison.h is for them.
+/// While it is resharded, or hidden, the tensor itself shows another storage,
+/// which throws when its data are read or written and names the parameter:
+/// kernels would follow the null pointer. Views that are older than that do
+/// follow it; diagnostics/poison.h is for them.
 ///
-/// A storage of its own, since autograd and AOTAutograd take tensors that share
-/// one for aliases of each other.
+/// Each has its own storage, since autograd and AOTAutograd take tensors that
+/// share one for aliases of each other.
 class ParameterStorage {
  public:
   ParameterStorage() = default;
@@ -45,14 +45,15 @@ class ParameterStorage {
       at::ScalarType dtype,
       at::Device device);
 
-  /// The owner of a parameter that rests or is hidden; none for other tensors.
+  /// Returns the owner of a parameter that is resharded or hidden; none for
+  /// other tensors.
   static std::optional<ParameterOwner> owner_of(const at::Tensor& tensor);
 
-  /// For the error of who reads it while it has no data.
+  /// Sets the name for the error of a read while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
 
-  /// It has FP8 planes and never data of its own; the error says so. From here
-  /// on nothing below changes what it shows.
+  /// Marks that it has FP8 planes and never data, which the error reports. From
+  /// here on nothing below changes what it shows.
   void refuse_as_float8() const;
   /// It is not one of those.
   bool has_values() const;
@@ -71,11 +72,11 @@ class ParameterStorage {
       show(storage_);
     }
   }
-  /// For good, views as well: the memory goes with the Runtime.
+  /// Clears it for good, views as well: the memory goes with the Runtime.
   void retire() const;
   /// Where the cleared parameter points, for debugging; see
-  /// diagnostics/poison.h.
-  /// Has the parameter's size, and lives as long as the parameter points there.
+  /// diagnostics/poison.h. The memory has the parameter's size, and exists as
+  /// long as the parameter points there.
   void set_released_memory(std::shared_ptr<void> memory) {
     if (has_values()) {
       released_ = std::move(memory);

@@ -15,13 +15,13 @@ class Module;
 }
 
 /// One module whose weights are gathered and released together: its parameters,
-/// the groups that shard them, and what lies where in its slots. What happens
-/// when is the Scheduler's; slots, and how far the streams are with them, the
-/// Executor's.
+/// the groups that shard them, and the contents of its slots. The Scheduler
+/// decides the time of each action. The Executor has slots, and the progress of
+/// the streams.
 class Unit {
  public:
-  /// @param module  null: somebody else than its hooks tells the Runtime when
-  ///   its forward begins and ends.
+  /// @param module  null: somebody else than its hooks reports to the Runtime
+  ///   when its forward begins and ends.
   Unit(
       UnitId id,
       std::string name,
@@ -51,7 +51,7 @@ class Unit {
 
   /// UnitWeights::resident.
   bool resident() const { return weights_.resident(); }
-  /// What the Scheduler is told.
+  /// Returns the description for the Scheduler.
   UnitSpec spec(UnitId parent, UnitPolicy policy) const;
 
  private:

@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// The gradients of a unit's backward, until its groups reduce them: what lies
-/// where in the gradient slot, and what fills it.
+/// The gradients of a unit's backward, until its groups reduce them: their
+/// places in the gradient slot, and the code that fills it.
 class UnitGradients {
  public:
   /// @param groups, parameters  outlive this.
@@ -21,7 +21,7 @@ class UnitGradients {
       UnitParameters& parameters,
       bool writes_in_place);
 
-  /// Of the slot.
+  /// Returns the bytes of the slot.
   std::int64_t nbytes() const { return nbytes_; }
   /// The gradient of `parameter` inside the slot.
   at::Tensor view(const SlotView& slot, const UnitParameter& parameter) const;
@@ -37,10 +37,10 @@ class UnitGradients {
   /// Gradients that came as tensors and are not in the slot yet.
   std::size_t num_pending() const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
-  /// parameters that got none and the padding, and tells groups which of them
-  /// got one. On the current stream.
+  /// parameters that got none and the padding, and marks in groups which of
+  /// them got one. On the current stream.
   void finish(const SlotView& slot);
-  /// Forgets those of an unfinished backward.
+  /// Forgets the gradients of an unfinished backward.
   void drop();
   /// Some layers write their gradients into the slot (see nn::WgradSink). True
   /// at first for units with a module.

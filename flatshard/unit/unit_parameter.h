@@ -31,7 +31,7 @@ struct UnitParameter {
 using UnitGroups = std::vector<std::unique_ptr<ParamGroup>>;
 using UnitParameters = std::vector<UnitParameter>;
 
-/// Of a group's part of a slot, in bytes.
+/// The alignment of a group's part of a slot, in bytes.
 inline constexpr std::int64_t kSlotAlignment = 256;
 
 constexpr std::int64_t align_slot(std::int64_t nbytes) {

@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// What a unit's parameters point at, and whether a program may read them.
+/// The targets of a unit's parameters, and whether a program may read them.
 class UnitPointers {
  public:
   /// Points the parameters of resident groups at their weights, for good.
@@ -28,9 +28,9 @@ class UnitPointers {
   /// Checks the storage.
   void point_at(const SlotView& slot);
   void clear();
-  /// Whether the parameters of a unit with a module may be read: they refuse
-  /// while no forward or backward of the unit runs, whether or not their values
-  /// are there. Nothing happens when it is so already.
+  /// Sets whether the parameters of a unit with a module may be read: they
+  /// raise an error while no forward or backward of the unit runs, whether or
+  /// not their values exist. Nothing happens when it is so already.
   void hide();
   void show();
 

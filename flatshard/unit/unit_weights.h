@@ -12,24 +12,25 @@
 
 namespace flatshard {
 
-/// The gathered weights of a unit: the planes of its groups joined, what lies
-/// where in their slots, and how a slot is filled.
+/// The gathered weights of a unit: the planes of its groups joined, their
+/// places in slots, and the code that fills a slot.
 class UnitWeights {
  public:
   /// @param unit    its name, for messages.
   /// @param groups  outlive this.
   UnitWeights(const std::string& unit, const UnitGroups& groups);
 
-  /// What the Scheduler is told of planes, and their slices.
+  /// Returns the description of planes for the Scheduler, and their slices.
   const UnitSpec& planes() const { return planes_; }
   /// Layers ask for some of the planes.
   bool has_planes_on_request() const { return !planes_.on_request.empty(); }
-  /// Of the slot that holds a plane, or a part of one, of all groups that are
-  /// not resident.
+  /// Returns the bytes of the slot that holds a plane, or a part of one, of all
+  /// groups that are not resident.
   std::int64_t nbytes(PlaneId plane, PartId part) const {
     return planes_.nbytes(plane, part);
   }
-  /// Of the slot that holds this rank's post-forward shards; 0: it has none.
+  /// Returns the bytes of the slot that holds this rank's post-forward shards;
+  /// 0: it has none.
   std::int64_t post_forward_nbytes() const {
     return planes_.post_forward == kNoPlane
                ? 0
@@ -43,7 +44,7 @@ class UnitWeights {
   }
   /// Rises with every change of the weights.
   std::int64_t generation() const;
-  /// Sets what `spec` says of weights.
+  /// Sets the weights' part of `spec`.
   void describe(UnitSpec& spec) const;
 
   /// Where a parameter begins in the slot of kComputePlane, in bytes.
@@ -52,8 +53,7 @@ class UnitWeights {
   /// Stream::submit.
   /// @param gathers  by group; those that are not in the plane are not used.
   /// @param shards  the slot of UnitSpec::post_forward, from which groups that
-  /// have
-  ///   such a shard are gathered; null: from what rests.
+  /// have such a shard are gathered; null: from the stored shards.
   void gather_into(
       const SlotView& slot,
       PlaneId plane,
@@ -61,7 +61,7 @@ class UnitWeights {
       const std::vector<WeightPlanes::Gather>& gathers,
       const SlotView& shards) const;
   /// Fills the slot of UnitSpec::post_forward, on the current stream.
-  /// @param slot  that of kComputePlane.
+  /// @param slot  the slot of kComputePlane.
   void save_post_forward(const SlotView& slot, const SlotView& shards) const;
   /// Makes a derived plane, or a part of it, of its gathered source.
   void derive_into(
@@ -72,13 +72,13 @@ class UnitWeights {
   /// The part that has the parameter; kWhole where there are none.
   PartId part_of(const UnitParameter& parameter) const;
 
-  // What layers ask for (nn::WeightSource).
+  // The requests of layers (nn::WeightSource).
 
   /// Absent: the parameter points at its values.
   std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
   /// The plane of a product with the parameter, which has a recipe.
   PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
-  /// The parameter as it lies in a slot.
+  /// Returns the parameter's view in a slot.
   /// @param slot  that holds `part` of the plane; resident groups use none.
   float8::Plane view(
       const UnitParameter& parameter,
@@ -109,17 +109,17 @@ class UnitWeights {
     return groups_[g]->weights().has(plane) &&
            (part == kWhole || parts_[part].group == g);
   }
-  /// As its group counts it.
+  /// Returns the number in its group's count.
   PartId part_in_group(PartId part) const {
     return part == kWhole ? kWhole : parts_[part].part;
   }
-  /// What group `g` has of a plane or of a part of one: in the slot, or where
-  /// it rests.
+  /// Returns the memory of group `g` for a plane or a part of one: in the slot,
+  /// or in its storage.
   at::Tensor
   memory(std::size_t g, PlaneId plane, PartId part, const SlotView& slot) const;
 
   const UnitGroups& groups_;
-  /// By plane and group, bytes in the slot.
+  /// The offsets by plane and group, bytes in the slot.
   std::vector<std::vector<std::int64_t>> offsets_;
   std::vector<Part> parts_;
   UnitSpec planes_;

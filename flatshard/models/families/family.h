@@ -17,7 +17,7 @@ struct Rename {
   std::string_view theirs;
 };
 
-/// What the matrices of one expert are called in files.
+/// The names of one expert's matrices in files.
 struct ExpertNames {
   std::string_view gate = "gate_proj";
   std::string_view up = "up_proj";
@@ -48,7 +48,7 @@ struct Preset {
   ModelConfig config;
 };
 
-/// A family of models. Each is defined in a file of its own in this folder, and
+/// A family of models. Each is defined in a separate file of this folder, and
 /// nothing outside that file asks which family a model has.
 struct Family {
   std::string_view name;  ///< model.family
@@ -56,15 +56,15 @@ struct Family {
   std::string_view model_type;
   std::string_view architecture;                   ///< e.g. "LlamaForCausalLM"
   std::string_view activation_key = "hidden_act";  ///< of config.json
-  /// What [model] without a preset begins with.
+  /// The values of [model] without a preset.
   ModelConfig defaults;
-  /// What transformers takes for keys that a config.json leaves out:
-  /// max_seq_len, rope_theta, norm_eps and tie_embeddings.
+  /// transformers' values for keys that a config.json leaves out: max_seq_len,
+  /// rope_theta, norm_eps and tie_embeddings.
   ModelConfig absent;
-  /// Keys of [model] that a model of the family may set. The options behind
-  /// other keys are those of `defaults`.
+  /// Keys of [model] that a model of the family may set. The options of other
+  /// keys come from `defaults`.
   std::vector<std::string_view> free_keys;
-  /// What transformers stretches rotations of the family by.
+  /// The ways in which transformers stretches rotations of the family.
   std::vector<nn::RopeType> rope_types{
       nn::RopeType::llama3,
       nn::RopeType::linear,
@@ -79,7 +79,7 @@ struct Family {
   /// Writes what `read` reads; null: nothing.
   void (*write)(const ModelConfig& config, nlohmann::ordered_json& json) =
       nullptr;
-  /// Checks what `free_keys` cannot say; null: nothing.
+  /// Checks more than `free_keys` can; null: nothing.
   /// @throws Error{config} naming the key.
   void (*check)(const ModelConfig& config) = nullptr;
 

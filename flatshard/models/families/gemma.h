@@ -4,10 +4,10 @@
 
 namespace flatshard::models {
 
-// What the generations of Gemma have in common.
+// The common properties of the generations of Gemma.
 
-/// Blocks with norms before and behind their parts, by 1 + weight; GeGLU;
-/// scaled embeddings, which the head is tied to.
+/// Blocks with norms before and after their parts, by 1 + weight; GeGLU; scaled
+/// embeddings, which the head is tied to.
 ModelConfig gemma_defaults(std::string_view family);
 
 /// Which names files have of these norms.

@@ -6,9 +6,9 @@
 namespace flatshard::models {
 
 /// Reads how a config.json rotates queries and keys into `config`, whose
-/// max_seq_len and rope_theta are there already. Rotations are in rope_scaling,
-/// or in rope_parameters, which transformers 5 writes: there rope_theta is
-/// beside the type, and models with windows have one object for blocks with a
+/// max_seq_len and rope_theta are set already. Rotations are in rope_scaling,
+/// or in rope_parameters, which transformers 5 writes: there rope_theta is next
+/// to the type, and models with windows have one object for blocks with a
 /// window and one for the others.
 /// @throws Error{config} for an unknown type.
 void read_rope(const HfReader& reader, ModelConfig& config);

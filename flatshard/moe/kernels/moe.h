@@ -10,9 +10,9 @@
 /// CUDA kernels of Mixture of Experts; as kernels.h.
 namespace flatshard::nn::kernels {
 
-/// What the router and the sort take at most.
+/// The limits of the router and the sort.
 constexpr std::int64_t kMaxExperts = 1024;
-/// Its scores have to fit shared memory beside them.
+/// Its scores have to fit shared memory next to them.
 constexpr std::int64_t kMaxRouterGroups = 256;
 
 void router_forward(const RouterForward& args, cudaStream_t stream);
@@ -47,7 +47,7 @@ struct PlaceRows {
   std::int32_t* of_rows;      ///< [rows]
   std::int32_t* of_pairs;     ///< [rows]
   int num_runs;
-  std::int64_t num_rows;  ///< those behind are dropped
+  std::int64_t num_rows;  ///< later ones are dropped
   std::int64_t rows;
 };
 /// See nn::RowPlaces.

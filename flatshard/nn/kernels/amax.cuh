@@ -8,7 +8,7 @@ namespace flatshard::nn::kernels {
 
 using float8::kernels::larger;
 
-/// Of values as they are stored, as bits.
+/// Returns the amax of values as they are stored, as bits.
 template <class T, int N>
 __device__ inline std::uint32_t stored_amax(const float (&v)[N]) {
   std::uint32_t found = 0;

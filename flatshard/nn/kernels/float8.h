@@ -42,8 +42,8 @@ struct NormValues {
   std::int64_t columns;
 };
 
-/// As float8::kernels::quantize_tiles, to e4m3. Gradients of SwiGLU take no
-/// tensorwise recipe.
+/// Works as float8::kernels::quantize_tiles, to e4m3. Gradients of SwiGLU take
+/// no tensorwise recipe.
 void quantize_values(
     const SwigluValues& values,
     const float8::kernels::Quantize& args,

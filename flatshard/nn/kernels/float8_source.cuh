@@ -3,8 +3,8 @@
 #include "flatshard/float8/kernels/tiles.cuh"
 #include "flatshard/nn/kernels/float8.h"
 
-// What the sources of computed values share (float8_*.cu). A file for each
-// source: they are the slowest of all to compile.
+// The common parts of the sources of computed values (float8_*.cu). A file for
+// each source: they are the slowest of all to compile.
 namespace flatshard::nn::kernels {
 
 using Bf16 = __nv_bfloat16;

@@ -1,6 +1,7 @@
 #pragma once
 
-// What the kernels of SwiGLU and those that quantize it compute alike.
+// The common computation of the kernels of SwiGLU and of the kernels that
+// quantize it.
 namespace flatshard::nn::kernels {
 
 // Within 2 units in the last place of float32, and 0 where exp overflows.
@@ -8,7 +9,7 @@ __device__ inline float sigmoid(float v) {
   return __fdividef(1.0F, 1.0F + __expf(-v));
 }
 
-// With the sigmoid of gate. Forward and backward round alike.
+// Computes SwiGLU from the sigmoid of gate. Forward and backward round alike.
 __device__ inline float swiglu(float gate, float sigmoid, float up) {
   return gate * (sigmoid * up);
 }

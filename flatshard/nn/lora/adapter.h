@@ -31,12 +31,11 @@ class LoraFactorImpl : public Module, public HasParts {
 };
 FLATSHARD_MODULE(LoraFactor);
 
-/// What a Linear adds to its result: scale * dropout(x) A^T B^T.
+/// The addend of a Linear to its result: scale * dropout(x) A^T B^T.
 ///
-/// Of a column-parallel layer B is cut as the weight is, of a row-parallel
-/// layer A. The other factor is whole on each rank, and its gradient is the sum
-/// over the ranks.
-/// Source: Hu et al., arXiv:2106.09685.
+/// A column-parallel layer cuts B as its weight, a row-parallel layer A. The
+/// other factor is whole on each rank, and its gradient is the sum over the
+/// ranks. Source: Hu et al., arXiv:2106.09685.
 struct Adapter {
   LoraFactor a{nullptr};  ///< [rank, in]
   LoraFactor b{nullptr};  ///< [out, rank]
@@ -78,8 +77,8 @@ using AdapterCallsPtr = c10::intrusive_ptr<AdapterCalls>;
 std::vector<at::Tensor> adapter_factors(
     const std::vector<const Adapter*>& layers);
 
-/// The part that adapters have in a node's forward. Without dropout the A of
-/// all layers multiply the input as one matrix.
+/// The part that adapters have in a node's forward. If there is no dropout, the
+/// A of all layers multiply the input as one matrix.
 class AdapterForward {
  public:
   /// @param calls    may be null: every product is the base's alone then.
@@ -93,9 +92,9 @@ class AdapterForward {
   /// y += the adapter of the layer, if it has one. An undefined y is set.
   /// @param y  [rows, out]
   void add(std::size_t layer, at::Tensor& y) const;
-  /// matmul_forward of x with the layer's adapter. The product of the base
-  /// adds to the adapter's where nothing else is added: that costs no pass
-  /// over the result of its own.
+  /// Computes matmul_forward of x with the layer's adapter. The product of the
+  /// base adds to the adapter's where nothing else is added: that costs no
+  /// separate pass over the result.
   at::Tensor matmul(
       std::size_t layer,
       const at::Tensor& weight,
@@ -143,7 +142,7 @@ class AdapterBackward {
   void set_places(const Places& places) { places_ = places; }
 
   /// Takes the gradients [..., out] of all layers' results, undefined where
-  /// there is none, and delivers those of B.
+  /// there is none, and delivers the gradients of B.
   void begin(at::TensorList g, torch::autograd::variable_list& out);
   /// dx += the adapters' part, after `begin`. An undefined dx is set if there
   /// is a part: the layers' products then add to it.
@@ -156,7 +155,7 @@ class AdapterBackward {
   void end(const at::Tensor& x, torch::autograd::variable_list& out) const;
 
  private:
-  /// Of one adapter.
+  /// The part of one adapter.
   struct Part {
     at::Tensor a, b;
     at::Tensor low;           ///< [rows, rank], a part of all

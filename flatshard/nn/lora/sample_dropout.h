@@ -8,9 +8,9 @@ namespace flatshard::nn {
 
 /// Zeroes elements with probability p and scales the rest by 1 / (1 - p).
 /// Whether an element is zeroed is a function of the seed, a layer's key, the
-/// number of the sample that the element belongs to and its place there
-/// (Philox). So neither ranks nor microbatches matter, and a recomputation
-/// draws what the forward drew.
+/// number of the element's sample and its place there (Philox). So neither
+/// ranks nor microbatches matter, and a recomputation draws the forward's
+/// numbers again.
 class SampleDropout {
  public:
   /// @param samples  int64 [batch] on the device: the number of each row's

@@ -23,9 +23,9 @@ class PendingTensor {
 /// An all-gather that is under way, whose parts come one by one.
 class PendingGather : public PendingTensor {
  public:
-  /// The part of rank `rank`, for kernels on the current stream, which wait for
-  /// no later part: those of the ranks before this one come in turn. Valid
-  /// until another transfer starts.
+  /// Returns the part of rank `rank`, for kernels on the current stream, which
+  /// wait for no later part: the parts of the ranks before this one come in
+  /// turn. Valid until another transfer starts.
   virtual at::Tensor part(int rank) = 0;
 };
 
@@ -56,10 +56,11 @@ class TensorParallel {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// What it holds on the device for its own use.
+  /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }
 
-  // Without a graph. The results are for kernels on the current stream.
+  // These functions make no graph. The results are for kernels on the current
+  // stream.
 
   /// Gathers the parts of all ranks, in rank order.
   /// @param part  [n, ...] contiguous
@@ -125,7 +126,7 @@ at::Tensor scatter_sum(
     const TensorParallelPtr& ranks,
     const at::Tensor& partial);
 
-/// The sizes of this rank's tokens, of tensors with those of all ranks.
+/// Returns the sizes of this rank's tokens, for tensors with all ranks' tokens.
 /// @param sizes  [batch, seq, ...] or [tokens, dim]
 /// @throws Error{usage} when the ranks do not divide seq.
 std::vector<std::int64_t> sizes_of_part(
@@ -175,7 +176,7 @@ struct ParameterPart {
 };
 /// Makes a parameter that is whole the part of it, whatever memory it has.
 void keep_part(const at::Tensor& parameter, const ParameterPart& part);
-/// By the parameter's name.
+/// The key is the parameter's name.
 using ParameterParts = std::map<std::string, ParameterPart>;
 
 /// A module with own parameters that are parts of larger ones.

@@ -20,7 +20,7 @@ struct Config;
 
 namespace config {
 
-/// The words of a type of key: an array of Word<T>, beside the type.
+/// The words of a type of key: an array of Word<T>, next to the type.
 template <class T>
 inline constexpr bool kWords = false;
 
@@ -58,7 +58,7 @@ using ConfigField = std::variant<
 struct ValueRange {
   double min = 0;
   double max = 1e300;
-  bool or_minus_one = false;  ///< -1 has a meaning of its own
+  bool or_minus_one = false;  ///< -1 has a special meaning
 };
 
 /// A condition without which a key has no effect. A key that is set then is an
@@ -98,7 +98,7 @@ struct ConfigKey {
 
 namespace config {
 
-/// For std::visit over a ConfigField.
+/// Used by std::visit over a ConfigField.
 template <class... Cases>
 struct Overloaded : Cases... {
   using Cases::operator()...;
@@ -146,9 +146,9 @@ std::string shortened(std::string_view text);
 bool differs_from_default(const Config& config, const ConfigKey& key);
 void set_to_default(Config& config, const ConfigKey& key);
 
-/// What follows from --set for the rest of the config: keys that it leaves
-/// without use go back to their defaults, a warm-up or a trace that fewer steps
-/// have no room for becomes shorter or earlier.
+/// Applies the effects of --set on the rest of the config: keys without use go
+/// back to their defaults, and a warm-up or a trace becomes shorter or earlier
+/// to fit fewer steps.
 /// @param overridden  full names of the keys that --set gave; they stay.
 /// @return what was changed and why, a sentence each.
 std::vector<std::string> settle_overrides(

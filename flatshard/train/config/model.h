@@ -12,7 +12,7 @@ inline constexpr Word<std::optional<nn::RouterScore>>
         {"softmax", nn::RouterScore::softmax},
         {"sigmoid", nn::RouterScore::sigmoid}};
 
-/// What replaces the rotation's scaling of a preset or a config.json.
+/// The replacement of the rotation's scaling of a preset or a config.json.
 enum class RopeScalingChoice {
   from_shape,
   none,

@@ -2,7 +2,7 @@
 
 #include "flatshard/train/config.h"
 
-// What the rows of a table of keys are written with; only their files need it.
+// The writers of rows of a table of keys; only their files need them.
 namespace flatshard::config {
 
 template <class T>

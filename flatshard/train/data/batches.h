@@ -46,16 +46,16 @@ class Batches {
   /// failed.
   void load_next();
 
-  /// Of one microbatch: [local_batch_size, seq_len] int64 on the device, at the
-  /// same address in each step.
+  /// Returns the tokens of one microbatch: [local_batch_size, seq_len] int64 on
+  /// the device, at the same address in each step.
   at::Tensor tokens(std::int64_t microbatch) const;
   at::Tensor targets(std::int64_t microbatch) const;
   /// Undefined with data.packing = stream.
   nn::Documents documents(std::int64_t microbatch) const;
   /// The factor of a microbatch's mean loss, float32 [] on the device: its
-  /// targets over the mean of all microbatches and ranks of the step. With it
-  /// the step's loss is the mean over all targets. Undefined where no target
-  /// is ignored: all factors would be 1.
+  /// targets over the mean of all microbatches and ranks of the step. It makes
+  /// the step's loss the mean over all targets. Undefined where no target is
+  /// ignored: all factors would be 1.
   at::Tensor loss_weight(std::int64_t microbatch) const;
   /// The numbers of a microbatch's samples in the run, int64 [local_batch_size]
   /// on the device. Undefined without lora.dropout.

@@ -13,12 +13,12 @@
 
 namespace flatshard {
 
-/// What was measured of one document of a split.
+/// The measurements of one document of a split.
 struct DocumentLoss {
   std::int64_t index = 0;   ///< in the split
   std::int64_t tokens = 0;  ///< whose loss is taken
   double nats = 0;          ///< sum of their losses
-  /// Of the text of these tokens in UTF-8; unset: it is not known.
+  /// The bytes of the text of these tokens in UTF-8; unset: unknown.
   std::optional<std::int64_t> bytes;
 
   double loss() const { return nats / static_cast<double>(tokens); }

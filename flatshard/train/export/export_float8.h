@@ -13,11 +13,11 @@
 
 namespace flatshard {
 
-/// Weights in FP8 as DeepSeek-V3's folders hold them: a linear layer's `weight`
-/// [out, in] is F8_E4M3, beside it is `weight_scale_inv`
-/// [ceil(out / 128), ceil(in / 128)] F32, what the elements of a block are
-/// multiplied by. Everything else is bfloat16.
-/// Source: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3.
+/// Weights in FP8 in the form of DeepSeek-V3's folders. A linear layer's
+/// `weight` [out, in] is F8_E4M3. Next to it is `weight_scale_inv` [ceil(out /
+/// 128), ceil(in / 128)] F32, the factors of the elements of a block.
+/// Everything else is bfloat16. Source: README_WEIGHTS.md of
+/// deepseek-ai/DeepSeek-V3.
 class Float8Export {
  public:
   /// @param config  of the run: what its [float8] left in bfloat16 stays so.

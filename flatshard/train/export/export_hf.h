@@ -11,8 +11,8 @@ struct ExportOptions {
   std::int64_t step = -1;     ///< -1: the latest
   std::filesystem::path to;   ///< must not exist, or be an empty folder
   std::string dtype;          ///< torch's name; empty: as stored
-  bool fp8 = false;           ///< linear layers as Float8Export says
-  /// Of a run with adapters: whole weights with the adapters added, instead of
+  bool fp8 = false;           ///< linear layers by Float8Export
+  /// For a run with adapters: whole weights with the adapters added, instead of
   /// the adapters in peft's format.
   bool merge = false;
   std::uint64_t max_file_nbytes = 5'000'000'000;
@@ -21,7 +21,7 @@ struct ExportOptions {
 
 /// Writes the weights of a checkpoint as a Hugging Face folder: config.json,
 /// model.safetensors (or numbered files with their index), the tokenizer and
-/// generation_config.json (see export_tokenizer). Of a run with adapters it is
+/// generation_config.json (see export_tokenizer). For a run with adapters it is
 /// the folder of an adapter that peft loads, or with `merge` a model. The
 /// folder appears when it is whole. One tensor at a time is in memory.
 /// @return what was written, for the user.

@@ -21,7 +21,7 @@ struct GenerateOptions {
   std::int64_t seed = 0;
   std::int64_t batch_size = 8;  ///< prompts that run at a time
   std::string device = "auto";
-  /// Of weights and of kept keys and values: auto is the run's
+  /// The dtype of weights and of kept keys and values: auto is the run's
   /// precision.compute, and float32 for a Hugging Face folder.
   std::string dtype = "auto";
   /// The corpus whose tokenizer is used; empty: the run's data.train, or the

@@ -16,13 +16,13 @@
 #include "flatshard/models/lora_config.h"
 #include "flatshard/train/config.h"
 
-// What a run leaves, found by any of the paths that a user has of it.
+// The results of a run, found by any of the paths that a user has of it.
 namespace flatshard {
 
 inline constexpr const char* kHfConfig = "config.json";
 inline constexpr const char* kGenerationConfig = "generation_config.json";
 
-/// The folder of checkpoints that `path` means: that of the run whose
+/// Returns the folder of checkpoints of `path`: the folder of the run whose
 /// output_dir it is, else `path` itself.
 std::filesystem::path checkpoints_of(const std::filesystem::path& path);
 
@@ -64,9 +64,9 @@ struct StoredModel {
   /// Fills `out` (any float dtype and device) with a parameter or a router's
   /// bias, by its name.
   std::function<void(const std::string& name, const at::Tensor& out)> read;
-  /// Adapters that `read` knows besides the weights; not enabled: none.
+  /// Adapters that `read` has in addition to the weights; not enabled: none.
   models::LoraConfig lora;
-  std::string corpus;  ///< whose tokenizer it knows; may be empty
+  std::string corpus;  ///< whose tokenizer it has; may be empty
   /// How its documents became sequences.
   data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none

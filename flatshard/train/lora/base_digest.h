@@ -9,15 +9,15 @@
 
 namespace flatshard {
 
-/// A 64-bit digest of each parameter, by its main name: of its values rounded
-/// to bfloat16, whatever dtype and grid of ranks hold them. It tells two base
-/// models apart and is no cryptographic hash.
+/// A 64-bit digest of each parameter, by its main name: for its values rounded
+/// to bfloat16, whatever dtype and grid of ranks hold them. It distinguishes
+/// base models and is no cryptographic hash.
 using WeightDigests = std::map<std::string, std::uint64_t>;
 
-/// Of the main weights of `groups`. Collective; blocks.
+/// Returns the digests of the main weights of `groups`. Collective; blocks.
 WeightDigests digest_weights(const std::vector<ParamGroup*>& groups);
 
-/// Of a whole tensor.
+/// Returns the digest of a whole tensor.
 std::uint64_t digest_of(const at::Tensor& values);
 
 /// Text for a checkpoint's manifest, and back.

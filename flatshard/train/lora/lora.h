@@ -15,7 +15,7 @@ namespace flatshard {
 /// The adapters that [lora] describes; not enabled without lora.rank.
 models::LoraConfig lora_config(const Config& config);
 
-/// What a run has of its adapters besides their parameters.
+/// The adapters of a run in addition to their parameters.
 struct RunLora {
   models::LoraConfig config;
   std::size_t num_modules = 0;  ///< with an adapter

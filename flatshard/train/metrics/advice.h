@@ -15,9 +15,9 @@ std::int64_t activation_nbytes(
     const Config& config,
     const models::ModelConfig& model);
 
-/// Returns a line for each default that people regret: in runs of more than 500
+/// Returns a line for each default that users regret: in runs of more than 500
 /// steps no warm-up, no checkpoints, or all of them kept; and memory that comes
-/// near what the GPU has. Empty when there is nothing to say.
+/// near the GPU's. Empty when there is none.
 /// @param config           resolved.
 /// @param table_nbytes     the memory table's sum, of one rank.
 /// @param capacity_nbytes  of a rank's GPU; 0: a CPU.

@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// What an operator of torch took on the host, all its calls together.
+/// The host time of an operator of torch, all its calls together.
 struct HostOperator {
   std::string name;
   std::int64_t calls = 0;
@@ -14,7 +14,7 @@ struct HostOperator {
   std::int64_t all_ns = 0;
 };
 
-/// Returns a line for each of the first operators, with its own time and how
+/// Returns a line for each of the first operators, with its self time and how
 /// often it ran, without a line end after the last line.
 std::string to_string(const std::vector<HostOperator>& operators);
 

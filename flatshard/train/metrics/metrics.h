@@ -9,7 +9,7 @@
 namespace flatshard {
 
 /// How tokens were spread over experts in one step, over all ranks and
-/// microbatches. Of several layers the worst.
+/// microbatches. The worst layer counts.
 struct ExpertMetrics {
   double load = 1;     ///< the busiest expert's tokens over the mean's
   double dropped = 0;  ///< share of all choices
@@ -20,7 +20,7 @@ struct ExpertMetrics {
   std::optional<double> exchange_ms;
 };
 
-/// What a start of a run found, once for each attempt.
+/// The properties of a start of a run, once for each attempt.
 struct StartMetrics {
   std::int64_t done = 0;   ///< steps that earlier attempts trained
   std::int64_t steps = 0;  ///< of the whole run
@@ -32,9 +32,9 @@ struct StartMetrics {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
-/// What one logged step measured. Times are of the host's clock on this rank
-/// and per step; where several steps lie between two log lines the caller
-/// gives their mean.
+/// The measurements of one logged step. Times come from the host's clock on
+/// this rank, per step; where several steps are between two log lines the
+/// caller gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
   std::int64_t steps = 0;  ///< of the whole run; 0: not shown
@@ -66,14 +66,14 @@ struct StepMetrics {
 /// tokens are exchanged "  exchange 1.2ms", what compute waited for them.
 std::string format_step(const StepMetrics& metrics);
 
-/// What one validation found.
+/// The results of one validation.
 struct ValidationMetrics {
   std::int64_t step = 0;
   double loss = 0;  ///< nats, mean over the tokens of the sequences
-  /// Of byte tokens: all sequences' loss in bits, over the bytes among their
+  /// For byte tokens: all sequences' loss in bits, over the bytes among their
   /// targets (the ends of documents are none).
   std::optional<double> bits_per_byte;
-  /// Of a mixture: each corpus' folder and loss.
+  /// Each corpus' folder and loss, for a mixture.
   std::vector<std::pair<std::string, double>> parts;
 
   double perplexity() const;  ///< exp(loss)

@@ -16,8 +16,8 @@ struct HostOperator;   // train/metrics/host_operators.h
 struct ParameterNorm;  // diagnostics/norms.h
 struct StepProfile;    // diagnostics/step_profile.h
 
-/// Appends one JSON object a line to metrics.jsonl; every line is on its way
-/// to the file when the call returns, whole or not at all.
+/// Appends one JSON object a line to metrics.jsonl. Every line is on its way to
+/// the file when the call returns, whole or not at all.
 /// docs/reference/log_and_metrics.md describes all rows and fields.
 ///
 /// Every row has "step", "time" (UTC, ISO 8601) and "attempt", which counts how
@@ -36,8 +36,8 @@ class MetricsFile {
 
   int attempt() const { return attempt_; }
 
-  /// Marks all rows of steps after `step`: the run goes on from there. The file
-  /// is replaced in one step. @throws Error{io}.
+  /// Marks all rows of steps after `step`: the run continues from there. The
+  /// file is replaced in one step. @throws Error{io}.
   void mark_overtaken(std::int64_t step);
 
   /// A row {"step": done, "start": {"steps", "ranks", "device", "parameters",

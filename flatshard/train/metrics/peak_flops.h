@@ -5,9 +5,9 @@
 
 namespace flatshard {
 
-/// Peak of a GPU in FLOP/s for dense bfloat16 products that sum in float32,
-/// without sparsity; unset for one that the table does not have, and for a part
-/// of one (MIG).
+/// Returns the peak of a GPU in FLOP/s for dense bfloat16 products that sum in
+/// float32, without sparsity. It is unset for a GPU outside of the table, and
+/// for a part of one (MIG).
 ///
 /// @param device_name  the driver's, e.g. "NVIDIA H100 80GB HBM3".
 /// Source: NVIDIA's data sheets of A100, H100, H200, H20, L40S and B200 (HGX),

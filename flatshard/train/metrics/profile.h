@@ -18,13 +18,13 @@ class TraceRecorder {
   explicit TraceRecorder(at::Device device) : device_(device) {}
   void start();
   /// Waits for the device and writes a Chrome trace, making its folder. Streams
-  /// are named after what they are there for.
+  /// are named by their purpose.
   /// @return what ran on the GPU; empty without one.
   StepProfile stop(const std::filesystem::path& path);
-  /// After `stop`: the operators that took the host's time, those with the most
-  /// time of their own first. What other threads did is among them as far as
-  /// torch's profiler follows these: the backward is, the queues of a CPU's
-  /// streams are not.
+  /// After `stop`: the operators that took the host's time, ordered by their
+  /// self time. The work of other threads is among them as far as torch's
+  /// profiler follows these: the backward is, the queues of a CPU's streams are
+  /// not.
   const std::vector<HostOperator>& host_operators() const {
     return host_operators_;
   }

@@ -15,7 +15,7 @@ struct Progress {
   std::optional<double> loss;  ///< unset: not known yet
   std::int64_t tokens = 0;     ///< seen so far; 0: not shown
   double elapsed_s = 0;        ///< of the steps of this process
-  /// Of a step, by `flatshard plan`; unset: there is no plan.
+  /// The time of a step, by `flatshard plan`; unset: there is no plan.
   std::optional<double> planned_step_s;
 };
 

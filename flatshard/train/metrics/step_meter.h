@@ -13,7 +13,7 @@ namespace flatshard {
 /// and what throughput that is.
 class StepMeter {
  public:
-  /// What a step gets done.
+  /// The work of a step.
   struct Work {
     std::int64_t tokens = 0;  ///< of all ranks
     int num_ranks = 1;

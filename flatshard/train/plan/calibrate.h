@@ -22,16 +22,16 @@ struct CalibrateOptions {
   std::int64_t link_nbytes = 0;  ///< the largest buffer of a collective
   double seconds_per_point = 0;  ///< at least so long, after a warm-up
 
-  /// For GPUs; a minute in all.
+  /// Returns the options for GPUs; a minute in all.
   static CalibrateOptions for_gpus();
-  /// For a CPU, where figures only try the program out.
+  /// Returns the options for a CPU, where figures only try the program out.
   static CalibrateOptions for_cpus();
 };
 
 class CallTimer;
 
-/// Measures the rates of this rank's device, and with several ranks those of
-/// the links between them. What it does not measure (the network) stays 0.
+/// Measures the rates of this rank's device, and with several ranks the rates
+/// of the links between them. Unmeasured rates (the network) stay 0.
 /// Collective.
 /// @param report  called with what comes next, on every rank.
 plan::Gpu calibrate(

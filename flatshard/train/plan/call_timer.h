@@ -33,8 +33,8 @@ double seconds_in_a_row(
     int calls,
     const std::function<void()>& call);
 
-/// Returns bfloat16 numbers like those of training: power, and so clocks,
-/// depend on them.
+/// Returns bfloat16 numbers as in training: power, and so clocks, depend on
+/// them.
 at::Tensor normal_bf16(at::Device device, std::vector<std::int64_t> shape);
 
 }  // namespace flatshard

@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-/// What is known of a layer's weight, such as "self_attn.q_proj.weight" of
+/// The properties of a layer's weight, such as "self_attn.q_proj.weight" of
 /// layer 3.
 struct LayerWeights {
   /// Its FP8 recipe; empty: it is in bfloat16.
@@ -20,14 +20,14 @@ struct LayerWeights {
   std::function<bool(std::int64_t layer, std::string_view weight)> adapted;
 };
 
-/// What a rank computes and keeps for one microbatch, of each kind of layer: as
-/// the layers of flatshard/models run on CUDA. Sizes of activations are those
-/// that autograd saves.
+/// Adds a rank's work and memory for one microbatch, of each kind of layer: as
+/// the layers of flatshard/models run on CUDA. Sizes of activations are the
+/// sizes that autograd saves.
 ///
-/// @param config  resolved.
-/// Layers whose weights are in FP8 and have adapters alike are of one kind.
-/// With adapters the other weights are frozen, and of those kinds the first
-/// layer, whose input has no gradient, is another one.
+/// @param config  resolved. Layers whose weights are in FP8 and have adapters
+/// alike are of one kind. A run with adapters freezes the other weights, and
+/// the first layer of each such kind, whose input has no gradient, is another
+/// kind.
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,

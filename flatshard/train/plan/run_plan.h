@@ -48,17 +48,17 @@ std::optional<double> planned_step_seconds(
     std::int64_t ranks,
     at::Device device);
 
-/// What a picture of the step says below its title, on one line.
+/// Returns the text of a picture of the step below its title, on one line.
 std::string picture_text(const RunPlan& plan);
 
-/// For people.
+/// Returns a text for people.
 /// @param tokens  how many the run trains on; unset: not said.
 std::string to_string(
     const RunPlan& plan,
     const PlannedMachines& machines,
     const std::optional<double>& tokens);
 
-/// For programs: one object.
+/// Returns one object for programs.
 std::string to_json(
     const RunPlan& plan,
     const PlannedMachines& machines,

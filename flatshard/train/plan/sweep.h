@@ -38,16 +38,16 @@ struct Sweep {
   std::int64_t num_refused = 0;       ///< that the trainer refuses
 };
 
-/// Plans `config` in all ways that make sense on these machines: strategies,
-/// replicas of shards (HSDP), degrees of tensor parallelism inside a host,
-/// recompute, sequences of a microbatch, degrees of experts and of their width
-/// with and without overlap, and FP8 for the fastest. What the config says of
-/// other keys stays. A set training.global_batch_size stays too, and
-/// ways that do not divide it are left out.
+/// Plans `config` in all ways that make sense on these machines. They vary
+/// strategies, replicas of shards (HSDP), degrees of tensor parallelism inside
+/// a host, recompute and sequences of a microbatch. They also vary degrees of
+/// experts and of their width with and without overlap, and FP8 for the
+/// fastest. Other keys of the config stay. A set training.global_batch_size
+/// stays too, and ways that do not divide it are left out.
 /// @throws Error{config} where the config is wrong for these ranks as it is.
 Sweep sweep(const Config& config, const PlannedMachines& machines);
 
-/// As two tables.
+/// Returns two tables.
 std::string to_string(const Sweep& sweep, const PlannedMachines& machines);
 std::string to_json(const Sweep& sweep, const PlannedMachines& machines);
 
