@@ -49,7 +49,7 @@ struct Span {
 /// the GPU evenly, as if they ran one after the other. Compute and transfers
 /// are slower while both run, and transfers over one link share it.
 /// @param contention  whose part for compute counts. Operation::beside_compute
-/// has the transfers' part.
+///   has the transfers' part.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

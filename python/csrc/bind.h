@@ -5,9 +5,9 @@
 #include <memory>
 #include <utility>
 
-// The binding holds no logic of its own: it translates types, releases the GIL
-// around everything that may wait, and lets Python see the nouns of the core.
-// One bind_<folder> per folder of flatshard/ that Python sees.
+// The binding has no logic: it translates types, releases the GIL around
+// everything that may wait, and shows the nouns of the core to Python. One
+// bind_<folder> per folder of flatshard/ that Python sees.
 namespace flatshard::python {
 
 namespace py = pybind11;

@@ -5,9 +5,9 @@
 
 namespace flatshard::python {
 
-/// The tensors inside `object`: a tensor, any nesting of tuples, lists, dicts
-/// and dataclasses, and what torch.utils._pytree knows (ModelOutput). In order.
-/// With the GIL.
+/// Collects the tensors inside `object`: a tensor, any nesting of tuples,
+/// lists, dicts and dataclasses, and the containers of torch.utils._pytree
+/// (ModelOutput). In order. Called with the GIL.
 void collect_tensors(py::handle object, nn::TensorList& out);
 
 }  // namespace flatshard::python

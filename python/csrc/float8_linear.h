@@ -17,10 +17,9 @@ namespace flatshard::python {
 //   flatshard::float8_linear(x, weight, bias) -> y
 //   flatshard::float8_linear_backward(grad, x, weight, needs_input) -> dx
 //
-// Their `weight` has no values: its planes are those of the Runtime that has
-// it. The second writes the gradient of the weight to where it is reduced, or
-// adds it there, which nobody sees who looks at its results: Python registers
-// it as an effect.
+// Their `weight` has no values: its planes belong to the Runtime that has it.
+// The second writes the gradient of the weight where it is reduced, or adds it
+// there. Its results do not show that, so Python registers it as an effect.
 
 /// The FP8 weights of a runtime, as the operators find them: by their storages,
 /// since autograd and compilers pass other tensors over these.
@@ -42,9 +41,9 @@ class Float8Weights {
   std::vector<const c10::StorageImpl*> storages_;
 };
 
-/// flatshard::float8_linear for a caller whose tensors tell by their versions
-/// when they are written, which those of compiled code do not: layers with the
-/// same input quantize it once.
+/// Runs flatshard::float8_linear for a caller whose tensors show writes by
+/// their versions, which tensors of compiled code do not: layers with the same
+/// input quantize it once.
 at::Tensor float8_linear_sharing(
     const at::Tensor& x,
     const at::Tensor& weight,

@@ -41,9 +41,9 @@ class GradViews {
   /// releases it; then calls the hooks that show_reduced left. After a
   /// backward.
   void show();
-  /// The unit's gradients were reduced in a backward that goes on: shows them
-  /// and calls the hooks, on the current stream. Those of which this rank had
-  /// none wait for show(): only then it is known whether others had one.
+  /// The unit's gradients were reduced in a backward that continues: shows them
+  /// and calls the hooks, on the current stream. Gradients that this rank had
+  /// none of wait for show(): only then it is known whether others had one.
   void show_reduced();
   /// From here on the `.grad`s alone keep the gradients.
   void release();
@@ -83,7 +83,7 @@ class GradViews {
   py::object rows_of_;
   std::vector<Indices> members_;  ///< of each group; none of frozen ones
   std::vector<WeakTensor> shown_;
-  /// What happened to a group in the backward that runs.
+  /// The stage of a group in the backward that runs.
   enum class Stage { waits, reduced, shown };
   struct Progress {
     Stage stage = Stage::waits;

@@ -13,7 +13,7 @@ namespace flatshard::python {
 /// its unit computes, the shard (a DTensor) otherwise, with its gradient after
 /// a backward.
 ///
-/// Lives in the runtime as an observer, which calls it with its lock held and
+/// Belongs to the runtime as an observer, which calls it with its lock held and
 /// mostly without the GIL. It never calls the runtime.
 class ParameterViews : public StepObserver,
                        public GradientObserver,
@@ -33,8 +33,8 @@ class ParameterViews : public StepObserver,
     py::object face(bool whole_one) const;
   };
 
-  /// What it needs of each unit. The unit's module owns the gradients' views,
-  /// which own the runtime.
+  /// The views of each unit. The unit's module owns the gradients' views, which
+  /// own the runtime.
   struct UnitViews {
     std::vector<Place> places;
     std::weak_ptr<GradViews> grads;
@@ -74,23 +74,23 @@ class ParameterViews : public StepObserver,
   void set_keeps(UnitId unit, bool keeps) { units_.at(unit).keeps = keeps; }
   /// The whole parameters of `unit` always have memory.
   void set_resident(UnitId unit) { units_.at(unit).is_resident = true; }
-  /// A capture calls the unit's modules, or did: the whole ones show. With the
-  /// GIL, while no forward and no backward is open.
+  /// A capture calls the unit's modules, or did: the whole ones show. Called
+  /// with the GIL, while no forward and no backward is open.
   void capture(UnitId unit, bool captures);
   bool captures() const { return captures_; }
   bool runs_hooks() const { return runs_hooks_; }
-  /// The backward that is open goes on in another one, and its reductions are
-  /// not joined: gradients show after that. With the GIL.
+  /// The open backward continues in another one, and its reductions are not
+  /// joined: gradients show after that. Called with the GIL.
   void backward_goes_on() { goes_on_ = true; }
   /// @throws Error{usage} for hooks that would see gradients before.
   void check_may_go_on() const;
-  /// Somebody put another tensor into a place. With the GIL.
+  /// Somebody put another tensor into a place. Called with the GIL.
   bool shows_others() const;
   /// Somebody froze a parameter, or unfroze one, and the whole one does not
   /// follow yet.
   bool trains_others() const;
 
-  // As StepObserver, GradientObserver and SlotObserver.
+  // The functions of StepObserver, GradientObserver and SlotObserver.
   void forward_begins() override;
   void backward_begins() override;
   void backward_began(Unit& unit, CallId call) override;
@@ -119,7 +119,8 @@ class ParameterViews : public StepObserver,
     bool is_kept = false;  ///< they show since a forward
     /// requires_grad of the whole ones, when they began to be kept.
     std::vector<bool> trained;
-    /// Those of the places, and their versions when they began to show.
+    /// The unsharded tensors of the places, and their versions when they began
+    /// to show.
     std::vector<at::Tensor> wholes;
     std::vector<std::uint32_t> versions;
     /// A hook may have dropped the gradients of the backward that runs.
@@ -132,7 +133,7 @@ class ParameterViews : public StepObserver,
   void end_kept(State& state);
   void call_shown(Unit& unit, const char* function);
   void end_waits();
-  /// Calls what(GradViews&) for each unit whose module still lives.
+  /// Calls what(GradViews&) for each unit whose module still exists.
   template <class F>
   void for_all_grads(F&& what);
 

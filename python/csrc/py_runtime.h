@@ -18,7 +18,7 @@
 
 namespace flatshard::python {
 
-/// What may be freed by a thread without the GIL.
+/// Returns an object that a thread without the GIL may free.
 std::shared_ptr<py::object> held_with_gil(py::object object);
 
 /// The Runtime and what Python sees of its parameters.
@@ -31,7 +31,7 @@ class PyRuntime {
     std::vector<ParameterViews::Place> places;
     std::shared_ptr<GradViews> grads;
   };
-  /// What the root is told.
+  /// The callbacks of the root.
   struct Callbacks {
     py::object before_forward;
     py::object before_backward;
@@ -67,7 +67,7 @@ class PyRuntime {
   /// UnitCalls::keeps_inner of the tensors inside `output`.
   void keeps_inner(UnitId unit, py::handle output);
   void unshard(UnitId unit, bool awaits);
-  /// A replay's outputs, if it was one, and whether the caller is to tell of
+  /// A replay's outputs, if it was one, and whether the caller should report
   /// the forward that it runs.
   using Outcome = std::pair<std::optional<nn::TensorList>, bool>;
   Outcome graph_forward(
@@ -90,18 +90,18 @@ class PyRuntime {
   /// Modules show the shards of `unit` outside of its forward and backward; its
   /// whole parameters stay where they are. Not a collective.
   void show_shards(UnitId unit);
-  /// As UnitCalls::backward_pass.
+  /// Returns UnitCalls::backward_pass.
   std::unique_ptr<PyBackwardPass> backward_pass() const;
   /// Name, 2-norm of the weight, and of the gradient if there is one.
   using Norm = std::tuple<std::string, double, std::optional<double>>;
   std::vector<Norm> parameter_norms();
   /// Kind, unit, plane, part (-1: whole), "forward" or "backward", bytes of a
-  /// gather. What was done since the last call.
+  /// gather. Returns the actions since the last call.
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
-  /// What is done is kept until take_trace. Without it: until the forward or
-  /// unshard that did it returns, or the next one begins, unless a
+  /// Keeps the actions until take_trace. Otherwise they are kept until the
+  /// forward or unshard that ran them returns, or the next one begins, unless a
   /// TorchDispatchMode is active.
   void set_keeps_trace(bool keeps) { keeps_trace_ = keeps; }
   /// SharedRows::counts.

@@ -18,11 +18,11 @@ class PyUnit {
   /// One parameter to shard.
   struct Member {
     std::string name;
-    /// What modules compute with: GroupParameter::tensor.
+    /// The tensor that modules compute with: GroupParameter::tensor.
     at::Tensor whole;
     at::Tensor values;  ///< as they are stored
-    /// Absent: the parameter's own, as for those of which nothing is computed:
-    /// integers, bool, float8.
+    /// Absent: the parameter's own, as for tensors of which nothing is
+    /// computed: integers, bool, float8.
     std::optional<at::ScalarType> compute_dtype;
     at::ScalarType reduce_dtype = at::kFloat;  ///< of gradients on the wire
     bool float8 = false;                       ///< it is gathered as FP8
@@ -30,24 +30,25 @@ class PyUnit {
     std::int64_t apart = 0;  ///< GroupParameter::apart
     bool has_weights = true;
     /// dim0: cut between slices along the first dimension, which a DTensor can
-    /// say; chunk: as torch.chunk cuts; tensor: never cut.
+    /// express; chunk: as torch.chunk cuts; tensor: never cut.
     Granularity granularity;
   };
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
-    /// Without precision, which is each parameter's, and keep_compute_weights.
+    /// Its precision, which is each parameter's, and keep_compute_weights are
+    /// not set.
     ParamGroupOptions group;
     /// Some layers call PyRuntime::linear.
     bool grads_in_place = false;
-    /// Those of the peers read compute weights, which are kept for it.
+    /// The peers' copy engines read compute weights, which are kept for it.
     bool copy_engines = false;
-    /// Of the members that are FP8.
+    /// The format of the members that are FP8.
     std::optional<Float8Format> float8;
     /// Where the members rest, a part of the unit's mesh; null: on all of it.
     std::shared_ptr<Mesh> part;
-    /// With `part`: each rank's members are slice `which` of `number` equal
-    /// ones of larger tensors, along dimension 0.
+    /// The number of slices when `part` is set: each rank's members are slice
+    /// `which` of `number` equal ones of larger tensors, along dimension 0.
     std::int64_t number_of_slices = 1;
     std::int64_t which_slice = 0;
   };
@@ -82,8 +83,8 @@ class PyUnit {
   /// coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
 
-  /// The members of `other` come behind those of this one, in groups of their
-  /// own. Before `adopt` of either; nothing is left in `other`.
+  /// Appends the members of `other` to the members of this one, in separate
+  /// groups. Before `adopt` of either; nothing is left in `other`.
   void join(PyUnit& other);
 
   /// Some layers call PyRuntime::linear. Before `adopt`.
@@ -128,7 +129,7 @@ at::ScalarType dtype_of(const py::object& dtype);
 /// The groups of the units, in their order.
 std::vector<ParamGroup*> groups_of(
     const std::vector<std::shared_ptr<PyUnit>>& units);
-/// Those of them that are trained.
+/// Returns the groups among them that are trained.
 std::vector<ParamGroup*> trainable_groups_of(
     const std::vector<std::shared_ptr<PyUnit>>& units);
 

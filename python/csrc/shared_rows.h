@@ -17,7 +17,7 @@ namespace flatshard::python {
 /// (q, k and v; gate and up) quantize it once.
 ///
 /// The same is the same tensor with the same memory on the same stream, not
-/// written since as far as its version tells. What was made of it is kept until
+/// written since according to its version. Its derived tensors are kept until
 /// the next input comes, or `forget`.
 class SharedRows {
  public:
@@ -25,7 +25,7 @@ class SharedRows {
 
   /// @param x  [..., n]
   Rows of(const at::Tensor& x, bool in_backward);
-  /// Those of forwards, or all.
+  /// Forgets the inputs of forwards, or all.
   void forget(bool backwards_too);
   /// How many inputs there were, and how many calls found theirs.
   std::pair<std::int64_t, std::int64_t> counts() const;

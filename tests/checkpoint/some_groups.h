@@ -12,8 +12,8 @@
 
 namespace flatshard::testing {
 
-/// Parameters of one group, whatever the mesh. Those of a group that is not on
-/// all of it have a placement with a mesh.
+/// Parameters of one group, whatever the mesh. Parameters of a group that is
+/// not on all of it have a placement with a mesh.
 struct SomeGroup {
   std::vector<GroupParameter> parameters;
   bool trainable = true;
@@ -70,7 +70,7 @@ struct SomeGroups {
     optimizer = std::make_unique<AdamW>(groups, AdamWOptions{});
   }
 
-  /// What element `i` of a tensor is in these tests, exact in any dtype.
+  /// Returns element `i` of a tensor in these tests, exact in any dtype.
   static float value(const std::string& role, const std::string& name, int i) {
     const std::size_t seed = std::hash<std::string>()(role + "/" + name);
     return static_cast<float>((seed + static_cast<std::size_t>(i) * 37) % 251);

@@ -31,7 +31,7 @@ struct Result {
   int code = -1;
   std::string output;  ///< standard output and error together
 
-  /// Lines that say what went wrong.
+  /// Returns the lines with errors.
   std::vector<std::string> errors() const {
     static const std::regex kError(R"(^(\[rank[^\]]*\] )*error: .*)");
     std::vector<std::string> found;

@@ -15,11 +15,11 @@ struct PlannedExchange {
   const nn::ExchangePlanPtr& plan;
 };
 
-/// Tokens arrive, and their rows are added up, bit for bit as those of
-/// `expected`, of which each rank has counted as many rows for each expert.
+/// Checks that tokens arrive, and that their sums equal `expected`'s bit for
+/// bit. Each rank has counted as many rows for each expert there.
 ///
-/// @param counts  int32 [experts] that both plans are of; rows behind their sum
-///   are dropped.
+/// @param counts  int32 [experts] of both plans; rows after their sum are
+///   dropped.
 /// @param dtype   of tokens, which have 5 columns
 inline void expect_equal_exchanges(
     const PlannedExchange& expected,

@@ -8,7 +8,7 @@
 
 namespace flatshard::testing {
 
-/// What goes wrong on one rank, in step kFaultStep.
+/// The fault of one rank, in step kFaultStep.
 enum class Fault {
   none,
   kill,         ///< SIGKILL
@@ -16,7 +16,7 @@ enum class Fault {
   exit,         ///< leaves the program as if it were done
   exception,    ///< throws
   no_memory,    ///< throws what torch does when memory is used up
-  hang,         ///< computes on and on, until it is told
+  hang,         ///< computes on and on, until the end
   device_hang,  ///< its GPU does, for much longer than the timeout
   skip_unit,    ///< leaves out a block
   other_order,  ///< swaps two blocks
@@ -38,7 +38,7 @@ struct FaultCase {
   bool whole_step = false;    ///< the step of the fault is a graph's replay
   std::vector<std::int64_t> mesh;  ///< axis sizes; empty: one axis
   int steps = 6;
-  /// What the other ranks compute before the step of the fault.
+  /// The compute of the other ranks before the step of the fault.
   std::chrono::milliseconds others_compute{0};
   std::chrono::seconds timeout{4};
 };
@@ -49,9 +49,8 @@ struct FaultReport {
   std::string message;  ///< of its Error; empty: none came
 };
 
-/// Trains a toy model of blocks over `world` processes with a watcher while
-/// one of them does wrong. A process that does not end by itself has
-/// outcome.signal set.
+/// Trains a toy model of blocks over `world` processes with a watcher while one
+/// of them does wrong. A process that had to be killed has outcome.signal set.
 std::vector<FaultReport> run_with_fault(const FaultCase& options);
 
 /// Any function on `world` processes; what it throws is the message.

@@ -7,7 +7,7 @@
 
 #include "flatshard/float8/quantize.h"
 
-// What the tests of the CPU and of CUDA share.
+// The common parts of the tests of the CPU and of CUDA.
 namespace flatshard::float8 {
 
 inline constexpr Recipe kRecipes[] = {

@@ -1,6 +1,6 @@
 #pragma once
-// What a program may do besides its steps, for both kinds of graphs, and how
-// runs are compared.
+// The actions of a program in addition to its steps, for both kinds of graphs,
+// and how runs are compared.
 #include "flatshard/graphs/model_graphs.h"
 #include "tests/graphs/graph_training.h"
 

@@ -31,7 +31,7 @@ struct GraphCase {
   int prefetch = 1;
   int post_forward_ranks = 0;
   bool graphs = true;
-  /// By StepGraph instead of by regions.
+  /// Runs by StepGraph instead of by regions.
   bool whole_step = false;
   bool miss_is_error = false;
   bool audit = false;
@@ -41,7 +41,7 @@ struct GraphCase {
   int world() const;
 };
 
-/// What one rank saw.
+/// The results of one rank.
 struct GraphRun {
   std::vector<double> losses;         ///< by microbatch
   std::vector<at::Tensor> gradients;  ///< by step and group, on the host
@@ -54,11 +54,11 @@ class GraphTraining;
 struct GraphHooks {
   /// Before step `step`.
   std::function<void(GraphTraining& training, int step)> before_step;
-  /// Of microbatch `m` of the step, between forward and backward. Not in what
-  /// a StepGraph replays.
+  /// Called for microbatch `m` of the step, between forward and backward. It is
+  /// not part of a StepGraph's replay.
   std::function<void(GraphTraining& training, int step, at::Tensor& loss)>
       before_backward;
-  /// Behind the backwards of step `step`, before clipping and optimizer.
+  /// Called after the backwards of step `step`, before clipping and optimizer.
   std::function<void(GraphTraining& training, int step)> before_update;
 };
 
@@ -85,7 +85,7 @@ class GraphTraining {
 
   nn::TensorList batch(int step, int microbatch, std::int64_t rows) const;
   at::Tensor loss_of(const at::Tensor& in, const at::Tensor& targets);
-  /// The losses of all microbatches, behind their backwards.
+  /// Returns the losses of all microbatches, after their backwards.
   nn::TensorList forward_backward(
       const nn::TensorList& inputs,
       const std::function<void(at::Tensor&)>& before_backward);
@@ -108,8 +108,8 @@ GraphRun train_graphs(const GraphCase& c, const GraphHooks& hooks = {});
 std::vector<GraphCase> pairwise_graph_cases();
 /// All values of all options, on one axis of `world` ranks.
 std::vector<GraphCase> all_graph_cases(int world);
-/// The same of whole steps. Without recomputation that draws random numbers,
-/// which they refuse.
+/// Returns the same for whole steps. Cases whose recomputation draws random
+/// numbers are left out, since steps reject them.
 std::vector<GraphCase> pairwise_step_cases();
 std::vector<GraphCase> all_step_cases(int world);
 /// Where in all_step_cases the former are.

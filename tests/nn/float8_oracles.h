@@ -7,7 +7,7 @@
 
 #include "flatshard/nn/float8_fused.h"
 
-// What the tests of fused kernels feed them, and the same in float32.
+// The inputs of the tests of fused kernels, and the same in float32.
 namespace flatshard::nn {
 
 inline std::vector<float8::Quantizer> float8_quantizers() {
@@ -55,8 +55,8 @@ struct Float8Inputs {
   at::Tensor gate, up, dy, weight;
 };
 
-/// Rows alone and columns alone, by the amax that making both found, are the
-/// planes of both; those of a norm in its backward too.
+/// Checks that rows alone and columns alone, by the amax that making both
+/// found, equal the planes of both, for a norm also in its backward.
 inline void expect_single_planes(
     const Float8Inputs& in,
     const float8::Quantizer& q,
@@ -98,8 +98,8 @@ inline void expect_near(
   const auto check = [&](const float8::Plane& plane, const at::Tensor& exact) {
     const at::Tensor got =
         float8::dequantize(plane, recipe).cpu().narrow(1, 0, exact.size(1));
-    // Beside the relative error half of the least subnormal: 2^-10 of 448 is
-    // the largest part of amax that it can be.
+    // In addition to the relative error half of the least subnormal: 2^-10 of
+    // 448 is the largest part of amax that it can be.
     const double least = exact.abs().max().item<double>() * 0x1p-10 / 448 * 2;
     const at::Tensor error = (got - exact).abs();
     const at::Tensor bound = exact.abs() * (0x1p-4 + 0x1p-6) + least;

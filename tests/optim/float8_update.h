@@ -48,15 +48,16 @@ struct Float8UpdateCase {
   }
 };
 
-/// Runs that fill blocks of threads, share one, and leave padding between them;
-/// rows of 48 and of 128 elements, from the middle of a weight on.
+/// Returns runs that fill blocks of threads, share one, and leave padding
+/// between them. They have rows of 48 and of 128 elements, from the middle of a
+/// weight on.
 inline std::vector<Float8UpdateCase> float8_update_cases() {
   std::vector<Float8UpdateCase> all;
   for (const std::int64_t rows : {4, 64, 3000}) {
     const auto at = [&](const std::string& name) {
       return name + " of " + std::to_string(rows) + " rows";
     };
-    // Two weights, 16 elements of padding behind each.
+    // Two weights, 16 elements of padding after each.
     const std::int64_t n = rows * 48;
     const std::int64_t m = rows * 128;
     const std::int64_t second = n + 16;
@@ -83,7 +84,7 @@ inline std::vector<Float8UpdateCase> float8_update_cases() {
               .amax = rows + 5,
               .amax_stride = 1}),
          2 * rows + 5});
-    // Of rows of 384, 100 rows above.
+    // A weight with rows of 384, 100 rows above.
     const std::int64_t wide = (100 + rows + 127) / 128 * 4;
     all.push_back(
         {at("blocks"),

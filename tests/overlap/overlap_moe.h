@@ -20,8 +20,8 @@ namespace flatshard::testing {
 
 class MoeOverlapTrainer;
 
-/// A small model, a dense layer and two with experts unless it says something
-/// else, and how it is trained.
+/// A small model, by default with a dense layer and two with experts, and how
+/// it is trained.
 struct MoeOverlapCase {
   std::string strategy = "zero3";
   int edp = 2;  ///< ranks that shard the same experts
@@ -36,12 +36,12 @@ struct MoeOverlapCase {
   int steps = 3;
   int max_delay_us = 200;
   bool with_runner = true;  ///< false: plain accumulation
-  /// Those that are graphs, behind kWarmupSteps.
+  /// The regions that are graphs, after kWarmupSteps.
   std::set<std::string> regions;
   static constexpr int kWarmupSteps = 2;
   /// Attention is kept where a layer is recomputed (options.recompute).
   bool selective = false;
-  /// What else is different, if anything.
+  /// Other differences, if any.
   std::function<void(FullyShardOptions& sharding)> change;
   std::function<void(models::ModelConfig& model)> change_model;
   /// Makes the tokens of a microbatch of random ones.
@@ -87,7 +87,7 @@ class MoeOverlapTrainer {
 struct MoeOverlapResult {
   std::map<std::tuple<int, int, int>, double> losses;  ///< step, rank, microb.
   std::map<std::string, std::vector<float>> weights;
-  /// By rank: how often the layers' experts were chosen.
+  /// For each rank, how often the layers' experts were chosen.
   std::map<int, std::vector<std::int64_t>> counts;
   std::map<int, GraphStats> graphs;  ///< by rank
 };

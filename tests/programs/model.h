@@ -12,7 +12,7 @@
 
 namespace flatshard::testing {
 
-/// What flows between the modules of a random program: a unit's inputs and
+/// The data between the modules of a random program: a unit's inputs and
 /// outputs are nested.
 struct Bundle {
   at::Tensor x;                   ///< [batch, dim]
@@ -30,8 +30,8 @@ struct Situation {
   int step = 0;
   int microbatch = 0;
   int rank = 0;
-  /// Whether a unit's outputs want gradients may not differ between ranks. With
-  /// parameters that only some ranks use, the inputs see to that.
+  /// Whether a unit's outputs want gradients may not differ between ranks. The
+  /// inputs ensure that when only some ranks use parameters.
   bool inputs_want_grad = false;
   /// Nor may it depend on the rank whether a call is dead, as it would with a
   /// unit that returns its own input on some.
@@ -46,8 +46,8 @@ struct Situation {
 ///     {"unit": true, "ops": [{"op": "linear"}, {"op": "child", "a": 0}],
 ///      "children": [{...}]}
 ///
-/// `a` and `b` name children by index. Each operation takes and gives a
-/// Bundle; docs are beside their names in model.cpp.
+/// `a` and `b` name children by index. Each operation takes and gives a Bundle;
+/// docs are next to their names in model.cpp.
 class NodeImpl : public nn::Module {
  public:
   NodeImpl(
@@ -93,7 +93,7 @@ struct ProgramModel {
   ///   detached  each takes the same without its gradient, and adds to it
   ///   sum       all take `in`
   Bundle operator()(Bundle in);
-  /// What precedes the names of a model's parameters.
+  /// Returns the prefix of a model's parameters.
   static std::string prefix_of(std::size_t model);
 
   std::shared_ptr<Situation> situation = std::make_shared<Situation>();

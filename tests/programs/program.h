@@ -18,9 +18,9 @@ namespace flatshard::testing {
 ///      "model": {...},
 ///      "steps": [{"no_sync": false, "micro": ["fb", "eval", "ffbb"]}]}
 ///
-/// "post_forward_ranks" may be there as well; see ParamGroupOptions.
-/// With more models than one, "others" has them and "link" says how a step runs
-/// through them (see ProgramModel).
+/// "post_forward_ranks" may be there as well; see ParamGroupOptions. For
+/// several models, "others" has them and "link" selects how a step runs through
+/// them (see ProgramModel).
 ///
 /// The same seed gives the same program on every machine.
 nlohmann::json
@@ -33,23 +33,23 @@ int world_of(const nlohmann::json& program);
 std::vector<MeshAxis> axes_of(const nlohmann::json& program);
 
 struct ProgramResult {
-  /// False when plain autograd refuses the program too: it says nothing.
+  /// False when plain autograd rejects the program too: it proves nothing.
   bool valid = true;
-  /// What differs from the unsharded twin on this rank, or broke an invariant.
+  /// Differences from the unsharded twin on this rank, and broken invariants.
   std::vector<std::string> problems;
-  /// For comparison between the ranks.
+  /// Compared between the ranks.
   std::vector<CollectiveRecord> collectives;
 };
 
-/// Runs a program on this rank, sharded over `mesh` and plain, and compares
-/// the gradients before and the weights after every step. `log` is the mesh's.
-/// What the sharded model throws without being meant to is a problem too.
+/// Runs a program on this rank, sharded over `mesh` and plain, and compares the
+/// gradients before and the weights after every step. `log` is the mesh's. An
+/// unintended exception of the sharded model is a problem too.
 ProgramResult run_program(
     const nlohmann::json& program,
     const std::shared_ptr<Mesh>& mesh,
     const std::shared_ptr<CollectiveLog>& log);
 
-/// What the ranks' results say together; empty when all is well.
+/// Returns the problems of all ranks' results together; empty when all is well.
 std::vector<std::string> problems_of(const std::vector<ProgramResult>& ranks);
 
 }  // namespace flatshard::testing

@@ -33,10 +33,10 @@ struct Float8Case {
   bool offload = false;
   bool keep_compute_weights = true;
   CopyEngines copy_engines;
-  /// Each step is a graph, behind those of warm-up: one, and one with the parts
+  /// Each step is a graph, after two warm-up steps: one, and one with the parts
   /// that its recomputation taught.
   bool whole_step = false;
-  /// Regions that are graphs, behind the same warm-up.
+  /// Regions that are graphs, after the same warm-up.
   std::set<std::string> regions;
   bool poison = false;
   bool freezes_attention = false;
@@ -48,7 +48,7 @@ struct Float8Case {
 };
 
 struct Float8Run {
-  /// By step and microbatch of all ranks, in rank order.
+  /// The key is a step and microbatch of all ranks, in rank order.
   std::map<std::pair<int, int>, double> losses;
   std::map<std::string, std::vector<float>> weights;
   std::vector<Action> last_step;
@@ -61,7 +61,7 @@ void expect_same_run(const Float8Run& a, const Float8Run& b);
 
 /// Every recipe, with both kinds of columns where it has them.
 std::vector<Float8Format> float8_formats();
-/// For names of parameterized tests.
+/// Returns the name for parameterized tests.
 std::string name_of_format(const Float8Format& format);
 
 models::Llama make_llama(models::ActivationCheckpoint checkpoint);

@@ -25,13 +25,13 @@ struct MoeRun {
   bool reshard_after_forward = true;
   double capacity_factor = 0;
   double max_norm = 1e6;  ///< clips nothing
-  /// Not none: the last axis of the mesh is that of experts, or the last but
-  /// one, see cuts_width.
+  /// Not none: the last axis of the mesh is for experts, or the last but one,
+  /// see cuts_width.
   MoeExchange exchange = MoeExchange::none;
   /// The ranks along the last axis of the mesh divide the width of experts.
   bool cuts_width = false;
-  /// One product over the tokens of two ranks is rounded to bfloat16 once,
-  /// those of two microbatches twice: only float32 can show the same bits.
+  /// One product over the tokens of two ranks is rounded to bfloat16 once, two
+  /// microbatches' products twice: only float32 can be bitwise identical.
   bool float32 = exchange != MoeExchange::none;
   bool aux_loss = true;  ///< and z loss
   bool bias = true;      ///< of the routers, moved by the load after each step
@@ -39,7 +39,7 @@ struct MoeRun {
   /// product.
   bool groups_by_rank = true;
   std::uint64_t delay_seed = 3;
-  /// Behind one step, of `regions`.
+  /// After one step, of `regions`.
   bool graphs = false;
   std::set<std::string> regions{"attn", "mlp", "moe_router"};
   int steps = 3;
@@ -82,10 +82,10 @@ struct MoeDistance {
 /// Infinite where the routers' biases differ, or what there is to compare.
 MoeDistance moe_distance(const MoeResult& got, const MoeResult& want);
 
-/// What a run may differ from its reference by. A sum of n addends in another
-/// order differs by n * eps of them at most, and clipping and AdamW hand that
-/// on to the weights in each of the 3 steps. Two ranks with a microbatch each
-/// have one order, whoever adds: 0.
+/// Returns the tolerance of a run's difference from its reference. A sum of n
+/// addends in another order differs by n * eps of them at most. Clipping and
+/// AdamW hand that on to the weights in each of the 3 steps. Two ranks with a
+/// microbatch each have one order, whoever adds: 0.
 double moe_tolerance(const MoeRun& run);
 
 }  // namespace flatshard::testing

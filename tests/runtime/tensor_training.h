@@ -21,7 +21,7 @@ namespace flatshard::testing {
 struct TensorRun {
   std::string model = "llama";  ///< one of tensor_models(), or "wide"
   std::string strategy = "zero3";
-  int replicate = 1;  ///< above 1: an axis of its own
+  int replicate = 1;  ///< above 1: a separate axis
   int dp = 1;
   int tp = 1;
   int ep = 1;   ///< ranks that divide the experts
@@ -55,7 +55,8 @@ struct TensorRun {
 };
 
 struct TensorResult {
-  /// By (step, microbatch of all data ranks); the same of all tp ranks.
+  /// The key is (step, microbatch of all data ranks); all tp ranks have the
+  /// same.
   std::map<std::pair<int, int>, double> losses;
   std::map<std::pair<int, int>, double> norms;  ///< by (step, rank)
   std::map<std::string, std::vector<float>> weights;
@@ -79,10 +80,11 @@ TensorResult train_tensor(const TensorRun& run);
 /// The same sequences on one rank, with nothing sharded or recomputed.
 TensorRun tensor_reference(const TensorRun& run);
 
-/// How far two runs are apart: the largest difference of a loss, of a norm
-/// relative to it, or of a weight relative to the parameter's largest one where
-/// that is above 1. Infinite where there is not the same to
-/// compare, or ranks of a run differ in what all of them have.
+/// The distance of two runs: the largest difference of a loss, of a norm
+/// relative to it, or of a weight. A weight's difference is relative to the
+/// parameter's largest one where that is above 1. Infinite where there is not
+/// the same to compare, or ranks of a run differ in values that all of them
+/// have.
 struct TensorDistance {
   double largest = 0;
   std::string where;

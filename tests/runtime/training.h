@@ -27,8 +27,8 @@ class ToyBlockImpl : public nn::Module {
 };
 FLATSHARD_MODULE(ToyBlock);
 
-/// Linear in, blocks, linear out, mean square loss. The root has a parameter
-/// of its own.
+/// Linear in, blocks, linear out, mean square loss. The root has a direct
+/// parameter.
 class ToyModelImpl : public nn::Module {
  public:
   ToyModelImpl(std::int64_t dim, int num_blocks, bool with_root_parameter);
@@ -73,7 +73,7 @@ struct TrainingCase {
   int world() const;
 };
 
-/// What all ranks together ended with.
+/// The results of all ranks together.
 struct TrainingResult {
   std::vector<double> losses;  ///< mean over ranks and microbatches
   std::vector<double> norms;
@@ -88,7 +88,7 @@ void train_rank(
     std::mutex& mutex,
     TrainingResult& result);
 
-/// Trains the toy model on `world` thread ranks. With batch_world = N on one
+/// Trains the toy model on `world` thread ranks. When batch_world = N on one
 /// rank, that rank runs the batches of N ranks as microbatches in rank order.
 TrainingResult train_toy(const TrainingCase& options);
 

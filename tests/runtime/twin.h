@@ -41,7 +41,8 @@ class LabImpl : public nn::Module {
   /// All cells in order.
   at::Tensor chain(at::Tensor x);
   at::Tensor standard(const at::Tensor& x) { return chain(x) * scale; }
-  /// What is sharded as units: `choose_units`, or all cells.
+  /// Returns the modules that are sharded as units: `choose_units`, or all
+  /// cells.
   std::vector<nn::Module*> units();
 
   std::vector<Cell> cells;
@@ -53,10 +54,10 @@ class LabImpl : public nn::Module {
 FLATSHARD_MODULE(Lab);
 
 /// One model twice: sharded over the ranks of a test, and plain. The plain one
-/// runs the programs of all ranks, so its gradients are those of the mean.
+/// runs the programs of all ranks, so its gradients are the mean's.
 class Twin {
  public:
-  /// What one rank does with a model in one microbatch. `scale` has to be
+  /// The work of one rank with a model in one microbatch. `scale` has to be
   /// multiplied into every loss.
   using Program = std::function<void(Lab& model, const Twin&, int rank)>;
 

@@ -80,7 +80,7 @@ inline std::vector<ScheduleEvent> fp8_step(
   return events;
 }
 
-/// What the second step of a program does: the first one teaches it.
+/// Returns the actions of a program's second step: the first one teaches it.
 inline std::vector<Action> second_step(
     const std::vector<UnitSpec>& units,
     const std::vector<PartId>& recomputed = {},

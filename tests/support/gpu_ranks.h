@@ -29,7 +29,8 @@ struct GpuRanks {
       std::shared_ptr<CollectiveLog> log = nullptr) const;
 };
 
-/// Filled by gpu_ranks_main. Without a GPU: one rank that nothing can use.
+/// Filled by gpu_ranks_main. If there is no GPU, it is one rank that nothing
+/// can use.
 const GpuRanks& gpu_ranks();
 
 /// main of a GoogleTest program over NCCL. Alone it starts itself once for

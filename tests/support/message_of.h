@@ -6,7 +6,7 @@
 
 namespace flatshard::testing {
 
-/// What `function` throws says, or "no error".
+/// Returns the error of `function`, or "no error".
 inline std::string message_of(const std::function<void()>& function) {
   try {
     function();

@@ -10,7 +10,7 @@
 
 namespace flatshard::testing {
 
-/// What a rank of a test knows.
+/// The environment of a rank of a test.
 struct RankContext {
   int rank = 0;
   int world = 1;
@@ -18,12 +18,13 @@ struct RankContext {
   /// All collectives of meshes made by `mesh` are appended here.
   std::shared_ptr<CollectiveLog> log;
   std::vector<MeshAxis> axes;
-  /// Of the meshes made by `mesh`. Threads: make_thread_communicator.
+  /// Makes the communicators of the meshes made by `mesh`. Threads:
+  /// make_thread_communicator.
   MakeCommunicator make_communicator;
 
   /// A CPU mesh over all ranks of the test. Each call of a test needs another
-  /// name, since the store is shared. All ranks call it in the same order.
-  /// Without a watcher: tests/faults has those.
+  /// name, since the store is shared. All ranks call it in the same order. It
+  /// has no watcher: tests/faults has those.
   std::shared_ptr<Mesh> mesh(
       std::vector<MeshAxis> axes,
       const std::string& name = "mesh") const;
@@ -41,7 +42,7 @@ inline constexpr std::chrono::seconds kPeerTimeout{60};
 
 /// Runs `function` for `world` ranks, each on its own thread with one ATen
 /// thread, over memory and a shared store. When ranks throw, the first
-/// exception is rethrown as an Error whose context names the rank; ranks that
+/// exception is rethrown as an Error whose context names the rank. Ranks that
 /// wait for it fail when its communicators go.
 ///
 /// Threads share torch's default generator: use explicit ones.
@@ -59,8 +60,8 @@ struct RankOutcome {
 /// code 1, failed GoogleTest expectations exit code 2. Ranks that stopped
 /// themselves are killed when the others have ended; after `timeout` all are.
 ///
-/// The calling process must have one thread: keep such tests in a program of
-/// their own, apart from run_ranks.
+/// The calling process must have one thread: keep such tests in a separate
+/// program, apart from run_ranks.
 std::vector<RankOutcome> rank_process_outcomes(
     int world,
     const std::function<void(RankContext&)>& function,

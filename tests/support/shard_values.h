@@ -30,7 +30,7 @@ void for_each_part(
   }
 }
 
-/// What a shard has to hold of a whole tensor, flattened.
+/// Returns the values of a whole tensor that a shard has to hold, flattened.
 inline at::Tensor part_of(const NamedShard& shard, const at::Tensor& whole) {
   std::vector<at::Tensor> parts{whole.new_empty({0})};
   for_each_part(

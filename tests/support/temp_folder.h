@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-/// A folder of its own for one test, removed at the end.
+/// A separate folder for one test, removed at the end.
 class TempFolder {
  public:
   TempFolder() {

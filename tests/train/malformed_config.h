@@ -9,7 +9,7 @@
 namespace flatshard::testing {
 
 /// Configs that are wrong in one to three ways, the same ones for one seed.
-/// Some changes do no harm: a reader has to say which of them it refuses.
+/// Some changes do no harm: a reader has to decide which of them it rejects.
 class MalformedConfigs {
  public:
   MalformedConfigs(std::string good, std::uint64_t seed)
@@ -126,7 +126,7 @@ class MalformedConfigs {
         }
         break;
       }
-      case 9: {  // a key or a section that nobody knows
+      case 9: {  // an unknown key or section
         const std::string name(1 + pick(40), static_cast<char>('a' + pick(26)));
         text.insert(
             line(text),

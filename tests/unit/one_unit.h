@@ -10,8 +10,8 @@
 
 namespace flatshard::testing {
 
-/// The contents of a unit with a matrix "weight" [4, 2] and a vector "bias" [3]
-/// of float32, which count up from 0 and from 100.
+/// Returns the contents of a unit with a matrix "weight" [4, 2] and a vector
+/// "bias" [3] of float32. They count up from 0 and from 100.
 inline UnitContents one_unit_contents(
     const RankContext& context,
     const char* strategy) {

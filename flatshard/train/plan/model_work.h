@@ -24,10 +24,10 @@ struct LayerWeights {
 /// the layers of flatshard/models run on CUDA. Sizes of activations are the
 /// sizes that autograd saves.
 ///
-/// @param config  resolved. Layers whose weights are in FP8 and have adapters
-/// alike are of one kind. A run with adapters freezes the other weights, and
-/// the first layer of each such kind, whose input has no gradient, is another
-/// kind.
+/// Layers whose weights are in FP8 and have adapters alike are of one kind. A
+/// run with adapters freezes the other weights, and the first layer of each
+/// such kind, whose input has no gradient, is another kind.
+/// @param config  resolved.
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
