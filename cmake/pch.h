@@ -1,9 +1,9 @@
-// What everything that includes torch has in common, precompiled once.
+// The common headers of every file that includes torch, precompiled once.
 //
-// No more than that: gcc keeps the templates that a header's inline functions
-// call until the end of each file and instantiates them there, whether or not
-// the file uses them. Modules alone (cmake/pch_module.h) cost each file two
-// seconds, autograd functions as much.
+// The list ends here, since gcc keeps the templates that a header's inline
+// functions call until the end of each file. It instantiates them there,
+// whether or not the file uses them. Modules alone (cmake/pch_module.h) cost
+// each file two seconds, autograd functions as much.
 #pragma once
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/engine.h>

@@ -1,4 +1,5 @@
-// For targets most of whose files know modules: cmake/pch.h and those.
+// Serves targets most of whose files use modules: cmake/pch.h and their
+// headers.
 #pragma once
 #include "cmake/pch.h"
 

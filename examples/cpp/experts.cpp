@@ -1,5 +1,5 @@
-// Experts of one's own, divided among ranks: tokens are sent to the ranks that
-// have theirs, and back. docs/get_started/quickstart_cpp.md#experts walks
+// Custom experts, divided among ranks: tokens are sent to the ranks that have
+// their experts, and back. docs/get_started/quickstart_cpp.md#experts walks
 // through it.
 //   build-example/experts FOLDER        one rank has all experts
 //   build-example/experts FOLDER 2      two have half of them each; continues

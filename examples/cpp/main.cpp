@@ -1,4 +1,4 @@
-// A model of one's own, fully sharded: residual blocks learn a function. Train,
+// A custom model, fully sharded: residual blocks learn a function. Train,
 // accumulate, evaluate, save and continue; docs/get_started/quickstart_cpp.md
 // walks through it.
 //   build-example/example FOLDER                one rank; again: continues

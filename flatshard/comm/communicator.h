@@ -145,9 +145,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Unless overridden, a small all-reduce.
   virtual void do_fence();
   /// Returns the collective that every rank of the group is about to launch, in
-  /// rank order, where they differ and a mismatch would end the process. Empty
-  /// when all agree, or the backend does not need the comparison. `mine` is
-  /// this rank's.
+  /// rank order. It matters where they differ and a mismatch would end the
+  /// process. Empty when all agree, or the backend does not need the
+  /// comparison. `mine` is this rank's.
   virtual std::vector<IssuedCollective> find_mismatch(
       const IssuedCollective& mine) {
     return {};

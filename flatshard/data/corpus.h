@@ -55,7 +55,7 @@ struct SplitMeta {
 ///                                the loss of every token is taken
 ///   validation-00000.bin, ...    the same for the validation split
 ///   tokenizer.json               a copy, when the tokenizer was such a file,
-///                                and the files beside it when it was a
+///                                and the files next to it when it was a
 ///                                folder (see tokenizer_files)
 struct CorpusMeta {
   TokenType token_type = TokenType::uint16;
@@ -84,8 +84,7 @@ struct CorpusMeta {
 class Corpus {
  public:
   /// @throws Error{io} when the folder or a file is missing, Error{format} when
-  /// a file's length differs from meta.json, Error{config} when the corpus has
-  /// no such split.
+  /// a file's length differs from meta.json, Error{config} for a missing split.
   static std::shared_ptr<const Corpus> open(
       const std::filesystem::path& folder,
       std::string_view split = "train");

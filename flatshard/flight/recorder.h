@@ -49,7 +49,7 @@ struct FlightRecorderOptions {
 /// ranks; when it is missing, every other rank does.
 ///
 /// A rank that is missing, differs or is late for longer than the timeout is
-/// named by a verdict that all ranks read, with every rank's state. The watcher
+/// named by a verdict. All ranks read it, with every rank's state. The watcher
 /// then aborts the communicators. A thread that waits in a collective, or calls
 /// the next one, gets the verdict as an Error. Nothing ends the process. An
 /// abort that hangs holds up nobody: see OnStuckAbort.

@@ -43,8 +43,8 @@ class HfFolder {
   ///   it did not. Empty: names are as they are.
   /// @param single_name  of the one file; another one has no index.
   /// @throws Error{io} or Error{format} naming the file. Neither form exists,
-  /// or the index names a file that is missing or outside of the folder, or a
-  /// tensor that none of its files has.
+  /// the index names a file that is missing or outside of the folder, or none
+  /// of its files has a named tensor.
   explicit HfFolder(
       const std::filesystem::path& folder,
       std::string_view base_prefix = {},

@@ -39,11 +39,12 @@ struct ParamGroupOptions {
   /// the whole group, so that a gather there costs nothing.
   bool keep_whole_compute_weights = false;
   /// Between a forward and its backward, weights stay sharded among this many
-  /// neighbouring ranks of the innermost axis that they are sharded on, e.g.
-  /// the ranks of a host. The backward's all-gather runs among these. A divisor
-  /// of the axis' ranks. Takes 1 / post_forward_ranks of each unit's weights
-  /// meanwhile. 0: they stay sharded over all ranks. Where weights are not
-  /// sharded it has no effect. See also UnitPolicy::keep_post_forward.
+  /// neighbouring ranks, e.g. the ranks of a host. These belong to the
+  /// innermost axis that weights are sharded on. The backward's all-gather runs
+  /// among these. A divisor of the axis' ranks. Takes 1 / post_forward_ranks of
+  /// each unit's weights meanwhile. 0: they stay sharded over all ranks. Where
+  /// weights are not sharded it has no effect. See also
+  /// UnitPolicy::keep_post_forward.
   std::int64_t post_forward_ranks = 0;
   /// Main weights and reduced gradients are stored in host memory, and so is
   /// the optimizer's state; updates run on the CPU. Compute weights that are
@@ -71,9 +72,9 @@ struct GradDivision {
 };
 
 /// @param num_ranks  whose gradients are reduced together. float16 has a small
-/// range. There collectives sum, and a power of two near the root of the
-/// divisor is taken from the addends, so that neither these nor the sum leave
-/// it. Source: FSDP2 (torch.distributed.fsdp), with the same factors.
+/// range. There collectives sum, and the addends are divided by a power of two
+/// near the root of the divisor. So neither these nor the sum leave the range.
+/// Source: FSDP2 (torch.distributed.fsdp), with the same factors.
 GradDivision grad_division(const ParamGroupOptions& options, int num_ranks);
 
 /// The common properties of a group's weights and gradients.

@@ -42,8 +42,8 @@ struct SpawnOptions {
 /// second SIGINT or SIGTERM ends the ranks at once (SIGTERM, then SIGKILL).
 /// When one rank fails, the rest are ended (SIGTERM, then SIGKILL). The first
 /// failure is written to standard error with its rank, exit code or signal, and
-/// last message, unless a rank has reported it itself (claim_failure_report).
-/// Ranks die with this process, also when it is killed.
+/// last message. A rank that has reported it itself (claim_failure_report)
+/// prevents that. Ranks die with this process, also when it is killed.
 ///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
 ///   that the ranks were to end. The result is 128 + that signal then.

@@ -8,9 +8,9 @@
 namespace flatshard {
 
 /// The width of a tensor's rows in elements, at least 1, also for empty
-/// tensors. It is the last dimension of a matrix or of a stack of matrices (3-D
-/// expert weights are cut at matrix rows, not at dim 0), 1 for vectors and
-/// scalars.
+/// tensors. It is the last dimension of a matrix or of a stack of matrices, and
+/// 1 for vectors and scalars. So 3-D expert weights are cut at matrix rows, not
+/// at dim 0.
 std::int64_t row_width(std::span<const std::int64_t> shape);
 
 /// The smallest piece of a tensor that a shard boundary may not cut. A name

@@ -12,19 +12,18 @@
 
 namespace flatshard::models {
 
-// Our parameter names are Hugging Face's, but for
+// Parameters have Hugging Face's names, except for
 // - the final norm, which belongs to the head module (one unit):
 //   `lm_head.norm.weight` here and `model.norm.weight` there;
-// - experts, which are one tensor here (`mlp.experts.gate_up_proj` [E, 2 f, d]
-//   and `mlp.experts.down_proj` [E, d, f], as transformers 5 has them in
-//   memory) and one entry for each expert there:
-//   `mlp.experts.N.gate_proj.weight` and so on, in Mixtral
-//   `block_sparse_moe.experts.N.w1.weight`;
-// - norms behind attention and the feed-forward part, `self_attn.post_norm` and
+// - experts, which are one tensor here, as transformers 5 has them in memory:
+//   `mlp.experts.gate_up_proj` [E, 2 f, d] and `mlp.experts.down_proj`
+//   [E, d, f]. There each expert is an entry: `mlp.experts.N.gate_proj.weight`
+//   and so on, in Mixtral `block_sparse_moe.experts.N.w1.weight`;
+// - norms after attention and the feed-forward part, `self_attn.post_norm` and
 //   `mlp.post_norm` here, and matrices that a family has in one there: see
 //   FamilyNames in families/family.h.
 
-/// Hugging Face's entries of one of our parameters: its slices along the first
+/// Returns Hugging Face's entries of one parameter: its slices along the first
 /// dimensions, in order, or rows of a tensor that several parameters share.
 std::vector<StoredEntry> hf_entries(
     const ModelConfig& config,

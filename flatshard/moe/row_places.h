@@ -16,7 +16,7 @@ namespace flatshard::nn {
 bool can_split_rows(const at::Tensor& rows);
 
 /// The places of the rows of a permutation. A value v >= 0 is row v of the rows
-/// that leave, v <= -2 is row -2 - v of the rows that stay, and -1 is dropped.
+/// that leave. v <= -2 is row -2 - v of the rows that stay, and -1 is dropped.
 struct RowPlaces {
   at::Tensor of_rows;   ///< int32 [rows], in the order of the permutation
   at::Tensor of_pairs;  ///< int32 [tokens, slots]

@@ -31,8 +31,8 @@ struct RuntimeCore;
 /// gradients of the step, as after an exception.
 class BackwardPass {
  public:
-  /// @param tells_graphs  the caller tells RegionGraphs which microbatch runs,
-  ///   so that their graphs may be replayed.
+  /// @param tells_graphs  the caller passes to RegionGraphs which microbatch
+  ///   runs, so that their graphs may be replayed.
   explicit BackwardPass(
       std::shared_ptr<Runtime> runtime,
       bool tells_graphs = false);

@@ -19,8 +19,8 @@ class GatherControl {
   /// From the next event on; between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.
   void set_policy(UnitId unit, UnitPolicy policy);
-  /// Keeps as many units as fit gathered from forward to backward from now on,
-  /// while the slots of gathered weights and gradients take at most `nbytes`.
+  /// Keeps as many units as fit gathered from forward to backward from now on.
+  /// The slots of gathered weights and gradients take at most `nbytes` then.
   /// Before the first forward.
   /// @return  how many; see choose_kept_units.
   int keep_gathered(std::int64_t nbytes);

@@ -26,8 +26,8 @@ struct RuntimeTrace {
 /// out the answers. Users are Runtime, its roles, and callers that run a step
 /// in another way: StepGraph and BackwardPass.
 ///
-/// A caller that calls or reads anything of it that may change holds `mutex`,
-/// except in the three functions that hooks of autograd call, which take it.
+/// A caller that calls or reads anything of it that may change holds `mutex`.
+/// The three functions that hooks of autograd call take it themselves.
 struct RuntimeCore : public AutogradListener {
   using Units = std::vector<std::unique_ptr<Unit>>;
 

@@ -47,7 +47,7 @@ struct PlanStep {
 
 struct OverlapPlanOptions {
   /// Microbatches whose forward has begun and whose backward has not ended. The
-  /// backward of one runs in parallel with the forward of the last of them, so
+  /// backward of one runs in parallel with the forward of the last of them. So
   /// 2 are enough to hide exchanges, and more only cost memory. 1: one
   /// microbatch follows the other.
   int in_flight = 2;

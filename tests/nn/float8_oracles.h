@@ -56,7 +56,7 @@ struct Float8Inputs {
 };
 
 /// Checks that rows alone and columns alone, by the amax that making both
-/// found, equal the planes of both, for a norm also in its backward.
+/// found, equal the planes of both. A norm is checked in its backward as well.
 inline void expect_single_planes(
     const Float8Inputs& in,
     const float8::Quantizer& q,

@@ -15,7 +15,7 @@ struct HostOperator {
 };
 
 /// Returns a line for each of the first operators, with its self time and how
-/// often it ran, without a line end after the last line.
+/// often it ran. The last line has no line end.
 std::string to_string(const std::vector<HostOperator>& operators);
 
 }  // namespace flatshard

@@ -57,13 +57,14 @@ struct StepMetrics {
   std::optional<ExpertMetrics> experts;    ///< unset: there are none
 };
 
-/// "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
+/// Returns "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
 ///  memory: 49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79
 ///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
-/// the device's; tps are tokens per second, of all ranks and of one when there
-/// are several; tflops are a rank's; mfu is N/A without a peak. With experts
-/// "  experts: load 1.31x  dropped 0.00%  balance 1.0412" follows, and where
-/// tokens are exchanged "  exchange 1.2ms", what compute waited for them.
+/// the device's. tps are tokens per second, of all ranks and of one when there
+/// are several. tflops are a rank's, and mfu is N/A without a peak. A model
+/// with experts adds "  experts: load 1.31x  dropped 0.00%  balance 1.0412",
+/// and where tokens are exchanged "  exchange 1.2ms", the wait of compute for
+/// them.
 std::string format_step(const StepMetrics& metrics);
 
 /// The results of one validation.

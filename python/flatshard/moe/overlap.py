@@ -50,7 +50,7 @@ def overlap_microbatches(
 ) -> list[torch.Tensor]:
     """Forward and backward of a step's microbatches by the 1F1B schedule.
 
-    The gradients, and the losses, are bitwise those of
+    The gradients, and the losses, are bitwise equal to the results of
 
         for n, microbatch in enumerate(microbatches):
             model.set_requires_all_reduce(n + 1 == len(microbatches))
@@ -298,8 +298,8 @@ class _Schedule:
 
     def _merge_backward(self, mine, number):
         layer = self._begin(mine, number)
-        # The gradient of the tokens comes with attend's as well, since its weights and
-        # residual are there.
+        # The gradient of the tokens comes with attend's as well, which has its weights
+        # and residual.
         (layer.transfer,) = torch.autograd.grad(
             layer.output, layer.back, layer.result.grad, retain_graph=True
         )
