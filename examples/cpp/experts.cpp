@@ -42,7 +42,7 @@ struct BlockImpl : nn::Module {
       : exchange(std::move(tokens)) {
     experts = register_module("experts", Experts(here));
   }
-  // One call in pieces, between which rows are exchanged.
+  // Returns one call in pieces, between which rows are exchanged.
   nn::Nodes nodes() {
     using Direction = nn::TokenExchange::Direction;
     struct Routed {

@@ -124,7 +124,7 @@ class AutogradEvents {
   ///   for by the backward that runs.
   /// @throws Error{usage} outside of a backward.
   const ParameterRef* wgrad_begins(const at::Tensor& parameter);
-  /// A graph task is through.
+  /// Returns whether a graph task is through.
   /// @return  whether the outermost backward is over. False also for one that a
   ///   reset dropped.
   bool task_end(TaskId task);
@@ -136,7 +136,7 @@ class AutogradEvents {
     Passes(const Passes&) = delete;
     Passes& operator=(const Passes&) = delete;
 
-    /// The forward of a unit, of which no tensor is watched.
+    /// Begins the forward of a unit, of which no tensor is watched.
     std::shared_ptr<UnitCall> begin_call(UnitId unit);
     void end_call(UnitCall& call);
     /// From here to its task_end all runs of the engine are one backward.
@@ -170,19 +170,21 @@ class AutogradEvents {
 
   // The running tasks --------------------------------------------------------
 
-  /// Whether the calling thread is in a backward.
+  /// Returns whether the calling thread is in a backward.
   static bool in_backward();
-  /// A forward is open that is no recompute.
+  /// Returns whether a forward is open that is no recompute.
   bool in_forward() const;
-  /// A forward or a recompute is open, of any unit or of `unit`.
+  /// Returns whether a forward or a recompute is open, of any unit or of
+  /// `unit`.
   bool is_open() const { return !open_calls_.empty(); }
   bool is_open(UnitId unit) const;
-  /// A backward has had its first event and not its end.
+  /// Returns whether a backward has had its first event and not its end.
   bool in_task() const { return !tasks_.empty(); }
-  /// Some backward threw: the engine drops the end of such a one.
+  /// Returns whether some backward threw: the engine drops the end of such a
+  /// one.
   bool has_dead_task() const;
 
-  /// The parameter that `tensor` is, or null. Found by its TensorImpl.
+  /// Returns the parameter that `tensor` is, or null. Found by its TensorImpl.
   const ParameterRef* find(const at::Tensor& tensor) const;
 
  private:

@@ -33,7 +33,7 @@ class WeakNodePtr {
   WeakNodePtr(const NodePtr& node) : node_(node) {}
 
   bool expired() const { return node_.expired(); }
-  /// The node, or null when it is gone.
+  /// Returns the node, or null when it is gone.
   NodePtr lock() const { return node_.lock(); }
 
  private:

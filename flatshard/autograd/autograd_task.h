@@ -15,12 +15,14 @@ namespace autograd_task {
 /// Id of the graph task that runs on this thread, -1 outside of any backward.
 std::int64_t current_id();
 
-/// Whether the running graph task will run `node`. Known exactly at the task's
-/// first event: the engine has collected its nodes by then. False for the
-/// accumulator of a parameter whose gradient autograd::grad hands out instead.
+/// Returns whether the running graph task will run `node`. Known exactly at the
+/// task's first event: the engine has collected its nodes by then. False for
+/// the accumulator of a parameter whose gradient autograd::grad hands out
+/// instead.
 bool expects(torch::autograd::Node* node);
 
-/// Whether the caller chose what gets gradients: backward(inputs=) or grad().
+/// Returns whether the caller chose what gets gradients: backward(inputs=) or
+/// grad().
 bool has_chosen_inputs();
 
 /// Runs `on_end` when the current graph task ends. After an exception it does

@@ -57,10 +57,11 @@ class FlatBuffer {
   std::int64_t nbytes() const {
     return defined() ? static_cast<std::int64_t>(local_.nbytes()) : 0;
   }
-  /// Which parts of the flat space this rank holds, one range per segment.
+  /// Returns which parts of the flat space this rank holds, one range per
+  /// segment.
   const std::vector<LocalRange>& local_ranges() const { return ranges_; }
 
-  /// The elements that one rank holds with these placements.
+  /// Returns the elements that one rank holds with these placements.
   static std::int64_t local_numel(
       const FlatLayout& layout,
       const Mesh& mesh,
@@ -110,8 +111,8 @@ class FlatBuffer {
   void check_out(const Placements& to, const FlatBuffer& out) const;
   bool may_share_memory(const Placements& to, const FlatBuffer& out) const;
   FlatBuffer make_result(const Placements& to, bool may_share) const;
-  /// The part of this buffer that `part` describes; nothing when it is not
-  /// contiguous.
+  /// Returns the part of this buffer that `part` describes; nothing when it is
+  /// not contiguous.
   std::optional<at::Tensor> slice_view(
       const std::vector<LocalRange>& part) const;
 

@@ -32,14 +32,15 @@ class Redistribution {
       const Placements& to,
       Purpose purpose);
 
-  /// The elements that this rank holds before and after.
+  /// Returns the elements that this rank holds before and after.
   std::int64_t from_numel() const { return from_.numel; }
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.
   bool communicates() const;
   /// Adds those that carry it to `groups`.
   void add_groups(std::vector<Communicator*>& groups) const;
-  /// Every rank would have with itself alone what it has already.
+  /// Returns whether every rank would have with itself alone what it has
+  /// already.
   bool is_identity() const;
 
   /// Runs the collectives at once in the calling context, so call it inside

@@ -56,10 +56,10 @@ class SlotPool {
   }
   /// Bytes of held slots outside the arena.
   std::int64_t dynamic_nbytes() const { return dynamic_nbytes_; }
-  /// The most bytes that were ever held at once.
+  /// Returns the most bytes that were ever held at once.
   std::int64_t peak_held_nbytes() const { return peak_held_nbytes_; }
   int num_held() const { return num_held_; }
-  /// How many slots had to be allocated outside the arena so far.
+  /// Returns how many slots had to be allocated outside the arena so far.
   std::int64_t num_dynamic() const { return num_dynamic_; }
 
  private:

@@ -27,12 +27,13 @@ struct TransitionStep {
 std::string to_string(TransitionStep::Kind kind);
 /// Ranks exchange data; else the step is local.
 bool communicates(TransitionStep::Kind kind);
-/// A rank holds as many elements after the step as before.
+/// Returns whether a rank holds as many elements after the step as before.
 bool keeps_size(TransitionStep::Kind kind);
 
-/// The steps from one list of placements to another, in the order in which
-/// they run. Empty when both are equal. Any number of axes may change; axes
-/// that change in the same way do so in one step over their flattened group.
+/// Returns the steps from one list of placements to another, in the order in
+/// which they run. Empty when both are equal. Any number of axes may change;
+/// axes that change in the same way do so in one step over their flattened
+/// group.
 ///
 /// | from \ to    | Replicate  | Shard          | Partial(avg) | Partial(sum) |
 /// |--------------|------------|----------------|--------------|--------------|

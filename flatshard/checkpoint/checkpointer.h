@@ -82,7 +82,7 @@ class Checkpointer {
   /// Blocks until every save that was begun has ended.
   void wait();
 
-  /// The results that came since the last call, oldest first.
+  /// Returns the results that came since the last call, oldest first.
   std::vector<SaveResult> take_results();
 
   std::int64_t staging_nbytes() const { return 2 * image_.nbytes(); }

@@ -11,7 +11,7 @@ namespace flatshard {
 /// @throws Error{usage} for another one.
 std::string safetensors_dtype(at::ScalarType dtype);
 
-/// The inverse for weights. @param what  for the message.
+/// Returns the inverse for weights. @param what  for the message.
 /// @throws Error{format} for what is no floating-point dtype, naming `what`.
 at::ScalarType scalar_type(std::string_view dtype, std::string_view what);
 

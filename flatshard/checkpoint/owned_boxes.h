@@ -42,8 +42,8 @@ std::vector<OwnedBox> owned_boxes(
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole = {});
 
-/// The same without what other ranks hold as well: replicas share what they
-/// hold evenly, so that all ranks together hold every element once.
+/// Returns the same without what other ranks hold as well: replicas share what
+/// they hold evenly, so that all ranks together hold every element once.
 std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,

@@ -44,7 +44,7 @@ void cuda_sum_rows(
     const at::Tensor& own,
     double scale);
 
-/// Whether cuda_add_scaled takes these; see sum_rows.h.
+/// Returns whether cuda_add_scaled takes these; see sum_rows.h.
 bool cuda_adds(const at::Tensor& into, const at::Tensor& from);
 void cuda_add_scaled(
     const at::Tensor& into,
@@ -63,7 +63,8 @@ void with_comm_errors(
 /// program's own stays.
 void ignore_broken_pipes();
 
-/// The elements of a contiguous tensor as bytes: moving data needs no dtype.
+/// Returns the elements of a contiguous tensor as bytes: moving data needs no
+/// dtype.
 at::Tensor as_bytes(const at::Tensor& tensor);
 
 }  // namespace flatshard::detail

@@ -35,7 +35,7 @@ class CollectiveObserver {
   /// This process's rank, as messages name it.
   virtual int rank() const = 0;
 
-  /// A collective is about to be launched.
+  /// Called when a collective is about to be launched.
   /// @throws Error  when none may be launched any more.
   virtual Ticket begin(int track, CollectiveSignature signature) = 0;
   /// It is on the current CUDA stream.

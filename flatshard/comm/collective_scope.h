@@ -16,7 +16,7 @@ class CollectiveScope {
   CollectiveScope(const CollectiveScope&) = delete;
   CollectiveScope& operator=(const CollectiveScope&) = delete;
 
-  /// The innermost of this thread; null: none.
+  /// Returns the innermost of this thread; null: none.
   static const CollectiveScope* current();
   std::int64_t step() const { return step_; }
   std::string_view unit() const { return unit_; }

@@ -49,7 +49,7 @@ class LaunchOrder {
     std::vector<std::int64_t> numbers_;
   };
 
-  /// The calling thread has begun its turn.
+  /// Returns whether the calling thread has begun its turn.
   bool is_mine() const;
 
   /// Returns how many turns of each order were taken, all counted at one

@@ -8,9 +8,9 @@
 
 namespace flatshard {
 
-/// A group of `size` ranks that meet in `store`: NCCL on a GPU, Gloo on the
-/// CPU, no backend for one rank. Collective. NCCL's connections are made now,
-/// not in the first step.
+/// Returns a group of `size` ranks that meet in `store`: NCCL on a GPU, Gloo on
+/// the CPU, no backend for one rank. Collective. NCCL's connections are made
+/// now, not in the first step.
 ///
 /// @param name names the group in messages and logs, and its keys in the
 ///   store; equal on all ranks, unique in the store.

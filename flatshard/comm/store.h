@@ -29,10 +29,10 @@ StoreHandle make_tcp_store(
     const RankEnvironment& environment,
     StoreOptions options = {});
 
-/// A store for ranks that are threads of one process.
+/// Returns a store for ranks that are threads of one process.
 StoreHandle make_local_store(StoreOptions options = {});
 
-/// The same store seen through a key prefix.
+/// Returns the same store seen through a key prefix.
 StoreHandle make_prefix_store(const std::string& prefix, StoreHandle store);
 
 }  // namespace flatshard

@@ -4,17 +4,18 @@
 
 namespace flatshard {
 
-/// First byte of a contiguous tensor.
+/// Returns the first byte of a contiguous tensor.
 inline const char* begin_of(const at::Tensor& tensor) {
   return static_cast<const char*>(tensor.const_data_ptr());
 }
 
-/// Both are contiguous, begin at one place and have as many elements.
+/// Returns whether both are contiguous, begin at one place and have as many
+/// elements.
 inline bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return begin_of(a) == begin_of(b) && a.numel() == b.numel();
 }
 
-/// Two contiguous tensors have bytes in common.
+/// Returns whether two contiguous tensors have bytes in common.
 inline bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return begin_of(a) < begin_of(b) + b.nbytes() &&
          begin_of(b) < begin_of(a) + a.nbytes();

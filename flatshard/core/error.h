@@ -39,7 +39,8 @@ class Error : public std::runtime_error {
   const std::string& message() const { return message_; }
   const std::string& context() const { return context_; }
 
-  /// The same error seen from further out: `outer` goes before the context.
+  /// Returns the same error seen from further out: `outer` goes before the
+  /// context.
   Error with_context(std::string_view outer) const;
 
  private:

@@ -23,7 +23,7 @@ class FileReader {
   ~FileReader();
 
   const std::filesystem::path& path() const { return path_; }
-  /// The length when it was opened.
+  /// Returns the length when it was opened.
   std::int64_t nbytes() const { return nbytes_; }
 
   /// Fills `out` from byte `offset` on.

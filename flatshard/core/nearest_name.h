@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// How many insertions, deletions, replacements and swaps of neighbours turn
-/// `a` into `b` (optimal string alignment distance).
+/// Returns how many insertions, deletions, replacements and swaps of neighbours
+/// turn `a` into `b` (optimal string alignment distance).
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> before(b.size() + 1);
   std::vector<std::size_t> last(b.size() + 1);
@@ -32,8 +32,8 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return last[b.size()];
 }
 
-/// The candidate closest to `name`, the first one on a tie; empty when there
-/// are no candidates.
+/// Returns the candidate closest to `name`, the first one on a tie; empty when
+/// there are no candidates.
 template <class Range>
 std::string nearest_name(std::string_view name, const Range& candidates) {
   std::string best;
@@ -48,8 +48,8 @@ std::string nearest_name(std::string_view name, const Range& candidates) {
   return best;
 }
 
-/// Whether `shorter` has letters of `longer` in their order, its first one too
-/// (bf16 of bfloat16), or is a part of it.
+/// Returns whether `shorter` has letters of `longer` in their order, its first
+/// one too (bf16 of bfloat16), or is a part of it.
 inline bool abbreviates(std::string_view shorter, std::string_view longer) {
   if (longer.find(shorter) != longer.npos) {
     return true;
@@ -61,10 +61,10 @@ inline bool abbreviates(std::string_view shorter, std::string_view longer) {
   return at == shorter.size() && shorter.front() == longer.front();
 }
 
-/// The candidate that a typing mistake may have turned into `name`: at most a
-/// third of its letters differ. Otherwise the only one that `name` abbreviates,
-/// or the other way around (`warmup` and `warmup_steps`). Empty when there is
-/// none. It serves errors such as "unknown X, did you mean Y?".
+/// Returns the candidate that a typing mistake may have turned into `name`: at
+/// most a third of its letters differ. Otherwise the only one that `name`
+/// abbreviates, or the other way around (`warmup` and `warmup_steps`). Empty
+/// when there is none. It serves errors such as "unknown X, did you mean Y?".
 template <class Range>
 std::string near_name(std::string_view name, const Range& candidates) {
   constexpr std::size_t kShortest = 4;  // letters that make a name

@@ -46,7 +46,7 @@ class Philox {
   std::array<std::uint32_t, 2> key_;
 };
 
-/// A word as a float in [0, 1) with 24 random bits.
+/// Returns a word as a float in [0, 1) with 24 random bits.
 constexpr float uniform_float(std::uint32_t word) {
   return static_cast<float>(word >> 8) * 0x1p-24F;
 }
@@ -61,7 +61,7 @@ constexpr std::uint64_t stable_hash(std::string_view text) {
   return hash;
 }
 
-/// One well-mixed key from two numbers (splitmix64 finalizer).
+/// Returns one well-mixed key from two numbers (splitmix64 finalizer).
 constexpr std::uint64_t mix_keys(std::uint64_t a, std::uint64_t b) {
   std::uint64_t z = a + 0x9e3779b97f4a7c15ULL * (b + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;

@@ -30,7 +30,7 @@ struct StoredEntry {
     }
     return whole;
   }
-  /// The first element, from the begin of the tensor.
+  /// Returns the first element, from the begin of the tensor.
   std::int64_t begin() const {
     return is_whole() ? 0 : first_row * (numel() / shape.front());
   }

@@ -29,7 +29,7 @@ class ByteReader {
       const std::filesystem::path& path);
 };
 
-/// Whether bytes begin a gzip or zstd stream.
+/// Returns whether bytes begin a gzip or zstd stream.
 bool begins_gzip(std::string_view bytes);
 bool begins_zstd(std::string_view bytes);
 

@@ -23,12 +23,12 @@ class DocumentStream {
   /// Fills `out` with the document's next tokens.
   virtual void read(std::span<std::uint32_t> out) = 0;
 
-  /// Whether tokens have a mask.
+  /// Returns whether tokens have a mask.
   virtual bool has_mask() const { return false; }
   /// Fills `out` with the mask of the tokens that the last `read` gave: 1 where
   /// the loss of a token is taken.
   virtual void read_mask(std::span<std::uint8_t> /*out*/) {}
-  /// The mask of the end-of-document token of the document.
+  /// Returns the mask of the end-of-document token of the document.
   virtual bool trains_end() const { return true; }
 };
 

@@ -11,11 +11,13 @@ namespace flatshard::data {
 
 inline constexpr const char* kTokenizerFile = "tokenizer.json";
 
-/// The tokenizer.json that a user means: that file, or the folder that has it.
+/// Returns the tokenizer.json that a user means: that file, or the folder that
+/// has it.
 /// @throws Error{config} when there is none.
 std::filesystem::path find_tokenizer(const std::filesystem::path& path);
 
-/// The tokenizer's files that a folder has, chat template included, by name.
+/// Returns the tokenizer's files that a folder has, chat template included, by
+/// name.
 std::vector<std::string> tokenizer_files(const std::filesystem::path& folder);
 
 /// Copies them. @throws Error{io}.
@@ -30,12 +32,13 @@ void copy_tokenizer(
     const std::filesystem::path& tokenizer,
     const std::filesystem::path& to);
 
-/// The content of a tokenizer.json for byte tokens: a byte is its own token,
-/// and kByteEndOfDocument is the special token "<|endoftext|>".
+/// Returns the content of a tokenizer.json for byte tokens: a byte is its own
+/// token, and kByteEndOfDocument is the special token "<|endoftext|>".
 std::string byte_tokenizer_json();
 
-/// Whether two tokenizer.json give the same tokens: equal vocabularies, merges
-/// and added tokens. @throws Error{format} by `origin` when one is no JSON.
+/// Returns whether two tokenizer.json give the same tokens: equal vocabularies,
+/// merges and added tokens. @throws Error{format} by `origin` when one is no
+/// JSON.
 bool same_tokens(
     const std::string& a,
     const std::string& b,
@@ -48,8 +51,8 @@ std::string token_text(
     std::int64_t id,
     const std::string& origin);
 
-/// A tokenizer.json that puts the token `id` before each text when it is asked
-/// for special tokens, which is what AutoTokenizer does.
+/// Returns a tokenizer.json that puts the token `id` before each text when it
+/// is asked for special tokens, which is what AutoTokenizer does.
 /// @throws Error{format} by `origin` when it is no JSON or has no such token.
 std::string with_first_token(
     const std::string& tokenizer_json,

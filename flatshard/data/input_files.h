@@ -32,7 +32,7 @@ struct FoundFiles {
   std::int64_t num_links = 0;  ///< that were followed
 };
 
-/// The regular files that `inputs` name, each once.
+/// Returns the regular files that `inputs` name, each once.
 ///
 /// An input is a file, a folder (all files below it), or a glob: `*`, `?` and
 /// `[abc]` within a name, `**` for any number of folders. Hidden files are left

@@ -35,8 +35,8 @@ struct KindOfFile {
 /// where it is neither text nor a kind that can be read; Error{io}.
 KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format);
 
-/// Whether a file of this name goes with data and is none: README, licences,
-/// .gitattributes, checksums and so on.
+/// Returns whether a file of this name goes with data and is none: README,
+/// licences, .gitattributes, checksums and so on.
 bool is_beside_data(std::string_view name);
 
 }  // namespace flatshard::data

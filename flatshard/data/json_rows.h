@@ -28,10 +28,11 @@ class JsonRows {
       std::string text_field,
       RowPart part = RowPart::text_field);
 
-  /// The next document, "" where the text is empty or null; false at the end.
+  /// Reads the next document, "" where the text is empty or null; false at the
+  /// end.
   /// @throws Error{format} naming the line, and the fields that it has.
   bool next(std::string& text);
-  /// The line where the last document's object begins, from 1.
+  /// Returns the line where the last document's object begins, from 1.
   std::int64_t line() const { return row_line_; }
 
  private:

@@ -29,7 +29,7 @@ class JsonScanner {
       : json_(json), at_(at) {}
 
   std::size_t at() const { return at_; }
-  /// The next character that is no white space; 0 at the end.
+  /// Returns the next character that is no white space; 0 at the end.
   char peek();
   /// Passes over `c` when it is next.
   bool take(char c);

@@ -80,7 +80,7 @@ class Loader {
   /// Returns the number of sequences of all sources.
   std::int64_t num_sequences() const { return first_sequence_.back(); }
   std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }
-  /// Whether some source has targets without loss.
+  /// Returns whether some source has targets without loss.
   bool ignores_targets() const;
 
   /// Microbatches per step. @throws Error{config} when global_batch_size is
@@ -110,7 +110,7 @@ class Loader {
 
   /// Returns the number in the run of the first sample that `read` would give.
   std::int64_t first_sample(const BatchSlot& slot) const;
-  /// The sequence numbers that `read` would use, in its order.
+  /// Returns the sequence numbers that `read` would use, in its order.
   std::vector<std::int64_t> sequences(const BatchSlot& slot) const;
 
   /// The size of the steps from here on. @throws Error{config} below 1.
@@ -124,7 +124,7 @@ class Loader {
   void restore(const LoaderState& state);
 
  private:
-  /// The source of a sample, and its sequence there.
+  /// Returns the source of a sample, and its sequence there.
   Mixture::Turn sequence_of(std::int64_t sample) const;
 
   std::vector<WeightedSource> sources_;

@@ -31,7 +31,7 @@ class Mixture {
   Turn operator()(std::int64_t sample) const;
 
   std::size_t num_sources() const { return shares_.size(); }
-  /// Each source's share of all samples, in units of 2^-32.
+  /// Returns each source's share of all samples, in units of 2^-32.
   const std::vector<std::int64_t>& shares() const { return shares_; }
 
  private:

@@ -10,8 +10,8 @@
 
 namespace flatshard::data {
 
-/// The interpreter for the tokenizers and pyarrow packages: `wanted`, else
-/// $FLATSHARD_PYTHON, else .venv/bin/python of the working folder, of the
+/// Returns the interpreter for the tokenizers and pyarrow packages: `wanted`,
+/// else $FLATSHARD_PYTHON, else .venv/bin/python of the working folder, of the
 /// program's folder or of the one above, else python3.
 std::string find_python(const std::string& wanted);
 
@@ -53,7 +53,7 @@ class PythonChild {
   std::optional<std::int64_t> begin_of_document() const {
     return begin_of_document_;
   }
-  /// The tokens that the tokenizer itself puts before a text.
+  /// Returns the tokens that the tokenizer itself puts before a text.
   const std::vector<std::int64_t>& own_begin() const { return own_begin_; }
 
   /// Gives the child more input; false when it reads no more.
@@ -68,7 +68,7 @@ class PythonChild {
   void read(void* out, std::size_t nbytes);
   std::int64_t read_count();
   std::string read_text();
-  /// The next text of the file that is read; false at its end.
+  /// Reads the next text of the file that is read; false at its end.
   bool read_text_of_file(std::string& text);
 
  private:

@@ -39,7 +39,7 @@ class TextCodec {
   virtual std::vector<std::string> decode_all(
       const std::vector<std::vector<std::int64_t>>& lists,
       bool keep_special = false) const = 0;
-  /// The text of `prompt` and of the tokens after it. Both are decoded
+  /// Returns the text of `prompt` and of the tokens after it. Both are decoded
   /// together: the text of two pieces is not always the text of one and then
   /// the other.
   ///
@@ -55,13 +55,14 @@ class TextCodec {
   /// @throws Error{config} for a tokenizer without a template, Error{io} for a
   /// row that is no conversation.
   virtual ChatPrompts chat_prompts(const std::vector<std::string>& rows) const;
-  /// The token after which a text is over.
+  /// Returns the token after which a text is over.
   virtual std::int64_t end_of_document() const = 0;
-  /// The token that a text begins with, if any; `encode` does not add it.
+  /// Returns the token that a text begins with, if any; `encode` does not add
+  /// it.
   virtual std::optional<std::int64_t> begin_of_document() const {
     return std::nullopt;
   }
-  /// The tokens that end a text that is generated.
+  /// Returns the tokens that end a text that is generated.
   virtual std::vector<std::int64_t> stop_tokens() const {
     return {end_of_document()};
   }
@@ -83,7 +84,7 @@ class TextCodec {
       std::filesystem::path tokenizer,
       std::vector<std::int64_t> eos,
       CodecOptions options = {});
-  /// The codec of a corpus folder.
+  /// Returns the codec of a corpus folder.
   static std::unique_ptr<TextCodec> open(
       const std::filesystem::path& corpus,
       CodecOptions options = {});

@@ -29,12 +29,13 @@ class TextDocuments {
 
   /// Goes to the next file. @return its index; nothing after the last one.
   std::optional<std::size_t> next_file();
-  /// The next text of the file that is not empty; false at its end.
+  /// Reads the next text of the file that is not empty; false at its end.
   /// @throws Error{format} naming the file, and the line or row, of what is no
   /// text; Error{io}.
   bool next_text(std::string& text);
 
-  /// The place of the last text: "FILE:LINE" of a JSON row, else "FILE".
+  /// Returns the place of the last text: "FILE:LINE" of a JSON row, else
+  /// "FILE".
   std::string where() const;
 
   std::int64_t num_empty() const { return num_empty_; }

@@ -21,9 +21,9 @@ class TextReader {
   /// Appends more text. @return false at the end.
   /// @throws Error{format} when UTF-16 ends within a character.
   bool read(std::string& text);
-  /// All that is left.
+  /// Returns all that is left.
   std::string read_all();
-  /// The next line without its '\n'; false at the end.
+  /// Reads the next line without its '\n'; false at the end.
   bool read_line(std::string& line);
 
  private:

@@ -35,7 +35,7 @@ class TokenSource {
  public:
   virtual ~TokenSource() = default;
 
-  /// How many sequences of seq_len tokens and targets there are.
+  /// Returns how many sequences of seq_len tokens and targets there are.
   virtual std::int64_t num_sequences(std::int64_t seq_len) const = 0;
   /// Reads sequence `index`.
   virtual void read(std::int64_t index, const Sequence& out) const = 0;
@@ -46,18 +46,19 @@ class TokenSource {
       std::int64_t /*seq_len*/) const {
     return {};
   }
-  /// Every token is below this.
+  /// Returns a number above every token.
   virtual std::int64_t vocab_size() const = 0;
   /// Returns the tokens' origin, for messages.
   virtual std::string describe() const = 0;
-  /// Each token below kNumBytes is a byte of text.
+  /// Returns whether each token below kNumBytes is a byte of text.
   virtual bool tokens_are_bytes() const { return false; }
   /// Returns a value that identifies its tokens; empty where they are made
   /// anew. May read 16 MiB.
   virtual CorpusIdentity identity() const { return {}; }
-  /// Whether targets may be kIgnoredTarget.
+  /// Returns whether targets may be kIgnoredTarget.
   virtual bool ignores_targets() const { return false; }
-  /// How documents fill the sequences; unset: they are cut from a stream.
+  /// Returns how documents fill the sequences; unset: they are cut from a
+  /// stream.
   virtual std::optional<PackingReport> packing() const { return std::nullopt; }
 };
 

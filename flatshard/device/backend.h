@@ -39,7 +39,7 @@ std::shared_ptr<Stream> make_cpu_stream(
 std::shared_ptr<Stream> caller_stream();
 bool on_cpu_stream_thread();
 
-/// The delay before a stream's task number `task`, 0..max_delay_us.
+/// Returns the delay before a stream's task number `task`, 0..max_delay_us.
 int delay_us(
     const std::string& stream,
     std::uint64_t task,

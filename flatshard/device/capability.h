@@ -39,21 +39,23 @@ const GpuFeatureRow& row_of(GpuFeature feature);
 /// Returns whether GPUs of a compute capability have it, according to the
 /// table.
 bool gpu_has(int sm, GpuFeature feature);
-/// Whether the answer of `gpu_has` has to be confirmed by cuBLASLt.
+/// Returns whether the answer of `gpu_has` has to be confirmed by cuBLASLt.
 bool gpu_is_asked(int sm, GpuFeature feature);
-/// Which GPUs have it: "sm_80 or later", "sm_90 to sm_109".
+/// Returns which GPUs have it: "sm_80 or later", "sm_90 to sm_109".
 std::string gpus_with(GpuFeature feature);
-/// A line for each feature: what a GPU of this compute capability does.
+/// Returns a line for each feature: what a GPU of this compute capability does.
 std::string describe_gpu_features(int sm);
-/// The whole table in Markdown, a column for each GPU that `all` builds for.
+/// Returns the whole table in Markdown, a column for each GPU that `all` builds
+/// for.
 std::string gpu_features_markdown();
 
-/// Whether code for `architectures` ("80-real,90a,120", CMake's names) runs on
-/// a GPU of compute capability `sm`.
+/// Returns whether code for `architectures` ("80-real,90a,120", CMake's names)
+/// runs on a GPU of compute capability `sm`.
 bool build_fits(std::string_view architectures, int sm);
-/// The architectures that this build's CUDA code is for; empty without CUDA.
+/// Returns the architectures that this build's CUDA code is for; empty without
+/// CUDA.
 std::string_view built_for_gpus();
-/// Why a GPU cannot be used, for an error; empty: it can.
+/// Returns why a GPU cannot be used, for an error; empty: it can.
 ///
 /// @param name    the driver's name of the GPU.
 /// @param sm      its compute capability as Flatshard takes it.
@@ -68,8 +70,8 @@ std::string why_gpu_is_unfit(
 /// @throws Error{config} for a text that is no compute capability.
 int pretended_sm(int sm, const char* text);
 
-/// The compute capability of a GPU, or FLATSHARD_PRETEND_SM where that is
-/// lower: then each fallback of an older GPU can be tried.
+/// Returns the compute capability of a GPU, or FLATSHARD_PRETEND_SM where that
+/// is lower: then each fallback of an older GPU can be tried.
 /// @throws Error{config} for another device than a GPU.
 int compute_capability(at::Device device);
 inline bool gpu_has(at::Device device, GpuFeature feature) {

@@ -5,8 +5,8 @@
 
 namespace flatshard::detail {
 
-/// A function of the driver, found at run time: the program also runs where
-/// there is no driver. Null: there is none, or it is older than `version`
+/// Returns a function of the driver, found at run time: the program also runs
+/// where there is no driver. Null: there is none, or it is older than `version`
 /// (12040 is CUDA 12.4), which also selects the form of the function.
 template <class Pointer>
 Pointer find_driver_function(const char* name, unsigned version) {

@@ -11,7 +11,7 @@ namespace flatshard {
 /// Generators and where each of them was.
 using GeneratorStates = std::vector<std::pair<at::Generator, at::Tensor>>;
 
-/// Where they are now, each once.
+/// Returns where they are now, each once.
 GeneratorStates states_of(const std::vector<at::Generator>& generators);
 
 /// Drops the generators that were not moved since: nothing to draw again there,

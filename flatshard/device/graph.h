@@ -25,7 +25,7 @@ class DeviceGraph {
   using Work = std::function<std::vector<at::Tensor>()>;
 
   virtual ~DeviceGraph() = default;
-  /// The tensors that each replay writes: same addresses every time.
+  /// Returns the tensors that each replay writes: same addresses every time.
   virtual const std::vector<at::Tensor>& outputs() const = 0;
   /// Queues the work on the current stream.
   virtual void replay() = 0;

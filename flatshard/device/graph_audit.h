@@ -37,7 +37,8 @@ class GraphMemory {
   Ranges allowed_;
 };
 
-/// The words of `nbytes` bytes that may be pointers: 8 bytes at multiples of 8.
+/// Returns the words of `nbytes` bytes that may be pointers: 8 bytes at
+/// multiples of 8.
 std::vector<std::uint64_t> words_of(const void* data, std::size_t nbytes);
 
 /// "NAME, word 2: 0x7f..."; a kernel's name is demangled.

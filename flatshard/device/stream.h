@@ -44,7 +44,8 @@ class Event {
   /// Blocks the host until the point is reached. Rethrows the first exception
   /// of the recorded stream when that came before the point.
   void synchronize() const;
-  /// True when the point is reached; also when it was reached by an error.
+  /// Returns true when the point is reached; also when it was reached by an
+  /// error.
   bool query() const;
   bool recorded() const { return state_ != nullptr; }
 
@@ -85,7 +86,7 @@ class Stream {
 
  protected:
   friend class Event;
-  /// The point after all submitted work; may reuse `previous`.
+  /// Returns the point after all submitted work; may reuse `previous`.
   virtual std::shared_ptr<Event::State> record(
       std::shared_ptr<Event::State> previous) = 0;
   virtual void wait(const std::shared_ptr<Event::State>& point) = 0;
@@ -95,22 +96,22 @@ class Stream {
   std::string name_;
 };
 
-/// A new stream on `device`. CUDA needs an index.
+/// Returns a new stream on `device`. CUDA needs an index.
 /// @throws Error{config} for CUDA in a build without it.
 std::shared_ptr<Stream>
 make_stream(at::Device device, std::string name, StreamOptions options = {});
 
-/// The compute stream. CUDA: wraps the stream that is current on this thread
-/// at the time of the call. CPU: the calling thread itself: work runs at once,
-/// events recorded on it are complete, waiting blocks the caller.
+/// Returns the compute stream. CUDA: wraps the stream that is current on this
+/// thread at the time of the call. CPU: the calling thread itself: work runs at
+/// once, events recorded on it are complete, waiting blocks the caller.
 std::shared_ptr<Stream> current_stream(at::Device device);
 
-/// The calling thread runs the work of a CPU stream.
+/// Returns whether the calling thread runs the work of a CPU stream.
 bool on_stream_thread();
 
-/// True when this build has CUDA and a GPU answers.
+/// Returns true when this build has CUDA and a GPU answers.
 bool cuda_available();
-/// Number of GPUs; 0 without CUDA.
+/// Returns the number of GPUs; 0 without CUDA.
 int num_cuda_devices();
 /// Makes `device` current for the calling thread. No effect for the CPU.
 void set_current_device(at::Device device);

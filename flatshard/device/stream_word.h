@@ -23,7 +23,8 @@ class StreamWord {
 /// While nothing is recorded.
 std::unique_ptr<StreamWord> make_stream_word(at::Device device);
 
-/// The current stream of `device` records a graph. Never on a CPU.
+/// Returns whether the current stream of `device` records a graph. Never on a
+/// CPU.
 bool current_stream_records(at::Device device);
 
 }  // namespace flatshard

@@ -15,10 +15,11 @@ struct Fact {
 /// Versions of torch, CUDA's runtime, cuBLASLt, cuDNN and NCCL, and the GPUs
 /// that the CUDA code is built for.
 std::vector<Fact> build_facts();
-/// The host: system, name, threads, memory. Starts no CUDA.
+/// Returns the host: system, name, threads, memory. Starts no CUDA.
 Fact host_fact();
-/// The host, the driver, each GPU with its memory and compute capability, and
-/// how each GPU reaches the others' memory. Starts CUDA when there is a GPU.
+/// Returns the host, the driver, each GPU with its memory and compute
+/// capability, and how each GPU reaches the others' memory. Starts CUDA when
+/// there is a GPU.
 std::vector<Fact> machine_facts();
 
 /// GPUs with one name and compute capability.

@@ -30,7 +30,7 @@ std::vector<MemoryRow> memory_rows(
     std::int64_t optimizer_nbytes,
     const std::optional<GraphStats>& graphs = {});
 
-/// The sum of all rows.
+/// Returns the sum of all rows.
 std::int64_t total_nbytes(const std::vector<MemoryRow>& rows);
 
 /// Returns a table with GiB or MiB. Host memory, on a machine with a GPU, is

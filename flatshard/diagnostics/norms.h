@@ -25,7 +25,8 @@ struct ParameterNorm {
 /// the list. Collective; blocks the host.
 std::vector<ParameterNorm> parameter_norms(const Runtime& runtime);
 
-/// A table, one line per parameter: weight, gradient, gradient / weight.
+/// Returns a table, one line per parameter: weight, gradient, gradient /
+/// weight.
 std::string to_string(const std::vector<ParameterNorm>& norms);
 
 }  // namespace flatshard

@@ -24,8 +24,8 @@ class Poison : public SlotObserver, public StepObserver {
  public:
   /// Before the first forward of `runtime`.
   static void install(const std::shared_ptr<Runtime>& runtime);
-  /// The size of the block that released parameters point at: 0 on the CPU and
-  /// without DebugOptions::poison.
+  /// Returns the size of the block that released parameters point at: 0 on the
+  /// CPU and without DebugOptions::poison.
   static std::int64_t nbytes(const Runtime& runtime);
 
   bool wants_unused_slots() const override { return true; }

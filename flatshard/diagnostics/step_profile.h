@@ -45,7 +45,7 @@ struct SpeedOfLight {
   std::map<std::string, double> flops;
 };
 
-/// A table with one line per class, and below it the lines of the span.
+/// Returns a table with one line per class, and below it the lines of the span.
 std::string to_string(const StepProfile& profile, const SpeedOfLight& light);
 
 }  // namespace flatshard

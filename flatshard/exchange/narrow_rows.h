@@ -12,7 +12,7 @@ namespace flatshard {
 struct NarrowRows {
   static constexpr std::int64_t kMaxNbytes = 16;
 
-  /// Whether rows of this size are such. They are aligned to 4 bytes.
+  /// Returns whether rows of this size are such. They are aligned to 4 bytes.
   static bool are(std::int64_t row_nbytes, std::int64_t element_nbytes) {
     return row_nbytes > 0 && row_nbytes <= kMaxNbytes &&
            element_nbytes % 4 == 0;

@@ -54,9 +54,9 @@ class RowRuns {
   std::int64_t num_routed() const { return num_routed_; }
   std::int64_t stay_begin() const;
   std::int64_t stay_end() const;
-  /// The most that any rank routed.
+  /// Returns the most that any rank routed.
   std::int64_t most_routed() const { return most_routed_; }
-  /// Rows that arrive here, this rank's own included.
+  /// Returns the rows that arrive here, this rank's own included.
   std::int64_t num_arriving() const { return num_arriving_; }
 
   /// @param to  [tables.numel()]

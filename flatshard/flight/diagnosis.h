@@ -33,22 +33,25 @@ struct Verdict {
 std::string serialize(const Verdict& verdict);
 Verdict parse_verdict(std::string_view text);
 
-/// The first rank that is missing, differs or is late, in this order, and
-/// what every rank was doing. `views` has one entry per rank, in rank order.
+/// Returns the first rank that is missing, differs or is late, in this order,
+/// and what every rank was doing. `views` has one entry per rank, in rank
+/// order.
 ///
 /// @param stalled_after  a collective that waits this long is stuck.
 Verdict diagnose(
     std::span<const RankView> views,
     std::chrono::milliseconds stalled_after);
 
-/// Two ranks of a group disagree on what they did up to a common checkpoint.
+/// Returns whether two ranks of a group disagree on what they did up to a
+/// common checkpoint.
 bool checkpoints_differ(std::span<const RankView> views);
 
-/// Two ranks wait, and each is further in the program than the other.
+/// Returns whether two ranks wait, and each is further in the program than the
+/// other.
 bool programs_part(std::span<const RankView> views);
 
-/// A rank waits in a collective, and another of the group has ended its run
-/// before it.
+/// Returns whether a rank waits in a collective, and another of the group has
+/// ended its run before it.
 bool waits_for_who_left(std::span<const RankView> views);
 
 /// Returns the collectives that the ranks of a group issued where they differ,
@@ -59,7 +62,7 @@ Verdict verdict_on_difference(
     std::int64_t seq,
     std::span<const IssuedCollective> issued);
 
-/// A row per group of ranks that did the same.
+/// Returns a row per group of ranks that did the same.
 std::string flight_table(
     std::span<const RankView> views,
     std::string_view group);

@@ -117,7 +117,7 @@ class FlightRecorder : public CollectiveObserver {
   void check() const override;
   /// Waits for the verdict and returns that; without one in time, `error`.
   Error explain(const Error& error) override;
-  /// The verdict of all ranks. Blocks like publish_failure.
+  /// Returns the verdict of all ranks. Blocks like publish_failure.
   Error explain_difference(
       const std::string& text,
       const Communicator& communicator,

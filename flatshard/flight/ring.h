@@ -50,8 +50,8 @@ class FlightRing {
       std::int64_t step,
       Event done);
 
-  /// The newest `num_entries` of each communicator and the one that waits
-  /// longest. Asks the device which collectives are over.
+  /// Returns the newest `num_entries` of each communicator and the one that
+  /// waits longest. Asks the device which collectives are over.
   std::vector<FlightTrack> tracks(int num_entries);
 
  private:

@@ -46,7 +46,7 @@ struct FlightTrack {
   std::vector<FlightEntry> entries;  ///< the newest, ascending
 
   const FlightEntry* find(std::int64_t seq) const;
-  /// The oldest that is not completed; null: none.
+  /// Returns the oldest that is not completed; null: none.
   const FlightEntry* pending() const;
 };
 

@@ -20,7 +20,7 @@ std::string with_table(
 std::map<std::string, std::vector<const RankView*>> members_of_groups(
     std::span<const RankView> views);
 
-/// The first place at which ranks ran different collectives.
+/// Returns the first place at which ranks ran different collectives.
 std::optional<Verdict> find_difference(std::span<const RankView> views);
 /// Finds the same when the rings have advanced since: only the hashes show it.
 std::optional<Verdict> find_diverged(std::span<const RankView> views);

@@ -49,9 +49,9 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   bool concluded() const { return concluded_; }
   std::optional<Verdict> verdict() const;
-  /// The verdict, once the communicators are aborted: until then the abort
-  /// thread holds them, and a program that ends should not end under it. An
-  /// abort that hangs is not waited for longer than `abort_patience_`.
+  /// Returns the verdict, once the communicators are aborted: until then the
+  /// abort thread holds them, and a program that ends should not end under it.
+  /// An abort that hangs is not waited for longer than `abort_patience_`.
   std::optional<Verdict> final_verdict();
   /// Publishes `verdict` unless there is one already; returns the one that
   /// all ranks read.

@@ -28,7 +28,7 @@ struct Product {
 /// @throws Error{cuda}
 bool run_product(const Product& product);
 
-/// Whether cuBLASLt has FP8 products with these scale modes on a GPU.
+/// Returns whether cuBLASLt has FP8 products with these scale modes on a GPU.
 bool has_product(std::int32_t mode_a, std::int32_t mode_b, at::Device device);
 
 }  // namespace flatshard::float8::cuda

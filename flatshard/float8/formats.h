@@ -115,9 +115,9 @@ FLATSHARD_HOST_DEVICE inline float decode_e8m0(std::uint8_t code) {
       code == 0 ? 0x00400000U : static_cast<std::uint32_t>(code) << 23);
 }
 
-/// The E8M0 scale of a block whose largest magnitude is `amax`: 2^(code - 127)
-/// is what decoded values are multiplied by. Clamped to 2^-127 and 2^127; a
-/// block of zeros has 0, one with Inf or NaN has 255.
+/// Returns the E8M0 scale of a block whose largest magnitude is `amax`: 2^(code
+/// - 127) is what decoded values are multiplied by. Clamped to 2^-127 and
+/// 2^127; a block of zeros has 0, one with Inf or NaN has 255.
 FLATSHARD_HOST_DEVICE inline std::uint8_t
 e8m0_of(float amax, Format format, Rounding rounding) {
   const FormatTraits f = traits_of(format);
@@ -166,7 +166,7 @@ FLATSHARD_HOST_DEVICE inline Scale float_scale_of(float amax, Format format) {
   return {quantize, dequantizer_of(quantize)};
 }
 
-/// The factors of an E8M0 scale; both exact.
+/// Returns the factors of an E8M0 scale; both exact.
 FLATSHARD_HOST_DEVICE inline Scale scale_of_e8m0(std::uint8_t code) {
   if (code == kNanE8m0) {
     return {decode_e8m0(code), decode_e8m0(code)};

@@ -61,7 +61,7 @@ void matmul(
     const Operand& b,
     const MatmulOptions& options = {});
 
-/// Whether the GPU multiplies this recipe in FP8, by the table of
+/// Returns whether the GPU multiplies this recipe in FP8, by the table of
 /// device/capability.h and, where that leaves it open, by cuBLASLt's answer.
 /// False for the CPU, where products are emulated.
 bool multiplies(Recipe recipe, at::Device device);

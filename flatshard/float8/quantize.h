@@ -81,8 +81,8 @@ Plane empty_plane(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
-/// The row plane and the transposed column plane from one reading of x (two for
-/// rowwise, and for tensorwise without amax).
+/// Returns the row plane and the transposed column plane from one reading of x
+/// (two for rowwise, and for tensorwise without amax).
 /// @param amax  tensorwise: see PlaneOptions.
 std::pair<Plane, Plane> quantize_both(
     const at::Tensor& x,
@@ -101,8 +101,8 @@ at::Tensor dequantize(
     Recipe recipe,
     const DequantizeOptions& options = {});
 
-/// The largest magnitude of x [] float32; NaN when x has one. Reduce it over
-/// ranks as int32 with max: NaN then wins, and so does Inf over numbers.
+/// Returns the largest magnitude of x [] float32; NaN when x has one. Reduce it
+/// over ranks as int32 with max: NaN then wins, and so does Inf over numbers.
 at::Tensor amax_of(const at::Tensor& x);
 
 /// [rows, columns] of any dtype of one byte -> [columns, rows].

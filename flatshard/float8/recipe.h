@@ -54,7 +54,8 @@ struct RecipeTraits {
   Recipe activations = Recipe::tensorwise;
   bool for_weights = true;
 
-  /// One scale serves the whole tensor, so its largest magnitude comes first.
+  /// Returns whether one scale serves the whole tensor, so its largest
+  /// magnitude comes first.
   FLATSHARD_HOST_DEVICE constexpr bool has_one_scale() const {
     return block_outer == 0 && block_inner == 0;
   }
@@ -98,7 +99,7 @@ FLATSHARD_HOST_DEVICE constexpr RecipeTraits traits_of(Recipe recipe) {
   }
 }
 
-/// Whether scales are powers of two, so that `rounding` counts.
+/// Returns whether scales are powers of two, so that `rounding` counts.
 FLATSHARD_HOST_DEVICE constexpr bool has_power_of_two_scales(Recipe recipe) {
   return traits_of(recipe).scale != ScaleKind::largest_over_amax;
 }

@@ -25,7 +25,8 @@ std::filesystem::path step_folder(
     const std::filesystem::path& folder,
     std::int64_t step);
 
-/// Where step N is written before it is whole. `id` is the writing run's own.
+/// Returns where step N is written before it is whole. `id` is the writing
+/// run's own.
 std::filesystem::path partial_folder(
     const std::filesystem::path& folder,
     std::int64_t step,
@@ -34,8 +35,8 @@ std::filesystem::path partial_folder(
 /// Steps of the whole checkpoints, ascending; none when there is no folder.
 std::vector<std::int64_t> list_checkpoints(const std::filesystem::path& folder);
 
-/// The step that `latest` names; without one, or when its checkpoint is gone,
-/// the last whole one.
+/// Returns the step that `latest` names; without one, or when its checkpoint is
+/// gone, the last whole one.
 std::optional<std::int64_t> latest_checkpoint(
     const std::filesystem::path& folder);
 

@@ -17,12 +17,12 @@ inline constexpr std::uint64_t kDigestBlock = std::uint64_t{1} << 20;
 /// Source: https://github.com/Cyan4973/xxHash, the library itself.
 std::uint64_t digest(std::span<const std::byte> bytes);
 
-/// How many blocks a file of `nbytes` has; the last one may be shorter.
+/// Returns how many blocks a file of `nbytes` has; the last one may be shorter.
 std::uint64_t num_digest_blocks(std::uint64_t nbytes);
 
 /// 16 hexadecimal digits each, one after the other.
 std::string digests_to_hex(std::span<const std::uint64_t> digests);
-/// The inverse. @throws Error{format} on anything else.
+/// Returns the inverse. @throws Error{format} on anything else.
 std::vector<std::uint64_t> digests_from_hex(std::string_view text);
 
 }  // namespace flatshard

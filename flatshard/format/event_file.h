@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// The CRC-32C of `bytes` (Castagnoli, reflected polynomial 0x82f63b78).
-/// Source: RFC 3720, appendix B.4.
+/// Returns the CRC-32C of `bytes` (Castagnoli, reflected polynomial
+/// 0x82f63b78). Source: RFC 3720, appendix B.4.
 std::uint32_t crc32c(std::string_view bytes);
 
 /// Returns `data` as one TFRecord: its length as 8 bytes, the masked CRC-32C of

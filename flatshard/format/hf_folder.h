@@ -88,7 +88,7 @@ std::vector<HfFile> plan_hf_files(
     const std::vector<SafetensorsSpec>& tensors,
     std::uint64_t max_file_nbytes);
 
-/// The content of model.safetensors.index.json.
+/// Returns the content of model.safetensors.index.json.
 std::string hf_index_json(const std::vector<HfFile>& files);
 
 inline constexpr std::string_view kHfIndexName = "model.safetensors.index.json";

@@ -89,11 +89,12 @@ Manifest parse_manifest(
     const std::string& origin,
     bool complete = true);
 
-/// The manifest of a step-N folder. @throws like parse_manifest, or Error{io}.
+/// Returns the manifest of a step-N folder. @throws like parse_manifest, or
+/// Error{io}.
 Manifest read_manifest(const std::filesystem::path& folder);
 
-/// One manifest of what several ranks wrote. Step, mesh, strategy and state
-/// are the first one's.
+/// Returns one manifest of what several ranks wrote. Step, mesh, strategy and
+/// state are the first one's.
 /// @throws Error{format} when the parts disagree on a tensor or leave a gap.
 Manifest merge_manifests(const std::vector<Manifest>& parts);
 

@@ -36,9 +36,9 @@ struct ReadChunk {
   bool operator==(const ReadChunk&) const = default;
 };
 
-/// The reads that bring the wanted boxes: by file, then by place. Only digest
-/// blocks that hold wanted bytes are read, and each once, unless wanted boxes
-/// overlap.
+/// Returns the reads that bring the wanted boxes: by file, then by place. Only
+/// digest blocks that hold wanted bytes are read, and each once, unless wanted
+/// boxes overlap.
 ///
 /// @param max_nbytes  of one read; a multiple of kDigestBlock.
 std::vector<ReadChunk> plan_reads(
@@ -46,7 +46,8 @@ std::vector<ReadChunk> plan_reads(
     std::span<const WantedBox> wanted,
     std::uint64_t max_nbytes = std::uint64_t{8} << 20);
 
-/// The reads that see every byte of every file and keep none: to verify.
+/// Returns the reads that see every byte of every file and keep none: to
+/// verify.
 std::vector<ReadChunk> plan_whole_files(const Manifest& manifest);
 
 /// Bytes that the chunks read.

@@ -60,7 +60,7 @@ class SafetensorsReader {
   const std::vector<SafetensorsEntry>& entries() const {
     return header_.entries;
   }
-  /// The header's __metadata__.
+  /// Returns the header's __metadata__.
   const std::map<std::string, std::string>& metadata() const {
     return header_.metadata;
   }
@@ -68,7 +68,7 @@ class SafetensorsReader {
   bool contains(std::string_view name) const;
   /// @throws Error{format} naming the nearest tensor of the file.
   const SafetensorsEntry& entry(std::string_view name) const;
-  /// The tensor's first byte, from the begin of the file.
+  /// Returns the tensor's first byte, from the begin of the file.
   std::uint64_t offset(const SafetensorsEntry& entry) const {
     return header_.data_begin + entry.begin;
   }

@@ -43,7 +43,7 @@ class SafetensorsLayout {
       const std::map<std::string, std::string>& metadata,
       const std::string& file);
 
-  /// The length of the header and the header: bytes [0, head().size()).
+  /// Returns the length of the header and the header: bytes [0, head().size()).
   const std::string& head() const { return head_; }
   /// Returns the bytes of the whole file.
   std::uint64_t nbytes() const { return nbytes_; }

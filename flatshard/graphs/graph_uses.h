@@ -14,7 +14,7 @@ namespace flatshard {
 /// recording, which is the order of a step. Any other order is seen here.
 class GraphUses {
  public:
-  /// The number of the next recording.
+  /// Returns the number of the next recording.
   std::int64_t next() { return ++num_recorded_; }
   /// Returns whether memory is in use of a graph recorded as `number` or later.
   bool blocks(std::int64_t number);

@@ -21,8 +21,8 @@ class ModelGraphs {
   /// Returns the runner that runs the regions of modules as graphs, or keeps
   /// their constants for the step's graph; null unless GraphOptions::enabled.
   std::shared_ptr<nn::RegionRunner> runner() const;
-  /// The graphs of regions, for callers that run units without an nn::Module.
-  /// Null unless enabled, and with GraphOptions::whole_step.
+  /// Returns the graphs of regions, for callers that run units without an
+  /// nn::Module. Null unless enabled, and with GraphOptions::whole_step.
   const std::shared_ptr<RegionGraphs>& regions() const { return regions_; }
   /// GraphOptions::whole_step: of the regions of a StepGraph. Null without it.
   const std::shared_ptr<KeptConstants>& constants() const { return constants_; }

@@ -123,7 +123,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   /// Gives the memory back. A backward that comes later is an error.
   void drop();
 
-  /// Why a call with `inputs` cannot be a replay; null: it can.
+  /// Returns why a call with `inputs` cannot be a replay; null: it can.
   const char* miss(const nn::TensorList& inputs);
   /// Queues the forward on the current stream. After `miss` gave null.
   nn::TensorList replay(const nn::TensorList& inputs);

@@ -165,9 +165,9 @@ class RegionGraphs : public nn::RegionRunner,
   void capture_all();
   void capture(const StepWatch::Run& run);
   void capture_backward(const StepWatch::Run& run);
-  /// The unit's when the run was watched.
+  /// Returns the unit's when the run was watched.
   UnitSlots& slots_of(const StepWatch::Run& run);
-  /// Where gradients of the run's microbatch go.
+  /// Returns where gradients of the run's microbatch go.
   TargetSink& targets_of(const StepWatch::Run& run);
   /// Null: the unit has no FP8 weights.
   static std::shared_ptr<PlanePlaces> places(

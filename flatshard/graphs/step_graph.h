@@ -53,7 +53,7 @@ class StepGraph {
   /// Drops the graph; another is captured after another warm-up. Between two
   /// steps, on all ranks.
   void reset();
-  /// The next step is a replay, unless it differs.
+  /// Returns whether the next step is a replay, unless it differs.
   bool captured() const { return captured_; }
   GraphStats stats() const;
 
@@ -65,7 +65,7 @@ class StepGraph {
   void try_to_capture(const nn::TensorList& inputs);
   std::vector<at::Tensor> record();
   std::string capture(const nn::TensorList& inputs);
-  /// Why this step is not a replay; empty: it is.
+  /// Returns why this step is not a replay; empty: it is.
   std::string miss(const nn::TensorList& inputs) const;
   nn::TensorList replay(const nn::TensorList& inputs);
   void apply(const std::vector<at::Tensor>& outputs);

@@ -41,7 +41,7 @@ class StepGraph::Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
-  /// The step is over.
+  /// Ends the recording of the step.
   /// @throws Error{usage} when it left something open.
   StepEffects end();
 

@@ -28,7 +28,7 @@ struct StepStamp {
       const std::vector<nn::Module*>& modules);
   /// In what `now` differs, for who runs eagerly; empty: in nothing.
   std::string difference(const StepStamp& now) const;
-  /// Why no step that begins now can be a graph's; empty: it can.
+  /// Returns why no step that begins now can be a graph's; empty: it can.
   /// @throws Error{usage} when a parameter has another storage.
   static std::string obstacle(const Runtime& runtime);
 };

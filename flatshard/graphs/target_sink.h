@@ -13,7 +13,7 @@ class TargetSink final : public nn::WgradSink {
  public:
   void add(const at::Tensor& parameter, nn::WgradTarget target);
   bool written(const at::Tensor& parameter) const;
-  /// Where its gradient goes; undefined: nowhere.
+  /// Returns where its gradient goes; undefined: nowhere.
   at::Tensor place(const at::Tensor& parameter) const;
   /// Adds later gradients of `parameter` to the existing one.
   std::optional<nn::WgradTarget> begin_wgrad(

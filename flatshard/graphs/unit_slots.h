@@ -27,7 +27,8 @@ class UnitSlots {
   UnitSlots current() const;
   /// Another step begins.
   void forget();
-  /// The unit can be pointed at its weights' place, which the next step has.
+  /// Returns whether the unit can be pointed at its weights' place, which the
+  /// next step has.
   bool planned() const;
 
   /// Points the unit's parameters at their places in a forward or in a
@@ -41,7 +42,7 @@ class UnitSlots {
   /// Returns the memory of an FP8 parameter in a forward or in a backward.
   /// @throws Error{usage} when nothing did.
   Place place(const UnitParameter& p, PlaneId plane, bool in_backward) const;
-  /// Where the unit's gradients will be; new ones, which nobody wrote.
+  /// Returns where the unit's gradients will be; new ones, which nobody wrote.
   TargetSink targets() const;
 
  private:

@@ -48,8 +48,8 @@ struct Float8Format {
   /// Returns the granularity of weights.
   Granularity granularity() const;
 
-  /// Why a parameter of this shape stays in Precision::compute, e.g. "20
-  /// columns are no multiple of 16"; empty when it can be FP8.
+  /// Returns why a parameter of this shape stays in Precision::compute, e.g.
+  /// "20 columns are no multiple of 16"; empty when it can be FP8.
   std::string why_not(std::span<const std::int64_t> shape) const;
 
   friend bool operator==(const Float8Format&, const Float8Format&) = default;

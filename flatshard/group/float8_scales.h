@@ -36,7 +36,7 @@ class Float8Scales {
   at::Tensor of(float8::Axis axis, std::int64_t i) const {
     return view(scales_, axis, i);
   }
-  /// The largest magnitudes that they come from, from `update` to
+  /// Returns the largest magnitudes that they come from, from `update` to
   /// `forget_amax`.
   at::Tensor amax(float8::Axis axis, std::int64_t i) const {
     return view(amax_, axis, i);
@@ -68,7 +68,7 @@ class Float8Scales {
     return traits_.rows_share_scales() && !traits_.has_one_scale();
   }
   void find_amax(const FlatBuffer& main) const;
-  /// The ranks that have other rows. Null: none.
+  /// Returns the ranks that have other rows. Null: none.
   Communicator* group_of_amax(const Placements& of_main) const;
 
   const GroupContext& context_;

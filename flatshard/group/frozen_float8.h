@@ -13,7 +13,7 @@ namespace flatshard {
 ///   gathers.
 void drop_main_weights(ParamGroup& group);
 
-/// Whether the main weights of a group have memory.
+/// Returns whether the main weights of a group have memory.
 bool has_main_weights(const ParamGroup& group);
 
 }  // namespace flatshard

@@ -24,7 +24,7 @@ class GatherProgress {
     bool float8_begun = false;  ///< by the last change
     bool is_first_copy = false;
   };
-  /// One gather more. It reports each change once.
+  /// Plans one gather more. It reports each change once.
   /// @param by_copies  of what the peers hold.
   Step next(bool by_copies);
   /// A gather that was planned may not have been carried out.
@@ -41,7 +41,8 @@ class GatherProgress {
   /// Resets the state, as if nothing was gathered and all writes had arrived.
   Saved forget();
   void restore(Saved saved);
-  /// All gathers of this version are planned, as far as this goes.
+  /// Returns whether all gathers of this version are planned, as far as this
+  /// goes.
   bool is_gathered() const { return gathered_ == version_; }
   void mark_gathered() { gathered_ = version_; }
 

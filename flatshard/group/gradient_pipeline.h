@@ -70,11 +70,11 @@ class GradientPipeline {
     bool by_outer() const {
       return path == Path::outer || path == Path::outer_of_slot;
     }
-    /// The optimizer's gradient is complete afterwards.
+    /// Returns whether the optimizer's gradient is complete afterwards.
     bool is_complete() const {
       return path != Path::local && path != Path::inner;
     }
-    /// The communicators of reduce_inner, and of reduce_outer.
+    /// Returns the communicators of reduce_inner, and of reduce_outer.
     std::vector<Communicator*> inner_groups() const;
     std::vector<Communicator*> outer_groups() const;
   };
@@ -91,8 +91,8 @@ class GradientPipeline {
   /// slower network. On a separate stream and communicator it does not hold
   /// back the inner axes' next reduction. Collective; inside Stream::submit.
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
-  /// The outer axis is reduced apart from the inner ones, in all groups of a
-  /// model alike: a communicator has one stream.
+  /// Returns whether the outer axis is reduced apart from the inner ones, in
+  /// all groups of a model alike: a communicator has one stream.
   bool has_outer_stage() const;
   /// Both, on one stream.
   void reduce(const at::Tensor& slot, const Reduction& reduction) {
@@ -110,7 +110,8 @@ class GradientPipeline {
   /// This rank has a gradient of parameter `index` of the layout, not only
   /// zeros, for the reductions from here on.
   void mark_contributed(std::int64_t index) { contributes_.insert(index); }
-  /// A reduction since forget_contributions() had one of some parameter.
+  /// Returns whether a reduction since forget_contributions() had one of some
+  /// parameter.
   bool contributed() const { return !contributed_.empty(); }
   /// The same of parameter `index`: from this rank, or from another one that
   /// mark_others_contributed named.
@@ -189,7 +190,7 @@ class GradientPipeline {
   void add_to_reduced(at::Tensor reduced, bool add);
   void finish(const at::Tensor& source, const Reduction& r);
   bool has_models_outer_axis() const;
-  /// The group's whole mesh is the outer axis of the model's.
+  /// Returns whether the group's whole mesh is the outer axis of the model's.
   bool lies_on_outer_axis() const;
   const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
 

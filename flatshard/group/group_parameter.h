@@ -46,7 +46,7 @@ struct GroupParameter {
   /// is stored with that dimension first.
   at::Tensor tensor;
 
-  /// The part of a larger tensor that this is; all of it by default.
+  /// Returns the part of a larger tensor that this is; all of it by default.
   TensorSlice slice() const { return placement.slice.value_or(TensorSlice()); }
   /// Returns the shape of the larger tensor.
   std::vector<std::int64_t> whole_shape() const {

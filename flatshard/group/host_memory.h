@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// A buffer of a group in host memory, for offloading. Not initialized.
+/// Returns a buffer of a group in host memory, for offloading. Not initialized.
 inline FlatBuffer in_host_memory(
     const GroupContext& context,
     const Placements& placements,

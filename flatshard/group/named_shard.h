@@ -27,7 +27,7 @@ struct NamedShard {
   std::vector<std::int64_t> whole_shape() const {
     return slice.whole_shape(shape);
   }
-  /// The boxes of the whole tensor that `tensor` is, one after another.
+  /// Returns the boxes of the whole tensor that `tensor` is, one after another.
   std::vector<Rectangle> boxes() const {
     return slice.boxes(shape, begin, begin + tensor.numel());
   }

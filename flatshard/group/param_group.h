@@ -56,7 +56,7 @@ class ParamGroup {
   const FlatLayout& layout() const { return *context_.layout; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return context_.mesh; }
-  /// The whole model's.
+  /// Returns the whole model's.
   const std::shared_ptr<Mesh>& model_mesh() const {
     return context_.model_mesh;
   }
@@ -99,8 +99,8 @@ class ParamGroup {
   Replicas replicas() const;
   /// Returns this rank's part of each parameter, in the main weights.
   std::vector<NamedShard> main_shards() const;
-  /// The same runs of another flat tensor of their size, e.g. an optimizer
-  /// state or the gradient.
+  /// Returns the same runs of another flat tensor of their size, e.g. an
+  /// optimizer state or the gradient.
   std::vector<NamedShard> shards_of(const at::Tensor& flat) const;
 
  private:

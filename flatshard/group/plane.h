@@ -70,7 +70,7 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  /// The group's planes, without memory.
+  /// Returns the group's planes, without memory.
   virtual std::vector<Plane> planes() const = 0;
   /// true: the first gather after a change of main weights encodes them, since
   /// that may ask other ranks. false: whoever wrote main weights does, on its
@@ -110,7 +110,7 @@ class Codec {
       const Plane& source,
       const at::Tensor& from,
       const at::Tensor& to) const;
-  /// A parameter in a slot that holds `part` of the plane.
+  /// Returns a parameter in a slot that holds `part` of the plane.
   /// @param slot  [part.nbytes] bytes, of the plane's dtype.
   virtual float8::Plane view(
       const Plane& plane,
@@ -153,7 +153,7 @@ class CastCodec : public Codec {
   const GroupContext& context_;
 };
 
-/// The codec that the group's options ask for.
+/// Returns the codec that the group's options ask for.
 std::unique_ptr<Codec> make_codec(const GroupContext& context);
 
 }  // namespace flatshard

@@ -46,7 +46,8 @@ class WeightPlanes {
   WeightPlanes(const WeightPlanes&) = delete;
   WeightPlanes& operator=(const WeightPlanes&) = delete;
 
-  /// The index is a PlaneId. A plane that has nothing of this group is empty.
+  /// Returns the planes by PlaneId. A plane that has nothing of this group is
+  /// empty.
   const std::vector<Plane>& planes() const { return planes_; }
   bool has(PlaneId plane) const {
     return plane < static_cast<PlaneId>(planes_.size()) &&
@@ -54,8 +55,8 @@ class WeightPlanes {
   }
   /// [shard] main weights; frozen groups: the compute weights.
   const FlatBuffer& main() const { return main_; }
-  /// The same on the mesh's device: a copy, queued on the current stream, where
-  /// main is in host memory.
+  /// Returns the same on the mesh's device: a copy, queued on the current
+  /// stream, where main is in host memory.
   FlatBuffer main_on_device() const;
   /// Returns the stored part of the compute plane. Not defined when nothing is
   /// stored.
@@ -72,14 +73,14 @@ class WeightPlanes {
   /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
   bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
 
-  /// True when the planes that are gathered rest whole on every rank.
+  /// Returns true when the planes that are gathered rest whole on every rank.
   bool resident() const { return resident_; }
-  /// No slot holds the plane: Plane::resting has all of it.
+  /// Returns whether no slot holds the plane: Plane::resting has all of it.
   bool rests_whole(PlaneId plane) const {
     return resident_ && planes_[plane].stored();
   }
-  /// True when the first gather after a change of the weights has to spread
-  /// pieces that the ranks hold (ZeRO-1/2, HFSDP), or to encode.
+  /// Returns true when the first gather after a change of the weights has to
+  /// spread pieces that the ranks hold (ZeRO-1/2, HFSDP), or to encode.
   bool has_refresh() const { return has_refresh_; }
 
   /// How one gather runs: decided on the host, carried out later on the gather

@@ -22,8 +22,8 @@ struct RankEnvironment {
   int master_listen_fd = -1;
 };
 
-/// True when a launcher started this process: RANK is set (torchrun, our own
-/// launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
+/// Returns true when a launcher started this process: RANK is set (torchrun,
+/// our own launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
 bool launched_by_environment();
 
 /// Returns how a Slurm job contradicts `--nproc`, with what to do, or an empty
@@ -31,11 +31,12 @@ bool launched_by_environment();
 /// @param nproc  as it was given; 0: it was not.
 std::string slurm_conflict(int nproc);
 
-/// True when this process is the batch script of a Slurm job, whose tasks srun
-/// has not started: SLURM_NTASKS then counts ranks that nobody starts.
+/// Returns true when this process is the batch script of a Slurm job, whose
+/// tasks srun has not started: SLURM_NTASKS then counts ranks that nobody
+/// starts.
 bool in_slurm_batch_script();
 
-/// True in a rank that spawn_local_ranks started.
+/// Returns true in a rank that spawn_local_ranks started.
 bool launched_by_this_program();
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or else
@@ -45,7 +46,7 @@ bool launched_by_this_program();
 /// @throws Error{config} naming the variable that is missing or wrong.
 RankEnvironment rank_environment_from_env();
 
-/// First host of a Slurm node list such as "gpu[007-9,12],login1".
+/// Returns the first host of a Slurm node list such as "gpu[007-9,12],login1".
 std::string first_slurm_host(const std::string& nodelist);
 
 }  // namespace flatshard

@@ -31,7 +31,8 @@ class Fd {
   int fd_;
 };
 
-/// The result of a call of the system. @throws Error{io} naming the call.
+/// Returns the result of a call of the system. @throws Error{io} naming the
+/// call.
 inline int checked_call(int result, const char* call) {
   FLATSHARD_CHECK(result >= 0, io, "{} failed: {}", call, std::strerror(errno));
   return result;

@@ -52,7 +52,8 @@ checked_lcm(std::int64_t a, std::int64_t b, std::string_view what) {
   return checked_mul(a / std::gcd(a, b), b, what);
 }
 
-/// The number of elements of a tensor. A zero-size dim wins over any overflow.
+/// Returns the number of elements of a tensor. A zero-size dim wins over any
+/// overflow.
 inline std::int64_t numel_of(
     std::span<const std::int64_t> shape,
     std::string_view what) {

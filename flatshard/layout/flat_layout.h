@@ -104,8 +104,8 @@ class FlatLayout {
   /// @throws Error{config} where a boundary, or a tensor, is no multiple of
   ///   `block`.
   FlatLayout with_scales(std::int64_t block) const;
-  /// The layout of some neighbouring segments alone, without the tensors: for a
-  /// Redistribution of them.
+  /// Returns the layout of some neighbouring segments alone, without the
+  /// tensors: for a Redistribution of them.
   FlatLayout of_segments(std::int64_t first, std::int64_t count) const;
 
   /// Elements of the flat space, padding included; equals
@@ -119,12 +119,12 @@ class FlatLayout {
     return static_cast<std::int64_t>(specs_.size());
   }
   const TensorSpec& spec(std::int64_t i) const;
-  /// First element of tensor `i` in the flat space.
+  /// Returns the first element of tensor `i` in the flat space.
   std::int64_t tensor_offset(std::int64_t i) const;
   std::int64_t tensor_numel(std::int64_t i) const;
   /// Index into segments().
   std::int64_t tensor_segment(std::int64_t i) const;
-  /// The tensor's index, or nothing.
+  /// Returns the tensor's index, or nothing.
   std::optional<std::int64_t> find(std::string_view name) const;
 
   const std::vector<Segment>& segments() const { return segments_; }
@@ -133,7 +133,7 @@ class FlatLayout {
   std::int64_t padding_numel() const { return numel_ - data_numel_; }
   /// padding_numel() over the elements of all tensors; 0 when there are none.
   double padding_ratio() const;
-  /// All elements that belong to no tensor, in flat order.
+  /// Returns all elements that belong to no tensor, in flat order.
   std::vector<FlatRange> padding_ranges() const;
 
   /// Returns the part of tensor `i` in shard `shard`: one piece or none, since
@@ -141,12 +141,12 @@ class FlatLayout {
   std::vector<Piece> shard_pieces(std::int64_t i, std::int64_t shard) const {
     return shard_pieces(i, ShardSpan{shard, 1});
   }
-  /// The same for the local buffer of several neighbouring shards, which holds
-  /// for each segment their parts in order.
+  /// Returns the same for the local buffer of several neighbouring shards,
+  /// which holds for each segment their parts in order.
   std::vector<Piece> shard_pieces(std::int64_t i, ShardSpan shards) const;
 
-  /// A readable memory map: segments, tensors and padding with their flat
-  /// ranges, then what each shard holds (the first 16 shards).
+  /// Returns a readable memory map: segments, tensors and padding with their
+  /// flat ranges, then what each shard holds (the first 16 shards).
   std::string describe() const;
 
  private:

@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// The width of a tensor's rows in elements, at least 1, also for empty
+/// Returns the width of a tensor's rows in elements, at least 1, also for empty
 /// tensors. It is the last dimension of a matrix or of a stack of matrices, and
 /// 1 for vectors and scalars. So 3-D expert weights are cut at matrix rows, not
 /// at dim 0.
@@ -35,7 +35,7 @@ class Granularity {
   /// Runs of `n` elements, counted from the tensor's start.
   /// @throws Error{usage} when n < 1.
   static Granularity element(std::int64_t n = 16);
-  /// Rows of `row_width` elements.
+  /// Cuts at rows of `row_width` elements.
   static Granularity row();
   /// Slices along the first dimension.
   static Granularity dim0();
@@ -47,7 +47,7 @@ class Granularity {
   /// ones holds ceil(size / shards) slices. Each tensor has its own segment, so
   /// a group is gathered by one collective for each tensor.
   static Granularity chunk();
-  /// The whole tensor stays on one rank.
+  /// Keeps the whole tensor on one rank.
   static Granularity tensor();
 
   /// Returns the granularity of a name in the table.

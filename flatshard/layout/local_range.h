@@ -30,7 +30,7 @@ std::int64_t num_parts(
     const Placements& placements,
     std::span<const std::int64_t> axis_sizes);
 
-/// The shards that the rank at `coordinate` holds: neighbours, one of
+/// Returns the shards that the rank at `coordinate` holds: neighbours, one of
 /// `num_parts` equal groups.
 ShardSpan shard_span(
     std::int64_t num_shards,
@@ -38,14 +38,14 @@ ShardSpan shard_span(
     std::span<const std::int64_t> axis_sizes,
     std::span<const std::int64_t> coordinate);
 
-/// The elements of the rank's buffer, the same for every rank.
+/// Returns the elements of the rank's buffer, the same for every rank.
 std::int64_t local_numel(
     const FlatLayout& layout,
     const Placements& placements,
     std::span<const std::int64_t> axis_sizes);
 
-/// One range per segment, in the order of `layout.segments()`; the rank's
-/// buffer is their concatenation.
+/// Returns one range per segment, in the order of `layout.segments()`; the
+/// rank's buffer is their concatenation.
 std::vector<LocalRange> local_ranges(
     const FlatLayout& layout,
     const Placements& placements,

@@ -49,12 +49,12 @@ using Placements = std::vector<Placement>;
 /// E.g. "[Replicate, Shard]".
 std::string to_string(const Placements& placements);
 
-/// The number of axes that are sharded.
+/// Returns the number of axes that are sharded.
 int num_sharded_axes(const Placements& placements);
 
-/// Whether the sharded axes are the innermost ones (none and all count). Only
-/// then is each rank's part of a segment one contiguous range, because the
-/// innermost axis is cut first.
+/// Returns whether the sharded axes are the innermost ones (none and all
+/// count). Only then is each rank's part of a segment one contiguous range,
+/// because the innermost axis is cut first.
 bool shards_are_suffix(const Placements& placements);
 
 }  // namespace flatshard

@@ -14,7 +14,7 @@ struct Rectangle {
   std::vector<std::int64_t> start;
   std::vector<std::int64_t> length;
 
-  /// All of a tensor.
+  /// Returns all of a tensor.
   static Rectangle whole(std::span<const std::int64_t> shape);
   std::int64_t numel() const;
   /// Returns whether it is inside a tensor of this shape.
@@ -28,9 +28,9 @@ struct Rectangle {
 /// E.g. "[0:2, 5:9]", as Python's slices; "[]" of a scalar.
 std::string to_string(const Rectangle& box);
 
-/// The boxes that cover exactly the elements [begin, end) of a row-major
-/// tensor, in flat order: each box is contiguous in the tensor, and there are
-/// at most max(1, 2 * ndim - 1).
+/// Returns the boxes that cover exactly the elements [begin, end) of a
+/// row-major tensor, in flat order: each box is contiguous in the tensor, and
+/// there are at most max(1, 2 * ndim - 1).
 /// @throws Error{usage} when the range is not inside the tensor.
 std::vector<Rectangle> rectangles(
     std::span<const std::int64_t> shape,
@@ -44,11 +44,11 @@ class FlatRuns {
   /// @param box  inside a tensor of `shape`.
   FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box);
 
-  /// How many there are; 0 when the box is empty.
+  /// Returns how many there are; 0 when the box is empty.
   std::int64_t size() const { return size_; }
   /// Elements of each.
   std::int64_t numel() const { return numel_; }
-  /// The first element of a run, in the flattened tensor.
+  /// Returns the first element of a run, in the flattened tensor.
   std::int64_t begin(std::int64_t run) const;
 
  private:

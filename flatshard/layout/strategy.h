@@ -35,8 +35,8 @@ struct Strategy {
   Placements gradient;
   Placements optimizer;
 
-  /// One of the strategies of the table, for a mesh with `num_axes` axes. `op`
-  /// is the reduction of partial gradients.
+  /// Returns one of the strategies of the table, for a mesh with `num_axes`
+  /// axes. `op` is the reduction of partial gradients.
   /// @throws Error{config} for an unknown name or too few axes.
   static Strategy
   named(std::string_view name, int num_axes, ReduceOp op = ReduceOp::avg);
@@ -75,11 +75,11 @@ struct StrategyName {
   std::string_view optimizer;
 
   bool needs_outer_axis() const { return with_replicas.empty(); }
-  /// Every rank keeps whole weights.
+  /// Returns whether every rank keeps whole weights.
   bool keeps_whole_weights() const { return parameter == "RR"; }
 };
 
-/// The table, in its order.
+/// Returns the table, in its order.
 std::span<const StrategyName> strategy_names();
 /// @throws Error{config} for an unknown name, with those that exist.
 const StrategyName& find_strategy_name(std::string_view name);

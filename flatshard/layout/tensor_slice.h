@@ -50,15 +50,15 @@ class TensorSlice {
   /// @throws Error{config} naming `what` when no tensor of this shape can be
   ///   this slice.
   void check(std::span<const std::int64_t> shape, std::string_view what) const;
-  /// The shape of the larger tensor.
+  /// Returns the shape of the larger tensor.
   std::vector<std::int64_t> whole_shape(
       std::span<const std::int64_t> shape) const;
-  /// The rank's tensor is all of the larger one.
+  /// Returns whether the rank's tensor is all of the larger one.
   bool is_whole(std::span<const std::int64_t> shape) const;
-  /// The boxes of the larger tensor that the elements [begin, end) of the
-  /// flattened rank's tensor are. They stand in the order of these elements,
-  /// and each box is contiguous in the rank's tensor. For a slice that is one
-  /// box there are at most max(1, 2 * ndim - 1).
+  /// Returns the boxes of the larger tensor that the elements [begin, end) of
+  /// the flattened rank's tensor are. They stand in the order of these
+  /// elements, and each box is contiguous in the rank's tensor. For a slice
+  /// that is one box there are at most max(1, 2 * ndim - 1).
   std::vector<Rectangle> boxes(
       std::span<const std::int64_t> shape,
       std::int64_t begin,
@@ -82,7 +82,7 @@ class TensorSlice {
   };
 
   TensorSlice with(Cut cut) const;
-  /// The ranges of the larger tensor's dimension `dim`.
+  /// Returns the ranges of the larger tensor's dimension `dim`.
   std::vector<IndexRange> ranges(
       std::span<const std::int64_t> shape,
       std::size_t dim) const;

@@ -30,7 +30,7 @@ AxisSet all_axes(std::size_t count);
 /// @throws Error{config} for names that repeat, sizes below 1, no such rank.
 void check_axes(const std::vector<MeshAxis>& axes, int rank);
 std::int64_t num_ranks(const std::vector<MeshAxis>& axes);
-/// The number of ranks that differ in the chosen axes alone.
+/// Returns the number of ranks that differ in the chosen axes alone.
 std::int64_t product(
     const std::vector<MeshAxis>& axes,
     std::span<const int> chosen);

@@ -24,7 +24,7 @@ class MeshCoordinates {
       std::vector<std::int64_t> coordinates);
 
   int rank() const { return rank_; }
-  /// Number of ranks.
+  /// Returns the number of ranks.
   int size() const;
   int num_axes() const { return static_cast<int>(axes_.size()); }
   const std::vector<MeshAxis>& axes() const { return axes_; }
@@ -36,10 +36,10 @@ class MeshCoordinates {
   std::vector<std::string> axis_names() const;
   std::int64_t coordinate(int axis) const { return coordinates_.at(axis); }
   std::int64_t coordinate(std::string_view name) const;
-  /// One per axis.
+  /// Returns one per axis.
   const std::vector<std::int64_t>& coordinates() const { return coordinates_; }
 
-  /// Number of ranks of the group over `axes` (indices, ascending).
+  /// Returns the number of ranks of the group over `axes` (indices, ascending).
   std::int64_t group_size(std::span<const int> axes) const;
   /// This rank's position in that group, in shard order.
   std::int64_t group_index(std::span<const int> axes) const;

@@ -81,37 +81,38 @@ class Mesh : public MeshCoordinates {
       at::Device device,
       MeshOptions options = {});
 
-  /// One process, no communication. One axis of size 1.
+  /// Returns a mesh of one process, without communication. One axis of size 1.
   static std::shared_ptr<Mesh> single(
       at::Device device,
       std::string axis_name = "dp");
 
   at::Device device() const;
 
-  /// The group over `axes` (ascending, at least one) that holds this rank.
-  /// A set of axes that `create` did not build is built now, collectively:
-  /// ask for it once at build time, in the same order on all ranks.
+  /// Returns the group over `axes` (ascending, at least one) that holds this
+  /// rank. A set of axes that `create` did not build is built now,
+  /// collectively: ask for it once at build time, in the same order on all
+  /// ranks.
   Communicator& communicator(std::span<const int> axes, Purpose purpose);
   Communicator& communicator(int axis, Purpose purpose);
-  /// The group of the `size` neighbouring ranks along `axis` among which this
-  /// rank is: each `size` of them in the axis' order are one. Made at its first
-  /// use, collectively: ask for it at build time, in the same order on all
-  /// ranks.
+  /// Returns the group of the `size` neighbouring ranks along `axis` among
+  /// which this rank is: each `size` of them in the axis' order are one. Made
+  /// at its first use, collectively: ask for it at build time, in the same
+  /// order on all ranks.
   /// @throws Error{config} unless `size` divides the axis' size.
   Communicator& neighbours(int axis, std::int64_t size, Purpose purpose);
-  /// All groups for `purpose` that were made so far, also over axes that this
-  /// mesh has not: what work for that purpose may use. Empty on GPUs, where
-  /// queue_collectives has nothing to do.
+  /// Returns all groups for `purpose` that were made so far, also over axes
+  /// that this mesh has not: what work for that purpose may use. Empty on GPUs,
+  /// where queue_collectives has nothing to do.
   std::vector<Communicator*> communicators(Purpose purpose) const;
-  /// The group over all axes.
+  /// Returns the group over all axes.
   Communicator& world(Purpose purpose = Purpose::reduce);
 
-  /// The mesh over the named axes (in this mesh's order) at this rank's
+  /// Returns the mesh over the named axes (in this mesh's order) at this rank's
   /// coordinates of the others. Shares this mesh's communicators.
   std::shared_ptr<Mesh> sub_mesh(const std::vector<std::string>& names) const;
-  /// The mesh over the axes of data (AxisRole) at this rank's coordinates of
-  /// the others: its rank() and size() are this rank's data coordinate and the
-  /// number of ranks that read different samples.
+  /// Returns the mesh over the axes of data (AxisRole) at this rank's
+  /// coordinates of the others: its rank() and size() are this rank's data
+  /// coordinate and the number of ranks that read different samples.
   /// @throws Error{config} for a mesh without such an axis.
   std::shared_ptr<Mesh> data_mesh() const;
 
@@ -122,7 +123,8 @@ class Mesh : public MeshCoordinates {
 
   /// Same axes of the same mesh.
   bool same_as(const Mesh& other) const;
-  /// The axes of this one are axes of `other`, of the same mesh.
+  /// Returns whether the axes of this one are axes of `other`, of the same
+  /// mesh.
   bool is_part_of(const Mesh& other) const;
   /// Returns the store of `create`: for messages outside the order of
   /// collectives, under a separate prefix. Null when there was none.
@@ -141,7 +143,8 @@ class Mesh : public MeshCoordinates {
   /// for the device and before it trusts what it reads: an aborted collective
   /// ends without a result.
   void check() const;
-  /// The watcher has found a fault: every collective throws it from now on.
+  /// Returns whether the watcher has found a fault: every collective throws it
+  /// from now on.
   bool has_verdict() const;
   /// The step that the watcher's reports name.
   void set_step(std::int64_t step);

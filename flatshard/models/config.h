@@ -60,7 +60,7 @@ struct ModelConfig {
   BlockOptions block;
   MoeConfig moe;
 
-  /// Whether this block has experts.
+  /// Returns whether this block has experts.
   bool has_experts(std::int64_t layer) const {
     return moe.num_experts > 0 && layer >= moe.dense_layers;
   }
@@ -113,8 +113,8 @@ struct SpecialTokens {
 /// @throws Error{io}, Error{format} as `from_hf_json`.
 SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path);
 
-/// The content of a config.json for weights of this shape, which `from_hf_json`
-/// and transformers read.
+/// Returns the content of a config.json for weights of this shape, which
+/// `from_hf_json` and transformers read.
 /// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
 /// @param tokens  unset ones are null: without the key transformers would take
 ///   its own ids.
@@ -124,8 +124,8 @@ std::string to_hf_json(
     std::string_view dtype,
     const SpecialTokens& tokens = {});
 
-/// The content of a generation_config.json, which `generate` of transformers
-/// begins and ends texts by.
+/// Returns the content of a generation_config.json, which `generate` of
+/// transformers begins and ends texts by.
 std::string to_generation_json(const SpecialTokens& tokens);
 
 }  // namespace flatshard::models

@@ -9,7 +9,7 @@ namespace flatshard::models {
 /// Parameters of the whole model; tied embeddings count once.
 std::int64_t num_parameters(const ModelConfig& config);
 
-/// The same with as many experts of each block as a token goes to.
+/// Returns the same with as many experts of each block as a token goes to.
 std::int64_t num_active_parameters(const ModelConfig& config);
 
 /// Returns the parameters of routed experts, in all layers: expert parallelism

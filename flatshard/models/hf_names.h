@@ -40,7 +40,7 @@ inline constexpr std::string_view kHfBasePrefix = "model.";
 /// as heads of other tasks.
 bool is_unneeded_hf_entry(std::string_view name, std::size_t num_dims);
 
-/// The N of an entry of block N, "model.layers.N.*"; unset for others.
+/// Returns the N of an entry of block N, "model.layers.N.*"; unset for others.
 std::optional<std::int64_t> layer_of_hf_entry(std::string_view name);
 
 /// hf_entries of one model.

@@ -15,8 +15,8 @@ inline float init_std(const ModelConfig& config) {
   return static_cast<float>(config.initializer_range);
 }
 
-/// The initialization of projections into the residual stream: its variance
-/// then does not grow with the number of layers.
+/// Returns the initialization of projections into the residual stream: its
+/// variance then does not grow with the number of layers.
 inline InitSpec residual_init(const ModelConfig& config) {
   return InitSpec::normal(
       0.0F,

@@ -36,7 +36,8 @@ struct AdaptedLayer {
 /// Returns the layers that add_lora gave an adapter.
 std::vector<AdaptedLayer> adapted_layers(LlamaImpl& model);
 
-/// Whether a parameter of a model, by its name there, belongs to an adapter.
+/// Returns whether a parameter of a model, by its name there, belongs to an
+/// adapter.
 bool is_adapter_parameter(std::string_view name);
 
 /// Counts the parameters of a model's adapters, each once.

@@ -128,7 +128,7 @@ class ExpertsImpl : public nn::Module {
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
-  /// No row is exchanged.
+  /// Returns whether no row is exchanged.
   bool are_all_here() const { return are_all_here_; }
 
  private:
@@ -138,7 +138,8 @@ class ExpertsImpl : public nn::Module {
 };
 FLATSHARD_MODULE(Experts);
 
-/// Whether a parameter of a model, by its name there, is one of Experts.
+/// Returns whether a parameter of a model, by its name there, is one of
+/// Experts.
 bool is_expert_parameter(std::string_view name);
 
 /// A feed-forward part of experts: h + shared(norm(h)) + the weighted sum of

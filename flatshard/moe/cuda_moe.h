@@ -68,8 +68,8 @@ void weighted_swiglu_backward(
     at::Tensor& dweights,
     at::Tensor& product);
 
-/// Whether grouped_mm runs on rows like these with weights of [out, in]:
-/// bfloat16 on a GPU that has the kernel, aligned to 16 bytes.
+/// Returns whether grouped_mm runs on rows like these with weights of [out,
+/// in]: bfloat16 on a GPU that has the kernel, aligned to 16 bytes.
 bool multiplies_groups(
     const at::Tensor& a,
     const at::Tensor& b,

@@ -88,7 +88,7 @@ class Nodes {
 
   const std::vector<Node>& list() const { return list_; }
   int num_values() const { return num_values_; }
-  /// The node that makes value `value`; -1: it is an input.
+  /// Returns the node that makes value `value`; -1: it is an input.
   int maker_of(int value) const;
 
  private:

@@ -19,7 +19,7 @@ struct Permutation {
   std::int64_t rows() const { return order.size(0); }
 };
 
-/// A stable counting sort.
+/// Sorts by counting, stably.
 ///
 /// @param experts  int32 [tokens, slots] in [0, experts], the last for dropped
 /// @param counts   int32 [experts], how often each occurs
@@ -45,7 +45,7 @@ at::Tensor sum_rows_of_tokens(
     const Permutation& permutation,
     const at::Tensor& addend = {});
 
-/// The routing weight of each row; dropped pairs get no gradient.
+/// Returns the routing weight of each row; dropped pairs get no gradient.
 ///
 /// @param weights  float32 [tokens, slots]
 /// @return         float32 [tokens * slots]

@@ -83,8 +83,8 @@ Routing route(
     const Routing* chosen = nullptr,
     const LossGradientPtr& loss_gradient = {});
 
-/// The value of the load-balancing loss without its coefficient, [] float32:
-/// 1 when experts are chosen equally often, or by equal probabilities.
+/// Returns the value of the load-balancing loss without its coefficient, []
+/// float32: 1 when experts are chosen equally often, or by equal probabilities.
 at::Tensor load_balance(
     const at::Tensor& logits,
     const at::Tensor& counts,

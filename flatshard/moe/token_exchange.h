@@ -53,8 +53,8 @@ struct TransferInput {
 class RowTransfer {
  public:
   virtual ~RowTransfer() = default;
-  /// The rows that arrive, for kernels on the current stream. Does not block
-  /// the host. Once.
+  /// Returns the rows that arrive, for kernels on the current stream. Does not
+  /// block the host. Once.
   virtual TensorList finish() = 0;
 };
 
@@ -108,7 +108,7 @@ class LocalExchange : public TokenExchange {
 
 // Serves exchanges that move rows alone. No graph.
 
-/// The rows that are sent: of tokens, permuted.
+/// Returns the rows that are sent: of tokens, permuted.
 TensorList rows_of(
     TokenExchange::Direction direction,
     const TransferInput& input);
@@ -135,7 +135,7 @@ struct RowRoute {
       const at::Tensor& addend = {}) const;
 };
 
-/// The other way.
+/// Returns the other direction.
 inline TokenExchange::Direction back(TokenExchange::Direction direction) {
   return direction == TokenExchange::Direction::dispatch
              ? TokenExchange::Direction::combine

@@ -17,8 +17,8 @@ struct AttentionArgs {
   bool plain = false;
 };
 
-/// Whether FlashAttention computes it: 16 bits on a GPU, head_dim a multiple of
-/// 8 up to 256.
+/// Returns whether FlashAttention computes it: 16 bits on a GPU, head_dim a
+/// multiple of 8 up to 256.
 bool flash_attention_takes(const at::Tensor& q);
 
 /// Sequences of different lengths that follow one another.
@@ -43,8 +43,8 @@ at::Tensor flash_attention(
 /// Returns the factor of scores; unset: the kernels' own, 1 / sqrt(head_dim).
 std::optional<double> own_scale(const AttentionArgs& args);
 
-/// Whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a multiple of
-/// kv.
+/// Returns whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a
+/// multiple of kv.
 bool are_grouped_heads(
     const at::Tensor& q,
     const at::Tensor& k,

@@ -45,7 +45,7 @@ inline void refuse_create_graph(const char* layer) {
       layer);
 }
 
-/// How an argument that may be undefined goes into a Function.
+/// Returns an argument that may be undefined in the form that a Function takes.
 inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }
@@ -55,7 +55,7 @@ inline at::Tensor as_rows(const at::Tensor& tensor) {
   return tensor.reshape({-1, tensor.size(-1)});
 }
 
-/// The sizes of x with another last one.
+/// Returns the sizes of x with another last one.
 inline std::vector<std::int64_t> with_last(
     const at::Tensor& x,
     std::int64_t last) {
@@ -64,8 +64,8 @@ inline std::vector<std::int64_t> with_last(
   return sizes;
 }
 
-/// Another shape over the same memory without a view relation, so that a
-/// Function's result may be changed in place by its user.
+/// Returns another shape over the same memory without a view relation, so that
+/// a Function's result may be changed in place by its user.
 inline at::Tensor reshape_result(at::Tensor tensor, at::IntArrayRef sizes) {
   return at::_unsafe_view(tensor, sizes);
 }

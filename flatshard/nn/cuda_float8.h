@@ -5,11 +5,11 @@
 /// float8_fused.h on CUDA, for bfloat16. Built twice, as cuda_ops.h is.
 namespace flatshard::nn::cuda {
 
-/// Whether the kernels take rows like these: CUDA, bfloat16, rows divisible by
-/// 8 that begin at multiples of 16 bytes.
+/// Returns whether the kernels take rows like these: CUDA, bfloat16, rows
+/// divisible by 8 that begin at multiples of 16 bytes.
 bool quantizes(const at::Tensor& rows);
 
-/// Whether a contiguous tensor begins at a multiple of 16 bytes.
+/// Returns whether a contiguous tensor begins at a multiple of 16 bytes.
 bool is_aligned(const at::Tensor& tensor);
 
 Float8RowsAndColumns quantize_swiglu(

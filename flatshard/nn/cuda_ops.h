@@ -12,11 +12,12 @@
 /// stream; nothing blocks the host.
 namespace flatshard::nn::cuda {
 
-/// Whether the kernels take this tensor (CUDA, float32 or bfloat16).
+/// Returns whether the kernels take this tensor (CUDA, float32 or bfloat16).
 bool supports(const at::Tensor& tensor);
-/// Whether attention on this GPU is cuDNN's (GpuFeature::cudnn_attention).
+/// Returns whether attention on this GPU is cuDNN's
+/// (GpuFeature::cudnn_attention).
 bool has_cudnn_attention(at::Device device);
-/// The default generator of a CUDA device; empty for any other device.
+/// Returns the default generator of a CUDA device; empty for any other device.
 std::optional<at::Generator> default_generator(at::Device device);
 
 /// Outputs that the forward of a norm leaves out, or adds.

@@ -39,7 +39,7 @@ struct Documents {
 
   /// Appends the tensors; nothing where they are not defined.
   void append_to(TensorList& inputs) const;
-  /// The documents that `append_to` appended to `count` inputs.
+  /// Returns the documents that `append_to` appended to `count` inputs.
   static Documents after(const TensorList& inputs, std::size_t count);
 };
 

@@ -7,7 +7,7 @@
 
 namespace flatshard::nn {
 
-/// Rows of `weight` by index.
+/// Returns the rows of `weight` by index.
 ///
 /// @param tokens  int64, any shape, values in [0, weight.size(0)).
 /// @return tokens.sizes() + [dim], the weight's dtype.

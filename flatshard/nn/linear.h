@@ -83,9 +83,10 @@ class LinearImpl : public Module, public HasParts {
   const at::Tensor& bias() const { return bias_; }
   /// Null without an adapter.
   const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
-  /// The ranks whose tokens a column-parallel layer gathers; else null.
+  /// Returns the ranks whose tokens a column-parallel layer gathers; else null.
   const TensorParallelPtr& gathers_from() const { return gathers_from_; }
-  /// The ranks over which a row-parallel layer sums its results; else null.
+  /// Returns the ranks over which a row-parallel layer sums its results; else
+  /// null.
   const TensorParallelPtr& sums_over() const { return sums_over_; }
   ParameterParts parts() const override { return parts_; }
 
@@ -119,7 +120,8 @@ JointLinears begin_together(
     const at::Tensor& x,
     const std::vector<LinearImpl*>& layers);
 
-/// The gradient of a bias, from the gradient [rows, out] of the layer's result.
+/// Returns the gradient of a bias, from the gradient [rows, out] of the layer's
+/// result.
 at::Tensor deliver_bias_grad(
     const ModuleContextPtr& context,
     const at::Tensor& bias,

@@ -62,13 +62,14 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& g,
     const MatmulRows& x);
 
-/// How all these weights are held in FP8; absent: not all are, or not alike.
+/// Returns how all these weights are held in FP8; absent: not all are, or not
+/// alike.
 /// @param contexts  by weight; may be null.
 std::optional<float8::Recipe> common_recipe(
     at::ArrayRef<at::Tensor> weights,
     at::ArrayRef<ModuleContextPtr> contexts);
 
-/// Whether products of the weight are FP8's.
+/// Returns whether products of the weight are FP8's.
 /// @param context  may be null.
 bool is_float8(const at::Tensor& weight, const ModuleContextPtr& context);
 
@@ -86,7 +87,7 @@ at::Tensor gathered_gradient(
     const ModuleContextPtr& context,
     at::Tensor* dx);
 
-/// A gradient for the functions above.
+/// Returns a gradient for the functions above.
 /// @param both  of them.
 inline MatmulRows gradient_rows(at::Tensor g, bool both) {
   return MatmulRows(std::move(g), MatmulRows::Kind::gradient, both);

@@ -41,7 +41,7 @@ class MatmulRows {
       Float8RowsAndColumns planes,
       float8::Recipe weights,
       const at::Tensor& like);
-  /// How activations become planes for weights of a recipe.
+  /// Returns how activations become planes for weights of a recipe.
   static float8::Quantizer activations_for(float8::Recipe weights);
   /// Returns the divisor of a plane that sums over rows.
   static std::int64_t multiple_for(float8::Recipe weights);
@@ -55,7 +55,8 @@ class MatmulRows {
   const float8::Operand& row(float8::Recipe weights) const;
   /// [n, rows], filled up with zeros, for products that sum over the rows.
   const float8::Operand& column(float8::Recipe weights) const;
-  /// The largest magnitude, once a tensorwise plane was made; else undefined.
+  /// Returns the largest magnitude, once a tensorwise plane was made; else
+  /// undefined.
   const at::Tensor& amax() const { return amax_; }
 
  private:

@@ -63,8 +63,8 @@ class Module : public torch::nn::Module {
   /// Takes this module's own parameters (names without dots).
   /// @throws Error{usage} for a name that was not declared here.
   const ParameterInfo& parameter_info(const std::string& name) const;
-  /// The same, or null for an unknown name or one that was registered with
-  /// plain `register_parameter`.
+  /// Returns the same, or null for an unknown name or one that was registered
+  /// with plain `register_parameter`.
   const ParameterInfo* find_parameter_info(const std::string& name) const;
   const InitSpec& init_spec(const std::string& name) const {
     return parameter_info(name).init;
@@ -125,7 +125,7 @@ class Module : public torch::nn::Module {
   }
   /// @return  the exception that continues.
   std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
-  /// Whether a call has found memory for all parameters below.
+  /// Returns whether a call has found memory for all parameters below.
   bool has_memory() const { return has_memory_; }
   /// @throws Error{usage} naming a parameter that was declared and never got
   /// memory, when `inputs` have some.
@@ -155,8 +155,9 @@ struct NamedParameter {
   torch::nn::Module* owner = nullptr;
 };
 
-/// All parameters below `root` in registration order, own before children's;
-/// a tied one appears under each of its names (the first is its main name).
+/// Returns all parameters below `root` in registration order, own before
+/// children's; a tied one appears under each of its names (the first is its
+/// main name).
 std::vector<NamedParameter> named_parameters(torch::nn::Module& root);
 
 using ParameterFill =

@@ -33,11 +33,11 @@ TensorList checkpoint(
     const TensorList& inputs,
     RecomputeOptions options = {});
 
-/// Whether this thread is in the first run of a checkpointed part: without
-/// gradient mode, but a backward is to come.
+/// Returns whether this thread is in the first run of a checkpointed part:
+/// without gradient mode, but a backward is to come.
 bool in_checkpointed_forward();
 
-/// The same for one tensor in and one out.
+/// Returns the same for one tensor in and one out.
 at::Tensor checkpoint(
     Module& owner,
     std::function<at::Tensor(const at::Tensor&)> fn,

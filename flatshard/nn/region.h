@@ -24,7 +24,7 @@ struct RegionOptions {
 class RegionRunner {
  public:
   virtual ~RegionRunner() = default;
-  /// The same values, and the same gradients in the same places, as
+  /// Returns the same values, and the same gradients in the same places, as
   /// `run_region`.
   virtual TensorList run(
       Module& owner,

@@ -110,7 +110,7 @@ inline constexpr visit_detail::ForEachTensor for_each_tensor{};
 
 }  // namespace customization
 
-/// Every defined tensor of `values`, in order.
+/// Returns every defined tensor of `values`, in order.
 template <class... T>
 TensorList collect_tensors(const T&... values) {
   TensorList found;

@@ -30,8 +30,8 @@ class WeightSource {
   /// in the tensor's dtype.
   virtual std::optional<float8::Recipe> recipe(
       const at::Tensor& parameter) const = 0;
-  /// The plane that `use` reads, for kernels on the current stream; absent: the
-  /// tensor itself is read.
+  /// Returns the plane that `use` reads, for kernels on the current stream;
+  /// absent: the tensor itself is read.
   /// @throws Error{usage} outside of a forward or backward of its unit.
   virtual std::optional<Float8Weight> plane(
       const at::Tensor& parameter,

@@ -14,11 +14,11 @@ struct GradNorm {
   at::Tensor scale;  ///< [] float32: min(1, max_norm / (norm + 1e-6))
 };
 
-/// The norm over all gradients of all ranks and the factor that brings it to
-/// `max_norm`. Changes no gradient: Optimizer::step, given the factor, applies
-/// it. One collective over the mesh; queues on the current stream without a
-/// host wait (CPU: blocks). Every element counts once, whatever the strategy
-/// replicates. Groups without a gradient count as zero.
+/// Returns the norm over all gradients of all ranks and the factor that brings
+/// it to `max_norm`. Changes no gradient: Optimizer::step, given the factor,
+/// applies it. One collective over the mesh; queues on the current stream
+/// without a host wait (CPU: blocks). Every element counts once, whatever the
+/// strategy replicates. Groups without a gradient count as zero.
 ///
 /// @param groups    of one model; each may rest on a part of its mesh.
 /// @param max_norm  0 or less: only the norm is computed, and the factor is

@@ -56,7 +56,7 @@ class Optimizer {
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t steps) { num_steps_ = steps; }
 
-  /// How often the group was updated; a checkpoint restores it.
+  /// Returns how often the group was updated; a checkpoint restores it.
   std::int64_t num_updates(std::size_t group) const {
     return group_steps_.at(group);
   }
@@ -68,7 +68,7 @@ class Optimizer {
   /// size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;
-  /// The same by parameter: what checkpoints save and load.
+  /// Returns the same by parameter: what checkpoints save and load.
   virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
   state_shards(std::size_t group) const;
   const std::vector<ParamGroup*>& groups() const { return groups_; }
@@ -78,7 +78,7 @@ class Optimizer {
   virtual void update(std::size_t group, FlatUpdate& update, double lr) = 0;
   /// `update` writes FlatUpdate::float8.
   virtual bool writes_float8() const { return false; }
-  /// How often the group was updated, counting this update.
+  /// Returns how often the group was updated, counting this update.
   std::int64_t group_steps(std::size_t group) const {
     return group_steps_[group];
   }

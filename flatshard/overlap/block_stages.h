@@ -29,9 +29,9 @@ class BlockStages {
 
   const Stage& of(PlanNode node) const { return stages_[index(node)]; }
   bool has(PlanNode node) const { return !of(node).nodes.empty(); }
-  /// The number of the block's result.
+  /// Returns the number of the block's result.
   int result() const { return result_; }
-  /// Whether a stage in (after, up_to] reads the tensor.
+  /// Returns whether a stage in (after, up_to] reads the tensor.
   bool is_read(int value, PlanNode after, PlanNode up_to) const;
 
  private:

@@ -59,7 +59,7 @@ class OverlapRunner {
   std::vector<at::Tensor> run();
 
   const std::vector<PlanStep>& plan() const { return plan_; }
-  /// The steps of the last run, in the order in which they were queued.
+  /// Returns the steps of the last run, in the order in which they were queued.
   const std::vector<PlanStep>& executed() const { return executed_; }
 
  private:

@@ -11,7 +11,7 @@
 
 namespace flatshard {
 
-/// A number that processes on one host have in common.
+/// Returns a number that processes on one host have in common.
 std::int64_t host_identity();
 
 /// Memory of one size on every rank of a group, which all of them can read and
@@ -31,9 +31,9 @@ class PeerMemory {
   static std::unique_ptr<PeerMemory> create(
       Communicator& group,
       std::int64_t nbytes);
-  /// Whether the group's GPUs can share memory and NVLink joins each with each:
-  /// then copies beat collectives. The same on all ranks; false on CPUs.
-  /// Collective.
+  /// Returns whether the group's GPUs can share memory and NVLink joins each
+  /// with each: then copies beat collectives. The same on all ranks; false on
+  /// CPUs. Collective.
   static bool has_fast_links(Communicator& group);
   virtual ~PeerMemory() = default;
   PeerMemory(const PeerMemory&) = delete;

@@ -6,7 +6,7 @@
 
 namespace flatshard::plan {
 
-/// Whether an event comes before the kernels of its node.
+/// Returns whether an event comes before the kernels of its node.
 bool comes_before_kernels(EventKind kind);
 
 /// Returns the events of each position of a plan, with reads of the planes that

@@ -17,7 +17,7 @@ class ExposedWaits {
 
   void measure(bool measures) { measures_ = measures; }
   bool measures() const { return measures_; }
-  /// The measured waits since the last call. Blocks the host.
+  /// Returns the measured waits since the last call. Blocks the host.
   double wait_and_take_ms() { return timer_->wait_and_take_ms(); }
 
  private:

@@ -40,8 +40,8 @@ class Executor {
   /// After a unit's reduction: observers that want its gradients get them.
   /// Their exceptions are theirs and get no context.
   void tell_reduced(Unit& unit);
-  /// The unit's weights may be read on compute: it waits for their gather, or
-  /// they rest whole.
+  /// Returns whether the unit's weights may be read on compute: it waits for
+  /// their gather, or they rest whole.
   bool has_weights(const Unit& unit) const {
     return states_[unit.id()].weights[kComputePlane].awaited || unit.resident();
   }
@@ -49,7 +49,8 @@ class Executor {
   /// until that is released.
   float8::Plane awaited(const Unit& unit, const UnitParameter& p, PlaneId plane)
       const;
-  /// Where layers write the unit's gradients: taken now if it is not yet.
+  /// Returns where layers write the unit's gradients: taken now if it is not
+  /// yet.
   SlotView grads_slot(Unit& unit);
 
   /// A forward without a backward is over: nobody reads the weights any more

@@ -30,7 +30,7 @@ class SlotObserver {
   slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
   /// `unit` gives `slot` back.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
-  /// Whether to call slot_unused, which costs waits between streams.
+  /// Returns whether to call slot_unused, which costs waits between streams.
   virtual bool wants_unused_slots() const { return false; }
   /// Nothing reads or writes `slot` any more, and kernels that go to the
   /// current stream come before its next use. May be called on the thread of a
@@ -94,8 +94,8 @@ class GradientObserver {
   /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
-  /// Whether to call gradients_reduced, for which the host waits on CPUs and
-  /// with offloading.
+  /// Returns whether to call gradients_reduced, for which the host waits on
+  /// CPUs and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
   /// The groups of `unit` have their reduced gradients, for kernels that go to
   /// the current stream, which on a GPU is the reductions' stream. A backward
@@ -116,7 +116,7 @@ class ObserverList {
       what(*observer);
     }
   }
-  /// Whether one of them answers true.
+  /// Returns whether one of them answers true.
   template <class F>
   bool any(F&& asks) const {
     return std::ranges::any_of(list_, [&](const auto& observer) {

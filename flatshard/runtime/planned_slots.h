@@ -38,7 +38,8 @@ class PlannedSlots {
 
   /// Gives each use its place, as `actions` need them. While nothing is held.
   void plan(std::span<const UnitSpec> specs, std::span<const Action> actions);
-  /// A step needed slots that the plan does not have, and nothing is held now.
+  /// Returns whether a step needed slots that the plan does not have, and
+  /// nothing is held now.
   bool should_replan() const;
   /// Returns the number of calls of `plan` so far.
   std::int64_t num_plans() const { return num_plans_; }

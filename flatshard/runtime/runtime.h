@@ -53,8 +53,9 @@ class Runtime : public nn::WgradSink,
   /// plan.
   void set_max_grad_slots(int max_grad_slots);
 
-  /// The unit that a module is: the root, or one of FullyShardOptions::units or
-  /// unit_choices. @throws Error{usage} naming the module when it is none.
+  /// Returns the unit that a module is: the root, or one of
+  /// FullyShardOptions::units or unit_choices. @throws Error{usage} naming the
+  /// module when it is none.
   UnitId unit_of(const nn::Module& module) const;
   /// Forward hooks that this has on a module.
   std::size_t num_hooks_on(const nn::Module& module) const;
@@ -62,11 +63,11 @@ class Runtime : public nn::WgradSink,
   /// request.
   GatherControl& gathers() { return gathers_; }
 
-  /// All trainable groups, in order of units: what an optimizer takes. The
-  /// Runtime owns them.
+  /// Returns all trainable groups, in order of units: what an optimizer takes.
+  /// The Runtime owns them.
   std::vector<ParamGroup*> groups() const;
-  /// The same and the frozen ones, in order of units: what checkpoints, exports
-  /// and whoever reads or writes weights take.
+  /// Returns the same and the frozen ones, in order of units: what checkpoints,
+  /// exports and whoever reads or writes weights take.
   std::vector<ParamGroup*> all_groups() const;
   void zero_grad();
   /// Ends every open forward and backward after an exception, releases all
@@ -83,8 +84,8 @@ class Runtime : public nn::WgradSink,
 
   /// Serves callers that run modules themselves.
   UnitCalls& calls() { return calls_; }
-  /// The CUDA graphs of its regions and steps; see graphs/model_graphs.h, whose
-  /// `add_graphs` fully_shard calls.
+  /// Returns the CUDA graphs of its regions and steps; see
+  /// graphs/model_graphs.h, whose `add_graphs` fully_shard calls.
   ModelGraphs& graphs() const { return *graphs_; }
   void set_graphs(std::shared_ptr<ModelGraphs> graphs) {
     graphs_ = std::move(graphs);
@@ -102,7 +103,7 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return core_.step.scheduler; }
   /// Slots, their plan and their addresses.
   const Executor& executor() const { return core_.executor; }
-  /// How long compute waits for gathers and reductions.
+  /// Returns how long compute waits for gathers and reductions.
   ExposedWaits& exposed_waits() { return core_.executor.streams().exposed(); }
   RuntimeTrace trace() const;
   void clear_trace();

@@ -33,7 +33,7 @@ class UnitCalls {
   /// Inside of the forward of `unit`: the program keeps these tensors, of the
   /// middle of it, and may call backward on them alone.
   void keeps_inner(UnitId unit, const nn::TensorList& tensors);
-  /// A forward is open, of any unit.
+  /// Returns whether a forward is open, of any unit.
   bool in_forward() const;
   /// Called before a forward of `unit` inside of another: somebody wrote its
   /// weights since that one began (WeightPlanes::mark_foreign_write). Weights

@@ -115,23 +115,23 @@ struct UnitSpec {
     return planes;
   }
 
-  /// The number of a plane's part among the planes and parts of the unit: the
-  /// plane's own number for kWhole.
+  /// Returns the number of a plane's part among the planes and parts of the
+  /// unit: the plane's own number for kWhole.
   PlaneId slice(PlaneId plane, PartId part) const;
   struct PlanePart {
     PlaneId plane = 0;
     PartId part = kWhole;
   };
-  /// The other way.
+  /// Returns the inverse.
   PlanePart plane_part(PlaneId slice) const;
   int num_slices() const;
   int num_parts(PlaneId plane) const {
     const auto p = static_cast<std::size_t>(plane);
     return p < part_nbytes.size() ? static_cast<int>(part_nbytes[p].size()) : 0;
   }
-  /// The plane's parts; empty where it has none.
+  /// Returns the plane's parts; empty where it has none.
   PlaneSet parts(PlaneId plane) const;
-  /// The slice that this one is made of, or kStored.
+  /// Returns the slice that this one is made of, or kStored.
   PlaneId source(PlaneId slice) const;
   std::int64_t nbytes(PlaneId plane, PartId part) const {
     return part == kWhole ? weights_nbytes[plane] : part_nbytes[plane][part];

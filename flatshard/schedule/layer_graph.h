@@ -26,11 +26,11 @@ class LayerGraph {
     return std::ranges::count(nodes_, node, &LayerNode::node) > 0;
   }
   std::vector<PlanNode> readers_of(PlanNode node) const;
-  /// A node with weights is it or depends on it.
+  /// Returns whether a node with weights is it or depends on it.
   bool is_recomputed(PlanNode node) const;
   /// Gives the tokens of the layer: no node reads its result.
   PlanNode result() const { return nodes_.back().node; }
-  /// The last one with weights.
+  /// Returns the last one with weights.
   PlanNode last_with_weights() const;
 
  private:

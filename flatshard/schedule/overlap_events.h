@@ -34,7 +34,7 @@ struct PlanUnits {
   int root_grads = 0;  ///< in addition to the ends' gradients, in the head's
                        ///< backward
 
-  /// The unit whose weights the step reads.
+  /// Returns the unit whose weights the step reads.
   UnitId unit_of(const PlanStep& step) const;
 };
 

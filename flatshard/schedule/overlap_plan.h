@@ -121,8 +121,8 @@ struct PlanWait {
   friend bool operator==(const PlanWait&, const PlanWait&) = default;
 };
 
-/// All waits between the streams that the dependencies need: none that another
-/// of them, and the order of a stream, imply.
+/// Returns all waits between the streams that the dependencies need: none that
+/// another of them, and the order of a stream, imply.
 std::vector<PlanWait> plan_waits(
     const std::vector<PlanStep>& plan,
     int layers,

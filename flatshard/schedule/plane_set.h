@@ -51,7 +51,7 @@ class PlaneSet {
   }
   constexpr void insert(PlaneId plane) { bits_ |= std::uint64_t{1} << plane; }
 
-  /// The planes in both / in `a` and not in `b` / in one of them.
+  /// Returns the planes in both / in `a` and not in `b` / in one of them.
   friend constexpr PlaneSet operator&(PlaneSet a, PlaneSet b) {
     return PlaneSet(a.bits_ & b.bits_);
   }

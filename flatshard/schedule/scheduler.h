@@ -64,14 +64,14 @@ class Scheduler {
   bool resting() const;
   /// Names of the units that do not rest, for an error message.
   std::vector<std::string> busy_units() const;
-  /// The planes of `unit`, and the parts (UnitSpec::slice), that are gathered
-  /// or whose gather is queued.
+  /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
+  /// gathered or whose gather is queued.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
   /// Units of which some plane is.
   int num_gathered() const;
-  /// True while a forward outside any backward is open.
+  /// Returns true while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
-  /// The same of one unit.
+  /// Returns the same of one unit.
   bool in_forward(UnitId unit) const;
 
   bool operator==(const Scheduler&) const = default;
@@ -139,8 +139,8 @@ class Scheduler {
   void unshard(const ScheduleEvent& event, Actions& out);
   void reshard(const ScheduleEvent& event, Actions& out);
   void reset(Actions& out);
-  /// The position after the next occurrence of `unit`, looking from `from` and
-  /// then from the start; the size when it does not occur.
+  /// Returns the position after the next occurrence of `unit`, looking from
+  /// `from` and then from the start; the size when it does not occur.
   static std::size_t position_after(
       const std::vector<UnitId>& order,
       std::size_t from,
@@ -166,7 +166,8 @@ class Scheduler {
   /// gathered.
   PlaneSet wanted(UnitId unit, Phase phase) const;
   PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
-  /// The pieces in which these slices, which were asked for, are gathered.
+  /// Returns the pieces in which these slices, which were asked for, are
+  /// gathered.
   PlaneSet learned(UnitId unit, PlaneSet asked) const;
   /// Returns the planes that stay after a backward by
   /// UnitPolicy::keep_backward_planes.
@@ -174,8 +175,8 @@ class Scheduler {
   /// Returns the planes without a reader when a forward or a recompute is over
   /// and the unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;
-  /// Whether a unit that is released after a forward keeps its slice of the
-  /// weights for the backward (UnitSpec::post_forward).
+  /// Returns whether a unit that is released after a forward keeps its slice of
+  /// the weights for the backward (UnitSpec::post_forward).
   bool keeps_post_forward(UnitId unit) const;
   /// Makes that slice of the gathered plane.
   void save_post_forward(UnitId unit, Actions& out);
@@ -221,7 +222,7 @@ class Scheduler {
   /// Reduces the units that are due, in order, as far as their gradients have
   /// come.
   void reduce_due(Actions& out);
-  /// All calls of its backward have begun.
+  /// Returns whether all calls of its backward have begun.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
   /// Returns whether both the `microbatch` event and the unit's policy want a

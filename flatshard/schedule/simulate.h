@@ -9,9 +9,10 @@
 
 namespace flatshard {
 
-/// The events of one plain training step of these units: every unit runs once
-/// in order of registration, parents around their children, and the backward
-/// goes the other way. `num_grads[u]` parameters of unit u get gradients.
+/// Returns the events of one plain training step of these units: every unit
+/// runs once in order of registration, parents around their children, and the
+/// backward goes the other way. `num_grads[u]` parameters of unit u get
+/// gradients.
 std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
     const std::vector<int>& num_grads);
@@ -21,7 +22,7 @@ std::vector<Action> replay(
     Scheduler& scheduler,
     const std::vector<ScheduleEvent>& events);
 
-/// The actions of `plain_step_events` in a fresh Scheduler.
+/// Returns the actions of `plain_step_events` in a fresh Scheduler.
 std::vector<Action> simulate_step(
     const std::vector<UnitSpec>& units,
     SchedulerOptions options);

@@ -51,7 +51,8 @@ class SlotPlan {
   /// Returns the offset in bytes, or -1 when the plan lacks the key.
   std::int64_t offset(SlotKey key) const;
   std::int64_t arena_nbytes() const { return arena_nbytes_; }
-  /// The largest sum of sizes alive at one moment: no plan can need less.
+  /// Returns the largest sum of sizes alive at one moment: no plan can need
+  /// less.
   std::int64_t peak_nbytes() const { return peak_nbytes_; }
   std::size_t num_keys() const { return offsets_.size(); }
 

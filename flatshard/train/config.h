@@ -46,7 +46,7 @@ struct Config {
   config::Debug debug;
 };
 
-/// All keys, by section.
+/// Returns all keys, by section.
 std::span<const ConfigKey> config_keys();
 
 /// Parses TOML text.
@@ -66,7 +66,7 @@ Config parse_config(
     const std::vector<std::string>& overrides = {},
     std::vector<std::string>* notes = nullptr);
 
-/// The same from a file. @throws Error{io} when it cannot be read.
+/// Returns the same from a file. @throws Error{io} when it cannot be read.
 Config load_config(
     const std::filesystem::path& path,
     const std::vector<std::string>& overrides = {},
@@ -76,8 +76,8 @@ Config load_config(
 /// this already. @throws Error{config}.
 void validate_config(const Config& config);
 
-/// The regions of a block that cuda_graph.modules names: "block" when it is
-/// empty. @throws Error{config} for a name that no model has.
+/// Returns the regions of a block that cuda_graph.modules names: "block" when
+/// it is empty. @throws Error{config} for a name that no model has.
 std::set<std::string> graph_regions(const Config& config);
 
 /// Fills in what depends on the number of ranks (shard degree, global batch)
@@ -85,27 +85,27 @@ std::set<std::string> graph_regions(const Config& config);
 /// of local_batch_size * world. @throws Error{config} with both sides.
 Config resolve_config(const Config& config, std::int64_t world);
 
-/// The whole config as TOML, defaults included; `parse_config` reads it back
-/// to an equal one. Unset keys are comments.
+/// Returns the whole config as TOML, defaults included; `parse_config` reads it
+/// back to an equal one. Unset keys are comments.
 std::string to_toml(const Config& config);
 
-/// The whole config as TOML to start a file from: above each key its meaning.
-/// Keys with their default are comments, except those that most runs set.
-/// `parse_config` reads it back to an equal one.
+/// Returns the whole config as TOML to start a file from: above each key its
+/// meaning. Keys with their default are comments, except those that most runs
+/// set. `parse_config` reads it back to an equal one.
 std::string to_commented_toml(const Config& config);
 
-/// The config that a file for a new run starts from: the shape of `preset`, and
-/// what most runs set. @throws Error{config} for another name.
+/// Returns the config that a file for a new run starts from: the shape of
+/// `preset`, and what most runs set. @throws Error{config} for another name.
 Config starting_config(const std::string& preset);
 
-/// The keys of `config` that differ from `base`, a line a section:
+/// Returns the keys of `config` that differ from `base`, a line a section:
 /// "  [training] steps = 700, seq_len = 256". Empty when all are equal.
 std::string differing_keys(const Config& config, const Config& base);
 
 /// Writes to_toml to `<output_dir>/config.toml`, making the folder.
 std::filesystem::path save_config(const Config& config);
 
-/// Every key with its type, default, choices and meaning, for
+/// Returns every key with its type, default, choices and meaning, for
 /// `flatshard train --help-config`.
 std::string describe_config();
 

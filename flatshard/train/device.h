@@ -10,8 +10,9 @@
 
 namespace flatshard {
 
-/// The device of --device: "cpu", "cuda" or "auto" (a GPU when there is one for
-/// this local rank). @throws Error{config} when there is no such device.
+/// Returns the device of --device: "cpu", "cuda" or "auto" (a GPU when there is
+/// one for this local rank). @throws Error{config} when there is no such
+/// device.
 at::Device choose_device(const std::string& name, const RankEnvironment& env);
 
 /// Peak of a rank's device in FLOP/s for the products of this run, for mfu;

@@ -26,7 +26,7 @@ class Evaluation {
       std::shared_ptr<Mesh> mesh,
       models::Llama model);
 
-  /// Whether one belongs after this step.
+  /// Returns whether one belongs after this step.
   bool due(std::int64_t step) const;
 
   /// Runs the forward of every sequence of the sets, shared out to the ranks in

@@ -25,7 +25,7 @@ class ExpertLoads {
       std::shared_ptr<StreamExchange> exchange,
       std::shared_ptr<Mesh> mesh);
 
-  /// The biases, which belong to a checkpoint.
+  /// Returns the biases, which belong to a checkpoint.
   std::vector<WholeTensor> buffers() const;
 
   void begin_step(bool logged);

@@ -22,14 +22,14 @@ class Float8Choice {
   bool excludes(const std::string& name) const {
     return excluding_pattern(name) != nullptr;
   }
-  /// Why a parameter that linear layers read stays in bfloat16; empty: it does
-  /// not.
+  /// Returns why a parameter that linear layers read stays in bfloat16; empty:
+  /// it does not.
   std::string why_not(
       const std::string& name,
       const std::vector<std::int64_t>& shape) const;
   /// Sets FullyShardOptions::float8_of.
   void apply_to(FullyShardOptions& options) const;
-  /// How many weights are FP8, and why the others are not.
+  /// Returns how many weights are FP8, and why the others are not.
   std::string describe(const Runtime& runtime) const;
 
  private:

@@ -6,8 +6,8 @@
 
 namespace flatshard {
 
-/// The model that [model] describes: preset or hf_config first, then every key
-/// that is set. @throws Error{config} naming the key.
+/// Returns the model that [model] describes: preset or hf_config first, then
+/// every key that is set. @throws Error{config} naming the key.
 models::ModelConfig model_config(const Config& config);
 
 /// Returns the options of [moe] for the training of experts.

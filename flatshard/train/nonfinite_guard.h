@@ -35,8 +35,8 @@ class NonfiniteGuard {
 
   NonfiniteGuard(const Config& config, Parts parts);
 
-  /// Whether the optimizer may take the gradient of `step`; the same on all
-  /// ranks.
+  /// Returns whether the optimizer may take the gradient of `step`; the same on
+  /// all ranks.
   /// @param norm  [] float32 on the device: the global gradient norm.
   /// @param now   look at it and at all that were kept before, which blocks the
   ///   host. Otherwise, unless the run should continue after it, it is kept.

@@ -9,12 +9,13 @@
 
 namespace flatshard {
 
-/// The optimizer that [optimizer] describes. @throws Error{config}.
+/// Returns the optimizer that [optimizer] describes. @throws Error{config}.
 std::unique_ptr<Optimizer> make_optimizer(
     const Config& config,
     const std::vector<ParamGroup*>& groups);
 
-/// The learning rate of each step, by [lr_scheduler]. @throws Error{config}.
+/// Returns the learning rate of each step, by [lr_scheduler]. @throws
+/// Error{config}.
 LrSchedule lr_schedule(const Config& config);
 
 }  // namespace flatshard

@@ -32,7 +32,7 @@ std::string strategy_name(const Config& config);
 /// is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
-/// The mesh of all ranks with these axes; its watcher and timeouts are
+/// Returns the mesh of all ranks with these axes; its watcher and timeouts are
 /// [comm]'s. Collective.
 std::shared_ptr<Mesh> make_mesh(
     const Config& config,
@@ -47,8 +47,8 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 /// Returns the options of the streams in addition to compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
 
-/// How tokens are exchanged between the ranks that have parts of the experts.
-/// Collective.
+/// Returns how tokens are exchanged between the ranks that have parts of the
+/// experts. Collective.
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
@@ -60,8 +60,8 @@ std::int64_t tensor_window_nbytes(
     const Config& config,
     const models::ModelConfig& model);
 
-/// The ranks that share this rank's layers, along the axis tp; null: each rank
-/// has whole layers. Collective.
+/// Returns the ranks that share this rank's layers, along the axis tp; null:
+/// each rank has whole layers. Collective.
 nn::TensorParallelPtr tensor_parallel_ranks(
     const Config& config,
     const models::ModelConfig& model,
@@ -76,7 +76,8 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     models::Llama& model,
     const Mesh& mesh);
 
-/// How microbatches run in pieces of blocks; unset: by ordinary forwards.
+/// Returns how microbatches run in pieces of blocks; unset: by ordinary
+/// forwards.
 std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model);

@@ -17,11 +17,11 @@
 
 namespace flatshard {
 
-/// Where a run's checkpoints are: checkpoint.folder, below run.output_dir
-/// unless it is absolute.
+/// Returns where a run's checkpoints are: checkpoint.folder, below
+/// run.output_dir unless it is absolute.
 std::filesystem::path checkpoint_folder(const Config& config);
 
-/// The items of checkpoint.exclude: "a, b" -> {"a", "b"}.
+/// Returns the items of checkpoint.exclude: "a, b" -> {"a", "b"}.
 std::vector<std::string> split_list(const std::string& text);
 
 /// The config among the texts of a run's checkpoint (Manifest::state).
@@ -60,7 +60,7 @@ class RunCheckpoints {
 
   /// Checkpoints are written at all (checkpoint.interval > 0).
   bool enabled() const { return checkpointer_ != nullptr; }
-  /// A regular one is due after this step.
+  /// Returns whether a regular one is due after this step.
   bool due(std::int64_t step) const;
   /// Begins to save the state after `step`; with checkpoint.async off, waits.
   void save(std::int64_t step);
@@ -70,7 +70,7 @@ class RunCheckpoints {
   void report();
   /// Waits for all saves. @throws the error of the last one, if it failed.
   void finish();
-  /// The last step whose checkpoint is whole.
+  /// Returns the last step whose checkpoint is whole.
   std::optional<std::int64_t> last_saved() const { return last_saved_; }
 
   std::int64_t staging_nbytes() const;

@@ -68,7 +68,7 @@ class RunOutput {
       std::int64_t done,
       std::int64_t total,
       std::optional<double> planned_step_s);
-  /// Whether there is such a line.
+  /// Returns whether there is such a line.
   bool shows_progress() const { return status_.enabled(); }
   /// @param loss  unset: as last logged.
   /// @param tokens  seen so far by all ranks and attempts.

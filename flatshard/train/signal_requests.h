@@ -21,7 +21,7 @@ class SignalRequests {
   /// @param log_freq  steps between two looks, at most.
   SignalRequests(std::shared_ptr<Mesh> mesh, std::int64_t log_freq);
 
-  /// Whether the ranks look after this step; the same on all.
+  /// Returns whether the ranks look after this step; the same on all.
   bool due(std::int64_t step) const { return step % freq_ == 0; }
 
   /// Returns the requests since the last look, the same on all ranks.

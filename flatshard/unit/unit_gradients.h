@@ -23,12 +23,12 @@ class UnitGradients {
 
   /// Returns the bytes of the slot.
   std::int64_t nbytes() const { return nbytes_; }
-  /// The gradient of `parameter` inside the slot.
+  /// Returns the gradient of `parameter` inside the slot.
   at::Tensor view(const SlotView& slot, const UnitParameter& parameter) const;
   /// [layout.numel()] the whole flat gradient of group `group` inside the slot.
   at::Tensor flat(const SlotView& slot, std::size_t group) const;
-  /// Where a layer writes the gradient of parameter `index`, and whether it
-  /// adds to what an earlier call of the layer wrote.
+  /// Returns where a layer writes the gradient of parameter `index`, and
+  /// whether it adds to what an earlier call of the layer wrote.
   nn::WgradTarget target(const SlotView& slot, std::size_t index) const;
   /// A layer wrote it there.
   void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }

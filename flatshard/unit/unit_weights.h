@@ -36,9 +36,9 @@ class UnitWeights {
                ? 0
                : planes_.weights_nbytes[planes_.post_forward];
   }
-  /// All groups' weights rest whole on every rank.
+  /// Returns whether all groups' weights rest whole on every rank.
   bool resident() const { return resident_; }
-  /// The plane has no slot.
+  /// Returns whether the plane has no slot.
   bool rests(PlaneId plane) const {
     return resident_ && !planes_.transient.contains(plane);
   }
@@ -47,7 +47,7 @@ class UnitWeights {
   /// Sets the weights' part of `spec`.
   void describe(UnitSpec& spec) const;
 
-  /// Where a parameter begins in the slot of kComputePlane, in bytes.
+  /// Returns where a parameter begins in the slot of kComputePlane, in bytes.
   std::int64_t offset(const UnitParameter& parameter) const;
   /// Gathers a plane of all groups, or a part of one, into `slot`. Inside
   /// Stream::submit.
@@ -69,14 +69,14 @@ class UnitWeights {
       PlaneId plane,
       PartId part,
       const SlotView& source) const;
-  /// The part that has the parameter; kWhole where there are none.
+  /// Returns the part that has the parameter; kWhole where there are none.
   PartId part_of(const UnitParameter& parameter) const;
 
   // The requests of layers (nn::WeightSource).
 
   /// Absent: the parameter points at its values.
   std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
-  /// The plane of a product with the parameter, which has a recipe.
+  /// Returns the plane of a product with the parameter, which has a recipe.
   PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
   /// Returns the parameter's view in a slot.
   /// @param slot  that holds `part` of the plane; resident groups use none.
@@ -85,7 +85,7 @@ class UnitWeights {
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
-  /// The same as one product reads it.
+  /// Returns the same as one product reads it.
   nn::Float8Weight operand(
       const UnitParameter& parameter,
       PlaneId plane,
@@ -102,9 +102,10 @@ class UnitWeights {
   void find_parts(const std::string& unit);
   void add_plane(PlaneId plane);
   void add_post_forward_plane();
-  /// The PostForwardShard of group `g` in the slot of UnitSpec::post_forward.
+  /// Returns the PostForwardShard of group `g` in the slot of
+  /// UnitSpec::post_forward.
   at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;
-  /// Whether group `g` has some of it.
+  /// Returns whether group `g` has some of it.
   bool is_in(std::size_t g, PlaneId plane, PartId part) const {
     return groups_[g]->weights().has(plane) &&
            (part == kWhole || parts_[part].group == g);

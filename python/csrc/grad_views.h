@@ -69,7 +69,8 @@ class GradViews {
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
   void show_one(std::size_t parameter);
-  /// Some rank had a gradient of it for this backward's reduction.
+  /// Returns whether some rank had a gradient of it for this backward's
+  /// reduction.
   bool is_used(std::size_t parameter) const;
   /// Nothing where no rank had one and it has no `.grad`.
   void show_parameter(std::size_t parameter);

@@ -67,7 +67,7 @@ class ParameterViews : public StepObserver,
   void end_all_kept();
   /// Outside of any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
-  /// A forward is open.
+  /// Returns whether a forward is open.
   bool in_forward() const;
   /// Whether the whole parameters of `unit` show after a forward, as long as
   /// they have memory: until its backward, a reshard or the next step.

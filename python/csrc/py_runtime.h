@@ -48,11 +48,12 @@ class PyRuntime {
       const at::Tensor& weight,
       const std::optional<at::Tensor>& bias) const;
 
-  /// Where the gradient of a whole parameter is reduced, zeroed if nothing came
-  /// yet; what a backward does not ask for is thrown away. In a backward.
+  /// Returns where the gradient of a whole parameter is reduced, zeroed if
+  /// nothing came yet; what a backward does not ask for is thrown away. In a
+  /// backward.
   at::Tensor main_grad(const at::Tensor& weight) const;
 
-  /// Whether the gradient of a whole parameter is to be put off; see
+  /// Returns whether the gradient of a whole parameter is to be put off; see
   /// nn::WgradSink. In a backward, without the GIL.
   bool defers(const at::Tensor& weight) const;
   /// @param write  called with where the gradient goes, and whether it is added

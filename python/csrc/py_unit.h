@@ -76,11 +76,11 @@ class PyUnit {
   at::Tensor shard(std::size_t i) const;
   /// Nothing before the first reduction since the gradients were dropped.
   std::optional<at::Tensor> grad(std::size_t i) const;
-  /// Where the shards of parameter i begin along its first dimension, and the
-  /// end; empty: every rank has all of it.
+  /// Returns where the shards of parameter i begin along its first dimension,
+  /// and the end; empty: every rank has all of it.
   std::vector<std::int64_t> cuts(std::size_t i) const;
-  /// The shard of parameter i that each rank of the mesh holds; ranks by their
-  /// coordinates, the last axis fastest.
+  /// Returns the shard of parameter i that each rank of the mesh holds; ranks
+  /// by their coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
 
   /// Appends the members of `other` to the members of this one, in separate
@@ -126,7 +126,7 @@ class PyUnit {
 /// @throws Error{usage} when it is no torch.dtype.
 at::ScalarType dtype_of(const py::object& dtype);
 
-/// The groups of the units, in their order.
+/// Returns the groups of the units, in their order.
 std::vector<ParamGroup*> groups_of(
     const std::vector<std::shared_ptr<PyUnit>>& units);
 /// Returns the groups among them that are trained.

@@ -27,7 +27,7 @@ class SharedRows {
   Rows of(const at::Tensor& x, bool in_backward);
   /// Forgets the inputs of forwards, or all.
   void forget(bool backwards_too);
-  /// How many inputs there were, and how many calls found theirs.
+  /// Returns how many inputs there were, and how many calls found theirs.
   std::pair<std::int64_t, std::int64_t> counts() const;
 
  private:

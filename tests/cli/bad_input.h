@@ -46,8 +46,8 @@ struct Result {
 };
 
 // `shell` may hold $PROGRAM.
-/// Where a program that may be cut off leaves its counts of lines, if it counts
-/// any: a file that is broken takes no other program's counts.
+/// Returns where a program that may be cut off leaves its counts of lines, if
+/// it counts any: a file that is broken takes no other program's counts.
 inline std::string counts_of_cut_off() {
   return (std::filesystem::temp_directory_path() / "flatshard_counts").string();
 }
@@ -78,7 +78,7 @@ inline std::string read(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Every file below a folder and its content.
+// Returns every file below a folder and its content.
 inline std::map<std::string, std::string> snapshot(const fs::path& folder) {
   std::map<std::string, std::string> files;
   for (const auto& entry : fs::recursive_directory_iterator(folder)) {

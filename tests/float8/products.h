@@ -17,7 +17,7 @@ inline const std::vector<std::pair<Recipe, Recipe>> kPairs{
     {Recipe::blockwise_1x128, Recipe::blockwise_1x128},
     {Recipe::mxfp8, Recipe::mxfp8}};
 
-/// A row plane of [outer, inner] values.
+/// Returns a row plane of [outer, inner] values.
 inline Operand operand(
     std::int64_t outer,
     std::int64_t inner,

@@ -25,7 +25,7 @@ inline GraphHooks before_step(
           }};
 }
 
-/// An evaluation before each step.
+/// Returns an evaluation before each step.
 inline GraphHooks evaluations() {
   return {.before_step = [](GraphTraining& training, int) {
     const at::NoGradGuard no_grad;
@@ -60,7 +60,7 @@ inline GraphHooks reset_of_the_runtime() {
   });
 }
 
-/// A hook on a module, from step 4 to step 6.
+/// Returns a hook on a module, from step 4 to step 6.
 inline GraphHooks hook_for_two_steps(
     std::function<nn::HookHandle(GraphTraining&)> add,
     std::function<void()> afterwards = {}) {

@@ -106,13 +106,13 @@ GraphRun train_graphs(const GraphCase& c, const GraphHooks& hooks = {});
 /// Each pair of values of two options stands in one of them, at 1, 2 and 4
 /// ranks.
 std::vector<GraphCase> pairwise_graph_cases();
-/// All values of all options, on one axis of `world` ranks.
+/// Returns all values of all options, on one axis of `world` ranks.
 std::vector<GraphCase> all_graph_cases(int world);
 /// Returns the same for whole steps. Cases whose recomputation draws random
 /// numbers are left out, since steps reject them.
 std::vector<GraphCase> pairwise_step_cases();
 std::vector<GraphCase> all_step_cases(int world);
-/// Where in all_step_cases the former are.
+/// Returns where in all_step_cases the former are.
 std::vector<int> pairwise_step_indices();
 
 }  // namespace flatshard::testing

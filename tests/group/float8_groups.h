@@ -14,7 +14,7 @@
 
 namespace flatshard::testing {
 
-/// Every recipe, with both kinds of columns where it has them.
+/// Returns every recipe, with both kinds of columns where it has them.
 inline std::vector<Float8Format> formats() {
   std::vector<Float8Format> all;
   for (const float8::Recipe recipe :
@@ -84,7 +84,7 @@ inline at::Tensor copy_of(const at::Tensor& t) {
   return t.contiguous().clone();
 }
 
-// All bytes of both planes by parameter, gathered whole and in parts.
+// Returns all bytes of both planes by parameter, gathered whole and in parts.
 inline Bytes gathered(ParamGroup& group, bool copy_engines = false) {
   WeightPlanes& weights = group.weights();
   const std::vector<Plane>& planes = weights.planes();

@@ -31,7 +31,7 @@ struct GroupCase {
     }
     return all;
   }
-  /// How many parts a buffer with these placements is cut into.
+  /// Returns how many parts a buffer with these placements is cut into.
   std::int64_t parts(const Placements& placements) const {
     std::int64_t product = 1;
     for (std::size_t i = 0; i < mesh.size(); ++i) {
@@ -66,7 +66,8 @@ inline const std::vector<GroupCase>& all_cases() {
   return cases;
 }
 
-/// A matrix, a tied vector with an attribute, a scalar and an empty tensor.
+/// Returns a matrix, a tied vector with an attribute, a scalar and an empty
+/// tensor.
 inline std::vector<GroupParameter> some_parameters(Granularity matrix = {}) {
   return {
       {.names = {"weight"},
@@ -110,14 +111,15 @@ inline std::unique_ptr<ParamGroup> make_group(
       Initializer(kGroupSeed));
 }
 
-/// The first values of a parameter, float32, flat.
+/// Returns the first values of a parameter, float32, flat.
 inline at::Tensor initial(const GroupParameter& p) {
   at::Tensor values = at::empty({c10::multiply_integers(p.shape)});
   Initializer(kGroupSeed).fill(values, p.names.front(), p.init, 0);
   return values;
 }
 
-/// The sum of |x| over the elements of a whole flat tensor that are padding.
+/// Returns the sum of |x| over the elements of a whole flat tensor that are
+/// padding.
 inline double padding_sum(const FlatLayout& layout, const at::Tensor& flat) {
   double sum = 0;
   for (const FlatRange& range : layout.padding_ranges()) {

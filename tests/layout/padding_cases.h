@@ -29,8 +29,8 @@ struct PaddingCase {
 
 inline const std::vector<std::int64_t> kPaddingRanks = {8, 64, 512, 4096};
 
-/// One decoder layer: q, k, v, o, gate, up, down and two norms.
-/// Sizes: The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
+/// Returns one decoder layer: q, k, v, o, gate, up, down and two norms. Sizes:
+/// The Llama 3 Herd of Models, arXiv:2407.21783, table 3.
 inline PaddingCase llama_layer(
     std::string name,
     std::int64_t dim,

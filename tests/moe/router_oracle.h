@@ -23,7 +23,7 @@ inline at::Tensor oracle_scores(
                                                : at::sigmoid(logits);
 }
 
-/// The experts of one token: all sorted by (score + bias, index).
+/// Returns the experts of one token: all sorted by (score + bias, index).
 inline std::vector<std::int64_t> oracle_choice(
     const std::vector<double>& scores,
     const RouterOptions& o) {

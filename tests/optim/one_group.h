@@ -12,7 +12,7 @@
 
 namespace flatshard::testing {
 
-/// A group of two parameters, "weight" [40] and "bias" [25] (no decay).
+/// Returns a group of two parameters, "weight" [40] and "bias" [25] (no decay).
 inline std::unique_ptr<ParamGroup> make_group(
     std::shared_ptr<Mesh> mesh,
     const std::string& strategy = "zero3",
@@ -37,7 +37,7 @@ inline std::unique_ptr<ParamGroup> make_group(
       Initializer(5));
 }
 
-/// A whole gradient: `values` in both parameters, padding zero.
+/// Returns a whole gradient: `values` in both parameters, padding zero.
 inline at::Tensor whole_gradient(
     const ParamGroup& group,
     const at::Tensor& weight,

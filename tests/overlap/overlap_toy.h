@@ -21,7 +21,7 @@ namespace flatshard::testing {
 class OverlapBlockImpl : public nn::Module {
  public:
   OverlapBlockImpl(bool dense, bool with_shared);
-  /// The nodes one after the other, in one graph.
+  /// Runs the nodes one after the other, in one graph.
   at::Tensor forward(const at::Tensor& tokens);
   nn::Nodes nodes();
 

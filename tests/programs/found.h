@@ -15,7 +15,7 @@ struct FoundProgram {
   }
 };
 
-/// Every failure that random programs ever found; see found.cpp.
+/// Returns every failure that random programs ever found; see found.cpp.
 const std::vector<FoundProgram>& found_programs();
 
 }  // namespace flatshard::testing

@@ -10,8 +10,8 @@
 
 namespace flatshard::testing {
 
-/// A training program as data: how it is sharded, a model (see NodeImpl), and
-/// the steps with what they do in each microbatch:
+/// Returns a training program as data: how it is sharded, a model (see
+/// NodeImpl), and the steps with what they do in each microbatch:
 ///
 ///     {"seed": 7, "mesh": [2], "strategy": "zero3", "prefetch": 1,
 ///      "reshard": true, "granularity": "element", "delay_us": 50,

@@ -59,7 +59,7 @@ struct Float8Run {
 /// The same losses and weights, bit for bit.
 void expect_same_run(const Float8Run& a, const Float8Run& b);
 
-/// Every recipe, with both kinds of columns where it has them.
+/// Returns every recipe, with both kinds of columns where it has them.
 std::vector<Float8Format> float8_formats();
 /// Returns the name for parameterized tests.
 std::string name_of_format(const Float8Format& format);

@@ -69,8 +69,8 @@ void train_moe_rank(
 /// delays on every stream.
 MoeResult train_moe(const MoeRun& run);
 
-/// The same sequences on one rank, each a microbatch, with nothing sharded,
-/// recomputed or sent.
+/// Returns the same sequences on one rank, each a microbatch, with nothing
+/// sharded, recomputed or sent.
 MoeRun moe_reference(const MoeRun& run);
 
 /// How far a run is from another.

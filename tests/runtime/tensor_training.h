@@ -63,7 +63,7 @@ struct TensorResult {
   std::map<int, GraphStats> graphs;  ///< by rank
 };
 
-/// The models by name: what sets families apart.
+/// Returns the models by name: what sets families apart.
 std::vector<std::string> tensor_models();
 
 /// One rank's part of `train_tensor`, on any mesh with the run's axes.
@@ -77,7 +77,7 @@ void train_tensor_rank(
 /// weights show the gradients as they are.
 TensorResult train_tensor(const TensorRun& run);
 
-/// The same sequences on one rank, with nothing sharded or recomputed.
+/// Returns the same sequences on one rank, with nothing sharded or recomputed.
 TensorRun tensor_reference(const TensorRun& run);
 
 /// The distance of two runs: the largest difference of a loss, of a norm

@@ -92,7 +92,8 @@ void train_rank(
 /// rank, that rank runs the batches of N ranks as microbatches in rank order.
 TrainingResult train_toy(const TrainingCase& options);
 
-/// The same training without Flatshard: plain autograd, one process, float32.
+/// Returns the same training without Flatshard: plain autograd, one process,
+/// float32.
 TrainingResult train_plain(const TrainingCase& options);
 
 /// Writes what this rank owns of every parameter into `weights`.
@@ -101,7 +102,7 @@ void collect_weights(
     std::mutex& mutex,
     std::map<std::string, std::vector<float>>& weights);
 
-/// Largest |a - b| over all weights, relative to the largest |a|.
+/// Returns the largest |a - b| over all weights, relative to the largest |a|.
 double weight_distance(const TrainingResult& a, const TrainingResult& b);
 
 }  // namespace flatshard::testing

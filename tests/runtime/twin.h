@@ -87,7 +87,7 @@ class Twin {
   void expect_rest() const;
   /// Weights may stay gathered after a backward, until they change.
   bool may_keep_weights = false;
-  /// The group that holds a parameter.
+  /// Returns the group that holds a parameter.
   ParamGroup& group_of(const std::string& parameter) const;
 
   int rank;

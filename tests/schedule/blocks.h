@@ -11,7 +11,7 @@ namespace flatshard::testing {
 
 inline constexpr std::int64_t kUnit = 1024;
 
-/// A root and `n` equal units below it, of kUnit bytes each.
+/// Returns a root and `n` equal units below it, of kUnit bytes each.
 inline std::vector<UnitSpec> blocks(int n, UnitSpec root = {.name = "root"}) {
   std::vector<UnitSpec> units{std::move(root)};
   for (int i = 0; i < n; ++i) {

@@ -26,7 +26,7 @@ inline constexpr PartId kNumParts = 3;
 
 enum class Columns { derived, stored };
 
-/// A root without parameters around `n` units of three layers.
+/// Returns a root without parameters around `n` units of three layers.
 inline std::vector<UnitSpec> fp8_units(
     int n,
     Columns columns,
@@ -49,8 +49,9 @@ inline std::vector<UnitSpec> fp8_units(
   return units;
 }
 
-/// The events of one step: layers ask for the rows of their parts in forward
-/// and for the columns in backward. A backward recomputes `recomputed` first.
+/// Returns the events of one step: layers ask for the rows of their parts in
+/// forward and for the columns in backward. A backward recomputes `recomputed`
+/// first.
 inline std::vector<ScheduleEvent> fp8_step(
     const std::vector<UnitSpec>& units,
     const std::vector<PartId>& recomputed = {}) {

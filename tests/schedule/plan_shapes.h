@@ -32,7 +32,7 @@ struct PlanCase {
   }
 };
 
-/// Every kind of plan, small and large.
+/// Returns every kind of plan, small and large.
 inline std::vector<PlanCase> plan_cases() {
   std::vector<PlanCase> cases;
   for (const int layers : {1, 2, 3, 4, 5, 16, 64}) {

@@ -250,7 +250,8 @@ TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
   EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
 }
 
-// A program that calls its blocks one after the other, without the root.
+// Returns a program that calls its blocks one after the other, without the
+// root.
 std::vector<ScheduleEvent> without_root(
     const std::vector<UnitSpec>& units,
     const std::vector<UnitId>& order) {

@@ -22,7 +22,7 @@ struct GpuRanks {
 
   int rank() const { return environment.rank; }
   int world() const { return environment.world_size; }
-  /// A mesh over all ranks. Each call needs another name.
+  /// Returns a mesh over all ranks. Each call needs another name.
   std::shared_ptr<Mesh> mesh(
       std::vector<MeshAxis> axes,
       const std::string& name,

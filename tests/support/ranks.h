@@ -22,14 +22,14 @@ struct RankContext {
   /// make_thread_communicator.
   MakeCommunicator make_communicator;
 
-  /// A CPU mesh over all ranks of the test. Each call of a test needs another
-  /// name, since the store is shared. All ranks call it in the same order. It
-  /// has no watcher: tests/faults has those.
+  /// Returns a CPU mesh over all ranks of the test. Each call of a test needs
+  /// another name, since the store is shared. All ranks call it in the same
+  /// order. It has no watcher: tests/faults has those.
   std::shared_ptr<Mesh> mesh(
       std::vector<MeshAxis> axes,
       const std::string& name = "mesh") const;
-  /// A communicator over all of them through Gloo. Each call needs another
-  /// name.
+  /// Returns a communicator over all of them through Gloo. Each call needs
+  /// another name.
   std::shared_ptr<Communicator> gloo(const std::string& name) const;
   /// Over `axes`, or else one axis "dp" over all ranks.
   std::shared_ptr<Mesh> mesh() const {

@@ -45,7 +45,7 @@ class PackedWindow {
       const PackingOptions& options);
 
   std::int64_t num_sequences() const;
-  /// The pieces of a sequence, in its order.
+  /// Returns the pieces of a sequence, in its order.
   std::vector<Piece> pieces(std::int64_t sequence) const;
 
   std::int64_t num_cut() const { return num_cut_; }

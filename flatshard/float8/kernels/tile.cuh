@@ -36,7 +36,7 @@ struct MemorySource {
   }
 };
 
-/// Whether eight-value loads from rows of `columns` may be wide.
+/// Returns whether eight-value loads from rows of `columns` may be wide.
 template <class T>
 bool wide_rows(const T* x, std::int64_t columns) {
   return aligned16(x) && columns % 8 == 0;

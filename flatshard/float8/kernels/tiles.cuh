@@ -156,8 +156,8 @@ inline dim3 tile_grid(std::int64_t rows, std::int64_t columns) {
       static_cast<unsigned>(divide_up(rows, kTile))};
 }
 
-/// Whether a source is quantized with a recipe, by its own choice; kernels of
-/// others are not compiled.
+/// Returns whether a source is quantized with a recipe, by its own choice;
+/// kernels of others are not compiled.
 template <class Source>
 constexpr bool quantized_with(Recipe recipe) {
   if constexpr (requires { Source::quantized_with(recipe); }) {

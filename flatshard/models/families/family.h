@@ -86,11 +86,11 @@ struct Family {
   bool has_config_json() const { return !model_type.empty(); }
 };
 
-/// All families, in the order in which users read them.
+/// Returns all families, in the order in which users read them.
 std::span<const Family* const> families();
-/// The family of a name; null for an unknown one.
+/// Returns the family of a name; null for an unknown one.
 const Family* find_family(std::string_view name);
-/// The family of a model. @throws Error{config} listing all.
+/// Returns the family of a model. @throws Error{config} listing all.
 const Family& family_of(const ModelConfig& config);
 
 /// @throws Error{config} that names the key, what the family has and what to do

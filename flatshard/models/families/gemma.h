@@ -10,7 +10,7 @@ namespace flatshard::models {
 /// embeddings, which the head is tied to.
 ModelConfig gemma_defaults(std::string_view family);
 
-/// Which names files have of these norms.
+/// Returns which names files have of these norms.
 FamilyNames gemma_names();
 
 /// Reads biases, windows, query_pre_attn_scalar and the cap of logits.

@@ -64,8 +64,8 @@ class AdapterCalls : public torch::CustomClassHolder {
       const std::vector<const Adapter*>& layers);
 
   const std::vector<Call>& all() const { return calls_; }
-  /// Several that read the same x and have the same scale: their A are one
-  /// factor of products.
+  /// Returns whether several that read the same x and have the same scale:
+  /// their A are one factor of products.
   bool are_joint() const;
 
  private:

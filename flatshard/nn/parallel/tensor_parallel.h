@@ -32,7 +32,8 @@ class PendingGather : public PendingTensor {
 /// A reduce-scatter that is under way, whose addends leave one by one.
 class PendingScatter : public PendingTensor {
  public:
-  /// Where this rank writes its addend to the part of rank `rank`: contiguous.
+  /// Returns where this rank writes its addend to the part of rank `rank`:
+  /// contiguous.
   virtual at::Tensor addend(int rank) = 0;
   /// Takes the addend that kernels on the current stream have written. `finish`
   /// comes after all of them.
@@ -159,7 +160,7 @@ struct IndexPart {
 /// This rank's part of [0, whole); all of it for null `ranks`. The parts'
 /// sizes differ by at most one.
 IndexPart part_of(const TensorParallelPtr& ranks, std::int64_t whole);
-/// The same for ranks that divide `whole`.
+/// Returns the same for ranks that divide `whole`.
 /// @param what  for the message, e.g. "the width of a linear layer"
 /// @throws Error{config} when they do not.
 IndexPart equal_part_of(

@@ -11,7 +11,7 @@ inline std::int64_t expert_ranks(const Parallelism& p) {
   return p.expert_parallel_degree * p.expert_tensor_parallel_degree;
 }
 
-/// The number of data ranks in the group of each rank of
+/// Returns the number of data ranks in the group of each rank of
 /// tensor_parallel_degree: they divide data_parallel_shard_degree.
 inline std::int64_t expert_data_ranks(const Parallelism& p) {
   return p.expert_tensor_parallel_degree == 1

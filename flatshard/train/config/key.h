@@ -92,7 +92,7 @@ struct ConfigKey {
 
   std::string_view section() const;
   std::string_view name() const;
-  /// The words or choices that the value is one of; empty: any value.
+  /// Returns the words or choices that the value is one of; empty: any value.
   std::vector<std::string_view> words() const;
 };
 

@@ -21,7 +21,7 @@ struct Optimizer {
   double momentum = 0.0;
   bool overlap = false;
 
-  /// How many float32 numbers it keeps for each parameter.
+  /// Returns how many float32 numbers it keeps for each parameter.
   std::int64_t num_states() const {
     return name == OptimizerName::adamw ? 2 : momentum > 0 ? 1 : 0;
   }

@@ -49,9 +49,10 @@ struct Parallelism {
   std::string granularity = "element";
   double max_padding = 0.05;
 
-  /// Whether several ranks have parts of each layer.
+  /// Returns whether several ranks have parts of each layer.
   bool shares_layers() const { return tensor_parallel_degree > 1; }
-  /// Whether the ranks that share layers copy activations to each other.
+  /// Returns whether the ranks that share layers copy activations to each
+  /// other.
   bool copies_activations() const {
     return tensor_parallel_comm == TensorParallelKind::copies;
   }
@@ -59,7 +60,7 @@ struct Parallelism {
   std::int64_t num_data_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;
   }
-  /// Whether transfers are chosen to be copies.
+  /// Returns whether transfers are chosen to be copies.
   bool copies() const { return copy_engines && copy_engines->any(); }
 };
 

@@ -17,10 +17,10 @@
 
 namespace flatshard {
 
-/// How data.packing fills samples. The config is resolved.
+/// Returns how data.packing fills samples. The config is resolved.
 data::PackingOptions packing_options(const Config& config);
 
-/// The loader of data.train. The config is resolved.
+/// Returns the loader of data.train. The config is resolved.
 /// @throws Error{config, io, format} naming data.train.
 data::Loader open_train_loader(
     const Config& config,
@@ -52,13 +52,13 @@ class Batches {
   at::Tensor targets(std::int64_t microbatch) const;
   /// Undefined with data.packing = stream.
   nn::Documents documents(std::int64_t microbatch) const;
-  /// The factor of a microbatch's mean loss, float32 [] on the device: its
-  /// targets over the mean of all microbatches and ranks of the step. It makes
-  /// the step's loss the mean over all targets. Undefined where no target is
-  /// ignored: all factors would be 1.
+  /// Returns the factor of a microbatch's mean loss, float32 [] on the device:
+  /// its targets over the mean of all microbatches and ranks of the step. It
+  /// makes the step's loss the mean over all targets. Undefined where no target
+  /// is ignored: all factors would be 1.
   at::Tensor loss_weight(std::int64_t microbatch) const;
-  /// The numbers of a microbatch's samples in the run, int64 [local_batch_size]
-  /// on the device. Undefined without lora.dropout.
+  /// Returns the numbers of a microbatch's samples in the run, int64
+  /// [local_batch_size] on the device. Undefined without lora.dropout.
   at::Tensor samples(std::int64_t microbatch) const;
 
  private:

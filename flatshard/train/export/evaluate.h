@@ -43,7 +43,7 @@ struct Evaluated {
 /// @throws Error{io, config, format} naming the option.
 Evaluated evaluate(const EvaluateOptions& options);
 
-/// One line of JSON.
+/// Returns one line of JSON.
 std::string to_json(const Evaluated& found);
 
 }  // namespace flatshard

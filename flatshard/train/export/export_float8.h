@@ -32,7 +32,7 @@ class Float8Export {
       const SafetensorsSpec& tensor,
       const std::vector<std::string>& parameters,
       std::vector<SafetensorsSpec>& to);
-  /// How many tensors became FP8.
+  /// Returns how many tensors became FP8.
   std::int64_t num_weights() const { return num_weights_; }
 
   struct Blocks {
@@ -43,11 +43,12 @@ class Float8Export {
   /// @throws Error{config} naming a weight that is not finite.
   static Blocks quantize(const std::string& name, const at::Tensor& weight);
 
-  /// The name of the scales of a weight.
+  /// Returns the name of the scales of a weight.
   static std::string scales_name(const std::string& weight) {
     return weight + "_scale_inv";
   }
-  /// A config.json with the `quantization_config` that transformers reads.
+  /// Returns a config.json with the `quantization_config` that transformers
+  /// reads.
   std::string with_quantization(const std::string& config_json) const;
 
  private:

@@ -26,8 +26,8 @@ inline constexpr const char* kGenerationConfig = "generation_config.json";
 /// output_dir it is, else `path` itself.
 std::filesystem::path checkpoints_of(const std::filesystem::path& path);
 
-/// The step-N folder that `path` means: itself, or one of the checkpoints of a
-/// run's output_dir or of a folder of checkpoints.
+/// Returns the step-N folder that `path` means: itself, or one of the
+/// checkpoints of a run's output_dir or of a folder of checkpoints.
 /// @param step  -1: the latest.
 /// @throws Error{io} when there is none; Error{config} for a step of what is
 /// one checkpoint already.
@@ -35,18 +35,18 @@ std::filesystem::path find_checkpoint(
     const std::filesystem::path& path,
     std::int64_t step = -1);
 
-/// The config that a training run left in its checkpoint.
+/// Returns the config that a training run left in its checkpoint.
 /// @throws Error{format} when it is another one's.
 Config checkpoint_config(
     const std::filesystem::path& folder,
     const Manifest& manifest);
 
-/// The corpus folder whose tokenizer the run's tokens are of: the first of
-/// data.train; empty when all are random tokens.
+/// Returns the corpus folder whose tokenizer the run's tokens are of: the first
+/// of data.train; empty when all are random tokens.
 std::string tokenizer_corpus(const Config& config);
 
-/// A weight or buffer of a checkpoint as it is stored, whole, checked by its
-/// digests.
+/// Returns a weight or buffer of a checkpoint as it is stored, whole, checked
+/// by its digests.
 /// @param name  the parameter's name, or the buffer's.
 at::Tensor read_weight(
     const std::filesystem::path& folder,
@@ -76,11 +76,11 @@ struct StoredModel {
 /// @throws Error{io} naming --run and what it may be.
 StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
 
-/// The model with its weights on a device, whole.
+/// Returns the model with its weights on a device, whole.
 models::Llama load_model(const StoredModel& stored, at::Device device);
 
-/// The tokenizer of a Hugging Face folder, which begins texts as AutoTokenizer
-/// does. @throws Error{config} when it has no tokenizer.json.
+/// Returns the tokenizer of a Hugging Face folder, which begins texts as
+/// AutoTokenizer does. @throws Error{config} when it has no tokenizer.json.
 std::unique_ptr<data::TextCodec> open_hf_codec(
     const std::filesystem::path& folder,
     const data::CodecOptions& options);

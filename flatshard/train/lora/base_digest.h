@@ -20,7 +20,7 @@ WeightDigests digest_weights(const std::vector<ParamGroup*>& groups);
 /// Returns the digest of a whole tensor.
 std::uint64_t digest_of(const at::Tensor& values);
 
-/// Text for a checkpoint's manifest, and back.
+/// Returns text for a checkpoint's manifest, and back.
 std::string to_json(const WeightDigests& digests);
 /// @throws Error{format} naming `origin`.
 WeightDigests parse_digests(const std::string& text, const std::string& origin);

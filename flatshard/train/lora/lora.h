@@ -12,7 +12,7 @@
 // A run that trains adapters: [lora].
 namespace flatshard {
 
-/// The adapters that [lora] describes; not enabled without lora.rank.
+/// Returns the adapters that [lora] describes; not enabled without lora.rank.
 models::LoraConfig lora_config(const Config& config);
 
 /// The adapters of a run in addition to their parameters.
@@ -22,8 +22,8 @@ struct RunLora {
   /// Null without lora.dropout.
   std::shared_ptr<const nn::SampleDropout> dropout;
 
-  /// The numbers of the next forward's samples, int64 [local_batch_size];
-  /// undefined without dropout. See nn::SampleDropout.
+  /// Returns the numbers of the next forward's samples, int64
+  /// [local_batch_size]; undefined without dropout. See nn::SampleDropout.
   at::Tensor samples() const {
     return dropout ? dropout->samples() : at::Tensor();
   }
@@ -51,7 +51,7 @@ double trained_flops_per_token(
 RunLora
 add_adapters(models::Llama& model, const Config& config, at::Device device);
 
-/// The groups of a run with adapters that its checkpoints do not hold.
+/// Returns the groups of a run with adapters that its checkpoints do not hold.
 std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
 
 /// Gives back what frozen groups hold besides FP8. Collective.

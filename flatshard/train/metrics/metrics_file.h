@@ -79,7 +79,7 @@ class MetricsFile {
   int attempt_ = 1;
 };
 
-/// Whether a metrics.jsonl has the row of `write_ended` for `step`, not
+/// Returns whether a metrics.jsonl has the row of `write_ended` for `step`, not
 /// overtaken. False when there is no such file.
 bool metrics_say_ended(const std::filesystem::path& path, std::int64_t step);
 

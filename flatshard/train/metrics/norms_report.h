@@ -12,7 +12,7 @@ struct NormsReportOptions {
   std::int64_t top = 0;        ///< rows to show; 0: all
 };
 
-/// The norms of one step out of a run's metrics.jsonl, as a table.
+/// Returns the norms of one step out of a run's metrics.jsonl, as a table.
 ///
 /// @throws Error{io} without that file, Error{usage} when it has no norms (of
 /// that step), naming the steps that have, Error{format} for a damaged row.

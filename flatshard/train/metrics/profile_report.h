@@ -45,7 +45,8 @@ class ProfileReport {
   RunOutput* output_;
 };
 
-/// The FLOPs of a rank's step by class of kernel, and what the GPU can do.
+/// Returns the FLOPs of a rank's step by class of kernel, and what the GPU can
+/// do.
 /// @param sequences  that a rank trains on in a step.
 SpeedOfLight speed_of_light(
     const Config& config,

@@ -35,7 +35,7 @@ class StatusLine {
   /// Takes the line away, so that a log line can be written in its place.
   void clear();
 
-  /// The text of `update` for a terminal of `width` columns.
+  /// Returns the text of `update` for a terminal of `width` columns.
   static std::string render(const Progress& progress, int width);
 
  private:

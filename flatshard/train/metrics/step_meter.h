@@ -44,7 +44,7 @@ class StepMeter {
   /// Fills in the times, the tokens and the FLOP/s of the steps since the
   /// restart, their mean. At least one has ended.
   void measure(StepMetrics& metrics);
-  /// A step's time as last measured; 0 before.
+  /// Returns a step's time as last measured; 0 before.
   double step_ms() const { return step_ms_; }
 
  private:

@@ -20,7 +20,7 @@ std::shared_ptr<PlannedModel> make_planned_model(
     const Config& config,
     const models::ModelConfig& model);
 
-/// A run as the planner sees it: the units, groups and layouts that
+/// Returns a run as the planner sees it: the units, groups and layouts that
 /// make_train_state would make, and the work of its model.
 ///
 /// @param config   resolved for `ranks`.

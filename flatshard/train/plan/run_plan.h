@@ -28,9 +28,9 @@ struct RunPlan {
   plan::Estimate estimate;
 };
 
-/// The config of a preset as `flatshard plan PRESET` takes it: random tokens,
-/// bfloat16 compute and reductions, 8192 tokens a sequence or as many as the
-/// model takes.
+/// Returns the config of a preset as `flatshard plan PRESET` takes it: random
+/// tokens, bfloat16 compute and reductions, 8192 tokens a sequence or as many
+/// as the model takes.
 /// @throws Error{config} for a name that is no preset.
 Config config_of_preset(
     const std::string& preset,
