@@ -41,7 +41,7 @@ std::int64_t aligned_half(std::int64_t nbytes) {
   return at::round_up(nbytes, kHalf);
 }
 
-/// Returns where rank 0 is among ranks that do not run: nothing communicates.
+/// Where rank 0 is among ranks that do not run: nothing communicates.
 std::shared_ptr<Mesh> planned_mesh(const Config& config) {
   MeshOptions options{
       .make_communicator =
@@ -218,7 +218,7 @@ std::vector<OwnedParameter> owned_parameters(
   return found;
 }
 
-/// Returns which unit runs what, and how many gradients it has where.
+/// Which unit runs what, and how many gradients it has where.
 PlanUnits name_units(
     const std::unordered_map<const torch::nn::Module*, UnitId>& unit_of,
     models::Llama& model,
@@ -285,7 +285,7 @@ struct PlannedModel {
     }
   }
 
-  /// Returns whether the layer with this weight has one.
+  /// Whether the layer with this weight has one.
   bool has_adapter(const std::string& weight) const {
     return adapted.contains(weight);
   }
