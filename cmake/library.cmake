@@ -12,8 +12,8 @@
 #   that tests/slow_cases.txt lists are a ctest <name>_slow. With cuda or nccl in
 #   its name it is one that does nothing without a GPU, and labelled gpu as well.
 # MODULES: takes the precompiled header that has torch's modules.
-# With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
-# is marked THREADS: it knows torch, and threads of its own run in it.
+# With FLATSHARD_SANITIZE only PURE libraries exist, and with thread in it also
+# THREADS libraries, which include torch and run their own threads.
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 

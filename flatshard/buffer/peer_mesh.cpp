@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// The axes of each step of this kind.
+// Returns the axes of each step of this kind.
 std::vector<std::vector<int>> axes_of(
     TransitionStep::Kind kind,
     const Placements& from,

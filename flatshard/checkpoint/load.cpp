@@ -169,7 +169,7 @@ class Loader {
     });
   }
 
-  /// The stored tensor of a box, under whichever of its names.
+  /// Returns the stored tensor of a box, under whichever of its names.
   const StoredTensor& stored(const OwnedBox& owned) {
     const auto role = manifest_.tensors.find(owned.role);
     FLATSHARD_CHECK(

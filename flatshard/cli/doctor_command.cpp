@@ -183,7 +183,7 @@ void try_as_rank() {
   }
 }
 
-// All that one process can try; the exit code.
+// Runs all that one process can try, and returns the exit code.
 int examine() {
   print_machine();
   Problems problems;

@@ -42,7 +42,8 @@ struct TrainArguments {
   bool help_config = false;
 };
 
-/// Which file config.toml of a run is: another one when a new run has begun.
+/// Returns which file config.toml of a run is: another one when a new run has
+/// begun.
 std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
   struct stat info {};
   const auto path =

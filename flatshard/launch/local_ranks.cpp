@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 // One request that comes twice: `timeout` signals the process and its group.
 constexpr std::chrono::milliseconds kSameRequest(100);
 
-/// Whether the parent had the signal ignored (nohup; `&` in a script).
+/// Returns whether the parent had the signal ignored (nohup; `&` in a script).
 bool is_ignored(int signal) {
   struct sigaction action {};
   ::sigaction(signal, nullptr, &action);

@@ -23,7 +23,7 @@ bool cudnn_takes(const at::Tensor& q) {
          cuda::has_cudnn_attention(q.device());
 }
 
-// Every kv head once for each query head that reads it.
+// Returns every kv head once for each query head that reads it.
 at::Tensor repeat_heads(const at::Tensor& kv, std::int64_t times) {
   const auto b = kv.size(0), t = kv.size(1), h = kv.size(2), d = kv.size(3);
   return kv.unsqueeze(3)

@@ -24,7 +24,7 @@ Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
 }
 
-// The pointer of a contiguous tensor; null for an undefined one.
+// Returns the pointer of a contiguous tensor; null for an undefined one.
 const void* in(const at::Tensor& tensor) {
   if (!tensor.defined()) {
     return nullptr;

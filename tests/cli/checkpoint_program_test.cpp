@@ -24,8 +24,8 @@ class Checkpoints : public ::testing::Test {
   }
   static void TearDownTestSuite() { delete corpus_; }
 
-  /// A config of `steps` steps in `<name>`; global batch 6, so that 1, 2 and 3
-  /// ranks train on the same samples.
+  /// Returns a config of `steps` steps in `<name>`; global batch 6, so that 1,
+  /// 2 and 3 ranks train on the same samples.
   std::string write_config(const std::string& name) const {
     return folder_
         .write(

@@ -20,7 +20,7 @@ class ExpertRuns : public ::testing::Test {
   }
   static void TearDownTestSuite() { delete corpus_; }
 
-  /// A run named `name`, below the folder.
+  /// Trains a run named `name`, below the folder.
   std::string train(const std::string& name, const std::string& more) const {
     const auto config = folder_.write(
         name + ".toml",

@@ -69,7 +69,7 @@ log_freq = 1
         more));
   }
 
-  /// The numbers of a run, by step and what they are.
+  /// Returns the numbers of a run, by step and what they are.
   std::map<std::string, double> numbers(const std::string& name) const {
     std::map<std::string, double> found;
     std::istringstream lines(read(folder_ / name / "metrics.jsonl"));

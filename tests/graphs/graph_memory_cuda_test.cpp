@@ -39,7 +39,7 @@ class GraphMemoryOnGpu : public ::testing::Test {
     }
   }
 
-  /// A few steps of a model with square weights.
+  /// Trains a model with square weights for a few steps.
   GraphStats train(std::int64_t dim, bool declared, bool first_waits = false) {
     const at::Device device = gpu_ranks().device;
     const at::Tensor factor = at::ones({dim}, at::device(device)) * 0.5;

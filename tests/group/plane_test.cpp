@@ -70,7 +70,7 @@ struct CodecOnOneRank {
   at::Tensor value(std::int64_t i) const { return main.view(i); }
   std::int64_t num_parameters() const { return context.layout->num_tensors(); }
 
-  // Every plane whole, in memory as a slot has it.
+  // Returns every plane whole, in memory as a slot has it.
   std::vector<at::Tensor> encoded() {
     codec->begin(main, /*begun=*/false);
     std::vector<at::Tensor> slots;

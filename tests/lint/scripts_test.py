@@ -1,5 +1,5 @@
-"""The scripts report a missing part with one line and a status that is not 0, and leave
-nothing that the next call would trip over."""
+"""The scripts report a missing part with one line and a status that is not 0. They
+leave nothing that the next call would trip over."""
 
 import hashlib
 import os

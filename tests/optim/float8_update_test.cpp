@@ -117,7 +117,7 @@ TEST(AdamWFloat8, RunsThatDoNotFitAreRefused) {
        {.begin = 0, .end = 32, .columns = 32}});
 }
 
-// The bytes of both planes after two steps.
+// Returns the bytes of both planes after two steps.
 Bytes after_two_steps(Optimizer& optimizer, ParamGroup& group) {
   for (int step = 0; step < 2; ++step) {
     const FlatLayout& layout = group.layout();

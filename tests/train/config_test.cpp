@@ -50,7 +50,7 @@ std::string message(
   return {};
 }
 
-/// The message for the small config with `overrides`.
+/// Returns the message for the small config with `overrides`.
 std::string refused(const std::vector<std::string>& overrides) {
   return message(ErrorCode::config, kSmall, overrides);
 }

@@ -89,7 +89,7 @@ log_freq = 1
     return failure == "no error" ? printed : failure;
   }
 
-  /// The numbers of metrics.jsonl that a run is compared by.
+  /// Returns the numbers of metrics.jsonl that a run is compared by.
   std::vector<json> rows() const {
     std::ifstream file(folder_ / "run/metrics.jsonl");
     std::vector<json> found;

@@ -30,7 +30,7 @@ at::Tensor floats(at::Device device, std::int64_t nbytes) {
       at::TensorOptions(device).dtype(at::kBFloat16));
 }
 
-/// The median over rounds that all ranks begin together.
+/// Returns the median over rounds that all ranks begin together.
 template <class Call>
 double seconds_together(Mesh& mesh, Call&& call) {
   std::vector<double> seconds;

@@ -200,7 +200,7 @@ class ShardedTensor(WatchedTensor):
         )
 
 
-# It has no slots of its own: DTensor's class has to be assignable to it. But DCP's
+# It has no additional slots: DTensor's class has to be assignable to it. But DCP's
 # staging, which copies a tensor slot by slot, asks the type for them.
 setattr(ShardedTensor, "__slots__", DTensor.__slots__)
 

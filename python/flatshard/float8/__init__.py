@@ -56,8 +56,8 @@ def quantize(
         tensor: [rows, columns] float32 or bfloat16, on the CPU or a GPU.
         recipe: one of the table.
         axis: along what a product will sum. "row": the elements of a row, as the
-            forward pass does with a weight [out, in]. "column": those of a column,
-            as the gradient of the input does.
+            forward pass does with a weight [out, in]. "column": the elements of a
+            column, as the gradient of the input does.
         rounding: of scales that are powers of two. "up": none of a block's values
             saturates (arXiv:2506.08027). "floor": OCP MX 1.0, section 6.3.
         format: "e4m3", or "e5m2" for gradients.

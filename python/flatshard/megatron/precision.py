@@ -1,5 +1,5 @@
-"""Translates Megatron-FSDP's dtypes, in both versions, to those of
-flatshard.fully_shard."""
+"""Translates Megatron-FSDP's dtypes, in both versions, to flatshard.fully_shard's
+dtypes."""
 
 import contextlib
 from dataclasses import dataclass, field

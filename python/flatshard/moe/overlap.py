@@ -50,7 +50,7 @@ def overlap_microbatches(
 ) -> list[torch.Tensor]:
     """Forward and backward of a step's microbatches by the 1F1B schedule.
 
-    The gradients, and the losses, are bitwise those of
+    The gradients, and the losses, are bitwise equal to the results of
 
         for n, microbatch in enumerate(microbatches):
             model.set_requires_all_reduce(n + 1 == len(microbatches))
