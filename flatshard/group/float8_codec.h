@@ -26,7 +26,7 @@ namespace flatshard {
 /// |------------|---------------------------------|---------------------------|
 /// | tensorwise | [out, in]                       | [in, out], the same bytes |
 /// | rowwise    | [out, in]; a scale per row, or  | [in, out], quantized from |
-/// |            | per column                      | the rows; scales behind   |
+/// |            | per column                      | the rows; scales after    |
 /// | blockwise  | [out, in]                       | [in, out], the same bytes |
 /// | mxfp8      | [out, in]; scales along in, or  | [in, out], quantized from |
 /// |            | along out                       | the rows                  |

@@ -20,7 +20,7 @@ std::int64_t row_width(std::span<const std::int64_t> shape);
 /// |---------|---------------------------------------------------------------|
 /// | element | 16 elements                                                   |
 /// | row     | a row along the last dimension; see row_width                 |
-/// | dim0    | a slice of dimension 0, which is what a DTensor can say       |
+/// | dim0    | a slice of dimension 0, which a DTensor can express           |
 /// | block:N | N rows                                                        |
 /// | chunk   | a slice of dimension 0, and each shard holds the chunk that   |
 /// |         | torch.chunk gives it, as FSDP2's shards do                    |
