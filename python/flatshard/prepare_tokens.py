@@ -83,7 +83,7 @@ def row_text(value, where, field):
 
 
 def read_rows(path, field):
-    """The texts of a Parquet file's column, "" where they are null."""
+    """Returns the texts of a Parquet file's column, "" where they are null."""
     name = os.fsdecode(path)
     try:
         file = need_parquet().ParquetFile(name)
@@ -103,7 +103,7 @@ def read_rows(path, field):
 
 
 def read_texts(stream):
-    """The documents that the program sends."""
+    """Returns the documents that the program sends."""
     while header := stream.read(8):
         (length,) = struct.unpack("<q", header)
         yield stream.read(length).decode("utf-8", errors="replace")

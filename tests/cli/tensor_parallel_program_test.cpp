@@ -172,7 +172,7 @@ TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
 
 // Attention and shared experts are cut over tp, experts divided over ep, and
 // their width over etp. The ranks of etp read the same samples with tp and
-// other ones without it. With a capacity, each rank drops rows of its own
+// other ones without it. With a capacity, each rank drops rows of its
 // microbatch.
 TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   const Result one = run("one", 1, kExperts);

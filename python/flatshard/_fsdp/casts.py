@@ -10,7 +10,7 @@ from flatshard.torch_versions import tree_map
 
 
 def _cast(tree, dtype):
-    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
+    """Casts floating-point tensors in any nesting to `dtype`; containers are copied."""
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
     return tree_map(functools.partial(_cast_leaf, dtype), tree)

@@ -103,7 +103,7 @@ def _refuse_unsupported(pool, capture_time_hooks, capture_error_mode):
 
 
 def _one_each(name, values, modules, several, kind):
-    """`values` for each module, as a list."""
+    """Returns `values` for each module, as a list."""
     if not several:
         values = (values,)
     elif not isinstance(values, tuple) or len(values) != len(modules):

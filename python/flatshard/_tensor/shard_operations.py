@@ -57,7 +57,7 @@ def rules_of(func):
 
 
 def _rules(func, traits):
-    """The ways to compute `func`, of which the first takes it that can."""
+    """Returns the ways to compute `func`, of which the first takes it that can."""
     if "c10d" in func.namespace:
         yield _refuse_collective
     if func.namespace != "aten":

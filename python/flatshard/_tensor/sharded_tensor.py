@@ -48,7 +48,7 @@ class ShardedTensor(WatchedTensor):
 
     @staticmethod
     def wrap(local, mesh, placements, shape, requires_grad=False):
-        """A view: writes to it are writes to `local`.
+        """Returns a view: writes to it are writes to `local`.
 
         Args:
             local: [rows of this rank, ...] tensor.
@@ -191,7 +191,8 @@ class ShardedTensor(WatchedTensor):
         return own_rows(tensor.to(self._local_tensor.device), self)
 
     def like(self, tensor):
-        """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
+        """Returns the DTensor `tensor`, with as many rows, cut as this one is.
+        Collective."""
         return ShardedTensor.wrap(
             self.rows_of(tensor),
             self.device_mesh,
@@ -250,8 +251,8 @@ _ELEMENTWISE = {
 
 
 def _of_elements(function, name, args, kwargs):
-    """The result from local tensors, where all are cut alike; else None. The way
-    through operations costs the host twice as much."""
+    """Returns the result from local tensors, where all are cut alike; else None. The
+    way through operations costs the host twice as much."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or isinstance(function, _OPERATION):
         return None  # an operation of somebody else may have any name
@@ -286,8 +287,9 @@ def _updates_lists(function):
 
 
 def _pieces(args):
-    """The arguments' local tensors, for a function to whose result they suffice; None
-    for another one. The way through operations costs the host ten times as much."""
+    """Returns the arguments' local tensors, for a function to whose result they
+    suffice; None for another one. The way through operations costs the host ten times
+    as much."""
     first = args[0]
     pieces = [[_piece(tensor) for tensor in first]]
     if any(piece is None for piece in pieces[0]):
@@ -312,8 +314,8 @@ def _piece(tensor):
 
 
 def _piece_beside(reference, value):
-    """The operand that meets the local tensor of `reference`; None when that is not
-    clear."""
+    """Returns the operand that meets the local tensor of `reference`; None when that is
+    not clear."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -335,9 +337,9 @@ def _piece_beside(reference, value):
 
 
 def _has_activations(arguments):
-    """Whether shards meet plain tensors with a history, which are this rank's. An
-    attempt to compute with both would save tensors for the backward, which a checkpoint
-    counts."""
+    """Returns whether shards meet plain tensors with a history, which are this rank's.
+    An attempt to compute with both would save tensors for the backward, which a
+    checkpoint counts."""
     return any(
         tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
         for tensor in tensors_in(arguments)
@@ -345,7 +347,8 @@ def _has_activations(arguments):
 
 
 def _unsharded(arguments):
-    """`arguments` with unsharded parameters in place of shards, where their units stay
+    """Returns `arguments` with unsharded parameters in place of shards, where their
+    units stay
     unsharded after their forwards: a head that is called after its model's forward. Else
     None."""
     shards = [t for t in tensors_in(arguments) if isinstance(t, ShardedTensor)]
@@ -359,7 +362,8 @@ def _unsharded(arguments):
 
 
 def _used_outside(function, args, kwargs):
-    """The error of a module that computes with a parameter that is not gathered."""
+    """Returns the error of a module that computes with a parameter that is not
+    gathered."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     place = next((place for s in shards if (place := unit_of(s))), None)
     what, unit = "a sharded tensor", "its unit"

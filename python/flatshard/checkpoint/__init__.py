@@ -217,7 +217,7 @@ class Saved:
         return self._step
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Does not block."""
+        """Returns whether the save has ended, well or not. Does not block."""
         self._writer.collect()
         return self._result is not None
 

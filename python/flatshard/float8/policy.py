@@ -116,7 +116,7 @@ def check_policy(fp8):
 
 
 def choose_weights(fp8, found, param_dtype, device):
-    """Why each parameter is not FP8; "" for those that are.
+    """Returns why each parameter is not FP8; "" for those that are.
 
     Args:
         fp8: Float8Policy or None.

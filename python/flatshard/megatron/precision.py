@@ -66,8 +66,8 @@ class FullyShardMixedPrecisionPolicy(MixedPrecisionPolicy):
 
 @contextlib.contextmanager
 def main_dtype(unit, policy):
-    """The unit's own parameters in the main dtype, and the policy that computes in
-    the dtype that they had. After an exception they have their dtype again."""
+    """Returns the unit's own parameters in the main dtype, and the policy that computes
+    in the dtype that they had. After an exception they have their dtype again."""
     own = {
         p
         for m in unit.modules()

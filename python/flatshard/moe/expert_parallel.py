@@ -220,7 +220,8 @@ def _is_swiglu(experts):
 
 
 def _experts_of_rows(routed):
-    """[num_received, 1]: the expert of each row, as transformers' forward takes it."""
+    """Returns [num_received, 1]: the expert of each row, as transformers' forward takes
+    it."""
     ends = routed.ends
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     experts = torch.arange(len(ends), device=ends.device)

@@ -37,7 +37,7 @@ _running = None
 
 
 def running():
-    """The schedule whose forward runs, or None."""
+    """Returns the schedule whose forward runs, or None."""
     return _running
 
 
@@ -48,7 +48,7 @@ def overlap_microbatches(
     *,
     delay_wgrad: bool = False,
 ) -> list[torch.Tensor]:
-    """Forward and backward of a step's microbatches by the 1F1B schedule.
+    """Runs forward and backward of a step's microbatches by the 1F1B schedule.
 
     The gradients, and the losses, are bitwise equal to the results of
 
@@ -171,7 +171,7 @@ class _Schedule:
         return loss.detach()
 
     def run(self, module, function, args, kwargs):
-        """function(*args, **kwargs), the forward of a wrapped module."""
+        """Returns function(*args, **kwargs), the forward of a wrapped module."""
         mine, policy = self._now, state_of(module).mp_policy
         if mine is None:
             raise RuntimeError(
@@ -378,7 +378,7 @@ class _Schedule:
 
 
 def _backward(ends):
-    """One run of the engine from the (tensor, gradient)s that need one and have one."""
+    """Runs the engine once from the (tensor, gradient)s that need one and have one."""
     ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
     if ends:
         torch.autograd.backward(*zip(*ends))
