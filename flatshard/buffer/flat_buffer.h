@@ -89,9 +89,9 @@ class FlatBuffer {
   /// | Replicate | Partial(avg) | relabel                                   |
   /// | same      | same      | itself, or a copy into `out`                 |
   ///
-  /// The source keeps its values unless `out` shares its memory. One step, or
-  /// a reduce-scatter followed by an all-reduce, takes no temporary memory
-  /// (the Gloo backend's own staging aside); other chains do between steps.
+  /// The source keeps its values unless `out` shares its memory. One step, or a
+  /// reduce-scatter followed by an all-reduce, takes no temporary memory (the
+  /// Gloo backend's own staging aside). Other chains do between steps.
   ///
   /// @param purpose  whose communicators carry it.
   /// @param out  null: allocates. Else same mesh, layout, dtype, device and the

@@ -62,7 +62,7 @@ class Checkpointer {
       std::vector<ParamGroup*> groups,
       const Optimizer* optimizer,
       CheckpointOptions options);
-  /// Waits for the saves that were begun; their errors are logged.
+  /// Waits for the saves that were begun. Their errors are logged.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;

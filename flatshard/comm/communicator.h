@@ -29,7 +29,7 @@ struct RowsOfPeer {
 /// Every collective must be called by all ranks of the group in the same order.
 /// Tensors are contiguous and on `device()`. Calls belong inside
 /// `queue_collectives`: NCCL queues on the current CUDA stream and does not
-/// block the host; Gloo blocks the calling thread until the data has arrived. A
+/// block the host. Gloo blocks the calling thread until the data has arrived. A
 /// call outside of a stream comes after all that was queued before it.
 ///
 /// A reduction gives all ranks bitwise identical results. Gloo sums in rank

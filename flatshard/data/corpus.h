@@ -97,7 +97,7 @@ class Corpus {
   const std::string& content_hash() const { return split_.content_hash; }
   const std::string& mask_hash() const { return split_.mask_hash; }
 
-  /// Returns the first token of document i, for i in [0, num_documents]; the
+  /// Returns the first token of document i, for i in [0, num_documents]. The
   /// last one is num_tokens. @throws Error{io} as `read` does.
   std::int64_t document_begin(std::int64_t i) const;
   /// The first tokens of the documents [first, first + out.size()); one more

@@ -29,7 +29,7 @@ struct BatchSlot {
 };
 
 /// Everything a resumed run needs. All but samples_consumed identify the order
-/// in use and are checked; that is the position.
+/// in use and are checked. That is the position.
 struct LoaderState {
   /// A source of a mixture.
   struct Part {

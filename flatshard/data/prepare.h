@@ -46,7 +46,7 @@ struct PrepareOptions {
 /// validation when the hash of its name (file#row) falls below
 /// `validation_fraction`. So adding files never moves one from a split to the
 /// other. With two or more documents and a fraction above 0 each split gets at
-/// least one; a single document gives its last part to validation.
+/// least one. A single document gives its last part to validation.
 ///
 /// Chats have a mask in addition to their tokens (CorpusMeta). A chat that ends
 /// with the end-of-document token gets no second one.

@@ -20,7 +20,7 @@ namespace flatshard {
 /// output tensors; for tests of what is built on graphs.
 class DeviceGraph {
  public:
-  /// The work that is recorded. Its tensors are the graph's outputs; some may
+  /// The work that is recorded. Its tensors are the graph's outputs. Some may
   /// be undefined.
   using Work = std::function<std::vector<at::Tensor>()>;
 

@@ -16,7 +16,7 @@
 namespace flatshard::detail {
 
 /// The collectives of one rank: a ring per communicator. Each call holds a lock
-/// for the write of one entry; CUDA events are recorded outside of it, because
+/// for the write of one entry. CUDA events are recorded outside of it, because
 /// a full launch queue blocks them.
 class FlightRing {
  public:

@@ -33,7 +33,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   /// Waits until all ranks are here, then starts the threads.
   void start();
-  /// Leaves, or fails with `failure`, and ends the threads; a thread that the
+  /// Leaves, or fails with `failure`, and ends the threads. A thread that the
   /// network holds is left behind with what it shares.
   void close(const std::optional<std::string>& failure);
 

@@ -143,7 +143,7 @@ struct Scale {
   float dequantize;
 };
 
-/// Least amax that still counts, so that both factors are normal numbers; a
+/// Least amax that still counts, so that both factors are normal numbers. A
 /// block of zeros has its scale.
 inline constexpr float kLeastAmax = 0x1p-110F;
 

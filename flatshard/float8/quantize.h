@@ -43,7 +43,7 @@ struct PlaneOptions {
   /// need it. False: data is [rows, columns].
   bool transpose = true;
   /// Transposed data gets rows of a multiple of this length, filled up with
-  /// zeros; the last block of a row may then be short. A divisor of 128.
+  /// zeros. The last block of a row may then be short. A divisor of 128.
   std::int64_t multiple = 1;
   /// tensorwise [] and rowwise [outer]: the largest magnitudes, float32, when
   /// they are known or belong to more than this tensor.

@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// The divisor that direct I/O needs of the memory, the offset and the length;
-/// no supported file system asks for more.
+/// The divisor that direct I/O needs of the memory, the offset and the length.
+/// No supported file system asks for more.
 inline constexpr std::size_t kDirectAlignment = 4096;
 
 /// Writes a whole new file from memory and waits until the disk has it.

@@ -17,7 +17,7 @@ inline constexpr std::uint64_t kDigestBlock = std::uint64_t{1} << 20;
 /// Source: https://github.com/Cyan4973/xxHash, the library itself.
 std::uint64_t digest(std::span<const std::byte> bytes);
 
-/// Returns how many blocks a file of `nbytes` has; the last one may be shorter.
+/// Returns how many blocks a file of `nbytes` has. The last one may be shorter.
 std::uint64_t num_digest_blocks(std::uint64_t nbytes);
 
 /// 16 hexadecimal digits each, one after the other.

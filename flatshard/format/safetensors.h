@@ -88,7 +88,7 @@ class SafetensorsReader {
 /// Writes a safetensors file under a temporary name and renames it in
 /// `finish`, so that no half-written file ever has the final name.
 ///
-/// The header comes from the specs; the bytes may follow in any order and in
+/// The header comes from the specs. The bytes may follow in any order and in
 /// pieces.
 class SafetensorsWriter {
  public:

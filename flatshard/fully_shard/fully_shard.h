@@ -65,8 +65,8 @@ struct FullyShardOptions {
 /// Shards every parameter below `root` over `mesh` and installs the hooks that
 /// gather, release and reduce around forward and backward. Collective.
 ///
-/// Parameters on the meta device get their first values from their InitSpec;
-/// others keep theirs, which have to be equal on all ranks. Afterwards the
+/// Parameters on the meta device get their first values from their InitSpec.
+/// Others keep theirs, which have to be equal on all ranks. Afterwards the
 /// parameters have data only while their unit is gathered; optimizers take
 /// `Runtime::groups()`.
 ///

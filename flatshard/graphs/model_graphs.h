@@ -26,7 +26,7 @@ class ModelGraphs {
   const std::shared_ptr<RegionGraphs>& regions() const { return regions_; }
   /// GraphOptions::whole_step: of the regions of a StepGraph. Null without it.
   const std::shared_ptr<KeptConstants>& constants() const { return constants_; }
-  /// Returns the stats of regions; StepGraph has its own.
+  /// Returns the stats of regions. StepGraph has its own.
   GraphStats stats() const;
   /// Drops all graphs; regions and steps are captured again after another
   /// warm-up. Between two steps.

@@ -101,7 +101,7 @@ class GradientPipeline {
 
   /// Called in the reduce stream with each reduced gradient: [shard] like main,
   /// in the dtype of the reduction, not yet divided by a divisor or added to
-  /// earlier microbatches'. The tensor as changed in place is the gradient; an
+  /// earlier microbatches'. The tensor as changed in place is the gradient. An
   /// exception is an error of the reduction.
   using Hook = std::function<void(const at::Tensor& reduced)>;
   /// From the next backward on; an empty function for none.

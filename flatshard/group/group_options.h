@@ -48,7 +48,7 @@ struct ParamGroupOptions {
   std::int64_t post_forward_ranks = 0;
   /// Main weights and reduced gradients are stored in host memory, and so is
   /// the optimizer's state; updates run on the CPU. Compute weights that are
-  /// kept stay on the device; without them each gather begins with a copy of
+  /// kept stay on the device. Without them each gather begins with a copy of
   /// this rank's main weights. Needs no communication of the host's own.
   bool offload = false;
   /// With offload, that host memory is pinned, so copies run in parallel with

@@ -61,7 +61,7 @@ class ParamGroup {
     return context_.model_mesh;
   }
   /// Communicates through the model's mesh `mesh` and its part that is the
-  /// group's from now on; it has the axes of the one before (Mesh::same_as).
+  /// group's from now on. It has the axes of the one before (Mesh::same_as).
   /// While no gather and no reduction runs.
   void use_model_mesh(std::shared_ptr<Mesh> mesh);
   bool trainable() const { return context_.trainable; }

@@ -22,7 +22,7 @@ struct ParameterPlacement {
   /// No two ranks hold slices that overlap and are not the same.
   std::shared_ptr<Mesh> mesh;
   /// The strategy for the axes of `mesh`. Not set: the model's by its name, for
-  /// these axes; for hsdp and its like the model's outer axis has to be one of
+  /// these axes. For hsdp and its like the model's outer axis has to be one of
   /// several.
   std::optional<Strategy> strategy;
   std::optional<Granularity> granularity;

@@ -18,7 +18,7 @@ namespace flatshard {
 /// the option sets. So the backward's all-gather stays among them, such as
 /// inside of a host.
 ///
-/// It has the place of the slice; its memory is the Executor's slot.
+/// It has the place of the slice. Its memory is the Executor's slot.
 class PostForwardShard {
  public:
   /// Null: the group's weights are sharded over no more ranks than these.

@@ -61,7 +61,7 @@ class WeightPlanes {
   /// Returns the stored part of the compute plane. Not defined when nothing is
   /// stored.
   const FlatBuffer& compute() const { return planes_[kComputePlane].resting; }
-  /// [shard] the slice of the compute weights that belongs to `main`; the
+  /// [shard] the slice of the compute weights that belongs to `main`. The
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
   at::Tensor compute_shard() const;

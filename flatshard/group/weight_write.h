@@ -21,7 +21,7 @@ class WeightWrite {
  public:
   /// The one that brings the compute weights up to date.
   enum class Cast {
-    /// `end` casts main, on the stream of the write; FP8 planes are made by the
+    /// `end` casts main, on the stream of the write. FP8 planes are made by the
     /// next gather.
     here,
     /// The writer of main wrote compute_shard() as well, and float8_outputs().

@@ -25,7 +25,7 @@ struct SpawnOptions {
   int grace_period_ms = 5000;
   /// Lines that other ranks than 0 write to standard error get "[rank N] "
   /// before them, unless they begin with "[rank N/" themselves. Rank 0's lines
-  /// pass unchanged; a terminal stays its own: its last message is not
+  /// pass unchanged. A terminal stays its own: its last message is not
   /// repeated.
   bool prefix_stderr = true;
   /// Standard output of ranks other than 0: pass through or drop.

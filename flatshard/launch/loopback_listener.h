@@ -4,8 +4,8 @@
 
 namespace flatshard {
 
-/// A listening socket on a free port of 127.0.0.1. While it is open nobody
-/// else gets the port; a child process may inherit it and serve on it.
+/// A listening socket on a free port of 127.0.0.1. While it is open nobody else
+/// gets the port. A child process may inherit it and serve on it.
 class LoopbackListener {
  public:
   /// @throws Error{io}

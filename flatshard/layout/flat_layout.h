@@ -100,7 +100,7 @@ class FlatLayout {
   /// Returns this layout for elements of one byte that have a scale of one byte
   /// for each `block` of them, as MXFP8 has for 32: each segment is followed by
   /// a segment of its scales, cut at the same places. Tensor i keeps its
-  /// number; its scales are tensor num_tensors() + i.
+  /// number. Its scales are tensor num_tensors() + i.
   /// @throws Error{config} where a boundary, or a tensor, is no multiple of
   ///   `block`.
   FlatLayout with_scales(std::int64_t block) const;

@@ -39,7 +39,7 @@ class Granularity {
   static Granularity row();
   /// Slices along the first dimension.
   static Granularity dim0();
-  /// Blocks of `rows` rows, counted from the tensor's start; the last block of
+  /// Blocks of `rows` rows, counted from the tensor's start. The last block of
   /// a tensor may be shorter.
   /// @throws Error{usage} when rows < 1.
   static Granularity block(std::int64_t rows);

@@ -44,7 +44,7 @@ std::int64_t local_numel(
     const Placements& placements,
     std::span<const std::int64_t> axis_sizes);
 
-/// Returns one range per segment, in the order of `layout.segments()`; the
+/// Returns one range per segment, in the order of `layout.segments()`. The
 /// rank's buffer is their concatenation.
 std::vector<LocalRange> local_ranges(
     const FlatLayout& layout,

@@ -19,7 +19,7 @@ struct Rectangle {
   std::int64_t numel() const;
   /// Returns whether it is inside a tensor of this shape.
   bool lies_in(std::span<const std::int64_t> shape) const;
-  /// Returns the common part; a length is 0 where they have nothing in common.
+  /// Returns the common part. A length is 0 where they have nothing in common.
   /// Both belong to one tensor.
   Rectangle intersection(const Rectangle& other) const;
   bool operator==(const Rectangle&) const = default;

@@ -41,7 +41,7 @@ struct MeshOptions {
   MakeCommunicator make_communicator;
   /// Collectives of all communicators are appended here; may be null.
   std::shared_ptr<CollectiveLog> log;
-  /// Key prefix in the store; two meshes over one store need different ones.
+  /// Key prefix in the store. Two meshes over one store need different ones.
   std::string name = "mesh";
   /// Watch the ranks: one that is missing, late or differs is named on every
   /// rank within communicator.timeout, and the collectives that wait end with

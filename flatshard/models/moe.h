@@ -18,7 +18,7 @@
 
 namespace flatshard::models {
 
-/// How experts are trained; their shape is ModelConfig's.
+/// How experts are trained. Their shape is ModelConfig's.
 struct MoeOptions {
   double aux_loss = 0.0;  ///< see nn::route
   double z_loss = 0.0;

@@ -11,7 +11,7 @@ namespace flatshard::nn {
 // last end are neither read nor written: in results they are uninitialized.
 //
 // bfloat16 on GPUs of sm_9x and sm_10x: torch's grouped product, for fewer than
-// 1024 groups and sizes that are multiples of 8 elements; nothing blocks the
+// 1024 groups and sizes that are multiples of 8 elements. Nothing blocks the
 // host. Elsewhere, and with several groups for each expert, there is one
 // product after the other. The host waits for `ends` then, unless they are on
 // the CPU.

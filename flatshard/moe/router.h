@@ -62,7 +62,7 @@ struct Routing {
 /// ones the lowest index wins, and a NaN wins against nobody, so each token has
 /// experts_per_token different experts whatever its logits are.
 ///
-/// The gradient of `weights` is differentiated through the scores; the
+/// The gradient of `weights` is differentiated through the scores. The
 /// auxiliary losses of RouterOptions add theirs in the same pass:
 /// - aux_loss * E * sum_e f_e P_e, with f_e the share of all choices that fell
 ///   on expert e and P_e the mean of its probability. It is 1 when balanced.

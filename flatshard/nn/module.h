@@ -45,7 +45,7 @@ class Module : public torch::nn::Module {
   Module& operator=(const Module&) = delete;
 
   /// Registers a float32 parameter on the meta device: it has a shape and no
-  /// memory until `set_parameter_data`, which keeps the tensor object; so a
+  /// memory until `set_parameter_data`, which keeps the tensor object. So a
   /// layer may keep the returned tensor as a member.
   at::Tensor declare_parameter(
       std::string name,
@@ -156,7 +156,7 @@ struct NamedParameter {
 };
 
 /// Returns all parameters below `root` in registration order, own before
-/// children's; a tied one appears under each of its names (the first is its
+/// children's. A tied one appears under each of its names (the first is its
 /// main name).
 std::vector<NamedParameter> named_parameters(torch::nn::Module& root);
 

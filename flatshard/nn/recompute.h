@@ -22,7 +22,7 @@ using RecomputeFn = std::function<TensorList(const TensorList&)>;
 ///
 /// Around the second run and its backward, the listener of `owner` hears
 /// recompute_begin and recompute_end. fn's captures must outlive the graph, and
-/// `owner` is kept alive. fn must return the same shapes each time; its outputs
+/// `owner` is kept alive. fn must return the same shapes each time. Its outputs
 /// are differentiable tensors.
 /// @throws Error{usage} when fn writes into its inputs; in backward under
 /// create_graph or with an inputs= list, which a nested backward cannot honour.

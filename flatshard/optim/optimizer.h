@@ -32,7 +32,7 @@ class Optimizer {
 
   /// Updates run on `stream` from the next step on, in parallel with work
   /// queued after it: the next forward begins while later units are still
-  /// updated. Gathers wait for their own unit's weights; other users of
+  /// updated. Gathers wait for their own unit's weights. Other users of
   /// weights, states or the arguments of `step` call wait() first. Null: on the
   /// current stream.
   void set_stream(std::shared_ptr<Stream> stream) {

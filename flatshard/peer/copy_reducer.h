@@ -31,7 +31,7 @@ class CopyReducer {
       std::int64_t nbytes,
       const StreamOptions& stream);
 
-  /// Returns whether it can sum the dtype; others are for the backend.
+  /// Returns whether it can sum the dtype. Others are for the backend.
   static bool supports(const at::Tensor& in);
   std::int64_t nbytes() const { return memory_->local().numel(); }
 

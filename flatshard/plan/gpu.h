@@ -170,7 +170,7 @@ std::string_view table_of_device(std::string_view device_name);
 Gpu find_gpu(const std::string& name_or_path);
 
 /// Reads what `to_toml` wrote. Keys that the text leaves out come from the
-/// table that its key `base` names; without it every key is needed.
+/// table that its key `base` names. Without it every key is needed.
 /// @param origin  for messages.
 /// @throws Error{format} naming the key.
 Gpu parse_gpu(std::string_view text, const std::string& origin);

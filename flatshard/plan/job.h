@@ -58,7 +58,7 @@ struct Job {
   std::int64_t exchange_ranks = 1;
   std::int64_t exchange_stride = 1;  ///< of the model's ranks between them
   bool copy_exchange = false;
-  /// Neighbouring ranks that share layers; Kernel::exchange is between them.
+  /// Neighbouring ranks that share layers. Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
 

@@ -11,7 +11,7 @@ namespace flatshard {
 /// A gather by copies involves no peer, so only a later collective proves to a
 /// rank that its weights were read: a backward's reductions do, and where there
 /// were none (after an evaluation) WeightReaders::wait. Optimizers and
-/// checkpoints call it before they write; every other writer of weights does,
+/// checkpoints call it before they write. Every other writer of weights does,
 /// too.
 struct CopyEngines {
   enum class Gathers { none, forward, all };

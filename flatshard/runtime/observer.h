@@ -91,7 +91,7 @@ class GradientObserver {
   virtual void gradient_arrived(
       const Unit& unit,
       const UnitParameter& parameter) {}
-  /// `slot` holds this rank's whole gradient of `unit`; its reduction is queued
+  /// `slot` holds this rank's whole gradient of `unit`. Its reduction is queued
   /// next. Kernels run here go to the current stream, after the gradient's.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
   /// Returns whether to call gradients_reduced, for which the host waits on

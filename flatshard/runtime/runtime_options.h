@@ -23,7 +23,7 @@ struct RuntimeOptions {
   bool foreign_writes = false;
   /// Each gather and each reduction allocates its slot and frees it afterwards.
   /// Otherwise a plan gives it a place in one arena that exists all the time.
-  /// Addresses change from step to step; the end of a forward, where
+  /// Addresses change from step to step. The end of a forward, where
   /// activations and logits are at their largest, holds no slot of a gradient.
   bool slots_on_demand = false;
   /// After a backward GradientPipeline::contributed returns the parameters of

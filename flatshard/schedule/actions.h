@@ -39,7 +39,7 @@ struct Action {
 std::string_view to_string(ActionKind kind);
 
 /// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
-/// Plane 0 goes without saying; another one of unit 2 is written gather(2.1),
+/// Plane 0 goes without saying. Another one of unit 2 is written gather(2.1),
 /// and its part 3 gather(2.1:3). A gather from UnitSpec::post_forward is
 /// written gather'(2 post_forward).
 std::string to_string(std::span<const Action> actions);

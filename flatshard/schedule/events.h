@@ -58,7 +58,7 @@ struct UnitSpec {
   /// no plane ever is.
   std::vector<std::int64_t> weights_nbytes;
   std::int64_t grad_nbytes = 0;  ///< 0: no trainable parameter
-  /// The planes that kernels of the forward read; a recompute is one.
+  /// The planes that kernels of the forward read. A recompute is one.
   PlaneSet forward_reads = PlaneSet::all();
   /// The planes that kernels of the backward read. Where a part of the unit is
   /// recomputed in its backward, that part's planes are among them. All of them

@@ -31,7 +31,7 @@ enum class PlanNode {
 /// Steps of one stream run in the plan's order.
 enum class PlanStream { compute, exchange };
 
-/// Rows travel on the exchange stream; all else is on compute.
+/// Rows travel on the exchange stream. All else is on compute.
 PlanStream stream_of(PlanNode node);
 
 struct PlanStep {

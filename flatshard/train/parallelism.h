@@ -32,7 +32,7 @@ std::string strategy_name(const Config& config);
 /// is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
-/// Returns the mesh of all ranks with these axes; its watcher and timeouts are
+/// Returns the mesh of all ranks with these axes. Its watcher and timeouts are
 /// [comm]'s. Collective.
 std::shared_ptr<Mesh> make_mesh(
     const Config& config,

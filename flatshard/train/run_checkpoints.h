@@ -62,7 +62,7 @@ class RunCheckpoints {
   bool enabled() const { return checkpointer_ != nullptr; }
   /// Returns whether a regular one is due after this step.
   bool due(std::int64_t step) const;
-  /// Begins to save the state after `step`; with checkpoint.async off, waits.
+  /// Begins to save the state after `step`. With checkpoint.async off, waits.
   void save(std::int64_t step);
   /// Call before the optimizer changes anything.
   void before_update();

@@ -46,7 +46,7 @@ class RunOutput {
   void graphs(std::int64_t step, const GraphStats& stats);
   /// Everything that comes after the last step is on disk.
   void ended(std::int64_t step);
-  /// Prints a step whose gradient is not finite; the run continues after
+  /// Prints a step whose gradient is not finite. The run continues after
   /// `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
   /// The same where the run ends; whoever ends it prints the reason.

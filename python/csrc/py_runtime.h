@@ -88,7 +88,7 @@ class PyRuntime {
   void reshard(UnitId unit);
   /// See ParameterViews::set_keeps.
   void set_keeps(UnitId unit, bool keeps) { views_->set_keeps(unit, keeps); }
-  /// Modules show the shards of `unit` outside of its forward and backward; its
+  /// Modules show the shards of `unit` outside of its forward and backward. Its
   /// whole parameters stay where they are. Not a collective.
   void show_shards(UnitId unit);
   /// Returns UnitCalls::backward_pass.

@@ -23,7 +23,7 @@ namespace flatshard::testing {
 
 namespace fs = std::filesystem;
 
-// A run of the program ends long before; when it does not, that is the bug.
+// A run of the program ends long before. When it does not, that is the bug.
 constexpr int kTimeoutS = 60;
 constexpr int kTimedOut = 124;
 

@@ -25,7 +25,7 @@ void for_each_tensor(const Bundle& bundle, F&& fn) {
   nn::for_each_tensor(bundle.extra, fn);
 }
 
-/// Where a model is in its program; all its modules read it.
+/// Where a model is in its program. All its modules read it.
 struct Situation {
   int step = 0;
   int microbatch = 0;

@@ -55,7 +55,7 @@ struct TensorRun {
 };
 
 struct TensorResult {
-  /// The key is (step, microbatch of all data ranks); all tp ranks have the
+  /// The key is (step, microbatch of all data ranks). All tp ranks have the
   /// same.
   std::map<std::pair<int, int>, double> losses;
   std::map<std::pair<int, int>, double> norms;  ///< by (step, rank)

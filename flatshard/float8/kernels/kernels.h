@@ -7,7 +7,7 @@
 #include "flatshard/float8/recipe.h"
 
 /// CUDA kernels on raw device pointers; no torch here. Every function queues on
-/// `stream` and returns; the caller checks cudaGetLastError.
+/// `stream` and returns. The caller checks cudaGetLastError.
 namespace flatshard::float8::kernels {
 
 enum class Dtype { f32, bf16 };

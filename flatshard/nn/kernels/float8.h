@@ -6,7 +6,7 @@
 
 /// Values that are quantized where they are computed, and never stored in
 /// bfloat16: what they are computed from, as bfloat16 in device memory. Rows
-/// begin so many elements apart; they are divisible by 8, and begin at
+/// begin so many elements apart. They are divisible by 8, and begin at
 /// multiples of 16 bytes.
 namespace flatshard::nn::kernels {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 /// CUDA kernels on raw device pointers; no torch here. Every function queues on
-/// `stream` and returns; the caller checks cudaGetLastError. Rows are
+/// `stream` and returns. The caller checks cudaGetLastError. Rows are
 /// contiguous. 16-byte loads are used where pointers and row lengths allow.
 namespace flatshard::nn::kernels {
 

@@ -33,7 +33,7 @@ struct StartMetrics {
 };
 
 /// The measurements of one logged step. Times come from the host's clock on
-/// this rank, per step; where several steps are between two log lines the
+/// this rank, per step. Where several steps are between two log lines the
 /// caller gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
