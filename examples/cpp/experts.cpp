@@ -142,7 +142,7 @@ int train(const std::string& folder, bool overlaps) {
                                 ? at::Device(at::kCUDA, env.local_rank)
                                 : at::Device(at::kCPU);
   const int ep = env.world_size % 2 == 0 ? 2 : 1;
-  // Neighbours divide the experts; ranks along edp have the same ones.
+  // Neighbours divide the experts. Ranks along edp have the same ones.
   const auto axes =
       std::vector<MeshAxis>{{"edp", env.world_size / ep}, {"ep", ep}};
   const auto mesh =

@@ -173,7 +173,7 @@ struct Late {
 };
 
 // Finds a rank that did not come to a stuck collective. One that waits nowhere
-// is the cause; one that waits elsewhere is held up itself.
+// is the cause. One that waits elsewhere is held up itself.
 std::optional<Late> find_latest(std::span<const RankView> views) {
   std::optional<Late> best;
   const auto groups = members_of_groups(views);

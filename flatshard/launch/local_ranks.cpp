@@ -297,7 +297,7 @@ class LocalRanks {
       if (code == 0 || ending_) {
         continue;
       }
-      // It ended in order, as it was asked to; the others do the same.
+      // It ended in order, as it was asked to. The others do the same.
       if (signalled_ && !killed && code > 128) {
         continue;
       }

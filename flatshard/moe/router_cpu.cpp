@@ -13,7 +13,7 @@ float comparable(float v) {
   return std::isnan(v) ? -std::numeric_limits<float>::infinity() : v;
 }
 
-// Returns the first of the largest among those that `may` allows; one of them
+// Returns the first of the largest among those that `may` allows. One of them
 // may.
 template <class May>
 std::int64_t best_of(const float* values, std::int64_t n, May&& may) {

@@ -186,7 +186,7 @@ at::Tensor causal_attention(
       flash_attention_takes(q)) {
     out = flash_attention(q, k, v, args);
   } else {
-    // ATen's CPU kernel wants equal head counts; on CUDA its choice may too.
+    // ATen's CPU kernel wants equal head counts. On CUDA its choice may too.
     const std::int64_t group = q.size(2) / k.size(2);
     const at::Tensor ks = group > 1 ? repeat_heads(k, group) : k;
     const at::Tensor vs = group > 1 ? repeat_heads(v, group) : v;

@@ -55,7 +55,7 @@ void check_norm_dim(std::int64_t dim) {
       dim);
 }
 
-// A bfloat16 weight with float32 rows has no kernel; the copy is tiny.
+// A bfloat16 weight with float32 rows has no kernel. The copy is tiny.
 at::Tensor fitting_weight(const at::Tensor& weight, const at::Tensor& x) {
   return x.scalar_type() == at::kFloat ? weight.to(at::kFloat) : weight;
 }

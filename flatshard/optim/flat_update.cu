@@ -154,7 +154,7 @@ __device__ std::int64_t amax_of(const float8::FlatRun& run, std::int64_t i) {
          divide(column, run.block_columns);
 }
 
-// Largest magnitudes of blocks; every thread of a block of threads calls it,
+// Largest magnitudes of blocks. Every thread of a block of threads calls it,
 // those beyond the shard with zeros.
 __device__ void find_amax(
     const Float8Pointers& p,

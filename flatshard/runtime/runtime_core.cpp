@@ -15,7 +15,7 @@ namespace flatshard {
 namespace {
 
 // A step that is longer than this (an evaluation over a whole corpus between
-// two updates) repeats itself; its beginning is enough to plan slots.
+// two updates) repeats itself. Its beginning is enough to plan slots.
 constexpr std::size_t kMaxStepActions = 1 << 16;
 
 std::vector<UnitSpec> specs_of(

@@ -144,7 +144,7 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithTheModel) {
   for (int model = 0; model < kMore; ++model) {
     train(/*dim=*/256, /*declared=*/true);
   }
-  // A small segment may hold memory that stays in use; a pool for each would be
+  // A small segment may hold memory that stays in use. A pool for each would be
   // more.
   EXPECT_LT(
       reserved_nbytes(gpu_ranks().device),

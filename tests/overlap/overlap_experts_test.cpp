@@ -264,7 +264,7 @@ std::vector<std::int64_t> rows_of(const PlanStep& step) {
   constexpr std::int64_t kWeight = 1;
   switch (step.node) {
     case PlanNode::attend:
-      // A routing is made once; the first layer is dense.
+      // A routing is made once. The first layer is dense.
       return step.pass == PlanPass::forward && step.layer > 0
                  ? std::vector{kCounts}
                  : std::vector<std::int64_t>{};

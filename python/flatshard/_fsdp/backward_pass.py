@@ -158,7 +158,7 @@ class BackwardPass:
     # -- inside --------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Ends the pass without its backward; the step's gradients are dropped by the
+        """Ends the pass without its backward. The step's gradients are dropped by the
         next forward. Does nothing to a pass that is over."""
         self._core.give_up()
         self._root.pass_ended(self)

@@ -78,8 +78,8 @@ def fully_shard(
 ) -> Wrapped:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
-    Call it on the blocks first and on the whole model last; each call makes one
-    unit, whose parameters are all-gathered together. Optimizers are made afterwards.
+    Call it on the blocks first and on the whole model last. Each call makes one unit,
+    whose parameters are all-gathered together. Optimizers are made afterwards.
     Collective over the ranks of the mesh.
 
     Args:

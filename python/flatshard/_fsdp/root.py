@@ -70,7 +70,7 @@ class Root:
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
-        # The units hold this object; they go with their modules.
+        # The units hold this object. They go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
         self._module = weakref.ref(module)

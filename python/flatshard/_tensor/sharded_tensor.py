@@ -1,8 +1,8 @@
 """How a shard is shown to PyTorch: a DTensor that has the places where it was cut.
 
-A flat layout cuts a parameter between any two rows, so the ranks' pieces have
-different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
-a ``ShardedTensor``; this file has the functions that do not reach it.
+A flat layout cuts a parameter between any two rows, so the ranks' pieces have different
+lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on a
+``ShardedTensor``. This file has the functions that do not reach it.
 """
 
 import functools
