@@ -3,7 +3,7 @@
 /// The public C++ API in one include. A program that cares for compile time
 /// includes the single headers instead.
 
-// Errors, and who owns which range of a flat index space.
+// Errors, and the owners of the ranges of a flat index space.
 #include "flatshard/core/error.h"
 #include "flatshard/core/init_spec.h"
 #include "flatshard/layout/flat_layout.h"

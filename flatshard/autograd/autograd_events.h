@@ -58,7 +58,7 @@ class AutogradListener {
 /// accumulators, and reports it as ScheduleEvents. It has calls, graph tasks
 /// and parameters, and no streams, slots or Scheduler.
 ///
-/// One caller at a time: see AutogradListener for who locks.
+/// One caller at a time: AutogradListener documents the locks.
 class AutogradEvents {
  public:
   using Units = std::vector<std::unique_ptr<Unit>>;

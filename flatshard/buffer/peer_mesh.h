@@ -27,7 +27,7 @@ struct PeerMeshOptions {
 
 /// `mesh`, where what these strategies gather and reduce goes through memory
 /// that the ranks share: make_peer_communicator for each group that does.
-/// `mesh` itself, and who uses it, stay as they are. Collective.
+/// `mesh` itself and its users stay as they are. Collective.
 /// @throws Error{config, memory} as PeerMemory::create.
 std::shared_ptr<Mesh> with_peer_memory(
     std::shared_ptr<Mesh> mesh,

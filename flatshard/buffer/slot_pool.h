@@ -47,8 +47,9 @@ class SlotPool {
   void
   release(Slot& slot, Event last_use, const std::shared_ptr<Stream>& filler);
 
-  /// Forgets whom a next tenant of each range has to wait for. Only while the
-  /// device is idle; needed after an error, which those events would repeat.
+  /// Forgets the uses that a next tenant of each range has to wait for. Only
+  /// while the device is idle; needed after an error, which those events would
+  /// repeat.
   void forget_uses();
 
   std::int64_t arena_nbytes() const {

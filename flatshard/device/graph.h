@@ -30,7 +30,7 @@ class DeviceGraph {
   /// Queues the work on the current stream.
   virtual void replay() = 0;
   /// Looks at the addresses that the graph's kernels have. CPU: at nothing.
-  /// @param declared  what they may touch besides the memory of the pool.
+  /// @param declared  memory outside of the pool that they may touch.
   /// @throws Error{usage} when the pool is not for audits.
   virtual GraphAudit audit(const std::vector<at::Tensor>& declared) const = 0;
 };
@@ -47,8 +47,9 @@ class GraphPool {
   virtual ~GraphPool() = default;
   /// Records `work`. It rethrows exceptions of `work`, and errors of the device
   /// at the end of the recording. The pool and the device stay usable then.
-  /// @param generators  that `work` draws from besides the device's default
-  ///   one. A replay draws what the same work would have drawn at its place.
+  /// @param generators  that `work` draws from in addition to the device's
+  ///   default one. A replay draws what the same work would have drawn at its
+  ///   place.
   virtual std::unique_ptr<DeviceGraph> capture(
       DeviceGraph::Work work,
       const std::vector<at::Generator>& generators = {}) = 0;

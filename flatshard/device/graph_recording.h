@@ -21,7 +21,8 @@ class GraphRecording : public at::cuda::CUDAGraph {
   explicit GraphRecording(bool keeps_nodes)
       : CUDAGraph(keeps_nodes), keeps_nodes_(keeps_nodes) {}
 
-  /// Before `begin`; each generator that is drawn from besides the default one.
+  /// Called before `begin`, for each generator that is drawn from in addition
+  /// to the default one.
   void draws_from(const at::Generator& generator) { enlist(*this, generator); }
 
   void begin(at::cuda::MempoolId_t pool) {

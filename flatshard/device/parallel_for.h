@@ -13,8 +13,8 @@ namespace flatshard {
 /// thread: as many as host_threads(), none for less than `grain`. Returns when
 /// all are done. `f` must not throw.
 ///
-/// at::parallel_for does this in code that was compiled with OpenMP. In ours it
-/// is a loop.
+/// at::parallel_for does this in code that was compiled with OpenMP. In other
+/// code it is a loop.
 template <class F>
 void parallel_for(
     std::int64_t begin,

@@ -14,7 +14,7 @@ namespace flatshard {
 void fill_with_nan(const SlotView& slot);
 
 /// DebugOptions::poison: released slots are filled with NaN, and released
-/// parameters point at memory that shows who uses it.
+/// parameters point at memory that shows each use.
 ///
 /// CPU: address space without memory. Touching it is a segmentation fault, and
 /// a handler writes the parameter's name to standard error. The process then

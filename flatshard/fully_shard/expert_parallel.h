@@ -31,7 +31,7 @@ TensorSlice expert_slice(std::string_view name, const ExpertPart& part);
 /// axes. They are sharded over the other axes, and their gradient is the mean
 /// over all ranks that read different samples (AxisRole).
 ///
-/// @param mesh   the model's; needs an axis besides `axes`.
+/// @param mesh   the model's; needs an axis in addition to `axes`.
 /// @param slice  this rank's, see expert_slice
 /// @throws Error{config, usage} for a mesh without these axes.
 ParameterPlacement expert_placement(

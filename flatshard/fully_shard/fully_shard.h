@@ -77,8 +77,9 @@ struct FullyShardOptions {
 /// frees all memory and leaves the parameters without data.
 ///
 /// Called once, for the outermost module. Outside of its unit's forward and
-/// backward a parameter has a shape and no data: who reads or writes it, or
-/// calls a module with it and not its unit, gets an exception that names both.
+/// backward a parameter has a shape and no data. A program that reads or writes
+/// it, or calls a module with it and not its unit, gets an exception that names
+/// both.
 ///
 /// @throws Error{config, usage} when options contradict each other, or when a
 /// parameter was sharded before, naming the option, unit or parameter.

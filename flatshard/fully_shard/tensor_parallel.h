@@ -66,7 +66,7 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
 /// over `axis` and the mean over the other axes, by the group's own reduction.
 ///
 /// @param root  as it is given to fully_shard.
-/// @param mesh  the model's; needs an axis besides `axis`.
+/// @param mesh  the model's; needs an axis in addition to `axis`.
 /// @throws Error{config, usage} for a mesh without these axes.
 std::function<ParameterPlacement(const std::string& name)> placement_of_parts(
     torch::nn::Module& root,

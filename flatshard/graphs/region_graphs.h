@@ -73,7 +73,7 @@ class RegionGraphs : public nn::RegionRunner,
       const nn::RegionOptions& options) override;
 
   // Units without an nn::Module: the forward of each is one region, "block",
-  // and whoever runs it asks here first.
+  // and its caller asks here first.
 
   struct UnitForward {
     UnitId unit = kNoUnit;

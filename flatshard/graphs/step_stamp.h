@@ -26,7 +26,8 @@ struct StepStamp {
   static StepStamp of(
       const Runtime& runtime,
       const std::vector<nn::Module*>& modules);
-  /// In what `now` differs, for who runs eagerly; empty: in nothing.
+  /// Returns the difference of `now`, which explains an eager step; empty:
+  /// none.
   std::string difference(const StepStamp& now) const;
   /// Returns why no step that begins now can be a graph's; empty: it can.
   /// @throws Error{usage} when a parameter has another storage.

@@ -35,8 +35,8 @@ struct ParamGroupOptions {
   /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3, on
   /// a single rank too); elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
-  /// Without keep_compute_weights: they are kept all the same where a rank has
-  /// the whole group, so that a gather there costs nothing.
+  /// Without keep_compute_weights they are still kept where a rank has the
+  /// whole group, so that a gather there costs nothing.
   bool keep_whole_compute_weights = false;
   /// Between a forward and its backward, weights stay sharded among this many
   /// neighbouring ranks, e.g. the ranks of a host. These belong to the

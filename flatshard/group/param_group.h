@@ -33,7 +33,7 @@ struct GroupSpec {
 };
 
 /// The parameters of one unit that share dtype, trainability, mesh and
-/// strategy: who they are, where they rest, and their weights and gradients. A
+/// strategy: their names, their storage, and their weights and gradients. A
 /// frozen group has no gradients.
 class ParamGroup {
  public:

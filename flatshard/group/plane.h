@@ -73,7 +73,7 @@ class Codec {
   /// Returns the group's planes, without memory.
   virtual std::vector<Plane> planes() const = 0;
   /// true: the first gather after a change of main weights encodes them, since
-  /// that may ask other ranks. false: whoever wrote main weights does, on its
+  /// that may ask other ranks. false: the writer of main weights does, on its
   /// stream.
   virtual bool encodes_at_gather() const = 0;
 

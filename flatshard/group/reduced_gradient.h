@@ -28,8 +28,8 @@ class ReducedGradient {
   const FlatBuffer& buffer() const;
   at::Tensor local() const { return buffer().local(); }
 
-  /// Leaves it to those who hold its tensor already: it is gone when the last
-  /// of them drops it. Between steps, when users see gradients as tensors of
+  /// Leaves it to the other holders of its tensor: it is gone when the last of
+  /// them drops it. Between steps, when users see gradients as tensors of
   /// theirs. One in host memory stays, since pinning it anew takes longer than
   /// a step.
   void give_up();

@@ -37,8 +37,8 @@ namespace flatshard {
 /// is in host memory and shares none. Without ParamGroupOptions::has_weights
 /// main is on the meta device, and there are no planes.
 ///
-/// Which version of them was gathered is GatherProgress; who may still read
-/// them is WeightReaders. They are written by WeightWrite, and by nobody else.
+/// GatherProgress has the version of them that was gathered, and WeightReaders
+/// the possible readers. They are written by WeightWrite, and by nobody else.
 class WeightPlanes {
  public:
   /// @param context  outlives this.

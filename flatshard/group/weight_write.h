@@ -8,7 +8,7 @@
 namespace flatshard {
 
 /// One write of the weights of some groups: the only way to write them, for
-/// optimizers, loaders and whoever draws values.
+/// optimizers, loaders and initialization.
 ///
 ///     WeightWrite write(groups, *stream);
 ///     for (ParamGroup* group : groups) {

@@ -23,7 +23,8 @@ struct RankEnvironment {
 };
 
 /// Returns true when a launcher started this process: RANK is set (torchrun,
-/// our own launcher) or SLURM_PROCID together with more than one SLURM_NTASKS.
+/// Flatshard's launcher) or SLURM_PROCID together with more than one
+/// SLURM_NTASKS.
 bool launched_by_environment();
 
 /// Returns how a Slurm job contradicts `--nproc`, with what to do, or an empty

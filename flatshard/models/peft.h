@@ -28,7 +28,7 @@ std::string to_peft_json(
 
 /// Checks that the adapter of an adapter_config.json is one that `lora`
 /// describes: its rank and scale, and nothing that adapters here do not have.
-/// @throws Error{format, config} naming the file, its key and ours.
+/// @throws Error{format, config} naming the file, its key and Flatshard's.
 void check_peft_json(const std::filesystem::path& path, const LoraConfig& lora);
 
 }  // namespace flatshard::models

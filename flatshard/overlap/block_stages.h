@@ -8,11 +8,11 @@
 
 namespace flatshard {
 
-/// The nodes of a block by the node of an OverlapPlan that runs them: what the
-/// dispatch depends on is `attend`, what depends on neither exchange besides is
-/// `shared`, what depends on one is `experts`, on both `merge`. A block without
-/// an exchange is `attend` alone. Nodes that a recompute keeps are apart, and
-/// run with `attend`.
+/// The nodes of a block by the node of an OverlapPlan that runs them. Nodes
+/// that the dispatch depends on are `attend`. Other nodes that depend on
+/// neither exchange are `shared`, on one of them `experts`, on both `merge`. A
+/// block without an exchange is `attend` alone. Nodes that a recompute keeps
+/// are apart, and run with `attend`.
 class BlockStages {
  public:
   static constexpr PlanNode kKept = PlanNode::embed;  ///< no block has that

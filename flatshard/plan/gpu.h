@@ -81,7 +81,8 @@ struct Contention {
 /// fractions that were measured elsewhere; `source` names which.
 struct Gpu {
   std::string name;    ///< e.g. "NVIDIA H100 80GB HBM3"
-  std::string source;  ///< who measured it where, or "not measured: ..."
+  std::string source;  ///< the source of the measurement, or "not measured:
+                       ///< ..."
   double memory_gib = 0;
   double peak_bf16_tflops = 0;  ///< data sheet, dense; what MFU divides by
 

@@ -66,8 +66,8 @@ class Runtime : public nn::WgradSink,
   /// Returns all trainable groups, in order of units: what an optimizer takes.
   /// The Runtime owns them.
   std::vector<ParamGroup*> groups() const;
-  /// Returns the same and the frozen ones, in order of units: what checkpoints,
-  /// exports and whoever reads or writes weights take.
+  /// Returns the same and the frozen ones, in order of units: for checkpoints,
+  /// exports and other readers and writers of weights.
   std::vector<ParamGroup*> all_groups() const;
   void zero_grad();
   /// Ends every open forward and backward after an exception, releases all

@@ -55,8 +55,8 @@ std::span<const ConfigKey> config_keys();
 /// @param overrides  "section.key=value" each, applied in order. The value is
 ///                   TOML; for keys that hold text the quotes may be left out.
 ///                   A value without use is a note and no error.
-/// @param notes      if not null: gets what the overrides changed besides, a
-///                   sentence each.
+/// @param notes      if not null: gets the overrides' other changes, a sentence
+///                   each.
 /// @throws Error{config}: not TOML, unknown section or key (naming the nearest
 /// known one), wrong type, value out of range, keys that contradict each
 /// other.

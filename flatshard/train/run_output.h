@@ -49,7 +49,7 @@ class RunOutput {
   /// Prints a step whose gradient is not finite. The run continues after
   /// `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
-  /// The same where the run ends; whoever ends it prints the reason.
+  /// Reports the same where the run ends; its caller prints the reason.
   void stopped_by_nonfinite(std::int64_t step, const std::string& what);
   /// The checkpoint of `step` is whole, or failed.
   void checkpoint(std::int64_t step, double seconds);

@@ -7,8 +7,8 @@
 
 namespace flatshard {
 
-/// Memory that a unit's weights or gradients have for a while: a Slot as those
-/// see it who read and write it. Owns nothing; the Executor does.
+/// Memory that a unit's weights or gradients have for a while: a Slot for its
+/// readers and writers. Owns nothing; the Executor does.
 struct SlotView {
   void* data = nullptr;
   std::int64_t nbytes = 0;

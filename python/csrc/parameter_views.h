@@ -25,9 +25,9 @@ class ParameterViews : public StepObserver,
     py::object name;
     py::object whole;
     py::object shard;
-    /// None, or who makes another tensor of gathered memory, which modules see
-    /// instead of `whole`: its attribute `tensor`. Has `point` and `clear`, see
-    /// SlotObserver.
+    /// None, or the maker of another tensor of gathered memory, which modules
+    /// see instead of `whole`: its attribute `tensor`. Has `point` and `clear`,
+    /// see SlotObserver.
     py::object shown;
 
     py::object face(bool whole_one) const;

@@ -494,7 +494,7 @@ TEST_F(Checkpoints, AGradientThatIsNotFinite) {
   EXPECT_THAT(stop.output, named);
   EXPECT_EQ(stop.errors().size(), 1u) << stop.output;
   EXPECT_THAT(steps("stop"), ElementsAre(4));
-  // Found late, named all the same, and not saved.
+  // Found late, but still named, and not saved.
   const Result late =
       run("late",
           2,

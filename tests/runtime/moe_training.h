@@ -85,7 +85,7 @@ MoeDistance moe_distance(const MoeResult& got, const MoeResult& want);
 /// Returns the tolerance of a run's difference from its reference. A sum of n
 /// addends in another order differs by n * eps of them at most. Clipping and
 /// AdamW hand that on to the weights in each of the 3 steps. Two ranks with a
-/// microbatch each have one order, whoever adds: 0.
+/// microbatch each have one order, whichever of them adds: 0.
 double moe_tolerance(const MoeRun& run);
 
 }  // namespace flatshard::testing

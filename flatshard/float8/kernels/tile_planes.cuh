@@ -5,7 +5,7 @@
 // From the values of a tile to the scales and the bytes of its planes.
 namespace flatshard::float8::kernels {
 
-/// A scale to multiply by, and one more for whoever stores it.
+/// A scale to multiply by, and one more to store.
 template <Recipe R>
 __device__ inline float take_scale(
     const PlanePointers& p,

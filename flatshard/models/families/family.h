@@ -36,7 +36,7 @@ struct FusedTensor {
   std::vector<FusedPart> parts;
 };
 
-/// How the names of files differ from ours, within a block.
+/// How the names of files differ from Flatshard's, within a block.
 struct FamilyNames {
   std::vector<Rename> renames;
   ExpertNames experts;

@@ -54,7 +54,7 @@ add_adapters(models::Llama& model, const Config& config, at::Device device);
 /// Returns the groups of a run with adapters that its checkpoints do not hold.
 std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
 
-/// Gives back what frozen groups hold besides FP8. Collective.
+/// Gives back the memory of frozen groups except for FP8. Collective.
 void keep_float8_alone(const std::vector<ParamGroup*>& frozen);
 
 /// Starts from the adapter of lora.init_from_adapter. Each rank reads what it
