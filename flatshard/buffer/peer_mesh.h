@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-/// Parameters that rest on `mesh` by `strategy`.
+/// Parameters that are stored on `mesh` by `strategy`.
 struct PeerUse {
   std::shared_ptr<Mesh> mesh;
   Strategy strategy;

@@ -104,8 +104,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// theirs.
   void fence();
 
-  /// After a failure, when ranks may have got to different places of what they
-  /// do together: all of them call it while their streams rest.
+  /// After a failure, when ranks may have got to different places of their
+  /// common work: all of them call it while their streams are idle.
   virtual void restart() {}
   /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }

@@ -57,7 +57,7 @@ std::uint64_t read_nbytes(std::span<const ReadChunk> chunks);
 /// its digest and fills `out`. Blocks.
 ///
 /// @throws Error{io} or Error{format} naming the file, the tensor's bytes and
-/// both digests; what of `out` is written then is not said.
+/// both digests; `out` may be written in part then.
 void read_chunks(
     const std::filesystem::path& folder,
     const Manifest& manifest,

@@ -38,8 +38,8 @@ struct FullyShardOptions {
   /// ... or custom lists of placements.
   std::optional<Strategy> custom_strategy;
   Granularity granularity;
-  /// Per parameter, by its main name: experts that rest on a sub-mesh, rows for
-  /// a row-wise optimizer. Empty: all as their unit.
+  /// Per parameter, by its main name: experts that are stored on a sub-mesh,
+  /// rows for a row-wise optimizer. Empty: all as their unit.
   std::function<ParameterPlacement(const std::string& name)> placement_of;
   /// Per parameter, by its main name: FP8 weights. Only asked for parameters
   /// that layers read through nn::WeightSource

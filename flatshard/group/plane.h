@@ -96,7 +96,7 @@ class Codec {
       PartId part,
       const FlatBuffer& main,
       const at::Tensor& to) = 0;
-  /// All planes that rest are encoded, on every rank.
+  /// All stored planes are encoded, on every rank.
   /// @param all_encoded  false: nothing is stored, each gather encodes.
   /// @throws Error{usage} naming a parameter that cannot be encoded.
   virtual void end(

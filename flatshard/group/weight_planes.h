@@ -73,7 +73,8 @@ class WeightPlanes {
   /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
   bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
 
-  /// Returns true when the planes that are gathered rest whole on every rank.
+  /// Returns true when the planes that are gathered are stored whole on every
+  /// rank.
   bool resident() const { return resident_; }
   /// Returns whether no slot holds the plane: Plane::resting has all of it.
   bool rests_whole(PlaneId plane) const {
@@ -88,7 +89,7 @@ class WeightPlanes {
   struct Gather {
     /// No gather since the last change of the weights: GatherProgress::wait.
     bool is_first = false;
-    /// First bring the planes that rest up to date with main. Collective.
+    /// First bring the stored planes up to date with main. Collective.
     bool refresh = false;
     /// Refresh: the optimizer wrote float8_outputs together with main.
     bool float8_begun = false;
@@ -175,7 +176,7 @@ class WeightPlanes {
   FlatBuffer main_;
   bool resident_ = true;
   bool has_refresh_ = false;
-  bool spreads_ = false;  ///< planes rest on more ranks than main does
+  bool spreads_ = false;  ///< more ranks store planes than main
   bool rests_ = true;     ///< stored planes do
   bool main_is_compute_ = false;
   std::unique_ptr<PostForwardShard> post_forward_;

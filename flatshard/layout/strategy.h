@@ -9,7 +9,7 @@
 
 namespace flatshard {
 
-/// Where parameters, gradients and optimizer state rest between their uses:
+/// How parameters, gradients and optimizer state are stored between their uses:
 /// one placement per mesh axis each, outermost axis first. Plain data: the
 /// named strategies below are constants of this type, and a program may write
 /// its own.

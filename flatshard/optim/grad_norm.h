@@ -20,7 +20,7 @@ struct GradNorm {
 /// without a host wait (CPU: blocks). Every element counts once, whatever the
 /// strategy replicates. Groups without a gradient count as zero.
 ///
-/// @param groups    of one model; each may rest on a part of its mesh.
+/// @param groups    of one model; each may be on a part of its mesh.
 /// @param max_norm  0 or less: only the norm is computed, and the factor is
 ///   undefined, which Optimizer::step takes for 1.
 [[nodiscard]] GradNorm grad_norm_and_scale(

@@ -47,7 +47,7 @@ class CopyReducer {
       const std::function<void()>& fence);
 
   /// After a failure, when ranks may have got to different pieces: all of them
-  /// call it while their streams rest.
+  /// call it while their streams are idle.
   void restart();
 
  private:

@@ -41,7 +41,7 @@ class Executor {
   /// Their exceptions are theirs and get no context.
   void tell_reduced(Unit& unit);
   /// Returns whether the unit's weights may be read on compute: it waits for
-  /// their gather, or they rest whole.
+  /// their gather, or they are stored whole.
   bool has_weights(const Unit& unit) const {
     return states_[unit.id()].weights[kComputePlane].awaited || unit.resident();
   }
@@ -71,7 +71,7 @@ class Executor {
   /// Compute waits for all weights that were written.
   void wait_for_all_written_weights();
 
-  /// Lays streams, slots and units to rest, whatever they were at.
+  /// Resets streams, slots and units, whatever they were at.
   void reset();
   CommStreams& streams() { return *streams_; }
 

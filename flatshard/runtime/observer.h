@@ -77,7 +77,8 @@ class StepObserver {
   virtual void backward_began(Unit& unit, CallId call) {}
   /// The outermost backward is over: compute waits for its reductions.
   virtual void backward_ended() {}
-  /// All units rest and the step's gradients are gone: something failed.
+  /// All units are resharded and the step's gradients are gone: something
+  /// failed.
   virtual void was_reset() {}
 };
 

@@ -44,7 +44,7 @@ struct UnitPolicy {
   /// collective, and join a later backward that synchronizes them.
   bool sync_gradients = true;
   /// false: no backward counts as the step's last for the unit: gradients are
-  /// not reduced over axes on which they rest unreduced between microbatches.
+  /// not reduced over axes on which they stay unreduced between microbatches.
   bool all_reduce = true;
 
   bool operator==(const UnitPolicy&) const = default;
@@ -74,7 +74,7 @@ struct UnitSpec {
   /// Planes whose kernels ask for them (EventKind::read). Compute waits for
   /// them only then, and what a recompute reads of them is learned.
   PlaneSet on_request;
-  /// The gathered weights rest unsharded (ZeRO-1 and ZeRO-2): gathered once
+  /// The gathered weights stay unsharded (ZeRO-1 and ZeRO-2): gathered once
   /// after each change of the weights, never released.
   bool resident = false;
   /// The plane that holds this rank's slice of plane 0 between a forward and
@@ -86,8 +86,9 @@ struct UnitSpec {
   /// made of stored ones. They have no parts.
   PlaneSet transient;
   UnitPolicy policy;
-  /// Gradients rest sharded (ZeRO-2 and ZeRO-3): every microbatch reduces.
-  /// Otherwise only the last one does and the others accumulate locally.
+  /// Gradients are stored sharded (ZeRO-2 and ZeRO-3): every microbatch
+  /// reduces. Otherwise only the last one does and the others accumulate
+  /// locally.
   bool reduce_every_microbatch = true;
   /// Layers write gradients into the slot while the backward runs. Otherwise
   /// they come as tensors, and the slot is needed from the reduction on.

@@ -62,7 +62,7 @@ class Scheduler {
   /// and no gradient waits to be reduced.
   /// Units that `unshard` gathered, or that their policy keeps, may be there.
   bool resting() const;
-  /// Names of the units that do not rest, for an error message.
+  /// Returns names of the units that are not idle, for an error message.
   std::vector<std::string> busy_units() const;
   /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
   /// gathered or whose gather is queued.

@@ -83,7 +83,7 @@ std::optional<OverlapPlanOptions> overlap_options(
     const models::ModelConfig& model);
 
 /// Everything but the units.
-/// @param copy_engines  what choose_copy_engines said.
+/// @param copy_engines  the result of choose_copy_engines.
 FullyShardOptions shard_options(
     const Config& config,
     const CopyEngines& copy_engines);

@@ -36,7 +36,7 @@ class UnitWeights {
                ? 0
                : planes_.weights_nbytes[planes_.post_forward];
   }
-  /// Returns whether all groups' weights rest whole on every rank.
+  /// Returns whether all groups' weights are stored whole on every rank.
   bool resident() const { return resident_; }
   /// Returns whether the plane has no slot.
   bool rests(PlaneId plane) const {

@@ -45,7 +45,8 @@ class PyUnit {
     bool copy_engines = false;
     /// The format of the members that are FP8.
     std::optional<Float8Format> float8;
-    /// Where the members rest, a part of the unit's mesh; null: on all of it.
+    /// The mesh on which the members are stored, a part of the unit's mesh;
+    /// null: all of it.
     std::shared_ptr<Mesh> part;
     /// The number of slices when `part` is set: each rank's members are slice
     /// `which` of `number` equal ones of larger tensors, along dimension 0.

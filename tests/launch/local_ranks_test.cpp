@@ -165,7 +165,7 @@ TEST(SpawnLocalRanks, OneRankReports) {
   const Result result = Helper(4, "report").finish();
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_EQ(result.out, "reported\n");
-  // It has said why, so the launcher adds nothing.
+  // It has reported its error, so the launcher adds nothing.
   EXPECT_EQ(result.errors, "");
 }
 

@@ -52,7 +52,7 @@ std::optional<double> planned_step_seconds(
 std::string picture_text(const RunPlan& plan);
 
 /// Returns a text for people.
-/// @param tokens  how many the run trains on; unset: not said.
+/// @param tokens  how many the run trains on; unset: unknown.
 std::string to_string(
     const RunPlan& plan,
     const PlannedMachines& machines,
