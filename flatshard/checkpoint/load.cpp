@@ -169,7 +169,7 @@ class Loader {
     });
   }
 
-  /// The stored tensor of a box, under whichever of its names.
+  /// Returns the stored tensor of a box, under whichever of its names.
   const StoredTensor& stored(const OwnedBox& owned) {
     const auto role = manifest_.tensors.find(owned.role);
     FLATSHARD_CHECK(
@@ -236,7 +236,7 @@ class Loader {
     }
   }
 
-  /// What the checkpoint has and the model has not.
+  /// Throws when the checkpoint has tensors that the model lacks.
   void check_names() const {
     for (const auto& [role, tensors] : manifest_.tensors) {
       if (optimizer_ == nullptr && role != kWeightRole && role != kBufferRole) {

@@ -42,7 +42,8 @@ struct TrainArguments {
   bool help_config = false;
 };
 
-/// Which file config.toml of a run is: another one when a new run has begun.
+/// Returns which file config.toml of a run is: another one when a new run has
+/// begun.
 std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
   struct stat info {};
   const auto path =
@@ -81,7 +82,7 @@ int spawn(
   }
 }
 
-/// As one would type it.
+/// Returns `word` quoted as one would type it in a shell.
 std::string shell_word(const std::string& word) {
   constexpr std::string_view kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"
                                       "OPQRSTUVWXYZ0123456789_-./=,:+@%";

@@ -115,7 +115,7 @@ std::exception_ptr Module::run_forward_error_hooks(
   try {
     error_hooks_.run(*this, error);
   } catch (const std::exception& e) {
-    // The first exception is on its way to the caller; it must not be lost.
+    // The first exception is on its way to the caller. It must not be lost.
     log_error("forward error hook of {} threw: {}", name(), e.what());
   }
   return error;

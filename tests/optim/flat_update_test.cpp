@@ -45,7 +45,7 @@ at::Tensor gradient(const UpdateCase& c, int step) {
   return (randn(c.numel, 100 + step) * 0.3).to(c.grad);
 }
 
-// One float64 parameter per decay range.
+// Returns one float64 parameter per decay range.
 std::vector<at::Tensor> split(const UpdateCase& c, const at::Tensor& flat) {
   std::vector<at::Tensor> parts;
   std::int64_t begin = 0;

@@ -14,7 +14,7 @@ _NO_TENSORS = (type(None), bool, int, float, str)
 
 
 def _cast(tree, dtype):
-    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
+    """Casts floating-point tensors in any nesting to `dtype`; containers are copied."""
     if isinstance(tree, torch.Tensor):
         if tree.dtype is dtype or not tree.is_floating_point():
             return tree

@@ -97,14 +97,14 @@ class ScheduleHooks:
         which.end_backward(module)
 
     def post_backward(self):
-        """The backward is over: reduces what is not reduced yet."""
+        """Ends the backward: reduces what is not reduced yet."""
         which = self._microbatch(self._backward, "post_backward")
         self._backward = None
         which.close()
         if self._forward is None:
             self._is_on, root_of(self._module()).running_pass = False, None
 
-    # -- what sub-modules tell -----------------------------------------------------
+    # -- reports of sub-modules ----------------------------------------------------
 
     def called(self, unit):
         """A sub-module of the module `unit` is called: its weights are read."""

@@ -41,7 +41,7 @@ def expert_parallel(
 
     Rank r of `ep_mesh` keeps experts [r * n, (r + 1) * n), n = experts / ranks, of the
     3-D parameters `gate_up_proj` and `down_proj`. transformers 4 has a list of experts
-    instead; they are stacked, and get version 5's names. Routers, auxiliary losses and
+    instead. They are stacked, and get version 5's names. Routers, auxiliary losses and
     the configuration are as before. On several ranks the host waits in each layer's
     forward for the number of rows. Gradients have no second derivative.
 
@@ -101,7 +101,7 @@ def experts_in(model):
 
 
 def is_spread(module):
-    """Of the modules that expert_parallel spread over ranks."""
+    """Returns whether expert_parallel spread the module over ranks."""
     return isinstance(module, _Spread)
 
 
@@ -220,7 +220,8 @@ def _is_swiglu(experts):
 
 
 def _experts_of_rows(routed):
-    """[num_received, 1]: the expert of each row, as transformers' forward takes it."""
+    """Returns [num_received, 1]: the expert of each row, as transformers' forward takes
+    it."""
     ends = routed.ends
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     experts = torch.arange(len(ends), device=ends.device)
@@ -229,7 +230,7 @@ def _experts_of_rows(routed):
 
 
 class _CutRouter:
-    """Of a module whose first result auxiliary losses read."""
+    """Replaces a module whose first result auxiliary losses read."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -240,7 +241,7 @@ class _CutRouter:
 
 
 def _cut_logits(block):
-    """Of version 5; blocks of version 4 do it themselves."""
+    """Cuts the logits of version 5, since blocks of version 4 do it themselves."""
     if not isinstance(block, _StackedBlock):
         block.gate.__class__ = _cut_router_class(type(block.gate))
 
