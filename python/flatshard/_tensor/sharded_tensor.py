@@ -34,7 +34,6 @@ from flatshard._tensor.writes import writes
 from flatshard.torch_versions import plain_attributes, tree_map
 
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
-_grad = torch.Tensor.grad
 
 
 class ShardedTensor(WatchedTensor):
@@ -93,10 +92,7 @@ class ShardedTensor(WatchedTensor):
     @classmethod
     def _compute(cls, function, name, args, kwargs):
         if name == "__get__" or (name == "__set__" and args[1] is None):
-            result = function(*args)
-            if function.__self__ is _grad and result is not None:
-                return shard_gradients.cut_as(args[0], result)
-            return result
+            return function(*args)
         if function is unscale:
             return unscale_gradients(*args)
         if function is torch.autograd.grad:
@@ -296,8 +292,8 @@ def _pieces(args):
         return None
     for value in args[1:]:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
-            value = [_piece_beside(a, b) for a, b in zip(first, value)]
-            if any(piece is None for piece in value):
+            value = _pieces_beside(first, value)
+            if value is None:
                 return None
         elif isinstance(value, torch.Tensor):
             value = _piece_beside(None, value)
@@ -305,6 +301,24 @@ def _pieces(args):
                 return None
         pieces.append(value)
     return pieces
+
+
+def _pieces_beside(references, values):
+    """The operands that meet the local tensors of `references`, or None."""
+    # An optimizer's gradients and states have the specs of their parameters. Its counts
+    # of steps are numbers.
+    if values and type(values[0]) is torch.Tensor:
+        pieces = [b for b in values if type(b) is torch.Tensor and not b.dim()]
+    else:
+        pieces = [
+            b._local_tensor
+            for a, b in zip(references, values)
+            if type(a) is type(b) is ShardedTensor and a._spec is b._spec
+        ]
+    if len(pieces) == len(values):
+        return pieces
+    pieces = [_piece_beside(a, b) for a, b in zip(references, values)]
+    return None if any(piece is None for piece in pieces) else pieces
 
 
 def _piece(tensor):
