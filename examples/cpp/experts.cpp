@@ -158,7 +158,8 @@ int train(const std::string& folder, bool overlaps) {
     exchange = std::make_shared<CollectiveExchange>(
         mesh->communicator(axis, Purpose::exchange).shared_from_this(),
         kExperts);
-    // A block stays one unit: its experts rest on edp, its router on all ranks.
+    // A block stays one unit: its experts are sharded over edp, its router over
+    // all ranks.
     const auto placement = ParameterPlacement::along(*mesh, "ep", kExperts);
     options.placement_of = [placement](const std::string& name) {
       const bool is_expert = name.find(".experts.") != std::string::npos;

@@ -24,7 +24,7 @@ std::vector<std::vector<int>> axes_of(
   return axes;
 }
 
-// Partial gradients to where they rest, at once or by way of the inner axes.
+// Partial gradients to their storage, at once or by way of the inner axes.
 std::vector<std::pair<Placements, Placements>> gradient_redistributions(
     const Strategy& strategy) {
   const Placements partial(

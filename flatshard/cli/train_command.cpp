@@ -220,7 +220,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
 
 void report_failure(const std::exception& error) {
   // Peers hear of a failure by a closed connection, maybe before the rank that
-  // failed has said why.
+  // failed has reported its error.
   constexpr int kPatienceMs = 1000;
   const auto* ours = dynamic_cast<const Error*>(&error);
   const bool of_a_peer =

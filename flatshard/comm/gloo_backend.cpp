@@ -119,8 +119,8 @@ std::mutex& gloo_launch_mutex() {
   return mutex;
 }
 
-// torch's abort does nothing for Gloo. A signal on every connection wakes
-// whoever waits there; closing them would not.
+// torch's abort does nothing for Gloo. A signal on every connection wakes the
+// threads that wait there; closing them would not.
 void abort_gloo_backend(c10d::Backend& backend) {
   auto* group = dynamic_cast<ProcessGroupGloo*>(&backend);
   if (group == nullptr) {

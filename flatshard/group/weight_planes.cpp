@@ -22,7 +22,7 @@ bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
 }
 
 // Returns whether a rank of this mesh has less than all. Weights that are made
-// for each gather (see keep_compute_weights) do not rest on a single rank
+// for each gather (see keep_compute_weights) are not stored on a single rank
 // either.
 bool any_sharded(
     const Mesh& mesh,

@@ -43,7 +43,7 @@ at::Tensor Module::share_parameter(
       owner_name);
   register_parameter(name, *parameter, parameter->requires_grad());
   infos_[name] = info;
-  // Whether its sharer does, nobody said.
+  // Whether its sharer does is unknown.
   infos_[name].reads_planes = false;
   return *parameter;
 }

@@ -147,7 +147,7 @@ std::vector<Span> run_streams(
       }
       const double total = operations[queue.running].seconds;
       queue.left -= step * rates[s];
-      // Rounding must not leave a rest that takes no time.
+      // Rounding must not leave a remainder that takes no time.
       if (queue.left <= 1e-12 * total) {
         spans[queue.running].end = now;
         over[queue.running] = true;

@@ -285,7 +285,7 @@ void RuntimeCore::record(const Action& action) {
   }
 }
 
-// -- who may read parameters -------------------------------------------------
+// -- access to parameters -----------------------------------------------------
 
 void RuntimeCore::show(UnitId unit) {
   if (executor.has_weights(*units[unit])) {

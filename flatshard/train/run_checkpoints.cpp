@@ -102,7 +102,7 @@ std::optional<std::string> other_experts(
                                now,
                                before));
   } catch (const Error&) {
-    return std::nullopt;  // load_checkpoint has said what is wrong
+    return std::nullopt;  // load_checkpoint has reported the error
   }
 }
 

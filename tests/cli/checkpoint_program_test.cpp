@@ -364,7 +364,7 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
           HasSubstr("restart 1 of 3, from the latest checkpoint"),
           HasSubstr("step-20"),
           Not(HasSubstr("restart 2")),
-          // torch's stacks of a store that is gone, and what was said before
+          // torch's stacks of a store that is gone, and earlier output
           Not(HasSubstr("c10d")),
           Not(HasSubstr("frame #"))));
   for (const char* once : {"config: all of it is in", "slot pool"}) {
@@ -494,7 +494,7 @@ TEST_F(Checkpoints, AGradientThatIsNotFinite) {
   EXPECT_THAT(stop.output, named);
   EXPECT_EQ(stop.errors().size(), 1u) << stop.output;
   EXPECT_THAT(steps("stop"), ElementsAre(4));
-  // Found late, named all the same, and not saved.
+  // Found late, but still named, and not saved.
   const Result late =
       run("late",
           2,

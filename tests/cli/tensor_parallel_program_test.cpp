@@ -242,7 +242,7 @@ TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   }
 }
 
-// FP8 weights of the other layers, while experts rest in bfloat16.
+// FP8 weights of the other layers, while experts stay in bfloat16.
 TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
   const std::string fp8 = std::string(kExperts) +
                           "--set float8.recipe=mxfp8 --set "

@@ -284,7 +284,7 @@ TEST(Codec, OutputsOfAWriterReplaceWhatItFinds) {
       continue;
     }
     if (!outputs->amax.defined()) {
-      // The rows themselves: whoever wrote them has encoded them.
+      // The rows themselves: their writer has encoded them.
       const at::Tensor rows = c.planes[1].shard.local();
       EXPECT_TRUE(outputs->data.is_alias_of(rows)) << name_of(format);
       rows.fill_(0x11);

@@ -180,7 +180,7 @@ class Scripts(unittest.TestCase):
         for call in (
             {},
             {"gpus": 2, "DEVICE": "cpu"},
-            {"gpus": 2, "cuda": ""},  # said, and not a surprise
+            {"gpus": 2, "cuda": ""},  # reported, and not a surprise
         ):
             status, said, asked = self.demo(**call)
             self.assertEqual((status, asked), (0, f"examples/demo.toml {cpus}\n"), said)

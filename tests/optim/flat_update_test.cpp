@@ -168,7 +168,7 @@ TEST_P(FlatUpdates, SgdEqualsTorch) {
           torch::optim::SGDOptions(1e-3).momentum(momentum));
       for (int step = 0; step < kSteps; ++step) {
         set_gradients(c, parameters, step);
-        // torch's decay is part of the gradient; ours is decoupled.
+        // torch's decay is part of the gradient; Flatshard's is decoupled.
         for (std::size_t i = 0; i < parameters.size(); ++i) {
           parameters[i].mul_(1 - lr_of(step) * double{c.decay[i].weight_decay});
         }

@@ -157,7 +157,7 @@ TEST(AdamWFloat8, PlanesOfAnUpdateAreThoseOfAForeignWrite) {
         const auto group = fp8_group(c, mesh, format);
         AdamW adamw({group.get()}, {});
         const Bytes begun = after_two_steps(adamw, *group);
-        group->weights().main().local().mul_(1);  // a write all the same
+        group->weights().main().local().mul_(1);  // still a write
         ASSERT_TRUE(group->weights().adopt_foreign_writes());
         const Bytes anew = gathered(*group);
         std::ostringstream what;

@@ -54,7 +54,8 @@ std::vector<ScheduleEvent> step_events(const std::vector<UnitSpec>& units) {
   return plain_step_events(units, num_grads);
 }
 
-// -- who gathers which plane when ---------------------------------------------
+// -- gathers of planes
+// ---------------------------------------------------------
 
 TEST(Planes, GoldenStepWhoseBackwardReadsTheOtherPlane) {
   EXPECT_EQ(

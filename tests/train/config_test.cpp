@@ -672,7 +672,7 @@ TEST(Config, FilesAreReadAndSaved) {
   }
 }
 
-// Each of them would be an error if the file said so itself.
+// Each of them would be an error if the file itself had it.
 TEST(Config, OverridesSwitchFeaturesOff) {
   const std::string file = R"(
 [model]

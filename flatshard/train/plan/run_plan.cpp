@@ -231,8 +231,7 @@ std::optional<double> planned_step_seconds(
     const plan::Job job = plan_job(config, model, ranks, num_cuda_devices());
     return plan::estimate(job, plan::find_gpu(std::string(table))).step.seconds;
   } catch (const Error& error) {
-    // A run that cannot be planned, such as FP8 without rates, trains all the
-    // same.
+    // A run that cannot be planned, such as FP8 without rates, still trains.
     log_debug("no plan of this run: {}", error.what());
     return std::nullopt;
   }

@@ -19,7 +19,7 @@ from flatshard._tensor.memory import local_of, storage_of
 from flatshard._tensor.sharded_tensor import contiguous_stride
 from flatshard.torch_versions import keeps_version
 
-# Parameters of the two signatures, besides self.
+# The parameters of the two signatures, without self.
 _SHORT, _LONG = 1, 5
 
 

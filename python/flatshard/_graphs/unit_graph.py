@@ -204,7 +204,7 @@ def _autocast(device_type):
 
 
 class _Tree:
-    """The modules inside of a unit's, and what they hold besides its parameters."""
+    """The modules inside of a unit's, and their state other than its parameters."""
 
     @never_compiled
     def __init__(self, module, state):
