@@ -95,7 +95,7 @@ class AutogradEvents {
   /// @param more_follow  see UnitCalls::forward_end.
   EndedForward
   forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
-  /// Instead of forward_end, after an exception.
+  /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
   /// A backward may begin with the gradients of these `tensors`, which the open
   /// forward of `unit` made, and not with its outputs' gradients.

@@ -55,7 +55,7 @@ class SlotPool {
   std::int64_t arena_nbytes() const {
     return arena_.defined() ? arena_.numel() : 0;
   }
-  /// Bytes of held slots outside the arena.
+  /// Returns the bytes of held slots outside the arena.
   std::int64_t dynamic_nbytes() const { return dynamic_nbytes_; }
   /// Returns the most bytes that were ever held at once.
   std::int64_t peak_held_nbytes() const { return peak_held_nbytes_; }

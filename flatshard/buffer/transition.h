@@ -25,7 +25,7 @@ struct TransitionStep {
 };
 
 std::string to_string(TransitionStep::Kind kind);
-/// Ranks exchange data; else the step is local.
+/// Returns whether ranks exchange data; else the step is local.
 bool communicates(TransitionStep::Kind kind);
 /// Returns whether a rank holds as many elements after the step as before.
 bool keeps_size(TransitionStep::Kind kind);

@@ -74,8 +74,8 @@ class Checkpointer {
   /// @param state  stored with the tensors; rank 0's counts.
   void save(std::int64_t step, std::map<std::string, std::string> state);
 
-  /// Later work of the current stream begins when the copies are done: call it
-  /// before weights or optimizer state change. Does not block the host on a
+  /// Lets later work of the current stream begin when the copies are done: call
+  /// it before weights or optimizer state change. Does not block the host on a
   /// GPU.
   void wait_for_copies();
 

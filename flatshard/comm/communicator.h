@@ -47,7 +47,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   at::Device device() const { return device_; }
-  /// Null: the group launches as soon as it is called (GPUs, one rank).
+  /// Returns null when the group launches as soon as it is called (GPUs, one
+  /// rank).
   const std::shared_ptr<LaunchOrder>& launch_order() const { return order_; }
 
   /// Gathers every rank's `in` into `out` in rank order.
@@ -56,7 +57,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// @param in  [n] same dtype. May alias `out` only at this rank's own slice.
   void all_gather(const at::Tensor& out, const at::Tensor& in);
 
-  /// Several all-gathers in one launch. Dtypes may differ between pairs.
+  /// Runs several all-gathers in one launch. Dtypes may differ between pairs.
   void all_gather(
       std::span<const at::Tensor> outs,
       std::span<const at::Tensor> ins);
@@ -67,7 +68,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// @param in  [size * n] same dtype; unchanged.
   void reduce_scatter(const at::Tensor& out, const at::Tensor& in, ReduceOp op);
 
-  /// Several reduce-scatters in one launch.
+  /// Runs several reduce-scatters in one launch.
   void reduce_scatter(
       std::span<const at::Tensor> outs,
       std::span<const at::Tensor> ins,
@@ -104,8 +105,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// theirs.
   void fence();
 
-  /// After a failure, when ranks may have got to different places of their
-  /// common work: all of them call it while their streams are idle.
+  /// Called after a failure, when ranks may have got to different places of
+  /// their common work: all of them call it while their streams are idle.
   virtual void restart() {}
   /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }

@@ -8,12 +8,12 @@ namespace flatshard {
 
 enum class LogLevel { debug, info, warning, error };
 
-/// Lines below this level are dropped. Default: info, or FLATSHARD_LOG_LEVEL
-/// (debug, info, warning, error) when it is set.
+/// Drops lines below this level. Default: info, or FLATSHARD_LOG_LEVEL (debug,
+/// info, warning, error) when it is set.
 void set_log_level(LogLevel level);
 LogLevel log_level();
 
-/// Text put before each line, e.g. "rank 3/8". One per process.
+/// Sets the text put before each line, e.g. "rank 3/8". One per process.
 void set_log_prefix(std::string_view prefix);
 
 /// Writes one line to standard error, whole lines only, from any thread.

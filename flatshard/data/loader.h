@@ -83,8 +83,8 @@ class Loader {
   /// Returns whether some source has targets without loss.
   bool ignores_targets() const;
 
-  /// Microbatches per step. @throws Error{config} when global_batch_size is
-  /// not a multiple of local_batch * world.
+  /// Returns the microbatches per step. @throws Error{config} when
+  /// global_batch_size is not a multiple of local_batch * world.
   std::int64_t num_microbatches(int world, std::int64_t local_batch) const;
 
   /// Fills tokens and targets, each [local_batch, seq_len] row-major, with the

@@ -56,7 +56,8 @@ class GraphPool {
   /// Gives back what the device's allocator keeps for nobody, before the first
   /// of several captures: their memory is none of it.
   virtual void make_room() = 0;
-  /// Bytes taken from the device for the graphs, freed ones included.
+  /// Returns the bytes taken from the device for the graphs, freed ones
+  /// included.
   virtual std::int64_t nbytes() const = 0;
 };
 

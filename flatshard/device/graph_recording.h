@@ -48,7 +48,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
       instantiate();
     }
   }
-  /// After an exception of what was recorded.
+  /// Called after an exception of what was recorded.
   void give_up() noexcept {
     if (!std::exchange(recording_, false)) {
       return;

@@ -17,10 +17,10 @@ struct MemoryRow {
   std::string reason;
 };
 
-/// Bytes by role on this rank: main weights, compute weights, gradients,
-/// optimizer state, the slot pool and graphs. Gradient buffers that are
-/// allocated with the first backward are counted with the size that they will
-/// have. Activations and what NCCL or the driver take are not in it.
+/// Returns the bytes by role on this rank: main weights, compute weights,
+/// gradients, optimizer state, the slot pool and graphs. Gradient buffers that
+/// are allocated with the first backward are counted with the size that they
+/// will have. Activations and what NCCL or the driver take are not in it.
 ///
 /// @param optimizer_nbytes  Optimizer::state_nbytes().
 /// @param graphs  the captured graphs; empty: the graphs of regions, which the

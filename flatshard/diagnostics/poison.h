@@ -22,7 +22,7 @@ void fill_with_nan(const SlotView& slot);
 /// of NaN as large as the largest parameter, for all of them.
 class Poison : public SlotObserver, public StepObserver {
  public:
-  /// Before the first forward of `runtime`.
+  /// Called before the first forward of `runtime`.
   static void install(const std::shared_ptr<Runtime>& runtime);
   /// Returns the size of the block that released parameters point at: 0 on the
   /// CPU and without DebugOptions::poison.

@@ -27,7 +27,7 @@ namespace flatshard {
 /// blocks the host.
 class StrictChecks : public StepObserver, public GradientObserver {
  public:
-  /// Before the first forward of `runtime`, whose units have modules.
+  /// Called before the first forward of `runtime`, whose units have modules.
   /// @throws Error{config} without modules, Error{usage} for a module that owns
   ///   parameters and is no nn::Module.
   static void install(const std::shared_ptr<Runtime>& runtime);

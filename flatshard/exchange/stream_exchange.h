@@ -71,8 +71,8 @@ class StreamExchange : public nn::TokenExchange {
   void measure(bool measures) { measures_ = measures; }
   /// Returns the time measured since the last call, in ms. Blocks the host.
   double wait_and_take_exposed_ms() { return timer_->wait_and_take_ms(); }
-  /// After a failure: blocks until what is under way has ended, and forgets
-  /// what it threw.
+  /// Called after a failure: blocks until what is under way has ended, and
+  /// forgets what it threw.
   void reset() noexcept { stream_->reset(); }
   /// Called after a failure, when ranks may have got to different places: all
   /// of them call it while compute is idle.
@@ -138,7 +138,7 @@ class StreamExchange : public nn::TokenExchange {
     return num_experts_ / ranks_per_part();
   }
   std::int64_t ranks_per_expert() const { return options_.ranks_per_expert; }
-  /// Ranks that divide the experts, for one part of their width.
+  /// Returns the ranks that divide the experts, for one part of their width.
   std::int64_t ranks_per_part() const {
     return group_->size() / options_.ranks_per_expert;
   }

@@ -80,7 +80,7 @@ class FlightRecorder : public CollectiveObserver {
   // Graphs that hold collectives: what is launched while the current stream
   // records is the graph's, and is launched by each replay.
 
-  /// Before the recording.
+  /// Called before the recording.
   std::shared_ptr<CapturedCollectives> make_captured();
   /// First in the recording, on the stream that everything in it follows.
   void begin_capture(const std::shared_ptr<CapturedCollectives>& captured);

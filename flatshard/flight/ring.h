@@ -37,7 +37,7 @@ class FlightRing {
   // records, between the second and the third, belong to the graph and run with
   // each replay.
 
-  /// Before the recording.
+  /// Called before the recording.
   std::shared_ptr<CapturedCollectives> make_captured();
   /// First in the recording, on the current stream.
   void begin_capture(std::shared_ptr<CapturedCollectives> captured);

@@ -41,7 +41,7 @@ ScaleGrid scale_grid(
     std::int64_t columns,
     const at::Tensor& scales);
 
-/// Memory for a plane of x.
+/// Returns memory for a plane of x.
 /// @throws Error{config} when x, the recipe and the options do not fit.
 PlaneView make_plane(
     const at::Tensor& x,

@@ -72,8 +72,8 @@ void quantize_into(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
-/// Memory for a plane of a tensor [rows, columns]: data and scales, of which
-/// nothing is written but what fills rows up.
+/// Returns memory for a plane of a tensor [rows, columns]: data and scales, of
+/// which nothing is written but what fills rows up.
 Plane empty_plane(
     std::int64_t rows,
     std::int64_t columns,

@@ -32,7 +32,8 @@ std::filesystem::path partial_folder(
     std::int64_t step,
     std::string_view id);
 
-/// Steps of the whole checkpoints, ascending; none when there is no folder.
+/// Returns the steps of the whole checkpoints, ascending; none when there is no
+/// folder.
 std::vector<std::int64_t> list_checkpoints(const std::filesystem::path& folder);
 
 /// Returns the step that `latest` names; without one, or when its checkpoint is

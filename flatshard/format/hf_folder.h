@@ -55,8 +55,8 @@ class HfFolder {
   /// @throws Error{format} naming the nearest tensor of the folder.
   Found find(std::string_view name) const;
   std::vector<std::string> names() const;
-  /// Names of files with weights, and of tensors of its files, that are passed
-  /// over, sorted.
+  /// Returns the names of files with weights, and of tensors of its files, that
+  /// are passed over, sorted.
   const std::vector<std::string>& passed_over() const { return passed_over_; }
 
  private:

@@ -50,7 +50,7 @@ std::vector<ReadChunk> plan_reads(
 /// verify.
 std::vector<ReadChunk> plan_whole_files(const Manifest& manifest);
 
-/// Bytes that the chunks read.
+/// Returns the bytes that the chunks read.
 std::uint64_t read_nbytes(std::span<const ReadChunk> chunks);
 
 /// Carries out the reads with `num_threads` threads, checks each block against

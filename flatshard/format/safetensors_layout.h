@@ -8,11 +8,13 @@
 
 namespace flatshard {
 
-/// Bytes per element of a safetensors dtype ("F32", "BF16", "F16", "I64", ...).
+/// Returns the bytes per element of a safetensors dtype ("F32", "BF16", "F16",
+/// "I64", ...).
 /// @throws Error{format} naming the known ones.
 std::int64_t safetensors_item_nbytes(std::string_view dtype);
 
-/// Bytes of a tensor; false on a negative dimension or an overflow.
+/// Computes the bytes of a tensor; false on a negative dimension or an
+/// overflow.
 bool safetensors_nbytes(
     const std::vector<std::int64_t>& shape,
     std::int64_t item_nbytes,

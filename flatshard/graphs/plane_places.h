@@ -29,7 +29,7 @@ class PlanePlaces : public nn::WeightSource {
   /// Makes compute wait for all planes that were read. False: some of them are
   /// elsewhere.
   bool await(UnitCalls& calls) const;
-  /// Memory that kernels read.
+  /// Returns memory that kernels read.
   const std::vector<at::Tensor>& memory() const { return memory_; }
 
  private:
@@ -39,7 +39,7 @@ class PlanePlaces : public nn::WeightSource {
     const void* data = nullptr;
   };
 
-  /// Null: it is no FP8 parameter of the unit.
+  /// Returns null when it is no FP8 parameter of the unit.
   const UnitParameter* find(const at::Tensor& parameter) const;
 
   UnitSlots slots_;

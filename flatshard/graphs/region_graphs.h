@@ -169,7 +169,7 @@ class RegionGraphs : public nn::RegionRunner,
   UnitSlots& slots_of(const StepWatch::Run& run);
   /// Returns where gradients of the run's microbatch go.
   TargetSink& targets_of(const StepWatch::Run& run);
-  /// Null: the unit has no FP8 weights.
+  /// Returns null when the unit has no FP8 weights.
   static std::shared_ptr<PlanePlaces> places(
       const UnitSlots& slots,
       bool in_backward);

@@ -48,13 +48,13 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
       const nn::TensorList& inputs,
       const nn::TensorList& outputs);
 
-  /// Forwards and backwards, each once, in the order of the step.
+  /// Returns the forwards and backwards, each once, in the order of the step.
   const std::vector<Run>& order() const { return order_; }
   /// Returns the single consumer of each output, which so gives its gradient.
   std::vector<RegionGraph::Consumer> consumers_of(
       const std::shared_ptr<RegionGraph>& graph) const;
 
-  /// Another step begins.
+  /// Called when another step begins.
   void forget();
   void stop() { stopped_ = true; }
   void start() { stopped_ = false; }

@@ -25,7 +25,7 @@ class UnitSlots {
   /// Returns the present slots, for a region that runs now: where microbatches
   /// interleave, another one may have its own.
   UnitSlots current() const;
-  /// Another step begins.
+  /// Called when another step begins.
   void forget();
   /// Returns whether the unit can be pointed at its weights' place, which the
   /// next step has.

@@ -40,7 +40,7 @@ class Float8Codec : public Codec {
   bool encodes_at_gather() const override { return true; }
   void plan() override;
   void begin(const FlatBuffer& main, bool begun) override;
-  /// Before `begin` of other main weights.
+  /// Called before `begin` of other main weights.
   void encode(
       const Plane& plane,
       PartId part,

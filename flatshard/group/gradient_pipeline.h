@@ -104,7 +104,7 @@ class GradientPipeline {
   /// earlier microbatches'. The tensor as changed in place is the gradient. An
   /// exception is an error of the reduction.
   using Hook = std::function<void(const at::Tensor& reduced)>;
-  /// From the next backward on; an empty function for none.
+  /// Takes effect from the next backward on; an empty function for none.
   void set_hook(Hook hook) { hook_ = std::move(hook); }
 
   /// This rank has a gradient of parameter `index` of the layout, not only
@@ -118,17 +118,18 @@ class GradientPipeline {
   bool contributed(std::int64_t index) const {
     return contributed_.contains(index);
   }
-  /// Another rank had one for such a reduction.
+  /// Marks that another rank had one for such a reduction.
   void mark_others_contributed(std::int64_t index) {
     contributed_.insert(index);
   }
-  /// Before a backward.
+  /// Called before a backward.
   void forget_contributions() { contributed_.clear(); }
 
   /// Returns the gradient for the optimizer.
   ReducedGradient& reduced() { return reduced_; }
   const ReducedGradient& reduced() const { return reduced_; }
-  /// Microbatches were accumulated but not reduced over all axes.
+  /// Returns whether microbatches were accumulated but not reduced over all
+  /// axes.
   bool has_unreduced() const { return local_.is_filled || inner_.is_filled; }
 
   /// Drops all gradients and gives their memory back. The current stream has
@@ -157,7 +158,7 @@ class GradientPipeline {
   bool is_empty() const;
   /// Hands out the existing gradients; then it is as after zero().
   Contents take();
-  /// Instead of the reductions of a step. Nothing was there.
+  /// Replaces the reductions of a step. Nothing was there.
   void put(const Contents& contents);
   bool has_hook() const { return static_cast<bool>(hook_); }
 

@@ -70,7 +70,7 @@ class ParamGroup {
   void set_name(std::string name) { context_.name = std::move(name); }
   /// The main name first. The layout keeps the names it was built with.
   void set_names(std::int64_t parameter, std::vector<std::string> names);
-  /// Gradients are summed and divided by `divisor` instead of the number of
+  /// Sums gradients and divides them by `divisor` instead of the number of
   /// ranks, from the next reduction on. Equal on all ranks.
   /// @throws Error{config} when divisor <= 0.
   void set_divisor(double divisor);
@@ -81,7 +81,7 @@ class ParamGroup {
   /// optimizers read them when they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
-  /// From now on checkpoints leave out the parameter. It keeps its place.
+  /// Leaves out the parameter in checkpoints from now on. It keeps its place.
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }

@@ -21,14 +21,14 @@ namespace flatshard {
 /// It has the place of the slice. Its memory is the Executor's slot.
 class PostForwardShard {
  public:
-  /// Null: the group's weights are sharded over no more ranks than these.
-  /// Makes the group of neighbours, so: in the same order on all ranks.
+  /// Returns null when the group's weights are sharded over no more ranks than
+  /// these. Makes the group of neighbours, so: in the same order on all ranks.
   /// @param context  with post_forward_ranks, of a group whose weights are
   ///   sharded.
   /// @throws Error{config} naming the option where it does not fit the mesh.
   static std::unique_ptr<PostForwardShard> make(const GroupContext& context);
 
-  /// Elements of the slice.
+  /// Returns the elements of the slice.
   std::int64_t numel() const { return numel_; }
   /// Copies the slice out of the whole weights, on the current stream.
   /// @param whole  [layout.numel()]

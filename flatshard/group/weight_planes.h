@@ -65,7 +65,7 @@ class WeightPlanes {
   /// optimizer may write it together with main. Undefined when main is that
   /// slice or when there is none.
   at::Tensor compute_shard() const;
-  /// Null: there is none.
+  /// Returns null when there is none.
   const PostForwardShard* post_forward() const { return post_forward_.get(); }
   /// Returns the outputs that the optimizer may write in its pass over main:
   /// see Codec::outputs. Null: nothing.
@@ -136,7 +136,8 @@ class WeightPlanes {
   /// When somebody else wrote main (in place, through a tensor operation),
   /// makes the other planes anew and returns true. On the current stream.
   bool adopt_foreign_writes();
-  /// Somebody else wrote main in a way that no tensor's version shows.
+  /// Called when somebody else wrote main in a way that no tensor's version
+  /// shows.
   void mark_foreign_write() { seen_ = main_.local()._version() - 1; }
 
   /// The mesh has other communicators now.
@@ -167,7 +168,7 @@ class WeightPlanes {
   void refresh(bool float8_begun);
   void plan_ways();
   const Redistribution& way_of(const Plane& plane, PartId part);
-  /// Null: nobody copies these weights.
+  /// Returns null when nobody copies these weights.
   const PeerBuffer* peers() const;
 
   const GroupContext& context_;

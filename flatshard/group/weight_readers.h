@@ -19,7 +19,8 @@ class WeightReaders {
   /// Blocks until main, in host memory, may be overwritten.
   void wait_for_uploads() const { uploaded_.synchronize(); }
 
-  /// From here on peers copy what `weights` holds, which outlives this.
+  /// Marks that peers copy what `weights` holds from here on, which outlives
+  /// this.
   void peers_copy(const PeerBuffer& weights) { copied_ = &weights; }
   /// Every rank's gradient needed its copies, so they are done.
   void peers_have_read() { copied_ = nullptr; }

@@ -32,7 +32,7 @@ class Granularity {
   /// element(16).
   Granularity() = default;
 
-  /// Runs of `n` elements, counted from the tensor's start.
+  /// Cuts at runs of `n` elements, counted from the tensor's start.
   /// @throws Error{usage} when n < 1.
   static Granularity element(std::int64_t n = 16);
   /// Cuts at rows of `row_width` elements.
@@ -58,7 +58,7 @@ class Granularity {
 
   Kind kind() const { return kind_; }
 
-  /// Elements per granule of a tensor of this shape.
+  /// Returns the elements per granule of a tensor of this shape.
   /// @throws Error{config} when that number does not fit 64 bits.
   std::int64_t granule_numel(std::span<const std::int64_t> shape) const;
 

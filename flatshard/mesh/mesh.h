@@ -137,7 +137,7 @@ class Mesh : public MeshCoordinates {
   /// Aborts every communicator.
   void abort();
 
-  /// Null: one rank, or MeshOptions::watcher off.
+  /// Returns null for one rank, or with MeshOptions::watcher off.
   const std::shared_ptr<FlightRecorder>& flight_recorder() const;
   /// Throws what the watcher found. A program on GPUs calls it after it waited
   /// for the device and before it trusts what it reads: an aborted collective

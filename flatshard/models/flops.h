@@ -6,7 +6,7 @@
 
 namespace flatshard::models {
 
-/// Parameters of the whole model; tied embeddings count once.
+/// Returns the parameters of the whole model; tied embeddings count once.
 std::int64_t num_parameters(const ModelConfig& config);
 
 /// Returns the same with as many experts of each block as a token goes to.

@@ -86,7 +86,7 @@ class LlamaAttentionImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
-  /// Tokens of a whole sequence, where a rank has `tokens` of them.
+  /// Returns the tokens of a whole sequence, where a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
     return ranks_ ? tokens * ranks_->size() : tokens;
   }
@@ -142,7 +142,7 @@ class LlamaBlockImpl : public nn::Module {
   /// Runs tokens that are added to a cache. No hooks run, and no backward
   /// follows. @param x  [step.num_rows, seq, dim]
   at::Tensor extend(const at::Tensor& x, KvCache& cache, const CacheStep& step);
-  /// Null for a block without experts.
+  /// Returns null for a block without experts.
   Moe& moe() { return moe_; }
   /// One call in pieces, with the results of forward.
   /// With selective activation checkpointing attention is kept where a schedule

@@ -4,7 +4,7 @@
 
 namespace flatshard::nn::cpu {
 
-// Tokens [begin, end); plain loops, no torch.
+// Routes tokens [begin, end); plain loops, no torch.
 void router_forward(
     const RouterForward& args,
     std::int64_t begin,

@@ -12,7 +12,8 @@ namespace flatshard::nn {
 // own index, and rows of runs that stay, elsewhere. So tokens are permuted into
 // both, and their rows added up from both, without another copy.
 
-/// Rows like these can: on the CPU all, on GPUs float32 and bfloat16.
+/// Returns whether rows like these can: on the CPU all, on GPUs float32 and
+/// bfloat16.
 bool can_split_rows(const at::Tensor& rows);
 
 /// The places of the rows of a permutation. A value v >= 0 is row v of the rows

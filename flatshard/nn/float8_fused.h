@@ -25,7 +25,7 @@ struct Float8Wanted {
   at::Tensor amax;  ///< tensorwise: of these values, when it is known
 };
 
-/// Planes of silu(gate) * up [tokens, ffn].
+/// Returns the planes of silu(gate) * up [tokens, ffn].
 /// @param gate, up   [tokens, ffn] of one dtype; rows may have gaps, as in
 ///                   halves of one tensor.
 Float8RowsAndColumns swiglu_float8(
@@ -34,8 +34,8 @@ Float8RowsAndColumns swiglu_float8(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted = {});
 
-/// Planes of [dgate | dup] [tokens, 2 ffn], the gradient of one product's
-/// result.
+/// Returns the planes of [dgate | dup] [tokens, 2 ffn], the gradient of one
+/// product's result.
 Float8RowsAndColumns swiglu_backward_float8(
     const at::Tensor& dy,
     const at::Tensor& gate,
@@ -62,8 +62,8 @@ struct NormFloat8 {
   Float8RowsAndColumns planes;
 };
 
-/// Planes of rms_norm(x + delta) (rms_norm.h). Tensorwise: the pass that adds
-/// finds amax too.
+/// Returns the planes of rms_norm(x + delta) (rms_norm.h). Tensorwise: the pass
+/// that adds finds amax too.
 /// @param delta  [tokens, dim] like x, or undefined
 NormFloat8 rms_norm_float8(
     const at::Tensor& x,

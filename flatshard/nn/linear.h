@@ -81,7 +81,7 @@ class LinearImpl : public Module, public HasParts {
   /// [out_features, in_features] of the whole layer.
   std::vector<std::int64_t> whole_shape() const;
   const at::Tensor& bias() const { return bias_; }
-  /// Null without an adapter.
+  /// Returns null without an adapter.
   const Adapter* adapter() const { return adapter_ ? &*adapter_ : nullptr; }
   /// Returns the ranks whose tokens a column-parallel layer gathers; else null.
   const TensorParallelPtr& gathers_from() const { return gathers_from_; }

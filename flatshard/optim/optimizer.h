@@ -64,8 +64,8 @@ class Optimizer {
     group_steps_.at(group) = updates;
   }
 
-  /// Names and flat tensors of a group's state, e.g. exp_avg. Each has the
-  /// size of the group's main shard.
+  /// Returns the names and flat tensors of a group's state, e.g. exp_avg. Each
+  /// has the size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;
   /// Returns the same by parameter: what checkpoints save and load.

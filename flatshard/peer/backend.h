@@ -21,7 +21,8 @@ std::unique_ptr<PeerMemory> make_shared_pages(
     Communicator& group,
     std::int64_t nbytes);
 
-/// Null on all ranks when one's processes or driver cannot do it. Collective.
+/// Returns null on all ranks when one's processes or driver cannot do it.
+/// Collective.
 std::unique_ptr<PeerFence> make_cuda_peer_fence(Communicator& group);
 
 }  // namespace flatshard::detail

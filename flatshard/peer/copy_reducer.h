@@ -46,8 +46,8 @@ class CopyReducer {
       ReduceOp op,
       const std::function<void()>& fence);
 
-  /// After a failure, when ranks may have got to different pieces: all of them
-  /// call it while their streams are idle.
+  /// Called after a failure, when ranks may have got to different pieces: all
+  /// of them call it while their streams are idle.
   void restart();
 
  private:

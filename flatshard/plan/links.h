@@ -30,8 +30,8 @@ enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 
-/// Seconds of a gather by copy engines: what peers have, and a rank's own
-/// piece. The group is on one host.
+/// Returns the seconds of a gather by copy engines: what peers have, and a
+/// rank's own piece. The group is on one host.
 double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
 /// Returns the seconds of a reduce-scatter by copy engines, with the sums.

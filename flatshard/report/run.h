@@ -46,7 +46,8 @@ RunRecord read_run(
 /// with `origin` and the line.
 Json flatten_toml(const std::string& text, const std::string& origin);
 
-/// Seconds since 1970 of "2026-11-27T23:15:22.123Z"; 0 when it is another text.
+/// Returns the seconds since 1970 of "2026-11-27T23:15:22.123Z"; 0 when it is
+/// another text.
 double seconds_of(const std::string& time);
 
 }  // namespace flatshard::report

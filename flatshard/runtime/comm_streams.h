@@ -37,7 +37,7 @@ class CommStreams {
 
   const std::shared_ptr<Stream>& gather() const { return gather_; }
   const std::shared_ptr<Stream>& reduce() const { return reduce_; }
-  /// Null without an outer axis.
+  /// Returns null without an outer axis.
   const std::shared_ptr<Stream>& outer() const { return outer_; }
   /// Returns the stream of the calling thread.
   std::shared_ptr<Stream> compute() const { return current_stream(device_); }

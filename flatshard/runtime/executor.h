@@ -37,8 +37,8 @@ class Executor {
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
-  /// After a unit's reduction: observers that want its gradients get them.
-  /// Their exceptions are theirs and get no context.
+  /// Called after a unit's reduction: observers that want its gradients get
+  /// them. Their exceptions are theirs and get no context.
   void tell_reduced(Unit& unit);
   /// Returns whether the unit's weights may be read on compute: it waits for
   /// their gather, or they are stored whole.

@@ -16,7 +16,7 @@ class GatherControl {
   GatherControl(const GatherControl&) = delete;
   GatherControl& operator=(const GatherControl&) = delete;
 
-  /// From the next event on; between two steps. Overrides
+  /// Takes effect from the next event on; between two steps. Overrides
   /// RuntimeOptions::reshard_after_forward.
   void set_policy(UnitId unit, UnitPolicy policy);
   /// Keeps as many units as fit gathered from forward to backward from now on.

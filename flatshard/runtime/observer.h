@@ -40,7 +40,8 @@ class SlotObserver {
   virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
   /// They point at nothing again.
   virtual void parameters_cleared(Unit& unit) {}
-  /// Another plan for the slots is in force, made for these lifetimes.
+  /// Called when another plan for the slots is in force, made for these
+  /// lifetimes.
   virtual void slots_planned(
       const SlotPlan& plan,
       const std::vector<SlotLifetime>& lifetimes) {}
@@ -51,7 +52,7 @@ class StepObserver {
  public:
   virtual ~StepObserver() = default;
 
-  /// Errors name step `step` from here on.
+  /// Called when errors name step `step` from here on.
   virtual void step_named(std::int64_t step) {}
   /// Runtime::finish_step. Called without the lock, so that ranks may wait for
   /// each other.

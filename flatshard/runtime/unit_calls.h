@@ -28,7 +28,7 @@ class UnitCalls {
       UnitId unit,
       const nn::TensorList& outputs,
       bool more_follow = false);
-  /// Instead of forward_end, after an exception.
+  /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
   /// Inside of the forward of `unit`: the program keeps these tensors, of the
   /// middle of it, and may call backward on them alone.
@@ -39,9 +39,9 @@ class UnitCalls {
   /// weights since that one began (WeightPlanes::mark_foreign_write). Weights
   /// that were gathered ahead are gathered again.
   void weights_written(UnitId unit);
-  /// Somebody wrote the gathered weights of `unit`, while they were there to be
-  /// read, and the same values to its main weights. It is no write between a
-  /// forward and its backward. Equal on all ranks.
+  /// Called when somebody wrote the gathered weights of `unit`, while they were
+  /// there to be read, and the same values to its main weights. It is no write
+  /// between a forward and its backward. Equal on all ranks.
   void gathered_written(UnitId unit);
 
   /// The plane that `use` reads of an FP8 parameter, or the part that has it,

@@ -49,7 +49,7 @@ class Scheduler {
   /// naming the unit.
   std::vector<Action> on(const ScheduleEvent& event);
 
-  /// From the next event on. Equal on all ranks.
+  /// Takes effect from the next event on. Equal on all ranks.
   /// @throws Error{usage} for a unit that does not exist.
   void set_policy(UnitId unit, UnitPolicy policy);
   /// @throws Error{usage} for a unit that does not exist.
@@ -67,7 +67,7 @@ class Scheduler {
   /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
   /// gathered or whose gather is queued.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
-  /// Units of which some plane is.
+  /// Returns the units of which some plane is.
   int num_gathered() const;
   /// Returns true while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
@@ -145,7 +145,7 @@ class Scheduler {
       const std::vector<UnitId>& order,
       std::size_t from,
       UnitId unit);
-  /// Units to gather ahead, in order.
+  /// Returns the units to gather ahead, in order.
   std::vector<UnitId> ahead(
       const std::vector<UnitId>& order,
       std::size_t position,

@@ -29,10 +29,11 @@ class ExpertLoads {
   std::vector<WholeTensor> buffers() const;
 
   void begin_step(bool logged);
-  /// After the backward of a step that counts: moves the biases by its loads.
-  /// Collective where there are biases, and in logged steps. Queues only.
+  /// Called after the backward of a step that counts: moves the biases by its
+  /// loads. Collective where there are biases, and in logged steps. Queues
+  /// only.
   void end_step(bool logged);
-  /// After the backward of a step that does not count.
+  /// Called after the backward of a step that does not count.
   void discard_step();
 
   /// Returns the metrics of the last logged step; unset without experts.

@@ -82,7 +82,7 @@ std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model);
 
-/// Everything but the units.
+/// Returns everything but the units.
 /// @param copy_engines  the result of choose_copy_engines.
 FullyShardOptions shard_options(
     const Config& config,

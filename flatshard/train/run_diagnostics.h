@@ -29,7 +29,7 @@ class RunDiagnostics {
   /// Between the backward and the optimizer: NaNs, and every
   /// diagnostics.norms_freq steps the norms of all parameters. Collective.
   void check_gradients(std::int64_t step);
-  /// After the optimizer's step, which it waits for if it looks: NaNs.
+  /// Called after the optimizer's step, which it waits for if it looks: NaNs.
   void check_weights(Optimizer& optimizer) const;
 
  private:

@@ -44,7 +44,7 @@ class RunOutput {
   void norms(std::int64_t step, const std::vector<ParameterNorm>& norms);
   /// Prints the stats of CUDA graphs in this run.
   void graphs(std::int64_t step, const GraphStats& stats);
-  /// Everything that comes after the last step is on disk.
+  /// Called when everything that comes after the last step is on disk.
   void ended(std::int64_t step);
   /// Prints a step whose gradient is not finite. The run continues after
   /// `last`.

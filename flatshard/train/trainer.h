@@ -79,7 +79,7 @@ class Trainer {
 
   /// Rank 0 takes the run's folder, without touching a file of it.
   void lock_folder(int restart_count);
-  /// Everything that takes part in a step.
+  /// Builds everything that takes part in a step.
   void build(std::vector<ValidationSet> validation_sets);
   /// Returns the state at the begin of this attempt. On rank 0, after `build`.
   StartMetrics start_metrics() const;

@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// Steps that show whether training works on a mesh's devices: a tiny model in
-/// bfloat16, one with FP8 weights and one with experts.
+/// Returns the steps that show whether training works on a mesh's devices: a
+/// tiny model in bfloat16, one with FP8 weights and one with experts.
 std::vector<std::string> step_kinds();
 
 /// Trains one of `step_kinds` for a step of AdamW, sharded over the mesh, on

@@ -34,7 +34,7 @@ class UnitGradients {
   void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
   /// It came as a tensor, and is added to what came before.
   void add(std::size_t index, const at::Tensor& grad);
-  /// Gradients that came as tensors and are not in the slot yet.
+  /// Returns the gradients that came as tensors and are not in the slot yet.
   std::size_t num_pending() const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
   /// parameters that got none and the padding, and marks in groups which of
@@ -46,7 +46,8 @@ class UnitGradients {
   /// at first for units with a module.
   void set_writes_in_place(bool writes) { writes_in_place_ = writes; }
   bool writes_in_place() const { return writes_in_place_; }
-  /// Microbatches were accumulated but not reduced over all ranks.
+  /// Returns whether microbatches were accumulated but not reduced over all
+  /// ranks.
   bool has_unreduced() const;
 
  private:

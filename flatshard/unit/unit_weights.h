@@ -22,7 +22,7 @@ class UnitWeights {
 
   /// Returns the description of planes for the Scheduler, and their slices.
   const UnitSpec& planes() const { return planes_; }
-  /// Layers ask for some of the planes.
+  /// Returns whether layers ask for some of the planes.
   bool has_planes_on_request() const { return !planes_.on_request.empty(); }
   /// Returns the bytes of the slot that holds a plane, or a part of one, of all
   /// groups that are not resident.

@@ -15,15 +15,15 @@ namespace py = pybind11;
 void bind_errors(py::module_& m);
 void bind_comm(py::module_& m);
 void bind_unit(py::module_& m);
-/// After bind_unit.
+/// Called after bind_unit.
 void bind_runtime(py::module_& m);
-/// After bind_runtime.
+/// Called after bind_runtime.
 void bind_backward_pass(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_checkpoint(py::module_& m);
 void bind_float8(py::module_& m);
 void bind_machine(py::module_& m);
-/// After bind_comm.
+/// Called after bind_comm.
 void bind_moe(py::module_& m);
 
 /// A shared object that may wait for threads of the runtime when it dies: those

@@ -45,7 +45,7 @@ class GradViews {
   /// and calls the hooks, on the current stream. Gradients that this rank had
   /// none of wait for show(): only then it is known whether others had one.
   void show_reduced();
-  /// From here on the `.grad`s alone keep the gradients.
+  /// Lets the `.grad`s alone keep the gradients from here on.
   void release();
   /// No shard has a `.grad` any more.
   void drop();
@@ -62,7 +62,7 @@ class GradViews {
   bool is_trained(std::size_t parameter) const {
     return shards_[parameter].requires_grad();
   }
-  /// Somebody put a hook on the shard by register_hook.
+  /// Returns whether somebody put a hook on the shard by register_hook.
   bool has_hooks(std::size_t parameter) const;
   /// These take the gradient of this backward, before it is added to others.
   void run_tensor_hooks(std::size_t parameter);
@@ -72,7 +72,7 @@ class GradViews {
   /// Returns whether some rank had a gradient of it for this backward's
   /// reduction.
   bool is_used(std::size_t parameter) const;
-  /// Nothing where no rank had one and it has no `.grad`.
+  /// Does nothing where no rank had one and it has no `.grad`.
   void show_parameter(std::size_t parameter);
   void run_hooks(std::size_t parameter);
   void end_backward();

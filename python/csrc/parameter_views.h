@@ -58,9 +58,9 @@ class ParameterViews : public StepObserver,
     may_be_kept,  ///< see set_keeps
   };
   void unit_ended(UnitId unit, After after = After::sharded);
-  /// Before the whole parameters of `unit` are released, with the GIL and
-  /// without the runtime's lock: calls whole_written(unit, wholes) with those
-  /// that somebody wrote since they show.
+  /// Called before the whole parameters of `unit` are released, with the GIL
+  /// and without the runtime's lock: calls whole_written(unit, wholes) with
+  /// those that somebody wrote since they show.
   void tell_whole_writes(UnitId unit);
   /// A step begins: the shards show of units whose whole parameters show since
   /// a forward, and take over writes to those.
@@ -84,10 +84,11 @@ class ParameterViews : public StepObserver,
   void backward_goes_on() { goes_on_ = true; }
   /// @throws Error{usage} for hooks that would see gradients before.
   void check_may_go_on() const;
-  /// Somebody put another tensor into a place. Called with the GIL.
+  /// Returns whether somebody put another tensor into a place. Called with the
+  /// GIL.
   bool shows_others() const;
-  /// Somebody froze a parameter, or unfroze one, and the whole one does not
-  /// follow yet.
+  /// Returns whether somebody froze a parameter, or unfroze one, and the whole
+  /// one does not follow yet.
   bool trains_others() const;
 
   // The functions of StepObserver, GradientObserver and SlotObserver.

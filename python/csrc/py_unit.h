@@ -75,7 +75,8 @@ class PyUnit {
   /// out like the main weights. Shares its memory.
   at::Tensor rows_of(std::size_t i, const at::Tensor& flat) const;
   at::Tensor shard(std::size_t i) const;
-  /// Nothing before the first reduction since the gradients were dropped.
+  /// Returns nothing before the first reduction since the gradients were
+  /// dropped.
   std::optional<at::Tensor> grad(std::size_t i) const;
   /// Returns where the shards of parameter i begin along its first dimension,
   /// and the end; empty: every rank has all of it.

@@ -113,7 +113,7 @@ struct SomeGroups {
     }
   }
 
-  /// Names of the tensors that do not have their value.
+  /// Returns the names of the tensors that do not have their value.
   std::vector<std::string> wrong() const {
     std::vector<std::string> names;
     for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {

@@ -69,7 +69,7 @@ class GraphTraining {
   GraphRun run(const GraphHooks& hooks = {});
   /// One forward; the loss.
   at::Tensor forward(int step, int microbatch, std::int64_t batch = 2);
-  /// Rows of each microbatch's batch in the steps to come.
+  /// Sets the rows of each microbatch's batch in the steps to come.
   void set_batch(std::int64_t batch) { batch_ = batch; }
   /// GraphCase::whole_step; null without.
   StepGraph* step_graph() { return step_graph_.get(); }
@@ -77,7 +77,7 @@ class GraphTraining {
   Runtime& runtime() { return *runtime_; }
   const std::shared_ptr<Runtime>& shared_runtime() { return runtime_; }
   nn::Module& model();
-  /// Modules of the units, in order.
+  /// Returns the modules of the units, in order.
   std::vector<nn::Module*> units() const { return units_; }
 
  private:

@@ -80,7 +80,7 @@ inline at::Tensor oracle_experts(
   return experts;
 }
 
-/// Weights of chosen experts, differentiable.
+/// Returns the weights of chosen experts, differentiable.
 inline at::Tensor oracle_weights(
     const at::Tensor& scores,
     const at::Tensor& experts,

@@ -73,7 +73,7 @@ struct OverlapCase {
 class OverlapTrainer {
  public:
   OverlapTrainer(const OverlapCase& options, const RankContext& context);
-  /// Losses of this rank by microbatch.
+  /// Returns the losses of this rank by microbatch.
   std::vector<double> forward_backward(int step);
   void update();
 

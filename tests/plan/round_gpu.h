@@ -4,7 +4,8 @@
 
 namespace flatshard::plan {
 
-/// Rates that one computes with in the head: 1 TFLOP/s, 1 GB/s, no latencies.
+/// Returns rates that one computes with in the head: 1 TFLOP/s, 1 GB/s, no
+/// latencies.
 inline Gpu round_gpu() {
   Gpu gpu{.name = "round", .source = "a test", .memory_gib = 1};
   gpu.peak_bf16_tflops = 2;

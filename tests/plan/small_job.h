@@ -6,9 +6,9 @@
 
 namespace flatshard::plan {
 
-/// Layers of equal units between an embedding and a head without parameters,
-/// on the ranks of one host, ZeRO-3. A unit has 1000 * ranks numbers of two
-/// bytes.
+/// Returns layers of equal units between an embedding and a head without
+/// parameters, on the ranks of one host, ZeRO-3. A unit has 1000 * ranks
+/// numbers of two bytes.
 inline Job small_job(int layers, std::int64_t ranks) {
   Job job{.ranks = ranks, .ranks_per_host = ranks, .clips = false};
   const auto unit = [](const std::string& name) {

@@ -31,7 +31,7 @@ struct RunLora {
   void begin_evaluation() const;
 };
 
-/// Parameters that a run trains: the model's, or its adapters'.
+/// Returns the parameters that a run trains: the model's, or its adapters'.
 std::int64_t num_trainable_parameters(
     const Config& config,
     const models::ModelConfig& model);

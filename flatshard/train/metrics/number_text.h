@@ -18,7 +18,7 @@ std::string format_count(std::int64_t value);
 /// 1234567 -> "1,234,567"
 std::string with_commas(std::int64_t value);
 
-/// Seconds as "42s", "3m05s" or "1h02m".
+/// Returns seconds as "42s", "3m05s" or "1h02m".
 std::string format_duration(double seconds);
 
 }  // namespace flatshard

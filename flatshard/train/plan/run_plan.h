@@ -39,8 +39,9 @@ Config config_of_preset(
 /// @throws Error{config} as the trainer, for these ranks.
 RunPlan plan_run(const Config& config, const PlannedMachines& machines);
 
-/// Seconds of a step on this machine's GPUs, for the trainer's status line.
-/// Unset for a device that no table is for, and where the plan cannot be made.
+/// Returns the seconds of a step on this machine's GPUs, for the trainer's
+/// status line. Unset for a device that no table is for, and where the plan
+/// cannot be made.
 /// @param config  resolved.
 std::optional<double> planned_step_seconds(
     const Config& config,
