@@ -234,7 +234,7 @@ class AutogradEvents {
   std::map<TaskId, BackwardTask> tasks_;
   std::optional<TaskId> pass_;  ///< that is open
   TaskId last_pass_ = -1;
-  /// The gradients put off in the run of the engine, by unit and index.
+  /// The gradients delayed in the run of the engine, by unit and index.
   std::map<std::pair<UnitId, std::size_t>, int> put_off_;
   Passes passes_{*this};
   CallId next_call_ = 0;

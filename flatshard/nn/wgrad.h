@@ -111,7 +111,7 @@ at::Tensor deliver_wgrad(
 /// Puts the gradient of `parameter` off where the context's sink wants that.
 ///
 /// @param make  () -> LateWgrad
-/// @return whether it is put off; then the layer returns an undefined gradient.
+/// @return whether it is delayed; then the layer returns an undefined gradient.
 template <class Make>
 bool defer_wgrad(
     const ModuleContextPtr& context,

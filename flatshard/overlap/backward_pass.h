@@ -66,23 +66,23 @@ class BackwardPass {
   /// Its forward runs once more from here to recompute_end.
   void recompute_begin(UnitId unit);
   void recompute_end(UnitId unit);
-  /// Called when all gradients of the unit exist or are put off: its weights
+  /// Called when all gradients of the unit exist or are delayed: its weights
   /// go.
   void backward_end(UnitId unit);
-  /// Layers that can put the weight gradients of what runs next off until
-  /// run_wgrads. false, as at first: gradients come at once.
+  /// Lets layers that can delay the weight gradients of the next modules delay
+  /// them until run_wgrads. false, as at first: gradients come at once.
   /// @param node  any number, by which run_wgrads finds them.
   void set_delay_wgrad(bool delays, int node = 0) {
     backward_.delays_wgrad = delays;
     backward_.node = node;
   }
-  /// Computes the gradients of a unit's node that were put off.
+  /// Computes the delayed gradients of a unit's node.
   void run_wgrads(UnitId unit, int node);
-  /// Weight gradients that are still put off are computed first.
+  /// Weight gradients that are still delayed are computed first.
   void close_backward();
 
   bool is_open() const { return open_; }
-  /// Weight gradients that are put off now.
+  /// Returns the number of weight gradients that are delayed now.
   std::size_t num_late() const { return backward_.late.size(); }
 
  private:

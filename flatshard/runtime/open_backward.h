@@ -10,7 +10,7 @@ namespace flatshard {
 
 /// The backward of a BackwardPass while it is open, as the Runtime needs it.
 struct OpenBackward {
-  /// A weight gradient that was put off.
+  /// A delayed weight gradient.
   struct Late {
     ParameterRef parameter;
     int node = 0;

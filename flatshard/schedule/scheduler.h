@@ -58,9 +58,9 @@ class Scheduler {
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
 
-  /// Nothing is gathered but resident weights, no forward or backward is open
-  /// and no gradient waits to be reduced.
-  /// Units that `unshard` gathered, or that their policy keeps, may be there.
+  /// Returns whether only resident weights are gathered, no forward or backward
+  /// is open and no gradient waits to be reduced. Units that `unshard`
+  /// gathered, or that their policy keeps, may be there.
   bool resting() const;
   /// Returns names of the units that are not idle, for an error message.
   std::vector<std::string> busy_units() const;

@@ -53,7 +53,7 @@ class PyRuntime {
   /// backward.
   at::Tensor main_grad(const at::Tensor& weight) const;
 
-  /// Returns whether the gradient of a whole parameter is to be put off; see
+  /// Returns whether the gradient of a whole parameter should be delayed; see
   /// nn::WgradSink. In a backward, without the GIL.
   bool defers(const at::Tensor& weight) const;
   /// @param write  called with where the gradient goes, and whether it is added
