@@ -177,7 +177,7 @@ class Match {
     return sources;
   }
 
-  /// When all sources have been found.
+  /// Returns the unused weights, when all sources have been found.
   UnusedWeights unused() {
     unused_.names = weights_.passed_over();
     std::vector<std::string> refused;

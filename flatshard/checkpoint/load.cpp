@@ -75,7 +75,7 @@ class Loader {
         optimizer_(optimizer),
         options_(options) {}
 
-  /// Everything that can fail; changes nothing.
+  /// Reads everything that can fail; changes nothing.
   void read() {
     const auto begin = std::chrono::steady_clock::now();
     manifest_ = read_manifest(folder_);

@@ -104,7 +104,7 @@ void try_gpu(const GpuKind& kind, Problems& problems) {
   }
 }
 
-// Memory that ranks share, which copies between GPUs need. Collective.
+// Tries memory that ranks share, which copies between GPUs need. Collective.
 void try_peer_memory(Communicator& group) {
   constexpr std::int64_t kNbytes = std::int64_t{4} << 20;
   std::unique_ptr<PeerMemory> memory;

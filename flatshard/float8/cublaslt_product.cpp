@@ -183,7 +183,8 @@ std::vector<cublasLtMatmulAlgo_t> candidates(
   return found;
 }
 
-// Milliseconds of a few calls on the current stream; no time when they fail.
+// Returns the milliseconds of a few calls on the current stream; no time when
+// they fail.
 float time_of(StreamTimer& timer, const std::function<cublasStatus_t()>& run) {
   constexpr int kCalls = 3;
   if (run() != CUBLAS_STATUS_SUCCESS) {

@@ -40,7 +40,7 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// When the process began; empty when there is none.
+/// Returns when the process began; empty when there is none.
 std::string start_ticks(std::int64_t process) {
   const ProcessStat stat = process_stat(process);
   return stat.state == 0 ? "" : std::to_string(stat.start_ticks);

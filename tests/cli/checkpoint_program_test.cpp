@@ -77,8 +77,9 @@ log_freq = 1
     return sh(train(write_config(name), ranks, more));
   }
 
-  /// Lines of a shell: `command` as $pid, until its log has `text` or it ended.
-  /// An earlier command's log is gone before: its text is not this one's.
+  /// Returns lines of a shell: `command` as $pid, until its log has `text` or
+  /// it ended. An earlier command's log is gone before: its text is not this
+  /// one's.
   /// @param max_tries  10 ms each.
   std::string start(
       const std::string& command,
@@ -100,7 +101,7 @@ log_freq = 1
     return read(folder_ / name / "model.safetensors");
   }
 
-  /// Losses by step; of a step that was trained again the last one.
+  /// Returns the losses by step; of a step that was trained again the last one.
   std::map<int, double> losses(const std::string& name) const {
     std::ifstream file(folder_ / name / "metrics.jsonl");
     std::map<int, double> losses;

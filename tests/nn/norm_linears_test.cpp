@@ -33,8 +33,8 @@ class NormLinearsTest : public ::testing::TestWithParam<Where> {
   std::vector<at::Tensor> parameters() {
     return {norm_->weight(), a_->weight(), b_->weight()};
   }
-  /// Gradients of x, delta (if defined) and the parameters that need one, for
-  /// random gradients of all results.
+  /// Returns the gradients of x, delta (if defined) and the parameters that
+  /// need one, for random gradients of all results.
   std::vector<at::Tensor> gradients(
       const NormLinears& results,
       std::vector<at::Tensor> of) {

@@ -1,4 +1,4 @@
-"""What the host does in each step: how often it takes the slow ways, not how long."""
+"""The host's work in each step: how often it takes the slow ways, not how long."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -110,6 +110,6 @@ def test_arguments_in_any_nesting_are_cast(monkeypatch):
     assert cast["packed"].inner.left.dtype == torch.bfloat16
     assert cast["packed"].number == 3
     assert kwargs["cut"][0] is x and kwargs["packed"].inner.left is x
-    # What most models pass does not reach tree_map.
+    # Arguments of most models do not reach tree_map.
     monkeypatch.setattr(casts, "tree_map", None)
     casts.cast_inputs(policy, (x,), {"mask": None, "angles": (x, [x]), "more": {1: 2}})

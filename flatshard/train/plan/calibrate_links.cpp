@@ -42,7 +42,7 @@ double seconds_together(Mesh& mesh, Call&& call) {
   return seconds[kRounds / 2];
 }
 
-/// Bytes that a rank receives, of a whole buffer.
+/// Returns the bytes that a rank receives, of a whole buffer.
 double received(const Mesh& mesh, std::int64_t nbytes) {
   return static_cast<double>(nbytes) * (mesh.size() - 1) / mesh.size();
 }

@@ -50,7 +50,7 @@ void check_priced(const Config& config) {
       config::word_of(config.precision.compute));
 }
 
-/// Groups of ranks that share layers; empty: there are none.
+/// Returns the groups of ranks that share layers; empty: there are none.
 std::string sharing_text(const config::Parallelism& p) {
   return p.shares_layers()
              ? fmt::format(", tensor parallelism {}", p.tensor_parallel_degree)

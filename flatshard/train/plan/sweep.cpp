@@ -130,7 +130,7 @@ class Sweeper {
     return ways;
   }
 
-  /// Groups inside a host, of as many ranks as divide the model.
+  /// Returns the groups inside a host, of as many ranks as divide the model.
   std::vector<std::int64_t> tensor_degrees() const {
     std::vector<std::int64_t> degrees{1};
     const std::int64_t most =

@@ -81,7 +81,7 @@ class ScheduleHooks:
             interleaved: False: no other forward begins before its post_backward.
 
         Returns:
-            The BackwardPass, for late weight gradients.
+            Returns the BackwardPass, for delayed weight gradients.
         """
         if self._backward is not None:
             raise RuntimeError(

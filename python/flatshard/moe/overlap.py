@@ -30,7 +30,7 @@ from flatshard.moe.overlap_parts import (
     without_checkpoint,
 )
 
-# Names of nodes, by which late weight gradients are found.
+# The names of nodes, by which delayed weight gradients are found.
 _NODES = {"attend": 0, "experts": 1}
 
 _running = None
