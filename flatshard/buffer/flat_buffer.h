@@ -61,7 +61,7 @@ class FlatBuffer {
   /// segment.
   const std::vector<LocalRange>& local_ranges() const { return ranges_; }
 
-  /// Returns the elements that one rank holds with these placements.
+  /// Returns the number of elements that one rank holds with these placements.
   static std::int64_t local_numel(
       const FlatLayout& layout,
       const Mesh& mesh,

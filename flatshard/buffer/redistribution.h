@@ -32,7 +32,7 @@ class Redistribution {
       const Placements& to,
       Purpose purpose);
 
-  /// Returns the elements that this rank holds before and after.
+  /// Returns the number of elements that this rank holds before and after.
   std::int64_t from_numel() const { return from_.numel; }
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.

@@ -83,7 +83,7 @@ class Loader {
   /// Returns whether some source has targets without loss.
   bool ignores_targets() const;
 
-  /// Returns the microbatches per step. @throws Error{config} when
+  /// Returns the number of microbatches per step. @throws Error{config} when
   /// global_batch_size is not a multiple of local_batch * world.
   std::int64_t num_microbatches(int world, std::int64_t local_batch) const;
 

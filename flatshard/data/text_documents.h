@@ -39,7 +39,7 @@ class TextDocuments {
   std::string where() const;
 
   std::int64_t num_empty() const { return num_empty_; }
-  /// Returns the bytes that replace_invalid replaced.
+  /// Returns the number of bytes that replace_invalid replaced.
   std::int64_t num_replaced() const { return num_replaced_; }
 
  private:

@@ -49,14 +49,14 @@ class RowRuns {
 
   /// Returns the runs that `rank` routed, one for each expert here.
   std::span<const Run> of(int rank) const { return by_rank_[rank]; }
-  /// Returns the rows that this rank routed. Rows [stay_begin, stay_end) among
-  /// them are for its own experts.
+  /// Returns the number of rows that this rank routed. Rows [stay_begin,
+  /// stay_end) among them are for its own experts.
   std::int64_t num_routed() const { return num_routed_; }
   std::int64_t stay_begin() const;
   std::int64_t stay_end() const;
   /// Returns the most that any rank routed.
   std::int64_t most_routed() const { return most_routed_; }
-  /// Returns the rows that arrive here, this rank's own included.
+  /// Returns the number of rows that arrive here, this rank's own included.
   std::int64_t num_arriving() const { return num_arriving_; }
 
   /// @param to  [tables.numel()]

@@ -138,7 +138,8 @@ class StreamExchange : public nn::TokenExchange {
     return num_experts_ / ranks_per_part();
   }
   std::int64_t ranks_per_expert() const { return options_.ranks_per_expert; }
-  /// Returns the ranks that divide the experts, for one part of their width.
+  /// Returns the number of ranks that divide the experts, for one part of their
+  /// width.
   std::int64_t ranks_per_part() const {
     return group_->size() / options_.ranks_per_expert;
   }

@@ -147,7 +147,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::vector<const void*> parameter_addresses() const;
   /// Makes compute wait for them; false: they are elsewhere.
   bool planes_are_there(const std::shared_ptr<PlanePlaces>& planes) const;
-  /// Returns the parameters that the recorded autograd graph reaches.
+  /// Returns the number of parameters that the recorded autograd graph reaches.
   std::size_t num_used() const;
 
   std::string name_;

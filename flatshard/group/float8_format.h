@@ -33,8 +33,8 @@ struct Float8Format {
   float8::Quantizer quantizer() const {
     return {.recipe = recipe, .rounding = rounding};
   }
-  /// Returns the elements of a scale that is stored next to its elements in the
-  /// flat space; 0: each rank has all scales.
+  /// Returns the number of elements of a scale that is stored next to its
+  /// elements in the flat space; 0: each rank has all scales.
   std::int64_t block_of_stored_scales() const {
     const float8::RecipeTraits traits = float8::traits_of(recipe);
     return traits.scales_are_sharded ? traits.block_inner : 0;

@@ -28,7 +28,7 @@ class PostForwardShard {
   /// @throws Error{config} naming the option where it does not fit the mesh.
   static std::unique_ptr<PostForwardShard> make(const GroupContext& context);
 
-  /// Returns the elements of the slice.
+  /// Returns the number of elements of the slice.
   std::int64_t numel() const { return numel_; }
   /// Copies the slice out of the whole weights, on the current stream.
   /// @param whole  [layout.numel()]

@@ -108,11 +108,11 @@ class FlatLayout {
   /// tensors: for a Redistribution of them.
   FlatLayout of_segments(std::int64_t first, std::int64_t count) const;
 
-  /// Returns the elements of the flat space, padding included; equals
+  /// Returns the number of elements of the flat space, padding included; equals
   /// num_shards() * shard_numel().
   std::int64_t numel() const { return numel_; }
   std::int64_t num_shards() const { return num_shards_; }
-  /// Returns the elements of one shard over all segments.
+  /// Returns the number of elements of one shard over all segments.
   std::int64_t shard_numel() const { return numel_ / num_shards_; }
 
   std::int64_t num_tensors() const {

@@ -58,7 +58,7 @@ class Granularity {
 
   Kind kind() const { return kind_; }
 
-  /// Returns the elements per granule of a tensor of this shape.
+  /// Returns the number of elements per granule of a tensor of this shape.
   /// @throws Error{config} when that number does not fit 64 bits.
   std::int64_t granule_numel(std::span<const std::int64_t> shape) const;
 

@@ -38,7 +38,8 @@ ShardSpan shard_span(
     std::span<const std::int64_t> axis_sizes,
     std::span<const std::int64_t> coordinate);
 
-/// Returns the elements of the rank's buffer, the same for every rank.
+/// Returns the number of elements of the rank's buffer, the same for every
+/// rank.
 std::int64_t local_numel(
     const FlatLayout& layout,
     const Placements& placements,

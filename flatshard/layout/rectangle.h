@@ -46,7 +46,7 @@ class FlatRuns {
 
   /// Returns how many there are; 0 when the box is empty.
   std::int64_t size() const { return size_; }
-  /// Returns the elements of each.
+  /// Returns the number of elements of each.
   std::int64_t numel() const { return numel_; }
   /// Returns the first element of a run, in the flattened tensor.
   std::int64_t begin(std::int64_t run) const;

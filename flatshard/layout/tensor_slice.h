@@ -76,7 +76,7 @@ class TensorSlice {
     bool counts_parts = false;
 
     std::int64_t held() const;
-    /// Returns the indices for each that `whole` and `ranges` count.
+    /// Returns the number of indices for each that `whole` and `ranges` count.
     std::int64_t unit(std::span<const std::int64_t> shape) const;
     bool operator==(const Cut&) const = default;
   };

@@ -37,7 +37,7 @@ double attended_tokens(
   return window - window * window / (2 * seq);
 }
 
-// Returns the parameters of a block, with so many of its experts.
+// Returns the number of parameters of a block, with so many of its experts.
 std::int64_t block_parameters(
     const ModelConfig& c,
     std::int64_t layer,

@@ -6,14 +6,15 @@
 
 namespace flatshard::models {
 
-/// Returns the parameters of the whole model; tied embeddings count once.
+/// Returns the number of parameters of the whole model; tied embeddings count
+/// once.
 std::int64_t num_parameters(const ModelConfig& config);
 
 /// Returns the same with as many experts of each block as a token goes to.
 std::int64_t num_active_parameters(const ModelConfig& config);
 
-/// Returns the parameters of routed experts, in all layers: expert parallelism
-/// divides these.
+/// Returns the number of parameters of routed experts, in all layers: expert
+/// parallelism divides these.
 std::int64_t num_expert_parameters(const ModelConfig& config);
 
 /// Active parameters that take part in matrix products: all but the input

@@ -86,7 +86,8 @@ class LlamaAttentionImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
-  /// Returns the tokens of a whole sequence, where a rank has `tokens` of them.
+  /// Returns the number of tokens of a whole sequence, where a rank has
+  /// `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
     return ranks_ ? tokens * ranks_->size() : tokens;
   }

@@ -67,7 +67,7 @@ class Scheduler {
   /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
   /// gathered or whose gather is queued.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
-  /// Returns the units of which some plane is.
+  /// Returns the number of units of which some plane is.
   int num_gathered() const;
   /// Returns true while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }

@@ -106,8 +106,8 @@ class Trainer {
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);
   void show_progress(std::int64_t step, const at::Tensor& loss);
-  /// Returns the tokens of all ranks and attempts, up to the step that was
-  /// loaded last.
+  /// Returns the number of tokens of all ranks and attempts, up to the step
+  /// that was loaded last.
   std::int64_t tokens_seen() const;
   /// Does the work after the last step. Collective.
   void finish(End end);

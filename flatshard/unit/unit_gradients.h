@@ -34,7 +34,8 @@ class UnitGradients {
   void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
   /// It came as a tensor, and is added to what came before.
   void add(std::size_t index, const at::Tensor& grad);
-  /// Returns the gradients that came as tensors and are not in the slot yet.
+  /// Returns the number of gradients that came as tensors and are not in the
+  /// slot yet.
   std::size_t num_pending() const;
   /// Makes the slot complete: packs gradients that came as tensors, zeroes the
   /// parameters that got none and the padding, and marks in groups which of

@@ -6,8 +6,8 @@
 
 namespace flatshard::config {
 
-/// Returns the ranks that have parts of the experts of a layer, and exchange
-/// tokens.
+/// Returns the number of ranks that have parts of the experts of a layer, and
+/// exchange tokens.
 inline std::int64_t expert_ranks(const Parallelism& p) {
   return p.expert_parallel_degree * p.expert_tensor_parallel_degree;
 }

@@ -56,7 +56,7 @@ struct Parallelism {
   bool copies_activations() const {
     return tensor_parallel_comm == TensorParallelKind::copies;
   }
-  /// Returns the ranks that read different samples, of `world` ranks.
+  /// Returns the number of ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;
   }

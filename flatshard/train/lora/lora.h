@@ -31,7 +31,8 @@ struct RunLora {
   void begin_evaluation() const;
 };
 
-/// Returns the parameters that a run trains: the model's, or its adapters'.
+/// Returns the number of parameters that a run trains: the model's, or its
+/// adapters'.
 std::int64_t num_trainable_parameters(
     const Config& config,
     const models::ModelConfig& model);
