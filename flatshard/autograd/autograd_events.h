@@ -124,7 +124,7 @@ class AutogradEvents {
   ///   for by the backward that runs.
   /// @throws Error{usage} outside of a backward.
   const ParameterRef* wgrad_begins(const at::Tensor& parameter);
-  /// Returns whether a graph task is through.
+  /// Ends a graph task.
   /// @return  whether the outermost backward is over. False also for one that a
   ///   reset dropped.
   bool task_end(TaskId task);

@@ -145,10 +145,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void do_abort() {}
   /// Unless overridden, a small all-reduce.
   virtual void do_fence();
-  /// Returns the collective that every rank of the group is about to launch, in
-  /// rank order. It matters where they differ and a mismatch would end the
-  /// process. Empty when all agree, or the backend does not need the
-  /// comparison. `mine` is this rank's.
+  /// Returns the collectives that the ranks of the group are about to launch,
+  /// in rank order, where they differ and that would end the process. Empty
+  /// when all agree, or the backend does not need the comparison. `mine` is
+  /// this rank's.
   virtual std::vector<IssuedCollective> find_mismatch(
       const IssuedCollective& mine) {
     return {};

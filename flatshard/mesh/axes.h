@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// The data that the ranks along an axis divide among them.
+/// The work that the ranks along an axis divide among them.
 enum class AxisRole {
   data,   ///< samples: each rank reads its own
   model,  ///< the layers: all ranks read the same samples

@@ -8,7 +8,8 @@
 
 namespace flatshard {
 
-/// The targets of a unit's parameters, and whether a program may read them.
+/// The memory that a unit's parameters point at, and whether a program may read
+/// them.
 class UnitPointers {
  public:
   /// Points the parameters of resident groups at their weights, for good.

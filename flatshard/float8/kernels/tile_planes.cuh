@@ -35,7 +35,7 @@ __device__ inline float take_scale(
   }
 }
 
-/// Returns the factors of the rows of the row plane.
+/// Finds the factors of the rows of the row plane.
 template <Recipe R, Format F, class T>
 __device__ inline void row_factors(
     const Eight<T> (&v)[8],
@@ -65,7 +65,7 @@ __device__ inline void row_factors(
   }
 }
 
-/// Returns the factors of the columns of the column plane.
+/// Finds the factors of the columns of the column plane.
 template <Recipe R, Format F, class T>
 __device__ inline void column_factors(
     const Eight<T> (&v)[8],
