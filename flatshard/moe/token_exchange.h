@@ -125,10 +125,13 @@ struct RowRoute {
   std::optional<Permutation> tokens = {};
 
   /// What goes `to` its destination: rows, or gradients of rows.
+  /// @param made  all of it is there after this point, for which the transfer
+  ///   waits unless something had to be copied. Unset: now.
   TransferInput input(
       TokenExchange::Direction to,
       TensorList rows,
-      const at::Tensor& addend = {}) const;
+      const at::Tensor& addend = {},
+      const std::optional<Event>& made = {}) const;
 };
 
 /// The other way.
