@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
