@@ -120,7 +120,7 @@ at::Tensor gradient_of_logits(
   const bool is_softmax = options.score == RouterScore::softmax;
   if (options.aux_loss > 0 && is_softmax) {
     d += aux * counts;
-  } else if (options.aux_loss > 0) {  // of s / sum(s)
+  } else if (options.aux_loss > 0) {  // the gradient of s / sum(s)
     const at::Tensor all = scores.sum(-1, /*keepdim=*/true);
     const at::Tensor dot = (scores * counts).sum(-1, /*keepdim=*/true);
     d += aux * (counts - dot / all) / all;
