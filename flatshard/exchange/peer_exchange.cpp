@@ -132,12 +132,24 @@ void PeerExchange::reserve(
     const nn::ExchangePlanPtr& plan,
     const nn::TransferInput& input) {
   auto* const made = own<Plan>(plan);
+  const std::int64_t num_rows = made->runs.most_routed();
+  const bool has_begun = std::exchange(made->has_begun, false);
   std::int64_t needed = 0;
   for (const at::Tensor& tensor : input.rows) {
-    if (tensor.defined()) {
-      needed = at::round_up(needed, kPartAlignment) +
-               made->runs.most_routed() * nbytes_of_row(tensor);
+    if (!tensor.defined()) {
+      continue;
     }
+    const std::int64_t row = nbytes_of_row(tensor);
+    FLATSHARD_CHECK(
+        grows_ || num_rows * row <= window_nbytes_,
+        config,
+        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
+        "windows of {} bytes; make them larger, or exchange by collectives "
+        "(parallelism.token_exchange)",
+        num_rows,
+        row,
+        window_nbytes_);
+    needed = at::round_up(needed, kPartAlignment) + num_rows * row;
   }
   // The same on all ranks, each of which knows the most rows of any. Those that
   // peers still read stay until every rank has come here.
@@ -146,8 +158,9 @@ void PeerExchange::reserve(
     idle.record(stream());
     idle.synchronize();
     make_windows(needed + needed / 4);
-    made->has_begun = false;
+    return;
   }
+  made->has_begun = has_begun;
 }
 
 c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
@@ -255,21 +268,6 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
   return fences;
 }
 
-void PeerExchange::check_fits(const Plan& plan, const nn::TensorList& rows)
-    const {
-  for (const at::Tensor& tensor : rows) {
-    FLATSHARD_CHECK(
-        plan.runs.most_routed() * nbytes_of_row(tensor) <= window_nbytes_,
-        config,
-        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
-        "windows of {} bytes; make them larger, or exchange by collectives "
-        "(parallelism.token_exchange)",
-        plan.runs.most_routed(),
-        nbytes_of_row(tensor),
-        window_nbytes_);
-  }
-}
-
 std::function<void()> PeerExchange::transfer(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
@@ -277,7 +275,6 @@ std::function<void()> PeerExchange::transfer(
     const nn::TransferInput& input) {
   auto* const made = own<Plan>(plan);
   const bool has_begun = std::exchange(made->has_begun, false);
-  check_fits(*made, input.rows);
   if (input.rows.empty()) {
     return [] {};
   }

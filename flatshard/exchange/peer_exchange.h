@@ -67,14 +67,14 @@ class PeerExchange : public StreamExchange {
   /// Permutes rows that leave into the window.
   void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
       override;
-  /// Makes windows that grow. @throws Error{memory} on all ranks.
+  /// Makes windows that grow.
+  /// @throws Error{memory} on all ranks when they cannot, Error{config} when a
+  ///   tensor of one of them does not fit a window that does not grow.
   void reserve(const nn::ExchangePlanPtr& plan, const nn::TransferInput& input)
       override;
   bool takes_tokens(const at::Tensor& tokens) const override {
     return nn::can_split_rows(tokens);
   }
-  /// @throws Error{config} on all ranks when a tensor of one of them does not
-  ///   fit its window.
   std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
@@ -98,8 +98,6 @@ class PeerExchange : public StreamExchange {
 
   /// Collective. @param nbytes  of the largest transfer
   void make_windows(std::int64_t nbytes);
-  /// @throws Error{config} on all ranks.
-  void check_fits(const Plan& plan, const nn::TensorList& rows) const;
   /// Those of each fence.
   /// @param of_tokens  the first one is.
   std::vector<std::vector<Part>> parts_by_fence(

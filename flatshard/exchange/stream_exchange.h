@@ -50,12 +50,6 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// the counts of this rank alone (begin_dispatch).
 class StreamExchange : public nn::TokenExchange {
  public:
-  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
-      override {
-    const nn::ExchangePlanPtr made = begin_plan(counts, num_rows);
-    finish_plan(made);
-    return made;
-  }
   nn::ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) final;

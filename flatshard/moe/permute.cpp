@@ -38,7 +38,8 @@ at::Tensor sum_of_slots(
   if (addend.defined()) {
     sum.add_(addend.reshape(sum.sizes()).to(wide));
   }
-  for (std::int64_t slot = 0; slot < inverse.size(1); ++slot) {
+  const std::int64_t slots = rows.size(0) == 0 ? 0 : inverse.size(1);
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
     const at::Tensor row = inverse.select(1, slot);
     const at::Tensor found = rows.index_select(0, row.clamp_min(0)).to(wide);
     sum.add_(found.masked_fill(row.lt(0).unsqueeze(1), 0.0));
@@ -249,6 +250,9 @@ void permute_rows_into(
         permutation.rows(),
         leaving,
         staying);
+    return;
+  }
+  if (permutation.rows() == 0) {
     return;
   }
   const at::NoGradGuard no_grad;

@@ -79,7 +79,7 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
 
 }  // namespace
 
-ExchangePlanPtr LocalExchange::plan(
+ExchangePlanPtr LocalExchange::begin_plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
   auto plan = c10::make_intrusive<ExchangePlan>();

@@ -389,7 +389,7 @@ TEST(GroupedLinears, RefuseWhatDoesNotFit) {
 // Rows that arrive in the reverse order, as if other ranks had sent them.
 class ReversingExchange : public TokenExchange {
  public:
-  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+  ExchangePlanPtr begin_plan(const at::Tensor& counts, std::int64_t num_rows)
       override {
     ++plans;
     return LocalExchange().plan(counts, num_rows);
