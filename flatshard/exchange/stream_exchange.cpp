@@ -102,7 +102,7 @@ class StreamExchange::Transfer : public nn::RowTransfer {
     done_.record(exchange.stream());
   }
 
-  // Nobody asked for the rows: their memory is under way all the same.
+  // Nobody asked for the rows, but their memory is still under way.
   ~Transfer() override {
     if (exchange_ == nullptr) {
       return;

@@ -62,7 +62,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 constexpr std::int64_t kPerRank = 3;
 
-/// Rows that rank `rank` has for each expert; none at all now and then.
+/// Returns the rows that rank `rank` has for each expert; none at all now and
+/// then.
 std::vector<std::int64_t>
 draw_counts(int round, int rank, std::int64_t experts) {
   std::mt19937 random(100 * round + rank);

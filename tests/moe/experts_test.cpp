@@ -210,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(
         Rows{"AllBehind", {0, 0}, 4}),
     [](const auto& info) { return info.param.name; });
 
-// The loop of layers that a grouped one replaces.
+// Returns the loop of layers that a grouped one replaces.
 at::Tensor
 loop(const at::Tensor& x, const at::Tensor& w, const Groups& groups) {
   std::vector<at::Tensor> parts;

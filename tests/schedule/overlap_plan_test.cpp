@@ -106,9 +106,9 @@ TEST(OverlapPlan, P6_EveryPlanKeepsToItsDependencies) {
   }
 }
 
-// The largest number of (microbatch, layer) whose activations are alive at
-// once: from a layer's first step of the forward, or of the recompute, to its
-// last step of backward or weight gradient.
+// Returns the largest number of (microbatch, layer) whose activations are alive
+// at once: from a layer's first step of the forward, or of the recompute, to
+// its last step of backward or weight gradient.
 int peak_layers(const std::vector<PlanStep>& plan, bool recompute) {
   // Change of the number alive at each position.
   std::map<std::tuple<int, int, bool>, std::array<int, 2>> lives;
@@ -195,8 +195,8 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
   EXPECT_THAT(message(unknown), HasSubstr("expected 102 steps, got 103"));
 }
 
-// Whether the waits and the order of each stream lead from every step to what
-// it depends on.
+// Returns whether the waits and the order of each stream lead from every step
+// to what it depends on.
 bool proves_dependencies(
     const PlanCase& c,
     const std::vector<PlanStep>& plan,

@@ -81,7 +81,7 @@ class ScheduleHooks:
             interleaved: False: no other forward begins before its post_backward.
 
         Returns:
-            The BackwardPass, for late weight gradients.
+            Returns the BackwardPass, for delayed weight gradients.
         """
         if self._backward is not None:
             raise RuntimeError(
@@ -97,7 +97,7 @@ class ScheduleHooks:
         which.end_backward(module)
 
     def post_backward(self):
-        """The backward is over: reduces what is not reduced yet."""
+        """Ends the backward: reduces what is not reduced yet."""
         which = self._microbatch(self._backward, "post_backward")
         self._backward = None
         which.close()

@@ -41,7 +41,7 @@ def expert_parallel(
 
     Rank r of `ep_mesh` keeps experts [r * n, (r + 1) * n), n = experts / ranks, of the
     3-D parameters `gate_up_proj` and `down_proj`. transformers 4 has a list of experts
-    instead; they are stacked, and get version 5's names. Routers, auxiliary losses and
+    instead. They are stacked, and get version 5's names. Routers, auxiliary losses and
     the configuration are as before. On several ranks the host waits in each layer's
     forward for the number of rows. Gradients have no second derivative.
 
@@ -220,7 +220,8 @@ def _is_swiglu(experts):
 
 
 def _experts_of_rows(routed):
-    """[num_received, 1]: the expert of each row, as transformers' forward takes it."""
+    """Returns [num_received, 1]: the expert of each row, as transformers' forward takes
+    it."""
     ends = routed.ends
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     experts = torch.arange(len(ends), device=ends.device)

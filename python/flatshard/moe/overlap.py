@@ -30,14 +30,14 @@ from flatshard.moe.overlap_parts import (
     without_checkpoint,
 )
 
-# Names of nodes, by which late weight gradients are found.
+# The names of nodes, by which delayed weight gradients are found.
 _NODES = {"attend": 0, "experts": 1}
 
 _running = None
 
 
 def running():
-    """The schedule whose forward runs, or None."""
+    """Returns the schedule whose forward runs, or None."""
     return _running
 
 
@@ -48,9 +48,9 @@ def overlap_microbatches(
     *,
     delay_wgrad: bool = False,
 ) -> list[torch.Tensor]:
-    """Forward and backward of a step's microbatches by the 1F1B schedule.
+    """Runs forward and backward of a step's microbatches by the 1F1B schedule.
 
-    The gradients, and the losses, are bitwise those of
+    The gradients, and the losses, are bitwise equal to the results of
 
         for n, microbatch in enumerate(microbatches):
             model.set_requires_all_reduce(n + 1 == len(microbatches))
@@ -171,7 +171,7 @@ class _Schedule:
         return loss.detach()
 
     def run(self, module, function, args, kwargs):
-        """function(*args, **kwargs), the forward of a wrapped module."""
+        """Returns function(*args, **kwargs), the forward of a wrapped module."""
         mine, policy = self._now, state_of(module).mp_policy
         if mine is None:
             raise RuntimeError(
@@ -385,7 +385,7 @@ class _Schedule:
 
 
 def _backward(ends):
-    """One run of the engine from the (tensor, gradient)s that need one and have one."""
+    """Runs the engine once from the (tensor, gradient)s that need one and have one."""
     ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
     if ends:
         torch.autograd.backward(*zip(*ends))

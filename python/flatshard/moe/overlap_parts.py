@@ -67,8 +67,8 @@ class Again:
         )
 
     def run(self, function):
-        """function(), whose calls nobody records: transformers collects what layers
-        give in a variable of the context."""
+        """Returns function(), whose calls nobody records: transformers collects what
+        layers give in a variable of the context."""
         return contextvars.Context().run(self._run, function)
 
     def _run(self, function):
@@ -144,7 +144,7 @@ def outside_of_autocast(device):
 
 
 def is_cut(layer):
-    """It exchanges tokens."""
+    """Returns whether it exchanges tokens."""
     return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
 
 
@@ -161,7 +161,8 @@ def reads_after_experts(layer):
 
 
 def find_layers(model):
-    """The decoder layers, in order: the elements of the list that has the experts."""
+    """Returns the decoder layers, in order: the elements of the list that has the
+    experts."""
     found = next(
         (
             list(module)
