@@ -67,24 +67,23 @@ class TokenExchange {
   };
 
   virtual ~TokenExchange() = default;
+  /// begin_plan and finish_plan in one.
+  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows) {
+    ExchangePlanPtr made = begin_plan(counts, num_rows);
+    finish_plan(made);
+    return made;
+  }
+  /// Does not wait for the counts. Of the plan only num_sent is known before
+  /// finish_plan.
+  ///
   /// @param counts    int32 [experts], on the device: rows for each expert, of
   ///   all experts of the model.
-  /// @param num_rows  of the sent tensor: counts' sum, and dropped rows after
-  ///   it.
-  virtual ExchangePlanPtr plan(
-      const at::Tensor& counts,
-      std::int64_t num_rows) = 0;
-  /// Does `plan` in two parts, for work that compute queues in between: this
-  /// one does not wait for the counts. Only num_sent of the plan is known
-  /// before finish_plan.
+  /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
   virtual ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
-      std::int64_t num_rows) {
-    return plan(counts, num_rows);
-  }
-  /// Waits on the host until the counts of all ranks have arrived. On the
-  /// thread of begin_plan, before the next one; does nothing when it is
-  /// finished.
+      std::int64_t num_rows) = 0;
+  /// The host waits until the counts of all ranks are there. On the thread of
+  /// begin_plan, before the next one; does nothing when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
   /// Queues a transfer on the current stream or on another, and returns. Among
   /// several that are under way, those that started first finish first, on all
@@ -98,7 +97,7 @@ class TokenExchange {
 /// Every expert is here: rows stay where they are.
 class LocalExchange : public TokenExchange {
  public:
-  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+  ExchangePlanPtr begin_plan(const at::Tensor& counts, std::int64_t num_rows)
       override;
   std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
@@ -127,12 +126,14 @@ struct RowRoute {
   /// See TransferInput.
   std::optional<Permutation> tokens = {};
 
-  /// Returns the input of a transfer `to` its destination: rows, or gradients
-  /// of rows.
+  /// What goes `to` its destination: rows, or gradients of rows.
+  /// @param made  all of it is there after this point, for which the transfer
+  ///   waits unless something had to be copied. Unset: now.
   TransferInput input(
       TokenExchange::Direction to,
       TensorList rows,
-      const at::Tensor& addend = {}) const;
+      const at::Tensor& addend = {},
+      const std::optional<Event>& made = {}) const;
 };
 
 /// Returns the other direction.

@@ -81,8 +81,7 @@ class BackwardPass {
   /// Weight gradients that are still delayed are computed first.
   void close_backward();
 
-  bool is_open() const { return open_; }
-  /// Returns the number of weight gradients that are delayed now.
+  /// Weight gradients that are put off now.
   std::size_t num_late() const { return backward_.late.size(); }
 
  private:

@@ -59,9 +59,6 @@ struct OverlapPlanOptions {
   bool shared_experts = false;
   /// For each layer: it has no experts. Empty: none.
   std::vector<bool> dense;
-  /// Each exchange is launched before the compute that hides it, and not after
-  /// it: for one that begins after all that compute has queued.
-  bool rows_first = false;
 };
 
 /// Returns a training step of one pipeline stage, in the order in which a host

@@ -228,10 +228,10 @@ class WatchedExchange : public CollectiveExchange {
       [](const nn::TransferInput&) {};
 
  protected:
-  nn::TransferInput rows_to_send(const nn::TransferInput& input) override {
-    nn::TransferInput rows = CollectiveExchange::rows_to_send(input);
-    on_rows(rows);
-    return rows;
+  void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
+      override {
+    CollectiveExchange::begin_dispatch(plan, input);
+    on_rows(input);
   }
 };
 

@@ -67,20 +67,6 @@ TEST(OverlapPlan, ThreeInFlightKeepTheOrderOfAPair) {
       "B2.attend(0) B2.embed");
 }
 
-TEST(OverlapPlan, RowsFirstLaunchesExchangesBeforeWhatHidesThem) {
-  const std::string text = text_of(2, 2, {.rows_first = true});
-  EXPECT_NE(
-      text.find("F1.attend(0) F1.dispatch(0) B0.experts(1) B0.dispatch(1) "
-                "F1.experts(0) F1.combine(0) "),
-      std::string::npos)
-      << text;
-  EXPECT_NO_THROW(check_plan(
-      overlap_plan(2, 2, {.rows_first = true}),
-      2,
-      2,
-      {.rows_first = true}));
-}
-
 TEST(OverlapPlan, OneLayerWithEverything) {
   EXPECT_EQ(
       text_of(

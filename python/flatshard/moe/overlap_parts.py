@@ -20,9 +20,17 @@ class Layer:
         self.sent = self.arrived = None  # [tokens or rows, their weights]
         self.expert_rows = self.back = None
         self.logits = None  # (the router's, the leaf that others read)
-        self.transfer = None  # RowTransfer, or the gradients that it takes
+        self.gradients = None  # (those that the next exchange takes, when made)
+        self.transfer = None  # RowTransfer
         self.again = self.forward = None  # Again, and what it runs
         self.ended = self.began = False  # forward, backward
+
+    def to_send(self, gradients):
+        """All of them are queued: the exchange waits for nothing after them."""
+        self.gradients = list(gradients), self.routed.queued()
+
+    def send(self, start):
+        self.transfer, self.gradients = start(*self.gradients), None
 
     def forget(self):
         """Drops the results of its forward, except what others read."""
