@@ -151,8 +151,9 @@ void PeerExchange::reserve(
         window_nbytes_);
     needed = at::round_up(needed, kPartAlignment) + num_rows * row;
   }
-  // The same on all ranks, each of which knows the most rows of any. Those that
-  // peers still read stay until every rank has come here.
+  // The size is the same on all ranks, each of which has the largest number of
+  // rows of any. Windows that peers still read stay until every rank has come
+  // here.
   if (grows_ && needed > window_nbytes_) {
     Event idle;
     idle.record(stream());
@@ -278,7 +279,7 @@ std::function<void()> PeerExchange::transfer(
   if (input.rows.empty()) {
     return [] {};
   }
-  // The plan lives as long as the graph.
+  // The plan exists as long as the graph.
   return [this, plan, made, direction, out, input, has_begun] {
     if (input.tokens && !made->places) {
       made->places = nn::row_places(

@@ -98,7 +98,7 @@ class PeerExchange : public StreamExchange {
 
   /// Collective. @param nbytes  of the largest transfer
   void make_windows(std::int64_t nbytes);
-  /// Those of each fence.
+  /// Returns the parts of each fence.
   /// @param of_tokens  the first one is.
   std::vector<std::vector<Part>> parts_by_fence(
       const Plan& plan,
@@ -136,7 +136,7 @@ class PeerExchange : public StreamExchange {
   /// where rows of tokens are.
   at::Tensor
   rows_in_window(int half, std::int64_t num_rows, const at::Tensor& like) const;
-  /// What a plan uploads.
+  /// Returns the tables that a plan uploads.
   RunTables tables();
   void copy(const std::vector<BytesCopy>& copies) const;
   /// Returns the window of rank `rank`, in the half that this transfer uses.

@@ -42,12 +42,12 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// the first part of their width. The next as many divide them for the second
 /// part, and so on. A Mesh orders the ranks over {ep, etp} like this.
 ///
-/// Rows arrive by expert, those of one expert in the order of the ranks. They
-/// travel on a stream of their own, beside what compute is doing. The host
-/// waits once for each plan (finish_plan), until the counts of all ranks are
-/// there: behind the router, and not behind what was queued since. A dispatch
-/// finishes a plan that was only begun, and queues before that wait what needs
-/// the counts of this rank alone (begin_dispatch).
+/// Rows arrive by expert, and within one expert in the order of the ranks. They
+/// are exchanged on a separate stream, in parallel with compute. The host waits
+/// once for each plan (finish_plan), until the counts of all ranks have
+/// arrived: after the router, and not after later work. A dispatch finishes a
+/// plan that was only begun. Before that wait it queues the work that needs
+/// only this rank's counts (begin_dispatch).
 class StreamExchange : public nn::TokenExchange {
  public:
   nn::ExchangePlanPtr begin_plan(
@@ -106,7 +106,8 @@ class StreamExchange : public nn::TokenExchange {
   virtual bool takes_tokens(const at::Tensor& /*tokens*/) const {
     return false;
   }
-  /// What brings `input` to `out`, for the stream. All tensors are defined.
+  /// Returns the work of the stream that brings `input` to `out`. All tensors
+  /// are defined.
   virtual std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,

@@ -345,7 +345,7 @@ RowPlaces row_places(
   }
   at::arange_out(places.of_rows, permutation.rows());
   const at::Tensor begins = runs[0];
-  // -1 before the first run, `last` + 1 behind the last.
+  // -1 before the first run, `last` + 1 after the last.
   const at::Tensor run =
       at::searchsorted(begins, places.of_rows, false, /*right=*/true) - 1;
   const std::int64_t last = runs.size(1) - 2;

@@ -17,7 +17,7 @@ struct Permutation {
   std::int64_t tokens() const { return inverse.size(0); }
   std::int64_t slots() const { return inverse.size(1); }
   std::int64_t rows() const { return order.size(0); }
-  /// Of rows [begin, end) alone; `inverse` is that of all rows.
+  /// Returns rows [begin, end) alone; `inverse` covers all rows.
   Permutation part(std::int64_t begin, std::int64_t end) const {
     return {order.slice(0, begin, end), inverse, drops};
   }
@@ -50,7 +50,7 @@ ExpertOrder order_by_expert(
     const at::Tensor& experts,
     std::int64_t num_experts);
 
-/// Row r is that of the token of pair order[r]: each token once for each of its
+/// Row r belongs to the token of pair order[r]: each token once for each of its
 /// slots. Its gradient is sum_rows_of_tokens.
 ///
 /// @param x  [tokens, dim]
@@ -78,15 +78,15 @@ at::Tensor permute_weights(
     const at::Tensor& weights,
     const Permutation& permutation);
 
-// Rows of a permutation that lie in two tensors: rows that leave, each at its
-// own index, and those of runs that stay, elsewhere. So tokens are permuted
-// into both, and their rows added up from both, without another copy.
+// Rows of a permutation that are in two tensors: rows that leave, each at its
+// own index, and rows of runs that stay, elsewhere. So tokens are permuted into
+// both, and their rows added up from both, without another copy.
 
 /// Rows like these can: on the CPU all, on GPUs float32 and bfloat16.
 bool can_split_rows(const at::Tensor& rows);
 
-/// Where the rows of a permutation lie. A value v >= 0 is row v of those that
-/// leave, v <= -2 is row -2 - v of those that stay, and -1 is dropped.
+/// The places of the rows of a permutation. A value v >= 0 is row v of the rows
+/// that leave. v <= -2 is row -2 - v of the rows that stay, and -1 is dropped.
 struct RowPlaces {
   at::Tensor of_rows;   ///< int32 [rows], in the order of the permutation
   at::Tensor of_pairs;  ///< int32 [tokens, slots]
@@ -95,7 +95,7 @@ struct RowPlaces {
 /// @param runs      int32 [2, runs + 1], on the permutation's device: the first
 ///   row of each run that stays, and its first row among those that stay. Runs
 ///   follow each other; [0, runs] is where the last one ends.
-/// @param num_rows  those behind are dropped.
+/// @param num_rows  later ones are dropped.
 RowPlaces row_places(
     const Permutation& permutation,
     const at::Tensor& runs,
@@ -107,9 +107,8 @@ RowPlaces row_places(
 /// @param places   RowPlaces::of_rows of these rows; undefined: all leave, row
 ///   by row.
 /// @param leaving  [rows or more, dim]; rows that stay are left as they are
-/// @param staying  [any, dim], other rows than those of runs likewise;
-/// undefined
-///   without places
+/// @param staying  [any, dim], likewise only rows of runs; undefined without
+/// places
 void permute_rows_into(
     const at::Tensor& x,
     const Permutation& permutation,
@@ -117,7 +116,8 @@ void permute_rows_into(
     const at::Tensor& leaving,
     const at::Tensor& staying);
 
-/// sum_rows_of_tokens of rows in two tensors, the same bits. No graph.
+/// Computes sum_rows_of_tokens of rows in two tensors, with bitwise identical
+/// results. No graph.
 ///
 /// @param leaving, staying  as for permute_rows_into
 /// @param addend  [tokens, dim], of more dimensions, or undefined

@@ -30,7 +30,7 @@ RouterRule rule_of(const RouterOptions& options, std::int64_t num_experts) {
       .scale = static_cast<float>(options.scale)};
 }
 
-// What a node works with besides logits. No gradient goes into it.
+// The state of a node in addition to logits. No gradient goes into it.
 struct RouterState : torch::CustomClassHolder {
   RouterOptions options;
   LossGradientPtr loss_gradient;
@@ -41,7 +41,8 @@ struct RouterState : torch::CustomClassHolder {
 };
 
 // The gradient of aux_loss divides by the tokens of this rank twice, for f and
-// for P, and that of z_loss once; both count the tokens of all ranks.
+// for P, and the gradient of z_loss once. Both losses count the tokens of all
+// ranks.
 float shared_coefficient(double coefficient, int divisions, int num_ranks) {
   return static_cast<float>(coefficient / std::pow(num_ranks, divisions));
 }
@@ -80,7 +81,7 @@ at::Tensor choose(
   return best_of(choice, options.experts_per_token).to(at::kInt);
 }
 
-// What the weights are before they are scaled, and what normalizes them.
+// Returns the weights before they are scaled, and their normalizer.
 std::tuple<at::Tensor, at::Tensor> chosen_scores(
     const at::Tensor& scores,
     const at::Tensor& experts,
@@ -343,7 +344,8 @@ at::Tensor load_balance(
 Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity) {
   const at::NoGradGuard no_grad;
   const at::Tensor experts = routing.experts.flatten();
-  // By expert, and within one by weight: the second sort keeps the first's.
+  // The order is by expert, and within one by weight: the second sort keeps the
+  // first's.
   const at::Tensor by_weight = std::get<1>(at::sort(
       routing.weights.detach().flatten(),
       /*stable=*/true,

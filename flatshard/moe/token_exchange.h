@@ -73,17 +73,19 @@ class TokenExchange {
     finish_plan(made);
     return made;
   }
-  /// Does not wait for the counts. Of the plan only num_sent is known before
+  /// Does not wait for the counts. Only num_sent of the plan is known before
   /// finish_plan.
   ///
   /// @param counts    int32 [experts], on the device: rows for each expert, of
   ///   all experts of the model.
-  /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
+  /// @param num_rows  of the sent tensor: counts' sum, and dropped rows after
+  ///   it.
   virtual ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) = 0;
-  /// The host waits until the counts of all ranks are there. On the thread of
-  /// begin_plan, before the next one; does nothing when it is finished.
+  /// Waits on the host until the counts of all ranks have arrived. On the
+  /// thread of begin_plan, before the next one; does nothing when it is
+  /// finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
   /// Queues a transfer on the current stream or on another, and returns. Among
   /// several that are under way, those that started first finish first, on all
@@ -126,8 +128,9 @@ struct RowRoute {
   /// See TransferInput.
   std::optional<Permutation> tokens = {};
 
-  /// What goes `to` its destination: rows, or gradients of rows.
-  /// @param made  all of it is there after this point, for which the transfer
+  /// Returns the input of a transfer `to` its destination: rows, or gradients
+  /// of rows.
+  /// @param made  all of it exists after this point, for which the transfer
   ///   waits unless something had to be copied. Unset: now.
   TransferInput input(
       TokenExchange::Direction to,

@@ -72,7 +72,7 @@ class RoutedTokens {
     return nn::exchange_rows(route(Direction::combine), {rows})[0];
   }
 
-  /// What the current stream has queued so far.
+  /// Returns the point after the current stream's work so far.
   Event queued() const {
     Event event;
     event.record(*current_stream(permutation_.order.device()));

@@ -304,8 +304,8 @@ class _Schedule:
 
     def _merge_backward(self, mine, number):
         layer = self._begin(mine, number)
-        # The gradient of the tokens comes with attend's as well, since its weights and
-        # residual are there.
+        # The gradient of the tokens comes with attend's as well, which has its weights
+        # and residual.
         layer.to_send(
             torch.autograd.grad(
                 layer.output, layer.back, layer.result.grad, retain_graph=True
