@@ -101,8 +101,9 @@ class StreamExchange : public nn::TokenExchange {
   virtual void reserve(
       const nn::ExchangePlanPtr& /*plan*/,
       const nn::TransferInput& /*input*/) {}
-  /// Whether `transfer` takes tokens like these (TransferInput::tokens). Else
-  /// they are permuted before it, and added up after it.
+  /// Returns whether `transfer` takes tokens like these
+  /// (TransferInput::tokens). Else they are permuted before it, and added up
+  /// after it.
   virtual bool takes_tokens(const at::Tensor& /*tokens*/) const {
     return false;
   }

@@ -23,7 +23,7 @@ struct Permutation {
   }
 };
 
-/// A stable sort.
+/// Sorts stably.
 ///
 /// @param experts  int32 [tokens, slots] in [0, experts], the last for dropped
 /// @param counts   int32 [experts], how often each occurs
@@ -82,7 +82,8 @@ at::Tensor permute_weights(
 // own index, and rows of runs that stay, elsewhere. So tokens are permuted into
 // both, and their rows added up from both, without another copy.
 
-/// Rows like these can: on the CPU all, on GPUs float32 and bfloat16.
+/// Returns whether rows like these can: on the CPU all, on GPUs float32 and
+/// bfloat16.
 bool can_split_rows(const at::Tensor& rows);
 
 /// The places of the rows of a permutation. A value v >= 0 is row v of the rows
@@ -108,7 +109,7 @@ RowPlaces row_places(
 ///   by row.
 /// @param leaving  [rows or more, dim]; rows that stay are left as they are
 /// @param staying  [any, dim], likewise only rows of runs; undefined without
-/// places
+///   places
 void permute_rows_into(
     const at::Tensor& x,
     const Permutation& permutation,
