@@ -91,8 +91,8 @@ class Parameter:
     @property
     def shown(self):
         """The holder of the tensor that modules see in place of `whole`; None: they see
-        it."""
-        return self.extension or self.parallel
+        it, as an FP8 layer does, whose weight is not read."""
+        return self.extension or (None if self.float8 else self.parallel)
 
     def is_shown(self):
         """Some module has it."""
