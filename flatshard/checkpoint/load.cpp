@@ -77,7 +77,7 @@ class Loader {
         options_(options),
         mesh_(mesh) {}
 
-  /// Everything that can fail; changes nothing.
+  /// Reads everything that can fail; changes nothing.
   void read() {
     const auto begin = std::chrono::steady_clock::now();
     manifest_ = read_manifest(folder_);
@@ -171,7 +171,7 @@ class Loader {
     });
   }
 
-  /// The stored tensor of a box, under whichever of its names.
+  /// Returns the stored tensor of a box, under whichever of its names.
   const StoredTensor& stored(const OwnedBox& owned) {
     const auto role = manifest_.tensors.find(owned.role);
     FLATSHARD_CHECK(
@@ -238,7 +238,7 @@ class Loader {
     }
   }
 
-  /// What the checkpoint has and the model has not.
+  /// Throws when the checkpoint has tensors that the model lacks.
   void check_names() const {
     for (const auto& [role, tensors] : manifest_.tensors) {
       if (optimizer_ == nullptr && role != kWeightRole && role != kBufferRole) {

@@ -53,7 +53,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return files;
 }
 
-/// Whether a file of the folder has weights of some kind.
+/// Returns whether a file of the folder has weights of some kind.
 bool is_weights_file(std::string_view name) {
   constexpr std::string_view kBegins[] = {
       "model",
@@ -93,7 +93,7 @@ std::set<std::string> weights_files(const fs::path& folder) {
   return names;
 }
 
-/// What to do about a folder with neither form.
+/// Returns advice for a folder with neither form.
 std::string advice(const fs::path& folder) {
   const auto files = weights_files(folder);
   const auto has = [&](std::string_view begin, std::string_view end) {

@@ -34,7 +34,7 @@ nn::RouterOptions router_options(
       .ranks = options.ranks};
 }
 
-// A forward that a backward is to follow.
+// Returns whether a backward follows the forward.
 bool backward_follows() {
   return at::GradMode::is_enabled() || nn::in_checkpointed_forward();
 }
@@ -325,7 +325,7 @@ void MoeImpl::append_nodes(
         return nn::TensorList{
             before.sum,
             before.rows,
-            // A reader of its own, whose gradient comes by itself.
+            // A separate reader, whose gradient comes separately.
             before.rows.view(before.rows.sizes()),
             nn::permute_weights(routing.weights, record->permutation)};
       });

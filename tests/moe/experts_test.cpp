@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
@@ -94,7 +93,7 @@ TEST(Permutations, M3_RowsAndSumsAreEachOthersGradients) {
       EXPECT_TRUE(at::equal(rows[r], x[p.order[r].item<std::int64_t>() / 3]));
     }
     at::Tensor g = at::randn({60, 6}, seeded(4)).to(dtype);
-    // Of rows that were dropped nobody may read the gradient.
+    // Nobody may read the gradient of rows that were dropped.
     g.slice(0, kept).fill_(std::nan(""));
     rows.backward(g);
     const at::Tensor sum = sum_rows_of_tokens(g, p);
@@ -131,7 +130,7 @@ TEST(Permutations, ADroppedPairsWeightHasNoGradient) {
       at::tensor({20.F, 0.F, 10.F, 0.F}).view({2, 2})));
 }
 
-// Of a batch of sequences: its shape stays.
+// A batch of sequences keeps its shape.
 TEST(Permutations, SumsHaveTheShapeOfTheFirstAddend) {
   const at::Tensor experts = int_tensor({1, 0, 0, 1, 2, 0, 1, 2}).view({4, 2});
   const Permutation p = sort_by_expert(experts, int_tensor({3, 3, 2}));
@@ -169,7 +168,7 @@ TEST(Permutations, WeightsOfPairsThatAllHaveRows) {
   EXPECT_TRUE(at::equal(permute_weights(gradients[1], p), dy));
 }
 
-// Counts of groups: balanced, some empty, all in one, one row, with rows behind
+// Counts of groups: balanced, some empty, all in one, one row, with rows after
 // the last end.
 struct Rows {
   const char* name;
@@ -211,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(
         Rows{"AllBehind", {0, 0}, 4}),
     [](const auto& info) { return info.param.name; });
 
-// The loop of layers that a grouped one replaces.
+// Returns the loop of layers that a grouped one replaces.
 at::Tensor
 loop(const at::Tensor& x, const at::Tensor& w, const Groups& groups) {
   std::vector<at::Tensor> parts;
@@ -390,7 +389,7 @@ TEST(GroupedLinears, RefuseWhatDoesNotFit) {
 // Rows that arrive in the reverse order, as if other ranks had sent them.
 class ReversingExchange : public TokenExchange {
  public:
-  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+  ExchangePlanPtr begin_plan(const at::Tensor& counts, std::int64_t num_rows)
       override {
     ++plans;
     return LocalExchange().plan(counts, num_rows);

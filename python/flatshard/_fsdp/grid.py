@@ -8,8 +8,8 @@ from flatshard._tensor.mesh import core_mesh_of_all, root_names
 
 
 def grid_of(units):
-    """The DeviceMesh of all dimensions over which the parameters of `units` are cut or
-    repeated; None without tensor parallelism."""
+    """Returns the DeviceMesh of all dimensions over which the parameters of `units` are
+    cut or repeated; None without tensor parallelism."""
     parallel = [p.parallel for u in units for p in u.parameters if p.parallel]
     if not parallel:
         return None
@@ -79,7 +79,7 @@ def sums_over(grid, units, squares):
 
 
 def _cut_over(p):
-    """The root mesh's dimensions along which ranks have other parts of the user's
+    """Returns the root mesh's dimensions along which ranks have other parts of the user's
     tensor."""
     if p.parallel is None:
         return set()

@@ -71,7 +71,7 @@ class Root:
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
-        # The units hold this object; they go with their modules.
+        # The units hold this object. They go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
         self._checkpoint_mesh = None
@@ -154,7 +154,8 @@ class Root:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def checkpoint_mesh(self):
-        """The core's mesh over all ranks that hold parts of the model. Collective."""
+        """Returns the core's mesh over all ranks that hold parts of the model.
+        Collective."""
         if self._checkpoint_mesh is None:
             grid = grid_of(self.units)
             self._checkpoint_mesh = (
@@ -166,7 +167,7 @@ class Root:
 
     @staticmethod
     def reshards(unit):
-        """Whether the unit is resharded after its forward."""
+        """Returns whether the unit is resharded after its forward."""
         asked = unit.policy.reshard_after_forward
         # FSDP2: the root's parameters are needed first in the backward.
         return unit.id != 0 if asked is None else asked
@@ -189,13 +190,13 @@ class Root:
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )
-        # As with FSDP2, parameters() are the unsharded ones until the backward.
-        # Not where these have no values of their own, or are no leaves.
+        # As with FSDP2, parameters() are the unsharded ones until the backward. This
+        # does not hold where these have no own values, or are no leaves.
         special = unit.fp8 is not None or unit.extended or self.cuda_graphs
         self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 
     def apply_limits(self, policy):
-        """The settings of the whole model by setters of the root."""
+        """Applies the settings of the whole model from the root's setters."""
         if policy.max_input_buffers is not None:
             self.core.set_max_grad_slots(policy.max_input_buffers + 1)
         if policy.reports_nan:

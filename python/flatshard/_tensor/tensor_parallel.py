@@ -21,8 +21,9 @@ class TensorParallel:
     """How one such parameter is shown.
 
     Attributes:
-        made: what modules see while the unit computes, once it has been needed.
-        mesh: DeviceMesh of the shard: that of fully_shard, and the parameter's own.
+        made: the tensor that modules see while the unit computes, once it has been
+            needed.
+        mesh: DeviceMesh of the shard: fully_shard's mesh and the parameter's own.
         shape, stride: of the whole tensor.
     """
 
@@ -78,7 +79,7 @@ class TensorParallel:
         self.stride = contiguous_stride(self.shape)
 
     def placements(self, device_mesh, dim, is_cut):
-        """Of the shard.
+        """Returns the placements of the shard.
 
         Args:
             device_mesh: of fully_shard.
@@ -95,8 +96,8 @@ class TensorParallel:
         return [*outer, own if is_cut else Replicate(), *inner]
 
     def cuts(self):
-        """(dim, indices of the whole tensor, begin, end) of each dimension of which the
-        tensor that the core shards has a part: begin to end."""
+        """Returns (dim, indices of the whole tensor, begin, end) of each dimension of
+        which the tensor that the core shards has a part: begin to end."""
         ranges = {}
         inner = self._inner_placements()
         for i, placement in enumerate(inner, self.mesh.ndim - len(inner)):
@@ -110,13 +111,13 @@ class TensorParallel:
         return [(dim, self.shape[dim], *ends) for dim, ends in ranges.items()]
 
     def names_with_equal(self):
-        """The root mesh's dimensions along which ranks have equal values."""
+        """Returns the root mesh's dimensions along which ranks have equal values."""
         mesh = self._spec.mesh
         names = zip(mesh.mesh_dim_names, self._spec.placements)
         return root_names(mesh, [name for name, p in names if p.is_replicate()])
 
     def _inner_placements(self):
-        """Over the dimensions of its mesh that are not fully_shard's."""
+        """Returns those over the dimensions of its mesh that are not fully_shard's."""
         return [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
 
     @property
@@ -135,7 +136,8 @@ class TensorParallel:
 
     @property
     def tensor(self):
-        """The tensor that modules see. For the core, while its parameter has values."""
+        """Returns the tensor that modules see. The core calls it while its parameter
+        has values."""
         trains = self._whole.requires_grad
         if self.made is not None and self.made.requires_grad == trains:
             return self.made
@@ -149,15 +151,16 @@ class TensorParallel:
         return self.made
 
     def point(self):
-        """For the core, when its parameter gets values: the DTensor over it has them,
-        too."""
+        """Called by the core when its parameter gets values: the DTensor over it has
+        them, too."""
 
     def clear(self):
-        """For the core, when its parameter loses them."""
+        """Called by the core when its parameter loses them."""
 
 
 def _joined(first, second):
-    """The mesh of the dimensions of both; None where they are not of one mesh."""
+    """Returns the mesh of the dimensions of both; None where they are not of one
+    mesh."""
     try:
         mesh = joined_meshes([first, second])
     except RuntimeError:
@@ -178,15 +181,17 @@ class _Shown(torch.autograd.Function):
         if grad.placements != ctx.spec.placements:
             grad = grad.redistribute(placements=ctx.spec.placements)
         local = grad.to_local()
-        # Of an asynchronous collective.
+        # Waits for an asynchronous collective.
         return local.wait() if hasattr(local, "wait") else local, None
 
 
 def plain_value(tensor):
-    """The tensor of a parameter that the core shards: of a DTensor, this rank's part."""
+    """Returns the tensor of a parameter that the core shards: of a DTensor, this rank's
+    part."""
     return tensor._local_tensor if is_tensor_parallel(tensor) else tensor.detach()
 
 
 def is_tensor_parallel(tensor):
-    """A DTensor that is no shard of Flatshard's, whose kinds are classes of their own."""
+    """Returns whether a tensor is a DTensor of a class other than Flatshard's
+    shards."""
     return type(tensor) is DTensor

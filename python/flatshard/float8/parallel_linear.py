@@ -10,7 +10,7 @@ from flatshard._tensor.sharded_tensor import contiguous_stride
 
 
 def why_not_cut(tensor):
-    """Why the DTensor `tensor` cannot be such a weight; "" when it can."""
+    """Returns why the DTensor `tensor` cannot be such a weight; "" when it can."""
     if tensor.device_mesh.ndim != 1:
         return f"it is a DTensor over {tensor.device_mesh.ndim} mesh dimensions"
     placement = tensor.placements[0]
@@ -20,7 +20,7 @@ def why_not_cut(tensor):
 
 
 def parallel_linear(module, input, spec, linear):
-    """The forward of a Float8Linear.
+    """Runs the forward of a Float8Linear.
 
     Args:
         input: [..., in_features], a DTensor over the mesh of `spec`.
@@ -52,7 +52,7 @@ def parallel_linear(module, input, spec, linear):
 
 
 def _own_bias(bias, placement, mesh):
-    """What this rank adds to its part of the result."""
+    """Returns what this rank adds to its part of the result."""
     if bias is None:
         return None
     if placement.dim == 0:
@@ -62,7 +62,7 @@ def _own_bias(bias, placement, mesh):
 
 
 def _arrived(tensor):
-    """Of an asynchronous collective. A compiler waits by itself."""
+    """Waits for an asynchronous collective. A compiler adds its own wait."""
     if torch.compiler.is_compiling() or not hasattr(tensor, "wait"):
         return tensor
     return tensor.wait()
