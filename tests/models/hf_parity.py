@@ -173,6 +173,23 @@ CASES = {
         "num_experts_per_tok": 3,
         "sliding_window": None,
     },
+    "gpt_oss": {
+        FAMILY: "GptOss",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3_moe": {
         FAMILY: "Qwen3Moe",
         "num_key_value_heads": 2,
@@ -259,15 +276,17 @@ def save_model(model, folder, version_5):
 def gradients(model):
     """Of transformers' model, by the names on disk: one for each expert.
 
-    In memory transformers 4 has them so; 5 has one tensor of all experts.
+    In memory transformers 4 has them so; 5 has one tensor of all experts, as gpt_oss
+    has on disk, too.
     """
     import torch
 
     mixtral = model.config.model_type == "mixtral"
+    together = model.config.model_type == "gpt_oss"
     found = {}
     for name, parameter in model.named_parameters():
         part = name.split(".")[-1]
-        if part not in ("gate_up_proj", "down_proj"):
+        if together or part not in ("gate_up_proj", "down_proj"):
             if mixtral:
                 name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
             # An expert that no token went to has none.
@@ -295,6 +314,7 @@ POST_NORMS = [
 # What parts of names on disk are called here.
 RENAMES = {
     "mixtral": [(".block_sparse_moe.", ".mlp.")],
+    "gpt_oss": [(".mlp.router.", ".mlp.gate.")],
     "olmo2": POST_NORMS,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
@@ -324,7 +344,7 @@ def split_as_here(config, name, tensor):
         if theirs in name:
             name = name.replace(theirs, ours)
             break
-    if ".experts." in name:
+    if ".experts." in name and config.model_type != "gpt_oss":
         block = name.split(".experts.")[0]
         down = name.split(".")[-2] in ("down_proj", "w2")
         name = f"{block}.experts.{'down_proj' if down else 'gate_up_proj'}"
@@ -387,7 +407,7 @@ def change_weights(model):
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.mul_(3)
                 continue
             # Of norms before layers, whether they begin with ones or with zeros.
