@@ -326,8 +326,8 @@ TEST(Families, UnknownOnesAreAnsweredWithTheList) {
     EXPECT_EQ(
         error.message(),
         "model.family: expected one of llama, qwen2, qwen3, mistral, olmo2, "
-        "phi3, gemma2, gemma3, mixtral, qwen3_moe, moe, got 'gpt2'; it is not "
-        "supported");
+        "phi3, gemma2, gemma3, mixtral, qwen3_moe, gpt_oss, moe, got 'gpt2'; "
+        "it is not supported");
   }
 }
 
