@@ -323,7 +323,7 @@ RENAMES = {
 
 
 def split_as_here(config, name, tensor):
-    """Names of our parameters and what one tensor on disk has of them."""
+    """Returns names of Flatshard's parameters and their parts of one tensor on disk."""
     if name == "model.norm.weight":
         return [("lm_head.norm.weight", tensor)]
     if name.endswith(".qkv_proj.weight"):
@@ -353,7 +353,7 @@ def split_as_here(config, name, tensor):
 
 
 def norms_as_here(config, grads):
-    """Norms of the gradients of our parameters."""
+    """Returns norms of the gradients of Flatshard's parameters."""
     squares = {}
     for name, grad in grads.items():
         for ours, tensor in split_as_here(config, name, grad):
@@ -482,8 +482,10 @@ def try_case(program, logits_program, folder, data, name, options):
     furthest = 0.0
     for key, grad in theirs.items():
         apart = (ours[key] - grad).abs().max().item()
-        parts = split_as_here(model.config, key, grad)
-        scale = max(scales[name_here] for name_here, _ in parts)
+        parts = [part for part, _ in split_as_here(model.config, key, grad)]
+        # Of a bias also its weight's: tokens cancel in it, and their rounding does not.
+        parts += [part.removesuffix("bias") + "weight" for part in parts]
+        scale = max(scales.get(part, 0.0) for part in parts)
         furthest = max(furthest, apart / scale)
         compare(f"{name}: elements of the gradient of {key}", apart, 0.0, scale)
 
