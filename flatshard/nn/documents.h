@@ -58,10 +58,12 @@ void write_documents(
 /// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
 /// @return      [batch, seq, heads * head_dim], contiguous
 ///
-/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, which
-/// works on each document alone. Else on CUDA: a mask of seq * seq elements for
-/// each row, and the work of whole rows. On CPUs: one document after the other.
-/// @throws Error{config} for soft caps on a GPU.
+/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, whose
+/// work is that of the documents alone. Else on CUDA: a mask of seq * seq
+/// elements for each row, and the work of whole rows. On CPUs: one document
+/// after the other.
+/// @throws Error{config} for soft caps on a GPU, and for sinks where
+/// FlashAttention does not fit.
 at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,
