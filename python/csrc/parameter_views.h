@@ -78,12 +78,8 @@ class ParameterViews : public StepObserver,
   /// GIL, while no forward and no backward is open.
   void capture(UnitId unit, bool captures);
   bool captures() const { return captures_; }
-<<<<<<< ours
   bool runs_hooks() const { return runs_hooks_; }
   /// The backward that is open goes on in another one, and its reductions are
-=======
-  /// The backward that is open continues in another one, and its reductions are
->>>>>>> theirs
   /// not joined: gradients show after that. With the GIL.
   void backward_goes_on() { goes_on_ = true; }
   /// @throws Error{usage} for hooks that would see gradients before.
