@@ -39,7 +39,7 @@ struct LoadedCheckpoint {
 /// Collective; blocks.
 ///
 /// Everything is read and checked, on all ranks, before the first element of
-/// the model changes. Until then it lies in host memory: as many bytes as this
+/// the model changes. Until then it is in host memory: as many bytes as this
 /// rank's shards of main weights and optimizer state.
 ///
 /// @param folder     a step-N folder.

@@ -80,7 +80,8 @@ class ParamGroup {
   /// they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
-  /// From now on checkpoints know nothing of the parameter. It keeps its place.
+  /// From now on checkpoints do not depend on the parameter. It keeps its
+  /// place.
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }
