@@ -33,8 +33,7 @@ class RunOutput {
 
   /// Opens the files, when all that can fail has gone well on all ranks. Those
   /// of an earlier run are put aside, unless this one continues with it. Once.
-  /// @param resumed  the files of the run that this one continues with are
-  /// there
+  /// @param resumed  the run that this one continues has files
   ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
   void open(const Config& config, bool resumed, const StartMetrics& start);
