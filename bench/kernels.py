@@ -2,10 +2,11 @@
 
 python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 
-Prints a table: microseconds of each, the GB/s that Flatshard's reaches with the bytes
-that the operation has to move at least, as a share of a copy's, and PyTorch's times.
-One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures PyTorch's for
-some operations. `flatshard plan --calibrate` measures products of matrices.
+Prints a table with the microseconds of each kernel and PyTorch's times. It also has the
+GB/s that Flatshard's reaches with the bytes that the operation has to move at least, as
+a share of a copy's. One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures
+PyTorch's for some operations. `flatshard plan --calibrate` measures products of
+matrices.
 """
 
 import functools
@@ -199,7 +200,7 @@ def sum_rows(rows, source, first):
 
 
 def expert_products(x, act, up, down, dgate_up, dy, ends):
-    """Both products of a layer of experts and all their gradients."""
+    """Runs both products of a layer of experts and all their gradients."""
     product = functools.partial(torch._grouped_mm, offs=ends)
     return (
         *(product(x, up), product(act, down)),
@@ -284,7 +285,8 @@ def float8_cases(tokens):
 
 
 def expert_cases(tokens):
-    """The parts of a layer of experts, whose products are `torch._grouped_mm`'s."""
+    """Returns the parts of a layer of experts, whose products are
+    `torch._grouped_mm`'s."""
     logits = normal(tokens, EXPERTS, dtype=torch.float32)
     experts = logits.topk(PER_TOKEN, -1).indices.flatten()
     source = experts.argsort(stable=True) // PER_TOKEN

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# nvcc, its middle end, the headers that it includes by itself, and the runtime's.
+# nvcc, its middle end, the headers that it includes automatically, and the runtime's.
 PACKAGES = (
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
@@ -31,7 +31,7 @@ CPU_ONLY = "FLATSHARD_CUDA=off builds for CPUs only"
 
 @dataclass
 class Choice:
-    """`build` says whether CUDA code is built. Without `nvcc` it cannot be, yet."""
+    """`build` holds whether CUDA code is built. Without `nvcc` it cannot be, yet."""
 
     build: bool
     nvcc: Path | None
@@ -43,7 +43,7 @@ class Choice:
 
 
 def torch_cuda(torch):
-    """The CUDA version of the torch package in folder `torch`, or None."""
+    """Returns the CUDA version of the torch package in folder `torch`, or None."""
     found = re.search(
         r"^cuda: Optional\[str\] = '([\d.]+)'", (torch / "version.py").read_text(), re.M
     )
@@ -51,7 +51,8 @@ def torch_cuda(torch):
 
 
 def has_gpu():
-    """Tells whether this machine has an NVIDIA GPU. Under WSL only nvidia-smi shows it."""
+    """Returns whether this machine has an NVIDIA GPU. Under WSL only nvidia-smi shows
+    it."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     try:
@@ -62,12 +63,12 @@ def has_gpu():
 
 
 def fetched_folder(cuda):
-    """Where scripts/bootstrap puts nvcc, in addition to .venv."""
+    """Returns where scripts/bootstrap puts nvcc, in addition to .venv."""
     return ROOT / f".cuda-{cuda}"
 
 
 def candidates(torch, cuda):
-    """Every nvcc that may be there, the user's choice first."""
+    """Returns every nvcc that may be there, the user's choice first."""
     if os.environ.get("CUDA_HOME"):
         yield Path(os.environ["CUDA_HOME"]) / "bin/nvcc"
     if in_path := shutil.which("nvcc"):
@@ -81,7 +82,7 @@ def candidates(torch, cuda):
 
 
 def cuda_version(nvcc):
-    """The version of CUDA that `nvcc` reports, or None when it does not run."""
+    """Returns the version of CUDA that `nvcc` reports, or None when it does not run."""
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     except OSError:
@@ -91,7 +92,8 @@ def cuda_version(nvcc):
 
 
 def find_nvcc(torch, cuda):
-    """(the first nvcc of the major version of torch's CUDA or None, the others)."""
+    """Returns (the first nvcc of the major version of torch's CUDA or None, the
+    others)."""
     others = []
     for nvcc in candidates(torch, cuda):
         version = cuda_version(nvcc)
@@ -103,7 +105,8 @@ def find_nvcc(torch, cuda):
 
 
 def requirements(cuda):
-    """What pip installs to have nvcc. Empty for a CUDA whose packages differ."""
+    """Returns the packages that pip installs to have nvcc. Empty for a CUDA whose
+    packages differ."""
     if int(cuda.split(".")[0]) < 13:
         return []
     minor = ".".join(cuda.split(".")[:2])
@@ -142,7 +145,7 @@ def decide(torch, wish=None):
 
 
 def how_to_install(cuda):
-    """The command that brings a missing nvcc, for one line of an error."""
+    """Returns the command that brings a missing nvcc, for one line of an error."""
     packages = requirements(cuda)
     if not packages:
         return f"install the CUDA {cuda} toolkit and set CUDA_HOME to its folder"
@@ -160,7 +163,8 @@ def install(torch, python):
         sys.exit(f"flatshard: {choice.reason}; {how_to_install(cuda)}. {CPU_ONLY}.")
     folder = fetched_folder(cuda)
     print(f"flatshard: {choice.reason}; installing it into {folder} (0.3 GB)")
-    # What an interrupted call left would look whole: the folder appears at the end.
+    # The folder appears at the end, since the remains of an interrupted call would look
+    # whole.
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]

@@ -1,7 +1,7 @@
 # FLATSHARD_GPUS decides which GPUs the CUDA code is compiled for:
-#   native     those of this machine; without one 90a
-#   all        every generation from sm_80 on that this nvcc knows, and PTX of the
-#              newest for those to come
+#   native     the GPUs of this machine; without one 90a
+#   all        every generation from sm_80 on that this nvcc supports, and PTX of the
+#              newest for later ones
 #   80;90a     CMake's names: 90a is machine code and PTX, 80-real is machine code
 #              alone, 80-virtual is PTX alone, compiled at the first use
 # Empty is native where nvidia-smi finds a GPU, else 90a. A variable of the
@@ -23,7 +23,7 @@ function(_flatshard_native_gpus out)
     string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${found}")
     foreach(version ${found})
       string(REPLACE "." "" gpu ${version})
-      # As `all` names them.
+      # The names are the same as in `all`.
       if("${gpu}a" IN_LIST _all_gpus)
         string(APPEND gpu a)
       endif()

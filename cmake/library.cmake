@@ -1,5 +1,5 @@
 # flatshard_library(<folder> [PURE|THREADS] [MODULES] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
-#   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
+#   one static library flatshard_<folder>. PURE: includes no torch. CUDA sources
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
 # flatshard_program(<name> [PURE] [MODULES] SOURCES ... DEPS ...)
 #   one program, at the top of the build folder.
@@ -12,13 +12,13 @@
 #   that tests/slow_cases.txt lists are a ctest <name>_slow. With cuda or nccl in
 #   its name it is one that does nothing without a GPU, and labelled gpu as well.
 # MODULES: takes the precompiled header that has torch's modules.
-# With FLATSHARD_SANITIZE only what is PURE exists; with thread in it also what
-# is marked THREADS: it knows torch, and threads of its own run in it.
+# With FLATSHARD_SANITIZE only PURE libraries exist, and with thread in it also
+# THREADS libraries, which include torch and run their own threads.
 set(FLATSHARD_WARNINGS -Wall -Wextra -Wno-unused-parameter
     -Wno-missing-field-initializers -Winvalid-pch)
 
-# GCC collects garbage far too often for files of this size: without, a tenth of
-# the time goes, for some 200 MB.
+# GCC collects garbage far too often for files of this size. Fewer collections
+# save a tenth of the time, for some 200 MB.
 if(CMAKE_CXX_COMPILER_ID STREQUAL GNU)
   add_compile_options(
     "$<$<COMPILE_LANGUAGE:CXX>:--param=ggc-min-expand=1000;--param=ggc-min-heapsize=2000000>")
@@ -42,7 +42,8 @@ if(NOT FLATSHARD_SANITIZE)
   _flatshard_precompile(flatshard_pch_module cmake/pch_module.h)
 endif()
 
-# A sanitized build leaves out what knows torch, and what depends on it.
+# A sanitized build leaves out targets with torch, and targets that depend on
+# them.
 macro(_flatshard_skip out)
   set(${out} OFF)
   if(FLATSHARD_SANITIZE)
@@ -76,8 +77,8 @@ function(_flatshard_setup target pure)
   endif()
 endfunction()
 
-# A program would get -fPIE, and gcc drops a precompiled header that was made
-# with -fPIC then; so programs are compiled with -fPIC like the libraries.
+# A program would get -fPIE, and gcc then drops a precompiled header that was
+# made with -fPIC. So programs are compiled with -fPIC like the libraries.
 function(_flatshard_executable name pure)
   add_executable(${name} ${A_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
@@ -192,7 +193,7 @@ function(flatshard_test name)
   endif()
 endfunction()
 
-# What each case took is left in build/reports, for scripts/slow_cases.
+# The times of the cases are left in build/reports, for scripts/slow_cases.
 function(_flatshard_ctest name program timeout)
   flatshard_add_test(NAME ${name} COMMAND ${program})
   set_tests_properties(

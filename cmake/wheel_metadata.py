@@ -1,5 +1,5 @@
-"""What a wheel's metadata says of the torch that it is built with: scikit-build-core
-asks here for the fields that pyproject.toml lists as `dynamic`.
+"""Returns the fields of a wheel's metadata that depend on the torch of the build:
+scikit-build-core asks here for the fields that pyproject.toml lists as `dynamic`.
 
 The extension and the program fit one minor version of torch, so the wheel requires it,
 and the version's label names it: 0.2.0+cu130torch2.11, or cputorch2.11 without CUDA.
@@ -20,18 +20,19 @@ for_wheel = True
 
 
 def torch_folder():
-    """The torch package of the Python that runs the build, which is not imported."""
+    """Returns the torch package of the Python that runs the build, which is not
+    imported."""
     return Path(find_spec("torch").submodule_search_locations[0])
 
 
 def torch_minor(torch):
-    """`2.11` of the torch package in a folder."""
+    """Returns `2.11` of the torch package in a folder."""
     text = (torch / "version.py").read_text()
     return re.search(r"__version__ = '(\d+\.\d+)", text).group(1)
 
 
 def label(torch, with_cuda):
-    """The local version label of what is built with this torch."""
+    """Returns the local version label of what is built with this torch."""
     cuda = cuda_choice.torch_cuda(torch) if with_cuda else None
     device = "cu" + cuda.replace(".", "") if cuda else "cpu"
     return f"{device}torch{torch_minor(torch)}"

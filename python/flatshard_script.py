@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 
 def first_with(folders, name):
-    """The file `name` in the first of `folders` that has it."""
+    """Returns the file `name` in the first of `folders` that has it."""
     for folder in folders:
         if (path := Path(folder) / name).exists():
             return path
@@ -19,7 +19,7 @@ def first_with(folders, name):
 
 
 def library_folders(torch):
-    """Where torch's libraries are, and NVIDIA's that torch loads."""
+    """Returns where torch's libraries are, and NVIDIA's that torch loads."""
     return [torch / "lib", *sorted(torch.parent.glob("nvidia/*/lib"))]
 
 
@@ -35,13 +35,13 @@ def main():
     if problem:
         sys.exit(f"flatshard: {problem}")
     program = first_with(folders, "bin/flatshard")
-    # The program looks for torch beside its package. It may be elsewhere.
+    # The program looks for torch next to its package. It may be elsewhere.
     if not os.path.samefile(torch[0].parent, program.parents[2]):
         paths = [str(folder) for folder in library_folders(torch[0])]
         if old := os.environ.get("LD_LIBRARY_PATH"):
             paths.append(old)
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-    # For tokenizers, which are Python's.
+    # Tokenizers need it, since they are Python's.
     os.environ.setdefault("FLATSHARD_PYTHON", sys.executable)
     os.execv(program, [str(program), *sys.argv[1:]])
 

@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// The axes of each step of this kind.
+// Returns the axes of each step of this kind.
 std::vector<std::vector<int>> axes_of(
     TransitionStep::Kind kind,
     const Placements& from,
@@ -24,7 +24,7 @@ std::vector<std::vector<int>> axes_of(
   return axes;
 }
 
-// Partial gradients to where they rest, at once or by way of the inner axes.
+// Partial gradients to their storage, at once or by way of the inner axes.
 std::vector<std::pair<Placements, Placements>> gradient_redistributions(
     const Strategy& strategy) {
   const Placements partial(
@@ -49,7 +49,7 @@ std::shared_ptr<Mesh> with_peer_memory(
     std::span<const PeerUse> uses,
     PeerMeshOptions options) {
   options.stream.high_priority = true;
-  // By axes of `mesh`: the memory for each group's reductions. A gather's
+  // The memory for the reductions of each group, by axes of `mesh`. A gather's
   // fences are in both.
   std::map<std::pair<std::vector<int>, Purpose>, std::int64_t> groups;
   const auto axes_in_mesh = [&](const Mesh& of, const std::vector<int>& axes) {

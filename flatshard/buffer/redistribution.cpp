@@ -19,7 +19,7 @@ void copy_unless_same(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
-// The segments of a rank's tensor.
+// Returns the segments of a rank's tensor.
 std::vector<at::Tensor> parts(
     const at::Tensor& tensor,
     const std::vector<LocalRange>& ranges) {
@@ -33,7 +33,8 @@ std::vector<at::Tensor> parts(
   return result;
 }
 
-// What of each segment of `whole` a rank with `inner` ranges holds.
+// Returns the parts of `whole`, one of each segment, that a rank with the
+// ranges `inner` holds.
 std::vector<at::Tensor> matching_parts(
     const at::Tensor& whole,
     const std::vector<LocalRange>& outer,

@@ -27,11 +27,11 @@ struct Source {
 /// The entries that contain a parameter, in their order.
 using Sources = std::vector<Source>;
 
-/// The first element of a box, in its own order, that is not before `element`
-/// of the flattened tensor.
+/// Returns the first element of a box, in its own order, that is not before
+/// `element` of the flattened tensor.
 std::int64_t
 first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
-  std::int64_t run = 0;  // the first that ends behind `element`
+  std::int64_t run = 0;  // the first that ends after `element`
   for (std::int64_t after = runs.size(); run < after;) {
     const std::int64_t middle = run + (after - run) / 2;
     if (runs.begin(middle) + runs.numel() > element) {
@@ -128,7 +128,7 @@ class Match {
   Match(const HfFolder& weights, const InitWeightsOptions& options)
       : weights_(weights), options_(options) {}
 
-  /// The entries of a box's parameter; none when it is excluded.
+  /// Returns the entries of a box's parameter; none when it is excluded.
   /// @param compares  looks at the values of second names.
   Sources find_sources(const OwnedBox& owned, bool compares) {
     std::vector<std::vector<StoredEntry>> choices;  // one of each name
@@ -151,7 +151,7 @@ class Match {
         std::find_if(choices.begin(), choices.end(), [&](const auto& entries) {
           return weights_.contains(entries.front().name);
         });
-    // Without one, the message of the main name.
+    // When no name matches, the error names the main one.
     const auto& taken = known == choices.end() ? choices.front() : *known;
     Sources sources;
     for (const StoredEntry& entry : taken) {
@@ -177,7 +177,7 @@ class Match {
     return sources;
   }
 
-  /// When all sources have been found.
+  /// Returns the unused weights, when all sources have been found.
   UnusedWeights unused() {
     unused_.names = weights_.passed_over();
     std::vector<std::string> refused;

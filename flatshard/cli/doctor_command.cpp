@@ -48,7 +48,7 @@ void print_machine() {
   }
 }
 
-/// What a doctor finds wrong; each is printed when it is found.
+/// The problems that a doctor finds, each printed when it is found.
 class Problems {
  public:
   /// Runs a trial and prints how it ended.
@@ -104,7 +104,7 @@ void try_gpu(const GpuKind& kind, Problems& problems) {
   }
 }
 
-// Memory that ranks share, which copies between GPUs need. Collective.
+// Tries memory that ranks share, which copies between GPUs need. Collective.
 void try_peer_memory(Communicator& group) {
   constexpr std::int64_t kNbytes = std::int64_t{4} << 20;
   std::unique_ptr<PeerMemory> memory;
@@ -141,7 +141,7 @@ void try_peer_memory(Communicator& group) {
   }
 }
 
-// What each of two ranks does.
+// Runs the part of each of two ranks.
 void try_as_rank() {
   prepare_rank_process();
   const RankEnvironment env = rank_environment_from_env();
@@ -183,7 +183,7 @@ void try_as_rank() {
   }
 }
 
-// All that one process can try; the exit code.
+// Runs all that one process can try, and returns the exit code.
 int examine() {
   print_machine();
   Problems problems;
@@ -213,7 +213,7 @@ int examine() {
   return problems.found().empty() ? 0 : 1;
 }
 
-// This process knows no torch, whose threads would take the signals of the
+// This process loads no torch, whose threads would take the signals of the
 // ranks that it waits for.
 int run_doctor(std::vector<std::string> argv) {
   argv.emplace_back("--as-rank");

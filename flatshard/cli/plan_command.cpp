@@ -86,7 +86,7 @@ void run_calibration(
   if (env.rank != 0) {
     return;
   }
-  // What is not measured comes from a table of the same kind.
+  // A table of the same kind gives the rates that are not measured.
   const std::string_view own = plan::table_of_device(gpu.name);
   const std::string_view base = own.empty() ? "h200" : own;
   const std::string text = fmt::format("base = \"{}\"\n{}", base, to_toml(gpu));
@@ -102,7 +102,7 @@ void run_calibration(
   throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
 }
 
-/// The config of a file, or of a preset by its name.
+/// Returns the config of a file, or of a preset by its name.
 Config planned_config(const PlanArguments& arguments) {
   const auto presets = models::preset_names();
   if (std::ranges::find(presets, arguments.config) != presets.end()) {

@@ -31,7 +31,7 @@ class RawFile {
   RawFile& operator=(const RawFile&) = delete;
   ~RawFile() { ::close(fd_); }
 
-  /// The bytes that are not used; at the end of the file none.
+  /// Returns the bytes that are not used; at the end of the file none.
   std::string_view peek() {
     if (begin_ == end_) {
       begin_ = 0;
@@ -162,7 +162,7 @@ class ZstdReader : public ByteReader {
  public:
   explicit ZstdReader(std::unique_ptr<RawFile> file)
       : file_(std::move(file)), stream_(::ZSTD_createDStream()) {
-    // What `zstd --long=31` writes.
+    // The window that `zstd --long=31` writes.
     ::ZSTD_DCtx_setParameter(stream_, ZSTD_d_windowLogMax, 31);
   }
   ~ZstdReader() override { ::ZSTD_freeDStream(stream_); }

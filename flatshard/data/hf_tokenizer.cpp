@@ -46,9 +46,9 @@ std::string utf8(unsigned code) {
       static_cast<char>(0x80 | (code & 0x3F))};
 }
 
-/// The character that byte-level vocabularies write for each byte: itself
-/// where it can be printed, else the next one from U+0100 on.
-/// Source: GPT-2's encoder.py.
+/// Returns the character that byte-level vocabularies write for each byte:
+/// itself where it can be printed, else the next one from U+0100 on. Source:
+/// GPT-2's encoder.py.
 std::vector<std::string> byte_characters() {
   std::vector<std::string> characters;
   unsigned next = 256;
@@ -277,7 +277,7 @@ std::string tokenizer_config_json(
       {"bos_token", first},
       {"eos_token", end},
       {"model_max_length", max_tokens},
-      // Without token_type_ids, which `generate` of a Llama refuses.
+      // token_type_ids are left out, since `generate` of a Llama rejects them.
       {"model_input_names", {"input_ids", "attention_mask"}},
       {"clean_up_tokenization_spaces", false}};
   return json.dump(2) + "\n";

@@ -23,7 +23,7 @@ struct Vocabulary {
   std::int64_t end_of_document = 0;
 };
 
-/// The documents of a token file, without their end-of-document tokens.
+/// Returns the documents of a token file, without their end-of-document tokens.
 std::vector<std::pair<std::int64_t, std::int64_t>> find_documents(
     const TokenFile& file,
     const Vocabulary& vocabulary,
@@ -193,7 +193,7 @@ CorpusMeta import_tokens(const ImportOptions& options, ImportReport* report) {
     std::ranges::move(more.files, std::back_inserter(files));
     std::ranges::move(more.skipped, std::back_inserter(found.skipped));
   }
-  // Of Megatron's pairs, a glob finds the index as well.
+  // A glob over Megatron's pairs also finds the index.
   const auto is_index = [](const InputFile& file) {
     return file.listed && file.path.extension() == ".idx";
   };

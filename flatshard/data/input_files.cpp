@@ -22,7 +22,7 @@ bool is_hidden(const fs::path& name) {
   return name.string().starts_with(".");
 }
 
-/// The entries of a folder by name, so that the order is no accident.
+/// Returns the entries of a folder by name, so that the order is no accident.
 std::vector<fs::directory_entry> sorted_entries(const fs::path& folder) {
   std::error_code error;
   std::vector<fs::directory_entry> entries;
@@ -54,13 +54,13 @@ fs::path real_path(const fs::path& path) {
   return real;
 }
 
-/// Whether `folder` is `inner` or above it.
+/// Returns whether `folder` is `inner` or above it.
 bool contains(const fs::path& folder, const fs::path& inner) {
   return std::mismatch(folder.begin(), folder.end(), inner.begin(), inner.end())
              .first == folder.end();
 }
 
-/// Whether `flatshard data prepare` has written the folder.
+/// Returns whether `flatshard data prepare` has written the folder.
 bool is_corpus(const fs::path& folder) {
   std::ifstream meta(folder / "meta.json");
   std::string line;
@@ -109,7 +109,8 @@ class Walker {
     }
     for (const auto& entry : sorted_entries(folder.path)) {
       const fs::path name = entry.path().filename();
-      // As in a shell, only a pattern that says so finds hidden names.
+      // Only a pattern that begins with a dot finds hidden names, as in a
+      // shell.
       if (is_hidden(name) && !is_hidden(component)) {
         if (takes_all_) {
           found_.skipped.push_back(
@@ -221,7 +222,7 @@ std::vector<InputFile> expand(const std::string& input, FoundFiles& found) {
     walker.walk(base);
     files = std::move(walker.files);
   }
-  // Not "no file" when it is there and out of reach.
+  // The error is not "no file" when the file exists and is out of reach.
   std::error_code reach;
   const bool exists = fs::exists(pattern.empty() ? path : base, reach);
   FLATSHARD_CHECK(

@@ -14,7 +14,7 @@ namespace {
 using namespace std::string_view_literals;
 
 constexpr std::size_t kHeadBytes = std::size_t{1} << 16;
-// As git and grep look for NULs.
+// NULs are searched in these bytes, as git and grep do.
 constexpr std::size_t kBinaryBytes = 8192;
 
 struct Magic {
@@ -54,7 +54,7 @@ constexpr std::array kContainers{
     Magic{"PARE"sv, "encrypted Parquet; decrypt it"},
 };
 
-/// Ends of names that say the same, whatever the first bytes are.
+/// Ends of names that identify a format, whatever the first bytes are.
 struct NameOf {
   std::string_view suffix;
   std::string_view what;
@@ -104,7 +104,7 @@ bool ends_with_any(std::string_view name, const auto& suffixes) {
   });
 }
 
-/// The name in lower case without the end that tells of compression.
+/// Returns the name in lower case without the end that marks compression.
 std::string inner_name(const std::filesystem::path& path) {
   std::string name = lower(path.filename().string());
   for (const std::string_view suffix : kCompressedNames) {
@@ -145,7 +145,8 @@ bool has_byte_order_mark(std::string_view head) {
          head.starts_with("\xef\xbb\xbf");
 }
 
-/// Text of Latin letters in UTF-16: nearly every second byte is zero.
+/// Returns whether bytes look like text of Latin letters in UTF-16: nearly
+/// every second byte is zero.
 bool looks_like_utf16(std::string_view head) {
   std::array<std::size_t, 2> zeros{};
   for (std::size_t i = 0; i < head.size(); ++i) {
@@ -157,8 +158,8 @@ bool looks_like_utf16(std::string_view head) {
   return half > 0 && 10 * most >= 7 * half && 20 * least <= half;
 }
 
-/// Whether a text begins with a line that is a JSON object, or with a list of
-/// objects.
+/// Returns whether a text begins with a line that is a JSON object, or with a
+/// list of objects.
 bool looks_like_rows(std::string_view head) {
   if (head.starts_with("\xef\xbb\xbf")) {
     head.remove_prefix(3);
@@ -208,7 +209,8 @@ void check_no_pointer(
       path.string());
 }
 
-/// Of a file whose bytes are neither rows nor a known container.
+/// Returns the kind of a file whose bytes are neither rows nor a known
+/// container.
 KindOfFile kind_of_text(
     const std::filesystem::path& path,
     std::string_view name,

@@ -46,7 +46,8 @@ struct Region {
   ~Region();
 };
 
-// What the handler may look at: atomics and memory that does not move.
+// The state that the handler may read. It consists of atomics and memory that
+// does not move.
 std::array<std::atomic<const Region*>, 256> g_regions{};
 std::atomic<std::int64_t> g_step{0};
 std::atomic_flag g_said = ATOMIC_FLAG_INIT;
@@ -216,8 +217,8 @@ std::vector<std::shared_ptr<void>> nan_block(
   return {parameters.size(), std::shared_ptr<void>(block, block->data_ptr())};
 }
 
-/// Addresses for released parameters to point at, one per spec. Each shared
-/// pointer keeps what it points at alive.
+/// Returns addresses for released parameters to point at, one per spec. Each
+/// shared pointer keeps what it points at alive.
 /// @param who  goes before the message, e.g. "rank 3/8".
 std::vector<std::shared_ptr<void>> make_poison(
     at::Device device,

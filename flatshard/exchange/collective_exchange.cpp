@@ -15,12 +15,13 @@ namespace {
 /// The places of each rank's rows, on the side of the tokens and on the side of
 /// the experts.
 struct CollectivePlan : StreamExchangePlan {
-  /// Of what dispatch takes: by expert, for each part of their width.
+  /// The rows that dispatch takes: by expert, for each part of their width.
   std::vector<RowsOfPeer> at_home;
-  /// Of what combine delivers, before the parts are added up: part i of the
-  /// width has the rows [i * num_sent, (i + 1) * num_sent).
+  /// The rows that combine delivers, before the parts are added up: part i of
+  /// the width has the rows [i * num_sent, (i + 1) * num_sent).
   std::vector<RowsOfPeer> coming_home;
-  /// Of what dispatch delivers: by expert, then by the rank they came from.
+  /// The rows that dispatch delivers: by expert, then by the rank they came
+  /// from.
   std::vector<RowsOfPeer> at_experts;
   at::Tensor arriving;  ///< counts, until it is finished
 };
@@ -118,23 +119,18 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   }
 }
 
-nn::TransferInput CollectiveExchange::rows_to_send(
-    const nn::TransferInput& input) {
-  return {.rows = nn::rows_of(Direction::dispatch, input)};
-}
-
-std::function<void()> CollectiveExchange::transfer_of_rows(
+std::function<void()> CollectiveExchange::transfer(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TensorList& out,
-    const nn::TensorList& rows) {
+    const nn::TransferInput& input) {
   const auto* const made = own<const CollectivePlan>(plan);
-  // The plan lives as long as the graph.
+  // The plan exists as long as the graph.
   return [this,
           plan,
           made,
           leaves = direction == Direction::dispatch,
-          rows,
+          rows = input.rows,
           out] {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       if (leaves) {

@@ -48,7 +48,7 @@ struct Stuck {
   milliseconds age{0};
 };
 
-// The oldest waiting collective of every group.
+// Returns the oldest waiting collective of every group.
 std::vector<Stuck> stuck_groups(std::span<const RankView> views) {
   std::map<std::string, Stuck> groups;
   for (const RankView& view : views) {
@@ -172,8 +172,8 @@ struct Late {
   bool waits_elsewhere = false;
 };
 
-// A rank that did not come to a stuck collective. One that waits nowhere is
-// the cause; one that waits elsewhere is held up itself.
+// Finds a rank that did not come to a stuck collective. One that waits nowhere
+// is the cause. One that waits elsewhere is held up itself.
 std::optional<Late> find_latest(std::span<const RankView> views) {
   std::optional<Late> best;
   const auto groups = members_of_groups(views);
@@ -238,8 +238,8 @@ std::string late_text(const Late& late, std::size_t world) {
            : "");
 }
 
-// All ranks have launched it, and the devices of some wait in it for those of
-// others, which are held up by work before it.
+// All ranks have launched the collective. Some devices wait in it for others,
+// which earlier work holds up.
 std::optional<Verdict> find_held_device(std::span<const RankView> views) {
   const auto groups = members_of_groups(views);
   for (const Stuck& stuck : stuck_groups(views)) {

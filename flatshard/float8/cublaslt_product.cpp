@@ -37,7 +37,7 @@ cudaDataType_t type_of(const at::Tensor& t) {
   }
 }
 
-// The largest power of two up to 256 that divides an address.
+// Returns the largest power of two up to 256 that divides an address.
 std::uint32_t alignment_of(const void* p) {
   const auto address = reinterpret_cast<std::uintptr_t>(p);
   std::uint32_t found = 256;
@@ -79,7 +79,7 @@ Problem problem_of(const Product& p) {
       .beta = p.beta != 0.0F};
 }
 
-// What a call of cublasLtMatmul takes, made once for each call.
+// The arguments of cublasLtMatmul, made once for each call.
 struct Call {
   explicit Call(const Problem& q)
       : desc(make_desc()),
@@ -145,7 +145,7 @@ struct Call {
   MatrixLayout a, b, c, d;
 };
 
-// The heuristic's, best first; none for what cuBLASLt does not support.
+// Returns the heuristic's, best first; none for what cuBLASLt does not support.
 std::vector<cublasLtMatmulAlgo_t> candidates(
     const Problem& q,
     const Call& call) {
@@ -183,7 +183,8 @@ std::vector<cublasLtMatmulAlgo_t> candidates(
   return found;
 }
 
-// Milliseconds of a few calls on the current stream; no time when they fail.
+// Returns the milliseconds of a few calls on the current stream; no time when
+// they fail.
 float time_of(StreamTimer& timer, const std::function<cublasStatus_t()>& run) {
   constexpr int kCalls = 3;
   if (run() != CUBLAS_STATUS_SUCCESS) {
@@ -204,8 +205,8 @@ bool may_wait() {
   return status == cudaStreamCaptureStatusNone;
 }
 
-// The fastest algorithm; what is tried writes to `out`, or beside it when the
-// product adds to what is there.
+// Returns the fastest algorithm. A trial writes to `out`, or to other memory
+// when the product adds to `out`.
 std::optional<cublasLtMatmulAlgo_t>
 choose(const Problem& q, const Call& call, const Product& p, bool& sure) {
   const auto found = candidates(q, call);

@@ -8,7 +8,8 @@
 namespace flatshard::float8 {
 namespace {
 
-// Memory whose rows are filled up with zeros to a multiple of 4, for TMA.
+// Returns memory whose rows are filled up with zeros to a multiple of 4, for
+// TMA.
 at::Tensor
 padded_rows(std::int64_t rows, std::int64_t columns, at::TensorOptions to) {
   const std::int64_t wide = at::round_up(columns, std::int64_t{4});
@@ -37,7 +38,7 @@ at::Tensor make_scales(
     return as_the_tensor_lies ? at::empty({columns, rows}, e8m0).t()
                               : at::empty({rows, columns}, e8m0);
   }
-  // Float scales of single rows lie column by column in any case.
+  // Float scales of single rows are stored column by column in any case.
   return as_the_tensor_lies || !traits.rows_share_scales()
              ? padded_rows(columns, rows, f32).t()
              : padded_rows(rows, columns, f32);

@@ -22,7 +22,8 @@ struct FileCopy {
   ReadChunk::Copy copy;
 };
 
-/// The runs of a box that lie together in both of two boxes around it.
+/// Calls f for each run of a box that is contiguous in both of two boxes around
+/// it.
 /// @param visit  (first element in `a`, first element in `b`, numel)
 template <class F>
 void for_each_common_run(
@@ -131,7 +132,7 @@ struct EntryPlace {
   std::uint64_t nbytes = 0;
 };
 
-/// The manifest's entries of a tensor, by file and name.
+/// Returns the manifest's entries of a tensor, by file and name.
 std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries_of(
     const StoredTensor& tensor) {
   const auto item =

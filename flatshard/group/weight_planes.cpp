@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// Whether two placements put the same elements on a rank of this mesh.
+// Returns whether two placements put the same elements on a rank of this mesh.
 bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   for (int axis = 0; axis < mesh.num_axes(); ++axis) {
     if (mesh.axis(axis).size > 1 && a[axis] != b[axis]) {
@@ -21,8 +21,9 @@ bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   return true;
 }
 
-// Whether a rank of this mesh has less than all. Weights that are made for each
-// gather (see keep_compute_weights) do not rest on a single rank either.
+// Returns whether a rank of this mesh has less than all. Weights that are made
+// for each gather (see keep_compute_weights) are not stored on a single rank
+// either.
 bool any_sharded(
     const Mesh& mesh,
     const Placements& placements,
@@ -36,7 +37,7 @@ bool any_sharded(
   return false;
 }
 
-// By drop_main_weights, after all of it was encoded.
+// Returns whether drop_main_weights released it, after all of it was encoded.
 bool is_dropped(const FlatBuffer& main) {
   return main.local().numel() > 0 && main.local().storage().nbytes() == 0;
 }
@@ -97,7 +98,7 @@ WeightPlanes::WeightPlanes(const GroupContext& context)
     }
   }
   if (main_is_compute_) {
-    // A version counter of its own, which only writes to main move.
+    // A separate version counter, which only writes to main move.
     const FlatBuffer& shard = planes_[kComputePlane].shard;
     main_ = FlatBuffer::wrap(
         shard.local().variable_data(),
@@ -277,8 +278,8 @@ void WeightPlanes::derive(
   codec_->derive(derived, part, planes_[derived.source], from, to);
 }
 
-// On the host, and not on the stream that gathers: a way that needs a
-// communicator of its own connects its ranks.
+// This runs on the host, and not on the stream that gathers. A transport that
+// needs a separate communicator connects its ranks.
 void WeightPlanes::plan_ways() {
   codec_->plan();
   const Strategy& strategy = context_.strategy;

@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 // One request that comes twice: `timeout` signals the process and its group.
 constexpr std::chrono::milliseconds kSameRequest(100);
 
-/// Whether the parent had the signal ignored (nohup; `&` in a script).
+/// Returns whether the parent had the signal ignored (nohup; `&` in a script).
 bool is_ignored(int signal) {
   struct sigaction action {};
   ::sigaction(signal, nullptr, &action);
@@ -40,9 +40,9 @@ bool is_ignored(int signal) {
 }
 
 // SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
-// while this lives; the ranks get the old mask back. What the parent had
-// ignored stays so: a signal that is blocked is not dropped by the kernel, so
-// the descriptor would deliver it.
+// while this exists. The ranks get the old mask back. Signals that the parent
+// had ignored stay ignored. The kernel does not drop a blocked signal, so the
+// descriptor would deliver it.
 class SignalGate {
  public:
   SignalGate() {
@@ -128,7 +128,7 @@ class LocalRanks {
     }
   }
 
-  // Only when something threw: nobody may stay behind.
+  // Acts only after an exception: no rank may stay.
   ~LocalRanks() {
     launchers_notice_fd = -1;
     send_all(SIGKILL);
@@ -297,14 +297,14 @@ class LocalRanks {
       if (code == 0 || ending_) {
         continue;
       }
-      // It ended in order, as it was asked to; the others do the same.
+      // It ended in order, as it was asked to. The others do the same.
       if (signalled_ && !killed && code > 128) {
         continue;
       }
       if (!signalled_) {
         exit_code_ = code;
         rank.errors.pass_on();
-        // A rank that was killed could not say why; others may have.
+        // A rank that was killed could not report why, but others may have.
         if (report_.take() || killed) {
           report(rank, killed ? WTERMSIG(status) : 0, code);
         }

@@ -26,8 +26,8 @@ std::string tensor_text(const TensorSpec& spec) {
       spec.granularity.to_string());
 }
 
-/// Tensors and padding of the flat space in flat order; padding is cut at the
-/// ends of segments.
+/// Returns the tensors and padding of the flat space in flat order; padding is
+/// cut at the ends of segments.
 std::vector<Entry> entries_of(const FlatLayout& layout) {
   std::vector<Entry> entries;
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
@@ -76,7 +76,7 @@ std::string shards_text(const Segment& segment, const Entry& entry) {
                        : fmt::format("shards {}-{}", first, last);
 }
 
-/// What shard `shard` holds of one segment, e.g. "a[0, 16) pad 4".
+/// Returns the contents of shard `shard` of one segment, e.g. "a[0, 16) pad 4".
 std::string shard_text(
     const FlatLayout& layout,
     const std::vector<Entry>& entries,

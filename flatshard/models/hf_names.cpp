@@ -29,7 +29,7 @@ std::string block_name(const FamilyNames& names, std::string_view name) {
   return result;
 }
 
-// The rows of a matrix that several parameters are in files.
+// Returns the rows of a matrix that several parameters are in files.
 std::optional<StoredEntry> fused_entry(
     const ModelConfig& config,
     const FamilyNames& names,
@@ -73,7 +73,7 @@ std::vector<StoredEntry> hf_entries(
     const std::vector<std::int64_t>& shape) {
   const FamilyNames& names = family_of(config).names;
   const std::size_t at = name.find(kExperts);
-  if (at == std::string::npos) {
+  if (at == std::string::npos || names.experts.together) {
     if (auto fused = fused_entry(config, names, name, shape)) {
       return {std::move(*fused)};
     }

@@ -83,8 +83,8 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
     TensorList args = ctx->get_saved_variables();
-    // Held: who watches an argument that a module returns as it is finds it by
-    // this node.
+    // It is held, since a listener finds an argument that a module returns as
+    // it is by this node.
     using torch::autograd::impl::grad_accumulator;
     std::vector<decltype(grad_accumulator(args[0]))> accumulators;
     for (at::Tensor& arg : args) {
@@ -161,8 +161,8 @@ TensorList checkpoint(
   if (!at::GradMode::is_enabled()) {
     return fn(inputs);
   }
-  // With inputs that need no gradient the node would not be part of the graph
-  // and the parameters inside would silently get none.
+  // If no input needed a gradient, the node would not be part of the graph and
+  // the parameters inside would silently get none.
   const bool needs_anchor =
       !any_requires_grad(inputs) && any_requires_grad(owner.parameters());
   at::Tensor anchor = at::empty({0});

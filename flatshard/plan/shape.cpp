@@ -81,7 +81,7 @@ std::vector<PartBytes> parts_of(const GroupPlan& group) {
   return parts;
 }
 
-/// Bytes of the slot of an FP8 plane, or of a part of one.
+/// Returns the bytes of the slot of an FP8 plane, or of a part of one.
 std::int64_t
 float8_nbytes(const GroupPlan& group, const PartBytes& part, bool is_derived) {
   const Float8Shape& float8 = *group.shape.float8;
@@ -205,7 +205,7 @@ UnitPlan::UnitPlan(const UnitShape& shape) {
       num_parts += parts_of(group).size();
     }
   }
-  // As UnitWeights::find_parts: one part is the whole.
+  // UnitWeights::find_parts has the same rule: one part is the whole.
   const std::size_t most = (PlaneSet::kMaxPlanes - num_planes) / 2;
   const bool in_parts = num_parts >= 2 && num_parts <= most;
   for (PlaneId plane = 0; plane < static_cast<PlaneId>(num_planes); ++plane) {

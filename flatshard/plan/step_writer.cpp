@@ -17,8 +17,8 @@ namespace {
 
 constexpr double kMicroSecond = 1e-6;
 
-/// Whether a plan has a place for every slot that these actions take: else the
-/// runtime plans anew.
+/// Returns whether a plan has a place for every slot that these actions take:
+/// else the runtime plans anew.
 bool has_all_places(
     const SlotPlan& plan,
     const std::vector<SlotLifetime>& lifetimes) {
@@ -64,7 +64,7 @@ class StepWriter {
   }
 
   std::vector<Operation> take() { return record_.take_operations(); }
-  /// Of the last step.
+  /// Returns the totals of the last step.
   StepPlan summary() const {
     StepPlan step = record_.totals();
     step.slot_nbytes = units_.slots().arena_nbytes();

@@ -7,7 +7,7 @@
 namespace flatshard::plan {
 namespace {
 
-/// The ranks of some axes of a group's mesh, which are neighbours.
+/// Returns the ranks of some axes of a group's mesh, which are neighbours.
 template <class Chosen>
 Group group_over(const GroupShape& shape, const Job& job, Chosen&& chosen) {
   std::int64_t size = 1;
@@ -114,7 +114,7 @@ class UnitPricer {
     const auto is_sharded = [&](std::size_t axis) {
       return strategy.optimizer[axis].is_shard();
     };
-    // What is not sharded in the end is reduced by an all-reduce.
+    // A parameter that is not sharded in the end is reduced by an all-reduce.
     const Group scattered = group_over(shape, job_, [&](std::size_t axis) {
       return is_inner(axis) && is_sharded(axis);
     });

@@ -19,7 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The numbers of a row; those of objects as "experts.load".
+/// Collects the numbers of a row, with the numbers of objects as
+/// "experts.load".
 void collect_numbers(
     const Json& object,
     const std::string& prefix,
@@ -60,7 +61,7 @@ Table::Row numbers_of(const Json& row) {
   return numbers;
 }
 
-/// A row of a kind that is shown as it is, with its time in seconds.
+/// Returns a row of a kind that is shown as it is, with its time in seconds.
 Json event_of(const Json& row) {
   Json event = row;
   event["time"] = time_of(row);

@@ -95,8 +95,8 @@ void Executor::wait_for_all_written_weights() {
 }
 
 void Executor::reset() {
-  // What failed may have left a stream with its error, and units half way
-  // between two actions: everything is put to rest here.
+  // A failure may have left a stream with its error, and units half way between
+  // two actions. This resets everything.
   reduced_groups_.clear();
   streams_->reset();
   mesh_->restart_communicators();
@@ -159,7 +159,7 @@ void Executor::join() {
   for (const Event* last : {&all_reduced_, &all_outer_reduced_}) {
     streams_->compute_waits(*last);
     if (offloads_) {
-      last->synchronize();  // who reads these gradients is the host
+      last->synchronize();  // the host reads these gradients
     }
   }
   release_drained();

@@ -92,7 +92,7 @@ void override_rope(models::ModelConfig& model, const config::Model& m) {
   override_with(model.max_seq_len, m.max_seq_len);
 }
 
-// What stands before and after the experts can be recorded.
+// Layers before and after the experts can be recorded.
 void check_graphs_with_experts(
     const models::ModelConfig& model,
     const Config& config) {
@@ -115,7 +115,7 @@ void check_graphs_with_experts(
       "there is none (model.dense_layers = 0); use \"attn,moe_router\"");
 }
 
-// Keys that do nothing, or cannot be had, with or without experts.
+// Rejects keys that do nothing, or cannot be had, with or without experts.
 void check_experts(const models::ModelConfig& model, const Config& config) {
   const bool has_experts = model.moe.num_experts > 0;
   const std::pair<const char*, bool> keys[] = {

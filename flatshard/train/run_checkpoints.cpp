@@ -85,8 +85,9 @@ data::LoaderState loader_state(const std::string& text) {
   return state;
 }
 
-/// What the router of another number of experts is a sign of; unset: of that
-/// many, or it is not known.
+/// Returns a text when the checkpoint has another number of experts, which
+/// explains a missing router. Unset when it has that many, or the number is
+/// unknown.
 std::optional<std::string> other_experts(
     const fs::path& folder,
     const Config& config) {
@@ -101,7 +102,7 @@ std::optional<std::string> other_experts(
                                now,
                                before));
   } catch (const Error&) {
-    return std::nullopt;  // load_checkpoint has said what is wrong
+    return std::nullopt;  // load_checkpoint has reported the error
   }
 }
 
@@ -124,7 +125,7 @@ void check_base(
 
 std::string schedule_state(const Config& config) {
   return nlohmann::json{
-      // The last step has the lowest rate; it was one after the last before.
+      // The last step has the lowest rate. It was one after the last before.
       {"definition", 2},
       {"name", config::word_of(config.lr_scheduler.name)},
       {"lr", config.optimizer.lr},

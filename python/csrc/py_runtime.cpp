@@ -81,8 +81,8 @@ PyRuntime::PyRuntime(
              views->capture(unit.id(), captures);
              rows->forget(true);  // a graph has its own
              if (!captures) {
-               // autograd restores an error of Python before it throws it;
-               // a capture that fails is no error.
+               // autograd restores an error of Python before it throws it. A
+               // capture that fails is no error.
                PyErr_Clear();
              }
            }});

@@ -17,7 +17,8 @@ bool is_computed_with(at::ScalarType dtype) {
   return at::isFloatingType(dtype) && c10::elementSize(dtype) > 1;
 }
 
-// Elements of one slice along the first dimension: what a DTensor may cut.
+// Returns the elements of one slice along the first dimension: what a DTensor
+// may cut.
 std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
   return Granularity::dim0().granule_numel(shape);
 }
@@ -58,7 +59,7 @@ PyUnit::PyUnit(
       placement.grad_divisor = static_cast<double>(num_slices);
     }
     if (shape.empty()) {
-      // Without a dimension that a DTensor could be cut along: every rank holds
+      // A parameter without a dimension for a DTensor to cut: every rank holds
       // and updates all of it, and its gradient is all-reduced.
       placement.strategy = Strategy::named(
           "zero0",
@@ -130,8 +131,8 @@ bool PyUnit::is_whole(const ParamGroup& group) {
 
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
   const PlaceInGroup& place = places_.at(i);
-  // With a storage of its own: who saves or stages a tensor takes its storage.
-  // Without rows, too, it keeps `flat`.
+  // It has a separate storage, since a program that saves or stages a tensor
+  // takes its storage. Also without rows it keeps `flat`.
   return at::for_blob(
              static_cast<char*>(flat.data_ptr()) +
                  place.offset * static_cast<std::int64_t>(flat.element_size()),
@@ -191,6 +192,22 @@ std::vector<std::int64_t> PyUnit::shard_of_ranks(std::size_t i) const {
                          .first);
   }
   return shards;
+}
+
+void PyUnit::set_part(
+    std::size_t i,
+    const std::optional<std::vector<Cut>>& cuts,
+    Replicas outside) {
+  ParamGroup& g = group(i);
+  const std::int64_t index = places_.at(i).index;
+  TensorSlice slice = g.parameters().at(index).slice();
+  if (cuts) {
+    slice = TensorSlice();
+    for (const auto& [dim, whole, begin, end] : *cuts) {
+      slice = slice.take(dim, whole, {{begin, end}});
+    }
+  }
+  g.set_part(index, std::move(slice), outside);
 }
 
 void PyUnit::join(PyUnit& other) {

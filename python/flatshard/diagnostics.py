@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.grid import grid_of, sums_over
 
 
 @dataclass
@@ -19,9 +20,9 @@ class ParameterNorm:
 def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     """Norms of every sharded parameter, in order of units.
 
-    Between a backward and the optimizer's step the gradients are those of the step,
-    before clipping if that comes later. One all-reduce serves all parameters; what
-    several ranks hold counts once. Collective; blocks the host.
+    Between a backward and the optimizer's step the gradients are the gradients of that
+    step, before clipping if that comes later. One all-reduce serves all parameters. A
+    parameter that several ranks hold counts once. Collective; blocks the host.
 
     Args:
         model: the outermost module that fully_shard wrapped.
@@ -41,6 +42,14 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     norms = root.core.parameter_norms()
     for unit in units:
         unit.grads.release()
+    grid = grid_of(units)
+    if grid is not None:
+        squares = {name: (weight**2, (grad or 0) ** 2) for name, weight, grad in norms}
+        sums = sums_over(grid, units, squares)
+        norms = [
+            (name, sums[name][0] ** 0.5, None if grad is None else sums[name][1] ** 0.5)
+            for name, _, grad in norms
+        ]
     # In the core, one of a unit that has others counts as zeros.
     parameters = [p for unit in units for p in unit.parameters]
     without = {name for p in parameters if p.shard.grad is None for name in p.names}
@@ -51,8 +60,8 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
 
 
 def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
-    """From the next backward on, looks for NaN and infinite values in the gradients of
-    each unit before they are reduced, when it is still known where they come from.
+    """Looks for NaN and infinite values in the gradients of each unit before they are
+    reduced, while their origin is still visible. It begins with the next backward.
 
     The backward of the rank that has one raises a RuntimeError with the parameter's
     name, the first element and their number. The other ranks wait for this one in the

@@ -9,17 +9,17 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.renewal import follow_changes
 from flatshard._fsdp.unit import UnitState
+from flatshard._tensor.pieces import state_beside
 from flatshard._tensor.places import unit_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import plain_attributes
 
 
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
-    It writes the sharded parameters and what is all-gathered of them in one pass. The
-    state (`exp_avg`, `exp_avg_sq`, `step`) is that of torch.optim.AdamW, so state
-    dicts of one load into the other.
+    It writes the sharded parameters and their all-gathered form in one pass. Its state
+    (`exp_avg`, `exp_avg_sq`, `step`) equals torch.optim.AdamW's, so state dicts of one
+    load into the other.
 
     Args:
         params: parameters, or groups of them. All trainable parameters of a unit
@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
-        # With the index in the unit.
+        # The unit and the index in it.
         self._places: dict[torch.Tensor, tuple[UnitState, int]] = {}
         undecayed = self._check_groups()
         follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         self._show_state()
 
     def _check_groups(self):
-        """The parameters that are not decayed."""
+        """Returns the parameters that are not decayed."""
         first = self.param_groups[0]
         undecayed, decays = [], set()
         for group in self.param_groups:
@@ -148,15 +148,7 @@ class AdamW(torch.optim.Optimizer):
             views = self.core.state(unit.core, index)
             self.state[parameter] = {
                 "step": torch.tensor(0.0),
-                **{
-                    name: ShardedTensor.wrap(
-                        view,
-                        parameter.device_mesh,
-                        list(parameter.placements),
-                        parameter.shape,
-                    )
-                    for name, view in views.items()
-                },
+                **{name: state_beside(parameter, view) for name, view in views.items()},
             }
 
     @overload
@@ -220,8 +212,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch.optim.Optimizer.load_state_dict; values go to where the core
-        keeps them."""
+        """Works as torch.optim.Optimizer.load_state_dict, and puts values where the
+        core keeps them."""
         own = {p: dict(state) for p, state in self.state.items()}
         super().load_state_dict(state_dict)
         loaded, self.state = self.state, type(self.state)(dict)

@@ -9,7 +9,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Blocks of 512 bytes; the limit holds for every file the program writes.
+// Blocks of 512 bytes. The limit holds for every file the program writes.
 std::string limit(int blocks) {
   return fmt::format(
       "export GCOV_PREFIX='{}'\nulimit -f {}\n",
@@ -76,7 +76,7 @@ TEST_F(BadInput, AFullDisk) {
   }
   const std::string earlier = (shared_->path() / "run").string();
   const std::string run = (folder_ / "run").string();
-  // The weights have 150 kB: those of the earlier run fit, two do not.
+  // The weights have 150 kB: one set of the earlier run fits, two do not.
   const Result result = sh(fmt::format(
       "{} && cp -r {}/* {}/ && {{ {}; code=$?; }}; "
       "cmp {}/model.safetensors {}/earlier/1/model.safetensors && echo weights "

@@ -122,7 +122,7 @@ TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
           cut_off)
           << begin;
     }
-    // What is left of it, and the next file.
+    // The rest of it, and the next file.
     corpus->read(2700, tokens);
     EXPECT_EQ(tokens.back(), 2999);
     corpus->read(6000, tokens);
@@ -286,7 +286,7 @@ TEST(FileWriter, AFullDiskIsAnErrorThatNamesTheFile) {
           HasSubstr("free some space")));
 }
 
-/// The number of a process that has ended.
+/// Returns the number of a process that has ended.
 pid_t ended_process() {
   const pid_t pid = ::fork();
   if (pid == 0) {

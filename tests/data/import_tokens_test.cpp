@@ -30,7 +30,7 @@ std::string llm_c(std::int32_t magic, const std::vector<T>& tokens) {
   return words(header) + words(tokens);
 }
 
-/// An index of Megatron's for int32 tokens.
+/// Returns an index of Megatron's for int32 tokens.
 std::string megatron_index(
     const std::vector<std::int32_t>& sizes,
     const std::vector<std::int64_t>& documents,
@@ -60,7 +60,7 @@ class ImportTokens : public ::testing::Test {
     options_.force = true;
   }
 
-  /// The documents that `files` give, each with its end.
+  /// Returns the documents that `files` give, each with its end.
   std::vector<Tokens> import(std::vector<std::string> files) {
     for (std::string& file : files) {
       file = (temp_ / file).string();
@@ -135,8 +135,8 @@ TEST_F(ImportTokens, HeadersOfLlmC) {
 
 TEST_F(ImportTokens, DocumentsOfMegatronsIndex) {
   temp_.write("m.bin", words<std::int32_t>({1, 9, 2, 9, 3, 4, 5, 9}));
-  // Of three sequences; the first document is empty, and the last one has an
-  // end within it.
+  // The file has three sequences. The first document is empty, and the last one
+  // has an end within it.
   temp_.write("m.idx", megatron_index({2, 3, 3}, {0, 0, 1, 3}));
   EXPECT_EQ(import({"m*"}), (std::vector<Tokens>{{1, 9}, {2, 9, 3, 4, 5, 9}}));
   EXPECT_EQ(

@@ -1,5 +1,5 @@
-// DebugOptions: poisoned slots, strict life cycles. What ends the process is in
-// poison_process_test.cpp.
+// DebugOptions: poisoned slots, strict life cycles. poison_process_test.cpp has
+// the cases that end the process.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/core/error.h"
@@ -31,7 +31,7 @@ using testing::Twin;
 
 constexpr DebugOptions kAll{.poison = true, .strict = true};
 
-// The message of the Error{usage} that `action` throws.
+// Returns the message of the Error{usage} that `action` throws.
 std::string usage_error(const std::function<void()>& action) {
   try {
     action();
@@ -42,7 +42,7 @@ std::string usage_error(const std::function<void()>& action) {
   return "nothing was thrown";
 }
 
-// Another tensor over the same memory, which owns nothing.
+// Returns another tensor over the same memory, which owns nothing.
 at::Tensor floats_at(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), at::kFloat);
 }
@@ -185,8 +185,8 @@ TEST(Strict, ASubmoduleCalledWithoutItsUnit) {
   });
 }
 
-// Weights that the program unsharded are there without any hook, so this is
-// silent otherwise.
+// Weights that the program unsharded exist without any hook, so this is silent
+// otherwise.
 TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
   run_ranks(2, [](RankContext& context) {
     FullyShardOptions options = strict_zero3();

@@ -62,7 +62,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 constexpr std::int64_t kPerRank = 3;
 
-/// Rows that rank `rank` has for each expert; none at all now and then.
+/// Returns the rows that rank `rank` has for each expert; none at all now and
+/// then.
 std::vector<std::int64_t>
 draw_counts(int round, int rank, std::int64_t experts) {
   std::mt19937 random(100 * round + rank);
@@ -104,7 +105,7 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
             .stream = {.delay_seed = 3U + context.rank, .max_delay_us = 300}});
     for (int round = 0; round < 8; ++round) {
       const auto mine = draw_counts(round, context.rank, experts);
-      // A dropped row lies behind those that are counted.
+      // A dropped row comes after those that are counted.
       const at::Tensor sent = at::cat(
           {rows_of(context.rank, mine), at::full({1, 2}, -1, at::kDouble)});
       const auto plan =
@@ -227,10 +228,10 @@ class WatchedExchange : public CollectiveExchange {
       [](const nn::TransferInput&) {};
 
  protected:
-  nn::TransferInput rows_to_send(const nn::TransferInput& input) override {
-    nn::TransferInput rows = CollectiveExchange::rows_to_send(input);
-    on_rows(rows);
-    return rows;
+  void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
+      override {
+    CollectiveExchange::begin_dispatch(plan, input);
+    on_rows(input);
   }
 };
 

@@ -21,7 +21,7 @@ class HfConfig : public ::testing::Test {
     std::ofstream(path_) << text;
     return path_;
   }
-  // The message of the error that reading `text` gives.
+  // Returns the message of the error that reading `text` gives.
   std::string message(const std::string& text, ErrorCode code) {
     try {
       from_hf_json(write(text));
@@ -41,7 +41,7 @@ class HfConfig : public ::testing::Test {
        ".json");
 };
 
-// The text with `extra` keys added; later keys win in this reader.
+// Returns the text with `extra` keys added; later keys win in this reader.
 std::string llama_json(const std::string& extra = "") {
   return R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama",
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -135,14 +135,14 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
       message(llama_json(R"(, "model_type": "gpt2")"), ErrorCode::config),
       file + ": expected model_type 'llama', 'qwen2', 'qwen3', 'mistral', "
              "'olmo2', 'phi3', 'gemma2', 'gemma3_text', 'mixtral', "
-             "'qwen3_moe', got 'gpt2'; it is not supported");
+             "'qwen3_moe', 'gpt_oss', got 'gpt2'; it is not supported");
   EXPECT_EQ(
       message(
           llama_json(R"(, "architectures": ["MistralForCausalLM"])"),
           ErrorCode::config),
       file + ": expected the architecture LlamaForCausalLM, got "
              "MistralForCausalLM");
-  // Without its head or with another one it is the same model.
+  // The model is the same without its head or with another one.
   for (const char* other : {"LlamaModel", "LlamaForSequenceClassification"}) {
     EXPECT_NO_THROW(from_hf_json(
         write(llama_json(fmt::format(R"(, "architectures": ["{}"])", other)))));

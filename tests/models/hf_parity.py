@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Every family here and in transformers: the same loss, logits and gradients.
 
-With the transformers that is installed, 4.57 or 5.17. transformers makes a small random
+Runs with the installed transformers, 4.57 or 5.17. transformers makes a small random
 model of each family, and saves it in several files. `flatshard train` starts from each
 folder (model.init_from) on two ranks and takes one step with learning rate zero on a
 corpus of one sequence. Its loss and the norm of every gradient have to be those that
-transformers computes. LOGITS_PROGRAM (build/tests/llama_logits) gives the logits and the
-gradients' elements on one rank. `flatshard export` then writes a folder that transformers
-loads, with identical logits, and whose tensors are byte for byte those that it began with.
-Both continue the sequence by the same tokens.
+transformers computes. LOGITS_PROGRAM (build/tests/llama_logits) gives the logits and
+the gradients' elements on one rank. `flatshard export` then writes a folder that
+transformers loads, with identical logits, and whose tensors are byte for byte those
+that it began with. Both continue the sequence by the same tokens.
 
 With --gpu instead: the models that route no tokens, wider, answer in bfloat16 on a GPU.
-The logits of LOGITS_PROGRAM and those of transformers are both compared with transformers'
-in float32 on the CPU, from the same weights; ours may be as far from them as theirs, see
+The logits of LOGITS_PROGRAM and of transformers are both compared with transformers' in
+float32 on the CPU, from the same weights. Ours may be as far from them as theirs, see
 BF16_FACTOR.
 
 Exits with 77 (skipped) without transformers, and with --gpu without a GPU.
@@ -34,11 +34,11 @@ SKIPPED = 77
 SEQ_LEN = 96
 # float32 sums in another order, relative to the largest gradient norm.
 TOLERANCE = 1e-5
-# Both sides round the same values to bfloat16 at nearly the same places, so
-# their errors are random with the same variance. Ours rounds at fewer places
-# (norm with residual and SwiGLU are one kernel each) and sums matrix products
-# in another order; half as much again is room for where it does so, and the
-# error of another formula is many times as large.
+# Both sides round the same values to bfloat16 at nearly the same places, so their
+# errors are random with the same variance. Ours rounds at fewer places (norm with
+# residual and SwiGLU are one kernel each) and sums matrix products in another order.
+# Half as much again is room for that, and the error of another formula is many times as
+# large.
 BF16_FACTOR = 1.5
 # A logit is rounded itself: by half a unit of eight bits, at most.
 BF16_UNIT = 2.0**-9
@@ -173,6 +173,23 @@ CASES = {
         "num_experts_per_tok": 3,
         "sliding_window": None,
     },
+    "gpt_oss": {
+        FAMILY: "GptOss",
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 24,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "qwen3_moe": {
         FAMILY: "Qwen3Moe",
         "num_key_value_heads": 2,
@@ -257,17 +274,20 @@ def save_model(model, folder, version_5):
 
 
 def gradients(model):
-    """Of transformers' model, by the names on disk: one for each expert.
+    """Returns the gradients of transformers' model, by the names on disk: one for each
+    expert.
 
-    In memory transformers 4 has them so; 5 has one tensor of all experts.
+    In memory transformers 4 has them so; 5 has one tensor of all experts, as gpt_oss
+    has on disk, too.
     """
     import torch
 
     mixtral = model.config.model_type == "mixtral"
+    together = model.config.model_type == "gpt_oss"
     found = {}
     for name, parameter in model.named_parameters():
         part = name.split(".")[-1]
-        if part not in ("gate_up_proj", "down_proj"):
+        if together or part not in ("gate_up_proj", "down_proj"):
             if mixtral:
                 name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
             # An expert that no token went to has none.
@@ -292,9 +312,10 @@ POST_NORMS = [
     (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
     (".post_feedforward_layernorm.", ".mlp.post_norm."),
 ]
-# What parts of names on disk are called here.
+# Flatshard's names for parts of names on disk.
 RENAMES = {
     "mixtral": [(".block_sparse_moe.", ".mlp.")],
+    "gpt_oss": [(".mlp.router.", ".mlp.gate.")],
     "olmo2": POST_NORMS,
     "gemma2": POST_NORMS,
     "gemma3_text": POST_NORMS,
@@ -302,7 +323,7 @@ RENAMES = {
 
 
 def split_as_here(config, name, tensor):
-    """Names of our parameters and what one tensor on disk has of them."""
+    """Returns names of Flatshard's parameters and their parts of one tensor on disk."""
     if name == "model.norm.weight":
         return [("lm_head.norm.weight", tensor)]
     if name.endswith(".qkv_proj.weight"):
@@ -324,7 +345,7 @@ def split_as_here(config, name, tensor):
         if theirs in name:
             name = name.replace(theirs, ours)
             break
-    if ".experts." in name:
+    if ".experts." in name and config.model_type != "gpt_oss":
         block = name.split(".experts.")[0]
         down = name.split(".")[-2] in ("down_proj", "w2")
         name = f"{block}.experts.{'down_proj' if down else 'gate_up_proj'}"
@@ -332,7 +353,7 @@ def split_as_here(config, name, tensor):
 
 
 def norms_as_here(config, grads):
-    """Norms of the gradients of our parameters."""
+    """Returns norms of the gradients of Flatshard's parameters."""
     squares = {}
     for name, grad in grads.items():
         for ours, tensor in split_as_here(config, name, grad):
@@ -387,10 +408,10 @@ def change_weights(model):
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+            if parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.mul_(3)
                 continue
-            # Of norms before layers, whether they begin with ones or with zeros.
+            # Norms before layers may begin with ones or with zeros.
             larger = 2 if "norm" in name and "_norm." not in name else 0
             parameter.add_(larger + 0.2 * torch.randn_like(parameter))
 
@@ -461,8 +482,10 @@ def try_case(program, logits_program, folder, data, name, options):
     furthest = 0.0
     for key, grad in theirs.items():
         apart = (ours[key] - grad).abs().max().item()
-        parts = split_as_here(model.config, key, grad)
-        scale = max(scales[name_here] for name_here, _ in parts)
+        parts = [part for part, _ in split_as_here(model.config, key, grad)]
+        # Of a bias also its weight's: tokens cancel in it, and their rounding does not.
+        parts += [part.removesuffix("bias") + "weight" for part in parts]
+        scale = max(scales.get(part, 0.0) for part in parts)
         furthest = max(furthest, apart / scale)
         compare(f"{name}: elements of the gradient of {key}", apart, 0.0, scale)
 
@@ -489,6 +512,11 @@ def try_case(program, logits_program, folder, data, name, options):
         f"{name}: loss {found:.6f}, {len(norms)} gradients, {furthest:.1e} apart, "
         "same logits"
     )
+
+
+# Not with --gpu: a token whose experts change proves nothing about rounding, and
+# longrope has factors for one size of heads.
+UNCOMPARED = ("mixtral", "gpt_oss", "phi3_longrope")
 
 
 def rms(tensor):
@@ -587,9 +615,7 @@ def main():
         for name, options in cases.items():
             if not arguments.gpu:
                 try_case(program, logits_program, folder, data, name, options)
-            elif name not in ("mixtral", "phi3_longrope") and "moe" not in name:
-                # A token whose experts change says nothing of rounding, and
-                # longrope has factors for one size of heads.
+            elif "moe" not in name and name not in UNCOMPARED:
                 try_logits(logits_program, device, folder, name, options)
 
 

@@ -16,7 +16,7 @@ at::Tensor three_tokens(std::int64_t rows = 1) {
   return at::tensor({0.3F, 0.2F, 0.5F}).log().expand({rows, 3});
 }
 
-/// How many of 1,000 evenly spaced numbers draw each token.
+/// Returns how many of 1,000 evenly spaced numbers draw each token.
 std::vector<int> drawn_shares(const SampleOptions& options) {
   std::vector<double> numbers;
   for (int i = 0; i < 1000; ++i) {
@@ -58,7 +58,7 @@ TEST(Sample, TopPDrawsAmongTheLikeliestThatAddUpToIt) {
   EXPECT_EQ(drawn_shares({.top_p = 0.6}), (std::vector<int>{375, 0, 625}));
   EXPECT_EQ(drawn_shares({.top_p = 0.79}), (std::vector<int>{375, 0, 625}));
   EXPECT_EQ(drawn_shares({.top_p = 0.9}), (std::vector<int>{300, 200, 500}));
-  // Of the two that top_k keeps, the first has 0.625.
+  // top_k keeps two, of which the first has 0.625.
   EXPECT_EQ(
       drawn_shares({.top_k = 2, .top_p = 0.6}),
       (std::vector<int>{0, 0, 1000}));

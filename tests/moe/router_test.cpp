@@ -95,7 +95,7 @@ TEST(Router, TheBiasChoosesAndDoesNotWeigh) {
 }
 
 TEST(Router, M4_AGroupThatIsLeftOutIsNotChosenForAScoreBelowZero) {
-  // The first group is kept, whose second expert is the worst of all; every
+  // The first group is kept, whose second expert is the worst of all. Every
   // score + bias is below zero.
   const at::Tensor bias = at::tensor({-1.0F, -5.0F, -3.5F, -3.5F});
   const Routing routing = route(
@@ -163,7 +163,7 @@ TEST(Router, CapacityKeepsTheHeaviestTokensOfAnExpert) {
       at::equal(left.experts, ints({3, 1, 0, 3, 3, 2, 0, 1}).view({4, 2})));
   EXPECT_TRUE(at::equal(left.counts, ints({2, 2, 1})));
   EXPECT_TRUE(at::equal(left.weights, routing.weights));
-  // Of equal weights the earlier token stays.
+  // Among equal weights the earlier token stays.
   const Routing tie{
       .experts = ints({0, 0, 0}).view({3, 1}),
       .weights = at::ones({3, 1}),

@@ -70,7 +70,7 @@ class AdapterTest : public ::testing::TestWithParam<Where> {
     made->weight().set_requires_grad(false);
     return made;
   }
-  /// The layer in plain operations.
+  /// Returns the layer in plain operations.
   at::Tensor plain(const at::Tensor& x, const Linear& layer) {
     at::Tensor y = at::linear(x, layer->weight(), layer->bias());
     const Adapter* adapter = layer->adapter();
@@ -222,7 +222,7 @@ TEST_P(AdapterTest, BehindANorm) {
   }
 }
 
-// As in the first block of a model whose embedding is frozen.
+// This occurs in the first block of a model whose embedding is frozen.
 TEST_P(AdapterTest, BehindAFrozenNormOfAnInputThatNeedsNoGradient) {
   RmsNorm norm(7);
   materialize(*norm, device(), at::kFloat, random_fill());

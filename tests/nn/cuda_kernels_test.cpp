@@ -109,7 +109,7 @@ TEST_P(CudaKernels, RmsNorm) {
     const at::Tensor ye = plain_norm(xe, we);
     ye.backward(g.cpu().to(at::kDouble));
     expect_close(y, ye, "y");
-    // dx is a difference whose terms are of the size of g w / rms(x); for one
+    // dx is a difference whose terms are of the size of g w / rms(x). For one
     // column nothing but their rounding is left.
     const double terms = (g.cpu().to(at::kDouble) * we.detach() *
                           (xe.detach().square().mean(-1, true) + 1e-5).rsqrt())
@@ -345,6 +345,31 @@ TEST_P(CudaKernels, AttentionWithWindows) {
       expect_close(v.grad(), ve.grad(), "dv");
       EXPECT_TRUE(y.is_contiguous());
     }
+  }
+}
+
+TEST_P(CudaKernels, AttentionWithSinks) {
+  for (const std::int64_t window : {0, 33}) {
+    SCOPED_TRACE(window);
+    const at::Tensor q = leaf({2, 130, 8, 64}), k = leaf({2, 130, 2, 64}),
+                     v = leaf({2, 130, 2, 64}), sinks = leaf({8});
+    const at::Tensor g = gradient({2, 130, 8 * 64});
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v),
+                     se = exact(sinks);
+    const at::Tensor y = causal_attention(
+        q,
+        k,
+        v,
+        {.window = window, .plain = dtype() == at::kFloat, .sinks = sinks});
+    y.backward(g);
+    const at::Tensor ye =
+        attention_by_formula(qe, ke, ve, {.window = window, .sinks = se});
+    ye.backward(g.cpu().to(at::kDouble));
+    expect_close(y, ye, "y");
+    expect_close(q.grad(), qe.grad(), "dq");
+    expect_close(k.grad(), ke.grad(), "dk");
+    expect_close(v.grad(), ve.grad(), "dv");
+    expect_close(sinks.grad(), se.grad(), "dsinks");
   }
 }
 

@@ -10,8 +10,8 @@ namespace {
 
 using Where = std::tuple<at::DeviceType, at::ScalarType>;
 
-// Against the norm and the layers one by one: the same bits in all results and
-// gradients.
+// The result equals the norm and the layers one by one: all results and
+// gradients are bitwise identical.
 class NormLinearsTest : public ::testing::TestWithParam<Where> {
  protected:
   void SetUp() override {
@@ -33,8 +33,8 @@ class NormLinearsTest : public ::testing::TestWithParam<Where> {
   std::vector<at::Tensor> parameters() {
     return {norm_->weight(), a_->weight(), b_->weight()};
   }
-  /// Gradients of x, delta (if defined) and the parameters that need one, for
-  /// random gradients of all results.
+  /// Returns the gradients of x, delta (if defined) and the parameters that
+  /// need one, for random gradients of all results.
   std::vector<at::Tensor> gradients(
       const NormLinears& results,
       std::vector<at::Tensor> of) {
@@ -46,7 +46,7 @@ class NormLinearsTest : public ::testing::TestWithParam<Where> {
     const auto [all, grads] = with_random_gradients(results);
     return torch::autograd::grad(all, of, grads);
   }
-  /// All results, and a gradient of each: the same in every call.
+  /// Returns all results, and a gradient of each: the same in every call.
   std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>
   with_random_gradients(const NormLinears& results) {
     std::vector<at::Tensor> all{results.sum};
@@ -139,7 +139,7 @@ TEST_P(NormLinearsTest, WithBiases) {
   check(norm_linears(x, delta, *norm_, {a.get(), b.get()}), one_by_one());
   const auto [sum, rows] = norm_(x, delta);
   check({sum, linears(rows, {a.get(), b.get()})}, one_by_one());
-  // With one that has none they are two nodes.
+  // When one of them has none, they are two nodes.
   const auto mixed = linears(rows, {a.get(), b_.get()});
   EXPECT_NE(mixed[0].grad_fn(), mixed[1].grad_fn());
 }

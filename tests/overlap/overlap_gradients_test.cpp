@@ -21,7 +21,8 @@ void expect_equal_to_plain_moe(const MoeOverlapCase& c) {
   expect_same(train_overlapped_moe(c), train_overlapped_moe(plain));
 }
 
-// Both policies that put weight gradients off, and both ways of an exchange.
+// Returns both policies that put weight gradients off, and both ways of an
+// exchange.
 std::vector<MoeOverlapCase> uneven_cases() {
   return {
       {.edp = 1, .ep = 2, .options = {.delay_wgrad = true}},
@@ -75,7 +76,7 @@ TEST(OverlapGradients, MostTokensGoToTwoExperts) {
   }
 }
 
-// Of most experts the first gradient comes in the step's last backward.
+// The first gradient of most experts comes in the step's last backward.
 TEST(OverlapGradients, AnExpertIsUsedOnlyInTheLastMicrobatch) {
   for (MoeOverlapCase c : uneven_cases()) {
     c.steps = 1;
@@ -126,7 +127,7 @@ TEST(OverlapGradients, ExpertsThatChangeAreReadInTheNextStep) {
   }
 }
 
-// Of each unit: weight gradients and reductions in a step.
+// Weight gradients and reductions in a step, for each unit.
 TEST(OverlapGradients, EveryParameterIsReducedOnceInABackward) {
   for (const char* strategy : {"zero1", "zero3"}) {
     for (const int in_flight : {1, 2, 3}) {

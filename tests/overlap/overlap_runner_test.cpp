@@ -47,7 +47,7 @@ std::vector<OverlapCase> whole_matrix() {
   return cases;
 }
 
-// All pairs of two values that some case of the matrix has.
+// Returns all pairs of two values that some case of the matrix has.
 std::vector<OverlapCase> pairwise() {
   const auto pairs_of = [](const OverlapCase& c) {
     const std::vector<std::string> values{
@@ -201,7 +201,7 @@ TEST(OverlapRunner, P9_AnExceptionInAnyNodeLeavesTheNextStepRight) {
     for (const char* node :
          {"attend", "dispatch", "shared", "experts", "combine", "merge"}) {
       for (int nth = 0; nth < 12; ++nth) {
-        // Of the first block: each of its runs in turn.
+        // Each run of the first block in turn.
         int count = 0;
         bool thrown = false;
         trainer.model->blocks[0]->on_node = [&](const std::string& name) {

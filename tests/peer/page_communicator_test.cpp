@@ -24,8 +24,8 @@ std::shared_ptr<Communicator> connect_group(const RankContext& context) {
   return context.gloo("ep");
 }
 
-// A half is overwritten two rounds later, and by then all have read it,
-// whoever is slow.
+// A half is overwritten two rounds later, and by then all have read it, however
+// slow a rank is.
 TEST(PageCommunicator, EveryRoundGivesItsOwnNumbers) {
   for (const int world : {1, 2, 3, 4}) {
     run_ranks(world, [](RankContext& context) {
@@ -67,7 +67,7 @@ TEST(PageCommunicator, ARankThatDoesNotComeIsNamed) {
   });
 }
 
-// The watcher ends those who wait, from a thread of its own.
+// The watcher ends waiting ranks, from a separate thread.
 TEST(PageCommunicator, AnAbortEndsTheWait) {
   run_ranks(2, [](RankContext& context) {
     const auto group = connect_group(context);

@@ -78,7 +78,7 @@ class Generator {
     for (int i = between(1, 3); i > 0; --i) {
       ops.push_back(own_op());
     }
-    // Most children run once; each may also run in unusual ways.
+    // Most children run once. Each may also run in unusual ways.
     for (std::size_t i = 0; i < children.size(); ++i) {
       if (chance(85)) {
         ops.insert(
@@ -195,8 +195,8 @@ class Generator {
   int world_;
   int num_ops_ = 0;
   int num_nodes_ = 0;
-  /// Models. Every backward reaches all of them and ends well: a model that it
-  /// does not reach is not told of it, as with forwards whose loss is dropped.
+  /// Models. Every backward reaches all of them and ends well: nothing reports
+  /// to a model that it does not reach, as with forwards whose loss is dropped.
   bool several_ = false;
 };
 

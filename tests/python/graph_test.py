@@ -1,7 +1,7 @@
 """fully_shard(..., cuda_graph=True): forwards of blocks, and their backwards, as CUDA
 graphs with the bits of eager training.
 
-On CPUs a replay calls the captured forward again; the rest is the same. On GPUs
+On CPUs a replay calls the captured forward again. The rest is the same. On GPUs
 (FLATSHARD_TEST_DEVICE=cuda) graphs are captured."""
 
 import functools
@@ -127,7 +127,7 @@ def test_evaluation_in_between(mesh, rank):
 
 @pytest.mark.parametrize("inference", (False, True))
 def test_a_capture_is_of_a_training_step(inference, mesh, rank):
-    """Also when an evaluation is what runs first behind the warm-up."""
+    """Captures a training step also when an evaluation runs first after the warm-up."""
     seen = []
 
     def body(block, x):

@@ -76,7 +76,7 @@ TEST_P(Float8Gpus, LossesAreThoseOfTheCpu) {
   }
 }
 
-// What is gathered when changes no bit, with torch's deterministic kernels.
+// The time of gathers changes no bit, with torch's deterministic kernels.
 TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   const Float8Run plain = train_on_gpus({.format = GetParam()}, "plain");
@@ -98,7 +98,7 @@ TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(false, false);
 }
 
-// Neither do graphs, planes that do not rest, and copy engines.
+// Neither do graphs, planes that are not stored, and copy engines.
 TEST_P(Float8Gpus, OtherWaysToAKernelChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   const Float8Case plain{

@@ -1,5 +1,5 @@
-// Other ways of FP8 planes to a kernel: graphs of steps, planes that do not
-// rest, copies of what peers hold. None changes a bit.
+// Other ways of FP8 planes to a kernel: graphs of steps, planes that are not
+// stored, copies of peers' planes. None changes a bit.
 #include "tests/runtime/float8_training.h"
 
 #include <gmock/gmock.h>
@@ -36,8 +36,8 @@ void expect_same_with(
   }
 }
 
-// Each pair of a recipe and a way, of a recipe and a strategy, and of a way and
-// a strategy stands in one of them.
+// Each of these pairs is in one of them: recipe and way, recipe and strategy,
+// way and strategy.
 struct WayCase {
   std::string name;
   Float8Case plain;

@@ -21,7 +21,7 @@ struct Balance {
   bool bias;
 };
 
-// Of (replicate,) edp and ep: without ep there is no exchange.
+// Returns the mesh of (replicate,) edp and ep: without ep there is no exchange.
 std::vector<int> mesh_of(bool replicates, int edp, int ep) {
   std::vector<int> mesh;
   if (replicates) {
@@ -93,7 +93,7 @@ void add_cases(int edp, int ep, MoeExchange exchange, std::vector<MoeRun>& to) {
 
 // The whole matrix, about 8 minutes on two cores:
 // --gtest_also_run_disabled_tests
-// --gtest_filter='*WholeMatrix'. Says how far it is on standard output.
+// --gtest_filter='*WholeMatrix'. Prints its progress on standard output.
 TEST(MoeMatrix, DISABLED_EqualsOneRankInTheWholeMatrix) {
   std::vector<MoeRun> runs;
   for (const int ep : {1, 2, 4}) {

@@ -1,6 +1,5 @@
-// Mistakes that sharded runtimes are known to have made
-// (docs/dev/regressions.md), as far as they show in what a program computes or
-// in the order of actions.
+// Known mistakes of sharded runtimes (docs/dev/regressions.md), as far as they
+// show in a program's results or in the order of actions.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/nn/recompute.h"
@@ -42,8 +41,8 @@ std::int64_t count(const Twin& twin, ActionKind kind, UnitId unit) {
   });
 }
 
-// The most units between `begin` and `end` actions at any time; the root,
-// which is open the whole time, does not count.
+// Returns the most units between `begin` and `end` actions at any time. The
+// root, which is open the whole time, does not count.
 int most_at_once(const Twin& twin, ActionKind begin, ActionKind end) {
   int now = 0;
   int most = 0;

@@ -23,7 +23,7 @@ namespace flatshard::testing {
 namespace {
 
 using NamedTensors = std::map<std::string, at::Tensor>;
-/// Of each half: tokens, features or rows.
+/// The tensors of each half: tokens, features or rows.
 using Halves = std::array<at::Tensor, 2>;
 
 constexpr std::int64_t kHalvesSeq = 10;
@@ -161,7 +161,7 @@ class BothHalves {
     return {parts[0], parts[1]};
   }
 
-  // A parameter that both halves read.
+  // Returns a parameter that both halves read.
   const at::Tensor& leaf(const std::string& name) {
     leaves_[name] = {weights_.at(name).clone().requires_grad_()};
     return leaves_[name][0];

@@ -1,4 +1,4 @@
-// The objects that a training step is made of, each by itself on one rank.
+// Tests the objects of a training step, each separately on one rank.
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/metrics/step_meter.h"
 #include "flatshard/train/nonfinite_guard.h"
@@ -109,7 +109,7 @@ TEST(NonfiniteGuard, ToStopLooksAtNormsLater) {
         error.what(),
         HasSubstr("step 2 is not finite, as was seen in step 4"));
   }
-  guard.check_kept(4);  // said once
+  guard.check_kept(4);  // reported once
   EXPECT_FALSE(guard.accepts(5, nan_norm(), true));
 }
 

@@ -1,7 +1,7 @@
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/nn/kernels/common.cuh"
 
-// One warp for each token; a warp's rows of scores lie in shared memory.
+// One warp handles each token; a warp's rows of scores are in shared memory.
 namespace flatshard::nn::kernels {
 namespace {
 
@@ -21,8 +21,8 @@ struct Candidate {
   int index;  // -1: none
 };
 
-// The larger, of equal ones the first. A NaN is no larger than anything, so
-// the first candidate stays where nothing is larger.
+// Returns the larger, of equal ones the first. A NaN is no larger than
+// anything, so the first candidate stays where nothing is larger.
 __device__ inline Candidate better(Candidate a, Candidate b) {
   if (a.index < 0) {
     return b;
@@ -40,7 +40,8 @@ __device__ inline float comparable(float v) {
   return isnan(v) ? -INFINITY : v;
 }
 
-// The best of values[0, n) among those with taken[i] == 0, for all lanes.
+// Returns the best of values[0, n) among those with taken[i] == 0, for all
+// lanes.
 __device__ inline int
 warp_best(const float* values, const char* taken, int n, int lane) {
   Candidate best{0.0F, -1};
@@ -59,7 +60,7 @@ warp_best(const float* values, const char* taken, int n, int lane) {
   return best.index;
 }
 
-// What one warp has in shared memory.
+// The data of one warp in shared memory.
 struct Scratch {
   float* scores;
   float* choice;

@@ -7,7 +7,7 @@
 namespace flatshard::config {
 namespace {
 
-/// Whether both are given and `whole` is no multiple of `part`.
+/// Returns whether both are given and `whole` is no multiple of `part`.
 bool leaves_rest(
     const std::optional<std::int64_t>& whole,
     const std::optional<std::int64_t>& part) {
@@ -22,7 +22,7 @@ std::vector<std::string_view> family_choices() {
   return choices;
 }
 
-/// Whether [model] chooses a scaling of rotations that has a factor.
+/// Returns whether [model] chooses a scaling of rotations that has a factor.
 bool scales_rope(const Config& c) {
   return c.model.rope_scaling != RopeScalingChoice::from_shape &&
          c.model.rope_scaling != RopeScalingChoice::none;
@@ -195,7 +195,7 @@ void check_model(const Config& config) {
       "model.rope_scaling = \"{}\" needs model.rope_factor, how many times "
       "longer sequences become; set it, e.g. 4.0",
       word_of(model.rope_scaling));
-  // Without any of the others the shape is that of init_from's config.json.
+  // Without any of the others init_from's config.json defines the shape.
   if (model.hf_config.empty() && model.preset.empty() &&
       (model.init_from.empty() || model.dim)) {
     FLATSHARD_CHECK(

@@ -16,7 +16,7 @@ const StrategyName& strategy_of(const Config& config) {
   return find_strategy_name(config.parallelism.strategy);
 }
 
-// Both names of each.
+// Returns both names of each.
 std::vector<std::string_view> strategies() {
   std::vector<std::string_view> names;
   for (const StrategyName& row : strategy_names()) {
@@ -56,7 +56,7 @@ constexpr UsedIf kExchangesTokens{
         c.parallelism.overlap_expert_parallel),
     "more ranks than one, or overlap_expert_parallel"};
 
-// Of blocks that run in pieces.
+// Conflicts of blocks that run in pieces.
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),

@@ -38,7 +38,7 @@ std::string active_text(const models::ModelConfig& model) {
                    with_commas(models::num_active_parameters(model)));
 }
 
-/// A line for each corpus whose documents are packed.
+/// Returns a line for each corpus whose documents are packed.
 std::vector<std::string> packing_lines(const RunSummary& summary) {
   std::vector<std::string> lines;
   const auto& sources = summary.loader.sources();
@@ -94,7 +94,7 @@ std::string overlap_text(const Config& config) {
 
 std::string to_string(const RunSummary& summary) {
   const Config& config = summary.config;
-  // A restart of the same run on the same ranks has nothing new to say.
+  // A restart of the same run on the same ranks adds nothing.
   std::optional<Config> before;
   const auto path =
       std::filesystem::path(config.run.output_dir) / "config.toml";

@@ -1,4 +1,4 @@
-// Measures one GPU but for the products, and calls what measures the rest.
+// Measures one GPU except for products, and calls the other measurements.
 #include "flatshard/train/plan/calibrate.h"
 
 #include "flatshard/device/device_name.h"
@@ -195,7 +195,7 @@ void calibrate_passes(
         kCopyNbytes,
         device);
   });
-  // A kernel that does next to nothing, behind one that does much.
+  // A kernel that does next to nothing, after one that does much.
   const at::Tensor small = at::zeros({1}, angles);
   gpu.launch_us = 1e6 * timer([&] { small.zero_(); });
 }

@@ -140,8 +140,13 @@ void use_float8(const Float8Format& format, GroupShape& group) {
   for (std::size_t i = 0; i < group.tensors.size(); ++i) {
     TensorSpec& spec = group.tensors[i];
     spec.part = parts[i];
-    if (spec.granularity.kind() != Granularity::Kind::tensor) {
-      spec.granularity = format.granularity();
+    const Granularity own = format.granularity();
+    const Granularity::Kind asked = spec.granularity.kind();
+    const bool stays = asked == Granularity::Kind::tensor ||
+                       (asked == Granularity::Kind::chunk &&
+                        own.kind() == Granularity::Kind::row);
+    if (!stays) {
+      spec.granularity = own;
     }
     float8.rows_scales.push_back(
         num_scales(traits, spec.shape[0], spec.shape[1]));
@@ -422,8 +427,8 @@ CopyEngines copy_engines_of(
                                               : CopyEngines{};
 }
 
-/// Memory for reductions by copies: as CopyReducer takes for each group of
-/// ranks that reduces and scatters.
+/// Returns the memory for reductions by copies: as CopyReducer takes for each
+/// group of ranks that reduces and scatters.
 std::int64_t copied_gradients_nbytes(
     const std::vector<UnitShape>& units,
     std::int64_t nbytes) {

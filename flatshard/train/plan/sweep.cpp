@@ -46,7 +46,7 @@ class Sweeper {
       : config_(config), machines_(machines) {}
 
   Sweep run() {
-    // What is wrong with the config itself is said at once.
+    // Errors of the config itself are reported at once.
     const RunPlan own = plan_run(config_, machines_);
     experts_ = own.model.moe.num_experts;
     ffn_dim_ = own.model.moe.ffn_dim;
@@ -130,7 +130,7 @@ class Sweeper {
     return ways;
   }
 
-  /// Groups inside a host, of as many ranks as divide the model.
+  /// Returns the groups inside a host, of as many ranks as divide the model.
   std::vector<std::int64_t> tensor_degrees() const {
     std::vector<std::int64_t> degrees{1};
     const std::int64_t most =
@@ -172,9 +172,9 @@ class Sweeper {
     return degrees;
   }
 
-  /// How ranks divide the experts. Their width is cut by the ranks that share
-  /// layers, or by two, where the degree of experts is the largest: below it
-  /// that degree exchanges fewer rows.
+  /// Returns how ranks divide the experts. Their width is cut by the ranks that
+  /// share layers, or by two, where the degree of experts is the largest: below
+  /// it that degree exchanges fewer rows.
   std::vector<Way> expert_ways(std::int64_t tensor_degree, std::int64_t ranks)
       const {
     std::vector<Way> ways;
@@ -281,7 +281,8 @@ class Sweeper {
   const PlannedMachines& machines_;
   std::int64_t experts_ = 0;
   std::int64_t ffn_dim_ = 0;  ///< of an expert
-  /// By degrees of tensor and expert parallelism, and of experts' width.
+  /// The key has the degrees of tensor and expert parallelism, and of experts'
+  /// width.
   std::map<std::array<std::int64_t, 3>, std::shared_ptr<PlannedModel>> modules_;
   Sweep sweep_;
 };

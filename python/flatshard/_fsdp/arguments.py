@@ -1,4 +1,4 @@
-"""What the arguments of `fully_shard` mean, and what of them is refused."""
+"""Interprets the arguments of `fully_shard` and rejects what they do not support."""
 
 import warnings
 import weakref
@@ -16,7 +16,7 @@ from flatshard._tensor.mesh import flattened
 from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
-# Of each mesh: asking is a collective.
+# One answer for each mesh, since asking is a collective.
 _fast_links: weakref.WeakKeyDictionary[_C.Mesh, bool] = weakref.WeakKeyDictionary()
 
 
@@ -98,7 +98,7 @@ def strategy_name(strategy, outer, mesh):
 
 
 def mesh_to_show(outer, mesh):
-    """Over which the parameters are DTensors."""
+    """Returns the mesh over which the parameters are DTensors."""
     if outer == "replicate":
         return mesh
     if mesh.mesh_dim_names is None:
@@ -124,7 +124,7 @@ def mixed_precision(policy, fp8):
 
 
 def param_dtype_of(policy, tensor, name):
-    """The dtype in which a parameter is gathered; None: its own."""
+    """Returns the dtype in which a parameter is gathered; None: its own."""
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(tensor)
     if dtype is None:
@@ -214,7 +214,7 @@ class Place:
 
 
 def places_in(found, shard_placement_fn, mesh):
-    """The Place of each of collect_parameters' finds, in a unit on `mesh`."""
+    """Returns the Place of each of collect_parameters' finds, in a unit on `mesh`."""
     places = []
     for tensor, name, _ in found:
         placement, own = placement_of(shard_placement_fn, tensor, name, mesh)
@@ -239,7 +239,9 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
     if any_dim:
         refuse(_CUT_ELSEWHERE, fp8=fp8, outer=flattens, mesh=on_parts)
     if any(map(is_tensor_parallel, tensors)):
-        refuse(_PARALLEL, outer=flattens, fp8=fp8, cuda_graph=cuda_graph)
+        stored = fp8 is not None and fp8.recipe == "mxfp8"
+        stored = stored and fp8.column_plane == "stored"
+        refuse(_PARALLEL, outer=flattens, column_plane=stored, cuda_graph=cuda_graph)
     if any(map(is_extended, tensors)):
         refuse(
             _EXTENDED,
@@ -256,7 +258,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
 
 
 def placement_of(shard_placement_fn, tensor, name, mesh):
-    """(Shard or None, the parameter's mesh or None) by shard_placement_fn.
+    """Returns (Shard or None, the parameter's mesh or None) by shard_placement_fn.
 
     Args:
         mesh: DeviceMesh of the unit.
@@ -288,7 +290,7 @@ def check_own_mesh(members, own, mesh, is_part):
 
 
 def cut_dim(placement, tensor, name, mesh):
-    """The dimension along which a parameter is to be cut.
+    """Returns the dimension along which a parameter is to be cut.
 
     Args:
         placement: Shard or None.

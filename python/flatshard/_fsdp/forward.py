@@ -29,7 +29,7 @@ def state_of(module):
 
 
 def root_of(module):
-    """The Root of the outermost module that fully_shard wrapped."""
+    """Returns the Root of the outermost module that fully_shard wrapped."""
     state = state_of(module)
     if state is None:
         raise ValueError(
@@ -48,21 +48,22 @@ def root_of(module):
 
 
 def outermost(module):
-    """The wrapped module that `module` is part of and that is part of no other."""
+    """Returns the wrapped module that `module` is part of and that is part of no
+    other."""
     around = [m for m in wrapped if any(child is module for child in m.modules())]
     return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
 @outside_of_graphs
 def run_forward(module, function, args, kwargs):
-    """function(*args, **kwargs) as a forward of the unit of `module`."""
+    """Returns function(*args, **kwargs) as a forward of the unit of `module`."""
     state = module.__dict__["_flatshard"]
     root = state.root
     if root is None:
         root = make_root(module)
     if root.running_pass is not None:
         return root.running_pass.run(module, function, args, kwargs)
-    # What most models need nothing of costs no call.
+    # A call is skipped that most models do not need.
     if root.has_passes:
         root.refuse_between_passes(module)
     if root.on_gpu:
@@ -77,7 +78,7 @@ def run_forward(module, function, args, kwargs):
         core.forward_begin(state.id, args, kwargs)
         of_several = len(state.modules) > 1
         if of_several and not state.running:
-            # Of those that are still there.
+            # Only modules that still exist count.
             state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:

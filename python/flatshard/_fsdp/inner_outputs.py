@@ -1,8 +1,8 @@
 """Outputs of modules inside of a unit that a program takes by a forward hook: features
 for distillation, perceptual losses, early exits.
 
-A loss of such a feature alone begins its backward in the middle of the unit, past the
-unit's outputs, whose gradients announce a backward otherwise.
+The backward of a loss of such a feature alone begins in the middle of the unit. It
+skips the unit's outputs, whose gradients otherwise announce a backward.
 """
 
 import weakref
@@ -29,11 +29,11 @@ class InnerOutputs:
         self._own = {}  # handles of hooks put here, by the number of the place
 
     def update(self):
-        """Before a forward."""
+        """Called before a forward."""
         if sum(map(len, self._hooks)) == self._num_hooks:
             return
         for i, (hooks, (unit, module)) in enumerate(zip(self._hooks, self._places)):
-            users = len(hooks) - (i in self._own)
+            users = sum(map(_may_take, hooks.values())) - (i in self._own)
             if users == 0 and i in self._own:
                 self._own.pop(i).remove()
             elif users > 0 and i not in self._own and module() is not None:
@@ -45,6 +45,19 @@ class InnerOutputs:
         for handle in self._own.values():
             handle.remove()
         self._own.clear()
+
+
+# They cut and join activations, and keep none. A watcher next to one would break the
+# graphs of torch.compile.
+_OF_TENSOR_PARALLELISM = (
+    "torch.distributed.tensor",
+    "transformers.integrations.tensor_parallel",
+)
+
+
+def _may_take(hook):
+    """Returns whether a forward hook may take an output out of the module."""
+    return not str(getattr(hook, "__module__", "")).startswith(_OF_TENSOR_PARALLELISM)
 
 
 def _watcher(unit):

@@ -1,9 +1,9 @@
 """One parameter of a unit, and what its shard takes from the user's tensor.
 
 A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
-`parameters()`, optimizers and checkpoints see. The whole one is a plain
-`nn.Parameter` without memory of its own that the core points at gathered memory
-while the unit computes. The core swaps them in the modules' `_parameters`.
+`parameters()`, optimizers and checkpoints see. The whole one is a plain `nn.Parameter`
+without memory, which the core points at gathered memory while the unit computes. The
+core swaps them in the modules' `_parameters`.
 """
 
 import weakref
@@ -27,8 +27,9 @@ _OWNER = "_flatshard_owner"
 _of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 _num_marked = 0
 
-# What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
-# gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's disable_adapter does.
+# Kinds of parameters, which the core's groups keep apart. GATHERED: what a subclass of
+# a tensor gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's
+# disable_adapter does.
 TRAINED, FROZEN, GATHERED, FROZEN_LATER = range(4)
 
 
@@ -44,7 +45,7 @@ class Parameter:
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True  # the core has gradients for it
-    apart: int = 0  # TRAINED and so on: those of different numbers share no group
+    apart: int = 0  # TRAINED and so on: different numbers share no group
     dtype: torch.dtype | None = None  # of the user's tensor, see make_core
     param_dtype: torch.dtype | None = None  # that is gathered; None: its own
     on_meta: bool = False
@@ -62,24 +63,25 @@ class Parameter:
 
     @property
     def title(self):
-        """For messages."""
+        """Returns the name for messages."""
         return self.sites[0][1] if self.sites else self.label
 
     def is_as_sharded(self):
-        """Nobody changed requires_grad or the dtype since the core has it."""
+        """Returns whether requires_grad and the dtype are unchanged since the core has
+        it."""
         return self.fits() and self.shard.requires_grad == self.trainable
 
     def fits(self):
-        """The core can train it as it is now: with its dtype, and with gradients where
-        it is not frozen."""
+        """Returns whether the core can train it as it is now: with its dtype, and with
+        gradients where it is not frozen."""
         return self.has_dtype() and (self.trainable or not self.shard.requires_grad)
 
     def has_dtype(self):
-        """Nobody changed the dtype of the shard since the core has it."""
+        """Returns whether the dtype of the shard is unchanged since the core has it."""
         return self.shard.dtype == self.shown_dtype
 
     def stored(self, value):
-        """`value` of the whole parameter as the core stores it."""
+        """Returns `value` of the whole parameter as the core stores it."""
         return value.movedim(self.dim, 0).contiguous() if self.dim else value
 
     @torch.no_grad()
@@ -90,19 +92,19 @@ class Parameter:
 
     @property
     def shown(self):
-        """The holder of the tensor that modules see in place of `whole`; None: they see
-        it."""
-        return self.extension or self.parallel
+        """Returns the holder of the tensor that modules see in place of `whole`; None:
+        they see it, as an FP8 layer does, which does not read its weight."""
+        return self.extension or (None if self.float8 else self.parallel)
 
     def is_shown(self):
-        """Some module has it."""
+        """Returns whether some module has it."""
         shown = [
             parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
         ]
         return any(self.is_face(tensor) for tensor in shown)
 
     def faces(self):
-        """The tensor that modules show, sharded or whole."""
+        """Returns the tensor that modules show, sharded or whole."""
         shown = self.extension.tensor if self.extension else None
         if self.parallel is not None:
             shown = self.parallel.made
@@ -119,12 +121,13 @@ def copy_attributes(source, target):
 
 
 def plain_like(tensor, is_subclass):
-    """Where the attributes of the user's tensor are: those of a subclass are its own."""
+    """Returns the object with the attributes of the user's tensor, for a subclass its
+    own."""
     return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
 
 
 def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
-    """The tensor that modules compute with instead of `tensor`; without memory.
+    """Returns the tensor that modules compute with instead of `tensor`; without memory.
 
     Args:
         dim: that is stored first.
@@ -157,13 +160,14 @@ def mark_owner(tensor, name):
 
 
 def former_name(tensor):
-    """The name of the parameter that `tensor` was before fully_shard, or None."""
+    """Returns the name of the parameter that `tensor` was before fully_shard, or
+    None."""
     return getattr(tensor, _OWNER, None)
 
 
 class _OfShard:
     """A DTensor's method that a whole parameter has, too: programs that read parameters
-    need not know whether it is before or after the forward."""
+    work the same before and after the forward."""
 
     def __init__(self, p, function):
         self._p = weakref.ref(p)
@@ -174,7 +178,8 @@ class _OfShard:
 
 
 def note_whole(p):
-    """What modules may show instead of the shard, for parameter_of_whole."""
+    """Notes a tensor that modules may show instead of the shard, for
+    parameter_of_whole."""
     for tensor in p.faces():
         if tensor is not p.shard:
             _of_whole[id(tensor)] = p
@@ -183,7 +188,7 @@ def note_whole(p):
 
 
 def parameter_of_whole(tensor):
-    """The Parameter whose unsharded values `tensor` has, or None."""
+    """Returns the Parameter whose unsharded values `tensor` has, or None."""
     p = _of_whole.get(id(tensor))
     is_whole = p is not None and p.is_face(tensor) and tensor is not p.shard
     return p if is_whole else None
@@ -195,7 +200,7 @@ def num_marked():
 
 
 def name_released(parameters):
-    """The error of reading a whole parameter while it has no memory."""
+    """Returns the error of reading a whole parameter while it has no memory."""
     for p in parameters:
         if p.float8:
             set_access_error(

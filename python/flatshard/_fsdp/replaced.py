@@ -18,7 +18,7 @@ from flatshard.torch_versions import parameters_of
 
 # -- optimizers of parameters that modules showed at another time ----------------------
 
-# Of each optimizer: of how many parameters, and how many were sharded then.
+# For each optimizer, its number of parameters and the number sharded then.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
     weakref.WeakKeyDictionary()
 )
@@ -35,9 +35,9 @@ def _before_step(optimizer, args, kwargs):
 
 
 def _to_train(optimizer, parameter):
-    """What an optimizer holds in place of `parameter`. One that was made between a
-    forward and its backward has unsharded parameters, which are replaced before its
-    first step."""
+    """Returns the tensor that an optimizer holds in place of `parameter`. One that was
+    made between a forward and its backward has unsharded parameters, which are replaced
+    before its first step."""
     if (name := former_name(parameter)) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__} was made before fully_shard: it holds "
@@ -86,7 +86,8 @@ class _StateDicts:
 
 
 def watch_state_dicts(module, state):
-    """Of a module whose parameters, if any, belong to the unit `state`."""
+    """Watches the state dicts of a module whose parameters, if any, belong to the unit
+    `state`."""
     watch = _StateDicts(state)
     module.register_state_dict_pre_hook(watch.before_save)
     module.register_load_state_dict_pre_hook(watch.before)
@@ -122,7 +123,8 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
 
 
 def _kind(tensor):
-    """The subclass that a tensor, or what a DTensor holds, is; "" for plain ones."""
+    """Returns the subclass that a tensor, or what a DTensor holds, is; "" for plain
+    ones."""
     if isinstance(tensor, DTensor):
         tensor = local_of(tensor)
     plain = (torch.Tensor, nn.Parameter)
@@ -172,7 +174,7 @@ def settle(units, names):
     there is something to take.
 
     Args:
-        names: those of each module of the model, by id.
+        names: the names of each module of the model, by id.
     """
     for unit, sites, shards in [_places_now(unit, names) for unit in units]:
         for p in unit.parameters:
@@ -190,7 +192,8 @@ def settle(units, names):
 
 
 def _places_now(unit, names):
-    """The unit, and of each of its parameters where it is and what is to be its shard."""
+    """Returns the unit, and of each of its parameters where it is and what is to be its
+    shard."""
     sites = [[] for _ in unit.parameters]
     shards = [p.shard for p in unit.parameters]
     changed = []
@@ -255,7 +258,8 @@ def _check_taken(p, found, name, kept):
 
 
 def _device_of(shard, found):
-    """Where a tensor in the place of `shard` has to be. One on meta waits for values."""
+    """Returns where a tensor in the place of `shard` has to be. One on meta waits for
+    values."""
     return "meta" if found.is_meta and shard.is_meta else local_of(shard).device.type
 
 
@@ -277,7 +281,7 @@ def _fits(found, p):
 
 
 def refuse_replaced(units):
-    """When a module shows another tensor than its unit put there."""
+    """Raises an error when a module shows another tensor than its unit put there."""
     for unit in units:
         for p in unit.parameters:
             for module, key in p.sites:
@@ -295,7 +299,8 @@ def refuse_replaced(units):
 
 
 def refuse_plain(root, units):
-    """A parameter to train that no unit has: the ranks' copies would part."""
+    """Raises an error for a parameter to train that no unit has: the ranks' copies
+    would part."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
     parameters = [p for unit in units for p in unit.all_parameters]
     own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from flatshard import _C
+from flatshard._fsdp.grid import grid_of, tell_parts
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released, note_whole
@@ -70,9 +71,10 @@ class Root:
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
-        # The units hold this object; they go with their modules.
+        # The units hold this object. They go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
+        self._checkpoint_mesh = None
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
@@ -151,11 +153,21 @@ class Root:
     def units(self):
         return [unit for ref in self._units if (unit := ref()) is not None]
 
+    def checkpoint_mesh(self):
+        """Returns the core's mesh over all ranks that hold parts of the model.
+        Collective."""
+        if self._checkpoint_mesh is None:
+            grid = grid_of(self.units)
+            self._checkpoint_mesh = (
+                self.mesh if grid is None else tell_parts(self.units, grid)
+            )
+        return self._checkpoint_mesh
+
     # -- options -----------------------------------------------------------------
 
     @staticmethod
     def reshards(unit):
-        """Whether the unit is resharded after its forward."""
+        """Returns whether the unit is resharded after its forward."""
         asked = unit.policy.reshard_after_forward
         # FSDP2: the root's parameters are needed first in the backward.
         return unit.id != 0 if asked is None else asked
@@ -178,13 +190,13 @@ class Root:
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )
-        # As with FSDP2, parameters() are the unsharded ones until the backward.
-        # Not where these have no values of their own, or are no leaves.
+        # As with FSDP2, parameters() are the unsharded ones until the backward. This
+        # does not hold where these have no own values, or are no leaves.
         special = unit.fp8 is not None or unit.extended or self.cuda_graphs
         self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 
     def apply_limits(self, policy):
-        """The settings of the whole model by setters of the root."""
+        """Applies the settings of the whole model from the root's setters."""
         if policy.max_input_buffers is not None:
             self.core.set_max_grad_slots(policy.max_input_buffers + 1)
         if policy.reports_nan:

@@ -1,8 +1,8 @@
 """Shows the core's collectives to torch's CommDebugMode.
 
-The core launches them in C++, where no TorchDispatchMode sees them. An active CommDebugMode
-is told afterwards: one all-gather for each time that a unit was gathered, one reduction for
-each time that its gradients were, with FSDP2's operators.
+The core launches them in C++, where no TorchDispatchMode sees them. An active
+CommDebugMode gets them afterwards: one all-gather for each time that a unit was
+gathered, one reduction for each time that its gradients were, with FSDP2's operators.
 """
 
 from flatshard import _C
@@ -17,7 +17,7 @@ from flatshard.torch_versions import comm_debug_modes, in_backward, queue_callba
 
 
 class SeenCollectives:
-    """What a model's core did while a CommDebugMode was active.
+    """The collectives that a model's core ran while a CommDebugMode was active.
 
     Args:
         core: _C.Runtime.
@@ -32,13 +32,13 @@ class SeenCollectives:
         self._policies = {unit.name: unit.policy for unit in units}
 
     def tell(self) -> None:
-        """After an unshard."""
+        """Called after an unshard."""
         if modes := comm_debug_modes():
             self._tell(modes)
 
     def tell_after_forward(self, unit) -> None:
-        """After a forward of `unit`. The core keeps the last unit for the backward, which
-        gathers it while somebody counts, as with FSDP2."""
+        """Called after a forward of `unit`. The core keeps the last unit for the
+        backward, which gathers it while somebody counts, as with FSDP2."""
         modes = comm_debug_modes()
         if not modes:
             return
@@ -47,10 +47,10 @@ class SeenCollectives:
         self._tell(modes)
 
     def tell_after_backward(self) -> None:
-        """When an outermost backward begins."""
+        """Called when an outermost backward begins."""
         modes = comm_debug_modes()
         if modes and in_backward():
-            # The core ends the backward in a callback of its own that is queued later.
+            # The core ends the backward in a separate callback that is queued later.
             queue_callback(lambda: queue_callback(lambda: self._tell(modes)))
 
     def _tell(self, modes):
@@ -73,8 +73,8 @@ class SeenCollectives:
 
 
 def _kinds_of(strategy, mesh):
-    """Whether a unit's weights are all-gathered, its gradients reduce-scattered, and
-    all-reduced."""
+    """Returns whether a unit's weights are all-gathered, its gradients
+    reduce-scattered, and all-reduced."""
     inner = mesh.size(mesh.ndim - 1)
     outer = mesh.size() // inner
     cuts = of_core(strategy).optimizer[1] == "S" and inner > 1

@@ -27,7 +27,7 @@ class Strategy(NamedTuple):
 
 _TABLE = [Strategy(*row) for row in _C.strategies()]
 _BY_NAME = {name: row for row in _TABLE for name in (row.name, row.other_name) if name}
-# What fully_shard takes: the outer axis of a mesh is an argument of its own.
+# The names that fully_shard takes. The outer axis of a mesh is a separate argument.
 NAMES = [
     name
     for row in _TABLE
@@ -37,7 +37,7 @@ NAMES = [
 
 
 def find_strategy(name, option="strategy"):
-    """The row of either name.
+    """Returns the row of either name.
 
     Args:
         name: e.g. "zero3" or "optim_grads_params".
@@ -52,7 +52,7 @@ def find_strategy(name, option="strategy"):
 
 
 def of_core(name):
-    """The row of a name that the core has, such as "hsdp"."""
+    """Returns the row of a name that the core has, such as "hsdp"."""
     return _BY_NAME[name]
 
 

@@ -51,7 +51,7 @@ class Policy:
     divide_factor: float | None = None
     sums_only: bool = False
     reduced_hook: object = None
-    # Of the root's, for the whole model.
+    # Set on the root, for the whole model.
     max_input_buffers: int | None = None
     reports_nan: bool = False
 
@@ -107,7 +107,7 @@ class UnitState:
 
     @property
     def all_parameters(self):
-        """Also those that the core has no place for."""
+        """Returns all parameters, including those without a place in the core."""
         return self.parameters + [p for p in self.extended if p.index < 0]
 
     def make_shards(self):
@@ -168,7 +168,7 @@ class UnitState:
         return all(p.is_as_sharded() for p in self.parameters)
 
     def fits(self):
-        """The core can train the parameters as they are now."""
+        """Returns whether the core can train the parameters as they are now."""
         return not self.misfits()
 
     def misfits(self):
@@ -207,7 +207,8 @@ class UnitState:
                 p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
-        """The settings by setters. Without a core they wait for the next one."""
+        """Passes the settings of setters to the core. Without a core they wait for the
+        next one."""
         if self.core is None:
             return
         if self.policy.divide_factor is not None:
@@ -282,7 +283,7 @@ class UnitState:
         writes.note_unit(self)
 
     def core_names(self):
-        """Of the core's parameters, by their numbers."""
+        """Returns the names of the core's parameters, by their numbers."""
         hidden = self.core.num_parameters - len(self.parameters)
         return [p.names for p in self.parameters] + [
             [f"gathered {i}"] for i in range(hidden)

@@ -1,9 +1,9 @@
 """The core's Mesh of a DeviceMesh.
 
-Flatshard makes communicators of its own through the store of the default
-process group, which nothing public gives: one for gathers and one for reductions,
-so that neither waits for the other nor for collectives that the program launches
-itself. Only the ranks of the mesh take part. They exist until the process ends.
+Flatshard makes separate communicators through the store of the default process group,
+which nothing public gives: one for gathers and one for reductions, so that neither
+waits for the other nor for the program's own collectives. Only the ranks of the mesh
+take part. They exist until the process ends.
 """
 
 import atexit
@@ -20,7 +20,8 @@ _meshes: dict[object, _C.Mesh] = {}
 
 
 def default_device_mesh():
-    """One dimension over all ranks, on this process's accelerator or the CPU.
+    """Returns a mesh of one dimension over all ranks, on this process's accelerator or
+    the CPU.
 
     Starts the default process group when there is none, as FSDP2 does.
     """
@@ -32,8 +33,8 @@ def default_device_mesh():
 
 
 def core_mesh(device_mesh, timeout_s=None):
-    """The core's mesh over the ranks of `device_mesh`. Collective over them, or over
-    those of model_mesh.
+    """Returns the core's mesh over the ranks of `device_mesh`. Collective over them, or
+    over the ranks of model_mesh.
 
     Args:
         device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
@@ -45,18 +46,39 @@ def core_mesh(device_mesh, timeout_s=None):
 
 
 def model_mesh(device_mesh):
-    """(part, whole): core_mesh(device_mesh), and the core's mesh that it is a part of.
+    """Returns (part, whole): core_mesh(device_mesh), and the core's mesh that it is a
+    part of.
 
     A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
-    "dp")`) is an axis of the flattened one's mesh, so that parameters on "edp" and
+    "dp")`) is an axis of the flattened one's mesh. So parameters on "edp" and
     parameters on "dp" can belong to one model. Otherwise both are the same.
     """
     return _find(device_mesh, None)
 
 
+def core_mesh_of_all(device_mesh):
+    """Returns the core's mesh of one axis over all ranks of `device_mesh`. Collective."""
+    name = "_".join(device_mesh.mesh_dim_names)
+    ranks = tuple(device_mesh.mesh.flatten().tolist())
+    key = (len(ranks),), ranks, device_mesh.device_type, name
+    if key not in _meshes:
+        _meshes[key] = _make((name,), key, None)
+    return _meshes[key]
+
+
+def root_names(device_mesh, names=None):
+    """Returns the root mesh's dimensions that those of `device_mesh` with these `names`
+    consist of. None: all of them. Empty where the meshes have no names."""
+    own = (device_mesh.mesh_dim_names or ()) if names is None else names
+    root = device_mesh._get_root_mesh()
+    runs = _flattened(root) if root.mesh_dim_names is not None else {}
+    return {name for one in own for name in runs.get(one, (one,))}
+
+
 def slices_of(part, whole):
-    """(number, which): how many groups of ranks like `part` the mesh `whole` consists
-    of, and this rank's among them; the last axis fastest. None: they are the same."""
+    """Returns (number, which): how many groups of ranks like `part` the mesh `whole`
+    consists of, and this rank's among them; the last axis fastest. None: they are the
+    same."""
     if part is whole:
         return None
     own = {name for name, _ in part.axes}
@@ -68,8 +90,8 @@ def slices_of(part, whole):
 
 
 def meshes_around(device_mesh, part, whole, other_names):
-    """The DeviceMeshes, each of one dimension, of the axes of `whole` that `part`, the
-    core's mesh of `device_mesh`, lacks and that are none of `other_names`."""
+    """Returns one DeviceMesh for each axis of `whole` that `part`, the core's mesh of
+    `device_mesh`, lacks and that is none of `other_names`."""
     own = {name for name, _ in part.axes} | set(other_names)
     root = device_mesh._get_root_mesh()
     return [root[name] for name, _ in whole.axes if name not in own]
@@ -96,10 +118,11 @@ def _find(device_mesh, timeout_s):
 
 
 def _made_once(device_mesh, timeout_s, names=()):
-    """One for all meshes of the same ranks, and for those with these `names`."""
+    """Returns one for all meshes of the same ranks, and for those with these
+    `names`."""
     key = (*_key(device_mesh), *names)
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh, key, timeout_s)
+        _meshes[key] = _make(device_mesh.mesh_dim_names, key, timeout_s)
     return _meshes[key]
 
 
@@ -109,8 +132,9 @@ def _key(device_mesh):
 
 
 def _dimensions(device_mesh):
-    """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
-    that it is a part of; (None, None) where nothing was flattened."""
+    """Returns the root mesh's dimensions that `device_mesh` consists of, and the
+    dimensions of the mesh that it is a part of. Returns (None, None) where nothing was
+    flattened."""
     # DeviceMesh has no public name for its root and for what was flattened.
     root = device_mesh._get_root_mesh()
     own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
@@ -127,8 +151,9 @@ def _dimensions(device_mesh):
 
 
 def _flattened(root):
-    """{name: names} of the meshes that were made of neighbouring dimensions of `root`,
-    of more than one rank each. Dimensions of one rank next to these count as theirs."""
+    """Returns {name: names} of the meshes that were made of neighbouring dimensions of
+    `root`, of more than one rank each. Dimensions of one rank next to these count as
+    theirs."""
     runs = {}
     names = root.mesh_dim_names
     for name, mesh in root._flatten_mapping.items():
@@ -156,12 +181,14 @@ def joined_meshes(device_meshes):
 
 
 def device_of(device_mesh):
-    if device_mesh.device_type == "cpu":
+    return _device_of_type(device_mesh.device_type)
+
+
+def _device_of_type(device_type):
+    if device_type == "cpu":
         return torch.device("cpu")
-    if device_mesh.device_type != "cuda":
-        raise ValueError(
-            f"mesh: expected device type cpu or cuda, got {device_mesh.device_type}"
-        )
+    if device_type != "cuda":
+        raise ValueError(f"mesh: expected device type cpu or cuda, got {device_type}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -171,8 +198,8 @@ def default_timeout_s():
     return dist.distributed_c10d._get_default_timeout(backend).total_seconds()
 
 
-def _make(device_mesh, key, timeout_s):
-    device = device_of(device_mesh)
+def _make(names, key, timeout_s):
+    device = _device_of_type(key[2])
     if device.type == "cuda" and not _C.with_cuda:
         raise RuntimeError(
             "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
@@ -186,7 +213,7 @@ def _make(device_mesh, key, timeout_s):
         )
     if len(ranks) == 1 and len(shape) == 1:
         return _C.Mesh.single(device)
-    names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
+    names = names or ("outer", "dp")[-len(shape) :]
     if timeout_s is None:
         timeout_s = default_timeout_s()
     digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]

@@ -3,9 +3,9 @@
 Below autograd, ``torch`` calls `dispatch` for each operation that a ``ShardedTensor``
 takes part in. Where rows of the result need rows of the arguments alone, each rank
 computes its own. Reductions over rows combine what the ranks have. Everything else is
-computed on whole values, on each rank alike; so the result of an operation is that of
-the same operation on whole tensors. Which way is taken, all ranks decide by shapes and
-cuts, which are the same on all of them.
+computed on whole values, on each rank alike. So the result equals the result of the
+same operation on whole tensors. All ranks choose the way by shapes and cuts, which are
+the same on all of them.
 """
 
 import functools
@@ -25,7 +25,7 @@ from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 
-# Element by element besides those that torch's tag names.
+# Operations element by element, in addition to those that torch's tag names.
 _POINTWISE = {
     *("copy_", "fill", "fill_", "zero_", "masked_fill_", "_to_copy", "leaky_relu"),
     *("leaky_relu_", "leaky_relu_backward", "hardtanh", "hardtanh_", "hardswish"),
@@ -57,7 +57,7 @@ def rules_of(func):
 
 
 def _rules(func, traits):
-    """The ways to compute `func`, of which the first takes it that can."""
+    """Returns the ways to compute `func`, of which the first takes it that can."""
     if "c10d" in func.namespace:
         yield _refuse_collective
     if func.namespace != "aten":

@@ -1,6 +1,6 @@
-"""Random operations on sharded tensors: the values are those of one process.
+"""Random operations on sharded tensors give the same values as on one process.
 
-Each rank draws the whole tensor from one state of the generator, which is that of the
+Each rank draws the whole tensor from one state of the generator, the state of the
 mesh's first rank, and keeps its rows. So rows differ between ranks, replicas agree, and
 the number of ranks makes no difference.
 """
@@ -16,7 +16,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
 def run(func, traits, args, kwargs):
-    """The rule for operations that draw random numbers."""
+    """Runs operations that draw random numbers."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     first = shards[0]
     generator = traits.bind(args, kwargs).get("generator")

@@ -16,7 +16,7 @@ from flatshard._tensor.told_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, 
 
 
 def run(func, traits, args, kwargs):
-    """The rule for reductions over rows that combine results of the ranks' rows."""
+    """Runs reductions over rows, which combine results of the ranks' rows."""
     if traits.name not in _REDUCTIONS:
         return NotImplemented
     source = args[0]
@@ -44,7 +44,7 @@ def run(func, traits, args, kwargs):
 
 
 def gathered(part, mesh, dim):
-    """[ranks, ...] `part` of each rank along the mesh dimension. Collective."""
+    """Returns [ranks, ...] `part` of each rank along the mesh dimension. Collective."""
     group = mesh.get_group(dim)
     home = part.device
     part = part.to(mesh.device_type).contiguous()
@@ -135,8 +135,8 @@ def norm_of_norms(norms, order):
 
 
 def norms_of_ranks(norms, mesh, dim, order):
-    """[n] norms of tensors of whose rows each rank along the mesh dimension has some, from
-    those of its own rows. One all-reduce of float64. Collective."""
+    """Returns [n] norms of tensors of whose rows each rank along the mesh dimension has
+    some, from `norms` of its rows. One all-reduce of float64. Collective."""
     if order < 0 and order != -torch.inf:
         return norm_of_norms(gathered(norms, mesh, dim), order)
     has_root = 0 < order < torch.inf
@@ -168,7 +168,7 @@ _REDUCTIONS = {
 
 
 def foreach_norm(func, traits, args, kwargs):
-    """The norms of a list, those of cut tensors in one all-reduce."""
+    """Computes the norms of a list, with one all-reduce for cut tensors."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):

@@ -12,7 +12,7 @@ from flatshard._tensor.same_values import digest
 
 
 def tensors_in(value):
-    """The tensors inside arguments."""
+    """Returns the tensors inside arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -24,7 +24,7 @@ def tensors_in(value):
 
 
 def row_dim(tensor):
-    """The mesh dimension over which the rows of a DTensor are cut, or None."""
+    """Returns the mesh dimension over which the rows of a DTensor are cut, or None."""
     for dim, placement in enumerate(tensor._spec.placements):
         if isinstance(placement, RowShard):
             return dim
@@ -32,7 +32,7 @@ def row_dim(tensor):
 
 
 def base_of(tensor):
-    """Of a ShardedView the shard that it looks at, else the tensor."""
+    """Returns the shard that a ShardedView looks at, else the tensor."""
     return tensor.__dict__.get("base", tensor)
 
 
@@ -41,7 +41,7 @@ def is_cut(tensor):
 
 
 def is_whole(tensor):
-    """Whether each rank has all values of a DTensor."""
+    """Returns whether each rank has all values of a DTensor."""
     return all(placement.is_replicate() for placement in tensor._spec.placements)
 
 
@@ -67,7 +67,8 @@ def own_span(tensor):
 
 
 def gather(tensor):
-    """The whole value of a tensor that is cut, strided as the tensor. Collective."""
+    """Returns the whole value of a tensor that is cut, strided as the tensor.
+    Collective."""
     dim = row_dim(tensor)
     placement = tensor._spec.placements[dim]
     whole = placement.gather(tensor._local_tensor, tensor._spec.mesh, dim)
@@ -85,7 +86,7 @@ def gather(tensor):
 class Values:
     """The plain whole values of the tensors of one operation."""
 
-    # Operations that were told to cost a gather, by name.
+    # Names of the operations whose cost, a gather, was logged.
     warned: set[str] = set()
 
     def __init__(self, name, mesh):
@@ -95,7 +96,7 @@ class Values:
         self._bases = {}  # id of a view: the whole value of its base
 
     def asked_for(self, tensor):
-        """As `of`, where a gather is what the user asked for."""
+        """Works as `of`, where the user asked for a gather."""
         self.name = None
         return self.of(tensor)
 
@@ -184,7 +185,7 @@ class Values:
 
 
 def _level_of_caller():
-    """Of the innermost frame that is neither this package's nor torch's."""
+    """Returns the level of the innermost frame outside of this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
         0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from flatshard._tensor.mesh import joined_meshes, meshes_around
+from flatshard._tensor.mesh import joined_meshes, meshes_around, root_names
 from flatshard._tensor.row_spec import dtensor
 from flatshard._tensor.sharded_tensor import contiguous_stride
 
@@ -21,8 +21,9 @@ class TensorParallel:
     """How one such parameter is shown.
 
     Attributes:
-        made: what modules see while the unit computes, once it has been needed.
-        mesh: DeviceMesh of the shard: that of fully_shard, and the parameter's own.
+        made: the tensor that modules see while the unit computes, once it has been
+            needed.
+        mesh: DeviceMesh of the shard: fully_shard's mesh and the parameter's own.
         shape, stride: of the whole tensor.
     """
 
@@ -78,7 +79,7 @@ class TensorParallel:
         self.stride = contiguous_stride(self.shape)
 
     def placements(self, device_mesh, dim, is_cut):
-        """Of the shard.
+        """Returns the placements of the shard.
 
         Args:
             device_mesh: of fully_shard.
@@ -86,7 +87,7 @@ class TensorParallel:
             is_cut: False: they all have the whole of it.
         """
         outer = [Replicate()] * (device_mesh.ndim - 1)
-        inner = [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
+        inner = self._inner_placements()
         parts = 1
         for i, placement in enumerate(inner, device_mesh.ndim):
             if placement.is_shard(dim):
@@ -94,13 +95,49 @@ class TensorParallel:
         own = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
         return [*outer, own if is_cut else Replicate(), *inner]
 
+    def cuts(self):
+        """Returns (dim, indices of the whole tensor, begin, end) of each dimension of
+        which the tensor that the core shards has a part: begin to end."""
+        ranges = {}
+        inner = self._inner_placements()
+        for i, placement in enumerate(inner, self.mesh.ndim - len(inner)):
+            if placement.is_replicate():
+                continue
+            dim = placement.dim
+            begin, end = ranges.get(dim, (0, self.shape[dim]))
+            length = -(-(end - begin) // self.mesh.size(i))  # as torch.chunk
+            first = min(begin + self.mesh.get_local_rank(i) * length, end)
+            ranges[dim] = first, min(first + length, end)
+        return [(dim, self.shape[dim], *ends) for dim, ends in ranges.items()]
+
+    def names_with_equal(self):
+        """Returns the root mesh's dimensions along which ranks have equal values."""
+        mesh = self._spec.mesh
+        names = zip(mesh.mesh_dim_names, self._spec.placements)
+        return root_names(mesh, [name for name, p in names if p.is_replicate()])
+
+    def _inner_placements(self):
+        """Returns those over the dimensions of its mesh that are not fully_shard's."""
+        return [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
+
+    @property
+    def spec(self):
+        """The DTensorSpec of the user's tensor."""
+        return self._spec
+
+    @property
+    def own_mesh(self):
+        """The DeviceMesh of the user's tensor."""
+        return self._spec.mesh
+
     def bind(self, whole):
         """`whole` is the core's parameter from now on."""
         self.made, self._whole = None, whole
 
     @property
     def tensor(self):
-        """The tensor that modules see. For the core, while its parameter has values."""
+        """Returns the tensor that modules see. The core calls it while its parameter
+        has values."""
         trains = self._whole.requires_grad
         if self.made is not None and self.made.requires_grad == trains:
             return self.made
@@ -114,15 +151,16 @@ class TensorParallel:
         return self.made
 
     def point(self):
-        """For the core, when its parameter gets values: the DTensor over it has them,
-        too."""
+        """Called by the core when its parameter gets values: the DTensor over it has
+        them, too."""
 
     def clear(self):
-        """For the core, when its parameter loses them."""
+        """Called by the core when its parameter loses them."""
 
 
 def _joined(first, second):
-    """The mesh of the dimensions of both; None where they are not of one mesh."""
+    """Returns the mesh of the dimensions of both; None where they are not of one
+    mesh."""
     try:
         mesh = joined_meshes([first, second])
     except RuntimeError:
@@ -143,15 +181,17 @@ class _Shown(torch.autograd.Function):
         if grad.placements != ctx.spec.placements:
             grad = grad.redistribute(placements=ctx.spec.placements)
         local = grad.to_local()
-        # Of an asynchronous collective.
+        # Waits for an asynchronous collective.
         return local.wait() if hasattr(local, "wait") else local, None
 
 
 def plain_value(tensor):
-    """The tensor of a parameter that the core shards: of a DTensor, this rank's part."""
+    """Returns the tensor of a parameter that the core shards: of a DTensor, this rank's
+    part."""
     return tensor._local_tensor if is_tensor_parallel(tensor) else tensor.detach()
 
 
 def is_tensor_parallel(tensor):
-    """A DTensor that is no shard of Flatshard's, whose kinds are classes of their own."""
+    """Returns whether a tensor is a DTensor of a class other than Flatshard's
+    shards."""
     return type(tensor) is DTensor

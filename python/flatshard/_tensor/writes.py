@@ -25,7 +25,7 @@ class Writes:
         self.count = 0  # of writes that may be to any unit
         self.single = 0  # of those to one unit alone, by which its num_writes rose
         self.units = {}  # weak references, by the address of the memory of a parameter
-        self.written = set()  # those addresses that were written by themselves
+        self.written = set()  # addresses that were written directly
         self.lists = 0  # writes to several at once
         self.looks = 0  # at plain tensors that share the memory of a shard
         self.lent = {}  # those tensors, by address: (tensor, its version then)
@@ -48,7 +48,8 @@ class Writes:
                 self.note_unit(unit)
 
     def note_look(self, tensor):
-        """Somebody gets a plain tensor that shares the memory of `tensor`."""
+        """Notes that somebody gets a plain tensor that shares the memory of
+        `tensor`."""
         unit = self._unit_of(tensor)
         if unit is not None:
             unit.num_looks += 1
@@ -58,7 +59,7 @@ class Writes:
             self.lent.setdefault(address_of(tensor), (local, local._version))
 
     def note_written_looks(self):
-        """Those of `note_look` that were written since."""
+        """Notes the views of `note_look` that were written since."""
         for address, (local, version) in list(self.lent.items()):
             if local._version != version:
                 del self.lent[address]
@@ -87,7 +88,7 @@ class Writes:
                 self.note_unit(unit)
 
     def note_unit(self, unit):
-        """Somebody wrote parameters of this unit, or made them anew."""
+        """Notes that somebody wrote parameters of this unit, or made them anew."""
         unit.num_writes += 1
         self.single += 1
 

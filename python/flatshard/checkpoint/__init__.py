@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
 from flatshard._tensor.mesh import device_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.writes import writes
 from flatshard.checkpoint.optimizer_state import (
     check_options,
@@ -36,7 +38,7 @@ from flatshard.checkpoint.optimizer_state import (
 from flatshard.optim import AdamW
 from flatshard.torch_versions import buffers_of, persistent_buffers
 
-_OPTIMIZER = "optimizer"  # our own text in the manifest
+_OPTIMIZER = "optimizer"  # Flatshard's text in the manifest
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,6 @@ def _root_of(model):
                 "which is not supported; use torch.distributed.checkpoint"
             )
         for p in unit.parameters:
-            if p.parallel is not None:
-                raise NotImplementedError(
-                    f"flatshard.checkpoint: parameter {p.names[0]} has tensor parallelism, "
-                    "which is not supported; use torch.distributed.checkpoint"
-                )
             if p.dim:
                 raise NotImplementedError(
                     f"flatshard.checkpoint: parameter {p.names[0]} is cut along dimension "
@@ -102,10 +99,10 @@ def async_save(
     """Begins to save `<folder>/step-<step>` in parallel with the training. Collective.
 
     Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
-    host buffer in parallel with what the GPU computes next; a thread writes it. The next
-    `optimizer.step()` waits for the copies: until then, write to the parameters by
+    host buffer in parallel with the GPU's next work. A thread writes the buffer. The
+    next `optimizer.step()` waits for the copies: until then, write to the parameters by
     no other way. There are two buffers, made by the first save, each as large as this
-    rank's part of the checkpoint; a third save waits for the first.
+    rank's part of the checkpoint. A third save waits for the first.
 
     The folder gets its name when every byte of every rank is on disk, so one that
     exists is complete. A save that fails on one rank fails on all and leaves earlier
@@ -182,6 +179,7 @@ def load(
         states, _, _ = states_of(root, optimizer)
         _C.load_checkpoint(
             str(path),
+            root.checkpoint_mesh(),
             [unit.core for unit in root.units],
             core_optimizer(root, optimizer, states),
             _whole_tensors(model),
@@ -217,7 +215,7 @@ class Saved:
         return self._step
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Does not block."""
+        """Returns whether the save has ended, well or not. Does not block."""
         self._writer.collect()
         return self._result is not None
 
@@ -243,7 +241,7 @@ class _Writer:
     def __init__(self, root, optimizer, states, buffers, folder, keep_latest):
         self._states = core_optimizer(root, optimizer, states)
         self.core = _C.Checkpointer(
-            mesh=root.mesh,
+            mesh=root.checkpoint_mesh(),
             units=[unit.core for unit in root.units],
             optimizer=self._states,
             buffers=buffers,
@@ -282,7 +280,7 @@ class _Writer:
             self._pending.pop(0)._result = result
 
 
-# With the signature of what each writes.
+# The writer of each root, with the signature of its files.
 _writers: weakref.WeakKeyDictionary[Root, tuple[tuple, "_Writer"]] = (
     weakref.WeakKeyDictionary()
 )
@@ -323,8 +321,14 @@ def _whole_tensors(model):
         for name, buffer in persistent_buffers(module):
             found[f"{prefix}.{name}" if prefix else name] = buffer
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, ShardedTensor):
+        if unit_of(parameter) is None and parameter_of_whole(parameter) is None:
             found[name] = parameter.detach()
+    for name, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                f"flatshard.checkpoint: {name} is a DTensor that fully_shard did not "
+                "shard, which is not supported; use torch.distributed.checkpoint"
+            )
     return list(found.items())
 
 

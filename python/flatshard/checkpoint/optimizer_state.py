@@ -8,13 +8,13 @@ import torch
 
 from flatshard import _C
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import is_laid_out_like
 from flatshard._tensor.places import unit_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
 
 
-# Of an optimizer: zeros for parameters without a state, by parameter. A writer knows the
-# addresses of what it saves.
+# The zeros of an optimizer for parameters without a state, by parameter. A writer keeps
+# the addresses of saved tensors.
 _zeros: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -27,8 +27,9 @@ def core_optimizer(root, optimizer, states):
 
 
 def states_of(root, optimizer):
-    """The optimizer's state by unit and parameter: {name: local tensor}, and how often
-    the parameter was updated (1 where the optimizer does not count). A unit counts
+    """Returns the optimizer's state by unit and parameter: {name: local tensor}, and
+    how often the parameter was updated (1 where the optimizer does not count). A unit
+    counts
     once: a parameter that was updated less often has the unit's number, and zeros
     without a state.
 
@@ -74,7 +75,7 @@ def _state_of(optimizer, p):
     for name, value in optimizer.state.get(p.shard, {}).items():
         if name == "step":
             steps = int(value)
-        elif isinstance(value, ShardedTensor) and value.shape == p.shard.shape:
+        elif is_laid_out_like(value, p.shard):
             tensors[name] = local_of(value)
         elif value is not None:
             shape = f" of shape {tuple(value.shape)}" if torch.is_tensor(value) else ""

@@ -35,11 +35,11 @@ def quantize(
     scales: torch.Tensor | None = None,
     nonfinite: str = "propagate",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plane of `tensor`: FP8 data, and the scales that it is multiplied by.
+    """Returns a plane of `tensor`: FP8 data, and the scales that it is multiplied by.
 
-    `data` is `tensor / scale` rounded to nearest, ties to even; what is larger than
-    the format's largest number becomes that one. With [outer, inner] the tensor's
-    shape for axis "row", and its transpose's for axis "column":
+    `data` is `tensor / scale` rounded to nearest, ties to even. A larger value becomes
+    the format's largest number. Given [outer, inner], the tensor's shape for axis "row"
+    and its transpose's for axis "column":
 
     | recipe | a scale for | scales | their strides |
     |---|---|---|---|
@@ -49,15 +49,15 @@ def quantize(
     | "blockwise_1x128" | 128 of inner | [outer, inner/128] | 1, up4(outer) |
     | "mxfp8" | 32 of inner | [outer, inner/32] | inner/32, 1 |
 
-    up4 is the next multiple of 4. Scales are float32, those of "mxfp8" float8_e8m0fnu.
-    The strides are what cuBLASLt and `torch.nn.functional.scaled_mm` take.
+    up4 is the next multiple of 4. Scales are float32, and float8_e8m0fnu for "mxfp8".
+    cuBLASLt and `torch.nn.functional.scaled_mm` take these strides.
 
     Args:
         tensor: [rows, columns] float32 or bfloat16, on the CPU or a GPU.
         recipe: one of the table.
         axis: along what a product will sum. "row": the elements of a row, as the
-            forward pass does with a weight [out, in]. "column": those of a column,
-            as the gradient of the input does.
+            forward pass does with a weight [out, in]. "column": the elements of a
+            column, as the gradient of the input does.
         rounding: of scales that are powers of two. "up": none of a block's values
             saturates (arXiv:2506.08027). "floor": OCP MX 1.0, section 6.3.
         format: "e4m3", or "e5m2" for gradients.
@@ -116,7 +116,7 @@ def dequantize(
     transpose: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What `quantize` gave, decoded and multiplied by its scales.
+    """Returns the result of `quantize`, decoded and multiplied by its scales.
 
     Args:
         data, scales: from `quantize` with this recipe, axis and transpose.
@@ -127,7 +127,7 @@ def dequantize(
         "column" with `transpose`.
 
     Raises:
-        ValueError: scales that are not those of such data, or another dtype.
+        ValueError: scales that do not belong to such data, or another dtype.
     """
     _check_plain("data", data)
     _check_plain("scales", scales)
@@ -137,7 +137,7 @@ def dequantize(
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a float32 or bfloat16 tensor: float32 [].
+    """Returns the largest magnitude of a float32 or bfloat16 tensor: float32 [].
 
     NaN when there is one. Over ranks reduce `amax(t).view(torch.int32)` with MAX:
     bits of magnitudes order as magnitudes do, and NaN comes last.
@@ -154,7 +154,8 @@ def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """The contiguous transpose of a tensor [rows, columns] whose elements are bytes."""
+    """Returns the contiguous transpose of a tensor [rows, columns] whose elements are
+    bytes."""
     _check_plain("data", data)
     return _C.float8_transpose(data)
 

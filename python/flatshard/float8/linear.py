@@ -5,16 +5,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _C
+from flatshard.float8.parallel_linear import parallel_linear
 from flatshard.torch_versions import register_effect
 
 
 class Float8Linear(nn.Linear):
-    """What `ShardOptions(fp8=Float8Policy(...))` makes of an nn.Linear.
+    """`ShardOptions(fp8=Float8Policy(...))` turns an nn.Linear into this.
 
-    Its weight is an nn.Parameter in bfloat16 that refuses to be read: the products of
-    forward and backward take the FP8 planes of it. Activations are quantized by the
-    weight's recipe, sums are float32, and the weight's gradient goes to where it is
-    reduced; hooks on the unsharded weight see None.
+    Its weight is an nn.Parameter in bfloat16 whose values cannot be read: the products
+    of forward and backward take its FP8 planes. Activations are quantized by the
+    weight's recipe, and sums are float32. The weight's gradient is written where it is
+    reduced, and hooks on the unsharded weight see None.
     """
 
     def forward(self, input):
@@ -38,21 +39,27 @@ class Float8Linear(nn.Linear):
                 f"Float8Linear: expected an input [..., {self.in_features}], got "
                 f"{list(input.shape)}"
             )
-        if torch.compiler.is_compiling():
-            return torch.ops.flatshard.float8_linear(input, weight, self.bias)
-        # With the input of the layer before it is quantized no second time.
-        return _C.float8_linear(input, weight, self.bias)
+        compiles = torch.compiler.is_compiling()
+        # A layer that takes the input of the layer before does not quantize it again.
+        linear = torch.ops.flatshard.float8_linear if compiles else _C.float8_linear
+        spec = self.__dict__.get("_flatshard_cut")
+        if spec is not None:
+            return parallel_linear(self, input, spec, linear)
+        return linear(input, weight, self.bias)
 
     def __reduce_ex__(self, protocol):
         """A copy is an nn.Linear, whose weight is a shard that belongs to no unit."""
-        return object.__new__, (nn.Linear,), vars(self)
+        state = {k: v for k, v in vars(self).items() if k != "_flatshard_cut"}
+        return object.__new__, (nn.Linear,), state
 
 
 def make_float8(state):
-    """Of the nn.Linear whose weights are FP8 in `state`."""
+    """Converts the nn.Linear modules whose weights are FP8 in `state`."""
     weights = [p for p in state.parameters if p.float8]
     if weights:
         register_effect("flatshard::float8_linear_backward")
     for p in weights:
         for module, _ in p.sites:
             module().__class__ = Float8Linear
+            if p.parallel is not None:
+                module().__dict__["_flatshard_cut"] = p.parallel.spec

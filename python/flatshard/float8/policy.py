@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from flatshard import _C
+from flatshard._tensor.tensor_parallel import is_tensor_parallel, plain_value
+from flatshard.float8.parallel_linear import why_not_cut
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 _OPTIONS = {
@@ -14,7 +16,7 @@ _OPTIONS = {
     "column_plane": ("auto", "derived", "stored"),
     "gather_parts": ("unit", "recomputed", "module"),
 }
-# Whose rows and columns hold different numbers.
+# The recipes whose rows and columns hold different numbers.
 _STORES_COLUMNS = ("rowwise", "mxfp8")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -35,9 +37,8 @@ class Float8Policy:
         column_plane: where the weights that the backward reads come from. "derived":
             made of the rows on each rank; "stored": quantized from the main weights and
             all-gathered, for rowwise and mxfp8. "auto": derived.
-        gather_parts: what a recomputation all-gathers. "unit": the rows of the whole
-            unit;
-            "recomputed": those of the layers that it runs; "module": layer by layer
+        gather_parts: the rows that a recomputation all-gathers. "unit": of the whole
+            unit; "recomputed": of the layers that it runs; "module": layer by layer
             always.
         keep_column_plane: the weights that the backward reads stay unsharded after it,
             until the weights change: backwards of later microbatches neither all-gather
@@ -76,7 +77,7 @@ class Float8Policy:
             )
 
     def core(self) -> _C.Float8Format:
-        """As the core takes it."""
+        """Returns the policy as the core takes it."""
         return _C.Float8Format(
             recipe=self.recipe,
             stored_columns=self.column_plane == "stored",
@@ -107,7 +108,7 @@ class MXFP8BlockScaling(Float8Policy):
 
 
 def check_policy(fp8):
-    """Of fully_shard's arguments."""
+    """Checks fully_shard's arguments."""
     if fp8 is None:
         return
     if not isinstance(fp8, Float8Policy):
@@ -117,7 +118,7 @@ def check_policy(fp8):
 
 
 def choose_weights(fp8, found, param_dtype, device):
-    """Why each parameter is not FP8; "" for those that are.
+    """Returns why each parameter is not FP8; "" for those that are.
 
     Args:
         fp8: Float8Policy or None.
@@ -127,8 +128,7 @@ def choose_weights(fp8, found, param_dtype, device):
 
     Raises:
         ValueError: FP8 together with another dtype than bfloat16, a recipe that the GPU
-            does
-            not multiply, or a weight that module_filter_fn chose and that cannot be FP8.
+            does not multiply, or a chosen weight that cannot be FP8.
     """
     if fp8 is None:
         return ["its unit has no fp8"] * len(found)
@@ -174,7 +174,8 @@ def _why_not(fp8, core, tensor, name, sites):
         sites[0][0](), name.removesuffix("weight").removesuffix(".")
     ):
         return "module_filter_fn leaves it out"
-    reason = core.why_not(list(tensor.shape))
+    reason = why_not_cut(tensor) if is_tensor_parallel(tensor) else ""
+    reason = reason or core.why_not(list(plain_value(tensor).shape))
     if not reason and tensor.dtype not in _MAIN_DTYPES:
         reason = f"{tensor.dtype} is not quantized, float32 and bfloat16 are"
     if reason and chosen:

@@ -1,4 +1,5 @@
-"""Experts on a mesh of their own, and groups of ranks, as Megatron-FSDP names them."""
+"""Places experts on a separate mesh, and names groups of ranks as Megatron-FSDP
+does."""
 
 import torch.distributed as dist
 
@@ -6,8 +7,8 @@ from flatshard.moe.expert_parallel import is_spread
 
 
 def expert_modules(unit):
-    """The outermost modules below `unit` that hold parameters of experts alone: those
-    that Megatron-Core marks by `allreduce = False`, and what
+    """Returns the outermost modules below `unit` that hold parameters of experts alone:
+    those that Megatron-Core marks by `allreduce = False`, and what
     flatshard.expert_parallel spread."""
     found = []
     for child in unit.children():

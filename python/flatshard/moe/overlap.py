@@ -1,10 +1,10 @@
 """The 1F1B schedule of transformers' models with experts: the backward of one microbatch
 in parallel with the forward of the next, so that tokens of one are exchanged while the other computes.
 
-The model's own forward runs, as transformers wrote it, once for each microbatch. Where
-it enters a layer, sends tokens to their experts or awaits them back, its graph is cut,
-and the steps of the plan that are due before it continues run there: pieces of the former
-microbatch's backward, each one run of the autograd engine.
+The model's own forward runs, as transformers wrote it, once for each microbatch. Its
+graph is cut where it enters a layer, sends tokens to their experts or awaits them back.
+There the steps of the plan run that are due: pieces of the former microbatch's
+backward, each one run of the autograd engine.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from flatshard.moe.overlap_parts import (
     without_checkpoint,
 )
 
-# Names of nodes, by which late weight gradients are found.
+# The names of nodes, by which delayed weight gradients are found.
 _NODES = {"attend": 0, "experts": 1}
 
 _running = None
 
 
 def running():
-    """The schedule whose forward runs, or None."""
+    """Returns the schedule whose forward runs, or None."""
     return _running
 
 
@@ -48,9 +48,9 @@ def overlap_microbatches(
     *,
     delay_wgrad: bool = False,
 ) -> list[torch.Tensor]:
-    """Forward and backward of a step's microbatches by the 1F1B schedule.
+    """Runs forward and backward of a step's microbatches by the 1F1B schedule.
 
-    The gradients, and the losses, are bitwise those of
+    The gradients, and the losses, are bitwise equal to the results of
 
         for n, microbatch in enumerate(microbatches):
             model.set_requires_all_reduce(n + 1 == len(microbatches))
@@ -69,13 +69,14 @@ def overlap_microbatches(
             but for hidden states and attentions of layers. None: the model's `loss`
             over the number of microbatches.
         delay_wgrad: weight gradients of nn.Linear in layers with grads_in_place=True
-            come later, while gradients of tokens are exchanged. Those of experts come at once.
+            come later, while gradients of tokens are exchanged. Weight gradients of
+            experts come at once.
 
     Returns:
         Losses [], without graph, one for each microbatch.
 
     Layers with gradient checkpointing run their forward once more at the begin of their
-    backward, and their tokens are exchanged once more then, which nothing hides.
+    backward. Their tokens are exchanged once more then, which nothing hides.
 
     Raises:
         ValueError: naming what the model lacks.
@@ -170,7 +171,7 @@ class _Schedule:
         return loss.detach()
 
     def run(self, module, function, args, kwargs):
-        """function(*args, **kwargs), the forward of a wrapped module."""
+        """Returns function(*args, **kwargs), the forward of a wrapped module."""
         mine, policy = self._now, state_of(module).mp_policy
         if mine is None:
             raise RuntimeError(
@@ -183,7 +184,7 @@ class _Schedule:
         args, kwargs = cast_inputs(policy, args, kwargs)
         mine.steps.begin_forward(module)
         output = cast_output(policy, function(*args, **kwargs))
-        if module is not self._model:  # its loss may come behind it
+        if module is not self._model:  # its loss may come after it
             mine.steps.end_forward(module)
             (mine.behind if mine.layers[-1].output is not None else mine.before).append(
                 module
@@ -239,43 +240,50 @@ class _Schedule:
         return self
 
     def dispatch(self, x, row_weights):
-        """As RoutedTokens.dispatch; the results are leaves."""
-        mine, number = self._now, self._now.current
-        layer = mine.layers[number]
+        """Works as RoutedTokens.dispatch, with leaves as results."""
+        layer = self._now.layers[self._now.current]
         # The view ends the graph here, in its place among the uses of x.
         layer.sent = [x.view_as(x), row_weights]
-        self._reach_exchange(mine, number, "dispatch")
-        transfer = layer.routed.start_dispatch([t.detach() for t in layer.sent])
-        self._reach_exchange(mine, number, "experts")
+        rows = self._exchanged(
+            "dispatch", "experts", layer.routed.start_dispatch, layer.sent
+        )
         layer.arrived = [
-            new.detach().requires_grad_(t.requires_grad)
-            for new, t in zip(transfer.wait(), layer.sent)
+            new.requires_grad_(t.requires_grad) for new, t in zip(rows, layer.sent)
         ]
         return layer.arrived
 
     def combine(self, rows):
-        """As RoutedTokens.combine; the result is a leaf."""
+        """Works as RoutedTokens.combine, with a leaf as result."""
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
         layer.expert_rows = rows
         if not self._again and not self._reads_last[number]:
             self._end_forward(mine, number)
-        self._reach_exchange(mine, number, "combine")
-        transfer = layer.routed.start_combine([rows.detach()])
-        self._reach_exchange(mine, number, "merge")
-        layer.back = transfer.wait()[0].detach().requires_grad_()
+        (back,) = self._exchanged(
+            "combine", "merge", layer.routed.start_combine, [rows]
+        )
+        layer.back = back.requires_grad_()
         return layer.back
+
+    def _exchanged(self, node, reader, start, rows):
+        """Returns what arrives, where `reader` needs it."""
+        made = self._now.layers[self._now.current].routed.queued()
+        self._reach_node(node)
+        transfer = start([t.detach() for t in rows], made)
+        self._reach_node(reader)
+        return [t.detach() for t in transfer.wait()]
+
+    def _reach_node(self, node):
+        if not self._again:
+            self._reach(("F", self._now.number, self._now.current, node))
 
     def _end_forward(self, mine, number):
         mine.layers[number].ended = True
         mine.steps.end_forward(self._layers[number])
 
-    def _reach_exchange(self, mine, number, node):
-        if not self._again:
-            self._reach(("F", mine.number, number, node))
-
     def cut_logits(self, logits):
-        """The router's logits, as an auxiliary loss behind the layers reads them."""
+        """Returns the router's logits for an auxiliary loss that reads them after the
+        layers."""
         layer = self._now.layers[self._now.current]
         leaf = layer.logits[1] if self._again else logits.detach().requires_grad_()
         layer.logits = logits, leaf
@@ -296,31 +304,33 @@ class _Schedule:
 
     def _merge_backward(self, mine, number):
         layer = self._begin(mine, number)
-        # Of the tokens as well, with attend's: its weights and residual lie there.
-        (layer.transfer,) = torch.autograd.grad(
-            layer.output, layer.back, layer.result.grad, retain_graph=True
+        # The gradient of the tokens comes with attend's as well, since its weights and
+        # residual are there.
+        layer.to_send(
+            torch.autograd.grad(
+                layer.output, layer.back, layer.result.grad, retain_graph=True
+            )
         )
 
     def _combine_backward(self, mine, number):
         layer = mine.layers[number]
-        layer.transfer = layer.routed.start_dispatch([layer.transfer])
+        layer.send(layer.routed.start_dispatch)
 
     def _experts_backward(self, mine, number):
         layer = mine.layers[number]
         (grad,) = layer.transfer.wait()
         with self._delayed(mine, "experts"):
             _backward([(layer.expert_rows, grad)])
-        layer.expert_rows = None
+        # All ranks compute gradients of the same tensors, also ranks without rows.
+        layer.to_send(
+            torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
+            for t in layer.arrived
+        )
+        layer.expert_rows = layer.arrived = None
 
     def _dispatch_backward(self, mine, number):
         layer = mine.layers[number]
-        # Of the same tensors on all ranks, also on those without rows.
-        grads = [
-            torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
-            for t in layer.arrived
-        ]
-        layer.transfer = layer.routed.start_combine(grads)
-        layer.arrived = None
+        layer.send(layer.routed.start_combine)
 
     def _attend_backward(self, mine, number):
         layer = self._begin(mine, number)
@@ -375,7 +385,7 @@ class _Schedule:
 
 
 def _backward(ends):
-    """One run of the engine from the (tensor, gradient)s that need one and have one."""
+    """Runs the engine once from the (tensor, gradient)s that need one and have one."""
     ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
     if ends:
         torch.autograd.backward(*zip(*ends))

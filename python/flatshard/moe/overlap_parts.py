@@ -1,4 +1,4 @@
-"""What overlap_microbatches keeps of a microbatch."""
+"""The state that overlap_microbatches keeps of a microbatch."""
 
 import contextlib
 import contextvars
@@ -20,12 +20,20 @@ class Layer:
         self.sent = self.arrived = None  # [tokens or rows, their weights]
         self.expert_rows = self.back = None
         self.logits = None  # (the router's, the leaf that others read)
-        self.transfer = None  # RowTransfer, or the gradients that it takes
+        self.gradients = None  # (those that the next exchange takes, when made)
+        self.transfer = None  # RowTransfer
         self.again = self.forward = None  # Again, and what it runs
         self.ended = self.began = False  # forward, backward
 
+    def to_send(self, gradients):
+        """All of them are queued: the exchange waits for nothing after them."""
+        self.gradients = list(gradients), self.routed.queued()
+
+    def send(self, start):
+        self.transfer, self.gradients = start(*self.gradients), None
+
     def forget(self):
-        """What its forward computed, but for what others read."""
+        """Drops the results of its forward, except what others read."""
         self.output = None
         self.sent = self.arrived = self.expert_rows = self.back = None
         if self.logits is not None:
@@ -41,7 +49,7 @@ class Microbatch:
         self.embedded = None  # what the first layer takes, with its graph
         self.gradient = None  # of that
         self.loss = None
-        self.before, self.behind = [], []  # other units, before and behind the layers
+        self.before, self.behind = [], []  # other units, before and after the layers
 
 
 class Again:
@@ -59,8 +67,8 @@ class Again:
         )
 
     def run(self, function):
-        """function(), whose calls nobody records: transformers collects what layers
-        give in a variable of the context."""
+        """Returns function(), whose calls nobody records: transformers collects what
+        layers give in a variable of the context."""
         return contextvars.Context().run(self._run, function)
 
     def _run(self, function):
@@ -94,7 +102,8 @@ def without_checkpoint(layer):
 
 
 def without_cache(kwargs):
-    """As transformers calls a layer with gradient checkpointing."""
+    """Changes arguments as transformers does when it calls a layer with gradient
+    checkpointing."""
     changed = {name: None for name in _CACHES if name in kwargs}
     if "use_cache" in kwargs:
         changed["use_cache"] = False
@@ -102,15 +111,15 @@ def without_cache(kwargs):
 
 
 def forwards_of(model):
-    """Those that somebody put into a module in place of its class's, by the module's
-    id."""
+    """Returns forwards that somebody put into a module in place of its class's, by the
+    module's id."""
     return {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
 
 @contextlib.contextmanager
 def with_forwards(layer, forwards):
-    """Its modules have those of forwards_of: transformers 4 puts others there while the
-    model's forward runs, which record what modules give."""
+    """Runs with forwards_of in its modules: transformers 4 puts others there while the
+    model's forward runs, which record the results of modules."""
     changed = [
         (vars(m), vars(m)["forward"])
         for m in layer.modules()
@@ -135,13 +144,13 @@ def outside_of_autocast(device):
 
 
 def is_cut(layer):
-    """It exchanges tokens."""
+    """Returns whether it exchanges tokens."""
     return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
 
 
 def reads_after_experts(layer):
-    """Whether its forward may read weights when the tokens are back: those of shared
-    experts."""
+    """Returns whether its forward may read weights when the tokens are back: the
+    weights of shared experts."""
     return any(
         child is not block.experts and child is not getattr(block, "gate", None)
         for block in layer.modules()
@@ -152,7 +161,8 @@ def reads_after_experts(layer):
 
 
 def find_layers(model):
-    """The decoder layers, in order: the elements of the list that has the experts."""
+    """Returns the decoder layers, in order: the elements of the list that has the
+    experts."""
     found = next(
         (
             list(module)

@@ -1,4 +1,4 @@
-// What a plan says that a rank holds is what it holds.
+// A plan's prediction of a rank's memory equals the memory that it holds.
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/lora/lora.h"
 #include "flatshard/train/model_config.h"
@@ -70,7 +70,7 @@ Config config_of(const Case& of) {
       of.ranks);
 }
 
-/// The memory table of a real start, of rank 0.
+/// Returns the memory table of a real start, of rank 0.
 Table measured(const Case& of) {
   Table table;
   run_ranks(of.ranks, [&](RankContext& context) {
