@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// The destination of values in host memory.
+/// Where values that are in host memory belong.
 struct HostCopy {
   void* to = nullptr;  ///< memory of the device
   const void* from = nullptr;

@@ -11,9 +11,9 @@ namespace flatshard {
 
 class UnitCalls;
 
-/// The places of the FP8 planes of a unit in every step: the planes of layers
-/// whose kernels are recorded in a graph, and the parts that they read. A
-/// replay asks for the same and compares addresses.
+/// Where the FP8 planes of a unit are in every step: what layers get whose
+/// kernels are recorded in a graph, and which of it they read. A replay asks
+/// for the same and compares addresses.
 class PlanePlaces : public nn::WeightSource {
  public:
   /// @param slots  of the steps that were watched.
@@ -26,8 +26,7 @@ class PlanePlaces : public nn::WeightSource {
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
 
-  /// Makes compute wait for all planes that were read. False: some of them are
-  /// elsewhere.
+  /// Compute waits for all that was read. False: some of it is elsewhere.
   bool await(UnitCalls& calls) const;
   /// Returns memory that kernels read.
   const std::vector<at::Tensor>& memory() const { return memory_; }

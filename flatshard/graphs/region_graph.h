@@ -145,7 +145,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       const std::vector<std::optional<nn::WgradTarget>>& targets);
   /// The entry of FP8 weights without a single address is null.
   std::vector<const void*> parameter_addresses() const;
-  /// Makes compute wait for them; false: they are elsewhere.
+  /// Compute waits for them; false: they are elsewhere.
   bool planes_are_there(const std::shared_ptr<PlanePlaces>& planes) const;
   /// Returns the number of parameters that the recorded autograd graph reaches.
   std::size_t num_used() const;

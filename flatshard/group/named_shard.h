@@ -25,7 +25,7 @@ struct NamedShard {
   std::vector<std::int64_t> shape;  ///< of this rank's parameter
   TensorSlice slice;                ///< what that is of the whole tensor
   std::int64_t begin = 0;           ///< first owned element of it, flattened
-  std::int64_t local_offset = 0;    ///< its place in the flat shard
+  std::int64_t local_offset = 0;    ///< where that is in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
   std::map<std::string, std::string> attributes;  ///< as the user set them
   bool dropped = false;                           ///< see GroupParameter

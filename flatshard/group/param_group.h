@@ -81,7 +81,8 @@ class ParamGroup {
   /// optimizers read them when they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
-  /// Leaves out the parameter in checkpoints from now on. It keeps its place.
+  /// From now on checkpoints do not depend on the parameter. It keeps its
+  /// place.
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }

@@ -65,8 +65,8 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// The place of each tensor of a group in one flat index space, the range that
-/// each shard owns, and the amount of padding. Integers only, immutable.
+/// Where each tensor of a group is in one flat index space, which range
+/// each shard owns, and how much is padding. Integers only, immutable.
 ///
 /// Every tensor is contiguous in the flat space. It starts at a multiple of its
 /// granule g from the segment's start, where g = lcm(elements of one granule,
@@ -136,8 +136,8 @@ class FlatLayout {
   /// Returns all elements that belong to no tensor, in flat order.
   std::vector<FlatRange> padding_ranges() const;
 
-  /// Returns the part of tensor `i` in shard `shard`: one piece or none, since
-  /// a tensor is contiguous and in one segment.
+  /// The part of tensor `i` that is in shard `shard`: one piece or none,
+  /// since a tensor is contiguous and is in one segment.
   std::vector<Piece> shard_pieces(std::int64_t i, std::int64_t shard) const {
     return shard_pieces(i, ShardSpan{shard, 1});
   }

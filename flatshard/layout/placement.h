@@ -14,9 +14,9 @@ enum class ReduceOp {
 
 std::string to_string(ReduceOp op);
 
-/// The distribution of a flat buffer on one mesh axis: every rank holds the
-/// same values (replicate), its own contiguous part (shard), or an addend of
-/// the values over the whole range (partial).
+/// How a flat buffer is on one mesh axis: every rank holds the same values
+/// (replicate), its own contiguous part (shard), or an addend of the values
+/// over the whole range (partial).
 class Placement {
  public:
   static Placement replicate() { return {Kind::replicate, ReduceOp::sum}; }

@@ -17,7 +17,7 @@ struct Rectangle {
   /// Returns all of a tensor.
   static Rectangle whole(std::span<const std::int64_t> shape);
   std::int64_t numel() const;
-  /// Returns whether it is inside a tensor of this shape.
+  /// It is in a tensor of this shape.
   bool lies_in(std::span<const std::int64_t> shape) const;
   /// Returns the common part. A length is 0 where they have nothing in common.
   /// Both belong to one tensor.
@@ -28,10 +28,10 @@ struct Rectangle {
 /// E.g. "[0:2, 5:9]", as Python's slices; "[]" of a scalar.
 std::string to_string(const Rectangle& box);
 
-/// Returns the boxes that cover exactly the elements [begin, end) of a
-/// row-major tensor, in flat order: each box is contiguous in the tensor, and
-/// there are at most max(1, 2 * ndim - 1).
-/// @throws Error{usage} when the range is not inside the tensor.
+/// The boxes that cover exactly the elements [begin, end) of a row-major
+/// tensor, in flat order: each box is contiguous in the tensor, and there are
+/// at most max(1, 2 * ndim - 1).
+/// @throws Error{usage} when the range is outside of the tensor.
 std::vector<Rectangle> rectangles(
     std::span<const std::int64_t> shape,
     std::int64_t begin,
@@ -41,7 +41,7 @@ std::vector<Rectangle> rectangles(
 /// order of the box's elements. The longest ones possible.
 class FlatRuns {
  public:
-  /// @param box  inside a tensor of `shape`.
+  /// @param box  is in a tensor of `shape`.
   FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box);
 
   /// Returns how many there are; 0 when the box is empty.

@@ -81,9 +81,9 @@ class Module : public torch::nn::Module {
   HookHandle add_forward_pre_hook(PreHook hook);
   /// Runs after forward with the tensors of its result.
   HookHandle add_forward_hook(Hook hook);
-  /// Runs when a pre-hook, forward or a forward hook throws. The exception then
-  /// continues, or the one that the hook puts in its place. An exception of an
-  /// error hook itself is logged.
+  /// Runs when a pre-hook, forward or a forward hook throws; the exception
+  /// then continues, or the one that the hook puts in its place. What an error
+  /// hook throws itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
   /// The sink for this module's own parameters (not its children's), held
@@ -123,7 +123,7 @@ class Module : public torch::nn::Module {
   void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
     hooks_.run(*this, inputs, outputs);
   }
-  /// @return  the exception that continues.
+  /// @return  what continues.
   std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
   /// Returns whether a call has found memory for all parameters below.
   bool has_memory() const { return has_memory_; }

@@ -43,8 +43,8 @@ class RegionRunner {
 /// them in place, and is the same function in every call: it captures nothing
 /// but `owner` and objects that exist as long.
 ///
-/// @param owner   not kept: it outlives all calls and their backwards. fn may
-///   use its parameters and generators.
+/// @param owner   not kept: it exists as long as calls, and backwards of calls,
+///   come. Whose parameters and generators fn may use.
 /// @param name    within the unit, e.g. "attn"; a literal.
 /// @param inputs  defined tensors.
 /// @return        fn's, differentiable.

@@ -100,8 +100,8 @@ class GradientObserver {
   /// CPUs and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
   /// The groups of `unit` have their reduced gradients, for kernels that go to
-  /// the current stream, which on a GPU is the reductions' stream. A backward
-  /// continues, while the unit's own is over.
+  /// the current stream, which is that of the reductions on a GPU. In a
+  /// backward that continues; the unit's own is over.
   virtual void gradients_reduced(Unit& unit) {}
 };
 

@@ -18,7 +18,7 @@ struct OpenBackward {
   };
 
   /// The forward of another microbatch continues meanwhile, so that units need
-  /// not be resharded at its end.
+  /// not rest at its end.
   bool interleaved = false;
   /// Units whose forward runs once more.
   std::set<UnitId> recomputing;

@@ -26,9 +26,9 @@ struct RunStart {
 /// refuse_foreign_checkpoints on rank 0.
 RunStart find_start(const Config& config, bool resume, Mesh& mesh);
 
-/// Returns the sequences per step for a run that continues from the checkpoint
-/// of `step`: as many as before when the config leaves the number to the ranks,
-/// else the config's, which is resolved. Collective.
+/// Sequences per step for a run that continues from the checkpoint of `step`:
+/// as many as before when the config leaves the number to the ranks, else the
+/// config's, which is resolved. Collective.
 /// @param derived  training.global_batch_size is -1 in the user's config.
 /// @throws Error{config} when these ranks cannot train on it.
 std::int64_t global_batch_from(

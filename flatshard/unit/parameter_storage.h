@@ -75,8 +75,9 @@ class ParameterStorage {
   /// Clears it for good, views as well: the memory goes with the Runtime.
   void retire() const;
   /// Where the cleared parameter points, for debugging; see
-  /// diagnostics/poison.h. The memory has the parameter's size, and exists as
-  /// long as the parameter points there.
+  /// diagnostics/poison.h.
+  /// Has the parameter's size, and exists as long as the parameter points
+  /// there.
   void set_released_memory(std::shared_ptr<void> memory) {
     if (has_values()) {
       released_ = std::move(memory);

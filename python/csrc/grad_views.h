@@ -42,8 +42,8 @@ class GradViews {
   /// backward.
   void show();
   /// The unit's gradients were reduced in a backward that continues: shows them
-  /// and calls the hooks, on the current stream. Gradients that this rank had
-  /// none of wait for show(): only then it is known whether others had one.
+  /// and calls the hooks, on the current stream. Those of which this rank had
+  /// none wait for show(): only then it is known whether others had one.
   void show_reduced();
   /// Lets the `.grad`s alone keep the gradients from here on.
   void release();

@@ -32,9 +32,9 @@ struct StartMetrics {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
-/// The measurements of one logged step. Times come from the host's clock on
-/// this rank, per step. Where several steps are between two log lines the
-/// caller gives their mean.
+/// What one logged step measured. Times are of the host's clock on this rank
+/// and per step; where several steps are between two log lines the caller
+/// gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
   std::int64_t steps = 0;  ///< of the whole run; 0: not shown
