@@ -33,8 +33,8 @@ std::vector<MemoryRow> memory_rows(
 /// Returns the sum of all rows.
 std::int64_t total_nbytes(const std::vector<MemoryRow>& rows);
 
-/// As a table with GiB or MiB. What is in host memory beside a GPU stands
-/// below the sum.
+/// Returns a table with GiB or MiB. Host memory, on a machine with a GPU, is
+/// listed below the sum.
 std::string to_string(
     const std::vector<MemoryRow>& rows,
     const std::vector<MemoryRow>& host_rows = {});

@@ -11,8 +11,8 @@ namespace flatshard {
 
 /// FP8 that an update of main weights makes of the new values in its pass.
 struct Float8Outputs {
-  /// Parts of the shard, ascending and apart from each other. What is between
-  /// them is padding.
+  /// Parts of the shard, ascending and apart from each other. The space
+  /// between them is padding.
   std::vector<float8::FlatRun> runs;
   /// CUDA: the bytes of `runs`.
   at::Tensor device_runs;

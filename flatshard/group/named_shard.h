@@ -18,8 +18,8 @@ struct Replicas {
   std::int64_t count = 1;
 };
 
-/// What one rank owns of one parameter: how optimizers and checkpoints see the
-/// model. `tensor` is a view of the flat shard.
+/// One rank's part of one parameter: the view of optimizers and checkpoints on
+/// the model. `tensor` is a view of the flat shard.
 struct NamedShard {
   std::vector<std::string> names;   ///< the main name first; tied ones follow
   std::vector<std::int64_t> shape;  ///< of this rank's parameter

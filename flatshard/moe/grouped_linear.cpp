@@ -45,7 +45,7 @@ at::Tensor deliver_grouped_wgrad(
       });
 }
 
-// The products of a layer, whichever way its weight lies.
+// The products of a layer, whichever layout its weight has.
 struct LayerProducts {
   const at::Tensor& weight;
   const Groups& groups;
@@ -68,7 +68,7 @@ struct LayerProducts {
   }
 };
 
-// [rows, out]: of each row its expert's. Rows behind the last end have any.
+// [rows, out]: of each row its expert's. Rows after the last end have any.
 at::Tensor bias_of_rows(
     const at::Tensor& bias,
     std::int64_t num_rows,
@@ -84,7 +84,7 @@ at::Tensor bias_of_rows(
 }
 
 // Delivers grad[e] = the sum of factors[r] * g[r]: a product, which needs no
-// number of rows on the host and reads none behind the last end.
+// number of rows on the host and reads none after the last end.
 at::Tensor deliver_grouped_bias_grad(
     const ModuleContextPtr& context,
     const at::Tensor& bias,

@@ -94,7 +94,7 @@ void check_plain(const at::Tensor& q, const AttentionArgs& args) {
       args.sinks.defined() ? ", sinks" : "");
 }
 
-// What the two directions of the kernel are called with.
+// The arguments of the two directions of the kernel.
 struct FlashCall {
   FlashCall(
       const at::Tensor& q,

@@ -15,8 +15,8 @@ struct AttentionArgs {
   double soft_cap = 0.0;
   /// Uses plain operations on GPUs where no kernel fits.
   bool plain = false;
-  /// [heads], q's dtype: for each head a score that every token attends to and
-  /// that has no value, so that weights of values add up to less than 1.
+  /// [heads], q's dtype: each head's score without a value, which every token
+  /// attends to. So weights of values add up to less than 1.
   /// Undefined: none. Gets a gradient.
   at::Tensor sinks;
 };
@@ -31,10 +31,10 @@ struct FlashSequences {
   std::int64_t max_length = 0;
 };
 
-/// Causal FlashAttention; args.soft_cap is not read. The kernels know no sinks:
-/// with l the logsumexp of a row's scores and s the sink, the result is theirs
-/// times exp(l - l'), l' = log(exp(l) + exp(s)), and their backward reads this
-/// result and l' in place of its own.
+/// Causal FlashAttention; args.soft_cap is not read. The kernels support no
+/// sinks. With l the logsumexp of a row's scores and s the sink, the result is
+/// theirs times exp(l - l'), l' = log(exp(l) + exp(s)). Their backward reads
+/// this result and l'.
 /// @param q, k, v    [batch, seq, heads, head_dim], and with `sequences`
 /// [tokens,
 ///   heads, head_dim]

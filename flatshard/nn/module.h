@@ -82,8 +82,8 @@ class Module : public torch::nn::Module {
   /// Runs after forward with the tensors of its result.
   HookHandle add_forward_hook(Hook hook);
   /// Runs when a pre-hook, forward or a forward hook throws; the exception
-  /// then continues, or the one that the hook puts in its place. What an error
-  /// hook throws itself is logged.
+  /// then continues, or the one that the hook puts in its place. An exception
+  /// of an error hook itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
   /// The sink for this module's own parameters (not its children's), held

@@ -6,8 +6,8 @@
 
 namespace flatshard {
 
-/// Runs `action`; what it says of a file or a value continues with the name of
-/// the option that led there: "[data.train] io error: ...".
+/// Runs `action`; its error about a file or a value gets the name of the
+/// option that led there: "[data.train] io error: ...".
 template <class F>
 decltype(auto) for_option(std::string_view option, F&& action) {
   try {

@@ -96,8 +96,8 @@ class PyUnit {
       const std::optional<std::vector<Cut>>& cuts,
       Replicas outside);
 
-  /// The members of `other` come behind those of this one, in groups of their
-  /// own. Before `adopt` of either; nothing is left in `other`.
+  /// Appends the members of `other` to the members of this one, in separate
+  /// groups. Before `adopt` of either; nothing is left in `other`.
   void join(PyUnit& other);
 
   /// Some layers call PyRuntime::linear. Before `adopt`.

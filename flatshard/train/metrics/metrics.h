@@ -32,8 +32,8 @@ struct StartMetrics {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
-/// What one logged step measured. Times are of the host's clock on this rank
-/// and per step; where several steps are between two log lines the caller
+/// The measurements of one logged step. Times are of the host's clock on this
+/// rank and per step; where several steps are between two log lines the caller
 /// gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1

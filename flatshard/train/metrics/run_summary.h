@@ -25,9 +25,9 @@ struct RunSummary {
   std::int64_t staging_nbytes = 0;  ///< in which checkpoints wait; 0: none
 };
 
-/// What the config changes, the model, how it is spread, and the memory table,
-/// without a line end after the last line. A restart of the same run has little
-/// new to say. Reads the config.toml of the run that it continues with.
+/// Returns the config's changes, the model, its distribution, and the memory
+/// table, without a line end after the last line. A restart of the same run
+/// adds little. Reads the config.toml of the run that it continues.
 std::string to_string(const RunSummary& summary);
 
 }  // namespace flatshard

@@ -22,7 +22,7 @@ def grid_of(units):
 
 
 def tell_parts(units, grid):
-    """Tells the core which part of a whole tensor each parameter is, for checkpoints.
+    """Passes to the core which part of a whole tensor each parameter is, for checkpoints.
 
     Returns:
         The core's mesh over all ranks of `grid`. Collective over them.
