@@ -33,14 +33,11 @@ class GatherProgress {
   // For graphs of steps: what is recorded gathers anew and waits for nothing
   // that is not recorded.
 
-  /// What `forget` forgets.
-  struct Saved {
-    std::int64_t gathered = 0, copied = 0, float8_begun = 0;
-    Event written;
-  };
   /// As if nothing was gathered, and what was written is there.
-  Saved forget();
-  void restore(Saved saved);
+  /// @return what was forgotten, for `restore`.
+  GatherProgress forget();
+  /// The version stays.
+  void restore(const GatherProgress& forgotten);
   /// All gathers of this version are planned, as far as this goes.
   bool is_gathered() const { return gathered_ == version_; }
   void mark_gathered() { gathered_ = version_; }
