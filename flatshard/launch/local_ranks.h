@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -18,17 +19,6 @@ bool claim_failure_report(int patience_ms = 0);
 /// started, true for the first that asks. In any other process always true.
 bool claim_output_notice();
 
-struct SpawnOptions {
-  /// Time between SIGTERM and SIGKILL when the others are ended.
-  int grace_period_ms = 5000;
-  /// Lines that other ranks than 0 write to standard error get "[rank N] "
-  /// before them, unless they say "[rank N/" themselves. Those of rank 0 pass
-  /// unchanged; a terminal stays its own: its last message is not repeated.
-  bool prefix_stderr = true;
-  /// Standard output of ranks other than 0: pass through or drop.
-  bool other_ranks_stdout = true;
-};
-
 /// Runs this same program `nproc` times with torchrun's variables set, and
 /// waits for all of them. `argv` is main's own.
 ///
@@ -42,13 +32,18 @@ struct SpawnOptions {
 /// signal, and last message, unless a rank has said why itself
 /// (claim_failure_report). Ranks die with this process, also when it is killed.
 ///
+/// Lines that other ranks than 0 write to standard error get "[rank N] " before
+/// them, unless they say "[rank N/" themselves. Those of rank 0 pass unchanged.
+/// A terminal stays its own: its last message is not repeated.
+///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
 ///   that the ranks were to end. The result is 128 + that signal then.
+/// @param grace_period  between SIGTERM and SIGKILL when ranks are ended.
 /// @return 0, or the first failing rank's exit code (128 + signal).
 int spawn_local_ranks(
     int nproc,
     const std::vector<std::string>& argv,
-    const SpawnOptions& options = {},
-    bool* signalled = nullptr);
+    bool* signalled = nullptr,
+    std::chrono::milliseconds grace_period = std::chrono::seconds(5));
 
 }  // namespace flatshard
