@@ -2,8 +2,8 @@
 
 python3 bench/compare.py --nproc 8
 
-One machine and one call, one library after the other. With several --peer each setting
-of FSDP2 is tried, and Flatshard is compared with the fastest. --out has the table as
+One machine and one call, one library after the other. With several --peer it tries each
+setting of FSDP2, and compares Flatshard with the fastest. --out has the table as
 compare.json, and all logs.
 """
 

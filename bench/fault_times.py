@@ -3,10 +3,10 @@
 
 bench/fault_times.py build/flatshard --ranks 3 --timeout-s 5 20
 
-Starts the ranks of one training run on this machine by environment variables (no
-launcher, which would end them itself), lets them train, and kills or stops one of them.
-With --device cuda each rank has its own GPU. Graphs are replayed when the fault comes
-with e.g. --set cuda_graph.impl=unit.
+Starts the ranks of one training run on this machine by environment variables, lets them
+train, and kills or stops one of them. There is no launcher, which would end them
+itself. With --device cuda each rank has its own GPU. Graphs are replayed when the fault
+comes with e.g. --set cuda_graph.impl=unit.
 """
 
 import os

@@ -2,10 +2,10 @@
 
 python3 bench/graphs.py --program build/flatshard --fsdp2
 
-The models are one that the host bounds and one that the GPU bounds, or those of
-`--shape`, on one GPU or on `--nproc`. Each pair runs the trainer as it is and with
-`cuda_graph.impl=unit`, and also with `full_iteration` for `--ways eager unit step`. The
-first way runs first in every other pair. On request in the same call:
+Two models run, or those of `--shape`: one that the host bounds and one that the GPU
+bounds. They run on one GPU or on `--nproc`. Each pair runs the trainer as it is and
+with `cuda_graph.impl=unit`, and also with `full_iteration` for `--ways eager unit
+step`. The first way runs first in every other pair. On request in the same call:
 
   --fsdp2       FSDP2 with blocks and loss compiled, as bench/compare.py runs it, and
                 with the blocks in torch's own graphs ("reduce-overhead"): how many of
@@ -54,7 +54,7 @@ def sizes(shape):
 
 
 def train(args, shape, way, name, more=()):
-    """Trains one way, and returns its folder and its figures, also those of its graphs."""
+    """Trains one way, and returns its folder, its figures and its graphs' figures."""
     seq, settings = SHAPES[shape]
     folder = args.out / f"{shape} {way} {name}".replace(" ", "-")
     settings = [*settings, *WAYS[way], *args.set, *more]

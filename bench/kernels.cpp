@@ -85,8 +85,8 @@ double microseconds(
   return rounds[rounds.size() / 2];
 }
 
-/// Measures `call` on so many sets of tensors from `make` that none is still in
-/// a cache when its turn comes, and prints a line of JSON.
+/// Measures `call` and prints a line of JSON. It takes so many sets of tensors
+/// from `make` that none is still in a cache when its turn comes.
 /// @param most  sets.
 void time(
     const std::string& op,
@@ -286,7 +286,7 @@ void measure_float8(std::int64_t rows, std::int64_t columns) {
     float8::quantize_both(t, {}, 1, amax);
   });
   x.time("rowwise rows", 3, rows_of(Recipe::rowwise));
-  // Its columns' scales need a reading of their own.
+  // Its columns' scales need a separate reading.
   x.time("rowwise both", 6, both_of(Recipe::rowwise));
   for (const Recipe recipe :
        {Recipe::blockwise, Recipe::blockwise_1x128, Recipe::mxfp8}) {
@@ -324,7 +324,7 @@ void measure_float8(std::int64_t rows, std::int64_t columns) {
 }
 
 // Measures kernels that quantize what they compute. A tensor holds the inputs
-// side by side, and bytes are those of all passes that a recipe needs.
+// side by side, and bytes count all passes that a recipe needs.
 void measure_fused(std::int64_t tokens) {
   constexpr std::int64_t kDim = 4096;
   constexpr std::int64_t kFfn = 14336;

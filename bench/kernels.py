@@ -2,10 +2,11 @@
 
 python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 
-Prints a table: microseconds of each, the GB/s that Flatshard's reaches with the bytes
-that the operation has to move at least, as a share of a copy's, and PyTorch's times.
-One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures PyTorch's for
-some operations. `flatshard plan --calibrate` measures products of matrices.
+Prints a table with the microseconds of each kernel and PyTorch's times. It also has the
+GB/s that Flatshard's reaches with the bytes that the operation has to move at least, as
+a share of a copy's. One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures
+PyTorch's for some operations. `flatshard plan --calibrate` measures products of
+matrices.
 """
 
 import functools

@@ -5,8 +5,9 @@ python3 bench/lora.py --nproc 2 --pairs 3
 The peer is transformers' LlamaForCausalLM with peft's adapters, under FSDP2's
 fully_shard, with blocks that torch.compile compiled: a bfloat16 base, float32 adapters
 that compute in bfloat16, torch's fused AdamW. Weights and tokens are random. Both
-recompute the same (--recompute). Prints the median step in ms with the range, the peak of
-allocated memory and the ratios to the peer; the last rows are medians over the pairs.
+recompute the same (--recompute). Prints the median step in ms with the range, the peak
+of allocated memory and the ratios to the peer. The last rows are medians over the
+pairs.
 """
 
 import json

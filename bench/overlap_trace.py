@@ -10,9 +10,9 @@ runs at some moment of it. Times are means per step of the plan: of compute the 
 of its kernels, of an exchange from its first copy to its last. Weight gradients that are not delayed
 are in the backward's.
 
-A run of one rank has no exchanges, and its other nodes are those of any degree. Fails
-when fewer copies than SHARE, of 1, are hidden, or when there are none and SHARE is
-above 0.
+A run of one rank has no exchanges, and its other nodes are the same at any degree.
+Fails when fewer copies than SHARE, of 1, are hidden, or when there are none and SHARE
+is above 0.
 """
 
 import bisect

@@ -2,9 +2,9 @@
 
 python3 bench/plan_table.py
 
-A row has the fastest way in bfloat16 that fits, what bounds it, the fastest ZeRO-3 over
-all ranks and the fastest way without tensor parallelism for comparison, and the gain of
-the fastest FP8 recipe. No GPU is needed.
+A row has the fastest way in bfloat16 that fits, its bound and the gain of the fastest
+FP8 recipe. For comparison it has the fastest ZeRO-3 over all ranks and the fastest way
+without tensor parallelism. No GPU is needed.
 """
 
 import json

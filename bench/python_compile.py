@@ -9,9 +9,9 @@ eager and with what its forward calls compiled. --reduce-overhead adds both with
 torch recorded in the warm-up and again after it.
 
 Prints a table: the median step (forward, backward, AdamW) in ms, its range, the host's
-part, the peak of allocated memory and the last loss. Writes all of it as JSON. A way that
-fails is a row with its error, and the exit status is 1. Without a GPU the sizes are tiny:
-that tries the script and measures nothing.
+part, the peak of allocated memory and the last loss. Writes all of it as JSON. A way
+that fails is a row with its error, and the exit status is 1. Without a GPU the sizes
+are tiny, which tries the script and measures nothing.
 """
 
 import functools
@@ -109,7 +109,7 @@ CASES = {
     ),
 }
 LIBRARIES = ("flatshard", "fsdp2")
-GRAPHS = "flatshard graphs"  # a library of the ways, as those of LIBRARIES
+GRAPHS = "flatshard graphs"  # a library of the ways, as in LIBRARIES
 
 
 @functools.cache

@@ -27,8 +27,9 @@ from harness.ranks import join_mesh, say
 from harness.steps import measure
 
 COLLECTIVES, AS_TENSORS = {"copy_engines": "none"}, {"grads_in_place": False}
-# Options of fully_shard. The library is the first word. "compiled": blocks are. "loss": the logits are those of
-# linear_cross_entropy, and the embedding is a separate unit.
+# Options of fully_shard. The library is the first word. "compiled": blocks are
+# compiled. "loss": linear_cross_entropy computes the loss, and the embedding is a
+# separate unit.
 WAYS = {
     "fsdp2 eager": {},
     "flatshard eager": {},

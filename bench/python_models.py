@@ -2,10 +2,11 @@
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_models.py
 
-Qwen3-0.6B, GPT-2 medium and ViT-L/16 with random weights. A unit for each block and one for the
-rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW. Each library shards with
-its default options. Runs alternate; prints the median step of each run, the host's part, the peak of
-allocated memory, and the median ratio Flatshard / FSDP2 of the pairs.
+Qwen3-0.6B, GPT-2 medium and ViT-L/16 with random weights. A unit for each block and one
+for the rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW.
+Each library shards with its default options. Runs alternate. The script prints the
+median step of each run, the host's part and the peak of allocated memory. It also
+prints the median ratio Flatshard / FSDP2 of the pairs.
 """
 
 import importlib.util
@@ -83,8 +84,8 @@ MODELS = {"qwen3-0.6b": qwen3, "gpt2-medium": gpt2_medium, "vit-l/16": vit_large
 
 
 def run(library, name, compiled, mesh, args):
-    # After compiled steps of a model torch keeps one tensor of the loss (1.2 GiB of Qwen3's
-    # logits), which the peaks of later runs do not count.
+    # After compiled steps of a model torch keeps one tensor of the loss (1.2 GiB of
+    # Qwen3's logits). The peaks of later runs do not count it.
     kept = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     torch.manual_seed(0)
     with torch.device(mesh.device_type):

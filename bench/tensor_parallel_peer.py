@@ -2,9 +2,9 @@
 
 torchrun --nproc-per-node 2 bench/tensor_parallel_peer.py --seq 8192 --tp 2
 
-`parallelize_module` with SequenceParallel cuts embedding, blocks, norms, head and loss as
-torchtitan does, and FSDP2 shards them over the other ranks. The model, optimizer and
-precision are those of bench/fsdp2_llama.py. Prints one line of JSON on rank 0.
+`parallelize_module` with SequenceParallel cuts embedding, blocks, norms, head and loss
+as torchtitan does, and FSDP2 shards them over the other ranks. The model, optimizer and
+precision are the same as in bench/fsdp2_llama.py. Prints one line of JSON on rank 0.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The build backend of `pip install .`: scikit-build-core, and before it a look at what
-the build needs. pip shows in one line what is missing, and fetches nvcc where CUDA
-code is wanted and no toolkit of torch's CUDA is there (cuda_choice.py)."""
+"""The build backend of `pip install .` is scikit-build-core, after a check of the tools
+that the build needs. pip shows in one line what is missing. It fetches nvcc where CUDA
+code is wanted and no toolkit of torch's CUDA is installed (cuda_choice.py)."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-# Compiles through ccache when it is installed. The sloppiness is what ccache
-# asks for around a precompiled header; the base folder makes paths relative, so
-# that several build folders and clones share one cache.
+# Compiles through ccache when it is installed. ccache asks for this sloppiness
+# around a precompiled header. The base folder makes paths relative, so that
+# several build folders and clones share one cache.
 find_program(FLATSHARD_CCACHE ccache)
 if(FLATSHARD_CCACHE)
   set(FLATSHARD_LAUNCHER

@@ -1,7 +1,8 @@
 # FLATSHARD_COVERAGE=ON: programs count the lines of flatshard/ that they run, for
 # `make test COVERAGE=on`.
 option(FLATSHARD_COVERAGE "Count the lines that run" OFF)
-# What counts links whatever is built with it, an installed library's users too.
+# A target that counts lines links this into everything built with it, an
+# installed library's users too.
 function(flatshard_count_lines target)
   if(FLATSHARD_COVERAGE)
     # Threads count too; and with little optimization a line stays a line.

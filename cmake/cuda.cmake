@@ -1,5 +1,6 @@
-# Decides whether the CUDA code is built: FLATSHARD_CUDA=auto|on|off. auto means on
-# where nvcc of torch's CUDA is there, and an error where there is a GPU without it.
+# Decides whether the CUDA code is built: FLATSHARD_CUDA=auto|on|off. auto means
+# on where nvcc of torch's CUDA is installed, and an error where a GPU is
+# present without it.
 set(_python ${FLATSHARD_PYTHON})
 if(NOT EXISTS "${_python}")
   set(_python python3)
@@ -33,7 +34,7 @@ if(FLATSHARD_WITH_CUDA)
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)
   enable_language(CUDA)
   if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
-    # CMake 3.25.1 knows nvcc's C++ standards only up to 17.
+    # CMake 3.25.1 supports nvcc's C++ standards only up to 17.
     set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
     set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
   endif()

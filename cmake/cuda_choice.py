@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# nvcc, its middle end, the headers that it includes by itself, and the runtime's.
+# nvcc, its middle end, the headers that it includes automatically, and the runtime's.
 PACKAGES = (
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
@@ -31,7 +31,7 @@ CPU_ONLY = "FLATSHARD_CUDA=off builds for CPUs only"
 
 @dataclass
 class Choice:
-    """`build` says whether CUDA code is built. Without `nvcc` it cannot be, yet."""
+    """`build` holds whether CUDA code is built. Without `nvcc` it cannot be, yet."""
 
     build: bool
     nvcc: Path | None
@@ -51,7 +51,8 @@ def torch_cuda(torch):
 
 
 def has_gpu():
-    """Tells whether this machine has an NVIDIA GPU. Under WSL only nvidia-smi shows it."""
+    """Returns whether this machine has an NVIDIA GPU. Under WSL only nvidia-smi shows
+    it."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     try:
@@ -103,7 +104,8 @@ def find_nvcc(torch, cuda):
 
 
 def requirements(cuda):
-    """What pip installs to have nvcc. Empty for a CUDA whose packages differ."""
+    """Returns the packages that pip installs to have nvcc. Empty for a CUDA whose
+    packages differ."""
     if int(cuda.split(".")[0]) < 13:
         return []
     minor = ".".join(cuda.split(".")[:2])
@@ -160,7 +162,8 @@ def install(torch, python):
         sys.exit(f"flatshard: {choice.reason}; {how_to_install(cuda)}. {CPU_ONLY}.")
     folder = fetched_folder(cuda)
     print(f"flatshard: {choice.reason}; installing it into {folder} (0.3 GB)")
-    # What an interrupted call left would look whole: the folder appears at the end.
+    # The folder appears at the end, since the remains of an interrupted call would look
+    # whole.
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]

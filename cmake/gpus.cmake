@@ -23,7 +23,7 @@ function(_flatshard_native_gpus out)
     string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${found}")
     foreach(version ${found})
       string(REPLACE "." "" gpu ${version})
-      # As `all` names them.
+      # The names are the same as in `all`.
       if("${gpu}a" IN_LIST _all_gpus)
         string(APPEND gpu a)
       endif()

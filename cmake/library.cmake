@@ -1,5 +1,5 @@
 # flatshard_library(<folder> [PURE|THREADS] [MODULES] SOURCES ... [CUDA ...] [NO_CUDA ...] DEPS ...)
-#   one static library flatshard_<folder>. PURE: knows no torch. CUDA sources
+#   one static library flatshard_<folder>. PURE: includes no torch. CUDA sources
 #   are built with CUDA on, NO_CUDA sources (their stubs) otherwise.
 # flatshard_program(<name> [PURE] [MODULES] SOURCES ... DEPS ...)
 #   one program, at the top of the build folder.
@@ -42,7 +42,8 @@ if(NOT FLATSHARD_SANITIZE)
   _flatshard_precompile(flatshard_pch_module cmake/pch_module.h)
 endif()
 
-# A sanitized build leaves out what knows torch, and what depends on it.
+# A sanitized build leaves out targets with torch, and targets that depend on
+# them.
 macro(_flatshard_skip out)
   set(${out} OFF)
   if(FLATSHARD_SANITIZE)
@@ -76,8 +77,8 @@ function(_flatshard_setup target pure)
   endif()
 endfunction()
 
-# A program would get -fPIE, and gcc drops a precompiled header that was made
-# with -fPIC then; so programs are compiled with -fPIC like the libraries.
+# A program would get -fPIE, and gcc then drops a precompiled header that was
+# made with -fPIC. So programs are compiled with -fPIC like the libraries.
 function(_flatshard_executable name pure)
   add_executable(${name} ${A_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
@@ -192,7 +193,7 @@ function(flatshard_test name)
   endif()
 endfunction()
 
-# What each case took is left in build/reports, for scripts/slow_cases.
+# The times of the cases are left in build/reports, for scripts/slow_cases.
 function(_flatshard_ctest name program timeout)
   flatshard_add_test(NAME ${name} COMMAND ${program})
   set_tests_properties(

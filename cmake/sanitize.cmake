@@ -1,4 +1,4 @@
-# FLATSHARD_SANITIZE=address,undefined: the folders that know no torch and their
+# FLATSHARD_SANITIZE=address,undefined: the folders without torch and their
 # tests, instrumented. libtorch itself is not, so nothing else is built.
 # FLATSHARD_SANITIZE=thread: streams and the flight recorder besides, whose
 # threads are our own; tests/thread_sanitizer.supp leaves out torch's.

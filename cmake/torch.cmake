@@ -1,8 +1,8 @@
 # libtorch from the Python package, without find_package(Torch): that one
 # demands a CUDA toolkit whenever the wheel was built with CUDA.
 #
-# Targets: flatshard_fmt (torch's bundled fmt, header-only, for the layers that
-# know no torch) and flatshard_torch (headers, libraries, C++ ABI).
+# Targets: flatshard_fmt (torch's bundled fmt, header-only, for the layers
+# without torch) and flatshard_torch (headers, libraries, C++ ABI).
 set(_default_python ${CMAKE_CURRENT_SOURCE_DIR}/.venv/bin/python)
 if(SKBUILD)
   set(_default_python ${Python_EXECUTABLE})  # pip's

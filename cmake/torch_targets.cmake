@@ -25,8 +25,8 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
   file(GLOB headers ${site}/nvidia/nccl/include ${site}/nvidia/cu[0-9]*/include
        ${site}/nvidia/cuda_runtime/include)
   if(FLATSHARD_NVCC)
-    # The headers beside nvcc fit it. The wheels' serve without one, and have what
-    # an nvcc from the package index lacks: cuBLASLt's and NVTX's.
+    # The headers next to nvcc fit it. The wheels' serve without one, and have
+    # what an nvcc from the package index lacks: cuBLASLt's and NVTX's.
     cmake_path(GET FLATSHARD_NVCC PARENT_PATH bin)
     cmake_path(GET bin PARENT_PATH toolkit)
     list(PREPEND headers ${toolkit}/include ${toolkit}/include/cccl)

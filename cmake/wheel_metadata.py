@@ -1,5 +1,5 @@
-"""What a wheel's metadata says of the torch that it is built with: scikit-build-core
-asks here for the fields that pyproject.toml lists as `dynamic`.
+"""Returns the fields of a wheel's metadata that depend on the torch of the build:
+scikit-build-core asks here for the fields that pyproject.toml lists as `dynamic`.
 
 The extension and the program fit one minor version of torch, so the wheel requires it,
 and the version's label names it: 0.2.0+cu130torch2.11, or cputorch2.11 without CUDA.

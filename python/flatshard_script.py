@@ -35,13 +35,13 @@ def main():
     if problem:
         sys.exit(f"flatshard: {problem}")
     program = first_with(folders, "bin/flatshard")
-    # The program looks for torch beside its package. It may be elsewhere.
+    # The program looks for torch next to its package. It may be elsewhere.
     if not os.path.samefile(torch[0].parent, program.parents[2]):
         paths = [str(folder) for folder in library_folders(torch[0])]
         if old := os.environ.get("LD_LIBRARY_PATH"):
             paths.append(old)
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-    # For tokenizers, which are Python's.
+    # Tokenizers need it, since they are Python's.
     os.environ.setdefault("FLATSHARD_PYTHON", sys.executable)
     os.execv(program, [str(program), *sys.argv[1:]])
 

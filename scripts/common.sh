@@ -11,8 +11,9 @@ die() {
 }
 
 # --- torch -----------------------------------------------------------------
-# TORCH=2.15.0 builds and tests with that version, in a virtual environment and
-# build folders of its own; without it, the version that requirements.txt pins.
+# TORCH=2.15.0 builds and tests with that version, in a separate virtual
+# environment and build folders; without it, the version that requirements.txt
+# pins.
 pinned_torch=$(sed -n 's/^torch==//p' requirements.txt)
 TORCH=${TORCH:-$pinned_torch}
 
@@ -30,7 +31,8 @@ such as TORCH=$pinned_torch; others have not been tried with Flatshard."
 
 venv=.venv torch_suffix=''
 [ "$TORCH" = "$pinned_torch" ] || torch_suffix=-torch-$TORCH
-# Of scripts/wheel: a wheel's Python, such as 3.12, if not that of `python3`.
+# scripts/wheel sets it: a wheel's Python, such as 3.12, if not that of
+# `python3`.
 if [ -n "${FLATSHARD_PYTHON_VERSION:-}" ]; then
   torch_suffix=-py$FLATSHARD_PYTHON_VERSION$torch_suffix
 fi

@@ -1,5 +1,5 @@
-"""For mkdocs: CONTRIBUTING.md is a page of the site, too. Links to other files outside of
-docs/ become the file's name, since a site does not have them."""
+"""A hook of mkdocs: CONTRIBUTING.md is a page of the site, too. Links to other files
+outside of docs/ become the file's name, since a site does not have them."""
 
 import os
 import re

@@ -37,11 +37,12 @@ def time_steps(step, args, together=False):
         together: ranks wait for each other before each step.
 
     Returns:
-        a dict of the steps after the warm-up: `ms`, the median, `ms_range`, the least and
-        the most, `host_ms`, the median until the call returned, and `host_ms_least`. Also
-        the peaks of allocated memory and of what the allocator took in GiB (0 without a
-        GPU), how many CUDA graphs torch recorded in the warm-up and after it, seconds of
-        the warm-up, and `last`, what the last step returned.
+        a dict of the steps after the warm-up: `ms`, the median, `ms_range`, the least
+        and the most, `host_ms`, the median until the call returned, and
+        `host_ms_least`. It has the peaks of allocated memory and of the allocator's own
+        in GiB (0 without a GPU), and `last`, the result of the last step. It also has
+        the number of CUDA graphs that torch recorded in the warm-up and after it, and
+        the seconds of the warm-up.
     """
     ms, host = [], []
     with counted_recordings() as recordings:
@@ -76,7 +77,7 @@ def time_steps(step, args, together=False):
 
 
 def rounded(found, digits=1):
-    """Returns a dict whose numbers, also those of lists, have so many digits."""
+    """Returns a dict whose numbers, also in lists, have so many digits."""
     if isinstance(found, dict):
         return {key: rounded(value, digits) for key, value in found.items()}
     if isinstance(found, list):

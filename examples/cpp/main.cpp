@@ -112,7 +112,7 @@ int train(const std::string& folder) {
     runtime->set_step(step);  // errors name it
     for (int m = 0; m < kMicrobatches; ++m) {
       runtime->set_is_last_microbatch(m + 1 == kMicrobatches);
-      // Every rank draws batches of its own; the gradients are averaged.
+      // Every rank draws separate batches, and the gradients are averaged.
       const Batch batch = draw_batch(
           (step * kMicrobatches + m) * mesh->size() + mesh->rank(),
           device);

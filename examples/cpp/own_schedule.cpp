@@ -39,7 +39,7 @@ struct StackImpl : nn::Module {
 };
 FLATSHARD_MODULE(Stack);
 
-// One microbatch, in pieces whose backwards run by themselves.
+// One microbatch, in pieces whose backwards run separately.
 struct Microbatch {
   Microbatch(Stack& model, std::shared_ptr<Runtime> runtime, at::Tensor input)
       : model(model),
@@ -48,7 +48,7 @@ struct Microbatch {
         x(std::move(input)),
         target(at::sin(2 * x)) {}
 
-  // Of the root, which is gathered from here to the loss.
+  // Begins the root's forward, which keeps it unsharded from here to the loss.
   void begin_forward() {
     pass->forward_begin(root());
     x = first.forward({x}, [&](const nn::TensorList& in) {
@@ -58,7 +58,7 @@ struct Microbatch {
   void forward(int l) {
     pass->forward_begin(unit(l));
     x = blocks[l].forward({x}, [&](const nn::TensorList& in) {
-      // Not through the holder, which would tell the runtime of a call.
+      // Not through the holder, which would report a call to the runtime.
       return nn::TensorList{model->blocks[l]->forward(in[0])};
     })[0];
     pass->forward_end(unit(l));

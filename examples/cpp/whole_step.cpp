@@ -54,7 +54,7 @@ void train() {
   double first = 0;
   double last = 0;
   for (int i = 0; i < kSteps; ++i) {
-    // Another tensor each time; the graph has copies of its own.
+    // Another tensor each time, since the graph has its own copies.
     const at::Tensor x =
         at::randn({kBatch, kDim}, at::TensorOptions(mesh->device()));
     const at::Tensor loss = step.run({x, at::sin(x)})[0];

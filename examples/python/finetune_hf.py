@@ -48,12 +48,13 @@ if args.model == "tiny":
     tokens = torch.tensor(list(texts.encode()))
 else:
     folder = args.model if os.path.isdir(args.model) else snapshot_download(args.model)
-    # Without memory: each rank reads its part once the model is sharded.
+    # The model has no memory: each rank reads its part once the model is sharded.
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    # Without a warning that this is longer than the model's context: it is cut below.
+    # `verbose=False` avoids a warning that this is longer than the model's context,
+    # since it is cut below.
     tokens = torch.tensor(tokenizer(texts, verbose=False)["input_ids"])
 if len(tokens) <= args.seq:
     raise SystemExit(f"--text: expected more than {args.seq} tokens, got {len(tokens)}")

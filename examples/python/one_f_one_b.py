@@ -1,11 +1,12 @@
-"""A 1F1B schedule driven by hand: the backward of one microbatch beside the forward of
-the next, layer by layer, each layer in two pieces.
+"""Drives a 1F1B schedule by hand: the backward of one microbatch alternates with the
+forward of the next, layer by layer, each layer in two pieces.
 
     torchrun --nproc-per-node 2 examples/python/one_f_one_b.py
 
-It ends with the largest difference between its weights and those of plain accumulation,
-which is 0. Here both microbatches run on one stream; where rows of tokens are exchanged between
-two pieces, the order is what lets them do so behind the other microbatch's compute.
+It ends with the largest difference between its weights and the weights of plain
+accumulation, which is 0. Here both microbatches run on one stream. Where rows of tokens
+are exchanged between two pieces, this order hides the exchange under the other
+microbatch's compute.
 """
 
 import torch
@@ -57,7 +58,7 @@ def shard(model, **options):
 
 
 class Piece:
-    """A part of a forward with a graph of its own."""
+    """A part of a forward with a separate graph."""
 
     def __init__(self, function, x):
         self.input = x.detach().requires_grad_(x.requires_grad)

@@ -141,9 +141,9 @@ void AutogradEvents::begin_backward(UnitCall& call, TaskId task) {
        .call = call.id,
        .task = task,
        .makes_graph = at::GradMode::is_enabled(),
-       // Without an input to watch the unit stays until the task ends: its last
-       // gradient does not say that nobody reads its weights any more (frozen
-       // ones that a child uses, a recompute inside its forward).
+       // Without an input to watch the unit stays unsharded until the task
+       // ends. After its last gradient its weights may still be read, by a
+       // child that uses frozen ones or by a recompute inside its forward.
        .waits_for_inputs = true});
 }
 
@@ -176,7 +176,7 @@ const ParameterRef* AutogradEvents::wgrad_begins(const at::Tensor& parameter) {
     refuse_late_grad(*units_[ref->unit], this->parameter(*ref));
   }
   enter_task();
-  // With backward(inputs=...) or grad() this parameter may not be asked for.
+  // `backward(inputs=...)` and `grad()` may leave this parameter out.
   return autograd_task::expects(accumulator.get()) ? ref : nullptr;
 }
 

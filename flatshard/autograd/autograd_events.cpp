@@ -326,8 +326,8 @@ bool AutogradEvents::watch_outputs(
   for (const at::Tensor& output : outputs) {
     add(output);
     if (output.is_view()) {
-      // A later in-place operation on a view takes the view's own node out of
-      // the graph; that of its base stays.
+      // A later in-place operation on a view removes the view's own node from
+      // the graph, while the node of its base stays.
       add(at::Tensor(output._base()));
     }
   }

@@ -33,7 +33,8 @@ std::vector<at::Tensor> parts(
   return result;
 }
 
-// What of each segment of `whole` a rank with `inner` ranges holds.
+// Returns the parts of `whole`, one of each segment, that a rank with the
+// ranges `inner` holds.
 std::vector<at::Tensor> matching_parts(
     const at::Tensor& whole,
     const std::vector<LocalRange>& outer,

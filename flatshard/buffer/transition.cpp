@@ -20,7 +20,7 @@ refuse(const Placements& from, const Placements& to, const std::string& why) {
       why);
 }
 
-// What happens on one axis; nothing when it stays as it is.
+// Returns the change on one axis, nothing when the placement stays.
 std::optional<Kind>
 change_of_axis(const Placements& from, const Placements& to, std::size_t axis) {
   const Placement& a = from[axis];
@@ -116,9 +116,9 @@ std::vector<TransitionStep> plan_transition(
     step.after = now;
   };
 
-  // A shard is cut from the innermost axis outwards, whether by a reduction
-  // or locally; both sharded lists are suffixes, so this never goes together
-  // with a gather.
+  // Reductions and local cuts take shards from the innermost axis outwards.
+  // Both sharded lists are suffixes, so a gather never occurs together with
+  // them.
   for (int axis = num_axes; axis-- > 0;) {
     const auto kind = change_of_axis(from, to, axis);
     if (kind == Kind::reduce_scatter || kind == Kind::slice) {

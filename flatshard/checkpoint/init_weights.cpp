@@ -31,7 +31,7 @@ using Sources = std::vector<Source>;
 /// of the flattened tensor.
 std::int64_t
 first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
-  std::int64_t run = 0;  // the first that ends behind `element`
+  std::int64_t run = 0;  // the first that ends after `element`
   for (std::int64_t after = runs.size(); run < after;) {
     const std::int64_t middle = run + (after - run) / 2;
     if (runs.begin(middle) + runs.numel() > element) {
@@ -151,7 +151,7 @@ class Match {
         std::find_if(choices.begin(), choices.end(), [&](const auto& entries) {
           return weights_.contains(entries.front().name);
         });
-    // Without one, the message of the main name.
+    // When no name matches, the error names the main one.
     const auto& taken = known == choices.end() ? choices.front() : *known;
     Sources sources;
     for (const StoredEntry& entry : taken) {

@@ -236,7 +236,7 @@ class Loader {
     }
   }
 
-  /// What the checkpoint has and the model has not.
+  /// Throws when the checkpoint has tensors that the model lacks.
   void check_names() const {
     for (const auto& [role, tensors] : manifest_.tensors) {
       if (optimizer_ == nullptr && role != kWeightRole && role != kBufferRole) {

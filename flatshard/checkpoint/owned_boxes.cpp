@@ -10,8 +10,8 @@
 namespace flatshard {
 namespace {
 
-/// Adds boxes whose elements lie together in `values`; one of no elements when
-/// there is none.
+/// Adds boxes whose elements follow each other in `values`, or one without
+/// elements when `boxes` is empty.
 void append(
     std::vector<OwnedBox>& owned,
     std::string_view role,

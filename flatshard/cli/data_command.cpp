@@ -49,7 +49,8 @@ std::string summary(const data::CorpusMeta& meta) {
   return text;
 }
 
-/// The beginning of the first document as its tokens say it, in one line.
+/// Returns the beginning of the first document, decoded from its tokens, in one
+/// line.
 std::string first_document(
     const std::filesystem::path& folder,
     const std::string& python) {
@@ -66,7 +67,7 @@ std::string first_document(
          (corpus->document_begin(1) > kMostTokens ? " ..." : "");
 }
 
-/// What was read, so that what is lost or wrong is seen.
+/// Returns a summary of the input, which shows losses and errors.
 std::string input_summary(
     const data::Survey& survey,
     const data::CorpusMeta& meta,

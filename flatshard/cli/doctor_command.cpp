@@ -48,7 +48,7 @@ void print_machine() {
   }
 }
 
-/// What a doctor finds wrong; each is printed when it is found.
+/// The problems that a doctor finds, each printed when it is found.
 class Problems {
  public:
   /// Runs a trial and prints how it ended.
@@ -141,7 +141,7 @@ void try_peer_memory(Communicator& group) {
   }
 }
 
-// What each of two ranks does.
+// Runs the part of each of two ranks.
 void try_as_rank() {
   prepare_rank_process();
   const RankEnvironment env = rank_environment_from_env();
@@ -213,7 +213,7 @@ int examine() {
   return problems.found().empty() ? 0 : 1;
 }
 
-// This process knows no torch, whose threads would take the signals of the
+// This process loads no torch, whose threads would take the signals of the
 // ranks that it waits for.
 int run_doctor(std::vector<std::string> argv) {
   argv.emplace_back("--as-rank");

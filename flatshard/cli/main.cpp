@@ -27,7 +27,7 @@
 
 namespace {
 
-// What a shell makes of SIGPIPE.
+// The exit code that a shell derives from SIGPIPE.
 constexpr int kNobodyReads = 128 + SIGPIPE;
 constexpr int kUsage = 2;
 constexpr std::size_t kLongestShown = 80;
@@ -75,7 +75,7 @@ std::string unknown_command(const CLI::App& program, int argc, char** argv) {
   return {};
 }
 
-/// What is wrong with the arguments, on one line.
+/// Returns the error in the arguments, on one line.
 std::string describe(const CLI::ParseError& error, const CLI::App& program) {
   const std::vector<std::string> rest = program.remaining(true);
   if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr ||
@@ -138,7 +138,8 @@ int main(int argc, char** argv) {
   flatshard::open_standard_streams();
   // A file that grows past `ulimit -f` is an error with its name, not the end.
   std::signal(SIGXFSZ, SIG_IGN);
-  // Without exit codes of children there is no telling whether they failed.
+  // Without the exit codes of its children the program cannot see whether they
+  // failed.
   std::signal(SIGCHLD, SIG_DFL);
   CLI::App program{
       "Flatshard: fully sharded data-parallel training in C++",

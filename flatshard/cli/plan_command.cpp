@@ -86,7 +86,7 @@ void run_calibration(
   if (env.rank != 0) {
     return;
   }
-  // What is not measured comes from a table of the same kind.
+  // A table of the same kind gives the rates that are not measured.
   const std::string_view own = plan::table_of_device(gpu.name);
   const std::string_view base = own.empty() ? "h200" : own;
   const std::string text = fmt::format("base = \"{}\"\n{}", base, to_toml(gpu));

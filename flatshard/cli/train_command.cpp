@@ -81,7 +81,7 @@ int spawn(
   }
 }
 
-/// As one would type it.
+/// Returns `word` quoted as one would type it in a shell.
 std::string shell_word(const std::string& word) {
   constexpr std::string_view kPlain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"
                                       "OPQRSTUVWXYZ0123456789_-./=,:+@%";

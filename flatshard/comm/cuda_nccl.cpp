@@ -54,10 +54,10 @@ ncclDataType_t nccl_dtype(const at::Tensor& tensor) {
 
 constexpr auto kEndPatience = std::chrono::seconds(2);
 
-// Aborts `backend`, unless that is done, and destroys it on a thread of its
-// own, which is left behind when it takes long. The destructor joins torch's
-// watchdog thread, and that sleeps for a minute after an error of NCCL, or
-// waits for a store whose host hangs. Source: Watchdog::runLoop in torch's
+// Aborts `backend`, unless that is done, and destroys it on a separate thread,
+// which is abandoned when it takes long. The destructor joins torch's watchdog
+// thread, and that sleeps for a minute after an error of NCCL, or waits for a
+// store whose host hangs. Source: Watchdog::runLoop in torch's
 // ProcessGroupNCCL.cpp.
 void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
   std::promise<void> ended;
@@ -82,8 +82,8 @@ void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
 // c10d connects the ranks, and ends the group; the collectives go straight to
 // NCCL, on the current stream. c10d's own would each cost the host some tens of
 // us more for its work objects, its flight recorder and its dispatch
-// (docs/performance.md), and nobody looks at those here: Communicator records,
-// and streams order.
+// (docs/performance.md). Nobody uses those here: Communicator records, and
+// streams order.
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(
@@ -234,7 +234,7 @@ class NcclCommunicator : public Communicator {
     check(kind, comm, first == ncclSuccess ? end : first);
   }
 
-  /// c10d connects at the first collective, and knows of no other time.
+  /// c10d connects at the first collective, and can at no other time.
   ncclComm_t connected(CollectiveKind kind) {
     if (aborted_) {
       throw Error(ErrorCode::comm, "it was aborted", where(kind));

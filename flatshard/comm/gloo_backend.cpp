@@ -18,9 +18,10 @@ namespace {
 using c10d::ProcessGroupGloo;
 using GlooDevice = std::shared_ptr<::gloo::transport::Device>;
 
-// Where Gloo listens: loopback for ranks that meet on this machine, since a
-// container's hostname often does not resolve; else the address from which
-// this machine reaches the store. Empty: torch's choice, from the hostname.
+// The address on which Gloo listens. It is loopback for ranks that meet on this
+// machine, since a container's hostname often does not resolve. Otherwise it is
+// the address from which this machine reaches the store. An empty text
+// lets torch choose, from the hostname.
 std::string own_address(const StoreHandle& store) {
   const c10d::Store* plain = store.get();
   StoreHandle owner;
@@ -42,8 +43,8 @@ std::string own_address(const StoreHandle& store) {
 
 // A thread that begins while this exists does not preempt others when it wakes.
 // Gloo's event loop tries for the lock of a connection again and again. With
-// more ranks than cores, whoever holds it has often been preempted by the loop
-// that its own message woke, and then loops take more time than all else.
+// more ranks than cores, the thread that holds it has often been preempted by
+// the loop that its own message woke. Loops then take more time than all else.
 class CalmThreads {
  public:
   CalmThreads() : is_plain_(::sched_getscheduler(0) == SCHED_OTHER) {

@@ -62,7 +62,7 @@ namespace {
       context);
 }
 
-/// Says what is waited for, when that takes long.
+/// Logs what is waited for, when that takes long.
 class WaitNotice {
  public:
   WaitNotice(std::string text, std::chrono::milliseconds silence)
@@ -179,7 +179,7 @@ StoreHandle make_tcp_store(
   tcp.port = environment.master_port;
   tcp.isServer = environment.rank == 0 && !environment.launcher_serves_store;
   tcp.timeout = options.timeout;
-  tcp.waitWorkers = false;  // `meet` says who is missing
+  tcp.waitWorkers = false;  // `meet` names the missing ranks
   if (tcp.isServer && environment.master_listen_fd >= 0) {
     tcp.masterListenFd = environment.master_listen_fd;
   }
@@ -198,7 +198,7 @@ StoreHandle make_tcp_store(
     StoreHandle store =
         c10::make_intrusive<c10d::TCPStore>(environment.master_addr, tcp);
     notice.reset();
-    // What ranks wrote before a restart must not be read after it.
+    // Values that ranks wrote before a restart must not be read after it.
     if (environment.launcher_serves_store) {
       return make_prefix_store(
           fmt::format("attempt_{}", environment.restart_count),

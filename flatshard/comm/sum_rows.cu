@@ -5,7 +5,7 @@ namespace flatshard::kernels {
 namespace {
 
 // Enough to reach the memory's speed, and few enough to leave most of the GPU
-// to what computes beside it.
+// to kernels that run in parallel.
 constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 264;
 
@@ -94,7 +94,7 @@ void launch(
       scale);
 }
 
-// Of float32, 16 bytes at a time.
+// Loads N float32 values, 16 bytes at a time.
 template <int N>
 __device__ inline void load_all(const float* from, float (&to)[N]) {
   constexpr int kStep = N < 4 ? N : 4;

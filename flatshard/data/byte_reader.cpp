@@ -162,7 +162,7 @@ class ZstdReader : public ByteReader {
  public:
   explicit ZstdReader(std::unique_ptr<RawFile> file)
       : file_(std::move(file)), stream_(::ZSTD_createDStream()) {
-    // What `zstd --long=31` writes.
+    // The window that `zstd --long=31` writes.
     ::ZSTD_DCtx_setParameter(stream_, ZSTD_d_windowLogMax, 31);
   }
   ~ZstdReader() override { ::ZSTD_freeDStream(stream_); }

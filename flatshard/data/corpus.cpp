@@ -61,8 +61,9 @@ void read_words(
     const FileReader& file,
     std::int64_t begin,
     std::span<std::int64_t> out) {
-  // Read into the end of `out` and widened from the front: word i never lies
-  // before the end of out[i - 1], so none is overwritten before its turn.
+  // The words are read into the end of `out` and widened from the front. Word i
+  // never begins before the end of out[i - 1], so none is overwritten before
+  // its turn.
   const std::span<std::byte> words =
       std::as_writable_bytes(out).last(out.size() * sizeof(T));
   file.read_at(begin * static_cast<std::int64_t>(sizeof(T)), words);

@@ -277,7 +277,7 @@ std::string tokenizer_config_json(
       {"bos_token", first},
       {"eos_token", end},
       {"model_max_length", max_tokens},
-      // Without token_type_ids, which `generate` of a Llama refuses.
+      // token_type_ids are left out, since `generate` of a Llama rejects them.
       {"model_input_names", {"input_ids", "attention_mask"}},
       {"clean_up_tokenization_spaces", false}};
   return json.dump(2) + "\n";

@@ -195,7 +195,7 @@ CorpusMeta import_tokens(
     std::ranges::move(more.files, std::back_inserter(files));
     std::ranges::move(more.skipped, std::back_inserter(found.skipped));
   }
-  // Of Megatron's pairs, a glob finds the index as well.
+  // A glob over Megatron's pairs also finds the index.
   const auto is_index = [](const InputFile& file) {
     return file.listed && file.path.extension() == ".idx";
   };

@@ -109,7 +109,8 @@ class Walker {
     }
     for (const auto& entry : sorted_entries(folder.path)) {
       const fs::path name = entry.path().filename();
-      // As in a shell, only a pattern that says so finds hidden names.
+      // Only a pattern that begins with a dot finds hidden names, as in a
+      // shell.
       if (is_hidden(name) && !is_hidden(component)) {
         if (takes_all_) {
           found_.skipped.push_back(
@@ -221,7 +222,7 @@ std::vector<InputFile> expand(const std::string& input, FoundFiles& found) {
     walker.walk(base);
     files = std::move(walker.files);
   }
-  // Not "no file" when it is there and out of reach.
+  // The error is not "no file" when the file exists and is out of reach.
   std::error_code reach;
   const bool exists = fs::exists(pattern.empty() ? path : base, reach);
   FLATSHARD_CHECK(

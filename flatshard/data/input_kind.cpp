@@ -14,7 +14,7 @@ namespace {
 using namespace std::string_view_literals;
 
 constexpr std::size_t kHeadBytes = std::size_t{1} << 16;
-// As git and grep look for NULs.
+// NULs are searched in these bytes, as git and grep do.
 constexpr std::size_t kBinaryBytes = 8192;
 
 struct Magic {
@@ -54,7 +54,7 @@ constexpr std::array kContainers{
     Magic{"PARE"sv, "encrypted Parquet; decrypt it"},
 };
 
-/// Ends of names that say the same, whatever the first bytes are.
+/// Ends of names that identify a format, whatever the first bytes are.
 struct NameOf {
   std::string_view suffix;
   std::string_view what;
@@ -104,7 +104,7 @@ bool ends_with_any(std::string_view name, const auto& suffixes) {
   });
 }
 
-/// The name in lower case without the end that tells of compression.
+/// Returns the name in lower case without the end that marks compression.
 std::string inner_name(const std::filesystem::path& path) {
   std::string name = lower(path.filename().string());
   for (const std::string_view suffix : kCompressedNames) {
@@ -208,7 +208,8 @@ void check_no_pointer(
       path.string());
 }
 
-/// Of a file whose bytes are neither rows nor a known container.
+/// Returns the kind of a file whose bytes are neither rows nor a known
+/// container.
 KindOfFile kind_of_text(
     const std::filesystem::path& path,
     std::string_view name,

@@ -47,7 +47,7 @@ void PythonDocuments::feed() {
     }
   } catch (...) {
     failure_ = std::current_exception();
-    // Without the end of its input the child would give what it has.
+    // A child without the end of its input would return what it has.
     child_.kill();
     return;
   }

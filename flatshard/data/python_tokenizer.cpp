@@ -215,7 +215,7 @@ bool PythonChild::send(std::string_view bytes) {
       continue;
     }
     if (n < 0) {
-      return false;  // it has ended, and `read` tells why
+      return false;  // it has ended, and `read` reports why
     }
     bytes.remove_prefix(static_cast<std::size_t>(n));
   }
@@ -279,7 +279,7 @@ void PythonChild::read_bytes(std::string& text, std::int64_t nbytes) {
   read(text.data(), text.size());
 }
 
-// The numbers below zero are those of prepare_tokens.py.
+// prepare_tokens.py defines the numbers below zero.
 std::int64_t PythonChild::read_frame() {
   constexpr std::int64_t kError = -1;
   constexpr std::int64_t kWarning = -3;

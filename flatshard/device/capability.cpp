@@ -61,7 +61,7 @@ constexpr std::array<GpuFeatureRow, 8> kFeatures = {{
     {GpuFeature::graphs, "CUDA graphs", 80, kAny, kAny, "refused"},
 }};
 
-// What `all` builds for, with a few of the GPUs.
+// The generations that `all` builds for, with some of their GPUs.
 struct Generation {
   int sm;
   std::string_view gpus;

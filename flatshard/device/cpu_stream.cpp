@@ -70,7 +70,7 @@ class CpuStream : public Stream {
   ~CpuStream() override {
     worker_->push({Task::Kind::stop, {}, {}});
     if (thread_.get_id() == std::this_thread::get_id()) {
-      thread_.detach();  // the last owner was one of our own tasks
+      thread_.detach();  // one of the stream's own tasks was the last owner
     } else {
       thread_.join();
     }

@@ -47,9 +47,9 @@ std::vector<const void*> words_of_generator(at::Generator generator) {
   return {state.seed_.ptr, state.offset_.ptr};
 }
 
-// Structs that kernels take have room that nobody fills: in it lies what was on
-// the stack, such as addresses that others had. An audit cannot tell those from
-// the kernel's own.
+// Structs that kernels take have padding that nobody fills. It contains what
+// was on the stack, such as addresses that others had. An audit cannot
+// distinguish those from the kernel's own.
 [[gnu::noinline]] void overwrite_stack() {
   constexpr std::size_t kNbytes = 256 * 1024;
   volatile unsigned char bytes[kNbytes];
@@ -58,7 +58,7 @@ std::vector<const void*> words_of_generator(at::Generator generator) {
   }
 }
 
-// That of the thread which runs backwards.
+// Overwrites the stack of the thread that runs backwards.
 struct OverwriteStack : torch::autograd::Function<OverwriteStack> {
   static at::Tensor forward(
       torch::autograd::AutogradContext* /*ctx*/,
@@ -73,8 +73,9 @@ struct OverwriteStack : torch::autograd::Function<OverwriteStack> {
   }
 };
 
-// In the capture stream's memory lie also the words from which replays on other
-// streams draw: what is queued here must not be late for the first of them.
+// The capture stream's memory also contains the words from which replays on
+// other streams draw. Work that is queued here must not be late for the first
+// of them.
 void overwrite_stacks(at::Device device) {
   c10::cuda::device_synchronize();
   overwrite_stack();
@@ -84,9 +85,9 @@ void overwrite_stacks(at::Device device) {
   capture_stream(device).synchronize();
 }
 
-// A pool of torch's allocator. It is there as long as somebody uses it, and
-// cannot be used again after that: so it is used by more than its graphs, of
-// which the first may fail.
+// A pool of torch's allocator. It exists as long as somebody uses it, and
+// cannot be used again after that. So more than its graphs use it, of which the
+// first may fail.
 class MemoryPool {
  public:
   explicit MemoryPool(at::Device device)

@@ -113,7 +113,7 @@ class Auditor {
               ? driver_.function_param(params.func, i, &offset, &nbytes)
               : driver_.kernel_param(params.kern, i, &offset, &nbytes);
       if (found != CUDA_SUCCESS) {
-        break;  // behind the last one
+        break;  // after the last one
       }
       look_at_words(name, first, words_of(params.kernelParams[i], nbytes));
       first += nbytes / sizeof(std::uint64_t);

@@ -130,7 +130,7 @@ bool pin_host_memory(void* begin, std::size_t nbytes) {
   const cudaError_t status =
       cudaHostRegister(begin, nbytes, cudaHostRegisterPortable);
   if (status != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());  // it is told by the caller
+    static_cast<void>(cudaGetLastError());  // the caller reports it
   }
   return status == cudaSuccess;
 }

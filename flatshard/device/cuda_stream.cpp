@@ -99,7 +99,7 @@ class CudaEventState final : public Event::State {
   CudaEventState(const CudaEventState&) = delete;
   CudaEventState& operator=(const CudaEventState&) = delete;
 
-  /// `state` as one of these; null for that of another backend.
+  /// Returns `state` as one of these, null when it belongs to another backend.
   static CudaEventState* from(Event::State* state) {
     const bool is_cuda =
         state != nullptr && typeid(*state) == typeid(CudaEventState);
@@ -171,7 +171,7 @@ class CudaStream : public Stream {
   void reset() noexcept override {
     try {
       stream_.synchronize();
-    } catch (...) {  // a broken context stays broken and says so at next use
+    } catch (...) {  // a broken context stays broken and reports it at next use
     }
   }
 

@@ -40,7 +40,10 @@ class PinnedPair {
     begin.wait(*stream_);
   }
 
-  ~PinnedPair() { stream_->reset(); }  // the buffers go only when all is there
+  ~PinnedPair() {
+    stream_->reset();
+  }  // the buffers go only when all copies
+     // have arrived
   PinnedPair(const PinnedPair&) = delete;
   PinnedPair& operator=(const PinnedPair&) = delete;
 

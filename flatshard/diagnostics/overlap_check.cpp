@@ -49,7 +49,7 @@ bool inside(const at::Tensor& inner, const at::Tensor& outer) {
              outer.storage().unsafeGetStorageImpl();
 }
 
-// What rests on this rank between steps.
+// Checks the buffers that this rank keeps between steps.
 void check_buffers(const Runtime& runtime) {
   std::vector<UsedRange> ranges;
   for (const auto& unit : runtime.units()) {
@@ -118,7 +118,7 @@ void check_disjoint(std::vector<UsedRange> ranges, const std::string& where) {
       ranges.begin(),
       ranges.end(),
       [](const UsedRange& a, const UsedRange& b) { return a.begin < b.begin; });
-  // The range that reaches furthest so far may hide behind its successor.
+  // The range that reaches furthest so far may overlap more than its successor.
   for (std::size_t i = 1, last = 0; i < ranges.size(); ++i) {
     FLATSHARD_CHECK(
         ranges[i].begin >= ranges[last].end,

@@ -46,7 +46,8 @@ struct Region {
   ~Region();
 };
 
-// What the handler may look at: atomics and memory that does not move.
+// The state that the handler may read. It consists of atomics and memory that
+// does not move.
 std::array<std::atomic<const Region*>, 256> g_regions{};
 std::atomic<std::int64_t> g_step{0};
 std::atomic_flag g_said = ATOMIC_FLAG_INIT;

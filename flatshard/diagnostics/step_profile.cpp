@@ -17,8 +17,8 @@ struct Rule {
   std::initializer_list<std::string_view> words;  // any of them, in lower case
 };
 
-// The first that fits. Names are those of cuBLAS, cuDNN, NCCL, ATen and of
-// Flatshard's own kernels.
+// The first rule that fits counts. The names come from cuBLAS, cuDNN, NCCL,
+// ATen and Flatshard's own kernels.
 const std::array<Rule, 13> kRules{{
     {"all-gather", {"allgather"}},
     {"reduce-scatter", {"reducescatter"}},

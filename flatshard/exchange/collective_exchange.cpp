@@ -15,12 +15,13 @@ namespace {
 /// The places of each rank's rows, on the side of the tokens and on the side of
 /// the experts.
 struct CollectivePlan : StreamExchangePlan {
-  /// Of what dispatch takes: by expert, for each part of their width.
+  /// The rows that dispatch takes: by expert, for each part of their width.
   std::vector<RowsOfPeer> at_home;
-  /// Of what combine delivers, before the parts are added up: part i of the
-  /// width has the rows [i * num_sent, (i + 1) * num_sent).
+  /// The rows that combine delivers, before the parts are added up: part i of
+  /// the width has the rows [i * num_sent, (i + 1) * num_sent).
   std::vector<RowsOfPeer> coming_home;
-  /// Of what dispatch delivers: by expert, then by the rank they came from.
+  /// The rows that dispatch delivers: by expert, then by the rank they came
+  /// from.
   std::vector<RowsOfPeer> at_experts;
   at::Tensor arriving;  ///< counts, until it is finished
 };
@@ -129,7 +130,7 @@ std::function<void()> CollectiveExchange::transfer_of_rows(
     const nn::TensorList& out,
     const nn::TensorList& rows) {
   const auto* const made = own<const CollectivePlan>(plan);
-  // The plan lives as long as the graph.
+  // The plan exists as long as the graph.
   return [this,
           plan,
           made,

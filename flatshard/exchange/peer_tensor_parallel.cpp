@@ -19,7 +19,7 @@ namespace {
 // So that halves and rows begin where wide loads can.
 constexpr std::int64_t kWindowAlignment = 256;
 
-// For tensors whose memory the stream of copies uses until `done`.
+// Waits for tensors whose memory the stream of copies uses until `done`.
 void wait_without_throwing(const Event& done, at::Device device) {
   try {
     done.wait(*current_stream(device));

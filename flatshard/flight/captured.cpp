@@ -32,7 +32,7 @@ bool CapturedCollectives::runs(const Replay& replay) {
   while (!replays_.empty() && is_over(*replays_.front())) {
     replays_.pop_front();
   }
-  // Before `running_` is set, the words are those of the previous replay.
+  // Before `running_` is set, the words belong to the previous replay.
   return !replays_.empty() && replays_.front().get() == &replay &&
          running_->read() != 0;
 }

@@ -238,8 +238,8 @@ std::string late_text(const Late& late, std::size_t world) {
            : "");
 }
 
-// All ranks have launched it, and the devices of some wait in it for those of
-// others, which are held up by work before it.
+// All ranks have launched the collective. Some devices wait in it for others,
+// which earlier work holds up.
 std::optional<Verdict> find_held_device(std::span<const RankView> views) {
   const auto groups = members_of_groups(views);
   for (const Stuck& stuck : stuck_groups(views)) {

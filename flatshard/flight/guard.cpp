@@ -84,8 +84,8 @@ void FlightWatcher::abort_all() {
         }
       }
     }
-    // Beside the aborts: to drop a graph may wait for its replay, which an
-    // abort ends, and the abort then waits for the graph.
+    // These run in parallel with the aborts. Dropping a graph may wait for its
+    // replay, which an abort ends, and the abort then waits for the graph.
     std::vector<std::thread> beside;
     for (const auto& action : actions) {
       beside.emplace_back([&action] {
@@ -100,7 +100,7 @@ void FlightWatcher::abort_all() {
     for (std::thread& thread : beside) {
       thread.join();
     }
-  }  // who waits for the abort finds no owner beside himself
+  }  // a waiter for the abort then holds the only reference
   {
     const std::lock_guard lock(mutex_);
     aborted_ = true;

@@ -93,7 +93,7 @@ bool FlightWatcher::dumps_are_here() {
 }
 
 // A rank is found missing before the others have come to where it holds them
-// up. The verdict says what they do, so it gives them some time to come there.
+// up. The verdict names what they do, so it gives them some time to come there.
 bool FlightWatcher::others_wait() {
   if (!missing_since_) {
     missing_since_ = Clock::now();
@@ -148,7 +148,7 @@ void FlightWatcher::judge() {
   write_verdict(diagnose(views_, stalled_after_));
 }
 
-// Without the store this rank knows only itself and what rank 0 said last.
+// Without the store this rank has only its own state and rank 0's last message.
 Verdict FlightWatcher::store_verdict(const std::string& what, ErrorCode code) {
   std::vector<RankView> views(2);
   views[1].state = state(kNumEntries);

@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// A GPU whose peer died may fail in words of its own.
+// A GPU whose peer died may fail with another text.
 bool is_device_error(const std::string& message) {
   return message.find("CUDA error") != std::string::npos ||
          message.find("NCCL error") != std::string::npos;
@@ -36,7 +36,8 @@ class FlightRecorder::Impl : public detail::FlightWatcher {
  public:
   using FlightWatcher::FlightWatcher;
 
-  /// As CollectiveScope::step: below 0 is the recorder's.
+  /// See CollectiveScope::step. A number below 0 stands for the recorder's
+  /// step.
   std::int64_t step_or_own(std::int64_t given) const {
     return given >= 0 ? given : step();
   }

@@ -185,7 +185,7 @@ void FlightRing::replayed(
   for (std::size_t i = 0; i < captured->tracks_.size(); ++i) {
     Track& track = *tracks_[i];
     const auto& signatures = captured->tracks_[i].signatures;
-    // Of two replays all are kept: the host may be so far ahead.
+    // The ring keeps two replays in full. The host may be that far ahead.
     const auto needed = static_cast<std::int64_t>(2 * signatures.size());
     if (needed > capacity(track)) {
       grow(track, needed);
@@ -251,7 +251,7 @@ FlightEntry FlightRing::entry(std::size_t index, std::int64_t seq) const {
                       ? CollectiveState::started
                       : CollectiveState::scheduled;
   } else if (device_.is_cuda()) {
-    // Behind another collective, or behind work that has not ended.
+    // It waits for another collective or for work that has not ended.
     bool reached = false;
     try {
       reached = s.before.recorded() && s.before.query();

@@ -332,7 +332,8 @@ Verdict FlightWatcher::propose(Verdict verdict) {
     return verdict_ || store_done_;
   });
   lock.unlock();
-  conclude(verdict);  // unless there is one; else at least this rank knows
+  conclude(verdict);  // unless there is one, else this rank at least has its
+                      // own
   return *final_verdict();
 }
 

@@ -57,7 +57,7 @@ std::vector<std::uint32_t> block_amax(
   return found;
 }
 
-// Stores the scale of one block and says what its elements are multiplied by.
+// Stores the scale of one block and returns the factor of its elements.
 float take_scale(
     const Quantizer& q,
     const PlaneView& view,

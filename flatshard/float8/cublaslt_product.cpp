@@ -79,7 +79,7 @@ Problem problem_of(const Product& p) {
       .beta = p.beta != 0.0F};
 }
 
-// What a call of cublasLtMatmul takes, made once for each call.
+// The arguments of cublasLtMatmul, made once for each call.
 struct Call {
   explicit Call(const Problem& q)
       : desc(make_desc()),
@@ -204,8 +204,8 @@ bool may_wait() {
   return status == cudaStreamCaptureStatusNone;
 }
 
-// The fastest algorithm; what is tried writes to `out`, or beside it when the
-// product adds to what is there.
+// Returns the fastest algorithm. A trial writes to `out`, or to other memory
+// when the product adds to `out`.
 std::optional<cublasLtMatmulAlgo_t>
 choose(const Problem& q, const Call& call, const Product& p, bool& sure) {
   const auto found = candidates(q, call);

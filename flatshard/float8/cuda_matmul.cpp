@@ -77,7 +77,8 @@ void check_shape(const Side& a, const Side& b, Recipe recipe) {
       c10::str(b.data.sizes()));
 }
 
-// Of newer GPUs the table does not know what cuBLASLt has; its answer is kept.
+// The table does not cover newer GPUs, so cuBLASLt is asked once and the answer
+// kept.
 bool cublaslt_has(Recipe recipe, at::Device device) {
   static std::mutex mutex;
   static std::map<std::pair<Recipe, at::DeviceIndex>, bool> answers;

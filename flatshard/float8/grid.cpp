@@ -37,7 +37,7 @@ at::Tensor make_scales(
     return as_the_tensor_lies ? at::empty({columns, rows}, e8m0).t()
                               : at::empty({rows, columns}, e8m0);
   }
-  // Float scales of single rows lie column by column in any case.
+  // Float scales of single rows are stored column by column in any case.
   return as_the_tensor_lies || !traits.rows_share_scales()
              ? padded_rows(columns, rows, f32).t()
              : padded_rows(rows, columns, f32);

@@ -21,7 +21,8 @@ Format format_of_data(const at::Tensor& data) {
   return data.scalar_type() == at::kFloat8_e4m3fn ? Format::e4m3 : Format::e5m2;
 }
 
-// Whether scales have the shape that Plane says for data [outer, inner].
+// Returns whether scales have the shape that Plane defines for data [outer,
+// inner].
 bool fits(
     const at::Tensor& scales,
     Recipe recipe,

@@ -14,8 +14,8 @@
 namespace flatshard {
 namespace {
 
-// Large enough that the disk is always busy, small enough that a block is
-// still in the processor's cache when it is written after its digest.
+// The block is large enough to keep the disk busy. It is small enough to be in
+// the processor's cache still when it is written after its digest.
 constexpr std::size_t kWriteBytes = std::size_t{8} << 20;
 static_assert(kWriteBytes % kDigestBlock == 0);
 

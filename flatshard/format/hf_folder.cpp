@@ -93,7 +93,7 @@ std::set<std::string> weights_files(const fs::path& folder) {
   return names;
 }
 
-/// What to do about a folder with neither form.
+/// Returns advice for a folder with neither form.
 std::string advice(const fs::path& folder) {
   const auto files = weights_files(folder);
   const auto has = [&](std::string_view begin, std::string_view end) {

@@ -19,7 +19,7 @@ using nlohmann::json;
 using Field = detail::JsonField;
 
 constexpr std::string_view kFormat = "flatshard checkpoint";
-// As many as torch's tensors have at most.
+// torch's tensors have at most as many.
 constexpr std::size_t kMostDims = 64;
 
 StoredFile parse_file(const Field& field) {
@@ -80,7 +80,7 @@ std::uint64_t nbytes_of(const Rectangle& box, std::uint64_t item_nbytes) {
   return static_cast<std::uint64_t>(box.numel()) * item_nbytes;
 }
 
-/// Appends a piece to those of its tensor, whose shape and dtype are known.
+/// Appends a piece to its tensor's pieces, whose shape and dtype are known.
 void parse_piece(
     const Field& field,
     const std::vector<StoredFile>& files,
@@ -115,8 +115,8 @@ bool by_start(const StoredPiece& a, const StoredPiece& b) {
   return a.box.start < b.box.start;
 }
 
-/// Sorts the pieces of a tensor. They have no element in common and, where
-/// those of all ranks are there, every element is in one.
+/// Sorts the pieces of a tensor. They have no element in common. With the
+/// pieces of all ranks, every element is in one.
 void check_coverage(
     StoredTensor& tensor,
     bool complete,
@@ -264,7 +264,8 @@ std::string object_lines(const Map& map, const char* indent, F&& value) {
 }  // namespace
 
 std::int64_t StoredTensor::numel() const {
-  // First of all: beside a zero the other sizes may be of any size.
+  // This comes first, since the other sizes may be of any size when one is
+  // zero.
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) {
     return 0;
   }

@@ -22,7 +22,8 @@ struct FileCopy {
   ReadChunk::Copy copy;
 };
 
-/// The runs of a box that lie together in both of two boxes around it.
+/// Calls f for each run of a box that is contiguous in both of two boxes around
+/// it.
 /// @param visit  (first element in `a`, first element in `b`, numel)
 template <class F>
 void for_each_common_run(

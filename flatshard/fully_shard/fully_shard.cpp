@@ -124,7 +124,8 @@ Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
   return Strategy::named(options.strategy, mesh.num_axes());
 }
 
-/// Of a placement with a mesh of its own; absent: the model's.
+/// Returns the strategy of a placement that has its own mesh, nothing when it
+/// uses the model's.
 /// @param mesh  the model's.
 std::optional<Strategy> strategy_of(
     const ParameterPlacement& placement,
@@ -229,7 +230,7 @@ std::vector<std::vector<GroupParameter>> find_parameters(
       owners.push_back(user);
       reads_planes.push_back(true);
     }
-    // Whoever shares it has to read it so.
+    // Every unit that shares it has to read it so.
     reads_planes[at->second] =
         reads_planes[at->second] && p.info != nullptr && p.info->reads_planes;
     found[at->second].names.push_back(p.name);

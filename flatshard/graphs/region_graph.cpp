@@ -62,9 +62,9 @@ class ContextScope {
 
 }  // namespace
 
-// While it lives, parameters have the accumulators of the recorded graph: those
-// of the unit belong to the stream that made them, and a recording may not wait
-// for another stream.
+// While it exists, parameters have the accumulators of the recorded graph. The
+// unit's accumulators belong to the stream that made them, and a recording may
+// not wait for another stream.
 class RegionGraph::ParameterScope {
  public:
   explicit ParameterScope(RegionGraph& region) : region_(region) {
@@ -126,7 +126,8 @@ std::vector<const void*> RegionGraph::parameter_addresses() const {
 }
 
 nn::TensorList RegionGraph::run_forward() {
-  // With recompute the backward runs it again; nothing is kept in between.
+  // With recompute the backward runs the region again, so nothing is kept in
+  // between.
   const at::AutoGradMode grad_mode(with_grad_ && !call_.recompute);
   const ParameterScope parameters(*this);
   const ContextScope layers(owner_.contexts, nullptr, forward_planes_);
@@ -332,7 +333,7 @@ GraphAudit RegionGraph::audit(const TargetSink& targets) const {
 }
 
 nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {
-  // What another region found of a gradient is no part of this graph.
+  // An amax that another region found of a gradient is no part of this graph.
   nn::forget_known_amax();
   const auto forget = c10::make_scope_exit([] { nn::forget_known_amax(); });
   const ContextScope layers(owner_.contexts, nullptr, backward_planes_);
@@ -344,7 +345,7 @@ nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {
         "{}: parameter {} has no place in the unit's gradient slot",
         name_,
         i - inputs_.size());
-    // Who gave a gradient may write it again before this one is read.
+    // The producer of a gradient may write it again before this one is read.
     if (out[i].defined() && std::any_of(
                                 grad_outputs_.begin(),
                                 grad_outputs_.end(),

@@ -320,7 +320,7 @@ std::optional<nn::TensorList> RegionGraphs::try_replay(
       ++stats_.forward_replays;
       return graph.replay(inputs);
     }
-    // What stood in the way when it would have been watched is gone.
+    // The obstacle of the step that would have been watched is gone.
     again_ |= miss == RegionGraph::kOtherInput ||
               (!graph.captured() && std::exchange(region.obstructed, false));
     reason = miss;

@@ -60,7 +60,7 @@ void RegionGraphs::capture_all() {
 void RegionGraphs::capture(const StepWatch::Run& run) {
   UnitSlots& slots = slots_of(run);
   if (!slots.planned()) {
-    return;  // its slots have no place of their own
+    return;  // its slots share the memory of others
   }
   const bool in_backward = run.graph->call().in_backward;
   attempt(run, in_backward, [&] {

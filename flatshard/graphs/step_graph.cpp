@@ -120,7 +120,7 @@ void StepGraph::fallback(const std::string& reason) {
 
 // -- capture -----------------------------------------------------------------
 
-// What ranks decide together. Collective; blocks.
+// Returns the ranks' common decision. Collective; blocks.
 bool StepGraph::all_ranks(bool mine) const {
   Mesh& mesh = *core_.mesh;
   if (mesh.size() == 1) {
@@ -268,7 +268,7 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
   return outputs;
 }
 
-// What the step would have done on the host.
+// Applies the changes that the step would have made on the host.
 void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
   const std::lock_guard lock(core_.mutex);
   core_.executor.forget_queued();

@@ -16,8 +16,9 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
       state_(core_.step),
       measures_exposed_(core_.executor.streams().exposed().measures()) {
   const std::lock_guard lock(core_.mutex);
-  // Weights that rest whole count as gathered once they were spread, also by an
-  // evaluation since; the graph is for steps in which nobody did that.
+  // Weights that are kept unsharded count as gathered once they were spread,
+  // also by an evaluation since. The graph is for steps in which nobody did
+  // that.
   before_.on({.kind = EventKind::weights_changed});
   if (first != nullptr) {
     before_ = first->before;

@@ -47,7 +47,8 @@ class HeldGraphs {
   std::vector<std::weak_ptr<HeldGraph>> all_;
 };
 
-// What the graphs of a pool share. The recorder may be gone before them.
+// The state that the graphs of a pool share. The recorder may be gone before
+// them.
 struct GraphWatch {
   explicit GraphWatch(const std::shared_ptr<FlightRecorder>& recorder)
       : flight(recorder),

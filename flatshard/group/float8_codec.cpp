@@ -93,7 +93,7 @@ PlanePart Float8Codec::part_of(
     first = 0;
     end = num_segments;
   }
-  // With scales each segment of the group is followed by one of theirs.
+  // With scales each segment of the group is followed by a segment of scales.
   const std::int64_t factor =
       segments.size() / context_.layout->segments().size();
   for (std::int64_t i = first_parameter; i < first_parameter + num_parameters;
@@ -197,7 +197,7 @@ void Float8Codec::encode_piece(
     out.scales = axis == Axis::row ? scales.view({rows, columns / block})
                                    : scales.view({rows / block, columns}).t();
   } else if (traits_.block_inner == 0) {
-    // Of scales_, which hold them already.
+    // scales_ already has these values.
     options.amax = scales_->amax(axis, i);
     if (!traits_.has_one_scale() && axis == Axis::row) {
       options.amax = options.amax.narrow(0, begin, rows);

@@ -19,7 +19,8 @@ std::int64_t up_to_multiple(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// Of a plane [outer, inner]; float8::Plane says how they lie.
+// Returns the number of scales of a plane [outer, inner], in the order of
+// float8::Plane.
 std::int64_t scales_numel(
     const float8::RecipeTraits& traits,
     std::int64_t outer,
@@ -44,8 +45,8 @@ at::Tensor largest_magnitude(const at::Tensor& x, std::int64_t dim) {
       at::kFloat);
 }
 
-// Of blocks of so many rows and columns, in rows from `begin` on: blocks that
-// other ranks have rows of get what this one has.
+// Finds the amax of blocks of so many rows and columns, in rows from `begin`
+// on. A block that other ranks have rows of gets the amax of this rank's rows.
 void find_amax_of_blocks(
     const at::Tensor& x,
     std::int64_t begin,
@@ -140,7 +141,7 @@ bool Float8Scales::is_finite(std::int64_t i) const {
   return of(Axis::row, i).isfinite().all().item<bool>();
 }
 
-// Of this rank's rows; what others hold stays 0.
+// Only this rank's rows count, and the amax of others' rows stays 0.
 void Float8Scales::find_amax(const FlatBuffer& main) const {
   for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
     const std::int64_t columns = context_.layout->spec(i).shape[1];

@@ -54,8 +54,8 @@ bool GradientPipeline::has_outer_stage() const {
   if (lies_on_outer_axis()) {
     return true;
   }
-  // Without inner ranks the outer axis' communicator is that of the whole mesh,
-  // which other groups use on the reduce stream.
+  // Without inner ranks the outer axis' communicator belongs to the whole mesh,
+  // and other groups use it on the reduce stream.
   const Strategy& strategy = context_.strategy;
   const Placements& rest = strategy.optimizer;
   if (!has_models_outer_axis() ||
@@ -251,7 +251,7 @@ void GradientPipeline::add_to_reduced(at::Tensor reduced, bool add) {
   if (divisor != 1 && !options.offload) {
     // Widened first: what accumulates is not rounded once more.
     if (into.scalar_type() == at::kFloat && is_power_of_two(divisor)) {
-      add_scaled(into, reduced, 1.0 / divisor, add);  // the same bits
+      add_scaled(into, reduced, 1.0 / divisor, add);  // bitwise identical
     } else if (!add) {
       into.copy_(reduced).div_(divisor);
     } else {

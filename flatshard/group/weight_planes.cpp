@@ -36,7 +36,7 @@ bool any_sharded(
   return false;
 }
 
-// By drop_main_weights, after all of it was encoded.
+// Returns whether drop_main_weights released it, after all of it was encoded.
 bool is_dropped(const FlatBuffer& main) {
   return main.local().numel() > 0 && main.local().storage().nbytes() == 0;
 }
@@ -97,7 +97,7 @@ WeightPlanes::WeightPlanes(const GroupContext& context)
     }
   }
   if (main_is_compute_) {
-    // A version counter of its own, which only writes to main move.
+    // A separate version counter, which only writes to main move.
     const FlatBuffer& shard = planes_[kComputePlane].shard;
     main_ = FlatBuffer::wrap(
         shard.local().variable_data(),
@@ -277,8 +277,8 @@ void WeightPlanes::derive(
   codec_->derive(derived, part, planes_[derived.source], from, to);
 }
 
-// On the host, and not on the stream that gathers: a way that needs a
-// communicator of its own connects its ranks.
+// This runs on the host, and not on the stream that gathers. A transport that
+// needs a separate communicator connects its ranks.
 void WeightPlanes::plan_ways() {
   codec_->plan();
   const Strategy& strategy = context_.strategy;

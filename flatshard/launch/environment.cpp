@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// Below the range from which systems hand out ports by themselves.
+// Below the range from which systems choose ports automatically.
 constexpr int kFirstSlurmPort = 20000;
 constexpr int kNumSlurmPorts = 10000;
 

@@ -40,9 +40,9 @@ bool is_ignored(int signal) {
 }
 
 // SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGCHLD arrive through a descriptor
-// while this lives; the ranks get the old mask back. What the parent had
-// ignored stays so: a signal that is blocked is not dropped by the kernel, so
-// the descriptor would deliver it.
+// while this exists. The ranks get the old mask back. Signals that the parent
+// had ignored stay ignored. The kernel does not drop a blocked signal, so the
+// descriptor would deliver it.
 class SignalGate {
  public:
   SignalGate() {
@@ -128,7 +128,7 @@ class LocalRanks {
     }
   }
 
-  // Only when something threw: nobody may stay behind.
+  // Acts only after an exception: no rank may stay.
   ~LocalRanks() {
     launchers_notice_fd = -1;
     send_all(SIGKILL);
@@ -300,7 +300,7 @@ class LocalRanks {
       if (!signalled_) {
         exit_code_ = code;
         rank.errors.pass_on();
-        // A rank that was killed could not say why; others may have.
+        // A rank that was killed could not report why, but others may have.
         if (report_.take() || killed) {
           report(rank, killed ? WTERMSIG(status) : 0, code);
         }

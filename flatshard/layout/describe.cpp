@@ -76,7 +76,7 @@ std::string shards_text(const Segment& segment, const Entry& entry) {
                        : fmt::format("shards {}-{}", first, last);
 }
 
-/// What shard `shard` holds of one segment, e.g. "a[0, 16) pad 4".
+/// Returns the contents of shard `shard` of one segment, e.g. "a[0, 16) pad 4".
 std::string shard_text(
     const FlatLayout& layout,
     const std::vector<Entry>& entries,

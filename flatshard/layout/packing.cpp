@@ -83,16 +83,17 @@ std::vector<FlatLayout::Bundle> FlatLayout::bundles(
   if (bundles.empty()) {
     bundles.push_back({.granule = alignment});
   }
-  // Empty tensors need no room, so they get no segment of their own.
+  // Empty tensors need no room, so they share the first segment.
   std::vector<std::int64_t>& first = bundles.front().tensors;
   first.insert(first.end(), empty.begin(), empty.end());
   std::sort(first.begin(), first.end());
   return bundles;
 }
 
-/// Moves bundles of fine granules into those of coarser ones that are multiples
-/// of them, where the shards get no longer by it. Greedy, coarse ones first;
-/// each step only shortens the shards, so the bound of FlatLayout stays.
+/// Moves bundles of fine granules into bundles of coarser ones that are
+/// multiples of them, where the shards get no longer by it. It is greedy,
+/// coarse ones first. Each step only shortens the shards, so the bound of
+/// FlatLayout stays.
 void FlatLayout::merge(std::vector<Bundle>& bundles) {
   std::stable_sort(bundles.begin(), bundles.end(), [](auto& a, auto& b) {
     return a.granule > b.granule;

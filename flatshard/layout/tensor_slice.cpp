@@ -21,7 +21,7 @@ class SliceBoxes {
       : ranges_(std::move(ranges)), boxes_(boxes) {}
 
   void add(const Rectangle& local) {
-    // Dimensions behind the last one that several ranges meet stay together.
+    // Dimensions after the last one that several ranges meet stay together.
     walked_ = 0;
     for (std::size_t d = 0; d < ranges_.size(); ++d) {
       if (ranges_[d].size() > 1 && local.length[d] > 1) {
@@ -38,8 +38,8 @@ class SliceBoxes {
       boxes_.push_back(std::move(box));
       return;
     }
-    // Where a later dimension is cut into ranges, one index at a time: the
-    // elements of a box lie together.
+    // Where a later dimension is cut into ranges, this takes one index at a
+    // time. The elements of a box are contiguous.
     const bool one_by_one = dim < walked_;
     std::int64_t at = local.start[dim];
     const std::int64_t end = at + local.length[dim];

@@ -25,7 +25,7 @@ std::string_view to_string(Purpose purpose) {
 
 namespace {
 
-/// Those of `all` that `axes` names.
+/// Returns the items of `all` that `axes` names.
 template <class T>
 std::vector<T> chosen_of(
     const std::vector<T>& all,

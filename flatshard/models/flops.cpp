@@ -37,7 +37,7 @@ double attended_tokens(
   return window - window * window / (2 * seq);
 }
 
-// Of the experts of a block so many are counted.
+// Returns the parameters of a block, with so many of its experts.
 std::int64_t block_parameters(
     const ModelConfig& c,
     std::int64_t layer,

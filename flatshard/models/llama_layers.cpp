@@ -26,7 +26,8 @@ attention_args(const ModelConfig& config, std::int64_t layer, bool plain) {
       .plain = plain};
 }
 
-// What layers make of the norm of x + delta; without a norm of the sum itself.
+// Returns the layers' results of the norm of x + delta, or of the sum itself
+// without a norm.
 nn::NormLinears read_by(
     const at::Tensor& x,
     const at::Tensor& delta,

@@ -325,7 +325,7 @@ void MoeImpl::append_nodes(
         return nn::TensorList{
             before.sum,
             before.rows,
-            // A reader of its own, whose gradient comes by itself.
+            // A separate reader, whose gradient comes separately.
             before.rows.view(before.rows.sizes()),
             nn::permute_weights(routing.weights, record->permutation)};
       });

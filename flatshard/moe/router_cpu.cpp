@@ -13,7 +13,8 @@ float comparable(float v) {
   return std::isnan(v) ? -std::numeric_limits<float>::infinity() : v;
 }
 
-// The first of the largest among those that `may` says; one of them may.
+// Returns the first of the largest among those that `may` allows; one of them
+// may.
 template <class May>
 std::int64_t best_of(const float* values, std::int64_t n, May&& may) {
   std::int64_t best = -1;
@@ -109,7 +110,7 @@ class Token {
     }
   }
 
-  // Of the weights with respect to the scores, added to dscores.
+  // Adds the gradient of the weights with respect to the scores to dscores.
   void weigh_backward(
       const std::int32_t* experts,
       const float* dweights,
@@ -219,7 +220,7 @@ void router_backward(
       continue;
     }
     if (args.aux != 0.0F) {
-      // Of s / sum(s).
+      // The gradient of s / sum(s).
       float sum = 0.0F;
       float dot = 0.0F;
       for (std::int64_t e = 0; e < n; ++e) {

@@ -21,7 +21,7 @@ std::int32_t place_of_row(
   const std::int32_t* const ends = runs + num_runs + 1;
   const std::int32_t* const above = std::upper_bound(runs, ends, row);
   if (above == runs || above == ends) {
-    return row;  // before the first run, or behind the last
+    return row;  // before the first run, or after the last
   }
   const std::ptrdiff_t run = above - runs - 1;
   return -2 - (ends[run] + row - runs[run]);

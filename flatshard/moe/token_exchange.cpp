@@ -21,7 +21,7 @@ class Arrived : public RowTransfer {
   TensorList rows_;
 };
 
-// What the node keeps of a route.
+// The state that the node keeps of a route.
 struct RouteHandle : torch::CustomClassHolder {
   explicit RouteHandle(RowRoute kept) : route(std::move(kept)) {}
   RowRoute route;

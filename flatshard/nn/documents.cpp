@@ -66,8 +66,8 @@ at::Tensor one_by_one(
   TensorList parts;
   std::int64_t begin = 0;
   for (std::int64_t i = 1; i <= documents.offsets.numel(); ++i) {
-    // Tokens behind the last document: an emulated graph records with offsets
-    // of zeros.
+    // These are tokens after the last document. An emulated graph records with
+    // offsets of zeros.
     const std::int64_t end =
         i < documents.offsets.numel() ? offsets[i] : num_tokens;
     if (end > begin) {

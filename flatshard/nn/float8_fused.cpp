@@ -16,7 +16,7 @@ Float8RowsAndColumns planes_of(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted) {
   Float8RowsAndColumns planes{.amax = wanted.amax};
-  // An empty tensor's scales are those of zeros.
+  // An empty tensor has the scales of zeros.
   const bool scaled_as_one =
       float8::traits_of(quantizer.recipe).has_one_scale() && values.numel() > 0;
   if (scaled_as_one && !planes.amax.defined()) {
@@ -74,7 +74,7 @@ Float8RowsAndColumns swiglu_float8(
     const Float8Wanted& wanted) {
   const at::NoGradGuard no_grad;
   check_rows("swiglu_float8", gate, {up});
-  // Kernels for activations are those of e4m3.
+  // Kernels for activations support e4m3 only.
   if (cuda::quantizes(gate) && cuda::quantizes(up) &&
       quantizer.format == float8::Format::e4m3) {
     return cuda::quantize_swiglu(gate, up, quantizer, wanted);
@@ -157,7 +157,7 @@ NormFloat8 rms_norm_float8(
   check_norm_input(x, delta, weight);
   const at::Tensor rows = x.contiguous();
   check_rows("rms_norm_float8", rows, {});
-  // A weight is a row of its own.
+  // A weight is a separate row.
   if (!cuda::quantizes(rows) || quantizer.format != float8::Format::e4m3 ||
       !cuda::is_aligned(weight)) {
     const auto [y, sum, rstd] = rms_norm_rows(rows, delta, weight, eps);

@@ -109,10 +109,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 // Weights that read one input; x is input 0, then the weights, then no biases
 // or one for each weight, then the factors of adapters. With `ranks` x has this
-// rank's tokens, and that is what is kept: the backward gathers them once more
+// rank's tokens, and the node keeps those. The backward gathers them once more
 // while it computes the gradient of x, and reduce-scatters that while it
 // computes the weights'. In forward the first product begins before all tokens
-// are there. The others are too small for that or need not wait.
+// have arrived. The others are too small for that or need not wait.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -164,7 +164,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     return out;
   }
 
-  // By reference: a gradient is given up once it is quantized.
+  // `grads` is a reference. A gradient is released once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     variable_list saved = ctx->get_saved_variables();
     AdapterBackward adapters(ctx, saved);

@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 // Tokens at a time when nothing has to be kept.
 constexpr std::int64_t kEvalChunk = 2048;
-// Rows whose float32 logits exist at a time without a kernel of our own.
+// The rows whose float32 logits exist at a time when no fused kernel applies.
 constexpr std::int64_t kFloatRows = 512;
 
 // cuda::cross_entropy in ATen, for the CPU and for other dtypes.
@@ -27,7 +27,7 @@ void cross_entropy_rows(
     at::Tensor& lse,
     const cuda::CrossEntropyArgs& args) {
   const at::Tensor valid = targets.ne(args.ignore_index);
-  // Of a part of the vocabulary: the tokens whose target is in it.
+  // In a part of the vocabulary, only tokens whose target is in it count.
   const at::Tensor known =
       args.is_part ? targets.ge(0).logical_and_(targets.lt(logits.size(1)))
                    : valid;
@@ -144,10 +144,10 @@ at::Tensor targets_of_part(
       .masked_fill_(targets.eq(options.ignore_index), options.ignore_index);
 }
 
-// chunk_cross_entropy of a vocabulary that is cut. The ranks exchange each
-// token's log-sum-exp over their part and the logit of its target; the rank
-// that has the target finds it, the others have 0. All ranks combine the same
-// numbers in rank order, so they get the same bits.
+// Computes chunk_cross_entropy of a vocabulary that is cut. The ranks exchange
+// each token's log-sum-exp over their part and the logit of its target. The
+// rank that has the target finds it, and the others have 0. All ranks combine
+// the same numbers in rank order, so their results are bitwise identical.
 void part_cross_entropy(
     at::Tensor& logits,
     const at::Tensor& targets,

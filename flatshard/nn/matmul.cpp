@@ -154,7 +154,7 @@ void wgrad_product(
     const MatmulRows& g,
     const MatmulRows& x) {
   if (recipe) {
-    // mxfp8 of activations is emulated wherever that of the weight is.
+    // mxfp8 of activations is emulated wherever mxfp8 of the weight is.
     float8::matmul(
         out,
         g.column(*recipe),

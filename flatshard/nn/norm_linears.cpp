@@ -76,8 +76,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     const auto recipe = recipe_of(calls ? at::TensorList() : weights, contexts);
     auto [normed, sum, rstd] = norm_rows(x, delta, norm_weight, eps, recipe);
     const AdapterForward adapters(calls, factors, normed);
-    // Without delta another tensor over x's memory: autograd would take x
-    // itself for an identity.
+    // Without delta the result is another tensor over x's memory. Autograd
+    // would take x itself for an identity.
     sum = reshape_result(sum.defined() ? sum : x, x.sizes());
     variable_list results{sum};
     for (std::size_t i = 0; i < weights.size(); ++i) {
@@ -100,7 +100,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     return results;
   }
 
-  // By reference: a gradient is given up once it is quantized.
+  // `grads` is a reference. A gradient is released once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     refuse_create_graph("RMSNorm");
     variable_list saved = ctx->get_saved_variables();
@@ -127,7 +127,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     }
 
     adapters.begin(at::TensorList(grads).slice(1), out);
-    // Of what the layers read, then of the norm's input.
+    // The gradient of the layers' input, then of the norm's input.
     at::Tensor dy;
     bool wants_weights = false;
     std::vector<std::optional<MatmulRows>> g(grads.size());
@@ -230,7 +230,7 @@ NormLinears norm_linears(
     const at::Tensor& delta,
     RmsNormImpl& norm,
     const std::vector<LinearImpl*>& layers) {
-  // What a rank normalizes and what its layers read are different tokens.
+  // A rank's norm and its layers read different tokens.
   const bool gathers = layers.front()->gathers_from() != nullptr;
   if (!norm.has_only_pre_hooks() || gathers || !can_run_together(layers)) {
     const auto [sum, normed] = call_with_hooks(norm, x, delta);

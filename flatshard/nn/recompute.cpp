@@ -161,8 +161,8 @@ TensorList checkpoint(
   if (!at::GradMode::is_enabled()) {
     return fn(inputs);
   }
-  // With inputs that need no gradient the node would not be part of the graph
-  // and the parameters inside would silently get none.
+  // If no input needed a gradient, the node would not be part of the graph and
+  // the parameters inside would silently get none.
   const bool needs_anchor =
       !any_requires_grad(inputs) && any_requires_grad(owner.parameters());
   at::Tensor anchor = at::empty({0});

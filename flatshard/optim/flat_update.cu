@@ -172,7 +172,7 @@ __device__ void find_amax(
   std::uint32_t found =
       max(max(magnitude(w.x), magnitude(w.y)),
           max(magnitude(w.z), magnitude(w.w)));
-  // Whole rows follow each other, so the ends tell of all between them.
+  // Whole rows follow each other, so the ends determine all between them.
   if (is_one_run && run.block_rows <= 1 &&
       amax_of(run, begin) == amax_of(run, last)) {
     found = float8::kernels::block_max(found, scratch);
@@ -198,9 +198,9 @@ __device__ void find_amax(
   }
 }
 
-// Every operation rounds by itself, as on a CPU: left to the compiler, which
-// products it fuses depends on what else the kernel writes, and the same
-// weights would get other digits with it.
+// Every operation rounds separately, as on a CPU. The compiler would choose
+// which products to fuse by what else the kernel writes, and the same weights
+// would get other digits.
 __device__ float times(float a, float b) {
   return __fmul_rn(a, b);
 }

@@ -12,7 +12,8 @@ namespace {
 
 using float8::FlatRun;
 
-// As bits, magnitudes order as they do, and NaN is the largest.
+// As integers, the bits of magnitudes have the same order, and NaN is the
+// largest.
 void raise_amax(float& amax, const float* x, std::int64_t n) {
   std::uint32_t largest = float8::bits_of(amax);
   for (std::int64_t i = 0; i < n; ++i) {

@@ -12,12 +12,12 @@
 namespace flatshard {
 namespace {
 
-// Of the nodes that a plan runs again. A backward needs the rows that come
-// before the experts' last product, and nothing after it.
+// The last of the nodes that a plan runs again. A backward needs the rows that
+// come before the experts' last product, and nothing after it.
 constexpr PlanNode kLastRecomputed = PlanNode::experts;
 
-// What a piece gives without a graph: the same tensors, and a gradient is
-// wanted of each that can have one.
+// Runs a piece without a graph. Its results are the same tensors, and each of
+// them that can have a gradient requires one.
 nn::TensorList run_without_graph(
     const nn::TensorList& inputs,
     const nn::DetachedNode::Body& body) {
@@ -204,7 +204,7 @@ void OverlapRunner::forward(const PlanStep& step) {
     begin_layer(step);
     run_stage(layer_of(step), BlockStages::kKept, step.pass, true);
   }
-  // What no recompute runs again has its graph from here on.
+  // Stages that no recompute runs again have their graph from here on.
   run_stage(
       layer_of(step),
       step.node,

@@ -22,7 +22,7 @@ namespace {
 // which is the memory itself when it fills its pages.
 constexpr std::int64_t kPageNbytes = std::int64_t{2} << 20;
 
-// What a rank says of its memory; sent as it is.
+// A rank's description of its memory, sent as bytes.
 struct IpcHandle {
   std::int64_t host = 0;
   std::int64_t pid = 0;
@@ -102,7 +102,7 @@ class IpcMemory : public PeerMemory {
     return true;
   }
 
-  // What went wrong, or nothing.
+  // Returns what went wrong, or nothing.
   std::string map(const IpcHandle& handle, std::int64_t nbytes, int rank) {
     void* begin = own_;
     if (rank != this->rank()) {
@@ -128,7 +128,7 @@ class IpcMemory : public PeerMemory {
     return {};
   }
 
-  // Errors are those of a device that has failed before.
+  // Errors come from a device that has failed before.
   void close() {
     const c10::cuda::CUDAGuard guard(device_);
     memory_.clear();

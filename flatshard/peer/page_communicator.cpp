@@ -22,7 +22,7 @@ constexpr auto kNap = std::chrono::microseconds(20);
 
 // First on the pages of each rank; the two halves of its numbers follow.
 struct Header {
-  std::uint64_t num_published = 0;  ///< rounds of which the numbers are there
+  std::uint64_t num_published = 0;  ///< rounds whose numbers are published
   std::array<std::int64_t, kPageHalves> nbytes{};
 };
 static_assert(sizeof(Header) <= kLineNbytes);
@@ -32,7 +32,7 @@ std::int64_t up_to_lines(std::int64_t nbytes) {
 }
 
 // Round n uses half n % 2. A rank writes into a half that its peers have read:
-// they published round n - 1, of which it knows, after they had read round n
+// they published round n - 1 after they had read round n
 // - 2.
 class PageCommunicator : public Communicator {
  public:

@@ -62,7 +62,7 @@ void scale(std::vector<double>& rates, double factor) {
   }
 }
 
-/// What a GPU has in proportion to the base, by its data sheet.
+/// The rates of a GPU in proportion to the base, by its data sheet.
 struct Scale {
   double products = 1;
   double float8 = 1;
@@ -123,7 +123,8 @@ class Writer {
     out << toml::value<std::string>(value);
     line(path, out.str());
   }
-  // What was not measured is left out: a reader takes it from the base.
+  // Rates that were not measured are left out: a reader takes them from the
+  // base.
   void operator()(const std::string& path, double value) {
     if (value > 0) {
       line(path, fmt::format("{:.5g}", value));

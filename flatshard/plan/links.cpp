@@ -52,7 +52,8 @@ seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group) {
   double between = 0;
   double latency = 0;
   if (group.hosts() > 1) {
-    // An all-to-all's bytes are a rank's own, a ring's are those of a host.
+    // An all-to-all's bytes are a rank's own, while a ring's bytes are a
+    // host's.
     const double ports = transfer == Transfer::all_to_all ? 1 : per_host;
     between = passes * nbytes * (hosts - 1) / hosts /
               (ports * gpu.network_gb_s * kBytesPerGb);
@@ -61,7 +62,7 @@ seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group) {
       latency += steps * (size - hosts) * gpu.nvlink_hop_us * kMicro;
     }
   } else {
-    // What was measured has the latency of a pair.
+    // The measured rate includes the latency of a pair.
     latency = steps * (size - 2) * gpu.nvlink_hop_us * kMicro;
   }
   return std::max(inside, between) + latency;

@@ -205,7 +205,7 @@ UnitPlan::UnitPlan(const UnitShape& shape) {
       num_parts += parts_of(group).size();
     }
   }
-  // As UnitWeights::find_parts: one part is the whole.
+  // UnitWeights::find_parts has the same rule: one part is the whole.
   const std::size_t most = (PlaneSet::kMaxPlanes - num_planes) / 2;
   const bool in_parts = num_parts >= 2 && num_parts <= most;
   for (PlaneId plane = 0; plane < static_cast<PlaneId>(num_planes); ++plane) {

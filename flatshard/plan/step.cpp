@@ -92,7 +92,7 @@ plan_step(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu) {
   if (job.microbatches <= kMostSimulated) {
     return simulate(job, job.microbatches, units, gpu);
   }
-  // What one microbatch more takes, every further one takes too.
+  // Every further microbatch takes as long as one microbatch more.
   const StepPlan before = simulate(job, kMostSimulated - 1, units, gpu);
   StepPlan step = simulate(job, kMostSimulated, units, gpu);
   const double more = job.microbatches - kMostSimulated;

@@ -64,7 +64,7 @@ class StepWriter {
   }
 
   std::vector<Operation> take() { return record_.take_operations(); }
-  /// Of the last step.
+  /// Returns the totals of the last step.
   StepPlan summary() const {
     StepPlan step = record_.totals();
     step.slot_nbytes = units_.slots().arena_nbytes();

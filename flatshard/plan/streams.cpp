@@ -64,7 +64,7 @@ std::vector<Span> run_streams(
     });
   };
   while (num_over < operations.size()) {
-    // What takes no time ends at once, and may let others begin.
+    // An operation without duration ends at once, and may let others begin.
     for (bool again = true; again;) {
       again = false;
       for (Queue& queue : queues) {

@@ -88,7 +88,7 @@ constexpr std::string_view kCss = R"(
   }
 )";
 
-/// Of pictures that need them.
+/// The style of pictures with tensor parallelism.
 constexpr std::string_view kTensorCss = R"(
   .t { fill: #8a6d00; }
   @media (prefers-color-scheme: dark) { .t { fill: #a88a1c; } }
@@ -292,7 +292,7 @@ class Picture {
           .style = style_of(operation.what),
           .name = label(operation),
           .title = describe(operation, span)};
-      // What is too thin to be seen joins what comes before it.
+      // A bar too thin to be seen joins the bar before it.
       if (!bars.empty() && bars.back().style == bar.style &&
           bar.from - bars.back().to < kSmallest &&
           std::min(bar.to - bar.from, bars.back().to - bars.back().from) <

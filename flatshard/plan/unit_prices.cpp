@@ -114,7 +114,7 @@ class UnitPricer {
     const auto is_sharded = [&](std::size_t axis) {
       return strategy.optimizer[axis].is_shard();
     };
-    // What is not sharded in the end is reduced by an all-reduce.
+    // A parameter that is not sharded in the end is reduced by an all-reduce.
     const Group scattered = group_over(shape, job_, [&](std::size_t axis) {
       return is_inner(axis) && is_sharded(axis);
     });

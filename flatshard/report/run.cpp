@@ -19,7 +19,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The numbers of a row; those of objects as "experts.load".
+/// Collects the numbers of a row, with the numbers of objects as
+/// "experts.load".
 void collect_numbers(
     const Json& object,
     const std::string& prefix,

@@ -91,8 +91,8 @@ void Executor::wait_for_all_written_weights() {
 }
 
 void Executor::reset() {
-  // What failed may have left a stream with its error, and units half way
-  // between two actions: everything is put to rest here.
+  // A failure may have left a stream with its error, and units half way between
+  // two actions. This resets everything.
   reduced_groups_.clear();
   streams_->reset();
   mesh_->restart_communicators();

@@ -199,7 +199,7 @@ void RuntimeCore::on_task_end(TaskId task) {
     }
   }
   observers.steps.tell([](StepObserver& o) { o.backward_ended(); });
-  // What the forward of another pass left for its backward stays.
+  // Weights that the forward of another pass keeps for its backward stay.
   const bool goes_on = open_backward != nullptr && open_backward->interleaved;
   if (!step.failed() && !events.in_forward() && !goes_on) {
     FLATSHARD_CHECK(

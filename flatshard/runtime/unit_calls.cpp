@@ -47,7 +47,7 @@ void UnitCalls::forward_error(UnitId unit) {
         !core_.mesh->has_verdict()) {
       throw;
     }
-    // A peer is gone: the error that ends this forward says so already.
+    // A peer is gone. The error that ends this forward reports it already.
     log_debug("while a forward was given up: {}", e.what());
   }
 }

@@ -93,7 +93,8 @@ std::vector<PlanWait> plan_waits(
     int layers,
     const OverlapPlanOptions& options) {
   const PlanPositions at = plan_positions(plan);
-  // By stream: up to which position of it a step knows that all is over.
+  // For each stream, the position up to which a step can assume that all is
+  // over.
   using Clock = std::array<int, 2>;
   std::vector<Clock> clocks(plan.size());
   std::array<Clock, 2> now{Clock{-1, -1}, Clock{-1, -1}};

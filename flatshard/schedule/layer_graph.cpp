@@ -121,8 +121,8 @@ std::vector<PlanStep> plan_dependencies(
     }
     return earlier;
   }
-  // A node runs after those that it reads, its backward after those of its
-  // readers.
+  // A node runs after the nodes that it reads, its backward after its readers'
+  // backwards.
   const LayerGraph& graph = layer_graph(options, l);
   const LayerNode& of = graph.of(step.node);
   switch (step.pass) {

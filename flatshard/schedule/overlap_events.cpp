@@ -41,7 +41,7 @@ class EventWriter {
     }
   }
 
-  /// Those since the last call.
+  /// Returns the events since the last call.
   std::vector<ScheduleEvent> take() { return std::exchange(events_, {}); }
 
  private:
@@ -79,7 +79,7 @@ class EventWriter {
          .task = step.microbatch});
     return events_.back();
   }
-  // Of embedding and head, where these are units below the root.
+  // Marks the embedding and the head, where these are units below the root.
   void say_of_end(EventKind kind, const PlanStep& step) {
     if (units_.ends && step.layer < 0) {
       say(kind, step).needs_backward =

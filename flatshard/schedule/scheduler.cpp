@@ -202,13 +202,14 @@ void Scheduler::weights_changed(Actions& out) {
         units_[u].name);
     state_[u].read_by_graph = false;
     release(u, PlaneSet::all(), out);
-    state_[u].present = {};  // what rests: again, into the same place
+    state_[u].present = {};  // weights that stay gathered: again, into the same
+                             // place
     state_[u].awaited = {};
   }
 }
 
-// What was gathered ahead, or kept, is older. What a forward or backward of the
-// unit computes with stays until that ends.
+// Weights that were gathered ahead, or kept, are older. Weights with which a
+// forward or backward of the unit computes stay until that ends.
 void Scheduler::unit_written(UnitId unit, Actions& out) {
   UnitState& state = state_[unit];
   if (!in_forward(unit) && state.open_recomputes == 0 &&

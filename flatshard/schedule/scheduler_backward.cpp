@@ -164,8 +164,8 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
       end_backward(u, out);
     }
   }
-  // Behind the releases: a root's weights and its gradients, in the slot and
-  // reduced, need not be there at once.
+  // After the releases: a root's weights and its gradients, in the slot and
+  // reduced, need not exist at once.
   while (!grad_queue_.empty()) {
     reduce(due_.empty() ? grad_queue_.front() : due_.front(), out);
   }

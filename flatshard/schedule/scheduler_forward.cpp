@@ -42,8 +42,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       units_[u].name);
   open_forwards_.pop_back();
   recorded_ends_.push_back(u);
-  // What ran last begins the backward: keeping it saves a gather. A unit that
-  // the order does not know may be anywhere.
+  // The unit that runs last begins the backward, so keeping it saves a gather.
+  // A unit outside of the recorded order may be anywhere.
   const std::vector<UnitId>& order = forward_order();
   const bool runs_last =
       forward_position_ >= order.size() &&
@@ -85,8 +85,9 @@ void Scheduler::keep_call(UnitId unit, CallId call) {
 }
 
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
-  // No prefetch: what runs next in a recompute is not what runs next in a
-  // forward. What the unit's backward reads too is not gathered once more.
+  // No prefetch: the next unit in a recompute is not the next unit in a
+  // forward. Planes that the unit's backward reads too are not gathered once
+  // more.
   UnitState& state = state_[event.unit];
   ++state.open_recomputes;
   const UnitSpec& spec = units_[event.unit];
@@ -130,8 +131,8 @@ void Scheduler::outer_forward_begin(UnitId u) {
 }
 
 void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
-  // Where a path goes on, the next call uses what was prefetched. Who calls a
-  // single unit goes on nowhere.
+  // Where a path continues, the next call uses the prefetched units. A caller
+  // of a single unit has no next call.
   std::vector<UnitId> next;
   if (!is_root(outer_calls_.front()) &&
       (outer_calls_.size() > 1 || !path_order_.empty())) {
@@ -142,8 +143,8 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
         Phase::forward);
   }
   for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
-    // Who waited for a module that did not run may have lent its weights to
-    // others, whose backward reads them too.
+    // A unit that waited for a module that did not run may have lent its
+    // weights to others, whose backward reads them too.
     state_[v].ahead_of_forward = false;
     const bool waited_in_vain =
         std::exchange(state_[v].waits, false) && !state_[v].needs_backward;

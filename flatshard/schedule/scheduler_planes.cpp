@@ -30,7 +30,7 @@ void Scheduler::gather(
       act(ActionKind::gather, slice);
       return;
     }
-    // Who reads the source besides has it already: it has a lower number.
+    // Other readers of the source have it already, since it has a lower number.
     const bool staged = !state.present.contains(source);
     if (staged) {
       act(ActionKind::gather, source);
@@ -142,8 +142,8 @@ PlaneSet Scheduler::learned(UnitId unit, PlaneSet asked) const {
   if (asked.empty() || spec.gather_parts == GatherParts::module) {
     return asked;
   }
-  // What the backward derives a plane of is gathered whole in any case, and so
-  // is what is read as a whole.
+  // The source of a plane that the backward derives is gathered whole in any
+  // case, and so are planes that are read as a whole.
   PlaneSet sources;
   spec.reads(Phase::backward).for_each([&](PlaneId plane) {
     if (const PlaneId source = spec.source(plane); source != kStored) {

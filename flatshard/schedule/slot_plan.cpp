@@ -98,7 +98,7 @@ std::vector<SlotLifetime> slot_lifetimes(
     std::span<const UnitSpec> units,
     std::span<const Action> actions) {
   std::vector<SlotLifetime> lifetimes;
-  // By unit, plane and part; gradients have one.
+  // The keys are unit, plane and part; gradients have one part.
   using Open = std::map<std::tuple<UnitId, PlaneId, PartId>, std::size_t>;
   Open weights;
   Open grads;

@@ -13,7 +13,8 @@ namespace {
 
 constexpr const char* kWeightsFile = "model.safetensors";
 
-/// What a run writes from its start on, below its output folder.
+/// Returns the files that a run writes from its start on, below its output
+/// folder.
 std::vector<std::filesystem::path> files_of_a_run(
     const std::filesystem::path& checkpoints) {
   std::vector<std::filesystem::path> files{
@@ -28,7 +29,7 @@ std::vector<std::filesystem::path> files_of_a_run(
   return files;
 }
 
-/// Those that are folders, whatever they hold.
+/// Returns whether the name is a folder, whatever it holds.
 bool is_folder_of_a_run(const std::filesystem::path& name) {
   return name == kSources || name == kTensorboardFolder;
 }
@@ -62,8 +63,8 @@ std::filesystem::path keep_earlier_run(
   fs::path kept;
   for (const fs::path& name : files_of_a_run(checkpoints)) {
     std::error_code error;
-    // Without rows or a config of a run the weights are not a run's: a folder
-    // of Hugging Face, maybe.
+    // Without rows or a config of a run the weights are not a run's, but maybe
+    // a Hugging Face folder's.
     if (!holds_something(output_dir / name) ||
         (name == kWeightsFile && kept.empty())) {
       continue;

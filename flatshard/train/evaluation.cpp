@@ -72,7 +72,7 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
 
 ValidationMetrics Evaluation::run(std::int64_t step) {
   const at::NoGradGuard no_grad;
-  // Of each set: its Sums.
+  // The Sums of each set.
   const auto num_sets = static_cast<std::int64_t>(sets_.size());
   const at::Tensor sums = at::zeros({num_sets, 3}, at::kDouble);
   for (std::int64_t s = 0; s < num_sets; ++s) {

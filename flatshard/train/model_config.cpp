@@ -92,7 +92,7 @@ void override_rope(models::ModelConfig& model, const config::Model& m) {
   override_with(model.max_seq_len, m.max_seq_len);
 }
 
-// What stands before and after the experts can be recorded.
+// Layers before and after the experts can be recorded.
 void check_graphs_with_experts(
     const models::ModelConfig& model,
     const Config& config) {

@@ -85,8 +85,9 @@ data::LoaderState loader_state(const std::string& text) {
   return state;
 }
 
-/// What the router of another number of experts is a sign of; unset: of that
-/// many, or it is not known.
+/// Returns a text when the checkpoint has another number of experts, which
+/// explains a missing router. Unset when it has that many, or the number is
+/// unknown.
 std::optional<std::string> other_experts(
     const fs::path& folder,
     const Config& config) {

@@ -112,8 +112,8 @@ std::optional<Holder> read_holder(const fs::path& path) {
   return holder;
 }
 
-/// A file system of one host, where the kernel knows every process that has a
-/// lock.
+/// Returns whether the file system belongs to one host, whose kernel has every
+/// process with a lock.
 bool is_local(int fd) {
   constexpr std::array<std::uint32_t, 9> kLocal = {
       0xEF53,      // ext2 to ext4
@@ -173,7 +173,8 @@ void remove_own_file(int fd, const fs::path& path) {
   }
 }
 
-/// What the lock cannot tell: whether the process that the file names lives.
+/// Returns whether the process that the file names still runs, which the lock
+/// cannot show.
 bool lives(
     const Holder& holder,
     const fs::path& path,

@@ -90,7 +90,7 @@ fs::path find_upwards(fs::path folder) {
   return {};
 }
 
-/// By the path as it was given, or as links lead to.
+/// Looks for the path as it was given, or as links resolve it.
 fs::path find_sources(const fs::path& inside) {
   std::error_code error;
   const fs::path given = fs::absolute(inside / "", error).lexically_normal();
@@ -130,7 +130,7 @@ Config with_own_sources(Config config, const fs::path& inside) {
   std::error_code error;
   fs::path folder = find_sources(inside);
   if (folder.empty()) {
-    // Of a checkpoint.folder that is elsewhere.
+    // This covers a checkpoint.folder that is elsewhere.
     folder = find_sources(config.run.output_dir);
   }
   if (folder.empty()) {

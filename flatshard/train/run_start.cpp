@@ -98,8 +98,8 @@ bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
          }) != 0;
 }
 
-/// Sequences per step of the run that wrote the checkpoint of `step`; 0 when it
-/// does not say. Collective.
+/// Returns the sequences per step of the run that wrote the checkpoint of
+/// `step`, 0 when the checkpoint lacks them. Collective.
 std::int64_t
 checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
   return of_rank_0(mesh, [&]() -> std::int64_t {

@@ -21,7 +21,8 @@
 namespace flatshard {
 namespace {
 
-/// Of a [] tensor of each rank that reads its own samples. Collective; blocks.
+/// Returns the mean of a [] tensor of each rank that reads its own samples.
+/// Collective; blocks.
 double mean_over_data_ranks(const at::Tensor& value, const Mesh& ranks) {
   const std::shared_ptr<Mesh> mesh = ranks.data_mesh();
   const at::Tensor mean = value.to(at::kFloat).reshape({1}).clone();

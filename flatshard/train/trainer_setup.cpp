@@ -57,7 +57,7 @@ InitWeightsOptions init_options(
       .exclude = split_list(config.checkpoint.exclude)};
 }
 
-/// A head that is missing has a reason of its own.
+/// A missing head has a separate error.
 void check_head(const Config& config, const models::ModelConfig& model) {
   constexpr std::string_view kHead = "lm_head.weight";
   const auto exclude = split_list(config.checkpoint.exclude);

@@ -58,7 +58,8 @@ ParameterStorage::ParameterStorage(
   nbytes_ = parameter_.numel() * c10::elementSize(dtype);
   // A tensor of these sizes over a storage that never had memory.
   storage_ = storage_without_memory(nbytes_, device);
-  // As large, so that views of it can be taken: their data are refused.
+  // It is as large, so that views of it can be taken. Access to their data
+  // raises an error.
   refusing_ = at::Storage(c10::intrusive_ptr<c10::StorageImpl>(
       c10::make_intrusive<RefusingStorage>(nbytes_, device)));
   set_name(unit, name);
@@ -156,7 +157,7 @@ void ParameterStorage::clear() const {
 void ParameterStorage::retire() const {
   clear();
   if (released_) {
-    return;  // who reads that is told by its handler
+    return;  // its handler reports the access
   }
   ParameterOwner& owner = refusal(refusing_).owner;
   owner.retired = true;

@@ -8,7 +8,7 @@ at::Tensor SlotView::tensor(
     std::int64_t offset,
     at::IntArrayRef sizes,
     at::ScalarType dtype) const {
-  // With the device given it does not ask the driver whose address that is.
+  // Given the device, it does not ask the driver whose address that is.
   return at::for_blob(at(offset), sizes)
       .options(at::TensorOptions().dtype(dtype).device(device))
       .target_device(device)

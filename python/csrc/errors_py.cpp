@@ -4,7 +4,7 @@
 namespace flatshard::python {
 namespace {
 
-// Live as long as the interpreter.
+// These exist as long as the interpreter.
 PyObject* error_type = nullptr;
 PyObject* value_error_type = nullptr;
 

@@ -21,7 +21,7 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct Float8Parameter {
-  at::Tensor tensor;  ///< the one that the runtime knows
+  at::Tensor tensor;  ///< the runtime's tensor
   nn::ModuleContextPtr context;
   std::shared_ptr<SharedRows> rows;
 };
@@ -123,7 +123,7 @@ at::Tensor backward(
     dx = at::empty({0}, grad.options());
   }
   if (x) {
-    // What comes back nobody asked for.
+    // Nobody asked for the result.
     nn::deliver_matmul_wgrad(
         parameter.context,
         parameter.tensor,

@@ -62,7 +62,7 @@ void GradViews::take() {
     if (std::any_of(members.begin(), members.end(), [&](std::size_t i) {
           return has_hooks(i);
         })) {
-      // What is there is the user's to add again: hooks take the gradient of
+      // The user adds an existing gradient again: hooks take the gradient of
       // the backward that begins, and no other.
       for (const std::size_t i : members) {
         shown_[i] = WeakTensor(at::Tensor().getIntrusivePtr());

@@ -5,7 +5,7 @@
 PYBIND11_MODULE(_C, m) {
   using namespace flatshard::python;
   m.doc() = "The C++ core of Flatshard; use the package flatshard instead.";
-  // What flatshard/__init__.py compares with the torch that is installed.
+  // flatshard/__init__.py compares these with the installed torch.
   m.attr("version") = FLATSHARD_VERSION;
   m.attr("torch_version") = FLATSHARD_TORCH_VERSION;
   m.attr("with_cuda") = static_cast<bool>(FLATSHARD_WITH_CUDA);

@@ -54,7 +54,7 @@ class RoutedTokens {
     plan_ = exchange_->begin_plan(order.counts, permutation_.rows());
   }
 
-  /// Until the counts of all ranks are there.
+  /// Waits for the counts of all ranks.
   void finish() const { exchange_->finish_plan(plan_); }
   const at::Tensor& ends() const { return plan_->ends; }
   std::int64_t num_received() const { return plan_->num_received; }

@@ -169,7 +169,7 @@ void ParameterViews::end_kept(State& state) {
       return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) ==
              tensor.ptr();
     };
-    // What somebody else put there stays, for shows_others.
+    // A tensor that somebody else put there stays, for shows_others.
     if (shows(place.face(true)) && PyDict_SetItem(
                                        place.parameters.ptr(),
                                        place.name.ptr(),

@@ -24,7 +24,7 @@ std::vector<ParameterViews::UnitViews> views_of(
   return views;
 }
 
-/// What is kept of inputs goes with what it is kept for.
+/// Data kept of inputs is dropped together with its purpose.
 class ForgetRows : public StepObserver {
  public:
   explicit ForgetRows(std::shared_ptr<SharedRows> rows)

@@ -58,7 +58,7 @@ PyUnit::PyUnit(
       placement.grad_divisor = static_cast<double>(num_slices);
     }
     if (shape.empty()) {
-      // Without a dimension that a DTensor could be cut along: every rank holds
+      // A parameter without a dimension for a DTensor to cut: every rank holds
       // and updates all of it, and its gradient is all-reduced.
       placement.strategy = Strategy::named(
           "zero0",
@@ -130,8 +130,8 @@ bool PyUnit::is_whole(const ParamGroup& group) {
 
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
   const PlaceInGroup& place = places_.at(i);
-  // With a storage of its own: who saves or stages a tensor takes its storage.
-  // Without rows, too, it keeps `flat`.
+  // It has a separate storage, since a program that saves or stages a tensor
+  // takes its storage. Also without rows it keeps `flat`.
   return at::for_blob(
              static_cast<char*>(flat.data_ptr()) +
                  place.offset * static_cast<std::int64_t>(flat.element_size()),

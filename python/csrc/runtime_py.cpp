@@ -60,8 +60,8 @@ void bind_runtime(py::module_& m) {
           py::arg("warmup_steps"),
           py::arg("audit"),
           py::arg("emulate_on_cpu"));
-  // Python's optimizers write weights and say so afterwards, and parameters
-  // without a gradient have none, as torch's.
+  // Python's optimizers write weights and report that afterwards, and
+  // parameters without a gradient have none, as torch's.
   py::class_<CommStreams, std::shared_ptr<CommStreams>>(
       m,
       "CommStreams",

@@ -22,7 +22,7 @@ SharedRows::Rows SharedRows::of(const at::Tensor& x, bool in_backward) {
   Slot& slot = slots_[in_backward ? 1 : 0];
   if (x.is_inference()) {
     ++num_made_;
-    return make();  // nobody knows whether it was written
+    return make();  // it may have been written
   }
   const c10::Stream stream = current_stream(x);
   if (slot.rows && slot.input._unsafe_get_target() == x.unsafeGetTensorImpl() &&

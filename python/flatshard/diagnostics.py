@@ -19,9 +19,9 @@ class ParameterNorm:
 def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     """Norms of every sharded parameter, in order of units.
 
-    Between a backward and the optimizer's step the gradients are those of the step,
-    before clipping if that comes later. One all-reduce serves all parameters; what
-    several ranks hold counts once. Collective; blocks the host.
+    Between a backward and the optimizer's step the gradients are the gradients of that
+    step, before clipping if that comes later. One all-reduce serves all parameters. A
+    parameter that several ranks hold counts once. Collective; blocks the host.
 
     Args:
         model: the outermost module that fully_shard wrapped.
@@ -51,8 +51,8 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
 
 
 def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
-    """From the next backward on, looks for NaN and infinite values in the gradients of
-    each unit before they are reduced, when it is still known where they come from.
+    """Looks for NaN and infinite values in the gradients of each unit before they are
+    reduced, while their origin is still visible. It begins with the next backward.
 
     The backward of the rank that has one raises a RuntimeError with the parameter's
     name, the first element and their number. The other ranks wait for this one in the

@@ -1,8 +1,8 @@
 """`python -m flatshard.doctor`: tries what this installation can do on this machine.
 
-Prints versions, GPUs and what each kind of GPU does, then trains a step on the CPU and
-on each kind of GPU, and one on two ranks. Ends with 0 when training works on what this
-machine has, a CPU or GPUs, else with 1 and the reason.
+Prints versions, GPUs and the features of each kind of GPU. Then it trains a step on the
+CPU and on each kind of GPU, and one on two ranks. It ends with 0 when training works on
+this machine's devices, a CPU or GPUs, else with 1 and the reason.
 """
 
 import argparse

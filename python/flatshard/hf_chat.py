@@ -1,5 +1,5 @@
 """Conversations as tokens with a mask, through the chat template of a Hugging Face
-tokenizer. The program `flatshard` runs this text before that of prepare_tokens.py."""
+tokenizer. The program `flatshard` runs this text before prepare_tokens.py."""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""A Hugging Face tokenizer as AutoTokenizer of transformers 4 reads its folder, with the
-tokenizers package alone. Transformers 5 ignores add_prefix_space, add_bos_token and
+"""A Hugging Face tokenizer as AutoTokenizer of transformers 4 reads its folder, with
+the tokenizers package alone. Transformers 5 ignores add_prefix_space, add_bos_token and
 add_eos_token of tokenizer_config.json for most classes. The program `flatshard` runs
-this text before that of prepare_tokens.py."""
+this text before prepare_tokens.py."""
 
 import itertools
 import json
@@ -13,8 +13,9 @@ import sys
 END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>")
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
-# What transformers' classes take where tokenizer_config.json says nothing. Those with
-# add_bos_token decide what is around a text, whatever tokenizer.json says.
+# The defaults of transformers' classes for keys that tokenizer_config.json lacks. In
+# classes with add_bos_token it decides which tokens are around a text, whatever
+# tokenizer.json has.
 LLAMA: dict[str, str | bool] = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -113,7 +114,7 @@ class Folder:
         self.by_id = self.config.get("added_tokens_decoder")
         self.by_text = {}
         if self.by_id is None:
-            # Older folders have these facts in files of their own.
+            # Older folders have these facts in separate files.
             self.by_id = {}
             self.config.update(read("special_tokens_map.json"))
             self.by_text = read("added_tokens.json")
@@ -244,7 +245,8 @@ class Encoder:
                 )
 
     def set_prefix_space(self):
-        """As PreTrainedTokenizerFast does, whose default is no space."""
+        """Sets the prefix space as PreTrainedTokenizerFast does, whose default is no
+        space."""
         if not self.folder.config or self.tokenizer.pre_tokenizer is None:
             return
         state = json.loads(self.tokenizer.pre_tokenizer.__getstate__())
@@ -253,7 +255,7 @@ class Encoder:
             self.tokenizer.pre_tokenizer.add_prefix_space = wanted
 
     def set_normalizer(self):
-        """As BertTokenizerFast does."""
+        """Sets the normalizer as BertTokenizerFast does."""
         if not self.folder.is_bert or self.tokenizer.normalizer is None:
             return
         config = self.folder.config
@@ -281,7 +283,7 @@ class Encoder:
     def end_of_document(self, name, is_needed):
         names = [name] if name else [self.folder.end] if self.folder.end else []
         if not names and self.folder.end_id in self.vocab.values():
-            return self.folder.end_id  # as config.json says
+            return self.folder.end_id  # as in config.json
         names = names or END_NAMES
         for found in names:
             if found in self.vocab:
@@ -334,8 +336,8 @@ class Encoder:
         return self.plain.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids, keep_special):
-        """As the tokenizer does, but where tokens of bytes (<0xC3>) end within a
-        character, the characters before it stay."""
+        """Decodes as the tokenizer does, but where tokens of bytes (<0xC3>) end within
+        a character, the characters before it stay."""
         tokens = [self.tokenizer.id_to_token(id) for id in ids]
         is_byte = [bool(BYTE_TOKEN.fullmatch(token or "")) for token in tokens]
         if not any(is_byte) or "ByteFallback" not in str(self.tokenizer.decoder):

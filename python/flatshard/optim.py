@@ -17,9 +17,9 @@ from flatshard.torch_versions import plain_attributes
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
-    It writes the sharded parameters and what is all-gathered of them in one pass. The
-    state (`exp_avg`, `exp_avg_sq`, `step`) is that of torch.optim.AdamW, so state
-    dicts of one load into the other.
+    It writes the sharded parameters and their all-gathered form in one pass. Its state
+    (`exp_avg`, `exp_avg_sq`, `step`) equals torch.optim.AdamW's, so state dicts of one
+    load into the other.
 
     Args:
         params: parameters, or groups of them. All trainable parameters of a unit
@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
-        # With the index in the unit.
+        # The unit and the index in it.
         self._places: dict[torch.Tensor, tuple[UnitState, int]] = {}
         undecayed = self._check_groups()
         follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
@@ -220,8 +220,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
-        """As torch.optim.Optimizer.load_state_dict; values go to where the core
-        keeps them."""
+        """Works as torch.optim.Optimizer.load_state_dict, and puts values where the
+        core keeps them."""
         own = {p: dict(state) for p, state in self.state.items()}
         super().load_state_dict(state_dict)
         loaded, self.state = self.state, type(self.state)(dict)

@@ -25,8 +25,8 @@ tokens around a document; "" for the tokenizer's own; begin may be "none"), text
 Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
 a document begins with a token, own_begin (the tokens that the tokenizer itself puts
 before a text) and warnings; or error. A frame is an int64 count and that many uint32
-ids. In place of a count or a length there may be -1, an error, or -3, a warning, each
-with an int64 length and a text after it. All numbers are little-endian.
+ids. In place of a count or a length there may be -1, an error, or -3, a warning. Each
+comes with an int64 length and a text after it. All numbers are little-endian.
 """
 
 import array
@@ -145,7 +145,7 @@ def write_warning(out, text):
 
 
 def encoded_rows(chats, encode, stream, out):
-    """What `encode` makes of each row that the program sends."""
+    """Encodes each row that the program sends with `encode`."""
     warned = False
     texts = read_texts(stream)
     for where in texts:

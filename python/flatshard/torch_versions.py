@@ -1,6 +1,6 @@
 """Private names of torch that the package uses, and differences between torch's versions.
 
-Each stands here with its reason. Those of DTensors are in _tensor/. A test of
+Each stands here with its reason. The reasons for DTensors are in _tensor/. A test of
 tests/python/torch_names_test.py reports the name that another torch changed.
 docs/reference/compatibility.md lists the versions that were tried.
 """

@@ -1,4 +1,4 @@
-// AutogradEvents by itself: no Runtime, no Scheduler, no stream. A listener
+// Tests AutogradEvents alone: no Runtime, no Scheduler, no stream. A listener
 // writes down what it hears.
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
@@ -181,8 +181,8 @@ TEST(AutogradEvents, ATensorIsUndoneBackwards) {
   });
 }
 
-// A backward may begin with a unit's own output, as that of a checkpoint does,
-// and the engine does not count the node that it begins with.
+// A backward may begin with a unit's own output, as a checkpoint's does. The
+// engine does not count the node that it begins with.
 TEST(AutogradEvents, R3_AllCallsOfABackwardAreCounted) {
   testing::run_ranks(1, [](const RankContext& context) {
     for (const bool with_loss : {true, false}) {

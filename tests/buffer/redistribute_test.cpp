@@ -50,8 +50,8 @@ Layout random_layout(std::int64_t num_shards, bool rows, std::uint64_t seed) {
       FlatLayout::build(std::move(specs), num_shards));
 }
 
-// What a rank adds at flat element `index`: small whole numbers, so that sums
-// are exact in bfloat16. Only partial axes tell ranks apart.
+// The value that a rank adds at flat element `index`: small whole numbers, so
+// that sums are exact in bfloat16. Only partial axes distinguish ranks.
 double addend(
     std::int64_t index,
     const Placements& from,
@@ -431,7 +431,7 @@ TEST(Redistribute, B5_RefusesSharedMemoryThatWouldCorrupt) {
     EXPECT_THAT(
         message_of([&] { other.redistribute({R}, Purpose::gather, &whole); }),
         HasSubstr("must not overlap"));
-    // With several segments a shard has no place of its own in the whole.
+    // With several segments a shard has no contiguous place in the whole.
     const auto segments = two_segments(2);
     const FlatBuffer all(segments, mesh, {R}, at::kFloat);
     const FlatBuffer part = FlatBuffer::wrap(
@@ -443,7 +443,7 @@ TEST(Redistribute, B5_RefusesSharedMemoryThatWouldCorrupt) {
         message_of([&] { part.redistribute({R}, Purpose::gather, &all); }),
         HasSubstr("must not overlap"));
     EXPECT_TRUE(context.log->records().empty());
-    // With memory of its own the result is right.
+    // With separate memory the result is right.
     expect_result(
         source.redistribute({S}, Purpose::reduce),
         {PA},

@@ -121,7 +121,7 @@ TEST_F(SlotPoolTest, TheFillerWaitsForFormerTenants) {
     };
     pool.release(a, finish(*slow_a, bytes_a), filler);
     pool.release(b, finish(*slow_b, bytes_b), filler);
-    // Lies over both.
+    // Covers both.
     Slot next = acquire(128, 256);
     int seen_a = -1;
     int seen_b = -1;

@@ -74,8 +74,8 @@ void write_checkpoint(int world, const fs::path& folder) {
   });
 }
 
-/// What loading the checkpoint of step 1 says on two ranks; the model must
-/// stay as it was.
+/// Returns the error of loading the checkpoint of step 1 on two ranks. The
+/// model must stay unchanged.
 std::vector<std::string> refused(
     const fs::path& folder,
     const std::vector<SomeGroup>& specs,

@@ -1,4 +1,4 @@
-// FP8 weights begin from files as others do: planes are those of one rank.
+// FP8 weights begin from files as others do, and their planes match one rank's.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/load.h"
@@ -87,7 +87,7 @@ TEST(Float8Files, InitFromGivesThePlanesOfOneRank) {
       });
 }
 
-// What the checkpoint was written with is another recipe and number of ranks.
+// The checkpoint was written with another recipe and number of ranks.
 TEST(Float8Files, F8_ACheckpointGivesThePlanesOfOneRank) {
   const TempFolder folder;
   run_ranks(2, [&](RankContext& context) {

@@ -248,7 +248,7 @@ TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
   }
 }
 
-// An expert's entries are files' tensors of their own, gate and up apart.
+// An expert's entries are separate tensors of files, gate and up apart.
 TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
   const TempFolder hf;
   const StoredEntriesOf entries_of =
@@ -287,10 +287,10 @@ TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
   }
 }
 
-// tests/checkpoint/version_1: what a release wrote on two ranks when a piece
-// was a run of the flattened tensor. Element i of a weight is i, of a bias 50 +
-// i, and AdamW's states are 100 and 200 more. The border of the ranks lies
-// within a row of the weight.
+// tests/checkpoint/version_1: a release wrote it on two ranks when a piece was
+// a run of the flattened tensor. Element i of a weight is i, of a bias 50 + i,
+// and AdamW's states are 100 and 200 more. The border of the ranks is within a
+// row of the weight.
 TEST(Grids, ReadACheckpointOfVersion1) {
   const std::map<std::string, int> offset_of{
       {"weight", 0},

@@ -94,7 +94,7 @@ TEST(Reshard, WhatOneMeshWroteAnyOtherReads) {
     Sharding writer = random_sharding(random);
     Sharding reader = random_sharding(random);
     if (random.below(2) == 0) {
-      // bfloat16 compute weights beside float32 main weights.
+      // bfloat16 compute weights with float32 main weights.
       writer.precision = Precision{.reduce = at::kBFloat16};
       reader.precision = Precision{.reduce = at::kBFloat16};
     }

@@ -227,7 +227,7 @@ TEST(WeightsFile, B35_ErrorsNameTensorAndFile) {
   }
 }
 
-// Peers may copy weights until a fence says that they do not any more.
+// Peers may copy weights until a fence ends that.
 TEST(InitWeights, WaitsForPeersThatCopyWeights) {
   const TempFolder folder;
   run_ranks(2, [&](RankContext& context) {

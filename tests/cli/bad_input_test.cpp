@@ -1,6 +1,6 @@
 // Bad input, through the program and over two ranks: it ends within its
-// timeout, says one thing that names the option, and leaves what an earlier run
-// wrote as it was.
+// timeout, prints one error that names the option, and keeps the results of an
+// earlier run.
 #include "tests/cli/bad_input.h"
 
 #include "flatshard/core/error.h"
@@ -204,7 +204,7 @@ TEST_F(BadInput, ADeviceThatIsNotThere) {
   EXPECT_EQ(snapshot(folder_ / "run"), earlier_);
 }
 
-// Started apart from popen: the test has to know the process.
+// It does not start through popen, since the test needs the process id.
 TEST_F(BadInput, ARankThatIsKilledEndsTheOthers) {
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);

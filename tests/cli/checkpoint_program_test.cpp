@@ -246,7 +246,7 @@ TEST_F(Checkpoints, ASecondRunInTheFolderIsRefused) {
             ::testing::EndsWith("\n1\n")));
   }
   EXPECT_FALSE(fs::exists(folder_ / "shared" / "earlier"));
-  // Who was killed holds nothing, although its file is still there.
+  // A killed process holds nothing, although its file still exists.
   EXPECT_THAT(first.output, HasSubstr("\"process\":"));
   const Result next = run("shared", 2, "--set training.steps=2");
   EXPECT_EQ(next.code, 0) << next.output;
@@ -388,7 +388,7 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
   EXPECT_THAT(attempts[21], ElementsAre(2));
   EXPECT_THAT(attempts[40], ElementsAre(2));
   EXPECT_TRUE(weights("restarted") == weights("whole"));
-  // Who stops it wants it stopped.
+  // A signal from outside means that the run should stop.
   const Result refused =
       run("none", 2, "--max-restarts 1 --set checkpoint.interval=0");
   EXPECT_THAT(refused.output, HasSubstr("--max-restarts goes back to"));
@@ -711,7 +711,7 @@ TEST_F(Checkpoints, ExportAndStartFromIt) {
           .output,
       HasSubstr("14 in FP8, the rest bfloat16"));
 
-  // Without a single update the weights are those it started from.
+  // Without a single update the weights are the initial ones.
   const Result started =
       run("started",
           3,

@@ -68,8 +68,8 @@ log_freq = 1
     return sh(train(name, "--nproc 2 " + more));
   }
 
-  /// What a run did, apart from when it did it. The balance is a mean over
-  /// microbatches and ranks, in an order of their own.
+  /// Returns the results of a run, without their times. The balance is a mean
+  /// over microbatches and ranks, whose order varies.
   std::vector<std::string> rows(
       const std::string& name,
       bool with_balance = true) const {
@@ -228,8 +228,8 @@ TEST_F(ExpertRuns, WhatDoesNotDivideIsNamed) {
   }
 }
 
-// Scores that are no numbers choose some experts, the rows are exchanged as any
-// others, and the run ends with the name of what is not finite.
+// Scores that are no numbers choose some experts, and the rows are exchanged as
+// any others. The run ends with the name of the tensor that is not finite.
 TEST_F(ExpertRuns, ARouterThatIsNotFiniteIsNamed) {
   const Result whole = run("whole", "--set training.steps=1");
   ASSERT_EQ(whole.code, 0) << whole.output;

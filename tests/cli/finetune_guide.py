@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""The commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on a tiny
-model, and those of docs/guides/generate.md. Chats become a corpus with masks, two ranks
-train on them, and run and export answer as they were taught.
+"""Runs the commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on
+a tiny model, and the commands of docs/guides/generate.md. Chats become a corpus with
+masks, two ranks train on them, and run and export answer as they were taught.
 
 Exits with 77 (skipped) without transformers.
 
@@ -78,7 +78,8 @@ def write_model(folder):
 
 
 def write_chats(path):
-    """Questions of any length with one of two answers, told by the first letter."""
+    """Writes questions of any length with one of two answers, which the first letter
+    decides."""
     rows = []
     for i in range(160):
         first = "ab"[i % 2]

@@ -76,7 +76,7 @@ TEST_F(BadInput, AFullDisk) {
   }
   const std::string earlier = (shared_->path() / "run").string();
   const std::string run = (folder_ / "run").string();
-  // The weights have 150 kB: those of the earlier run fit, two do not.
+  // The weights have 150 kB: one set of the earlier run fits, two do not.
   const Result result = sh(fmt::format(
       "{} && cp -r {}/* {}/ && {{ {}; code=$?; }}; "
       "cmp {}/model.safetensors {}/earlier/1/model.safetensors && echo weights "

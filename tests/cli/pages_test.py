@@ -2,8 +2,8 @@
 """Every command of README.md, docs/get_started and docs/guides is run here, by another
 test, or was run on the machine that the page names.
 
-The commands of this test run in the order of the pages, in a folder that looks like a
-clone, with a tiny model and two CPU ranks.
+The commands of this test run in the order of the pages. They run in a folder that looks
+like a clone, with a tiny model and two CPU ranks.
 
 usage: pages_test.py PROGRAM
 """

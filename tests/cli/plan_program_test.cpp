@@ -86,7 +86,7 @@ TEST(PlanProgram, PlansLayersThatRanksShare) {
           HasSubstr("  tensor parallelism ")));
 }
 
-// Of a frozen base in bfloat16 a rank has its shard, and the rest for adapters
+// A rank has its shard of a frozen base in bfloat16, and the rest for adapters
 // alone.
 TEST(PlanProgram, PlansAdapters) {
   const std::string words = "plan llama3_8b --ranks 2 --set lora.rank=16";
@@ -197,7 +197,7 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
   }
 }
 
-// A CPU's rates are of no use, but the way there is that of a GPU.
+// A CPU's rates are of no use, but the steps are the same as on a GPU.
 TEST(PlanProgram, CalibratesAndReadsTheTable) {
   const TempFolder folder;
   const std::string path = (folder / "cpu.toml").string();

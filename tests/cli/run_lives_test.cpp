@@ -1,4 +1,4 @@
-// What a run outlives: signals, readers of its output, moves, other data.
+// A run outlives signals, readers of its output, moves, and other data.
 #include "tests/cli/bad_input.h"
 
 #include "flatshard/format/checkpoint_folder.h"
@@ -84,8 +84,9 @@ log_freq = 1
         more);
   }
 
-  /// Lines of a shell that start `command` as $pid, in a process group of its
-  /// own with its output in the file `out`, and wait for its line of `step`.
+  /// Returns lines of a shell that start `command` as $pid and wait for its
+  /// line of `step`. The command has a separate process group and writes its
+  /// output to the file `out`.
   static std::string start(const std::string& command, int step) {
     return fmt::format(
         ": > out\nsetsid {} > out 2>&1 & pid=$!\n"
@@ -223,7 +224,7 @@ TEST_F(RunLives, ARunIsCompleteWithoutWhatItWasMadeOf) {
   }
 }
 
-// Of a file's time nothing follows: a copy has that of the copying.
+// A file's time proves nothing: a copy has the time of the copying.
 TEST_F(RunLives, GenerateTakesTheLastStepWhateverTheTimes) {
   const std::string generate =
       "\"$PROGRAM\" generate --run run --prompt li --max-new-tokens 1 "
@@ -231,8 +232,8 @@ TEST_F(RunLives, GenerateTakesTheLastStepWhateverTheTimes) {
   ASSERT_EQ(in_folder(train("")).code, 0);
   EXPECT_EQ(
       in_folder("find run/checkpoints -exec touch {} +; " + generate).output,
-      "0\n");  // those of the end
-  // Resumed and interrupted: the weights of the old end are there still.
+      "0\n");  // the end's numbers
+  // Resumed and interrupted: the weights of the old end still exist.
   const Result longer = in_folder(
       start(
           train("--resume --set training.steps=100000 "

@@ -11,7 +11,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Of losses around 5 and norms around 1, in float32: sums in another order.
+// Losses are around 5 and norms around 1, in float32: sums in another order.
 constexpr double kSameRun = 1e-5;
 // The parts of an expert's result are rounded to bfloat16 before they are added
 // up, and FP8 weights follow what that changes.
@@ -143,7 +143,7 @@ TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
   expect_same("recomputed", "one");
 }
 
-// Weights and optimizer state are those of whole tensors.
+// Weights and optimizer state equal the whole tensors'.
 TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
   const std::string constant = "--set lr_scheduler.name=constant ";
   const Result whole = run("whole", 1, constant);
@@ -172,7 +172,7 @@ TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
 
 // Attention and shared experts are cut over tp, experts divided over ep, and
 // their width over etp. The ranks of etp read the same samples with tp and
-// other ones without it. With a capacity, each rank drops of its own
+// other ones without it. With a capacity, each rank drops rows of its own
 // microbatch.
 TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   const Result one = run("one", 1, kExperts);

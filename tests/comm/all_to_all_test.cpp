@@ -47,7 +47,7 @@ Counts draw_counts(std::mt19937& random, int world, int parts) {
   return counts;
 }
 
-/// Says where a row comes from, where it goes, of which part, and which it is.
+/// Encodes where a row comes from, where it goes, its part and its number.
 double value_of(int from, int to, int part, std::int64_t row) {
   return ((from * 8 + to) * 4 + part) * 16 + static_cast<double>(row);
 }
@@ -55,7 +55,7 @@ double value_of(int from, int to, int part, std::int64_t row) {
 class RandomCounts : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, RandomCounts, ::testing::Values(1, 2, 3, 4));
 
-// What is sent lies by peer and part, what is received by part and peer.
+// Sent rows are ordered by peer and part, received rows by part and peer.
 TEST_P(RandomCounts, RowsArriveAsTheyWereSent) {
   run_ranks(GetParam(), [](RankContext& context) {
     const auto communicator = connect(context);

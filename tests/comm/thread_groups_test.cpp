@@ -11,8 +11,7 @@
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
-// The groups that most tests of several ranks use are those over Gloo in all
-// that they can tell.
+// The groups that most tests of several ranks use behave as groups over Gloo.
 namespace flatshard {
 namespace {
 
@@ -37,7 +36,7 @@ std::shared_ptr<Communicator> make_threads(
       {.timeout = timeout});
 }
 
-/// What each collective leaves on this rank.
+/// Returns the results of each collective on this rank.
 std::vector<at::Tensor> results_of(Communicator& group) {
   const int rank = group.rank();
   at::Generator random = at::make_generator<at::CPUGeneratorImpl>(rank);

@@ -29,7 +29,7 @@ TEST(NearName, IsAnAbbreviation) {
   EXPECT_EQ(near_name("warmup", kKeys), "warmup_steps");
   EXPECT_EQ(near_name("bf16", kKeys), "bfloat16");
   EXPECT_EQ(near_name("training_seq_len", kKeys), "seq_len");
-  // Of two neither is meant more than the other.
+  // Two names are equally near.
   EXPECT_EQ(near_name("batch_size", kKeys), "");
 }
 

@@ -122,7 +122,7 @@ TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
           cut_off)
           << begin;
     }
-    // What is left of it, and the next file.
+    // The rest of it, and the next file.
     corpus->read(2700, tokens);
     EXPECT_EQ(tokens.back(), 2999);
     corpus->read(6000, tokens);

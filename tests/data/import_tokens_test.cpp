@@ -135,8 +135,8 @@ TEST_F(ImportTokens, HeadersOfLlmC) {
 
 TEST_F(ImportTokens, DocumentsOfMegatronsIndex) {
   temp_.write("m.bin", words<std::int32_t>({1, 9, 2, 9, 3, 4, 5, 9}));
-  // Of three sequences; the first document is empty, and the last one has an
-  // end within it.
+  // The file has three sequences. The first document is empty, and the last one
+  // has an end within it.
   temp_.write("m.idx", megatron_index({2, 3, 3}, {0, 0, 1, 3}));
   EXPECT_EQ(import({"m*"}), (std::vector<Tokens>{{1, 9}, {2, 9, 3, 4, 5, 9}}));
   EXPECT_EQ(

@@ -138,7 +138,7 @@ TEST_F(InputFiles, FilesBesideTheDataAreNamed) {
           "LICENSE: beside the data",
           "README.md: beside the data",
           "corpus: a corpus"));
-  // A pattern that says so, and a name.
+  // A pattern that names them, and a name.
   EXPECT_THAT(names({"x/*.md"}), ElementsAre("README.md"));
   EXPECT_THAT(names({"x/LICENSE"}), ElementsAre("LICENSE"));
   std::filesystem::create_directories(temp_ / "only");

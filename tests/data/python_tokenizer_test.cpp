@@ -55,7 +55,7 @@ TEST(FindPython, InOrder) {
   const std::string found = find_python("");
   EXPECT_TRUE(found.ends_with(".venv/bin/python") || found == "python3")
       << found;
-  // Beside the program, wherever it is started.
+  // Next to the program, wherever it is started.
   const auto program =
       std::filesystem::read_symlink("/proc/self/exe").parent_path();
   const auto here = std::filesystem::current_path();
@@ -180,8 +180,8 @@ TEST(PythonTokenizer, ParquetThroughPyarrow) {
       .output = temp / "out",
       .validation_fraction = 0,
       .python = kPython};
-  // What the reader uses of pyarrow, for files that are lines of text: a Python
-  // that has it, and one that has not.
+  // The parts of pyarrow that the reader uses, for files that are lines of
+  // text: a Python that has it, and one that has not.
   temp.write("with/pyarrow/__init__.py", "");
   temp.write(
       "with/pyarrow/parquet.py",

@@ -67,7 +67,7 @@ TEST(TextReader, CompressedFilesAsTheyAre) {
   EXPECT_EQ(read(text), text);
   EXPECT_EQ(read(gzip(text)), text);
   EXPECT_EQ(read(zstd(text)), text);
-  // Members and frames one after the other, and zeros of a tape behind them.
+  // Members and frames one after the other, and zeros of a tape after them.
   EXPECT_EQ(read(gzip("one\n") + gzip("") + gzip(text)), "one\n" + text);
   EXPECT_EQ(read(gzip("one") + std::string(700, '\0')), "one");
   EXPECT_EQ(read(zstd("one\n") + zstd(text) + zstd("")), "one\n" + text);

@@ -61,7 +61,7 @@ TEST(Capability, CodeOfABuildRunsOnItsFamilyAndPtxOnWhatComesLater) {
   EXPECT_TRUE(build_fits("80", 90));
   EXPECT_TRUE(build_fits("80-virtual", 120));
   EXPECT_FALSE(build_fits("90-virtual", 89));
-  // What is made for one GPU, or for its family.
+  // Code that is made for one GPU, or for its family.
   EXPECT_TRUE(build_fits("90a", 90));
   EXPECT_FALSE(build_fits("90a", 100));
   EXPECT_FALSE(build_fits("100a", 103));
@@ -89,7 +89,8 @@ TEST(Capability, AnUnfitGpuIsNamedWithWhatToDo) {
           HasSubstr("NVIDIA A100 is sm_80"),
           HasSubstr("for 90a alone"),
           HasSubstr("FLATSHARD_GPUS=80 (or all)")));
-  // What is pretended chooses fallbacks; code has to run on what is there.
+  // A pretended capability chooses fallbacks, but code has to run on the real
+  // device.
   EXPECT_EQ(why_gpu_is_unfit("NVIDIA H100", 80, 90, "90a"), "");
   EXPECT_THAT(
       why_gpu_is_unfit("NVIDIA H100", 80, 90, "80-real"),

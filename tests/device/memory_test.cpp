@@ -50,7 +50,8 @@ TEST(MemoryStats, OtherDevicesAreRefusedByName) {
   }
 }
 
-// On a stream of its own, which takes them in one call, and on the default one.
+// It runs on a separate stream, which takes them in one call, and on the
+// default one.
 TEST(CopyBytes, ManyAtOnceAmongThemEmptyOnes) {
   const at::Device device =
       cuda_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);

@@ -1,5 +1,5 @@
-// DebugOptions: poisoned slots, strict life cycles. What ends the process is in
-// poison_process_test.cpp.
+// DebugOptions: poisoned slots, strict life cycles. poison_process_test.cpp has
+// the cases that end the process.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/core/error.h"
@@ -185,8 +185,8 @@ TEST(Strict, ASubmoduleCalledWithoutItsUnit) {
   });
 }
 
-// Weights that the program unsharded are there without any hook, so this is
-// silent otherwise.
+// Weights that the program unsharded exist without any hook, so this is silent
+// otherwise.
 TEST(Strict, AForwardWithoutHooksThatStillGetsAGradient) {
   run_ranks(2, [](RankContext& context) {
     FullyShardOptions options = strict_zero3();

@@ -173,7 +173,7 @@ TEST(MemoryTable, RowsAreTheBytesOfTheBuffers) {
               "CUDA graphs"),
           12345)
           << what;
-      // What is known at the start stays true.
+      // The facts of the start stay true.
       for (const char* role :
            {"main weights",
             "compute weights",

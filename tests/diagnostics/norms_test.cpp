@@ -35,7 +35,7 @@ int world_of(const NormsCase& c) {
   return world;
 }
 
-// Every rank has the same batch, so the mean is that of one rank.
+// Every rank has the same batch, so the mean equals one rank's.
 std::vector<ParameterNorm> norms_of(const NormsCase& c, std::size_t* launches) {
   std::vector<ParameterNorm> result;
   std::mutex mutex;

@@ -53,7 +53,7 @@ std::pair<testing::RankOutcome, std::string> ends_with(
   return {outcomes[1], {std::istreambuf_iterator<char>(in), {}}};
 }
 
-// What a bug does with the first element.
+// Reads the first element as a bug would.
 float peek(const at::Tensor& parameter) {
   return *static_cast<volatile float*>(parameter.data_ptr());
 }

@@ -37,7 +37,7 @@ TEST(StepProfile, KernelsAreToldByTheirNames) {
 }
 
 TEST(StepProfile, SaysWhatIsExposedAndWhatIsIdle) {
-  // Two kernels beside each other, one gather beside them that ends later, a
+  // Two kernels overlap, one gather overlaps them and ends later, then comes a
   // gap, and one kernel more.
   const StepProfile profile = profile_step(
       {kernel("nvjet", 0, 10, 7),

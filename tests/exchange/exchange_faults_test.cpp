@@ -1,5 +1,5 @@
-// What ranks say of one that dies, hangs or differs in an exchange. Each
-// rank is a process.
+// Checks the reports of ranks about one that dies, hangs or differs in an
+// exchange. Each rank is a process.
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ constexpr int kFaultStep = 3;
 // The watcher compares what 64 collectives have in common.
 constexpr int kSteps = 24;
 
-/// What a rank of the test does in kFaultStep, which goes wrong on one.
+/// A step of a rank of the test, which goes wrong on one in kFaultStep.
 struct Step {
   std::function<void()> before_plan = [] {};
   std::function<void()> before_dispatch = [] {};

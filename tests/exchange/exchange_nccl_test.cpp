@@ -48,8 +48,8 @@ class ExchangeNccl : public ::testing::Test {
         .stream = {.delay_seed = 5U + rank, .max_delay_us = 200}};
   }
 
-  // Of rank `r`: none in some rounds, all of all ranks for one expert in
-  // others.
+  // Returns the counts of rank `r`: none in some rounds, all of all ranks for
+  // one expert in others.
   std::vector<int> counts_of(int r, int round) const {
     std::mt19937 random(100 * round + r);
     std::vector<int> counts(experts);

@@ -104,7 +104,7 @@ TEST_P(Exchanges, RowsArriveByExpertAndRankAndComeBack) {
             .stream = {.delay_seed = 3U + context.rank, .max_delay_us = 300}});
     for (int round = 0; round < 8; ++round) {
       const auto mine = draw_counts(round, context.rank, experts);
-      // A dropped row lies behind those that are counted.
+      // A dropped row comes after those that are counted.
       const at::Tensor sent = at::cat(
           {rows_of(context.rank, mine), at::full({1, 2}, -1, at::kDouble)});
       const auto plan =

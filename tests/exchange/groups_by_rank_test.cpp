@@ -1,4 +1,4 @@
-// What two ranks compute with the rows that meet at an expert, against one rank
+// Compares two ranks' results for the rows that meet at an expert with one rank
 // that has both ranks' tokens as two microbatches.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -28,7 +28,7 @@ at::Tensor normal(at::IntArrayRef sizes, std::uint64_t seed) {
   return at::randn(sizes, at::detail::createCPUGenerator(seed));
 }
 
-// Of rank `rank`; one expert has no row of rank 1.
+// Returns the counts of rank `rank`. One expert has no row of rank 1.
 at::Tensor counts_of_rank(int rank) {
   return rank == 0 ? at::tensor({11, 20, 5, 17}, at::kInt)
                    : at::tensor({30, 0, 22, 1}, at::kInt);

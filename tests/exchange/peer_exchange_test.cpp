@@ -101,7 +101,7 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
         group,
         make_page_communicator(group),
         experts,
-        // With by_rank not always room for both tensors of a transfer.
+        // With by_rank there is not always room for both tensors of a transfer.
         {.window_nbytes = kMostRows * (kWidth * 8 + (param.by_rank ? 0 : 4)),
          .exchange = options});
     EXPECT_GE(copies.nbytes(), 2 * kMostRows * kWidth * 8);
@@ -126,7 +126,7 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
                                 const nn::TensorList& rows) {
         return exchange.start(plan, direction, {.rows = rows})->finish();
       };
-      // As gradients do: there may be none of the second.
+      // Gradients have the same form: the second tensor may be missing.
       const auto with_weights = [&](const at::Tensor& rows) {
         return nn::TensorList{
             rows,
@@ -315,7 +315,8 @@ TEST(PeerExchange, RowsBeyondAWindowAreNamedOnAllRanks) {
               {.rows = {at::ones({num_rows, 2})}});
         }),
         HasSubstr("a rank has 3 rows of 8 bytes, and windows of 16 bytes"));
-    // Of three that fit one by one each has a fence; bytes share one.
+    // Three tensors that fit one by one have a fence each, while bytes share
+    // one.
     const at::Tensor narrow = at::full({num_rows, 1}, 3.0F);
     const at::Tensor bytes = at::full({num_rows, 1}, 3, at::kByte);
     for (const auto& [rows, fences] :

@@ -17,7 +17,8 @@ namespace {
 using testing::RankContext;
 using testing::run_ranks;
 
-// Of the products of a part: the CPU's kernels depend on the number of rows.
+// The tolerance of products of a part: the CPU's kernels depend on the number
+// of rows.
 constexpr double kSameProduct = 1e-5;
 
 class CopiedActivations : public ::testing::TestWithParam<int> {};
@@ -64,7 +65,7 @@ TEST_P(CopiedActivations, WholeTransfersHaveTheBitsOfCollectives) {
           << round;
       EXPECT_TRUE(gather->finish().equal(ranks.collective.all_gather(part)))
           << round;
-      // Whose results nobody takes.
+      // Nobody takes these results.
       ranks.copies.start_all_gather(part);
       ranks.copies.start_reduce_scatter(addend);
     }

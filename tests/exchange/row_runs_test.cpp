@@ -22,14 +22,14 @@ std::vector<int> random_counts() {
   return counts;
 }
 
-/// A row: who routed it, and which it is there.
+/// A row, given by the rank that routed it and its number there.
 struct Row {
   int rank = 0;
   int expert = 0;
   std::int64_t at_home = 0;
 };
 
-/// Every row of the experts of `rank`, in the order in which they lie there.
+/// Returns every row of the experts of `rank`, in the order of arrival.
 std::vector<Row> arriving_at(int rank, const std::vector<int>& counts) {
   std::vector<Row> rows;
   for (int r = 0; r < kRanks; ++r) {

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """torchrun's elastic restarts: killed ranks cost steps, and nothing else.
 
-`flatshard train --resume` runs under `torchrun --max-restarts 2` on two ranks
-of this machine. SIGKILL ends rank 1 in mid-run, and rank 0 in the run that
-torchrun starts again. Each time the other rank has to name the one that is
-gone, and the next run has to continue from the last checkpoint that was whole. At
-the end the weights have to be, bit for bit, those of two ranks that were left
-alone.
+`flatshard train --resume` runs under `torchrun --max-restarts 2` on two ranks of this
+machine. SIGKILL ends rank 1 in mid-run, and rank 0 in the run that torchrun starts
+again. Each time the other rank has to name the lost one. The next run has to continue
+from the last checkpoint that was whole. At the end the weights have to equal, bit for
+bit, the weights of two ranks that were left alone.
 
 Tried with both ways in which torchrun brings its ranks together: a fixed port
 (static) and --standalone (c10d). Exits with 77 (skipped) where PYTHON has no
@@ -32,12 +31,12 @@ STEPS = 60
 INTERVAL = 5
 # A rank is killed when the checkpoint of so many steps of its attempt is whole.
 AHEAD = 2 * INTERVAL
-# Checkpoints have two buffers: so many are written beside the steps at most.
+# Checkpoints have two buffers: at most so many are written during later steps.
 BEING_WRITTEN = 2
 # Killed in this order, one per attempt.
 CULPRITS = [1, 0]
 TIMEOUT_S = 10
-# Launchers that do not end by themselves are a failure.
+# Launchers that do not end are a failure.
 LIMIT_S = 120
 
 
@@ -142,8 +141,8 @@ class Job:
 def wait_for_attempt(job, process, number):
     """Waits until attempt `number` (from 0) has AHEAD steps on disk.
 
-    The line of a step says nothing of that: checkpoints are written beside the
-    steps that follow.
+    The line of a step proves no save: checkpoints are written during the steps that
+    follow.
     """
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
@@ -214,7 +213,7 @@ def check_steps(job, left):
                 f"after step {before[-1]} it went on with {after[0]}, not from the "
                 f"checkpoint of step {checkpoint}"
             )
-        # The steps after the last save, and those of the saves not yet whole.
+        # The steps after the last save, and the steps of the saves not yet whole.
         most = (1 + BEING_WRITTEN) * INTERVAL
         if checkpoint % INTERVAL != 0 or not 0 <= again <= most:
             raise Failure(

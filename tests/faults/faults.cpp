@@ -61,7 +61,7 @@ void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
   }
 }
 
-// What the current stream does next has to wait for this.
+// The current stream's next work has to wait for this.
 void hold_device(at::Device device, std::chrono::seconds timeout) {
   // A stream draws its delays: one of them may be short.
   const auto slow = make_stream(
@@ -139,13 +139,14 @@ void train(
   EXPECT_TRUE(!graph || graph->stats().step_replays == c.steps - 1);
 }
 
-// Of this process, which is one rank: where its message goes.
+// Returns the path to which this process, which is one rank, writes its
+// message.
 std::filesystem::path& report_path() {
   static std::filesystem::path path;
   return path;
 }
 
-// What `flatshard train` does when the communicators cannot be ended.
+// Does the same as `flatshard train` when the communicators cannot be ended.
 void leave_with(const Verdict& verdict) {
   std::ofstream(report_path()) << verdict.text;
   ::_exit(0);
@@ -202,7 +203,7 @@ std::vector<FaultReport> run_with_fault(const FaultCase& c) {
     for (const std::int64_t size : c.mesh) {
       axes.push_back({axes.empty() ? "outer" : "dp", size});
     }
-    // Nothing of a mesh stays behind, also after a fault.
+    // Nothing of a mesh remains, also after a fault.
     struct Ends {
       std::weak_ptr<FlightRecorder> flight;
       ~Ends() { EXPECT_TRUE(flight.expired()); }

@@ -17,7 +17,7 @@ using testing::FaultReport;
 using ::testing::HasSubstr;
 using testing::run_with_fault;
 
-// Every rank but the culprit ended by itself, with a message like this.
+// Every rank but the culprit ended with a message like this.
 void expect_survivors(
     const FaultCase& c,
     const std::vector<FaultReport>& reports,
@@ -31,8 +31,8 @@ void expect_survivors(
 }
 
 const auto kWaitsForBlock0 = AllOf(
-    // What the others wait for is as old as their last heartbeat; where this
-    // rank is stands in its error's context.
+    // The others' state is as old as their last heartbeat, and this rank's
+    // state is in its error's context.
     AnyOf(HasSubstr("step 3, unit block0"), HasSubstr("step 3 | unit block0")),
     HasSubstr("all_gather"),
     HasSubstr("dp.gather #"));
@@ -71,7 +71,7 @@ TEST(FaultsGloo, WholeSteps) {
       AllOf(HasSubstr("rank 2 of 3 is missing"), kWaitsForBlock0));
 }
 
-// They come to the collective only after the watcher knows that it is dead.
+// They come to the collective only after the watcher has found it dead.
 TEST(FaultsGloo, AKilledRankIsNamedWithWhatTheOthersComeTo) {
   const FaultCase c{
       .fault = Fault::kill,
@@ -165,7 +165,7 @@ TEST(FaultsGloo, ARankThatLeavesIsNamed) {
       AllOf(HasSubstr("rank 2 of 3 is missing"), kWaitsForBlock0));
 }
 
-// Both say so themselves as well.
+// Both also report themselves.
 void expect_all(
     const FaultCase& c,
     const ::testing::Matcher<const std::string&>& message) {
@@ -242,8 +242,8 @@ std::vector<FaultReport> run_on_mesh(
   });
 }
 
-// Each waits in a group that the other does not come to: nothing is there that
-// could be compared but the order of the program.
+// Each waits in a group that the other does not come to, so only the order of
+// the program can be compared.
 TEST(FaultsGloo, RanksThatWaitForEachOtherInTwoGroupsAreToldAtOnce) {
   const auto began = std::chrono::steady_clock::now();
   const auto reports = run_on_mesh([](Mesh& mesh, const at::Tensor& all) {

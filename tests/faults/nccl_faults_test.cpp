@@ -79,8 +79,8 @@ class FaultsNccl : public ::testing::Test {
 };
 
 const auto kWaitsForBlock0 = AllOf(
-    // What the others wait for is as old as their last heartbeat; where this
-    // rank is stands in its error's context.
+    // The others' state is as old as their last heartbeat, and this rank's
+    // state is in its error's context.
     AnyOf(HasSubstr("step 3, unit block0"), HasSubstr("step 3 | unit block0")),
     HasSubstr("all_gather"),
     HasSubstr("dp.gather #"));
@@ -158,9 +158,9 @@ TEST_F(FaultsNccl, ARankThatNeverComesIsLate) {
   expect_all(c, AllOf(HasSubstr(culprit(c) + " is late"), kWaitsForBlock0));
 }
 
-// All work of a step is one launch then, and the host is far ahead. What
-// happens in it is told by the numbers that the graph writes; and NCCL can only
-// end together with the graph.
+// All work of a step is one launch then, and the host is far ahead. The numbers
+// that the graph writes show its progress, and NCCL can only end together with
+// the graph.
 TEST_F(FaultsNccl, WholeStepsWithoutAFault) {
   FaultCase c = with(Fault::none);
   c.whole_step = true;
@@ -200,7 +200,7 @@ TEST_F(FaultsNccl, WholeStepsWithADeviceThatDoesNotCome) {
 // The same without graphs.
 TEST_F(FaultsNccl, ADeviceThatDoesNotComeIsNamed) {
   const FaultCase c = with(Fault::device_hang);
-  // Its gathers run ahead on a stream of their own, up to where one waits.
+  // Its gathers run ahead on a separate stream, up to where one waits.
   expect_all(
       c,
       AllOf(

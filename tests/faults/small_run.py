@@ -37,7 +37,7 @@ timeout_s = {timeout}
 
 
 class Failure(Exception):
-    """What a test found wrong."""
+    """An error that a test found."""
 
 
 def prepare_corpus(program, folder):

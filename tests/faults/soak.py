@@ -3,17 +3,17 @@
 
 Two runs are disturbed, each until it has been started RESTARTS times:
 
-  constant  two ranks, always: its weights have to equal those of the run left
-            alone bit for bit
-  changing  one, two or three ranks by turns: its losses have to agree within
+  constant  two ranks, always: its weights have to equal, bit for bit, the weights
+            of the run left alone
+  changing  one, two or three ranks in turn: its losses have to agree within
             what float32 sums of another order differ by
 
-A disturbance is one of: SIGKILL to a rank, SIGKILL to the launcher, SIGTERM to
-the launcher, SIGSTOP to a rank and SIGCONT a little later, SIGSTOP for good
-(the others name it after comm.timeout_s), and a disk that fills up, a small
-tmpfs that holds the checkpoints. After each one every checkpoint that is there
-is verified. That no sample was lost or repeated follows from equal losses in
-every step, and is checked with the loader's position at the end besides.
+A disturbance is a signal or a full disk. SIGKILL goes to a rank or to the launcher, and
+SIGTERM to the launcher. SIGSTOP goes to a rank, with SIGCONT a little later or for good
+(the others name it after comm.timeout_s). The disk is a small tmpfs that holds the
+checkpoints. After each one every existing checkpoint is verified. Equal losses in every
+step prove that no sample was lost or repeated, which the loader's position at the end
+confirms.
 
 usage: soak.py PROGRAM [--restarts N] [--seed N] [--keep]
 """
@@ -94,7 +94,7 @@ class Run:
             raise Failure(f"exit {code}:\n{self.log.read_text()[-3000:]}")
 
     def losses(self):
-        """By step; of a step that was trained again the last one."""
+        """Returns the losses by step, the last one of a step that was trained again."""
         losses = {}
         for line in (self.output / "metrics.jsonl").read_text().split("\n"):
             # A killed process may leave half a line.
@@ -153,7 +153,7 @@ class SmallDisk:
         self.path = run.output / "checkpoints"
 
     def fill(self):
-        # What is there moves along, so that the run continues from it.
+        # Existing files move along, so that the run continues from them.
         kept = self.path.with_name("kept")
         self.path.mkdir(parents=True, exist_ok=True)
         shutil.copytree(self.path, kept)

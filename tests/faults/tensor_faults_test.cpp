@@ -1,5 +1,5 @@
-// What ranks say of one that dies where it shares layers with another. Each
-// rank is a process.
+// Checks the reports of ranks about one that dies where it shares layers with
+// another. Each rank is a process.
 #include "tests/runtime/tensor_training.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"

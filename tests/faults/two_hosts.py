@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 SKIPPED = 77
-# Ranks and launchers that do not end by themselves are a failure.
+# Ranks and launchers that do not end are a failure.
 LIMIT_S = 120
 TIMEOUT_S = 6
 
@@ -113,8 +113,8 @@ class Hosts:
         ip("-netns", self.names[0], "link", "set", self.cables[0], "down")
 
     def start(self, host, command, variables, log):
-        # A process table and a hostname of its own. --kill-child: nothing of
-        # this host outlives us.
+        # A separate process table and hostname. With --kill-child nothing of this host
+        # outlives the test.
         line = f'hostname {self.hostnames[host]}; exec "$@"'
         environment = {
             name: value
@@ -231,7 +231,7 @@ def check(hosts, folder, program, python, launcher, port):
             lambda: all("is missing" in job.text(rank) for rank in (0, 1)),
         )
         took = time.monotonic() - begin
-        # torchrun's agents have timeouts of their own; only the ranks are ours.
+        # torchrun's agents have their own timeouts, so only the ranks are checked.
         if launcher != "torchrun":
             wait_until("the ranks' end", lambda: None not in job.codes())
             if job.codes() != [1, 1]:

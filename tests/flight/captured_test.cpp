@@ -1,5 +1,5 @@
-// Collectives of a graph: launched by each replay, and as far as the numbers
-// say that the graph writes.
+// Collectives of a graph are launched by each replay, and have progressed as
+// far as the graph's numbers show.
 #include "flatshard/flight/captured.h"
 
 #include <gmock/gmock.h>
@@ -25,13 +25,13 @@ CollectiveSignature gather_of(const std::string& unit) {
 void run(FlightRing& ring, int track, const std::string& unit) {
   const auto ticket = ring.begin(track, gather_of(unit), 1);
   if (ticket.captured) {
-    ring.launched(ticket);  // a graph's stream, which says so
+    ring.launched(ticket);  // a graph's stream, marked as such
   } else {
     ring.completed(ticket);
   }
 }
 
-// A launch of the graph that ends when the test says so.
+// A launch of the graph that ends when the test sets it.
 class Launch {
  public:
   Launch() : stream_(make_stream(at::kCPU, "graph")) {

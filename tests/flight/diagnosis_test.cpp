@@ -170,7 +170,7 @@ TEST(FlightDiagnosis, TheFirstDifferenceIsNamed) {
           HasSubstr("rank 1 issues the collective of another unit at dp #4"),
           HasSubstr("it is in step 7, unit b: all_gather of 64 Float"),
           HasSubstr("ranks 0, 2 in step 7, unit a")));
-  // Of two ranks the second is the other one.
+  // With two ranks the second is the other one.
   const std::vector<RankView> two{with(0, "a", 64), with(1, "a", 128)};
   EXPECT_THAT(
       diagnose(two, 2s).text,
@@ -243,11 +243,11 @@ TEST(FlightDiagnosis, RanksThatTookDifferentPathsAreNamed) {
                     "rank 1 waits in step 7, unit b: all_gather of 64 Float "
                     "(reduce #3); all ranks must run the same units"),
           HasSubstr("output times zero to the loss")));
-  // One is behind the other on both: it is late.
+  // One has queued less than the other on both groups, so it is late.
   views[1].state.tracks[1].num_queued = 3;
   views[0].state.tracks[1].num_queued = 3;
   EXPECT_FALSE(programs_part(views));
-  // A rank of other groups only says nothing.
+  // A rank that is only in other groups proves nothing.
   views[1].state.tracks[1].num_queued = 4;
   views[1].state.tracks[1].group = "another";
   EXPECT_FALSE(programs_part(views));

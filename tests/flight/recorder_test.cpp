@@ -43,7 +43,7 @@ CollectiveSignature signature(std::string unit, std::int64_t numel = 8) {
 // Its abort returns when the test lets it, as NCCL's with a stopped peer.
 class StuckCommunicator : public Communicator {
  public:
-  /// @param began  told when the abort begins; may be null.
+  /// @param began  set when the abort begins; may be null.
   explicit StuckCommunicator(
       std::shared_future<void> let_go,
       std::promise<void>* began = nullptr)
@@ -123,7 +123,7 @@ TEST(FlightRecorder, KeepsTheNewestWithStepUnitAndState) {
   });
 }
 
-// What hangs nowhere is found all the same: equal sizes, another unit.
+// Differences that hang nowhere are also found: equal sizes, another unit.
 TEST(FlightRecorder, SilentDifferencesAreFound) {
   run_ranks(3, [](RankContext& context) {
     const auto flight = recorder(context, {.timeout = 2s});
@@ -240,8 +240,8 @@ TEST(FlightRecorder, AnErrorIsExplainedByTheRankThatCausedIt) {
   });
 }
 
-// The verdict comes all the same, the program is told, and nothing waits for
-// ever for the abort.
+// The verdict still comes, the program gets it, and nothing waits for ever for
+// the abort.
 TEST(FlightRecorder, AnAbortThatHangsHoldsUpNobody) {
   std::promise<void> let_go;
   const auto released = let_go.get_future().share();

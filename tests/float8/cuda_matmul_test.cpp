@@ -6,9 +6,9 @@
 namespace flatshard::float8 {
 namespace {
 
-// Hopper's tensor cores cut sums of FP8 products to 13 bits; without fast
-// accumulation that happens four times, for 32 products each, before the sum
-// of 128 is added in float32: 4 * 2^-13.
+// Hopper's tensor cores cut sums of FP8 products to 13 bits. Without fast
+// accumulation that happens four times, for 32 products each, before the sum of
+// 128 is added in float32: 4 * 2^-13.
 constexpr double kSums = 0x1p-11;
 constexpr double kFastSums = 0x1p-9;
 // Decoded operands whose scales are no powers of two are rounded to bfloat16.
@@ -121,7 +121,7 @@ TEST_F(Float8Matmul, FormatsAndFastAccumulation) {
   }
 }
 
-// dw of tokens that fill no block, into a slot whose rows lie apart.
+// Computes dw of tokens that fill no block, into a slot whose rows have gaps.
 TEST_F(Float8Matmul, WeightGradients) {
   for (const Recipe recipe :
        {Recipe::tensorwise, Recipe::rowwise, Recipe::blockwise_1x128}) {

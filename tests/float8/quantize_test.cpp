@@ -193,7 +193,7 @@ TEST(Quantize, GivenAmaxAndScales) {
   EXPECT_EQ(
       bytes(plane.data)[0][1].item<int>(),
       encode(12345.0F * scale.quantize, Format::e4m3));
-  // What a rank of two would store is what one rank stores.
+  // A rank of two stores the same as one rank.
   const Plane whole = quantize(x, {}, {.axis = Axis::column});
   const at::Tensor both =
       at::maximum(amax_of(x.narrow(0, 0, 32)), amax_of(x.narrow(0, 32, 32)));

@@ -7,7 +7,7 @@
 namespace flatshard {
 namespace {
 
-// Of the empty input, from xxHash's own test vectors.
+// The empty input, from xxHash's own test vectors.
 TEST(Digest, IsXxh3) {
   EXPECT_EQ(digest({}), 0x2d06800538d394c2ULL);
 }

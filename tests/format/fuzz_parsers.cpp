@@ -20,7 +20,7 @@ void parse(std::span<const std::byte> bytes, bool manifest) {
   const Manifest parsed = parse_manifest(
       {reinterpret_cast<const char*>(bytes.data()), bytes.size()},
       "manifest.json");
-  // What is accepted can be written, read again and planned with.
+  // An accepted manifest can be written, read again and planned with.
   if (!(parse_manifest(to_json(parsed), "again") == parsed)) {
     __builtin_trap();
   }

@@ -89,13 +89,13 @@ TEST(HfFolder, SeveralFilesGoThereAndBack) {
         static_cast<std::byte>(spec.name[0]));
   }
   EXPECT_THAT(hf_index_json(files), HasSubstr("\"total_size\": 131"));
-  // A tensor larger than the limit has a file of its own.
+  // A tensor larger than the limit has its own file.
   EXPECT_EQ(plan_hf_files(specs, 10).size(), 4u);
   EXPECT_EQ(plan_hf_files(specs, 1000)[0].name, "model.safetensors");
 }
 
-// As transformers does: the single file first, of an index what it names, of
-// several files the last one by name.
+// transformers has this order: the single file first, then the files that an
+// index names, then the last one by name.
 TEST(HfFolder, TakesWhatTransformersTakes) {
   const TempFolder folder;
   write(folder / "a.safetensors", {{"x", "U8", {1}}, {"y", "U8", {2}}});

@@ -43,7 +43,7 @@ Manifest example() {
   return manifest;
 }
 
-/// What parsing says of the example after `change`.
+/// Returns the error of parsing the example after `change`.
 std::string refused(const std::function<void(json&)>& change) {
   json text = json::parse(to_json(example()));
   change(text);
@@ -123,7 +123,7 @@ TEST(Manifest, RefusesGapsAndOverlaps) {
       }),
       HasSubstr("expected pieces without a common element, got [0:4, 0:3] and "
                 "[0:4, 2:4]"));
-  // As many elements as the tensor has, one of them twice.
+  // The boxes have as many elements as the tensor, one of them twice.
   EXPECT_THAT(
       refused([&](json& m) {
         pieces(m)[1]["start"] = {2, 0};

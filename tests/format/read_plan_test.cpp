@@ -60,7 +60,7 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
          .entry = entry});
   }
   stored.manifest.tensors["weight"]["w"] = tensor;
-  // What the tests make up is what a reader accepts.
+  // A reader accepts the tests' manifests.
   EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
 }
 
@@ -213,7 +213,7 @@ TEST(ReadPlan, ReadsRandomBoxes) {
   }
 }
 
-// What version 1 had as one run is several boxes of one entry.
+// One run of version 1 is several boxes of one entry.
 TEST(ReadPlan, AnEntryMayHoldSeveralPieces) {
   Stored stored;
   write(stored, {1000, 2000});
@@ -287,7 +287,7 @@ TEST(ReadPlan, NamesADamagedBlock) {
     const auto chunks = plan_reads(stored.manifest, std::span(&range, 1));
     read_chunks(stored.folder.path(), stored.manifest, chunks, out, 2);
   };
-  // Who needs other blocks does not notice.
+  // A reader of other blocks does not notice.
   EXPECT_EQ(refused([&] { read(0, 1000); }), "no error");
   EXPECT_EQ(refused([&] { read(1500000, 1600000); }), "no error");
   EXPECT_THAT(
@@ -333,7 +333,7 @@ TEST(ReadPlan, FilesHaveToBeTheManifests) {
       AllOf(HasSubstr("1.safetensors"), HasSubstr("got 3000")));
   std::filesystem::remove(stored.folder / "1.safetensors");
   EXPECT_THAT(check(), HasSubstr("cannot open"));
-  // Who does not need it does not ask.
+  // A reader without need of it does not check it.
   const std::int64_t first = 0;
   check_files(stored.folder.path(), manifest, std::span(&first, 1));
 }

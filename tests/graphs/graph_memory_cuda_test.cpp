@@ -1,4 +1,5 @@
-// What graphs touch and what they hold, on a GPU; without one it skips itself.
+// Measures the memory that graphs touch and hold, on a GPU, and skips itself
+// without one.
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
@@ -98,7 +99,7 @@ TEST_F(GraphMemoryOnGpu, OtherMemoryIsReported) {
   }
 }
 
-// Without a model of its own: regions with dropout, and Llama's.
+// Regions with dropout have no model of their own, and the others are Llama's.
 TEST_F(GraphMemoryOnGpu, ModelsOfTheMatrixAreClean) {
   for (const bool dropout : {false, true}) {
     testing::GraphCase c{.dropout = dropout, .steps = 5, .audit = true};
@@ -143,7 +144,8 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithTheModel) {
   for (int model = 0; model < kMore; ++model) {
     train(/*dim=*/256, /*declared=*/true);
   }
-  // A small segment may hold what lives on; a pool for each would be more.
+  // A small segment may hold memory that stays in use; a pool for each would be
+  // more.
   EXPECT_LT(
       reserved_nbytes(gpu_ranks().device),
       before + (kMore + 1) * stats.nbytes / 2);

@@ -1,7 +1,8 @@
-// Regions as graphs give the bits of eager training: losses and every gradient,
-// with the replays that are expected and nothing that ran eagerly in their
-// place. On CPUs a replay runs the captured function again; everything else is
-// the same. With FLATSHARD_GRAPH_DEVICE=cuda the same cases run on a GPU.
+// Regions as graphs give the bits of eager training. The losses and every
+// gradient are equal, the expected replays happen, and nothing runs eagerly in
+// their place. On CPUs a replay runs the captured function again; everything
+// else is the same. With FLATSHARD_GRAPH_DEVICE=cuda the same cases run on a
+// GPU.
 #include "flatshard/graphs/model_graphs.h"
 #include "tests/graphs/deviations.h"
 
@@ -71,13 +72,13 @@ TEST(Graphs, B65_LaunchesTheSameActions) {
   expect_replays(c, graphs);
 }
 
-// What a program may do besides: the bits stay, and what could not be replayed
-// is counted by its reason.
+// An additional action of a program: the bits stay, and calls that could not be
+// replayed are counted by reason.
 
 struct Deviation {
   const char* name;
   GraphHooks hooks;
-  /// Of the fallback that it causes; null: none.
+  /// The reason of the fallback that it causes, or null.
   const char* reason = nullptr;
   /// The step needs slots that the plan has no place for, so another plan is
   /// made; or memory that regions shared is a user's.
@@ -264,8 +265,8 @@ TEST(Graphs, HooksOnUnitsRunEveryStep) {
   expect_replays(c, run);
 }
 
-// What a forward does depends on train() and eval(): a recording is of what the
-// warm-up had, and a call with other modes is none of its replays.
+// A forward depends on train() and eval(): a recording is made with the
+// warm-up's modes, and a call with other modes is none of its replays.
 TEST(Graphs, B55_ModesOfModulesAreThoseOfTheWarmUp) {
   testing::run_ranks(1, [](const testing::RankContext& context) {
     testing::FactorModel model(8, at::full({8}, 0.5), /*declared=*/true);

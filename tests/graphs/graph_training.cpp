@@ -90,7 +90,7 @@ class GraphBlockImpl : public nn::Module {
 };
 FLATSHARD_MODULE(GraphBlock);
 
-// With dropout; models::Llama has none.
+// A model with dropout, which models::Llama lacks.
 class GraphModelImpl : public nn::Module {
  public:
   GraphModelImpl(bool recompute, std::optional<at::Generator> generator) {
@@ -428,7 +428,7 @@ std::vector<GraphCase> pairwise(const std::vector<GraphCase>& all) {
       missing.erase(pair);
     }
     chosen.push_back(*best);
-    // 1, 2 and 4 ranks by turns; two of them as HSDP.
+    // Alternating 1, 2 and 4 ranks, with two of them as HSDP.
     const std::int64_t world = std::int64_t{1} << (chosen.size() % 3);
     chosen.back().mesh = {world};
     chosen.back().max_delay_us = world > 1 ? 100 : 0;

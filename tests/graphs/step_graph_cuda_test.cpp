@@ -1,6 +1,6 @@
 // The whole matrix of step_graph_test.cpp on GPUs, one rank for each; without a
 // GPU it skips itself. With one GPU, scripts/share_gpu lets two ranks share it,
-// and --gtest_filter='Pairs/*:*OnGpus*' leaves out what says little more.
+// and --gtest_filter='Pairs/*:*OnGpus*' leaves out the cases that add little.
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
@@ -129,7 +129,7 @@ TEST_F(StepGraphOnGpus, B55_EagerWorkBetweenReplays) {
   }
 }
 
-// The outer axis has a stream and a communicator of its own.
+// The outer axis has a separate stream and communicator.
 TEST_F(StepGraphOnGpus, Hsdp) {
   const int world = gpu_ranks().world();
   if (world % 2 != 0) {

@@ -1,7 +1,7 @@
 // Steps as one graph give the bits of eager training: losses and every
-// gradient, with a replay in each step behind the warm-up. On CPUs a replay
-// runs the recorded step again and puts the host back to where it was, so what
-// a replay leaves on the host is what the capture kept.
+// gradient, with a replay in each step after the warm-up. On CPUs a replay runs
+// the recorded step again and then restores the host's state. So the host's
+// state after a replay is the one that the capture kept.
 #include "flatshard/comm/collective_log.h"
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/model_graphs.h"
@@ -75,14 +75,14 @@ TEST(StepGraph, GathersFromPostForwardShards) {
   check_case({.mesh = {4}, .microbatches = 2, .post_forward_ranks = 2});
 }
 
-// What a program may do between two steps: the bits stay, and what could not be
-// replayed is counted by its reason.
+// An action of a program between two steps: the bits stay, and steps that could
+// not be replayed are counted by reason.
 
 struct StepDeviation {
   const char* name;
   GraphHooks hooks;
   const char* reason = nullptr;  ///< of the fallback; null: none
-  int eager_steps = 0;           ///< behind the warm-up
+  int eager_steps = 0;           ///< after the warm-up
   int captures = 1;
   bool dropout = false;
   /// Where weights rest whole they are gathered already, which means nothing
@@ -282,12 +282,12 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(step_deviations()),
     testing::kCaseName);
 
-// What may not be in a step: its capture fails, which says why, and steps stay
-// eager.
+// Something that a step may not have: its capture fails with the reason, and
+// steps stay eager.
 
 struct BadStep {
   const char* name;
-  /// Behind the backward, while a step is recorded.
+  /// Runs after the backward, while a step is recorded.
   std::function<void(GraphTraining& training, const at::Tensor& loss)> behind;
   const char* reason;
 };
@@ -326,7 +326,7 @@ TEST_P(BadSteps, StayEager) {
     StepGraph graph(training.shared_runtime(), [&](const nn::TensorList&) {
       const at::Tensor loss = training.forward(calls, 0);
       loss.backward();
-      if (++calls == 3) {  // the step behind the warm-up
+      if (++calls == 3) {  // the step after the warm-up
         bad.behind(training, loss);
       }
       return nn::TensorList{loss};

@@ -20,7 +20,7 @@ using float8::Recipe;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// What one rank has at first, and after the main weights were doubled.
+// The state of one rank at first, and after the main weights were doubled.
 struct Reference {
   Bytes first;
   Bytes doubled;
@@ -50,7 +50,7 @@ void expect_planes_of_one_rank(
       std::ostringstream what;
       what << name_of(formats()[f]) << " " << c;
       const Bytes first = gathered(*group);
-      // As a loader does it.
+      // Writes as a loader does.
       const auto stream = current_stream(at::kCPU);
       WeightWrite write({group.get()}, *stream);
       group->weights().main().local().mul_(2.5);

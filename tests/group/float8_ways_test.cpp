@@ -1,4 +1,5 @@
-// Other ways of FP8 planes into a slot than an all-gather of what rests.
+// FP8 planes may reach a slot by other transfers than an all-gather of the
+// stored planes.
 #include "flatshard/group/weight_write.h"
 #include "tests/group/float8_groups.h"
 

@@ -37,7 +37,8 @@ std::string to_string(const GradientPipeline::Reduction& r) {
          (r.adds.reduced ? " + reduced" : "");
 }
 
-// Of two microbatches that reduce, or of which the first accumulates (no_sync).
+// Returns the paths of two microbatches that reduce, or of which the first
+// accumulates (no_sync).
 std::vector<std::string> paths(const GroupCase& c, bool accumulates) {
   std::vector<std::string> paths;
   run_ranks(c.world(), [&](RankContext& context) {

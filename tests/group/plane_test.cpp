@@ -184,7 +184,7 @@ TEST(Codec, EncodesAndDerivesPartByPartWhatTheWholeHas) {
       std::vector<at::Tensor> slots;
       for (const Plane& plane : c.planes) {
         const std::int64_t nbytes = plane.empty() ? 0 : plane.part(part).nbytes;
-        // What was there before is no matter.
+        // Earlier contents do not matter.
         slots.push_back(at::full({nbytes}, 0x55, at::kByte));
         if (plane.stored()) {
           c.codec->encode(plane, part, c.main, slots.back());

@@ -72,7 +72,7 @@ TEST(PostForwardShard, NeighboursHaveAllSlices) {
         shard->gather(slice, gathered);
         EXPECT_TRUE(gathered.equal(whole));
         EXPECT_TRUE(whole.equal(at::arange(n, at::kFloat)));
-        // What comes is what the neighbours hold, and nothing of others.
+        // The result is the neighbours' data, and nothing of others.
         slice.fill_(context.rank);
         shard->gather(slice, gathered);
         EXPECT_EQ(

@@ -57,7 +57,7 @@ at::Tensor gradient(
   return flat.to(dtype);
 }
 
-// What one rank holds of a whole flat tensor, by its shards.
+// Checks one rank's part of a whole flat tensor, by its shards.
 void expect_grad(const ParamGroup& group, const at::Tensor& whole) {
   const at::Tensor& local = group.gradients().reduced().local();
   const at::Tensor covered = at::zeros({local.numel()});
@@ -200,8 +200,8 @@ TEST(Division, OtherDtypesAreAveragedUnlessOnlySumsAreAskedFor) {
   EXPECT_EQ(sum.at_rest, 1);
 }
 
-// 40000 + 40000 is more than float16 holds: the sum over ranks, and that of one
-// rank's microbatches.
+// 40000 + 40000 is more than float16 holds: the sum over ranks, and the sum of
+// one rank's microbatches.
 TEST(Reduction, LargeFloat16GradientsDoNotOverflow) {
   for (const double divisor : {0.0, 2.0}) {  // 0: the mean
     run_ranks(2, [&](RankContext& context) {
@@ -260,7 +260,7 @@ TEST(Reduction, OnlySumsOnTheWireAreDividedAfterwards) {
   });
 }
 
-// Its gradient rests in the dtype of the wire.
+// Makes a group whose gradient is stored in the dtype of the wire.
 std::unique_ptr<ParamGroup> make_narrow_group(
     RankContext& context,
     double grad_divisor) {
@@ -274,7 +274,7 @@ std::unique_ptr<ParamGroup> make_narrow_group(
       /*grads_in_reduce_dtype=*/true);
 }
 
-// Experts' gradients, whose divisor no collective knows.
+// Experts' gradients have a divisor that no collective has.
 TEST(Reduction, B41_ADivisorLeavesAGradientNarrow) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_narrow_group(context, /*grad_divisor=*/4);

@@ -20,8 +20,8 @@ std::int64_t num_fences(const CollectiveLog& log) {
   });
 }
 
-// After an evaluation, say, in whose gathers peers copied and no reduction
-// came.
+// This state follows an evaluation, in whose gathers peers copied and no
+// reduction came.
 TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
   run_ranks(2, [](RankContext& context) {
     context.log = std::make_shared<CollectiveLog>();
@@ -90,7 +90,7 @@ TEST(WeightWrite, EachOneIsAVersionThatTheOtherPlanesHave) {
     EXPECT_TRUE(compute.eq(3).all().item<bool>());
     EXPECT_FALSE(weights.adopt_foreign_writes());
 
-    // What others wrote is taken before: it has a version of its own.
+    // Others' writes are taken before, since the plane has its own version.
     weights.main().local().fill_(4);
     version = weights.version();
     try {

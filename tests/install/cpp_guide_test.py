@@ -60,7 +60,7 @@ for page, at_least in (
 
 
 def run(*arguments):
-    """What the program says of its run: first and last step, ranks, losses."""
+    """Returns the program's report of its run: first and last step, ranks, losses."""
     done = subprocess.run(
         [program, *arguments], capture_output=True, text=True, timeout=120
     )
@@ -136,7 +136,7 @@ said = re.fullmatch(
     r"100 steps, (\d+) of them replays: loss ([\d.]+) -> ([\d.]+)\n", done.stdout
 )
 assert said, done.stdout
-# Behind a warm-up of three steps.
+# After a warm-up of three steps.
 assert int(said[1]) == 97, done.stdout
 assert float(said[3]) < 0.5 * float(said[2]), done.stdout
 
@@ -148,10 +148,10 @@ for arguments in ([], ["plain"]):
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"60 steps: loss [\d.]+ -> [\d.]+\n", done.stdout), done.stdout
     said.append(done.stdout)
-# To the last bit.
+# Bitwise identical.
 assert said[0] == said[1], said
 
-# Ranks that share layers: the printed digits are those of one rank.
+# Ranks that share layers print the same digits as one rank.
 said = []
 for ranks in ("1", "2", "4"):
     done = subprocess.run(
@@ -164,7 +164,7 @@ assert len(said[0]) == 6 and said[0][4] < said[0][1], said
 # Sums of float32 in another order, and four printed digits.
 assert all(abs(a - b) < 5e-4 for row in said for a, b in zip(row, said[0])), said
 
-# What README.md quotes, on two ranks.
+# The example that README.md quotes, on two ranks.
 job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 ranks = [
     subprocess.Popen(

@@ -13,13 +13,13 @@ if grep -rF "$build" "$work"/prefix/lib*/cmake/flatshard/flatshardTargets*; then
   echo "expected no path of the build folder in the installed targets"
   exit 1
 fi
-# The program finds torch's libraries, also those of a .venv inside the checkout.
+# The program finds torch's libraries, also in a .venv inside the checkout.
 if [ -x "$work/prefix/bin/flatshard" ]; then
   env -u LD_LIBRARY_PATH "$work/prefix/bin/flatshard" --version
 fi
 "$cmake" -S "$example" -B "$work/build" -G Ninja \
   -DCMAKE_PREFIX_PATH="$work/prefix"
-# Another torch than that of the libraries is refused.
+# Another torch than the libraries' raises an error.
 mkdir -p "$work/torch/lib"
 touch "$work/torch/lib/libtorch_cpu.so"
 echo "__version__ = '2.12.0'" >"$work/torch/version.py"

@@ -1,4 +1,4 @@
-"""What decides which torch, nvcc and CUDA code an installation has, without torch and
+"""Tests the choice of torch, nvcc and CUDA code of an installation, without torch and
 without a compiler: torch_fit.py, cuda_choice.py and wheel_metadata.py.
 
 usage: installing_test.py
@@ -128,7 +128,7 @@ class CudaChoice(Folder):
         self.assertFalse(self.decide().build)
         places = (
             "normal/nvidia/cu13/bin",  # pip's isolated build
-            "site/nvidia/cu13/bin",  # beside torch
+            "site/nvidia/cu13/bin",  # next to torch
             ".cuda-13.0/nvidia/cu13/bin",  # scripts/bootstrap
             "toolkit/bin",
         )
@@ -153,7 +153,7 @@ class CudaChoice(Folder):
                 self.decide(wish, torch=torch)
 
     def test_installs_once_and_wholly(self):
-        """With a pip that does what it is told, and one that fails."""
+        """Runs with a pip that does its work, and one that fails."""
         package = self.torch("2.11.0+cu130", "13.0")
         place = self.nvcc("pip_has", "13.0")
         python = self.folder / "python"
@@ -182,14 +182,15 @@ class CudaChoice(Folder):
         )
         self.assertIn("installing it into", install(works))
         self.assertIn("nvidia-nvvm==13.0.*", (self.folder / "asked").read_text())
-        self.assertEqual(install("exit 1"), "")  # it is there
+        self.assertEqual(install("exit 1"), "")  # it exists
 
 
 class BuildBackend(Folder):
-    """What pip asks before it builds."""
+    """Tests the answers that pip gets before it builds."""
 
     def requires(self, compiler, headers=None, **env):
-        """With a compiler that finds no header but `headers`."""
+        """Returns the requirements with a compiler that finds no header but
+        `headers`."""
         program = self.folder / "compiler"
         folder = headers or self.folder / "empty"
         folder.mkdir(exist_ok=True)

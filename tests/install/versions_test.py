@@ -1,5 +1,5 @@
-"""The version stands in pyproject.toml, and everything that says it says the same;
-so does the range of torch's versions that were tried.
+"""The version is in pyproject.toml, and every other place has the same; so has the
+range of torch's versions that were tried.
 
 usage: versions_test.py BUILD_FOLDER     with PYTHONPATH at its python/
 """
@@ -37,7 +37,7 @@ least, above = re.search(
 
 
 def configure(torch_version):
-    """What CMake says of a torch of this version."""
+    """Returns CMake's output for a torch of this version."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "version.py").write_text(f"__version__ = '{torch_version}'\n")

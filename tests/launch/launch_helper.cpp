@@ -44,13 +44,13 @@ int run_rank(const std::string& mode) {
     }
     wait_for_a_signal();
   } else if (mode == "report") {
-    // All fail at once; who may report says so.
+    // All fail at once, and the one that may report does.
     if (flatshard::claim_failure_report()) {
       say("reported");
     }
     return 5;
   } else if (mode == "patient") {
-    // Rank 0 knows only that a peer is gone, rank 1 knows why.
+    // Rank 0 only sees that a peer is gone, while rank 1 has the reason.
     if (rank == 0) {
       const bool mine = flatshard::claim_failure_report(60000);
       say(mine ? "rank 0 reported" : "rank 0 was silent");
@@ -112,7 +112,7 @@ int run_rank(const std::string& mode) {
     }
     say("ended");
   } else if (mode == "hung_up") {
-    // Says which signals come, until SIGTERM.
+    // Prints which signals come, until SIGTERM.
     static volatile std::sig_atomic_t came[NSIG] = {};
     sigset_t set;
     sigset_t none;

@@ -191,7 +191,7 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
                 "its last message: [rank 1/2] error: no data left\n"
                 "  rank  step\n  1     7\n"));
   EXPECT_THAT(result.errors, HasSubstr("[rank 1] warning: from a library\n"));
-  // It says its rank itself, and once is enough.
+  // It prints its rank itself, and once is enough.
   EXPECT_THAT(
       result.errors,
       AllOf(
@@ -214,7 +214,7 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
           HasSubstr("its last message: terminate called after throwing\n")));
 }
 
-// What a run may leave behind: processes that carry its tag, files in its
+// The possible remains of a run: processes that carry its tag, files in its
 // TMPDIR, shared memory, its port.
 class Traces {
  public:

@@ -121,8 +121,8 @@ void check_segments(const FlatLayout& layout, std::int64_t alignment) {
   ASSERT_EQ(local_offset, layout.shard_numel());
 }
 
-/// Each tensor's pieces over all shards are its elements in order, cut only
-/// between granules, and lie where the shard's flat range says.
+/// Each tensor's pieces over all shards are its elements in order. They are cut
+/// only between granules and have the places of the shard's flat range.
 void check_pieces(const FlatLayout& layout, std::int64_t count) {
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
     const TensorSpec& spec = layout.spec(i);

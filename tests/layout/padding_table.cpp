@@ -1,6 +1,6 @@
 // Prints how much each granularity pads, as the Markdown table of
-// docs/internals/padding.md. With `--check FILE` it fails unless FILE holds
-// that table.
+// docs/internals/padding.md. With `--check FILE` it fails unless FILE has that
+// table.
 #include "tests/layout/padding_cases.h"
 
 #include <fmt/format.h>

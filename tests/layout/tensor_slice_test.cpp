@@ -122,8 +122,7 @@ TEST(TensorSlice, WhatCannotBeIsRefused) {
       });
 }
 
-/// What a rank's tensor holds, element by element: flat indices of the larger
-/// tensor.
+/// Returns the elements of a rank's tensor: flat indices of the larger tensor.
 std::vector<std::int64_t> elements_of_slice(
     const std::vector<std::vector<std::int64_t>>& indices,
     const Shape& whole) {

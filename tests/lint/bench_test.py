@@ -1,5 +1,5 @@
 """Each script of bench/ shows its options, and each command that a page or a docstring
-names has options that the script knows. Nothing is measured."""
+names has options that the script accepts. Nothing is measured."""
 
 import contextlib
 import functools
@@ -135,7 +135,7 @@ class BenchTest(unittest.TestCase):
         program = (
             "from harness.peers import shard_function; shard_function('flatshard')"
         )
-        # As `python3 bench/script.py` does: its folder is the first of the path.
+        # `python3 bench/script.py` does the same: its folder is the first of the path.
         program = f"import sys; sys.path[0] = {str(BENCH)!r}; {program}"
         line = [sys.executable, "-c", program]
         done = subprocess.run(line, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""scripts/check_layers finds what it is there to find."""
+"""scripts/check_layers finds each kind of break."""
 
 import importlib.machinery
 import importlib.util

@@ -1,4 +1,4 @@
-"""What pages name is there: files, links, and a glossary that one can read.
+"""Everything that pages name exists: files, links, and a readable glossary.
 
 usage: docs_test.py
 """
@@ -246,7 +246,7 @@ class Docs(unittest.TestCase):
                 self.assertTrue(named <= card["measured"].keys(), path)
 
     def test_docs_have_at_most_forty_thousand_words(self):
-        # As `wc -w` counts.
+        # The words that `wc -w` counts.
         pages = (path.read_text() for path in (ROOT / "docs").rglob("*.md"))
         self.assertLessEqual(sum(len(page.split()) for page in pages), 40_000)
         readme = (ROOT / "README.md").read_text()

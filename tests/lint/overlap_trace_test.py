@@ -11,7 +11,8 @@ COMPUTE, EXCHANGE = 7, 20
 
 
 def trace(*work):
-    """Of (step, when it was queued, stream, when it ran, how long): microseconds."""
+    """Returns a trace of (step, when it was queued, stream, when it ran, how long):
+    microseconds."""
     events = []
     for i, (step, queued, stream, begin, length) in enumerate(work):
         is_copy = stream == EXCHANGE
@@ -46,7 +47,7 @@ def run(content, *options):
         )
 
 
-# The first one has no other microbatch beside it. The second meets the backward of
+# The first one overlaps no other microbatch. The second meets the backward of
 # microbatch 0, the third only compute of its own, the last one nothing.
 done = run(
     trace(

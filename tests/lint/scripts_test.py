@@ -1,5 +1,5 @@
-"""What the scripts say when something is missing: one line, a status that is not 0,
-and nothing that the next call would trip over."""
+"""The scripts report a missing part with one line and a status that is not 0, and leave
+nothing that the next call would trip over."""
 
 import hashlib
 import os
@@ -104,7 +104,7 @@ class Scripts(unittest.TestCase):
         self.make_venv()
         self.assertEqual(self.call("scripts/bootstrap")[0], 0)
         shutil.rmtree(self.root / ".venv/lib/python3/site-packages/torch")
-        # What a whole `python3 -m venv` would take seconds for.
+        # A whole `python3 -m venv` would take seconds.
         self.program("bin/python3", 'mkdir -p "$3/bin"; exit 1')
         for _ in range(2):
             said = self.expect("'python3 -m venv .venv' failed", "scripts/bootstrap")
@@ -136,7 +136,8 @@ class Scripts(unittest.TestCase):
         self.assertIn("x.cpp:1: error: no", said)
 
     def demo(self, *arguments, gpus=0, cuda="13.0", **environment):
-        """What `scripts/demo` calls `flatshard train` with, on a machine with `gpus`."""
+        """Returns the arguments of `scripts/demo` for `flatshard train`, on a machine
+        with `gpus`."""
         if not (self.root / ".venv").exists():
             self.make_venv()
         self.program(

@@ -142,7 +142,7 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
           ErrorCode::config),
       file + ": expected the architecture LlamaForCausalLM, got "
              "MistralForCausalLM");
-  // Without its head or with another one it is the same model.
+  // The model is the same without its head or with another one.
   for (const char* other : {"LlamaModel", "LlamaForSequenceClassification"}) {
     EXPECT_NO_THROW(from_hf_json(
         write(llama_json(fmt::format(R"(, "architectures": ["{}"])", other)))));

@@ -142,7 +142,7 @@ TEST_F(FamilyConfigs, Phi3) {
   // sqrt(1 + ln(32) / ln(4096))
   EXPECT_NEAR(longer.rope_scaling->attention_factor, 1.1902380714, 1e-9);
   EXPECT_EQ(read(to_hf_json(longer, "bfloat16")), longer);
-  // What transformers would not read is not written.
+  // A model that transformers would not read is not written.
   EXPECT_THAT(
       refusal(mini + R"(, "rope_scaling": {"rope_type": "linear",
               "factor": 2.0}})"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What `flatshard export` writes is what transformers' users expect.
+"""The files of `flatshard export` are the ones that transformers' users expect.
 
 Exports of runs on bytes, on a corpus of a tokenizer.json, and of runs that began from
 a Hugging Face folder with a chat template: AutoTokenizer and AutoModelForCausalLM load
@@ -88,7 +88,7 @@ def load_and_generate(folder):
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     text = tokenizer.decode(out[0], skip_special_tokens=True)
     expect(text.startswith("the cat"), f"{folder.name}: generated {text!r}")
-    # Of nothing but the token that begins a text.
+    # The prompt is only the token that begins a text.
     expect(model.generate(max_new_tokens=2).shape[0] == 1, f"{folder.name}: no prompt")
     return tokenizer, model
 
@@ -141,7 +141,7 @@ def try_tokenizer_json(program, folder):
     expect(loaded.eos_token == "<|endoftext|>", f"tokenizer.json: {loaded.eos_token}")
     expect(loaded.bos_token == "<|begin|>", f"tokenizer.json: {loaded.bos_token}")
     expect(model.config.bos_token_id == 1, "tokenizer.json: bos of config.json")
-    # And by the program, with the Python that it is told of.
+    # The program generates as well, with the Python that it gets.
     arguments = ["generate", "--run", out, "--prompt", "the cat", "--device", "cpu"]
     said = run(program, *arguments, "--max-new-tokens", 3)
     expect("the cat" in said, f"generate: {said}")

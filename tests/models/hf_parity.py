@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Every family here and in transformers: the same loss, logits and gradients.
 
-With the transformers that is installed, 4.57 or 5.17. transformers makes a small random
+Runs with the installed transformers, 4.57 or 5.17. transformers makes a small random
 model of each family, and saves it in several files. `flatshard train` starts from each
 folder (model.init_from) on two ranks and takes one step with learning rate zero on a
 corpus of one sequence. Its loss and the norm of every gradient have to be those that
-transformers computes. LOGITS_PROGRAM (build/tests/llama_logits) gives the logits and the
-gradients' elements on one rank. `flatshard export` then writes a folder that transformers
-loads, with identical logits, and whose tensors are byte for byte those that it began with.
-Both continue the sequence by the same tokens.
+transformers computes. LOGITS_PROGRAM (build/tests/llama_logits) gives the logits and
+the gradients' elements on one rank. `flatshard export` then writes a folder that
+transformers loads, with identical logits, and whose tensors are byte for byte those
+that it began with. Both continue the sequence by the same tokens.
 
 With --gpu instead: the models that route no tokens, wider, answer in bfloat16 on a GPU.
-The logits of LOGITS_PROGRAM and those of transformers are both compared with transformers'
-in float32 on the CPU, from the same weights; ours may be as far from them as theirs, see
+The logits of LOGITS_PROGRAM and of transformers are both compared with transformers' in
+float32 on the CPU, from the same weights. Ours may be as far from them as theirs, see
 BF16_FACTOR.
 
 Exits with 77 (skipped) without transformers, and with --gpu without a GPU.
@@ -34,11 +34,11 @@ SKIPPED = 77
 SEQ_LEN = 96
 # float32 sums in another order, relative to the largest gradient norm.
 TOLERANCE = 1e-5
-# Both sides round the same values to bfloat16 at nearly the same places, so
-# their errors are random with the same variance. Ours rounds at fewer places
-# (norm with residual and SwiGLU are one kernel each) and sums matrix products
-# in another order; half as much again is room for where it does so, and the
-# error of another formula is many times as large.
+# Both sides round the same values to bfloat16 at nearly the same places, so their
+# errors are random with the same variance. Ours rounds at fewer places (norm with
+# residual and SwiGLU are one kernel each) and sums matrix products in another order.
+# Half as much again is room for that, and the error of another formula is many times as
+# large.
 BF16_FACTOR = 1.5
 # A logit is rounded itself: by half a unit of eight bits, at most.
 BF16_UNIT = 2.0**-9
@@ -257,7 +257,8 @@ def save_model(model, folder, version_5):
 
 
 def gradients(model):
-    """Of transformers' model, by the names on disk: one for each expert.
+    """Returns the gradients of transformers' model, by the names on disk: one for each
+    expert.
 
     In memory transformers 4 has them so; 5 has one tensor of all experts.
     """
@@ -292,7 +293,7 @@ POST_NORMS = [
     (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
     (".post_feedforward_layernorm.", ".mlp.post_norm."),
 ]
-# What parts of names on disk are called here.
+# Flatshard's names for parts of names on disk.
 RENAMES = {
     "mixtral": [(".block_sparse_moe.", ".mlp.")],
     "olmo2": POST_NORMS,
@@ -390,7 +391,7 @@ def change_weights(model):
             if parameter.dim() > 1:
                 parameter.mul_(3)
                 continue
-            # Of norms before layers, whether they begin with ones or with zeros.
+            # Norms before layers may begin with ones or with zeros.
             larger = 2 if "norm" in name and "_norm." not in name else 0
             parameter.add_(larger + 0.2 * torch.randn_like(parameter))
 
@@ -588,7 +589,7 @@ def main():
             if not arguments.gpu:
                 try_case(program, logits_program, folder, data, name, options)
             elif name not in ("mixtral", "phi3_longrope") and "moe" not in name:
-                # A token whose experts change says nothing of rounding, and
+                # A token whose experts change proves nothing about rounding, and
                 # longrope has factors for one size of heads.
                 try_logits(logits_program, device, folder, name, options)
 

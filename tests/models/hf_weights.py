@@ -2,11 +2,11 @@
 """Which weights a run begins with, compared with what transformers loads.
 
 transformers writes a small Llama, and each case changes the folder as users' folders
-are changed: buffers that older versions saved, an index beside the single file, a
-head that is stored although it is tied, no head, other dtypes. `flatshard train`
-begins with it (model.init_from) and takes one step with learning rate zero, so its
-model.safetensors holds what it began with. Those tensors are the ones that
-transformers loads from the same folder.
+are changed: buffers that older versions saved, an index next to the single file, a head
+that is stored although it is tied, no head, other dtypes. `flatshard train` begins with
+it (model.init_from) and takes one step with learning rate zero, so its
+model.safetensors holds what it began with. Those tensors are the ones that transformers
+loads from the same folder.
 
 Exits with 77 (skipped) without transformers.
 

@@ -1,4 +1,4 @@
-// What a model of a Hugging Face folder answers, for hf_parity.py.
+// Prints the answers of a model from a Hugging Face folder, for hf_parity.py.
 //
 // usage: llama_logits FOLDER TOKENS OUT DEVICE DTYPE [GRADIENTS]
 //   FOLDER  config.json and files of weights

@@ -105,7 +105,7 @@ INSTANTIATE_TEST_SUITE_P(
             ActivationCheckpoint::full,
             {.aux_loss = 0.5, .z_loss = 0.1}}));
 
-// As LlamaModel's: 2 layers of some 12 roundings on a path.
+// The tolerance of LlamaModel's tests: 2 layers of some 12 roundings on a path.
 TEST_P(MoeModel, LossLogitsAndGradientsMatchPlainTorch) {
   const MoeCase& c = GetParam();
   Llama model = make_moe(
@@ -257,7 +257,7 @@ TEST(MoeRouting, ForcedBalanceFitsEachBatch) {
   Llama model = make_moe(shape_of("mixtral"), {.moe = {.force_balance = true}});
   auto& router = *model->routers()[0].router;
   {
-    // What it keeps of this is for graphs, too.
+    // The state that it keeps of this is for graphs, too.
     const c10::InferenceMode inference;
     router.forward(at::ones({6, router.parameters()[0].size(1)}), nullptr);
   }

@@ -3,12 +3,12 @@
 
 transformers makes a small random model of each family and peft an adapter of it whose A
 and B are both random. `flatshard train` starts from both folders (model.init_from,
-lora.init_from_adapter) on two ranks and takes one step of plain SGD with learning rate 1,
-so that what the adapter changed by is its gradient. Loss and gradients have to be those
+lora.init_from_adapter) on two ranks. It takes one step of plain SGD with learning rate
+1, so that the adapter's change is its gradient. Loss and gradients have to be those
 that transformers and peft compute in float32. peft then loads the adapter that the run
-wrote. Its logits have to be those of the folder that `flatshard export --merge` writes.
-A second run begins with an adapter that Flatshard initialized and has learning rate 0.
-With its adapter, peft has the logits of the base.
+wrote. Its logits have to equal the logits of the folder that `flatshard export --merge`
+writes. A second run begins with an adapter that Flatshard initialized and has learning
+rate 0. With its adapter, peft has the logits of the base.
 
 Exits with 77 (skipped) without transformers or peft.
 
@@ -64,7 +64,7 @@ interval = 1
 
 ALL = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 ATTENTION = "q_proj, v_proj"
-# Of each family one case, with the targets of peft and of Flatshard.
+# One case of each family, with the targets of peft and of Flatshard.
 TARGETS = {
     "grouped": (ALL.split(), "all-linear"),
     "llama_biases": (["q_proj", "down_proj"], "q_proj, down_proj"),

@@ -58,7 +58,7 @@ TEST(Sample, TopPDrawsAmongTheLikeliestThatAddUpToIt) {
   EXPECT_EQ(drawn_shares({.top_p = 0.6}), (std::vector<int>{375, 0, 625}));
   EXPECT_EQ(drawn_shares({.top_p = 0.79}), (std::vector<int>{375, 0, 625}));
   EXPECT_EQ(drawn_shares({.top_p = 0.9}), (std::vector<int>{300, 200, 500}));
-  // Of the two that top_k keeps, the first has 0.625.
+  // top_k keeps two, of which the first has 0.625.
   EXPECT_EQ(
       drawn_shares({.top_k = 2, .top_p = 0.6}),
       (std::vector<int>{0, 0, 1000}));

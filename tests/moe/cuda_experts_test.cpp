@@ -30,7 +30,7 @@ class CudaExperts : public ::testing::Test {
   at::Generator generator_ = at::make_generator<at::CPUGeneratorImpl>(17);
 };
 
-// As CudaKernels: fast exponentials, sums of up to 1024 terms in trees.
+// See CudaKernels: fast exponentials, sums of up to 1024 terms in trees.
 constexpr double kCudaTolerance = 0x1p-17;
 
 TEST_F(CudaExperts, RouterMatchesTheCpu) {
@@ -121,7 +121,7 @@ TEST_F(CudaExperts, SortAndRowsMatchTheCpu) {
   }
 }
 
-// Rows behind the last end hold NaN: who reads them shows it.
+// Rows after the last end hold NaN, which shows in results that read them.
 TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
   struct Case {
     std::vector<std::int32_t> counts;

@@ -94,7 +94,7 @@ TEST(Permutations, M3_RowsAndSumsAreEachOthersGradients) {
       EXPECT_TRUE(at::equal(rows[r], x[p.order[r].item<std::int64_t>() / 3]));
     }
     at::Tensor g = at::randn({60, 6}, seeded(4)).to(dtype);
-    // Of rows that were dropped nobody may read the gradient.
+    // Nobody may read the gradient of rows that were dropped.
     g.slice(0, kept).fill_(std::nan(""));
     rows.backward(g);
     const at::Tensor sum = sum_rows_of_tokens(g, p);
@@ -131,7 +131,7 @@ TEST(Permutations, ADroppedPairsWeightHasNoGradient) {
       at::tensor({20.F, 0.F, 10.F, 0.F}).view({2, 2})));
 }
 
-// Of a batch of sequences: its shape stays.
+// A batch of sequences keeps its shape.
 TEST(Permutations, SumsHaveTheShapeOfTheFirstAddend) {
   const at::Tensor experts = int_tensor({1, 0, 0, 1, 2, 0, 1, 2}).view({4, 2});
   const Permutation p = sort_by_expert(experts, int_tensor({3, 3, 2}));
@@ -169,7 +169,7 @@ TEST(Permutations, WeightsOfPairsThatAllHaveRows) {
   EXPECT_TRUE(at::equal(permute_weights(gradients[1], p), dy));
 }
 
-// Counts of groups: balanced, some empty, all in one, one row, with rows behind
+// Counts of groups: balanced, some empty, all in one, one row, with rows after
 // the last end.
 struct Rows {
   const char* name;

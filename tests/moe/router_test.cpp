@@ -163,7 +163,7 @@ TEST(Router, CapacityKeepsTheHeaviestTokensOfAnExpert) {
       at::equal(left.experts, ints({3, 1, 0, 3, 3, 2, 0, 1}).view({4, 2})));
   EXPECT_TRUE(at::equal(left.counts, ints({2, 2, 1})));
   EXPECT_TRUE(at::equal(left.weights, routing.weights));
-  // Of equal weights the earlier token stays.
+  // Among equal weights the earlier token stays.
   const Routing tie{
       .experts = ints({0, 0, 0}).view({3, 1}),
       .weights = at::ones({3, 1}),

@@ -222,7 +222,7 @@ TEST_P(AdapterTest, BehindANorm) {
   }
 }
 
-// As in the first block of a model whose embedding is frozen.
+// This occurs in the first block of a model whose embedding is frozen.
 TEST_P(AdapterTest, BehindAFrozenNormOfAnInputThatNeedsNoGradient) {
   RmsNorm norm(7);
   materialize(*norm, device(), at::kFloat, random_fill());

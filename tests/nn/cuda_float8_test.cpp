@@ -6,8 +6,8 @@
 #include "flatshard/nn/rms_norm_rows.h"
 #include "float8_oracles.h"
 
-// Fused kernels: the planes are bit for bit those of the values that the plain
-// kernels store, and near float32. Skips itself without a GPU.
+// Fused kernels give planes that equal, bit for bit, the planes of the values
+// that the plain kernels store, and near float32. Skips itself without a GPU.
 namespace flatshard::nn {
 namespace {
 

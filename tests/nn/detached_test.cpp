@@ -1,4 +1,4 @@
-// A forward in pieces, each with a backward of its own.
+// A forward in pieces, each with its own backward.
 #include "flatshard/nn/detached.h"
 
 #include "flatshard/core/error.h"
@@ -57,7 +57,7 @@ struct ToyStack {
   }
   static at::Tensor input(int m) { return values(100 + m, {kRows, kDim}); }
 
-  // Without cuts.
+  // Returns the loss without cuts.
   double plain(int m) const {
     at::Tensor h = input(m);
     for (const ToyLayer& layer : layers) {
@@ -69,8 +69,8 @@ struct ToyStack {
     return loss.item<double>();
   }
 
-  // With a cut at every node; `failing` is the forward that throws, or the
-  // number of forwards and the backward.
+  // Returns the loss with a cut at every node. `failing` is the forward that
+  // throws, or the number of forwards and the backward.
   double cut(int m, int failing = -1) const {
     int step = 0;
     const auto next = [&] {

@@ -8,7 +8,8 @@
 #include "flatshard/nn/swiglu.h"
 #include "float8_oracles.h"
 
-// On the CPU: against float32, and the planes are those of stored values.
+// The CPU's results are compared with float32, and the planes with planes of
+// stored values.
 namespace flatshard::nn {
 namespace {
 

@@ -26,7 +26,7 @@ constexpr std::int64_t kIn = 128;
 constexpr std::int64_t kOut = 256;
 constexpr std::int64_t kTokens = 37;
 
-// Planes of tensors with values of their own.
+// Planes of tensors with their own values.
 class PlanesOfTensors : public nn::WeightSource {
  public:
   explicit PlanesOfTensors(Recipe recipe) : recipe_(recipe) {}
@@ -82,7 +82,7 @@ class Float8Linears : public ::testing::TestWithParam<Recipe> {
 // Two operands with 3 bits of mantissa: 2^-4 / sqrt(3) each, rounded to
 // nearest; gradients of tensorwise have 2 bits.
 constexpr double kMostError = 0.06;
-// What the same products without FP8 are apart.
+// The distance of the same products without FP8.
 constexpr double kLeastError = 0.01;
 
 TEST_P(Float8Linears, ProductsAreThoseOfFp8Operands) {

@@ -18,7 +18,7 @@ TEST(KnownAmax, IsThatOfTheSameMemoryOnce) {
   note_amax(x, scalar(1));
   EXPECT_FALSE(take_known_amax(at::ones({4, 16})).defined());
   EXPECT_FALSE(take_known_amax(x.narrow(0, 0, 2)).defined());
-  // As autograd hands it on, in another shape.
+  // Autograd hands it on in another shape.
   EXPECT_EQ(take_known_amax(x.view({2, 32})).item<float>(), 1);
   EXPECT_FALSE(take_known_amax(x).defined());
 }
@@ -28,7 +28,7 @@ TEST(KnownAmax, F10_CountsForNothingOnceTheTensorIsWritten) {
   note_amax(x, scalar(1));
   x.mul_(3);
   EXPECT_FALSE(take_known_amax(x).defined());
-  // Of the tensors that were here before: another may come to their place.
+  // Another tensor may take the place of a former one.
   for (int i = 0; i < 100; ++i) {
     at::Tensor gone = at::ones({4, 16});
     note_amax(gone, scalar(7));
@@ -83,7 +83,7 @@ TEST(MatmulRows, AGradientIsGivenUpOnceBothPlanesAreThere) {
   EXPECT_TRUE(one.tensor().defined());
 }
 
-// What a layer keeps for its backward beside its inputs.
+// The state that a layer keeps for its backward in addition to its inputs.
 TEST(KnownAmax, ColumnsOfTheBackwardAreThoseOfTheForwardsScale) {
   const at::Tensor x = at::randn({40, 64}).to(at::kBFloat16);
   const MatmulRows forward(x);

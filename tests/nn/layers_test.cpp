@@ -331,7 +331,7 @@ TEST_P(Layers, SwigluLinearMatchesPlainAutograd) {
   down->weight().mutable_grad() = at::Tensor();
   swiglu_linear(gate.detach(), up.detach(), *down, r.detach()).backward(g);
   expect_close(down->weight().grad(), we.grad());
-  // What hooks see of the layer is the product.
+  // Hooks see the product as the layer's result.
   const auto hook = down->add_forward_hook(
       [&](Module&, const TensorList& inputs, const TensorList&) {
         expect_close(inputs.at(0), at::silu(ge) * ue);

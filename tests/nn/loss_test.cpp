@@ -37,7 +37,7 @@ INSTANTIATE_TEST_SUITE_P(
     });
 
 // Logits are rounded once to the compute dtype at a size of up to 8 (dim 16,
-// unit variance), so probabilities are off by 8 half-ulps; three roundings
+// unit variance). So probabilities are off by 8 half-ulps, with three roundings
 // more on the way. Chunks add into a gradient of that dtype: one each.
 double loss_tolerance(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 16 * epsilon(dtype) : 64 * epsilon(dtype);

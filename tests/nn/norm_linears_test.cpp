@@ -10,8 +10,8 @@ namespace {
 
 using Where = std::tuple<at::DeviceType, at::ScalarType>;
 
-// Against the norm and the layers one by one: the same bits in all results and
-// gradients.
+// The result equals the norm and the layers one by one: all results and
+// gradients are bitwise identical.
 class NormLinearsTest : public ::testing::TestWithParam<Where> {
  protected:
   void SetUp() override {
@@ -139,7 +139,7 @@ TEST_P(NormLinearsTest, WithBiases) {
   check(norm_linears(x, delta, *norm_, {a.get(), b.get()}), one_by_one());
   const auto [sum, rows] = norm_(x, delta);
   check({sum, linears(rows, {a.get(), b.get()})}, one_by_one());
-  // With one that has none they are two nodes.
+  // When one of them has none, they are two nodes.
   const auto mixed = linears(rows, {a.get(), b_.get()});
   EXPECT_NE(mixed[0].grad_fn(), mixed[1].grad_fn());
 }

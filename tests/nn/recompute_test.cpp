@@ -66,7 +66,7 @@ Result step(bool recompute, bool explicit_generator, bool input_grad = true) {
   for (const at::Tensor& p : net->parameters()) {
     result.grads.push_back(p.grad());
   }
-  result.grads.push_back(at::rand({3}));  // the stream goes on as without
+  result.grads.push_back(at::rand({3}));  // the stream continues as without
   return result;
 }
 

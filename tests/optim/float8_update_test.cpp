@@ -30,7 +30,7 @@ FlatUpdate update_of(const at::Tensor& main, Float8Outputs float8) {
       .float8 = std::move(float8)};
 }
 
-// Of each block by itself, in float64.
+// Returns the amax of each block separately, in float64.
 at::Tensor
 amax_of(const Float8UpdateCase& c, const at::Tensor& main, at::Tensor amax) {
   for (const float8::FlatRun& run : c.runs) {
@@ -201,7 +201,7 @@ TEST(AdamWFloat8, AnUpdateBeginsPlanesWhereItCan) {
   }
 }
 
-// A write behind the update makes them anew.
+// A write after the update makes them again.
 TEST(AdamWFloat8, F9_AForeignWriteBehindAnUpdateCounts) {
   for (const Float8Format& format : formats()) {
     const auto group =

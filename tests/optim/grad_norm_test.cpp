@@ -56,9 +56,8 @@ TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   }
 }
 
-// Tensor parallelism: a weight that is cut by rows, one by columns, and one
-// that all ranks share, of which each rank of tp computed a part of the
-// gradient.
+// Tensor parallelism cuts one weight by rows and one by columns, and all ranks
+// share one. Of its gradient each rank of tp computed a part.
 TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
   const at::Tensor cut = at::arange(1, 25).view({4, 6}).to(at::kFloat);
   const at::Tensor shared = at::full({7}, 4, at::kFloat);
@@ -143,7 +142,7 @@ TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
       EXPECT_NEAR(clip.norm.item<double>(), want, want * 1e-6)
           << c.strategy << " dp " << c.dp << " tp " << c.tp;
       if (c.strategy == "zero3") {
-        // What is not cut over tp is sharded over dp and tp.
+        // A weight that is not cut over tp is sharded over dp and tp.
         EXPECT_EQ(all.back()->layout().num_shards(), c.dp * c.tp);
         EXPECT_EQ(all.front()->layout().num_shards(), c.dp);
       }
@@ -168,8 +167,8 @@ TEST(GradNorm, GroupsOfDifferentStrategiesAddUp) {
   });
 }
 
-// Each digit of float32, however many values there are and wherever they lie:
-// on CPUs ranks are clipped by the bits of one.
+// Each digit of float32 counts, however many values there are and wherever they
+// are stored: on CPUs ranks are clipped by the bits of one.
 TEST(GradNorm, M13_MillionsOfValuesLoseNoDigits) {
   constexpr std::int64_t kNumel = 6'000'001;
   const at::Tensor values = at::empty({kNumel}).normal_(

@@ -144,7 +144,7 @@ INSTANTIATE_TEST_SUITE_P(
              c10::toString(std::get<1>(info.param)) + "Compute";
     });
 
-// Bytes and amax are those of the weights that the same kernel stores.
+// Bytes and amax belong to the weights that the same kernel stores.
 TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
   if (!cuda_available()) {
     GTEST_SKIP() << "no GPU";

@@ -106,7 +106,7 @@ TEST(Pitfalls, R14_MakingTheStateIsNotAStep) {
   EXPECT_EQ(group->weights().version(), generation);
   EXPECT_TRUE(
       group->weights().main().local().equal(fresh->weights().main().local()));
-  // The first step is that of an optimizer that never stepped.
+  // The first step equals the step of an optimizer that never stepped.
   reduce(*group, whole_gradient(*group, at::ones({40}), at::ones({25})));
   adamw.step(0.01);
   const at::Tensor bias = group->main_shards()[1].tensor;

@@ -100,8 +100,8 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(whole_matrix()),
     name_of);
 
-// Each microbatch has graphs of its own: all regions are replayed, where the
-// plan has their weights and gradients in that microbatch.
+// Each microbatch has separate graphs: all regions are replayed, where the plan
+// has their weights and gradients in that microbatch.
 class OverlapGraphs : public ::testing::TestWithParam<MoeOverlapCase> {};
 
 TEST_P(OverlapGraphs, EqualTheScheduleWithoutThem) {

@@ -1,5 +1,5 @@
-// What ranks say of one that dies while two microbatches are under way. Each
-// rank is a process.
+// Checks the reports of ranks about one that dies while two microbatches are
+// under way. Each rank is a process.
 #include "flatshard/core/error.h"
 #include "tests/overlap/overlap_moe.h"
 #include "tests/support/message_of.h"

@@ -75,7 +75,7 @@ TEST(OverlapGradients, MostTokensGoToTwoExperts) {
   }
 }
 
-// Of most experts the first gradient comes in the step's last backward.
+// The first gradient of most experts comes in the step's last backward.
 TEST(OverlapGradients, AnExpertIsUsedOnlyInTheLastMicrobatch) {
   for (MoeOverlapCase c : uneven_cases()) {
     c.steps = 1;
@@ -126,7 +126,7 @@ TEST(OverlapGradients, ExpertsThatChangeAreReadInTheNextStep) {
   }
 }
 
-// Of each unit: weight gradients and reductions in a step.
+// Weight gradients and reductions in a step, for each unit.
 TEST(OverlapGradients, EveryParameterIsReducedOnceInABackward) {
   for (const char* strategy : {"zero1", "zero3"}) {
     for (const int in_flight : {1, 2, 3}) {

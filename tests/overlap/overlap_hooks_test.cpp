@@ -1,6 +1,6 @@
-// The moments at which a schedule that runs modules in pieces has to act for
-// the runtime, one test for each row of the table in the description of
-// Megatron-FSDP's 1F1B support: a test's name begins with the hook's. A pass is
+// A schedule that runs modules in pieces has to act for the runtime at certain
+// moments. There is one test for each row of the table in the description of
+// Megatron-FSDP's 1F1B support. A test's name begins with the hook's. A pass is
 // driven by hand, without an OverlapRunner.
 #include "flatshard/core/error.h"
 #include "flatshard/nn/detached.h"
@@ -109,7 +109,7 @@ struct HandDriven {
     }
     return all;
   }
-  // What the runtime did since the last call.
+  // Returns the runtime's actions since the last call.
   std::string actions() {
     const std::string text = to_string(runtime->trace().actions);
     runtime->clear_trace();
@@ -148,7 +148,7 @@ TEST(
     HookTable,
     ReplaceParamWithRawIfNeeded_NoCallOfTheRootMakesParametersThere) {
   with_two_ranks([](HandDriven& d) {
-    // Without a pass a module's parameters refuse.
+    // Without a pass a module's parameters raise an error.
     EXPECT_THROW(d.run(0, at::ones({6, 12})), std::exception);
     d.pass->forward_begin(0);
     d.tokens = at::ones({6, 12});

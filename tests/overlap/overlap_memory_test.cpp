@@ -1,4 +1,5 @@
-// What a step of two microbatches holds beside what plain accumulation holds.
+// Measures the memory of a step of two microbatches in addition to plain
+// accumulation's.
 #include "flatshard/schedule/slot_plan.h"
 #include "tests/overlap/overlap_moe.h"
 
@@ -20,7 +21,7 @@ namespace {
 struct SlotPeaks {
   std::int64_t weights = 0;
   std::int64_t gradients = 0;
-  // Of one unit, the largest.
+  // The sizes of one unit, the largest.
   std::int64_t unit_weights = 0;
   std::int64_t unit_gradients = 0;
 };
@@ -54,7 +55,7 @@ SlotPeaks peaks_of(const Runtime& runtime) {
   return peaks;
 }
 
-// Addresses are those of the plan, in every step.
+// Addresses equal the plan's in every step.
 SlotPeaks train_and_look(const MoeOverlapCase& c) {
   SlotPeaks peaks;
   run_ranks(c.world(), [&](RankContext& context) {
@@ -149,7 +150,7 @@ class CountingAllocator : public c10::Allocator {
   std::int64_t peak_ = 0;
 };
 
-// Of torch's memory: slots lie in an arena that is there before.
+// Counts torch's memory only: slots are in an arena that exists before.
 std::int64_t most_in_a_step(const MoeOverlapCase& c) {
   std::int64_t most = 0;
   run_ranks(1, [&](RankContext& context) {
@@ -193,9 +194,9 @@ TEST(OverlapMemory, OneLayersActivationsMore) {
   c10::SetCPUAllocator(before, 1);
   EXPECT_GT(layer, 0);
   EXPECT_LE(both, plain + layer);
-  // What products read that are put off, of one layer.
+  // The inputs of products that are put off, of one layer.
   EXPECT_LE(late, plain + 2 * layer);
-  // Of each layer but one its input alone.
+  // Each layer but one keeps its input alone.
   EXPECT_LT(recomputed, plain - 4 * layer);
 }
 

@@ -65,8 +65,8 @@ TEST_F(OverlapOnGpus, EqualsPlainAccumulation) {
   }
 }
 
-// Each microbatch has graphs of its own regions, and nothing runs eagerly that
-// was recorded.
+// Each microbatch has graphs of its regions, and no recorded region runs
+// eagerly.
 TEST_F(OverlapOnGpus, GraphsGiveTheBitsOfEagerSteps) {
   if (8 % world() != 0) {
     GTEST_SKIP() << "expected 1, 2, 4 or 8 ranks, have " << world();

@@ -201,7 +201,7 @@ TEST(OverlapRunner, P9_AnExceptionInAnyNodeLeavesTheNextStepRight) {
     for (const char* node :
          {"attend", "dispatch", "shared", "experts", "combine", "merge"}) {
       for (int nth = 0; nth < 12; ++nth) {
-        // Of the first block: each of its runs in turn.
+        // Each run of the first block in turn.
         int count = 0;
         bool thrown = false;
         trainer.model->blocks[0]->on_node = [&](const std::string& name) {

@@ -26,7 +26,7 @@ nn::Linear overlap_linear(bool bias) {
 
 }  // namespace
 
-// Turns rows round by one, and back, on a stream of its own.
+// Turns rows round by one, and back, on a separate stream.
 class RollExchange : public nn::TokenExchange {
  public:
   explicit RollExchange(std::function<void(Direction)> on_transfer)
@@ -100,7 +100,8 @@ nn::Nodes OverlapBlockImpl::nodes() {
   nn::Nodes nodes;
   const int h = nodes.add("attend", {0}, 1, {attend_.get()}, [this](auto& in) {
     say("attend");
-    // The gradients of its readers here are one when they meet that of merge.
+    // The gradients of its readers here are added before they meet merge's
+    // gradient.
     const at::Tensor x = in[0].view(in[0].sizes());
     return nn::TensorList{x + at::tanh(attend_(x)) * 0.5};
   })[0];

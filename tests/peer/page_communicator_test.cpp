@@ -67,7 +67,7 @@ TEST(PageCommunicator, ARankThatDoesNotComeIsNamed) {
   });
 }
 
-// The watcher ends those who wait, from a thread of its own.
+// The watcher ends waiting ranks, from a separate thread.
 TEST(PageCommunicator, AnAbortEndsTheWait) {
   run_ranks(2, [](RankContext& context) {
     const auto group = connect_group(context);

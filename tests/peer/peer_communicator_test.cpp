@@ -79,7 +79,7 @@ TEST(PeerCommunicator, PassesRowsOn) {
   });
 }
 
-// Whoever else uses the mesh continues as before, and sees nothing of it.
+// Other users of the mesh continue as before, and see nothing of it.
 TEST(PeerCommunicator, BelongsToTheMeshThatAsked) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = Mesh::create(

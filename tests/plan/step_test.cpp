@@ -51,9 +51,9 @@ TEST(StepPlan, OneRankIsItsCompute) {
 }
 
 // Gathers are one unit ahead, so those that are shorter than a forward are
-// hidden. What is exposed: the first gather, since the optimizer beside it
-// takes no time here, the backward's first one, since the head beside it takes
-// none either, and the last reduction, which nothing follows.
+// hidden. Exposed are the first gather, the backward's first one and the last
+// reduction, which nothing follows. The optimizer and the head, which run in
+// parallel with the two gathers, take no time here.
 TEST(StepPlan, HidesTransfersThatAreShorterThanCompute) {
   const Job job = timed_job(4, 4, 1, 2);
   const StepPlan step = step_of(job, with_links(4, 0.5, 0.5));
@@ -62,8 +62,8 @@ TEST(StepPlan, HidesTransfersThatAreShorterThanCompute) {
   EXPECT_NEAR(step.device_seconds, 13.5, 1e-3);
 }
 
-// Gathers of 3 s are what the forward takes, and in the backward 3 of the 4
-// units are gathered again, each beside the reduction of an earlier one.
+// Gathers of 3 s take as long as the forward. In the backward 3 of the 4 units
+// are gathered again, each in parallel with the reduction of an earlier one.
 TEST(StepPlan, FollowsTheLinkWhereThatIsSlower) {
   const Job job = timed_job(4, 4, 1, 2);
   const StepPlan fast = step_of(job, with_links(4, 0.5, 0.5));
@@ -109,7 +109,7 @@ TEST(StepPlan, SumsOfCopiedReductionsShareTheGpuWithCompute) {
   const StepPlan summed = step_of(job, gpu);
   EXPECT_NEAR(summed.transfers.at("reduce"), 4 * 0.4, 1e-6);
   EXPECT_NEAR(summed.transfers.at("sum of gradients"), 4 * 0.5, 1e-6);
-  // Those of all but the last reduction run while compute does.
+  // All but the last reduction's copies run while compute does.
   EXPECT_NEAR(summed.device_seconds, copied.device_seconds + 3 * 0.5, 1e-3);
 }
 
@@ -181,8 +181,8 @@ TEST(StepPlan, ComputeWaitsForActivationsOfOtherRanks) {
   EXPECT_NEAR(step.transfers.at("TP reduce-scatter"), 6, 1e-6);
 }
 
-// As nn::linears: the inputs are gathered in parallel with the product before
-// them, and the reduction with the product after it.
+// nn::linears works the same way: the inputs are gathered in parallel with the
+// product before them, and the reduction with the product after it.
 TEST(StepPlan, ComputeGoesOnUntilItNeedsTheActivations) {
   const auto start = [](Transfer transfer) {
     return Kernel::exchange(transfer, 4 * kGb, /*overlaps=*/true);
@@ -225,9 +225,9 @@ TEST(StepPlan, CountsMemoryOverTheStep) {
   job.ends.transient_nbytes = 5;
   const StepPlan step = step_of(job);
   EXPECT_EQ(step.activation_nbytes, 3 * 100 + 20);
-  // At the backward of the head all of it is there, and gradients come later:
-  // 2000 bytes of each of 3 units, of which the last is there when nothing
-  // else is.
+  // At the backward of the head all saved memory is allocated, and gradients
+  // come later. The last of 3 units' gradients, of 2000 bytes each, exists when
+  // nothing else does.
   EXPECT_EQ(step.peak_nbytes, 3 * 1000 * 2);
   job.layer_kinds[0].saved_nbytes = 100000;
   EXPECT_EQ(step_of(job).peak_nbytes, 3 * 100000 + 20 + 5);

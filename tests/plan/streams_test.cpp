@@ -28,15 +28,15 @@ TEST(Streams, RunInParallelUntilOneWaits) {
 }
 
 TEST(Streams, ComputeIsSlowerBesideTransfers) {
-  // Of 3 s of compute 2 run beside copies, at half the rate: 1 s of them is
-  // done by then.
+  // 2 of 3 s of compute run in parallel with copies, at half the rate: 1 s of
+  // them is done by then.
   const auto spans = run_streams({gather(2), compute(3)}, {.copies = 2});
   EXPECT_EQ(spans[0], (Span{0, 2}));
   EXPECT_EQ(spans[1], (Span{0, 4}));
 }
 
 TEST(Streams, TransfersAreSlowerBesideCompute) {
-  // Of 3 s of copies 1 is done after 2 s beside compute.
+  // 1 of 3 s of copies is done after 2 s in parallel with compute.
   Operation slow = gather(3);
   slow.beside_compute = 6;
   const auto spans = run_streams({slow, compute(2)}, {});

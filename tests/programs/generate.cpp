@@ -195,8 +195,8 @@ class Generator {
   int world_;
   int num_ops_ = 0;
   int num_nodes_ = 0;
-  /// Models. Every backward reaches all of them and ends well: a model that it
-  /// does not reach is not told of it, as with forwards whose loss is dropped.
+  /// Models. Every backward reaches all of them and ends well: nothing reports
+  /// to a model that it does not reach, as with forwards whose loss is dropped.
   bool several_ = false;
 };
 

@@ -182,7 +182,7 @@ void NodeImpl::run(Op& op, Bundle& in) {
       x = x * op.p.mean();
     } else if (
         situation_->has_dead_calls || situation_->fail_backward == op.number) {
-      // A tensor of its own: the hook that throws is not the one before's.
+      // A separate tensor: the hook that throws is not the former one's.
       x = x * 1.0;
     }
   } else if (kind == "child") {

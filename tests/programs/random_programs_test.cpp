@@ -1,6 +1,6 @@
-// Random training programs, sharded and plain. Under ctest: some hundreds. By
-// hand any number, and with --shrink a failing one becomes the smallest program
-// that still fails; see --help.
+// Random training programs, sharded and plain. Under ctest: some hundreds. Run
+// by hand, it takes any number, and with --shrink a failing one becomes the
+// smallest program that still fails; see --help.
 #include "tests/programs/found.h"
 #include "tests/programs/program.h"
 #include "tests/support/case_name.h"
@@ -171,7 +171,8 @@ constexpr const char* kHelp =
 Exit code 0: all equal their unsharded twins; 1: one does not.
 )";
 
-// How a program ends in a process of its own: a crash or a hang is a failure.
+// Returns how a program ends in a separate process: a crash or a hang is a
+// failure.
 bool fails_in_process(const std::string& self, const json& program) {
   const auto path = std::filesystem::temp_directory_path() /
                     fmt::format("program_{}.json", ::getpid());
@@ -201,7 +202,7 @@ json shrink(const std::string& self, json program) {
   return program;
 }
 
-// The programs run in a process of their own, which may crash or hang.
+// The programs run in a separate process, which may crash or hang.
 int find_and_shrink(
     const std::string& self,
     int world,

@@ -20,14 +20,14 @@ using nlohmann::json;
 constexpr std::int64_t kBatch = 3;
 constexpr double kLr = 0.01;
 // Float32 in another order of summation, through some tens of operations and a
-// few steps, relative to the largest element of a tensor. What is lost or
-// counted twice is off by its own size.
+// few steps, relative to the largest element of a tensor. A value that is lost
+// or counted twice is off by its own size.
 constexpr double kTolerance = 1e-3;
 constexpr double kLargest = 10;
 
 using Tensors = std::map<std::string, at::Tensor>;
 
-// What plain autograd computed: one entry per step.
+// The results of plain autograd: one entry per step.
 struct Reference {
   bool valid = true;
   std::vector<Tensors> grads;
@@ -317,7 +317,7 @@ class Comparison {
   std::vector<std::string>& problems_;
 };
 
-/// Of one model.
+/// The expected values of one model.
 struct Expected {
   const Tensors& tensors;
   std::string prefix;

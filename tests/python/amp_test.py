@@ -1,5 +1,5 @@
-"""torch.amp.GradScaler over sharded parameters: all ranks agree on the scale and
-on which steps are skipped, wherever the value that is not finite lies."""
+"""torch.amp.GradScaler over sharded parameters: all ranks agree on the scale and on
+which steps are skipped, whichever rank has the value that is not finite."""
 
 import copy
 
@@ -13,8 +13,8 @@ from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard
 
-# With AdamW's own eps (1e-8) a gradient that is almost zero makes a whole update of
-# its rounding, which depends on the order of sums, and so on ranks and kernels.
+# With AdamW's own eps (1e-8) a gradient that is almost zero makes a whole update of its
+# rounding. That rounding depends on the order of sums, and so on ranks and kernels.
 EPS = {"eps": 1e-4}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, EPS),

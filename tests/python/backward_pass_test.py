@@ -1,4 +1,4 @@
-"""Schedules of one's own: modules in pieces, several microbatches under way."""
+"""Custom schedules: modules in pieces, several microbatches under way."""
 
 import importlib.util
 from pathlib import Path

@@ -79,7 +79,8 @@ def test_requires_grad_before_the_first_forward(
         torch.testing.assert_close(q.full_tensor(), p.detach())
 
 
-# What is trained in each of four steps, as progressive unfreezing and adapters have it.
+# The trained parameters in each of four steps, as in progressive unfreezing and with
+# adapters.
 PLANS = {
     "freeze": [(0, 1, 2), (1, 2), (2,), ()],
     "unfreeze": [(2,), (1, 2), (0, 1, 2), (0, 1)],
@@ -208,7 +209,7 @@ def test_the_cores_optimizer_is_made_after_an_unfreezing(frozen, mesh, rank, wor
     fully_shard(model, mesh=mesh)
     x = torch.ones(2, 5, device=mesh.device_type)
     if frozen != "at first":
-        # As peft's disable_adapter() does.
+        # peft's disable_adapter() does the same.
         model[1].requires_grad_(False)
         with torch.set_grad_enabled(frozen == "in a step"):
             y = model(x)

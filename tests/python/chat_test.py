@@ -21,7 +21,7 @@ MARKED = (
     "{%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}"
     "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
 )
-# As templates that drop what earlier answers reasoned.
+# Some templates drop the reasoning of earlier answers like this.
 FORGETS = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.role == 'assistant' and not loop.last %}{{ m.content[:1] }}"
@@ -146,7 +146,7 @@ def test_a_template_that_forgets_is_refused(chats):
     text = failure(encoder, {"messages": TURNS})
     assert "other tokens for the first 3 messages" in text
     assert "{% generation %}" in text and "--train-on all" in text
-    # One answer has nothing behind it.
+    # One answer has nothing after it.
     assert trained(encoder, {"messages": TURNS[:3]}) == ["sat<|end|>"]
 
 

@@ -1,5 +1,5 @@
-"""Losses in chunks: the root returns features, and the head, a unit or a part of a list
-unit, runs after it, once for each chunk and with a backward for each."""
+"""Losses in chunks: the root returns features, and the head runs after it, once for
+each chunk and with a backward for each. The head is a unit or a part of a list unit."""
 
 import copy
 

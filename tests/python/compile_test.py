@@ -161,7 +161,7 @@ def fp8_blocks(mesh, mode):
 
 
 def test_graphs_of_torch_leave_fp8_products_out():
-    """They would hold the planes of one step: torch is told to go around them."""
+    """They would hold the planes of one step: torch has to run around them."""
     for name in ("float8_linear", "float8_linear_backward"):
         operator = getattr(torch.ops.flatshard, name).default
         assert torch.Tag.cudagraph_unsafe in operator.tags

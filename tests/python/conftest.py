@@ -67,8 +67,8 @@ def calm_gloo():
     """Gloo's event loops do not preempt those that send to them.
 
     A loop tries for the lock of a connection again and again. With more ranks than
-    cores whoever holds it has often been preempted by the loop that its message woke,
-    which cost half of the time. Of Gloo's threads the loops have no name of their own.
+    cores the thread that holds it has often been preempted by the loop that its message
+    woke, which cost half of the time. The loops among Gloo's threads have no name.
     """
     main = os.getpid()
     own = Path(f"/proc/{main}/task/{main}/comm").read_text()
@@ -82,7 +82,7 @@ def calm_gloo():
 
 
 def use_a_gpu():
-    """That of this rank, where equal operations give equal bits in float32."""
+    """Uses this rank's GPU, where equal operations give equal bits in float32."""
     # Read by cuBLAS when it starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     number = int(os.environ.get("LOCAL_RANK", 0))
@@ -96,7 +96,8 @@ def use_a_gpu():
         )
     torch.cuda.set_device(number)
     torch.use_deterministic_algorithms(True)
-    # That would also fill new memory, by kernels beside those that the core orders.
+    # That would also fill new memory, by kernels in addition to those that the core
+    # orders.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.allow_tf32 = False
 

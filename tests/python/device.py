@@ -1,7 +1,7 @@
 """The device of the tests' models and data: FLATSHARD_TEST_DEVICE, cpu or cuda.
 
-First values and data are drawn on the CPU, so that they are the same on both, and
-then moved. What tests/python/models.py makes is on the device already.
+First values and data are drawn on the CPU, so that they are the same on both, and then
+moved. Modules from tests/python/models.py are on the device already.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What flatshard.diagnostics tells: norms of parameters, and where a NaN came from."""
+"""flatshard.diagnostics reports norms of parameters, and where a NaN came from."""
 
 import copy
 

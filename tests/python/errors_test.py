@@ -91,7 +91,7 @@ def test_outermost_unit_of_several_modules(mesh):
     fully_shard([first, second], mesh=mesh)
     with pytest.raises(RuntimeError, match=r"several modules \(FSDPLinear, FSDPLinear"):
         first(on_device(torch.ones(2, 3)))
-    # As it says: under one that calls them they train.
+    # The error's advice works: under one that calls them they train.
     both = fully_shard(nn.Sequential(first, second), mesh=mesh)
     both(on_device(torch.ones(2, 3))).sum().backward()
     assert first.weight.grad is not None
@@ -114,11 +114,11 @@ def test_parameters_without_values(mesh):
 
 
 class Scaled(torch.Tensor):
-    """A tensor that computes in its own way, as those of quantized weights do."""
+    """A tensor that computes in its own way, such as quantized weights."""
 
 
 class OfTorchao(torch.Tensor):
-    """As torchao's, which tests/python/torchao_test.py has."""
+    """A stand-in for torchao's, which tests/python/torchao_test.py has."""
 
     __module__ = "torchao.float8.fsdp_utils"
 
@@ -250,7 +250,7 @@ def test_optimizer_made_before(kind, mesh, rank):
 
 
 def differently_made(rank, mesh, change=lambda m: None, **options):
-    """The weights of another rank are others, of its own seed."""
+    """Makes another rank's weights differ, from its own seed."""
     torch.manual_seed(rank)
     model = Mlp()
     change(model)
@@ -335,7 +335,7 @@ def test_digests_see_every_bit(dtype):
         other = values.clone()
         other[i] += 0.5
         assert digest(other) != one
-    # Wherever they lie.
+    # The check ignores their layout.
     wide = on_device(torch.zeros(15, 2, dtype=dtype))
     wide[:, 1] = values
     moved = on_device(torch.zeros(16, dtype=dtype))[1:]

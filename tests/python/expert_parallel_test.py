@@ -43,7 +43,7 @@ FAMILIES = {
 
 
 def qwen2_moe():
-    """With a shared expert."""
+    """Returns a model with a shared expert."""
     config = transformers.Qwen2MoeConfig(
         **SHAPE,
         intermediate_size=48,
@@ -106,7 +106,8 @@ def values(model):
 
 
 def expected_values(model):
-    """Of a model that was not spread: transformers 4's experts stacked."""
+    """Returns the values of a model that was not spread: transformers 4's experts
+    stacked."""
     if not IS_4:
         return values(model)
     for module in model.modules():
@@ -183,7 +184,8 @@ def test_tokens_of_one_expert(rank, world):
 
 
 class ExpertsWithBiases(torch.nn.Module):
-    """As custom models have them: what transformers' interface knows, no more."""
+    """Custom models have such experts: the members that transformers' interface has, no
+    more."""
 
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 class Experts(nn.Module):
-    """Those of one rank: token t goes to expert t % EXPERTS, whoever has it."""
+    """The experts of one rank: token t goes to expert t % EXPERTS, whoever has it."""
 
     def __init__(self, n=EXPERTS):
         super().__init__()
@@ -85,8 +85,8 @@ def sharded(model, meshes, one_call=None, **options):
     """Each rank keeps its slice of the experts.
 
     Args:
-        one_call: of a mesh, makes what shard_placement_fn returns for experts. None: they
-            get a call of their own.
+        one_call: of a mesh, makes what shard_placement_fn returns for experts. None:
+            they get a separate call.
     """
     mesh, dp = meshes
     ep, rank = mesh["ep"].size(), mesh.get_local_rank("ep")
@@ -151,7 +151,7 @@ def ranks_4(world):
 
 @dataclass
 class ShardPlacementResult:
-    """As FSDP2's since torch 2.12."""
+    """A stand-in for FSDP2's since torch 2.12."""
 
     placement: object
     mesh_info: object

@@ -19,7 +19,8 @@ ROWS = 12
 
 
 class Rounded(torch.Tensor):
-    """Float32 that is gathered as bfloat16. Operations are those of what it holds."""
+    """Float32 that is gathered as bfloat16. Operations compute with the float32
+    values."""
 
     @staticmethod
     def __new__(cls, data):

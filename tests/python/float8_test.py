@@ -25,7 +25,8 @@ def values(rows=256, columns=384, dtype=torch.float32):
 
 
 def expected_scales(x, recipe, rounding, format):
-    """By torch's operations, from the table of the documentation."""
+    """Returns the scales computed by torch's operations, from the table of the
+    documentation."""
     outer, inner = BLOCKS[recipe]
     outer, inner = outer or x.shape[0], inner or x.shape[1]
     blocks = x.float().unflatten(0, (-1, outer)).unflatten(2, (-1, inner))

@@ -38,7 +38,7 @@ def sharded(mesh, fp8, make=Mlp, **options):
 def of_all_ranks(losses, world):
     found = [None] * world
     torch.distributed.all_gather_object(found, losses)
-    # Of one step: rank by rank.
+    # The losses of one step: rank by rank.
     return [loss for step in zip(*found) for loss in step]
 
 
@@ -280,9 +280,10 @@ def test_layers_with_the_same_input_quantize_it_once(recipe, mesh, rank):
     x = torch.randn(6, DIM, generator=torch.Generator().manual_seed(rank))
     x = on_device(x).requires_grad_()
     model(x).sum().backward()
-    # Of x, of q * k + v and of y; in the forward, and once more in the backward.
+    # The planes of x, of q * k + v and of y: in the forward, and once more in the
+    # backward.
     assert inputs_of(model) == (6, 6)
-    # Each layer by itself has the same bits.
+    # Separate layers are bitwise identical.
     for layer in alone.children():
         layer.register_forward_pre_hook(lambda m, args: (args[0].clone(),))
     alone(x).sum().backward()
@@ -376,7 +377,7 @@ def test_a_stray_read_names_the_parameter(mesh, rank):
         match="parameter blocks.0.up.weight is held in FP8 .* module_filter_fn",
     ):
         model.loss(torch.Generator().manual_seed(rank))
-    # As it says.
+    # The error's advice works.
     model = Mlp(block=Reads)
     shard(
         model, mesh, policy("tensorwise", module_filter_fn=lambda m, name: name != "up")
@@ -618,7 +619,7 @@ def test_checkpoints_know_no_fp8(mesh, rank, world, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_F9_values_that_are_written_reach_the_planes(kind, mesh, rank):
-    """And their scales: with those of before they would saturate."""
+    """Checks scales as well: values would saturate with the former ones."""
     model, other = (sharded(mesh, policy(*KINDS[kind])) for _ in range(2))
     before = model.loss(torch.Generator().manual_seed(rank)).item()
     with torch.no_grad():

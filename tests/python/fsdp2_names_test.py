@@ -13,7 +13,7 @@ from tests.python.models import Mlp
 from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state, shard, train, twins
 
-# Of the package that FSDP2 shares with FSDP1: what fully_shard needs.
+# The parts that fully_shard needs from the package that FSDP2 shares with FSDP1.
 PUBLIC = (
     "CPUOffloadPolicy",
     "FSDPModule",

@@ -127,7 +127,7 @@ def test_evaluation_in_between(mesh, rank):
 
 @pytest.mark.parametrize("inference", (False, True))
 def test_a_capture_is_of_a_training_step(inference, mesh, rank):
-    """Also when an evaluation is what runs first behind the warm-up."""
+    """Captures a training step also when an evaluation runs first after the warm-up."""
     seen = []
 
     def body(block, x):

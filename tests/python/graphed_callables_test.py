@@ -37,7 +37,7 @@ def like(*shape, requires_grad=False, dtype=torch.float32):
 
 
 def samples(batch=2, factor=1.0):
-    """Of a Transformer's block."""
+    """Returns samples of a Transformer's block."""
     x = like(batch, SEQ, DIM, requires_grad=True)
     mask = like(batch, 1, SEQ, SEQ, dtype=torch.bool)
     return (x, (like(SEQ, DIM), like(SEQ, DIM))), {"factor": factor, "mask": mask}

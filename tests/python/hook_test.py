@@ -345,7 +345,7 @@ def test_hooks_on_parameters_take_the_reduced_gradient(
                 handle = dict(model.named_parameters())[name].register_hook(hook)
         ranks = [rank] if wrapped else range(world)
         grads = []
-        for step in range(2):  # the second adds to what is there
+        for step in range(2):  # the second adds to existing gradients
             if wrapped:
                 model.loss(torch.Generator().manual_seed(rank + 7 * step)).backward()
             else:

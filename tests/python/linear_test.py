@@ -74,7 +74,7 @@ def gradients_as_tensors(model, loss):
     def watch(unit):
         def hook(module, args, output):
             for name, p in module.named_parameters(unit, remove_duplicate=False):
-                if not isinstance(p, DTensor):  # those of inner units are sharded again
+                if not isinstance(p, DTensor):  # inner units' are sharded again
                     # A hook on the parameter would have a tensor made for it.
                     node = get_gradient_edge(p).node
                     node.register_prehook(functools.partial(note, name))

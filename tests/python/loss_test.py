@@ -55,7 +55,7 @@ def test_is_cross_entropy(dtype, chunk, options):
 
 
 class Tuned(nn.Module):
-    """A transformers model whose loss is a forward of its own."""
+    """A transformers model whose loss is a separate forward."""
 
     def __init__(self, tied, fused):
         super().__init__()

@@ -212,7 +212,7 @@ def test_the_memory_is_that_of_the_reduction(mesh, rank):
 
 
 def test_a_backward_of_the_input_alone(mesh, rank):
-    """What is written then counts for nothing."""
+    """Ignores gradients that are written then."""
     model = shard(Stack(), fully_shard, mesh=mesh)
     model.loss(torch.Generator().manual_seed(rank)).backward()
     before = [p.grad.full_tensor() for p in model.parameters()]

@@ -15,7 +15,8 @@ from tests.python.float8_models import Block, Mlp, shard, train
 from tests.python.training import distance, full_state
 
 ROWS, COLUMNS = 1, 2
-# Of parts that are cut evenly over three ranks; what is told apart differs by half.
+# The padding of parts that are cut evenly over three ranks; cases that must be
+# distinguished differ by half.
 PADDING = 0.2
 
 
@@ -62,8 +63,8 @@ def second_version(mesh, fp8, block=Block):
 
 
 def step(model, rank, microbatches=1):
-    """What each microbatch of the second step did, which knows what the first asked
-    for."""
+    """Returns the actions of each microbatch of the second step, which uses the order
+    of the first."""
     optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         take_trace(model)
@@ -116,7 +117,7 @@ def test_names_of_the_policy(mesh):
 
 
 def test_F3_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
-    """With a recomputation of one layer, and columns that are stored."""
+    """Runs with a recomputation of one layer, and columns that are stored."""
     found = {}
     for option in (None, True, False):
         options = {"enable_fine_grained_param_gather": option}
@@ -124,7 +125,7 @@ def test_F3_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
         (actions,) = step(model, rank)
         # The last block keeps its rows for the backward.
         found[option] = [a for a in actions if a.unit == "blocks.0"]
-    # What is gathered in the forward is the same, in more pieces or fewer.
+    # The data gathered in the forward are the same, in more pieces or fewer.
     rows = gathered(found[False], "forward", ROWS)
     columns = gathered(found[False], "backward", COLUMNS)
     if world == 1:
@@ -179,7 +180,7 @@ def test_F16_the_transpose_cache(recipe, strategy, mesh, rank, world):
             assert rows[0] == rows[1] == rows[2] > 0
         losses.append(train(model, [rank]))
     assert losses[0] == losses[1]
-    # Those that rest are gathered once in any case.
+    # Stored planes are gathered once in any case.
     rest = recipe == "mxfp8" and (strategy == 2 or world == 1)
     assert made[0] == ([2, 0, 0] if rest else [2, 2, 2])
     assert made[1] == [2, 0, 0]

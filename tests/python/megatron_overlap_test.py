@@ -48,14 +48,14 @@ def model(mesh, world, monkeypatch):
 
 
 def actions(model, *kinds):
-    """Of `kinds`, since the last call: (kind, unit, phase)."""
+    """Returns the actions of `kinds` since the last call: (kind, unit, phase)."""
     trace = diagnostics.take_trace(model)
     return [(a.kind, a.unit, a.phase) for a in trace if not kinds or a.kind in kinds]
 
 
 class Microbatch:
-    """As a schedule that knows hooks and sub-modules, and neither passes nor forward()
-    of a layer."""
+    """A schedule that uses hooks and sub-modules, and neither passes nor forward() of a
+    layer."""
 
     def __init__(self, model, x, scale=1.0):
         self.model, self.x, self.scale = model, x, scale
@@ -102,7 +102,8 @@ class Microbatch:
 
 
 def combined(model, forward, backward, is_last=True):
-    """One step of the schedule: a forward beside a backward, either may be None."""
+    """Runs one step of the schedule: a forward in turn with a backward, either may be
+    None."""
     if backward is not None:
         model.pre_backward(is_last=is_last)
     steps = [m for m in (forward and forward.forwards(),) if m]
@@ -155,13 +156,13 @@ def test_pre_forward_param_unshard__a_sub_module_gathers_its_unit(model):
     actions(model)
     model.layers[0].mix(x)
     assert ("await", "layers.0", "forward") in actions(model)
-    model.layers[0].up(x)  # is there
+    model.layers[0].up(x)  # is unsharded
     assert actions(model, "gather", "await") == []
 
 
 def test_post_forward_release_module__releases_the_layer(model):
     model._replace_param_with_raw_if_needed()
-    x = model.layers[0](model.embed(batches_of(0)[0]))  # as a whole: by itself
+    x = model.layers[0](model.embed(batches_of(0)[0]))  # as a whole
     assert ("release", "layers.0", "forward") in actions(model)
     model.layers[1].attend(x)
     assert actions(model, "release") == []
@@ -246,7 +247,7 @@ def test_process_post_backward_gradients__delayed_ones_count_once(mesh):
             steps.run_wgrads(model.layers[n], n)
             assert steps.num_delayed_wgrads == 3
     mine.back()
-    model.post_backward()  # with those of layer 2
+    model.post_backward()  # with layer 2's
     assert all(map(torch.equal, gradients(model), expected))
 
 
@@ -298,7 +299,8 @@ def test_checkpoints_around_parts_of_units_and_not_around_units(mesh):
     assert all(map(torch.equal, gradients(model), expected))
 
 
-# -- experts on a mesh of their own ----------------------------------------------------
+# -- experts on a separate mesh
+# ---------------------------------------------------------
 
 
 class ExpertLayer(nn.Module):

@@ -68,7 +68,7 @@ class Layer(nn.Module):
             def exchange(rows):
                 return all_to_all_single(torch.empty_like(rows), rows, group=self.ep)
 
-            # [ep, each, n, DIM]: of each peer's tokens those of this rank's experts.
+            # [ep, each, n, DIM]: each peer's tokens for this rank's experts.
             rows = exchange(rows).view(ep, each, n, DIM).transpose(0, 1)
             y = self.experts(rows.reshape(each, ep * n, DIM))
             y = y.view(each, ep, n, DIM).transpose(0, 1).contiguous()
@@ -192,7 +192,7 @@ def test_checkpoints_go_to_other_grids(make, ranks_4, tmp_path_factory):
 
 
 def test_a_mesh_with_tp_dim(ranks_4):
-    """Without experts: device_mesh has both dimensions, and no other name."""
+    """Without experts device_mesh has both dimensions, and no other name."""
     mesh = named_mesh(dp=2, tp=2)
     torch.manual_seed(0)
     expected, model = on_device(Mlp()), on_device(Mlp())

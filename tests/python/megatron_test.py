@@ -176,7 +176,7 @@ def sgd(model):
 
 
 def train_v2(model, context, rank, microbatches, steps=3):
-    """As `train`, the outer reduction in the last microbatch only."""
+    """Trains as `train`, with the outer reduction in the last microbatch only."""
     optimizer = sgd(model)
     v2.fully_shard_optimizer(optimizer)
     return train(
@@ -252,7 +252,7 @@ def test_v2_microbatch_restores_what_was_before(mesh):
 
 
 def test_v2_context_serves_several_roots(mesh, rank):
-    """Two models, one of them without parameters of its own."""
+    """Runs two models, one of them without direct parameters."""
     first, second = Mlp(), torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.ReLU())
     with v2.fully_shard_context() as context:
         for module in (first.blocks[0], first, second[0], second):

@@ -1,6 +1,6 @@
-"""Memory is given back: nothing grows from step to step, and a deleted model is
-gone at once. Counted in tensors and in the bytes behind them, not in time or in what
-the allocator keeps."""
+"""Memory is given back: nothing grows from step to step, and a deleted model is gone at
+once. Counted in tensors and in their bytes, not in time or in the memory that the
+allocator keeps."""
 
 import contextlib
 import gc
@@ -120,7 +120,7 @@ def test_a_deleted_model_is_gone_after_training(name, compiled, mesh, rank):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        model(data(rank)).square().mean().backward()  # gradients are there
+        model(data(rank)).square().mean().backward()  # gradients exist
         state = model.state_dict()
         assert len(state) == len(list(model.parameters()))
         return model, optimizer
@@ -143,7 +143,7 @@ def test_a_deleted_model_is_gone_after_training(name, compiled, mesh, rank):
         del weight, optimizer, model
         if compiled:
             # nn.Module.compile() makes a cycle of any module: it keeps its own bound
-            # method. What must not be is that a cache holds the model for ever.
+            # method. But no cache may hold the model for ever.
             gc.collect()
         left = [what for what, ref in watched.items() if ref() is not None]
         assert left == []

@@ -44,7 +44,7 @@ DIM, HIDDEN = 13, 40
 
 
 class Body(nn.Module):
-    """Blocks and a function that says how they are called."""
+    """Blocks and a function that calls them."""
 
     def __init__(self, body, blocks=3):
         super().__init__()

@@ -29,7 +29,7 @@ def test_a_list_is_one_unit(mesh, rank, world):
 
 @pytest.mark.parametrize("function", [fully_shard, fsdp2])
 def test_slices_of_a_sequence_are_plain(function, mesh, rank):
-    """As FSDP2's are."""
+    """FSDP2's slices are plain as well."""
     model = nn.Sequential(*(Block(DIM, HIDDEN) for _ in range(3)))
     single = copy.deepcopy(model)
     for block in model:
@@ -63,8 +63,8 @@ def test_a_slice_without_units_runs_while_whole(mesh, rank, world):
 
 
 class Tail(nn.Module):
-    """Modules of a list unit, called as `order` says; "weight": no module, but what
-    one of them holds."""
+    """Modules of a list unit, called by `order`; "weight": no module, but a weight of
+    one of them."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class Tail(nn.Module):
 )
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
 def test_modules_of_a_list_run_in_any_order(order, strategy, mesh, rank):
-    """And the next step is right, too: those of FSDP2 are."""
+    """The next step is right, too, as FSDP2's are."""
     states = []
     for function, options in ((fully_shard, {"strategy": strategy}), (fsdp2, {})):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What fully_shard does not take is refused by name."""
+"""Unsupported arguments of fully_shard raise errors that name them."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What programs do with modules: each must train like the unsharded one."""
+"""Programs use modules in these ways, and each must train like the unsharded one."""
 
 import copy
 import gc
@@ -115,7 +115,7 @@ def test_a_unit_with_a_gradient_on_one_rank(hooked, mesh, rank, world):
     expected = single.blocks[1].up.weight.grad
     torch.testing.assert_close(weight.grad.full_tensor(), expected)
     assert len(seen) == hooked
-    # A backward that has none leaves what is there.
+    # A backward without a gradient leaves the existing one.
     model.blocks[1].used = False
     model(data(rank)).sum().backward()
     torch.testing.assert_close(weight.grad.full_tensor(), expected)
@@ -413,7 +413,7 @@ def test_generate_while_sharded(mesh):
 
 
 def test_a_deleted_model_is_gone_at_once(mesh, rank):
-    # The first DTensor of a process leaves frames of torch's behind.
+    # The first DTensor of a process keeps frames of torch's alive.
     first = shard(Body(plain), fully_shard, mesh=mesh)
     first(data(rank)).sum().backward()
     gc.collect()

@@ -69,7 +69,7 @@ def test_unshard_before_the_first_forward(mesh, rank, world):
             if handle:
                 handle.wait()
             assert torch.equal(block.up.weight, whole["blocks.1.up.weight"])
-        # The units are those of the whole model: it trains like any other.
+        # The whole model's units are unsharded, and it trains like any other.
         model(data(rank)).square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
 

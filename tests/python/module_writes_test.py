@@ -19,7 +19,7 @@ def test_dropped_gradients_give_their_memory_back(mesh, rank):
     values = kept._local_tensor.clone()
     model.zero_grad()
     model(2 * data(rank)).sum().backward()
-    # What the user holds is the user's; the core fills new memory.
+    # The user's tensor stays the user's, and the core fills new memory.
     assert model.head.weight.grad is not kept
     assert torch.equal(kept._local_tensor, values)
     core = state_of(model).core

@@ -36,7 +36,8 @@ def step(model, optimizer, rank, number):
 
 
 def away_and_back(model, device=DEVICE):
-    """What meta loses comes back from a copy of the state dict."""
+    """Moves a model away and back. A copy of the state dict restores values that meta
+    loses."""
     kept = copy.deepcopy(model.state_dict())
     model.to(AWAY)
     assert all(p.device.type == AWAY for p in model.parameters())

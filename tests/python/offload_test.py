@@ -1,7 +1,7 @@
 """CPUOffloadPolicy: sharded parameters, gradients and optimizer state in host memory.
 
-Where the device is a CPU as well, every bit has to be that of no offloading. On a GPU
-the operations are the same but for what optimizers and norms compute on the CPU.
+Where the device is a CPU as well, every bit has to equal a run without offloading. On a
+GPU the operations are the same but for what optimizers and norms compute on the CPU.
 """
 
 import pytest
@@ -86,7 +86,7 @@ def test_all_of_it_is_on_the_cpu(mesh, rank):
 
 
 def test_a_shard_on_another_device_than_the_mesh_stays_a_view():
-    """As on GPUs, where DTensor.from_local would copy it there."""
+    """On GPUs DTensor.from_local would copy it there."""
     mesh = DeviceMesh("meta", [0], _init_backend=False)
     local = torch.ones(2, 3)
     shard = ShardedTensor.wrap(local, mesh, [RowShard((0, 2))], (2, 3))

@@ -1,4 +1,4 @@
-"""What units take and give back: any nesting, cast or not, changed in place."""
+"""Inputs and results of units: any nesting, cast or not, changed in place."""
 
 import types
 from collections import OrderedDict, namedtuple

@@ -129,7 +129,7 @@ def are_sharded(model):
 
 @pytest.mark.parametrize("reshards", [None, True, False])
 def test_parameters_between_forward_and_backward(reshards, mesh, rank):
-    """As with FSDP2: those of a unit that stays unsharded are unsharded."""
+    """Works as with FSDP2: parameters of a unit that stays unsharded are unsharded."""
     found = []
     for library in LIBRARIES:
         model = Model(False)

@@ -175,8 +175,8 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
 
     monkeypatch.setattr(BackwardPass, "run_wgrads", run_wgrads)
     ours = trained(late, sharded(make("qwen3_moe"), ep, **options))
-    # q, k, v and o, in version 4 the router, of two layers in nine microbatches; those
-    # of experts come at once.
+    # q, k, v and o, in version 4 the router, of two layers in nine microbatches; weight
+    # gradients of experts come at once.
     assert sorted(late_ones) == [0] * 18 + [4 + IS_4] * 18
     expect_equal(ours, trained(plain, sharded(make("qwen3_moe"), ep, **options)))
 
@@ -302,7 +302,7 @@ def test_gradient_checkpointing(make_model, ep):
 
 
 def test_rows_travel_while_the_other_microbatch_computes(ep, monkeypatch):
-    """By the plan: between the start of an exchange and the wait for it."""
+    """Compares with the plan: between the start of an exchange and the wait for it."""
     seen = []
 
     def noting(kind, function):
@@ -345,7 +345,7 @@ def test_collectives_are_those_of_the_schedule_on_all_ranks(ep, world, monkeypat
         pytest.skip("nothing is gathered on one rank")
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
     model = sharded(qwen_with_six_layers(), ep)
-    for step in range(2):  # the second one knows the order
+    for step in range(2):  # the second one has the order
         diagnostics.take_trace(model)
         overlap_microbatches(model, batches_of(step))
         model.zero_grad()

@@ -17,8 +17,8 @@ from tests.python.models import MODELS
 from tests.python.training import both, distance, shard
 
 STEPS = 3
-# A rounding error of a gradient (1e-7 of gradients of some 0.1) moves a weight by
-# that over AdamW's eps (1e-4), times the learning rate (1e-2), a step.
+# A rounding error of a gradient is 1e-7 of gradients of some 0.1. A step moves a weight
+# by that over AdamW's eps (1e-4), times the learning rate (1e-2).
 BOUND = 3 * STEPS * 1e-2 * 1e-8 / 1e-4
 # A unit in the last place of a bfloat16 gradient, of which AdamW makes more where
 # gradients are small.
@@ -30,9 +30,9 @@ def is_exact(world):
 
 
 def bf16_bound(world):
-    # Products come from another kernel on a GPU. And where sums are taken in another
-    # order, some weight in twenty thousand rounds to another bfloat16 by the second
-    # step: on which machines depends on the order of their own kernels' sums.
+    # Products come from another kernel on a GPU. Where sums are taken in another order,
+    # some weight in twenty thousand rounds to another bfloat16 by the second step: on
+    # which machines depends on the order of their own kernels' sums.
     return BOUND if is_exact(world) else BF16_BOUND
 
 
@@ -52,8 +52,8 @@ def test_zero3(name, accumulation, mesh, world, rank):
     ours, theirs = both(
         MODELS[name], mesh, rank, steps=STEPS, accumulation=accumulation
     )
-    # FSDP2 puts nodes of its own into the graph, so that autograd adds the gradients
-    # of T5's shared embedding in another order; see the next test.
+    # FSDP2 puts additional nodes into the graph. So autograd adds the gradients of T5's
+    # shared embedding in another order; see the next test.
     check(world, ours, theirs, exact=name != "t5")
 
 

@@ -150,7 +150,7 @@ def test_adapters_are_saved_and_loaded(mesh, rank, folder):
 
 
 def test_adapters_may_be_fp8_themselves(mesh, rank):
-    """Of a rank that the recipe divides, and without a filter."""
+    """Adapters have a rank that the recipe divides, and no filter applies."""
     model = sharded(mesh, "rowwise", filters=False)
     found = flatshard.float8.describe(model).float8
     assert sum("lora_" in name for name in found) == 2 * 3 * 2

@@ -139,7 +139,7 @@ def test_generation_and_the_model_without_adapters(mesh):
 
 
 def test_bf16_backbone_with_float32_adapters(mesh, rank):
-    """As peft leaves a model that was loaded in bf16: two dtypes in one unit."""
+    """peft leaves a model that was loaded in bf16 like this: two dtypes in one unit."""
     model = with_adapters()
     for p in model.parameters():
         if not p.requires_grad:

@@ -49,7 +49,7 @@ def sharded(plain, units=True, **options):
 
 
 def check_pieces(model, plain):
-    """As torch.distributed.tensor cuts."""
+    """Compares with the cuts of torch.distributed.tensor."""
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         expected = distribute_tensor(q.detach(), p.device_mesh, p.placements)
         assert torch.equal(p.to_local(), expected.to_local()), name

@@ -1,5 +1,6 @@
-"""`reshard_after_forward` as a number: between forward and backward parameters are sharded
-over that many neighbouring ranks. Nothing else changes, so every bit is that of True."""
+"""`reshard_after_forward` as a number: between forward and backward parameters are
+sharded over that many neighbouring ranks. Nothing else changes, so every bit equals the
+result with True."""
 
 import contextlib
 
@@ -21,7 +22,7 @@ from tests.python.graph_training import both as both_graphed
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import data, distance, full_state, refused, shard, train
 
-# The plane of the core that holds the slices: after those of the groups.
+# The plane of the core that holds the slices, after the groups' planes.
 SLICES = 1
 
 

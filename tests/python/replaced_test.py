@@ -1,5 +1,5 @@
 """Parameters and modules that are replaced after fully_shard: taken where FSDP2 takes
-them, refused by name otherwise."""
+them, otherwise an error names them."""
 
 import pytest
 import torch

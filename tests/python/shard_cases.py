@@ -209,6 +209,6 @@ def value(tensor):
 
 
 def weighted(result):
-    """A number on which each element of the result has an influence of its own."""
+    """Returns a number that depends on each element of the result separately."""
     numbers = torch.arange(1.0, result.numel() + 1).reshape(result.shape)
     return (result * numbers.to(result.device).cos()).sum()

@@ -218,7 +218,7 @@ def test_plain_tensors_count_as_equal_on_all_ranks(mesh, rank, world):
             shard * other
         gain = case.cut(on_device(torch.ones(1))).requires_grad_()
         with pytest.raises(RuntimeError, match="mul: a sharded tensor meets plain"):
-            gain * other  # whose gradient each rank would have of its own values
+            gain * other  # whose gradient each rank would have of its local values
     other.copy_(shard)  # its contents do not matter
     assert torch.equal(other, whole)
     loss = on_device(torch.tensor(1.0 + rank, requires_grad=True))
@@ -285,7 +285,7 @@ def test_random_numbers_are_those_of_one_process(name, mesh, rank):
         after = torch.rand(1)
     torch.testing.assert_close(results[2:], results[:2])
     if name == "sparse":
-        return  # it draws indices of its own, which have to be equal on all ranks
+        return  # it draws indices, which have to be equal on all ranks
     torch.manual_seed(100 + rank)  # ranks that are seeded apart: the first one's values
     expected = torch.rand(1) if rank else None
     torch.manual_seed(100 + rank)

@@ -315,7 +315,8 @@ def test_recipes(recipe, mesh):
     torch.testing.assert_close(*outputs, **TOLERANCE)
 
 
-# -- plain parameters beside sharded ones ----------------------------------------------
+# -- plain parameters among sharded ones
+# ------------------------------------------------
 
 
 @pytest.mark.parametrize("foreach", [True, False, None])

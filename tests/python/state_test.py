@@ -1,5 +1,5 @@
-"""Optimizers, clipping, state dicts and distributed checkpoints of torch on what
-`fully_shard` made, and the core's AdamW beside torch's."""
+"""Optimizers, clipping, state dicts and distributed checkpoints of torch on the result
+of `fully_shard`, and the core's AdamW compared with torch's."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""`_C.pyi` says what the extension has: the same names, and the same arguments."""
+"""`_C.pyi` matches the extension: the same names, and the same arguments."""
 
 import ast
 import re
@@ -36,7 +36,7 @@ def arguments_in_extension(function):
     """Names of the arguments; None where the binding names none of them."""
     line = (function.__doc__ or "").split("\n")[0]
     inside = line[line.find("(") : line.rfind(" -> ")]
-    # What stands in brackets belongs to a type.
+    # Text in brackets belongs to a type.
     while "[" in inside:
         inside, n = re.subn(r"\[[^\[\]]*\]", "", inside)
         assert n, line

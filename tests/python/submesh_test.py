@@ -48,7 +48,7 @@ def check(model, single):
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_one_dimension_of_two(axis, strategy, grid):
-    """Both copies of the dimension train at once, each on batches of its own."""
+    """Both copies of the dimension train at once, each on separate batches."""
     mesh = grid[axis]
     copy_number = grid.get_local_rank("tp" if axis == "dp" else "dp")
     model = Body(plain)

@@ -46,7 +46,7 @@ def check_equal(ours, theirs, exact=True):
             )
 
 
-# What is set before each of three microbatches: (block or None for the root, setter,
+# The settings before each of three microbatches: (block or None for the root, setter,
 # value, recurse).
 SYNC, REDUCE = "set_requires_gradient_sync", "set_requires_all_reduce"
 PLANS = {

@@ -1,5 +1,5 @@
 """Parameters that are DTensors over another mesh dimension: parallelize_module, then
-fully_shard, beside FSDP2 and beside one process."""
+fully_shard, compared with FSDP2 and with one process."""
 
 import copy
 
@@ -159,7 +159,7 @@ def test_parameters_and_gradients_are_those_of_fsdp2(world):
             loss_of(model, mesh.get_local_rank("dp")).backward()
         for (name, p), q in zip(pair[0].named_parameters(), pair[1].parameters()):
             assert (p.shape, p.stride(), p.dtype) == (q.shape, q.stride(), q.dtype)
-            if ".norm." not in name:  # those are cut by rows of their own
+            if ".norm." not in name:  # those are cut by their own rows
                 assert p.device_mesh == q.device_mesh, name
                 if mesh["dp"].size() > 1:
                     assert p.placements == q.placements, name

@@ -1,4 +1,5 @@
-"""What data preparation reads beside a tokenizer.json, held against AutoTokenizer."""
+"""Data preparation reads more than a tokenizer.json; the result is compared with
+AutoTokenizer."""
 
 import functools
 import json
@@ -110,7 +111,7 @@ ADDED = {
 }
 
 
-# What transformers 5 leaves to tokenizer.json.
+# transformers 5 leaves these to tokenizer.json.
 of_transformers_4 = functools.partial(
     pytest.param,
     marks=pytest.mark.skipif(

@@ -530,7 +530,7 @@ def parsed():
 
 @functools.cache
 def own_names():
-    """What the package defines itself."""
+    """Returns the names that the package defines itself."""
     names = set(_PYTHONS)
     for node in (n for tree in parsed().values() for n in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

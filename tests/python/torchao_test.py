@@ -1,4 +1,5 @@
-"""Beside torchao: the same bytes, losses that go together, and its weights by name.
+"""Compared with torchao: the same bytes, losses that go together, and errors that name
+its weights.
 
 pip install --no-deps torchao==0.18.0
 scripts/run_python_tests 2 tests/python/torchao_test.py
@@ -41,7 +42,8 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (  # noqa: E
 
 
 def weights():
-    """Of models as they begin, of other sizes, with zeros and with outliers."""
+    """Yields weights of models at initialization, of other sizes, with zeros and with
+    outliers."""
     torch.manual_seed(0)
     found = [p.detach() for p in Mlp(blocks=4).parameters() if p.dim() == 2]
     found = [w for w in found if not any(n % 32 for n in w.shape)]
@@ -114,7 +116,8 @@ def with_layers_of_torchao(model, **options):
 
 
 def test_losses_go_together(mesh, rank):
-    """Its layers, which cast bfloat16 weights behind the gather, and FP8 weights."""
+    """Compares its layers, which cast bfloat16 weights after the gather, with FP8
+    weights."""
     torch.manual_seed(0)
     model = Mlp()
     theirs = with_layers_of_torchao(copy.deepcopy(model), emulate=True)
@@ -233,7 +236,7 @@ def test_int8_weights_train_as_with_fsdp2(config, mesh, rank, world):
 
 
 def test_weights_that_are_gathered_in_fp8(mesh, rank, world):
-    """One step's losses and gradients are those of its layers alone."""
+    """Compares one step's losses and gradients with the same layers alone."""
     options = {"enable_fsdp_float8_all_gather": True, "emulate": True}
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(48, 48, bias=False), nn.Linear(48, 48, bias=False))

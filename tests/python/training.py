@@ -41,8 +41,8 @@ def train(
     sync_last_only=False,
     around=lambda is_last: contextlib.nullcontext(),
 ):
-    """Losses of this rank. Every rank sees batches of its own. Microbatches run inside
-    of `around(is_last)`."""
+    """Losses of this rank. Every rank sees separate batches. Microbatches run inside of
+    `around(is_last)`."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
@@ -63,7 +63,7 @@ def train(
 
 
 def full_state(model):
-    """Whole tensors on the tests' device, also of what rests on the CPU."""
+    """Returns whole tensors on the tests' device, also of shards on the CPU."""
     return {
         name: on_device(t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
         for name, t in model.state_dict().items()

@@ -123,7 +123,7 @@ def test_default_device_meta_without_a_mesh(meta_by_default):
 
 
 def test_transformers_model_from_meta(mesh, rank, world):
-    """With its own rule for first values, and buffers made again."""
+    """The model has its own initialization, and buffers are made again."""
     with torch.device("meta"):
         wrapper = llama()
     shard_inner(wrapper, mesh)

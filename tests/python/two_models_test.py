@@ -134,7 +134,7 @@ def test_one_is_frozen_before_its_first_forward(mesh, rank):
     generator.requires_grad_(False)
     x = torch.ones(2, 6, device=next(single.parameters()).device)
     real = critic(x).mean()
-    fake = generator(x)  # its first forward, between those of the critic
+    fake = generator(x)  # its first forward, between the critic's
     (real + critic(fake).mean()).backward()
     (single(x).mean() + single(fake).mean()).backward()
     for p, q in zip(critic.parameters(), single.parameters()):

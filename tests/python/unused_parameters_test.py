@@ -120,7 +120,7 @@ def test_a_gradient_on_one_rank(hooks, mesh, rank, world):
         found = {name: p.grad.full_tensor() for p, name in names.items()}
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, msg=name)
-    # A backward that has none leaves what is there.
+    # A backward without a gradient leaves the existing one.
     if hooks == "none":
         model.blocks[1].used = False
         kept = model.blocks[1].more.weight.grad.full_tensor()

@@ -1,4 +1,5 @@
-"""What is in a wheel, and that nothing of torch's or NVIDIA's is: wheel_test.sh runs it.
+"""Checks the contents of a wheel, and that nothing of torch's or NVIDIA's is in it:
+wheel_test.sh runs it.
 
 usage: wheel_contents.py WHEEL
 """
@@ -16,7 +17,7 @@ wheel = zipfile.ZipFile(path)
 names = set(wheel.namelist())
 minor = ".".join(version("torch").split(".")[:2])
 
-# It fits one minor version of torch and says so, in its name and to pip.
+# It fits one minor version of torch, which its name and its metadata for pip have.
 name, label, python, *_ = path.name.split("-")
 assert name == "flatshard" and re.fullmatch(rf".+\+(cpu|cu\d+)torch{minor}", label), (
     path
@@ -43,8 +44,8 @@ assert names - extension == wanted, names ^ wanted
 assert len(extension) == 1, extension
 assert wheel.read(script).startswith(b"#!python\n")
 
-# Each library that they need is the system's, or comes with what pip installs, and
-# the program finds those beside its package.
+# Each library that they need is the system's, or comes with pip's packages, and the
+# program finds those next to its package.
 SYSTEM = (
     r"(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|libgcov|ld-linux.*)\.so.*"
 )

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What a person with nothing but `python -m venv`, torch and Flatshard's wheel has: packs
-# what a build folder holds, installs it, trains with the program and from Python, and
-# tries torches that do not fit. Nothing is compiled. The virtual environments take
-# torch and its dependencies from FLATSHARD_PYTHON by links: no index, no download.
+# Acts as a person with only `python -m venv`, torch and Flatshard's wheel:
+# packs the files of a build folder, installs them, trains with the program and
+# from Python, and tries torches that do not fit. Nothing is compiled. The
+# virtual environments take torch and its dependencies from FLATSHARD_PYTHON by
+# links: no index, no download.
 # usage: wheel_test.sh BUILD_FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -16,12 +16,13 @@ import time
 
 # How long the other ranks may continue when one has died.
 GRACE_S = 70
-# Of what a rank that failed wrote to stderr below Python, the last so many bytes.
+# A failed rank shows the last so many bytes of its stderr below Python.
 SHOWN_BYTES = 16000
 
 
 def preload():
-    """What most tests import anyway, as long as it starts no thread."""
+    """Imports modules that most tests import anyway, as long as they start no
+    thread."""
     import pytest  # noqa: F401
     import torch._dynamo  # noqa: F401
     import torch._inductor.compile_fx  # noqa: F401
@@ -54,8 +55,8 @@ def run_rank(rank, world, port, stderr, arguments):
     )
     import pytest
 
-    # pytest captures what Python writes. What C++ writes has a file, since the last
-    # words of a process that is aborted are lost with pytest's own.
+    # pytest captures what Python writes. C++'s output has a file, since the last words
+    # of a process that is aborted are lost with pytest's own.
     sys.stderr.flush()
     os.dup2(stderr.fileno(), 2)
     arguments = ["--capture=sys", *arguments]

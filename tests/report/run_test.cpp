@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::IsNan;
 
-// As the second start of a run leaves it: from step 2 on, trained twice.
+// The second start of a run leaves such rows: from step 2 on, trained twice.
 constexpr const char* kRows =
     R"({"step":0,"time":"2026-01-01T00:00:00.000Z","attempt":1,"start":{"steps":9,"ranks":2}}
 {"step":1,"time":"2026-01-01T00:00:01.500Z","attempt":1,"loss":4.0,"mfu":null,"experts":{"load":1.5}}

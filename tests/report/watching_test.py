@@ -1,4 +1,5 @@
-"""What runs write is what docs/reference/log_and_metrics.md says, and other programs can read it.
+"""Runs write what docs/reference/log_and_metrics.md describes, and other programs can
+read it.
 
 usage: watching_test.py PROGRAM
 """
@@ -70,7 +71,7 @@ expert_parallel_degree = 2
 [metrics]
 log_freq = 1
 """
-# What only a GPU's trace has, and what only a failure makes.
+# Keys that only a GPU's trace or only a failure has.
 NOT_WRITTEN_HERE = {
     "profile.span_ms",
     "profile.compute_ms",
@@ -101,7 +102,8 @@ def strict(text):
 
 
 def fields_of(value, prefix=""):
-    """Yields the full names of an object's fields; those of names end with `.*`."""
+    """Yields the full names of an object's fields, where fields of names end with
+    `.*`."""
     for key, member in value.items():
         name = prefix + key
         if name == "not_finite":

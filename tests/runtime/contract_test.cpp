@@ -1,5 +1,5 @@
-// What a program may do between forward, backward and step: each test runs it
-// on a sharded model and on its plain twin and compares.
+// A program's actions between forward, backward and step: each test runs one on
+// a sharded model and on its plain twin and compares.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/comm/forwarding_communicator.h"
@@ -220,7 +220,7 @@ TEST(Contract, OrderThatChangesEveryStep) {
   });
 }
 
-// Without the root, which would say where a forward begins and ends.
+// Runs without the root, which would mark where a forward begins and ends.
 TEST(Contract, BlocksThatAreCalledOneByOne) {
   run_ranks(2, [](const RankContext& context) {
     Twin twin(context);

@@ -1,5 +1,6 @@
-// A collective that fails on all ranks is an error of that step alone: after it
-// every unit rests, no stream keeps the error, and the next steps are right.
+// A collective that fails on all ranks is an error of that step alone. After it
+// every unit is resharded, no stream keeps the error, and the next steps are
+// right.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/comm/forwarding_communicator.h"
@@ -57,7 +58,7 @@ class FusedCommunicator : public ForwardingCommunicator {
   std::shared_ptr<Fuse> fuse_;
 };
 
-// Gathers and reductions run on threads of their own: each has its own fuse.
+// Gathers and reductions run on separate threads, each with its own fuse.
 struct FusedMesh {
   explicit FusedMesh(RankContext context) {
     context.make_communicator = [this](auto&&... group) {
@@ -126,7 +127,7 @@ TEST(FailedCollective, LeavesNothingBehind) {
   expect_nothing_behind(/*copies=*/false);
 }
 
-// What fails then are the fences, of reductions between two pieces.
+// The fences of reductions between two pieces fail then.
 TEST(FailedCollective, LeavesNothingBehindAmongCopies) {
   expect_nothing_behind(/*copies=*/true);
 }

@@ -76,7 +76,7 @@ TEST_P(Float8Gpus, LossesAreThoseOfTheCpu) {
   }
 }
 
-// What is gathered when changes no bit, with torch's deterministic kernels.
+// The time of gathers changes no bit, with torch's deterministic kernels.
 TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   const Float8Run plain = train_on_gpus({.format = GetParam()}, "plain");

@@ -36,7 +36,7 @@ TEST_P(Float8Formats, TwoRanksAreBitwiseOneWithTwoMicrobatches) {
   }
 }
 
-// A LoRA's base, say.
+// LoRA's base is such a case.
 TEST_P(Float8Formats, FrozenWeightsAreGatheredToo) {
   Float8Case c{
       .format = GetParam(),
@@ -78,7 +78,7 @@ TEST(Float8Training, EveryStrategyComputesTheSame) {
   }
 }
 
-// What is gathered when changes no bit.
+// The time of gathers changes no bit.
 class Float8Columns : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(DerivedAndStored, Float8Columns, ::testing::Bool());
 
@@ -111,7 +111,7 @@ TEST_P(Float8Columns, PartsKeepingOffloadAndPoisonChangeNothing) {
   });
 }
 
-// Of a unit with FP8 weights.
+// Planes of a unit with FP8 weights.
 constexpr PlaneId kRowPlane = kComputePlane + 1;
 constexpr PlaneId kColumnPlane = kRowPlane + 1;
 
@@ -155,7 +155,7 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   EXPECT_EQ(
       gathered(some, Phase::backward, kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
-  // The first step taught that: they come while the unit behind computes.
+  // The first step taught that: they come while the next unit computes.
   const auto rows = std::ranges::find_if(some.last_step, [&](const Action& a) {
     return a.kind == ActionKind::gather && a.phase == Phase::backward &&
            a.plane == kRowPlane && some.units[a.unit].name == "model.layers.0";

@@ -37,8 +37,8 @@ void expect_same_with(
   }
 }
 
-// Each pair of a recipe and a way, of a recipe and a strategy, and of a way and
-// a strategy stands in one of them.
+// Each of these pairs is in one of them: recipe and way, recipe and strategy,
+// way and strategy.
 struct WayCase {
   std::string name;
   Float8Case plain;

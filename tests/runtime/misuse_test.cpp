@@ -1,5 +1,5 @@
-// What users of the C++ API get wrong: each mistake names unit, parameter and
-// what to do, on one rank as on several and with every strategy.
+// Mistakes of users of the C++ API: each error names unit, parameter and what
+// to do, on one rank as on several and with every strategy.
 #include "tests/runtime/twin.h"
 #include "tests/support/message_of.h"
 
@@ -48,7 +48,7 @@ void for_ranks(
   }
 }
 
-// The weights of a unit that rests were used.
+// The weights of a resharded unit were used.
 auto names_resting(const std::string& unit) {
   return AllOf(
       HasSubstr("parameter " + unit + "."),
@@ -78,7 +78,7 @@ TEST(Misuse, AForwardWithoutItsHooks) {
       twin.sharded->body = body;
       twin.runtime->reset();
     }
-    // Of the whole model: its units run, its own parameter rests.
+    // In the whole model its units run, while its own parameter is resharded.
     EXPECT_THAT(
         message_of([&] { twin.sharded->forward(twin.input(0)); }),
         HasSubstr("parameter scale of unit root "));
@@ -87,7 +87,7 @@ TEST(Misuse, AForwardWithoutItsHooks) {
   });
 }
 
-// After its own forward a unit rests again, though its weights may be kept for
+// After its own forward a unit is resharded, though its weights may be kept for
 // the backward.
 TEST(Misuse, ASubmoduleOfAUnitThatRests) {
   for_ranks([](const RankContext& context, FullyShardOptions options) {
@@ -269,7 +269,7 @@ TEST(Misuse, AnotherDtypeThanTheWeights) {
   });
 }
 
-// As layers do that delay the products of weight gradients.
+// Layers that delay the products of weight gradients do this.
 TEST(Misuse, AWeightGradientAfterItsBackward) {
   for (const int world : {1, 2}) {
     run_ranks(world, [](const RankContext& context) {

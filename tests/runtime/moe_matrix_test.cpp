@@ -21,7 +21,7 @@ struct Balance {
   bool bias;
 };
 
-// Of (replicate,) edp and ep: without ep there is no exchange.
+// Returns the mesh of (replicate,) edp and ep: without ep there is no exchange.
 std::vector<int> mesh_of(bool replicates, int edp, int ep) {
   std::vector<int> mesh;
   if (replicates) {

@@ -30,7 +30,7 @@ class MoeOnGpus : public ::testing::Test {
 
   static int world() { return gpu_ranks().world(); }
 
-  // With its mesh: {1, world}, the last axis that of experts.
+  // Trains with a mesh: {1, world}, the last axis for experts.
   static MoeResult train(const MoeRun& run) {
     std::mutex mutex;
     MoeResult result;
@@ -48,7 +48,7 @@ class MoeOnGpus : public ::testing::Test {
   static void expect_same_with_graphs(MoeRun run);
 };
 
-// Of what this rank has: `want` may have more.
+// Returns the distance of this rank's values, while `want` may have more.
 MoeDistance distance_here(const MoeResult& got, const MoeResult& want) {
   MoeDistance distance;
   const auto note = [&](double difference, const std::string& where) {
@@ -93,7 +93,8 @@ void MoeOnGpus::expect_same_with_graphs(MoeRun run) {
   }
 }
 
-// As on CPUs, but that norms are float32 here: clipping has other last bits.
+// The rule is the CPUs', except that norms are float32 here: clipping has other
+// last bits.
 TEST_F(MoeOnGpus, RanksThatDivideExpertsEqualOne) {
   if (world() < 2 || 8 % world() != 0) {
     GTEST_SKIP() << "expected 2, 4 or 8 ranks, have " << world();

@@ -167,7 +167,8 @@ void train_moe_rank(
       of.router->make_bias(mesh->device());
     }
   }
-  // Of gradients near zero it makes little, so that their rounding shows less.
+  // A large eps makes little of gradients near zero, so that their rounding
+  // shows less.
   AdamW optimizer(runtime->groups(), AdamWOptions{.eps = 1e-3});
   for (int step = 0; step < run.steps; ++step) {
     for (int m = 0; m < run.microbatches; ++m) {

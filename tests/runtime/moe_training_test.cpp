@@ -124,8 +124,8 @@ TEST_P(MoeTraining, EqualsOneRank) {
 TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
   struct Case {
     MoeRun run;
-    // Of a step and microbatch: forwards and backwards of three attentions, a
-    // dense layer, two routers and their shared experts. What is recomputed is
+    // Per step and microbatch: forwards and backwards of three attentions, a
+    // dense layer, two routers and their shared experts. A recomputed region is
     // replayed once more.
     int replays = 16;
   };
@@ -168,7 +168,7 @@ TEST(MoeGraphs, WhatStandsBeforeAChoiceIsReplayed) {
 TEST(MoeGraphs, PartsOfBlocksWithCutExpertsAreReplayed) {
   struct Scope {
     std::set<std::string> regions;
-    // Of a step: forwards and backwards of three attentions, two routers and
+    // Per step: forwards and backwards of three attentions, two routers and
     // their shared experts. The order of rows has no backward.
     int replays;
   };

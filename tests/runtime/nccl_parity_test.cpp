@@ -28,8 +28,8 @@ class NcclParity : public ::testing::TestWithParam<const char*> {
   }
 };
 
-// As in parity_test.cpp; GEMMs of other shapes round otherwise, but all ranks
-// run the same shapes here.
+// See parity_test.cpp. GEMMs of other shapes round otherwise, but all ranks run
+// the same shapes here.
 double tolerance(const TrainingCase& c, int world) {
   const double eps = c.precision.compute == at::kFloat ? 0x1p-23 : 0x1p-8;
   return 64 * world * c.microbatches * eps;
@@ -65,11 +65,11 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
             bf16,
             prefetch));
         c.prefetch = prefetch;
-        // What must change no result, some of it in each.
+        // Options that must change no result, some of them in each.
         c.overlap_optimizer = prefetch > 0;
         c.grads_in_reduce_dtype = prefetch == 3;
         c.keep_compute_weights = prefetch != 3;
-        // Updates on the CPU round as those of one GPU need not.
+        // Updates on the CPU need not round as a GPU's do.
         c.offload = microbatches == 3 && prefetch != 1;
         c.copy_engines.gathers = prefetch == 0   ? CopyEngines::Gathers::forward
                                  : prefetch == 1 ? CopyEngines::Gathers::all
@@ -105,8 +105,8 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
 
 class NcclSchedule : public NcclParity {};
 
-// What NCCL really launched is what the Scheduler answers to the same events,
-// and gathered weights have the same addresses from step 3 on.
+// NCCL really launches the Scheduler's answers to the same events, and gathered
+// weights have the same addresses from step 3 on.
 TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   const auto log = std::make_shared<CollectiveLog>();
   const auto mesh = gpu_ranks().mesh(
@@ -155,7 +155,7 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   Scheduler scheduler(
       runtime->scheduler().units(),
       runtime->scheduler().options());
-  // Two rounds: the first teaches the order that the live one had recorded.
+  // Of two rounds the first teaches the order that the recorded one had.
   replay(scheduler, trace.events);
   EXPECT_EQ(
       to_string(replay(scheduler, trace.events)),

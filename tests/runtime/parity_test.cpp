@@ -18,7 +18,7 @@ using testing::TrainingResult;
 using testing::weight_distance;
 
 // Sums of n float32 terms in another order differ by at most about n * eps
-// relative; three AdamW steps divide by sqrt(v), which can amplify a relative
+// relative. Three AdamW steps divide by sqrt(v), which can amplify a relative
 // gradient error into one of the update, lr * error. 64 covers both here.
 double tolerance(const TrainingCase& c) {
   const double eps = c.precision.compute == at::kFloat ? 0x1p-23 : 0x1p-8;

@@ -29,7 +29,7 @@ using testing::RankContext;
 using testing::run_ranks;
 using testing::Twin;
 
-// Bytes of CPU tensors that this thread made and that still live.
+// Counts bytes of CPU tensors that this thread made and that still exist.
 class Meter : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(
@@ -225,8 +225,8 @@ TEST(Pitfalls, B57_ViewsFollowTheirParameter) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
     Twin twin(context, {}, options);
     at::Tensor view;
-    // While a unit rests its parameters' storage has no bytes: each gather
-    // points it at memory anew, at whichever address that has.
+    // While a unit is resharded its parameters' storage has no bytes: each
+    // gather points it at memory anew, at whichever address that has.
     const auto rests = [&] { return view.storage().nbytes() == 0; };
     const bool is_released =
         context.world > 1 &&
@@ -304,7 +304,7 @@ TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
   });
 }
 
-// A child that is a unit of its own is released while its parent computes.
+// A child that is a separate unit is released while its parent computes.
 TEST(Pitfalls, B18_AParentThatReadsAUnitsParameterIsToldSo) {
   run_ranks(2, [](const RankContext& context) {
     Twin twin(context);

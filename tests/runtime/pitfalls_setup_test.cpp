@@ -251,7 +251,7 @@ TEST(Pitfalls, B54_EachParameterBelongsToOneUnit) {
   });
 }
 
-// The unit has no weight of its own and never calls the child that has.
+// The unit has no direct weight and never calls the child that has.
 TEST(Pitfalls, B31_AUnitWhoseWeightsAreOnItsChildren) {
   const auto configure = [](LabImpl& lab) {
     lab.cells[1]->body = [](CellImpl& c, at::Tensor x) {

@@ -1,6 +1,5 @@
-// Mistakes that sharded runtimes are known to have made
-// (docs/dev/regressions.md), as far as they show in what a program computes or
-// in the order of actions.
+// Known mistakes of sharded runtimes (docs/dev/regressions.md), as far as they
+// show in a program's results or in the order of actions.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/nn/recompute.h"

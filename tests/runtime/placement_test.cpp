@@ -248,7 +248,7 @@ struct ShardedRun {
   std::vector<ParamGroup*> groups;
 };
 
-/// What all ranks hold, by name; filled by each.
+/// All ranks' values, by name; each fills in its part.
 struct AllWeights {
   std::mutex mutex;
   std::map<std::string, std::vector<float>> values;

@@ -1,6 +1,6 @@
-// What the runtime promises beside gradients: recovery after exceptions,
-// errors by name, recompute, a trace that replays, stable addresses, and an end
-// that leaves nothing behind.
+// Tests the runtime's promises in addition to gradients: recovery after
+// exceptions, errors that name their cause, recompute, a trace that replays,
+// stable addresses, and an end that leaves nothing.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/core/error.h"
@@ -167,8 +167,8 @@ TEST(Recovery, B43_ReplacedStorageIsNamed) {
   }
 }
 
-// What the graph of a backward reads stays until the weights change, also
-// through another forward.
+// Tensors that the graph of a backward reads stay until the weights change,
+// also through another forward.
 TEST(Recovery, SecondDerivatives) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
     Twin twin(context, {}, options);
@@ -368,7 +368,7 @@ TEST(Recovery, B38_DestroyedRuntimeLeavesAUsableModule) {
     // where plain autograd puts them.
     loss.backward();
     EXPECT_TRUE(twin.sharded->cells[0]->gain.grad().defined());
-    // With memory of their own the modules are plain ones.
+    // With separate memory the modules are plain ones.
     for (auto& p : nn::named_parameters(*twin.sharded)) {
       p.tensor.mutable_grad() = at::Tensor();
       nn::set_parameter_data(

@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
              "_" + std::to_string(info.index);
     });
 
-// The parts of a row or of a tensor have other scales than all of it, so the
+// The parts of a row or of a tensor have other scales than all of it. So the
 // ranks are about as far from one rank as FP8 is from bfloat16.
 TEST_P(TensorParallelFloat8, IsNearOneRankWithFloat8) {
   TensorRun run = GetParam();
@@ -115,9 +115,9 @@ TEST_P(TensorParallelFloat8, IsNearOneRankWithFloat8) {
   EXPECT_LE(of_ranks.largest, 2 * of_float8.largest) << of_ranks.where;
 }
 
-// Planes of parts are gathered as those of whole weights are: ranks that read
+// Planes of parts are gathered as planes of whole weights: ranks that read
 // different samples equal one that reads them one after the other. Gradients of
-// what is not cut are sums of four addends, in another order.
+// weights that are not cut are sums of four addends, in another order.
 TEST_P(TensorParallelFloat8, DataRanksHaveTheBitsOfMicrobatches) {
   TensorRun run = GetParam();
   if (run.data_ranks() != 2) {

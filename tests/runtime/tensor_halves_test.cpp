@@ -23,7 +23,7 @@ namespace flatshard::testing {
 namespace {
 
 using NamedTensors = std::map<std::string, at::Tensor>;
-/// Of each half: tokens, features or rows.
+/// The tensors of each half: tokens, features or rows.
 using Halves = std::array<at::Tensor, 2>;
 
 constexpr std::int64_t kHalvesSeq = 10;

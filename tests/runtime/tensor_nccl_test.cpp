@@ -16,7 +16,7 @@ namespace {
 
 using models::ActivationCheckpoint;
 
-// As on CPUs: sums of at most 61 addends in another order.
+// The CPUs' rule: sums of at most 61 addends in another order.
 constexpr double kGpuTolerance = 1e-5;
 
 class TensorParallelOnGpus : public ::testing::Test {
@@ -44,7 +44,7 @@ class TensorParallelOnGpus : public ::testing::Test {
     return result;
   }
 
-  // Of what this rank has: `want` has all.
+  // Compares the values that this rank has with `want`, which has all.
   static void expect_near(const TensorResult& got, const TensorResult& want) {
     EXPECT_FALSE(got.losses.empty());
     for (const auto& [key, loss] : got.losses) {
@@ -177,8 +177,7 @@ TEST_F(TensorParallelOnGpus, GraphsOfRegionsEqualEager) {
   }
 }
 
-// So are those of a graph of the whole step, on compute's stream and on their
-// own.
+// So do graphs of the whole step, on compute's stream and on their own.
 TEST_F(TensorParallelOnGpus, AGraphOfTheStepEqualsEager) {
   const int world = gpu_ranks().world();
   if (world % 2 != 0) {

@@ -24,7 +24,7 @@ namespace {
 
 constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
 constexpr std::int64_t kTensorSeq = 12;
-// Whose halves FP8 takes.
+// FP8 takes its halves.
 constexpr const char* kWide = "wide";
 
 using TensorModels =

@@ -18,7 +18,7 @@ namespace {
 using models::ActivationCheckpoint;
 
 // Sums of up to 61 addends in another order differ by some 1e-6 of a value of
-// about one; two steps of rate 1 hand that on to the weights.
+// about one. Two steps of rate 1 hand that on to the weights.
 constexpr double kTensorTolerance = 1e-5;
 
 class TensorParallelTraining : public ::testing::TestWithParam<TensorRun> {
@@ -43,7 +43,7 @@ TEST_P(TensorParallelTraining, EqualsOneRank) {
   EXPECT_LE(distance.largest, kTensorTolerance) << distance.where;
 }
 
-// Each pair of values of two columns is there once at least. With a capacity a
+// Each pair of values of two columns occurs at least once. With a capacity a
 // rounding decides which token is dropped, once weights have changed.
 INSTANTIATE_TEST_SUITE_P(
     Pairs,
@@ -216,7 +216,7 @@ INSTANTIATE_TEST_SUITE_P(
             .copies = true}),
     testing::kNumberedCaseName);
 
-// What other runtimes got wrong; docs/dev/regressions.md.
+// Other runtimes' mistakes; docs/dev/regressions.md.
 
 void expect_equals_one_rank(const TensorRun& run) {
   const TensorDistance distance =
@@ -224,8 +224,7 @@ void expect_equals_one_rank(const TensorRun& run) {
   EXPECT_LE(distance.largest, kTensorTolerance) << distance.where;
 }
 
-// Summed over the ranks of tp, the router losses of their tokens are those of
-// all tokens, once.
+// The router losses of all ranks of tp add up to the loss of all tokens, once.
 TEST(TensorParallelPitfalls, G2_RouterLossesDoNotGrowWithTheRanks) {
   expect_equals_one_rank({.model = "experts", .tp = 4});
 }
@@ -287,8 +286,8 @@ TEST(TensorParallelPitfalls, G4_AllPartsOfExpertsTrain) {
   expect_equals_one_rank(longer);
 }
 
-// Ranks that were late by other times have the same bits, in every run. Of so
-// many tokens some have another sum in another order.
+// Ranks that are late by other times give bitwise identical results in every
+// run. With so many tokens some have another sum in another order.
 TEST(TensorParallelPitfalls, G8_SumsHaveOneOrder) {
   TensorRun run{.dp = 2, .tp = 4, .batch = 16, .steps = 8};
   const TensorResult first = train_tensor(run);

@@ -1,4 +1,4 @@
-// What the runtime did, seen through its trace: recompute gathers once, the
+// The runtime's actions, seen through its trace: recompute gathers once, the
 // trace replays in a fresh Scheduler, the collectives launched are the
 // scheduler's, addresses repeat.
 #include "tests/runtime/twin.h"

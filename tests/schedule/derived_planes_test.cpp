@@ -25,7 +25,8 @@ TEST(DerivedPlanes, GoldenStepStagesTheRowsForTheColumns) {
       to_string(second_step(fp8_units(3, Columns::derived))),
       "gather(1) gather(2) await(1) release(1) "
       "gather(3) await(2) release(2) "
-      // What runs last makes its columns of the rows that are still there.
+      // The unit that runs last derives its columns from the rows that are
+      // still gathered.
       "await(3) derive(3.1) release(3) "
       "gather'(2) derive'(2.1) release(2) acquire_grads(3) await(3.1) "
       "release(3.1) "
@@ -112,7 +113,7 @@ TEST(DerivedPlanes, KeptAndResidentUnitsDeriveOncePerChange) {
   }
 }
 
-// What rests is one plane; the other is made for each backward.
+// One plane is stored, and the other is made for each backward.
 TEST(DerivedPlanes, ResidentUnitsReleaseWhatIsTransient) {
   auto units = fp8_units(4, Columns::derived);
   for (UnitSpec& unit : units) {

@@ -41,7 +41,7 @@ std::vector<UnitSpec> specs_of(const PlanCase& c) {
       {.name = "root", .weights_nbytes = {kUnit}, .grad_nbytes = kUnit});
 }
 
-// What a step's actions come to.
+// The number of a step's actions.
 struct Counts {
   int gathers = 0;
   int on_demand = 0;  ///< gathered when the unit begins
@@ -55,7 +55,7 @@ Counts run_step(Scheduler& s, const PlanCase& c, const PlanUnits& units) {
   Counts counts;
   int gathered = 0;
   int grads = 0;
-  // As a trainer does after each step of the optimizer.
+  // A trainer does this after each step of the optimizer.
   s.on({.kind = EventKind::weights_changed});
   s.on({.kind = EventKind::unshard, .unit = 0, .awaits = false});
   for (const ScheduleEvent& event : plan_events(c.plan(), units, c.options)) {
@@ -140,7 +140,7 @@ TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {
   }
 }
 
-// What products read whose weight gradients come later is held until then.
+// The inputs of products whose weight gradients come later are held until then.
 TEST(Interleaved, WeightGradientsOfOneLayerAreLateAtOnce) {
   for (const PlanCase& c : testing::plan_cases()) {
     if (!c.options.delay_wgrad) {
@@ -316,8 +316,8 @@ TEST(Interleaved, KeptUnitsStayFromTheirForwardToTheirBackward) {
   Scheduler s(units, kThreeSlots);
   run_step(s, c);
   const Counts counts = run_step(s, c);
-  // Gathered by the first forward, and there until the last backward. Only the
-  // first layer's rests between a backward and the next forward of it.
+  // Gathered by the first forward, and kept until the last backward. Only the
+  // first layer is resharded between a backward and the next forward of it.
   EXPECT_LE(counts.gathers, 4 + 2);
   EXPECT_EQ(counts.on_demand, 0);
 }

@@ -155,8 +155,8 @@ TEST(OverlapPlan, HoldsTheMicrobatchesInFlightAndOneLayer) {
   for (const PlanCase& c : testing::plan_cases()) {
     const int in_flight = std::min(c.options.in_flight, c.microbatches);
     const bool both = in_flight > 1;
-    // A forward runs ahead of the backward that frees its layer. Of what is
-    // recomputed there is one layer, and one whose weight gradients are late.
+    // A forward runs ahead of the backward that frees its layer. One layer is
+    // recomputed at a time, and the weight gradients of one are late.
     const int saved =
         c.options.recompute ? 1 : c.layers * std::max(1, in_flight - 1);
     const int more = both || (c.options.recompute && c.options.delay_wgrad);
@@ -198,7 +198,7 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
           << to_string(step) << " before " << to_string(earlier);
     }
   }
-  // More in flight than the options say.
+  // More in flight than the options allow.
   OverlapPlanOptions more = options;
   more.in_flight = 3;
   EXPECT_THAT(

@@ -102,7 +102,7 @@ TEST(Parts, TheFirstStepGathersOnRequestAndTheNextOnesAhead) {
       to_string(first),
       HasSubstr("gather'(2.1) acquire_grads(3) gather'(3:1) await(3:1) "
                 "gather'(3:2) await(3:2) await(3.1)"));
-  // Off again by itself.
+  // Off again automatically.
   const auto last_but_one = replay(s, fp8_step(units));
   const auto last = replay(s, fp8_step(units));
   EXPECT_THAT(to_string(last_but_one), HasSubstr("gather'(2:1)"));

@@ -361,7 +361,7 @@ TEST(Planes, B19_EachPlaneHasASlotOfItsOwnSize) {
   for (const UnitId u : {1, 2}) {
     EXPECT_GE(offset(u, kRows, forward_weights), 0);
     EXPECT_EQ(offset(u, kColumns, forward_weights), -1);
-    // Both are in the backward, so they lie apart.
+    // Both are in the backward, so they do not overlap.
     const std::int64_t rows = offset(u, kRows, backward_weights);
     const std::int64_t columns = offset(u, kColumns, backward_weights);
     ASSERT_GE(rows, 0);

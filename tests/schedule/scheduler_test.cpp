@@ -114,8 +114,7 @@ TEST(Scheduler, AsManyGradientSlotsLiveAsItMay) {
   EXPECT_THROW(changed.set_max_grad_slots(0), Error);
 }
 
-// The microbatch that an event announces is that of the backwards that begin
-// behind it.
+// An event announces the microbatch of the backwards that begin after it.
 TEST(Scheduler, B46_MicrobatchesWithoutSyncAreAccumulated) {
   const auto units = four_blocks();
   Scheduler s(units, {.prefetch = 1});
@@ -246,7 +245,8 @@ TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
       text.clear();
     }
   }
-  // Of the second step, the last call first. Unit 3 is gathered ahead of both.
+  // The second step takes the last call first. Unit 3 is gathered ahead of
+  // both.
   EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
 }
 
@@ -521,9 +521,10 @@ TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
 }
 
 // Unit 2 runs before unit 1. A rank that uses the parameters of 2 passes the
-// gradient on behind those of 1, another one may do so before they are there.
-// Units 1 and 2 are due when the backward of 3 begins. A rank that does not use
-// the parameter of 2 has all of its gradients by then, and still waits for 1.
+// gradient on after the gradients of 1, and another one may do so before they
+// exist. Units 1 and 2 are due when the backward of 3 begins. A rank that does
+// not use the parameter of 2 has all of its gradients by then, and still waits
+// for 1.
 TEST(Scheduler, WhatIsCompleteWaitsForWhatWasDueBeforeIt) {
   const auto reductions = [](bool uses_2) {
     Scheduler s(four_blocks(), {});

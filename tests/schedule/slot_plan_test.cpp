@@ -59,7 +59,7 @@ TEST(SlotPlan, GradientsThatComeAsTensorsNeedTheirSlotLater) {
     expect_no_overlap(plan, lifetimes);
     return plan.arena_nbytes();
   };
-  // The root's gradients lie beside its weights and blocks from its backward's
+  // The root's gradients are next to its weights and blocks from its backward's
   // begin on, or only when the blocks are through.
   EXPECT_GE(arena(true), 22 * kUnit);
   EXPECT_LE(arena(false), 21 * kUnit);

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.program import expect
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a guide begins with: it needs a network, or takes minutes.
+# A guide's first commands: they need a network, or take minutes.
 SETUP = ("git clone", "scripts/build", "hf download")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
 

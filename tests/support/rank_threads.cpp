@@ -12,9 +12,9 @@
 namespace flatshard::testing {
 namespace {
 
-// Only the first failure says what went wrong; the others are its echo. A peer
-// may notice the connections that go with a rank's stack before that rank says
-// why, so what says no more than that a peer is gone gives way.
+// Only the first failure has the cause, and the others are its echo. A peer may
+// notice the connections that go with a rank's stack before that rank reports
+// its error. So an error that only reports a lost peer gives way.
 class FirstFailure {
  public:
   void keep(int rank, int world) {
@@ -40,7 +40,7 @@ class FirstFailure {
            error.code() == ErrorCode::timeout;
   }
 
-  /// Of the exception that is being handled.
+  /// Returns whether the exception that is being handled is an echo.
   static bool is_echo_of_a_peer() {
     try {
       throw;

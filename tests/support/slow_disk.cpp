@@ -44,7 +44,7 @@ pwrite(int fd, const void* data, std::size_t nbytes, off_t offset) {
   return slow_write("pwrite", fd, data, nbytes, offset);
 }
 
-// What 64-bit file offsets make of the name.
+// The name with 64-bit file offsets.
 extern "C" ssize_t
 pwrite64(int fd, const void* data, std::size_t nbytes, off_t offset) {
   return slow_write("pwrite64", fd, data, nbytes, offset);

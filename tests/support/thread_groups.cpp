@@ -20,10 +20,11 @@
 namespace flatshard::testing {
 namespace {
 
-/// What a rank has for its peers in one collective.
+/// A rank's data for its peers in one collective.
 struct Outgoing {
   std::vector<char> bytes;
-  /// For rank r: [r], up to [r + 1]. Empty: all of it is for each.
+  /// Rank r takes from [r] up to [r + 1]. When it is empty, each rank takes
+  /// all.
   std::vector<std::size_t> begins;
 
   std::span<const char> of(int rank) const {
@@ -34,9 +35,9 @@ struct Outgoing {
   }
 };
 
-/// What the ranks of a group share. A rank fills its `Outgoing`, meets the
-/// others, and reads theirs. There are two of each, used by turns: whoever has
-/// met the others once more has read what they filled before.
+/// The state that the ranks of a group share. A rank fills its `Outgoing`,
+/// meets the others, and reads theirs. There are two of each, used in turn: a
+/// rank that has met the others once more has read what they filled before.
 class Meeting {
  public:
   Meeting(int size, std::chrono::milliseconds timeout)
@@ -65,7 +66,7 @@ class Meeting {
     }
   }
 
-  /// For ranks that wait, and for whoever comes later.
+  /// Ends ranks that wait, and ranks that come later.
   void end(const std::string& why) {
     const std::lock_guard lock(mutex_);
     if (!ended_by_) {
@@ -105,7 +106,7 @@ class DeferredWork : public c10d::Work {
   std::function<void()> run_;
 };
 
-/// What the CPU's communicator wants of c10d's Gloo.
+/// The part of c10d's Gloo that the CPU's communicator needs.
 class ThreadBackend : public c10d::Backend {
  public:
   ThreadBackend(int rank, int size, std::shared_ptr<Meeting> meeting)
@@ -173,7 +174,7 @@ class ThreadBackend : public c10d::Backend {
     mine.begins = std::move(begins);
   }
 
-  /// What ranks [first, last) have for this one, once all have come.
+  /// Takes the data of ranks [first, last) for this one, once all have come.
   void take(const at::Tensor& out, int first, int last) {
     meeting_->meet();
     auto* to = static_cast<char*>(out.mutable_data_ptr());

@@ -699,7 +699,7 @@ keep_latest_k = 3
   const auto notes_of = [&](const std::vector<std::string>& overrides) {
     std::vector<std::string> notes;
     const Config config = parse_config(file, "run.toml", overrides, &notes);
-    // What is written to config.toml is a config like any other.
+    // A config.toml that is written is a config like any other.
     parse_config(to_toml(config), "config.toml");
     return fmt::format("{}", fmt::join(notes, "\n"));
   };
@@ -733,7 +733,7 @@ keep_latest_k = 3
       "training.steps=3\n"
       "profiling.step = 3 instead of 5, since there are no more "
       "training.steps");
-  // Who asks for both means something else.
+  // A user who sets both means something else.
   EXPECT_THROW(
       notes_of({"validation.freq=0", "validation.sequences=2"}),
       Error);

@@ -1,4 +1,4 @@
-// What ranks that divide experts among them write, read and hold.
+// Tests the files and the memory of ranks that divide experts.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/load.h"

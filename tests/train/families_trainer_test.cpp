@@ -75,7 +75,7 @@ strategy = "zero3"
   return resolve_config(parse_config(toml, "test.toml", overrides), world);
 }
 
-/// What a run of a few steps on the same sequences leaves.
+/// The results of a run of a few steps on the same sequences.
 struct FamilyRun {
   std::vector<double> losses;                 ///< the mean over ranks
   std::map<std::string, at::Tensor> weights;  ///< of model.safetensors

@@ -139,7 +139,7 @@ AdapterRun train_adapters(
     TrainState state = make_train_state(config, shape, mesh, microbatches);
     if (drops_main) {
       keep_float8_alone(frozen_groups(*state.runtime));
-      // What is left of main weights are the adapters'.
+      // The remaining main weights belong to the adapters.
       EXPECT_LT(nbytes_of(memory_rows(state), "main weights"), kSmallNbytes);
     }
     Microbatches steps(
@@ -278,7 +278,7 @@ TEST(Adapters, OfABaseInFp8NeedNoOtherWeightsOfIt) {
           train_adapters(world, 2, divided, /*drops_main=*/true);
       EXPECT_EQ(dropped.losses, kept.losses);
       EXPECT_EQ(dropped.adapters, kept.adapters);
-      // E4M3 has three bits behind the point.
+      // E4M3 has three bits after the point.
       EXPECT_NEAR(kept.losses[2], plain.losses[2], 0.05);
     }
   }
@@ -291,7 +291,7 @@ TEST(Adapters, AloneHaveGradientsAndOptimizerState) {
         1,
         {"optimizer.name=adamw",
          fmt::format("parallelism.strategy={}", strategy),
-         // Without padding between parameters.
+         // The shapes need no padding between parameters.
          "model.dim=64"});
     const models::ModelConfig shape = model_config(config);
     const std::int64_t shards = config.parallelism.strategy == "zero3" ? 2 : 1;
@@ -440,7 +440,7 @@ TEST_F(LoraTrainerTest, ResumesBitwiseFromCheckpointsOfAdaptersAlone) {
   const Manifest manifest =
       read_manifest(step_folder(run("whole") / "checkpoints", 8));
   for (const auto& [role, tensors] : manifest.tensors) {
-    // Layers of attention, and those of one MLP.
+    // Layers of attention, and the layers of one MLP.
     EXPECT_EQ(tensors.size(), (2U * 4 + 3) * 2) << role;
     for (const auto& [name, tensor] : tensors) {
       EXPECT_TRUE(models::is_adapter_parameter(name)) << name;

@@ -1,5 +1,5 @@
-// Whatever a config says, it is read or refused with an Error: nothing else is
-// thrown, nothing crashes.
+// Every config is read or rejected with an Error: nothing else is thrown,
+// nothing crashes.
 #include "tests/train/malformed_config.h"
 
 #include "flatshard/core/error.h"
@@ -110,8 +110,8 @@ TEST(MalformedConfig, OverridesToo) {
   EXPECT_GT(tally.refused, kOverrides / 4);
 }
 
-// What is nested too deep, or so long that it could be, never reaches a parser
-// that calls itself for each level.
+// A text that is nested too deep, or so long that it could be, never reaches a
+// parser that calls itself for each level.
 TEST(MalformedConfig, DeepNestingIsRefused) {
   for (const std::size_t depth : {1000U, 100000U}) {
     const std::string cases[] = {

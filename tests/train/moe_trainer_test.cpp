@@ -151,7 +151,8 @@ TEST_F(MoeTrainer, ForcedBalanceAndRunsWithoutExperts) {
   EXPECT_FALSE(even.rows[1]["experts"].contains("bias"));
 }
 
-// Attention in FP8, experts and routers in bfloat16; the first lines say so.
+// Attention is in FP8, experts and routers in bfloat16, which the first lines
+// report.
 TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
   const Outcome run = train(
       "run",
@@ -159,7 +160,7 @@ TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
        "precision.compute=bfloat16",
        "model.dim=64",
        "float8.recipe=rowwise"});
-  // q, k, v and o of two blocks; two routers and their norms beside the rest.
+  // q, k, v and o of two blocks; two routers and their norms next to the rest.
   EXPECT_THAT(
       run.output,
       HasSubstr(

@@ -77,7 +77,7 @@ Overrides operator+(Overrides a, const Overrides& b) {
   return a;
 }
 
-/// What a run of three steps comes to.
+/// The results of a run of three steps.
 struct OverlapOutcome {
   std::map<std::pair<int, int>, float> losses;  ///< by (step, rank)
   std::string weights;                          ///< model.safetensors
@@ -200,7 +200,7 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereRanksShareLayers) {
       expect_equal(train_overlapping(4, grid + how), want);
     }
   }
-  // Of experts whose width the same ranks share, and with graphs.
+  // The same ranks share the width of experts, also with graphs.
   for (const Overrides& grid :
        {Overrides{
             "parallelism.tensor_parallel_degree=2",
@@ -257,7 +257,7 @@ TEST(OverlapTraining, DelaysWeightGradientsWithoutTwoMicrobatchesAtOnce) {
   }
 }
 
-// Of four ranks two have the same experts, and gather and reduce them apart
+// Two of four ranks have the same experts, and gather and reduce them apart
 // from all other weights.
 TEST(OverlapTraining, GoesWithExpertsThatTwoRanksCopyToEachOther) {
   const Overrides travels{
@@ -285,8 +285,8 @@ TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
   }
 }
 
-// Each microbatch has graphs of its own, which are replayed from the second
-// step on: three attentions, a dense layer, two routers, two shared experts.
+// Each microbatch has separate graphs, which are replayed from the second step
+// on: three attentions, a dense layer, two routers, two shared experts.
 TEST(OverlapTraining, GoesWithGraphsOfRegions) {
   const Overrides graphs{
       "cuda_graph.impl=unit",

@@ -43,7 +43,7 @@ constexpr int kSteps = 2;
 // Sums of at most 200 float32 losses and gradients in another order.
 constexpr double kTolerance = 1e-5;
 
-// Tokens of a document that are trained, behind its first one.
+// Tokens of a document that are trained, after its first one.
 constexpr std::array<std::uint32_t, 4> kTrained{0, 1, 4, 15};
 
 using Overrides = std::vector<std::string>;

@@ -1,4 +1,4 @@
-// The objects that a training step is made of, each by itself on one rank.
+// Tests the objects of a training step, each separately on one rank.
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/metrics/step_meter.h"
 #include "flatshard/train/nonfinite_guard.h"

@@ -129,7 +129,8 @@ log_freq = 4
     return all;
   }
 
-  /// The last validation's row, without what tells one run from another.
+  /// Returns the last validation's row, without the fields that differ between
+  /// runs.
   json last_validation() const {
     json found;
     for (const json& row : metrics()) {
@@ -266,7 +267,7 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
        .output = folder_ / "squares",
        .validation_fraction = 0.1});
   const auto validate = [&](std::vector<std::string> overrides) {
-    // The same weights, those of the seed.
+    // The seed's weights, which are the same.
     overrides.insert(
         overrides.end(),
         {"data.train=" + (folder_ / "squares").string(),
@@ -663,7 +664,7 @@ TEST_F(TrainerTest, RandomTokens) {
 TEST_F(TrainerTest, WritesATrace) {
   const std::string printed =
       train({"profiling.enabled=true", "profiling.step=2", "training.steps=2"});
-  // Without a GPU the host's time is what there is.
+  // Without a GPU it prints the host's time.
   EXPECT_THAT(printed, HasSubstr("CPU time by operator: "));
   EXPECT_THAT(printed, HasSubstr("  aten::mm"));
   std::ifstream file(run() / "profile" / "step_2_rank_0.json");

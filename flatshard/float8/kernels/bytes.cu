@@ -10,7 +10,7 @@ constexpr int kTile = 128;
 
 // ----------------------------------------------------------------- transpose
 
-// Sixteen bytes of which `num` are there.
+// Loads sixteen bytes of which `num` exist.
 __device__ inline uint4
 load_bytes(const std::uint8_t* from, std::int64_t num, bool wide) {
   if (wide && num >= 16) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 // The text model of Gemma 3: every sixth block attends to all tokens, and the
-// others rotate by a base of their own. Source: arXiv:2503.19786.
+// others rotate by another base. Source: arXiv:2503.19786.
 namespace flatshard::models {
 namespace {
 

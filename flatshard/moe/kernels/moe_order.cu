@@ -87,8 +87,8 @@ __global__ void sort_scan_kernel(SortByExpert args, int blocks) {
   }
 }
 
-// A pair's row: its block's base, the pairs of the same expert in earlier warps
-// of the block, and those of lower lanes.
+// A pair's row is its block's base, plus the pairs of the same expert in
+// earlier warps of the block and in lower lanes.
 __global__ void sort_place_kernel(SortByExpert args) {
   extern __shared__ std::int32_t found[];  // [warps][n]
   const int n = static_cast<int>(args.num_experts) + 1;

@@ -8,7 +8,7 @@ namespace flatshard::nn::kernels {
 namespace {
 
 constexpr int kRowThreads = 256;
-// What is written is read once, much later: it is not to drive x out of the
+// The result is read once, much later, so it should not drive x out of the
 // cache.
 template <class T, int N>
 __device__ inline void store_past_cache(Pack<T, N>* to, const Pack<T, N>& v) {
@@ -111,7 +111,7 @@ __device__ inline void add_pack(const T* from, float (&sum)[N]) {
   }
 }
 
-// Without Split -1 alone is negative.
+// Without Split only -1 is negative.
 template <class T, int N, bool Split>
 __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   const std::int64_t i =

@@ -1,7 +1,7 @@
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/nn/kernels/common.cuh"
 
-// One warp for each token; a warp's rows of scores lie in shared memory.
+// One warp handles each token; a warp's rows of scores are in shared memory.
 namespace flatshard::nn::kernels {
 namespace {
 
@@ -59,7 +59,7 @@ warp_best(const float* values, const char* taken, int n, int lane) {
   return best.index;
 }
 
-// What one warp has in shared memory.
+// The data of one warp in shared memory.
 struct Scratch {
   float* scores;
   float* choice;

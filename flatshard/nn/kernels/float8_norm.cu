@@ -8,8 +8,8 @@ using float8::Recipe;
 using float8::kernels::Eight;
 using float8::kernels::zeros;
 
-// Each rounds to bfloat16, as the kernel that stores the values does: the
-// planes are those of the stored values.
+// Each value rounds to bfloat16, as in the kernel that stores the values. So
+// the planes match the stored values.
 template <class Weight>
 struct NormSource : NormValues {
   using Value = Bf16;

@@ -8,8 +8,8 @@ using float8::Format;
 using float8::Recipe;
 using float8::kernels::zeros;
 
-// Each rounds to bfloat16, as the kernel that stores the values does: the
-// planes are those of the stored values.
+// Each value rounds to bfloat16, as in the kernel that stores the values. So
+// the planes match the stored values.
 struct SwigluSource : SwigluValues {
   using Value = Bf16;
   static constexpr int kRowsAtOnce = 4;

@@ -8,8 +8,8 @@ using float8::Format;
 using float8::Recipe;
 using float8::kernels::zeros;
 
-// Each rounds to bfloat16, as the kernel that stores the values does: the
-// planes are those of the stored values.
+// Each value rounds to bfloat16, as in the kernel that stores the values. So
+// the planes match the stored values.
 struct SwigluGradientSource : SwigluGradientValues {
   using Value = Bf16;
   static constexpr int kRowsAtOnce = 4;
@@ -52,7 +52,7 @@ struct SwigluGradientSource : SwigluGradientValues {
     dup.set(of_up);
   }
 
-  // The tile of gate and that of up beside each other: both read dy and gate.
+  // The tiles of gate and up are neighbours. Both read dy and gate.
   __device__ int tile_of_block() const {
     const int block = static_cast<int>(blockIdx.x);
     const int half = static_cast<int>(gridDim.x) / 2;

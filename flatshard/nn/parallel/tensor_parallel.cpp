@@ -17,7 +17,7 @@ using torch::autograd::variable_list;
 
 enum class Transfer { gather, scatter, sum };
 
-// What the node keeps: a gradient takes the opposite direction.
+// The state that the node keeps. A gradient takes the opposite direction.
 struct RanksHandle : torch::CustomClassHolder {
   RanksHandle(TensorParallelPtr kept, Transfer direction)
       : ranks(std::move(kept)), transfer(direction) {}

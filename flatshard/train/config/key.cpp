@@ -277,7 +277,7 @@ void check_value(
           [&](std::vector<data::SourceChoice>* value) {
             check_sources(key, *value, where);
           },
-          // Of a Config that a program filled in.
+          // The word comes from a Config that a program filled in.
           [&](const WordField& value) { check_word(key, value.get(), where); },
           []<IsOrOptional<bool> T>(T*) {},
           [&](std::int64_t* value) { in_range(*value); },

@@ -195,7 +195,7 @@ void check_model(const Config& config) {
       "model.rope_scaling = \"{}\" needs model.rope_factor, how many times "
       "longer sequences become; set it, e.g. 4.0",
       word_of(model.rope_scaling));
-  // Without any of the others the shape is that of init_from's config.json.
+  // Without any of the others init_from's config.json defines the shape.
   if (model.hf_config.empty() && model.preset.empty() &&
       (model.init_from.empty() || model.dim)) {
     FLATSHARD_CHECK(

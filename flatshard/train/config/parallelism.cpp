@@ -56,7 +56,7 @@ constexpr UsedIf kExchangesTokens{
         c.parallelism.overlap_expert_parallel),
     "more ranks than one, or overlap_expert_parallel"};
 
-// Of blocks that run in pieces.
+// Conflicts of blocks that run in pieces.
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),

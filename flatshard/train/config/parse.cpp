@@ -56,8 +56,8 @@ void check_section(std::string_view section, const std::string& where) {
                    : fmt::format("did you mean [{}]?", near));
 }
 
-/// Names the key of the section that is nearly called so, or the section that
-/// does have a key of just that name, or else the keys that there are.
+/// Names the most similar key of the section, or else the section that has a
+/// key of just that name. Without either it names all keys.
 [[noreturn]] void throw_unknown_key(
     std::string_view section,
     std::string_view name,

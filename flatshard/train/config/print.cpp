@@ -22,7 +22,7 @@ void begin_section(
   }
 }
 
-// What nearly every run sets.
+// Keys that nearly every run sets.
 constexpr std::array<std::string_view, 6> kOftenSet{
     "run.output_dir",
     "training.steps",

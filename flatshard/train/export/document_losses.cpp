@@ -63,7 +63,7 @@ void DocumentLosses::count_bytes(const data::TextCodec& codec) {
       std::int64_t bytes = 0;
       for (std::size_t r = 0; r < runs_[i].size(); ++r, at += 2) {
         // The text of two pieces is not always the text of one and then the
-        // other, so a run is what it adds to the text before it.
+        // other. So a run's text is its addition to the text before it.
         bytes += std::max<std::int64_t>(
             0,
             static_cast<std::int64_t>(texts[at + 1].size()) -

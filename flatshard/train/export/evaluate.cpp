@@ -144,7 +144,7 @@ std::optional<double> bits_per_byte(
 Evaluated evaluate(const EvaluateOptions& options) {
   const StoredModel stored = open_model(options.model, options.step);
   const Config config = evaluation_config(options, stored);
-  // What is quick to find wrong comes before the weights.
+  // Quick checks come before the weights.
   const std::vector<ValidationSet> sets =
       open_validation_sets(config, stored.shape.vocab_size);
   std::unique_ptr<DocumentLosses> documents;

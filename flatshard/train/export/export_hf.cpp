@@ -33,13 +33,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Of --dtype.
+// The values of --dtype.
 constexpr Word<at::ScalarType> kDtypes[] = {
     {"float32", at::kFloat},
     {"bfloat16", at::kBFloat16},
     {"float16", at::kHalf}};
 
-// What a parameter has of a tensor of the folder.
+// The part of a folder's tensor that belongs to a parameter.
 struct TensorPart {
   std::string parameter;
   std::int64_t first = 0;  // element of the parameter
@@ -48,7 +48,7 @@ struct TensorPart {
 };
 using TensorParts = std::map<std::string, std::vector<TensorPart>>;
 
-// What an export writes, by our names of parameters.
+// The parameters that an export writes, by Flatshard's names.
 struct Parameters {
   struct Info {
     std::string dtype;
@@ -59,13 +59,13 @@ struct Parameters {
   StoredEntriesOf entries_of;  ///< of the folder
 };
 
-// What a folder holds, tensor by tensor.
+// The contents of a folder, tensor by tensor.
 class StoredTensors {
  public:
   StoredTensors(const Parameters& parameters, const TensorParts& parts)
       : parameters_(parameters), parts_(parts) {}
 
-  /// The scales of an FP8 weight are asked for behind the weight.
+  /// The scales of an FP8 weight are asked for after the weight.
   at::Tensor read(const SafetensorsSpec& spec) {
     if (const auto scales = scales_.extract(spec.name)) {
       return scales.mapped();

@@ -56,7 +56,7 @@ bool fits(const fs::path& folder, const TrainedOn& corpus) {
   const fs::path theirs = folder / data::kTokenizerFile;
   std::error_code error;
   if (!fs::exists(theirs, error)) {
-    // Of older kinds of files nothing is known but that bytes have none.
+    // Older kinds of files only show that bytes have no tokenizer.
     return corpus.meta.tokenizer != "bytes";
   }
   return data::same_tokens(

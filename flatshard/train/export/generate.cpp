@@ -157,7 +157,7 @@ void generate_texts(
     const GenerateOptions& options,
     const std::vector<std::string>& prompts,
     const std::function<void(const std::string& text)>& got) {
-  // What is quick to find wrong comes before the weights.
+  // Quick checks come before the weights.
   models::GenerationOptions generation{
       .max_new_tokens = options.max_new_tokens,
       .sample =

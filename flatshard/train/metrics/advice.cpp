@@ -104,8 +104,8 @@ std::int64_t activation_nbytes(
   const std::int64_t queries = model.heads * head_dim;
   const std::int64_t keys_and_values = 2 * model.kv_heads * head_dim;
   const models::BlockOptions& block = model.block;
-  // Inputs of two norms, or with norms behind them also of attention and of the
-  // feed-forward part; queries, keys, values and what attention gives.
+  // Inputs of two norms, or with post-norms also of attention and of the
+  // feed-forward part; queries, keys, values and the result of attention.
   const std::int64_t inputs =
       block.norms == models::NormPlacement::before ? 2 : 4;
   const std::int64_t normed =

@@ -53,7 +53,7 @@ std::string utc_ms() {
   return fmt::format("{}.{:03}Z", text.data(), ms);
 }
 
-/// What every row begins with.
+/// Returns the first fields of every row.
 Json begin_row(std::int64_t step, int attempt) {
   Json row;
   row["step"] = step;
@@ -67,7 +67,7 @@ Json begin_row(std::int64_t step, int attempt) {
 Json take_nonfinite(Json& value) {
   if (value.is_number_float() && !std::isfinite(value.get<double>())) {
     const double number = std::exchange(value, nullptr).get<double>();
-    // A sign of NaN says nothing.
+    // The sign of NaN has no meaning.
     return std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
   }
   Json texts;

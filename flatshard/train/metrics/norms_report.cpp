@@ -41,7 +41,7 @@ double sort_value(const ParameterNorm& norm, const std::string& sort) {
   const double value = sort == "weight" ? norm.weight
                        : sort == "grad" ? grad
                                         : grad / norm.weight;
-  // What is not a number comes first: it is what one looks for.
+  // A value that is not a number comes first, since readers look for it.
   return std::isnan(value) ? std::numeric_limits<double>::infinity() : value;
 }
 

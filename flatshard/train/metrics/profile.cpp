@@ -43,7 +43,7 @@ std::vector<KernelInterval> kernels_of(
   return kernels;
 }
 
-/// By name, the one with the most time of its own first.
+/// Returns the operators by name, the one with the most self time first.
 std::vector<HostOperator> by_own_time(
     const torch::autograd::profiler::ProfilerResult& result) {
   struct Call {

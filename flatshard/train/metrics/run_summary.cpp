@@ -94,7 +94,7 @@ std::string overlap_text(const Config& config) {
 
 std::string to_string(const RunSummary& summary) {
   const Config& config = summary.config;
-  // A restart of the same run on the same ranks has nothing new to say.
+  // A restart of the same run on the same ranks adds nothing.
   std::optional<Config> before;
   const auto path =
       std::filesystem::path(config.run.output_dir) / "config.toml";

@@ -195,7 +195,7 @@ void calibrate_passes(
         kCopyNbytes,
         device);
   });
-  // A kernel that does next to nothing, behind one that does much.
+  // A kernel that does next to nothing, after one that does much.
   const at::Tensor small = at::zeros({1}, angles);
   gpu.launch_us = 1e6 * timer([&] { small.zero_(); });
 }

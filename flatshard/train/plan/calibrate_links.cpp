@@ -53,8 +53,8 @@ struct Slowdown {
   double transfers = 1;
 };
 
-/// Runs `transfers` transfers beside `products` products. The fewer ones end
-/// first, so that their time is all beside the others.
+/// Runs `transfers` transfers in parallel with `products` products. The smaller
+/// group ends first, so that all its time overlaps the other.
 /// @return  the seconds of a product and of a transfer.
 template <class Transfer>
 std::pair<double, double> run_together(
@@ -100,7 +100,7 @@ Slowdown contention(
   const auto product = [&] { at::mm_out(out, a, b); };
   const double one = seconds_in_a_row(device, kProducts, product);
   const double alone = seconds_together(mesh, transfer);
-  // As many on every rank.
+  // The number is the same on every rank.
   const double per_product = std::ranges::max(
       all_gather_values(mesh.world(), std::max(alone, 1e-7) / one));
   const auto many = static_cast<std::int64_t>(2 + 3 * kProducts / per_product);

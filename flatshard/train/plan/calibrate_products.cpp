@@ -68,7 +68,7 @@ void calibrate_products(
   const Scratch a(device, most);
   const Scratch b(device, most);
   const Scratch c(device, most);
-  // Operands lie as the products of nn::Linear have them.
+  // Operands have the layouts that the products of nn::Linear give them.
   const auto run =
       [&](Product product, std::int64_t m, std::int64_t n, std::int64_t k) {
         at::Tensor out = c.matrix(m, n);

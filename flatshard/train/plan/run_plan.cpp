@@ -40,7 +40,7 @@ std::string row(
              : fmt::format("  {:<22}{:>14}  {}\n", name, value, remark);
 }
 
-/// What has no price.
+/// Rejects options without a price.
 void check_priced(const Config& config) {
   FLATSHARD_CHECK(
       config.precision.compute == at::kBFloat16,
@@ -222,7 +222,7 @@ std::optional<double> planned_step_seconds(
   const std::string_view table =
       device.is_cuda() ? plan::table_of_device(cuda_device_name(device))
                        : std::string_view();
-  // Where a rank sees no GPU but its own, nothing says how many share a host.
+  // Where a rank sees only its own GPU, it cannot count how many share a host.
   if (table.empty() || (ranks > 1 && num_cuda_devices() == 1)) {
     return std::nullopt;
   }

@@ -41,7 +41,7 @@ class Sweeper {
       : config_(config), machines_(machines) {}
 
   Sweep run() {
-    // What is wrong with the config itself is said at once.
+    // Errors of the config itself are reported at once.
     const RunPlan own = plan_run(config_, machines_);
     experts_ = own.model.moe.num_experts;
     ffn_dim_ = own.model.moe.ffn_dim;
@@ -276,7 +276,8 @@ class Sweeper {
   const PlannedMachines& machines_;
   std::int64_t experts_ = 0;
   std::int64_t ffn_dim_ = 0;  ///< of an expert
-  /// By degrees of tensor and expert parallelism, and of experts' width.
+  /// The key has the degrees of tensor and expert parallelism, and of experts'
+  /// width.
   std::map<std::array<std::int64_t, 3>, std::shared_ptr<PlannedModel>> modules_;
   Sweep sweep_;
 };

@@ -1,4 +1,4 @@
-"""What the arguments of `fully_shard` mean, and what of them is refused."""
+"""Interprets the arguments of `fully_shard` and rejects what they do not support."""
 
 import warnings
 import weakref
@@ -16,7 +16,7 @@ from flatshard._tensor.mesh import flattened
 from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
-# Of each mesh: asking is a collective.
+# One answer for each mesh, since asking is a collective.
 _fast_links: weakref.WeakKeyDictionary[_C.Mesh, bool] = weakref.WeakKeyDictionary()
 
 

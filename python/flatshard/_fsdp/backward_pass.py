@@ -1,7 +1,7 @@
 """Custom schedules: a microbatch whose modules run in pieces.
 
-The program marks when the forward and the backward of a wrapped module begin and end,
-and may run the autograd engine any number of times in between.
+The program marks when the forward and the backward of a wrapped module begin and end.
+It may run the autograd engine any number of times in between.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ class BackwardPass:
             mine.end_backward(layer)
 
     Between `begin` and `end` the layer's parameters are unsharded. Each wrapped module
-    runs once in a pass, the outermost one around the others if it has parameters of its
-    own. While the backward of one pass is open, the forward of another may run. Inputs
-    are cast as `mp_policy` says by `run` alone.
+    runs once in a pass. The outermost one runs around the others if it has parameters
+    outside of them. While the backward of one pass is open, the forward of another may
+    run. Only `run` casts inputs by `mp_policy`.
 
     Collective like a forward and a backward: all ranks make the same calls in the same
     order. A pass that is left by an exception, or dropped before its backward is over,
@@ -69,8 +69,8 @@ class BackwardPass:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator["BackwardPass"]:
-        """Inside, calls of wrapped modules are forwards of this pass, as by `run`. What
-        is raised inside gives the pass up."""
+        """Inside, calls of wrapped modules are forwards of this pass, as by `run`. An
+        exception inside abandons the pass."""
         former, self._root.running_pass = self._root.running_pass, self
         try:
             yield self
@@ -106,7 +106,7 @@ class BackwardPass:
         self._core.backward_begin(self._unit(module))
 
     def end_backward(self, module: nn.Module) -> None:
-        """Reshards the parameters of `module`. Its gradients and those of its inputs are
+        """Reshards the parameters of `module`. Its gradients and its inputs' are
         computed, or its weight gradients are delayed."""
         self._core.backward_end(self._unit(module))
 

@@ -12,9 +12,9 @@ from flatshard._fsdp.options import ModelOptions, ShardOptions
 def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
     """Sets the options of a whole model.
 
-    Call it once with the outermost module, before `fully_shard` is applied to any part of
-    it, or after `fully_shard` as long as `copy_engines` stays what it was. Equal on all
-    ranks.
+    Call it once with the outermost module, before `fully_shard` is applied to any part
+    of it. Call it after `fully_shard` only if `copy_engines` does not change. Equal on
+    all ranks.
 
     Returns:
         `model`.
@@ -55,7 +55,8 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
 
 
 def options_of(modules) -> ModelOptions | None:
-    """What `configure` gave the model that `modules` are part of."""
+    """Returns the options that `configure` gave the model that `modules` are part
+    of."""
     return modules[0].__dict__.get("_flatshard_options")
 
 

@@ -21,7 +21,7 @@ def converting(module, fn):
     """Inside, nn.Module converts buffers and ignored parameters of `module`. The shards
     stay the same objects and take the values. Where these have another dtype or are on
     another device, the next forward makes the core's units anew. On another device than
-    the mesh's, shards have memory of their own, the core's is freed, and the next forward
+    the mesh's, shards have separate memory and the core's is freed. The next forward
     raises an error unless they came back.
 
     Args:
@@ -32,7 +32,7 @@ def converting(module, fn):
     """
     below = set(module.modules())
     states = {s for m in below if (s := state_of(m)) is not None} - _converted
-    # Of a list of modules each is converted by itself.
+    # In a list of modules each is converted separately.
     parameters = [
         (s, p)
         for s in states
@@ -43,7 +43,8 @@ def converting(module, fn):
     for state in states:
         state.show_shards()
     for state in states:
-        # As for a tensor on meta: `to` raises, what follows to_empty gives values.
+        # The rule is the same as for a tensor on meta: `to` raises, and `fn` gives
+        # values after to_empty.
         if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
             state.initialized = True
     for state, p in parameters:

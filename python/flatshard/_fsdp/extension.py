@@ -1,9 +1,9 @@
 """Parameters of tensor subclasses that choose themselves which tensors are all-gathered.
 
 FSDP2's protocol: `fsdp_pre_all_gather` of a rank's piece gives plain tensors, which are
-all-gathered, and `fsdp_post_all_gather` makes of them what modules compute with. The
-core gathers these tensors as bytes, as frozen parameters that no module shows. A
-trainable parameter has a place of its own in the core besides, for its gradient alone.
+all-gathered, and `fsdp_post_all_gather` makes of them the tensor that modules compute
+with. The core gathers these tensors as bytes, as frozen parameters that no module
+shows. A trainable parameter has a second place in the core, for its gradient alone.
 """
 
 import inspect
@@ -24,7 +24,7 @@ _SHORT, _LONG = 1, 5
 
 
 def instead_of(tensor):
-    """Of libraries for whose FP8 weights there is an option."""
+    """Returns a hint for FP8 weights of libraries that an option replaces."""
     library = type(tensor).__module__.split(".")[0]
     if library not in ("torchao", "transformer_engine"):
         return ""
@@ -163,7 +163,8 @@ class Extension:
         return made
 
     def own(self, core, first, whole):
-        """Parameters of `core` from number `first` on are those of `members`.
+        """Makes the parameters of `core` from number `first` on those that belong to
+        `members`.
 
         Args:
             whole: the core's parameter that has the gradient; None for a frozen one.

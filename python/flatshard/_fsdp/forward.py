@@ -62,7 +62,7 @@ def run_forward(module, function, args, kwargs):
         root = make_root(module)
     if root.running_pass is not None:
         return root.running_pass.run(module, function, args, kwargs)
-    # What most models need nothing of costs no call.
+    # A call is skipped that most models do not need.
     if root.has_passes:
         root.refuse_between_passes(module)
     if root.on_gpu:
@@ -77,7 +77,7 @@ def run_forward(module, function, args, kwargs):
         core.forward_begin(state.id, args, kwargs)
         of_several = len(state.modules) > 1
         if of_several and not state.running:
-            # Of those that are still there.
+            # Only modules that still exist count.
             state.running.update(id(m) for r in state.modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:

@@ -58,7 +58,7 @@ from flatshard.float8.policy import choose_weights
 from flatshard.torch_versions import buffers_of, hooks_of_tensor
 
 
-# What fully_shard takes and returns, such as a Transformer or a list of its layers.
+# The argument and result of fully_shard, such as a Transformer or a list of its layers.
 Wrapped = TypeVar("Wrapped", bound=nn.Module | Sequence[nn.Module])
 
 
@@ -84,23 +84,24 @@ def fully_shard(
 
     Args:
         module: an nn.Module, or a list of modules that form one unit. In a forward it
-            is unsharded from the first of them that runs until each has run, in any order
-            and as often as they like; when one does not run, until the backward.
+            is unsharded from the first of them that runs until each has run, in any
+            order and as often as they like. When one does not run, it is unsharded
+            until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
             over the second (HSDP). None: all ranks. A dimension that was flattened
             together with others into the enclosing module's mesh: this module's
             parameters are slices, see below.
         reshard_after_forward: False keeps parameters unsharded from forward to
-            backward. None: True, but False for the root. A number, which divides
-            the ranks that parameters are sharded over: until the backward they
-            are sharded over that many neighbouring ranks, such as those of a
-            host, among which the backward's all-gather runs.
+            backward. None: True, but False for the root. A number, which divides the
+            ranks that parameters are sharded over: until the backward they are sharded
+            over that many neighbouring ranks, such as the ranks of a host. The
+            backward's all-gather runs among these.
         shard_placement_fn: function of a parameter that returns None or Shard(dim), the
             dimension along which it is cut. Other dimensions than the first have to be
-            multiples of the ranks. Such a parameter is stored with that dimension first,
-            so the unsharded one is not contiguous. With a mesh, as (Shard(0), mesh) or
-            FSDP2's ShardPlacementResult, it is stored on that one, a part of `mesh`: see
-            experts below.
+            multiples of the ranks. Such a parameter is stored with that dimension
+            first, so the unsharded one is not contiguous. A pair with a mesh, such as
+            (Shard(0), mesh) or FSDP2's ShardPlacementResult, stores it on that one, a
+            part of `mesh`: see experts below.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
         offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state are stored on the CPU. Of this
@@ -264,7 +265,8 @@ def fully_shard(
     return module
 
 
-# As FSDP2's: what tells whether, and in which unit, a module was sharded. None: it was not.
+# This is the same as FSDP2's: callers see whether, and in which unit, a module was
+# sharded. None: it was not.
 setattr(fully_shard, "state", state_of)
 
 

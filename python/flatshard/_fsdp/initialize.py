@@ -25,7 +25,7 @@ def reset_parameters(
     Args:
         model: the root module, for names.
         seed: of the generators.
-        init_fn: called with each module that has parameters of its own. None: the
+        init_fn: called with each module that directly has parameters. None: the
             module's `reset_parameters()`.
 
     Raises:

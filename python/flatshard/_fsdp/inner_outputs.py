@@ -1,8 +1,8 @@
 """Outputs of modules inside of a unit that a program takes by a forward hook: features
 for distillation, perceptual losses, early exits.
 
-A loss of such a feature alone begins its backward in the middle of the unit, past the
-unit's outputs, whose gradients announce a backward otherwise.
+The backward of a loss of such a feature alone begins in the middle of the unit. It
+skips the unit's outputs, whose gradients otherwise announce a backward.
 """
 
 import weakref

@@ -64,7 +64,7 @@ def find_parts(modules, core, offload, copy_engines):
 
 
 def join(state, parts):
-    """Parameters of `parts` become those of `state`, behind its own."""
+    """Appends the parameters of `parts` to the parameters of `state`."""
     for part in parts:
         begin = state.core.num_parameters
         shards = [_shard(state, part, p) for p in part.parameters]
@@ -87,7 +87,8 @@ def join(state, parts):
 
 
 def _shard(state, part, p):
-    """What shows a parameter of `part`, a slice, as part of the whole tensor."""
+    """Returns the object that shows a parameter of `part`, a slice, as part of the
+    whole tensor."""
     local = local_of(p.shard)
     if p.parallel is None:
         placements, shape = _placements(part, p, state.device_mesh)
@@ -116,7 +117,7 @@ def _placements(part, p, mesh):
     cuts, of_ranks = [0], []
     for which in range(number):
         cuts += [which * rows + end for end in pieces[1:]]
-    # Ranks of a slice lie `number` apart: "edp" is outside of "ep".
+    # Ranks of a slice are `number` apart: "edp" is outside of "ep".
     for rank in range(number * holders):
         of_ranks.append((rank % number) * holders + order[rank // number])
     shape = (number * rows, *p.whole.shape[1:])
@@ -124,7 +125,7 @@ def _placements(part, p, mesh):
 
 
 class _Joined:
-    """Of a module whose parameters the unit around it gathers."""
+    """The state of a module whose parameters the unit around it gathers."""
 
     def __call__(self, *args, **kwargs):
         policy = self.__dict__["_flatshard_policy"]

@@ -39,7 +39,7 @@ class InPlaceLinear(nn.Linear):
         return object.__new__, (nn.Linear,), state
 
 
-# Errors and printed models name the kind that the user knows.
+# Errors and printed models name the user's kind.
 InPlaceLinear.__name__ = "Linear"
 
 

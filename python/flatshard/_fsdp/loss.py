@@ -20,14 +20,14 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """cross_entropy(input @ weight.T, target), computed in float32.
 
-    `torch.nn.functional.cross_entropy` of a head's output holds the logits three
-    times when its backward begins: their log-softmax in float32, that one's gradient
-    and their own. Here they exist once, in the dtype of the input, and become their
-    gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient goes
-    to where it is reduced.
+    `torch.nn.functional.cross_entropy` of a head's output holds the logits three times
+    when its backward begins: their log-softmax in float32, that one's gradient and
+    their own. Here they exist once, in the dtype of the input, and become their
+    gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient is written
+    where it is reduced.
 
     Call it while the weight is unsharded: in a forward of its unit, or in a method that
-    `register_fsdp_forward_method` made one. Without sharding it works as well.
+    `register_fsdp_forward_method` made one. It also works without sharding.
 
     Args:
         input: [..., dim], what the head takes.

@@ -15,7 +15,7 @@ from flatshard.torch_versions import in_backward
 # others may have left there.
 _ASKS = ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad")
 _LEFT = (*_ASKS, "get_main_grad", "zero_out_wgrad", "__fsdp_param__")
-# Of TransformerEngine's modules, and of Megatron-Core's.
+# The attributes of TransformerEngine's modules, and of Megatron-Core's.
 _SWITCHES = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
 
@@ -29,8 +29,8 @@ class MainGradParameter(nn.Parameter):
     _flatshard_given = None  # the address of what get_main_grad gave last
 
     def get_main_grad(self):
-        """The gradient so far, of this parameter's shape, in the dtype of the
-        reduction; zeros if there is none yet. What is added to it counts.
+        """Returns the gradient so far, of this parameter's shape, in the dtype of the
+        reduction, or zeros if there is none yet. Additions to it count.
 
         Raises:
             RuntimeError: outside of a backward.
@@ -75,8 +75,9 @@ class MainGradParameter(nn.Parameter):
 
 
 def offer_main_grads(state):
-    """To the trained parameters of `state` that use the contract: those that have one of
-    its attributes, and those of modules that have it switched on."""
+    """Offers main_grad to the trained parameters of `state` that use the contract:
+    parameters with one of its attributes, and parameters of modules that have it
+    switched on."""
     for p in state.parameters:
         if not p.trainable or p.float8 or not _is_asked_for(p):
             continue
@@ -86,8 +87,8 @@ def offer_main_grads(state):
         whole = p.whole
         whole.__class__ = MainGradParameter
         whole._flatshard_main_grad = p.title, weakref.ref(state)
-        # Of several uses one may give autograd a gradient that counts: the tensor
-        # without meaning, to which it is added, has to be zeros.
+        # When a parameter has several uses, autograd may get a gradient that counts
+        # from one of them: the placeholder to which it is added has to be zeros.
         whole.zero_out_wgrad = len(p.sites) > 1
         whole.register_post_accumulate_grad_hook(_drop_what_was_added)
         state.main_grads = True

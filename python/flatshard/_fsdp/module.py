@@ -35,8 +35,8 @@ class FSDPModule:
     """
 
     def __new__(cls, *args, **kwargs):
-        # Only fully_shard makes one, of a module. What modules make of their own class
-        # (slices of nn.Sequential) is of the class that they had before.
+        # Only fully_shard makes one, of a module. Objects that modules make of their
+        # class (slices of nn.Sequential) have the class from before.
         return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
 
     @outside_of_graphs
@@ -83,8 +83,8 @@ class FSDPModule:
             is_last: it is the step's last: with HSDP the outer axis is reduced then,
                 with ZeRO-0 and ZeRO-1 all axes.
             interleaved: while its backward is open, the forward of the next microbatch
-                runs, whose backward comes later. Unless it is the last as well, `.grad`s
-                are there after that one.
+                runs, whose backward comes later. Unless it is the last as well,
+                `.grad`s are complete after that one.
 
         Raises:
             NotImplementedError: a model with cuda_graph=True.
@@ -245,7 +245,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """True is how it always is: reductions have a communicator of their own."""
+        """Accepts True, which always holds: reductions have a separate communicator."""
         if not enable:
             raise NotImplementedError(
                 "set_separate_reduce_scatter_group(False) is not supported: reductions "
@@ -268,9 +268,9 @@ class FSDPModule:
 
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
-        again after another warm-up. For what a graph cannot see: a tensor that is no
-        argument, parameter or buffer and is elsewhere now. Call it on the root, between
-        steps."""
+        again after another warm-up. Use it for changes that a graph cannot see: a
+        tensor that is no argument, parameter or buffer and is elsewhere now. Call it on
+        the root, between steps."""
         root_of(self).core.reset_graphs()
 
     def finalize_backward(self, async_op: bool = False) -> None:
@@ -288,7 +288,8 @@ class FSDPModule:
             )
 
     def _set_unshard_async_op(self, async_op: bool, *, recurse: bool = True) -> None:
-        """Accepted for FSDP2's sake: all-gathers always run on a stream of their own."""
+        """Does nothing and exists for FSDP2's sake: all-gathers always run on a
+        separate stream."""
 
     # -- how long parameters stay unsharded --------------------------------------------
 
@@ -330,8 +331,9 @@ class FSDPModule:
         self._set("backward_prefetch", _states(modules), False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's, also between a forward and its backward, where a unit may show
-        unsharded parameters: their gradients are those of the sharded ones."""
+        """Works as nn.Module's, also between a forward and its backward, where a unit
+        may show unsharded parameters: their gradients are the sharded parameters'
+        gradients."""
         for state in self._states_of(recurse=True):
             state.show_shards()
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -356,7 +358,7 @@ class FSDPModule:
     def __copy__(self):
         """Returns the same unit under another name: a shallow copy shares parameters."""
         copied = object.__new__(type(self))
-        # Roots and forwards are those of the module that fully_shard wrapped.
+        # The copy shares roots and forwards with the module that fully_shard wrapped.
         copied.__dict__.update(vars(self), _flatshard_original=self)
         return copied
 

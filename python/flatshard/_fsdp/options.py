@@ -21,19 +21,19 @@ class ShardOptions:
             "optim", with ZeRO-3: the optimizer state is sharded over it as well (HFSDP),
             and parameters are DTensors over the flattened mesh.
         granularity: where parameters are cut. "dim0": between any two slices along their
-            first dimension. "chunk": as torch.chunk cuts, so each rank has the rows that
-            it has with FSDP2, for programs that read shapes of to_local(); the unit is
-            then all-gathered by one collective for each parameter. "tensor": nowhere, a
-            rank has a parameter or not.
+            first dimension. "chunk": as torch.chunk cuts, so each rank has the rows
+            that it has with FSDP2, for programs that read shapes of to_local(). The
+            unit is then all-gathered by one collective for each parameter. "tensor":
+            nowhere, a rank has a parameter or not.
         grads_in_place: the backward of each nn.Linear (not of subclasses) writes weight
             gradients into the memory that is reduced, without another tensor and
             without a copy. None: for the nn.Linear of the unit that own their weights
             alone. True: for tied weights as well. False: for none. Compiled code, autocast
             and unsharded weights with hooks take the usual way.
         cuda_graph: after three steps, the forward and the backward of the module are
-            captured as CUDA graphs and replayed, with bitwise identical results. For
-            modules that hold no other unit. Calls that cannot be replayed run eagerly,
-            see `cuda_graph_stats`. GPUs only.
+            captured as CUDA graphs and replayed, with bitwise identical results. Only
+            for modules that hold no other unit. Calls that cannot be replayed run
+            eagerly, see `cuda_graph_stats`. GPUs only.
         check_same_values: the first forward compares a digest of each parameter among
             the ranks of the mesh and raises RuntimeError where they differ. Parameters
             on the meta device and parameters that were written since are left out.

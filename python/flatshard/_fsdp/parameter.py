@@ -1,9 +1,9 @@
 """One parameter of a unit, and what its shard takes from the user's tensor.
 
 A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
-`parameters()`, optimizers and checkpoints see. The whole one is a plain
-`nn.Parameter` without memory of its own that the core points at gathered memory
-while the unit computes. The core swaps them in the modules' `_parameters`.
+`parameters()`, optimizers and checkpoints see. The whole one is a plain `nn.Parameter`
+without memory, which the core points at gathered memory while the unit computes. The
+core swaps them in the modules' `_parameters`.
 """
 
 import weakref
@@ -27,8 +27,9 @@ _OWNER = "_flatshard_owner"
 _of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 _num_marked = 0
 
-# What parameters of the core's groups have in common. GATHERED: what a subclass of a tensor
-# gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's disable_adapter does.
+# Kinds of parameters, which the core's groups keep apart. GATHERED: what a subclass of
+# a tensor gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's
+# disable_adapter does.
 TRAINED, FROZEN, GATHERED, FROZEN_LATER = range(4)
 
 
@@ -44,7 +45,7 @@ class Parameter:
     index: int = -1  # in the core's unit
     names: list = field(default_factory=list)  # in the model, once that is known
     trainable: bool = True  # the core has gradients for it
-    apart: int = 0  # TRAINED and so on: those of different numbers share no group
+    apart: int = 0  # TRAINED and so on: different numbers share no group
     dtype: torch.dtype | None = None  # of the user's tensor, see make_core
     param_dtype: torch.dtype | None = None  # that is gathered; None: its own
     on_meta: bool = False
@@ -62,7 +63,7 @@ class Parameter:
 
     @property
     def title(self):
-        """For messages."""
+        """Returns the name for messages."""
         return self.sites[0][1] if self.sites else self.label
 
     def is_as_sharded(self):
@@ -119,7 +120,8 @@ def copy_attributes(source, target):
 
 
 def plain_like(tensor, is_subclass):
-    """Where the attributes of the user's tensor are: those of a subclass are its own."""
+    """Returns the object with the attributes of the user's tensor, for a subclass its
+    own."""
     return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
 
 
@@ -163,7 +165,7 @@ def former_name(tensor):
 
 class _OfShard:
     """A DTensor's method that a whole parameter has, too: programs that read parameters
-    need not know whether it is before or after the forward."""
+    work the same before and after the forward."""
 
     def __init__(self, p, function):
         self._p = weakref.ref(p)
@@ -174,7 +176,8 @@ class _OfShard:
 
 
 def note_whole(p):
-    """What modules may show instead of the shard, for parameter_of_whole."""
+    """Notes a tensor that modules may show instead of the shard, for
+    parameter_of_whole."""
     for tensor in p.faces():
         if tensor is not p.shard:
             _of_whole[id(tensor)] = p

@@ -51,8 +51,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Parameters are DTensors with local tensors on the CPU, also frozen ones, so
     optimizers update there. Each all-gather copies this rank's part to the device
-    first, each reduction copies its result back, and backward returns when the
-    last is there. Gradients that are not reduced yet stay on the device.
+    first, and each reduction copies its result back. Backward returns when the last
+    copy has arrived. Gradients that are not reduced yet stay on the device.
 
     Attributes:
         pin_memory: the host memory is pinned, so copies run in parallel with kernels.

@@ -76,7 +76,7 @@ def renew(unit):
         _take_requires_grad(unit)
     unfrozen = {p.apart for p in unit.parameters if p.apart and p.shard.requires_grad}
     for p in unit.parameters:
-        # The core can train it: integers rest beside what it trains.
+        # The core can train it, while integers are kept in addition to what it trains.
         fits = p.dtype in TRAINABLE
         p.trainable = p.trainable or (p.apart in unfrozen and fits)
     _make_core_again(unit)
@@ -176,8 +176,8 @@ def why_fixed(unit, p):
 
 
 def follow_changes(units):
-    """Follows what `requires_grad` and dtypes became since the last forward, as the next
-    forward would. For those who read the core's groups in between. Collective."""
+    """Applies changes of `requires_grad` and dtypes since the last forward, as the next
+    forward would. For callers that read the core's groups in between. Collective."""
     for unit in units:
         if unit.root is None and not unit.has_trained and not unit.is_as_sharded():
             shard_again(unit)

@@ -18,7 +18,7 @@ from flatshard.torch_versions import parameters_of
 
 # -- optimizers of parameters that modules showed at another time ----------------------
 
-# Of each optimizer: of how many parameters, and how many were sharded then.
+# For each optimizer, its number of parameters and the number sharded then.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
     weakref.WeakKeyDictionary()
 )
@@ -35,9 +35,9 @@ def _before_step(optimizer, args, kwargs):
 
 
 def _to_train(optimizer, parameter):
-    """What an optimizer holds in place of `parameter`. One that was made between a
-    forward and its backward has unsharded parameters, which are replaced before its
-    first step."""
+    """Returns the tensor that an optimizer holds in place of `parameter`. One that was
+    made between a forward and its backward has unsharded parameters, which are replaced
+    before its first step."""
     if (name := former_name(parameter)) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__} was made before fully_shard: it holds "
@@ -86,7 +86,8 @@ class _StateDicts:
 
 
 def watch_state_dicts(module, state):
-    """Of a module whose parameters, if any, belong to the unit `state`."""
+    """Watches the state dicts of a module whose parameters, if any, belong to the unit
+    `state`."""
     watch = _StateDicts(state)
     module.register_state_dict_pre_hook(watch.before_save)
     module.register_load_state_dict_pre_hook(watch.before)
@@ -172,7 +173,7 @@ def settle(units, names):
     there is something to take.
 
     Args:
-        names: those of each module of the model, by id.
+        names: the names of each module of the model, by id.
     """
     for unit, sites, shards in [_places_now(unit, names) for unit in units]:
         for p in unit.parameters:

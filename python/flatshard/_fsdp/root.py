@@ -178,8 +178,8 @@ class Root:
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )
-        # As with FSDP2, parameters() are the unsharded ones until the backward.
-        # Not where these have no values of their own, or are no leaves.
+        # As with FSDP2, parameters() are the unsharded ones until the backward. This
+        # does not hold where these have no own values, or are no leaves.
         special = unit.fp8 is not None or unit.extended or self.cuda_graphs
         self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 

@@ -1,8 +1,8 @@
 """Shows the core's collectives to torch's CommDebugMode.
 
-The core launches them in C++, where no TorchDispatchMode sees them. An active CommDebugMode
-is told afterwards: one all-gather for each time that a unit was gathered, one reduction for
-each time that its gradients were, with FSDP2's operators.
+The core launches them in C++, where no TorchDispatchMode sees them. An active
+CommDebugMode gets them afterwards: one all-gather for each time that a unit was
+gathered, one reduction for each time that its gradients were, with FSDP2's operators.
 """
 
 from flatshard import _C
@@ -17,7 +17,7 @@ from flatshard.torch_versions import comm_debug_modes, in_backward, queue_callba
 
 
 class SeenCollectives:
-    """What a model's core did while a CommDebugMode was active.
+    """The collectives that a model's core ran while a CommDebugMode was active.
 
     Args:
         core: _C.Runtime.
@@ -50,7 +50,7 @@ class SeenCollectives:
         """When an outermost backward begins."""
         modes = comm_debug_modes()
         if modes and in_backward():
-            # The core ends the backward in a callback of its own that is queued later.
+            # The core ends the backward in a separate callback that is queued later.
             queue_callback(lambda: queue_callback(lambda: self._tell(modes)))
 
     def _tell(self, modes):

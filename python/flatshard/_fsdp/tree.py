@@ -112,7 +112,7 @@ def check_units(units, parents, state):
 
 
 def _check_model_options(unit, root):
-    """What a part of the model was given has to be what the root has."""
+    """Raises an error when a part of the model has other options than the root."""
     for field in fields(ModelOptions):
         given = getattr(unit.model_options, field.name)
         has = getattr(root.model_options or ModelOptions(), field.name)

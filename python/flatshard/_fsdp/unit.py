@@ -51,7 +51,7 @@ class Policy:
     divide_factor: float | None = None
     sums_only: bool = False
     reduced_hook: object = None
-    # Of the root's, for the whole model.
+    # Set on the root, for the whole model.
     max_input_buffers: int | None = None
     reports_nan: bool = False
 
@@ -207,7 +207,8 @@ class UnitState:
                 p.whole.requires_grad_(p.shard.requires_grad)
 
     def apply_to_core(self):
-        """The settings by setters. Without a core they wait for the next one."""
+        """Passes the settings of setters to the core. Without a core they wait for the
+        next one."""
         if self.core is None:
             return
         if self.policy.divide_factor is not None:
@@ -282,7 +283,7 @@ class UnitState:
         writes.note_unit(self)
 
     def core_names(self):
-        """Of the core's parameters, by their numbers."""
+        """Returns the names of the core's parameters, by their numbers."""
         hidden = self.core.num_parameters - len(self.parameters)
         return [p.names for p in self.parameters] + [
             [f"gathered {i}"] for i in range(hidden)

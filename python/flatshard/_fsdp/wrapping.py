@@ -32,8 +32,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[nn.Module]) -> None:
-    """Lets the models share the streams of their all-gathers and reductions, so that torch's
-    allocator keeps memory for one set of streams. For the chunks of a pipeline.
+    """Lets the models share the streams of their all-gathers and reductions, so that
+    torch's allocator keeps memory for one set of streams. Meant for the chunks of a
+    pipeline.
 
     Args:
         modules: outermost modules that fully_shard wrapped, before their first forward.

@@ -22,7 +22,7 @@ def audits_graphs():
 
 
 def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
-    """Of fully_shard's arguments; `option` asks for graphs.
+    """Checks fully_shard's arguments when `option` asks for graphs.
 
     Raises:
         ValueError, NotImplementedError: graphs do not go with them.

@@ -38,7 +38,7 @@ class Sample:
 
     @never_compiled
     def check_used(self, tensors, outputs, unit):
-        """Of a forward from `tensors` to `outputs`."""
+        """Checks a forward from `tensors` to `outputs`."""
         if self._unused_allowed:
             return
         unused = _unused(tensors, outputs)
@@ -119,7 +119,7 @@ def _unused(tensors, outputs):
         found = todo.pop()
         if found in wanted:
             missing.discard(wanted[found])
-            continue  # behind it lies what others did
+            continue  # others use the memory after it
         for following in found[0].next_functions:
             if following[0] is not None and following not in seen:
                 seen.add(following)

@@ -20,7 +20,7 @@ from flatshard.torch_versions import (
     tree_unflatten,
 )
 
-# Arguments and results of these types are compared; those of others may be anything.
+# Arguments and results of these types are compared, and other types may be anything.
 _PLAIN = {
     type(None),
     bool,
@@ -64,7 +64,7 @@ class Recorded:
 
     @outside_of_graphs
     def __call__(self, tensors):
-        """The forward's tensors, each once; those of `tensors` are left out."""
+        """Returns the forward's tensors, each once, without those in `tensors`."""
         args, kwargs = self._arguments(tensors)
         module = self._module()
         modes = self._set_modes(module, self._modes)
@@ -84,7 +84,8 @@ class Recorded:
     @staticmethod
     @never_compiled
     def _set_modes(module, modes):
-        """train() or eval() of the module and each inside of it. What they were."""
+        """Calls train() or eval() on the module and each inside of it. Returns the
+        former modes."""
         modules = (module, *(m for m in module.modules() if m is not module))
         if len(modules) != len(modes):
             raise RuntimeError(

@@ -52,7 +52,7 @@ class EvenShard(WatchedTensor):
         return super().to_local(**options)
 
 
-setattr(EvenShard, "__slots__", DTensor.__slots__)  # as those of ShardedTensor
+setattr(EvenShard, "__slots__", DTensor.__slots__)  # as in ShardedTensor
 EvenShard.__module__ = "flatshard.even_shard"
 sys.modules[EvenShard.__module__] = sys.modules[__name__]
 torch.serialization.add_safe_globals([EvenShard])

@@ -1,9 +1,9 @@
 """The core's Mesh of a DeviceMesh.
 
-Flatshard makes communicators of its own through the store of the default
-process group, which nothing public gives: one for gathers and one for reductions,
-so that neither waits for the other nor for collectives that the program launches
-itself. Only the ranks of the mesh take part. They exist until the process ends.
+Flatshard makes separate communicators through the store of the default process group,
+which nothing public gives: one for gathers and one for reductions, so that neither
+waits for the other nor for the program's own collectives. Only the ranks of the mesh
+take part. They exist until the process ends.
 """
 
 import atexit
@@ -32,8 +32,8 @@ def default_device_mesh():
 
 
 def core_mesh(device_mesh, timeout_s=None):
-    """The core's mesh over the ranks of `device_mesh`. Collective over them, or over
-    those of model_mesh.
+    """Returns the core's mesh over the ranks of `device_mesh`. Collective over them, or
+    over the ranks of model_mesh.
 
     Args:
         device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
@@ -48,7 +48,7 @@ def model_mesh(device_mesh):
     """(part, whole): core_mesh(device_mesh), and the core's mesh that it is a part of.
 
     A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
-    "dp")`) is an axis of the flattened one's mesh, so that parameters on "edp" and
+    "dp")`) is an axis of the flattened one's mesh. So parameters on "edp" and
     parameters on "dp" can belong to one model. Otherwise both are the same.
     """
     return _find(device_mesh, None)
@@ -109,8 +109,9 @@ def _key(device_mesh):
 
 
 def _dimensions(device_mesh):
-    """The root mesh's dimensions that `device_mesh` consists of, and those of the mesh
-    that it is a part of; (None, None) where nothing was flattened."""
+    """Returns the root mesh's dimensions that `device_mesh` consists of, and the
+    dimensions of the mesh that it is a part of. Returns (None, None) where nothing was
+    flattened."""
     # DeviceMesh has no public name for its root and for what was flattened.
     root = device_mesh._get_root_mesh()
     own, names = device_mesh.mesh_dim_names, root.mesh_dim_names

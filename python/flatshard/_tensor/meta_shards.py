@@ -6,8 +6,8 @@ import torch
 
 from flatshard._tensor.memory import address_of
 
-# Of parameters that came on the meta device: the address of the memory behind a shard
-# -> its unit, which says whether there are values yet.
+# For parameters that came on the meta device: the address of the memory of a shard ->
+# its unit, which holds whether there are values yet.
 of_meta: dict[int, weakref.ref] = {}
 
 
@@ -17,8 +17,8 @@ def mark_of_meta(storages, state):
 
 
 def where_it_is(tensor, attribute):
-    """The metadata of a tensor on meta, for a shard without values; else None. The memory
-    is there before the values are."""
+    """Returns the metadata of a tensor on meta, for a shard without values, else None.
+    Memory exists before the values do."""
     storage = address_of(tensor)
     state = of_meta[storage]() if storage in of_meta else None
     if state is None:

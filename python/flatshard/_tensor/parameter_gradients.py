@@ -11,9 +11,9 @@ def grad(outputs, inputs, grad_outputs=None, *args, **kwargs):
     """torch.autograd.grad(outputs, inputs, ...), where `inputs` has sharded tensors.
 
     A forward computes with the unsharded parameter, so a loss of a model has a gradient
-    for that one. Of a sharded parameter this returns the mean of the ranks' gradients, as
-    the backward does, cut as the parameter: collective. A graph that was computed from
-    the shard itself, such as a penalty, is added.
+    for that one. For a sharded parameter this returns the mean of the ranks' gradients,
+    as the backward does, cut as the parameter: collective. A graph that was computed
+    from the shard itself, such as a penalty, is added.
     """
     options = dict(zip(("retain_graph", "create_graph", "only_inputs"), args))
     options.update(kwargs)

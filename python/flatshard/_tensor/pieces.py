@@ -47,7 +47,8 @@ def parallel_shard(rows, parallel, placements, mesh_dim, dim):
 
 
 def note_cut(shard, mesh_dim, dim):
-    """Of an EvenShard that is not only cut over the mesh's last dimension."""
+    """Notes the cut of an EvenShard that is not only cut over the mesh's last
+    dimension."""
     shard._flatshard_cut = mesh_dim, dim
 
 

@@ -64,7 +64,7 @@ class RowShard(Shard):
         begin, end = self.span(rank)
         return whole[begin:end]
 
-    # What DTensor asks a Shard.
+    # DTensor asks a Shard for these.
 
     def _local_shard_size_and_offset(self, curr_local_size, num_chunks, rank):
         return self.rows(rank), self.span(rank)[0]
@@ -108,8 +108,8 @@ class RowShard(Shard):
     def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
         return self.slice(local, shard_index).clone()
 
-    # DTensor asks in many places whether a placement equals Shard(0). What must not
-    # happen is that it takes a plan that it remembers for other cuts: see RowSpec.
+    # DTensor asks in many places whether a placement equals Shard(0). It must not take
+    # a plan that it cached for other cuts: see RowSpec.
 
     def __eq__(self, other):
         if isinstance(other, RowShard):

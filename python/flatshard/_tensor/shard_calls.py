@@ -144,7 +144,7 @@ def replicated(value, mesh):
 
 
 def as_rows(local, reference):
-    """A result whose rows belong to those of `reference`."""
+    """Returns `local` as a tensor with the rows of `reference`."""
     shape = torch.Size((reference.shape[0], *local.shape[1:]))
     if not local.is_contiguous():
         local = local.contiguous()
@@ -153,7 +153,8 @@ def as_rows(local, reference):
 
 
 def rows_beside(tensor, reference, values):
-    """The rows of `tensor` that meet those of `reference`, in a broadcast."""
+    """Returns the rows of `tensor` that meet the rows of `reference`, in a
+    broadcast."""
     if isinstance(tensor, ShardedTensor) and is_cut(tensor):
         if tensor.shape[0] == reference.shape[0] and tensor.dim() == reference.dim():
             if same_cuts(tensor, reference):

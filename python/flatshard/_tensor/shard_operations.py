@@ -3,9 +3,9 @@
 Below autograd, ``torch`` calls `dispatch` for each operation that a ``ShardedTensor``
 takes part in. Where rows of the result need rows of the arguments alone, each rank
 computes its own. Reductions over rows combine what the ranks have. Everything else is
-computed on whole values, on each rank alike; so the result of an operation is that of
-the same operation on whole tensors. Which way is taken, all ranks decide by shapes and
-cuts, which are the same on all of them.
+computed on whole values, on each rank alike. So the result equals the result of the
+same operation on whole tensors. All ranks choose the way by shapes and cuts, which are
+the same on all of them.
 """
 
 import functools

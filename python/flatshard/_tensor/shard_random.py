@@ -1,6 +1,6 @@
-"""Random operations on sharded tensors: the values are those of one process.
+"""Random operations on sharded tensors give the same values as on one process.
 
-Each rank draws the whole tensor from one state of the generator, which is that of the
+Each rank draws the whole tensor from one state of the generator, the state of the
 mesh's first rank, and keeps its rows. So rows differ between ranks, replicas agree, and
 the number of ranks makes no difference.
 """

@@ -135,8 +135,8 @@ def norm_of_norms(norms, order):
 
 
 def norms_of_ranks(norms, mesh, dim, order):
-    """[n] norms of tensors of whose rows each rank along the mesh dimension has some, from
-    those of its own rows. One all-reduce of float64. Collective."""
+    """Returns [n] norms of tensors of whose rows each rank along the mesh dimension has
+    some, from `norms` of its rows. One all-reduce of float64. Collective."""
     if order < 0 and order != -torch.inf:
         return norm_of_norms(gathered(norms, mesh, dim), order)
     has_root = 0 < order < torch.inf
@@ -168,7 +168,7 @@ _REDUCTIONS = {
 
 
 def foreach_norm(func, traits, args, kwargs):
-    """The norms of a list, those of cut tensors in one all-reduce."""
+    """Computes the norms of a list, with one all-reduce for cut tensors."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):

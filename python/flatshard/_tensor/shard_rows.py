@@ -93,7 +93,8 @@ def along_rows(func, traits, args, kwargs):
 
 
 def by_position(func, traits, args, kwargs):
-    """foreach and fused: lists of tensors, of which those of one position meet."""
+    """Handles foreach and fused operations: lists of tensors, where tensors of one
+    position meet."""
     first = args[0]
     if traits.name.startswith(("_foreach_max", "_foreach_norm", "_foreach_powsum")):
         return NotImplemented

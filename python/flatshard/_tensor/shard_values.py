@@ -32,7 +32,7 @@ def row_dim(tensor):
 
 
 def base_of(tensor):
-    """Of a ShardedView the shard that it looks at, else the tensor."""
+    """Returns the shard that a ShardedView looks at, else the tensor."""
     return tensor.__dict__.get("base", tensor)
 
 
@@ -85,7 +85,7 @@ def gather(tensor):
 class Values:
     """The plain whole values of the tensors of one operation."""
 
-    # Operations that were told to cost a gather, by name.
+    # Names of the operations whose cost, a gather, was logged.
     warned: set[str] = set()
 
     def __init__(self, name, mesh):
@@ -95,7 +95,7 @@ class Values:
         self._bases = {}  # id of a view: the whole value of its base
 
     def asked_for(self, tensor):
-        """As `of`, where a gather is what the user asked for."""
+        """Works as `of`, where the user asked for a gather."""
         self.name = None
         return self.of(tensor)
 
@@ -184,7 +184,7 @@ class Values:
 
 
 def _level_of_caller():
-    """Of the innermost frame that is neither this package's nor torch's."""
+    """Returns the level of the innermost frame outside of this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
         0

@@ -1,7 +1,7 @@
 """Views of sharded tensors.
 
-A view whose rows are rows of its source is a shard over the same memory. Of another
-one (a transposed matrix, a flat vector, one row) no rank has its part: it is a
+A view whose rows are rows of its source is a shard over the same memory. For another
+view (a transposed matrix, a flat vector, one row) no rank has its part: it is a
 ``ShardedView``, which takes its values from its source when they are used.
 """
 
@@ -29,7 +29,7 @@ class ShardedView(ShardedTensor):
         return Values("reading a view", self.device_mesh).of(self)
 
     def __repr__(self):
-        # Of one rank alone, so it has no values.
+        # One rank alone prints it, so it has no values.
         mesh, placements = self.base.device_mesh, self.base.placements
         size = tuple(self.shape)
         return f"ShardedView(size={size}, device_mesh={mesh}, base={placements})"

@@ -63,7 +63,7 @@ class ShardedTensor(WatchedTensor):
 
     @staticmethod
     def of_rows(local, mesh, placements, shape, stride=None):
-        """As `wrap`, of a tensor without history: for results of operations."""
+        """Works as `wrap` for a tensor without history: for results of operations."""
         if stride is None:
             stride = contiguous_stride(shape)
         spec = make_spec(mesh, placements, shape, stride, local.dtype)
@@ -76,8 +76,8 @@ class ShardedTensor(WatchedTensor):
         return tensor
 
     def beside(self, local):
-        """`local`, cut as this one is and of the same dtype, as a tensor of its own
-        without gradient. Cheap: nothing is checked."""
+        """Returns `local`, cut as this one is and of the same dtype, as a separate
+        tensor without gradient. Cheap: nothing is checked."""
         return ShardedTensor.like_spec(local, self._spec)
 
     def become(self, other):
@@ -131,7 +131,7 @@ class ShardedTensor(WatchedTensor):
         )
 
     def __reduce_ex__(self, protocol):
-        # A view has no memory of its own, which torch's way asks for.
+        # A view has no separate memory, which torch's way needs.
         if base_of(self) is not self or self.storage_offset() != 0:
             return self.detach().clone().__reduce_ex__(protocol)
         return super().__reduce_ex__(protocol)
@@ -200,8 +200,8 @@ class ShardedTensor(WatchedTensor):
         )
 
 
-# None of its own: DTensor's class has to be assignable to it. But whoever copies a
-# tensor slot by slot (DCP's staging) asks the type for them.
+# It has no slots of its own: DTensor's class has to be assignable to it. But DCP's
+# staging, which copies a tensor slot by slot, asks the type for them.
 setattr(ShardedTensor, "__slots__", DTensor.__slots__)
 
 # clip_grad_norm_ takes the norms of all gradients of these types at once, so in one

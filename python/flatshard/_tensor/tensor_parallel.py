@@ -21,8 +21,9 @@ class TensorParallel:
     """How one such parameter is shown.
 
     Attributes:
-        made: what modules see while the unit computes, once it has been needed.
-        mesh: DeviceMesh of the shard: that of fully_shard, and the parameter's own.
+        made: the tensor that modules see while the unit computes, once it has been
+            needed.
+        mesh: DeviceMesh of the shard: fully_shard's mesh and the parameter's own.
         shape, stride: of the whole tensor.
     """
 
@@ -78,7 +79,7 @@ class TensorParallel:
         self.stride = contiguous_stride(self.shape)
 
     def placements(self, device_mesh, dim, is_cut):
-        """Of the shard.
+        """Returns the placements of the shard.
 
         Args:
             device_mesh: of fully_shard.
@@ -100,7 +101,8 @@ class TensorParallel:
 
     @property
     def tensor(self):
-        """The tensor that modules see. For the core, while its parameter has values."""
+        """Returns the tensor that modules see. The core calls it while its parameter
+        has values."""
         trains = self._whole.requires_grad
         if self.made is not None and self.made.requires_grad == trains:
             return self.made
@@ -114,11 +116,11 @@ class TensorParallel:
         return self.made
 
     def point(self):
-        """For the core, when its parameter gets values: the DTensor over it has them,
-        too."""
+        """Called by the core when its parameter gets values: the DTensor over it has
+        them, too."""
 
     def clear(self):
-        """For the core, when its parameter loses them."""
+        """Called by the core when its parameter loses them."""
 
 
 def _joined(first, second):
@@ -143,7 +145,7 @@ class _Shown(torch.autograd.Function):
         if grad.placements != ctx.spec.placements:
             grad = grad.redistribute(placements=ctx.spec.placements)
         local = grad.to_local()
-        # Of an asynchronous collective.
+        # Waits for an asynchronous collective.
         return local.wait() if hasattr(local, "wait") else local, None
 
 
@@ -153,5 +155,6 @@ def plain_value(tensor):
 
 
 def is_tensor_parallel(tensor):
-    """A DTensor that is no shard of Flatshard's, whose kinds are classes of their own."""
+    """Returns whether a tensor is a DTensor of a class other than Flatshard's
+    shards."""
     return type(tensor) is DTensor

@@ -1,14 +1,14 @@
-"""Shows collectives to torch's CommDebugMode that it cannot see by itself.
+"""Shows collectives to torch's CommDebugMode that it cannot see.
 
-It is a TorchDispatchMode, which is not active while the operation that it passes on runs:
-what a shard's operation sends inside is told afterwards.
+It is a TorchDispatchMode, which is not active while the operation that it passes on
+runs: collectives inside a shard's operation are reported afterwards.
 """
 
 import torch
 
 from flatshard.torch_versions import comm_debug_modes
 
-# The operators of FSDP2's collectives, and that of DTensors' reductions.
+# The operators of FSDP2's collectives, and the operator of DTensors' reductions.
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
 ALL_REDUCE = torch.ops.c10d.allreduce_.default
@@ -46,7 +46,8 @@ def note(operator):
 
 
 def told(function, *args):
-    """function(*args), an operation on shards, of which active CommDebugModes are told."""
+    """Returns function(*args), an operation on shards that is reported to active
+    CommDebugModes."""
     modes = comm_debug_modes()
     if not modes:
         return function(*args)

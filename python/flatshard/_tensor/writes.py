@@ -25,7 +25,7 @@ class Writes:
         self.count = 0  # of writes that may be to any unit
         self.single = 0  # of those to one unit alone, by which its num_writes rose
         self.units = {}  # weak references, by the address of the memory of a parameter
-        self.written = set()  # those addresses that were written by themselves
+        self.written = set()  # addresses that were written directly
         self.lists = 0  # writes to several at once
         self.looks = 0  # at plain tensors that share the memory of a shard
         self.lent = {}  # those tensors, by address: (tensor, its version then)
@@ -58,7 +58,7 @@ class Writes:
             self.lent.setdefault(address_of(tensor), (local, local._version))
 
     def note_written_looks(self):
-        """Those of `note_look` that were written since."""
+        """Notes the views of `note_look` that were written since."""
         for address, (local, version) in list(self.lent.items()):
             if local._version != version:
                 del self.lent[address]

@@ -102,10 +102,10 @@ def async_save(
     """Begins to save `<folder>/step-<step>` in parallel with the training. Collective.
 
     Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
-    host buffer in parallel with what the GPU computes next; a thread writes it. The next
-    `optimizer.step()` waits for the copies: until then, write to the parameters by
+    host buffer in parallel with the GPU's next work. A thread writes the buffer. The
+    next `optimizer.step()` waits for the copies: until then, write to the parameters by
     no other way. There are two buffers, made by the first save, each as large as this
-    rank's part of the checkpoint; a third save waits for the first.
+    rank's part of the checkpoint. A third save waits for the first.
 
     The folder gets its name when every byte of every rank is on disk, so one that
     exists is complete. A save that fails on one rank fails on all and leaves earlier
@@ -282,7 +282,7 @@ class _Writer:
             self._pending.pop(0)._result = result
 
 
-# With the signature of what each writes.
+# The writer of each root, with the signature of its files.
 _writers: weakref.WeakKeyDictionary[Root, tuple[tuple, "_Writer"]] = (
     weakref.WeakKeyDictionary()
 )

@@ -13,8 +13,8 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
 
 
-# Of an optimizer: zeros for parameters without a state, by parameter. A writer knows the
-# addresses of what it saves.
+# The zeros of an optimizer for parameters without a state, by parameter. A writer keeps
+# the addresses of saved tensors.
 _zeros: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

@@ -37,9 +37,9 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A plane of `tensor`: FP8 data, and the scales that it is multiplied by.
 
-    `data` is `tensor / scale` rounded to nearest, ties to even; what is larger than
-    the format's largest number becomes that one. With [outer, inner] the tensor's
-    shape for axis "row", and its transpose's for axis "column":
+    `data` is `tensor / scale` rounded to nearest, ties to even. A larger value becomes
+    the format's largest number. Given [outer, inner], the tensor's shape for axis "row"
+    and its transpose's for axis "column":
 
     | recipe | a scale for | scales | their strides |
     |---|---|---|---|
@@ -49,8 +49,8 @@ def quantize(
     | "blockwise_1x128" | 128 of inner | [outer, inner/128] | 1, up4(outer) |
     | "mxfp8" | 32 of inner | [outer, inner/32] | inner/32, 1 |
 
-    up4 is the next multiple of 4. Scales are float32, those of "mxfp8" float8_e8m0fnu.
-    The strides are what cuBLASLt and `torch.nn.functional.scaled_mm` take.
+    up4 is the next multiple of 4. Scales are float32, and float8_e8m0fnu for "mxfp8".
+    cuBLASLt and `torch.nn.functional.scaled_mm` take these strides.
 
     Args:
         tensor: [rows, columns] float32 or bfloat16, on the CPU or a GPU.
@@ -116,7 +116,7 @@ def dequantize(
     transpose: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """What `quantize` gave, decoded and multiplied by its scales.
+    """Returns the result of `quantize`, decoded and multiplied by its scales.
 
     Args:
         data, scales: from `quantize` with this recipe, axis and transpose.
@@ -127,7 +127,7 @@ def dequantize(
         "column" with `transpose`.
 
     Raises:
-        ValueError: scales that are not those of such data, or another dtype.
+        ValueError: scales that do not belong to such data, or another dtype.
     """
     _check_plain("data", data)
     _check_plain("scales", scales)

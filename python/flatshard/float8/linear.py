@@ -9,12 +9,12 @@ from flatshard.torch_versions import register_effect
 
 
 class Float8Linear(nn.Linear):
-    """What `ShardOptions(fp8=Float8Policy(...))` makes of an nn.Linear.
+    """`ShardOptions(fp8=Float8Policy(...))` turns an nn.Linear into this.
 
-    Its weight is an nn.Parameter in bfloat16 that refuses to be read: the products of
-    forward and backward take the FP8 planes of it. Activations are quantized by the
-    weight's recipe, sums are float32, and the weight's gradient goes to where it is
-    reduced; hooks on the unsharded weight see None.
+    Its weight is an nn.Parameter in bfloat16 whose values cannot be read: the products
+    of forward and backward take its FP8 planes. Activations are quantized by the
+    weight's recipe, and sums are float32. The weight's gradient is written where it is
+    reduced, and hooks on the unsharded weight see None.
     """
 
     def forward(self, input):
@@ -40,7 +40,7 @@ class Float8Linear(nn.Linear):
             )
         if torch.compiler.is_compiling():
             return torch.ops.flatshard.float8_linear(input, weight, self.bias)
-        # With the input of the layer before it is quantized no second time.
+        # A layer that takes the input of the layer before does not quantize it again.
         return _C.float8_linear(input, weight, self.bias)
 
     def __reduce_ex__(self, protocol):
@@ -49,7 +49,7 @@ class Float8Linear(nn.Linear):
 
 
 def make_float8(state):
-    """Of the nn.Linear whose weights are FP8 in `state`."""
+    """Converts the nn.Linear modules whose weights are FP8 in `state`."""
     weights = [p for p in state.parameters if p.float8]
     if weights:
         register_effect("flatshard::float8_linear_backward")

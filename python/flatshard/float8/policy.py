@@ -14,7 +14,7 @@ _OPTIONS = {
     "column_plane": ("auto", "derived", "stored"),
     "gather_parts": ("unit", "recomputed", "module"),
 }
-# Whose rows and columns hold different numbers.
+# The recipes whose rows and columns hold different numbers.
 _STORES_COLUMNS = ("rowwise", "mxfp8")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -76,7 +76,7 @@ class Float8Policy:
             )
 
     def core(self) -> _C.Float8Format:
-        """As the core takes it."""
+        """Returns the policy as the core takes it."""
         return _C.Float8Format(
             recipe=self.recipe,
             stored_columns=self.column_plane == "stored",
@@ -107,7 +107,7 @@ class MXFP8BlockScaling(Float8Policy):
 
 
 def check_policy(fp8):
-    """Of fully_shard's arguments."""
+    """Checks fully_shard's arguments."""
     if fp8 is None:
         return
     if not isinstance(fp8, Float8Policy):

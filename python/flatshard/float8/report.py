@@ -12,7 +12,7 @@ from flatshard._tensor.places import unit_of
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What `flatshard.float8.describe` found; `str()` of it is one line.
+    """The findings of `flatshard.float8.describe`; `str()` of it is one line.
 
     Attributes:
         float8: recipe of each parameter that is FP8, by name, e.g. "rowwise, derived

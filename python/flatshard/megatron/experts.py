@@ -1,4 +1,5 @@
-"""Experts on a mesh of their own, and groups of ranks, as Megatron-FSDP names them."""
+"""Places experts on a separate mesh, and names groups of ranks as Megatron-FSDP
+does."""
 
 import torch.distributed as dist
 

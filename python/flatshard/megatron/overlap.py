@@ -104,7 +104,7 @@ class ScheduleHooks:
         if self._forward is None:
             self._is_on, root_of(self._module()).running_pass = False, None
 
-    # -- what sub-modules tell -----------------------------------------------------
+    # -- reports of sub-modules ----------------------------------------------------
 
     def called(self, unit):
         """A sub-module of the module `unit` is called: its weights are read."""

@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from flatshard._fsdp.strategies import by_placements
 
-# What rests where, a letter per mesh axis: Replicate, Partial, Shard.
+# The placement of each state, a letter per mesh axis: Replicate, Partial, Shard.
 _STRATEGIES = by_placements()
 _REFUSED = {
     ("SS", "SS", "SS"): "to shard over all ranks of two axes, give a mesh of one "

@@ -1,4 +1,5 @@
-"""Megatron-FSDP's dtypes, in both versions, as those of flatshard.fully_shard."""
+"""Translates Megatron-FSDP's dtypes, in both versions, to those of
+flatshard.fully_shard."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -16,10 +17,11 @@ class MixedPrecisionPolicy:
 
     Attributes:
         main_params_dtype: of the sharded parameters that the optimizer updates. None:
-            in the first version the module's own, in the second float32. The module's
-            dtype is that of forward and backward.
-        main_grads_dtype: of reduced gradients. None: that of the main parameters.
-        grad_comm_dtype: of gradients on the wire. None: that of the main parameters.
+            in the first version the module's own, in the second float32. Forward and
+            backward compute in the module's dtype.
+        main_grads_dtype: of reduced gradients. None: the main parameters' dtype.
+        grad_comm_dtype: of gradients on the wire. None: the main parameters'
+            dtype.
         fp8_param_gather, fp8_recipe, keep_fp8_transpose_cache: the fields of `fp8`,
             where that is None.
         fp8: FullyShardFP8Policy.

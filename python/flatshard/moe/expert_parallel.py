@@ -101,7 +101,7 @@ def experts_in(model):
 
 
 def is_spread(module):
-    """Of the modules that expert_parallel spread over ranks."""
+    """Returns whether expert_parallel spread the module over ranks."""
     return isinstance(module, _Spread)
 
 
@@ -229,7 +229,7 @@ def _experts_of_rows(routed):
 
 
 class _CutRouter:
-    """Of a module whose first result auxiliary losses read."""
+    """Replaces a module whose first result auxiliary losses read."""
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
@@ -240,7 +240,7 @@ class _CutRouter:
 
 
 def _cut_logits(block):
-    """Of version 5; blocks of version 4 do it themselves."""
+    """Cuts the logits of version 5, since blocks of version 4 do it themselves."""
     if not isinstance(block, _StackedBlock):
         block.gate.__class__ = _cut_router_class(type(block.gate))
 

@@ -1,10 +1,10 @@
 """The 1F1B schedule of transformers' models with experts: the backward of one microbatch
 in parallel with the forward of the next, so that tokens of one are exchanged while the other computes.
 
-The model's own forward runs, as transformers wrote it, once for each microbatch. Where
-it enters a layer, sends tokens to their experts or awaits them back, its graph is cut,
-and the steps of the plan that are due before it continues run there: pieces of the former
-microbatch's backward, each one run of the autograd engine.
+The model's own forward runs, as transformers wrote it, once for each microbatch. Its
+graph is cut where it enters a layer, sends tokens to their experts or awaits them back.
+There the steps of the plan run that are due: pieces of the former microbatch's
+backward, each one run of the autograd engine.
 """
 
 import contextlib
@@ -69,13 +69,14 @@ def overlap_microbatches(
             but for hidden states and attentions of layers. None: the model's `loss`
             over the number of microbatches.
         delay_wgrad: weight gradients of nn.Linear in layers with grads_in_place=True
-            come later, while gradients of tokens are exchanged. Those of experts come at once.
+            come later, while gradients of tokens are exchanged. Weight gradients of
+            experts come at once.
 
     Returns:
         Losses [], without graph, one for each microbatch.
 
     Layers with gradient checkpointing run their forward once more at the begin of their
-    backward, and their tokens are exchanged once more then, which nothing hides.
+    backward. Their tokens are exchanged once more then, which nothing hides.
 
     Raises:
         ValueError: naming what the model lacks.
@@ -183,7 +184,7 @@ class _Schedule:
         args, kwargs = cast_inputs(policy, args, kwargs)
         mine.steps.begin_forward(module)
         output = cast_output(policy, function(*args, **kwargs))
-        if module is not self._model:  # its loss may come behind it
+        if module is not self._model:  # its loss may come after it
             mine.steps.end_forward(module)
             (mine.behind if mine.layers[-1].output is not None else mine.before).append(
                 module
@@ -239,7 +240,7 @@ class _Schedule:
         return self
 
     def dispatch(self, x, row_weights):
-        """As RoutedTokens.dispatch; the results are leaves."""
+        """Works as RoutedTokens.dispatch, with leaves as results."""
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
         # The view ends the graph here, in its place among the uses of x.
@@ -254,7 +255,7 @@ class _Schedule:
         return layer.arrived
 
     def combine(self, rows):
-        """As RoutedTokens.combine; the result is a leaf."""
+        """Works as RoutedTokens.combine, with a leaf as result."""
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
         layer.expert_rows = rows
@@ -275,7 +276,8 @@ class _Schedule:
             self._reach(("F", mine.number, number, node))
 
     def cut_logits(self, logits):
-        """The router's logits, as an auxiliary loss behind the layers reads them."""
+        """Returns the router's logits for an auxiliary loss that reads them after the
+        layers."""
         layer = self._now.layers[self._now.current]
         leaf = layer.logits[1] if self._again else logits.detach().requires_grad_()
         layer.logits = logits, leaf
@@ -296,7 +298,8 @@ class _Schedule:
 
     def _merge_backward(self, mine, number):
         layer = self._begin(mine, number)
-        # Of the tokens as well, with attend's: its weights and residual lie there.
+        # The gradient of the tokens comes with attend's as well, since its weights and
+        # residual are there.
         (layer.transfer,) = torch.autograd.grad(
             layer.output, layer.back, layer.result.grad, retain_graph=True
         )
@@ -314,7 +317,7 @@ class _Schedule:
 
     def _dispatch_backward(self, mine, number):
         layer = mine.layers[number]
-        # Of the same tensors on all ranks, also on those without rows.
+        # All ranks compute gradients of the same tensors, also ranks without rows.
         grads = [
             torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
             for t in layer.arrived

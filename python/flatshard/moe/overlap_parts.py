@@ -1,4 +1,4 @@
-"""What overlap_microbatches keeps of a microbatch."""
+"""The state that overlap_microbatches keeps of a microbatch."""
 
 import contextlib
 import contextvars
@@ -25,7 +25,7 @@ class Layer:
         self.ended = self.began = False  # forward, backward
 
     def forget(self):
-        """What its forward computed, but for what others read."""
+        """Drops the results of its forward, except what others read."""
         self.output = None
         self.sent = self.arrived = self.expert_rows = self.back = None
         if self.logits is not None:
@@ -41,7 +41,7 @@ class Microbatch:
         self.embedded = None  # what the first layer takes, with its graph
         self.gradient = None  # of that
         self.loss = None
-        self.before, self.behind = [], []  # other units, before and behind the layers
+        self.before, self.behind = [], []  # other units, before and after the layers
 
 
 class Again:
@@ -94,7 +94,8 @@ def without_checkpoint(layer):
 
 
 def without_cache(kwargs):
-    """As transformers calls a layer with gradient checkpointing."""
+    """Changes arguments as transformers does when it calls a layer with gradient
+    checkpointing."""
     changed = {name: None for name in _CACHES if name in kwargs}
     if "use_cache" in kwargs:
         changed["use_cache"] = False
@@ -102,15 +103,15 @@ def without_cache(kwargs):
 
 
 def forwards_of(model):
-    """Those that somebody put into a module in place of its class's, by the module's
-    id."""
+    """Returns forwards that somebody put into a module in place of its class's, by the
+    module's id."""
     return {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
 
 @contextlib.contextmanager
 def with_forwards(layer, forwards):
-    """Its modules have those of forwards_of: transformers 4 puts others there while the
-    model's forward runs, which record what modules give."""
+    """Runs with forwards_of in its modules: transformers 4 puts others there while the
+    model's forward runs, which record the results of modules."""
     changed = [
         (vars(m), vars(m)["forward"])
         for m in layer.modules()
@@ -140,8 +141,8 @@ def is_cut(layer):
 
 
 def reads_after_experts(layer):
-    """Whether its forward may read weights when the tokens are back: those of shared
-    experts."""
+    """Returns whether its forward may read weights when the tokens are back: the
+    weights of shared experts."""
     return any(
         child is not block.experts and child is not getattr(block, "gate", None)
         for block in layer.modules()

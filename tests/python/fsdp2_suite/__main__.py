@@ -1,9 +1,8 @@
 """Runs PyTorch's own FSDP2 tests on this machine's CPUs, with Flatshard.
 
-CHECKOUT is a checkout of PyTorch, or a folder with its test/distributed. The tests are
-those of the checkout, their helpers those of the torch that is installed
-(torch.testing, which wants `pip install expecttest`). A test has 1 to 4 ranks, which are
-processes over Gloo.
+CHECKOUT is a checkout of PyTorch, or a folder with its test/distributed. The tests come
+from the checkout, and their helpers from the installed torch (torch.testing, which
+wants `pip install expecttest`). A test has 1 to 4 ranks, which are processes over Gloo.
 
 Prints a line for each test, then the failures, grouped by their first error line, and the
 counts. Ends with 0 also where tests fail, since many read FSDP2's internals.
@@ -65,7 +64,7 @@ def tests_of(module):
 
 
 class Running:
-    """A test in a process of its own, with all of its ranks."""
+    """A test in a separate process, with all of its ranks."""
 
     def __init__(self, name, case, timeout):
         self.name = name

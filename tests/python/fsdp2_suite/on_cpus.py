@@ -1,6 +1,6 @@
 """Makes the helpers of torch.testing run their ranks on CPUs, and swaps FSDP2.
 
-What stands for GPUs here counts four devices and has no memory: tests that measure a
+The stand-in for GPUs here counts four devices and has no memory: tests that measure a
 GPU's memory or the time of its kernels fail with FSDP2 and Flatshard alike.
 """
 
@@ -14,7 +14,7 @@ import unittest
 
 NUM_DEVICES = 4
 
-# Who has names of FSDP2 that test modules import.
+# The modules with names of FSDP2 that test modules import.
 _HOLDERS = (
     "torch.distributed.fsdp",
     "torch.distributed._composable.fsdp",
@@ -36,7 +36,7 @@ _SWAPPED = (
 
 
 class _Stream:
-    """Of a device that has finished what was launched."""
+    """A stream of a device that has finished all launches."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

@@ -7,7 +7,7 @@ import re
 import sys
 
 _BACKENDS = dict.fromkeys(("nccl", "cuda:nccl", "cpu:gloo,cuda:nccl"), "gloo")
-# Of accelerators, as a fork of PyTorch may name another one.
+# The names of accelerators, as a fork of PyTorch may name another one.
 _DEVICE = re.compile(r"(cuda|npu)(:\d*)?")
 
 

@@ -27,8 +27,8 @@ read(const HfFolder& folder, const std::string& name, at::ScalarType dtype) {
   return out;
 }
 
-// What a reader of such folders computes: each element times the scale of its
-// block, the last blocks being as short as they are.
+// Computes the values as a reader of such folders does: each element times the
+// scale of its block, the last blocks being as short as they are.
 at::Tensor dequantize(const at::Tensor& data, const at::Tensor& scales) {
   at::Tensor out = at::empty(data.sizes(), at::kFloat);
   const at::Tensor values = data.to(at::kFloat);

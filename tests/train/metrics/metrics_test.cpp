@@ -278,7 +278,7 @@ TEST(MetricsFile, RowsThatAreTrainedAgainAreMarked) {
   EXPECT_TRUE(metrics_say_ended(file.path, 4));
   EXPECT_FALSE(metrics_say_ended(file.path, 3));
   {
-    // As a machine that lost its power leaves it.
+    // A machine that lost its power leaves such a line.
     std::ofstream(file.path, std::ios::app) << R"({"step": 5, "lo)";
     MetricsFile metrics(file.path, MetricsFile::Mode::append);
     EXPECT_EQ(metrics.attempt(), 2);

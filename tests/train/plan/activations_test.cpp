@@ -1,4 +1,5 @@
-// What a plan says that autograd saves of a block is what it saves.
+// A plan's prediction of the tensors that autograd saves of a block equals what
+// autograd saves.
 #include "flatshard/models/llama.h"
 #include "flatshard/models/lora.h"
 #include "flatshard/train/lora/lora.h"
@@ -49,8 +50,8 @@ Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
       ranks);
 }
 
-/// What is alive after a forward of a block: what autograd saved with the
-/// block's result in place of its input.
+/// Returns the memory that is alive after a forward of a block: autograd's
+/// saved tensors, with the block's result in place of its input.
 /// @param ranks  that share it; null: none.
 std::int64_t measured(
     const Config& config,
@@ -218,8 +219,8 @@ TEST(Work, RanksThatShareLayersDivideTheFlops) {
   EXPECT_EQ(2 * flops_of(ends(shared, 2)), flops_of(ends(alone, 1)));
 }
 
-// As nn::linears and nn::gated_linear: 4 exchanges of a forward, and 6 of a
-// backward, of which 4 overlap.
+// nn::linears and nn::gated_linear do this: 4 exchanges of a forward, and 6 of
+// a backward, of which 4 overlap.
 TEST(Work, LayersThatRanksShareExchangeActivations) {
   using plan::Kernel;
   using plan::Transfer;
@@ -262,7 +263,7 @@ TEST(Activations, OfABlockWithExpertsAreNearThoseThatAutogradSaves) {
       0.03);
 }
 
-// Kernels in FP8 are those of the weights that are in FP8.
+// The weights in FP8 decide which kernels are in FP8.
 TEST(Work, KindsOfLayersDifferByTheirFloat8Weights) {
   const auto kinds = [](const std::vector<std::string>& set) {
     std::vector<std::string> all{

@@ -1,4 +1,4 @@
-// What a plan says that a rank holds is what it holds.
+// A plan's prediction of a rank's memory equals the memory that it holds.
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/lora/lora.h"
 #include "flatshard/train/model_config.h"
