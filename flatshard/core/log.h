@@ -10,7 +10,6 @@ enum class LogLevel { debug, info, warning, error };
 
 /// Lines below this level are dropped. Default: info, or FLATSHARD_LOG_LEVEL
 /// (debug, info, warning, error) when it is set.
-void set_log_level(LogLevel level);
 LogLevel log_level();
 
 /// Text put before each line, e.g. "rank 3/8". One per process.

@@ -257,7 +257,7 @@ plan::Job plan_job(
     job.exchange_nbytes =
         static_cast<double>(rows * row * width) / static_cast<double>(tensor);
     job.copy_exchange =
-        config.parallelism.token_exchange == config::TokenExchangeKind::copies;
+        config.parallelism.token_exchange == config::TransferKind::copies;
     if (job.copy_exchange) {
       job.other_nbytes["token exchange"] =
           2 *
