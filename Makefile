@@ -1,7 +1,7 @@
 # The one place to start; `make` lists the targets. Each works from a bare clone
 # and installs what is missing first (scripts/bootstrap).
 #
-#   TORCH=2.15.0                 another version of torch, in folders of its own
+#   TORCH=2.15.0                 another version of torch, in separate folders
 #   FLATSHARD_CUDA=auto|on|off   build the CUDA code; auto: with nvcc or a GPU
 #   FLATSHARD_GPUS=native|all|"80;90a"   the GPUs to build for; native: this machine's,
 #                                without one 90a

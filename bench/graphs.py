@@ -2,8 +2,8 @@
 
 python3 bench/graphs.py --program build/flatshard --fsdp2
 
-Two models run, or those of `--shape`: one that the host bounds and one that the GPU
-bounds. They run on one GPU or on `--nproc`. Each pair runs the trainer as it is and
+Two models run, or the models of `--shape`: one that the host bounds and one that the
+GPU bounds. They run on one GPU or on `--nproc`. Each pair runs the trainer as it is and
 with `cuda_graph.impl=unit`, and also with `full_iteration` for `--ways eager unit
 step`. The first way runs first in every other pair. On request in the same call:
 

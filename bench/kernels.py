@@ -200,7 +200,7 @@ def sum_rows(rows, source, first):
 
 
 def expert_products(x, act, up, down, dgate_up, dy, ends):
-    """Both products of a layer of experts and all their gradients."""
+    """Runs both products of a layer of experts and all their gradients."""
     product = functools.partial(torch._grouped_mm, offs=ends)
     return (
         *(product(x, up), product(act, down)),
@@ -285,7 +285,8 @@ def float8_cases(tokens):
 
 
 def expert_cases(tokens):
-    """The parts of a layer of experts, whose products are `torch._grouped_mm`'s."""
+    """Returns the parts of a layer of experts, whose products are
+    `torch._grouped_mm`'s."""
     logits = normal(tokens, EXPERTS, dtype=torch.float32)
     experts = logits.topk(PER_TOKEN, -1).indices.flatten()
     source = experts.argsort(stable=True) // PER_TOKEN

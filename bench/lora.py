@@ -120,7 +120,7 @@ def build_peer(args, mesh, device, compiled):
 
 
 def run_peer(args):
-    """One run of the peer on this rank. Prints a line of JSON."""
+    """Runs the peer once on this rank. Prints a line of JSON."""
     import torch
     import torch.distributed as dist
     from harness.ranks import join_mesh, say, usual_device

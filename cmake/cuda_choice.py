@@ -43,7 +43,7 @@ class Choice:
 
 
 def torch_cuda(torch):
-    """The CUDA version of the torch package in folder `torch`, or None."""
+    """Returns the CUDA version of the torch package in folder `torch`, or None."""
     found = re.search(
         r"^cuda: Optional\[str\] = '([\d.]+)'", (torch / "version.py").read_text(), re.M
     )
@@ -63,12 +63,12 @@ def has_gpu():
 
 
 def fetched_folder(cuda):
-    """Where scripts/bootstrap puts nvcc, in addition to .venv."""
+    """Returns where scripts/bootstrap puts nvcc, in addition to .venv."""
     return ROOT / f".cuda-{cuda}"
 
 
 def candidates(torch, cuda):
-    """Every nvcc that may be there, the user's choice first."""
+    """Returns every nvcc that may be there, the user's choice first."""
     if os.environ.get("CUDA_HOME"):
         yield Path(os.environ["CUDA_HOME"]) / "bin/nvcc"
     if in_path := shutil.which("nvcc"):
@@ -82,7 +82,7 @@ def candidates(torch, cuda):
 
 
 def cuda_version(nvcc):
-    """The version of CUDA that `nvcc` reports, or None when it does not run."""
+    """Returns the version of CUDA that `nvcc` reports, or None when it does not run."""
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     except OSError:
@@ -92,7 +92,8 @@ def cuda_version(nvcc):
 
 
 def find_nvcc(torch, cuda):
-    """(the first nvcc of the major version of torch's CUDA or None, the others)."""
+    """Returns (the first nvcc of the major version of torch's CUDA or None, the
+    others)."""
     others = []
     for nvcc in candidates(torch, cuda):
         version = cuda_version(nvcc)
@@ -144,7 +145,7 @@ def decide(torch, wish=None):
 
 
 def how_to_install(cuda):
-    """The command that brings a missing nvcc, for one line of an error."""
+    """Returns the command that brings a missing nvcc, for one line of an error."""
     packages = requirements(cuda)
     if not packages:
         return f"install the CUDA {cuda} toolkit and set CUDA_HOME to its folder"

@@ -1,7 +1,7 @@
 # FLATSHARD_GPUS decides which GPUs the CUDA code is compiled for:
-#   native     those of this machine; without one 90a
-#   all        every generation from sm_80 on that this nvcc knows, and PTX of the
-#              newest for those to come
+#   native     the GPUs of this machine; without one 90a
+#   all        every generation from sm_80 on that this nvcc supports, and PTX of the
+#              newest for later ones
 #   80;90a     CMake's names: 90a is machine code and PTX, 80-real is machine code
 #              alone, 80-virtual is PTX alone, compiled at the first use
 # Empty is native where nvidia-smi finds a GPU, else 90a. A variable of the

@@ -20,18 +20,19 @@ for_wheel = True
 
 
 def torch_folder():
-    """The torch package of the Python that runs the build, which is not imported."""
+    """Returns the torch package of the Python that runs the build, which is not
+    imported."""
     return Path(find_spec("torch").submodule_search_locations[0])
 
 
 def torch_minor(torch):
-    """`2.11` of the torch package in a folder."""
+    """Returns `2.11` of the torch package in a folder."""
     text = (torch / "version.py").read_text()
     return re.search(r"__version__ = '(\d+\.\d+)", text).group(1)
 
 
 def label(torch, with_cuda):
-    """The local version label of what is built with this torch."""
+    """Returns the local version label of what is built with this torch."""
     cuda = cuda_choice.torch_cuda(torch) if with_cuda else None
     device = "cu" + cuda.replace(".", "") if cuda else "cpu"
     return f"{device}torch{torch_minor(torch)}"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 
 def first_with(folders, name):
-    """The file `name` in the first of `folders` that has it."""
+    """Returns the file `name` in the first of `folders` that has it."""
     for folder in folders:
         if (path := Path(folder) / name).exists():
             return path
@@ -19,7 +19,7 @@ def first_with(folders, name):
 
 
 def library_folders(torch):
-    """Where torch's libraries are, and NVIDIA's that torch loads."""
+    """Returns where torch's libraries are, and NVIDIA's that torch loads."""
     return [torch / "lib", *sorted(torch.parent.glob("nvidia/*/lib"))]
 
 

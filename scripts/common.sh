@@ -31,8 +31,8 @@ such as TORCH=$pinned_torch; others have not been tried with Flatshard."
 
 venv=.venv torch_suffix=''
 [ "$TORCH" = "$pinned_torch" ] || torch_suffix=-torch-$TORCH
-# scripts/wheel sets it: a wheel's Python, such as 3.12, if not that of
-# `python3`.
+# scripts/wheel sets it: a wheel's Python, such as 3.12, unless `python3` is
+# that version.
 if [ -n "${FLATSHARD_PYTHON_VERSION:-}" ]; then
   torch_suffix=-py$FLATSHARD_PYTHON_VERSION$torch_suffix
 fi

@@ -39,10 +39,10 @@ def time_steps(step, args, together=False):
     Returns:
         a dict of the steps after the warm-up: `ms`, the median, `ms_range`, the least
         and the most, `host_ms`, the median until the call returned, and
-        `host_ms_least`. It has the peaks of allocated memory and of the allocator's own
-        in GiB (0 without a GPU), and `last`, the result of the last step. It also has
-        the number of CUDA graphs that torch recorded in the warm-up and after it, and
-        the seconds of the warm-up.
+        `host_ms_least`. It has the peaks of allocated and of reserved memory in GiB (0
+        without a GPU), and `last`, the result of the last step. It also has the number
+        of CUDA graphs that torch recorded in the warm-up and after it, and the seconds
+        of the warm-up.
     """
     ms, host = [], []
     with counted_recordings() as recordings:

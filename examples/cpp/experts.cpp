@@ -1,5 +1,5 @@
-// Experts of one's own, divided among ranks: tokens are sent to the ranks that
-// have theirs, and back. docs/get_started/quickstart_cpp.md#experts walks
+// Custom experts, divided among ranks: tokens are sent to the ranks that have
+// their experts, and back. docs/get_started/quickstart_cpp.md#experts walks
 // through it.
 //   build-example/experts FOLDER        one rank has all experts
 //   build-example/experts FOLDER 2      two have half of them each; continues
@@ -42,7 +42,7 @@ struct BlockImpl : nn::Module {
       : exchange(std::move(tokens)) {
     experts = register_module("experts", Experts(here));
   }
-  // One call in pieces, between which rows are exchanged.
+  // Returns one call in pieces, between which rows are exchanged.
   nn::Nodes nodes() {
     using Direction = nn::TokenExchange::Direction;
     struct Routed {
@@ -142,7 +142,7 @@ int train(const std::string& folder, bool overlaps) {
                                 ? at::Device(at::kCUDA, env.local_rank)
                                 : at::Device(at::kCPU);
   const int ep = env.world_size % 2 == 0 ? 2 : 1;
-  // Neighbours divide the experts; ranks along edp have the same ones.
+  // Neighbours divide the experts. Ranks along edp have the same ones.
   const auto axes =
       std::vector<MeshAxis>{{"edp", env.world_size / ep}, {"ep", ep}};
   const auto mesh =
@@ -158,7 +158,8 @@ int train(const std::string& folder, bool overlaps) {
     exchange = std::make_shared<CollectiveExchange>(
         mesh->communicator(axis, Purpose::exchange).shared_from_this(),
         kExperts);
-    // A block stays one unit: its experts rest on edp, its router on all ranks.
+    // A block stays one unit: its experts are sharded over edp, its router over
+    // all ranks.
     const auto placement = ParameterPlacement::along(*mesh, "ep", kExperts);
     options.placement_of = [placement](const std::string& name) {
       const bool is_expert = name.find(".experts.") != std::string::npos;

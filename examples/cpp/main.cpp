@@ -1,4 +1,4 @@
-// A model of one's own, fully sharded: residual blocks learn a function. Train,
+// A custom model, fully sharded: residual blocks learn a function. Train,
 // accumulate, evaluate, save and continue; docs/get_started/quickstart_cpp.md
 // walks through it.
 //   build-example/example FOLDER                one rank; again: continues
@@ -57,7 +57,7 @@ Batch draw_batch(std::int64_t seed, at::Device device) {
   return {x, at::sin(2 * x)};
 }
 
-// The mean loss of eight batches that no step sees. Collective: as many
+// Returns the mean loss of eight batches that no step sees. Collective: as many
 // forwards on every rank.
 double evaluate(Mlp& model, Mesh& mesh) {
   const at::NoGradGuard no_grad;

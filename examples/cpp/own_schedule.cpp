@@ -1,6 +1,6 @@
-// A schedule of one's own: the backward of one microbatch and the forward of
-// the next take turns, block by block, as where one hides what the other waits
-// for. Losses and weights are those of one microbatch after the other.
+// A custom schedule: the backward of one microbatch and the forward of the next
+// take turns, block by block, as where one hides the waits of the other. Losses
+// and weights equal the results of one microbatch after the other.
 //   build-example/own_schedule           by the schedule
 //   build-example/own_schedule plain     one after the other
 #include <ATen/ATen.h>

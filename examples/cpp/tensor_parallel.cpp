@@ -1,4 +1,4 @@
-// A custom module whose layers two ranks share, beside data parallelism.
+// A custom module whose layers two ranks share, with data parallelism.
 // docs/guides/tensor_parallel.md walks through it.
 //   build-example/tensor_parallel 1     one rank has whole layers
 //   build-example/tensor_parallel 4     two pairs share layers: the same losses

@@ -1,8 +1,8 @@
 """Fine-tunes a Hugging Face causal language model on text files, fully sharded.
 
-torchrun --nproc-per-node 8 finetune_hf.py --model meta-llama/Llama-3.2-1B --text *.txt
-torchrun --nproc-per-node 2 finetune_hf.py --model gpt2 --text README.md --out tuned
-torchrun --nproc-per-node 2 finetune_hf.py --model tiny --text README.md --steps 20
+`torchrun --nproc-per-node 8 finetune_hf.py --model meta-llama/Llama-3.2-1B --text *.txt`
+`torchrun --nproc-per-node 2 finetune_hf.py --model gpt2 --text README.md --out tuned`
+`torchrun --nproc-per-node 2 finetune_hf.py --model tiny --text README.md --steps 20`
 """
 
 import argparse

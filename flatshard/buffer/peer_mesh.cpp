@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// The axes of each step of this kind.
+// Returns the axes of each step of this kind.
 std::vector<std::vector<int>> axes_of(
     TransitionStep::Kind kind,
     const Placements& from,
@@ -24,7 +24,7 @@ std::vector<std::vector<int>> axes_of(
   return axes;
 }
 
-// Partial gradients to where they rest, at once or by way of the inner axes.
+// Partial gradients to their storage, at once or by way of the inner axes.
 std::vector<std::pair<Placements, Placements>> gradient_redistributions(
     const Strategy& strategy) {
   const Placements partial(

@@ -19,7 +19,7 @@ void copy_unless_same(const at::Tensor& to, const at::Tensor& from) {
   }
 }
 
-// The segments of a rank's tensor.
+// Returns the segments of a rank's tensor.
 std::vector<at::Tensor> parts(
     const at::Tensor& tensor,
     const std::vector<LocalRange>& ranges) {

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 constexpr std::string_view kDone = "done ";
 constexpr std::string_view kFailed = "failed ";
 
-/// The strategy of the groups; with several how many groups have which.
+/// Returns the strategy of the groups; with several how many groups have which.
 std::string strategies_text(const std::vector<ParamGroup*>& groups) {
   std::map<std::string, std::size_t> counts;
   for (const ParamGroup* group : groups) {

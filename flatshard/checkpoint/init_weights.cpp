@@ -27,8 +27,8 @@ struct Source {
 /// The entries that contain a parameter, in their order.
 using Sources = std::vector<Source>;
 
-/// The first element of a box, in its own order, that is not before `element`
-/// of the flattened tensor.
+/// Returns the first element of a box, in its own order, that is not before
+/// `element` of the flattened tensor.
 std::int64_t
 first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
   std::int64_t run = 0;  // the first that ends after `element`
@@ -128,7 +128,7 @@ class Match {
   Match(const HfFolder& weights, const InitWeightsOptions& options)
       : weights_(weights), options_(options) {}
 
-  /// The entries of a box's parameter; none when it is excluded.
+  /// Returns the entries of a box's parameter; none when it is excluded.
   /// @param compares  looks at the values of second names.
   Sources find_sources(const OwnedBox& owned, bool compares) {
     std::vector<std::vector<StoredEntry>> choices;  // one of each name
@@ -177,7 +177,7 @@ class Match {
     return sources;
   }
 
-  /// When all sources have been found.
+  /// Returns the unused weights, when all sources have been found.
   UnusedWeights unused() {
     unused_.names = weights_.passed_over();
     std::vector<std::string> refused;

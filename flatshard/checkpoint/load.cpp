@@ -75,7 +75,7 @@ class Loader {
         optimizer_(optimizer),
         options_(options) {}
 
-  /// Everything that can fail; changes nothing.
+  /// Reads everything that can fail; changes nothing.
   void read() {
     const auto begin = std::chrono::steady_clock::now();
     manifest_ = read_manifest(folder_);
@@ -169,7 +169,7 @@ class Loader {
     });
   }
 
-  /// The stored tensor of a box, under whichever of its names.
+  /// Returns the stored tensor of a box, under whichever of its names.
   const StoredTensor& stored(const OwnedBox& owned) {
     const auto role = manifest_.tensors.find(owned.role);
     FLATSHARD_CHECK(

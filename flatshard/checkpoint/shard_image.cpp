@@ -12,8 +12,8 @@
 namespace flatshard {
 namespace {
 
-/// The tensor's name in a safetensors file: with its role, unless that is the
-/// weight, and with the box, unless it is the whole tensor.
+/// Returns the tensor's name in a safetensors file: with its role, unless that
+/// is the weight, and with the box, unless it is the whole tensor.
 std::string entry_name(const OwnedBox& owned) {
   const std::string name = owned.role == kWeightRole
                                ? owned.names.front()

@@ -17,7 +17,7 @@
 namespace flatshard {
 namespace {
 
-/// The boxes of one tensor that each rank of a group holds, by rank.
+/// Returns the boxes of one tensor that each rank of a group holds, by rank.
 /// Collective.
 std::vector<std::vector<Rectangle>> all_gather_boxes(
     Communicator& group,

@@ -104,7 +104,7 @@ void try_gpu(const GpuKind& kind, Problems& problems) {
   }
 }
 
-// Memory that ranks share, which copies between GPUs need. Collective.
+// Tries memory that ranks share, which copies between GPUs need. Collective.
 void try_peer_memory(Communicator& group) {
   constexpr std::int64_t kNbytes = std::int64_t{4} << 20;
   std::unique_ptr<PeerMemory> memory;
@@ -183,7 +183,7 @@ void try_as_rank() {
   }
 }
 
-// All that one process can try; the exit code.
+// Runs all that one process can try, and returns the exit code.
 int examine() {
   print_machine();
   Problems problems;

@@ -24,8 +24,8 @@ struct GenerateArguments {
   std::string system;
 };
 
-/// The lines of a file that are not empty. @throws Error{io} when it cannot be
-/// read, Error{config} when there are none.
+/// Returns the lines of a file that are not empty. @throws Error{io} when it
+/// cannot be read, Error{config} when there are none.
 std::vector<std::string> lines_of(
     const std::string& option,
     const std::string& path) {
@@ -46,7 +46,7 @@ std::vector<std::string> lines_of(
   return lines;
 }
 
-/// The texts to continue, as in GenerateOptions::chat.
+/// Returns the texts to continue, as in GenerateOptions::chat.
 std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
   const bool chat = arguments.options.chat;
   FLATSHARD_CHECK(

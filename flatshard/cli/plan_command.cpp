@@ -102,7 +102,7 @@ void run_calibration(
   throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
 }
 
-/// The config of a file, or of a preset by its name.
+/// Returns the config of a file, or of a preset by its name.
 Config planned_config(const PlanArguments& arguments) {
   const auto presets = models::preset_names();
   if (std::ranges::find(presets, arguments.config) != presets.end()) {

@@ -42,7 +42,8 @@ struct TrainArguments {
   bool help_config = false;
 };
 
-/// Which file config.toml of a run is: another one when a new run has begun.
+/// Returns which file config.toml of a run is: another one when a new run has
+/// begun.
 std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
   struct stat info {};
   const auto path =
@@ -218,7 +219,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
 
 void report_failure(const std::exception& error) {
   // Peers hear of a failure by a closed connection, maybe before the rank that
-  // failed has said why.
+  // failed has reported its error.
   constexpr int kPatienceMs = 1000;
   const auto* ours = dynamic_cast<const Error*>(&error);
   const bool of_a_peer =

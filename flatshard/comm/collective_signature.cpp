@@ -22,7 +22,7 @@ std::string_view op_name(const CollectiveSignature& s) {
   return "";
 }
 
-// The signature that most ranks have; ties go to the first.
+// Returns the signature that most ranks have; ties go to the first.
 const IssuedCollective& usual(std::span<const IssuedCollective> issued) {
   const IssuedCollective* best = nullptr;
   std::ptrdiff_t best_count = 0;

@@ -79,7 +79,7 @@ void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
   end.wait_for(kEndPatience);
 }
 
-// c10d connects the ranks, and ends the group; the collectives go straight to
+// c10d connects the ranks, and ends the group. The collectives go straight to
 // NCCL, on the current stream. c10d's own would each cost the host some tens of
 // us more for its work objects, its flight recorder and its dispatch
 // (docs/performance.md). Nobody uses those here: Communicator records, and

@@ -18,10 +18,10 @@ namespace {
 using c10d::ProcessGroupGloo;
 using GlooDevice = std::shared_ptr<::gloo::transport::Device>;
 
-// The address on which Gloo listens. It is loopback for ranks that meet on this
-// machine, since a container's hostname often does not resolve. Otherwise it is
-// the address from which this machine reaches the store. An empty text
-// lets torch choose, from the hostname.
+// Returns the address on which Gloo listens. It is loopback for ranks that meet
+// on this machine, since a container's hostname often does not resolve.
+// Otherwise it is the address from which this machine reaches the store. An
+// empty text lets torch choose, from the hostname.
 std::string own_address(const StoreHandle& store) {
   const c10d::Store* plain = store.get();
   StoreHandle owner;
@@ -119,8 +119,8 @@ std::mutex& gloo_launch_mutex() {
   return mutex;
 }
 
-// torch's abort does nothing for Gloo. A signal on every connection wakes
-// whoever waits there; closing them would not.
+// torch's abort does nothing for Gloo. A signal on every connection wakes the
+// threads that wait there; closing them would not.
 void abort_gloo_backend(c10d::Backend& backend) {
   auto* group = dynamic_cast<ProcessGroupGloo*>(&backend);
   if (group == nullptr) {

@@ -18,10 +18,10 @@ namespace {
 // instead of two.
 constexpr std::int64_t kSmallAllReduceNumel = 4096;
 
-// Gloo moves bytes here and the sums are our own: every dtype works, addends
-// are taken in rank order (so N ranks equal one rank that accumulates N
-// microbatches), and float16 and bfloat16 round once. Gloo's own
-// reduce-scatter is an all-reduce and would move twice as much.
+// Gloo moves bytes here, and Flatshard computes the sums. Every dtype works.
+// Addends are taken in rank order, so N ranks equal one rank that accumulates N
+// microbatches. float16 and bfloat16 round once. Gloo's own reduce-scatter is
+// an all-reduce and would move twice as much.
 class GlooCommunicator : public Communicator {
  public:
   GlooCommunicator(

@@ -161,7 +161,7 @@ void sync_folder(const std::filesystem::path& folder) {
   if (fd < 0) {
     throw_write_error(target);
   }
-  // Some network file systems cannot sync a folder; their rename is enough.
+  // Some network file systems cannot sync a folder. Their rename is enough.
   ::fsync(fd);
   ::close(fd);
 }

@@ -31,7 +31,7 @@ class RawFile {
   RawFile& operator=(const RawFile&) = delete;
   ~RawFile() { ::close(fd_); }
 
-  /// The bytes that are not used; at the end of the file none.
+  /// Returns the bytes that are not used; at the end of the file none.
   std::string_view peek() {
     if (begin_ == end_) {
       begin_ = 0;

@@ -50,7 +50,7 @@ class Progress {
   std::chrono::steady_clock::time_point last_;
 };
 
-/// A number in [0, 1) of the document's name alone.
+/// Returns a number in [0, 1) of the document's name alone.
 double draw_of(const InputFile& file, std::int64_t row) {
   const std::uint64_t hash =
       file.kind == InputKind::json || file.kind == InputKind::parquet

@@ -32,7 +32,7 @@ fs::path sibling(const fs::path& target, std::string_view suffix) {
          fmt::format("{}{}", sibling_prefix(target, suffix), ::getpid());
 }
 
-/// The siblings that processes of this host left when they were killed.
+/// Returns the siblings that processes of this host left when they were killed.
 std::vector<fs::path> left_behind(
     const fs::path& target,
     std::string_view suffix) {

@@ -46,9 +46,9 @@ std::string utf8(unsigned code) {
       static_cast<char>(0x80 | (code & 0x3F))};
 }
 
-/// The character that byte-level vocabularies write for each byte: itself
-/// where it can be printed, else the next one from U+0100 on.
-/// Source: GPT-2's encoder.py.
+/// Returns the character that byte-level vocabularies write for each byte:
+/// itself where it can be printed, else the next one from U+0100 on. Source:
+/// GPT-2's encoder.py.
 std::vector<std::string> byte_characters() {
   std::vector<std::string> characters;
   unsigned next = 256;

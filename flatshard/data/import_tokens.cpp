@@ -23,7 +23,7 @@ struct Vocabulary {
   std::int64_t end_of_document = 0;
 };
 
-/// The documents of a token file, without their end-of-document tokens.
+/// Returns the documents of a token file, without their end-of-document tokens.
 std::vector<std::pair<std::int64_t, std::int64_t>> find_documents(
     const TokenFile& file,
     const Vocabulary& vocabulary,

@@ -22,7 +22,7 @@ bool is_hidden(const fs::path& name) {
   return name.string().starts_with(".");
 }
 
-/// The entries of a folder by name, so that the order is no accident.
+/// Returns the entries of a folder by name, so that the order is no accident.
 std::vector<fs::directory_entry> sorted_entries(const fs::path& folder) {
   std::error_code error;
   std::vector<fs::directory_entry> entries;
@@ -54,13 +54,13 @@ fs::path real_path(const fs::path& path) {
   return real;
 }
 
-/// Whether `folder` is `inner` or above it.
+/// Returns whether `folder` is `inner` or above it.
 bool contains(const fs::path& folder, const fs::path& inner) {
   return std::mismatch(folder.begin(), folder.end(), inner.begin(), inner.end())
              .first == folder.end();
 }
 
-/// Whether `flatshard data prepare` has written the folder.
+/// Returns whether `flatshard data prepare` has written the folder.
 bool is_corpus(const fs::path& folder) {
   std::ifstream meta(folder / "meta.json");
   std::string line;

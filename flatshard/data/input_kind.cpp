@@ -145,7 +145,8 @@ bool has_byte_order_mark(std::string_view head) {
          head.starts_with("\xef\xbb\xbf");
 }
 
-/// Text of Latin letters in UTF-16: nearly every second byte is zero.
+/// Returns whether bytes look like text of Latin letters in UTF-16: nearly
+/// every second byte is zero.
 bool looks_like_utf16(std::string_view head) {
   std::array<std::size_t, 2> zeros{};
   for (std::size_t i = 0; i < head.size(); ++i) {
@@ -157,8 +158,8 @@ bool looks_like_utf16(std::string_view head) {
   return half > 0 && 10 * most >= 7 * half && 20 * least <= half;
 }
 
-/// Whether a text begins with a line that is a JSON object, or with a list of
-/// objects.
+/// Returns whether a text begins with a line that is a JSON object, or with a
+/// list of objects.
 bool looks_like_rows(std::string_view head) {
   if (head.starts_with("\xef\xbb\xbf")) {
     head.remove_prefix(3);

@@ -8,7 +8,7 @@
 namespace flatshard::data {
 namespace {
 
-// Four rounds make a strong pseudo-random permutation (Luby and Rackoff); two
+// Four rounds make a strong pseudo-random permutation (Luby and Rackoff). Two
 // more cost nothing here and help the very small domains.
 constexpr int kRounds = 6;
 
@@ -32,7 +32,7 @@ std::int64_t Permutation::operator()(std::int64_t i) const {
       "permutation: expected an index in [0, {}), got {}",
       size_,
       i);
-  // The domain is below 4 * size + 4, so this ends after a few rounds; it ends
+  // The domain is below 4 * size + 4, so this ends after a few rounds. It ends
   // at all because i itself is on the cycle.
   auto value = static_cast<std::uint64_t>(i);
   do {

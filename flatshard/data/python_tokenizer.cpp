@@ -24,8 +24,8 @@ extern char** environ;
 namespace flatshard::data {
 namespace {
 
-/// A temporary file, already deleted, with `content` and positioned at its
-/// start. A pipe could fill up, or break when the child ends early.
+/// Returns a temporary file, already deleted, with `content` and positioned at
+/// its start. A pipe could fill up, or break when the child ends early.
 std::FILE* file_with(std::string_view content) {
   std::FILE* file = std::tmpfile();
   FLATSHARD_CHECK(

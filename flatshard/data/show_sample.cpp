@@ -35,9 +35,9 @@ struct ShownDocument {
   }
 };
 
-/// The documents of a sample: a token is trained where it is the target of the
-/// token before. The last target is shown too, unless it is the beginning of
-/// another document.
+/// Returns the documents of a sample: a token is trained where it is the target
+/// of the token before. The last target is shown too, unless it is the
+/// beginning of another document.
 std::vector<ShownDocument> documents_of(
     const TokenSource& source,
     const ShowOptions& options,
@@ -73,8 +73,8 @@ std::vector<ShownDocument> documents_of(
   return documents;
 }
 
-/// The text of each run. Tokens are decoded with all before them, since the
-/// text of two runs is not always the text of one and then the other.
+/// Returns the text of each run. Tokens are decoded with all before them, since
+/// the text of two runs is not always the text of one and then the other.
 std::vector<std::vector<std::string>> texts_of(
     const TextCodec& codec,
     const std::vector<ShownDocument>& documents) {

@@ -22,7 +22,7 @@ std::string all_bytes(const std::filesystem::path& path) {
   return bytes;
 }
 
-/// The Parquet files' paths, each ended by a zero byte.
+/// Returns the Parquet files' paths, each ended by a zero byte.
 std::string parquet_paths(const std::vector<InputFile>& files) {
   std::string all;
   for (const InputFile& file : files) {

@@ -7,7 +7,7 @@
 namespace flatshard::data {
 namespace {
 
-/// Bytes of the character at `at`; 0 when it is none.
+/// Returns the bytes of the character at `at`; 0 when it is none.
 std::size_t character_bytes(std::string_view text, std::size_t at) {
   const auto byte = [&](std::size_t i) {
     return at + i < text.size() ? static_cast<unsigned char>(text[at + i]) : 0U;

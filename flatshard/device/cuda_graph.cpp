@@ -24,8 +24,9 @@
 namespace flatshard::detail {
 namespace {
 
-// The stream of all captures on one GPU: autograd runs a backward on the stream
-// of its forward, and cuBLAS keeps a workspace for each stream it has seen.
+// Returns the stream of all captures on one GPU: autograd runs a backward on
+// the stream of its forward, and cuBLAS keeps a workspace for each stream it
+// has seen.
 c10::cuda::CUDAStream capture_stream(at::Device device) {
   static auto* const all = new std::
       array<std::optional<c10::cuda::CUDAStream>, C10_COMPILE_TIME_MAX_GPUS>();
@@ -36,7 +37,8 @@ c10::cuda::CUDAStream capture_stream(at::Device device) {
   return *stream;
 }
 
-// Where a replay reads the seed and offset of `generator`. In a recording.
+// Returns where a replay reads the seed and offset of `generator`. In a
+// recording.
 std::vector<const void*> words_of_generator(at::Generator generator) {
   auto* const gpu = at::check_generator<at::CUDAGeneratorImpl>(generator);
   const std::lock_guard lock(gpu->mutex_);

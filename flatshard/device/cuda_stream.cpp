@@ -21,7 +21,7 @@ namespace {
 // Spinning cycles per microsecond; a delay needs no better clock.
 constexpr std::int64_t kCyclesPerUs = 1500;
 
-// Turns torch's CUDA errors into ours, without its backtrace.
+// Turns torch's CUDA errors into Flatshard's, without its backtrace.
 template <class F>
 auto with_cuda_errors(const std::string& where, F&& function) {
   try {

@@ -13,7 +13,8 @@
 namespace flatshard {
 namespace {
 
-// Whether all values are finite: one pass, nothing of the tensor's size.
+// Returns whether all values are finite: one pass, nothing of the tensor's
+// size.
 at::Tensor has_bad_values(const at::Tensor& flat) {
   const auto [low, high] = at::aminmax(flat);
   return at::isfinite(low).logical_and(at::isfinite(high)).logical_not();

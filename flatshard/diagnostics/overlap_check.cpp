@@ -78,7 +78,7 @@ void check_buffers(const Runtime& runtime) {
   check_disjoint(std::move(ranges), "between steps");
 }
 
-// Parameters inside the flat space of their group.
+// Checks parameters inside the flat space of their group.
 void check_layouts(const Runtime& runtime) {
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {

@@ -217,8 +217,8 @@ std::vector<std::shared_ptr<void>> nan_block(
   return {parameters.size(), std::shared_ptr<void>(block, block->data_ptr())};
 }
 
-/// Addresses for released parameters to point at, one per spec. Each shared
-/// pointer keeps what it points at alive.
+/// Returns addresses for released parameters to point at, one per spec. Each
+/// shared pointer keeps what it points at alive.
 /// @param who  goes before the message, e.g. "rank 3/8".
 std::vector<std::shared_ptr<void>> make_poison(
     at::Device device,

@@ -88,7 +88,7 @@ void StrictChecks::unit_called(const Unit& unit) {
 }
 
 void StrictChecks::check_next(UnitId next) {
-  // After a backward that failed, reductions may still be under way; they use
+  // After a backward that failed, reductions may still be under way. They use
   // the same communicator.
   core_.executor.streams().synchronize_reductions();
   compare_next(*core_.mesh, next, names_, core_.executor.step());

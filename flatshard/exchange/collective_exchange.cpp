@@ -119,23 +119,18 @@ void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {
   }
 }
 
-nn::TransferInput CollectiveExchange::rows_to_send(
-    const nn::TransferInput& input) {
-  return {.rows = nn::rows_of(Direction::dispatch, input)};
-}
-
-std::function<void()> CollectiveExchange::transfer_of_rows(
+std::function<void()> CollectiveExchange::transfer(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TensorList& out,
-    const nn::TensorList& rows) {
+    const nn::TransferInput& input) {
   const auto* const made = own<const CollectivePlan>(plan);
   // The plan exists as long as the graph.
   return [this,
           plan,
           made,
           leaves = direction == Direction::dispatch,
-          rows,
+          rows = input.rows,
           out] {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       if (leaves) {

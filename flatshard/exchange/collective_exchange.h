@@ -22,13 +22,11 @@ class CollectiveExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
-  /// Permutes tokens. The exchange stream would do so after the counts.
-  nn::TransferInput rows_to_send(const nn::TransferInput& input) override;
-  std::function<void()> transfer_of_rows(
+  std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
       const nn::TensorList& out,
-      const nn::TensorList& rows) override;
+      const nn::TransferInput& input) override;
 
  private:
   /// int32 [experts + ranks * experts here], pinned beside a GPU: counts that

@@ -1,11 +1,10 @@
 #include "flatshard/exchange/collective_tensor_parallel.h"
 
-#include "flatshard/core/log.h"
+#include "flatshard/exchange/stream_use.h"
 
 #include <ATen/ATen.h>
 
 #include <cstdint>
-#include <exception>
 #include <utility>
 #include <vector>
 
@@ -13,34 +12,21 @@ namespace flatshard {
 
 class CollectiveTensorParallel::Pending : public nn::PendingTensor {
  public:
-  Pending(at::Tensor out, at::Tensor in, Stream& stream)
+  Pending(at::Tensor out, at::Tensor in, std::shared_ptr<Stream> stream)
       : out_(std::move(out)), in_(std::move(in)) {
-    done_.record(stream);
-  }
-
-  // If no caller took the result, its memory is still in use: wait for it.
-  ~Pending() override {
-    if (!out_.defined()) {
-      return;
-    }
-    try {
-      done_.wait(*current_stream(out_.device()));
-    } catch (const std::exception& error) {
-      log_debug("a transfer of tensor parallelism: {}", error.what());
-    }
+    use_.until_now(std::move(stream));
   }
 
   at::Tensor finish() override {
-    done_.wait(*current_stream(out_.device()));
-    // Compute waits, so it may use both again.
+    use_.wait();
     in_ = at::Tensor();
-    return std::exchange(out_, at::Tensor());
+    return std::move(out_);
   }
 
  private:
   at::Tensor out_;
   at::Tensor in_;
-  Event done_;
+  StreamUse use_;
 };
 
 CollectiveTensorParallel::CollectiveTensorParallel(
@@ -86,7 +72,7 @@ std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start(
   ready.wait(*stream_);
   Communicator* const group = group_.get();
   queue_collectives(*stream_, {&group, 1}, std::move(work));
-  return std::make_unique<Pending>(out, in, *stream_);
+  return std::make_unique<Pending>(out, in, stream_);
 }
 
 std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start_all_gather(

@@ -27,10 +27,9 @@ struct NarrowRows {
   std::int64_t num_rows = 0;   ///< here
   std::int64_t row_nbytes = 0;
 
-  /// here[i] = row i of the windows. On the current stream.
-  void gather(void* here) const;
-  /// The other way.
-  void scatter(const void* here) const;
+  /// Gathers: here[i] = row i of the windows. Else the other way. On the
+  /// current stream.
+  void copy(void* here, bool gathers) const;
 };
 
 }  // namespace flatshard

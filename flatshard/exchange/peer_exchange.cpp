@@ -5,13 +5,14 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/moe/row_places.h"
+#include "flatshard/moe/permute.h"
 
 namespace flatshard {
 namespace {
@@ -35,6 +36,7 @@ struct PeerExchange::Plan : StreamExchangePlan {
   at::Tensor stay_runs;  ///< of rows that stay: see nn::row_places
   at::Tensor all_runs;   ///< of all that arrive: see NarrowRows
   std::optional<nn::RowPlaces> places;  ///< made on the exchange stream
+  bool has_begun = false;  ///< see begin_dispatch; until the next transfer
 };
 
 PeerExchange::PeerExchange(
@@ -84,29 +86,81 @@ void PeerExchange::make_windows(std::int64_t nbytes) {
   addresses_ = at::tensor(addresses, at::kLong).to(group().device());
 }
 
-std::unique_ptr<nn::RowTransfer> PeerExchange::start(
+void PeerExchange::begin_dispatch(
     const nn::ExchangePlanPtr& plan,
-    Direction direction,
-    const nn::TransferInput& input) {
-  if (grows_) {
-    finish_plan(plan);
-    std::int64_t needed = 0;
-    for (const at::Tensor& tensor : input.rows) {
-      if (tensor.defined()) {
-        needed = at::round_up(needed, kPartAlignment) +
-                 own<Plan>(plan)->runs.most_routed() * nbytes_of_row(tensor);
-      }
-    }
-    // The same on all ranks, each of which knows the most rows of any. Those
-    // that peers still read stay until every rank has come here.
-    if (needed > window_nbytes_) {
-      Event idle;
-      idle.record(stream());
-      idle.synchronize();
-      make_windows(needed + needed / 4);
-    }
+    nn::TransferInput& input) {
+  const at::Tensor& tokens = input.rows[0];
+  if (!takes_tokens(tokens)) {
+    StreamExchange::begin_dispatch(plan, input);
+    return;
   }
-  return StreamExchange::start(plan, direction, input);
+  auto* const made = own<Plan>(plan);
+  wait_for_counts(*made);
+  const int* const counts = host_.const_data_ptr<int>();
+  const int* const own_experts = counts + group().rank() * experts_per_rank();
+  const int* const later_experts = own_experts + experts_per_rank();
+  const auto stay_begin = std::reduce(counts, own_experts, std::int64_t{0});
+  const auto stay_end = std::reduce(own_experts, later_experts, stay_begin);
+  const auto end = std::reduce(later_experts, counts + num_experts(), stay_end);
+  const bool fits = windows_ && end * nbytes_of_row(tokens) <= window_nbytes_;
+  if (!fits || end > made->num_sent) {
+    return;  // the windows grow, or the plan is refused
+  }
+  made->has_begun = true;
+  Event ready;
+  ready.record(*current_stream(group().device()));
+  ready.wait(stream());
+  stream().submit(
+      [this, tokens, permutation = *input.tokens, stay_begin, stay_end, end] {
+        // The half of this dispatch. Peers have read what was there: the fence
+        // of the transfer before came first on this stream.
+        const at::Tensor window = rows_in_window(1 - half_, end, tokens);
+        for (const auto& [first, last] :
+             {std::pair(std::int64_t{0}, stay_begin),
+              std::pair(stay_end, end)}) {
+          nn::permute_rows_into(
+              tokens,
+              permutation.part(first, last),
+              {},
+              window.slice(0, first, last),
+              {});
+        }
+      });
+}
+
+void PeerExchange::reserve(
+    const nn::ExchangePlanPtr& plan,
+    const nn::TransferInput& input) {
+  auto* const made = own<Plan>(plan);
+  const std::int64_t num_rows = made->runs.most_routed();
+  const bool has_begun = std::exchange(made->has_begun, false);
+  std::int64_t needed = 0;
+  for (const at::Tensor& tensor : input.rows) {
+    if (!tensor.defined()) {
+      continue;
+    }
+    const std::int64_t row = nbytes_of_row(tensor);
+    FLATSHARD_CHECK(
+        grows_ || num_rows * row <= window_nbytes_,
+        config,
+        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
+        "windows of {} bytes; make them larger, or exchange by collectives "
+        "(parallelism.token_exchange)",
+        num_rows,
+        row,
+        window_nbytes_);
+    needed = at::round_up(needed, kPartAlignment) + num_rows * row;
+  }
+  // The same on all ranks, each of which knows the most rows of any. Those that
+  // peers still read stay until every rank has come here.
+  if (grows_ && needed > window_nbytes_) {
+    Event idle;
+    idle.record(stream());
+    idle.synchronize();
+    make_windows(needed + needed / 4);
+    return;
+  }
+  made->has_begun = has_begun;
 }
 
 c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
@@ -214,51 +268,18 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
   return fences;
 }
 
-void PeerExchange::check_fits(const Plan& plan, const nn::TensorList& rows)
-    const {
-  for (const at::Tensor& tensor : rows) {
-    FLATSHARD_CHECK(
-        plan.runs.most_routed() * nbytes_of_row(tensor) <= window_nbytes_,
-        config,
-        "exchange of tokens by copies: a rank has {} rows of {} bytes, and "
-        "windows of {} bytes; make them larger, or exchange by collectives "
-        "(parallelism.token_exchange)",
-        plan.runs.most_routed(),
-        nbytes_of_row(tensor),
-        window_nbytes_);
-  }
-}
-
-std::function<void()> PeerExchange::transfer_of_rows(
-    const nn::ExchangePlanPtr& plan,
-    Direction direction,
-    const nn::TensorList& out,
-    const nn::TensorList& rows) {
-  return work_of(plan, direction, out, {.rows = rows});
-}
-
-std::function<void()> PeerExchange::transfer_of_tokens(
-    const nn::ExchangePlanPtr& plan,
-    Direction direction,
-    const nn::TensorList& out,
-    const nn::TransferInput& input) {
-  return nn::can_split_rows(input.rows[0])
-             ? work_of(plan, direction, out, input)
-             : StreamExchange::transfer_of_tokens(plan, direction, out, input);
-}
-
-std::function<void()> PeerExchange::work_of(
+std::function<void()> PeerExchange::transfer(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TensorList& out,
     const nn::TransferInput& input) {
   auto* const made = own<Plan>(plan);
-  check_fits(*made, input.rows);
+  const bool has_begun = std::exchange(made->has_begun, false);
   if (input.rows.empty()) {
     return [] {};
   }
   // The plan lives as long as the graph.
-  return [this, plan, made, direction, out, input] {
+  return [this, plan, made, direction, out, input, has_begun] {
     if (input.tokens && !made->places) {
       made->places = nn::row_places(
           *input.tokens,
@@ -274,7 +295,7 @@ std::function<void()> PeerExchange::work_of(
     for (const std::vector<Part>& parts : fences) {
       half_ = 1 - half_;
       if (leaves) {
-        dispatch(*made, parts, input, out[0]);
+        dispatch(*made, parts, input, out[0], has_begun);
       } else {
         combine(*made, parts, input, out[0]);
       }
@@ -286,14 +307,17 @@ void PeerExchange::dispatch(
     const Plan& plan,
     const std::vector<Part>& parts,
     const nn::TransferInput& input,
-    const at::Tensor& arrived) {
+    const at::Tensor& arrived,
+    bool has_begun) {
   if (parts[0].of_tokens) {
+    const std::int64_t first = has_begun ? plan.runs.stay_begin() : 0;
+    const std::int64_t last =
+        has_begun ? plan.runs.stay_end() : plan.runs.num_routed();
     nn::permute_rows_into(
         input.rows[0],
-        *input.tokens,
-        *plan.places,
-        plan.runs.num_routed(),
-        rows_in_window(plan, parts[0], arrived),
+        input.tokens->part(first, last),
+        plan.places->of_rows.slice(0, first, last),
+        rows_in_window(half_, plan.runs.num_routed(), arrived),
         arrived);
   }
   copy(home_copies(plan, parts, /*leaves=*/true));
@@ -311,7 +335,7 @@ void PeerExchange::combine(
   copy(home_copies(plan, parts, /*leaves=*/false));
   if (parts[0].of_tokens) {
     nn::sum_rows_from(
-        rows_in_window(plan, parts[0], input.rows[0]),
+        rows_in_window(half_, plan.runs.num_routed(), input.rows[0]),
         input.rows[0],
         *plan.places,
         input.addend,
@@ -325,8 +349,7 @@ std::vector<BytesCopy> PeerExchange::expert_copies(
     bool arrive) const {
   for (const Part& part : parts) {
     if (part.is_narrow) {
-      const NarrowRows rows = narrow_rows(plan, part);
-      arrive ? rows.gather(part.at_experts) : rows.scatter(part.at_experts);
+      narrow_rows(plan, part).copy(part.at_experts, /*gathers=*/arrive);
     }
   }
   // The ranks begin with their next one each, so that no two read from one.
@@ -389,16 +412,13 @@ NarrowRows PeerExchange::narrow_rows(const Plan& plan, const Part& part) const {
 }
 
 at::Tensor PeerExchange::rows_in_window(
-    const Plan& plan,
-    const Part& part,
+    int half,
+    std::int64_t num_rows,
     const at::Tensor& like) const {
   return windows_->local()
-      .narrow(
-          0,
-          half_ * half_nbytes_ + part.in_window,
-          plan.runs.num_routed() * part.row)
+      .narrow(0, half * half_nbytes_, num_rows * nbytes_of_row(like))
       .view(like.scalar_type())
-      .view({plan.runs.num_routed(), like.size(1)});
+      .view({num_rows, like.size(1)});
 }
 
 void PeerExchange::copy(const std::vector<BytesCopy>& copies) const {

@@ -54,11 +54,6 @@ class PeerExchange : public StreamExchange {
       std::int64_t num_experts,
       const PeerExchangeOptions& options);
 
-  /// @throws Error{memory} on all ranks when windows cannot grow.
-  std::unique_ptr<nn::RowTransfer> start(
-      const nn::ExchangePlanPtr& plan,
-      Direction direction,
-      const nn::TransferInput& input) override;
   void restart() override;
   std::int64_t nbytes() const override {
     return windows_ ? windows_->local().numel() : 0;
@@ -69,14 +64,18 @@ class PeerExchange : public StreamExchange {
   c10::intrusive_ptr<StreamExchangePlan> begin(
       const at::Tensor& counts) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
-  /// @throws Error{config} on all ranks when a tensor of one of them does not
-  ///   fit its window.
-  std::function<void()> transfer_of_rows(
-      const nn::ExchangePlanPtr& plan,
-      Direction direction,
-      const nn::TensorList& out,
-      const nn::TensorList& rows) override;
-  std::function<void()> transfer_of_tokens(
+  /// Permutes rows that leave into the window.
+  void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
+      override;
+  /// Makes windows that grow.
+  /// @throws Error{memory} on all ranks when they cannot, Error{config} when a
+  ///   tensor of one of them does not fit a window that does not grow.
+  void reserve(const nn::ExchangePlanPtr& plan, const nn::TransferInput& input)
+      override;
+  bool takes_tokens(const at::Tensor& tokens) const override {
+    return nn::can_split_rows(tokens);
+  }
+  std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
       const nn::TensorList& out,
@@ -99,13 +98,6 @@ class PeerExchange : public StreamExchange {
 
   /// Collective. @param nbytes  of the largest transfer
   void make_windows(std::int64_t nbytes);
-  std::function<void()> work_of(
-      const nn::ExchangePlanPtr& plan,
-      Direction direction,
-      const nn::TensorList& out,
-      const nn::TransferInput& input);
-  /// @throws Error{config} on all ranks.
-  void check_fits(const Plan& plan, const nn::TensorList& rows) const;
   /// Those of each fence.
   /// @param of_tokens  the first one is.
   std::vector<std::vector<Part>> parts_by_fence(
@@ -114,11 +106,13 @@ class PeerExchange : public StreamExchange {
       const nn::TensorList& at_experts,
       bool of_tokens) const;
   /// @param arrived  of the transfer's first tensor
+  /// @param has_begun  rows that leave are in the window; see begin_dispatch
   void dispatch(
       const Plan& plan,
       const std::vector<Part>& parts,
       const nn::TransferInput& input,
-      const at::Tensor& arrived);
+      const at::Tensor& arrived,
+      bool has_begun);
   /// @param sums  likewise
   void combine(
       const Plan& plan,
@@ -138,11 +132,10 @@ class PeerExchange : public StreamExchange {
       const std::vector<Part>& parts,
       bool leaves) const;
   NarrowRows narrow_rows(const Plan& plan, const Part& part) const;
-  /// [rows of this rank, dim] of `like`'s dtype, in the half of this transfer.
-  at::Tensor rows_in_window(
-      const Plan& plan,
-      const Part& part,
-      const at::Tensor& like) const;
+  /// [num_rows, dim] of `like`'s dtype at the begin of this rank's window,
+  /// where rows of tokens are.
+  at::Tensor
+  rows_in_window(int half, std::int64_t num_rows, const at::Tensor& like) const;
   /// What a plan uploads.
   RunTables tables();
   void copy(const std::vector<BytesCopy>& copies) const;

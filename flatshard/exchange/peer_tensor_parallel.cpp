@@ -2,14 +2,13 @@
 
 #include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
-#include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream_word.h"
+#include "flatshard/exchange/stream_use.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ceil_div.h>
 
-#include <exception>
 #include <utility>
 #include <vector>
 
@@ -18,15 +17,6 @@ namespace {
 
 // So that halves and rows begin where wide loads can.
 constexpr std::int64_t kWindowAlignment = 256;
-
-// Waits for tensors whose memory the stream of copies uses until `done`.
-void wait_without_throwing(const Event& done, at::Device device) {
-  try {
-    done.wait(*current_stream(device));
-  } catch (const std::exception& error) {
-    log_debug("a copy of tensor parallelism: {}", error.what());
-  }
-}
 
 }  // namespace
 
@@ -53,13 +43,7 @@ class PeerTensorParallel::Gather : public nn::PendingGather {
       });
       arrived_[rank].record(*ranks.stream_);
     }
-  }
-
-  // If no caller took the result, its memory is still in use: wait for it.
-  ~Gather() override {
-    if (whole_.defined()) {
-      wait_without_throwing(done(), whole_.device());
-    }
+    use_.until_now(ranks.stream_);
   }
 
   at::Tensor part(int rank) override {
@@ -72,20 +56,17 @@ class PeerTensorParallel::Gather : public nn::PendingGather {
   }
 
   at::Tensor finish() override {
-    done().wait(*current_stream(whole_.device()));
-    // Compute waits, so it may use both again.
+    use_.wait();
     part_ = at::Tensor();
-    return std::exchange(whole_, at::Tensor());
+    return std::move(whole_);
   }
 
  private:
-  // This rank's own copy is the last.
-  const Event& done() const { return arrived_[ranks_.rank()]; }
-
   PeerTensorParallel& ranks_;
   at::Tensor part_;
   at::Tensor whole_;
   std::vector<Event> arrived_;  ///< by rank
+  StreamUse use_;
 };
 
 class PeerTensorParallel::Scatter : public nn::PendingScatter {
@@ -109,14 +90,7 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
                     .view({ranks.size(), -1})
                     .narrow(1, 0, own.numel());
     sum_ = at::empty(own.sizes(), own.options());
-  }
-
-  // If no caller took the result, its memory is still in use: wait for it.
-  ~Scatter() override {
-    if (sum_.defined()) {
-      done_.record(*ranks_.stream_);
-      wait_without_throwing(done_, sum_.device());
-    }
+    use_.until_now(ranks.stream_);
   }
 
   at::Tensor addend(int rank) override { return addends_[rank]; }
@@ -139,15 +113,14 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
                               rank = ranks_.rank()] {
         sum_rows(sum, rows, rank, own, ReduceOp::sum);
       });
-      done_.record(*ranks_.stream_);
+      use_.until_now(ranks_.stream_);
     }
   }
 
   at::Tensor finish() override {
-    done_.wait(*current_stream(sum_.device()));
-    // Compute waits, so it may use both again.
+    use_.wait();
     addends_.clear();
-    return std::exchange(sum_, at::Tensor());
+    return std::move(sum_);
   }
 
  private:
@@ -159,7 +132,7 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
   int left_;          ///< addends to be sent
   int num_sent_ = 0;  ///< to peers
   bool fenced_ = false;
-  Event done_;
+  StreamUse use_;
 };
 
 PeerTensorParallel::PeerTensorParallel(

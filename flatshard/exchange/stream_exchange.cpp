@@ -102,7 +102,7 @@ class StreamExchange::Transfer : public nn::RowTransfer {
     done_.record(exchange.stream());
   }
 
-  // Nobody asked for the rows: their memory is under way all the same.
+  // Nobody asked for the rows, but their memory is still under way.
   ~Transfer() override {
     if (exchange_ == nullptr) {
       return;
@@ -168,22 +168,26 @@ void StreamExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
   if (made->is_finished) {
     return;
   }
+  wait_for_counts(*made);
+  finish(plan);
+  made->counts = at::Tensor();
+  made->is_finished = true;
+}
+
+void StreamExchange::wait_for_counts(const StreamExchangePlan& plan) {
   FLATSHARD_CHECK(
-      made->number == num_begun_,
+      plan.number == num_begun_,
       usage,
       "exchange of tokens: plan {} is finished when {} were begun; expected "
       "each to be finished before the next",
-      made->number,
+      plan.number,
       num_begun_);
   try {
-    made->known.synchronize();
+    plan.known.synchronize();
   } catch (const std::exception&) {
     failed_ = true;
     throw;
   }
-  finish(plan);
-  made->counts = at::Tensor();
-  made->is_finished = true;
 }
 
 void StreamExchange::check_num_rows(
@@ -222,7 +226,13 @@ void StreamExchange::await(const Event& event) {
   }
 }
 
-std::function<void()> StreamExchange::transfer_of_defined(
+void StreamExchange::begin_dispatch(
+    const nn::ExchangePlanPtr& /*plan*/,
+    nn::TransferInput& input) {
+  input = {.rows = nn::rows_of(Direction::dispatch, input)};
+}
+
+std::function<void()> StreamExchange::work_of(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TensorList& out,
@@ -233,26 +243,20 @@ std::function<void()> StreamExchange::transfer_of_defined(
   };
   nn::TransferInput all = input;
   all.rows = defined(std::move(all.rows));
-  return all.tokens ? transfer_of_tokens(plan, direction, defined(out), all)
-                    : transfer_of_rows(plan, direction, defined(out), all.rows);
-}
-
-std::function<void()> StreamExchange::transfer_of_tokens(
-    const nn::ExchangePlanPtr& plan,
-    Direction direction,
-    const nn::TensorList& out,
-    const nn::TransferInput& input) {
-  return [this, plan, direction, out, input] {
-    if (direction == Direction::dispatch) {
-      transfer_of_rows(plan, direction, out, nn::rows_of(direction, input))();
-      return;
-    }
+  if (!all.tokens || takes_tokens(all.rows[0])) {
+    return transfer(plan, direction, defined(out), all);
+  }
+  return [this, plan, direction, out = defined(out), all] {
     nn::TensorList arrived = out;
-    arrived[0] = at::empty(
-        {plan->num_sent, input.rows[0].size(1)},
-        input.rows[0].options());
-    transfer_of_rows(plan, direction, arrived, input.rows)();
-    out[0].copy_(nn::result_of(direction, input, arrived)[0]);
+    if (direction == Direction::combine) {
+      arrived[0] = at::empty(
+          {plan->num_sent, all.rows[0].size(1)},
+          all.rows[0].options());
+    }
+    transfer(plan, direction, arrived, {.rows = nn::rows_of(direction, all)})();
+    if (direction == Direction::combine) {
+      out[0].copy_(nn::result_of(direction, all, arrived)[0]);
+    }
   };
 }
 
@@ -260,10 +264,13 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     const nn::ExchangePlanPtr& plan,
     Direction direction,
     const nn::TransferInput& input) {
-  const bool permutes = direction == Direction::dispatch && !input.after &&
-                        !own<const StreamExchangePlan>(plan)->is_finished;
-  nn::TransferInput rows = permutes ? rows_to_send(input) : input;
+  nn::TransferInput rows = input;
+  if (direction == Direction::dispatch && input.tokens && !input.after &&
+      !own<const StreamExchangePlan>(plan)->is_finished) {
+    begin_dispatch(plan, rows);
+  }
   finish_plan(plan);
+  reserve(plan, rows);
   const auto out = std::make_shared<nn::TensorList>();
   std::function<void()> work;
   Event ready;
@@ -276,11 +283,11 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
       }
       keep(rows.addend);
       *out = room_for(*plan, direction, rows);
-      transfer_of_defined(plan, direction, *out, rows)();
+      work_of(plan, direction, *out, rows)();
     };
   } else {
     *out = room_for(*plan, direction, rows);
-    work = transfer_of_defined(plan, direction, *out, rows);
+    work = work_of(plan, direction, *out, rows);
     ready.record(*current_stream(group_->device()));
   }
   ready.wait(*stream_);

@@ -47,15 +47,9 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// waits once for each plan (finish_plan), until the counts of all ranks are
 /// there: behind the router, and not behind what was queued since. A dispatch
 /// finishes a plan that was only begun, and queues before that wait what needs
-/// the counts of this rank alone (rows_to_send).
+/// the counts of this rank alone (begin_dispatch).
 class StreamExchange : public nn::TokenExchange {
  public:
-  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
-      override {
-    const nn::ExchangePlanPtr made = begin_plan(counts, num_rows);
-    finish_plan(made);
-    return made;
-  }
   nn::ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) final;
@@ -96,25 +90,28 @@ class StreamExchange : public nn::TokenExchange {
       const at::Tensor& counts) = 0;
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
-  /// What brings `rows` to `out`, for the stream. All of them are defined.
-  virtual std::function<void()> transfer_of_rows(
+  /// Called by a dispatch of tokens before the host waits for other ranks:
+  /// queues what needs no counts but this rank's. This one permutes the tokens
+  /// on the current stream.
+  /// @param input  becomes what is left to transfer.
+  virtual void begin_dispatch(
       const nn::ExchangePlanPtr& plan,
-      Direction direction,
-      const nn::TensorList& out,
-      const nn::TensorList& rows) = 0;
-  /// Called by a dispatch of a plan that is not finished, before the host waits
-  /// for it: queues what needs no other rank's counts on the current stream.
-  /// @return  what is left to transfer.
-  virtual nn::TransferInput rows_to_send(const nn::TransferInput& input) {
-    return input;
+      nn::TransferInput& input);
+  /// Called before each transfer, of a plan that is finished.
+  virtual void reserve(
+      const nn::ExchangePlanPtr& /*plan*/,
+      const nn::TransferInput& /*input*/) {}
+  /// Whether `transfer` takes tokens like these (TransferInput::tokens). Else
+  /// they are permuted before it, and added up after it.
+  virtual bool takes_tokens(const at::Tensor& /*tokens*/) const {
+    return false;
   }
-  /// The same for tokens, see TransferInput. This one permutes them in front of
-  /// what `transfer_of_rows` gives, and adds them up behind it.
-  virtual std::function<void()> transfer_of_tokens(
+  /// What brings `input` to `out`, for the stream. All tensors are defined.
+  virtual std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
       const nn::TensorList& out,
-      const nn::TransferInput& input);
+      const nn::TransferInput& input) = 0;
 
   /// @throws Error{usage} for a plan of another exchange.
   template <class Plan>
@@ -126,6 +123,8 @@ class StreamExchange : public nn::TokenExchange {
         "exchange of tokens: expected a plan of this exchange, got another's");
     return made;
   }
+  /// Blocks the host until this rank's counts are on it.
+  void wait_for_counts(const StreamExchangePlan& plan);
   /// Work for the stream, in the order that all ranks have.
   void submit(std::function<void()> work);
   /// Of those that leave this rank or stay.
@@ -150,8 +149,7 @@ class StreamExchange : public nn::TokenExchange {
 
   /// One of compute's waits; see measure().
   void await(const Event& event);
-  /// What `transfer_of_rows` says for those that are defined.
-  std::function<void()> transfer_of_defined(
+  std::function<void()> work_of(
       const nn::ExchangePlanPtr& plan,
       Direction direction,
       const nn::TensorList& out,

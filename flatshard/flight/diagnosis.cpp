@@ -48,7 +48,7 @@ struct Stuck {
   milliseconds age{0};
 };
 
-// The oldest waiting collective of every group.
+// Returns the oldest waiting collective of every group.
 std::vector<Stuck> stuck_groups(std::span<const RankView> views) {
   std::map<std::string, Stuck> groups;
   for (const RankView& view : views) {
@@ -172,8 +172,8 @@ struct Late {
   bool waits_elsewhere = false;
 };
 
-// A rank that did not come to a stuck collective. One that waits nowhere is
-// the cause; one that waits elsewhere is held up itself.
+// Finds a rank that did not come to a stuck collective. One that waits nowhere
+// is the cause. One that waits elsewhere is held up itself.
 std::optional<Late> find_latest(std::span<const RankView> views) {
   std::optional<Late> best;
   const auto groups = members_of_groups(views);

@@ -25,8 +25,8 @@ std::uint32_t magnitude_bits(c10::BFloat16 value) {
   return static_cast<std::uint32_t>(value.x & 0x7fffU) << 16;
 }
 
-// Largest magnitudes of blocks as bits, which order as magnitudes do, NaN
-// last: one row of blocks after the other.
+// Returns the largest magnitudes of blocks as bits, which order as magnitudes
+// do, NaN last: one row of blocks after the other.
 template <class T>
 std::vector<std::uint32_t> block_amax(
     const T* x,

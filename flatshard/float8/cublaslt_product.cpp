@@ -37,7 +37,7 @@ cudaDataType_t type_of(const at::Tensor& t) {
   }
 }
 
-// The largest power of two up to 256 that divides an address.
+// Returns the largest power of two up to 256 that divides an address.
 std::uint32_t alignment_of(const void* p) {
   const auto address = reinterpret_cast<std::uintptr_t>(p);
   std::uint32_t found = 256;
@@ -145,7 +145,7 @@ struct Call {
   MatrixLayout a, b, c, d;
 };
 
-// The heuristic's, best first; none for what cuBLASLt does not support.
+// Returns the heuristic's, best first; none for what cuBLASLt does not support.
 std::vector<cublasLtMatmulAlgo_t> candidates(
     const Problem& q,
     const Call& call) {
@@ -183,7 +183,8 @@ std::vector<cublasLtMatmulAlgo_t> candidates(
   return found;
 }
 
-// Milliseconds of a few calls on the current stream; no time when they fail.
+// Returns the milliseconds of a few calls on the current stream; no time when
+// they fail.
 float time_of(StreamTimer& timer, const std::function<cublasStatus_t()>& run) {
   constexpr int kCalls = 3;
   if (run() != CUBLAS_STATUS_SUCCESS) {

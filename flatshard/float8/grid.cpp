@@ -8,7 +8,8 @@
 namespace flatshard::float8 {
 namespace {
 
-// Memory whose rows are filled up with zeros to a multiple of 4, for TMA.
+// Returns memory whose rows are filled up with zeros to a multiple of 4, for
+// TMA.
 at::Tensor
 padded_rows(std::int64_t rows, std::int64_t columns, at::TensorOptions to) {
   const std::int64_t wide = at::round_up(columns, std::int64_t{4});

@@ -62,7 +62,8 @@ void put_bytes(std::string& out, std::uint64_t field, std::string_view bytes) {
   out += bytes;
 }
 
-/// An Event with its time and step, to which one of the others is added.
+/// Returns an Event with its time and step, to which one of the others is
+/// added.
 std::string begin_event(double wall_time, std::int64_t step) {
   std::string event;
   put_key(event, 1, Wire::fixed64);

@@ -53,7 +53,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return files;
 }
 
-/// Whether a file of the folder has weights of some kind.
+/// Returns whether a file of the folder has weights of some kind.
 bool is_weights_file(std::string_view name) {
   constexpr std::string_view kBegins[] = {
       "model",

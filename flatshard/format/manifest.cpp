@@ -52,7 +52,7 @@ std::vector<std::int64_t> parse_sizes(const Field& field) {
   return sizes;
 }
 
-/// The boxes of a piece, one after another: several only in version 1.
+/// Returns the boxes of a piece, one after another: several only in version 1.
 std::vector<Rectangle> parse_boxes(
     const Field& field,
     const StoredTensor& tensor,

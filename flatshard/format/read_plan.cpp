@@ -132,7 +132,7 @@ struct EntryPlace {
   std::uint64_t nbytes = 0;
 };
 
-/// The manifest's entries of a tensor, by file and name.
+/// Returns the manifest's entries of a tensor, by file and name.
 std::map<std::pair<std::int64_t, std::string>, EntryPlace> entries_of(
     const StoredTensor& tensor) {
   const auto item =

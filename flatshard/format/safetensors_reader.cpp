@@ -64,7 +64,7 @@ std::map<std::string, std::string> parse_metadata(
   return metadata;
 }
 
-/// A list of whole numbers >= 0 that fit int64, or an error.
+/// Returns a list of whole numbers >= 0 that fit int64, or an error.
 std::vector<std::int64_t>
 parse_numbers(const json& object, const char* key, const std::string& where) {
   std::vector<std::int64_t> numbers;
@@ -135,8 +135,8 @@ bool is_sound_length(std::uint64_t header_nbytes, std::uint64_t file_nbytes) {
          header_nbytes <= file_nbytes - 8;
 }
 
-// The header with its length before it, or the length alone when it cannot be
-// one, or what there is of a shorter file.
+// Returns the header with its length before it, or the length alone when it
+// cannot be one, or what there is of a shorter file.
 std::vector<std::byte> read_begin(const FileReader& file) {
   const auto nbytes = static_cast<std::uint64_t>(file.nbytes());
   std::vector<std::byte> begin(std::min<std::uint64_t>(nbytes, 8));

@@ -202,7 +202,7 @@ GroupParameter group_parameter(const nn::NamedParameter& p) {
   return g;
 }
 
-/// The parameters of each unit of the tree.
+/// Returns the parameters of each unit of the tree.
 std::vector<std::vector<GroupParameter>> find_parameters(
     nn::Module& root,
     const UnitTree& tree,

@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// Slices of a unit are few (PlaneSet); two planes have parts.
+// Slices of a unit are few (PlaneSet). Two planes have parts.
 constexpr std::int64_t kMaxParts = 24;
 // Views of sharded scales begin at a multiple of so many.
 constexpr std::int64_t kScaleAlignment = 16;

@@ -5,8 +5,8 @@
 namespace flatshard {
 namespace {
 
-// The least power of two of at least the root, or the first that does not
-// divide `divisor`.
+// Returns the least power of two of at least the root, or the first that does
+// not divide `divisor`.
 double part_before(double divisor) {
   double part = 1;
   while (std::fmod(divisor, part) == 0 && divisor / part > part) {

@@ -46,7 +46,7 @@ draw(const Philox& philox, InitSpec spec, std::uint64_t block) {
   return values;
 }
 
-/// Elements [first, first + out.size()) of the flattened parameter.
+/// Draws elements [first, first + out.size()) of the flattened parameter.
 void draw_run(
     const Philox& philox,
     InitSpec spec,

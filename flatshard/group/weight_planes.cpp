@@ -11,7 +11,7 @@
 namespace flatshard {
 namespace {
 
-// Whether two placements put the same elements on a rank of this mesh.
+// Returns whether two placements put the same elements on a rank of this mesh.
 bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   for (int axis = 0; axis < mesh.num_axes(); ++axis) {
     if (mesh.axis(axis).size > 1 && a[axis] != b[axis]) {
@@ -21,8 +21,9 @@ bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
   return true;
 }
 
-// Whether a rank of this mesh has less than all. Weights that are made for each
-// gather (see keep_compute_weights) do not rest on a single rank either.
+// Returns whether a rank of this mesh has less than all. Weights that are made
+// for each gather (see keep_compute_weights) are not stored on a single rank
+// either.
 bool any_sharded(
     const Mesh& mesh,
     const Placements& placements,

@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 // One request that comes twice: `timeout` signals the process and its group.
 constexpr std::chrono::milliseconds kSameRequest(100);
 
-/// Whether the parent had the signal ignored (nohup; `&` in a script).
+/// Returns whether the parent had the signal ignored (nohup; `&` in a script).
 bool is_ignored(int signal) {
   struct sigaction action {};
   ::sigaction(signal, nullptr, &action);
@@ -293,7 +293,7 @@ class LocalRanks {
       if (code == 0 || ending_) {
         continue;
       }
-      // It ended in order, as it was asked to; the others do the same.
+      // It ended in order, as it was asked to. The others do the same.
       if (signalled_ && !killed && code > 128) {
         continue;
       }

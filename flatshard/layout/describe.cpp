@@ -26,8 +26,8 @@ std::string tensor_text(const TensorSpec& spec) {
       spec.granularity.to_string());
 }
 
-/// Tensors and padding of the flat space in flat order; padding is cut at the
-/// ends of segments.
+/// Returns the tensors and padding of the flat space in flat order; padding is
+/// cut at the ends of segments.
 std::vector<Entry> entries_of(const FlatLayout& layout) {
   std::vector<Entry> entries;
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {

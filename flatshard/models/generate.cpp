@@ -21,7 +21,7 @@ struct Continued {
   std::mt19937_64 random;
   std::vector<std::int64_t> tokens;
 
-  /// A number in [0, 1), the same on every machine.
+  /// Returns a number in [0, 1), the same on every machine.
   double draw() {
     constexpr double kSteps = 4294967296.0;  // 2^32
     return static_cast<double>(random() >> 32U) / kSteps;

@@ -29,7 +29,7 @@ std::string block_name(const FamilyNames& names, std::string_view name) {
   return result;
 }
 
-// The rows of a matrix that several parameters are in files.
+// Returns the rows of a matrix that several parameters are in files.
 std::optional<StoredEntry> fused_entry(
     const ModelConfig& config,
     const FamilyNames& names,

@@ -34,7 +34,7 @@ nn::RouterOptions router_options(
       .ranks = options.ranks};
 }
 
-// A forward that a backward is to follow.
+// Returns whether a backward follows the forward.
 bool backward_follows() {
   return at::GradMode::is_enabled() || nn::in_checkpointed_forward();
 }

@@ -5,6 +5,7 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/parameter_check.h"
+#include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
 
@@ -99,18 +100,22 @@ struct GroupedLinearFunction
   }
 };
 
+// Gate and up of each row, in float32.
+std::vector<at::Tensor> wide_halves(const at::Tensor& gate_up) {
+  return gate_up.to(at::kFloat).chunk(2, /*dim=*/1);
+}
+
 at::Tensor weighted_swiglu(
     const at::Tensor& gate_up,
     const at::Tensor& row_weights) {
-  const std::int64_t width = gate_up.size(1) / 2;
   if (cuda::supports(gate_up)) {
-    at::Tensor y = at::empty({gate_up.size(0), width}, gate_up.options());
+    at::Tensor y =
+        at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
     cuda::weighted_swiglu_forward(gate_up, row_weights, y);
     return y;
   }
-  const at::Tensor gate = gate_up.narrow(1, 0, width).to(at::kFloat);
-  const at::Tensor up = gate_up.narrow(1, width, width).to(at::kFloat);
-  return (at::silu(gate) * up * row_weights.unsqueeze(1))
+  const auto halves = wide_halves(gate_up);
+  return (at::silu(halves[0]) * halves[1] * row_weights.unsqueeze(1))
       .to(gate_up.scalar_type());
 }
 
@@ -126,8 +131,8 @@ SwigluGradients weighted_swiglu_backward(
     const at::Tensor& gate_up,
     const at::Tensor& row_weights) {
   SwigluGradients d;
-  d.gate_up = at::empty_like(gate_up);
   if (cuda::supports(gate_up)) {
+    d.gate_up = at::empty_like(gate_up);
     d.row_weights = at::empty_like(row_weights);
     d.product = dy;
     cuda::weighted_swiglu_backward(
@@ -139,18 +144,14 @@ SwigluGradients weighted_swiglu_backward(
         d.product);
     return d;
   }
-  const std::int64_t width = gate_up.size(1) / 2;
-  const at::Tensor gate = gate_up.narrow(1, 0, width).to(at::kFloat);
-  const at::Tensor up = gate_up.narrow(1, width, width).to(at::kFloat);
+  const auto halves = wide_halves(gate_up);
   const at::Tensor weights = row_weights.unsqueeze(1);
   const at::Tensor g = dy.to(at::kFloat);
-  const at::Tensor silu = at::silu(gate);
-  const at::Tensor product = silu * up;
+  const at::Tensor product = at::silu(halves[0]) * halves[1];
+  const auto [gate, up] = swiglu_gradients(g * weights, halves[0], halves[1]);
   d.row_weights = (g * product).sum(1);
   d.product = (product * weights).to(gate_up.scalar_type());
-  const at::Tensor weighted = g * weights;
-  d.gate_up.narrow(1, 0, width).copy_(at::silu_backward(weighted * up, gate));
-  d.gate_up.narrow(1, width, width).copy_(weighted * silu);
+  d.gate_up = at::cat({gate, up}, 1).to(gate_up.scalar_type());
   return d;
 }
 

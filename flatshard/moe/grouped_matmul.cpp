@@ -20,8 +20,28 @@ bool in_one_kernel(
          cuda::multiplies_groups(a, b, weight.size(1), weight.size(2));
 }
 
-at::Tensor new_rows(const at::Tensor& like, std::int64_t columns) {
-  return at::empty({like.size(0), columns}, like.options());
+bool is_aligned(const at::Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
+// x[r] matrices[e] for the rows r of each expert e.
+at::Tensor multiply_rows(
+    const at::Tensor& x,
+    const at::Tensor& matrices,
+    const at::Tensor& weight,
+    const Groups& groups) {
+  at::Tensor y = at::empty({x.size(0), matrices.size(2)}, x.options());
+  if (in_one_kernel(x, weight, weight, groups)) {
+    cuda::grouped_mm(x, matrices, groups.ends, y);
+    return y;
+  }
+  for_each_group(
+      groups,
+      [&](std::int64_t e, bool, std::int64_t begin, std::int64_t end) {
+        at::Tensor out = y.slice(0, begin, end);
+        at::mm_out(out, x.slice(0, begin, end), matrices[e]);
+      });
+  return y;
 }
 
 void loop_weight_gradient(
@@ -71,36 +91,14 @@ at::Tensor grouped_forward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const Groups& groups) {
-  at::Tensor y = new_rows(x, weight.size(1));
-  if (in_one_kernel(x, weight, weight, groups)) {
-    cuda::grouped_mm(x, weight.transpose(1, 2), groups.ends, y);
-    return y;
-  }
-  for_each_group(
-      groups,
-      [&](std::int64_t e, bool, std::int64_t begin, std::int64_t end) {
-        at::Tensor out = y.slice(0, begin, end);
-        at::mm_out(out, x.slice(0, begin, end), weight[e].t());
-      });
-  return y;
+  return multiply_rows(x, weight.transpose(1, 2), weight, groups);
 }
 
 at::Tensor grouped_input_gradient(
     const at::Tensor& g,
     const at::Tensor& weight,
     const Groups& groups) {
-  at::Tensor dx = new_rows(g, weight.size(2));
-  if (in_one_kernel(g, weight, weight, groups)) {
-    cuda::grouped_mm(g, weight, groups.ends, dx);
-    return dx;
-  }
-  for_each_group(
-      groups,
-      [&](std::int64_t e, bool, std::int64_t begin, std::int64_t end) {
-        at::Tensor out = dx.slice(0, begin, end);
-        at::mm_out(out, g.slice(0, begin, end), weight[e]);
-      });
-  return dx;
+  return multiply_rows(g, weight, weight, groups);
 }
 
 void grouped_weight_gradient(
@@ -109,24 +107,19 @@ void grouped_weight_gradient(
     const at::Tensor& g,
     const at::Tensor& x,
     const Groups& groups) {
-  const bool same_dtype = grad.scalar_type() == g.scalar_type();
   const bool kernel = in_one_kernel(g, x, grad, groups);
-  if (kernel && same_dtype && !accumulate && grad.is_contiguous() &&
-      reinterpret_cast<std::uintptr_t>(grad.const_data_ptr()) % 16 == 0) {
-    cuda::grouped_mm(g.t(), x, groups.ends, grad);
-    return;
-  }
-  if (!kernel && same_dtype) {
-    loop_weight_gradient(grad, accumulate, g, x, groups);
-    return;
-  }
-  at::Tensor value = at::empty(grad.sizes(), g.options());
+  const bool is_direct =
+      grad.scalar_type() == g.scalar_type() &&
+      (!kernel || (!accumulate && grad.is_contiguous() && is_aligned(grad)));
+  at::Tensor value = is_direct ? grad : at::empty(grad.sizes(), g.options());
   if (kernel) {
     cuda::grouped_mm(g.t(), x, groups.ends, value);
   } else {
-    loop_weight_gradient(value, false, g, x, groups);
+    loop_weight_gradient(value, accumulate && is_direct, g, x, groups);
   }
-  accumulate ? grad.add_(value) : grad.copy_(value);
+  if (!is_direct) {
+    accumulate ? grad.add_(value) : grad.copy_(value);
+  }
 }
 
 }  // namespace flatshard::nn

@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include <tuple>
 #include <vector>
 
 namespace flatshard::nn {
@@ -14,26 +15,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Token of each row, for ATen.
-at::Tensor token_of_row(const at::Tensor& order, std::int64_t slots) {
-  return at::div(order, slots, "floor").to(at::kLong);
-}
+constexpr std::int32_t kDropped = -1;
 
-at::Tensor
-gather_rows(const at::Tensor& x, const at::Tensor& order, std::int64_t slots) {
-  if (cuda::supports(x)) {
-    at::Tensor out = at::empty({order.size(0), x.size(1)}, x.options());
-    cuda::permute_rows(
-        x.contiguous(),
-        order,
-        {},
-        slots,
-        order.size(0),
-        out,
-        {});
-    return out;
-  }
-  return x.index_select(0, token_of_row(order, slots));
+at::Tensor gather_rows(
+    const at::Tensor& x,
+    const at::Tensor& order,
+    const at::Tensor& inverse) {
+  at::Tensor out = at::empty({order.size(0), x.size(1)}, x.options());
+  permute_rows_into(x.contiguous(), {order, inverse}, {}, out, {});
+  return out;
 }
 
 // On CPUs, and for dtypes that the kernel does not take.
@@ -48,12 +38,27 @@ at::Tensor sum_of_slots(
   if (addend.defined()) {
     sum.add_(addend.reshape(sum.sizes()).to(wide));
   }
-  for (std::int64_t slot = 0; slot < inverse.size(1); ++slot) {
+  const std::int64_t slots = rows.size(0) == 0 ? 0 : inverse.size(1);
+  for (std::int64_t slot = 0; slot < slots; ++slot) {
     const at::Tensor row = inverse.select(1, slot);
     const at::Tensor found = rows.index_select(0, row.clamp_min(0)).to(wide);
     sum.add_(found.masked_fill(row.lt(0).unsqueeze(1), 0.0));
   }
   return sum.to(rows.scalar_type());
+}
+
+void sum_rows_by_kernel(
+    const at::Tensor& rows,
+    const at::Tensor& staying,
+    const at::Tensor& places,
+    const at::Tensor& addend,
+    const at::Tensor& out) {
+  cuda::sum_rows(
+      rows,
+      staying,
+      places,
+      addend.defined() ? addend.to(rows.scalar_type()).contiguous() : addend,
+      out);
 }
 
 at::Tensor sum_rows(
@@ -67,13 +72,26 @@ at::Tensor sum_rows(
     return sum_of_slots(rows, inverse, addend).view(sizes);
   }
   at::Tensor out = at::empty(sizes, rows.options());
-  cuda::sum_rows(
-      rows.contiguous(),
-      {},
-      inverse,
-      addend.defined() ? addend.to(rows.scalar_type()).contiguous() : addend,
-      out);
+  sum_rows_by_kernel(rows.contiguous(), {}, inverse, addend, out);
   return out;
+}
+
+void check_rows(
+    const char* what,
+    const at::Tensor& leaving,
+    const at::Tensor& staying) {
+  FLATSHARD_CHECK(
+      leaving.dim() == 2 && staying.dim() == 2 &&
+          leaving.size(1) == staying.size(1) && leaving.is_contiguous() &&
+          staying.is_contiguous() &&
+          leaving.scalar_type() == staying.scalar_type(),
+      usage,
+      "{}: expected contiguous rows of one size and dtype, got {} {} and {} {}",
+      what,
+      c10::str(leaving.sizes()),
+      c10::toString(leaving.scalar_type()),
+      c10::str(staying.sizes()),
+      c10::toString(staying.scalar_type()));
 }
 
 struct PermuteRowsFunction : torch::autograd::Function<PermuteRowsFunction> {
@@ -83,7 +101,7 @@ struct PermuteRowsFunction : torch::autograd::Function<PermuteRowsFunction> {
       const at::Tensor& order,
       const at::Tensor& inverse) {
     ctx->save_for_backward({inverse});
-    return gather_rows(x, order, inverse.size(1));
+    return gather_rows(x, order, inverse);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -101,8 +119,7 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
       const at::Tensor& order,
       const at::Tensor& inverse,
       const std::optional<at::Tensor>& addend) {
-    ctx->save_for_backward({order});
-    ctx->saved_data["slots"] = inverse.size(1);
+    ctx->save_for_backward({order, inverse});
     ctx->saved_data["has_addend"] = addend.has_value();
     return sum_rows(rows, inverse, addend.value_or(at::Tensor()));
   }
@@ -111,10 +128,11 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
     refuse_create_graph("sum_rows_of_tokens");
     variable_list out(4);
     if (ctx->needs_input_grad(kRows)) {
+      const variable_list saved = ctx->get_saved_variables();
       out[kRows] = gather_rows(
           grads[0].reshape({-1, grads[0].size(-1)}),
-          ctx->get_saved_variables()[0],
-          ctx->saved_data["slots"].toInt());
+          saved[0],
+          saved[1]);
     }
     if (ctx->saved_data["has_addend"].toBool()) {
       out[kAddend] = grads[0];
@@ -172,24 +190,90 @@ Permutation sort_by_expert(
         cuda::sort_by_expert(pairs.flatten(), counts.contiguous());
     return {order, inverse.view(experts.sizes())};
   }
-  const std::int64_t n = counts.size(0);
-  const at::Tensor ends = counts.cumsum(0, at::kLong);
-  // Where the next row of each expert goes; the last is of those dropped.
-  std::vector<std::int64_t> next(n + 1, 0);
-  std::copy_n(ends.const_data_ptr<std::int64_t>(), n, next.begin() + 1);
-  Permutation result{
-      at::empty({pairs.numel()}, pairs.options()),
-      at::empty(pairs.sizes(), pairs.options())};
-  const auto* expert = pairs.const_data_ptr<std::int32_t>();
-  auto* order = result.order.mutable_data_ptr<std::int32_t>();
-  auto* inverse = result.inverse.mutable_data_ptr<std::int32_t>();
-  for (std::int64_t pair = 0; pair < pairs.numel(); ++pair) {
-    const std::int64_t row = next[expert[pair]]++;
-    order[row] = static_cast<std::int32_t>(pair);
-    inverse[pair] =
-        expert[pair] < n ? static_cast<std::int32_t>(row) : std::int32_t{-1};
+  const at::Tensor order =
+      std::get<1>(at::sort(pairs.flatten(), /*stable=*/true, /*dim=*/0, false));
+  const auto num_kept = counts.sum().item<std::int64_t>();
+  const at::Tensor inverse = at::full_like(pairs, kDropped);
+  inverse.view({-1}).index_copy_(
+      0,
+      order.narrow(0, 0, num_kept),
+      at::arange(num_kept, pairs.options()));
+  return {order.to(at::kInt), inverse};
+}
+
+at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
+  if (experts.is_cuda()) {
+    return cuda::count_experts(experts, num_experts);
   }
-  return result;
+  return at::bincount(experts.flatten(), {}, num_experts).to(at::kInt);
+}
+
+ExpertOrder order_by_expert(
+    const at::Tensor& experts,
+    std::int64_t num_experts) {
+  FLATSHARD_CHECK(
+      experts.dim() == 2 &&
+          at::isIntegralType(experts.scalar_type(), /*includeBool=*/false),
+      usage,
+      "order_by_expert: expected integers [tokens, slots], got {} {}",
+      c10::toString(experts.scalar_type()),
+      c10::str(experts.sizes()));
+  const at::Tensor chosen = experts.to(at::kInt);
+  ExpertOrder order;
+  order.counts = count_experts(chosen, num_experts);
+  FLATSHARD_CHECK(
+      order.counts.size(0) == num_experts,
+      usage,
+      "order_by_expert: expected experts below {}, got {}",
+      num_experts,
+      order.counts.size(0) - 1);
+  order.permutation = sort_by_expert(chosen, order.counts);
+  order.permutation.drops = false;
+  return order;
+}
+
+void permute_rows_into(
+    const at::Tensor& x,
+    const Permutation& permutation,
+    const at::Tensor& places,
+    const at::Tensor& leaving,
+    const at::Tensor& staying) {
+  if (places.defined()) {
+    check_rows("permute_rows_into", leaving, staying);
+  }
+  if (cuda::supports(x)) {
+    cuda::permute_rows(
+        x,
+        permutation.order,
+        places,
+        permutation.slots(),
+        permutation.rows(),
+        leaving,
+        staying);
+    return;
+  }
+  if (permutation.rows() == 0) {
+    return;
+  }
+  const at::NoGradGuard no_grad;
+  const at::Tensor tokens =
+      at::div(permutation.order, permutation.slots(), "floor").to(at::kLong);
+  at::Tensor out = leaving;
+  if (!places.defined()) {
+    at::index_select_out(out, x, 0, tokens);
+    return;
+  }
+  const at::Tensor leaves = places.ge(0);
+  const auto copy = [&](const at::Tensor& to,
+                        const at::Tensor& index,
+                        const at::Tensor& which) {
+    to.index_copy_(
+        0,
+        index.masked_select(which).to(at::kLong),
+        x.index_select(0, tokens.masked_select(which)));
+  };
+  copy(leaving, places, leaves);
+  copy(staying, -2 - places, leaves.logical_not());
 }
 
 at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation) {
@@ -237,6 +321,63 @@ at::Tensor permute_weights(
       permutation.order,
       permutation.inverse,
       permutation.drops);
+}
+
+bool can_split_rows(const at::Tensor& rows) {
+  return rows.is_cpu() || cuda::supports(rows);
+}
+
+RowPlaces row_places(
+    const Permutation& permutation,
+    const at::Tensor& runs,
+    std::int64_t num_rows) {
+  RowPlaces places{
+      .of_rows = at::empty_like(permutation.order),
+      .of_pairs = at::empty_like(permutation.inverse)};
+  if (permutation.order.is_cuda()) {
+    cuda::row_places(
+        permutation.order,
+        runs,
+        num_rows,
+        places.of_rows,
+        places.of_pairs);
+    return places;
+  }
+  at::arange_out(places.of_rows, permutation.rows());
+  const at::Tensor begins = runs[0];
+  // -1 before the first run, `last` + 1 behind the last.
+  const at::Tensor run =
+      at::searchsorted(begins, places.of_rows, false, /*right=*/true) - 1;
+  const std::int64_t last = runs.size(1) - 2;
+  const at::Tensor known = run.clamp(0, last);
+  const at::Tensor staying = runs[1].index_select(0, known) + places.of_rows -
+                             begins.index_select(0, known);
+  places.of_rows = at::where(run.eq(known), -2 - staying, places.of_rows);
+  places.of_rows.slice(0, num_rows).fill_(kDropped);
+  places.of_pairs.view({-1}).index_copy_(
+      0,
+      permutation.order.to(at::kLong),
+      places.of_rows);
+  return places;
+}
+
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const RowPlaces& places,
+    const at::Tensor& addend,
+    const at::Tensor& out) {
+  check_rows("sum_rows_from", leaving, staying);
+  const at::NoGradGuard no_grad;
+  if (cuda::supports(leaving)) {
+    sum_rows_by_kernel(leaving, staying, places.of_pairs, addend, out);
+    return;
+  }
+  const at::Tensor& place = places.of_pairs;
+  const at::Tensor row =
+      at::where(place.lt(kDropped), leaving.size(0) - 2 - place, place);
+  out.copy_(
+      sum_of_slots(at::cat({leaving, staying}), row, addend).view(out.sizes()));
 }
 
 }  // namespace flatshard::nn

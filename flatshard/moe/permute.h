@@ -17,13 +17,38 @@ struct Permutation {
   std::int64_t tokens() const { return inverse.size(0); }
   std::int64_t slots() const { return inverse.size(1); }
   std::int64_t rows() const { return order.size(0); }
+  /// Of rows [begin, end) alone; `inverse` is that of all rows.
+  Permutation part(std::int64_t begin, std::int64_t end) const {
+    return {order.slice(0, begin, end), inverse, drops};
+  }
 };
 
-/// A stable counting sort.
+/// A stable sort.
 ///
 /// @param experts  int32 [tokens, slots] in [0, experts], the last for dropped
 /// @param counts   int32 [experts], how often each occurs
 Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
+
+/// Counts how often each of `num_experts` experts is chosen.
+///
+/// @param experts  int32, any shape; larger numbers are not counted.
+/// @return         int32 [num_experts]
+at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts);
+
+/// The rows of tokens whose experts a router outside of this folder chose.
+struct ExpertOrder {
+  Permutation permutation;
+  at::Tensor counts;  ///< int32 [num_experts]
+};
+
+/// Sorts the choices by expert. No token is dropped.
+///
+/// @param experts  any integers [tokens, slots], in [0, num_experts).
+/// @throws Error{usage} for another shape or dtype, and on CPUs for an expert
+///   that does not exist.
+ExpertOrder order_by_expert(
+    const at::Tensor& experts,
+    std::int64_t num_experts);
 
 /// Row r is that of the token of pair order[r]: each token once for each of its
 /// slots. Its gradient is sum_rows_of_tokens.
@@ -52,5 +77,56 @@ at::Tensor sum_rows_of_tokens(
 at::Tensor permute_weights(
     const at::Tensor& weights,
     const Permutation& permutation);
+
+// Rows of a permutation that lie in two tensors: rows that leave, each at its
+// own index, and those of runs that stay, elsewhere. So tokens are permuted
+// into both, and their rows added up from both, without another copy.
+
+/// Rows like these can: on the CPU all, on GPUs float32 and bfloat16.
+bool can_split_rows(const at::Tensor& rows);
+
+/// Where the rows of a permutation lie. A value v >= 0 is row v of those that
+/// leave, v <= -2 is row -2 - v of those that stay, and -1 is dropped.
+struct RowPlaces {
+  at::Tensor of_rows;   ///< int32 [rows], in the order of the permutation
+  at::Tensor of_pairs;  ///< int32 [tokens, slots]
+};
+
+/// @param runs      int32 [2, runs + 1], on the permutation's device: the first
+///   row of each run that stays, and its first row among those that stay. Runs
+///   follow each other; [0, runs] is where the last one ends.
+/// @param num_rows  those behind are dropped.
+RowPlaces row_places(
+    const Permutation& permutation,
+    const at::Tensor& runs,
+    std::int64_t num_rows);
+
+/// permute_rows into memory that is given, or into two tensors. No graph.
+///
+/// @param x        [tokens, dim]
+/// @param places   RowPlaces::of_rows of these rows; undefined: all leave, row
+///   by row.
+/// @param leaving  [rows or more, dim]; rows that stay are left as they are
+/// @param staying  [any, dim], other rows than those of runs likewise;
+/// undefined
+///   without places
+void permute_rows_into(
+    const at::Tensor& x,
+    const Permutation& permutation,
+    const at::Tensor& places,
+    const at::Tensor& leaving,
+    const at::Tensor& staying);
+
+/// sum_rows_of_tokens of rows in two tensors, the same bits. No graph.
+///
+/// @param leaving, staying  as for permute_rows_into
+/// @param addend  [tokens, dim], of more dimensions, or undefined
+/// @param out     [tokens, dim] or of addend's shape
+void sum_rows_from(
+    const at::Tensor& leaving,
+    const at::Tensor& staying,
+    const RowPlaces& places,
+    const at::Tensor& addend,
+    const at::Tensor& out);
 
 }  // namespace flatshard::nn

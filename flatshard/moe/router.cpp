@@ -1,23 +1,22 @@
 #include "flatshard/moe/router.h"
 
 #include "flatshard/moe/cuda_moe.h"
-#include "flatshard/moe/expert_order.h"
-#include "flatshard/moe/router_cpu.h"
+#include "flatshard/moe/permute.h"
 #include "flatshard/nn/autograd.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
 
 namespace flatshard::nn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Tokens that a thread takes at least.
-constexpr std::int64_t kGrain = 256;
 
 RouterRule rule_of(const RouterOptions& options, std::int64_t num_experts) {
   return {
@@ -29,34 +28,6 @@ RouterRule rule_of(const RouterOptions& options, std::int64_t num_experts) {
       .normalize = options.normalize,
       .epsilon = static_cast<float>(options.epsilon),
       .scale = static_cast<float>(options.scale)};
-}
-
-void run_forward(const RouterForward& args, const at::Tensor& logits) {
-  if (logits.is_cuda()) {
-    cuda::router_forward(args);
-    return;
-  }
-  at::parallel_for(
-      0,
-      args.tokens,
-      kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
-        cpu::router_forward(args, begin, end);
-      });
-}
-
-void run_backward(const RouterBackward& args, const at::Tensor& logits) {
-  if (logits.is_cuda()) {
-    cuda::router_backward(args);
-    return;
-  }
-  at::parallel_for(
-      0,
-      args.tokens,
-      kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
-        cpu::router_backward(args, begin, end);
-      });
 }
 
 // What a node works with besides logits. No gradient goes into it.
@@ -75,30 +46,103 @@ float shared_coefficient(double coefficient, int divisions, int num_ranks) {
   return static_cast<float>(coefficient / std::pow(num_ranks, divisions));
 }
 
+// -- on CPUs -----------------------------------------------------------------
+
+at::Tensor scores_of(const at::Tensor& logits, const RouterOptions& options) {
+  return options.score == RouterScore::softmax ? at::softmax(logits, -1)
+                                               : at::sigmoid(logits);
+}
+
+// Indices of the `n` largest of each row, among equal ones the lowest.
+at::Tensor best_of(const at::Tensor& values, std::int64_t n) {
+  const auto order = std::get<1>(
+      at::sort(values, /*stable=*/true, /*dim=*/-1, /*descending=*/true));
+  return order.narrow(-1, 0, n);
+}
+
+at::Tensor choose(
+    const at::Tensor& scores,
+    const at::Tensor& bias,
+    const RouterOptions& options) {
+  // A NaN loses against numbers, but not against what may not be chosen.
+  at::Tensor choice = (bias.defined() ? scores + bias : scores)
+                          .nan_to_num(std::numeric_limits<float>::lowest());
+  if (options.kept_groups < options.groups) {
+    const std::int64_t size = choice.size(1) / options.groups;
+    const at::Tensor groups = choice.unflatten(1, {options.groups, size});
+    const at::Tensor best_two =
+        std::get<0>(groups.topk(std::min<std::int64_t>(size, 2))).sum(-1);
+    const at::Tensor is_left_out =
+        at::ones_like(best_two, at::kBool)
+            .scatter_(1, best_of(best_two, options.kept_groups), false);
+    choice = groups.masked_fill(is_left_out.unsqueeze(2), -INFINITY).flatten(1);
+  }
+  return best_of(choice, options.experts_per_token).to(at::kInt);
+}
+
+// What the weights are before they are scaled, and what normalizes them.
+std::tuple<at::Tensor, at::Tensor> chosen_scores(
+    const at::Tensor& scores,
+    const at::Tensor& experts,
+    const RouterOptions& options) {
+  const at::Tensor chosen = scores.gather(1, experts.to(at::kLong));
+  return {chosen, chosen.sum(-1, /*keepdim=*/true) + options.epsilon};
+}
+
+at::Tensor weigh(
+    const at::Tensor& scores,
+    const at::Tensor& experts,
+    const RouterOptions& options) {
+  const auto [chosen, sum] = chosen_scores(scores, experts, options);
+  return (options.normalize ? chosen / sum : chosen) * options.scale;
+}
+
+/// @param counts  see RouterBackward; so are the coefficients, [] float32.
+at::Tensor gradient_of_logits(
+    const at::Tensor& logits,
+    const at::Tensor& experts,
+    const at::Tensor& dweights,
+    const at::Tensor& counts,
+    const RouterOptions& options,
+    const at::Tensor& aux,
+    const at::Tensor& z) {
+  const at::Tensor scores = scores_of(logits, options);
+  const auto [chosen, sum] = chosen_scores(scores, experts, options);
+  at::Tensor dchosen = dweights;
+  if (options.normalize) {
+    const at::Tensor dot = (dweights * chosen).sum(-1, /*keepdim=*/true);
+    dchosen = (dweights - dot / sum) / sum;
+  }
+  at::Tensor d = at::zeros_like(scores).scatter_(
+      1,
+      experts.to(at::kLong),
+      dchosen * options.scale);
+  const bool is_softmax = options.score == RouterScore::softmax;
+  if (options.aux_loss > 0 && is_softmax) {
+    d += aux * counts;
+  } else if (options.aux_loss > 0) {  // the gradient of s / sum(s)
+    const at::Tensor all = scores.sum(-1, /*keepdim=*/true);
+    const at::Tensor dot = (scores * counts).sum(-1, /*keepdim=*/true);
+    d += aux * (counts - dot / all) / all;
+  }
+  d = is_softmax ? at::_softmax_backward_data(d, scores, -1, at::kFloat)
+                 : at::sigmoid_backward(d, scores);
+  if (options.z_loss > 0) {
+    d += z * logits.logsumexp(-1, /*keepdim=*/true) * at::softmax(logits, -1);
+  }
+  return d;
+}
+
 struct RouterFunction : torch::autograd::Function<RouterFunction> {
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& logits,
       const c10::intrusive_ptr<RouterState>& state) {
     const RouterOptions& options = state->options;
-    const std::int64_t tokens = logits.size(0);
     const at::Tensor rows = logits.contiguous();
-    const at::Tensor& bias = state->bias;
     const bool chosen = state->experts.defined();
-    const std::vector<std::int64_t> shape{tokens, options.experts_per_token};
-    if (!chosen) {
-      state->experts = at::empty(shape, rows.options().dtype(at::kInt));
-    }
-    at::Tensor weights = at::empty(shape, rows.options());
-    run_forward(
-        {.rule = rule_of(options, logits.size(1)),
-         .tokens = tokens,
-         .logits = rows.const_data_ptr<float>(),
-         .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
-         .chosen = chosen,
-         .experts = state->experts.mutable_data_ptr<std::int32_t>(),
-         .weights = weights.mutable_data_ptr<float>()},
-        rows);
+    const at::Tensor weights =
+        rows.is_cuda() ? on_gpu(rows, *state) : on_cpu(rows, *state);
     if (!chosen) {
       state->counts = count_experts(state->experts, logits.size(1));
     }
@@ -107,6 +151,35 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
                       : state->counts;
     ctx->saved_data["state"] = c10::IValue::make_capsule(state);
     ctx->save_for_backward({rows});
+    return weights;
+  }
+
+  static at::Tensor on_cpu(const at::Tensor& logits, RouterState& state) {
+    const at::Tensor scores = scores_of(logits, state.options);
+    if (!state.experts.defined()) {
+      state.experts = choose(scores, state.bias, state.options);
+    }
+    return weigh(scores, state.experts, state.options);
+  }
+
+  static at::Tensor on_gpu(const at::Tensor& logits, RouterState& state) {
+    const at::Tensor& bias = state.bias;
+    const bool chosen = state.experts.defined();
+    const std::vector<std::int64_t> shape{
+        logits.size(0),
+        state.options.experts_per_token};
+    if (!chosen) {
+      state.experts = at::empty(shape, logits.options().dtype(at::kInt));
+    }
+    at::Tensor weights = at::empty(shape, logits.options());
+    cuda::router_forward(
+        {.rule = rule_of(state.options, logits.size(1)),
+         .tokens = logits.size(0),
+         .logits = logits.const_data_ptr<float>(),
+         .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
+         .chosen = chosen,
+         .experts = state.experts.mutable_data_ptr<std::int32_t>(),
+         .weights = weights.mutable_data_ptr<float>()});
     return weights;
   }
 
@@ -122,9 +195,27 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
       loss = loss.to(logits.device(), at::kFloat).contiguous();
     }
     const int num_ranks = options.ranks ? options.ranks->size() : 1;
+    const float aux = shared_coefficient(options.aux_loss, 2, num_ranks);
+    const float z = shared_coefficient(options.z_loss, 1, num_ranks);
     const at::Tensor dweights = grads[0].contiguous();
+    if (!logits.is_cuda()) {
+      const auto tokens = static_cast<double>(logits.size(0));
+      const auto choices =
+          tokens * static_cast<double>(options.experts_per_token);
+      const at::Tensor of_loss = loss.defined() ? loss : at::ones({});
+      return {
+          gradient_of_logits(
+              logits,
+              state.experts,
+              dweights,
+              state.load,
+              options,
+              of_loss * (aux * logits.size(1) / (tokens * choices)),
+              of_loss * (z * 2 / tokens)),
+          {}};
+    }
     at::Tensor dlogits = at::empty_like(logits);
-    run_backward(
+    cuda::router_backward(
         {.rule = rule_of(options, logits.size(1)),
          .tokens = logits.size(0),
          .logits = logits.const_data_ptr<float>(),
@@ -133,10 +224,9 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
          .counts = state.load.const_data_ptr<std::int32_t>(),
          .loss_gradient =
              loss.defined() ? loss.const_data_ptr<float>() : nullptr,
-         .aux = shared_coefficient(options.aux_loss, 2, num_ranks),
-         .z = shared_coefficient(options.z_loss, 1, num_ranks),
-         .dlogits = dlogits.mutable_data_ptr<float>()},
-        logits);
+         .aux = aux,
+         .z = z,
+         .dlogits = dlogits.mutable_data_ptr<float>()});
     return {dlogits, {}};
   }
 };

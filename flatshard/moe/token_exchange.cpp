@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace flatshard::nn {
@@ -78,7 +79,7 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
 
 }  // namespace
 
-ExchangePlanPtr LocalExchange::plan(
+ExchangePlanPtr LocalExchange::begin_plan(
     const at::Tensor& counts,
     std::int64_t num_rows) {
   auto plan = c10::make_intrusive<ExchangePlan>();
@@ -121,18 +122,22 @@ TensorList result_of(
 TransferInput RowRoute::input(
     TokenExchange::Direction to,
     TensorList rows,
-    const at::Tensor& addend) const {
-  TransferInput input{.rows = std::move(rows)};
+    const at::Tensor& addend,
+    const std::optional<Event>& made) const {
+  TransferInput input{.rows = std::move(rows), .after = made};
+  const auto make_contiguous = [&input](at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_contiguous()) {
+      tensor = tensor.contiguous();
+      input.after.reset();
+    }
+  };
+  std::ranges::for_each(input.rows, make_contiguous);
   if (tokens && input.rows[0].defined()) {
     input.tokens = tokens;
-    input.addend = addend.defined() ? addend.contiguous() : addend;
+    input.addend = addend;
+    make_contiguous(input.addend);
     if (to == TokenExchange::Direction::dispatch) {
       input.rows[0] = as_rows(input.rows[0]);
-    }
-  }
-  for (at::Tensor& tensor : input.rows) {
-    if (tensor.defined()) {
-      tensor = tensor.contiguous();
     }
   }
   return input;

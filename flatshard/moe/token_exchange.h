@@ -66,20 +66,21 @@ class TokenExchange {
   };
 
   virtual ~TokenExchange() = default;
+  /// begin_plan and finish_plan in one.
+  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows) {
+    ExchangePlanPtr made = begin_plan(counts, num_rows);
+    finish_plan(made);
+    return made;
+  }
+  /// Does not wait for the counts. Of the plan only num_sent is known before
+  /// finish_plan.
+  ///
   /// @param counts    int32 [experts], on the device: rows for each expert, of
   ///   all experts of the model.
   /// @param num_rows  of what is sent: counts' sum, and dropped rows behind.
-  virtual ExchangePlanPtr plan(
-      const at::Tensor& counts,
-      std::int64_t num_rows) = 0;
-  /// `plan` in two parts, for what compute queues in between: this one does not
-  /// wait for the counts. Of the plan only num_sent is known before
-  /// finish_plan.
   virtual ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
-      std::int64_t num_rows) {
-    return plan(counts, num_rows);
-  }
+      std::int64_t num_rows) = 0;
   /// The host waits until the counts of all ranks are there. On the thread of
   /// begin_plan, before the next one; does nothing when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
@@ -95,7 +96,7 @@ class TokenExchange {
 /// Every expert is here: rows stay where they are.
 class LocalExchange : public TokenExchange {
  public:
-  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+  ExchangePlanPtr begin_plan(const at::Tensor& counts, std::int64_t num_rows)
       override;
   std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
@@ -125,10 +126,13 @@ struct RowRoute {
   std::optional<Permutation> tokens = {};
 
   /// What goes `to` its destination: rows, or gradients of rows.
+  /// @param made  all of it is there after this point, for which the transfer
+  ///   waits unless something had to be copied. Unset: now.
   TransferInput input(
       TokenExchange::Direction to,
       TensorList rows,
-      const at::Tensor& addend = {}) const;
+      const at::Tensor& addend = {},
+      const std::optional<Event>& made = {}) const;
 };
 
 /// The other way.

@@ -23,7 +23,7 @@ bool cudnn_takes(const at::Tensor& q) {
          cuda::has_cudnn_attention(q.device());
 }
 
-// Every kv head once for each query head that reads it.
+// Returns every kv head once for each query head that reads it.
 at::Tensor repeat_heads(const at::Tensor& kv, std::int64_t times) {
   const auto b = kv.size(0), t = kv.size(1), h = kv.size(2), d = kv.size(3);
   return kv.unsqueeze(3)
@@ -186,7 +186,7 @@ at::Tensor causal_attention(
       flash_attention_takes(q)) {
     out = flash_attention(q, k, v, args);
   } else {
-    // ATen's CPU kernel wants equal head counts; on CUDA its choice may too.
+    // ATen's CPU kernel wants equal head counts. On CUDA its choice may too.
     const std::int64_t group = q.size(2) / k.size(2);
     const at::Tensor ks = group > 1 ? repeat_heads(k, group) : k;
     const at::Tensor vs = group > 1 ? repeat_heads(v, group) : v;

@@ -24,7 +24,7 @@ Dtype dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kFloat ? Dtype::f32 : Dtype::bf16;
 }
 
-// The pointer of a contiguous tensor; null for an undefined one.
+// Returns the pointer of a contiguous tensor; null for an undefined one.
 const void* in(const at::Tensor& tensor) {
   if (!tensor.defined()) {
     return nullptr;
@@ -55,7 +55,7 @@ void check_norm_dim(std::int64_t dim) {
       dim);
 }
 
-// A bfloat16 weight with float32 rows has no kernel; the copy is tiny.
+// A bfloat16 weight with float32 rows has no kernel. The copy is tiny.
 at::Tensor fitting_weight(const at::Tensor& weight, const at::Tensor& x) {
   return x.scalar_type() == at::kFloat ? weight.to(at::kFloat) : weight;
 }

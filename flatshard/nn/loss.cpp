@@ -103,7 +103,7 @@ void check_targets(
     const at::Tensor& targets,
     std::int64_t vocab,
     std::int64_t ignore_index) {
-  // On CUDA this would stop the host; there a bad target makes the loss NaN.
+  // On CUDA this would stop the host. There a bad target makes the loss NaN.
   if (!targets.is_cpu()) {
     return;
   }

@@ -43,7 +43,7 @@ at::Tensor Module::share_parameter(
       owner_name);
   register_parameter(name, *parameter, parameter->requires_grad());
   infos_[name] = info;
-  // Whether its sharer does, nobody said.
+  // Whether its sharer does is unknown.
   infos_[name].reads_planes = false;
   return *parameter;
 }
@@ -115,7 +115,7 @@ std::exception_ptr Module::run_forward_error_hooks(
   try {
     error_hooks_.run(*this, error);
   } catch (const std::exception& e) {
-    // The first exception is on its way to the caller; it must not be lost.
+    // The first exception is on its way to the caller. It must not be lost.
     log_error("forward error hook of {} threw: {}", name(), e.what());
   }
   return error;

@@ -126,7 +126,7 @@ ParameterParts RmsNormImpl::parts() const {
        {.dim = 0, .whole = dim_, .part = part_of(options_.ranks, dim_)}}};
 }
 
-// The mean of squares is summed over the ranks; the rest is each rank's own.
+// The mean of squares is summed over the ranks. The rest is each rank's own.
 at::Tensor RmsNormImpl::norm_of_parts(const at::Tensor& x) const {
   const at::Tensor values = x.to(at::kFloat);
   const at::Tensor mean = sum_over_ranks(

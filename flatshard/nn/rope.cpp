@@ -102,7 +102,8 @@ double theta_for(const RopeOptions& options, std::int64_t seq_len) {
          std::pow(s.factor * longer - (s.factor - 1.0), dim / (dim - 2.0));
 }
 
-// Which share of a rotation stays; the rest is slowed down by the factor.
+// Returns which share of a rotation stays. The rest is slowed down by the
+// factor.
 double kept_by_llama3(const RopeScaling& s, double frequency) {
   // Turns within the original context: many stay, few are stretched.
   const double turns = static_cast<double>(s.original_max_positions) *

@@ -76,7 +76,7 @@ struct GatedFunction : torch::autograd::Function<GatedFunction> {
   }
 };
 
-// The product as FP8, quantized where it is computed.
+// Returns the product as FP8, quantized where it is computed.
 MatmulRows float8_product(
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -93,8 +93,8 @@ MatmulRows float8_product(
       rows};
 }
 
-// How the product is made as FP8 where it is computed; absent: it is a tensor,
-// which the matrix product quantizes.
+// Returns how the product is made as FP8 where it is computed; absent: it is a
+// tensor, which the matrix product quantizes.
 std::optional<float8::Recipe> product_recipe(
     GateActivation activation,
     const at::Tensor& weight,

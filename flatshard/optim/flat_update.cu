@@ -64,7 +64,8 @@ __device__ void store4<__half>(void* to, std::int64_t i, float4 v) {
       *reinterpret_cast<const unsigned*>(&hi)};
 }
 
-// The run that element i is in: runs are few, so a search stays in cache.
+// Returns the run that element i is in: runs are few, so a search stays in
+// cache.
 __device__ int run_of(const std::int64_t* ends, int num_runs, std::int64_t i) {
   int low = 0;
   int high = num_runs - 1;
@@ -84,7 +85,7 @@ __device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
                            : p.decays[run_of(p.ends, p.num_ranges, i)];
 }
 
-// The run that element i is in, or else one of its neighbours.
+// Returns the run that element i is in, or else one of its neighbours.
 __device__ const float8::FlatRun& run_at(
     const Float8Pointers& p,
     std::int64_t i) {
@@ -141,7 +142,7 @@ __device__ std::int64_t divide(std::int64_t a, std::int64_t b) {
              : static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
 }
 
-// Where the largest magnitude of the block goes that element i is in.
+// Returns where the largest magnitude of the block goes that element i is in.
 __device__ std::int64_t amax_of(const float8::FlatRun& run, std::int64_t i) {
   if (run.block_rows == 0) {
     return run.amax;
@@ -153,7 +154,7 @@ __device__ std::int64_t amax_of(const float8::FlatRun& run, std::int64_t i) {
          divide(column, run.block_columns);
 }
 
-// Largest magnitudes of blocks; every thread of a block of threads calls it,
+// Largest magnitudes of blocks. Every thread of a block of threads calls it,
 // those beyond the shard with zeros.
 __device__ void find_amax(
     const Float8Pointers& p,

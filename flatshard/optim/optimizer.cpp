@@ -10,8 +10,8 @@
 namespace flatshard {
 namespace {
 
-// Runs of equal decay over the flat shard. Padding takes the decay of what
-// is before it: it is zero and stays zero.
+// Returns the runs of equal decay over the flat shard. Padding takes the decay
+// of what is before it: it is zero and stays zero.
 std::vector<DecayRange> decay_ranges(
     const ParamGroup& group,
     double weight_decay) {

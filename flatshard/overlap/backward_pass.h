@@ -79,7 +79,6 @@ class BackwardPass {
   /// Weight gradients that are still put off are computed first.
   void close_backward();
 
-  bool is_open() const { return open_; }
   /// Weight gradients that are put off now.
   std::size_t num_late() const { return backward_.late.size(); }
 

@@ -22,7 +22,7 @@ void add_once(std::vector<int>& to, int value) {
   }
 }
 
-/// The node of a plan for each node of a block.
+/// Returns the node of a plan for each node of a block.
 std::vector<PlanNode> plan_nodes(const nn::Nodes& nodes) {
   const auto& list = nodes.list();
   // How many exchanges each node depends on, itself included.

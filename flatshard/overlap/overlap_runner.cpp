@@ -125,22 +125,19 @@ OverlapRunner::Transfer OverlapRunner::send(
     const nn::TensorList& rows,
     const at::Tensor& addend) {
   const at::NoGradGuard no_grad;
+  const auto detached = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.detach() : tensor;
+  };
   Transfer transfer;
   nn::TensorList sent;
-  bool is_made = !addend.defined() || addend.is_contiguous();
   for (const at::Tensor& tensor : rows) {
-    sent.push_back(tensor.defined() ? tensor.detach() : tensor);
+    sent.push_back(detached(tensor));
     transfer.wanted.push_back(tensor.defined() && tensor.requires_grad());
-    is_made = is_made && (!tensor.defined() || tensor.is_contiguous());
   }
-  nn::TransferInput input = route.input(
+  transfer.rows = route.exchange->start(
+      route.plan,
       direction,
-      std::move(sent),
-      addend.defined() ? addend.detach() : addend);
-  if (is_made) {  // else compute has just copied some
-    input.after = layer.made;
-  }
-  transfer.rows = route.exchange->start(route.plan, direction, input);
+      route.input(direction, std::move(sent), detached(addend), layer.made));
   return transfer;
 }
 

@@ -81,7 +81,7 @@ std::vector<PartBytes> parts_of(const GroupPlan& group) {
   return parts;
 }
 
-/// Bytes of the slot of an FP8 plane, or of a part of one.
+/// Returns the bytes of the slot of an FP8 plane, or of a part of one.
 std::int64_t
 float8_nbytes(const GroupPlan& group, const PartBytes& part, bool is_derived) {
   const Float8Shape& float8 = *group.shape.float8;

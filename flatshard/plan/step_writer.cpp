@@ -17,8 +17,8 @@ namespace {
 
 constexpr double kMicroSecond = 1e-6;
 
-/// Whether a plan has a place for every slot that these actions take: else the
-/// runtime plans anew.
+/// Returns whether a plan has a place for every slot that these actions take:
+/// else the runtime plans anew.
 bool has_all_places(
     const SlotPlan& plan,
     const std::vector<SlotLifetime>& lifetimes) {

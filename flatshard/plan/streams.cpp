@@ -19,7 +19,7 @@ struct Queue {
   double left = 0;  ///< seconds alone
 };
 
-/// Whether one of two operations of a link is inside a host, for tensor
+/// Returns whether one of two operations of a link is inside a host, for tensor
 /// parallelism, and the other over the network.
 bool are_apart(const Operation& a, const Operation& b) {
   return a.link == b.link && a.leaves_host != b.leaves_host &&
@@ -147,7 +147,7 @@ std::vector<Span> run_streams(
       }
       const double total = operations[queue.running].seconds;
       queue.left -= step * rates[s];
-      // Rounding must not leave a rest that takes no time.
+      // Rounding must not leave a remainder that takes no time.
       if (queue.left <= 1e-12 * total) {
         spans[queue.running].end = now;
         over[queue.running] = true;

@@ -60,7 +60,7 @@ Json to_json(
   return object;
 }
 
-/// The last value of each column, whatever is downsampled.
+/// Returns the last value of each column, whatever is downsampled.
 Json last_of(const Table& table) {
   Json last = Json::object();
   if (table.num_rows() > 0) {
@@ -93,7 +93,7 @@ Json to_json(const Table& table, Detail detail) {
   return object;
 }
 
-/// The keys whose values are not as by default.
+/// Returns the keys whose values are not as by default.
 Json changed_keys(const Json& config, const Json& defaults) {
   Json keys = Json::array();
   for (const auto& [key, value] : config.items()) {
@@ -124,7 +124,7 @@ Json to_json(const RunRecord& run, const Json& defaults, Detail detail) {
   return object;
 }
 
-/// The last `depth` parts of a path.
+/// Returns the last `depth` parts of a path.
 std::string end_of(const fs::path& path, std::ptrdiff_t depth) {
   fs::path end;
   const auto size = std::distance(path.begin(), path.end());
@@ -195,7 +195,7 @@ std::string for_script(std::string json) {
   return text;
 }
 
-/// Text that may stand between tags.
+/// Returns text that may stand between tags.
 std::string for_html(const std::string& text) {
   std::string escaped;
   for (const char c : text) {

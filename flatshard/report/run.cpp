@@ -61,7 +61,7 @@ Table::Row numbers_of(const Json& row) {
   return numbers;
 }
 
-/// A row of a kind that is shown as it is, with its time in seconds.
+/// Returns a row of a kind that is shown as it is, with its time in seconds.
 Json event_of(const Json& row) {
   Json event = row;
   event["time"] = time_of(row);

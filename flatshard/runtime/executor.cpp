@@ -155,7 +155,7 @@ void Executor::join() {
   for (const Event* last : {&all_reduced_, &all_outer_reduced_}) {
     streams_->compute_waits(*last);
     if (offloads_) {
-      last->synchronize();  // who reads these gradients is the host
+      last->synchronize();  // the host reads these gradients
     }
   }
   release_drained();

@@ -15,7 +15,7 @@ namespace flatshard {
 namespace {
 
 // A step that is longer than this (an evaluation over a whole corpus between
-// two updates) repeats itself; its beginning is enough to plan slots.
+// two updates) repeats itself. Its beginning is enough to plan slots.
 constexpr std::size_t kMaxStepActions = 1 << 16;
 
 std::vector<UnitSpec> specs_of(
@@ -285,7 +285,7 @@ void RuntimeCore::record(const Action& action) {
   }
 }
 
-// -- who may read parameters -------------------------------------------------
+// -- access to parameters -----------------------------------------------------
 
 void RuntimeCore::show(UnitId unit) {
   if (executor.has_weights(*units[unit])) {

@@ -50,20 +50,15 @@ class EventWriter {
   }
 
   int grads_of(const PlanStep& step) const {
-    switch (step.node) {
-      case PlanNode::embed:
-        return units_.embed_grads;
-      case PlanNode::head:
-        return units_.head_grads;
-      case PlanNode::attend:
-        return units_.layer_grads[step.layer].attend;
-      case PlanNode::shared:
-        return units_.layer_grads[step.layer].shared;
-      case PlanNode::experts:
-        return units_.layer_grads[step.layer].experts;
-      default:
-        return 0;
+    if (step.layer < 0) {
+      return step.node == PlanNode::embed ? units_.embed_grads
+                                          : units_.head_grads;
     }
+    const PlanUnits::LayerGrads& grads = units_.layer_grads[step.layer];
+    return step.node == PlanNode::attend    ? grads.attend
+           : step.node == PlanNode::shared  ? grads.shared
+           : step.node == PlanNode::experts ? grads.experts
+                                            : 0;
   }
 
   ScheduleEvent& say(EventKind kind, const PlanStep& step) {

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <set>
 #include <utility>
 
@@ -23,27 +24,9 @@ struct Choice {
 // The steps of a pair by priority. Others come where a step needs them.
 using Policy = std::vector<Choice>;
 
-Policy policy_of_pair(bool rows_first) {
+Policy policy_of_pair() {
   using enum PlanPass;
   using enum PlanNode;
-  if (rows_first) {
-    return {
-        {backward, combine},
-        {recompute, attend},
-        {recompute, dispatch},
-        {backward, shared},
-        {forward, attend},
-        {forward, dispatch},
-        {backward, experts},
-        {backward, dispatch},
-        {wgrad, experts},
-        {forward, shared},
-        {forward, experts},
-        {forward, combine},
-        {backward, attend},
-        {wgrad, attend},
-        {wgrad, shared}};
-  }
   return {
       {backward, combine},
       {recompute, attend},
@@ -126,20 +109,6 @@ class ListSchedule {
   std::vector<PlanStep> plan_;
 };
 
-char letter_of(PlanPass pass) {
-  switch (pass) {
-    case PlanPass::forward:
-      return 'F';
-    case PlanPass::recompute:
-      return 'R';
-    case PlanPass::backward:
-      return 'B';
-    case PlanPass::wgrad:
-      return 'W';
-  }
-  return '?';
-}
-
 }  // namespace
 
 std::vector<PlanStep>
@@ -161,7 +130,7 @@ overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
       layers,
       options.dense.size());
   ListSchedule schedule(layers, microbatches, options);
-  const Policy both = policy_of_pair(options.rows_first);
+  const Policy both = policy_of_pair();
   const Policy backward = policy_of_backward();
   const int ahead = std::min(options.in_flight, microbatches) - 1;
   for (int f = 0; f < microbatches + ahead; ++f) {
@@ -181,31 +150,23 @@ PlanStream stream_of(PlanNode node) {
 }
 
 std::string_view to_string(PlanNode node) {
-  switch (node) {
-    case PlanNode::embed:
-      return "embed";
-    case PlanNode::attend:
-      return "attend";
-    case PlanNode::dispatch:
-      return "dispatch";
-    case PlanNode::shared:
-      return "shared";
-    case PlanNode::experts:
-      return "experts";
-    case PlanNode::combine:
-      return "combine";
-    case PlanNode::merge:
-      return "merge";
-    case PlanNode::head:
-      return "head";
-  }
-  return "unknown";
+  constexpr std::array<std::string_view, 8> kNames{
+      "embed",
+      "attend",
+      "dispatch",
+      "shared",
+      "experts",
+      "combine",
+      "merge",
+      "head"};
+  return kNames.at(static_cast<std::size_t>(node));
 }
 
 std::string to_string(const PlanStep& step) {
+  constexpr std::string_view kPasses = "FRBW";
   const std::string text = fmt::format(
       "{}{}.{}",
-      letter_of(step.pass),
+      kPasses.at(static_cast<std::size_t>(step.pass)),
       step.microbatch,
       to_string(step.node));
   return step.layer < 0 ? text : fmt::format("{}({})", text, step.layer);

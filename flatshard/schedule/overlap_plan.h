@@ -60,9 +60,6 @@ struct OverlapPlanOptions {
   bool shared_experts = false;
   /// By layer: has no experts. Empty: none.
   std::vector<bool> dense;
-  /// Each exchange is launched before the compute that hides it, and not behind
-  /// it: for one that begins behind all that compute has queued.
-  bool rows_first = false;
 };
 
 /// What a training step of one pipeline stage does, in the order in which a

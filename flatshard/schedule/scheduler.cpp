@@ -284,7 +284,7 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
-    // Weights that rest need no gather: ahead of its backward such a unit would
+    // Resident weights need no gather: ahead of its backward such a unit would
     // only derive planes, and hold them for longer.
     return !units_[unit].reads(phase).empty() &&
            (phase == Phase::forward ||

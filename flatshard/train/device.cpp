@@ -16,7 +16,8 @@ namespace {
 constexpr const char* kHowToGetCuda = "build it with FLATSHARD_CUDA=on, or "
                                       "install a wheel with cu in its version";
 
-/// Whether the kernel has an NVIDIA GPU, which a build for CPUs cannot ask for.
+/// Returns whether the kernel has an NVIDIA GPU, which a build for CPUs cannot
+/// ask for.
 bool machine_has_gpu() {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/dev", error)) {

@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// One router's row of ExpertLoads::loads_.
+// Returns one router's row of ExpertLoads::loads_.
 at::Tensor row_of(const models::RouterLoad& load) {
   const at::Tensor counts = load.counts.to(at::kDouble);
   const at::TensorOptions options = counts.options();

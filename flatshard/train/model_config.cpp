@@ -115,7 +115,7 @@ void check_graphs_with_experts(
       "there is none (model.dense_layers = 0); use \"attn,moe_router\"");
 }
 
-// Keys that do nothing, or cannot be had, with or without experts.
+// Rejects keys that do nothing, or cannot be had, with or without experts.
 void check_experts(const models::ModelConfig& model, const Config& config) {
   const bool has_experts = model.moe.num_experts > 0;
   const std::pair<const char*, bool> keys[] = {

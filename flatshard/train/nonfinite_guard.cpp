@@ -13,8 +13,8 @@
 namespace flatshard {
 namespace {
 
-/// The first text of all ranks that is not empty, cut at a length that any
-/// parameter's name leaves room in.
+/// Returns the first text of all ranks that is not empty, cut at a length that
+/// any parameter's name leaves room in.
 std::string first_text(Mesh& mesh, const std::string& mine) {
   constexpr std::int64_t kLength = 512;
   const at::Tensor text = at::zeros({kLength}, at::kChar);
@@ -40,8 +40,9 @@ std::string first_text(Mesh& mesh, const std::string& mine) {
   return "";
 }
 
-/// Which gradient is not finite, in the words of the first rank that holds
-/// one; the same text on all ranks, empty when none does. Collective; blocks.
+/// Returns which gradient is not finite, in the words of the first rank that
+/// holds one; the same text on all ranks, empty when none does. Collective;
+/// blocks.
 std::string name_nonfinite_gradient(const Runtime& runtime, Mesh& mesh) {
   std::string mine;
   try {

@@ -102,7 +102,7 @@ std::optional<std::string> other_experts(
                                now,
                                before));
   } catch (const Error&) {
-    return std::nullopt;  // load_checkpoint has said what is wrong
+    return std::nullopt;  // load_checkpoint has reported the error
   }
 }
 
@@ -125,7 +125,7 @@ void check_base(
 
 std::string schedule_state(const Config& config) {
   return nlohmann::json{
-      // The last step has the lowest rate; it was one after the last before.
+      // The last step has the lowest rate. It was one after the last before.
       {"definition", 2},
       {"name", config::word_of(config.lr_scheduler.name)},
       {"lr", config.optimizer.lr},

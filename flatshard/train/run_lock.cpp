@@ -40,7 +40,7 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// When the process began; empty when there is none.
+/// Returns when the process began; empty when there is none.
 std::string start_ticks(std::int64_t process) {
   const ProcessStat stat = process_stat(process);
   return stat.state == 0 ? "" : std::to_string(stat.start_ticks);
@@ -94,7 +94,7 @@ std::string to_json(const Holder& holder) {
 std::optional<Holder> read_holder(const fs::path& path) {
   const auto parsed = nlohmann::json::parse(read_text(path), nullptr, false);
   if (!parsed.is_object()) {
-    return std::nullopt;  // made and not written, or not ours
+    return std::nullopt;  // made and not written, or another's
   }
   const auto text = [&](const char* key) {
     return parsed.contains(key) && parsed[key].is_string()
@@ -166,7 +166,7 @@ bool same_file(int fd, const fs::path& path) {
          open_one.st_dev == named.st_dev && open_one.st_ino == named.st_ino;
 }
 
-/// Not another run's: somebody may have removed ours by hand.
+/// It may be another run's, since somebody may have removed this one's by hand.
 void remove_own_file(int fd, const fs::path& path) {
   if (same_file(fd, path)) {
     ::unlink(path.c_str());

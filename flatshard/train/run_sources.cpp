@@ -75,8 +75,8 @@ void replace(
       error.message());
 }
 
-/// The nearest folder from `inside` upwards that has sources of a run; empty
-/// when there is none.
+/// Returns the nearest folder from `inside` upwards that has sources of a run;
+/// empty when there is none.
 fs::path find_upwards(fs::path folder) {
   constexpr int kMostLevels = 4;  // <run>/a/checkpoints/step-1
   std::error_code error;

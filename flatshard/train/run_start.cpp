@@ -35,8 +35,8 @@ std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
   return value;
 }
 
-/// The latest checkpoint whose files are all there, with their sizes: a copy
-/// may have been cut off. Logs a warning for each later one.
+/// Returns the latest checkpoint whose files are all there, with their sizes: a
+/// copy may have been cut off. Logs a warning for each later one.
 std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
   const auto latest = latest_checkpoint(folder);
   auto steps = list_checkpoints(folder);
@@ -59,7 +59,7 @@ std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
   return std::nullopt;
 }
 
-/// The step of the checkpoint that a run continues from. Collective.
+/// Returns the step of the checkpoint that a run continues from. Collective.
 std::optional<std::int64_t>
 start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
   constexpr std::int64_t kScratch = -1;
@@ -85,8 +85,8 @@ start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
   return step;
 }
 
-/// Whether nothing is left to do for a run that continues from the checkpoint
-/// of `step`. Collective.
+/// Returns whether nothing is left to do for a run that continues from the
+/// checkpoint of `step`. Collective.
 bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
   if (step != config.training.steps) {
     return step > config.training.steps;

@@ -1,7 +1,7 @@
 #include "flatshard/fully_shard/token_exchange.h"
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/permute.h"
 #include "flatshard/moe/token_exchange.h"
 #include "python/csrc/bind.h"
 
@@ -72,13 +72,24 @@ class RoutedTokens {
     return nn::exchange_rows(route(Direction::combine), {rows})[0];
   }
 
-  PyRowTransfer start(Direction direction, const OptionalTensors& rows) const {
+  /// What the current stream has queued so far.
+  Event queued() const {
+    Event event;
+    event.record(*current_stream(permutation_.order.device()));
+    return event;
+  }
+
+  PyRowTransfer start(
+      Direction direction,
+      const OptionalTensors& rows,
+      const Event& made) const {
     const at::NoGradGuard no_grad;
     nn::TensorList list;
     for (const std::optional<at::Tensor>& tensor : rows) {
       list.push_back(tensor.value_or(at::Tensor()));
     }
-    const auto input = route(direction).input(direction, std::move(list));
+    const auto input =
+        route(direction).input(direction, std::move(list), {}, made);
     return {
         .exchange = Released<nn::TokenExchange>(exchange_.shared()),
         .transfer = Released<nn::RowTransfer>(
@@ -130,6 +141,10 @@ void bind_moe(py::module_& m) {
           [](const py::object& self, const py::dict& /*memo*/) { return self; },
           "A copy of a module exchanges tokens as the module does.");
 
+  py::class_<Event>(
+      m,
+      "StreamEvent",
+      "A point of a stream, after the work that was queued before it.");
   py::class_<RoutedTokens>(
       m,
       "RoutedTokens",
@@ -168,20 +183,27 @@ void bind_moe(py::module_& m) {
           "[num_received, dim] -> [tokens, dim], the sums of each token.")
       .def(
           "start_dispatch",
-          [](const RoutedTokens& self, const OptionalTensors& rows) {
-            return self.start(Direction::dispatch, rows);
+          [](const RoutedTokens& self,
+             const OptionalTensors& rows,
+             const Event& made) {
+            return self.start(Direction::dispatch, rows, made);
           },
           py::arg("rows"),
+          py::arg("made"),
           no_gil,
-          "dispatch without a graph, as far as the host queues it. None for a "
-          "tensor that no rank has.")
+          "dispatch without a graph, as far as the host queues it. It waits "
+          "for `made`. None for a tensor that no rank has.")
       .def(
           "start_combine",
-          [](const RoutedTokens& self, const OptionalTensors& rows) {
-            return self.start(Direction::combine, rows);
+          [](const RoutedTokens& self,
+             const OptionalTensors& rows,
+             const Event& made) {
+            return self.start(Direction::combine, rows, made);
           },
           py::arg("rows"),
-          no_gil);
+          py::arg("made"),
+          no_gil)
+      .def("queued", &RoutedTokens::queued, "See start_dispatch.");
 
   py::class_<PyRowTransfer>(m, "RowTransfer", "Rows under way.")
       .def(

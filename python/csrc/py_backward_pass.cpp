@@ -112,8 +112,7 @@ std::vector<Step> overlap_steps(
   std::vector<Step> steps;
   const OverlapPlanOptions options{
       .delay_wgrad = delay_wgrad,
-      .dense = std::move(dense),
-      .rows_first = true};  // collectives begin after the current stream's work
+      .dense = std::move(dense)};
   const auto plan = overlap_plan(layers, microbatches, options);
   check_plan(plan, layers, microbatches, options);
   for (const PlanStep& step : plan) {

@@ -24,7 +24,7 @@ std::vector<ParameterViews::UnitViews> views_of(
   return views;
 }
 
-/// Data kept of inputs is dropped together with its purpose.
+/// What is kept of inputs goes with what it is kept for.
 class ForgetRows : public StepObserver {
  public:
   explicit ForgetRows(std::shared_ptr<SharedRows> rows)
@@ -81,8 +81,8 @@ PyRuntime::PyRuntime(
              views->capture(unit.id(), captures);
              rows->forget(true);  // a graph has its own
              if (!captures) {
-               // autograd restores an error of Python before it throws it;
-               // a capture that fails is no error.
+               // autograd restores an error of Python before it throws it. A
+               // capture that fails is no error.
                PyErr_Clear();
              }
            }});

@@ -17,7 +17,8 @@ bool is_computed_with(at::ScalarType dtype) {
   return at::isFloatingType(dtype) && c10::elementSize(dtype) > 1;
 }
 
-// Elements of one slice along the first dimension: what a DTensor may cut.
+// Returns the elements of one slice along the first dimension: what a DTensor
+// may cut.
 std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
   return Granularity::dim0().granule_numel(shape);
 }

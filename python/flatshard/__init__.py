@@ -1,6 +1,6 @@
 """Fully sharded data-parallel training of PyTorch modules.
 
-The names are FSDP2's (torch.distributed.fsdp); the work is done by a C++ core.
+The names are FSDP2's (torch.distributed.fsdp). The work is done by a C++ core.
 """
 
 from flatshard import _build, torch_fit

@@ -24,7 +24,7 @@ RANKS_S = 180
 
 
 def findings():
-    """(name, value) of everything that matters."""
+    """Returns (name, value) of everything that matters."""
     yield "flatshard", flatshard.__version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "torch", f"{torch.__version__} (flatshard was built for {_C.torch_version})"
@@ -139,7 +139,7 @@ def try_ranks(kind):
 
 
 def as_rank(rank, kind, store):
-    """The program of a process of try_ranks."""
+    """Runs the part of a process of try_ranks."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -156,7 +156,7 @@ def as_rank(rank, kind, store):
 
 
 def trials():
-    """(name, why it does not work or "") of each trial, as it ends."""
+    """Returns (name, why it does not work or "") of each trial, as it ends."""
     if dist.is_gloo_available():
         yield "one step on a CPU", try_out(torch.device("cpu"))
     if not (_C.with_cuda and torch.cuda.is_available()):

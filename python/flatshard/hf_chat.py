@@ -12,7 +12,7 @@ ASSISTANT = "assistant"
 
 
 def load_tokenizer(path):
-    """The result of AutoTokenizer for the folder, without torch."""
+    """Returns the result of AutoTokenizer for the folder, without torch."""
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
@@ -40,7 +40,8 @@ def load_tokenizer(path):
 
 
 def messages_of(text, field, fallback_role):
-    """The messages that a field holds: a list of them, or one message's text."""
+    """Returns the messages that a field holds: a list of them, or one message's
+    text."""
     if isinstance(text, str):
         return [{"role": fallback_role, "content": text}]
     if isinstance(text, list) and text:
@@ -168,7 +169,7 @@ class ChatEncoder:
             raise Failure(f"{where}: {failure}") from failure
 
     def end_of_turn(self, messages, tools):
-        """The first control token after an answer."""
+        """Returns the first control token after an answer."""
         answer = "flatshard answers"
         whole = [*messages, {"role": ASSISTANT, "content": answer}]
         text = self.template(whole, tools, tokenize=False)
@@ -192,7 +193,7 @@ class ChatEncoder:
         return ids, mask
 
     def by_markers(self, messages, tools):
-        """The spans that the template itself marks as generated."""
+        """Returns the spans that the template itself marks as generated."""
         out = self.template(
             messages,
             tools,
@@ -214,8 +215,8 @@ class ChatEncoder:
         return ids, list(zip(edges[::2], edges[1::2], strict=True))
 
     def by_prefixes(self, messages, tools):
-        """The spans between the conversation up to a message of the assistant and the
-        conversation with that message, where both are beginnings of the whole."""
+        """Returns the spans of messages of the assistant: from the end of the
+        conversation before one to its end with it, where both begin the whole."""
         ids = self.ids_of(messages, tools)
         spans = []
         for at, message in enumerate(messages):

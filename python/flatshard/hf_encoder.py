@@ -80,7 +80,7 @@ def missing(what, package):
 
 
 def read_json(path):
-    """A JSON object; {} where there is no such file."""
+    """Returns a JSON object, or {} where there is no such file."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             value = json.load(file)
@@ -94,7 +94,7 @@ def read_json(path):
 
 
 def content(token):
-    """The text of a token, which may be written as an AddedToken."""
+    """Returns the text of a token, which may be written as an AddedToken."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -139,7 +139,7 @@ class Folder:
                 )
 
     def special_tokens(self):
-        """The texts and AddedTokens that have a role, each once."""
+        """Returns the texts and AddedTokens that have a role, each once."""
         tokens = [self.config.get(key) for key in TOKEN_KEYS]
         more = []
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -152,7 +152,7 @@ class Folder:
         return found
 
     def added_tokens(self, AddedToken):
-        """(id or None, AddedToken) of each token that AutoTokenizer adds."""
+        """Returns (id or None, AddedToken) of each token that AutoTokenizer adds."""
         special = self.special_tokens()
 
         def make(token):
@@ -268,7 +268,7 @@ class Encoder:
             normalizer.handle_chinese_chars = chinese
 
     def find_own_tokens(self):
-        """The ids that the tokenizer itself puts around a text."""
+        """Returns the ids that the tokenizer itself puts around a text."""
         item = self.tokenizer.encode("a")
         mask = item.special_tokens_mask
         first = mask.index(0) if 0 in mask else len(mask)
@@ -361,7 +361,8 @@ class Encoder:
         return self.tokenizer.decoder.decode(pieces)
 
     def spelled(self, text):
-        """A control token that the text spells out, of the first few; or None."""
+        """Returns a control token that the text spells out, of the first few; or
+        None."""
         return next((c for c in list(self.control.values())[:16] if c in text), None)
 
 

@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         self._show_state()
 
     def _check_groups(self):
-        """The parameters that are not decayed."""
+        """Returns the parameters that are not decayed."""
         first = self.param_groups[0]
         undecayed, decays = [], set()
         for group in self.param_groups:

@@ -17,10 +17,10 @@ input and output:
             length and UTF-8 text of each row (0 where it is null), and -2 after each
             file; without a tokenizer
 
-SETTINGS is JSON: tokenizer (the path of a tokenizer.json), end and begin (texts of the
-tokens around a document; "" for the tokenizer's own; begin may be "none"), text_field
-(the column of Parquet files), parse_special, keep_special, train_on ("assistant",
-"all" or "last", of chats).
+SETTINGS is JSON. Its keys are tokenizer (the path of a tokenizer.json), text_field (the
+column of Parquet files), parse_special, keep_special and train_on ("assistant", "all"
+or "last", for chats). The keys end and begin have the texts of the tokens around a
+document: "" for the tokenizer's own, and begin may be "none".
 
 Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
 a document begins with a token, own_begin (the tokens that the tokenizer itself puts
@@ -83,7 +83,7 @@ def row_text(value, where, field):
 
 
 def read_rows(path, field):
-    """The texts of a Parquet file's column, "" where they are null."""
+    """Returns the texts of a Parquet file's column, "" where they are null."""
     name = os.fsdecode(path)
     try:
         file = need_parquet().ParquetFile(name)
@@ -103,7 +103,7 @@ def read_rows(path, field):
 
 
 def read_texts(stream):
-    """The documents that the program sends."""
+    """Returns the documents that the program sends."""
     while header := stream.read(8):
         (length,) = struct.unpack("<q", header)
         yield stream.read(length).decode("utf-8", errors="replace")

@@ -22,8 +22,8 @@ def build_info(folders):
 
 
 def installed_torch():
-    """(folder, version, CUDA version or "") of the torch that an import would take, or
-    None."""
+    """Returns (folder, version, CUDA version or "") of the torch that an import would
+    take, or None."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "version.py"
@@ -37,18 +37,18 @@ def installed_torch():
 
 
 def minor(version):
-    """`2.11` of 2.11.0+cu130."""
+    """Returns `2.11` of 2.11.0+cu130."""
     return ".".join(version.split(".")[:2])
 
 
 def label(torch, cuda):
-    """The part of a wheel's version that names what it fits: cu130torch2.11."""
+    """Returns the part of a wheel's version that names what it fits: cu130torch2.11."""
     device = "cu" + cuda.replace(".", "") if cuda else "cpu"
     return f"{device}torch{minor(torch)}"
 
 
 def wheel_name(version, torch, cuda):
-    """The wheel of Flatshard `version` for this Python and such a torch."""
+    """Returns the wheel of Flatshard `version` for this Python and such a torch."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return f"flatshard-{version}+{label(torch, cuda)}-{python}-{python}-*.whl"
 

@@ -50,8 +50,9 @@ Layout random_layout(std::int64_t num_shards, bool rows, std::uint64_t seed) {
       FlatLayout::build(std::move(specs), num_shards));
 }
 
-// The value that a rank adds at flat element `index`: small whole numbers, so
-// that sums are exact in bfloat16. Only partial axes distinguish ranks.
+// Returns the value that a rank adds at flat element `index`: small whole
+// numbers, so that sums are exact in bfloat16. Only partial axes distinguish
+// ranks.
 double addend(
     std::int64_t index,
     const Placements& from,
@@ -65,8 +66,8 @@ double addend(
   return static_cast<double>(value % 15 - 7);
 }
 
-// The value after the reductions over the axes from `axis` on: the plain
-// definition, element by element.
+// Returns the value after the reductions over the axes from `axis` on: the
+// plain definition, element by element.
 double reduced(
     std::int64_t index,
     const Mesh& mesh,
@@ -98,7 +99,7 @@ Coordinates coordinates_of(const Mesh& mesh) {
   return result;
 }
 
-// The local tensor of `buffer`'s rank, filled through the definition.
+// Returns the local tensor of `buffer`'s rank, filled through the definition.
 template <class F>
 at::Tensor filled(const FlatBuffer& buffer, F&& value) {
   std::vector<double> values(buffer.local().numel());

@@ -41,8 +41,8 @@ struct Grid {
   }
 };
 
-/// One of each kind: cut by rows, by columns, in two sections, unevenly and not
-/// at all; experts by their number and their width.
+/// Returns one of each kind: cut by rows, by columns, in two sections, unevenly
+/// and not at all; experts by their number and their width.
 std::vector<SomeGroup> specs(const Mesh& mesh) {
   const std::int64_t tp = mesh.axis(mesh.axis_index("tp")).size;
   const std::int64_t ep = mesh.axis(mesh.axis_index("ep")).size;

@@ -24,8 +24,8 @@ class Checkpoints : public ::testing::Test {
   }
   static void TearDownTestSuite() { delete corpus_; }
 
-  /// A config of `steps` steps in `<name>`; global batch 6, so that 1, 2 and 3
-  /// ranks train on the same samples.
+  /// Returns a config of `steps` steps in `<name>`; global batch 6, so that 1,
+  /// 2 and 3 ranks train on the same samples.
   std::string write_config(const std::string& name) const {
     return folder_
         .write(
@@ -77,8 +77,9 @@ log_freq = 1
     return sh(train(write_config(name), ranks, more));
   }
 
-  /// Lines of a shell: `command` as $pid, until its log has `text` or it ended.
-  /// An earlier command's log is gone before: its text is not this one's.
+  /// Returns lines of a shell: `command` as $pid, until its log has `text` or
+  /// it ended. An earlier command's log is gone before: its text is not this
+  /// one's.
   /// @param max_tries  10 ms each.
   std::string start(
       const std::string& command,
@@ -100,7 +101,7 @@ log_freq = 1
     return read(folder_ / name / "model.safetensors");
   }
 
-  /// Losses by step; of a step that was trained again the last one.
+  /// Returns the losses by step; of a step that was trained again the last one.
   std::map<int, double> losses(const std::string& name) const {
     std::ifstream file(folder_ / name / "metrics.jsonl");
     std::map<int, double> losses;
@@ -364,7 +365,7 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
           HasSubstr("restart 1 of 3, from the latest checkpoint"),
           HasSubstr("step-20"),
           Not(HasSubstr("restart 2")),
-          // torch's stacks of a store that is gone, and what was said before
+          // torch's stacks of a store that is gone, and earlier output
           Not(HasSubstr("c10d")),
           Not(HasSubstr("frame #"))));
   for (const char* once : {"config: all of it is in", "slot pool"}) {
@@ -494,7 +495,7 @@ TEST_F(Checkpoints, AGradientThatIsNotFinite) {
   EXPECT_THAT(stop.output, named);
   EXPECT_EQ(stop.errors().size(), 1u) << stop.output;
   EXPECT_THAT(steps("stop"), ElementsAre(4));
-  // Found late, named all the same, and not saved.
+  // Found late, but still named, and not saved.
   const Result late =
       run("late",
           2,

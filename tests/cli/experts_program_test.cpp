@@ -20,7 +20,7 @@ class ExpertRuns : public ::testing::Test {
   }
   static void TearDownTestSuite() { delete corpus_; }
 
-  /// A run named `name`, below the folder.
+  /// Trains a run named `name`, below the folder.
   std::string train(const std::string& name, const std::string& more) const {
     const auto config = folder_.write(
         name + ".toml",
@@ -150,8 +150,8 @@ TEST_F(ExpertRuns, TwoRanksGiveTheBitsOfOne) {
       read(folder_ / "one/model.safetensors"));
 }
 
-// Where weights rest and when they are gathered, what is computed again, what
-// watches: no digit of a loss or a norm depends on it.
+// The storage of weights, the time of gathers, recomputation, observers: no
+// digit of a loss or a norm depends on them.
 TEST_F(ExpertRuns, OptionsOfTheRuntimeChangeNoLoss) {
   const Result plain = run("plain", "");
   ASSERT_EQ(plain.code, 0) << plain.output;

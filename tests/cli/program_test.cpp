@@ -378,7 +378,7 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
   EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
   const std::string expected = weights();
   ASSERT_FALSE(expected.empty());
-  // The embedding and six blocks; the head begins the backward.
+  // The embedding and six blocks. The head begins the backward.
   const Result kept = train("1");
   ASSERT_EQ(kept.code, 0) << kept.output;
   EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));

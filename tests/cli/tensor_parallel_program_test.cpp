@@ -69,7 +69,7 @@ log_freq = 1
         more));
   }
 
-  /// The numbers of a run, by step and what they are.
+  /// Returns the numbers of a run, by step and what they are.
   std::map<std::string, double> numbers(const std::string& name) const {
     std::map<std::string, double> found;
     std::istringstream lines(read(folder_ / name / "metrics.jsonl"));
@@ -172,7 +172,7 @@ TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
 
 // Attention and shared experts are cut over tp, experts divided over ep, and
 // their width over etp. The ranks of etp read the same samples with tp and
-// other ones without it. With a capacity, each rank drops rows of its own
+// other ones without it. With a capacity, each rank drops rows of its
 // microbatch.
 TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   const Result one = run("one", 1, kExperts);
@@ -242,7 +242,7 @@ TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   }
 }
 
-// FP8 weights of the other layers, while experts rest in bfloat16.
+// FP8 weights of the other layers, while experts stay in bfloat16.
 TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
   const std::string fp8 = std::string(kExperts) +
                           "--set float8.recipe=mxfp8 --set "

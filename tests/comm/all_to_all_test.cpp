@@ -110,7 +110,7 @@ TEST_P(RandomCounts, RowsArriveAsTheyWereSent) {
   });
 }
 
-// It neither sends nor receives, and is in its place all the same.
+// It neither sends nor receives, and still takes its place.
 TEST(AllToAll, M7_ARankWithoutRowsTakesPart) {
   run_ranks(3, [](RankContext& context) {
     const auto communicator = connect(context);

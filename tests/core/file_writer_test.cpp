@@ -28,7 +28,7 @@ class FileWriterTest : public ::testing::Test {
                      fmt::format("flatshard-writer-{}", ::getpid());
 };
 
-// The id of a process that is gone.
+// Returns the id of a process that is gone.
 pid_t dead_process() {
   const pid_t child = ::fork();
   if (child == 0) {

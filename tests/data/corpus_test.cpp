@@ -286,7 +286,7 @@ TEST(FileWriter, AFullDiskIsAnErrorThatNamesTheFile) {
           HasSubstr("free some space")));
 }
 
-/// The number of a process that has ended.
+/// Returns the number of a process that has ended.
 pid_t ended_process() {
   const pid_t pid = ::fork();
   if (pid == 0) {

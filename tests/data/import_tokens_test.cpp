@@ -30,7 +30,7 @@ std::string llm_c(std::int32_t magic, const std::vector<T>& tokens) {
   return words(header) + words(tokens);
 }
 
-/// An index of Megatron's for int32 tokens.
+/// Returns an index of Megatron's for int32 tokens.
 std::string megatron_index(
     const std::vector<std::int32_t>& sizes,
     const std::vector<std::int64_t>& documents,
@@ -60,7 +60,7 @@ class ImportTokens : public ::testing::Test {
     options_.force = true;
   }
 
-  /// The documents that `files` give, each with its end.
+  /// Returns the documents that `files` give, each with its end.
   std::vector<Tokens> import(std::vector<std::string> files) {
     for (std::string& file : files) {
       file = (temp_ / file).string();

@@ -54,7 +54,8 @@ Loader make_loader(
        .shuffle = shuffle});
 }
 
-/// The step's tokens of all ranks and microbatches, in rank-major order.
+/// Returns the step's tokens of all ranks and microbatches, in rank-major
+/// order.
 std::vector<std::int64_t>
 whole_step(const Loader& loader, int world, std::int64_t local_batch) {
   std::vector<std::int64_t> all;

@@ -57,8 +57,8 @@ TEST(Permutation, SpreadsNeighbours) {
   for (std::int64_t i = 0; i + 1 < kSize; ++i) {
     sum += std::abs(static_cast<double>(permutation(i + 1) - permutation(i)));
   }
-  // The mean distance of two random places is a third of the size; its
-  // standard error here is 0.25 %.
+  // The mean distance of two random places is a third of the size. Its standard
+  // error here is 0.25 %.
   EXPECT_NEAR(sum / (kSize - 1) / kSize, 1.0 / 3, 0.02);
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// A split's documents as text, each without its end-of-document token.
+/// Returns a split's documents as text, each without its end-of-document token.
 std::vector<std::string> documents(
     const std::filesystem::path& folder,
     std::string_view split) {

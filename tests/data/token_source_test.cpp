@@ -23,8 +23,8 @@ std::shared_ptr<const TokenSource> open_one(
   return open_token_sources({{.path = path}}, split, 1, vocab_size)[0].source;
 }
 
-/// The tokens of a sequence and its last target. The targets are the next
-/// tokens.
+/// Returns the tokens of a sequence and its last target. The targets are the
+/// next tokens.
 std::vector<std::int64_t> read_sequence(
     const TokenSource& source,
     std::int64_t index,

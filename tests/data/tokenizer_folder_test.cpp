@@ -24,9 +24,9 @@ constexpr const char* kInterpreter = FLATSHARD_TEST_PYTHON;
     GTEST_SKIP() << kInterpreter << " has no Python package 'tokenizers'";     \
   }
 
-/// A tokenizer as Llama 2 has it: words with a space before them, bytes for
-/// what has no piece, and the first space of a text removed when it is decoded.
-/// `state` are further members, such as the truncation.
+/// Returns a tokenizer as Llama 2 has it: words with a space before them, bytes
+/// for what has no piece, and the first space of a text removed when it is
+/// decoded. `state` are further members, such as the truncation.
 std::string llama_json(const std::string& state = "") {
   std::string vocab = R"("<unk>": 0, "<s>": 1, "</s>": 2)";
   int id = 3;

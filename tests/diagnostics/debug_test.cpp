@@ -31,7 +31,7 @@ using testing::Twin;
 
 constexpr DebugOptions kAll{.poison = true, .strict = true};
 
-// The message of the Error{usage} that `action` throws.
+// Returns the message of the Error{usage} that `action` throws.
 std::string usage_error(const std::function<void()>& action) {
   try {
     action();
@@ -42,7 +42,7 @@ std::string usage_error(const std::function<void()>& action) {
   return "nothing was thrown";
 }
 
-// Another tensor over the same memory, which owns nothing.
+// Returns another tensor over the same memory, which owns nothing.
 at::Tensor floats_at(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), at::kFloat);
 }

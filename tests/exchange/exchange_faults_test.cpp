@@ -79,8 +79,8 @@ Connected connect_exchange(const std::shared_ptr<Mesh>& mesh, bool copies) {
           PeerExchangeOptions{.window_nbytes = 64})};
 }
 
-/// How each rank ended, when `fault` is the culprit's step. The others expect
-/// `message`.
+/// Returns how each rank ended, when `fault` is the culprit's step. The others
+/// expect `message`.
 std::vector<RankOutcome> run_with(
     const Step& fault,
     bool copies,
@@ -118,7 +118,7 @@ void expect_survivors(const std::vector<RankOutcome>& outcomes) {
   }
 }
 
-// The collective in which the others are.
+// Returns the collective in which the others are.
 ::testing::Matcher<const std::string&> waits_in_step_3(
     const std::string& collective) {
   return AllOf(

@@ -62,7 +62,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 constexpr std::int64_t kPerRank = 3;
 
-/// Rows that rank `rank` has for each expert; none at all now and then.
+/// Returns the rows that rank `rank` has for each expert; none at all now and
+/// then.
 std::vector<std::int64_t>
 draw_counts(int round, int rank, std::int64_t experts) {
   std::mt19937 random(100 * round + rank);
@@ -227,10 +228,10 @@ class WatchedExchange : public CollectiveExchange {
       [](const nn::TransferInput&) {};
 
  protected:
-  nn::TransferInput rows_to_send(const nn::TransferInput& input) override {
-    nn::TransferInput rows = CollectiveExchange::rows_to_send(input);
-    on_rows(rows);
-    return rows;
+  void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
+      override {
+    CollectiveExchange::begin_dispatch(plan, input);
+    on_rows(input);
   }
 };
 

@@ -8,6 +8,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <functional>
+#include <future>
 #include <random>
 #include <thread>
 #include <vector>
@@ -287,6 +290,98 @@ TEST(PeerExchange, PlansInTwoParts) {
             ->finish()[0]
             .size(0),
         2 + context.rank);
+    group->barrier();
+  });
+}
+
+class WatchedCopies : public PeerExchange {
+ public:
+  using PeerExchange::PeerExchange;
+  std::function<void()> on_begun = [] {};
+
+ protected:
+  void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)
+      override {
+    PeerExchange::begin_dispatch(plan, input);
+    stream().synchronize();
+    on_begun();
+  }
+};
+
+// Rank 1 counts its rows when rank 0 has its own in the window, and no longer
+// needs the tokens of those that leave.
+TEST(PeerExchange, RowsLeaveBeforeTheOtherRanksHaveCounted) {
+  std::promise<void> begun;
+  auto has_begun = begun.get_future().share();
+  run_ranks(2, [&](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    WatchedCopies exchange(
+        group,
+        make_page_communicator(group),
+        2,
+        {.window_nbytes = 64});
+    const at::Tensor x =
+        (at::arange(1, 4) + 10 * context.rank).to(at::kFloat).view({3, 1});
+    const at::Tensor experts = at::tensor({1, 0, 1}, at::kInt).view({3, 1});
+    const at::Tensor counts = at::tensor({1, 2}, at::kInt);
+    if (context.rank == 0) {
+      exchange.on_begun = [&] {
+        x.neg_();
+        begun.set_value();
+      };
+    } else {
+      // Where rank 0 waits for the counts first, both would wait for ever.
+      EXPECT_EQ(
+          has_begun.wait_for(std::chrono::seconds(20)),
+          std::future_status::ready);
+    }
+    const at::Tensor arrived =
+        exchange
+            .start(
+                exchange.begin_plan(counts, 3),
+                Direction::dispatch,
+                {.rows = {x}, .tokens = nn::sort_by_expert(experts, counts)})
+            ->finish()[0];
+    EXPECT_TRUE(arrived.flatten().equal(
+        context.rank == 0 ? at::tensor({-2.0F, 12.0F})
+                          : at::tensor({1.0F, 3.0F, 11.0F, 13.0F})));
+    group->barrier();
+  });
+}
+
+// Windows that do not fit are made again, and then hold all rows.
+TEST(PeerExchange, APlanThatIsOnlyBegunDispatchesTheSameRows) {
+  run_ranks(2, [](RankContext& context) {
+    const auto group = group_for(context, "copies");
+    PeerExchange exchange(
+        group,
+        make_page_communicator(group),
+        4,
+        {.exchange = {
+             .stream = {
+                 .delay_seed = 1U + context.rank,
+                 .max_delay_us = 300}}});
+    const at::Tensor counts = at::tensor({2, 1, context.rank, 2}, at::kInt);
+    const at::Tensor experts =
+        at::tensor({3, 0, 1, 4, 0, context.rank == 0 ? 4 : 2, 4, 3}, at::kInt);
+    const nn::Permutation order =
+        nn::sort_by_expert(experts.view({4, 2}), counts);
+    for (const std::int64_t width : {1, 2, 64, 3, 1024}) {
+      const at::Tensor x = at::randn({4, width});
+      const auto dispatch = [&](const nn::ExchangePlanPtr& plan) {
+        return exchange.start(
+            plan,
+            Direction::dispatch,
+            {.rows = {x, at::arange(8, at::kFloat)}, .tokens = order});
+      };
+      const auto early = dispatch(exchange.begin_plan(counts, 8));
+      const auto late = dispatch(exchange.plan(counts, 8));
+      const nn::TensorList got = early->finish();
+      const nn::TensorList want = late->finish();
+      EXPECT_EQ(got[0].size(0), context.rank == 0 ? 6 : 5);
+      EXPECT_TRUE(got[0].equal(want[0])) << width;
+      EXPECT_TRUE(got[1].equal(want[1])) << width;
+    }
     group->barrier();
   });
 }

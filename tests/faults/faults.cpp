@@ -26,7 +26,8 @@ namespace {
 constexpr std::int64_t kDim = 16;
 constexpr int kBlocks = 3;
 
-// Before the step; what the other ranks then wait for is its first gather.
+// Called before the step; what the other ranks then wait for is its first
+// gather.
 void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
   auto& blocks = model->blocks();
   switch (fault) {

@@ -226,7 +226,8 @@ TEST(FaultsGloo, HsdpNamesTheRankOfTheWholeMesh) {
       AllOf(HasSubstr("rank 3 of 4 is missing"), HasSubstr("step 3")));
 }
 
-// A timeout that no test waits for: what is known at once is said at once.
+// A timeout that no test waits for: faults that are found at once are reported
+// at once.
 constexpr std::chrono::seconds kLongTimeout{80};
 
 std::vector<FaultReport> run_on_mesh(

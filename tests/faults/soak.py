@@ -214,7 +214,7 @@ def disturb(run, ranks, what, chance):
         elif what == "stop":
             kill(rank, signal.SIGSTOP)
     code = run.wait(process)
-    # Ranks die with their launcher; the next start must not meet them.
+    # Ranks die with their launcher. The next start must not meet them.
     time.sleep(0.1)
     if full:
         disk.empty()

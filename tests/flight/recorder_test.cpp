@@ -70,7 +70,7 @@ class StuckCommunicator : public Communicator {
   std::promise<void>* began_;
 };
 
-// A communicator that nothing is sent over.
+// Returns a communicator that nothing is sent over.
 std::shared_ptr<Communicator> silent_communicator() {
   return make_self_communicator("dp.gather", at::kCPU);
 }

@@ -17,7 +17,8 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kQuietNan = std::numeric_limits<float>::quiet_NaN();
 
-// A code's value from the definition: (-1)^s 2^(e - bias) (1 + m / 2^bits).
+// Returns a code's value from the definition: (-1)^s 2^(e - bias) (1 + m /
+// 2^bits).
 double defined_value(int code, int exponent_bits, int mantissa_bits) {
   const int bias = (1 << (exponent_bits - 1)) - 1;
   const int e = code >> mantissa_bits & ((1 << exponent_bits) - 1);

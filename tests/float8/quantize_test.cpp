@@ -81,7 +81,7 @@ Oracle oracle(const at::Tensor& x, const Quantizer& q) {
   return out;
 }
 
-// The scale of each element of data [outer, inner].
+// Returns the scale of each element of data [outer, inner].
 at::Tensor spread(const at::Tensor& scales, Recipe recipe, at::IntArrayRef to) {
   at::Tensor s = scales.to(at::kDouble);
   if (recipe == Recipe::tensorwise) {

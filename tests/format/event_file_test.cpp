@@ -40,7 +40,7 @@ std::string content(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// The records of a file after the one of its version.
+/// Returns the records of a file after the one of its version.
 std::vector<std::string> later_records(const std::filesystem::path& path) {
   const std::string all = content(path);
   std::vector<std::string> records;

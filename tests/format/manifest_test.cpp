@@ -16,8 +16,8 @@ using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Two files, three tensors: one in two pieces, one whole, one empty. The
-/// pieces are cut between columns.
+/// Returns two files, three tensors: one in two pieces, one whole, one empty.
+/// The pieces are cut between columns.
 Manifest example() {
   Manifest manifest;
   manifest.step = 7;
@@ -168,7 +168,8 @@ TEST(Manifest, RefusesBoxesOutsideTheirTensor) {
       HasSubstr("expected a key 'length', which is missing"));
 }
 
-/// The example's weight as version 1 has it: runs of the flattened tensor.
+/// Returns the example's weight as version 1 has it: runs of the flattened
+/// tensor.
 json version_1() {
   json text = json::parse(to_json(example()));
   text["version"] = 1;

@@ -64,7 +64,7 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
   EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
 }
 
-/// Elements [begin, end) of the weight.
+/// Returns elements [begin, end) of the weight.
 WantedBox wanted_range(
     const Stored& stored,
     std::int64_t begin,

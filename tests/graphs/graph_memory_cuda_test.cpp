@@ -39,7 +39,7 @@ class GraphMemoryOnGpu : public ::testing::Test {
     }
   }
 
-  /// A few steps of a model with square weights.
+  /// Trains a model with square weights for a few steps.
   GraphStats train(std::int64_t dim, bool declared, bool first_waits = false) {
     const at::Device device = gpu_ranks().device;
     const at::Tensor factor = at::ones({dim}, at::device(device)) * 0.5;
@@ -144,7 +144,7 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithTheModel) {
   for (int model = 0; model < kMore; ++model) {
     train(/*dim=*/256, /*declared=*/true);
   }
-  // A small segment may hold memory that stays in use; a pool for each would be
+  // A small segment may hold memory that stays in use. A pool for each would be
   // more.
   EXPECT_LT(
       reserved_nbytes(gpu_ranks().device),

@@ -85,8 +85,8 @@ struct StepDeviation {
   int eager_steps = 0;           ///< after the warm-up
   int captures = 1;
   bool dropout = false;
-  /// Where weights rest whole they are gathered already, which means nothing
-  /// to a replay; it refreshes them once more.
+  /// Where weights are stored whole they are gathered already, which means
+  /// nothing to a replay; it refreshes them once more.
   bool gathers_before = false;
 };
 

@@ -290,7 +290,7 @@ TEST(Float8Planes, F1_RestInAByteAWeightAndItsShareOfTheScales) {
   });
 }
 
-// No columns rest where they are made of rows.
+// No columns are stored where they are made of rows.
 TEST(Float8Planes, AByteAWeightRestsOnASingleRankToo) {
   run_ranks(1, [](RankContext& context) {
     for (const Recipe recipe : {Recipe::tensorwise, Recipe::mxfp8}) {

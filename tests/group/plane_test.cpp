@@ -70,7 +70,7 @@ struct CodecOnOneRank {
   at::Tensor value(std::int64_t i) const { return main.view(i); }
   std::int64_t num_parameters() const { return context.layout->num_tensors(); }
 
-  // Every plane whole, in memory as a slot has it.
+  // Returns every plane whole, in memory as a slot has it.
   std::vector<at::Tensor> encoded() {
     codec->begin(main, /*begun=*/false);
     std::vector<at::Tensor> slots;
@@ -284,7 +284,7 @@ TEST(Codec, OutputsOfAWriterReplaceWhatItFinds) {
       continue;
     }
     if (!outputs->amax.defined()) {
-      // The rows themselves: whoever wrote them has encoded them.
+      // The rows themselves: their writer has encoded them.
       const at::Tensor rows = c.planes[1].shard.local();
       EXPECT_TRUE(outputs->data.is_alias_of(rows)) << name_of(format);
       rows.fill_(0x11);

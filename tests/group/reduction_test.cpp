@@ -39,8 +39,8 @@ const std::vector<Sequence>& sequences() {
   return all;
 }
 
-// The gradient of one rank in one microbatch: small whole numbers in all
-// tensors, zero in the padding.
+// Returns the gradient of one rank in one microbatch: small whole numbers in
+// all tensors, zero in the padding.
 at::Tensor gradient(
     const FlatLayout& layout,
     int rank,

@@ -58,7 +58,7 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
     group.gradients().reduce(
         at::zeros({group.layout().numel()}, at::kBFloat16),
         group.plan_reduction(true, true));
-    EXPECT_EQ(fences_of_a_write(), 0);  // the reduction said so
+    EXPECT_EQ(fences_of_a_write(), 0);  // the reduction marked it
     mesh->world().barrier();
   });
 }

@@ -90,7 +90,7 @@ class TorchFit(Folder):
 
 
 class CudaChoice(Folder):
-    """FLATSHARD_CUDA, GPUs and toolkits decide; nothing is run but stand-ins."""
+    """FLATSHARD_CUDA, GPUs and toolkits decide. Nothing is run but stand-ins."""
 
     def decide(self, wish="auto", gpu=False, torch=("2.11.0+cu130", "13.0"), **env):
         package = self.torch(*torch)

@@ -1,4 +1,4 @@
-"""The version is in pyproject.toml, and every other place has the same; so has the
+"""The version is in pyproject.toml, and every other place has the same. So has the
 range of torch's versions that were tried.
 
 usage: versions_test.py BUILD_FOLDER     with PYTHONPATH at its python/

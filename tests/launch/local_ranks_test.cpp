@@ -165,7 +165,7 @@ TEST(SpawnLocalRanks, OneRankReports) {
   const Result result = Helper(4, "report").finish();
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_EQ(result.out, "reported\n");
-  // It has said why, so the launcher adds nothing.
+  // It has reported its error, so the launcher adds nothing.
   EXPECT_EQ(result.errors, "");
 }
 
@@ -197,7 +197,7 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
       AllOf(
           HasSubstr("\n[rank 1/2] error: no data left\n"),
           Not(HasSubstr("[rank 1] [rank 1/2]"))));
-  // Rank 0 is not prefixed, and quoted all the same.
+  // Rank 0 is not prefixed, but still quoted.
   const Result zero = Helper(2, "message0").finish();
   EXPECT_THAT(
       zero.errors,
@@ -378,7 +378,7 @@ TEST(SpawnLocalRanks, WhatTheParentIgnoresStaysIgnored) {
   }
 }
 
-// Exit codes of ranks are known all the same.
+// Exit codes of ranks are still known.
 TEST(SpawnLocalRanks, AParentThatIgnoresTheEndOfChildren) {
   const auto before = std::signal(SIGCHLD, SIG_IGN);
   Helper helper(2, "fail");

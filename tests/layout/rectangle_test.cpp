@@ -49,7 +49,7 @@ TEST(Rectangles, RefusesRangesOutsideTheTensor) {
   }
 }
 
-/// The flat indices of a box in row-major order.
+/// Returns the flat indices of a box in row-major order.
 std::vector<std::int64_t> elements_of(
     const Rectangle& box,
     const Shape& shape) {

@@ -48,7 +48,7 @@ def run(content, *options):
 
 
 # The first one overlaps no other microbatch. The second meets the backward of
-# microbatch 0, the third only compute of its own, the last one nothing.
+# microbatch 0, the third only its own compute, the last one nothing.
 done = run(
     trace(
         ("F0.dispatch(0)", 0, EXCHANGE, 100, 10),

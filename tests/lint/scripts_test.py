@@ -1,5 +1,5 @@
-"""The scripts report a missing part with one line and a status that is not 0, and leave
-nothing that the next call would trip over."""
+"""The scripts report a missing part with one line and a status that is not 0. They
+leave nothing that the next call would trip over."""
 
 import hashlib
 import os
@@ -180,7 +180,7 @@ class Scripts(unittest.TestCase):
         for call in (
             {},
             {"gpus": 2, "DEVICE": "cpu"},
-            {"gpus": 2, "cuda": ""},  # said, and not a surprise
+            {"gpus": 2, "cuda": ""},  # reported, and not a surprise
         ):
             status, said, asked = self.demo(**call)
             self.assertEqual((status, asked), (0, f"examples/demo.toml {cpus}\n"), said)

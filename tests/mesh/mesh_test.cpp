@@ -20,7 +20,8 @@ using testing::message_of;
 using testing::RankContext;
 using testing::run_ranks;
 
-// The mesh ranks of the group, in its order, as its own all-gather sees them.
+// Returns the mesh ranks of the group, in its order, as its own all-gather sees
+// them.
 std::vector<int> members(Communicator& group, int mesh_rank) {
   const at::Tensor all = at::empty({group.size()}, at::kInt);
   group.all_gather(all, at::full({1}, mesh_rank, at::kInt));

@@ -21,7 +21,7 @@ class HfConfig : public ::testing::Test {
     std::ofstream(path_) << text;
     return path_;
   }
-  // The message of the error that reading `text` gives.
+  // Returns the message of the error that reading `text` gives.
   std::string message(const std::string& text, ErrorCode code) {
     try {
       from_hf_json(write(text));
@@ -41,7 +41,7 @@ class HfConfig : public ::testing::Test {
        ".json");
 };
 
-// The text with `extra` keys added; later keys win in this reader.
+// Returns the text with `extra` keys added; later keys win in this reader.
 std::string llama_json(const std::string& extra = "") {
   return R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama",
     "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,

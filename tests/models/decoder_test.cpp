@@ -17,7 +17,7 @@ constexpr std::int64_t kDecodedWindow = 5;
 // Sums over some 30 elements in another order, in float32.
 constexpr double kDecodedTolerance = 2e-5;
 
-/// The blocks of a family, with few layers of small sizes.
+/// Returns the blocks of a family, with few layers of small sizes.
 ModelConfig decoded_config(std::string_view family) {
   ModelConfig config = family_defaults(family);
   config.dim = 24;
@@ -71,7 +71,7 @@ std::vector<std::int64_t> decoded_tokens(std::int64_t count, int seed) {
   return tokens;
 }
 
-/// The logits after a whole sequence, without a cache.
+/// Returns the logits after a whole sequence, without a cache.
 at::Tensor whole_logits(Llama& model, const std::vector<std::int64_t>& tokens) {
   const at::NoGradGuard no_grad;
   const at::Device device = model->parameters().front().device();

@@ -303,7 +303,7 @@ RENAMES = {
 
 
 def split_as_here(config, name, tensor):
-    """Names of our parameters and what one tensor on disk has of them."""
+    """Returns names of Flatshard's parameters and their parts of one tensor on disk."""
     if name == "model.norm.weight":
         return [("lm_head.norm.weight", tensor)]
     if name.endswith(".qkv_proj.weight"):
@@ -333,7 +333,7 @@ def split_as_here(config, name, tensor):
 
 
 def norms_as_here(config, grads):
-    """Norms of the gradients of our parameters."""
+    """Returns norms of the gradients of Flatshard's parameters."""
     squares = {}
     for name, grad in grads.items():
         for ours, tensor in split_as_here(config, name, grad):

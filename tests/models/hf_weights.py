@@ -5,8 +5,8 @@ transformers writes a small Llama, and each case changes the folder as users' fo
 are changed: buffers that older versions saved, an index next to the single file, a head
 that is stored although it is tied, no head, other dtypes. `flatshard train` begins with
 it (model.init_from) and takes one step with learning rate zero, so its
-model.safetensors holds what it began with. Those tensors are the ones that transformers
-loads from the same folder.
+model.safetensors has the initial weights. transformers loads the same tensors from the
+same folder.
 
 Exits with 77 (skipped) without transformers.
 

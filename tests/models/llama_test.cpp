@@ -48,7 +48,8 @@ at::Tensor tokens(std::uint64_t seed) {
 
 using Weights = std::map<std::string, at::Tensor>;
 
-// The model written down once more, with plain ATen and Hugging Face names.
+// Returns the model written down once more, with plain ATen and Hugging Face
+// names.
 at::Tensor
 reference_logits(const ModelConfig& c, Weights& w, const at::Tensor& ids) {
   const std::int64_t b = ids.size(0), t = ids.size(1), d = c.dim / c.heads;

@@ -196,10 +196,11 @@ TEST(Pitfalls, M1_ARecomputeNeverRoutesAgain) {
 // Counts what ranks would wait for each other in.
 class CountedExchange : public nn::LocalExchange {
  public:
-  nn::ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
-      override {
+  nn::ExchangePlanPtr begin_plan(
+      const at::Tensor& counts,
+      std::int64_t num_rows) override {
     ++num_plans;
-    return LocalExchange::plan(counts, num_rows);
+    return LocalExchange::begin_plan(counts, num_rows);
   }
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,

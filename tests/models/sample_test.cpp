@@ -16,7 +16,7 @@ at::Tensor three_tokens(std::int64_t rows = 1) {
   return at::tensor({0.3F, 0.2F, 0.5F}).log().expand({rows, 3});
 }
 
-/// How many of 1,000 evenly spaced numbers draw each token.
+/// Returns how many of 1,000 evenly spaced numbers draw each token.
 std::vector<int> drawn_shares(const SampleOptions& options) {
   std::vector<double> numbers;
   for (int i = 0; i < 1000; ++i) {

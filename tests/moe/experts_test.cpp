@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/moe/expert_order.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
@@ -211,7 +210,7 @@ INSTANTIATE_TEST_SUITE_P(
         Rows{"AllBehind", {0, 0}, 4}),
     [](const auto& info) { return info.param.name; });
 
-// The loop of layers that a grouped one replaces.
+// Returns the loop of layers that a grouped one replaces.
 at::Tensor
 loop(const at::Tensor& x, const at::Tensor& w, const Groups& groups) {
   std::vector<at::Tensor> parts;
@@ -390,7 +389,7 @@ TEST(GroupedLinears, RefuseWhatDoesNotFit) {
 // Rows that arrive in the reverse order, as if other ranks had sent them.
 class ReversingExchange : public TokenExchange {
  public:
-  ExchangePlanPtr plan(const at::Tensor& counts, std::int64_t num_rows)
+  ExchangePlanPtr begin_plan(const at::Tensor& counts, std::int64_t num_rows)
       override {
     ++plans;
     return LocalExchange().plan(counts, num_rows);

@@ -95,7 +95,7 @@ TEST(Router, TheBiasChoosesAndDoesNotWeigh) {
 }
 
 TEST(Router, M4_AGroupThatIsLeftOutIsNotChosenForAScoreBelowZero) {
-  // The first group is kept, whose second expert is the worst of all; every
+  // The first group is kept, whose second expert is the worst of all. Every
   // score + bias is below zero.
   const at::Tensor bias = at::tensor({-1.0F, -5.0F, -3.5F, -3.5F});
   const Routing routing = route(

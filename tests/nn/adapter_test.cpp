@@ -70,7 +70,7 @@ class AdapterTest : public ::testing::TestWithParam<Where> {
     made->weight().set_requires_grad(false);
     return made;
   }
-  /// The layer in plain operations.
+  /// Returns the layer in plain operations.
   at::Tensor plain(const at::Tensor& x, const Linear& layer) {
     at::Tensor y = at::linear(x, layer->weight(), layer->bias());
     const Adapter* adapter = layer->adapter();

@@ -109,7 +109,7 @@ TEST_P(CudaKernels, RmsNorm) {
     const at::Tensor ye = plain_norm(xe, we);
     ye.backward(g.cpu().to(at::kDouble));
     expect_close(y, ye, "y");
-    // dx is a difference whose terms are of the size of g w / rms(x); for one
+    // dx is a difference whose terms are of the size of g w / rms(x). For one
     // column nothing but their rounding is left.
     const double terms = (g.cpu().to(at::kDouble) * we.detach() *
                           (xe.detach().square().mean(-1, true) + 1e-5).rsqrt())

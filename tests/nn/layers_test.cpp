@@ -26,11 +26,11 @@ class Layers : public ::testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override { generator_.set_current_seed(7); }
 
-  // A leaf of the tested dtype.
+  // Returns a leaf of the tested dtype.
   at::Tensor leaf(std::vector<std::int64_t> shape) {
     return at::randn(shape, generator_).to(GetParam()).requires_grad_();
   }
-  // The same values in float64, for the oracle.
+  // Returns the same values in float64, for the oracle.
   static at::Tensor exact(const at::Tensor& tensor) {
     return tensor.detach().to(at::kDouble).requires_grad_();
   }

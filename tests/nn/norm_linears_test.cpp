@@ -33,8 +33,8 @@ class NormLinearsTest : public ::testing::TestWithParam<Where> {
   std::vector<at::Tensor> parameters() {
     return {norm_->weight(), a_->weight(), b_->weight()};
   }
-  /// Gradients of x, delta (if defined) and the parameters that need one, for
-  /// random gradients of all results.
+  /// Returns the gradients of x, delta (if defined) and the parameters that
+  /// need one, for random gradients of all results.
   std::vector<at::Tensor> gradients(
       const NormLinears& results,
       std::vector<at::Tensor> of) {
@@ -46,7 +46,7 @@ class NormLinearsTest : public ::testing::TestWithParam<Where> {
     const auto [all, grads] = with_random_gradients(results);
     return torch::autograd::grad(all, of, grads);
   }
-  /// All results, and a gradient of each: the same in every call.
+  /// Returns all results, and a gradient of each: the same in every call.
   std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>
   with_random_gradients(const NormLinears& results) {
     std::vector<at::Tensor> all{results.sum};

@@ -45,7 +45,7 @@ at::Tensor gradient(const UpdateCase& c, int step) {
   return (randn(c.numel, 100 + step) * 0.3).to(c.grad);
 }
 
-// One float64 parameter per decay range.
+// Returns one float64 parameter per decay range.
 std::vector<at::Tensor> split(const UpdateCase& c, const at::Tensor& flat) {
   std::vector<at::Tensor> parts;
   std::int64_t begin = 0;
@@ -168,7 +168,7 @@ TEST_P(FlatUpdates, SgdEqualsTorch) {
           torch::optim::SGDOptions(1e-3).momentum(momentum));
       for (int step = 0; step < kSteps; ++step) {
         set_gradients(c, parameters, step);
-        // torch's decay is part of the gradient; ours is decoupled.
+        // torch's decay is part of the gradient; Flatshard's is decoupled.
         for (std::size_t i = 0; i < parameters.size(); ++i) {
           parameters[i].mul_(1 - lr_of(step) * double{c.decay[i].weight_decay});
         }

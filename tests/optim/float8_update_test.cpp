@@ -117,7 +117,7 @@ TEST(AdamWFloat8, RunsThatDoNotFitAreRefused) {
        {.begin = 0, .end = 32, .columns = 32}});
 }
 
-// The bytes of both planes after two steps.
+// Returns the bytes of both planes after two steps.
 Bytes after_two_steps(Optimizer& optimizer, ParamGroup& group) {
   for (int step = 0; step < 2; ++step) {
     const FlatLayout& layout = group.layout();
@@ -157,7 +157,7 @@ TEST(AdamWFloat8, PlanesOfAnUpdateAreThoseOfAForeignWrite) {
         const auto group = fp8_group(c, mesh, format);
         AdamW adamw({group.get()}, {});
         const Bytes begun = after_two_steps(adamw, *group);
-        group->weights().main().local().mul_(1);  // a write all the same
+        group->weights().main().local().mul_(1);  // still a write
         ASSERT_TRUE(group->weights().adopt_foreign_writes());
         const Bytes anew = gathered(*group);
         std::ostringstream what;

@@ -57,7 +57,7 @@ std::set<std::string> pairs_of(const MoeOverlapCase& c) {
   return pairs;
 }
 
-// All pairs of two values that some case of the matrix has.
+// Returns all pairs of two values that some case of the matrix has.
 std::vector<MoeOverlapCase> pairwise() {
   const auto all = whole_matrix();
   std::set<std::string> missing;
@@ -257,14 +257,14 @@ TEST(OverlapGraphsThat, DoNotGoWithItAreRefusedByName) {
       ::testing::HasSubstr("the planes of each are at other addresses"));
 }
 
-/// The all-to-alls of a step of a plan: how many numbers a row has.
+/// Returns the all-to-alls of a step of a plan: how many numbers a row has.
 std::vector<std::int64_t> rows_of(const PlanStep& step) {
   constexpr std::int64_t kCounts = 1;  // numbers of an expert
   constexpr std::int64_t kRow = 32;
   constexpr std::int64_t kWeight = 1;
   switch (step.node) {
     case PlanNode::attend:
-      // A routing is made once; the first layer is dense.
+      // A routing is made once. The first layer is dense.
       return step.pass == PlanPass::forward && step.layer > 0
                  ? std::vector{kCounts}
                  : std::vector<std::int64_t>{};

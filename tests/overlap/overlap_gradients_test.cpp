@@ -21,7 +21,8 @@ void expect_equal_to_plain_moe(const MoeOverlapCase& c) {
   expect_same(train_overlapped_moe(c), train_overlapped_moe(plain));
 }
 
-// Both policies that put weight gradients off, and both ways of an exchange.
+// Returns both policies that put weight gradients off, and both ways of an
+// exchange.
 std::vector<MoeOverlapCase> uneven_cases() {
   return {
       {.edp = 1, .ep = 2, .options = {.delay_wgrad = true}},

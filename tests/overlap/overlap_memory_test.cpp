@@ -194,7 +194,7 @@ TEST(OverlapMemory, OneLayersActivationsMore) {
   c10::SetCPUAllocator(before, 1);
   EXPECT_GT(layer, 0);
   EXPECT_LE(both, plain + layer);
-  // The inputs of products that are put off, of one layer.
+  // The inputs of delayed products, of one layer.
   EXPECT_LE(late, plain + 2 * layer);
   // Each layer but one keeps its input alone.
   EXPECT_LT(recomputed, plain - 4 * layer);

@@ -47,7 +47,7 @@ std::vector<OverlapCase> whole_matrix() {
   return cases;
 }
 
-// All pairs of two values that some case of the matrix has.
+// Returns all pairs of two values that some case of the matrix has.
 std::vector<OverlapCase> pairwise() {
   const auto pairs_of = [](const OverlapCase& c) {
     const std::vector<std::string> values{

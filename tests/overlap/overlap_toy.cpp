@@ -36,7 +36,7 @@ class RollExchange : public nn::TokenExchange {
             {.delay_seed = kSeed, .max_delay_us = 100})),
         on_transfer_(std::move(on_transfer)) {}
 
-  nn::ExchangePlanPtr plan(const at::Tensor&, std::int64_t) override {
+  nn::ExchangePlanPtr begin_plan(const at::Tensor&, std::int64_t) override {
     return c10::make_intrusive<nn::ExchangePlan>();
   }
   std::unique_ptr<nn::RowTransfer> start(

@@ -24,8 +24,8 @@ std::shared_ptr<Communicator> connect_group(const RankContext& context) {
   return context.gloo("ep");
 }
 
-// A half is overwritten two rounds later, and by then all have read it,
-// whoever is slow.
+// A half is overwritten two rounds later, and by then all have read it, however
+// slow a rank is.
 TEST(PageCommunicator, EveryRoundGivesItsOwnNumbers) {
   for (const int world : {1, 2, 3, 4}) {
     run_ranks(world, [](RankContext& context) {

@@ -26,7 +26,7 @@ StepPlan step_of(const Job& job, const Gpu& gpu = round_gpu()) {
   return plan_step(job, plan_units(job), gpu);
 }
 
-/// A GPU whose gather of a whole unit takes `gather` seconds, and whose
+/// Returns a GPU whose gather of a whole unit takes `gather` seconds, and whose
 /// reduction takes `reduce`.
 Gpu with_links(double ranks, double gather, double reduce) {
   Gpu gpu = round_gpu();

@@ -15,7 +15,7 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// Whether every tag is closed by its own, and no text has bare < or &.
+/// Returns whether every tag is closed by its own, and no text has bare < or &.
 ::testing::AssertionResult is_well_formed(const std::string& xml) {
   std::stack<std::string> open;
   for (std::size_t at = 0; at < xml.size(); ++at) {

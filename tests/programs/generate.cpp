@@ -78,7 +78,7 @@ class Generator {
     for (int i = between(1, 3); i > 0; --i) {
       ops.push_back(own_op());
     }
-    // Most children run once; each may also run in unusual ways.
+    // Most children run once. Each may also run in unusual ways.
     for (std::size_t i = 0; i < children.size(); ++i) {
       if (chance(85)) {
         ops.insert(

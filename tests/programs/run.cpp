@@ -184,8 +184,8 @@ Tensors copies(const std::vector<nn::NamedParameter>& parameters, bool grads) {
   return result;
 }
 
-// A backward changed a gradient of each model. Otherwise gradients of earlier
-// microbatches may still wait for their last one.
+// Returns whether a backward changed a gradient of each model. Otherwise
+// gradients of earlier microbatches may still wait for their last one.
 bool reached_all(const Tensors& before, const Tensors& after) {
   std::map<std::string, bool> reached;  // by a model's prefix
   for (const auto& [name, grad] : after) {

@@ -124,7 +124,7 @@ class OfTorchao(torch.Tensor):
 
 
 class Tagged(nn.Parameter):
-    """Another kind of parameter for whoever asks for its type."""
+    """Another kind of parameter for callers that ask for its type."""
 
 
 @pytest.mark.parametrize(

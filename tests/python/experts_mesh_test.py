@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 class Experts(nn.Module):
-    """The experts of one rank: token t goes to expert t % EXPERTS, whoever has it."""
+    """The experts of one rank: token t goes to expert t % EXPERTS on any rank."""
 
     def __init__(self, n=EXPERTS):
         super().__init__()

@@ -1,7 +1,7 @@
 """fully_shard(..., cuda_graph=True): forwards of blocks, and their backwards, as CUDA
 graphs with the bits of eager training.
 
-On CPUs a replay calls the captured forward again; the rest is the same. On GPUs
+On CPUs a replay calls the captured forward again. The rest is the same. On GPUs
 (FLATSHARD_TEST_DEVICE=cuda) graphs are captured."""
 
 import functools

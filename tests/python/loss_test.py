@@ -79,8 +79,8 @@ class Tuned(nn.Module):
 @pytest.mark.parametrize("in_place", [False, True], ids=["tensors", "in_place"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_trains_a_sharded_model(tied, in_place, mesh, rank):
-    """With the head's weight in the slot of its unit or in a tensor, and with the
-    embedding's gradient beside it."""
+    """The head's weight is in the slot of its unit or in a tensor, also together with
+    the embedding's gradient."""
     models = twins(lambda: Tuned(tied, False), mesh, {"grads_in_place": in_place})
     models[1].fused = True
     losses = [train(model, rank, accumulation=2) for model in models]

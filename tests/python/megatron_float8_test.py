@@ -129,7 +129,7 @@ def test_F3_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
     rows = gathered(found[False], "forward", ROWS)
     columns = gathered(found[False], "backward", COLUMNS)
     if world == 1:
-        return  # they rest
+        return  # they are stored
     half = gathered(found[None], "backward", ROWS)
     assert half * 2 == pytest.approx(rows, rel=PADDING)
     for option, again in ((None, half), (True, half), (False, rows)):

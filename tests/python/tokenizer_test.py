@@ -1,4 +1,4 @@
-"""Data preparation reads more than a tokenizer.json; the result is compared with
+"""Data preparation reads more than a tokenizer.json. The result is compared with
 AutoTokenizer."""
 
 import functools

@@ -1,8 +1,8 @@
 """Starts the ranks of a test run on this machine's CPUs, each a process.
 
-Every rank needs torch, transformers and the compiler's Python, four seconds of
-imports; so they are imported once, and the ranks are forked from there. On GPUs,
-and for what must start as users start it, there is torchrun.
+Every rank needs torch, transformers and the compiler's Python, four seconds of imports.
+So they are imported once, and the ranks are forked from there. On GPUs, and for what
+must start as users start it, there is torchrun.
 
 usage: python -m tests.python.world RANKS [pytest's arguments]
 """

@@ -34,7 +34,7 @@ class Report : public ::testing::Test {
     return (folder_ / name).string();
   }
 
-  /// The JSON that stands in a page.
+  /// Returns the JSON that stands in a page.
   static json data_of(const std::string& page) {
     const std::string begin = R"(id="data">)";
     const std::size_t from = page.find(begin) + begin.size();

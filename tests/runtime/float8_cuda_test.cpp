@@ -98,7 +98,7 @@ TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(false, false);
 }
 
-// Neither do graphs, planes that do not rest, and copy engines.
+// Neither do graphs, planes that are not stored, and copy engines.
 TEST_P(Float8Gpus, OtherWaysToAKernelChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   const Float8Case plain{

@@ -175,8 +175,8 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   }
 }
 
-// On one rank rows rest; columns are made of them for each backward and leave
-// with it.
+// On one rank rows are stored. Columns are made of them for each backward and
+// released with it.
 TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
   for (const auto& [strategy, ranks] :
        {std::pair{"zero3", 1}, std::pair{"zero2", 2}}) {

@@ -1,5 +1,5 @@
-// Other ways of FP8 planes to a kernel: graphs of steps, planes that do not
-// rest, copies of what peers hold. None changes a bit.
+// Other ways of FP8 planes to a kernel: graphs of steps, planes that are not
+// stored, copies of peers' planes. None changes a bit.
 #include "tests/runtime/float8_training.h"
 #include "tests/support/case_name.h"
 

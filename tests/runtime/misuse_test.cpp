@@ -26,8 +26,8 @@ using testing::RankContext;
 using testing::run_ranks;
 using testing::Twin;
 
-// One rank, whose weights are always whole, and two; weights that rest sharded
-// and such that rest whole.
+// One rank, whose weights are always whole, and two; weights that are stored
+// sharded and weights that are stored whole.
 void for_ranks(
     const std::function<void(const RankContext&, FullyShardOptions)>& test) {
   struct Case {

@@ -150,7 +150,7 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
       EXPECT_EQ(addresses, expected) << "step " << step;
     }
   }
-  // The trace of one step that began and ended at rest.
+  // The trace of one step that began and ended with idle units.
   const RuntimeTrace trace = runtime->trace();
   Scheduler scheduler(
       runtime->scheduler().units(),

@@ -210,7 +210,7 @@ class PoisonedMemory {
 TEST(Pitfalls, B24_MemoryIsWrittenBeforeItIsRead) {
   const PoisonedMemory poison;
   ASSERT_TRUE(at::empty({1}).isnan().item<bool>());
-  // `spare` gets no gradient; two microbatches add up.
+  // `spare` gets no gradient. Two microbatches add up.
   check({}, [](Lab& model, const Twin& twin, int rank) {
     for (const bool last : {false, true}) {
       if (&model == &twin.sharded) {

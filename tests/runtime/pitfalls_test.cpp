@@ -41,8 +41,8 @@ std::int64_t count(const Twin& twin, ActionKind kind, UnitId unit) {
   });
 }
 
-// The most units between `begin` and `end` actions at any time; the root,
-// which is open the whole time, does not count.
+// Returns the most units between `begin` and `end` actions at any time. The
+// root, which is open the whole time, does not count.
 int most_at_once(const Twin& twin, ActionKind begin, ActionKind end) {
   int now = 0;
   int most = 0;

@@ -1,5 +1,5 @@
-// Parameters that rest on a part of the mesh: experts, of which the ranks along
-// one axis hold other slices. All against the same model on one process.
+// Parameters that are stored on a part of the mesh: experts, of which the ranks
+// along one axis hold other slices. All against the same model on one process.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -248,7 +248,7 @@ struct ShardedRun {
   std::vector<ParamGroup*> groups;
 };
 
-/// All ranks' values, by name; each fills in its part.
+/// All ranks' values, by name. Each fills in its part.
 struct AllWeights {
   std::mutex mutex;
   std::map<std::string, std::vector<float>> values;
@@ -404,7 +404,7 @@ TEST(Placement, R23_AUnitChoiceIsForAllOfItsUnit) {
 TEST(Placement, R23_SlotsArePlannedForThePoliciesOfUnits) {
   const auto arena_nbytes = [](bool by_choice, bool reshard) {
     std::int64_t nbytes = 0;
-    // On one rank weights rest, and have no slots.
+    // On one rank weights stay, and have no slots.
     run_ranks(2, [&](RankContext& context) {
       ExpertModel model(2);
       FullyShardOptions options{.units = model->unit_modules()};

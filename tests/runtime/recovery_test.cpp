@@ -24,7 +24,7 @@ using testing::RankContext;
 using testing::run_ranks;
 using testing::Twin;
 
-// The message and code of the Error that `action` throws.
+// Returns the message and code of the Error that `action` throws.
 template <class F>
 std::pair<ErrorCode, std::string> error_of(F&& action) {
   try {

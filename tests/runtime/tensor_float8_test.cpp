@@ -14,7 +14,7 @@ namespace {
 using float8::Recipe;
 using models::ActivationCheckpoint;
 
-// The updates of a step, by parameter.
+// Returns the updates of a step, by parameter.
 std::map<std::string, at::Tensor> updates_of(TensorRun run) {
   run.steps = 1;
   const TensorResult after = train_tensor(run);

@@ -16,8 +16,8 @@ constexpr std::int64_t kGraphLayers = 2;
 
 class TensorParallelGraphs : public ::testing::TestWithParam<TensorRun> {};
 
-// Regions of a layer with and without experts: `experts` has one of each. Its
-// router and its shared experts are `moe_router`. The order of rows,
+// Returns the regions of a layer with and without experts: `experts` has one of
+// each. Its router and its shared experts are `moe_router`. The order of rows,
 // `moe_preprocess`, has no gradient and is not run again.
 std::int64_t regions_of(const TensorRun& run) {
   std::int64_t regions = 0;

@@ -161,7 +161,7 @@ class BothHalves {
     return {parts[0], parts[1]};
   }
 
-  // A parameter that both halves read.
+  // Returns a parameter that both halves read.
   const at::Tensor& leaf(const std::string& name) {
     leaves_[name] = {weights_.at(name).clone().requires_grad_()};
     return leaves_[name][0];

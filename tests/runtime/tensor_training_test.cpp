@@ -23,7 +23,7 @@ constexpr double kTensorTolerance = 1e-5;
 
 class TensorParallelTraining : public ::testing::TestWithParam<TensorRun> {
  protected:
-  /// One for each reference.
+  /// Returns one for each reference.
   static const TensorResult& reference(const TensorRun& run) {
     static std::map<std::string, TensorResult> known;
     const TensorRun one = tensor_reference(run);

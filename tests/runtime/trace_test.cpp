@@ -206,7 +206,7 @@ void watch_addresses(LabImpl& lab, Addresses& seen) {
   }
 }
 
-// Where the slots of each unit lay last, by role.
+// Returns where the slots of each unit lay last, by role.
 std::vector<const void*> last_slots(const Runtime& runtime) {
   std::vector<const void*> addresses;
   for (const auto& unit : runtime.units()) {

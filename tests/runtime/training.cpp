@@ -21,7 +21,7 @@ constexpr std::uint64_t kSeed = 11;
 constexpr double kLr = 1e-2;
 constexpr double kDecay = 0.1;
 
-// The batch of one rank in one microbatch of one step.
+// Returns the batch of one rank in one microbatch of one step.
 std::pair<at::Tensor, at::Tensor> batch(int step, int rank, int microbatch) {
   const Initializer values(kSeed);
   const std::string name =

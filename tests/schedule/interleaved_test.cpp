@@ -285,7 +285,7 @@ TEST(Interleaved, P3_ComputeWaitsForReductionsInTheLastMicrobatchOnly) {
   EXPECT_EQ(num_tasks, c.microbatches);
 }
 
-// ZeRO-0 to 2 keep weights; a gradient is reduced once, in the last microbatch.
+// ZeRO-0 to 2 keep weights. A gradient is reduced once, in the last microbatch.
 TEST(Interleaved, ResidentUnitsAreGatheredOnce) {
   for (const bool delay : {false, true}) {
     const PlanCase c{3, 3, {.delay_wgrad = delay}};

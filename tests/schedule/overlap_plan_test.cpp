@@ -67,20 +67,6 @@ TEST(OverlapPlan, ThreeInFlightKeepTheOrderOfAPair) {
       "B2.attend(0) B2.embed");
 }
 
-TEST(OverlapPlan, RowsFirstLaunchesExchangesBeforeWhatHidesThem) {
-  const std::string text = text_of(2, 2, {.rows_first = true});
-  EXPECT_NE(
-      text.find("F1.attend(0) F1.dispatch(0) B0.experts(1) B0.dispatch(1) "
-                "F1.experts(0) F1.combine(0) "),
-      std::string::npos)
-      << text;
-  EXPECT_NO_THROW(check_plan(
-      overlap_plan(2, 2, {.rows_first = true}),
-      2,
-      2,
-      {.rows_first = true}));
-}
-
 TEST(OverlapPlan, OneLayerWithEverything) {
   EXPECT_EQ(
       text_of(
@@ -120,9 +106,9 @@ TEST(OverlapPlan, P6_EveryPlanKeepsToItsDependencies) {
   }
 }
 
-// The largest number of (microbatch, layer) whose activations are alive at
-// once: from a layer's first step of the forward, or of the recompute, to its
-// last step of backward or weight gradient.
+// Returns the largest number of (microbatch, layer) whose activations are alive
+// at once: from a layer's first step of the forward, or of the recompute, to
+// its last step of backward or weight gradient.
 int peak_layers(const std::vector<PlanStep>& plan, bool recompute) {
   // Change of the number alive at each position.
   std::map<std::tuple<int, int, bool>, std::array<int, 2>> lives;
@@ -209,8 +195,8 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
   EXPECT_THAT(message(unknown), HasSubstr("expected 102 steps, got 103"));
 }
 
-// Whether the waits and the order of each stream lead from every step to what
-// it depends on.
+// Returns whether the waits and the order of each stream lead from every step
+// to what it depends on.
 bool proves_dependencies(
     const PlanCase& c,
     const std::vector<PlanStep>& plan,

@@ -29,7 +29,7 @@ constexpr std::int64_t kRowsNbytes = 1024;
 constexpr std::int64_t kColumnsNbytes = 2048;
 constexpr std::int64_t kGradNbytes = 4096;
 
-// A root without parameters around `n` units.
+// Returns a root without parameters around `n` units.
 std::vector<UnitSpec> two_planes(int n, PlaneSet backward_reads) {
   std::vector<UnitSpec> units{{.name = "root"}};
   for (int i = 0; i < n; ++i) {
@@ -54,7 +54,8 @@ std::vector<ScheduleEvent> step_events(const std::vector<UnitSpec>& units) {
   return plain_step_events(units, num_grads);
 }
 
-// -- who gathers which plane when ---------------------------------------------
+// -- gathers of planes
+// ---------------------------------------------------------
 
 TEST(Planes, GoldenStepWhoseBackwardReadsTheOtherPlane) {
   EXPECT_EQ(

@@ -250,7 +250,8 @@ TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
   EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
 }
 
-// A program that calls its blocks one after the other, without the root.
+// Returns a program that calls its blocks one after the other, without the
+// root.
 std::vector<ScheduleEvent> without_root(
     const std::vector<UnitSpec>& units,
     const std::vector<UnitId>& order) {
@@ -521,7 +522,7 @@ TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
 }
 
 // Unit 2 runs before unit 1. A rank that uses the parameters of 2 passes the
-// gradient on after the gradients of 1, and another one may do so before they
+// gradient on after the gradients of 1. Another one may do so before they
 // exist. Units 1 and 2 are due when the backward of 3 begins. A rank that does
 // not use the parameter of 2 has all of its gradients by then, and still waits
 // for 1.

@@ -50,7 +50,7 @@ std::string message(
   return {};
 }
 
-/// The message for the small config with `overrides`.
+/// Returns the message for the small config with `overrides`.
 std::string refused(const std::vector<std::string>& overrides) {
   return message(ErrorCode::config, kSmall, overrides);
 }
@@ -672,7 +672,7 @@ TEST(Config, FilesAreReadAndSaved) {
   }
 }
 
-// Each of them would be an error if the file said so itself.
+// Each of them would be an error if the file itself had it.
 TEST(Config, OverridesSwitchFeaturesOff) {
   const std::string file = R"(
 [model]

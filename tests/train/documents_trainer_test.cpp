@@ -89,7 +89,7 @@ log_freq = 1
     return failure == "no error" ? printed : failure;
   }
 
-  /// The numbers of metrics.jsonl that a run is compared by.
+  /// Returns the numbers of metrics.jsonl that a run is compared by.
   std::vector<json> rows() const {
     std::ifstream file(folder_ / "run/metrics.jsonl");
     std::vector<json> found;
@@ -179,7 +179,7 @@ TEST_F(PackedRun, IsEvaluatedByDocument) {
   for (const DocumentLoss& found : packed.documents) {
     const std::int64_t begin = corpus->document_begin(found.index);
     const std::int64_t length = corpus->document_begin(found.index + 1) - begin;
-    // Every token but the first is a target; the last is no byte.
+    // Every token but the first is a target. The last is no byte.
     EXPECT_EQ(found.tokens, length - 1);
     EXPECT_EQ(found.bytes, length - 2);
     if (length <= 32) {

@@ -18,7 +18,7 @@ constexpr int kConfigs = 20000;
 constexpr int kOverrides = 5000;
 constexpr std::uint64_t kSeed = 20240607;
 
-// Every key with a good value.
+// Returns every key with a good value.
 std::string good_config() {
   Config config;
   config.data.train = {{.path = "corpus"}, {.path = "more", .weight = 2.5}};

@@ -307,7 +307,7 @@ TEST(OverlapTraining, GoesWithGraphsOfRegions) {
   }
 }
 
-// Experts stay in bfloat16; the others' planes are gathered whole or by parts.
+// Experts stay in bfloat16. The others' planes are gathered whole or by parts.
 TEST(OverlapTraining, GoesWithFloat8Planes) {
   const Overrides rowwise{"float8.recipe=rowwise", "float8.emulate=true"};
   const OverlapOutcome want = train_overlapping(2, rowwise);

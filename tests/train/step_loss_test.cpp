@@ -48,7 +48,7 @@ constexpr std::array<std::uint32_t, 4> kTrained{0, 1, 4, 15};
 
 using Overrides = std::vector<std::string>;
 
-/// A split of documents with kSeqLen tokens each, or of 2 to 40.
+/// Returns a split of documents with kSeqLen tokens each, or of 2 to 40.
 /// @param masked  a document has between no trained token and only such.
 data::SplitMeta write_split(
     const std::filesystem::path& folder,

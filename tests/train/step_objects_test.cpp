@@ -109,7 +109,7 @@ TEST(NonfiniteGuard, ToStopLooksAtNormsLater) {
         error.what(),
         HasSubstr("step 2 is not finite, as was seen in step 4"));
   }
-  guard.check_kept(4);  // said once
+  guard.check_kept(4);  // reported once
   EXPECT_FALSE(guard.accepts(5, nan_norm(), true));
 }
 

@@ -29,7 +29,7 @@ namespace {
 using nlohmann::json;
 using ::testing::HasSubstr;
 
-// A small vocabulary of words, in an order that can be learnt.
+// Returns a small vocabulary of words, in an order that can be learnt.
 std::string text(int lines) {
   std::string all;
   for (int i = 0; i < lines; ++i) {

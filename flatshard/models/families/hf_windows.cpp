@@ -9,7 +9,7 @@ namespace {
 constexpr const char* kFull = "full_attention";
 constexpr const char* kSliding = "sliding_attention";
 
-// The shortest pattern that repeats to `windows`; empty: all have one.
+// Returns the shortest pattern that repeats to `windows`; empty: all have one.
 std::vector<bool> pattern_of(const std::vector<bool>& windows) {
   if (std::find(windows.begin(), windows.end(), false) == windows.end()) {
     return {};

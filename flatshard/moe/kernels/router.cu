@@ -21,8 +21,8 @@ struct Candidate {
   int index;  // -1: none
 };
 
-// The larger, of equal ones the first. A NaN is no larger than anything, so
-// the first candidate stays where nothing is larger.
+// Returns the larger, of equal ones the first. A NaN is no larger than
+// anything, so the first candidate stays where nothing is larger.
 __device__ inline Candidate better(Candidate a, Candidate b) {
   if (a.index < 0) {
     return b;
@@ -40,7 +40,8 @@ __device__ inline float comparable(float v) {
   return isnan(v) ? -INFINITY : v;
 }
 
-// The best of values[0, n) among those with taken[i] == 0, for all lanes.
+// Returns the best of values[0, n) among those with taken[i] == 0, for all
+// lanes.
 __device__ inline int
 warp_best(const float* values, const char* taken, int n, int lane) {
   Candidate best{0.0F, -1};

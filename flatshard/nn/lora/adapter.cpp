@@ -24,7 +24,7 @@ std::vector<std::int64_t> ranks_of(const std::vector<at::Tensor>& all_a) {
   return ranks;
 }
 
-// The columns of each adapter.
+// Returns the columns of each adapter.
 std::vector<at::Tensor> columns_of(
     const at::Tensor& low,
     const std::vector<at::Tensor>& all_a) {

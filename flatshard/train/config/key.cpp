@@ -38,7 +38,7 @@ template <class T, class Plain>
 concept IsOrOptional =
     std::same_as<T, Plain> || std::same_as<T, std::optional<Plain>>;
 
-/// A number as TOML that reads back to the same double.
+/// Returns a number as TOML that reads back to the same double.
 std::string number_text(double value) {
   std::string text = fmt::format("{}", value);
   if (text.find_first_of(".e") == std::string::npos) {
@@ -51,7 +51,7 @@ std::string bool_text(bool value) {
   return value ? "true" : "false";
 }
 
-/// A TOML basic string.
+/// Returns a TOML basic string.
 std::string quoted_text(const std::string& value) {
   std::string text = "\"";
   for (const char c : value) {
@@ -68,7 +68,7 @@ std::string quoted_text(const std::string& value) {
   return text + "\"";
 }
 
-/// One folder as text, several as an array of tables, each on a line.
+/// Returns one folder as text, several as an array of tables, each on a line.
 std::string sources_text(const std::vector<data::SourceChoice>& sources) {
   if (sources.size() <= 1) {
     return quoted_text(sources.empty() ? std::string() : sources[0].path);

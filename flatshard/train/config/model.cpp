@@ -7,7 +7,7 @@
 namespace flatshard::config {
 namespace {
 
-/// Whether both are given and `whole` is no multiple of `part`.
+/// Returns whether both are given and `whole` is no multiple of `part`.
 bool leaves_rest(
     const std::optional<std::int64_t>& whole,
     const std::optional<std::int64_t>& part) {
@@ -22,7 +22,7 @@ std::vector<std::string_view> family_choices() {
   return choices;
 }
 
-/// Whether [model] chooses a scaling of rotations that has a factor.
+/// Returns whether [model] chooses a scaling of rotations that has a factor.
 bool scales_rope(const Config& c) {
   return c.model.rope_scaling != RopeScalingChoice::from_shape &&
          c.model.rope_scaling != RopeScalingChoice::none;

@@ -16,7 +16,7 @@ const StrategyName& strategy_of(const Config& config) {
   return find_strategy_name(config.parallelism.strategy);
 }
 
-// Both names of each.
+// Returns both names of each.
 std::vector<std::string_view> strategies() {
   std::vector<std::string_view> names;
   for (const StrategyName& row : strategy_names()) {

@@ -159,8 +159,8 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
   return sources;
 }
 
-/// An integer, also written as 1e4 or 10000.0: what a floating-point number
-/// holds exactly.
+/// Returns an integer, also written as 1e4 or 10000.0: what a floating-point
+/// number holds exactly.
 std::optional<std::int64_t> read_integer(const toml::node& node) {
   constexpr double kLargest = 0x1p53;
   const auto real = node.value_exact<double>();

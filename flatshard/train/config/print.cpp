@@ -31,7 +31,7 @@ constexpr std::array<std::string_view, 6> kOftenSet{
     "optimizer.lr",
     "parallelism.strategy"};
 
-// Lines of at most 80 characters that TOML skips.
+// Returns lines of at most 80 characters that TOML skips.
 std::string as_comment(std::string_view text) {
   constexpr std::size_t kWidth = 78;
   std::string comment;

@@ -13,8 +13,8 @@ namespace {
 constexpr const char* kTrain = "train";
 constexpr const char* kValidation = "validation";
 
-/// The first of `now` that has another content than the one in its place
-/// before.
+/// Returns the first of `now` that has another content than the one in its
+/// place before.
 template <class Sources>
 std::optional<std::size_t> first_other(
     const Sources& before,

@@ -131,7 +131,7 @@ void write_tensors(
   writer.finish();
 }
 
-// The weights of a checkpoint as they are.
+// Returns the weights of a checkpoint as they are.
 Parameters stored_parameters(
     const fs::path& from,
     const Manifest& manifest,
@@ -150,8 +150,8 @@ Parameters stored_parameters(
   return parameters;
 }
 
-// The weights of the base model with the adapters of a checkpoint added, in
-// the dtypes of the base model.
+// Returns the weights of the base model with the adapters of a checkpoint
+// added, in the dtypes of the base model.
 Parameters merged_parameters(const fs::path& from, const Config& config) {
   const auto stored = std::make_shared<StoredModel>(open_model(from, -1));
   const HfFolder base(config.model.init_from, models::kHfBasePrefix);

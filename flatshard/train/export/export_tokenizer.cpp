@@ -27,7 +27,7 @@ struct TrainedOn {
   fs::path folder;
   data::CorpusMeta meta;
 
-  /// Its tokenizer.json; byte tokens have an equal one.
+  /// Returns its tokenizer.json; byte tokens have an equal one.
   std::string tokenizer_json() const {
     return meta.tokenizer == "bytes" ? data::byte_tokenizer_json()
                                      : text_of(folder / meta.tokenizer);

@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 constexpr const char* kRunConfig = "config.toml";
 constexpr const char* kRunWeights = "model.safetensors";
 
-/// The file of weights that a run leaves when it ends.
+/// Returns the file of weights that a run leaves when it ends.
 const char* run_weights(const Config& config) {
   return config.lora.enabled() ? models::kPeftWeights : kRunWeights;
 }
@@ -90,7 +90,8 @@ void read_hf_parameter(
       });
 }
 
-/// A run's adapters with the base model that they belong to; other runs stay.
+/// Returns a run's adapters with the base model that they belong to; other runs
+/// stay.
 /// @param trained  the config as the run has it.
 /// @param digests  of the base model; empty: not known.
 StoredModel

@@ -16,7 +16,8 @@ namespace {
 constexpr std::int64_t kLongRunSteps = 500;
 // More than so many checkpoints are worth a word.
 constexpr std::int64_t kManyCheckpoints = 5;
-// The rest goes to NCCL, the driver, cuBLAS and what the allocator cannot use.
+// The remainder goes to NCCL, the driver, cuBLAS and memory that the allocator
+// cannot use.
 constexpr double kUsableShare = 0.9;
 
 double gib(std::int64_t nbytes) {

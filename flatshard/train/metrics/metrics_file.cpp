@@ -82,7 +82,7 @@ Json take_nonfinite(Json& value) {
   return texts;
 }
 
-/// A row as a line. Names may hold bytes that are not UTF-8.
+/// Returns a row as a line. Names may hold bytes that are not UTF-8.
 std::string to_line(Json row) {
   Json texts = take_nonfinite(row);
   if (!texts.is_null()) {

@@ -98,7 +98,7 @@ std::vector<HostOperator> by_own_time(
   return sorted;
 }
 
-// Kineto calls a stream "stream 7 "; what comes after the number is ours.
+// Kineto calls a stream "stream 7 ", and Flatshard adds the rest.
 void name_streams(
     const std::filesystem::path& path,
     const StepProfile& profile) {

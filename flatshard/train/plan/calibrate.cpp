@@ -1,4 +1,4 @@
-// Measures one GPU but for the products, and calls what measures the rest.
+// Measures one GPU except for products, and calls the other measurements.
 #include "flatshard/train/plan/calibrate.h"
 
 #include "flatshard/device/device_name.h"

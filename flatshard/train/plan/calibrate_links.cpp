@@ -30,7 +30,7 @@ at::Tensor floats(at::Device device, std::int64_t nbytes) {
       at::TensorOptions(device).dtype(at::kBFloat16));
 }
 
-/// The median over rounds that all ranks begin together.
+/// Returns the median over rounds that all ranks begin together.
 template <class Call>
 double seconds_together(Mesh& mesh, Call&& call) {
   std::vector<double> seconds;
@@ -42,7 +42,7 @@ double seconds_together(Mesh& mesh, Call&& call) {
   return seconds[kRounds / 2];
 }
 
-/// Bytes that a rank receives, of a whole buffer.
+/// Returns the bytes that a rank receives, of a whole buffer.
 double received(const Mesh& mesh, std::int64_t nbytes) {
   return static_cast<double>(nbytes) * (mesh.size() - 1) / mesh.size();
 }

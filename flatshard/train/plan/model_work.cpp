@@ -220,7 +220,7 @@ class ModelWork {
     return (sharing_ > 1 ? 2 : 1) * model_.dim;
   }
 
-  /// The most that the backward of a dense layer makes.
+  /// Returns the most that the backward of a dense layer makes.
   /// @param ffn_dim  on this rank.
   std::int64_t dense_transient(std::int64_t ffn_dim) const {
     const std::int64_t dim = model_.dim;

@@ -56,8 +56,8 @@ CopyEngines copy_engines_of(
                                               : CopyEngines{};
 }
 
-/// Memory for reductions by copies: as CopyReducer takes for each group of
-/// ranks that reduces and scatters.
+/// Returns the memory for reductions by copies: as CopyReducer takes for each
+/// group of ranks that reduces and scatters.
 std::int64_t copied_gradients_nbytes(
     const std::vector<UnitShape>& units,
     std::int64_t nbytes) {

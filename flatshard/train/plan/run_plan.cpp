@@ -50,7 +50,7 @@ void check_priced(const Config& config) {
       config::word_of(config.precision.compute));
 }
 
-/// Groups of ranks that share layers; empty: there are none.
+/// Returns the groups of ranks that share layers; empty: there are none.
 std::string sharing_text(const config::Parallelism& p) {
   return p.shares_layers()
              ? fmt::format(", tensor parallelism {}", p.tensor_parallel_degree)
@@ -231,8 +231,7 @@ std::optional<double> planned_step_seconds(
     const plan::Job job = plan_job(config, model, ranks, num_cuda_devices());
     return plan::estimate(job, plan::find_gpu(std::string(table))).step.seconds;
   } catch (const Error& error) {
-    // A run that cannot be planned, such as FP8 without rates, trains all the
-    // same.
+    // A run that cannot be planned, such as FP8 without rates, still trains.
     log_debug("no plan of this run: {}", error.what());
     return std::nullopt;
   }

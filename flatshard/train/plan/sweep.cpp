@@ -125,7 +125,7 @@ class Sweeper {
     return ways;
   }
 
-  /// Groups inside a host, of as many ranks as divide the model.
+  /// Returns the groups inside a host, of as many ranks as divide the model.
   std::vector<std::int64_t> tensor_degrees() const {
     std::vector<std::int64_t> degrees{1};
     const std::int64_t most =
@@ -167,9 +167,9 @@ class Sweeper {
     return degrees;
   }
 
-  /// How ranks divide the experts. Their width is cut by the ranks that share
-  /// layers, or by two, where the degree of experts is the largest: below it
-  /// that degree exchanges fewer rows.
+  /// Returns how ranks divide the experts. Their width is cut by the ranks that
+  /// share layers, or by two, where the degree of experts is the largest: below
+  /// it that degree exchanges fewer rows.
   std::vector<Way> expert_ways(std::int64_t tensor_degree, std::int64_t ranks)
       const {
     std::vector<Way> ways;

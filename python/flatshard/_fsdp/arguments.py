@@ -98,7 +98,7 @@ def strategy_name(strategy, outer, mesh):
 
 
 def mesh_to_show(outer, mesh):
-    """Over which the parameters are DTensors."""
+    """Returns the mesh over which the parameters are DTensors."""
     if outer == "replicate":
         return mesh
     if mesh.mesh_dim_names is None:
@@ -124,7 +124,7 @@ def mixed_precision(policy, fp8):
 
 
 def param_dtype_of(policy, tensor, name):
-    """The dtype in which a parameter is gathered; None: its own."""
+    """Returns the dtype in which a parameter is gathered; None: its own."""
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(tensor)
     if dtype is None:
@@ -214,7 +214,7 @@ class Place:
 
 
 def places_in(found, shard_placement_fn, mesh):
-    """The Place of each of collect_parameters' finds, in a unit on `mesh`."""
+    """Returns the Place of each of collect_parameters' finds, in a unit on `mesh`."""
     places = []
     for tensor, name, _ in found:
         placement, own = placement_of(shard_placement_fn, tensor, name, mesh)
@@ -256,7 +256,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
 
 
 def placement_of(shard_placement_fn, tensor, name, mesh):
-    """(Shard or None, the parameter's mesh or None) by shard_placement_fn.
+    """Returns (Shard or None, the parameter's mesh or None) by shard_placement_fn.
 
     Args:
         mesh: DeviceMesh of the unit.
@@ -288,7 +288,7 @@ def check_own_mesh(members, own, mesh, is_part):
 
 
 def cut_dim(placement, tensor, name, mesh):
-    """The dimension along which a parameter is to be cut.
+    """Returns the dimension along which a parameter is to be cut.
 
     Args:
         placement: Shard or None.

@@ -69,7 +69,7 @@ class BackwardPass:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator["BackwardPass"]:
-        """Inside, calls of wrapped modules are forwards of this pass, as by `run`. An
+        """Makes calls of wrapped modules inside forwards of this pass, as by `run`. An
         exception inside abandons the pass."""
         former, self._root.running_pass = self._root.running_pass, self
         try:
@@ -112,7 +112,7 @@ class BackwardPass:
 
     @contextlib.contextmanager
     def recompute(self, module: nn.Module) -> Iterator[None]:
-        """Between `begin_backward` and `end_backward`: the forward runs once more."""
+        """Runs the forward once more, between `begin_backward` and `end_backward`."""
         unit = self._unit(module)
         self._core.recompute_begin(unit)
         try:
@@ -141,7 +141,7 @@ class BackwardPass:
 
     @property
     def num_delayed_wgrads(self) -> int:
-        """The number of weight gradients that are delayed now."""
+        """Returns the number of weight gradients that are delayed now."""
         return self._core.num_late
 
     def late_wgrads(self, node: int = 0) -> AbstractContextManager[None]:
@@ -158,7 +158,7 @@ class BackwardPass:
     # -- inside --------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """Ends the pass without its backward; the step's gradients are dropped by the
+        """Ends the pass without its backward. The step's gradients are dropped by the
         next forward. Does nothing to a pass that is over."""
         self._core.give_up()
         self._root.pass_ended(self)

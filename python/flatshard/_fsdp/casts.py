@@ -9,10 +9,23 @@ import torch
 from flatshard.torch_versions import tree_map
 
 
+# The types of most arguments of a forward. tree_map takes ten times as long for them.
+_NO_TENSORS = (type(None), bool, int, float, str)
+
+
 def _cast(tree, dtype):
-    """Floating-point tensors in any nesting, as `dtype`; containers are copied."""
+    """Casts floating-point tensors in any nesting to `dtype`; containers are copied."""
     if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
+        if tree.dtype is dtype or not tree.is_floating_point():
+            return tree
+        return tree.to(dtype)
+    kind = type(tree)
+    if kind in _NO_TENSORS:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([_cast(item, dtype) for item in tree])
+    if kind is dict:
+        return {key: _cast(item, dtype) for key, item in tree.items()}
     return tree_map(functools.partial(_cast_leaf, dtype), tree)
 
 

@@ -16,7 +16,7 @@ TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def modules_of_unit(modules, is_unit):
-    """The modules whose parameters belong to a unit of `modules`: all below
+    """Returns the modules whose parameters belong to a unit of `modules`: all below
     them but what other units hold. Each once."""
     found = {}
     for module in modules:
@@ -35,7 +35,7 @@ def _walk(module, is_unit, found):
 
 
 def collect_parameters(modules, owned, ignored):
-    """The parameters to shard, each once with all its places.
+    """Returns the parameters to shard, each once with all its places.
 
     Args:
         modules: those given to fully_shard, for names in messages.

@@ -18,11 +18,11 @@ _converted: set[int] = set()  # by a call that continues
 
 @contextlib.contextmanager
 def converting(module, fn):
-    """Inside, nn.Module converts buffers and ignored parameters of `module`. The shards
-    stay the same objects and take the values. Where these have another dtype or are on
-    another device, the next forward makes the core's units anew. On another device than
-    the mesh's, shards have separate memory and the core's is freed. The next forward
-    raises an error unless they came back.
+    """Lets nn.Module convert buffers and ignored parameters of `module` inside. The
+    shards stay the same objects and take the values. Where these have another dtype or
+    are on another device, the next forward makes the core's units anew. On another
+    device than the mesh's, shards have separate memory and the core's is freed. The
+    next forward raises an error unless they came back.
 
     Args:
         fn: function of a tensor that returns the converted one.
@@ -92,7 +92,7 @@ def _convert(state, p, fn):
 
 
 def _leaves(fn, state, p):
-    """Whether `fn` moves the parameter to another device than the mesh's."""
+    """Returns whether `fn` moves the parameter to another device than the mesh's."""
     local = local_of(p.shard)
     probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
     if p.extension is not None and probe.dtype != local.dtype:

@@ -19,7 +19,7 @@ from flatshard._tensor.memory import local_of, storage_of
 from flatshard._tensor.sharded_tensor import contiguous_stride
 from flatshard.torch_versions import keeps_version
 
-# Parameters of the two signatures, besides self.
+# The parameters of the two signatures, without self.
 _SHORT, _LONG = 1, 5
 
 
@@ -32,14 +32,14 @@ def instead_of(tensor):
 
 
 def follows_protocol(tensor):
-    """Whether `tensor` is of a subclass that follows the protocol."""
+    """Returns whether `tensor` is of a subclass that follows the protocol."""
     names = "fsdp_pre_all_gather", "fsdp_post_all_gather"
     return all(hasattr(tensor, name) for name in names)
 
 
 def may_follow_protocol(tensor):
-    """Whether pieces of `tensor` are of its subclass, so that the tensors they choose
-    can be gathered. Some get the protocol's functions after fully_shard."""
+    """Returns whether pieces of `tensor` are of its subclass, so that the tensors they
+    choose can be gathered. Some get the protocol's functions after fully_shard."""
     if follows_protocol(tensor):
         return True
     kind = type(tensor)
@@ -54,7 +54,7 @@ def may_follow_protocol(tensor):
 
 
 def is_extended(tensor):
-    """Whether an Extension gathers it. DTensors are not its."""
+    """Returns whether an Extension gathers it. DTensors are not its."""
     if type(tensor) in (nn.Parameter, DTensor):
         return False
     return may_follow_protocol(tensor)
@@ -139,7 +139,7 @@ class Extension:
     # -- the core's parameters -------------------------------------------------------
 
     def members(self):
-        """The core's parameters of what is gathered, which `own` takes then."""
+        """Returns the core's parameters of what is gathered, which `own` takes then."""
         self._ask()
         ranks = self._shard_mesh.size()
         made = []
@@ -181,7 +181,7 @@ class Extension:
 
     @torch.no_grad()
     def refresh(self):
-        """Before a forward, when the piece may have been written."""
+        """Called before a forward, when the piece may have been written."""
         self._ask()
         for row, tensor in zip(self._rows, self._inputs):
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -223,7 +223,7 @@ class Extension:
 
     @torch.no_grad()
     def point(self):
-        """The core's parameters hold what was gathered."""
+        """Lets the core's parameters hold the gathered tensors."""
         with torch.inference_mode(False), torch.no_grad():
             outputs = tuple(
                 hidden.view(-1).view(tensor.dtype).view(-1, *tensor.shape[1:])

@@ -29,7 +29,7 @@ def state_of(module):
 
 
 def root_of(module):
-    """The Root of the outermost module that fully_shard wrapped."""
+    """Returns the Root of the outermost module that fully_shard wrapped."""
     state = state_of(module)
     if state is None:
         raise ValueError(
@@ -48,14 +48,15 @@ def root_of(module):
 
 
 def outermost(module):
-    """The wrapped module that `module` is part of and that is part of no other."""
+    """Returns the wrapped module that `module` is part of and that is part of no
+    other."""
     around = [m for m in wrapped if any(child is module for child in m.modules())]
     return max(around, key=lambda m: sum(1 for _ in m.modules()))
 
 
 @outside_of_graphs
 def run_forward(module, function, args, kwargs):
-    """function(*args, **kwargs) as a forward of the unit of `module`."""
+    """Returns function(*args, **kwargs) as a forward of the unit of `module`."""
     state = module.__dict__["_flatshard"]
     root = state.root
     if root is None:

@@ -78,15 +78,15 @@ def fully_shard(
 ) -> Wrapped:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
-    Call it on the blocks first and on the whole model last; each call makes one
-    unit, whose parameters are all-gathered together. Optimizers are made afterwards.
+    Call it on the blocks first and on the whole model last. Each call makes one unit,
+    whose parameters are all-gathered together. Optimizers are made afterwards.
     Collective over the ranks of the mesh.
 
     Args:
         module: an nn.Module, or a list of modules that form one unit. In a forward it
-            is unsharded from the first of them that runs until each has run, in any
-            order and as often as they like. When one does not run, it is unsharded
-            until the backward.
+            is unsharded from the first of them that runs until each has run. They may
+            run in any order and as often as they like. When one does not run, it is
+            unsharded until the backward.
         mesh: DeviceMesh of one dimension, or two: replicas over the first, shards
             over the second (HSDP). None: all ranks. A dimension that was flattened
             together with others into the enclosing module's mesh: this module's
@@ -108,12 +108,12 @@ def fully_shard(
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
         dp_mesh_dims: None. FSDP2's way to name the data-parallel dimensions of a larger
-            mesh, over all of which parameters are DTensors; give mesh=mesh["dp"], and
+            mesh, over all of which parameters are DTensors. Give mesh=mesh["dp"], and
             parameters over the other dimensions alone.
         strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
             (optim_grads_params); both names mean the same.
         options: ShardOptions, what FSDP2 does not have. Options of the whole model
-            (prefetch, copy engines, ...) are those of `flatshard.configure`.
+            (prefetch, copy engines, ...) belong to `flatshard.configure`.
 
     Tensor parallelism: parameters that are DTensors over another dimension of the same
     mesh, such as parallelize_module(model, mesh["tp"], plan) makes, are sharded over

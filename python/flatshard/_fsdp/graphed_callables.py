@@ -103,7 +103,7 @@ def _refuse_unsupported(pool, capture_time_hooks, capture_error_mode):
 
 
 def _one_each(name, values, modules, several, kind):
-    """`values` for each module, as a list."""
+    """Returns `values` for each module, as a list."""
     if not several:
         values = (values,)
     elif not isinstance(values, tuple) or len(values) != len(modules):
@@ -162,12 +162,12 @@ def cuda_graph_stats(model: nn.Module) -> dict:
         model: the outermost module that fully_shard wrapped.
 
     Returns:
-        dict of `captures`, forwards and backwards; `forward_replays`;
-        `backward_replays`; `fallbacks`, a dict: how many forwards and backwards ran
-        eagerly after the warm-up, by reason; `nbytes`, taken from the GPU for the
-        graphs; `audited_addresses`, looked at where FLATSHARD_AUDIT_CUDA_GRAPHS=1 asks
-        for it, and `audit_findings`, a list of those in memory of others. Zeros where
-        no unit has cuda_graph=True.
+        dict with zeros where no unit has cuda_graph=True. It has `captures` of forwards
+        and backwards, `forward_replays`, `backward_replays`, and `nbytes`, taken from
+        the GPU for the graphs. `fallbacks` is a dict of the number of forwards and
+        backwards that ran eagerly after the warm-up, by reason.
+        FLATSHARD_AUDIT_CUDA_GRAPHS=1 counts `audited_addresses`, and `audit_findings`
+        is a list of the addresses in memory of others.
 
     Raises:
         ValueError: it is another module.

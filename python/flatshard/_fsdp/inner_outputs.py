@@ -29,7 +29,7 @@ class InnerOutputs:
         self._own = {}  # handles of hooks put here, by the number of the place
 
     def update(self):
-        """Before a forward."""
+        """Called before a forward."""
         if sum(map(len, self._hooks)) == self._num_hooks:
             return
         for i, (hooks, (unit, module)) in enumerate(zip(self._hooks, self._places)):

@@ -21,7 +21,7 @@ from flatshard._tensor.writes import writes
 
 
 def find_parts(modules, core, offload, copy_engines):
-    """The units inside of `modules` whose mesh is a part of `core`.
+    """Returns the units inside of `modules` whose mesh is a part of `core`.
 
     Raises:
         ValueError: one that cannot join.

@@ -58,8 +58,8 @@ def _is_plain(input, weight):
 
 
 def linears_in_place(modules, parameters, wanted, slices):
-    """The nn.Linear among `modules` whose weights are of `parameters`, trained, and
-    whose gradients are written in place.
+    """Returns the nn.Linear among `modules` whose weights are of `parameters`, trained,
+    and whose gradients are written in place.
 
     Args:
         wanted: ShardOptions.grads_in_place. None: not tied weights, whose gradient would
@@ -94,7 +94,8 @@ def write_grads_in_place(linears, state):
 
 
 def sink_of(whole):
-    """The core's Runtime that takes gradients of this whole parameter, or None."""
+    """Returns the core's Runtime that takes gradients of this whole parameter, or
+    None."""
     unit = getattr(whole, "_flatshard_unit", None)
     state = None if unit is None else unit()
     return None if state is None or state.root is None else state.root.core

@@ -18,7 +18,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_tokens: int = 0,
 ) -> torch.Tensor:
-    """cross_entropy(input @ weight.T, target), computed in float32.
+    """Returns cross_entropy(input @ weight.T, target), computed in float32.
 
     `torch.nn.functional.cross_entropy` of a head's output holds the logits three times
     when its backward begins: their log-softmax in float32, that one's gradient and

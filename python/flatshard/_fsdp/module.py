@@ -96,8 +96,8 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: the next backwards accumulate gradients unsharded, without any
-        collective. Sets set_requires_all_reduce likewise.
+        """Sets whether the next backwards reduce. False: they accumulate gradients
+        unsharded, without any collective. Sets set_requires_all_reduce likewise.
 
         Args:
             recurse: also for the units inside of this module.
@@ -136,7 +136,7 @@ class FSDPModule:
                     state.root.apply_policy(state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Reduced gradients are sums divided by `factor` instead of the number of
+        """Divides the sums of reduced gradients by `factor` instead of the number of
         ranks."""
         state = self._state()
         state.policy.divide_factor = float(factor)
@@ -192,9 +192,9 @@ class FSDPModule:
         state.apply_to_core()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next forward waits for `event`, recorded after the optimizer's step, before
-        it all-gathers. Call it on the root, after each step. Its stream waits as well,
-        since all-gathers wait for that.
+        """Lets the next forward wait for `event`, recorded after the optimizer's step,
+        before it all-gathers. Call it on the root, after each step. Its stream waits as
+        well, since all-gathers wait for that.
         """
         root_of(self).post_optim_event = event
 
@@ -208,7 +208,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int | None, *, recurse: bool = True
     ) -> None:
-        """How many reductions may be under way while the next unit's gradients are
+        """Sets how many reductions may be under way while the next unit's gradients are
         computed; 1 at first. More of them take a unit's gradients of memory each, and
         help where reductions are slower than the backward. Call it on the root: one
         number serves all units."""
@@ -378,7 +378,7 @@ class FSDPModule:
 
 
 def _runs_on(stream, hook):
-    """`hook`, on `stream`. Later work of the caller's stream waits for it."""
+    """Runs `hook` on `stream`. Later work of the caller's stream waits for it."""
 
     def run(reduced):
         device = torch.get_device_module(reduced.device)

@@ -67,20 +67,21 @@ class Parameter:
         return self.sites[0][1] if self.sites else self.label
 
     def is_as_sharded(self):
-        """Nobody changed requires_grad or the dtype since the core has it."""
+        """Returns whether requires_grad and the dtype are unchanged since the core has
+        it."""
         return self.fits() and self.shard.requires_grad == self.trainable
 
     def fits(self):
-        """The core can train it as it is now: with its dtype, and with gradients where
-        it is not frozen."""
+        """Returns whether the core can train it as it is now: with its dtype, and with
+        gradients where it is not frozen."""
         return self.has_dtype() and (self.trainable or not self.shard.requires_grad)
 
     def has_dtype(self):
-        """Nobody changed the dtype of the shard since the core has it."""
+        """Returns whether the dtype of the shard is unchanged since the core has it."""
         return self.shard.dtype == self.shown_dtype
 
     def stored(self, value):
-        """`value` of the whole parameter as the core stores it."""
+        """Returns `value` of the whole parameter as the core stores it."""
         return value.movedim(self.dim, 0).contiguous() if self.dim else value
 
     @torch.no_grad()
@@ -91,19 +92,19 @@ class Parameter:
 
     @property
     def shown(self):
-        """The holder of the tensor that modules see in place of `whole`; None: they see
-        it."""
+        """Returns the holder of the tensor that modules see in place of `whole`; None:
+        they see it."""
         return self.extension or self.parallel
 
     def is_shown(self):
-        """Some module has it."""
+        """Returns whether some module has it."""
         shown = [
             parameters_of(m).get(n) for r, n in self.sites if (m := r()) is not None
         ]
         return any(self.is_face(tensor) for tensor in shown)
 
     def faces(self):
-        """The tensor that modules show, sharded or whole."""
+        """Returns the tensor that modules show, sharded or whole."""
         shown = self.extension.tensor if self.extension else None
         if self.parallel is not None:
             shown = self.parallel.made
@@ -126,7 +127,7 @@ def plain_like(tensor, is_subclass):
 
 
 def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
-    """The tensor that modules compute with instead of `tensor`; without memory.
+    """Returns the tensor that modules compute with instead of `tensor`; without memory.
 
     Args:
         dim: that is stored first.
@@ -159,7 +160,8 @@ def mark_owner(tensor, name):
 
 
 def former_name(tensor):
-    """The name of the parameter that `tensor` was before fully_shard, or None."""
+    """Returns the name of the parameter that `tensor` was before fully_shard, or
+    None."""
     return getattr(tensor, _OWNER, None)
 
 
@@ -186,7 +188,7 @@ def note_whole(p):
 
 
 def parameter_of_whole(tensor):
-    """The Parameter whose unsharded values `tensor` has, or None."""
+    """Returns the Parameter whose unsharded values `tensor` has, or None."""
     p = _of_whole.get(id(tensor))
     is_whole = p is not None and p.is_face(tensor) and tensor is not p.shard
     return p if is_whole else None
@@ -198,7 +200,7 @@ def num_marked():
 
 
 def name_released(parameters):
-    """The error of reading a whole parameter while it has no memory."""
+    """Returns the error of reading a whole parameter while it has no memory."""
     for p in parameters:
         if p.float8:
             set_access_error(

@@ -14,7 +14,7 @@ from flatshard.torch_versions import default_reduce_dtype
 
 
 def make_core(parameters, values, mp_policy, mesh, options):
-    """The core's unit of `parameters`.
+    """Makes the core's unit of `parameters`.
 
     Args:
         values: of each, whole, as the core stores them.

@@ -123,7 +123,8 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
 
 
 def _kind(tensor):
-    """The subclass that a tensor, or what a DTensor holds, is; "" for plain ones."""
+    """Returns the subclass that a tensor, or what a DTensor holds, is; "" for plain
+    ones."""
     if isinstance(tensor, DTensor):
         tensor = local_of(tensor)
     plain = (torch.Tensor, nn.Parameter)
@@ -191,7 +192,8 @@ def settle(units, names):
 
 
 def _places_now(unit, names):
-    """The unit, and of each of its parameters where it is and what is to be its shard."""
+    """Returns the unit, and of each of its parameters where it is and what is to be its
+    shard."""
     sites = [[] for _ in unit.parameters]
     shards = [p.shard for p in unit.parameters]
     changed = []
@@ -256,7 +258,8 @@ def _check_taken(p, found, name, kept):
 
 
 def _device_of(shard, found):
-    """Where a tensor in the place of `shard` has to be. One on meta waits for values."""
+    """Returns where a tensor in the place of `shard` has to be. One on meta waits for
+    values."""
     return "meta" if found.is_meta and shard.is_meta else local_of(shard).device.type
 
 
@@ -278,7 +281,7 @@ def _fits(found, p):
 
 
 def refuse_replaced(units):
-    """When a module shows another tensor than its unit put there."""
+    """Raises an error when a module shows another tensor than its unit put there."""
     for unit in units:
         for p in unit.parameters:
             for module, key in p.sites:
@@ -296,7 +299,8 @@ def refuse_replaced(units):
 
 
 def refuse_plain(root, units):
-    """A parameter to train that no unit has: the ranks' copies would part."""
+    """Raises an error for a parameter to train that no unit has: the ranks' copies
+    would part."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
     parameters = [p for unit in units for p in unit.all_parameters]
     own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded

@@ -70,7 +70,7 @@ class Root:
                 for site, name in p.sites
             ]
             tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
-        # The units hold this object; they go with their modules.
+        # The units hold this object. They go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
         self._module = weakref.ref(module)
@@ -155,7 +155,7 @@ class Root:
 
     @staticmethod
     def reshards(unit):
-        """Whether the unit is resharded after its forward."""
+        """Returns whether the unit is resharded after its forward."""
         asked = unit.policy.reshard_after_forward
         # FSDP2: the root's parameters are needed first in the backward.
         return unit.id != 0 if asked is None else asked
@@ -184,7 +184,7 @@ class Root:
         self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
 
     def apply_limits(self, policy):
-        """The settings of the whole model by setters of the root."""
+        """Applies the settings of the whole model from the root's setters."""
         if policy.max_input_buffers is not None:
             self.core.set_max_grad_slots(policy.max_input_buffers + 1)
         if policy.reports_nan:

@@ -32,13 +32,13 @@ class SeenCollectives:
         self._policies = {unit.name: unit.policy for unit in units}
 
     def tell(self) -> None:
-        """After an unshard."""
+        """Called after an unshard."""
         if modes := comm_debug_modes():
             self._tell(modes)
 
     def tell_after_forward(self, unit) -> None:
-        """After a forward of `unit`. The core keeps the last unit for the backward, which
-        gathers it while somebody counts, as with FSDP2."""
+        """Called after a forward of `unit`. The core keeps the last unit for the
+        backward, which gathers it while somebody counts, as with FSDP2."""
         modes = comm_debug_modes()
         if not modes:
             return
@@ -47,7 +47,7 @@ class SeenCollectives:
         self._tell(modes)
 
     def tell_after_backward(self) -> None:
-        """When an outermost backward begins."""
+        """Called when an outermost backward begins."""
         modes = comm_debug_modes()
         if modes and in_backward():
             # The core ends the backward in a separate callback that is queued later.
@@ -73,8 +73,8 @@ class SeenCollectives:
 
 
 def _kinds_of(strategy, mesh):
-    """Whether a unit's weights are all-gathered, its gradients reduce-scattered, and
-    all-reduced."""
+    """Returns whether a unit's weights are all-gathered, its gradients
+    reduce-scattered, and all-reduced."""
     inner = mesh.size(mesh.ndim - 1)
     outer = mesh.size() // inner
     cuts = of_core(strategy).optimizer[1] == "S" and inner > 1

@@ -37,7 +37,7 @@ NAMES = [
 
 
 def find_strategy(name, option="strategy"):
-    """The row of either name.
+    """Returns the row of either name.
 
     Args:
         name: e.g. "zero3" or "optim_grads_params".
@@ -52,7 +52,7 @@ def find_strategy(name, option="strategy"):
 
 
 def of_core(name):
-    """The row of a name that the core has, such as "hsdp"."""
+    """Returns the row of a name that the core has, such as "hsdp"."""
     return _BY_NAME[name]
 
 

@@ -7,7 +7,7 @@ from flatshard._fsdp.options import ModelOptions
 
 
 def walk(root):
-    """The units below `root`, parents first; their parents' numbers; and the
+    """Returns the units below `root`, parents first; their parents' numbers; and the
     names of each module, by id."""
     units, parents, module_names = [], [], {}
     _visit(root, "", -1, units, parents, module_names)

@@ -107,7 +107,7 @@ class UnitState:
 
     @property
     def all_parameters(self):
-        """Also those that the core has no place for."""
+        """Returns all parameters, including those without a place in the core."""
         return self.parameters + [p for p in self.extended if p.index < 0]
 
     def make_shards(self):
@@ -168,7 +168,7 @@ class UnitState:
         return all(p.is_as_sharded() for p in self.parameters)
 
     def fits(self):
-        """The core can train the parameters as they are now."""
+        """Returns whether the core can train the parameters as they are now."""
         return not self.misfits()
 
     def misfits(self):

@@ -26,7 +26,7 @@ class Sample:
 
     @never_compiled
     def difference(self, args, kwargs):
-        """In what a call differs; empty: in nothing."""
+        """Returns in what a call differs; empty: in nothing."""
         if kwargs.keys() != self._keywords.keys():
             return "it has other keyword arguments than sample_kwargs"
         difference = _compare(args, self._args, self._structure, "sample_args")
@@ -106,7 +106,8 @@ def _compare(tree, expected, structure, name):
 
 
 def _unused(tensors, outputs):
-    """The number of a tensor that needs a gradient and gets none; None: there is none."""
+    """Returns the number of a tensor that needs a gradient and gets none; None: there
+    is none."""
     edge = torch.autograd.graph.get_gradient_edge
     wanted = {}
     for number, tensor in enumerate(tensors):

@@ -114,7 +114,7 @@ class Recorded:
 
     @never_compiled
     def returned(self, tensors, outputs):
-        """The tensors of the result, arguments among them included."""
+        """Returns the tensors of the result, arguments among them included."""
         found = [*tensors, *outputs]
         return [found[leaf.value] for leaf in self._output[0] if type(leaf) is _Number]
 
@@ -126,7 +126,7 @@ class Recorded:
 
     @never_compiled
     def difference(self, other):
-        """In what `other` differs; empty: in nothing."""
+        """Returns in what `other` differs; empty: in nothing."""
         if self._structure != other._structure or len(self._leaves) != len(
             other._leaves
         ):
@@ -167,7 +167,8 @@ class _Strange:
 
 
 def _number_tensors(leaves, tensors):
-    """The leaves with numbers in `tensors`, which grows, and types next to values."""
+    """Returns the leaves with numbers in `tensors`, which grows, and types next to
+    values."""
     places = {id(t): number for number, t in enumerate(tensors)}
     numbered = []
     for leaf in leaves:
@@ -203,7 +204,7 @@ def _autocast(device_type):
 
 
 class _Tree:
-    """The modules inside of a unit's, and what they hold besides its parameters."""
+    """The modules inside of a unit's, and their state other than its parameters."""
 
     @never_compiled
     def __init__(self, module, state):
@@ -318,7 +319,7 @@ class UnitGraph:
 
     @never_compiled
     def _obstacle(self, recorded, tensors, args, kwargs):
-        """Why the call cannot be part of a graph; empty: it can."""
+        """Returns why the call cannot be part of a graph; empty: it can."""
         tree = self._tree
         if self._refused:
             return self._refused

@@ -19,7 +19,7 @@ class EvenShard(WatchedTensor):
 
     @staticmethod
     def wrap(local, mesh, placements, shape, stride):
-        """A view: writes to it are writes to `local`."""
+        """Returns a view: writes to it are writes to `local`."""
         spec = make_spec(mesh, placements, shape, stride, local.dtype, DTensorSpec)
         return EvenShard.like_spec(local.detach(), spec)
 

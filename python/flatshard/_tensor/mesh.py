@@ -20,7 +20,8 @@ _meshes: dict[object, _C.Mesh] = {}
 
 
 def default_device_mesh():
-    """One dimension over all ranks, on this process's accelerator or the CPU.
+    """Returns a mesh of one dimension over all ranks, on this process's accelerator or
+    the CPU.
 
     Starts the default process group when there is none, as FSDP2 does.
     """
@@ -45,7 +46,8 @@ def core_mesh(device_mesh, timeout_s=None):
 
 
 def model_mesh(device_mesh):
-    """(part, whole): core_mesh(device_mesh), and the core's mesh that it is a part of.
+    """Returns (part, whole): core_mesh(device_mesh), and the core's mesh that it is a
+    part of.
 
     A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
     "dp")`) is an axis of the flattened one's mesh. So parameters on "edp" and
@@ -55,8 +57,9 @@ def model_mesh(device_mesh):
 
 
 def slices_of(part, whole):
-    """(number, which): how many groups of ranks like `part` the mesh `whole` consists
-    of, and this rank's among them; the last axis fastest. None: they are the same."""
+    """Returns (number, which): how many groups of ranks like `part` the mesh `whole`
+    consists of, and this rank's among them; the last axis fastest. None: they are the
+    same."""
     if part is whole:
         return None
     own = {name for name, _ in part.axes}
@@ -68,8 +71,8 @@ def slices_of(part, whole):
 
 
 def meshes_around(device_mesh, part, whole, other_names):
-    """The DeviceMeshes, each of one dimension, of the axes of `whole` that `part`, the
-    core's mesh of `device_mesh`, lacks and that are none of `other_names`."""
+    """Returns one DeviceMesh for each axis of `whole` that `part`, the core's mesh of
+    `device_mesh`, lacks and that is none of `other_names`."""
     own = {name for name, _ in part.axes} | set(other_names)
     root = device_mesh._get_root_mesh()
     return [root[name] for name, _ in whole.axes if name not in own]
@@ -96,7 +99,8 @@ def _find(device_mesh, timeout_s):
 
 
 def _made_once(device_mesh, timeout_s, names=()):
-    """One for all meshes of the same ranks, and for those with these `names`."""
+    """Returns one for all meshes of the same ranks, and for those with these
+    `names`."""
     key = (*_key(device_mesh), *names)
     if key not in _meshes:
         _meshes[key] = _make(device_mesh, key, timeout_s)
@@ -128,8 +132,9 @@ def _dimensions(device_mesh):
 
 
 def _flattened(root):
-    """{name: names} of the meshes that were made of neighbouring dimensions of `root`,
-    of more than one rank each. Dimensions of one rank next to these count as theirs."""
+    """Returns {name: names} of the meshes that were made of neighbouring dimensions of
+    `root`, of more than one rank each. Dimensions of one rank next to these count as
+    theirs."""
     runs = {}
     names = root.mesh_dim_names
     for name, mesh in root._flatten_mapping.items():

@@ -19,7 +19,7 @@ from flatshard._tensor.sharded_tensor import (
 
 
 def even_shard(rows, mesh, placements, shape):
-    """The DTensor of a parameter that is cut along `placements[-1].dim`.
+    """Returns the DTensor of a parameter that is cut along `placements[-1].dim`.
 
     Args:
         rows: [slices of that dimension, ...] as the core stores them.
@@ -30,7 +30,7 @@ def even_shard(rows, mesh, placements, shape):
 
 
 def parallel_shard(rows, parallel, placements, mesh_dim, dim):
-    """The DTensor of a parameter with tensor parallelism.
+    """Returns the DTensor of a parameter with tensor parallelism.
 
     Args:
         rows: [slices of `dim`, ...] of this rank's tensor, as the core stores them.
@@ -53,7 +53,7 @@ def note_cut(shard, mesh_dim, dim):
 
 
 def _cut_of(shard):
-    """The mesh dimension that fully_shard cuts over, and the tensor's."""
+    """Returns the mesh dimension that fully_shard cuts over, and the tensor's."""
     spec = shard._spec
     last = spec.mesh.ndim - 1
     noted = getattr(shard, "_flatshard_cut", None)
@@ -70,12 +70,12 @@ def make_shard(tensor, piece, former):
 
 
 def cut_dim(shard):
-    """The dimension along which a parameter is cut."""
+    """Returns the dimension along which a parameter is cut."""
     return _cut_of(shard)[1] if isinstance(shard, EvenShard) else 0
 
 
 def beside(shard, rows):
-    """The DTensor of a gradient's `rows`, as the core stores them."""
+    """Returns the DTensor of a gradient's `rows`, as the core stores them."""
     if isinstance(shard, ShardedTensor):
         return shard.beside(rows)
     return EvenShard.like_spec(rows.movedim(0, cut_dim(shard)), shard._spec)

@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard
 
 
 def as_bytes(tensor):
-    """[bytes] uint8: of a contiguous tensor a view. Gloo does not support every dtype."""
+    """Returns [bytes] uint8: of a contiguous tensor a view. Gloo does not support every
+    dtype."""
     tensor = tensor.contiguous()  # which may have any stride when it has one element
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -47,7 +48,7 @@ class RowShard(Shard):
         return self
 
     def span(self, rank):
-        """First row of rank `rank`, and the end."""
+        """Returns the first row of rank `rank`, and the end."""
         piece = self.piece_of_ranks[rank]
         return self.cuts[piece], self.cuts[piece + 1]
 
@@ -56,7 +57,7 @@ class RowShard(Shard):
         return end - begin
 
     def window(self, first, count):
-        """The cuts of rows `first : first + count`."""
+        """Returns the cuts of rows `first : first + count`."""
         cuts = [min(max(c - first, 0), count) for c in self.cuts]
         return RowShard(cuts, self.piece_of_ranks)
 
@@ -70,7 +71,8 @@ class RowShard(Shard):
         return self.rows(rank), self.span(rank)[0]
 
     def gather(self, local, mesh, mesh_dim):
-        """The whole tensor from the rows that each rank has, contiguous. Collective."""
+        """Returns the whole tensor from the rows that each rank has, contiguous.
+        Collective."""
         group = mesh.get_group(mesh_dim)
         row = local.shape[1:]
         whole = local.new_empty((self.cuts[-1], *row))

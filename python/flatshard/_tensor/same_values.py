@@ -17,8 +17,8 @@ _MASK = (1 << 62) - 1  # its negative is an int64, too
 
 @torch.no_grad()
 def digest(tensor):
-    """[] int64 on the tensor's device: the sum of its bits, eight bytes at a time. Reads
-    them once, at the price of a copy, and does not block the host."""
+    """Returns [] int64 on the tensor's device: the sum of its bits, eight bytes at a
+    time. Reads them once, at the price of a copy, and does not block the host."""
     flat = tensor.detach().reshape(-1)
     if flat.storage_offset() * flat.element_size() % 8 or not flat.is_contiguous():
         flat = flat.clone()

@@ -13,7 +13,7 @@ from flatshard._tensor.shard_values import (
     same_cuts,
     tensors_in,
 )
-from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.sharded_tensor import ShardedTensor, contiguous_stride
 
 # They write their first argument and do not read it.
 _OVERWRITING = {
@@ -42,7 +42,7 @@ class Traits:
         self.overwrites = self.name in _OVERWRITING
 
     def bind(self, args, kwargs):
-        """All arguments by name."""
+        """Returns all arguments by name."""
         return {**self.defaults, **dict(zip(self.arguments, args)), **kwargs}
 
 
@@ -53,7 +53,7 @@ traits_of = functools.lru_cache(maxsize=None)(Traits)
 
 
 def replaced(value, replace):
-    """`value` with `replace(tensor)` for each tensor in it."""
+    """Returns `value` with `replace(tensor)` for each tensor in it."""
     if isinstance(value, torch.Tensor):
         return replace(value)
     if isinstance(value, (list, tuple)) and any(True for _ in tensors_in(value)):
@@ -73,7 +73,8 @@ def call(func, traits, args, kwargs, replace):
 
 
 def values_for(traits, args, kwargs):
-    """The values of an operation's arguments; plain ones are equal on all ranks.
+    """Returns the values of an operation's arguments; plain ones are equal on all
+    ranks.
 
     Raises:
         PlainMeetsShards: they are not.
@@ -104,7 +105,7 @@ def named(traits, args, kwargs, name):
 
 
 def on_whole(func, traits, args, kwargs):
-    """The rule that is always right: on each rank the whole operation."""
+    """Runs the whole operation on each rank, which is always right."""
     values = values_for(traits, args, kwargs)
     written = {}  # id of a value: of which tensor
 
@@ -149,6 +150,8 @@ def as_rows(local, reference):
     if not local.is_contiguous():
         local = local.contiguous()
     spec = reference._spec
+    if spec.tensor_meta == (shape, contiguous_stride(shape), local.dtype):
+        return reference.beside(local)
     return ShardedTensor.of_rows(local, spec.mesh, spec.placements, shape)
 
 

@@ -17,7 +17,7 @@ from flatshard._tensor.shard_values import (
 
 
 def cut_as(tensor, gradient):
-    """`tensor.grad`, with the cuts of `tensor`. Not collective."""
+    """Returns `tensor.grad`, with the cuts of `tensor`. Not collective."""
     if not is_cut(tensor):
         return gradient
     if isinstance(gradient, DTensor):
@@ -30,7 +30,7 @@ def cut_as(tensor, gradient):
 
 
 def cut_all(inputs, gradients):
-    """The results of torch.autograd.grad. Collective where cuts differ."""
+    """Returns the results of torch.autograd.grad. Collective where cuts differ."""
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
     return tuple(
         gradient

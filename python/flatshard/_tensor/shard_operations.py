@@ -25,7 +25,7 @@ from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
 
-# Element by element besides those that torch's tag names.
+# Operations element by element, in addition to those that torch's tag names.
 _POINTWISE = {
     *("copy_", "fill", "fill_", "zero_", "masked_fill_", "_to_copy", "leaky_relu"),
     *("leaky_relu_", "leaky_relu_backward", "hardtanh", "hardtanh_", "hardswish"),
@@ -57,7 +57,7 @@ def rules_of(func):
 
 
 def _rules(func, traits):
-    """The ways to compute `func`, of which the first takes it that can."""
+    """Returns the ways to compute `func`, of which the first takes it that can."""
     if "c10d" in func.namespace:
         yield _refuse_collective
     if func.namespace != "aten":

@@ -16,7 +16,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
 def run(func, traits, args, kwargs):
-    """The rule for operations that draw random numbers."""
+    """Runs operations that draw random numbers."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     first = shards[0]
     generator = traits.bind(args, kwargs).get("generator")

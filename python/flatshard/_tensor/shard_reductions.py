@@ -16,7 +16,7 @@ from flatshard._tensor.told_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, 
 
 
 def run(func, traits, args, kwargs):
-    """The rule for reductions over rows that combine results of the ranks' rows."""
+    """Runs reductions over rows, which combine results of the ranks' rows."""
     if traits.name not in _REDUCTIONS:
         return NotImplemented
     source = args[0]
@@ -44,7 +44,7 @@ def run(func, traits, args, kwargs):
 
 
 def gathered(part, mesh, dim):
-    """[ranks, ...] `part` of each rank along the mesh dimension. Collective."""
+    """Returns [ranks, ...] `part` of each rank along the mesh dimension. Collective."""
     group = mesh.get_group(dim)
     home = part.device
     part = part.to(mesh.device_type).contiguous()

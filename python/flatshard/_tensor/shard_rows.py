@@ -176,7 +176,7 @@ def like(func, traits, args, kwargs):
 
 
 def new_values(func, traits, args, kwargs):
-    """In the shape of a shard it has its rows; in another one it is whole."""
+    """In the shape of a shard it has its rows. In another one it is whole."""
     source, size, *others = args
     if is_cut(source) and tuple(size) == tuple(source.shape):
         local = source._local_tensor

@@ -12,7 +12,7 @@ from flatshard._tensor.same_values import digest
 
 
 def tensors_in(value):
-    """The tensors inside arguments."""
+    """Returns the tensors inside arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -24,7 +24,7 @@ def tensors_in(value):
 
 
 def row_dim(tensor):
-    """The mesh dimension over which the rows of a DTensor are cut, or None."""
+    """Returns the mesh dimension over which the rows of a DTensor are cut, or None."""
     for dim, placement in enumerate(tensor._spec.placements):
         if isinstance(placement, RowShard):
             return dim
@@ -41,7 +41,7 @@ def is_cut(tensor):
 
 
 def is_whole(tensor):
-    """Whether each rank has all values of a DTensor."""
+    """Returns whether each rank has all values of a DTensor."""
     return all(placement.is_replicate() for placement in tensor._spec.placements)
 
 
@@ -67,7 +67,8 @@ def own_span(tensor):
 
 
 def gather(tensor):
-    """The whole value of a tensor that is cut, strided as the tensor. Collective."""
+    """Returns the whole value of a tensor that is cut, strided as the tensor.
+    Collective."""
     dim = row_dim(tensor)
     placement = tensor._spec.placements[dim]
     whole = placement.gather(tensor._local_tensor, tensor._spec.mesh, dim)

@@ -51,7 +51,7 @@ setattr(ShardedView, "__slots__", DTensor.__slots__)
 
 
 def run(func, traits, args, kwargs):
-    """The rule for operations that return views."""
+    """Runs operations that return views."""
     source = args[0]
     if isinstance(source, ShardedView):
         base, frame = source.base, source.frame

@@ -1,8 +1,8 @@
 """How a shard is shown to PyTorch: a DTensor that has the places where it was cut.
 
-A flat layout cuts a parameter between any two rows, so the ranks' pieces have
-different lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on
-a ``ShardedTensor``; this file has the functions that do not reach it.
+A flat layout cuts a parameter between any two rows, so the ranks' pieces have different
+lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on a
+``ShardedTensor``. This file has the functions that do not reach it.
 """
 
 import functools
@@ -34,7 +34,6 @@ from flatshard._tensor.writes import writes
 from flatshard.torch_versions import plain_attributes, tree_map
 
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
-_grad = torch.Tensor.grad
 
 
 class ShardedTensor(WatchedTensor):
@@ -48,7 +47,7 @@ class ShardedTensor(WatchedTensor):
 
     @staticmethod
     def wrap(local, mesh, placements, shape, requires_grad=False):
-        """A view: writes to it are writes to `local`.
+        """Returns a view: writes to it are writes to `local`.
 
         Args:
             local: [rows of this rank, ...] tensor.
@@ -93,10 +92,7 @@ class ShardedTensor(WatchedTensor):
     @classmethod
     def _compute(cls, function, name, args, kwargs):
         if name == "__get__" or (name == "__set__" and args[1] is None):
-            result = function(*args)
-            if function.__self__ is _grad and result is not None:
-                return shard_gradients.cut_as(args[0], result)
-            return result
+            return function(*args)
         if function is unscale:
             return unscale_gradients(*args)
         if function is torch.autograd.grad:
@@ -191,7 +187,8 @@ class ShardedTensor(WatchedTensor):
         return own_rows(tensor.to(self._local_tensor.device), self)
 
     def like(self, tensor):
-        """The DTensor `tensor`, with as many rows, cut as this one is. Collective."""
+        """Returns the DTensor `tensor`, with as many rows, cut as this one is.
+        Collective."""
         return ShardedTensor.wrap(
             self.rows_of(tensor),
             self.device_mesh,
@@ -200,7 +197,7 @@ class ShardedTensor(WatchedTensor):
         )
 
 
-# It has no slots of its own: DTensor's class has to be assignable to it. But DCP's
+# It has no additional slots: DTensor's class has to be assignable to it. But DCP's
 # staging, which copies a tensor slot by slot, asks the type for them.
 setattr(ShardedTensor, "__slots__", DTensor.__slots__)
 
@@ -250,8 +247,8 @@ _ELEMENTWISE = {
 
 
 def _of_elements(function, name, args, kwargs):
-    """The result from local tensors, where all are cut alike; else None. The way
-    through operations costs the host twice as much."""
+    """Returns the result from local tensors, where all are cut alike; else None. The
+    way through operations costs the host twice as much."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or isinstance(function, _OPERATION):
         return None  # an operation of somebody else may have any name
@@ -286,16 +283,17 @@ def _updates_lists(function):
 
 
 def _pieces(args):
-    """The arguments' local tensors, for a function to whose result they suffice; None
-    for another one. The way through operations costs the host ten times as much."""
+    """Returns the arguments' local tensors, for a function to whose result they
+    suffice; None for another one. The way through operations costs the host ten times
+    as much."""
     first = args[0]
     pieces = [[_piece(tensor) for tensor in first]]
     if any(piece is None for piece in pieces[0]):
         return None
     for value in args[1:]:
         if isinstance(value, (list, tuple)) and len(value) == len(first):
-            value = [_piece_beside(a, b) for a, b in zip(first, value)]
-            if any(piece is None for piece in value):
+            value = _pieces_beside(first, value)
+            if value is None:
                 return None
         elif isinstance(value, torch.Tensor):
             value = _piece_beside(None, value)
@@ -305,6 +303,24 @@ def _pieces(args):
     return pieces
 
 
+def _pieces_beside(references, values):
+    """The operands that meet the local tensors of `references`, or None."""
+    # An optimizer's gradients and states have the specs of their parameters. Its counts
+    # of steps are numbers.
+    if values and type(values[0]) is torch.Tensor:
+        pieces = [b for b in values if type(b) is torch.Tensor and not b.dim()]
+    else:
+        pieces = [
+            b._local_tensor
+            for a, b in zip(references, values)
+            if type(a) is type(b) is ShardedTensor and a._spec is b._spec
+        ]
+    if len(pieces) == len(values):
+        return pieces
+    pieces = [_piece_beside(a, b) for a, b in zip(references, values)]
+    return None if any(piece is None for piece in pieces) else pieces
+
+
 def _piece(tensor):
     if type(tensor) is ShardedTensor:
         return tensor._local_tensor
@@ -312,8 +328,8 @@ def _piece(tensor):
 
 
 def _piece_beside(reference, value):
-    """The operand that meets the local tensor of `reference`; None when that is not
-    clear."""
+    """Returns the operand that meets the local tensor of `reference`; None when that is
+    not clear."""
     if not isinstance(value, torch.Tensor):
         return value
     if not isinstance(value, DTensor):
@@ -335,9 +351,9 @@ def _piece_beside(reference, value):
 
 
 def _has_activations(arguments):
-    """Whether shards meet plain tensors with a history, which are this rank's. An
-    attempt to compute with both would save tensors for the backward, which a checkpoint
-    counts."""
+    """Returns whether shards meet plain tensors with a history, which are this rank's.
+    An attempt to compute with both would save tensors for the backward, which a
+    checkpoint counts."""
     return any(
         tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
         for tensor in tensors_in(arguments)
@@ -345,7 +361,8 @@ def _has_activations(arguments):
 
 
 def _unsharded(arguments):
-    """`arguments` with unsharded parameters in place of shards, where their units stay
+    """Returns `arguments` with unsharded parameters in place of shards, where their
+    units stay
     unsharded after their forwards: a head that is called after its model's forward. Else
     None."""
     shards = [t for t in tensors_in(arguments) if isinstance(t, ShardedTensor)]
@@ -359,7 +376,8 @@ def _unsharded(arguments):
 
 
 def _used_outside(function, args, kwargs):
-    """The error of a module that computes with a parameter that is not gathered."""
+    """Returns the error of a module that computes with a parameter that is not
+    gathered."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     place = next((place for s in shards if (place := unit_of(s))), None)
     what, unit = "a sharded tensor", "its unit"

@@ -124,7 +124,8 @@ class TensorParallel:
 
 
 def _joined(first, second):
-    """The mesh of the dimensions of both; None where they are not of one mesh."""
+    """Returns the mesh of the dimensions of both; None where they are not of one
+    mesh."""
     try:
         mesh = joined_meshes([first, second])
     except RuntimeError:
@@ -150,7 +151,8 @@ class _Shown(torch.autograd.Function):
 
 
 def plain_value(tensor):
-    """The tensor of a parameter that the core shards: of a DTensor, this rank's part."""
+    """Returns the tensor of a parameter that the core shards: of a DTensor, this rank's
+    part."""
     return tensor._local_tensor if is_tensor_parallel(tensor) else tensor.detach()
 
 

@@ -9,7 +9,7 @@ unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def unscale_gradients(gradients, found_inf, inverse_scale):
-    """The operation that GradScaler runs on gradients. All ranks get the same
+    """Runs the operation of GradScaler on gradients. All ranks get the same
     `found_inf`.
 
     DTensor asks the first gradient alone over which ranks to agree, and takes no plain

@@ -8,11 +8,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.meta_shards import of_meta, where_it_is
+from flatshard._tensor.shard_gradients import cut_as
 from flatshard._tensor.shard_values import base_of
 from flatshard._tensor.told_collectives import told
 from flatshard.torch_versions import has_dispatch_mode, plain_attributes
 
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
+_get_grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+# Calls a function as if the tensors were of no subclass.
+_plainly = DTensor.__torch_function__
 
 
 class WatchedTensor(DTensor):
@@ -25,8 +29,34 @@ class WatchedTensor(DTensor):
 
     __slots__ = ()
 
+    # Optimizers and zero_grad() ask these of each parameter in each step.
+    # __torch_function__ takes ten times as long.
+
+    is_sparse = False
+
+    @property
+    def grad(self):
+        found = _plainly(_get_grad, (), (self,))
+        if found is None or getattr(found, "_spec", None) is self._spec:
+            return found
+        with plain_attributes():
+            return cut_as(self, found)
+
+    @grad.setter
+    def grad(self, value):
+        if value is None:
+            _plainly(_set_grad, (), (self, None))
+        else:
+            _set_grad(self, value)
+
+    @grad.deleter
+    def grad(self):
+        _plainly(_set_grad, (), (self, None))
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.is_complex:  # as above
+            return _plainly(function, types, args, kwargs or {})
         if function == _set_data:
             # It would replace the wrapper's data, which nobody reads.
             with torch.no_grad():

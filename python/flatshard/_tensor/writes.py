@@ -48,7 +48,8 @@ class Writes:
                 self.note_unit(unit)
 
     def note_look(self, tensor):
-        """Somebody gets a plain tensor that shares the memory of `tensor`."""
+        """Notes that somebody gets a plain tensor that shares the memory of
+        `tensor`."""
         unit = self._unit_of(tensor)
         if unit is not None:
             unit.num_looks += 1
@@ -87,7 +88,7 @@ class Writes:
                 self.note_unit(unit)
 
     def note_unit(self, unit):
-        """Somebody wrote parameters of this unit, or made them anew."""
+        """Notes that somebody wrote parameters of this unit, or made them anew."""
         unit.num_writes += 1
         self.single += 1
 

@@ -36,7 +36,7 @@ from flatshard.checkpoint.optimizer_state import (
 from flatshard.optim import AdamW
 from flatshard.torch_versions import buffers_of, persistent_buffers
 
-_OPTIMIZER = "optimizer"  # our own text in the manifest
+_OPTIMIZER = "optimizer"  # Flatshard's text in the manifest
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Saved:
         return self._step
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not. Does not block."""
+        """Returns whether the save has ended, well or not. Does not block."""
         self._writer.collect()
         return self._result is not None
 

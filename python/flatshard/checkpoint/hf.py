@@ -163,7 +163,7 @@ class _Experts:
 
 
 def _source(tensors, model, names, rename):
-    """Where the values of the parameter with these names are; None: nowhere."""
+    """Returns where the values of the parameter with these names are; None: nowhere."""
     for name in names:
         for candidate in _names_in_folder(model, name, rename):
             if candidate in tensors:
@@ -261,7 +261,7 @@ def _parameters_on_meta():
 
 
 def _kind(model):
-    """The class that the model had before fully_shard."""
+    """Returns the class that the model had before fully_shard."""
     classes = type(model).__mro__
     return classes[classes.index(FSDPModule) + 1 if FSDPModule in classes else 0]
 

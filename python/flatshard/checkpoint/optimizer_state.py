@@ -27,8 +27,9 @@ def core_optimizer(root, optimizer, states):
 
 
 def states_of(root, optimizer):
-    """The optimizer's state by unit and parameter: {name: local tensor}, and how often
-    the parameter was updated (1 where the optimizer does not count). A unit counts
+    """Returns the optimizer's state by unit and parameter: {name: local tensor}, and
+    how often the parameter was updated (1 where the optimizer does not count). A unit
+    counts
     once: a parameter that was updated less often has the unit's number, and zeros
     without a state.
 

@@ -35,7 +35,7 @@ def quantize(
     scales: torch.Tensor | None = None,
     nonfinite: str = "propagate",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plane of `tensor`: FP8 data, and the scales that it is multiplied by.
+    """Returns a plane of `tensor`: FP8 data, and the scales that it is multiplied by.
 
     `data` is `tensor / scale` rounded to nearest, ties to even. A larger value becomes
     the format's largest number. Given [outer, inner], the tensor's shape for axis "row"
@@ -56,8 +56,8 @@ def quantize(
         tensor: [rows, columns] float32 or bfloat16, on the CPU or a GPU.
         recipe: one of the table.
         axis: along what a product will sum. "row": the elements of a row, as the
-            forward pass does with a weight [out, in]. "column": those of a column,
-            as the gradient of the input does.
+            forward pass does with a weight [out, in]. "column": the elements of a
+            column, as the gradient of the input does.
         rounding: of scales that are powers of two. "up": none of a block's values
             saturates (arXiv:2506.08027). "floor": OCP MX 1.0, section 6.3.
         format: "e4m3", or "e5m2" for gradients.
@@ -137,7 +137,7 @@ def dequantize(
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a float32 or bfloat16 tensor: float32 [].
+    """Returns the largest magnitude of a float32 or bfloat16 tensor: float32 [].
 
     NaN when there is one. Over ranks reduce `amax(t).view(torch.int32)` with MAX:
     bits of magnitudes order as magnitudes do, and NaN comes last.
@@ -154,7 +154,8 @@ def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def transpose(data: torch.Tensor) -> torch.Tensor:
-    """The contiguous transpose of a tensor [rows, columns] whose elements are bytes."""
+    """Returns the contiguous transpose of a tensor [rows, columns] whose elements are
+    bytes."""
     _check_plain("data", data)
     return _C.float8_transpose(data)
 

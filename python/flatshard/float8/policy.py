@@ -35,9 +35,8 @@ class Float8Policy:
         column_plane: where the weights that the backward reads come from. "derived":
             made of the rows on each rank; "stored": quantized from the main weights and
             all-gathered, for rowwise and mxfp8. "auto": derived.
-        gather_parts: what a recomputation all-gathers. "unit": the rows of the whole
-            unit;
-            "recomputed": those of the layers that it runs; "module": layer by layer
+        gather_parts: the rows that a recomputation all-gathers. "unit": of the whole
+            unit; "recomputed": of the layers that it runs; "module": layer by layer
             always.
         keep_column_plane: the weights that the backward reads stay unsharded after it,
             until the weights change: backwards of later microbatches neither all-gather
@@ -117,7 +116,7 @@ def check_policy(fp8):
 
 
 def choose_weights(fp8, found, param_dtype, device):
-    """Why each parameter is not FP8; "" for those that are.
+    """Returns why each parameter is not FP8; "" for those that are.
 
     Args:
         fp8: Float8Policy or None.
@@ -127,8 +126,7 @@ def choose_weights(fp8, found, param_dtype, device):
 
     Raises:
         ValueError: FP8 together with another dtype than bfloat16, a recipe that the GPU
-            does
-            not multiply, or a weight that module_filter_fn chose and that cannot be FP8.
+            does not multiply, or a chosen weight that cannot be FP8.
     """
     if fp8 is None:
         return ["its unit has no fp8"] * len(found)

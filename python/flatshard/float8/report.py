@@ -43,7 +43,7 @@ class Float8Report:
 
 
 def describe(model: nn.Module) -> Float8Report:
-    """Which parameters of a sharded model are FP8, and why the others are not.
+    """Reports which parameters of a sharded model are FP8, and why the others are not.
 
     Args:
         model: a module that fully_shard wrapped, or one that holds such.

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's names for those who come from there.
+"""Megatron-FSDP's names for its users.
 
     megatron_fsdp                   flatshard.megatron (first version)
     megatron_fsdp.experimental      flatshard.megatron.v2

@@ -27,7 +27,7 @@ class FullyShardFP8Policy:
 
 
 def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
-    """The Float8Policy that these ask for; None: no FP8.
+    """Returns the Float8Policy that these ask for; None: no FP8.
 
     Args:
         policy: Megatron's MixedPrecisionPolicy.

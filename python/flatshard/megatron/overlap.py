@@ -1,15 +1,15 @@
 """Megatron-FSDP's names for schedules that run modules in pieces.
 
-The table of hooks in the description of its 1F1B support, and what each is here:
+The hooks of its 1F1B support, and what each is here:
 
     _replace_param_with_raw_if_needed   from here on calls of sub-modules count
     _pre_forward_param_unshard          the first sub-module of a unit that is called
     post_forward_release_module         BackwardPass.end_forward
     pre_backward                        opens the backward of the forward that ran
-    _pre_backward_param_unshard         the first sub-module of a unit that gets a
-    gradient post_backward_release_module        BackwardPass.end_backward post_backward
-    leaves the backward: reduces what is left _process_post_backward_gradients    by the
-    core, for each parameter; nothing to call
+    _pre_backward_param_unshard         the first sub-module of a unit with a gradient
+    post_backward_release_module        BackwardPass.end_backward
+    post_backward                       leaves the backward: reduces what is left
+    _process_post_backward_gradients    by the core; nothing to call
 """
 
 import weakref
@@ -81,7 +81,7 @@ class ScheduleHooks:
             interleaved: False: no other forward begins before its post_backward.
 
         Returns:
-            The BackwardPass, for late weight gradients.
+            Returns the BackwardPass, for delayed weight gradients.
         """
         if self._backward is not None:
             raise RuntimeError(
@@ -97,7 +97,7 @@ class ScheduleHooks:
         which.end_backward(module)
 
     def post_backward(self):
-        """The backward is over: reduces what is not reduced yet."""
+        """Ends the backward: reduces what is not reduced yet."""
         which = self._microbatch(self._backward, "post_backward")
         self._backward = None
         which.close()
@@ -153,52 +153,49 @@ class ScheduleHooks:
         return which
 
 
-class _Microbatch:
-    """A BackwardPass with the modules that have not ended."""
+class _Microbatch(BackwardPass):
+    """A pass whose modules begin once, and end with it at the latest."""
 
     def __init__(self, root, module):
-        self._pass = BackwardPass(root, True, True)
+        super().__init__(root, True, True)
         self._root_module = weakref.ref(module)
         self._in_forward, self._ran = [], []
         self._in_backward, self._ended = [], []
         self.begin_forward(module)
 
-    def begin_forward(self, unit):
-        if unit not in self._ran:
-            self._pass.begin_forward(unit)
-            self._ran.append(unit)
-            self._in_forward.append(unit)
+    def begin_forward(self, module):
+        if module not in self._ran:
+            super().begin_forward(module)
+            self._ran.append(module)
+            self._in_forward.append(module)
 
-    def end_forward(self, unit):
-        self._pass.end_forward(unit)
-        self._in_forward.remove(unit)
+    def end_forward(self, module):
+        super().end_forward(module)
+        self._in_forward.remove(module)
 
     def open(self, is_last, interleaved):
         while self._in_forward:
             self.end_forward(self._in_forward[-1])
-        self._pass.is_last, self._pass.interleaved = is_last, interleaved
-        self._pass.__enter__()
+        self.is_last, self.interleaved = is_last, interleaved
+        self.__enter__()
         self.begin_backward(self._root_module())
-        return self._pass
+        return self
 
-    def begin_backward(self, unit):
-        if unit not in self._in_backward and unit not in self._ended:
-            self._pass.begin_backward(unit)
-            self._in_backward.append(unit)
+    def begin_backward(self, module):
+        if module not in self._in_backward and module not in self._ended:
+            super().begin_backward(module)
+            self._in_backward.append(module)
 
-    def end_backward(self, unit):
-        if unit in self._in_backward:  # else none of it got a gradient
-            self._in_backward.remove(unit)
-            self._ended.append(unit)
-            self._pass.end_backward(unit)
-
-    def give_up(self):
-        self._pass.give_up()
+    def end_backward(self, module):
+        if module in self._in_backward:  # else none of it got a gradient
+            self._in_backward.remove(module)
+            self._ended.append(module)
+            super().end_backward(module)
 
     def close(self):
         while self._in_backward:
             self.end_backward(self._in_backward[-1])
-        self._pass.__exit__(None, None, None)
+        self.__exit__(None, None, None)
 
 
 def add_hooks(module, units, fine_grained):

@@ -1,5 +1,5 @@
-"""Translates Megatron-FSDP's dtypes, in both versions, to those of
-flatshard.fully_shard."""
+"""Translates Megatron-FSDP's dtypes, in both versions, to flatshard.fully_shard's
+dtypes."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -66,8 +66,8 @@ class FullyShardMixedPrecisionPolicy(MixedPrecisionPolicy):
 
 @contextlib.contextmanager
 def main_dtype(unit, policy):
-    """The unit's own parameters in the main dtype, and the policy that computes in
-    the dtype that they had. After an exception they have their dtype again."""
+    """Returns the unit's own parameters in the main dtype, and the policy that computes
+    in the dtype that they had. After an exception they have their dtype again."""
     own = {
         p
         for m in unit.modules()

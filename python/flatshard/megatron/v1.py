@@ -93,22 +93,22 @@ def fully_shard_model(
         calculate_per_token_loss: gradients are summed, and the program divides.
         cuda_graph_mode: True: fully_shard's cuda_graph for the units of
             fsdp_unit_modules.
-        keep_fp8_transpose_cache: of mixed_precision_policy's FP8 weights, those of the
-            units of fsdp_unit_modules: what the backward reads stays gathered until the
-            weights change.
+        keep_fp8_transpose_cache: for mixed_precision_policy's FP8 weights in the units of
+            fsdp_unit_modules: the planes that the backward reads stay gathered until
+            the weights change.
         enable_fine_grained_param_gather: True: schedules may call sub-modules of units;
             after `_replace_param_with_raw_if_needed()` each reports that its unit is
             needed, in the forward and in the backward (see flatshard.megatron.overlap).
             Of FP8 weights True gathers one layer at a time, False whole units, and
             None whole units but for recomputations. Others are gathered by units.
         expt_device_mesh: over which experts are sharded, whose parameters have
-            allreduce = False: its dimensions dp_outer_dim and dp_shard_dim, or all but tp_dim if it has none
-            of the name. It and device_mesh are of one mesh: mesh["edp"], and
-            mesh["edp", "ep"]._flatten("dp"). Parameters of experts that are DTensors over
-            its tp_dim have parts of the experts' width (expert tensor parallelism).
-        expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of the ranks of the dimension
-            that shards experts, and of all of expt_device_mesh. Gathers have
-            communicators of their own anyway.
+            allreduce = False: its dimensions dp_outer_dim and dp_shard_dim, or all but
+            tp_dim if it has none of the name. It and device_mesh are of one mesh:
+            mesh["edp"], and mesh["edp", "ep"]._flatten("dp"). Parameters of experts
+            that are DTensors over its tp_dim have parts of the experts' width (expert
+            tensor parallelism). expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of
+            the ranks of the dimension that shards experts, and of all of
+            expt_device_mesh. Gathers have separate communicators anyway.
         grads_in_place: of flatshard.ShardOptions, for all modules but experts;
             Megatron-FSDP
             has no such argument. Such nn.Linear can put weight gradients off.

@@ -41,7 +41,7 @@ def expert_parallel(
 
     Rank r of `ep_mesh` keeps experts [r * n, (r + 1) * n), n = experts / ranks, of the
     3-D parameters `gate_up_proj` and `down_proj`. transformers 4 has a list of experts
-    instead; they are stacked, and get version 5's names. Routers, auxiliary losses and
+    instead. They are stacked, and get version 5's names. Routers, auxiliary losses and
     the configuration are as before. On several ranks the host waits in each layer's
     forward for the number of rows. Gradients have no second derivative.
 
@@ -147,7 +147,7 @@ def _spread(module, ep_mesh, overlap, copy_engines):
     module.num_experts = n
     module._flatshard_exchange = exchange
     module._flatshard_overlap = overlap
-    module.__class__ = _spread_class(type(module))
+    module.__class__ = _with_base(_Spread, type(module))
 
 
 # One for layers of as many experts: their tokens share its stream. All ranks make the
@@ -220,7 +220,8 @@ def _is_swiglu(experts):
 
 
 def _experts_of_rows(routed):
-    """[num_received, 1]: the expert of each row, as transformers' forward takes it."""
+    """Returns [num_received, 1]: the expert of each row, as transformers' forward takes
+    it."""
     ends = routed.ends
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     experts = torch.arange(len(ends), device=ends.device)
@@ -242,17 +243,13 @@ class _CutRouter:
 def _cut_logits(block):
     """Cuts the logits of version 5, since blocks of version 4 do it themselves."""
     if not isinstance(block, _StackedBlock):
-        block.gate.__class__ = _cut_router_class(type(block.gate))
+        block.gate.__class__ = _with_base(_CutRouter, type(block.gate))
 
 
 @functools.lru_cache(maxsize=None)
-def _cut_router_class(cls):
-    return type(cls.__name__, (_CutRouter, cls), {"__module__": cls.__module__})
-
-
-@functools.lru_cache(maxsize=None)
-def _spread_class(cls):
-    return type(cls.__name__, (_Spread, cls), {"__module__": cls.__module__})
+def _with_base(base, cls):
+    """`cls` with the methods of `base` before its own."""
+    return type(cls.__name__, (base, cls), {"__module__": cls.__module__})
 
 
 # -- transformers 4 --------------------------------------------------------------------
@@ -296,7 +293,7 @@ def _stack(block):
         stacked = StackedExperts(torch.cat([gate, up], 1), down, experts[0].act_fn)
     stacked.requires_grad_(trains == {True})
     block.experts = stacked
-    block.__class__ = _stacked_class(type(block))
+    block.__class__ = _with_base(_StackedBlock, type(block))
 
 
 class _StackedBlock:
@@ -312,16 +309,10 @@ class _StackedBlock:
             shared = F.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
         weights = F.softmax(logits, dim=1, dtype=torch.float)
         weights, chosen = torch.topk(weights, self.top_k, dim=-1)
-        if self._normalizes or getattr(self, "norm_topk_prob", False):
+        if _LISTS[type(self).__name__] or getattr(self, "norm_topk_prob", False):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         rows = self.experts(rows, chosen, weights.to(rows.dtype))
         rows = rows if shared is None else rows + shared
         if (schedule := running()) is not None:
             logits = schedule.cut_logits(logits)
         return rows.view(hidden_states.shape), logits
-
-
-@functools.lru_cache(maxsize=None)
-def _stacked_class(cls):
-    members = {"__module__": cls.__module__, "_normalizes": _LISTS[cls.__name__]}
-    return type(cls.__name__, (_StackedBlock, cls), members)

@@ -30,14 +30,14 @@ from flatshard.moe.overlap_parts import (
     without_checkpoint,
 )
 
-# Names of nodes, by which late weight gradients are found.
+# The names of nodes, by which delayed weight gradients are found.
 _NODES = {"attend": 0, "experts": 1}
 
 _running = None
 
 
 def running():
-    """The schedule whose forward runs, or None."""
+    """Returns the schedule whose forward runs, or None."""
     return _running
 
 
@@ -48,9 +48,9 @@ def overlap_microbatches(
     *,
     delay_wgrad: bool = False,
 ) -> list[torch.Tensor]:
-    """Forward and backward of a step's microbatches by the 1F1B schedule.
+    """Runs forward and backward of a step's microbatches by the 1F1B schedule.
 
-    The gradients, and the losses, are bitwise those of
+    The gradients, and the losses, are bitwise equal to the results of
 
         for n, microbatch in enumerate(microbatches):
             model.set_requires_all_reduce(n + 1 == len(microbatches))
@@ -171,7 +171,7 @@ class _Schedule:
         return loss.detach()
 
     def run(self, module, function, args, kwargs):
-        """function(*args, **kwargs), the forward of a wrapped module."""
+        """Returns function(*args, **kwargs), the forward of a wrapped module."""
         mine, policy = self._now, state_of(module).mp_policy
         if mine is None:
             raise RuntimeError(
@@ -241,16 +241,14 @@ class _Schedule:
 
     def dispatch(self, x, row_weights):
         """Works as RoutedTokens.dispatch, with leaves as results."""
-        mine, number = self._now, self._now.current
-        layer = mine.layers[number]
+        layer = self._now.layers[self._now.current]
         # The view ends the graph here, in its place among the uses of x.
         layer.sent = [x.view_as(x), row_weights]
-        self._reach_exchange(mine, number, "dispatch")
-        transfer = layer.routed.start_dispatch([t.detach() for t in layer.sent])
-        self._reach_exchange(mine, number, "experts")
+        rows = self._exchanged(
+            "dispatch", "experts", layer.routed.start_dispatch, layer.sent
+        )
         layer.arrived = [
-            new.detach().requires_grad_(t.requires_grad)
-            for new, t in zip(transfer.wait(), layer.sent)
+            new.requires_grad_(t.requires_grad) for new, t in zip(rows, layer.sent)
         ]
         return layer.arrived
 
@@ -261,19 +259,27 @@ class _Schedule:
         layer.expert_rows = rows
         if not self._again and not self._reads_last[number]:
             self._end_forward(mine, number)
-        self._reach_exchange(mine, number, "combine")
-        transfer = layer.routed.start_combine([rows.detach()])
-        self._reach_exchange(mine, number, "merge")
-        layer.back = transfer.wait()[0].detach().requires_grad_()
+        (back,) = self._exchanged(
+            "combine", "merge", layer.routed.start_combine, [rows]
+        )
+        layer.back = back.requires_grad_()
         return layer.back
+
+    def _exchanged(self, node, reader, start, rows):
+        """Returns what arrives, where `reader` needs it."""
+        made = self._now.layers[self._now.current].routed.queued()
+        self._reach_node(node)
+        transfer = start([t.detach() for t in rows], made)
+        self._reach_node(reader)
+        return [t.detach() for t in transfer.wait()]
+
+    def _reach_node(self, node):
+        if not self._again:
+            self._reach(("F", self._now.number, self._now.current, node))
 
     def _end_forward(self, mine, number):
         mine.layers[number].ended = True
         mine.steps.end_forward(self._layers[number])
-
-    def _reach_exchange(self, mine, number, node):
-        if not self._again:
-            self._reach(("F", mine.number, number, node))
 
     def cut_logits(self, logits):
         """Returns the router's logits for an auxiliary loss that reads them after the
@@ -300,30 +306,31 @@ class _Schedule:
         layer = self._begin(mine, number)
         # The gradient of the tokens comes with attend's as well, since its weights and
         # residual are there.
-        (layer.transfer,) = torch.autograd.grad(
-            layer.output, layer.back, layer.result.grad, retain_graph=True
+        layer.to_send(
+            torch.autograd.grad(
+                layer.output, layer.back, layer.result.grad, retain_graph=True
+            )
         )
 
     def _combine_backward(self, mine, number):
         layer = mine.layers[number]
-        layer.transfer = layer.routed.start_dispatch([layer.transfer])
+        layer.send(layer.routed.start_dispatch)
 
     def _experts_backward(self, mine, number):
         layer = mine.layers[number]
         (grad,) = layer.transfer.wait()
         with self._delayed(mine, "experts"):
             _backward([(layer.expert_rows, grad)])
-        layer.expert_rows = None
+        # All ranks compute gradients of the same tensors, also ranks without rows.
+        layer.to_send(
+            torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
+            for t in layer.arrived
+        )
+        layer.expert_rows = layer.arrived = None
 
     def _dispatch_backward(self, mine, number):
         layer = mine.layers[number]
-        # All ranks compute gradients of the same tensors, also ranks without rows.
-        grads = [
-            torch.zeros_like(t) if t.requires_grad and t.grad is None else t.grad
-            for t in layer.arrived
-        ]
-        layer.transfer = layer.routed.start_combine(grads)
-        layer.arrived = None
+        layer.send(layer.routed.start_combine)
 
     def _attend_backward(self, mine, number):
         layer = self._begin(mine, number)
@@ -378,7 +385,7 @@ class _Schedule:
 
 
 def _backward(ends):
-    """One run of the engine from the (tensor, gradient)s that need one and have one."""
+    """Runs the engine once from the (tensor, gradient)s that need one and have one."""
     ends = [(t, g) for t, g in ends if t.requires_grad and g is not None]
     if ends:
         torch.autograd.backward(*zip(*ends))

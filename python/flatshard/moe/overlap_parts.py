@@ -20,9 +20,17 @@ class Layer:
         self.sent = self.arrived = None  # [tokens or rows, their weights]
         self.expert_rows = self.back = None
         self.logits = None  # (the router's, the leaf that others read)
-        self.transfer = None  # RowTransfer, or the gradients that it takes
+        self.gradients = None  # (those that the next exchange takes, when made)
+        self.transfer = None  # RowTransfer
         self.again = self.forward = None  # Again, and what it runs
         self.ended = self.began = False  # forward, backward
+
+    def to_send(self, gradients):
+        """All of them are queued: the exchange waits for nothing after them."""
+        self.gradients = list(gradients), self.routed.queued()
+
+    def send(self, start):
+        self.transfer, self.gradients = start(*self.gradients), None
 
     def forget(self):
         """Drops the results of its forward, except what others read."""
@@ -59,8 +67,8 @@ class Again:
         )
 
     def run(self, function):
-        """function(), whose calls nobody records: transformers collects what layers
-        give in a variable of the context."""
+        """Returns function(), whose calls nobody records: transformers collects what
+        layers give in a variable of the context."""
         return contextvars.Context().run(self._run, function)
 
     def _run(self, function):
@@ -136,7 +144,7 @@ def outside_of_autocast(device):
 
 
 def is_cut(layer):
-    """It exchanges tokens."""
+    """Returns whether it exchanges tokens."""
     return any(getattr(m, "_flatshard_overlap", False) for m in layer.modules())
 
 
@@ -153,7 +161,8 @@ def reads_after_experts(layer):
 
 
 def find_layers(model):
-    """The decoder layers, in order: the elements of the list that has the experts."""
+    """Returns the decoder layers, in order: the elements of the list that has the
+    experts."""
     found = next(
         (
             list(module)

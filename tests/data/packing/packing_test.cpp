@@ -25,7 +25,7 @@ PackingOptions packing_of(std::int64_t seq_len, std::int64_t max_documents) {
       .max_documents = max_documents};
 }
 
-/// The begins of documents with so many tokens.
+/// Returns the begins of documents with so many tokens.
 std::vector<std::int64_t> begins_of(const std::vector<std::int64_t>& tokens) {
   std::vector<std::int64_t> begins{0};
   for (const std::int64_t n : tokens) {

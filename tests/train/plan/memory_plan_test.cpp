@@ -71,7 +71,7 @@ Config config_of(const Case& of) {
       of.ranks);
 }
 
-/// The memory table of a real start, of rank 0.
+/// Returns the memory table of a real start, of rank 0.
 Table measured(const Case& of) {
   Table table;
   run_ranks(of.ranks, [&](RankContext& context) {
