@@ -156,6 +156,7 @@ HfFolder::HfFolder(
   } else {
     open_index();
   }
+  find_pairs();
   find_passed_over();
   const std::string_view word =
       base_prefix.substr(0, base_prefix.find_last_not_of('.') + 1);
@@ -214,6 +215,35 @@ void HfFolder::open_index() {
   }
 }
 
+void HfFolder::find_pairs() {
+  const auto part_of = [&](const Place& place) {
+    const SafetensorsReader& file = *files_[place.file];
+    return Mxfp4Tensors::Part{&file, &file.entry(place.stored_name)};
+  };
+  std::vector<std::string> names;
+  for (const auto& [blocks, place] : places_) {
+    if (blocks.ends_with(Mxfp4Tensors::kBlocks) &&
+        part_of(place).entry->dtype == "U8") {
+      names.push_back(
+          blocks.substr(0, blocks.size() - Mxfp4Tensors::kBlocks.size()));
+    }
+  }
+  for (const std::string& name : names) {
+    const auto blocks =
+        places_.find(fmt::format("{}{}", name, Mxfp4Tensors::kBlocks));
+    const auto scales =
+        places_.find(fmt::format("{}{}", name, Mxfp4Tensors::kScales));
+    if (scales == places_.end()) {
+      continue;
+    }
+    const Mxfp4Tensors::Pair& pair =
+        mxfp4_->add(name, part_of(blocks->second), part_of(scales->second));
+    places_[name] = {.file = blocks->second.file, .pair = &pair};
+    places_.erase(blocks);
+    places_.erase(scales);
+  }
+}
+
 void HfFolder::find_passed_over() {
   std::set<std::string> files = weights_files(folder_);
   for (const auto& file : files_) {
@@ -253,6 +283,9 @@ HfFolder::Found HfFolder::find(std::string_view name) const {
         nearest_name(name, names()));
   }
   const SafetensorsReader& file = *files_[found->second.file];
+  if (const Mxfp4Tensors::Pair* const pair = found->second.pair) {
+    return {&file, &pair->entry, mxfp4_.get(), pair};
+  }
   return {&file, &file.entry(found->second.stored_name)};
 }
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "flatshard/format/mxfp4.h"
 #include "flatshard/format/safetensors.h"
 
 namespace flatshard {
@@ -25,6 +26,7 @@ inline constexpr std::string_view kHfSingleName = "model.safetensors";
 /// - Of an index only the tensors that it names count. When several of its
 /// files
 ///   have one, the last file by name does.
+/// - A pair of tensors with MXFP4 is one tensor of bfloat16; see Mxfp4Tensors.
 /// Source: transformers, modeling_utils.py, _get_resolved_checkpoint_files.
 class HfFolder {
  public:
@@ -32,9 +34,15 @@ class HfFolder {
   struct Found {
     const SafetensorsReader* file;
     const SafetensorsEntry* entry;
+    Mxfp4Tensors* unpacks = nullptr;           ///< null: it is stored as it is
+    const Mxfp4Tensors::Pair* pair = nullptr;  ///< that it is unpacked from
 
     void read(std::uint64_t begin, std::span<std::byte> out) const {
-      file->read(*entry, begin, out);
+      if (unpacks != nullptr) {
+        unpacks->read(*pair, begin, out);
+      } else {
+        file->read(*entry, begin, out);
+      }
     }
   };
 
@@ -64,15 +72,18 @@ class HfFolder {
   struct Place {
     std::size_t file = 0;
     std::string stored_name;
+    const Mxfp4Tensors::Pair* pair = nullptr;  ///< set: the blocks' file
   };
 
   void open_single();
   void open_index();
+  void find_pairs();
   void find_passed_over();
 
   std::filesystem::path folder_;
   std::string single_name_;
   std::vector<std::unique_ptr<SafetensorsReader>> files_;
+  std::unique_ptr<Mxfp4Tensors> mxfp4_ = std::make_unique<Mxfp4Tensors>();
   std::map<std::string, Place, std::less<>> places_;
   std::vector<std::string> passed_over_;
 };

@@ -6,6 +6,9 @@ namespace flatshard {
 
 TensorSlice expert_slice(std::string_view name, const ExpertPart& part) {
   const TensorSlice slice = TensorSlice().cut(0, part.rank, part.ranks);
+  if (part.width_ranks == 1) {
+    return slice;
+  }
   return name.ends_with("gate_up_proj")
              ? slice.cut(1, part.width_rank, part.width_ranks, /*sections=*/2)
              : slice.cut(2, part.width_rank, part.width_ranks);

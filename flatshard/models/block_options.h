@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/moe/expert_layout.h"
 #include "flatshard/nn/gate_activation.h"
 
 #include <cstddef>
@@ -35,6 +36,7 @@ struct AttentionOptions {
   /// Scores are divided by its square root; 0: head_dim.
   double query_pre_attn_scalar = 0.0;
   double soft_cap = 0.0;  ///< of scores; 0: none
+  bool sinks = false;     ///< a trained one for each head; see AttentionArgs
 
   bool has_window(std::int64_t layer) const {
     return window > 0 &&
@@ -51,7 +53,9 @@ struct BlockOptions {
   NormPlacement norms = NormPlacement::before;
   bool norms_add_one = false;  ///< see nn::RmsNormOptions
   nn::GateActivation activation = nn::GateActivation::silu;
+  /// Of the layers of the feed-forward part, of experts, and of their router.
   bool mlp_bias = false;
+  nn::ExpertLayout expert_layout = nn::ExpertLayout::stacked;
   AttentionOptions attention;
 
   bool operator==(const BlockOptions&) const = default;

@@ -131,12 +131,16 @@ void check_block(const ModelConfig& c) {
       "model.local_rope_theta has no effect without model.sliding_window; set "
       "both");
   FLATSHARD_CHECK(
-      c.moe.num_experts == 0 ||
-          (c.block.norms == NormPlacement::before &&
-           c.block.activation == nn::GateActivation::silu && !c.block.mlp_bias),
+      c.moe.num_experts == 0 || c.block.norms == NormPlacement::before,
       config,
-      "model.num_experts: blocks with experts have norms before their parts, "
-      "SwiGLU and no biases; use a family without these");
+      "model.num_experts: blocks with experts have norms before their parts; "
+      "use a family with these");
+  FLATSHARD_CHECK(
+      c.moe.shared_experts == 0 ||
+          (c.block.activation == nn::GateActivation::silu && !c.block.mlp_bias),
+      config,
+      "model.shared_experts: shared experts have SwiGLU and no biases; use a "
+      "family with these");
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ std::int64_t attention_parameters(const ModelConfig& c) {
       break;
   }
   return sum + (options.qkv_bias ? q + 2 * kv : 0) +
-         (options.output_bias ? c.dim : 0);
+         (options.output_bias ? c.dim : 0) + (options.sinks ? c.heads : 0);
 }
 
 // Returns how many tokens a token attends to in a block, on average over a
@@ -49,9 +49,11 @@ std::int64_t block_parameters(
     return attention + norms + 3 * c.dim * c.ffn_dim +
            (c.block.mlp_bias ? 2 * c.ffn_dim + c.dim : 0);
   }
-  const std::int64_t expert = 3 * c.dim * c.moe.ffn_dim;
-  return attention + norms + c.dim * c.moe.num_experts +
-         (experts + c.moe.shared_experts) * expert;
+  const std::int64_t biases = c.block.mlp_bias ? 2 * c.moe.ffn_dim + c.dim : 0;
+  const std::int64_t expert = 3 * c.dim * c.moe.ffn_dim + biases;
+  const std::int64_t router =
+      (c.dim + (c.block.mlp_bias ? 1 : 0)) * c.moe.num_experts;
+  return attention + norms + router + (experts + c.moe.shared_experts) * expert;
 }
 
 std::int64_t count_parameters(

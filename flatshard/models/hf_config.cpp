@@ -48,9 +48,9 @@ const Family& family_of_type(const std::string& file, const std::string& type) {
 
 // transformers' name of what all models of a family have.
 std::string activation_name(const Family& family) {
-  return family.defaults.block.activation == nn::GateActivation::silu
-             ? "silu"
-             : "gelu_pytorch_tanh";
+  return family.defaults.block.activation == nn::GateActivation::gelu_tanh
+             ? "gelu_pytorch_tanh"
+             : "silu";
 }
 
 // The model itself, with its head or without, or with another one: transformers

@@ -69,7 +69,7 @@ std::vector<StoredEntry> hf_entries(
     const std::vector<std::int64_t>& shape) {
   const FamilyNames& names = family_of(config).names;
   const std::size_t at = name.find(kExperts);
-  if (at == std::string::npos) {
+  if (at == std::string::npos || names.experts.together) {
     if (auto fused = fused_entry(config, names, name, shape)) {
       return {std::move(*fused)};
     }

@@ -103,7 +103,8 @@ at::Tensor KvCache::attend_to_stored(
   // The order of keys is nothing to attention, so slots need no sorting.
   const at::Tensor empty = at::arange(used, step.positions.options())
                                .gt(step.positions.view({-1, 1, 1, 1}));
-  const at::Tensor weights = scores.masked_fill(empty, -INFINITY).softmax(-1);
+  const at::Tensor weights =
+      nn::softmax_with_sinks(scores.masked_fill(empty, -INFINITY), args.sinks);
   return at::matmul(weights, stored(values_))
       .to(q.scalar_type())
       .reshape({rows, 1, -1});

@@ -35,10 +35,10 @@ struct LlamaOptions {
 /// A RoPE table that blocks of a model share.
 using SharedRope = std::shared_ptr<nn::RopeTable>;
 
-/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.{weight,bias},
-/// {q,k}_norm.weight and post_norm.weight, as AttentionOptions and
+/// o_proj(attention(norm(x))): parameters {q,k,v,o}_proj.{weight,bias}, sinks
+/// [heads], {q,k}_norm.weight and post_norm.weight, as AttentionOptions and
 /// NormPlacement have them.
-class LlamaAttentionImpl : public nn::Module {
+class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
  public:
   LlamaAttentionImpl(
       const ModelConfig& config,
@@ -64,6 +64,7 @@ class LlamaAttentionImpl : public nn::Module {
       const CacheStep& step);
   /// What the forward of x reads that is no parameter: the rotary table.
   nn::TensorList constants(const at::Tensor& x);
+  nn::ParameterParts parts() const override;
 
  private:
   /// q and k rotated; [batch, seq, heads, head_dim] each.
@@ -85,11 +86,14 @@ class LlamaAttentionImpl : public nn::Module {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
+  nn::AttentionArgs args() const;
+
   /// Tokens of a whole sequence, where a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
     return ranks_ ? tokens * ranks_->size() : tokens;
   }
 
+  std::int64_t heads_;  ///< of all ranks
   std::int64_t head_dim_;
   nn::TensorParallelPtr ranks_;
   QkNorm qk_norm_;
@@ -97,6 +101,7 @@ class LlamaAttentionImpl : public nn::Module {
   SharedRope rope_;
   nn::Linear q_proj_{nullptr}, k_proj_{nullptr}, v_proj_{nullptr},
       o_proj_{nullptr};
+  at::Tensor sinks_;                               ///< or undefined
   nn::RmsNorm q_norm_{nullptr}, k_norm_{nullptr};  ///< null without qk_norm
   nn::RmsNorm post_norm_{nullptr};                 ///< or null
 };

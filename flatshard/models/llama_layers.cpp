@@ -63,6 +63,7 @@ LlamaAttentionImpl::LlamaAttentionImpl(
     bool plain,
     nn::TensorParallelPtr ranks)
     : Module("LlamaAttention"),
+      heads_(config.heads),
       head_dim_(config.head_dim),
       ranks_(std::move(ranks)),
       qk_norm_(config.block.attention.qk_norm),
@@ -81,6 +82,12 @@ LlamaAttentionImpl::LlamaAttentionImpl(
           q,
           config.dim,
           residual_linear(config, attention.output_bias, ranks_)));
+  if (attention.sinks) {
+    sinks_ = declare_parameter(
+        "sinks",
+        {nn::part_of(ranks_, heads_).size()},
+        InitSpec::normal(0.0F, init_std(config)));
+  }
   if (qk_norm_ != QkNorm::none) {
     const bool head = qk_norm_ == QkNorm::head;
     nn::RmsNormOptions options = norm_options(config);
@@ -121,6 +128,21 @@ nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
   nn::TensorList constants{cos, sin};
   append_samples(constants, {&q_proj_, &k_proj_, &v_proj_, &o_proj_});
   return constants;
+}
+
+nn::ParameterParts LlamaAttentionImpl::parts() const {
+  if (!ranks_ || !sinks_.defined()) {
+    return {};
+  }
+  return {
+      {"sinks",
+       {.dim = 0, .whole = heads_, .part = nn::part_of(ranks_, heads_)}}};
+}
+
+nn::AttentionArgs LlamaAttentionImpl::args() const {
+  nn::AttentionArgs args = args_;
+  args.sinks = sinks_;
+  return args;
 }
 
 LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
@@ -169,8 +191,8 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
       in,
       output(
           documents.defined()
-              ? nn::document_attention(q, k, v, documents, args_)
-              : nn::causal_attention(q, k, v, args_))};
+              ? nn::document_attention(q, k, v, documents, args())
+              : nn::causal_attention(q, k, v, args()))};
 }
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
@@ -184,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
       "keys and values of layers that ranks share are not supported; load the "
       "weights on one rank");
   const auto [in, q, k, v] = project(x, norm, step.length, step.positions);
-  return {in, output(cache.attend(q, k, v, args_, step))};
+  return {in, output(cache.attend(q, k, v, args(), step))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(

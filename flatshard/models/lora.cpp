@@ -53,7 +53,8 @@ bool names_experts(const ModelConfig& config, const std::string& target) {
   const ExpertNames& names = family_of(config).names.experts;
   return config.moe.num_experts > 0 &&
          (target == names.gate || target == names.up || target == names.down ||
-          target == "experts" || target == "gate" || target == kAllLinear);
+          target == "experts" || target == names.router ||
+          target == kAllLinear);
 }
 
 void check_targets(

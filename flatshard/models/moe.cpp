@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -60,6 +61,9 @@ RouterImpl::RouterImpl(
       "weight",
       {num_experts_, config.dim},
       InitSpec::normal(0.0F, init_std(config)));
+  if (config.block.mlp_bias) {
+    linear_bias_ = declare_parameter("bias", {num_experts_}, InitSpec::zeros());
+  }
 }
 
 void RouterImpl::make_bias(at::Device device) {
@@ -101,8 +105,11 @@ void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
 at::Tensor RouterImpl::score(const at::Tensor& x) const {
   // Sigmoid scores are compared with a bias that moves by thousandths.
   const bool wide = options_.score == nn::RouterScore::sigmoid;
-  return (wide ? nn::linear(x.to(at::kFloat), weight_.to(at::kFloat))
-               : nn::linear(x, weight_, {}, {}, context()))
+  const auto widened = [](const at::Tensor& t) {
+    return t.defined() ? t.to(at::kFloat) : t;
+  };
+  return (wide ? nn::linear(widened(x), widened(weight_), widened(linear_bias_))
+               : nn::linear(x, weight_, linear_bias_, {}, context()))
       .to(at::kFloat);
 }
 
@@ -139,25 +146,58 @@ const nn::Routing& RouterImpl::balanced_choice_for(const at::Tensor& x) {
 }
 
 ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
-    : Module("Experts"), are_all_here_(options.exchange == nullptr) {
+    : Module("Experts"),
+      are_all_here_(options.exchange == nullptr),
+      activation_(config.block.activation),
+      layout_(config.block.expert_layout) {
+  FLATSHARD_CHECK(
+      !config.block.mlp_bias || options.local_ffn_dim == 0 ||
+          options.local_ffn_dim == config.moe.ffn_dim,
+      config,
+      "parallelism.expert_tensor_parallel_degree: expected 1 for experts with "
+      "biases, as the family {} has, found parts of a width of {}; use "
+      "parallelism.expert_parallel_degree",
+      config.family,
+      options.local_ffn_dim);
   const std::int64_t experts = options.local_experts > 0
                                    ? options.local_experts
                                    : config.moe.num_experts;
   const std::int64_t ffn_dim =
       options.local_ffn_dim > 0 ? options.local_ffn_dim : config.moe.ffn_dim;
+  const auto shape = [&](std::int64_t out, std::int64_t in) {
+    return layout_ == nn::ExpertLayout::stacked
+               ? std::vector<std::int64_t>{experts, out, in}
+               : std::vector<std::int64_t>{experts, in, out};
+  };
   gate_up_proj_ = declare_parameter(
       "gate_up_proj",
-      {experts, 2 * ffn_dim, config.dim},
+      shape(2 * ffn_dim, config.dim),
       InitSpec::normal(0.0F, init_std(config)));
   down_proj_ = declare_parameter(
       "down_proj",
-      {experts, config.dim, ffn_dim},
+      shape(config.dim, ffn_dim),
       residual_init(config));
+  if (config.block.mlp_bias) {
+    gate_up_proj_bias_ = declare_parameter(
+        "gate_up_proj_bias",
+        {experts, 2 * ffn_dim},
+        InitSpec::zeros());
+    down_proj_bias_ = declare_parameter(
+        "down_proj_bias",
+        {experts, config.dim},
+        InitSpec::zeros());
+  }
 }
 
 bool is_expert_parameter(std::string_view name) {
-  return name.ends_with(".experts.gate_up_proj") ||
-         name.ends_with(".experts.down_proj");
+  constexpr std::string_view kEnds[] = {
+      ".experts.gate_up_proj",
+      ".experts.down_proj",
+      ".experts.gate_up_proj_bias",
+      ".experts.down_proj_bias"};
+  return std::ranges::any_of(kEnds, [&](std::string_view end) {
+    return name.ends_with(end);
+  });
 }
 
 at::Tensor ExpertsImpl::forward(
@@ -165,16 +205,18 @@ at::Tensor ExpertsImpl::forward(
     const at::Tensor& weights,
     const RoutingRecord& record) {
   const nn::Groups groups{record.plan->ends, record.plan->groups_per_expert};
-  return nn::grouped_swiglu_linear(
+  const nn::GroupedLayer gate_up{gate_up_proj_, gate_up_proj_bias_, layout_};
+  return nn::grouped_gated_linear(
+      activation_,
       are_all_here_ ? nn::permute_grouped_linear(
                           x,
                           record.permutation,
-                          gate_up_proj_,
+                          gate_up,
                           groups,
                           context())
-                    : nn::grouped_linear(x, gate_up_proj_, groups, context()),
+                    : nn::grouped_linear(x, gate_up, groups, context()),
       weights,
-      down_proj_,
+      {down_proj_, down_proj_bias_, layout_},
       groups,
       context());
 }

@@ -60,8 +60,10 @@ struct RouterLoad {
   std::int64_t measured = 0;  ///< forwards that balance is the sum of
 };
 
-/// Scores tokens and chooses their experts: parameter weight [experts, dim].
-/// Its bias is no parameter: training moves it by the load, see `update_bias`.
+/// Scores tokens and chooses their experts: parameters weight [experts, dim]
+/// and, with BlockOptions::mlp_bias, bias [experts], which scores contain. The
+/// bias of the choice is no parameter: training moves it by the load, see
+/// `update_bias`.
 class RouterImpl : public nn::Module {
  public:
   RouterImpl(
@@ -109,12 +111,14 @@ class RouterImpl : public nn::Module {
   RouterLoad load_;
   std::optional<nn::Routing> balanced_;  ///< of force_balance_
   at::Tensor weight_;
+  at::Tensor linear_bias_;  ///< or undefined
   at::Tensor bias_;
 };
 FLATSHARD_MODULE(Router);
 
-/// The experts: parameters gate_up_proj [experts, 2 * ffn_dim, dim], gate
-/// first, and down_proj [experts, dim, ffn_dim].
+/// The experts: parameters gate_up_proj and down_proj, as ExpertLayout has
+/// them, and with BlockOptions::mlp_bias gate_up_proj_bias [experts, 2 *
+/// ffn_dim] and down_proj_bias [experts, dim].
 class ExpertsImpl : public nn::Module {
  public:
   ExpertsImpl(const ModelConfig& config, const MoeOptions& options);
@@ -132,8 +136,10 @@ class ExpertsImpl : public nn::Module {
 
  private:
   const bool are_all_here_;
-  at::Tensor gate_up_proj_;
-  at::Tensor down_proj_;
+  const nn::GateActivation activation_;
+  const nn::ExpertLayout layout_;
+  at::Tensor gate_up_proj_, gate_up_proj_bias_;
+  at::Tensor down_proj_, down_proj_bias_;
 };
 FLATSHARD_MODULE(Experts);
 

@@ -9,6 +9,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 
 namespace flatshard::nn {
@@ -17,6 +18,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// Delivers grad[e] = g_e^T x_e.
 at::Tensor deliver_grouped_wgrad(
     const ModuleContextPtr& context,
     const at::Tensor& weight,
@@ -43,6 +45,65 @@ at::Tensor deliver_grouped_wgrad(
       });
 }
 
+// The products of a layer, whichever way its weight lies.
+struct LayerProducts {
+  const at::Tensor& weight;
+  const Groups& groups;
+  bool is_in_out;
+
+  at::Tensor forward(const at::Tensor& x) const {
+    return is_in_out ? grouped_input_gradient(x, weight, groups)
+                     : grouped_forward(x, weight, groups);
+  }
+  at::Tensor input_gradient(const at::Tensor& g) const {
+    return is_in_out ? grouped_forward(g, weight, groups)
+                     : grouped_input_gradient(g, weight, groups);
+  }
+  at::Tensor deliver_wgrad(
+      const ModuleContextPtr& context,
+      const at::Tensor& g,
+      const at::Tensor& x) const {
+    return is_in_out ? deliver_grouped_wgrad(context, weight, x, g, groups)
+                     : deliver_grouped_wgrad(context, weight, g, x, groups);
+  }
+};
+
+// [rows, out]: of each row its expert's. Rows behind the last end have any.
+at::Tensor bias_of_rows(
+    const at::Tensor& bias,
+    std::int64_t num_rows,
+    const Groups& groups) {
+  const at::Tensor group = at::searchsorted(
+      groups.ends,
+      at::arange(num_rows, groups.ends.options()),
+      /*out_int32=*/true,
+      /*right=*/true);
+  const at::Tensor expert =
+      group.div(groups.per_expert, "floor").clamp_max_(bias.size(0) - 1);
+  return bias.index_select(0, expert.to(bias.device()));
+}
+
+// Delivers grad[e] = the sum of factors[r] * g[r]: a product, which needs no
+// number of rows on the host and reads none behind the last end.
+at::Tensor deliver_grouped_bias_grad(
+    const ModuleContextPtr& context,
+    const at::Tensor& bias,
+    const at::Tensor& g,
+    const at::Tensor& factors,
+    const Groups& groups) {
+  constexpr std::int64_t kColumns = 8;  // as one kernel wants them
+  return deliver_wgrad(context, bias, [&] {
+    at::Tensor sums =
+        at::empty({bias.size(0), bias.size(1), kColumns}, g.options());
+    const at::Tensor columns = factors.to(g.scalar_type())
+                                   .unsqueeze(1)
+                                   .expand({g.size(0), kColumns})
+                                   .contiguous();
+    grouped_weight_gradient(sums, false, g, columns, groups);
+    return sums.select(2, 0).contiguous();
+  });
+}
+
 // x[order], or x itself where `order` is undefined.
 at::Tensor rows_of(
     const at::Tensor& x,
@@ -53,88 +114,143 @@ at::Tensor rows_of(
 
 struct GroupedLinearFunction
     : torch::autograd::Function<GroupedLinearFunction> {
-  enum Input { kX, kWeight };
+  enum Input { kX, kWeight, kBias };
 
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& x,
       const at::Tensor& weight,
+      const std::optional<at::Tensor>& maybe_bias,
       const at::Tensor& ends,
       const std::optional<at::Tensor>& ordered_by,
       const std::optional<at::Tensor>& inverted_by,
       std::int64_t per_expert,
+      bool is_in_out,
       const ModuleContextPtr& context) {
     save_context(ctx, context);
     ctx->saved_data["per_expert"] = per_expert;
+    ctx->saved_data["is_in_out"] = is_in_out;
+    const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor order = ordered_by.value_or(at::Tensor());
     const at::Tensor inverse = inverted_by.value_or(at::Tensor());
     const at::Tensor rows = rows_of(x, order, inverse);
     ctx->save_for_backward(
-        {order.defined() ? x : rows, weight, ends, order, inverse});
-    return grouped_forward(rows, weight, {ends, per_expert});
+        {order.defined() ? x : rows, weight, ends, order, inverse, bias});
+    const Groups groups{ends, per_expert};
+    const LayerProducts layer{weight, groups, is_in_out};
+    const at::Tensor y = layer.forward(rows);
+    return bias.defined() ? y.add_(bias_of_rows(bias, y.size(0), groups)) : y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("grouped_linear");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &x = saved[0], &weight = saved[1];
-    const at::Tensor &order = saved[3], &inverse = saved[4];
+    const at::Tensor &order = saved[3], &inverse = saved[4], &bias = saved[5];
     const Groups groups{saved[2], ctx->saved_data["per_expert"].toInt()};
+    const LayerProducts layer{
+        weight,
+        groups,
+        ctx->saved_data["is_in_out"].toBool()};
     const at::Tensor g = grads[0].contiguous();
-    variable_list out(7);
+    variable_list out(9);
     if (ctx->needs_input_grad(kX)) {
-      out[kX] = grouped_input_gradient(g, weight, groups);
+      out[kX] = layer.input_gradient(g);
       if (order.defined()) {
         out[kX] = sum_rows_of_tokens(out[kX], {order, inverse});
       }
     }
     if (ctx->needs_input_grad(kWeight)) {
-      out[kWeight] = deliver_grouped_wgrad(
+      out[kWeight] = layer.deliver_wgrad(
           saved_context(ctx),
-          weight,
           g,
-          rows_of(x, order, inverse),
+          rows_of(x, order, inverse));
+    }
+    if (bias.defined() && ctx->needs_input_grad(kBias)) {
+      out[kBias] = deliver_grouped_bias_grad(
+          saved_context(ctx),
+          bias,
+          g,
+          at::ones({g.size(0)}, g.options()),
           groups);
     }
     return out;
   }
 };
 
-// Gate and up of each row, in float32.
-std::vector<at::Tensor> wide_halves(const at::Tensor& gate_up) {
-  return gate_up.to(at::kFloat).chunk(2, /*dim=*/1);
+// How gate and up become one product.
+struct Gate {
+  GateActivation activation;
+  bool in_turn;  // columns of gate_up; else gate is first
+
+  bool has_kernel(const at::Tensor& gate_up) const {
+    return activation == GateActivation::silu && !in_turn &&
+           cuda::supports(gate_up);
+  }
+  // A view of the gate's columns, or with 1 of the up's.
+  at::Tensor part(const at::Tensor& gate_up, std::int64_t which) const {
+    const std::int64_t width = gate_up.size(1) / 2;
+    return in_turn ? gate_up.unflatten(1, {width, 2}).select(2, which)
+                   : gate_up.narrow(1, which * width, width);
+  }
+};
+
+// Plain operations make a dozen float tensors of so many elements at most.
+constexpr std::int64_t kPlainElements = std::int64_t{1} << 22;
+
+// Calls fn(rows) for parts of all rows, where rows(t) is this part of t.
+template <class F>
+void for_each_part(const at::Tensor& gate_up, F&& fn) {
+  const std::int64_t all = gate_up.size(0);
+  const std::int64_t most = std::max<std::int64_t>(
+      1,
+      2 * kPlainElements / std::max<std::int64_t>(1, gate_up.size(1)));
+  for (std::int64_t begin = 0; begin < all; begin += most) {
+    const std::int64_t count = std::min(most, all - begin);
+    fn([begin, count](const at::Tensor& t) {
+      return t.narrow(0, begin, count);
+    });
+  }
 }
 
-at::Tensor weighted_swiglu(
+at::Tensor weighted_product(
+    const Gate& gate,
     const at::Tensor& gate_up,
     const at::Tensor& row_weights) {
-  if (cuda::supports(gate_up)) {
-    at::Tensor y =
-        at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  at::Tensor y =
+      at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  if (gate.has_kernel(gate_up)) {
     cuda::weighted_swiglu_forward(gate_up, row_weights, y);
     return y;
   }
-  const auto halves = wide_halves(gate_up);
-  return (at::silu(halves[0]) * halves[1] * row_weights.unsqueeze(1))
-      .to(gate_up.scalar_type());
+  for_each_part(gate_up, [&](const auto& rows) {
+    rows(y).copy_(
+        gated(
+            gate.activation,
+            gate.part(rows(gate_up), 0).to(at::kFloat),
+            gate.part(rows(gate_up), 1).to(at::kFloat)) *
+        rows(row_weights).unsqueeze(1));
+  });
+  return y;
 }
 
-struct SwigluGradients {
+struct GateGradients {
   at::Tensor gate_up;
   at::Tensor row_weights;
   at::Tensor product;
 };
 
-// `dy` may be overwritten.
-SwigluGradients weighted_swiglu_backward(
+// `dy` is overwritten: it becomes the product.
+GateGradients weighted_product_backward(
+    const Gate& gate,
     const at::Tensor& dy,
     const at::Tensor& gate_up,
     const at::Tensor& row_weights) {
-  SwigluGradients d;
-  if (cuda::supports(gate_up)) {
-    d.gate_up = at::empty_like(gate_up);
-    d.row_weights = at::empty_like(row_weights);
-    d.product = dy;
+  GateGradients d{
+      .gate_up = at::empty_like(gate_up),
+      .row_weights = at::empty_like(row_weights),
+      .product = dy};
+  if (gate.has_kernel(gate_up)) {
     cuda::weighted_swiglu_backward(
         dy,
         gate_up,
@@ -144,63 +260,97 @@ SwigluGradients weighted_swiglu_backward(
         d.product);
     return d;
   }
-  const auto halves = wide_halves(gate_up);
-  const at::Tensor weights = row_weights.unsqueeze(1);
-  const at::Tensor g = dy.to(at::kFloat);
-  const at::Tensor product = at::silu(halves[0]) * halves[1];
-  const auto [gate, up] = swiglu_gradients(g * weights, halves[0], halves[1]);
-  d.row_weights = (g * product).sum(1);
-  d.product = (product * weights).to(gate_up.scalar_type());
-  d.gate_up = at::cat({gate, up}, 1).to(gate_up.scalar_type());
+  for_each_part(gate_up, [&](const auto& rows) {
+    const at::Tensor gates = gate.part(rows(gate_up), 0).to(at::kFloat);
+    const at::Tensor ups = gate.part(rows(gate_up), 1).to(at::kFloat);
+    const at::Tensor weights = rows(row_weights).unsqueeze(1);
+    const at::Tensor g = rows(dy).to(at::kFloat);
+    const at::Tensor product = gated(gate.activation, gates, ups);
+    rows(d.row_weights).copy_((g * product).sum(1));
+    const auto [dgates, dups] =
+        gated_gradients(gate.activation, g * weights, gates, ups);
+    gate.part(rows(d.gate_up), 0).copy_(dgates);
+    gate.part(rows(d.gate_up), 1).copy_(dups);
+    rows(d.product).copy_(product * weights);
+  });
   return d;
 }
 
-struct GroupedSwigluLinearFunction
-    : torch::autograd::Function<GroupedSwigluLinearFunction> {
-  enum Input { kGateUp, kRowWeights, kWeight };
+struct GroupedGatedLinearFunction
+    : torch::autograd::Function<GroupedGatedLinearFunction> {
+  enum Input { kGateUp, kRowWeights, kWeight, kBias };
 
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& gate_up,
       const at::Tensor& row_weights,
       const at::Tensor& weight,
+      const std::optional<at::Tensor>& maybe_bias,
       const at::Tensor& ends,
       std::int64_t per_expert,
+      GateActivation activation,
+      bool is_in_out,
       const ModuleContextPtr& context) {
     save_context(ctx, context);
     ctx->saved_data["per_expert"] = per_expert;
+    ctx->saved_data["activation"] = static_cast<std::int64_t>(activation);
+    ctx->saved_data["is_in_out"] = is_in_out;
+    const at::Tensor bias = maybe_bias.value_or(at::Tensor());
     const at::Tensor rows = gate_up.contiguous();
-    ctx->save_for_backward({rows, row_weights, weight, ends});
-    return grouped_forward(
-        weighted_swiglu(rows, row_weights),
-        weight,
-        {ends, per_expert});
+    ctx->save_for_backward({rows, row_weights, weight, ends, bias});
+    const Groups groups{ends, per_expert};
+    const LayerProducts layer{weight, groups, is_in_out};
+    at::Tensor y = layer.forward(
+        weighted_product({activation, is_in_out}, rows, row_weights));
+    if (bias.defined()) {
+      y.add_((bias_of_rows(bias, y.size(0), groups) * row_weights.unsqueeze(1))
+                 .to(y.scalar_type()));
+    }
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    refuse_create_graph("grouped_swiglu_linear");
+    refuse_create_graph("grouped_gated_linear");
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor &gate_up = saved[0], &row_weights = saved[1],
-                     &weight = saved[2];
+                     &weight = saved[2], &bias = saved[4];
     const Groups groups{saved[3], ctx->saved_data["per_expert"].toInt()};
+    const bool is_in_out = ctx->saved_data["is_in_out"].toBool();
+    const LayerProducts layer{weight, groups, is_in_out};
+    const Gate gate{
+        static_cast<GateActivation>(ctx->saved_data["activation"].toInt()),
+        is_in_out};
     const at::Tensor g = grads[0].contiguous();
-    variable_list out(6);
+    variable_list out(9);
     at::Tensor product;
     if (ctx->needs_input_grad(kGateUp) || ctx->needs_input_grad(kRowWeights)) {
-      SwigluGradients d = weighted_swiglu_backward(
-          grouped_input_gradient(g, weight, groups),
+      GateGradients d = weighted_product_backward(
+          gate,
+          layer.input_gradient(g),
           gate_up,
           row_weights);
       out[kGateUp] = d.gate_up;
       out[kRowWeights] = d.row_weights;
       product = d.product;
+      if (bias.defined()) {
+        out[kRowWeights] =
+            d.row_weights + (bias_of_rows(bias, g.size(0), groups) * g)
+                                .sum(1, /*keepdim=*/false, at::kFloat);
+      }
     }
     if (ctx->needs_input_grad(kWeight)) {
       if (!product.defined()) {
-        product = weighted_swiglu(gate_up, row_weights);
+        product = weighted_product(gate, gate_up, row_weights);
       }
-      out[kWeight] =
-          deliver_grouped_wgrad(saved_context(ctx), weight, g, product, groups);
+      out[kWeight] = layer.deliver_wgrad(saved_context(ctx), g, product);
+    }
+    if (bias.defined() && ctx->needs_input_grad(kBias)) {
+      out[kBias] = deliver_grouped_bias_grad(
+          saved_context(ctx),
+          bias,
+          g,
+          row_weights,
+          groups);
     }
     return out;
   }
@@ -208,15 +358,18 @@ struct GroupedSwigluLinearFunction
 
 void check_grouped(
     const at::Tensor& x,
-    std::int64_t columns,
-    const at::Tensor& weight,
+    std::int64_t parts,
+    const GroupedLayer& layer,
     const Groups& groups) {
+  const at::Tensor& weight = layer.weight;
   FLATSHARD_CHECK(
-      weight.dim() == 3 && x.dim() == 2 && x.size(1) == columns,
+      weight.dim() == 3 && x.dim() == 2 &&
+          x.size(1) == parts * layer.in_features(),
       usage,
-      "grouped_linear: expected rows [rows, {}] for a weight [experts, out, "
-      "in] of {}, got {}",
-      columns,
+      "grouped_linear: expected rows [rows, {}] for a weight [experts, {}] of "
+      "{}, got {}",
+      weight.dim() == 3 ? parts * layer.in_features() : 0,
+      layer.is_in_out() ? "in, out" : "out, in",
       c10::str(weight.sizes()),
       c10::str(x.sizes()));
   FLATSHARD_CHECK(
@@ -231,57 +384,74 @@ void check_grouped(
       c10::str(groups.ends.sizes()));
   check_has_memory("grouped_linear", x, weight);
   check_same_dtype("grouped_linear", x, weight);
+  if (layer.bias.defined()) {
+    FLATSHARD_CHECK(
+        layer.bias.sizes() ==
+            at::IntArrayRef({weight.size(0), layer.out_features()}),
+        usage,
+        "grouped_linear: expected a bias of [{}, {}], got {}",
+        weight.size(0),
+        layer.out_features(),
+        c10::str(layer.bias.sizes()));
+    check_has_memory("grouped_linear", x, layer.bias);
+    check_same_dtype("grouped_linear", x, layer.bias);
+  }
 }
 
 }  // namespace
 
 at::Tensor grouped_linear(
     const at::Tensor& x,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context) {
-  check_grouped(x, weight.size(-1), weight, groups);
+  check_grouped(x, 1, layer, groups);
   return GroupedLinearFunction::apply(
       x,
-      weight,
+      layer.weight,
+      as_optional(layer.bias),
       groups.ends,
       std::optional<at::Tensor>(),
       std::optional<at::Tensor>(),
       groups.per_expert,
+      layer.is_in_out(),
       context);
 }
 
 at::Tensor permute_grouped_linear(
     const at::Tensor& x,
     const Permutation& permutation,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context) {
-  check_grouped(x, weight.size(-1), weight, groups);
+  check_grouped(x, 1, layer, groups);
   FLATSHARD_CHECK(
       x.size(0) == permutation.tokens(),
       usage,
       "permute_grouped_linear: expected x of [{}, {}], got {}",
       permutation.tokens(),
-      weight.size(-1),
+      layer.in_features(),
       c10::str(x.sizes()));
   return GroupedLinearFunction::apply(
       x,
-      weight,
+      layer.weight,
+      as_optional(layer.bias),
       groups.ends,
       std::optional(permutation.order),
       std::optional(permutation.inverse),
       groups.per_expert,
+      layer.is_in_out(),
       context);
 }
 
-at::Tensor grouped_swiglu_linear(
+at::Tensor grouped_gated_linear(
+    GateActivation activation,
     const at::Tensor& gate_up,
     const at::Tensor& row_weights,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context) {
-  check_grouped(gate_up, 2 * weight.size(-1), weight, groups);
+  check_grouped(gate_up, 2, layer, groups);
   FLATSHARD_CHECK(
       row_weights.dim() == 1 && row_weights.size(0) == gate_up.size(0) &&
           row_weights.scalar_type() == at::kFloat,
@@ -290,12 +460,15 @@ at::Tensor grouped_swiglu_linear(
       gate_up.size(0),
       c10::toString(row_weights.scalar_type()),
       c10::str(row_weights.sizes()));
-  return GroupedSwigluLinearFunction::apply(
+  return GroupedGatedLinearFunction::apply(
       gate_up,
       row_weights,
-      weight,
+      layer.weight,
+      as_optional(layer.bias),
       groups.ends,
       groups.per_expert,
+      activation,
+      layer.is_in_out(),
       context);
 }
 

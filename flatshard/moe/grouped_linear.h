@@ -1,9 +1,12 @@
 #pragma once
 
+#include "flatshard/moe/expert_layout.h"
 #include "flatshard/moe/permute.h"
+#include "flatshard/nn/gate_activation.h"
 #include "flatshard/nn/module.h"
 
 #include <cstdint>
+#include <utility>
 
 namespace flatshard::nn {
 
@@ -21,16 +24,33 @@ struct Groups {
   std::int64_t per_expert = 1;
 };
 
-/// y[r] = x[r] W[e]^T for the rows r of expert e.
+/// One linear layer of each expert.
+struct GroupedLayer {
+  GroupedLayer(  // NOLINT(google-explicit-constructor): a weight is one
+      at::Tensor weight,
+      at::Tensor bias = {},
+      ExpertLayout layout = ExpertLayout::stacked)
+      : weight(std::move(weight)), bias(std::move(bias)), layout(layout) {}
+
+  std::int64_t out_features() const { return weight.size(is_in_out() ? 2 : 1); }
+  std::int64_t in_features() const { return weight.size(is_in_out() ? 1 : 2); }
+  bool is_in_out() const { return layout == ExpertLayout::interleaved; }
+
+  at::Tensor weight;  ///< [experts, out, in]; interleaved: [experts, in, out]
+  at::Tensor bias;    ///< [experts, out], or undefined
+  ExpertLayout layout;
+};
+
+/// y[r] = x[r] W[e]^T + b[e] for the rows r of expert e.
 ///
 /// @param x       [rows, in]
-/// @param weight  [experts, out, in], x's dtype
+/// @param layer   of x's dtype
 /// @param context  of the module that owns the weight; its WgradSink gets the
-///   gradient, [experts, out, in], zeros for experts without rows. May be null.
+///   gradients, zeros for experts without rows. May be null.
 /// @return        [rows, out]
 at::Tensor grouped_linear(
     const at::Tensor& x,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context = {});
 
@@ -42,24 +62,41 @@ at::Tensor grouped_linear(
 at::Tensor permute_grouped_linear(
     const at::Tensor& x,
     const Permutation& permutation,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context = {});
 
-/// y[r] = (silu(gate[r]) * up[r] * row_weights[r]) W[e]^T, which keeps neither
-/// its result nor the product of gate and up: the weight of a row is multiplied
-/// in front of the linear layer, which gives the same and needs no [rows, out]
-/// in the backward.
+/// y[r] = (gated(gate[r], up[r]) W[e]^T + b[e]) * row_weights[r], which keeps
+/// neither its result nor the product of gate and up: the weight of a row is
+/// multiplied in front of the linear layer, which gives the same and needs no
+/// [rows, out] in the backward.
 ///
-/// @param gate_up      [rows, 2 * in], gate first
+/// @param activation   on CUDA one pass each way for silu with gate first, else
+///   plain operations
+/// @param gate_up      [rows, 2 * in], gate first; interleaved: in turn
 /// @param row_weights  float32 [rows]
-/// @param weight       [experts, out, in]
 /// @return             [rows, out]
-at::Tensor grouped_swiglu_linear(
+at::Tensor grouped_gated_linear(
+    GateActivation activation,
     const at::Tensor& gate_up,
     const at::Tensor& row_weights,
-    const at::Tensor& weight,
+    const GroupedLayer& layer,
     const Groups& groups,
     const ModuleContextPtr& context = {});
+
+inline at::Tensor grouped_swiglu_linear(
+    const at::Tensor& gate_up,
+    const at::Tensor& row_weights,
+    const GroupedLayer& layer,
+    const Groups& groups,
+    const ModuleContextPtr& context = {}) {
+  return grouped_gated_linear(
+      GateActivation::silu,
+      gate_up,
+      row_weights,
+      layer,
+      groups,
+      context);
+}
 
 }  // namespace flatshard::nn

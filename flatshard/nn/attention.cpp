@@ -1,6 +1,7 @@
 #include "flatshard/nn/attention.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
 
 #include <fmt/format.h>
@@ -12,6 +13,9 @@
 
 namespace flatshard::nn {
 namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 bool cudnn_takes(const at::Tensor& q) {
   const at::ScalarType dtype = q.scalar_type();
@@ -67,7 +71,8 @@ at::Tensor plain_attention(
       hidden = hidden.logical_or_(before.ge(args.window));
     }
     const at::Tensor weights =
-        scores.masked_fill(hidden, -INFINITY).softmax(-1).to(v.scalar_type());
+        softmax_with_sinks(scores.masked_fill(hidden, -INFINITY), args.sinks)
+            .to(v.scalar_type());
     blocks.push_back(at::matmul(weights, v.narrow(2, first, end - first)));
   }
   return at::cat(blocks, 2);
@@ -77,15 +82,165 @@ void check_plain(const at::Tensor& q, const AttentionArgs& args) {
   FLATSHARD_CHECK(
       !q.is_cuda() || args.plain,
       config,
-      "attention of {} with head_dim {}{}{}: no GPU kernel has this (windows "
-      "need 16 bits and a head_dim that is a multiple of 8 up to 256, and no "
-      "kernel has soft caps); set model.plain_attention = true to compute it "
-      "with plain operations, which are slower and keep all probabilities",
+      "attention of {} with head_dim {}{}{}{}: no GPU kernel has this (windows "
+      "and sinks need 16 bits and a head_dim that is a multiple of 8 up to "
+      "256, and no kernel has soft caps); set model.plain_attention = true to "
+      "compute it with plain operations, which are slower and keep all "
+      "probabilities",
       c10::toString(q.scalar_type()),
       q.size(-1),
       args.window > 0 ? fmt::format(", window {}", args.window) : "",
-      args.soft_cap > 0 ? fmt::format(", soft cap {}", args.soft_cap) : "");
+      args.soft_cap > 0 ? fmt::format(", soft cap {}", args.soft_cap) : "",
+      args.sinks.defined() ? ", sinks" : "");
 }
+
+// What the two directions of the kernel are called with.
+struct FlashCall {
+  FlashCall(
+      const at::Tensor& q,
+      const at::Tensor& k,
+      const AttentionArgs& args,
+      const FlashSequences* sequences)
+      : scale(own_scale(args)) {
+    if (sequences != nullptr) {
+      offsets = sequences->offsets;
+    }
+    q_length = sequences != nullptr ? sequences->max_length : q.size(1);
+    k_length = sequences != nullptr ? sequences->max_length : k.size(1);
+    if (args.window > 0) {
+      before = args.window - 1;
+      after = 0;
+    }
+  }
+
+  auto forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)
+      const {
+    return at::_flash_attention_forward(
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        q_length,
+        k_length,
+        /*dropout_p=*/0.0,
+        /*is_causal=*/true,
+        /*return_debug_mask=*/false,
+        scale,
+        before,
+        after);
+  }
+
+  std::optional<at::Tensor> offsets;
+  std::int64_t q_length = 0;
+  std::int64_t k_length = 0;
+  std::optional<std::int64_t> before;  // tokens that one attends to
+  std::optional<std::int64_t> after;
+  std::optional<double> scale;
+};
+
+// Source: the gradients of a softmax with one more score, whose value is 0.
+struct SinkFlashFunction : torch::autograd::Function<SinkFlashFunction> {
+  enum Input { kQ, kK, kV, kSinks };
+
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      const at::Tensor& q,
+      const at::Tensor& k,
+      const at::Tensor& v,
+      const at::Tensor& sinks,
+      const std::optional<at::Tensor>& offsets,
+      std::int64_t max_length,
+      double scale,
+      std::int64_t window) {
+    const auto [values, logsumexp, seed, unused, mask] =
+        call_of(q, k, offsets, max_length, scale, window).forward(q, k, v);
+    // [..., heads, tokens]
+    const at::Tensor sink = sinks.to(at::kFloat).unsqueeze(-1);
+    const at::Tensor share = at::sigmoid(logsumexp - sink);
+    const at::Tensor out =
+        (values * by_token(share).unsqueeze(-1)).to(q.scalar_type());
+    ctx->save_for_backward(
+        {q,
+         k,
+         v,
+         sinks,
+         out,
+         at::logaddexp(logsumexp, sink),
+         seed,
+         unused,
+         offsets.value_or(at::Tensor())});
+    ctx->saved_data["max_length"] = max_length;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["window"] = window;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    refuse_create_graph("attention with sinks");
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2],
+                     &sinks = saved[3], &out = saved[4], &logsumexp = saved[5],
+                     &offsets = saved[8];
+    const FlashCall call = call_of(
+        q,
+        k,
+        as_optional(offsets),
+        ctx->saved_data["max_length"].toInt(),
+        ctx->saved_data["scale"].toDouble(),
+        ctx->saved_data["window"].toInt());
+    const at::Tensor g = grads[0].contiguous();
+    variable_list result(8);
+    std::tie(result[kQ], result[kK], result[kV]) =
+        at::_flash_attention_backward(
+            g,
+            q,
+            k,
+            v,
+            out,
+            logsumexp,
+            offsets,
+            offsets,
+            call.q_length,
+            call.k_length,
+            /*dropout_p=*/0.0,
+            /*is_causal=*/true,
+            saved[6],
+            saved[7],
+            call.scale,
+            call.before,
+            call.after);
+    if (ctx->needs_input_grad(kSinks)) {
+      const at::Tensor weights =
+          by_token((sinks.to(at::kFloat).unsqueeze(-1) - logsumexp).exp());
+      const at::Tensor dots = (g.to(at::kFloat) * out).sum(-1);
+      result[kSinks] =
+          (weights * dots).neg().flatten(0, -2).sum(0).to(sinks.scalar_type());
+    }
+    return result;
+  }
+
+ private:
+  static FlashCall call_of(
+      const at::Tensor& q,
+      const at::Tensor& k,
+      const std::optional<at::Tensor>& offsets,
+      std::int64_t max_length,
+      double scale,
+      std::int64_t window) {
+    const FlashSequences sequences{offsets.value_or(at::Tensor()), max_length};
+    return {
+        q,
+        k,
+        {.scale = scale, .window = window},
+        offsets ? &sequences : nullptr};
+  }
+
+  // [..., heads, tokens] -> [..., tokens, heads]
+  static at::Tensor by_token(const at::Tensor& of_heads) {
+    return of_heads.transpose(-2, -1);
+  }
+};
 
 }  // namespace
 
@@ -102,33 +257,32 @@ at::Tensor flash_attention(
     const at::Tensor& v,
     const AttentionArgs& args,
     const FlashSequences* sequences) {
-  std::optional<at::Tensor> offsets;
-  if (sequences != nullptr) {
-    offsets = sequences->offsets;
+  if (!args.sinks.defined()) {
+    return std::get<0>(FlashCall(q, k, args, sequences).forward(q, k, v));
   }
-  std::optional<std::int64_t> before;  // tokens that one attends to
-  std::optional<std::int64_t> after;
-  if (args.window > 0) {
-    before = args.window - 1;
-    after = 0;
-  }
-  const auto length = [&](const at::Tensor& x) {
-    return sequences != nullptr ? sequences->max_length : x.size(1);
-  };
-  return std::get<0>(at::_flash_attention_forward(
+  return SinkFlashFunction::apply(
       q,
       k,
       v,
-      offsets,
-      offsets,
-      length(q),
-      length(k),
-      /*dropout_p=*/0.0,
-      /*is_causal=*/true,
-      /*return_debug_mask=*/false,
-      own_scale(args),
-      before,
-      after));
+      args.sinks,
+      sequences != nullptr ? std::optional(sequences->offsets) : std::nullopt,
+      sequences != nullptr ? sequences->max_length : 0,
+      args.scale,
+      args.window);
+}
+
+at::Tensor softmax_with_sinks(
+    const at::Tensor& scores,
+    const at::Tensor& sinks) {
+  if (!sinks.defined()) {
+    return scores.softmax(-1);
+  }
+  std::vector<std::int64_t> sizes = scores.sizes().vec();
+  sizes.back() = 1;
+  const at::Tensor sink = sinks.to(scores.scalar_type())
+                              .view({scores.size(-3), -1, 1})
+                              .expand(sizes);
+  return at::cat({scores, sink}, -1).softmax(-1).narrow(-1, 0, scores.size(-1));
 }
 
 std::optional<double> own_scale(const AttentionArgs& args) {
@@ -164,7 +318,16 @@ at::Tensor causal_attention(
   if (args.window >= q.size(1)) {
     args.window = 0;  // it hides nothing
   }
-  const bool has_kernel = args.window == 0 && args.soft_cap == 0.0;
+  const bool has_sinks = args.sinks.defined();
+  FLATSHARD_CHECK(
+      !has_sinks || args.sinks.sizes() == at::IntArrayRef({q.size(2)}),
+      usage,
+      "causal_attention: expected sinks of [{}], one for each head of q, got "
+      "{}",
+      q.size(2),
+      c10::str(args.sinks.sizes()));
+  const bool has_kernel =
+      args.window == 0 && args.soft_cap == 0.0 && !has_sinks;
   at::Tensor out;
   if (has_kernel && cudnn_takes(q)) {
     const bool wants_grad =
@@ -182,7 +345,8 @@ at::Tensor causal_attention(
                           own_scale(wanted)))
               .transpose(1, 2);
   } else if (
-      args.soft_cap == 0.0 && (args.window > 0 || q.size(3) > 128) &&
+      args.soft_cap == 0.0 &&
+      (args.window > 0 || q.size(3) > 128 || has_sinks) &&
       flash_attention_takes(q)) {
     out = flash_attention(q, k, v, args);
   } else {

@@ -15,6 +15,10 @@ struct AttentionArgs {
   double soft_cap = 0.0;
   /// Uses plain operations on GPUs where no kernel fits.
   bool plain = false;
+  /// [heads], q's dtype: for each head a score that every token attends to and
+  /// that has no value, so that weights of values add up to less than 1.
+  /// Undefined: none. Gets a gradient.
+  at::Tensor sinks;
 };
 
 /// Whether FlashAttention computes it: 16 bits on a GPU, head_dim a multiple of
@@ -27,7 +31,10 @@ struct FlashSequences {
   std::int64_t max_length = 0;
 };
 
-/// Causal FlashAttention; args.soft_cap is not read.
+/// Causal FlashAttention; args.soft_cap is not read. The kernels know no sinks:
+/// with l the logsumexp of a row's scores and s the sink, the result is theirs
+/// times exp(l - l'), l' = log(exp(l) + exp(s)), and their backward reads this
+/// result and l' in place of its own.
 /// @param q, k, v    [batch, seq, heads, head_dim], and with `sequences`
 /// [tokens,
 ///   heads, head_dim]
@@ -42,6 +49,13 @@ at::Tensor flash_attention(
 
 /// Of scores; unset: the kernels' own, 1 / sqrt(head_dim).
 std::optional<double> own_scale(const AttentionArgs& args);
+
+/// Returns softmax(scores, -1), to whose sums a sink of each head adds.
+/// @param scores  [..., heads, queries, keys] float
+/// @param sinks   [heads] or [heads * queries], or undefined: there are none
+at::Tensor softmax_with_sinks(
+    const at::Tensor& scores,
+    const at::Tensor& sinks);
 
 /// Whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a multiple of
 /// kv.
@@ -58,12 +72,12 @@ bool are_grouped_heads(
 ///
 /// CUDA, 16-bit, head_dim a multiple of 8: cuDNN up to head_dim 128, which
 /// takes these strides and fewer kv heads as they are. FlashAttention up to
-/// head_dim 256, and for a window below seq. Else what ATen chooses.
+/// head_dim 256, for a window below seq, and for sinks. Else what ATen chooses.
 ///
-/// No kernel has soft caps, and none has windows for float32. Plain operations
-/// then take blocks of queries one after another; they keep the probabilities
-/// of all blocks for the backward, batch * heads * seq * (window or seq)
-/// elements. On a GPU this needs `plain`.
+/// No kernel has soft caps, and none has windows or sinks for float32. Plain
+/// operations then take blocks of queries one after another; they keep the
+/// probabilities of all blocks for the backward, batch * heads * seq * (window
+/// or seq) elements. On a GPU this needs `plain`.
 /// @throws Error{config} naming `plain` where no kernel fits.
 at::Tensor causal_attention(
     const at::Tensor& q,

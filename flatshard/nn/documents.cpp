@@ -25,6 +25,13 @@ at::Tensor masked(
       "data.packing = documents: expected a model without soft caps of "
       "attention on GPUs, got one with {}; use data.packing = stream",
       args.soft_cap);
+  FLATSHARD_CHECK(
+      !args.sinks.defined(),
+      config,
+      "data.packing = documents: expected a model without attention sinks in "
+      "{} on GPUs, which only kernels of 16 bits have; use data.packing = "
+      "stream, or precision.compute = bfloat16",
+      c10::toString(q.scalar_type()));
   const std::int64_t batch = q.size(0);
   const std::int64_t seq = q.size(1);
   const std::int64_t group = q.size(2) / k.size(2);

@@ -62,7 +62,8 @@ void write_documents(
 /// work is that of the documents alone. Else on CUDA: a mask of seq * seq
 /// elements for each row, and the work of whole rows. On CPUs: one document
 /// after the other.
-/// @throws Error{config} for soft caps on a GPU.
+/// @throws Error{config} for soft caps on a GPU, and for sinks where
+/// FlashAttention does not fit.
 at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,

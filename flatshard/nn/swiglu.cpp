@@ -15,12 +15,40 @@ using torch::autograd::variable_list;
 
 constexpr const char* kTanh = "tanh";
 
+// Of GateActivation::clamped_silu.
+constexpr double kSigmoidFactor = 1.702;
+constexpr double kLimit = 7.0;
+
+// Source: openai/gpt-oss, gpt_oss/torch/model.py, swiglu.
+at::Tensor clamped_product(const at::Tensor& gate, const at::Tensor& up) {
+  const at::Tensor limited = gate.clamp_max(kLimit);
+  return limited * (limited * kSigmoidFactor).sigmoid() *
+         (up.clamp(-kLimit, kLimit) + 1);
+}
+
+// Returns (dgate, dup) for the product's gradient d.
+std::tuple<at::Tensor, at::Tensor> clamped_backward(
+    const at::Tensor& d,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  const at::Tensor limited = gate.clamp_max(kLimit);
+  const at::Tensor sigmoid = (limited * kSigmoidFactor).sigmoid();
+  const at::Tensor slope =
+      sigmoid * (1 + limited * (1 - sigmoid) * kSigmoidFactor);
+  return {
+      d * (up.clamp(-kLimit, kLimit) + 1) * slope * gate.le(kLimit),
+      d * limited * sigmoid * up.abs().le(kLimit)};
+}
+
 at::Tensor product_of(
     GateActivation activation,
     const at::Tensor& gate,
     const at::Tensor& up) {
   if (activation == GateActivation::gelu_tanh) {
     return at::gelu(gate, kTanh) * up;
+  }
+  if (activation == GateActivation::clamped_silu) {
+    return clamped_product(gate, up);
   }
   if (cuda::supports(gate) && !at::GradMode::is_enabled()) {
     return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
@@ -38,6 +66,9 @@ std::tuple<at::Tensor, at::Tensor> backward_of(
     at::Tensor* product = nullptr) {
   if (activation == GateActivation::gelu_tanh) {
     return {at::gelu_backward(d * up, gate, kTanh), d * at::gelu(gate, kTanh)};
+  }
+  if (activation == GateActivation::clamped_silu) {
+    return clamped_backward(d, gate, up);
   }
   if (!cuda::supports(gate) || at::GradMode::is_enabled()) {
     return {at::silu_backward(d * up, gate), d * at::silu(gate)};
@@ -239,13 +270,14 @@ gated(GateActivation activation, const at::Tensor& gate, const at::Tensor& up) {
   return GatedFunction::apply(gate, up, activation);
 }
 
-std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
+std::tuple<at::Tensor, at::Tensor> gated_gradients(
+    GateActivation activation,
     const at::Tensor& dy,
     const at::Tensor& gate,
     const at::Tensor& up) {
   check_pair(gate, up);
   const at::NoGradGuard no_grad;
-  return backward_of(GateActivation::silu, dy, gate, up);
+  return backward_of(activation, dy, gate, up);
 }
 
 at::Tensor gated_linear(

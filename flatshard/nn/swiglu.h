@@ -12,16 +12,23 @@ namespace flatshard::nn {
 /// Source: Shazeer, arXiv:2002.05202.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
-/// (dgate, dup) of swiglu's gradient dy, without autograd.
-std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
-    const at::Tensor& dy,
-    const at::Tensor& gate,
-    const at::Tensor& up);
-
 /// act(gate) * up, elementwise: `swiglu` for silu. The other activations are
 /// plain operations.
 at::Tensor
 gated(GateActivation activation, const at::Tensor& gate, const at::Tensor& up);
+
+/// (dgate, dup) of gated's gradient dy, without autograd.
+std::tuple<at::Tensor, at::Tensor> gated_gradients(
+    GateActivation activation,
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up);
+inline std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
+    const at::Tensor& dy,
+    const at::Tensor& gate,
+    const at::Tensor& up) {
+  return gated_gradients(GateActivation::silu, dy, gate, up);
+}
 
 /// layer(gated(activation, gate, up), residual) without keeping the product of
 /// gate and up, the largest activation of a block: the pass of the backward

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <cmath>
+
 #include "flatshard/core/error.h"
 #include "tests/support/temp_folder.h"
 
@@ -144,6 +147,76 @@ TEST(HfFolder, NamesOfAModelWithoutItsHead) {
             HasSubstr("but 'module.model.norm.weight'"),
             HasSubstr("what it is wrapped in")));
   }
+}
+
+// Two experts of three outputs and 64 inputs.
+TEST(HfFolder, UnpacksMxfp4) {
+  constexpr std::int64_t kExperts = 2, kOut = 3, kGroups = 2;
+  constexpr std::int64_t kIn = kGroups * 32;
+  const TempFolder folder;
+  std::vector<std::byte> blocks, scales;
+  for (std::int64_t i = 0; i < kExperts * kOut * kGroups * 16; ++i) {
+    blocks.push_back(static_cast<std::byte>((i * 37 + i / 16) % 256));
+  }
+  for (std::int64_t i = 0; i < kExperts * kOut * kGroups; ++i) {
+    scales.push_back(static_cast<std::byte>(i == 0 ? 0 : 118 + i));
+  }
+  SafetensorsWriter writer(
+      folder / "model.safetensors",
+      {{"model.w_blocks", "U8", {kExperts, kOut, kGroups, 16}},
+       {"model.w_scales", "U8", {kExperts, kOut, kGroups}},
+       {"model.b_blocks", "U8", {3}}});
+  writer.write("model.w_blocks", blocks);
+  writer.write("model.w_scales", scales);
+  writer.write("model.b_blocks", std::span(blocks).first(3));
+  writer.finish();
+
+  const HfFolder read(folder.path(), "model.");
+  EXPECT_THAT(read.names(), ElementsAre("model.b_blocks", "model.w"));
+  const HfFolder::Found found = read.find("model.w");
+  EXPECT_EQ(found.entry->dtype, "BF16");
+  EXPECT_THAT(found.entry->shape, ElementsAre(kExperts, kIn, kOut));
+  EXPECT_EQ(found.entry->nbytes(), 2U * kExperts * kIn * kOut);
+  std::vector<std::uint16_t> values(kExperts * kIn * kOut);
+  const auto bytes = std::as_writable_bytes(std::span(values));
+  // Pieces that end within an expert, and begin within another.
+  const std::size_t middle = 2U * kIn * kOut - 10;
+  found.read(middle, bytes.subspan(middle));
+  found.read(0, bytes.first(middle));
+  constexpr float kNumbers[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  for (std::int64_t e = 0; e < kExperts; ++e) {
+    for (std::int64_t in = 0; in < kIn; ++in) {
+      for (std::int64_t out = 0; out < kOut; ++out) {
+        const std::int64_t group = (e * kOut + out) * kGroups + in / 32;
+        const auto both =
+            static_cast<unsigned>(blocks[group * 16 + in % 32 / 2]);
+        const unsigned bits = in % 2 == 0 ? both & 15U : both / 16U;
+        const float want = std::ldexp(
+                               kNumbers[bits % 8],
+                               static_cast<int>(scales[group]) - 127) *
+                           (bits < 8 ? 1.0F : -1.0F);
+        const float got = std::bit_cast<float>(
+            std::uint32_t{values[(e * kIn + in) * kOut + out]} << 16U);
+        EXPECT_EQ(got, want) << e << " " << in << " " << out;
+        EXPECT_EQ(std::signbit(got), std::signbit(want));
+      }
+    }
+  }
+}
+
+TEST(HfFolder, RefusesMxfp4OfOtherShapes) {
+  const TempFolder folder;
+  SafetensorsWriter writer(
+      folder / "model.safetensors",
+      {{"w_blocks", "U8", {1, 1, 1, 16}}, {"w_scales", "U8", {1, 1, 2}}});
+  const std::vector<std::byte> bytes(16);
+  writer.write("w_blocks", bytes);
+  writer.write("w_scales", std::span(bytes).first(2));
+  writer.finish();
+  EXPECT_THAT(
+      refused(folder.path()),
+      HasSubstr(
+          "tensor 'w': expected MXFP4 blocks [experts, out, in / 32, 16]"));
 }
 
 TEST(HfFolder, OtherFormsSayWhatToDo) {

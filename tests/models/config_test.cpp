@@ -135,7 +135,7 @@ TEST_F(HfConfig, ErrorsNameFileAndKey) {
       message(llama_json(R"(, "model_type": "gpt2")"), ErrorCode::config),
       file + ": expected model_type 'llama', 'qwen2', 'qwen3', 'mistral', "
              "'olmo2', 'phi3', 'gemma2', 'gemma3_text', 'mixtral', "
-             "'qwen3_moe', got 'gpt2'; it is not supported");
+             "'qwen3_moe', 'gpt_oss', got 'gpt2'; it is not supported");
   EXPECT_EQ(
       message(
           llama_json(R"(, "architectures": ["MistralForCausalLM"])"),

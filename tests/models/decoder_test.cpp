@@ -36,10 +36,10 @@ ModelConfig decoded_config(std::string_view family) {
   if (attention.window_pattern.size() > 2) {
     attention.window_pattern = {true, true, false};
   }
-  if (family.ends_with("moe") || family == "mixtral") {
-    config.moe.num_experts = 4;
-    config.moe.experts_per_token = 2;
-    config.moe.ffn_dim = family == "mixtral" ? 0 : 16;
+  if (family.ends_with("moe")) {
+    config.moe = {.num_experts = 4, .ffn_dim = 16};
+  } else if (family == "mixtral" || family == "gpt_oss") {
+    config.moe = {.num_experts = 4};  // of the width ffn_dim
   }
   return config;
 }

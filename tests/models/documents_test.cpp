@@ -24,7 +24,8 @@ Llama packed_model(
     ActivationCheckpoint checkpoint,
     bool experts,
     std::int64_t chunk_tokens,
-    bool windows = false) {
+    bool windows = false,
+    bool sinks = false) {
   ModelConfig config{
       .dim = 24,
       .layers = 2,
@@ -52,6 +53,12 @@ Llama packed_model(
         .ffn_dim = 16,
         .shared_experts = 1,
         .dense_layers = 1};
+  }
+  if (sinks) {
+    config.family = "gpt_oss";
+    config.block = family_defaults("gpt_oss").block;
+    config.block.attention.window = 3;
+    config.moe = {.num_experts = 4};
   }
   Llama model(
       config,
@@ -83,13 +90,14 @@ struct DocumentsCase {
   bool experts = false;
   std::int64_t chunk_tokens = 0;
   bool windows = false;
+  bool sinks = false;
 };
 
 class DocumentsOf : public ::testing::TestWithParam<DocumentsCase> {};
 
 TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
-  const auto& [checkpoint, experts, chunk_tokens, windows] = GetParam();
-  Llama model = packed_model(checkpoint, experts, chunk_tokens, windows);
+  const auto& [checkpoint, experts, chunk_tokens, windows, sinks] = GetParam();
+  Llama model = packed_model(checkpoint, experts, chunk_tokens, windows, sinks);
   // Two rows; the second ends with padding.
   const std::vector<std::int64_t> lengths{7, 1, 8, 5, 6, 5};
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -147,6 +155,7 @@ INSTANTIATE_TEST_SUITE_P(
             .chunk_tokens = 5},
         DocumentsCase{.windows = true},
         DocumentsCase{.experts = true},
+        DocumentsCase{.sinks = true},
         DocumentsCase{
             .checkpoint = ActivationCheckpoint::full,
             .experts = true}));

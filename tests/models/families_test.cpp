@@ -180,6 +180,55 @@ TEST_F(FamilyConfigs, Gemma3) {
       HasSubstr("expected the text model, gemma3_text"));
 }
 
+TEST_F(FamilyConfigs, GptOss) {
+  const std::string text = R"({
+    "architectures": ["GptOssForCausalLM"], "attention_bias": true,
+    "attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4,
+    "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+    "initial_context_length": 4096, "initializer_range": 0.02,
+    "intermediate_size": 2880, "layer_types": [
+      "sliding_attention", "full_attention", "sliding_attention",
+      "full_attention", "sliding_attention", "full_attention",
+      "sliding_attention", "full_attention", "sliding_attention",
+      "full_attention", "sliding_attention", "full_attention",
+      "sliding_attention", "full_attention", "sliding_attention",
+      "full_attention", "sliding_attention", "full_attention",
+      "sliding_attention", "full_attention", "sliding_attention",
+      "full_attention", "sliding_attention", "full_attention"],
+    "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": false,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9, "sliding_window": 128,
+    "tie_word_embeddings": false, "use_cache": true, "vocab_size": 201088)";
+  const std::string quantized = R"(, "quantization_config": {
+    "modules_to_not_convert": ["model.layers.*.self_attn",
+      "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    "quant_method": "mxfp4"})";
+  const std::string rope = R"(, "rope_scaling": {"beta_fast": 32.0,
+    "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": false,
+    "original_max_position_embeddings": 4096})";
+  const ModelConfig config =
+      read(text + quantized + rope + R"(, "swiglu_limit": 7.0})");
+  EXPECT_EQ(config, preset("gpt_oss_20b"));
+  EXPECT_TRUE(config.block.attention.has_window(0));
+  EXPECT_FALSE(config.block.attention.has_window(1));
+  // transformers' defaults.
+  EXPECT_EQ(read(text + "}"), config);
+  const ModelConfig unscaled = read(text + R"(, "rope_scaling": null})");
+  EXPECT_FALSE(unscaled.rope_scaling.has_value());
+  EXPECT_EQ(read(to_hf_json(unscaled, "bfloat16")), unscaled);
+  EXPECT_THAT(
+      refusal(text + R"(, "swiglu_limit": 5.0})"),
+      HasSubstr("expected swiglu_limit = 7.0"));
+  EXPECT_THAT(
+      refusal(
+          text +
+          R"(, "quantization_config": {"quant_method": "bitsandbytes"}})"),
+      HasSubstr("expected quant_method = \"mxfp4\""));
+}
+
 TEST_F(FamilyConfigs, Gemma2) {
   EXPECT_EQ(
       read(R"({
@@ -277,8 +326,8 @@ TEST(Families, UnknownOnesAreAnsweredWithTheList) {
     EXPECT_EQ(
         error.message(),
         "model.family: expected one of llama, qwen2, qwen3, mistral, olmo2, "
-        "phi3, gemma2, gemma3, mixtral, qwen3_moe, moe, got 'gpt2'; it is not "
-        "supported");
+        "phi3, gemma2, gemma3, mixtral, qwen3_moe, gpt_oss, moe, got 'gpt2'; "
+        "it is not supported");
   }
 }
 
@@ -338,6 +387,26 @@ TEST(FamilyNames, FusedTensorsAreRowsOfOneAnother) {
   EXPECT_TRUE(entry("mlp.down_proj.weight", {5120, 17920}).is_whole());
 }
 
+TEST(FamilyNames, ExpertsOfGptOssAreTogether) {
+  const ModelConfig config = preset("gpt_oss_tiny");
+  const auto name_of = [&](const std::string& ours,
+                           const std::vector<std::int64_t>& shape) {
+    const auto entries = hf_entries(config, ours, shape);
+    EXPECT_EQ(entries.size(), 1U);
+    EXPECT_TRUE(entries.front().is_whole());
+    EXPECT_EQ(entries.front().shape, shape);
+    return entries.front().name;
+  };
+  const std::string p = "model.layers.1.";
+  EXPECT_EQ(name_of(p + "mlp.gate.bias", {4}), p + "mlp.router.bias");
+  for (const std::string same :
+       {"self_attn.sinks",
+        "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj_bias"}) {
+    EXPECT_EQ(name_of(p + same, {4, 6, 2}), p + same);
+  }
+}
+
 TEST(FamilyNames, NormsOfGemma) {
   const ModelConfig config = preset("gemma3_1b");
   const auto name = [&](const std::string& ours) {
@@ -375,7 +444,8 @@ TEST(FamilyFlops, ParameterCounts) {
       {"gemma2_9b", 9241705984},       {"gemma2_27b", 27227128320},
       {"gemma3_270m", 268098176},      {"gemma3_1b", 999885952},
       {"gemma3_4b", 3880263168},       {"gemma3_12b", 11766034176},
-      {"gemma3_27b", 27009346304}};
+      {"gemma3_27b", 27009346304},     {"gpt_oss_20b", 20914757184},
+      {"gpt_oss_120b", 116829156672}};
   for (const auto& [name, count] : counts) {
     EXPECT_EQ(num_parameters(preset(name)), count) << name;
   }

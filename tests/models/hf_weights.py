@@ -41,7 +41,13 @@ compute = "float32"
 try:
     import torch
     from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AutoModelForCausalLM,
+        GptOssConfig,
+        GptOssForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 except ImportError as error:
     print(f"skipped: {error}")
     sys.exit(SKIPPED)
@@ -127,6 +133,44 @@ def several_dtypes(folder):
     return []
 
 
+def mxfp4(folder):
+    """Experts of four bits, as those of gpt-oss are published."""
+    torch.manual_seed(1)
+    config = GptOssConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=64,
+    )
+    GptOssForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / SINGLE)
+    for name in list(tensors):
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            experts, wide, out = tensors.pop(name).shape
+            scales = torch.randint(110, 124, (experts, out, wide // 32))
+            blocks = torch.randint(0, 256, (*scales.shape, 16))
+            tensors[f"{name}_scales"] = scales.to(torch.uint8)
+            tensors[f"{name}_blocks"] = blocks.to(torch.uint8)
+    save_file(tensors, folder / SINGLE, META)
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    return []
+
+
 def no_head(folder):
     tensors = make(folder)
     del tensors["lm_head.weight"]
@@ -183,7 +227,7 @@ def expect(ok, what, said):
 def main():
     program = sys.argv[1]
     good = [buffers, single_and_index, tensors_twice, tied_with_a_head, base_model]
-    for case in [*good, several_dtypes]:
+    for case in [*good, several_dtypes, mxfp4]:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             says = case(folder / "hf")
@@ -197,7 +241,7 @@ def main():
             )
             theirs = model.state_dict()
             for tensor, value in ours.items():
-                same = torch.equal(value, theirs[tensor])
+                same = torch.equal(value, theirs[tensor].float())
                 expect(same, f"{case.__name__}: {tensor} differs", said)
             expect(len(ours) >= len(theirs) - 1, f"{case.__name__}: too few", said)
     for case in [no_head, a_bias, fewer_layers, bin_only, pointer]:

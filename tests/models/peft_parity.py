@@ -77,6 +77,7 @@ TARGETS = {
     "gemma3": (ALL.split(), "all-linear"),
     "mixtral": (["q_proj", "v_proj"], ATTENTION),
     "qwen3_moe": (["q_proj", "v_proj"], ATTENTION),
+    "gpt_oss": (["q_proj", "v_proj"], ATTENTION),
 }
 RSLORA = {"qwen2"}
 SCALE_OF_B = 0.05

@@ -197,6 +197,60 @@ TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
   }
 }
 
+// Experts of gpt-oss, with rows after the last end, and in sizes that the
+// kernel does not take.
+TEST_F(CudaExperts, LayersWithBiasesMatchTheCpu) {
+  constexpr auto kLayout = ExpertLayout::interleaved;
+  const at::Tensor ends = at::tensor({40, 40, 170}, at::kInt);
+  for (const auto& [dim, width] : {std::pair{64, 32}, std::pair{12, 7}}) {
+    for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+      SCOPED_TRACE(::testing::Message() << dim << ' ' << dtype);
+      at::Tensor x = random({175, dim}, dtype);
+      at::Tensor g = random({175, dim}, dtype);
+      x.slice(0, 170).fill_(std::nan(""));
+      g.slice(0, 170).fill_(std::nan(""));
+      const TensorList inputs{
+          x,
+          random({3, dim, 2 * width}, dtype),
+          random({3, 2 * width}, dtype),
+          at::rand({175}, generator_).cuda(),
+          random({3, width, dim}, dtype),
+          random({3, dim}, dtype)};
+      const auto run = [&](at::Device device, at::ScalarType wanted) {
+        TensorList leaves;
+        for (const at::Tensor& input : inputs) {
+          const bool is_float = input.scalar_type() == at::kFloat;
+          leaves.push_back(
+              input.to(device, is_float ? at::kFloat : wanted, false, true)
+                  .requires_grad_());
+        }
+        const Groups groups{ends.to(device)};
+        const at::Tensor y = grouped_gated_linear(
+            GateActivation::clamped_silu,
+            grouped_linear(leaves[0], {leaves[1], leaves[2], kLayout}, groups),
+            leaves[3],
+            {leaves[4], leaves[5], kLayout},
+            groups);
+        y.backward(g.to(device, wanted));
+        TensorList results{y.slice(0, 0, 170).detach().cpu()};
+        for (const at::Tensor& leaf : leaves) {
+          const bool has_rows = leaf.size(0) == 175;
+          results.push_back(
+              (has_rows ? leaf.grad().slice(0, 0, 170) : leaf.grad()).cpu());
+        }
+        return results;
+      };
+      const TensorList got = run(at::kCUDA, dtype);
+      const TensorList want = run(at::kCPU, at::kFloat);
+      const double tolerance =
+          dtype == at::kBFloat16 ? 16 * epsilon(dtype) : kCudaTolerance;
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        EXPECT_LE(relative_error(got[i], want[i]), tolerance) << i;
+      }
+    }
+  }
+}
+
 TEST_F(CudaExperts, WeightGradientsGoStraightIntoTheSink) {
   const at::Tensor ends = at::tensor({40, 40, 100}, at::kInt).cuda();
   const at::Tensor x = random({100, 64}, at::kBFloat16);

@@ -285,6 +285,79 @@ TEST_P(Grouped, SwigluLinearMatchesItsParts) {
   EXPECT_LE(relative_error(w.grad(), we.grad()), tolerance);
 }
 
+// Both layouts, with biases and with the gate that has limits.
+TEST_P(Grouped, LayersWithBiasesMatchTheirParts) {
+  const double tolerance = 64 * 0x1p-24;
+  const auto head = [&](const at::Tensor& t) { return t.slice(0, 0, kept()); };
+  const auto exact = [](const at::Tensor& t) {
+    return t.detach().to(at::kDouble).requires_grad_();
+  };
+  for (const auto layout : {ExpertLayout::stacked, ExpertLayout::interleaved}) {
+    const bool in_turn = layout == ExpertLayout::interleaved;
+    SCOPED_TRACE(in_turn);
+    const std::int64_t width = 4;
+    const auto weight_of = [&](std::int64_t out, std::int64_t in) {
+      return in_turn ? weight(in, out) : weight(out, in);
+    };
+    const at::Tensor x = rows(kIn, 1).requires_grad_();
+    const at::Tensor up = weight_of(2 * width, kIn);
+    const at::Tensor down = weight_of(kOut, width);
+    const at::Tensor up_bias =
+        at::randn({num_experts(), 2 * width}, seeded(5)).requires_grad_();
+    const at::Tensor down_bias =
+        at::randn({num_experts(), kOut}, seeded(6)).requires_grad_();
+    at::Tensor factors = at::rand({GetParam().rows}, seeded(4));
+    factors.requires_grad_();
+    const at::Tensor y = grouped_gated_linear(
+        GateActivation::clamped_silu,
+        grouped_linear(x, {up, up_bias, layout}, groups()),
+        factors,
+        {down, down_bias, layout},
+        groups());
+    const TensorList leaves{x, up, up_bias, factors, down, down_bias};
+    TensorList e;
+    for (const at::Tensor& leaf : leaves) {
+      e.push_back(exact(leaf));
+    }
+    std::vector<at::Tensor> parts;
+    for_each_group(
+        groups(),
+        [&](std::int64_t i, bool, std::int64_t begin, std::int64_t end) {
+          const auto matrix = [&](const at::Tensor& w) {
+            return in_turn ? w[i].t() : w[i];
+          };
+          const at::Tensor both =
+              at::linear(e[0].slice(0, begin, end), matrix(e[1]), e[2][i]);
+          const at::Tensor gate = (in_turn ? both.slice(1, 0, 2 * width, 2)
+                                           : both.narrow(1, 0, width))
+                                      .clamp_max(7);
+          const at::Tensor linear = in_turn ? both.slice(1, 1, 2 * width, 2)
+                                            : both.narrow(1, width, width);
+          const at::Tensor product =
+              gate * (1.702 * gate).sigmoid() * (linear.clamp(-7, 7) + 1);
+          parts.push_back(
+              at::linear(product, matrix(e[4]), e[5][i]) *
+              e[3].slice(0, begin, end).unsqueeze(1));
+        });
+    const at::Tensor want = at::cat(parts);
+    const at::Tensor g = rows(kOut, 2);
+    y.backward(g);
+    want.backward(head(g).to(at::kDouble));
+    if (kept() > 0) {
+      EXPECT_LE(relative_error(head(y), want), tolerance);
+      for (const std::size_t i : {0U, 3U}) {
+        EXPECT_LE(
+            relative_error(head(leaves[i].grad()), head(e[i].grad())),
+            tolerance)
+            << i;
+      }
+    }
+    for (const std::size_t i : {1U, 2U, 4U, 5U}) {
+      EXPECT_LE(relative_error(leaves[i].grad(), e[i].grad()), tolerance) << i;
+    }
+  }
+}
+
 TEST(GroupedLinears, PermutingInsideIsPermutingBefore) {
   const auto [experts, counts] = random_choice(15, 2, 4, true, 5);
   const Permutation p = sort_by_expert(experts, counts);

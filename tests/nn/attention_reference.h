@@ -31,9 +31,14 @@ inline at::Tensor attention_by_formula(
   if (args.window > 0) {
     seen = seen.logical_and(before.lt(args.window));
   }
-  return at::matmul(
-             scores.masked_fill(seen.logical_not(), -INFINITY).softmax(-1),
-             heads(v))
+  scores = scores.masked_fill(seen.logical_not(), -INFINITY);
+  if (args.sinks.defined()) {
+    // One more key, whose value is 0.
+    const at::Tensor sinks = args.sinks.view({1, -1, 1, 1});
+    scores =
+        at::cat({scores, sinks.expand({q.size(0), q.size(2), seq, 1})}, -1);
+  }
+  return at::matmul(scores.softmax(-1).narrow(-1, 0, seq), heads(v))
       .transpose(1, 2)
       .reshape({q.size(0), seq, -1});
 }

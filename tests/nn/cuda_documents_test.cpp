@@ -70,6 +70,55 @@ TEST_P(CudaDocuments, AttentionIsTheCpusOneByOne) {
   }
 }
 
+// Documents of any length, and places of documents that are not there.
+TEST_P(CudaDocuments, AttentionWithSinks) {
+  constexpr std::int64_t kSeq = 300;
+  const std::vector<std::int64_t> lengths{1, 170, 129, 300, 7, 256, 37};
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const auto random = [&](std::int64_t heads) {
+    return at::randn({3, kSeq, heads, 64}, generator).to(GetParam());
+  };
+  const TensorList inputs{
+      random(6),
+      random(2),
+      random(2),
+      at::randn({6}, generator).to(GetParam())};
+  const at::Tensor g = random(6).flatten(2);
+  const auto run = [&](at::Device device, at::ScalarType dtype) {
+    auto documents = Documents::of(lengths, kSeq, device);
+    documents.offsets = at::cat(
+        {documents.offsets,
+         at::full({5}, 3 * kSeq, documents.offsets.options())});
+    TensorList results;
+    TensorList leaves;
+    for (const at::Tensor& t : inputs) {
+      leaves.push_back(
+          t.to(device, dtype, false, /*copy=*/true).requires_grad_());
+    }
+    const at::Tensor out = document_attention(
+        leaves[0],
+        leaves[1],
+        leaves[2],
+        documents,
+        {.window = 100, .sinks = leaves[3]});
+    out.backward(g.to(device).to(dtype));
+    results.push_back(out.detach());
+    for (const at::Tensor& leaf : leaves) {
+      results.push_back(leaf.grad());
+    }
+    return results;
+  };
+  if (GetParam() == at::kFloat) {
+    EXPECT_THROW(run(at::kCUDA, at::kFloat), Error);
+    return;
+  }
+  const TensorList expected = run(at::kCPU, at::kFloat);
+  const TensorList got = run(at::kCUDA, GetParam());
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    EXPECT_LE(relative_error(got[i].cpu(), expected[i]), 0x1p-6) << i;
+  }
+}
+
 TEST_P(CudaDocuments, RopeTakesPositions) {
   constexpr std::int64_t kSeq = 37;
   const std::vector<std::int64_t> lengths{30, 7, 1, 36};

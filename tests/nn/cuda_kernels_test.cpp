@@ -348,6 +348,31 @@ TEST_P(CudaKernels, AttentionWithWindows) {
   }
 }
 
+TEST_P(CudaKernels, AttentionWithSinks) {
+  for (const std::int64_t window : {0, 33}) {
+    SCOPED_TRACE(window);
+    const at::Tensor q = leaf({2, 130, 8, 64}), k = leaf({2, 130, 2, 64}),
+                     v = leaf({2, 130, 2, 64}), sinks = leaf({8});
+    const at::Tensor g = gradient({2, 130, 8 * 64});
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v),
+                     se = exact(sinks);
+    const at::Tensor y = causal_attention(
+        q,
+        k,
+        v,
+        {.window = window, .plain = dtype() == at::kFloat, .sinks = sinks});
+    y.backward(g);
+    const at::Tensor ye =
+        attention_by_formula(qe, ke, ve, {.window = window, .sinks = se});
+    ye.backward(g.cpu().to(at::kDouble));
+    expect_close(y, ye, "y");
+    expect_close(q.grad(), qe.grad(), "dq");
+    expect_close(k.grad(), ke.grad(), "dk");
+    expect_close(v.grad(), ve.grad(), "dv");
+    expect_close(sinks.grad(), se.grad(), "dsinks");
+  }
+}
+
 TEST_P(CudaKernels, PlainAttentionHasToBeAskedFor) {
   const at::Tensor q = leaf({1, 9, 2, 8});
   AttentionArgs args{.window = 4, .soft_cap = 2.0};

@@ -393,6 +393,28 @@ TEST_P(Layers, AttentionWithWindowsScalesAndSoftCaps) {
   }
 }
 
+TEST_P(Layers, AttentionWithSinks) {
+  for (const std::int64_t window : {0, 33, 70}) {
+    SCOPED_TRACE(window);
+    const at::Tensor q = leaf({2, 150, 4, 8}), k = leaf({2, 150, 2, 8}),
+                     v = leaf({2, 150, 2, 8}), sinks = leaf({4});
+    const at::Tensor g = at::randn({2, 150, 32}, generator_).to(GetParam());
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v),
+                     se = exact(sinks);
+    const at::Tensor y =
+        causal_attention(q, k, v, {.window = window, .sinks = sinks});
+    y.backward(g);
+    const at::Tensor ye =
+        attention_by_formula(qe, ke, ve, {.window = window, .sinks = se});
+    ye.backward(g.to(at::kDouble));
+    expect_close(y, ye);
+    expect_close(q.grad(), qe.grad());
+    expect_close(k.grad(), ke.grad());
+    expect_close(v.grad(), ve.grad());
+    expect_close(sinks.grad(), se.grad());
+  }
+}
+
 TEST_P(Layers, RopeOfAPartOfTheHead) {
   RopeTable table({.head_dim = 4, .theta = 100.0});
   const auto [cos, sin] = table.get(5, at::kCPU);
@@ -447,6 +469,30 @@ TEST_P(Layers, GegluLinearMatchesPlainAutograd) {
     expect_close(down->weight().grad(), we.grad());
     expect_close(gated(activation, gate, up), at::gelu(ge, "tanh") * ue);
   }
+}
+
+// Gates and ups on both sides of their limits.
+TEST_P(Layers, ClampedGateMatchesPlainAutograd) {
+  const auto activation = GateActivation::clamped_silu;
+  Linear down(11, 6);
+  const at::Tensor gate = (leaf({30, 11}).detach() * 6).requires_grad_();
+  const at::Tensor up = (leaf({30, 11}).detach() * 6).requires_grad_();
+  const at::Tensor w = leaf({6, 11}).detach();
+  set_parameter_data(down->weight(), w);
+  const at::Tensor g = at::randn({30, 6}, generator_).to(GetParam());
+  const at::Tensor ge = exact(gate), ue = exact(up), we = exact(w);
+  const at::Tensor y = gated_linear(activation, gate, up, *down, {});
+  y.backward(g);
+  const at::Tensor limited = ge.clamp_max(7);
+  const at::Tensor product =
+      (ue.clamp(-7, 7) + 1) * limited * (limited * 1.702).sigmoid();
+  const at::Tensor ye = at::linear(product, we);
+  ye.backward(g.to(at::kDouble));
+  expect_close(y, ye);
+  expect_close(gate.grad(), ge.grad());
+  expect_close(up.grad(), ue.grad());
+  expect_close(down->weight().grad(), we.grad());
+  EXPECT_TRUE(ge.gt(7).any().item<bool>() && ue.lt(-7).any().item<bool>());
 }
 
 TEST_P(Layers, ScaledEmbeddingRoundsItsScale) {

@@ -31,7 +31,7 @@ constexpr std::int64_t kSequences = 4;  // of a step
 constexpr int kFamilySteps = 4;
 
 bool has_experts(const std::string& family) {
-  return family == "mixtral" || family.ends_with("moe");
+  return family == "mixtral" || family == "gpt_oss" || family.ends_with("moe");
 }
 
 Config family_config(
@@ -65,11 +65,12 @@ strategy = "zero3"
 )",
       family,
       kFamilyVocab,
-      has_experts(family) ? "num_experts = 4" : "",
+      has_experts(family) ? "num_experts = 4\nexperts_per_token = 2" : "",
       family.starts_with("gemma")
           ? "sliding_window = 7\nsliding_window_pattern = 2"
-      : family == "mistral" || family == "phi3" ? "sliding_window = 7"
-                                                : "",
+      : family == "mistral" || family == "phi3" || family == "gpt_oss"
+          ? "sliding_window = 7"
+          : "",
       kFamilySeq,
       kSequences / world);
   return resolve_config(parse_config(toml, "test.toml", overrides), world);

@@ -599,6 +599,8 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
   for (const auto& [family, target] :
        {std::pair{"mixtral", "w1"},
         std::pair{"qwen3_moe", "gate_proj"},
+        std::pair{"gpt_oss", "router"},
+        std::pair{"gpt_oss", "gate_up_proj"},
         std::pair{"mixtral", "all-linear"}}) {
     EXPECT_THAT(
         refusal(

@@ -30,6 +30,7 @@ constexpr FixedOption kOptions[] = {
     OPTION("sliding_window_pattern", block.attention.window_pattern),
     OPTION("query_pre_attn_scalar", block.attention.query_pre_attn_scalar),
     OPTION("attention_soft_cap", block.attention.soft_cap),
+    OPTION("attention_sinks", block.attention.sinks),
     OPTION("final_soft_cap", final_soft_cap),
     OPTION("local_rope_theta", local_rope_theta),
     OPTION("partial_rotary_factor", partial_rotary_factor),
@@ -51,6 +52,7 @@ std::span<const Family* const> families() {
       &gemma3_family(),
       &mixtral_family(),
       &qwen3_moe_family(),
+      &gpt_oss_family(),
       &moe_family()};
   return kFamilies;
 }
@@ -118,6 +120,26 @@ void check_plain_experts(const ModelConfig& config) {
       moe.router_bias,
       "router_bias (moe.balance_rate)",
       "no bias of the router");
+}
+
+void check_uniform_experts(const ModelConfig& config) {
+  const MoeConfig& moe = config.moe;
+  check_plain_experts(config);
+  refuse_key(
+      config,
+      !moe.router_normalize,
+      "router_normalize",
+      "weights that add up to 1");
+  refuse_key(
+      config,
+      moe.dense_layers > 0,
+      "dense_layers",
+      "experts in every block");
+  refuse_key(
+      config,
+      moe.ffn_dim != config.ffn_dim,
+      "moe_ffn_dim",
+      "one ffn_dim");
 }
 
 void check_family(const ModelConfig& config) {

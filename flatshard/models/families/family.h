@@ -19,9 +19,12 @@ struct Rename {
 
 /// What the matrices of one expert are called in files.
 struct ExpertNames {
+  /// All experts of a block are one tensor, as here, and these names its.
+  bool together = false;
   std::string_view gate = "gate_proj";
   std::string_view up = "up_proj";
   std::string_view down = "down_proj";
+  std::string_view router = "gate";
 };
 
 /// Some rows of a matrix in files.
@@ -103,6 +106,9 @@ void refuse_key(
 /// Refuses what only the family moe has: shared experts and other routers than
 /// those that take the largest of all softmax scores.
 void check_plain_experts(const ModelConfig& config);
+/// check_plain_experts, and refuses all but experts of the width ffn_dim in
+/// every block, whose weights add up to 1 for each token.
+void check_uniform_experts(const ModelConfig& config);
 /// Checks what the family has of experts, and each option that its `free_keys`
 /// leave out.
 void check_family(const ModelConfig& config);
@@ -113,6 +119,7 @@ void read_attention_bias(const HfReader& reader, ModelConfig& config);
 
 const Family& gemma2_family();
 const Family& gemma3_family();
+const Family& gpt_oss_family();
 const Family& llama_family();
 const Family& mistral_family();
 const Family& mixtral_family();

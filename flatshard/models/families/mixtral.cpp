@@ -39,26 +39,6 @@ void write_mixtral(const ModelConfig& config, nlohmann::ordered_json& json) {
   json["sliding_window"] = nullptr;
 }
 
-void check_mixtral(const ModelConfig& config) {
-  const MoeConfig& moe = config.moe;
-  check_plain_experts(config);
-  refuse_key(
-      config,
-      !moe.router_normalize,
-      "router_normalize",
-      "weights that add up to 1");
-  refuse_key(
-      config,
-      moe.dense_layers > 0,
-      "dense_layers",
-      "experts in every block");
-  refuse_key(
-      config,
-      moe.ffn_dim != config.ffn_dim,
-      "moe_ffn_dim",
-      "one ffn_dim");
-}
-
 }  // namespace
 
 const Family& mixtral_family() {
@@ -75,7 +55,7 @@ const Family& mixtral_family() {
       .presets = mixtral_presets(),
       .read = read_mixtral,
       .write = write_mixtral,
-      .check = check_mixtral};
+      .check = check_uniform_experts};
   return family;
 }
 
