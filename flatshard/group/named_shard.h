@@ -11,6 +11,13 @@
 
 namespace flatshard {
 
+/// Ranks that hold the same elements: how many they are, and which of them this
+/// one is.
+struct Replicas {
+  std::int64_t index = 0;
+  std::int64_t count = 1;
+};
+
 /// What one rank owns of one parameter: how optimizers and checkpoints see the
 /// model. `tensor` is a view of the flat shard.
 struct NamedShard {
@@ -22,6 +29,7 @@ struct NamedShard {
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
   std::map<std::string, std::string> attributes;  ///< as the user set them
   bool dropped = false;                           ///< see GroupParameter
+  Replicas replicas;                              ///< of `tensor`
 
   const std::string& name() const { return names.front(); }
   std::vector<std::int64_t> whole_shape() const {
