@@ -28,14 +28,13 @@ std::vector<std::shared_ptr<UnitCall>> AutogradEvents::calls_of_task(
     const WatchedTensor* first) {
   std::erase_if(calls_, [](const auto& call) { return call.expired(); });
   const auto is_first = [&](const UnitCall& call) {
-    return first != nullptr &&
-           std::any_of(
-               first->uses.begin(),
-               first->uses.end(),
-               [&](const WatchedTensor::Use& use) {
-                 return use.call.get() == &call &&
-                        use.role == WatchedTensor::Role::output;
-               });
+    return first != nullptr && std::any_of(
+                                   first->uses.begin(),
+                                   first->uses.end(),
+                                   [&](const WatchedTensor::Use& use) {
+                                     return use.call.get() == &call &&
+                                            use.is_output;
+                                   });
   };
   std::vector<std::shared_ptr<UnitCall>> calls;  // by their ends, as in calls_
   calls.reserve(calls_.size());
@@ -103,7 +102,7 @@ TaskId AutogradEvents::enter_task(
 void AutogradEvents::tensor_grad(const WatchedTensor& tensor) {
   const TaskId task = enter_task(nullptr, &tensor);
   for (auto use = tensor.uses.rbegin(); use != tensor.uses.rend(); ++use) {
-    if (use->role == WatchedTensor::Role::output) {
+    if (use->is_output) {
       begin_backward_up_to(use->call, task);
     } else {
       input_grad_arrived(use->call, task);

@@ -55,10 +55,9 @@ struct BackwardTask {
 /// may give the very tensor that its last child gave. So the order of hooks
 /// would not do.
 struct WatchedTensor {
-  enum class Role { input, output };
   struct Use {
     std::shared_ptr<UnitCall> call;
-    Role role;
+    bool is_output = false;  ///< else an input
   };
 
   WeakNodePtr node;

@@ -238,7 +238,7 @@ void AutogradEvents::watch_inner(UnitId unit, const nn::TensorList& tensors) {
     if (tensor.requires_grad() && tensor.grad_fn()) {
       WatchedTensor& watched = watch(tensor);
       (*open)->output_nodes.push_back(watched.node);
-      watched.uses.push_back({*open, WatchedTensor::Role::output});
+      watched.uses.push_back({*open, /*is_output=*/true});
     }
   }
 }
@@ -300,7 +300,7 @@ void AutogradEvents::watch_inputs(
       continue;
     }
     ++call->num_watched_inputs;
-    watch(input).uses.push_back({call, WatchedTensor::Role::input});
+    watch(input).uses.push_back({call, /*is_output=*/false});
   }
 }
 
@@ -320,7 +320,7 @@ bool AutogradEvents::watch_outputs(
             leaves.end()) {
       WatchedTensor& watched = watch(output);
       call->output_nodes.push_back(watched.node);
-      watched.uses.push_back({call, WatchedTensor::Role::output});
+      watched.uses.push_back({call, /*is_output=*/true});
     }
   };
   for (const at::Tensor& output : outputs) {

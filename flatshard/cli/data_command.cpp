@@ -255,10 +255,10 @@ void add_import(CLI::App& data) {
       "--tokenizer gpt2 --output corpora/openwebtext");
   command->callback([options] {
     options->progress = true;
-    data::ImportReport report;
-    const data::CorpusMeta meta = data::import_tokens(*options, &report);
-    for (const std::string& file : report.files) {
-      fmt::print("{}\n", file);
+    std::vector<std::string> lines;
+    const data::CorpusMeta meta = data::import_tokens(*options, &lines);
+    for (const std::string& line : lines) {
+      fmt::print("{}\n", line);
     }
     if (meta.tokenizer != data::kNoTokenizer) {
       fmt::print(

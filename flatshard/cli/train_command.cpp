@@ -65,7 +65,7 @@ int spawn(
   bool resumes = arguments.resume;
   for (int restarts = 0;; ++restarts) {
     bool signalled = false;
-    const int code = spawn_local_ranks(arguments.nproc, argv, {}, &signalled);
+    const int code = spawn_local_ranks(arguments.nproc, argv, &signalled);
     if (code == 0 || signalled || restarts == arguments.max_restarts) {
       return code;
     }
@@ -198,21 +198,20 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       arguments.device,
       arguments.resume,
       [leave](const Verdict& v) { leave(Error(v.code, v.text)); });
-  auto end = Trainer::End::finished;
+  std::optional<Trainer::Stop> stop;
   try {
-    end = trainer.run();
+    stop = trainer.run();
   } catch (const std::exception& e) {
     if (env.world_size == 1) {
       throw;
     }
     leave(e);
   }
-  if (end == Trainer::End::stopped) {
-    const Trainer::Stop& stop = trainer.stop();
+  if (stop) {
     if (env.rank == 0) {
-      report_stop(stop, resume_command(arguments, argv));
+      report_stop(*stop, resume_command(arguments, argv));
     }
-    throw CLI::RuntimeError(kSignalExitCode + stop.signal);
+    throw CLI::RuntimeError(kSignalExitCode + stop->signal);
   }
 }
 

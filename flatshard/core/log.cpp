@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <string>
@@ -27,11 +26,6 @@ LogLevel level_from_environment() {
   return LogLevel::info;
 }
 
-std::atomic<LogLevel>& level_cell() {
-  static std::atomic<LogLevel> level{level_from_environment()};
-  return level;
-}
-
 std::mutex& prefix_mutex() {
   static std::mutex mutex;
   return mutex;
@@ -44,11 +38,9 @@ std::string& prefix_cell() {
 
 }  // namespace
 
-void set_log_level(LogLevel level) {
-  level_cell() = level;
-}
 LogLevel log_level() {
-  return level_cell();
+  static const LogLevel level = level_from_environment();
+  return level;
 }
 
 void set_log_prefix(std::string_view prefix) {

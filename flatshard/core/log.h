@@ -8,9 +8,8 @@ namespace flatshard {
 
 enum class LogLevel { debug, info, warning, error };
 
-/// Drops lines below this level. Default: info, or FLATSHARD_LOG_LEVEL (debug,
-/// info, warning, error) when it is set.
-void set_log_level(LogLevel level);
+/// Returns the level below which lines are dropped. Default: info, or
+/// FLATSHARD_LOG_LEVEL (debug, info, warning, error) when it is set.
 LogLevel log_level();
 
 /// Sets the text put before each line, e.g. "rank 3/8". One per process.

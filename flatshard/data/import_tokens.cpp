@@ -173,7 +173,9 @@ Vocabulary find_vocabulary(
 
 }  // namespace
 
-CorpusMeta import_tokens(const ImportOptions& options, ImportReport* report) {
+CorpusMeta import_tokens(
+    const ImportOptions& options,
+    std::vector<std::string>* lines) {
   FLATSHARD_CHECK(
       options.validation_fraction >= 0 && options.validation_fraction < 1,
       config,
@@ -217,8 +219,8 @@ CorpusMeta import_tokens(const ImportOptions& options, ImportReport* report) {
     to_validation.resize(
         to_validation.size() + static_cast<std::size_t>(file.num_documents),
         i >= num_train);
-    if (report != nullptr) {
-      report->files.push_back(
+    if (lines != nullptr) {
+      lines->push_back(
           fmt::format("{}, {} documents", what, file.num_documents));
     }
   }
@@ -236,10 +238,9 @@ CorpusMeta import_tokens(const ImportOptions& options, ImportReport* report) {
       io,
       "--validation: expected documents, got none in {} files",
       files.size() - num_train);
-  if (report != nullptr) {
+  if (lines != nullptr) {
     for (const SkippedFile& file : found.skipped) {
-      report->files.push_back(
-          fmt::format("{}: skipped, {}", file.name, file.reason));
+      lines->push_back(fmt::format("{}: skipped, {}", file.name, file.reason));
     }
   }
   CorpusMeta meta;

@@ -28,17 +28,15 @@ struct ImportOptions {
   std::string python;
 };
 
-struct ImportReport {
-  std::vector<std::string> files;  ///< "train.bin: raw uint16, 12 tokens, ..."
-};
-
 /// Writes a corpus folder of tokens that another program has made. Documents
 /// come from Megatron's index, or end after each end-of-document token. Empty
 /// ones are left out.
+/// @param lines  if not null: gets a line for each file, such as
+///   "train.bin: raw uint16, 12 tokens, ...".
 /// @throws Error{format} naming the file and the token that is not in the
 /// vocabulary; what TokenFile and prepare_corpus throw.
 CorpusMeta import_tokens(
     const ImportOptions& options,
-    ImportReport* report = nullptr);
+    std::vector<std::string>* lines = nullptr);
 
 }  // namespace flatshard::data

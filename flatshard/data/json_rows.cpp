@@ -12,10 +12,10 @@ namespace flatshard::data {
 JsonRows::JsonRows(
     const std::filesystem::path& path,
     std::string text_field,
-    RowPart part)
+    bool whole_rows)
     : path_(path),
       text_field_(std::move(text_field)),
-      part_(part),
+      whole_rows_(whole_rows),
       reader_(path) {
 }
 
@@ -101,7 +101,7 @@ void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
         problem.what + " (JSON rows are objects, one a line or in one list)",
         problem.at);
   }
-  if (part_ == RowPart::whole) {
+  if (whole_rows_) {
     text = json_.substr(begin, scanner.at() - begin);
     check_utf8(text, "row", begin);
     return;

@@ -10,23 +10,18 @@
 
 namespace flatshard::data {
 
-/// The part of an object that JsonRows takes.
-enum class RowPart {
-  text_field,  ///< the text in a field
-  whole,       ///< all of it, as JSON
-};
-
 /// The documents of a JSON file: objects, one in each line or as elements of
 /// one list, that have a document in the text field. A file whose first object
 /// takes several lines, or that is a list, is held in memory as a whole.
 class JsonRows {
  public:
   /// @throws what TextReader throws.
-  /// @param text_field  of RowPart::text_field.
+  /// @param whole_rows  documents are the objects themselves, as JSON, and not
+  ///   the text in `text_field`.
   JsonRows(
       const std::filesystem::path& path,
       std::string text_field,
-      RowPart part = RowPart::text_field);
+      bool whole_rows = false);
 
   /// Reads the next document, "" where the text is empty or null; false at the
   /// end.
@@ -51,7 +46,7 @@ class JsonRows {
 
   std::filesystem::path path_;
   std::string text_field_;
-  RowPart part_;
+  bool whole_rows_;
   TextReader reader_;
   Form form_ = Form::unknown;
   std::string json_;       ///< a line, or the whole file

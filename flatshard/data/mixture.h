@@ -30,7 +30,6 @@ class Mixture {
   /// @param sample  in [0, 2^62).
   Turn operator()(std::int64_t sample) const;
 
-  std::size_t num_sources() const { return shares_.size(); }
   /// Returns each source's share of all samples, in units of 2^-32.
   const std::vector<std::int64_t>& shares() const { return shares_; }
 

@@ -131,7 +131,7 @@ CorpusMeta prepare_corpus(const PrepareOptions& options, Survey* report) {
       .text_field = options.text_field.empty() ? "text" : options.text_field,
       .replace_invalid = format == InputFormat::text,
       .python = options.python,
-      .row_part = options.chat ? RowPart::whole : RowPart::text_field};
+      .whole_rows = options.chat};
   StagedFolder::check(options.output, options.force);
   const Survey survey = survey_inputs(options.inputs, format, texts);
   const std::vector<InputFile>& files = survey.found.files;

@@ -10,7 +10,7 @@ PythonDocuments::PythonDocuments(
     const PythonTokenizerOptions& options,
     const std::vector<InputFile>& files,
     TextOptions texts)
-    : is_chat_(texts.row_part == RowPart::whole),
+    : is_chat_(texts.whole_rows),
       trains_all_(options.train_on == "all"),
       child_(options, is_chat_ ? "chat" : "tokens", std::nullopt),
       documents_(files, std::move(texts)),

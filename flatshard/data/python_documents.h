@@ -15,8 +15,8 @@
 namespace flatshard::data {
 
 /// Texts tokenized by the Hugging Face tokenizers package, or chats by a chat
-/// template (RowPart::whole). A thread reads them and gives them to a child
-/// process.
+/// template (TextOptions::whole_rows). A thread reads them and gives them to a
+/// child process.
 class PythonDocuments : public DocumentStream {
  public:
   /// @param files  must outlive this.

@@ -74,7 +74,7 @@ std::string TextDocuments::where() const {
 bool TextDocuments::read_text(std::string& text) {
   const InputFile& file = files_[file_];
   FLATSHARD_CHECK(
-      options_.row_part == RowPart::text_field || file.kind == InputKind::json,
+      !options_.whole_rows || file.kind == InputKind::json,
       format,
       "{}: --chat takes JSON rows (.jsonl, .ndjson or .json), and this file "
       "has "
@@ -83,7 +83,7 @@ bool TextDocuments::read_text(std::string& text) {
   switch (file.kind) {
     case InputKind::json:
       if (!rows_) {
-        rows_.emplace(file.path, options_.text_field, options_.row_part);
+        rows_.emplace(file.path, options_.text_field, options_.whole_rows);
       }
       return rows_->next(text);
     case InputKind::parquet:

@@ -16,8 +16,7 @@ struct TextOptions {
   std::string text_field = "text";  ///< of JSON rows and Parquet
   bool replace_invalid = false;     ///< bytes that are not UTF-8 become U+FFFD
   std::string python;               ///< for Parquet; see find_python
-  /// Whole rows of JSON are taken, and no other files.
-  RowPart row_part = RowPart::text_field;
+  bool whole_rows = false;  ///< of JSON, as JSON; no other files are read
 };
 
 /// The texts of files, in UTF-8, one file after the other. Each text is held

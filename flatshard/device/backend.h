@@ -22,7 +22,6 @@ void copy_cuda_bytes(
     at::Device device);
 void copy_cuda_bytes(std::span<const BytesCopy> copies, at::Device device);
 void count_cuda_memory_outside(at::Device device, std::int64_t nbytes);
-void reset_cuda_peak_memory(at::Device device);
 /// Pins pages of this process; false when the driver refuses.
 bool pin_host_memory(void* begin, std::size_t nbytes);
 void unpin_host_memory(void* begin) noexcept;

@@ -119,12 +119,6 @@ void copy_cuda_bytes(std::span<const BytesCopy> copies, at::Device device) {
   }
 }
 
-void reset_cuda_peak_memory(at::Device device) {
-  at::globalContext().lazyInitDevice(at::kCUDA);
-  const c10::cuda::CUDAGuard guard(device);
-  c10::cuda::CUDACachingAllocator::resetPeakStats(c10::cuda::current_device());
-}
-
 bool pin_host_memory(void* begin, std::size_t nbytes) {
   at::globalContext().lazyInitDevice(at::kCUDA);
   const cudaError_t status =

@@ -55,9 +55,10 @@ RestoreGenerators::~RestoreGenerators() {
   set_states(states_);
 }
 
-RedrawNumbers::RedrawNumbers(const GeneratorStates& states)
-    : before_(states_of(generators_of(states))) {
+RestoreGenerators redraw_numbers(const GeneratorStates& states) {
+  GeneratorStates before = states_of(generators_of(states));
   set_states(states);
+  return RestoreGenerators(std::move(before));
 }
 
 }  // namespace flatshard

@@ -31,13 +31,8 @@ class RestoreGenerators {
   GeneratorStates states_;
 };
 
-/// Sets generators back to `states` and, when it ends, to where they had been.
-class RedrawNumbers {
- public:
-  explicit RedrawNumbers(const GeneratorStates& states);
-
- private:
-  RestoreGenerators before_;
-};
+/// Sets generators back to `states`. @return what sets them to where they had
+/// been, when it ends.
+[[nodiscard]] RestoreGenerators redraw_numbers(const GeneratorStates& states);
 
 }  // namespace flatshard

@@ -123,12 +123,6 @@ void count_memory_outside_allocator(at::Device device, std::int64_t nbytes) {
   }
 }
 
-void reset_peak_memory(at::Device device) {
-  if (device.is_cuda()) {
-    detail::reset_cuda_peak_memory(device);
-  }
-}
-
 void keep_for_current_stream(const at::Tensor& tensor) {
   if (tensor.is_cuda()) {
     tensor.record_stream(

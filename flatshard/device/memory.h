@@ -61,7 +61,4 @@ void keep_for_current_stream(const at::Tensor& tensor);
 /// does not see: memory_stats adds them.
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes);
 
-/// Peaks count from now on. CUDA only: the CPU's peak stays.
-void reset_peak_memory(at::Device device);
-
 }  // namespace flatshard

@@ -77,10 +77,6 @@ void count_cuda_memory_outside(at::Device /*device*/, std::int64_t /*nbytes*/) {
   throw_no_cuda("CUDA memory statistics");
 }
 
-void reset_cuda_peak_memory(at::Device /*device*/) {
-  throw_no_cuda("CUDA memory statistics");
-}
-
 bool pin_host_memory(void* /*begin*/, std::size_t /*nbytes*/) {
   throw_no_cuda("pinned memory");
 }

@@ -15,9 +15,9 @@ namespace {
 
 constexpr std::int64_t kPieceNbytes = 8 << 20;
 
-std::vector<HostCopy> pieces_of(std::span<const HostCopy> copies) {
-  std::vector<HostCopy> pieces;
-  for (const HostCopy& copy : copies) {
+std::vector<BytesCopy> pieces_of(std::span<const BytesCopy> copies) {
+  std::vector<BytesCopy> pieces;
+  for (const BytesCopy& copy : copies) {
     for (std::int64_t done = 0; done < copy.nbytes; done += kPieceNbytes) {
       pieces.push_back(
           {static_cast<std::byte*>(copy.to) + done,
@@ -47,7 +47,7 @@ class PinnedPair {
   PinnedPair(const PinnedPair&) = delete;
   PinnedPair& operator=(const PinnedPair&) = delete;
 
-  void copy(const HostCopy& piece) {
+  void copy(const BytesCopy& piece) {
     std::swap(buffers_[0], buffers_[1]);
     Buffer& buffer = buffers_[0];
     buffer.copied.synchronize();
@@ -70,14 +70,14 @@ class PinnedPair {
 }  // namespace
 
 void upload(
-    std::span<const HostCopy> copies,
+    std::span<const BytesCopy> copies,
     at::Device device,
     int num_threads) {
-  const std::vector<HostCopy> pieces = pieces_of(copies);
+  const std::vector<BytesCopy> pieces = pieces_of(copies);
   if (!device.is_cuda()) {
     share_work(pieces.size(), num_threads, [&] {
       return [&](std::size_t i) {
-        const HostCopy& piece = pieces[i];
+        const BytesCopy& piece = pieces[i];
         copy_bytes(piece.to, piece.from, piece.nbytes, device);
       };
     });

@@ -5,14 +5,9 @@
 #include <cstdint>
 #include <span>
 
-namespace flatshard {
+#include "flatshard/device/memory.h"
 
-/// Where values that are in host memory belong.
-struct HostCopy {
-  void* to = nullptr;  ///< memory of the device
-  const void* from = nullptr;
-  std::int64_t nbytes = 0;
-};
+namespace flatshard {
 
 /// Copies pageable host memory to a device, after earlier work of the current
 /// stream; blocks until it has arrived.
@@ -21,7 +16,7 @@ struct HostCopy {
 /// a small part of the link. So `num_threads` threads move pieces, on CUDA each
 /// through two pinned buffers and a separate stream.
 void upload(
-    std::span<const HostCopy> copies,
+    std::span<const BytesCopy> copies,
     at::Device device,
     int num_threads);
 

@@ -38,10 +38,8 @@ class CapturedCollectives {
  private:
   friend class detail::FlightRing;
 
-  /// One launch of the graph.
-  struct Replay {
-    Event done;
-  };
+  /// One launch of the graph: its end.
+  using Replay = Event;
 
   // Under the ring's lock.
   bool is_over(const Replay& replay) const;

@@ -178,8 +178,8 @@ void FlightRing::replayed(
     const std::shared_ptr<CapturedCollectives>& captured,
     std::int64_t step,
     Event done) {
-  const auto replay = std::make_shared<const CapturedCollectives::Replay>(
-      CapturedCollectives::Replay{std::move(done)});
+  const auto replay =
+      std::make_shared<const CapturedCollectives::Replay>(std::move(done));
   const std::lock_guard lock(mutex_);
   captured->replays_.push_back(replay);
   for (std::size_t i = 0; i < captured->tracks_.size(); ++i) {

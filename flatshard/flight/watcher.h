@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/ScopeExit.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -89,13 +91,10 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   /// Every call into the store: the guard sees when one does not come back.
   template <class F>
   auto ask(F&& function) {
-    struct Answered {
-      FlightWatcher& watcher;
-      ~Answered() {
-        const std::lock_guard lock(watcher.mutex_);
-        watcher.last_answer_ = Clock::now();
-      }
-    } const answered{*this};
+    const auto answered = c10::make_scope_exit([&] {
+      const std::lock_guard lock(mutex_);
+      last_answer_ = Clock::now();
+    });
     return function();
   }
 

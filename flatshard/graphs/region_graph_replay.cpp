@@ -236,7 +236,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
         sink->begin_wgrad(unit_.parameters()[w.parameter].tensor));
   }
   const char* miss = miss_of_backward(grads, targets);
-  const RedrawNumbers again(open.states);
+  const RestoreGenerators before = redraw_numbers(open.states);
   nn::TensorList out;
   if (miss == nullptr) {
     const at::NoGradGuard no_grad;

@@ -57,7 +57,7 @@ class StepGraph::Recording {
   Scheduler before_;
   // The former state.
   StepState state_;
-  std::vector<GatherProgress::Saved> progress_;
+  std::vector<GatherProgress> progress_;
   RuntimeTrace trace_;
   bool measures_exposed_;
   std::optional<AutogradEvents::OwnAccumulators> accumulators_;

@@ -40,10 +40,8 @@ std::vector<std::int64_t> Float8Format::parts_of(
   return parts;
 }
 
-LayoutOptions Float8Format::layout_options(LayoutOptions options) const {
-  options.alignment =
-      std::max(options.alignment, kScaleAlignment * block_of_stored_scales());
-  return options;
+std::int64_t Float8Format::alignment(std::int64_t least) const {
+  return std::max(least, kScaleAlignment * block_of_stored_scales());
 }
 
 Granularity Float8Format::granularity() const {

@@ -44,7 +44,9 @@ struct Float8Format {
 
   /// To which part each of `num_parameters` parameters belongs.
   std::vector<std::int64_t> parts_of(std::int64_t num_parameters) const;
-  LayoutOptions layout_options(LayoutOptions options) const;
+  /// Returns the alignment of a layout's tensors and shards, in elements;
+  /// `least` or more.
+  std::int64_t alignment(std::int64_t least) const;
   /// Returns the granularity of weights.
   Granularity granularity() const;
 

@@ -1,7 +1,5 @@
 #include "flatshard/group/gather_progress.h"
 
-#include <utility>
-
 namespace flatshard {
 
 void GatherProgress::advance(Stream& stream, bool float8_begun) {
@@ -24,19 +22,16 @@ GatherProgress::Step GatherProgress::next(bool by_copies) {
   return step;
 }
 
-GatherProgress::Saved GatherProgress::forget() {
-  return {
-      .gathered = std::exchange(gathered_, 0),
-      .copied = std::exchange(copied_, 0),
-      .float8_begun = std::exchange(float8_begun_, 0),
-      .written = std::exchange(written_, {})};
+GatherProgress GatherProgress::forget() {
+  GatherProgress forgotten = *this;
+  restore(GatherProgress());
+  return forgotten;
 }
 
-void GatherProgress::restore(Saved saved) {
-  gathered_ = saved.gathered;
-  copied_ = saved.copied;
-  float8_begun_ = saved.float8_begun;
-  written_ = std::move(saved.written);
+void GatherProgress::restore(const GatherProgress& forgotten) {
+  const std::int64_t version = version_;
+  *this = forgotten;
+  version_ = version;
 }
 
 }  // namespace flatshard

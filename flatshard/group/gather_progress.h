@@ -33,14 +33,11 @@ class GatherProgress {
   // A graph of steps uses this: recorded gathers begin anew and wait for
   // nothing that is not recorded.
 
-  /// The state that `forget` resets.
-  struct Saved {
-    std::int64_t gathered = 0, copied = 0, float8_begun = 0;
-    Event written;
-  };
   /// Resets the state, as if nothing was gathered and all writes had arrived.
-  Saved forget();
-  void restore(Saved saved);
+  /// @return what was forgotten, for `restore`.
+  GatherProgress forget();
+  /// Undoes `forget`. The version stays.
+  void restore(const GatherProgress& forgotten);
   /// Returns whether all gathers of this version are planned, as far as this
   /// goes.
   bool is_gathered() const { return gathered_ == version_; }

@@ -57,7 +57,7 @@ struct ParamGroupOptions {
   /// false: the program gathers separate values for these parameters, which
   /// have gradients here and no weights: nothing of them has memory.
   bool has_weights = true;
-  LayoutOptions layout;
+  std::int64_t alignment = kLayoutAlignment;  ///< see FlatLayout::build
   /// The weights are gathered as FP8 planes; absent: as Precision::compute.
   /// GroupParameter::float8 sets it for single parameters.
   std::optional<Float8Format> float8 = std::nullopt;

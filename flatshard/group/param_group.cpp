@@ -22,9 +22,9 @@ std::shared_ptr<const FlatLayout> build_layout(
          p.shape,
          p.placement.granularity.value_or(Granularity())});
   }
-  LayoutOptions layout = options.layout;
+  std::int64_t alignment = options.alignment;
   if (options.float8) {
-    layout = options.float8->layout_options(layout);
+    alignment = options.float8->alignment(alignment);
     const auto parts =
         options.float8->parts_of(static_cast<std::int64_t>(specs.size()));
     for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -41,7 +41,7 @@ std::shared_ptr<const FlatLayout> build_layout(
     }
   }
   return std::make_shared<const FlatLayout>(
-      FlatLayout::build(std::move(specs), num_shards, layout));
+      FlatLayout::build(std::move(specs), num_shards, alignment));
 }
 
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {

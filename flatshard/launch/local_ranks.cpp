@@ -118,8 +118,8 @@ class LocalRanks {
   LocalRanks(
       int nproc,
       const std::vector<std::string>& argv,
-      const SpawnOptions& options)
-      : options_(options), ranks_(nproc) {
+      std::chrono::milliseconds grace_period)
+      : grace_period_(grace_period), ranks_(nproc) {
     launchers_notice_fd = notice_.fd();
     const LoopbackListener listener;
     for (int r = 0; r < nproc; ++r) {
@@ -175,7 +175,7 @@ class LocalRanks {
     const auto variable_pointers = pointers(variables);
     const auto argument_pointers = pointers(arguments);
     Fd write_end;
-    const bool prefixed = rank.index != 0 && options_.prefix_stderr;
+    const bool prefixed = rank.index != 0;
     if (prefixed || ::isatty(STDERR_FILENO) == 0) {
       int ends[2];
       checked_call(::pipe2(ends, O_CLOEXEC), "pipe");
@@ -197,9 +197,6 @@ class LocalRanks {
     ::sigprocmask(SIG_SETMASK, &mask, nullptr);
     if (write_end.get() >= 0) {
       ::dup2(write_end.get(), STDERR_FILENO);
-    }
-    if (rank.index != 0 && !options_.other_ranks_stdout) {
-      ::dup2(::open("/dev/null", O_WRONLY), STDOUT_FILENO);
     }
     ::fcntl(report_.fd(), F_SETFD, 0);  // survives exec
     ::fcntl(notice_.fd(), F_SETFD, 0);
@@ -231,8 +228,7 @@ class LocalRanks {
   void end_all() {
     if (!ending_) {
       ending_ = true;
-      deadline_ =
-          Clock::now() + std::chrono::milliseconds(options_.grace_period_ms);
+      deadline_ = Clock::now() + grace_period_;
       send_all(SIGTERM);
     }
   }
@@ -329,7 +325,7 @@ class LocalRanks {
         message.empty() ? "" : "; its last message: " + message);
   }
 
-  SpawnOptions options_;
+  std::chrono::milliseconds grace_period_;
   SignalGate gate_;
   Token report_;
   Token notice_;
@@ -375,8 +371,8 @@ bool claim_output_notice() {
 int spawn_local_ranks(
     int nproc,
     const std::vector<std::string>& argv,
-    const SpawnOptions& options,
-    bool* signalled) {
+    bool* signalled,
+    std::chrono::milliseconds grace_period) {
   FLATSHARD_CHECK(
       nproc >= 1,
       config,
@@ -386,7 +382,7 @@ int spawn_local_ranks(
       !argv.empty(),
       usage,
       "expected the program's own arguments, got none");
-  LocalRanks ranks(nproc, argv, options);
+  LocalRanks ranks(nproc, argv, grace_period);
   const int code = ranks.run();
   if (signalled != nullptr) {
     *signalled = ranks.signalled();

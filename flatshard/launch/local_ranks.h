@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -20,18 +21,6 @@ bool claim_failure_report(int patience_ms = 0);
 /// other process always true.
 bool claim_output_notice();
 
-struct SpawnOptions {
-  /// Time between SIGTERM and SIGKILL when the others are ended.
-  int grace_period_ms = 5000;
-  /// Lines that other ranks than 0 write to standard error get "[rank N] "
-  /// before them, unless they begin with "[rank N/" themselves. Rank 0's lines
-  /// pass unchanged. A terminal stays its own: its last message is not
-  /// repeated.
-  bool prefix_stderr = true;
-  /// Standard output of ranks other than 0: pass through or drop.
-  bool other_ranks_stdout = true;
-};
-
 /// Runs this same program `nproc` times with torchrun's variables set, and
 /// waits for all of them. `argv` is main's own.
 ///
@@ -45,13 +34,19 @@ struct SpawnOptions {
 /// last message. A rank that has reported it itself (claim_failure_report)
 /// prevents that. Ranks die with this process, also when it is killed.
 ///
+/// Lines that other ranks than 0 write to standard error get "[rank N] " before
+/// them, unless they begin with "[rank N/" themselves. Rank 0's lines pass
+/// unchanged.
+/// A terminal stays its own: its last message is not repeated.
+///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so
 ///   that the ranks were to end. The result is 128 + that signal then.
+/// @param grace_period  between SIGTERM and SIGKILL when ranks are ended.
 /// @return 0, or the first failing rank's exit code (128 + signal).
 int spawn_local_ranks(
     int nproc,
     const std::vector<std::string>& argv,
-    const SpawnOptions& options = {},
-    bool* signalled = nullptr);
+    bool* signalled = nullptr,
+    std::chrono::milliseconds grace_period = std::chrono::seconds(5));
 
 }  // namespace flatshard

@@ -10,17 +10,17 @@
 namespace flatshard {
 namespace {
 
-void check_options(std::int64_t num_shards, const LayoutOptions& options) {
+void check_options(std::int64_t num_shards, std::int64_t alignment) {
   FLATSHARD_CHECK(
       num_shards >= 1,
       usage,
       "num_shards: expected at least 1, got {}",
       num_shards);
   FLATSHARD_CHECK(
-      options.alignment >= 1,
+      alignment >= 1,
       config,
       "alignment: expected at least 1 element, got {}",
-      options.alignment);
+      alignment);
 }
 
 void check_spec(const TensorSpec& spec) {
@@ -44,16 +44,16 @@ void check_spec(const TensorSpec& spec) {
 std::int64_t aligned_granule(
     const TensorSpec& spec,
     std::int64_t numel,
-    const LayoutOptions& options) {
+    std::int64_t alignment) {
   if (numel == 0 || spec.granularity.kind() == Granularity::Kind::tensor) {
-    return options.alignment;
+    return alignment;
   }
   if (spec.granularity.kind() == Granularity::Kind::chunk) {
     return spec.granularity.granule_numel(spec.shape);
   }
   return detail::checked_lcm(
       spec.granularity.granule_numel(spec.shape),
-      options.alignment,
+      alignment,
       spec.name);
 }
 
@@ -62,8 +62,8 @@ std::int64_t aligned_granule(
 FlatLayout FlatLayout::build(
     std::vector<TensorSpec> specs,
     std::int64_t num_shards,
-    LayoutOptions options) {
-  check_options(num_shards, options);
+    std::int64_t alignment) {
+  check_options(num_shards, alignment);
   FlatLayout layout;
   layout.specs_ = std::move(specs);
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
@@ -77,11 +77,11 @@ FlatLayout FlatLayout::build(
         spec.name);
     const std::int64_t numel = detail::numel_of(spec.shape, spec.name);
     layout.places_.push_back(
-        {.numel = numel, .granule = aligned_granule(spec, numel, options)});
+        {.numel = numel, .granule = aligned_granule(spec, numel, alignment)});
     layout.data_numel_ =
         detail::checked_add(layout.data_numel_, numel, spec.name);
   }
-  layout.pack(num_shards, options);
+  layout.pack(num_shards, alignment);
   return layout;
 }
 

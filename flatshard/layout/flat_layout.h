@@ -21,11 +21,10 @@ struct TensorSpec {
   std::int64_t part = 0;
 };
 
-struct LayoutOptions {
-  /// Every tensor and every shard starts at a multiple of this many elements.
-  /// 16 keeps gathered bf16 tensors on 32 bytes and FP8 ones on 16.
-  std::int64_t alignment = 16;
-};
+/// The default alignment of a layout, in elements: every tensor and every shard
+/// starts at a multiple of it. 16 keeps gathered bf16 tensors on 32 bytes and
+/// FP8 ones on 16.
+inline constexpr std::int64_t kLayoutAlignment = 16;
 
 /// A part of the flat space that is cut into equal shards: shard s holds
 /// [offset + s * shard_numel, offset + (s + 1) * shard_numel).
@@ -95,7 +94,7 @@ class FlatLayout {
   static FlatLayout build(
       std::vector<TensorSpec> specs,
       std::int64_t num_shards,
-      LayoutOptions options = {});
+      std::int64_t alignment = kLayoutAlignment);
 
   /// Returns this layout for elements of one byte that have a scale of one byte
   /// for each `block` of them, as MXFP8 has for 32: each segment is followed by
@@ -168,8 +167,8 @@ class FlatLayout {
   FlatLayout() = default;
 
   const TensorPlace& place(std::int64_t i) const;
-  void pack(std::int64_t num_shards, const LayoutOptions& options);
-  std::vector<Bundle> bundles(const LayoutOptions& options) const;
+  void pack(std::int64_t num_shards, std::int64_t alignment);
+  std::vector<Bundle> bundles(std::int64_t alignment) const;
   void merge(std::vector<Bundle>& bundles);
   void add_segment(const Bundle& bundle, std::int64_t shard_numel);
   std::int64_t pack_bundle(const Bundle& bundle);

@@ -97,18 +97,4 @@ std::vector<LocalRange> local_ranges(
   return ranges;
 }
 
-LocalRange local_range(
-    const FlatLayout& layout,
-    const Placements& placements,
-    std::span<const std::int64_t> axis_sizes,
-    std::span<const std::int64_t> coordinate) {
-  FLATSHARD_CHECK(
-      layout.segments().size() == 1,
-      usage,
-      "local_range expects a layout with one segment, this one has {}; use "
-      "local_ranges",
-      layout.segments().size());
-  return local_ranges(layout, placements, axis_sizes, coordinate).front();
-}
-
 }  // namespace flatshard

@@ -53,12 +53,4 @@ std::vector<LocalRange> local_ranges(
     std::span<const std::int64_t> axis_sizes,
     std::span<const std::int64_t> coordinate);
 
-/// Works as local_ranges for a layout with one segment.
-/// @throws Error{usage} when there are more.
-LocalRange local_range(
-    const FlatLayout& layout,
-    const Placements& placements,
-    std::span<const std::int64_t> axis_sizes,
-    std::span<const std::int64_t> coordinate);
-
 }  // namespace flatshard

@@ -14,17 +14,16 @@ using detail::checked_add;
 using detail::checked_mul;
 using detail::round_up;
 
-void FlatLayout::pack(std::int64_t num_shards, const LayoutOptions& options) {
+void FlatLayout::pack(std::int64_t num_shards, std::int64_t alignment) {
   num_shards_ = num_shards;
   numel_ = 0;
   segments_.clear();
-  std::vector<Bundle> packed = bundles(options);
+  std::vector<Bundle> packed = bundles(alignment);
   merge(packed);
   for (const Bundle& bundle : packed) {
     const std::int64_t shard_numel = pack_bundle(bundle);
     add_segment(bundle, shard_numel);
-    const std::int64_t aligned =
-        round_up(shard_numel, options.alignment, "flat space");
+    const std::int64_t aligned = round_up(shard_numel, alignment, "flat space");
     if (aligned > shard_numel) {
       add_segment({.granule = 1}, aligned - shard_numel);
     }
@@ -50,7 +49,7 @@ void FlatLayout::add_segment(const Bundle& bundle, std::int64_t shard_numel) {
 /// One bundle per part and distinct granule, one per part for all tensors that
 /// stay whole, and one for each chunked tensor.
 std::vector<FlatLayout::Bundle> FlatLayout::bundles(
-    const LayoutOptions& options) const {
+    std::int64_t alignment) const {
   std::vector<Bundle> bundles;
   std::vector<std::int64_t> empty;
   for (std::int64_t i = 0; i < num_tensors(); ++i) {
@@ -82,7 +81,7 @@ std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     same->tensors.push_back(i);
   }
   if (bundles.empty()) {
-    bundles.push_back({.granule = options.alignment});
+    bundles.push_back({.granule = alignment});
   }
   // Empty tensors need no room, so they share the first segment.
   std::vector<std::int64_t>& first = bundles.front().tensors;

@@ -63,10 +63,6 @@ std::string to_hf_name(std::string_view name) {
   return std::string(name == kOurs ? kTheirs : name);
 }
 
-std::string from_hf_name(std::string_view name) {
-  return std::string(name == kTheirs ? kOurs : name);
-}
-
 std::vector<StoredEntry> hf_entries(
     const ModelConfig& config,
     const std::string& name,

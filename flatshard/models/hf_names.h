@@ -49,7 +49,4 @@ StoredEntriesOf hf_entries_of(const ModelConfig& config);
 /// Hugging Face's name of a parameter that is one entry.
 std::string to_hf_name(std::string_view name);
 
-/// Our name of one of Hugging Face's entries that is a whole parameter.
-std::string from_hf_name(std::string_view name);
-
 }  // namespace flatshard::models

@@ -14,7 +14,8 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Returns the common recipe of the layers. contexts[0] belongs to the norm.
+// Returns the common recipe of the layers; unset without weights. contexts[0]
+// belongs to the norm.
 std::optional<float8::Recipe> recipe_of(
     at::TensorList weights,
     const std::vector<ModuleContextPtr>& contexts) {
@@ -72,7 +73,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
     // Adapters read it in its own dtype.
-    const auto recipe = calls ? std::nullopt : recipe_of(weights, contexts);
+    const auto recipe = recipe_of(calls ? at::TensorList() : weights, contexts);
     auto [normed, sum, rstd] = norm_rows(x, delta, norm_weight, eps, recipe);
     const AdapterForward adapters(calls, factors, normed);
     // Without delta the result is another tensor over x's memory. Autograd
@@ -155,10 +156,10 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     if (dy.defined()) {
       adapters.add_input_gradient(dy);
     }
-    const auto recipe =
-        adapters
-            ? std::nullopt
-            : recipe_of(at::TensorList(saved).slice(4, num_weights), contexts);
+    const auto recipe = recipe_of(
+        adapters ? at::TensorList()
+                 : at::TensorList(saved).slice(4, num_weights),
+        contexts);
     at::Tensor dx = grads[0];
     at::Tensor dw;
     at::Tensor normed;

@@ -101,7 +101,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     }
     TensorList outputs;
     {
-      const RedrawNumbers again(recipe.states);
+      const RestoreGenerators before = redraw_numbers(recipe.states);
       const at::AutoGradMode grad_mode(true);
       outputs = recipe.fn(args);
     }

@@ -101,13 +101,14 @@ Estimate estimate_if_table_fits(const Job& job, const Gpu& gpu) {
   return table.fits() ? price(job, units, std::move(table), gpu) : table;
 }
 
-Duration duration_of(const Job& job, const Estimate& estimate, double tokens) {
+double gpu_hours(const Estimate& estimate, double tokens) {
   constexpr double kHour = 3600;
+  return tokens / estimate.tokens_per_second / kHour;
+}
+
+double days_of(const Job& job, double gpu_hours) {
   constexpr double kHoursPerDay = 24;
-  const double gpu_hours = tokens / estimate.tokens_per_second / kHour;
-  return {
-      .gpu_hours = gpu_hours,
-      .days = gpu_hours / static_cast<double>(job.ranks) / kHoursPerDay};
+  return gpu_hours / static_cast<double>(job.ranks) / kHoursPerDay;
 }
 
 double parse_tokens(std::string_view text) {

@@ -45,12 +45,11 @@ Estimate estimate(const Job& job, const Gpu& gpu);
 /// is not priced: its peak is that table's sum.
 Estimate estimate_if_table_fits(const Job& job, const Gpu& gpu);
 
-/// GPU-hours for a number of tokens, and days on all ranks of a job.
-struct Duration {
-  double gpu_hours = 0;
-  double days = 0;
-};
-Duration duration_of(const Job& job, const Estimate& estimate, double tokens);
+/// Returns the GPU-hours for a number of tokens.
+double gpu_hours(const Estimate& estimate, double tokens);
+
+/// Returns the days that so many GPU-hours take on all ranks of a job.
+double days_of(const Job& job, double gpu_hours);
 
 /// Returns "512", "1.5B" or "15T" as a number. @throws Error{config} for other
 /// texts.

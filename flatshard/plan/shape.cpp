@@ -117,7 +117,7 @@ GroupPlan::GroupPlan(GroupShape of)
       layout(FlatLayout::build(
           shape.tensors,
           shape.strategy.num_shards(shape.axis_sizes),
-          shape.layout)),
+          shape.alignment)),
       plane_layout(
           shape.float8 && shape.float8->sharded_scales_block > 0
               ? layout.with_scales(shape.float8->sharded_scales_block)

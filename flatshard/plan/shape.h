@@ -47,7 +47,7 @@ struct Float8Shape {
 /// without memory.
 struct GroupShape {
   std::vector<TensorSpec> tensors;
-  LayoutOptions layout;
+  std::int64_t alignment = kLayoutAlignment;
   Strategy strategy;
   std::vector<std::int64_t> axis_sizes;  ///< of the group's mesh
   /// How many ranks of the model are between neighbours of each axis.

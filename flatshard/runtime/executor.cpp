@@ -35,11 +35,7 @@ Executor::Executor(
       states_(units.size()),
       observers_(observers),
       options_(options),
-      slots_(
-          mesh_->device(),
-          units.size(),
-          observers,
-          {.on_demand = options.slots_on_demand}),
+      slots_(mesh_->device(), units.size(), observers, options.slots_on_demand),
       streams_(
           options.shared_streams ? options.shared_streams
                                  : std::make_shared<CommStreams>(

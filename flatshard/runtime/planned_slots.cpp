@@ -8,7 +8,7 @@ void PlannedSlots::plan(
     std::span<const UnitSpec> specs,
     std::span<const Action> actions) {
   std::vector<SlotLifetime> lifetimes;
-  if (!options_.on_demand) {
+  if (!on_demand_) {
     lifetimes = slot_lifetimes(specs, actions);
   }
   ++num_plans_;
@@ -20,7 +20,7 @@ void PlannedSlots::plan(
 }
 
 bool PlannedSlots::should_replan() const {
-  return !options_.on_demand && pool_.num_dynamic() > planned_dynamic_ &&
+  return !on_demand_ && pool_.num_dynamic() > planned_dynamic_ &&
          pool_.num_held() == 0;
 }
 

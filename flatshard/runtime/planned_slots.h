@@ -20,19 +20,16 @@ namespace flatshard {
 /// that begin.
 class PlannedSlots {
  public:
-  struct Options {
-    /// No arena: each use takes separate memory.
-    bool on_demand = false;
-  };
   /// @param observers  outlive this.
+  /// @param on_demand  no arena: each use takes separate memory.
   PlannedSlots(
       at::Device device,
       std::size_t num_units,
       const RuntimeObservers& observers,
-      Options options)
+      bool on_demand)
       : device_(device),
         observers_(observers),
-        options_(options),
+        on_demand_(on_demand),
         pool_(device),
         last_(num_units) {}
 
@@ -75,7 +72,7 @@ class PlannedSlots {
  private:
   at::Device device_;
   const RuntimeObservers& observers_;
-  Options options_;
+  bool on_demand_;
   SlotPool pool_;
   SlotPlan places_;
   std::vector<std::array<SlotView, 3>> last_;  ///< by unit, by SlotRole

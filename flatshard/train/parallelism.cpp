@@ -59,7 +59,7 @@ std::vector<int> indices_of(
 // Collective.
 bool choose_copied_activations(const Config& config, Mesh& mesh) {
   if (config.parallelism.tensor_parallel_comm !=
-      config::TensorParallelKind::automatic) {
+      config::TransferKind::automatic) {
     return config.parallelism.copies_activations();
   }
   return !config.cuda_graph.enabled() && !config.float8.recipe &&
@@ -176,7 +176,7 @@ std::shared_ptr<StreamExchange> make_exchange(
       mesh,
       indices_of(mesh, expert_axes(p)),
       {.num_experts = model.moe.num_experts,
-       .copies = p.token_exchange == config::TokenExchangeKind::copies,
+       .copies = p.token_exchange == config::TransferKind::copies,
        .window_nbytes = config.training.local_batch_size *
                         config.training.seq_len * model.moe.experts_per_token *
                         (model.dim * static_cast<std::int64_t>(c10::elementSize(

@@ -49,18 +49,18 @@ void Trainer::watched(const std::function<void()>& work) {
   }
 }
 
-Trainer::End Trainer::run() {
-  End end = End::finished;
+std::optional<Trainer::Stop> Trainer::run() {
+  std::optional<Stop> stop;
   if (!start_.nothing_left) {
     watched([&] {
-      end = train();
-      finish(end);
+      stop = train();
+      finish(stop);
     });
   }
-  return end;
+  return stop;
 }
 
-Trainer::End Trainer::train() {
+std::optional<Trainer::Stop> Trainer::train() {
   const std::int64_t steps = config_.training.steps;
   if (output_) {
     output_->begin_progress(
@@ -96,11 +96,10 @@ Trainer::End Trainer::train() {
     save_if(asked.save || stops, step);
     show_progress(step, trained->loss);
     if (stops && !last) {
-      stop_ = {
+      return Stop{
           .signal = asked.stop_signal,
           .step = step,
           .saved = checkpoints_->enabled()};
-      return End::stopped;
     }
     if (evaluation_ && evaluation_->due(step)) {
       if (state_.lora) {
@@ -113,7 +112,7 @@ Trainer::End Trainer::train() {
       meter_->restart();
     }
   }
-  return End::finished;
+  return std::nullopt;
 }
 
 std::optional<Trainer::TrainedStep> Trainer::train_step(
@@ -227,24 +226,22 @@ std::int64_t Trainer::tokens_seen() const {
   return loader_.state().samples_consumed * config_.training.seq_len;
 }
 
-void Trainer::finish(End end) {
+void Trainer::finish(const std::optional<Stop>& stop) {
   if (output_) {
     output_->end_progress();
   }
   open_output();  // no step was left, only what comes after the last one
-  if (end == End::finished && config_.run.save_weights) {
+  if (!stop && config_.run.save_weights) {
     save_model();
   }
   checkpoints_->finish();  // throws when the last one failed
   if (output_ && config_.cuda_graph.enabled()) {
     const GraphStats stats = microbatches_->graph_stats();
-    output_->graphs(
-        end == End::finished ? config_.training.steps : stop_.step,
-        stats);
+    output_->graphs(stop ? stop->step : config_.training.steps, stats);
     // At the start they were not captured.
     output_->print(to_string(memory_rows(state_, stats)));
   }
-  if (end == End::stopped || !output_) {
+  if (stop || !output_) {
     return;
   }
   if (config_.checkpoint.export_hf_at_end) {

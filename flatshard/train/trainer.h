@@ -37,11 +37,6 @@ namespace flatshard {
 /// metrics.jsonl, model.safetensors at the end. All ranks write checkpoints.
 class Trainer {
  public:
-  /// How a run ended.
-  enum class End {
-    finished,
-    stopped,  ///< by SIGINT, SIGTERM or SIGHUP; see `stop`
-  };
   /// How a run was stopped.
   struct Stop {
     int signal = 0;         ///< SIGINT, SIGTERM or SIGHUP
@@ -62,9 +57,9 @@ class Trainer {
   ~Trainer();
 
   /// Trains up to step `training.steps`.
-  End run();
+  /// @return how the run was stopped; unset: it is finished.
+  std::optional<Stop> run();
 
-  const Stop& stop() const { return stop_; }
   const Runtime& runtime() const { return *state_.runtime; }
 
  private:
@@ -93,7 +88,7 @@ class Trainer {
 
   /// Runs `work`; its exceptions are reported to the other ranks.
   void watched(const std::function<void()>& work);
-  End train();
+  std::optional<Stop> train();
   /// Unset when the gradient is not to be taken; see NonfiniteGuard.
   std::optional<TrainedStep> train_step(std::int64_t step, bool logged);
   /// Rank 0 opens the run's files when all ranks have come so far, and no rank
@@ -110,7 +105,7 @@ class Trainer {
   /// that was loaded last.
   std::int64_t tokens_seen() const;
   /// Does the work after the last step. Collective.
-  void finish(End end);
+  void finish(const std::optional<Stop>& stop);
   void save_model();
 
   Config config_;
@@ -135,7 +130,6 @@ class Trainer {
   std::optional<NonfiniteGuard> guard_;
   std::optional<StepMeter> meter_;
   std::optional<ProfileReport> profile_;
-  Stop stop_;
 };
 
 }  // namespace flatshard

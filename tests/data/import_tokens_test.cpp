@@ -66,8 +66,8 @@ class ImportTokens : public ::testing::Test {
       file = (temp_ / file).string();
     }
     options_.inputs = std::move(files);
-    report_ = {};
-    import_tokens(options_, &report_);
+    files_.clear();
+    import_tokens(options_, &files_);
     return documents("train");
   }
 
@@ -88,7 +88,7 @@ class ImportTokens : public ::testing::Test {
 
   TempFolder temp_;
   ImportOptions options_;
-  ImportReport report_;
+  std::vector<std::string> files_;
 };
 
 TEST_F(ImportTokens, RawWordsOfNanoGpt) {
@@ -96,7 +96,7 @@ TEST_F(ImportTokens, RawWordsOfNanoGpt) {
   EXPECT_EQ(
       import({"train.bin"}),
       (std::vector<Tokens>{{1, 2, 9}, {3, 9}, {4, 9}}));
-  EXPECT_EQ(report_.files[0], "train.bin: raw uint16, 7 tokens, 3 documents");
+  EXPECT_EQ(files_[0], "train.bin: raw uint16, 7 tokens, 3 documents");
   EXPECT_EQ(CorpusMeta::load(options_.output).vocab_size, 100);
   options_.dtype = "uint32";
   temp_.write("wide.bin", words<std::uint32_t>({99, 9, 5}));
@@ -123,7 +123,7 @@ TEST_F(ImportTokens, HeadersOfLlmC) {
   EXPECT_EQ(
       import({"*.bin"}),
       (std::vector<Tokens>{{1, 2, 9}, {3, 9}, {70, 9}}));
-  EXPECT_EQ(report_.files[1], "b.bin: llm.c uint32, 2 tokens, 1 documents");
+  EXPECT_EQ(files_[1], "b.bin: llm.c uint32, 2 tokens, 1 documents");
   std::string cut = llm_c<std::uint16_t>(20240520, {9, 1, 2});
   cut.pop_back();
   temp_.write("cut.bin", cut);
@@ -140,7 +140,7 @@ TEST_F(ImportTokens, DocumentsOfMegatronsIndex) {
   temp_.write("m.idx", megatron_index({2, 3, 3}, {0, 0, 1, 3}));
   EXPECT_EQ(import({"m*"}), (std::vector<Tokens>{{1, 9}, {2, 9, 3, 4, 5, 9}}));
   EXPECT_EQ(
-      report_.files,
+      files_,
       (std::vector<std::string>{
           "m.bin: Megatron int32, 8 tokens, 2 documents"}));
   EXPECT_THAT(problem(ErrorCode::config, "m.idx"), HasSubstr("m.bin"));

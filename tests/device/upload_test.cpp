@@ -27,7 +27,7 @@ TEST_P(UploadTest, EveryByteArrives) {
   for (const int threads : {1, 3}) {
     std::vector<at::Tensor> values;
     std::vector<at::Tensor> places;
-    std::vector<HostCopy> copies;
+    std::vector<BytesCopy> copies;
     for (const std::int64_t n : {0, 1, 5, 8 << 20, (8 << 20) + 1, 50 << 20}) {
       values.push_back(at::randint(0, 256, {n}, at::kByte));
       places.push_back(

@@ -10,6 +10,7 @@
 #include "flatshard/nn/linear.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/runtime/factor_model.h"
+#include "tests/support/case_name.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -229,7 +230,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     GraphDeviations,
     ::testing::ValuesIn(deviations()),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 TEST(Graphs, B56_GradientsOfTwoCallsAddUp) {
   GraphCase c{.strategy = "zero2", .steps = 8};
@@ -450,7 +451,7 @@ INSTANTIATE_TEST_SUITE_P(
     Pairwise,
     GraphParity,
     ::testing::ValuesIn(testing::pairwise_graph_cases()),
-    [](const auto& info) { return info.param.name(); });
+    testing::kCaseName);
 
 }  // namespace
 }  // namespace flatshard

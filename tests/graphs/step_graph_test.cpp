@@ -8,6 +8,7 @@
 #include "flatshard/nn/linear.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/graphs/deviations.h"
+#include "tests/support/case_name.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -68,7 +69,7 @@ INSTANTIATE_TEST_SUITE_P(
     Pairwise,
     StepGraphParity,
     ::testing::ValuesIn(testing::pairwise_step_cases()),
-    [](const auto& info) { return info.param.name(); });
+    testing::kCaseName);
 
 TEST(StepGraph, GathersFromPostForwardShards) {
   check_case({.mesh = {4}, .microbatches = 2, .post_forward_ranks = 2});
@@ -279,7 +280,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     StepGraphDeviations,
     ::testing::ValuesIn(step_deviations()),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 // Something that a step may not have: its capture fails with the reason, and
 // steps stay eager.
@@ -351,7 +352,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     BadSteps,
     ::testing::ValuesIn(bad_steps()),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 TEST(StepGraphs, RecomputationThatDrawsAgainStaysEager) {
   const StepRuns runs = train_both({.recompute = true, .dropout = true});

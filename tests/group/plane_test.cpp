@@ -35,9 +35,9 @@ struct CodecOnOneRank {
     for (const GroupParameter& p : parameters) {
       specs.push_back({.name = p.names.front(), .shape = p.shape});
     }
-    LayoutOptions options;
+    std::int64_t alignment = kLayoutAlignment;
     if (format) {
-      options = format->layout_options(options);
+      alignment = format->alignment(alignment);
       const auto parts = format->parts_of(num);
       for (std::size_t i = 0; i < specs.size(); ++i) {
         specs[i].granularity = format->granularity();
@@ -45,7 +45,7 @@ struct CodecOnOneRank {
       }
     }
     context.layout = std::make_shared<const FlatLayout>(
-        FlatLayout::build(std::move(specs), 1, options));
+        FlatLayout::build(std::move(specs), 1, alignment));
     main = buffer(context.layout, at::kFloat);
     at::manual_seed(7);
     for (std::int64_t i = 0; i < num; ++i) {

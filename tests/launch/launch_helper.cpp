@@ -175,5 +175,6 @@ int main(int argc, char** argv) {
   return flatshard::spawn_local_ranks(
       std::atoi(argv[1]),
       {argv, argv + argc},
-      {.grace_period_ms = 200});
+      /*signalled=*/nullptr,
+      /*grace_period=*/std::chrono::milliseconds(200));
 }

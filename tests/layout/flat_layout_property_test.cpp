@@ -188,8 +188,7 @@ void check_random_layouts(
     const std::int64_t num_shards =
         1 + random.below(trial % 10 == 0 ? 300 : 12);
     const std::int64_t alignment = 1 << random.below(6);
-    const FlatLayout layout =
-        FlatLayout::build(specs, num_shards, {.alignment = alignment});
+    const FlatLayout layout = FlatLayout::build(specs, num_shards, alignment);
     check_layout(layout, alignment);
     if (::testing::Test::HasFatalFailure()) {
       FAIL() << "trial " << trial << "\n" << layout.describe();

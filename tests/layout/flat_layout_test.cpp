@@ -203,22 +203,22 @@ TEST(FlatLayout, FindsByName) {
 
 TEST(FlatLayout, AlignmentIsAnOption) {
   const FlatLayout layout =
-      FlatLayout::build({{"a", {5}}, {"b", {5}}}, 2, {.alignment = 32});
+      FlatLayout::build({{"a", {5}}, {"b", {5}}}, 2, /*alignment=*/32);
   EXPECT_EQ(layout.tensor_offset(1), 32);
   EXPECT_EQ(layout.shard_numel(), 32);
   const FlatLayout dense = FlatLayout::build(
       {{"a", {5}, Granularity::element(1)},
        {"b", {5}, Granularity::element(1)}},
       2,
-      {.alignment = 1});
+      /*alignment=*/1);
   EXPECT_EQ(dense.padding_numel(), 0);
 }
 
 TEST(FlatLayout, RefusesBadInput) {
   const auto build = [](std::vector<TensorSpec> specs,
                         std::int64_t num_shards = 2,
-                        LayoutOptions options = {}) {
-    return [=] { FlatLayout::build(specs, num_shards, options); };
+                        std::int64_t alignment = kLayoutAlignment) {
+    return [=] { FlatLayout::build(specs, num_shards, alignment); };
   };
   const auto usage = ErrorCode::usage;
   const auto config = ErrorCode::config;
@@ -226,7 +226,7 @@ TEST(FlatLayout, RefusesBadInput) {
   expect_error(
       config,
       "alignment: expected at least 1 element, got 0",
-      build({}, 1, {.alignment = 0}));
+      build({}, 1, 0));
   expect_error(
       usage,
       "a tensor of a layout has an empty name",

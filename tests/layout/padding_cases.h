@@ -109,7 +109,7 @@ inline double row_bound(const PaddingCase& unit, std::int64_t ranks) {
   std::set<std::int64_t> granules;
   double data = 0;
   for (const auto& shape : unit.shapes) {
-    granules.insert(std::lcm(row_width(shape), LayoutOptions().alignment));
+    granules.insert(std::lcm(row_width(shape), kLayoutAlignment));
     data += static_cast<double>(std::accumulate(
         shape.begin(),
         shape.end(),

@@ -18,7 +18,7 @@ std::vector<TensorSpec> three_matrices() {
 TEST(Segments, PartsShareNone) {
   auto specs = three_matrices();
   for (const std::int64_t shards : {1, 2, 3, 5, 8}) {
-    const auto layout = FlatLayout::build(specs, shards, {.alignment = 512});
+    const auto layout = FlatLayout::build(specs, shards, /*alignment=*/512);
     ASSERT_EQ(layout.segments().size(), 3);
     for (std::int64_t i = 0; i < 3; ++i) {
       EXPECT_EQ(layout.tensor_segment(i), i);
@@ -35,7 +35,7 @@ TEST(Segments, PartsShareNone) {
 TEST(Segments, ScalesAreCutWhereTheirElementsAre) {
   for (const std::int64_t shards : {1, 2, 3, 5, 8}) {
     const auto data =
-        FlatLayout::build(three_matrices(), shards, {.alignment = 512});
+        FlatLayout::build(three_matrices(), shards, /*alignment=*/512);
     const FlatLayout both = data.with_scales(32);
     EXPECT_EQ(both.numel(), data.numel() + data.numel() / 32);
     EXPECT_EQ(both.shard_numel() * shards, both.numel());
@@ -59,8 +59,7 @@ TEST(Segments, ScalesAreCutWhereTheirElementsAre) {
 }
 
 TEST(Segments, OfSomeIsALayoutOfTheirOwn) {
-  const auto layout =
-      FlatLayout::build(three_matrices(), 3, {.alignment = 512});
+  const auto layout = FlatLayout::build(three_matrices(), 3, /*alignment=*/512);
   const FlatLayout two = layout.of_segments(1, 2);
   ASSERT_EQ(two.segments().size(), 2);
   EXPECT_EQ(two.segments()[0].offset, 0);

@@ -59,9 +59,9 @@ TEST(Estimate, CountsTokensAndFlops) {
   EXPECT_NEAR(e.causal_mfu, 0.0125, 1e-6);
   EXPECT_EQ(e.bound, Bound::memory_bandwidth);
   EXPECT_TRUE(e.fits());
-  const Duration d = duration_of(job, e, 50 * 3600 * 24);
-  EXPECT_NEAR(d.gpu_hours, 24, 1e-3);
-  EXPECT_NEAR(d.days, 1, 1e-4);
+  const double hours = gpu_hours(e, 50 * 3600 * 24);
+  EXPECT_NEAR(hours, 24, 1e-3);
+  EXPECT_NEAR(days_of(job, hours), 1, 1e-4);
 }
 
 TEST(Estimate, DoesNotPriceWhatDoesNotFit) {

@@ -20,7 +20,7 @@ inline Job small_job(int layers, std::int64_t ranks) {
     UnitShape shape = unit("layer" + std::to_string(layer));
     shape.groups.push_back(
         {.tensors = {{"w", {1000 * ranks}, Granularity::element(1)}},
-         .layout = {.alignment = 1},
+         .alignment = 1,
          .strategy = Strategy::named("zero3", 1),
          .axis_sizes = {ranks},
          .axis_strides = {1},

@@ -3,6 +3,7 @@
 // smallest program that still fails; see --help.
 #include "tests/programs/found.h"
 #include "tests/programs/program.h"
+#include "tests/support/case_name.h"
 #include "tests/support/ranks.h"
 
 #include "flatshard/core/error.h"
@@ -150,7 +151,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     FoundPrograms,
     ::testing::ValuesIn(testing::found_programs()),
-    [](const auto& info) { return std::string(info.param.name); });
+    testing::kCaseName);
 
 // -- by hand -----------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 // Other ways of FP8 planes to a kernel: graphs of steps, planes that are not
 // stored, copies of peers' planes. None changes a bit.
 #include "tests/runtime/float8_training.h"
+#include "tests/support/case_name.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -120,7 +121,7 @@ INSTANTIATE_TEST_SUITE_P(
     Pairwise,
     Float8Ways,
     ::testing::ValuesIn(way_cases()),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 TEST_P(Float8Ways, ChangeNoBit) {
   expect_same_with(GetParam().plain, GetParam().change);
@@ -192,7 +193,7 @@ INSTANTIATE_TEST_SUITE_P(
     Pairwise,
     Float8Regions,
     ::testing::ValuesIn(region_cases()),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 TEST_P(Float8Regions, ChangeNoBit) {
   expect_same_with(GetParam().plain, GetParam().change);

@@ -1,5 +1,6 @@
 // Models with experts, sharded: N ranks against one.
 #include "tests/runtime/moe_training.h"
+#include "tests/support/case_name.h"
 
 #include <gtest/gtest.h>
 
@@ -104,7 +105,7 @@ INSTANTIATE_TEST_SUITE_P(
             .checkpoint = ActivationCheckpoint::full,
             .max_norm = 0.5,
             .exchange = MoeExchange::copies}),
-    [](const auto& info) { return info.param.name; });
+    testing::kCaseName);
 
 TEST_P(MoeTraining, EqualsOneRank) {
   const MoeRun& run = GetParam();

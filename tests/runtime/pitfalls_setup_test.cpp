@@ -160,7 +160,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
               .grad_divisor = 3,
               .grads_in_reduce_dtype = true,
               .keep_compute_weights = false,
-              .layout = {.alignment = 64}},
+              .alignment = 64},
          .runtime =
              {.prefetch = 3,
               .reshard_after_forward = false,
@@ -175,7 +175,7 @@ TEST(Pitfalls, R21_EveryOptionHasAnEffect) {
     EXPECT_EQ(group.options().grad_divisor, 3);
     EXPECT_TRUE(group.options().grads_in_reduce_dtype);
     EXPECT_FALSE(group.options().keep_compute_weights);
-    EXPECT_EQ(group.options().layout.alignment, 64);
+    EXPECT_EQ(group.options().alignment, 64);
     EXPECT_EQ(group.options().precision.compute, at::kFloat);
     const FlatLayout& layout = group.layout();
     EXPECT_EQ(

@@ -39,11 +39,7 @@ struct SlotsFixture {
         counts(std::make_shared<Counts>()),
         stream(make_stream(at::kCPU, "gather")) {
     observers.add(counts);
-    slots.emplace(
-        at::kCPU,
-        1,
-        observers,
-        PlannedSlots::Options{.on_demand = on_demand});
+    slots.emplace(at::kCPU, 1, observers, on_demand);
   }
   /// A gather for the forward, its release, and a gradient slot.
   void plan() {

@@ -1,5 +1,6 @@
 // Ranks that share layers train as one rank does.
 #include "tests/runtime/tensor_training.h"
+#include "tests/support/case_name.h"
 
 #include <gtest/gtest.h>
 
@@ -166,9 +167,7 @@ INSTANTIATE_TEST_SUITE_P(
             .tp = 2,
             .etp = 4,
             .checkpoint = ActivationCheckpoint::full}),
-    [](const auto& info) {
-      return info.param.name() + "_" + std::to_string(info.index);
-    });
+    testing::kNumberedCaseName);
 
 // The same with copies between the ranks' memory.
 INSTANTIATE_TEST_SUITE_P(
@@ -215,9 +214,7 @@ INSTANTIATE_TEST_SUITE_P(
             .microbatches = 3,
             .checkpoint = ActivationCheckpoint::full,
             .copies = true}),
-    [](const auto& info) {
-      return info.param.name() + "_" + std::to_string(info.index);
-    });
+    testing::kNumberedCaseName);
 
 // Other runtimes' mistakes; docs/dev/regressions.md.
 

@@ -620,7 +620,7 @@ TEST(Defaults, AreThoseOfTheLibrary) {
   EXPECT_EQ(group.keep_compute_weights, library.group.keep_compute_weights);
   EXPECT_EQ(group.post_forward_ranks, library.group.post_forward_ranks);
   EXPECT_EQ(group.offload, library.group.offload);
-  EXPECT_EQ(group.layout.alignment, library.group.layout.alignment);
+  EXPECT_EQ(group.alignment, library.group.alignment);
   EXPECT_EQ(trainer.max_padding, library.max_padding);
   const RuntimeOptions& runtime = trainer.runtime;
   EXPECT_EQ(runtime.prefetch, library.runtime.prefetch);

@@ -145,7 +145,7 @@ const ConfigKey kParallelismKeys[] = {
             {{{"parallelism.token_exchange"},
               WHEN(
                   c.parallelism.expert_tensor_parallel_degree > 1 &&
-                  c.parallelism.token_exchange == TokenExchangeKind::copies),
+                  c.parallelism.token_exchange == TransferKind::copies),
               "not supported: copies bring a row to one rank; use "
               "\"collective\""}}),
     KEY(parallelism.token_exchange,

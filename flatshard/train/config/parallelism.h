@@ -5,19 +5,14 @@
 
 namespace flatshard::config {
 
-enum class TokenExchangeKind { automatic, collective, copies };
-template <>
-inline constexpr Word<TokenExchangeKind> kWords<TokenExchangeKind>[] = {
-    {"auto", TokenExchangeKind::automatic},
-    {"collective", TokenExchangeKind::collective},
-    {"copies", TokenExchangeKind::copies}};
+/// How ranks exchange tokens, or activations of tensor parallelism.
+enum class TransferKind { automatic, collective, copies };
 
-enum class TensorParallelKind { automatic, collective, copies };
 template <>
-inline constexpr Word<TensorParallelKind> kWords<TensorParallelKind>[] = {
-    {"auto", TensorParallelKind::automatic},
-    {"collective", TensorParallelKind::collective},
-    {"copies", TensorParallelKind::copies}};
+inline constexpr Word<TransferKind> kWords<TransferKind>[] = {
+    {"auto", TransferKind::automatic},
+    {"collective", TransferKind::collective},
+    {"copies", TransferKind::copies}};
 
 template <>
 inline constexpr Word<std::optional<CopyEngines>>
@@ -32,12 +27,12 @@ struct Parallelism {
   std::int64_t data_parallel_replicate_degree = 1;
   std::int64_t data_parallel_shard_degree = -1;
   std::int64_t tensor_parallel_degree = 1;
-  TensorParallelKind tensor_parallel_comm = TensorParallelKind::automatic;
+  TransferKind tensor_parallel_comm = TransferKind::automatic;
   std::int64_t context_parallel_degree = 1;
   std::int64_t pipeline_parallel_degree = 1;
   std::int64_t expert_parallel_degree = 1;
   std::int64_t expert_tensor_parallel_degree = 1;
-  TokenExchangeKind token_exchange = TokenExchangeKind::automatic;
+  TransferKind token_exchange = TransferKind::automatic;
   bool overlap_expert_parallel = false;
   bool delay_wgrad = false;
   std::int64_t prefetch = 1;
@@ -54,7 +49,7 @@ struct Parallelism {
   /// Returns whether the ranks that share layers copy activations to each
   /// other.
   bool copies_activations() const {
-    return tensor_parallel_comm == TensorParallelKind::copies;
+    return tensor_parallel_comm == TransferKind::copies;
   }
   /// Returns the number of ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {

@@ -50,7 +50,7 @@ void Float8Export::add(
   to.push_back({name, "BF16", shape});
 }
 
-Float8Export::Blocks Float8Export::quantize(
+float8::Plane Float8Export::quantize(
     const std::string& name,
     const at::Tensor& weight) {
   const std::int64_t rows = weight.size(0);

@@ -35,13 +35,13 @@ class Float8Export {
   /// Returns how many tensors became FP8.
   std::int64_t num_weights() const { return num_weights_; }
 
-  struct Blocks {
-    at::Tensor data;    ///< [out, in] float8_e4m3fn
-    at::Tensor scales;  ///< [ceil(out / 128), ceil(in / 128)] float32
-  };
   /// @param weight  [out, in] of any float dtype, on the CPU.
+  /// @return data [out, in] float8_e4m3fn and scales [ceil(out / 128),
+  ///   ceil(in / 128)] float32.
   /// @throws Error{config} naming a weight that is not finite.
-  static Blocks quantize(const std::string& name, const at::Tensor& weight);
+  static float8::Plane quantize(
+      const std::string& name,
+      const at::Tensor& weight);
 
   /// Returns the name of the scales of a weight.
   static std::string scales_name(const std::string& weight) {

@@ -74,9 +74,9 @@ class StoredTensors {
     if (spec.dtype != kFloat8) {
       return values.to(scalar_type(spec.dtype, spec.name));
     }
-    Float8Export::Blocks blocks = Float8Export::quantize(spec.name, values);
-    scales_[Float8Export::scales_name(spec.name)] = std::move(blocks.scales);
-    return blocks.data;
+    float8::Plane plane = Float8Export::quantize(spec.name, values);
+    scales_[Float8Export::scales_name(spec.name)] = std::move(plane.scales);
+    return plane.data;
   }
 
  private:

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/ScopeExit.h>
+
 #include <chrono>
 #include <cstdint>
 #include <optional>
@@ -31,14 +33,12 @@ class StepMeter {
   /// Runs `work` as a step's wait for data.
   template <class F>
   decltype(auto) data(F&& work) {
-    const Lap lap(data_ms_);
-    return std::forward<F>(work)();
+    return timed(data_ms_, std::forward<F>(work));
   }
   /// Runs `work`, which waits for the device: that is not the host's time.
   template <class F>
   decltype(auto) device_wait(F&& work) {
-    const Lap lap(wait_ms_);
-    return std::forward<F>(work)();
+    return timed(wait_ms_, std::forward<F>(work));
   }
 
   /// Fills in the times, the tokens and the FLOP/s of the steps since the
@@ -52,18 +52,13 @@ class StepMeter {
 
   static double ms_since(Clock::time_point begin);
 
-  /// Adds the time of its life to a sum.
-  class Lap {
-   public:
-    explicit Lap(double& sum_ms) : sum_ms_(sum_ms) {}
-    Lap(const Lap&) = delete;
-    Lap& operator=(const Lap&) = delete;
-    ~Lap() { sum_ms_ += ms_since(begin_); }
-
-   private:
-    double& sum_ms_;
-    const Clock::time_point begin_ = Clock::now();
-  };
+  /// Adds the time of `work` to a sum, also when it throws.
+  template <class F>
+  static decltype(auto) timed(double& sum_ms, F&& work) {
+    const Clock::time_point begin = Clock::now();
+    const auto end = c10::make_scope_exit([&] { sum_ms += ms_since(begin); });
+    return std::forward<F>(work)();
+  }
 
   const Work work_;
   Clock::time_point begin_ = Clock::now();

@@ -2,8 +2,10 @@
 
 #include "flatshard/models/flops.h"
 #include "flatshard/train/lora/lora.h"
+#include "flatshard/train/plan/stages.h"
 
 #include <c10/core/ScalarType.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <initializer_list>
@@ -14,7 +16,6 @@ namespace flatshard {
 namespace {
 
 using plan::Kernel;
-using plan::Kernels;
 using plan::LayerWork;
 using plan::NodeWork;
 using plan::Product;
@@ -24,40 +25,21 @@ double d(std::int64_t n) {
   return static_cast<double>(n);
 }
 
-void append(Kernels& to, const Kernels& more) {
-  to.insert(to.end(), more.begin(), more.end());
-}
-
-/// Kernels of a node between two exchanges of tensor parallelism.
-struct Stage {
-  enum class Reads {
-    part,     ///< and writes what the rank has: its tokens, or its columns
-    tokens,   ///< those of all ranks, which it gathers
-    columns,  ///< its columns, and its results are summed and scattered
-  };
-
-  Reads reads = Reads::part;
-  NodeWork work;
-  /// Of what gathers tokens: whether its backward gathers them again, for
-  /// gradients of weights, and sums the gradient of its input.
-  bool gathers_again = true;
-  bool has_input_gradient = true;
-};
-using Stages = std::vector<Stage>;
-
 /// Writes down the kernels of a model's layers.
 class ModelWork {
  public:
-  /// @param layer  whose weights `weights` is asked for.
+  /// @param float8, adapted  see add_model_work.
   ModelWork(
       const Config& config,
       const models::ModelConfig& model,
       std::int64_t layer,
-      const LayerWeights& weights)
+      const std::map<std::string, std::string>& float8,
+      const std::set<std::string>& adapted)
       : config_(config),
         model_(model),
         layer_(layer),
-        weights_(weights),
+        float8_(float8),
+        adapted_(adapted),
         frozen_(config.lora.enabled()),
         size_(d(static_cast<std::int64_t>(
             c10::elementSize(config.precision.compute)))),
@@ -157,7 +139,7 @@ class ModelWork {
              "mlp.shared_experts.down_proj"});
     layer.transient_nbytes = rows * (3 * ffn_dim + 2 * model_.dim) * element;
     if (selective()) {
-      Kernels again = layer.nodes[PlanNode::experts].forward;
+      plan::Kernels again = layer.nodes[PlanNode::experts].forward;
       layer.nodes[PlanNode::experts].recompute = std::move(again);
       layer.transient_nbytes += layer.saved_nbytes - attention_saved();
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
@@ -252,87 +234,15 @@ class ModelWork {
         bytes(2 * ffn_dim + 2 * dim) + own_bytes(2 * dim));
   }
 
-  /// Appends the kernels of stages that follow each other, with the exchanges
-  /// of nn::linears, nn::gated_linear and nn::Embedding. Where ranks share
-  /// layers, kernels of the backward are in its order, those of weights among
-  /// them.
   void put_together(const Stages& stages, NodeWork& node) const {
-    using Reads = Stage::Reads;
-    const bool shares = sharing_ > 1;
-    const double wide = d(bytes(model_.dim));
-    const Kernel gather = Kernel::exchange(Transfer::all_gather, wide);
-    const Kernel scatter = Kernel::exchange(Transfer::reduce_scatter, wide);
-    for (const Stage& stage : stages) {
-      if (shares && stage.reads == Reads::tokens) {
-        put_transfer(gather, stage.work.forward, node.forward);
-      } else if (shares && stage.reads == Reads::columns) {
-        put_transfer(scatter, stage.work.forward, node.forward);
-      } else {
-        append(node.forward, stage.work.forward);
-      }
-      if (!shares) {
-        append(node.backward, stage.work.backward);
-        append(node.wgrad, stage.work.wgrad);
-      }
-    }
-    if (!shares) {
-      return;
-    }
-    Kernels& backward = node.backward;
-    const auto start = [&](Transfer transfer) {
-      backward.push_back(Kernel::exchange(transfer, wide, /*overlaps=*/true));
-    };
-    for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
-      const bool reads_tokens = stage->reads == Reads::tokens;
-      const bool gathers = reads_tokens && stage->gathers_again;
-      const bool scatters = reads_tokens && stage->has_input_gradient;
-      if (stage->reads == Reads::columns) {
-        put_transfer(gather, stage->work.backward, backward);
-      } else {
-        if (gathers) {
-          start(Transfer::all_gather);
-        }
-        append(backward, stage->work.backward);
-      }
-      if (scatters) {
-        start(Transfer::reduce_scatter);
-      }
-      if (gathers) {
-        backward.push_back(Kernel::finish());
-      }
-      append(backward, stage->work.wgrad);
-      if (scatters) {
-        backward.push_back(Kernel::finish());
-      }
-    }
-  }
-
-  /// Appends kernels with a gather before them or a scatter after them. Copies
-  /// overlap with the first or the last of them, a product; see
-  /// nn::gather_and_multiply.
-  void put_transfer(Kernel transfer, const Kernels& kernels, Kernels& to)
-      const {
-    if (kernels.empty()) {
-      to.push_back(transfer);
-      return;
-    }
-    const bool gathers = transfer.transfer == Transfer::all_gather;
-    const auto product = gathers ? kernels.begin() : std::prev(kernels.end());
-    const bool overlaps =
-        config_.parallelism.copies_activations() && !config_.lora.enabled() &&
-        product->kind == Kernel::Kind::product && product->recipe.empty();
-    transfer.overlaps = overlaps;
-    for (auto kernel = kernels.begin(); kernel != kernels.end(); ++kernel) {
-      const bool is_product = kernel == product;
-      if (is_product && (overlaps || gathers)) {
-        to.push_back(transfer);
-      }
-      to.push_back(*kernel);
-      if (is_product && overlaps) {
-        to.push_back(Kernel::finish());
-      } else if (is_product && !gathers) {
-        to.push_back(transfer);
-      }
+    if (sharing_ == 1) {
+      append_stages(stages, node);
+    } else {
+      append_shared_stages(
+          stages,
+          d(bytes(model_.dim)),
+          config_.parallelism.copies_activations() && !frozen_,
+          node);
     }
   }
 
@@ -346,9 +256,9 @@ class ModelWork {
       std::int64_t out,
       std::int64_t in,
       bool has_input_gradient = true) const {
+    const auto float8 = float8_.find(weight_of(module));
     const std::string recipe =
-        module.empty() ? std::string()
-                       : weights_.float8(layer_, module + ".weight");
+        float8 == float8_.end() ? std::string() : float8->second;
     const double m = d(rows);
     const double n = d(out);
     const double k = d(in);
@@ -373,9 +283,12 @@ class ModelWork {
     }
   }
 
+  std::string weight_of(const std::string& module) const {
+    return fmt::format("model.layers.{}.{}.weight", layer_, module);
+  }
+
   bool has_adapter(const std::string& module) const {
-    return frozen_ && !module.empty() &&
-           weights_.adapted(layer_, module + ".weight");
+    return adapted_.contains(weight_of(module));
   }
 
   /// The adapter of a layer [rows, k] -> [rows, n]: as nn::AdapterForward and
@@ -544,7 +457,8 @@ class ModelWork {
   const Config& config_;
   const models::ModelConfig& model_;
   std::int64_t layer_;
-  const LayerWeights& weights_;
+  const std::map<std::string, std::string>& float8_;
+  const std::set<std::string>& adapted_;
   bool frozen_;           ///< all weights but adapters
   double size_;           ///< of an element of activations
   std::int64_t sharing_;  ///< ranks of tensor parallelism
@@ -557,11 +471,12 @@ class ModelWork {
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
-    const LayerWeights& weights,
+    const std::map<std::string, std::string>& float8,
+    const std::set<std::string>& adapted,
     plan::Job& job) {
-  job.ends = ModelWork(config, model, 0, weights).ends();
+  job.ends = ModelWork(config, model, 0, float8, adapted).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const ModelWork work(config, model, layer, weights);
+    const ModelWork work(config, model, layer, float8, adapted);
     const LayerWork kind =
         model.has_experts(layer) ? work.experts() : work.dense();
     const auto found = std::ranges::find(job.layer_kinds, kind);

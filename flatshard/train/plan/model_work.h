@@ -4,21 +4,11 @@
 #include "flatshard/plan/job.h"
 #include "flatshard/train/config.h"
 
-#include <functional>
+#include <map>
+#include <set>
 #include <string>
-#include <string_view>
 
 namespace flatshard {
-
-/// The properties of a layer's weight, such as "self_attn.q_proj.weight" of
-/// layer 3.
-struct LayerWeights {
-  /// Its FP8 recipe; empty: it is in bfloat16.
-  std::function<std::string(std::int64_t layer, std::string_view weight)>
-      float8;
-  /// Whether its linear layer has an adapter.
-  std::function<bool(std::int64_t layer, std::string_view weight)> adapted;
-};
 
 /// Adds a rank's work and memory for one microbatch, of each kind of layer: as
 /// the layers of flatshard/models run on CUDA. Sizes of activations are the
@@ -27,11 +17,14 @@ struct LayerWeights {
 /// Layers whose weights are in FP8 and have adapters alike are of one kind. A
 /// run with adapters freezes the other weights, and the first layer of each
 /// such kind, whose input has no gradient, is another kind.
-/// @param config  resolved.
+/// @param config   resolved.
+/// @param float8   the recipes of the weights in FP8, by their names.
+/// @param adapted  the names of the weights whose linear layers have adapters.
 void add_model_work(
     const Config& config,
     const models::ModelConfig& model,
-    const LayerWeights& weights,
+    const std::map<std::string, std::string>& float8,
+    const std::set<std::string>& adapted,
     plan::Job& job);
 
 }  // namespace flatshard

@@ -3,28 +3,18 @@
 #include "flatshard/models/config.h"
 #include "flatshard/plan/job.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/plan/planned_model.h"
 
 #include <cstdint>
 #include <memory>
 
 namespace flatshard {
 
-/// The modules and parameters of a model as a rank has them.
-struct PlannedModel;
-
-/// Makes what plans can share whose configs differ neither in the model nor in
-/// the degrees of tensor and expert parallelism. It takes most of the time of a
-/// plan.
-/// @param config  resolved.
-std::shared_ptr<PlannedModel> make_planned_model(
-    const Config& config,
-    const models::ModelConfig& model);
-
 /// Returns a run as the planner sees it: the units, groups and layouts that
 /// make_train_state would make, and the work of its model.
 ///
 /// @param config   resolved for `ranks`.
-/// @param modules  make_planned_model of an equal model; null: it is made.
+/// @param modules  those of an equal model; null: it is made.
 /// @throws Error{config} for what the trainer refuses too, and for copy engines
 ///   between hosts.
 plan::Job plan_job(

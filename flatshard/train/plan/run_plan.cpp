@@ -175,13 +175,13 @@ std::string speed_text(
           fmt::format("{:.1f} %", 100 * e.causal_mfu),
           "only attention below the diagonal");
   if (tokens) {
-    const plan::Duration d = plan::duration_of(plan.job, e, *tokens);
+    const double hours = plan::gpu_hours(e, *tokens);
     text +=
         row(fmt::format("{:g} B tokens", *tokens / 1e9),
-            fmt::format("{:.3g} days", d.days),
+            fmt::format("{:.3g} days", plan::days_of(plan.job, hours)),
             fmt::format(
                 "{} GPU-hours",
-                with_commas(static_cast<std::int64_t>(d.gpu_hours))));
+                with_commas(static_cast<std::int64_t>(hours))));
   }
   return text;
 }
@@ -303,10 +303,10 @@ std::string to_json(
   json["mfu"] = e.mfu;
   json["mfu_causal"] = e.causal_mfu;
   if (tokens) {
-    const plan::Duration d = plan::duration_of(plan.job, e, *tokens);
+    const double hours = plan::gpu_hours(e, *tokens);
     json["tokens"] = *tokens;
-    json["gpu_hours"] = d.gpu_hours;
-    json["days"] = d.days;
+    json["gpu_hours"] = hours;
+    json["days"] = plan::days_of(plan.job, hours);
   }
   return json.dump(2) + "\n";
 }

@@ -1,12 +1,8 @@
 #include "flatshard/train/plan/sweep.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/plan/planned_run.h"
-
-#include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
@@ -20,7 +16,6 @@ namespace {
 constexpr std::int64_t kLargestBatch = 16;
 /// So many of the fastest ways are tried in FP8 as well.
 constexpr std::size_t kTriedInFloat8 = 6;
-constexpr std::size_t kMostShown = 16;
 
 Config config_of(const Config& config, const Way& way) {
   Config changed = config;
@@ -235,7 +230,7 @@ class Sweeper {
       auto& modules = modules_
           [{way.tensor_degree, way.expert_degree, way.expert_tensor_degree}];
       if (!modules) {
-        modules = make_planned_model(changed, model);
+        modules = std::make_shared<PlannedModel>(changed, model);
       }
       const plan::Job job = plan_job(
           changed,
@@ -287,151 +282,10 @@ class Sweeper {
   Sweep sweep_;
 };
 
-std::string strategy_text(const Way& way, std::int64_t ranks) {
-  std::string text = way.strategy;
-  if (way.replicas > 1) {
-    text += fmt::format(
-        " {}x{}",
-        way.replicas,
-        ranks / way.replicas / way.tensor_degree);
-  }
-  if (way.tensor_degree > 1) {
-    text += fmt::format(" tp{}", way.tensor_degree);
-  }
-  if (!way.reshard_after_forward) {
-    text += " kept";
-  }
-  if (way.expert_degree > 1) {
-    text += fmt::format(" ep{}", way.expert_degree);
-  }
-  if (way.expert_tensor_degree > 1) {
-    text += fmt::format(" etp{}", way.expert_tensor_degree);
-  }
-  text += way.overlap ? " overlap" : "";
-  return text;
-}
-
-std::string row_of(const PlannedWay& planned, std::int64_t ranks) {
-  const Way& way = planned.way;
-  return fmt::format(
-      "{:<33} {:<10} {:>5} {:<10}",
-      strategy_text(way, ranks),
-      config::word_of(way.recompute),
-      way.local_batch_size,
-      config::word_of(way.float8));
-}
-
-constexpr std::string_view kHeader =
-    "strategy                          recompute  batch FP8       ";
-
 }  // namespace
 
 Sweep sweep(const Config& config, const PlannedMachines& machines) {
   return Sweeper(config, machines).run();
-}
-
-std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
-  std::string text = fmt::format(
-      "{} ways fit on {} ranks of {}, {} do not, {} the trainer refuses\n",
-      sweep.fitting.size(),
-      with_commas(machines.ranks),
-      machines.gpu.name,
-      sweep.too_large.size(),
-      sweep.num_refused);
-  if (!sweep.fitting.empty()) {
-    text += fmt::format(
-        "\n{} {:>12} {:>6} {:>8} {:>9} {:>9}  {}\n",
-        kHeader,
-        "tokens/s/GPU",
-        "mfu",
-        "GiB",
-        "step",
-        "exposed",
-        "bound by");
-  }
-  for (std::size_t i = 0; i < std::min(kMostShown, sweep.fitting.size()); ++i) {
-    const PlannedWay& planned = sweep.fitting[i];
-    const plan::Estimate& e = planned.estimate;
-    text += fmt::format(
-        "{} {:>12} {:>5.1f}% {:>8.1f} {:>6.0f} ms {:>6.0f} ms  {}\n",
-        row_of(planned, machines.ranks),
-        with_commas(static_cast<std::int64_t>(e.tokens_per_second)),
-        100 * e.mfu,
-        static_cast<double>(e.peak_nbytes) / kGiB,
-        1e3 * e.step.seconds,
-        1e3 * e.step.exposed_seconds,
-        plan::to_string(e.bound));
-  }
-  if (!sweep.too_large.empty()) {
-    text += fmt::format(
-        "\nwhat does not fit in {:.1f} GiB, the smallest first\n{} {:>8} "
-        "{:>9}\n",
-        static_cast<double>(sweep.too_large.front().estimate.room_nbytes) /
-            kGiB,
-        kHeader,
-        "GiB",
-        "too much");
-  }
-  constexpr std::size_t kMostTooLarge = 8;
-  for (std::size_t i = 0; i < std::min(kMostTooLarge, sweep.too_large.size());
-       ++i) {
-    const PlannedWay& planned = sweep.too_large[i];
-    const plan::Estimate& e = planned.estimate;
-    text += fmt::format(
-        "{} {:>8.1f} {:>9.1f}\n",
-        row_of(planned, machines.ranks),
-        static_cast<double>(e.peak_nbytes) / kGiB,
-        static_cast<double>(e.peak_nbytes - e.room_nbytes) / kGiB);
-  }
-  return text + fmt::format(
-                    "\nbatch: sequences of a microbatch, which the ranks of tp "
-                    "share\nprices: {}\n",
-                    machines.gpu.source);
-}
-
-std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
-  nlohmann::ordered_json json;
-  json["gpu"] = machines.gpu.name;
-  json["prices"] = machines.gpu.source;
-  json["ranks"] = machines.ranks;
-  json["refused"] = sweep.num_refused;
-  const auto entry = [&](const PlannedWay& planned) {
-    const Way& way = planned.way;
-    const plan::Estimate& e = planned.estimate;
-    nlohmann::ordered_json of;
-    of["strategy"] = way.strategy;
-    of["replicas"] = way.replicas;
-    of["tensor_parallel_degree"] = way.tensor_degree;
-    of["reshard_after_forward"] = way.reshard_after_forward;
-    of["recompute"] = config::word_of(way.recompute);
-    of["local_batch_size"] = way.local_batch_size;
-    of["expert_degree"] = way.expert_degree;
-    of["expert_tensor_degree"] = way.expert_tensor_degree;
-    of["overlap"] = way.overlap;
-    of["float8"] = config::word_of(way.float8);
-    of["tokens_per_step"] = planned.tokens_per_step;
-    of["peak_bytes"] = e.peak_nbytes;
-    of["room_bytes"] = e.room_nbytes;
-    if (e.fits()) {
-      of["tokens_per_second_per_gpu"] = e.tokens_per_second;
-      of["mfu"] = e.mfu;
-      of["mfu_causal"] = e.causal_mfu;
-      of["step_ms"] = 1e3 * e.step.seconds;
-      of["exposed_ms"] = 1e3 * e.step.exposed_seconds;
-      of["exposed_tensor_parallel_ms"] = 1e3 * e.step.exposed_tensor_seconds;
-      of["bound"] = plan::to_string(e.bound);
-    }
-    return of;
-  };
-  json["fitting"] = nlohmann::json::array();
-  for (const PlannedWay& planned : sweep.fitting) {
-    json["fitting"].push_back(entry(planned));
-  }
-  json["too_large"] = nlohmann::json::array();
-  for (const PlannedWay& planned : sweep.too_large) {
-    json["too_large"].push_back(entry(planned));
-  }
-  return json.dump(2) + "\n";
 }
 
 }  // namespace flatshard

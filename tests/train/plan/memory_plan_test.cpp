@@ -6,6 +6,7 @@
 #include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/plan/run_plan.h"
 #include "flatshard/train/train_state.h"
+#include "tests/support/case_name.h"
 #include "tests/support/ranks.h"
 
 #include <fmt/format.h>
@@ -306,7 +307,7 @@ INSTANTIATE_TEST_SUITE_P(
             {kNone,
              "parallelism.expert_parallel_degree=2",
              "parallelism.data_parallel_replicate_degree=2"}}),
-    [](const ::testing::TestParamInfo<Case>& info) { return info.param.name; });
+    testing::kCaseName);
 
 }  // namespace
 }  // namespace flatshard

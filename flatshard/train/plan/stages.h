@@ -1,0 +1,42 @@
+#pragma once
+
+#include "flatshard/plan/job.h"
+
+#include <vector>
+
+namespace flatshard {
+
+/// Kernels of a node between two exchanges of tensor parallelism.
+struct Stage {
+  enum class Reads {
+    part,     ///< and writes what the rank has: its tokens, or its columns
+    tokens,   ///< those of all ranks, which it gathers
+    columns,  ///< its columns, and its results are summed and scattered
+  };
+
+  Reads reads = Reads::part;
+  plan::NodeWork work;
+  /// Of what gathers tokens: whether its backward gathers them again, for
+  /// gradients of weights, and sums the gradient of its input.
+  bool gathers_again = true;
+  bool has_input_gradient = true;
+};
+using Stages = std::vector<Stage>;
+
+/// Appends the kernels of stages that follow each other to a node.
+void append_stages(const Stages& stages, plan::NodeWork& node);
+
+/// Appends stages of layers that ranks share, with the exchanges of
+/// nn::linears, nn::gated_linear and nn::Embedding. Kernels of the backward are
+/// in its order, those of weights among them.
+///
+/// @param nbytes    of the activations of all ranks, which an exchange gathers
+///   or scatters.
+/// @param overlaps  exchanges run in parallel with products.
+void append_shared_stages(
+    const Stages& stages,
+    double nbytes,
+    bool overlaps,
+    plan::NodeWork& node);
+
+}  // namespace flatshard
