@@ -51,7 +51,8 @@ RuntimeCore::RuntimeCore(
               SchedulerOptions{.prefetch = options.prefetch}),
           .unsharded = std::vector<bool>(units.size(), false)},
       executor(mesh, units, observers, options),
-      events(units, *this) {
+      events(units, *this),
+      keeps_trace(options.trace) {
   plan_next_step();
 }
 
@@ -238,7 +239,7 @@ void RuntimeCore::feed(const ScheduleEvent& event) {
 }
 
 std::vector<Action> RuntimeCore::decide(const ScheduleEvent& event) {
-  if (options.trace) {
+  if (keeps_trace) {
     trace.events.push_back(event);
   }
   return step.scheduler.on(event);
@@ -280,7 +281,7 @@ void RuntimeCore::record(const Action& action) {
   if (step.actions.size() < kMaxStepActions) {
     step.actions.push_back(action);
   }
-  if (options.trace) {
+  if (keeps_trace) {
     trace.actions.push_back(action);
   }
 }

@@ -7,8 +7,13 @@
 #include "flatshard/schedule/simulate.h"
 #include "python/csrc/collect_tensors.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -22,6 +27,14 @@ std::vector<ParameterViews::UnitViews> views_of(
     views.push_back({unit.places, unit.grads});
   }
   return views;
+}
+
+/// Whether a function of torch.func runs, whose tensors wrap the caller's.
+bool in_transform() {
+  const c10::DispatchKeySet keys =
+      c10::impl::tls_local_dispatch_key_set().included_;
+  return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         keys.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
 /// What is kept of inputs goes with what it is kept for.
@@ -101,11 +114,28 @@ PyRuntime::PyRuntime(
   runtime_ = Released<Runtime>(std::move(runtime));
 }
 
-at::Tensor PyRuntime::linear(
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias) const {
-  return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
+std::optional<at::Tensor> PyRuntime::linear(
+    py::handle x,
+    py::handle weight,
+    py::handle bias) const {
+  const bool are_plain =
+      THPVariable_CheckExact(x.ptr()) &&
+      reinterpret_cast<PyObject*>(Py_TYPE(weight.ptr())) == ParameterClass &&
+      (bias.is_none() || THPVariable_Check(bias.ptr()));
+  if (!are_plain || !at::GradMode::is_enabled() || in_transform()) {
+    return std::nullopt;
+  }
+  const at::Tensor& input = THPVariable_Unpack(x.ptr());
+  const at::Tensor& w = THPVariable_Unpack(weight.ptr());
+  if (input.scalar_type() != w.scalar_type() || input.dim() == 0 ||
+      !torch::autograd::impl::hooks(w).empty() ||
+      at::autocast::is_autocast_enabled(input.device().type())) {
+    return std::nullopt;
+  }
+  const at::Tensor b =
+      bias.is_none() ? at::Tensor() : THPVariable_Unpack(bias.ptr());
+  const py::gil_scoped_release no_gil;
+  return nn::linear(input, w, b, {}, sink_);
 }
 
 at::Tensor PyRuntime::main_grad(const at::Tensor& weight) const {
@@ -150,9 +180,10 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   }
   {
     const py::gil_scoped_release no_gil;
-    if (begins_step && !keeps_trace_) {
+    if (begins_step && !always_traces_) {
       runtime_->clear_trace();
     }
+    follow_modes();
     runtime_->calls().forward_begin(unit, tensors);
   }
   views_->unit_begins(unit);
@@ -166,7 +197,6 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
     const py::gil_scoped_release no_gil;
     runtime_->calls().forward_end(unit, tensors, more_follow);
     rows_->forget(false);
-    forget_trace();
   }
   using After = ParameterViews::After;
   After after = more_follow ? After::more_follow : After::sharded;
@@ -203,8 +233,8 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
   views_->check_no_hook();
   {
     const py::gil_scoped_release no_gil;
+    follow_modes();
     runtime_->gathers().unshard(unit, awaits);
-    forget_trace();
   }
   if (awaits) {
     views_->show(unit, true);
@@ -258,10 +288,9 @@ void PyRuntime::show_shards(UnitId unit) {
   views_->show(unit, false);
 }
 
-void PyRuntime::forget_trace() {
-  if (!keeps_trace_ && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
-    runtime_->clear_trace();
-  }
+void PyRuntime::follow_modes() {
+  runtime_->set_keeps_trace(
+      always_traces_ || c10::impl::TorchDispatchModeTLS::any_modes_set());
 }
 
 std::unique_ptr<PyBackwardPass> PyRuntime::backward_pass() const {

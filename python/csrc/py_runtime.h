@@ -43,10 +43,11 @@ class PyRuntime {
       Callbacks callbacks,
       const RuntimeOptions& options);
 
-  at::Tensor linear(
-      const at::Tensor& x,
-      const at::Tensor& weight,
-      const std::optional<at::Tensor>& bias) const;
+  /// With the GIL. Absent: the operation is torch's, since somebody else than
+  /// autograd would see it, there is something to cast, or the weight is no
+  /// whole parameter. In C++, since each layer asks in each forward.
+  std::optional<at::Tensor>
+  linear(py::handle x, py::handle weight, py::handle bias) const;
 
   /// Where the gradient of a whole parameter is reduced, zeroed if nothing came
   /// yet; what a backward does not ask for is thrown away. In a backward.
@@ -100,10 +101,12 @@ class PyRuntime {
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
-  /// What is done is kept until take_trace. Without it: until the forward or
-  /// unshard that did it returns, or the next one begins, unless a
+  /// What is done is kept until take_trace. Without it: until the next step
+  /// begins, of forwards, backwards and unshards that begin while a
   /// TorchDispatchMode is active.
-  void set_keeps_trace(bool keeps) { keeps_trace_ = keeps; }
+  void set_keeps_trace(bool keeps) { always_traces_ = keeps; }
+  /// A backward begins, with the runtime's lock held.
+  void backward_begins() { follow_modes(); }
   /// SharedRows::counts.
   std::pair<std::int64_t, std::int64_t> float8_inputs() const {
     return rows_->counts();
@@ -113,7 +116,7 @@ class PyRuntime {
 
  private:
   RegionGraphs& graphs() const;
-  void forget_trace();
+  void follow_modes();
 
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
@@ -121,7 +124,7 @@ class PyRuntime {
   std::shared_ptr<SharedRows> rows_ = std::make_shared<SharedRows>();
   std::unique_ptr<Float8Weights> float8_weights_;
   Released<Runtime> runtime_;
-  bool keeps_trace_ = false;
+  bool always_traces_ = false;
 };
 
 }  // namespace flatshard::python

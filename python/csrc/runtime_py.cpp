@@ -150,11 +150,10 @@ void bind_runtime(py::module_& m) {
           &PyRuntime::linear,
           "torch.nn.functional.linear whose backward writes the gradients of "
           "weight and bias into the memory that is reduced. Both are whole "
-          "parameters of this runtime's units.",
+          "parameters of this runtime's units. None: torch's own is to run.",
           py::arg("input"),
           py::arg("weight"),
-          py::arg("bias"),
-          NoGil())
+          py::arg("bias"))
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)
@@ -273,6 +272,7 @@ void bind_runtime(py::module_& m) {
           "found theirs quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def("set_keeps_trace", &PyRuntime::set_keeps_trace)
+      .def("backward_begins", &PyRuntime::backward_begins)
       .def(
           "report_nan_in_param_grad",
           &PyRuntime::report_nan_in_param_grad,
