@@ -114,10 +114,8 @@ PyRuntime::PyRuntime(
   runtime_ = Released<Runtime>(std::move(runtime));
 }
 
-std::optional<at::Tensor> PyRuntime::linear(
-    py::handle x,
-    py::handle weight,
-    py::handle bias) const {
+std::optional<at::Tensor>
+PyRuntime::linear(py::handle x, py::handle weight, py::handle bias) const {
   const bool are_plain =
       THPVariable_CheckExact(x.ptr()) &&
       reinterpret_cast<PyObject*>(Py_TYPE(weight.ptr())) == ParameterClass &&
