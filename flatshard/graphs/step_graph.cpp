@@ -279,7 +279,7 @@ void StepGraph::apply(const std::vector<at::Tensor>& outputs) {
   for (const Action& action : effects_->after.actions) {
     core_.record(action);
   }
-  if (core_.keeps_trace) {
+  if (core_.options.trace) {
     core_.trace.events.insert(
         core_.trace.events.end(),
         effects_->events.begin(),

@@ -105,8 +105,6 @@ class Runtime : public nn::WgradSink,
   ExposedWaits& exposed_waits() { return core_.executor.streams().exposed(); }
   RuntimeTrace trace() const;
   void clear_trace();
-  /// RuntimeOptions::trace from here on, also while a step is under way.
-  void set_keeps_trace(bool keeps) { core_.keeps_trace = keeps; }
   /// The step that error messages name: Executor::step.
   void set_step(std::int64_t step);
   /// Shown from now on what it wants to see, as a SlotObserver, a StepObserver,

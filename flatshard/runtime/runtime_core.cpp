@@ -51,8 +51,7 @@ RuntimeCore::RuntimeCore(
               SchedulerOptions{.prefetch = options.prefetch}),
           .unsharded = std::vector<bool>(units.size(), false)},
       executor(mesh, units, observers, options),
-      events(units, *this),
-      keeps_trace(options.trace) {
+      events(units, *this) {
   plan_next_step();
 }
 
@@ -239,7 +238,7 @@ void RuntimeCore::feed(const ScheduleEvent& event) {
 }
 
 std::vector<Action> RuntimeCore::decide(const ScheduleEvent& event) {
-  if (keeps_trace) {
+  if (options.trace) {
     trace.events.push_back(event);
   }
   return step.scheduler.on(event);
@@ -281,7 +280,7 @@ void RuntimeCore::record(const Action& action) {
   if (step.actions.size() < kMaxStepActions) {
     step.actions.push_back(action);
   }
-  if (keeps_trace) {
+  if (options.trace) {
     trace.actions.push_back(action);
   }
 }

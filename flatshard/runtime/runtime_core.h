@@ -8,7 +8,6 @@
 #include "flatshard/runtime/step_state.h"
 #include "flatshard/unit/unit.h"
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -47,8 +46,6 @@ struct RuntimeCore : public AutogradListener {
   AutogradEvents events;
   OpenBackward* open_backward = nullptr;
   RuntimeTrace trace;
-  /// Whether `trace` is kept. Changed without the mutex as well.
-  std::atomic<bool> keeps_trace;
   /// Changes of what a graph of a step was recorded with.
   std::int64_t num_rule_changes = 0;
   mutable std::mutex mutex;

@@ -178,10 +178,9 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   }
   {
     const py::gil_scoped_release no_gil;
-    if (begins_step && !always_traces_) {
+    if (begins_step && !keeps_trace_) {
       runtime_->clear_trace();
     }
-    follow_modes();
     runtime_->calls().forward_begin(unit, tensors);
   }
   views_->unit_begins(unit);
@@ -195,6 +194,7 @@ void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
     const py::gil_scoped_release no_gil;
     runtime_->calls().forward_end(unit, tensors, more_follow);
     rows_->forget(false);
+    forget_trace();
   }
   using After = ParameterViews::After;
   After after = more_follow ? After::more_follow : After::sharded;
@@ -231,8 +231,8 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
   views_->check_no_hook();
   {
     const py::gil_scoped_release no_gil;
-    follow_modes();
     runtime_->gathers().unshard(unit, awaits);
+    forget_trace();
   }
   if (awaits) {
     views_->show(unit, true);
@@ -286,9 +286,10 @@ void PyRuntime::show_shards(UnitId unit) {
   views_->show(unit, false);
 }
 
-void PyRuntime::follow_modes() {
-  runtime_->set_keeps_trace(
-      always_traces_ || c10::impl::TorchDispatchModeTLS::any_modes_set());
+void PyRuntime::forget_trace() {
+  if (!keeps_trace_ && !c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    runtime_->clear_trace();
+  }
 }
 
 std::unique_ptr<PyBackwardPass> PyRuntime::backward_pass() const {

@@ -101,12 +101,10 @@ class PyRuntime {
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
-  /// What is done is kept until take_trace. Without it: until the next step
-  /// begins, of forwards, backwards and unshards that begin while a
+  /// What is done is kept until take_trace. Without it: until the forward or
+  /// unshard that did it returns, or the next one begins, unless a
   /// TorchDispatchMode is active.
-  void set_keeps_trace(bool keeps) { always_traces_ = keeps; }
-  /// A backward begins, with the runtime's lock held.
-  void backward_begins() { follow_modes(); }
+  void set_keeps_trace(bool keeps) { keeps_trace_ = keeps; }
   /// SharedRows::counts.
   std::pair<std::int64_t, std::int64_t> float8_inputs() const {
     return rows_->counts();
@@ -116,7 +114,7 @@ class PyRuntime {
 
  private:
   RegionGraphs& graphs() const;
-  void follow_modes();
+  void forget_trace();
 
   std::shared_ptr<ParameterViews> views_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
@@ -124,7 +122,7 @@ class PyRuntime {
   std::shared_ptr<SharedRows> rows_ = std::make_shared<SharedRows>();
   std::unique_ptr<Float8Weights> float8_weights_;
   Released<Runtime> runtime_;
-  bool always_traces_ = false;
+  bool keeps_trace_ = false;
 };
 
 }  // namespace flatshard::python

@@ -272,7 +272,6 @@ void bind_runtime(py::module_& m) {
           "found theirs quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def("set_keeps_trace", &PyRuntime::set_keeps_trace)
-      .def("backward_begins", &PyRuntime::backward_begins)
       .def(
           "report_nan_in_param_grad",
           &PyRuntime::report_nan_in_param_grad,

@@ -99,7 +99,7 @@ class Root:
                 copy_engines=state.copy_engines,
                 slots_on_demand=self.buffers_on_demand,
                 shared_streams=state.shared_streams,
-                trace=False,
+                trace=True,
                 graphs=_C.GraphOptions(
                     enabled=self.cuda_graphs,
                     warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
@@ -340,5 +340,4 @@ class Root:
     def _before_backward(self):
         """The core calls it, with its lock held."""
         self.seen_writes.before_backward(self.units)
-        self.core.backward_begins()
         self.seen_collectives.tell_after_backward()
