@@ -168,8 +168,8 @@ def test_compiled_blocks(dp):
 def test_what_cannot_be_fp8_stays_in_bfloat16(dp):
     mesh = named_mesh(dp=dp, tp=TP)
     model = nn.Sequential(nn.Linear(DIM, 16 * TP, bias=False), nn.Linear(DIM, DIM))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-    fully_shard(on_device(model), mesh=mesh["dp"], mp_policy=BF16, fp8=policy("mxfp8"))
+    parallelize_module(on_device(model), mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], mp_policy=BF16, fp8=policy("mxfp8"))
     report = flatshard.float8.describe(model)
     assert set(report.float8) == {"1.weight"}
     assert report.others["0.weight"] == "16 rows are no multiple of 32"
