@@ -7,8 +7,13 @@
 #include "flatshard/schedule/simulate.h"
 #include "python/csrc/collect_tensors.h"
 
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 
@@ -22,6 +27,14 @@ std::vector<ParameterViews::UnitViews> views_of(
     views.push_back({unit.places, unit.grads});
   }
   return views;
+}
+
+/// Returns whether a function of torch.func runs, whose tensors wrap the caller's.
+bool in_transform() {
+  const c10::DispatchKeySet keys =
+      c10::impl::tls_local_dispatch_key_set().included_;
+  return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         keys.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
 /// Data kept of inputs is dropped together with its purpose.
@@ -101,11 +114,26 @@ PyRuntime::PyRuntime(
   runtime_ = Released<Runtime>(std::move(runtime));
 }
 
-at::Tensor PyRuntime::linear(
-    const at::Tensor& x,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias) const {
-  return nn::linear(x, weight, bias.value_or(at::Tensor()), {}, sink_);
+std::optional<at::Tensor>
+PyRuntime::linear(py::handle x, py::handle weight, py::handle bias) const {
+  const bool are_plain =
+      THPVariable_CheckExact(x.ptr()) &&
+      reinterpret_cast<PyObject*>(Py_TYPE(weight.ptr())) == ParameterClass &&
+      (bias.is_none() || THPVariable_Check(bias.ptr()));
+  if (!are_plain || !at::GradMode::is_enabled() || in_transform()) {
+    return std::nullopt;
+  }
+  const at::Tensor& input = THPVariable_Unpack(x.ptr());
+  const at::Tensor& w = THPVariable_Unpack(weight.ptr());
+  if (input.scalar_type() != w.scalar_type() || input.dim() == 0 ||
+      !torch::autograd::impl::hooks(w).empty() ||
+      at::autocast::is_autocast_enabled(input.device().type())) {
+    return std::nullopt;
+  }
+  const at::Tensor b =
+      bias.is_none() ? at::Tensor() : THPVariable_Unpack(bias.ptr());
+  const py::gil_scoped_release no_gil;
+  return nn::linear(input, w, b, {}, sink_);
 }
 
 at::Tensor PyRuntime::main_grad(const at::Tensor& weight) const {

@@ -43,10 +43,11 @@ class PyRuntime {
       Callbacks callbacks,
       const RuntimeOptions& options);
 
-  at::Tensor linear(
-      const at::Tensor& x,
-      const at::Tensor& weight,
-      const std::optional<at::Tensor>& bias) const;
+  /// With the GIL. Absent: the operation is torch's, since somebody else than
+  /// autograd would see it, there is something to cast, or the weight is no
+  /// whole parameter. In C++, since each layer asks in each forward.
+  std::optional<at::Tensor>
+  linear(py::handle x, py::handle weight, py::handle bias) const;
 
   /// Returns where the gradient of a whole parameter is reduced, zeroed if
   /// nothing came yet; what a backward does not ask for is thrown away. In a

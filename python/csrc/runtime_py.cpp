@@ -150,11 +150,10 @@ void bind_runtime(py::module_& m) {
           &PyRuntime::linear,
           "torch.nn.functional.linear whose backward writes the gradients of "
           "weight and bias into the memory that is reduced. Both are whole "
-          "parameters of this runtime's units.",
+          "parameters of this runtime's units. None: torch's own is to run.",
           py::arg("input"),
           py::arg("weight"),
-          py::arg("bias"),
-          NoGil())
+          py::arg("bias"))
       .def("forward_begin", &PyRuntime::forward_begin)
       .def("forward_end", &PyRuntime::forward_end)
       .def("forward_error", &PyRuntime::forward_error)

@@ -110,10 +110,6 @@ def hooks_of_tensor(tensor):
     return {name: hooks for name, hooks in found.items() if hooks}
 
 
-# The hooks of a tensor's register_hook, or None. Each forward of a layer asks.
-backward_hooks_of = attrgetter("_backward_hooks")
-
-
 def set_hooks_of_tensor(tensor, found):
     for name, hooks in found.items():
         setattr(tensor, name, hooks)

@@ -4,7 +4,7 @@ fully_shard's mesh."""
 import torch
 import torch.distributed as dist
 
-from flatshard._tensor.mesh import core_mesh_of_all, root_names
+from flatshard._tensor.mesh import core_mesh_of_all, mesh_of_roots, root_names
 
 
 def grid_of(units):
@@ -17,8 +17,7 @@ def grid_of(units):
         *(root_names(unit.device_mesh) for unit in units),
         *(root_names(p.own_mesh) for p in parallel),
     )
-    root = parallel[0].mesh._get_root_mesh()
-    return root[tuple(name for name in root.mesh_dim_names if name in names)]
+    return mesh_of_roots(parallel[0].mesh, names)
 
 
 def tell_parts(units, grid):

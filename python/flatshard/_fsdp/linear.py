@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from flatshard.torch_versions import backward_hooks_of, in_functorch
+from flatshard.torch_versions import parameters_of
 
 
 class InPlaceLinear(nn.Linear):
@@ -20,18 +20,24 @@ class InPlaceLinear(nn.Linear):
     """
 
     def forward(self, input):
-        weight, bias = self.weight, self.bias
         if torch.compiler.is_compiling():
-            return functional.linear(input, weight, bias)
+            return functional.linear(input, self.weight, self.bias)
         unit = self.__dict__["_flatshard_unit"]
-        if unit.root is not None and not _is_plain(input, weight):
-            # Outside of a forward: a checkpoint's recompute has to find the same.
-            is_shard = isinstance(weight, DTensor) and input.requires_grad
-            if is_shard and unit.unsharded(0) is not None:
-                weight, bias = self.weight, self.bias
-        if unit.root is None or not _is_plain(input, weight):
-            return functional.linear(input, weight, bias)
-        return unit.root.core.linear(input, weight, bias)
+        if unit.root is None:
+            return functional.linear(input, self.weight, self.bias)
+        # Not self.weight, which nn.Module looks up at the price of half the operation.
+        own = parameters_of(self)
+        linear = unit.root.core.linear
+        output = linear(input, own.get("weight"), own.get("bias"))
+        if output is not None:
+            return output
+        # Outside of a forward: a checkpoint's recompute has to find the same.
+        is_shard = isinstance(self.weight, DTensor) and input.requires_grad
+        if is_shard and unit.unsharded(0) is not None:
+            output = linear(input, self.weight, self.bias)
+        if output is not None:
+            return output
+        return functional.linear(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol):
         """A copy is an nn.Linear that belongs to no unit."""
@@ -41,20 +47,6 @@ class InPlaceLinear(nn.Linear):
 
 # Errors and printed models name the user's kind.
 InPlaceLinear.__name__ = "Linear"
-
-
-def _is_plain(input, weight):
-    """Nobody but autograd sees the operation, and it has nothing to cast."""
-    return (
-        torch.is_grad_enabled()
-        and type(input) in (torch.Tensor, nn.Parameter)
-        and type(weight) is nn.Parameter
-        and input.dtype == weight.dtype
-        and input.dim() > 0
-        and not backward_hooks_of(weight)
-        and not torch.is_autocast_enabled(input.device.type)
-        and not in_functorch()
-    )
 
 
 def linears_in_place(modules, parameters, wanted, slices):

@@ -75,6 +75,13 @@ def root_names(device_mesh, names=None):
     return {name for one in own for name in runs.get(one, (one,))}
 
 
+def mesh_of_roots(device_mesh, names):
+    """Returns the DeviceMesh of those dimensions of the root mesh of `device_mesh` whose
+    names are in `names`, in the root mesh's order."""
+    root = device_mesh._get_root_mesh()
+    return root[tuple(name for name in root.mesh_dim_names if name in names)]
+
+
 def slices_of(part, whole):
     """Returns (number, which): how many groups of ranks like `part` the mesh `whole`
     consists of, and this rank's among them; the last axis fastest. None: they are the
