@@ -51,7 +51,11 @@ Checkpointer::Checkpointer(
       optimizer_(optimizer),
       options_(std::move(options)),
       image_(
-          boxes_to_write(groups_, optimizer_, options_.whole_tensors),
+          boxes_to_write(
+              groups_,
+              optimizer_,
+              options_.whole_tensors,
+              mesh_->rank()),
           mesh_->rank(),
           mesh_->size(),
           options_.max_file_nbytes) {

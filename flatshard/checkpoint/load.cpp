@@ -69,11 +69,13 @@ class Loader {
       const fs::path& folder,
       const std::vector<ParamGroup*>& groups,
       Optimizer* optimizer,
-      const LoadOptions& options)
+      const LoadOptions& options,
+      const Mesh& mesh)
       : folder_(folder),
         groups_(groups),
         optimizer_(optimizer),
-        options_(options) {}
+        options_(options),
+        mesh_(mesh) {}
 
   /// Reads everything that can fail; changes nothing.
   void read() {
@@ -111,7 +113,7 @@ class Loader {
 
   LoadedCheckpoint apply() {
     const at::NoGradGuard no_grad;
-    const at::Device device = groups_.front()->model_mesh()->device();
+    const at::Device device = mesh_.device();
     WeightWrite write(groups_, *current_stream(device));
     std::vector<HostCopy> to_device;
     std::vector<HostCopy> to_host;  // whole tensors may be there
@@ -151,7 +153,7 @@ class Loader {
       return options_.num_threads;
     }
     const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    return std::clamp(cores / groups_.front()->model_mesh()->size(), 2, 16);
+    return std::clamp(cores / mesh_.size(), 2, 16);
   }
 
   bool excluded(const std::string& name) const {
@@ -303,6 +305,7 @@ class Loader {
   const std::vector<ParamGroup*>& groups_;
   Optimizer* const optimizer_;
   const LoadOptions& options_;
+  const Mesh& mesh_;
   Manifest manifest_;
   std::set<std::pair<std::string, std::string>> used_;
   std::vector<Target> targets_;
@@ -322,8 +325,10 @@ LoadedCheckpoint load_checkpoint(
     Optimizer* optimizer,
     const LoadOptions& options) {
   FLATSHARD_CHECK(!groups.empty(), usage, "expected at least one group");
-  Loader loader(folder, groups, optimizer, options);
-  on_all_ranks(*groups.front()->model_mesh(), [&] { loader.read(); });
+  const std::shared_ptr<Mesh> mesh =
+      options.mesh ? options.mesh : groups.front()->model_mesh();
+  Loader loader(folder, groups, optimizer, options, *mesh);
+  on_all_ranks(*mesh, [&] { loader.read(); });
   return loader.apply();
 }
 

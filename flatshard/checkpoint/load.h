@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,8 @@
 namespace flatshard {
 
 struct LoadOptions {
+  /// The ranks that load together. Null: those of the model's mesh.
+  std::shared_ptr<Mesh> mesh;
   /// Shell patterns over parameter names such as "lm_head.*": these are neither
   /// looked for in the checkpoint nor changed in the model, and what the
   /// checkpoint has of them is ignored.
@@ -39,7 +42,7 @@ struct LoadedCheckpoint {
 /// Collective; blocks.
 ///
 /// Everything is read and checked, on all ranks, before the first element of
-/// the model changes. Until then it lies in host memory: as many bytes as this
+/// the model changes. Until then it is in host memory: as many bytes as this
 /// rank's shards of main weights and optimizer state.
 ///
 /// @param folder     a step-N folder.

@@ -41,11 +41,12 @@ void append(
     std::vector<OwnedBox>& owned,
     std::string_view role,
     const std::vector<NamedShard>& shards,
-    const ParamGroup::Replicas& replica) {
+    bool share_replicas) {
   for (const NamedShard& shard : shards) {
     if (shard.dropped) {
       continue;
     }
+    const Replicas replica = share_replicas ? shard.replicas : Replicas{};
     const std::int64_t n = shard.tensor.numel();
     const std::int64_t first = n * replica.index / replica.count;
     const std::int64_t last = n * (replica.index + 1) / replica.count;
@@ -81,12 +82,11 @@ std::vector<OwnedBox> boxes_of(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole,
-    bool share_replicas) {
+    bool share_replicas,
+    bool owns_whole) {
   std::vector<OwnedBox> owned;
   for (const ParamGroup* group : groups) {
-    const ParamGroup::Replicas replica =
-        share_replicas ? group->replicas() : ParamGroup::Replicas{};
-    append(owned, kWeightRole, group->main_shards(), replica);
+    append(owned, kWeightRole, group->main_shards(), share_replicas);
     if (optimizer == nullptr) {
       continue;
     }
@@ -97,13 +97,11 @@ std::vector<OwnedBox> boxes_of(
     }
     const auto index = static_cast<std::size_t>(found - trained.begin());
     for (const auto& [name, shards] : optimizer->state_shards(index)) {
-      append(owned, name, shards, replica);
+      append(owned, name, shards, share_replicas);
     }
   }
-  const bool is_owner =
-      !share_replicas || groups.front()->model_mesh()->rank() == 0;
   for (const WholeTensor& tensor : whole) {
-    append(owned, tensor, is_owner);
+    append(owned, tensor, owns_whole);
   }
   return owned;
 }
@@ -114,14 +112,15 @@ std::vector<OwnedBox> owned_boxes(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole) {
-  return boxes_of(groups, optimizer, whole, false);
+  return boxes_of(groups, optimizer, whole, false, true);
 }
 
 std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
-    const std::vector<WholeTensor>& whole) {
-  return boxes_of(groups, optimizer, whole, true);
+    const std::vector<WholeTensor>& whole,
+    int rank) {
+  return boxes_of(groups, optimizer, whole, true, rank == 0);
 }
 
 }  // namespace flatshard

@@ -44,9 +44,12 @@ std::vector<OwnedBox> owned_boxes(
 
 /// The same without what other ranks hold as well: replicas share what they
 /// hold evenly, so that all ranks together hold every element once.
+///
+/// @param rank  of this one among all of them; 0 writes the whole tensors.
 std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
-    const std::vector<WholeTensor>& whole = {});
+    const std::vector<WholeTensor>& whole = {},
+    int rank = 0);
 
 }  // namespace flatshard

@@ -23,7 +23,7 @@ struct InitSpec {
     return {.kind = Kind::uniform, .low = low, .high = high};
   }
 
-  friend constexpr bool operator==(const InitSpec&, const InitSpec&) = default;
+  constexpr bool operator==(const InitSpec&) const = default;
 };
 
 }  // namespace flatshard

@@ -34,11 +34,11 @@ struct StoredEntry {
   std::int64_t begin() const {
     return is_whole() ? 0 : first_row * (numel() / shape.front());
   }
-  friend bool operator==(const StoredEntry&, const StoredEntry&) = default;
+  bool operator==(const StoredEntry&) const = default;
 };
 
 /// The entries that hold a parameter of this name and shape, one after another
-/// and each as it lies in the parameter. Most parameters are one entry.
+/// and each as it is in the parameter. Most parameters are one entry.
 using StoredEntriesOf = std::function<std::vector<StoredEntry>(
     const std::string& name,
     const std::vector<std::int64_t>& shape)>;

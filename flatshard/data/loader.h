@@ -36,7 +36,7 @@ struct LoaderState {
     std::int64_t num_sequences = 0;
     std::int64_t share = 0;  ///< see Mixture::shares
 
-    friend bool operator==(const Part&, const Part&) = default;
+    bool operator==(const Part&) const = default;
   };
 
   std::uint64_t seed = 0;
@@ -47,7 +47,7 @@ struct LoaderState {
   /// PackingOptions::max_documents; 0: Packing::stream.
   std::int64_t documents_per_sample = 0;
 
-  friend bool operator==(const LoaderState&, const LoaderState&) = default;
+  bool operator==(const LoaderState&) const = default;
 };
 
 /// Deterministic loader of sequences.
@@ -114,7 +114,7 @@ class Loader {
 
   /// The size of the steps from here on. @throws Error{config} below 1.
   void set_global_batch_size(std::int64_t size);
-  /// Goes on to the next step.
+  /// Continues to the next step.
   void advance() { samples_consumed_ += options_.global_batch_size; }
 
   LoaderState state() const;

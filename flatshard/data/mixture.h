@@ -19,7 +19,7 @@ class Mixture {
     std::size_t source = 0;
     std::int64_t index = 0;
 
-    friend bool operator==(const Turn&, const Turn&) = default;
+    bool operator==(const Turn&) const = default;
   };
 
   /// @param weights  each above 0; only their ratios matter.

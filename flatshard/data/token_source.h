@@ -113,7 +113,7 @@ struct SourceChoice {
   double weight = 1;
 
   bool is_random() const { return path == "random"; }
-  friend bool operator==(const SourceChoice&, const SourceChoice&) = default;
+  bool operator==(const SourceChoice&) const = default;
 };
 
 struct WeightedSource {

@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// Where values that lie in host memory belong.
+/// Where values that are in host memory belong.
 struct HostCopy {
   void* to = nullptr;  ///< memory of the device
   const void* from = nullptr;

@@ -33,7 +33,7 @@ std::vector<MemoryRow> memory_rows(
 /// The sum of all rows.
 std::int64_t total_nbytes(const std::vector<MemoryRow>& rows);
 
-/// As a table with GiB or MiB. What lies in host memory beside a GPU stands
+/// As a table with GiB or MiB. What is in host memory beside a GPU stands
 /// below the sum.
 std::string to_string(
     const std::vector<MemoryRow>& rows,

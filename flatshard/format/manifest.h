@@ -29,7 +29,7 @@ struct StoredFile {
   bool operator==(const StoredFile&) const = default;
 };
 
-/// A box of a tensor and where its elements lie in row-major order: in file
+/// A box of a tensor and where its elements are in row-major order: in file
 /// `file`, from byte `offset` on, in the safetensors entry `entry`. A run of
 /// the flattened tensor that version 1 has as one piece may be several boxes of
 /// one entry.
@@ -76,7 +76,7 @@ std::string describe_tensor(std::string_view role, std::string_view name);
 /// JSON, a tensor a line.
 std::string to_json(const Manifest& manifest);
 
-/// Reads what `to_json` wrote, and trusts none of it: every piece lies inside
+/// Reads what `to_json` wrote, and trusts none of it: every piece is inside
 /// its tensor and its file, pieces cover their tensor exactly and do not
 /// overlap, file names do not leave the folder.
 ///

@@ -11,7 +11,7 @@ namespace flatshard {
 
 class UnitCalls;
 
-/// Where the FP8 planes of a unit lie in every step: what layers get whose
+/// Where the FP8 planes of a unit are in every step: what layers get whose
 /// kernels are recorded in a graph, and which of it they read. A replay asks
 /// for the same and compares addresses.
 class PlanePlaces : public nn::WeightSource {
@@ -26,7 +26,7 @@ class PlanePlaces : public nn::WeightSource {
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
 
-  /// Compute waits for all that was read. False: some of it lies elsewhere.
+  /// Compute waits for all that was read. False: some of it is elsewhere.
   bool await(UnitCalls& calls) const;
   /// Memory that kernels read.
   const std::vector<at::Tensor>& memory() const { return memory_; }

@@ -144,7 +144,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
       const std::vector<std::optional<nn::WgradTarget>>& targets);
   /// What FP8 weights have no one address for is null.
   std::vector<const void*> parameter_addresses() const;
-  /// Compute waits for them; false: they lie elsewhere.
+  /// Compute waits for them; false: they are elsewhere.
   bool planes_are_there(const std::shared_ptr<PlanePlaces>& planes) const;
   /// Parameters that the recorded autograd graph reaches.
   std::size_t num_used() const;

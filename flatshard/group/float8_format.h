@@ -52,7 +52,7 @@ struct Float8Format {
   /// columns are no multiple of 16"; empty when it can be FP8.
   std::string why_not(std::span<const std::int64_t> shape) const;
 
-  friend bool operator==(const Float8Format&, const Float8Format&) = default;
+  bool operator==(const Float8Format&) const = default;
 };
 
 }  // namespace flatshard

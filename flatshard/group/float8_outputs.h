@@ -11,7 +11,7 @@ namespace flatshard {
 
 /// FP8 that an update of main weights makes of the new values in its pass.
 struct Float8Outputs {
-  /// Parts of the shard, ascending and apart from each other. What lies between
+  /// Parts of the shard, ascending and apart from each other. What is between
   /// them is padding.
   std::vector<float8::FlatRun> runs;
   /// CUDA: the bytes of `runs`.

@@ -10,6 +10,7 @@
 
 #include "flatshard/core/init_spec.h"
 #include "flatshard/group/float8_format.h"
+#include "flatshard/group/named_shard.h"
 #include "flatshard/group/parameter_placement.h"
 #include "flatshard/group/precision.h"
 
@@ -40,6 +41,9 @@ struct GroupParameter {
   std::map<std::string, std::string> attributes;
   /// No module has it any more: checkpoints leave it out.
   bool dropped = false;
+  /// Ranks outside of the model's mesh with the same part:
+  /// ParamGroup::set_part.
+  Replicas outside;
   /// The one that modules compute with; may be on meta. make_unit_contents
   /// moves it into the unit. Its strides are those of `shape` in some order of
   /// dimensions: so a tensor that is cut along another dimension than its first

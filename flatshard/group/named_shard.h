@@ -11,6 +11,13 @@
 
 namespace flatshard {
 
+/// Ranks that hold the same elements: how many they are, and which of them this
+/// one is.
+struct Replicas {
+  std::int64_t index = 0;
+  std::int64_t count = 1;
+};
+
 /// What one rank owns of one parameter: how optimizers and checkpoints see the
 /// model. `tensor` is a view of the flat shard.
 struct NamedShard {
@@ -18,10 +25,11 @@ struct NamedShard {
   std::vector<std::int64_t> shape;  ///< of this rank's parameter
   TensorSlice slice;                ///< what that is of the whole tensor
   std::int64_t begin = 0;           ///< first owned element of it, flattened
-  std::int64_t local_offset = 0;    ///< where that lies in the flat shard
+  std::int64_t local_offset = 0;    ///< where that is in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`
   std::map<std::string, std::string> attributes;  ///< as the user set them
   bool dropped = false;                           ///< see GroupParameter
+  Replicas replicas;                              ///< of `tensor`
 
   const std::string& name() const { return names.front(); }
   std::vector<std::int64_t> whole_shape() const {

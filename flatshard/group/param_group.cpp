@@ -29,8 +29,14 @@ std::shared_ptr<const FlatLayout> build_layout(
         options.float8->parts_of(static_cast<std::int64_t>(specs.size()));
     for (std::size_t i = 0; i < specs.size(); ++i) {
       specs[i].part = parts[i];
-      if (specs[i].granularity.kind() != Granularity::Kind::tensor) {
-        specs[i].granularity = options.float8->granularity();
+      const Granularity own = options.float8->granularity();
+      // Chunks of rows stay where scales let rows be cut anywhere.
+      const Granularity::Kind asked = specs[i].granularity.kind();
+      const bool stays = asked == Granularity::Kind::tensor ||
+                         (asked == Granularity::Kind::chunk &&
+                          own.kind() == Granularity::Kind::row);
+      if (!stays) {
+        specs[i].granularity = own;
       }
     }
   }
@@ -271,6 +277,16 @@ void ParamGroup::set_attribute(
   parameters_.at(parameter).attributes[std::move(key)] = std::move(value);
 }
 
+void ParamGroup::set_part(
+    std::int64_t parameter,
+    TensorSlice slice,
+    Replicas outside) {
+  GroupParameter& p = parameters_.at(parameter);
+  slice.check(p.shape, "parameter " + p.names.front());
+  p.placement.slice = std::move(slice);
+  p.outside = outside;
+}
+
 GradientPipeline::Reduction ParamGroup::plan_reduction(
     bool collective,
     bool is_last) {
@@ -280,7 +296,7 @@ GradientPipeline::Reduction ParamGroup::plan_reduction(
   return gradients_.plan(collective, is_last);
 }
 
-ParamGroup::Replicas ParamGroup::replicas() const {
+Replicas ParamGroup::replicas() const {
   Replicas replicas;
   const bool sliced = parameters_.front().placement.slice.has_value();
   const std::vector<std::string> own = mesh()->axis_names();
@@ -313,6 +329,7 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
       weights_->main().local().numel(),
       name(),
       flat.numel());
+  const Replicas within = replicas();
   std::vector<NamedShard> shards;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const GroupParameter& p = parameters_[i];
@@ -329,7 +346,10 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
            .local_offset = piece.local_offset,
            .tensor = flat.narrow(0, piece.local_offset, piece.numel),
            .attributes = p.attributes,
-           .dropped = p.dropped});
+           .dropped = p.dropped,
+           .replicas = {
+               .index = p.outside.index * within.count + within.index,
+               .count = p.outside.count * within.count}});
     }
   }
   return shards;

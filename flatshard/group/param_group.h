@@ -80,21 +80,24 @@ class ParamGroup {
   /// they are made.
   void
   set_attribute(std::int64_t parameter, std::string key, std::string value);
-  /// From now on checkpoints know nothing of the parameter. It keeps its place.
+  /// From now on checkpoints do not depend on the parameter. It keeps its
+  /// place.
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }
+  /// Places the parameter among ranks outside of the model's mesh, as Python's
+  /// tensor parallelism has them: it is `slice` of a tensor that all of them
+  /// hold, of which the ranks of `outside` have the same slice. Checkpoints
+  /// hold that tensor.
+  /// @throws Error{config} when the parameter cannot be this slice.
+  void set_part(std::int64_t parameter, TensorSlice slice, Replicas outside);
 
   /// GradientPipeline::plan. A reduction of all ranks says besides that their
   /// copies of the weights are over.
   GradientPipeline::Reduction plan_reduction(bool collective, bool is_last);
 
   /// The ranks of the model's mesh that hold the same elements of the main
-  /// weights: how many they are, and which of them this one is.
-  struct Replicas {
-    std::int64_t index = 0;
-    std::int64_t count = 1;
-  };
+  /// weights.
   Replicas replicas() const;
   /// What this rank owns of each parameter, in the main weights.
   std::vector<NamedShard> main_shards() const;

@@ -22,7 +22,7 @@ struct Precision {
   ///   frozen groups may be any: nothing is computed of them.
   void validate() const;
 
-  friend bool operator==(const Precision&, const Precision&) = default;
+  bool operator==(const Precision&) const = default;
 };
 
 /// How the gradients of n data-parallel ranks become one.

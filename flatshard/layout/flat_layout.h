@@ -65,7 +65,7 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// Where each tensor of a group lives in one flat index space, which range
+/// Where each tensor of a group is in one flat index space, which range
 /// each shard owns, and how much is padding. Integers only, immutable.
 ///
 /// Every tensor is contiguous in the flat space and starts at a multiple of its
@@ -136,8 +136,8 @@ class FlatLayout {
   /// All elements that belong to no tensor, in flat order.
   std::vector<FlatRange> padding_ranges() const;
 
-  /// The part of tensor `i` that lies in shard `shard`: one piece or none,
-  /// since a tensor is contiguous and lies in one segment.
+  /// The part of tensor `i` that is in shard `shard`: one piece or none,
+  /// since a tensor is contiguous and is in one segment.
   std::vector<Piece> shard_pieces(std::int64_t i, std::int64_t shard) const {
     return shard_pieces(i, ShardSpan{shard, 1});
   }

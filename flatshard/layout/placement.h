@@ -14,7 +14,7 @@ enum class ReduceOp {
 
 std::string to_string(ReduceOp op);
 
-/// How a flat buffer lies on one mesh axis: every rank holds the same values
+/// How a flat buffer is on one mesh axis: every rank holds the same values
 /// (replicate), its own contiguous part (shard), or an addend of the values
 /// over the whole range (partial).
 class Placement {

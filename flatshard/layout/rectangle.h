@@ -17,7 +17,7 @@ struct Rectangle {
   /// All of a tensor.
   static Rectangle whole(std::span<const std::int64_t> shape);
   std::int64_t numel() const;
-  /// It lies in a tensor of this shape.
+  /// It is in a tensor of this shape.
   bool lies_in(std::span<const std::int64_t> shape) const;
   /// What both have; a length is 0 where they have nothing in common. Both are
   /// of one tensor.
@@ -31,7 +31,7 @@ std::string to_string(const Rectangle& box);
 /// The boxes that cover exactly the elements [begin, end) of a row-major
 /// tensor, in flat order: each box is contiguous in the tensor, and there are
 /// at most max(1, 2 * ndim - 1).
-/// @throws Error{usage} when the range does not lie in the tensor.
+/// @throws Error{usage} when the range is outside of the tensor.
 std::vector<Rectangle> rectangles(
     std::span<const std::int64_t> shape,
     std::int64_t begin,
@@ -41,7 +41,7 @@ std::vector<Rectangle> rectangles(
 /// order of the box's elements. The longest ones possible.
 class FlatRuns {
  public:
-  /// @param box  lies in a tensor of `shape`.
+  /// @param box  is in a tensor of `shape`.
   FlatRuns(std::span<const std::int64_t> shape, const Rectangle& box);
 
   /// How many there are; 0 when the box is empty.

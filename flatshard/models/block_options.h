@@ -45,8 +45,7 @@ struct AttentionOptions {
                 [static_cast<std::size_t>(layer) % window_pattern.size()]);
   }
 
-  friend bool operator==(const AttentionOptions&, const AttentionOptions&) =
-      default;
+  bool operator==(const AttentionOptions&) const = default;
 };
 
 /// What sets the blocks of one family apart from another's. A leaf value.
@@ -59,7 +58,7 @@ struct BlockOptions {
   nn::ExpertLayout expert_layout = nn::ExpertLayout::stacked;
   AttentionOptions attention;
 
-  friend bool operator==(const BlockOptions&, const BlockOptions&) = default;
+  bool operator==(const BlockOptions&) const = default;
 };
 
 }  // namespace flatshard::models

@@ -30,7 +30,7 @@ struct MoeConfig {
   /// The choice of experts adds a bias, which training balances loads by.
   bool router_bias = false;
 
-  friend bool operator==(const MoeConfig&, const MoeConfig&) = default;
+  bool operator==(const MoeConfig&) const = default;
 };
 
 /// Shape of a decoder-only transformer. A leaf value.
@@ -71,7 +71,7 @@ struct ModelConfig {
   /// @throws Error{config} naming the field.
   void validate();
 
-  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
+  bool operator==(const ModelConfig&) const = default;
 };
 
 /// Checks that `size` ranks can share the layers of a model.
@@ -106,7 +106,7 @@ struct SpecialTokens {
   std::vector<std::int64_t> eos;    ///< each ends one
   std::optional<std::int64_t> pad;
 
-  friend bool operator==(const SpecialTokens&, const SpecialTokens&) = default;
+  bool operator==(const SpecialTokens&) const = default;
 };
 
 /// bos_token_id, eos_token_id and pad_token_id of a config.json.

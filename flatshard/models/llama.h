@@ -49,7 +49,7 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
   /// @param x     [batch, seq, dim], this rank's tokens of seq
   /// @param norm  of x; null: x itself is read.
   /// @param documents  of the rows; undefined: each row is one.
-  /// @return   (x to go on with as the residual; see nn::norm_linears,
+  /// @return   (x to continue with as the residual; see nn::norm_linears,
   ///   [batch, seq, dim] to add to it)
   std::tuple<at::Tensor, at::Tensor> forward(
       const at::Tensor& x,
@@ -69,7 +69,7 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
  private:
   /// q and k rotated; [batch, seq, heads, head_dim] each.
   struct Heads {
-    at::Tensor residual;  ///< x to go on with
+    at::Tensor residual;  ///< x to continue with
     at::Tensor q, k, v;
   };
   /// @param seq        of the rotary table

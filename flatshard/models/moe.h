@@ -164,7 +164,7 @@ class MoeImpl : public nn::Module {
 
   /// Appends what forward does to `nodes`.
   /// @param in      numbers of x and delta, as for forward
-  /// @param record  of this call; lives as long as `nodes`.
+  /// @param record  of this call; exists as long as `nodes`.
   void append_nodes(
       nn::Nodes& nodes,
       const std::vector<int>& in,

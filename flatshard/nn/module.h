@@ -83,7 +83,7 @@ class Module : public torch::nn::Module {
   /// Runs after forward with the tensors of its result.
   HookHandle add_forward_hook(Hook hook);
   /// Runs when a pre-hook, forward or a forward hook throws; the exception
-  /// then goes on, or the one that the hook puts in its place. What an error
+  /// then continues, or the one that the hook puts in its place. What an error
   /// hook throws itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
@@ -124,7 +124,7 @@ class Module : public torch::nn::Module {
   void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
     hooks_.run(*this, inputs, outputs);
   }
-  /// @return  what goes on.
+  /// @return  what continues.
   std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
   /// Whether a call has found memory for all parameters below.
   bool has_memory() const { return has_memory_; }

@@ -43,7 +43,7 @@ class RegionRunner {
 /// them in place, and is the same function in every call: it captures nothing
 /// but `owner` and what lives as long.
 ///
-/// @param owner   not kept: it lives as long as calls, and backwards of calls,
+/// @param owner   not kept: it exists as long as calls, and backwards of calls,
 ///   come. Whose parameters and generators fn may use.
 /// @param name    within the unit, e.g. "attn"; a literal.
 /// @param inputs  defined tensors.

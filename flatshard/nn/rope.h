@@ -38,7 +38,7 @@ struct RopeScaling {
   std::vector<double> short_factors;
   std::vector<double> long_factors;
 
-  friend bool operator==(const RopeScaling&, const RopeScaling&) = default;
+  bool operator==(const RopeScaling&) const = default;
 };
 
 struct RopeOptions {

@@ -15,7 +15,7 @@ struct DecayRange {
   std::int64_t end = 0;  ///< first element after the run
   float weight_decay = 0;
 
-  friend bool operator==(const DecayRange&, const DecayRange&) = default;
+  bool operator==(const DecayRange&) const = default;
 };
 
 /// One optimizer update of one flat shard: reads main weights, gradient and

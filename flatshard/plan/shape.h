@@ -50,7 +50,7 @@ struct GroupShape {
   LayoutOptions layout;
   Strategy strategy;
   std::vector<std::int64_t> axis_sizes;  ///< of the group's mesh
-  /// How many ranks of the model lie between neighbours of each axis.
+  /// How many ranks of the model are between neighbours of each axis.
   std::vector<std::int64_t> axis_strides;
   ElementSizes sizes;
   /// false: weights in the compute dtype or FP8 alone, without gradients.

@@ -99,7 +99,7 @@ class GradientObserver {
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
   /// The groups of `unit` have their reduced gradients, for kernels that go to
   /// the current stream, which is that of the reductions on a GPU. In a
-  /// backward that goes on; the unit's own is over.
+  /// backward that continues; the unit's own is over.
   virtual void gradients_reduced(Unit& unit) {}
 };
 

@@ -17,7 +17,7 @@ struct OpenBackward {
     nn::LateWgrad write;
   };
 
-  /// The forward of another microbatch goes on meanwhile, so that units need
+  /// The forward of another microbatch continues meanwhile, so that units need
   /// not rest at its end.
   bool interleaved = false;
   /// Units whose forward runs once more.

@@ -33,7 +33,7 @@ struct Action {
   bool from_post_forward = false;
   bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
 
-  friend bool operator==(const Action&, const Action&) = default;
+  bool operator==(const Action&) const = default;
 };
 
 std::string_view to_string(ActionKind kind);

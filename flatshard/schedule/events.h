@@ -207,7 +207,7 @@ struct ScheduleEvent {
   /// parameter is among it (the same on all ranks): nothing is reduced.
   bool reduces = true;
 
-  friend bool operator==(const ScheduleEvent&, const ScheduleEvent&) = default;
+  bool operator==(const ScheduleEvent&) const = default;
 };
 
 }  // namespace flatshard

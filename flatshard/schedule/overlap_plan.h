@@ -43,7 +43,7 @@ struct PlanStep {
 
   PlanStream stream() const { return stream_of(node); }
 
-  friend auto operator<=>(const PlanStep&, const PlanStep&) = default;
+  auto operator<=>(const PlanStep&) const = default;
 };
 
 struct OverlapPlanOptions {
@@ -116,7 +116,7 @@ struct PlanWait {
   int waiter = 0;
   int earlier = 0;
 
-  friend bool operator==(const PlanWait&, const PlanWait&) = default;
+  bool operator==(const PlanWait&) const = default;
 };
 
 /// All waits between the streams that the dependencies need: none that another

@@ -60,7 +60,7 @@ class PlaneSet {
   friend constexpr PlaneSet operator|(PlaneSet a, PlaneSet b) {
     return PlaneSet(a.bits_ | b.bits_);
   }
-  friend constexpr bool operator==(PlaneSet, PlaneSet) = default;
+  constexpr bool operator==(const PlaneSet&) const = default;
 
   /// Calls `function` with each plane, in rising order.
   template <class F>

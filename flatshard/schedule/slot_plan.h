@@ -21,7 +21,7 @@ struct SlotKey {
   SlotRole role = SlotRole::forward_weights;
   PartId part = kWhole;  ///< of the plane
 
-  friend auto operator<=>(const SlotKey&, const SlotKey&) = default;
+  auto operator<=>(const SlotKey&) const = default;
 };
 
 /// A key that lives from one moment to another (half open) and its size.

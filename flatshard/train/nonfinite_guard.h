@@ -39,7 +39,7 @@ class NonfiniteGuard {
   /// ranks.
   /// @param norm  [] float32 on the device: the global gradient norm.
   /// @param now   look at it and at all that were kept before, which blocks the
-  ///   host. Otherwise, unless the run is to go on after it, it is kept.
+  ///   host. Otherwise, unless the run is to continue after it, it is kept.
   /// @throws Error{usage} when one that was kept is not finite.
   bool accepts(std::int64_t step, const at::Tensor& norm, bool now);
 
@@ -50,7 +50,7 @@ class NonfiniteGuard {
   void check_kept(std::int64_t step);
 
   /// Drops the gradient of `step`, which was not accepted. Collective; blocks.
-  /// @return the step after which the run goes on: `step`, or that of the
+  /// @return the step after which the run continues: `step`, or that of the
   ///   checkpoint whose state it has now, with new data.
   /// @throws Error{usage} naming the parameter, when the run is to stop, has no
   ///   checkpoint yet, or gave up too many steps in a row.

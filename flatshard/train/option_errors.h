@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// Runs `action`; what it says of a file or a value goes on with the name of
+/// Runs `action`; what it says of a file or a value continues with the name of
 /// the option that led there: "[data.train] io error: ...".
 template <class F>
 decltype(auto) for_option(std::string_view option, F&& action) {

@@ -32,8 +32,8 @@ class RunOutput {
   RunOutput() = default;
 
   /// Opens the files, when all that can fail has gone well on all ranks. Those
-  /// of an earlier run are put aside, unless this one goes on with it. Once.
-  /// @param resumed  the files of the run that this one goes on with are there
+  /// of an earlier run are put aside, unless this one continues with it. Once.
+  /// @param resumed  the run that this one continues has files
   ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
   void open(const Config& config, bool resumed, const StartMetrics& start);
@@ -46,7 +46,7 @@ class RunOutput {
   void graphs(std::int64_t step, const GraphStats& stats);
   /// Everything that comes after the last step is on disk.
   void ended(std::int64_t step);
-  /// A step whose gradient is not finite; the run goes on after `last`.
+  /// A step whose gradient is not finite; the run continues after `last`.
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
   /// The same where the run ends; whoever ends it prints the reason.
   void stopped_by_nonfinite(std::int64_t step, const std::string& what);

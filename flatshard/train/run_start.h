@@ -10,7 +10,7 @@ namespace flatshard {
 
 /// Where a run begins.
 struct RunStart {
-  /// The step whose checkpoint it goes on from; unset: from scratch.
+  /// The step whose checkpoint it continues from; unset: from scratch.
   std::optional<std::int64_t> checkpoint;
   bool goes_on = false;       ///< with an earlier run's files
   bool nothing_left = false;  ///< the run had ended before
@@ -26,8 +26,8 @@ struct RunStart {
 /// refuse_foreign_checkpoints on rank 0.
 RunStart find_start(const Config& config, bool resume, Mesh& mesh);
 
-/// Sequences per step for a run that goes on from the checkpoint of `step`: as
-/// many as before when the config leaves the number to the ranks, else the
+/// Sequences per step for a run that continues from the checkpoint of `step`:
+/// as many as before when the config leaves the number to the ranks, else the
 /// config's, which is resolved. Collective.
 /// @param derived  training.global_batch_size is -1 in the user's config.
 /// @throws Error{config} when these ranks cannot train on it.

@@ -51,7 +51,7 @@ class Trainer {
 
   /// Builds everything; collective over all ranks.
   /// @param device  "auto", "cpu" or "cuda".
-  /// @param resume  go on from the latest checkpoint, if there is one.
+  /// @param resume  continue from the latest checkpoint, if there is one.
   /// @param on_stuck_abort  for the mesh, see OnStuckAbort.
   Trainer(
       const Config& config,
@@ -83,7 +83,7 @@ class Trainer {
   void build(std::vector<ValidationSet> validation_sets);
   /// What this attempt began with. On rank 0, after `build`.
   StartMetrics start_metrics() const;
-  /// Loads the checkpoint to go on from, or the weights of model.init_from.
+  /// Loads the checkpoint to continue from, or the weights of model.init_from.
   void load_weights(bool resume);
   /// Those of model.init_from, for what does not come from a checkpoint.
   void take_weights();
@@ -96,7 +96,7 @@ class Trainer {
   /// Unset when the gradient is not to be taken; see NonfiniteGuard.
   std::optional<TrainedStep> train_step(std::int64_t step, bool logged);
   /// Rank 0 opens the run's files when all ranks have come so far, and no rank
-  /// goes on before. Collective; once.
+  /// continues before. Collective; once.
   void open_output();
   /// Collective; blocks.
   void log_step(std::int64_t step, const TrainedStep& trained);

@@ -75,7 +75,8 @@ class ParameterStorage {
   void retire() const;
   /// Where the cleared parameter points, for debugging; see
   /// diagnostics/poison.h.
-  /// Has the parameter's size, and lives as long as the parameter points there.
+  /// Has the parameter's size, and exists as long as the parameter points
+  /// there.
   void set_released_memory(std::shared_ptr<void> memory) {
     if (has_values()) {
       released_ = std::move(memory);

@@ -78,7 +78,7 @@ class UnitWeights {
   std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
   /// The plane of a product with the parameter, which has a recipe.
   PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
-  /// The parameter as it lies in a slot.
+  /// The parameter as it is in a slot.
   /// @param slot  that holds `part` of the plane; resident groups use none.
   float8::Plane view(
       const UnitParameter& parameter,

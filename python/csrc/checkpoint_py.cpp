@@ -163,6 +163,7 @@ void bind_checkpoint(py::module_& m) {
   m.def(
       "load_checkpoint",
       [](const std::string& folder,
+         const std::shared_ptr<Mesh>& mesh,
          const Units& units,
          const py::object& optimizer,
          const NamedTensors& buffers,
@@ -173,9 +174,12 @@ void bind_checkpoint(py::module_& m) {
             folder,
             groups_of(units),
             any.get(),
-            {.exclude = exclude, .whole_tensors = whole_tensors(buffers)});
+            {.mesh = mesh,
+             .exclude = exclude,
+             .whole_tensors = whole_tensors(buffers)});
       },
       py::arg("folder"),
+      py::arg("mesh"),
       py::arg("units"),
       py::arg("optimizer"),
       py::arg("buffers"),

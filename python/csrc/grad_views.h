@@ -41,7 +41,7 @@ class GradViews {
   /// releases it; then calls the hooks that show_reduced left. After a
   /// backward.
   void show();
-  /// The unit's gradients were reduced in a backward that goes on: shows them
+  /// The unit's gradients were reduced in a backward that continues: shows them
   /// and calls the hooks, on the current stream. Those of which this rank had
   /// none wait for show(): only then it is known whether others had one.
   void show_reduced();

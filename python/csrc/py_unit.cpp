@@ -194,6 +194,22 @@ std::vector<std::int64_t> PyUnit::shard_of_ranks(std::size_t i) const {
   return shards;
 }
 
+void PyUnit::set_part(
+    std::size_t i,
+    const std::optional<std::vector<Cut>>& cuts,
+    Replicas outside) {
+  ParamGroup& g = group(i);
+  const std::int64_t index = places_.at(i).index;
+  TensorSlice slice = g.parameters().at(index).slice();
+  if (cuts) {
+    slice = TensorSlice();
+    for (const auto& [dim, whole, begin, end] : *cuts) {
+      slice = slice.take(dim, whole, {{begin, end}});
+    }
+  }
+  g.set_part(index, std::move(slice), outside);
+}
+
 void PyUnit::join(PyUnit& other) {
   FLATSHARD_CHECK(
       !adopted_ && !other.adopted_,

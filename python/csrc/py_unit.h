@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace flatshard::python {
@@ -33,6 +34,10 @@ class PyUnit {
     /// say; chunk: as torch.chunk cuts; tensor: never cut.
     Granularity granularity;
   };
+
+  /// dim, indices of the larger tensor, and which: [begin, end).
+  using Cut =
+      std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
@@ -81,6 +86,12 @@ class PyUnit {
   /// The shard of parameter i that each rank of the mesh holds; ranks by their
   /// coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
+
+  /// ParamGroup::set_part of parameter i. Without `cuts` its slice stays.
+  void set_part(
+      std::size_t i,
+      const std::optional<std::vector<Cut>>& cuts,
+      Replicas outside);
 
   /// The members of `other` come behind those of this one, in groups of their
   /// own. Before `adopt` of either; nothing is left in `other`.

@@ -203,6 +203,24 @@ void bind_unit(py::module_& m) {
             self.group_at(self.group_index(i)).drop(self.index_in_group(i));
           },
           "Checkpoints leave parameter i out from now on.")
+      .def(
+          "set_part",
+          [](PyUnit& self,
+             std::size_t i,
+             const std::optional<std::vector<PyUnit::Cut>>& cuts,
+             std::pair<std::int64_t, std::int64_t> outside) {
+            self.set_part(
+                i,
+                cuts,
+                {.index = outside.first, .count = outside.second});
+          },
+          py::arg("i"),
+          py::arg("cuts").none(true),
+          py::arg("outside"),
+          "Parameter i is the indices [begin, end) of dimension `dim` of a "
+          "tensor of `whole` indices there, for each (dim, whole, begin, end); "
+          "None: it stays what it is. `outside`: which of how many ranks "
+          "outside of the model's mesh that have the same.")
       .def("set_names", &PyUnit::set_names);
 
   m.def(

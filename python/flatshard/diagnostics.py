@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.grid import grid_of, sums_over
 
 
 @dataclass
@@ -41,6 +42,14 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     norms = root.core.parameter_norms()
     for unit in units:
         unit.grads.release()
+    grid = grid_of(units)
+    if grid is not None:
+        squares = {name: (weight**2, (grad or 0) ** 2) for name, weight, grad in norms}
+        sums = sums_over(grid, units, squares)
+        norms = [
+            (name, sums[name][0] ** 0.5, None if grad is None else sums[name][1] ** 0.5)
+            for name, _, grad in norms
+        ]
     # In the core, one of a unit that has others counts as zeros.
     parameters = [p for unit in units for p in unit.parameters]
     without = {name for p in parameters if p.shard.grad is None for name in p.names}

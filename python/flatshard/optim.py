@@ -9,8 +9,8 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.renewal import follow_changes
 from flatshard._fsdp.unit import UnitState
+from flatshard._tensor.pieces import state_beside
 from flatshard._tensor.places import unit_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import plain_attributes
 
 
@@ -148,15 +148,7 @@ class AdamW(torch.optim.Optimizer):
             views = self.core.state(unit.core, index)
             self.state[parameter] = {
                 "step": torch.tensor(0.0),
-                **{
-                    name: ShardedTensor.wrap(
-                        view,
-                        parameter.device_mesh,
-                        list(parameter.placements),
-                        parameter.shape,
-                    )
-                    for name, view in views.items()
-                },
+                **{name: state_beside(parameter, view) for name, view in views.items()},
             }
 
     @overload

@@ -310,7 +310,7 @@ class WatchedCopies : public PeerExchange {
 
 // Rank 1 counts its rows when rank 0 has its own in the window, and no longer
 // needs the tokens of those that leave.
-TEST(PeerExchange, RowsLeaveBeforeTheOtherRanksHaveCounted) {
+TEST(PeerExchange, M9_RowsLeaveBeforeTheOtherRanksHaveCounted) {
   std::promise<void> begun;
   auto has_begun = begun.get_future().share();
   run_ranks(2, [&](RankContext& context) {
@@ -350,7 +350,7 @@ TEST(PeerExchange, RowsLeaveBeforeTheOtherRanksHaveCounted) {
 }
 
 // Windows that do not fit are made again, and then hold all rows.
-TEST(PeerExchange, APlanThatIsOnlyBegunDispatchesTheSameRows) {
+TEST(PeerExchange, M9_APlanThatIsOnlyBegunDispatchesTheSameRows) {
   run_ranks(2, [](RankContext& context) {
     const auto group = group_for(context, "copies");
     PeerExchange exchange(

@@ -18,115 +18,25 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
-from flatshard import checkpoint
+import flatshard
 from tests.python.device import DEVICE, named_mesh, on_device
+from tests.python.parallel_models import (
+    DIM,
+    HIDDEN,
+    Model,
+    loss_of,
+    make,
+    meshes,
+    parallel,
+    shard,
+    train,
+    values,
+    whole,
+)
 from bench.harness.options import fully_shard
-
-DIM, HIDDEN, VOCAB = 12, 20, 16
-SHAPES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4), (4, 1)]}
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, HIDDEN)
-        self.down = nn.Linear(HIDDEN, DIM)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks=2):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def make():
-    torch.manual_seed(0)
-    return on_device(Model())
-
-
-def parallel(model, tp, sequence=False):
-    for block in model.blocks:
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        if sequence:
-            plan = {
-                "norm": SequenceParallel(),
-                "up": ColwiseParallel(input_layouts=Shard(1)),
-                "down": RowwiseParallel(output_layouts=Shard(1)),
-            }
-        parallelize_module(block, tp, plan)
-    split = Shard(1) if sequence else Replicate()
-    parallelize_module(
-        model,
-        tp,
-        {
-            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
-            "head": ColwiseParallel(input_layouts=split, output_layouts=Replicate()),
-        },
-    )
-    return model
-
-
-def shard(model, function, **options):
-    for block in model.blocks:
-        function(block, **options)
-    return function(model, **options)
-
-
-def meshes(world):
-    if world not in SHAPES:
-        pytest.skip("needs 1, 2 or 4 ranks")
-    for dp, tp in SHAPES[world]:
-        yield dp, tp, named_mesh(dp=dp, tp=tp)
-
-
-def loss_of(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = on_device(torch.randint(0, VOCAB, (2, 8), generator=generator))
-    logits = model(tokens)
-    return nn.functional.cross_entropy(
-        logits.flatten(0, 1), tokens.roll(1, 1).flatten()
-    )
-
-
-def train(model, seeds, steps=3, optimizer=None):
-    """`seeds`: of the batches of a step, one for each data-parallel rank."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    losses = []
-    for step in range(steps):
-        for seed in seeds:
-            loss = loss_of(model, 100 * step + seed) / len(seeds)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def values(model):
-    return {
-        name: p.full_tensor() if isinstance(p, DTensor) else p.detach()
-        for name, p in model.named_parameters()
-    }
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -186,30 +96,125 @@ def test_modules_see_dtensors_over_tp(world):
         assert seen == [(mesh["tp"], (Shard(0),), (HIDDEN, DIM))]
 
 
-def test_clipping_and_norms(world):
+def gradients_of_both(dp, mesh, sequence):
+    """The model in one process and sharded, with gradients of the same samples."""
+    reference, model = make(), parallel(make(), mesh["tp"], sequence)
+    shard(model, fully_shard, mesh=mesh["dp"])
+    for seed in range(dp):
+        (loss_of(reference, seed) / dp).backward()
+    loss_of(model, mesh.get_local_rank("dp")).backward()
+    return reference, model
+
+
+def test_clipping(world):
+    """Elements count once, also of what several ranks hold."""
     for dp, _, mesh in meshes(world):
-        reference, model = make(), parallel(make(), mesh["tp"])
-        shard(model, fully_shard, mesh=mesh["dp"])
-        for seed in range(dp):
-            (loss_of(reference, seed) / dp).backward()
-        loss_of(model, mesh.get_local_rank("dp")).backward()
+        reference, model = gradients_of_both(dp, mesh, True)
+        norms = [
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            for m in (reference, model)
+        ]
+        torch.testing.assert_close(whole(norms[1]), norms[0])
+        for p, q in zip(reference.parameters(), model.parameters()):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+def test_norms_of_plain_parameters_and_dtensors(world):
+    """Without SequenceParallel they are on two meshes, and torch takes one at a time."""
+    for dp, _, mesh in meshes(world):
+        reference, model = gradients_of_both(dp, mesh, False)
         parts = [
-            [p for name, p in model.named_parameters() if (".norm." in name) == plain]
+            [
+                p.grad
+                for name, p in model.named_parameters()
+                if (".norm." in name) == plain
+            ]
             for plain in (False, True)
         ]
-        total = torch.stack(
-            [
-                norm.full_tensor() if isinstance(norm, DTensor) else norm
-                for norm in (
-                    torch.nn.utils.get_total_norm([p.grad for p in part])
-                    for part in parts
-                )
-            ]
-        ).norm()
+        norms = [whole(torch.nn.utils.get_total_norm(part)) for part in parts]
         expected = torch.nn.utils.get_total_norm(
             [p.grad for p in reference.parameters()]
         )
-        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(torch.stack(norms).norm(), expected)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_norms_of_parameters(sequence, world):
+    for dp, _, mesh in meshes(world):
+        reference, model = gradients_of_both(dp, mesh, sequence)
+        found = {n.name: n for n in flatshard.diagnostics.parameter_norms(model)}
+        assert len(found) == len(list(reference.parameters()))
+        for name, p in reference.named_parameters():
+            assert found[name].weight == pytest.approx(p.norm().item(), rel=1e-5)
+            assert found[name].grad == pytest.approx(p.grad.norm().item(), rel=1e-4)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4),
+    "core": lambda p: flatshard.optim.AdamW(p, lr=1e-2, eps=1e-4),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers(optimizer, world):
+    """The updates, and the whole state, are those of one process."""
+    for dp, _, mesh in meshes(world):
+        reference, model = make(), parallel(make(), mesh["tp"], sequence=True)
+        shard(model, fully_shard, mesh=mesh["dp"])
+        theirs = OPTIMIZERS[optimizer.replace("core", "adamw")](reference.parameters())
+        ours = OPTIMIZERS[optimizer](model.parameters())
+        train(reference, range(dp), 3, theirs)
+        train(model, [mesh.get_local_rank("dp")], 3, ours)
+        for p, q in zip(reference.parameters(), model.parameters()):
+            torch.testing.assert_close(q.full_tensor(), p, rtol=1e-3, atol=1e-4)
+            state = theirs.state[p]
+            assert ours.state[q].keys() == state.keys()
+            for name, value in ours.state[q].items():
+                torch.testing.assert_close(
+                    whole(value), state[name], rtol=1e-3, atol=1e-4, msg=name
+                )
+
+
+@pytest.mark.parametrize("first", ["compile", "shard"])
+def test_compiled_blocks_are_one_graph_each(first, world):
+    """Also with the hooks that parallelize_module puts on their modules."""
+    _, _, mesh = next(meshes(world))
+    losses = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        model = parallel(make(), mesh["tp"], sequence=True)
+        if compiles and first == "compile":
+            compile_blocks(model)
+        shard(model, fully_shard, mesh=mesh["dp"])
+        if compiles and first == "shard":
+            compile_blocks(model)
+        losses.append(train(model, [mesh.get_local_rank("dp")]))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def compile_blocks(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+def test_loss_by_vocabulary(world):
+    """loss_parallel: the logits stay cut over the vocabulary."""
+    for dp, _, mesh in meshes(world):
+        reference, model = make(), parallel(make(), mesh["tp"], True, logits="cut")
+        shard(model, fully_shard, mesh=mesh["dp"])
+        for seed in range(dp):
+            (loss_of(reference, seed) / dp).backward()
+        with loss_parallel():
+            loss = loss_of(model, mesh.get_local_rank("dp"))
+            loss.backward()
+        expected = loss_of(reference, mesh.get_local_rank("dp"))
+        torch.testing.assert_close(whole(loss), expected)
+        for p, q in zip(reference.parameters(), model.parameters()):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
 
 
 @pytest.mark.parametrize("function", [fully_shard, fsdp2])
@@ -302,7 +307,7 @@ def test_replicas(world):
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_what_is_not_supported_is_named(world, mesh, tmp_path):
+def test_what_is_not_supported_is_named(world):
     grid = named_mesh(dp=world, tp=1)
     model = parallel(make(), grid["tp"])
     with pytest.raises(ValueError, match="DTensor over .*expected other dimensions"):
@@ -311,7 +316,5 @@ def test_what_is_not_supported_is_named(world, mesh, tmp_path):
     if world > 1:
         with pytest.raises(ValueError, match="expected dimensions of one mesh"):
             fully_shard(parallel(make(), others), mesh=grid["dp"])
-    shard(model, fully_shard, mesh=grid["dp"])
-    loss_of(model, 0)
-    with pytest.raises(NotImplementedError, match="has tensor parallelism"):
-        checkpoint.save(tmp_path, 1, model)
+    with pytest.raises(NotImplementedError, match="outer.*DTensors"):
+        fully_shard(model.blocks[0], mesh=named_mesh(a=1, b=world), outer="optim")

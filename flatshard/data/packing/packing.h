@@ -30,7 +30,7 @@ struct Piece {
   std::int64_t first = 0;
   std::int64_t length = 0;
 
-  friend bool operator==(const Piece&, const Piece&) = default;
+  bool operator==(const Piece&) const = default;
 };
 
 /// How some documents fill sequences. A document of n tokens has n - 1 pairs of

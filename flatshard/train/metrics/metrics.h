@@ -33,7 +33,7 @@ struct StartMetrics {
 };
 
 /// What one logged step measured. Times are of the host's clock on this rank
-/// and per step; where several steps lie between two log lines the caller
+/// and per step; where several steps are between two log lines the caller
 /// gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1

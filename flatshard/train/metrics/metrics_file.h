@@ -36,8 +36,8 @@ class MetricsFile {
 
   int attempt() const { return attempt_; }
 
-  /// Marks all rows of steps after `step`: the run goes on from there. The file
-  /// is replaced in one step. @throws Error{io}.
+  /// Marks all rows of steps after `step`: the run continues from there. The
+  /// file is replaced in one step. @throws Error{io}.
   void mark_overtaken(std::int64_t step);
 
   /// A row {"step": done, "start": {"steps", "ranks", "device", "parameters",

@@ -27,7 +27,7 @@ struct RunSummary {
 
 /// What the config changes, the model, how it is spread, and the memory table,
 /// without a line end after the last line. A restart of the same run has little
-/// new to say. Reads the config.toml of the run that it goes on with.
+/// new to say. Reads the config.toml of the run that it continues with.
 std::string to_string(const RunSummary& summary);
 
 }  // namespace flatshard

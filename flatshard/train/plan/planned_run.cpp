@@ -140,8 +140,13 @@ void use_float8(const Float8Format& format, GroupShape& group) {
   for (std::size_t i = 0; i < group.tensors.size(); ++i) {
     TensorSpec& spec = group.tensors[i];
     spec.part = parts[i];
-    if (spec.granularity.kind() != Granularity::Kind::tensor) {
-      spec.granularity = format.granularity();
+    const Granularity own = format.granularity();
+    const Granularity::Kind asked = spec.granularity.kind();
+    const bool stays = asked == Granularity::Kind::tensor ||
+                       (asked == Granularity::Kind::chunk &&
+                        own.kind() == Granularity::Kind::row);
+    if (!stays) {
+      spec.granularity = own;
     }
     float8.rows_scales.push_back(
         num_scales(traits, spec.shape[0], spec.shape[1]));

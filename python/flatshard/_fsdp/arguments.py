@@ -239,7 +239,9 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
     if any_dim:
         refuse(_CUT_ELSEWHERE, fp8=fp8, outer=flattens, mesh=on_parts)
     if any(map(is_tensor_parallel, tensors)):
-        refuse(_PARALLEL, outer=flattens, fp8=fp8, cuda_graph=cuda_graph)
+        stored = fp8 is not None and fp8.recipe == "mxfp8"
+        stored = stored and fp8.column_plane == "stored"
+        refuse(_PARALLEL, outer=flattens, column_plane=stored, cuda_graph=cuda_graph)
     if any(map(is_extended, tensors)):
         refuse(
             _EXTENDED,

@@ -33,7 +33,7 @@ class InnerOutputs:
         if sum(map(len, self._hooks)) == self._num_hooks:
             return
         for i, (hooks, (unit, module)) in enumerate(zip(self._hooks, self._places)):
-            users = len(hooks) - (i in self._own)
+            users = sum(map(_may_take, hooks.values())) - (i in self._own)
             if users == 0 and i in self._own:
                 self._own.pop(i).remove()
             elif users > 0 and i not in self._own and module() is not None:
@@ -45,6 +45,19 @@ class InnerOutputs:
         for handle in self._own.values():
             handle.remove()
         self._own.clear()
+
+
+# They cut and join activations, and keep none. A watcher next to one would break the
+# graphs of torch.compile.
+_OF_TENSOR_PARALLELISM = (
+    "torch.distributed.tensor",
+    "transformers.integrations.tensor_parallel",
+)
+
+
+def _may_take(hook):
+    """Returns whether a forward hook may take an output out of the module."""
+    return not str(getattr(hook, "__module__", "")).startswith(_OF_TENSOR_PARALLELISM)
 
 
 def _watcher(unit):

@@ -93,8 +93,8 @@ class Parameter:
     @property
     def shown(self):
         """Returns the holder of the tensor that modules see in place of `whole`; None:
-        they see it."""
-        return self.extension or self.parallel
+        they see it, as an FP8 layer does, which does not read its weight."""
+        return self.extension or (None if self.float8 else self.parallel)
 
     def is_shown(self):
         """Returns whether some module has it."""

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from flatshard import _C
+from flatshard._fsdp.grid import grid_of, tell_parts
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released, note_whole
@@ -73,6 +74,7 @@ class Root:
         # The units hold this object. They go with their modules.
         self.mesh = state.mesh
         self.device_mesh = state.device_mesh
+        self._checkpoint_mesh = None
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
         self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
@@ -150,6 +152,16 @@ class Root:
     @property
     def units(self):
         return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def checkpoint_mesh(self):
+        """Returns the core's mesh over all ranks that hold parts of the model.
+        Collective."""
+        if self._checkpoint_mesh is None:
+            grid = grid_of(self.units)
+            self._checkpoint_mesh = (
+                self.mesh if grid is None else tell_parts(self.units, grid)
+            )
+        return self._checkpoint_mesh
 
     # -- options -----------------------------------------------------------------
 

@@ -56,6 +56,25 @@ def model_mesh(device_mesh):
     return _find(device_mesh, None)
 
 
+def core_mesh_of_all(device_mesh):
+    """Returns the core's mesh of one axis over all ranks of `device_mesh`. Collective."""
+    name = "_".join(device_mesh.mesh_dim_names)
+    ranks = tuple(device_mesh.mesh.flatten().tolist())
+    key = (len(ranks),), ranks, device_mesh.device_type, name
+    if key not in _meshes:
+        _meshes[key] = _make((name,), key, None)
+    return _meshes[key]
+
+
+def root_names(device_mesh, names=None):
+    """Returns the root mesh's dimensions that those of `device_mesh` with these `names`
+    consist of. None: all of them. Empty where the meshes have no names."""
+    own = (device_mesh.mesh_dim_names or ()) if names is None else names
+    root = device_mesh._get_root_mesh()
+    runs = _flattened(root) if root.mesh_dim_names is not None else {}
+    return {name for one in own for name in runs.get(one, (one,))}
+
+
 def slices_of(part, whole):
     """Returns (number, which): how many groups of ranks like `part` the mesh `whole`
     consists of, and this rank's among them; the last axis fastest. None: they are the
@@ -103,7 +122,7 @@ def _made_once(device_mesh, timeout_s, names=()):
     `names`."""
     key = (*_key(device_mesh), *names)
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh, key, timeout_s)
+        _meshes[key] = _make(device_mesh.mesh_dim_names, key, timeout_s)
     return _meshes[key]
 
 
@@ -162,12 +181,14 @@ def joined_meshes(device_meshes):
 
 
 def device_of(device_mesh):
-    if device_mesh.device_type == "cpu":
+    return _device_of_type(device_mesh.device_type)
+
+
+def _device_of_type(device_type):
+    if device_type == "cpu":
         return torch.device("cpu")
-    if device_mesh.device_type != "cuda":
-        raise ValueError(
-            f"mesh: expected device type cpu or cuda, got {device_mesh.device_type}"
-        )
+    if device_type != "cuda":
+        raise ValueError(f"mesh: expected device type cpu or cuda, got {device_type}")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -177,8 +198,8 @@ def default_timeout_s():
     return dist.distributed_c10d._get_default_timeout(backend).total_seconds()
 
 
-def _make(device_mesh, key, timeout_s):
-    device = device_of(device_mesh)
+def _make(names, key, timeout_s):
+    device = _device_of_type(key[2])
     if device.type == "cuda" and not _C.with_cuda:
         raise RuntimeError(
             "mesh: a CUDA mesh needs Flatshard built with CUDA; rebuild with "
@@ -192,7 +213,7 @@ def _make(device_mesh, key, timeout_s):
         )
     if len(ranks) == 1 and len(shape) == 1:
         return _C.Mesh.single(device)
-    names = device_mesh.mesh_dim_names or ("outer", "dp")[-len(shape) :]
+    names = names or ("outer", "dp")[-len(shape) :]
     if timeout_s is None:
         timeout_s = default_timeout_s()
     digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]

@@ -81,6 +81,27 @@ def beside(shard, rows):
     return EvenShard.like_spec(rows.movedim(0, cut_dim(shard)), shard._spec)
 
 
+def state_beside(shard, rows):
+    """Returns the DTensor of an optimizer's state, of any dtype. See `beside`."""
+    mesh, placements = shard._spec.mesh, list(shard._spec.placements)
+    if isinstance(shard, ShardedTensor):
+        return ShardedTensor.wrap(rows, mesh, placements, shard.shape)
+    return EvenShard.wrap(
+        rows.movedim(0, cut_dim(shard)), mesh, placements, shard.shape, shard.stride()
+    )
+
+
+def is_laid_out_like(tensor, shard):
+    """Returns whether the pieces of `tensor`, an optimizer's state, are those of
+    `shard`."""
+    if not isinstance(tensor, DTensor) or tensor.shape != shard.shape:
+        return False
+    if isinstance(shard, ShardedTensor):
+        return isinstance(tensor, ShardedTensor)
+    ours, theirs = shard._spec, tensor._spec
+    return theirs.mesh == ours.mesh and theirs.placements == ours.placements
+
+
 def rows_of(shard, tensor):
     """This rank's rows, as the core stores them, of `tensor`. See piece_of."""
     return piece_of(shard, tensor).movedim(cut_dim(shard), 0)

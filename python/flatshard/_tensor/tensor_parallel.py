@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from flatshard._tensor.mesh import joined_meshes, meshes_around
+from flatshard._tensor.mesh import joined_meshes, meshes_around, root_names
 from flatshard._tensor.row_spec import dtensor
 from flatshard._tensor.sharded_tensor import contiguous_stride
 
@@ -87,13 +87,48 @@ class TensorParallel:
             is_cut: False: they all have the whole of it.
         """
         outer = [Replicate()] * (device_mesh.ndim - 1)
-        inner = [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
+        inner = self._inner_placements()
         parts = 1
         for i, placement in enumerate(inner, device_mesh.ndim):
             if placement.is_shard(dim):
                 parts *= self.mesh.size(i)
         own = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
         return [*outer, own if is_cut else Replicate(), *inner]
+
+    def cuts(self):
+        """Returns (dim, indices of the whole tensor, begin, end) of each dimension of
+        which the tensor that the core shards has a part: begin to end."""
+        ranges = {}
+        inner = self._inner_placements()
+        for i, placement in enumerate(inner, self.mesh.ndim - len(inner)):
+            if placement.is_replicate():
+                continue
+            dim = placement.dim
+            begin, end = ranges.get(dim, (0, self.shape[dim]))
+            length = -(-(end - begin) // self.mesh.size(i))  # as torch.chunk
+            first = min(begin + self.mesh.get_local_rank(i) * length, end)
+            ranges[dim] = first, min(first + length, end)
+        return [(dim, self.shape[dim], *ends) for dim, ends in ranges.items()]
+
+    def names_with_equal(self):
+        """Returns the root mesh's dimensions along which ranks have equal values."""
+        mesh = self._spec.mesh
+        names = zip(mesh.mesh_dim_names, self._spec.placements)
+        return root_names(mesh, [name for name, p in names if p.is_replicate()])
+
+    def _inner_placements(self):
+        """Returns those over the dimensions of its mesh that are not fully_shard's."""
+        return [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
+
+    @property
+    def spec(self):
+        """The DTensorSpec of the user's tensor."""
+        return self._spec
+
+    @property
+    def own_mesh(self):
+        """The DeviceMesh of the user's tensor."""
+        return self._spec.mesh
 
     def bind(self, whole):
         """`whole` is the core's parameter from now on."""

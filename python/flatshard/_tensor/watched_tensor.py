@@ -14,7 +14,8 @@ from flatshard._tensor.told_collectives import told
 from flatshard.torch_versions import has_dispatch_mode, plain_attributes
 
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
-_get_grad, _set_grad = torch.Tensor.grad.__get__, torch.Tensor.grad.__set__
+_grad = inspect.getattr_static(torch.Tensor, "grad")
+_get_grad, _set_grad = _grad.__get__, _grad.__set__
 # Calls a function as if the tensors were of no subclass.
 _plainly = DTensor.__torch_function__
 

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
 from flatshard._tensor.mesh import device_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.places import unit_of
 from flatshard._tensor.writes import writes
 from flatshard.checkpoint.optimizer_state import (
     check_options,
@@ -57,11 +59,6 @@ def _root_of(model):
                 "which is not supported; use torch.distributed.checkpoint"
             )
         for p in unit.parameters:
-            if p.parallel is not None:
-                raise NotImplementedError(
-                    f"flatshard.checkpoint: parameter {p.names[0]} has tensor parallelism, "
-                    "which is not supported; use torch.distributed.checkpoint"
-                )
             if p.dim:
                 raise NotImplementedError(
                     f"flatshard.checkpoint: parameter {p.names[0]} is cut along dimension "
@@ -182,6 +179,7 @@ def load(
         states, _, _ = states_of(root, optimizer)
         _C.load_checkpoint(
             str(path),
+            root.checkpoint_mesh(),
             [unit.core for unit in root.units],
             core_optimizer(root, optimizer, states),
             _whole_tensors(model),
@@ -243,7 +241,7 @@ class _Writer:
     def __init__(self, root, optimizer, states, buffers, folder, keep_latest):
         self._states = core_optimizer(root, optimizer, states)
         self.core = _C.Checkpointer(
-            mesh=root.mesh,
+            mesh=root.checkpoint_mesh(),
             units=[unit.core for unit in root.units],
             optimizer=self._states,
             buffers=buffers,
@@ -323,8 +321,14 @@ def _whole_tensors(model):
         for name, buffer in persistent_buffers(module):
             found[f"{prefix}.{name}" if prefix else name] = buffer
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, ShardedTensor):
+        if unit_of(parameter) is None and parameter_of_whole(parameter) is None:
             found[name] = parameter.detach()
+    for name, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            raise NotImplementedError(
+                f"flatshard.checkpoint: {name} is a DTensor that fully_shard did not "
+                "shard, which is not supported; use torch.distributed.checkpoint"
+            )
     return list(found.items())
 
 

@@ -8,8 +8,8 @@ import torch
 
 from flatshard import _C
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.pieces import is_laid_out_like
 from flatshard._tensor.places import unit_of
-from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.optim import AdamW
 
 
@@ -75,7 +75,7 @@ def _state_of(optimizer, p):
     for name, value in optimizer.state.get(p.shard, {}).items():
         if name == "step":
             steps = int(value)
-        elif isinstance(value, ShardedTensor) and value.shape == p.shard.shape:
+        elif is_laid_out_like(value, p.shard):
             tensors[name] = local_of(value)
         elif value is not None:
             shape = f" of shape {tuple(value.shape)}" if torch.is_tensor(value) else ""

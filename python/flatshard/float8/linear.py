@@ -5,6 +5,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard import _C
+from flatshard.float8.parallel_linear import parallel_linear
 from flatshard.torch_versions import register_effect
 
 
@@ -38,14 +39,18 @@ class Float8Linear(nn.Linear):
                 f"Float8Linear: expected an input [..., {self.in_features}], got "
                 f"{list(input.shape)}"
             )
-        if torch.compiler.is_compiling():
-            return torch.ops.flatshard.float8_linear(input, weight, self.bias)
+        compiles = torch.compiler.is_compiling()
         # A layer that takes the input of the layer before does not quantize it again.
-        return _C.float8_linear(input, weight, self.bias)
+        linear = torch.ops.flatshard.float8_linear if compiles else _C.float8_linear
+        spec = self.__dict__.get("_flatshard_cut")
+        if spec is not None:
+            return parallel_linear(self, input, spec, linear)
+        return linear(input, weight, self.bias)
 
     def __reduce_ex__(self, protocol):
         """A copy is an nn.Linear, whose weight is a shard that belongs to no unit."""
-        return object.__new__, (nn.Linear,), vars(self)
+        state = {k: v for k, v in vars(self).items() if k != "_flatshard_cut"}
+        return object.__new__, (nn.Linear,), state
 
 
 def make_float8(state):
@@ -56,3 +61,5 @@ def make_float8(state):
     for p in weights:
         for module, _ in p.sites:
             module().__class__ = Float8Linear
+            if p.parallel is not None:
+                module().__dict__["_flatshard_cut"] = p.parallel.spec

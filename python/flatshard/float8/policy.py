@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from flatshard import _C
+from flatshard._tensor.tensor_parallel import is_tensor_parallel, plain_value
+from flatshard.float8.parallel_linear import why_not_cut
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 _OPTIONS = {
@@ -172,7 +174,8 @@ def _why_not(fp8, core, tensor, name, sites):
         sites[0][0](), name.removesuffix("weight").removesuffix(".")
     ):
         return "module_filter_fn leaves it out"
-    reason = core.why_not(list(tensor.shape))
+    reason = why_not_cut(tensor) if is_tensor_parallel(tensor) else ""
+    reason = reason or core.why_not(list(plain_value(tensor).shape))
     if not reason and tensor.dtype not in _MAIN_DTYPES:
         reason = f"{tensor.dtype} is not quantized, float32 and bfloat16 are"
     if reason and chosen:

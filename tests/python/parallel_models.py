@@ -1,0 +1,118 @@
+"""A model with tensor parallelism over one mesh dimension, sharded over another."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.python.device import named_mesh, on_device
+
+DIM, HIDDEN, VOCAB = 12, 20, 16
+SHAPES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4), (4, 1)]}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, HIDDEN)
+        self.down = nn.Linear(HIDDEN, DIM)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make():
+    torch.manual_seed(0)
+    return on_device(Model())
+
+
+def parallel(model, tp, sequence=False, logits="whole"):
+    """Cuts the model over `tp`, with `sequence` the tokens between its layers, too."""
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+        parallelize_module(block, tp, plan)
+    split = Shard(1) if sequence else Replicate()
+    parallelize_module(
+        model,
+        tp,
+        {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=split),
+            "head": ColwiseParallel(
+                input_layouts=split,
+                output_layouts=Replicate() if logits == "whole" else None,
+                use_local_output=logits == "whole",
+            ),
+        },
+    )
+    return model
+
+
+def shard(model, function, **options):
+    for block in model.blocks:
+        function(block, **options)
+    return function(model, **options)
+
+
+def meshes(world):
+    if world not in SHAPES:
+        pytest.skip("needs 1, 2 or 4 ranks")
+    for dp, tp in SHAPES[world]:
+        yield dp, tp, named_mesh(dp=dp, tp=tp)
+
+
+def loss_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = on_device(torch.randint(0, VOCAB, (2, 8), generator=generator))
+    logits = model(tokens)
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), tokens.roll(1, 1).flatten()
+    )
+
+
+def train(model, seeds, steps=3, optimizer=None):
+    """`seeds`: of the batches of a step, one for each data-parallel rank."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    losses = []
+    for step in range(steps):
+        for seed in seeds:
+            loss = loss_of(model, 100 * step + seed) / len(seeds)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def values(model):
+    return {name: whole(p) for name, p in model.named_parameters()}
