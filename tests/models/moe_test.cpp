@@ -409,5 +409,24 @@ TEST(MoeErrors, FieldsAreNamed) {
   EXPECT_EQ(moe_message(shape_of("moe")), "did not throw");
 }
 
+// Each part of an expert would add the bias.
+TEST(MoeErrors, PartsOfExpertsWithBiasesAreRefused) {
+  LlamaOptions options;
+  const ModelConfig config = preset("gpt_oss_tiny");
+  options.moe.local_ffn_dim = config.moe.ffn_dim;
+  EXPECT_NO_THROW(Llama(config, options));
+  options.moe.local_ffn_dim = config.moe.ffn_dim / 2;
+  try {
+    Llama(config, options);
+    FAIL() << "did not throw";
+  } catch (const Error& error) {
+    EXPECT_EQ(
+        error.message(),
+        "parallelism.expert_tensor_parallel_degree: expected 1 for experts "
+        "with biases, as the family gpt_oss has, found parts of a width of "
+        "48; use parallelism.expert_parallel_degree");
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::models

@@ -103,6 +103,22 @@ TEST(OverlapGradients, ATiedHeadHasOneGradient) {
   }
 }
 
+// Their gradients are computed in the backward, those of weights after it.
+TEST(OverlapGradients, ExpertsWithBiasesAndSinks) {
+  for (MoeOverlapCase c : uneven_cases()) {
+    c.options.shared_experts = false;
+    c.dense_layers = 0;
+    c.change_model = [](models::ModelConfig& model) {
+      model.family = "gpt_oss";
+      model.block = models::family_defaults("gpt_oss").block;
+      model.block.attention.window = 5;
+      model.moe = {.num_experts = model.moe.num_experts};
+    };
+    c.steps = 2;
+    expect_equal_to_plain_moe(c);
+  }
+}
+
 TEST(OverlapGradients, ExpertsThatChangeAreReadInTheNextStep) {
   for (MoeOverlapCase c : uneven_cases()) {
     const MoeOverlapResult as_before = train_overlapped_moe(c);

@@ -61,6 +61,13 @@ const TensorModels& models_by_name() {
              .shared_experts = 1,
              .dense_layers = 1};
        }},
+      {"sinks",
+       [](auto& c) {
+         c.family = "gpt_oss";
+         c.block = models::family_defaults("gpt_oss").block;
+         c.block.attention.window = 4;
+         c.moe = {.num_experts = 4, .experts_per_token = 2};
+       }},
       {kWide,
        [](auto& c) {
          c.dim = 128;

@@ -105,6 +105,20 @@ INSTANTIATE_TEST_SUITE_P(
             .dp = 2,
             .tp = 4,
             .checkpoint = ActivationCheckpoint::full},
+        TensorRun{.model = "sinks", .tp = 2, .microbatches = 3},
+        TensorRun{
+            .model = "sinks",
+            .strategy = "zero2",
+            .dp = 4,
+            .ep = 2,
+            .checkpoint = ActivationCheckpoint::selective},
+        TensorRun{
+            .model = "sinks",
+            .strategy = "zero1",
+            .dp = 2,
+            .tp = 2,
+            .ep = 2,
+            .checkpoint = ActivationCheckpoint::full},
         TensorRun{.dp = 4, .tp = 2, .post_forward_ranks = 2},
         TensorRun{.dp = 2, .tp = 2, .max_norm = 0.1, .batch = 3},
         TensorRun{
