@@ -29,7 +29,8 @@ std::vector<ParameterViews::UnitViews> views_of(
   return views;
 }
 
-/// Returns whether a function of torch.func runs, whose tensors wrap the caller's.
+/// Returns whether a function of torch.func runs, whose tensors wrap the
+/// caller's.
 bool in_transform() {
   const c10::DispatchKeySet keys =
       c10::impl::tls_local_dispatch_key_set().included_;
