@@ -38,6 +38,11 @@ bool in_transform() {
          keys.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
 }
 
+bool has_hooks(const at::Tensor& tensor) {
+  return torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
+         !torch::autograd::impl::hooks(tensor).empty();
+}
+
 /// Data kept of inputs is dropped together with its purpose.
 class ForgetRows : public StepObserver {
  public:
@@ -127,7 +132,7 @@ PyRuntime::linear(py::handle x, py::handle weight, py::handle bias) const {
   const at::Tensor& input = THPVariable_Unpack(x.ptr());
   const at::Tensor& w = THPVariable_Unpack(weight.ptr());
   if (input.scalar_type() != w.scalar_type() || input.dim() == 0 ||
-      !torch::autograd::impl::hooks(w).empty() ||
+      has_hooks(w) ||
       at::autocast::is_autocast_enabled(input.device().type())) {
     return std::nullopt;
   }
