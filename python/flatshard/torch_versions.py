@@ -10,6 +10,7 @@ import functools
 from operator import attrgetter
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import module as nn_module
 
 # They find the tensors in nested arguments. Libraries register containers with this module
@@ -218,3 +219,26 @@ def register_effect(operator):
     from torch.library import _register_effectful_op
 
     _register_effectful_op(operator, EffectType.ORDERED)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        whole = tensor.trigger_wait()
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def wait_for_collectives(module, args):
+    """Returns the arguments of a module's forward. Where `module.compile` was called, plain
+    tensors replace the AsyncCollectiveTensors, whose collectives nothing has waited for:
+    torch 2.15 loses the gradients of those.
+    """
+    if module._compiled_call_impl is None:
+        return args
+    return tuple(
+        _Wait.apply(a) if type(a) is AsyncCollectiveTensor else a for a in args
+    )

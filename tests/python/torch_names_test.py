@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -91,6 +92,21 @@ def tables_of_modules(mesh):
     assert nn.Sequential(module)._modules == {"0": module}
     other = module._parameters["weight"] = nn.Parameter(torch.zeros(2))
     assert module.weight is other and module.state_dict()["weight"].sum() == 0
+
+
+@expects(
+    "_compiled_call_impl",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+)
+def arguments_of_compiled_modules(mesh):
+    value = torch.ones(2, requires_grad=True)
+    under_way = AsyncCollectiveTensor(value)
+    module = nn.Linear(2, 2)
+    assert torch_versions.wait_for_collectives(module, (under_way,))[0] is under_way
+    module.compile(backend="eager")
+    waited, other = torch_versions.wait_for_collectives(module, (under_way, 1))
+    assert type(waited) is torch.Tensor and waited.equal(value) and other == 1
+    assert waited.requires_grad
 
 
 @expects("_forward_hooks", "_forward_pre_hooks")

@@ -18,6 +18,7 @@ from flatshard.torch_versions import (
     has_dispatch_mode,
     never_compiled,
     outside_of_graphs,
+    wait_for_collectives,
 )
 
 # Every module that is wrapped now.
@@ -71,6 +72,7 @@ def run_forward(module, function, args, kwargs):
     policy = state.mp_policy
     if policy.param_dtype is not None:
         args, kwargs = cast_inputs(policy, args, kwargs)
+    args = wait_for_collectives(module, args)
     core = root.core
     if writes.count + writes.single != root.seen_writes.number or writes.lent:
         root.seen_writes.before_inner_forward(core, state)
