@@ -180,9 +180,15 @@ class _Shown(torch.autograd.Function):
     def backward(ctx, grad):
         if grad.placements != ctx.spec.placements:
             grad = grad.redistribute(placements=ctx.spec.placements)
-        local = grad.to_local()
-        # Waits for an asynchronous collective.
-        return local.wait() if hasattr(local, "wait") else local, None
+        return arrived(grad.to_local()), None
+
+
+def arrived(tensor):
+    """Returns `tensor` after waiting for its asynchronous collective. A compiler adds its
+    own wait."""
+    if torch.compiler.is_compiling() or not hasattr(tensor, "wait"):
+        return tensor
+    return tensor.wait()
 
 
 def plain_value(tensor):

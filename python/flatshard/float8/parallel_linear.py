@@ -7,6 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flatshard._tensor.sharded_tensor import contiguous_stride
+from flatshard._tensor.tensor_parallel import arrived
 
 
 def why_not_cut(tensor):
@@ -45,7 +46,7 @@ def parallel_linear(module, input, spec, linear):
         taken, gradient, made = last, last, Partial()
     x = input.redistribute(mesh, [taken]).to_local(grad_placements=[gradient])
     sizes = torch.Size([*input.shape[:-1], module.out_features])
-    y = linear(_arrived(x), module.weight, _own_bias(module.bias, placement, mesh))
+    y = linear(arrived(x), module.weight, _own_bias(module.bias, placement, mesh))
     return DTensor.from_local(
         y, mesh, [made], run_check=False, shape=sizes, stride=contiguous_stride(sizes)
     )
@@ -57,15 +58,8 @@ def _own_bias(bias, placement, mesh):
         return None
     if placement.dim == 0:
         own = bias.redistribute(mesh, [Shard(0)]).to_local()
-        return _arrived(own)
-    return _Share.apply(_arrived(bias.to_local()), mesh.size())
-
-
-def _arrived(tensor):
-    """Waits for an asynchronous collective. A compiler adds its own wait."""
-    if torch.compiler.is_compiling() or not hasattr(tensor, "wait"):
-        return tensor
-    return tensor.wait()
+        return arrived(own)
+    return _Share.apply(arrived(bias.to_local()), mesh.size())
 
 
 class _Share(torch.autograd.Function):
