@@ -53,7 +53,7 @@ struct BlockOptions {
   NormPlacement norms = NormPlacement::before;
   bool norms_add_one = false;  ///< see nn::RmsNormOptions
   nn::GateActivation activation = nn::GateActivation::silu;
-  /// Of the layers of the feed-forward part, of experts, and of their router.
+  /// Whether feed-forward layers, experts and their router have biases.
   bool mlp_bias = false;
   nn::ExpertLayout expert_layout = nn::ExpertLayout::stacked;
   AttentionOptions attention;

@@ -15,7 +15,7 @@ using torch::autograd::variable_list;
 
 constexpr const char* kTanh = "tanh";
 
-// Of GateActivation::clamped_silu.
+// The constants of GateActivation::clamped_silu.
 constexpr double kSigmoidFactor = 1.702;
 constexpr double kLimit = 7.0;
 

@@ -173,7 +173,8 @@ __device__ void find_amax(
   std::uint32_t found =
       max(max(magnitude(w.x), magnitude(w.y)),
           max(magnitude(w.z), magnitude(w.w)));
-  // Whole rows follow each other, so the ends determine all between them.
+  // Consecutive elements of whole rows share an amax if the first and the last
+  // do.
   if (is_one_run && run.block_rows <= 1 &&
       amax_of(run, begin) == amax_of(run, last)) {
     found = float8::kernels::block_max(found, scratch);

@@ -57,7 +57,7 @@ TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
 }
 
 // Tensor parallelism cuts one weight by rows and one by columns, and all ranks
-// share one. Of its gradient each rank of tp computed a part.
+// share one. Each rank of tp computed a part of its gradient.
 TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
   const at::Tensor cut = at::arange(1, 25).view({4, 6}).to(at::kFloat);
   const at::Tensor shared = at::full({7}, 4, at::kFloat);

@@ -155,7 +155,7 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   Scheduler scheduler(
       runtime->scheduler().units(),
       runtime->scheduler().options());
-  // Of two rounds the first teaches the order that the recorded one had.
+  // The first of two rounds teaches the order that the recorded one had.
   replay(scheduler, trace.events);
   EXPECT_EQ(
       to_string(replay(scheduler, trace.events)),

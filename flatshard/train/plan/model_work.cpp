@@ -201,21 +201,22 @@ class ModelWork {
     return config_.activation_checkpoint.mode ==
            models::ActivationCheckpoint::selective;
   }
-  /// Of so many numbers for each token.
+  /// Returns the bytes of `width` numbers for each token.
   std::int64_t bytes(std::int64_t width) const {
     return tokens_ * width * static_cast<std::int64_t>(size_);
   }
   std::int64_t rows_of_floats(std::int64_t width) const {
     return tokens_ * width * static_cast<std::int64_t>(sizeof(float));
   }
-  // Of the tokens that a rank has between the layers.
+  // Returns the same for the tokens that a rank has between the layers.
   std::int64_t own_bytes(std::int64_t width) const {
     return bytes(width) / sharing_;
   }
   std::int64_t own_rows_of_floats(std::int64_t width) const {
     return rows_of_floats(width) / sharing_;
   }
-  /// Of what a norm keeps of a token, and layers that gather what it made.
+  /// Returns how many numbers of a token a norm keeps, with those that layers
+  /// keep to gather its result again.
   std::int64_t norm_width() const {
     return (sharing_ > 1 ? 2 : 1) * model_.dim;
   }
@@ -227,8 +228,9 @@ class ModelWork {
     if (sharing_ == 1) {
       return bytes(3 * ffn_dim + 2 * dim);
     }
-    // Of down: the gathered gradient, and three tensors of the width. Of gate
-    // and up: their gradients, the input's, and the input gathered again.
+    // The backward of down makes the gathered gradient and three tensors of the
+    // width. That of gate and up makes their gradients, the input's gradient,
+    // and gathers the input again.
     return std::max(
         bytes(3 * ffn_dim + dim) + own_bytes(dim),
         bytes(2 * ffn_dim + 2 * dim) + own_bytes(2 * dim));
@@ -246,8 +248,8 @@ class ModelWork {
     }
   }
 
-  /// Of a linear layer [rows, in] -> [rows, out]; in FP8 with what quantizes
-  /// its gradient, and its input once more for the gradient of the weight.
+  /// Adds the kernels of a linear layer [rows, in] -> [rows, out]. In FP8 its
+  /// gradient is quantized, and its input once more for the weight's gradient.
   /// @param module  of a layer; empty: the head's, which is never in FP8.
   void product(
       NodeWork& node,
@@ -321,7 +323,7 @@ class ModelWork {
     node.wgrad.push_back(Kernel::low_rank(r, k, rows, moved(k)));
   }
 
-  /// Of what autograd saves of the adapters of these layers.
+  /// Returns the bytes that autograd saves for the adapters of these layers.
   std::int64_t adapters_saved(
       std::initializer_list<std::string_view> modules) const {
     return bytes(

@@ -210,7 +210,7 @@ plan::Job plan_job(
   job.plan_units = modules->plan_units;
   if (const auto overlap = overlap_options(config, model)) {
     job.overlap = *overlap;
-    // Of a selective recompute the kernels are those of a node's backward.
+    // A selective recompute runs kernels that a node's backward already has.
     job.overlap.recompute =
         config.activation_checkpoint.mode == models::ActivationCheckpoint::full;
     // As OverlapRunner asks for.

@@ -16,7 +16,7 @@ struct Stage {
 
   Reads reads = Reads::part;
   plan::NodeWork work;
-  /// Of what gathers tokens: whether its backward gathers them again, for
+  /// Where `reads` is tokens: whether the backward gathers them again, for
   /// gradients of weights, and sums the gradient of its input.
   bool gathers_again = true;
   bool has_input_gradient = true;
