@@ -19,7 +19,7 @@ from harness.tables import head, row
 SETTINGS = {
     "nccl": "parallelism.copy_engines=none",
     "copies": "parallelism.copy_engines=all",
-    "tp": "parallelism.tensor_parallel_degree=2",
+    "tp": "parallelism.tensor_parallel_degree=2 parallelism.tensor_parallel_comm=collective",
     "graphs": "cuda_graph.impl=unit",
     "zero2": "parallelism.strategy=zero2",
     "ep": "parallelism.expert_parallel_degree=2 parallelism.token_exchange=copies",
