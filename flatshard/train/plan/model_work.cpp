@@ -246,7 +246,7 @@ class ModelWork {
       append_shared_stages(
           stages,
           d(bytes(model_.dim)),
-          copies_ && !frozen_,
+          copies_ && !frozen_ ? sharing_ : 1,
           node);
     }
   }

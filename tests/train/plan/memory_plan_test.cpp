@@ -337,6 +337,21 @@ TEST(PlannedCopies, OfActivationsAreWhatAutoTakesOverNvlink) {
       shared_job({"parallelism.tensor_parallel_comm=collective"}).layer_kinds);
 }
 
+// Products in parts have the FLOPs of whole ones.
+TEST(PlannedCopies, OfActivationsOverlapWithPartsOfProducts) {
+  const auto work = [](const std::string& comm) {
+    const plan::Job job =
+        shared_job({"parallelism.tensor_parallel_comm=" + comm});
+    return job.layer_kinds.front().nodes.at(PlanNode::attend);
+  };
+  const plan::NodeWork copies = work("copies");
+  const plan::NodeWork collectives = work("collective");
+  EXPECT_EQ(plan::flops(copies.forward), plan::flops(collectives.forward));
+  EXPECT_EQ(plan::flops(copies.backward), plan::flops(collectives.backward));
+  // q, o, gate and down have two parts each, of which one ends with a transfer.
+  EXPECT_EQ(copies.forward.size(), collectives.forward.size() + 8);
+}
+
 TEST(PlannedCopies, OfActivationsAreNotWhatAutoTakesElsewhere) {
   EXPECT_FALSE(shared_job({}, {.ranks = 8, .nvlink = false}).copy_activations);
   EXPECT_FALSE(shared_job({}, {.ranks = 1}).copy_activations);
