@@ -3,7 +3,7 @@
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/nn/kernels/common.cuh"
 
-// What the kernels on rows of tokens share.
+// Common parts of the kernels on rows of tokens.
 namespace flatshard::nn::kernels {
 
 constexpr int kRowThreads = 256;
