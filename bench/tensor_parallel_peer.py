@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness.command_line import Parser
 from harness.models import loss_of, rotary, rotate
-from harness.peers import fully_shard_of, fused_attention, shard_decoder
+from harness.peers import adamw, fully_shard_of, fused_attention, shard_decoder
 from harness.ranks import join, say
 from harness.steps import measure
 
@@ -153,6 +153,9 @@ def main():
         default="fsdp2",
         help="whose fully_shard shards the modules over the other ranks",
     )
+    parser.add_argument(
+        "--own-adamw", action="store_true", help="flatshard.optim.AdamW, not torch's"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.layers, args.dim, args.ffn, args.heads, args.kv_heads = 2, 64, 128, 4, 2
@@ -183,9 +186,7 @@ def main():
         for layer in model.layers:
             layer.compile()
         model.loss = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1, fused=kind == "cuda"
-    )
+    optimizer = adamw(model, core=args.own_adamw)
     angles = rotary(args.seq, args.dim // args.heads, 500000.0, device)
     generator = torch.Generator(device).manual_seed(mesh["dp"].get_local_rank())
     samples = (args.local_batch, args.seq + 1)
