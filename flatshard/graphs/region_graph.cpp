@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/static_tensor.h"
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/module.h"
 
 #include <ATen/ATen.h>

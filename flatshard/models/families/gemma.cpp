@@ -38,11 +38,9 @@ void read_gemma(
   attention.window = reader.is_null("sliding_window")
                          ? 0
                          : reader.get<std::int64_t>("sliding_window", 4096);
-  std::vector<bool> windows;
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    windows.push_back((layer + 1) % pattern != 0);
-  }
-  read_windows(reader, windows, config);
+  read_windows(reader, config, [pattern](std::int64_t layer) {
+    return (layer + 1) % pattern != 0;
+  });
   const auto scalar = reader.get<double>("query_pre_attn_scalar", 256.0);
   attention.query_pre_attn_scalar =
       scalar == static_cast<double>(config.head_dim) ? 0.0 : scalar;
