@@ -1,0 +1,207 @@
+"""cuda_graph=True for blocks whose parameters are DTensors over another mesh dimension.
+
+A graph holds the collectives of a block's layers, and the all-gathers and reductions of
+its weights stay outside, as in the trainer:
+
+- A recording makes new DTensors of the weights. Those of eager steps lead to
+  accumulators of another stream.
+- Hooks of parallelize_module are recorded. Other hooks inside of a block make it eager.
+- Asynchronous results are awaited at the block's arguments, results and their
+  gradients, so a recording's streams join at its end.
+- All ranks watch the same steps, so they record in the same order.
+
+On CPUs a replay calls the forward again, with its collectives. On GPUs
+(FLATSHARD_TEST_DEVICE=cuda) graphs are captured.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+import flatshard
+from flatshard import MixedPrecisionPolicy
+from tests.python.device import DEVICE, named_mesh, on_device
+from tests.python.parallel_models import DIM, VOCAB, Model, loss_of, meshes, parallel
+from bench.harness.options import fully_shard
+
+pytestmark = pytest.mark.usefixtures("graphs_on_cpu")
+
+WARMUP = 3
+STEPS = 20 if DEVICE == "cuda" else 6
+BLOCKS = 2
+
+
+def shard(model, graphs, mesh, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"], cuda_graph=graphs, **options)
+    return fully_shard(model, mesh=mesh["dp"], **options)
+
+
+def train(model, mesh, steps=STEPS, microbatches=1, loss=loss_of, before=None):
+    """Losses and gradients of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    seen = []
+    for step in range(steps):
+        if before is not None:
+            before(model, step)
+        for micro in range(microbatches):
+            model.set_requires_gradient_sync(micro == microbatches - 1)
+            seed = 100 * step + 10 * micro + mesh.get_local_rank("dp")
+            found = loss(model, seed)
+            found.backward()
+            seen.append(found.detach())
+        seen += [p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def both(make, mesh, options=None, **training):
+    """Trains eagerly and with graphs, whose bits have to be equal. Returns the stats."""
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = shard(make(mesh), graphs, mesh, **(options or {}))
+        found.append(train(model, mesh, **training))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(whole(ours), whole(theirs))
+    return flatshard.cuda_graph_stats(model)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_replays(stats, each_step=BLOCKS, steps=STEPS):
+    assert stats["fallbacks"] == {}
+    # On several ranks slots may be planned anew after the first steps.
+    replays = [each_step * (steps - WARMUP - late) for late in range(3)]
+    assert stats["forward_replays"] in replays
+    assert stats["backward_replays"] == stats["forward_replays"]
+
+
+def cut(mesh, sequence=True, **options):
+    return parallel(on_device(Model()), mesh["tp"], sequence, **options)
+
+
+@pytest.mark.parametrize("sequence", (False, True))
+@pytest.mark.parametrize("reshard", (True, False))
+@pytest.mark.parametrize("strategy", ("zero3", "zero2", "zero0"))
+def test_bits_of_eager_training(strategy, reshard, sequence, world):
+    for _, _, mesh in meshes(world):
+        options = {"strategy": strategy, "reshard_after_forward": reshard}
+        make = functools.partial(cut, sequence=sequence)
+        stats = both(make, mesh, options)
+        assert_replays(stats)
+        assert stats["captures"] == 2 * BLOCKS
+
+
+def test_microbatches(world):
+    _, _, mesh = next(meshes(world))
+    assert_replays(both(cut, mesh, microbatches=2), 2 * BLOCKS)
+
+
+def test_mixed_precision(world):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for _, _, mesh in meshes(world):
+        assert_replays(both(cut, mesh, {"mp_policy": policy}))
+
+
+def test_loss_by_vocabulary(world):
+    """Its backward is in loss_parallel, too."""
+    _, _, mesh = next(meshes(world))
+
+    def train_cut(model, mesh, **_):
+        with loss_parallel():
+            return train(model, mesh)
+
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = shard(cut(mesh, logits="cut"), graphs, mesh)
+        found.append(train_cut(model, mesh))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(whole(ours), whole(theirs))
+    assert_replays(flatshard.cuda_graph_stats(model))
+
+
+class Attention(nn.Module):
+    """Heads over the ranks, dropout, several arguments."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(DIM)
+        self.qkv = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+        self.out = nn.Linear(DIM, DIM)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.dropout = nn.Dropout(0.2)
+        self.recomputes = False
+
+    def attend(self, x, scale):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in self.qkv)
+        q, k, v = (t.transpose(1, 2) for t in (q * scale, k, v))
+        weights = self.dropout((q @ k.transpose(-1, -2)).softmax(-1))
+        return self.out((weights @ v).transpose(1, 2).flatten(-2))
+
+    def forward(self, x, scale):
+        x = self.norm(x)
+        if self.recomputes:
+            x = checkpoint(self.attend, x, scale, use_reentrant=False)
+        else:
+            x = self.attend(x, scale)
+        # No residual: it returns what the collective of a layer made, and begins the
+        # next block's forward.
+        return self.down(torch.relu(self.up(x)))
+
+
+class Attentions(nn.Module):
+    def __init__(self, tp, recomputes=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Attention(4 // tp) for _ in range(BLOCKS))
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        for block in self.blocks:
+            block.recomputes = recomputes
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, 0.5)
+        return self.head(x)
+
+
+def cut_attentions(mesh, **options):
+    tp = mesh["tp"]
+    model = on_device(Attentions(tp.size(), **options))
+    gathers = ColwiseParallel(input_layouts=Shard(1))
+    scatters = RowwiseParallel(output_layouts=Shard(1))
+    plan = {"out": scatters, "up": gathers, "down": scatters, "norm": SequenceParallel()}
+    for number in range(3):
+        plan[f"qkv.{number}"] = ColwiseParallel(input_layouts=Shard(1))
+    for block in model.blocks:
+        parallelize_module(block, tp, plan)
+    embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+    return parallelize_module(model, tp, {"embed": embed, "head": head})
+
+
+@pytest.mark.parametrize("recomputes", (False, True))
+def test_arguments_and_results_are_of_collectives(recomputes, world):
+    """Also with an activation checkpoint inside of the block."""
+    for _, tp, mesh in meshes(world):
+        make = functools.partial(cut_attentions, recomputes=recomputes)
+        assert_replays(both(make, mesh))
