@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
@@ -32,6 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import MixedPrecisionPolicy
+from tests.python import float8_models
+from tests.python import float8_parallel_test as float8
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.parallel_models import DIM, VOCAB, Model, loss_of, meshes, parallel
 from bench.harness.options import fully_shard
@@ -63,7 +64,8 @@ def train(model, mesh, steps=STEPS, microbatches=1, loss=loss_of, before=None):
             found = loss(model, seed)
             found.backward()
             seen.append(found.detach())
-        seen += [p.grad.to_local().clone() for p in model.parameters()]
+        grads = (p.grad for p in model.parameters())
+        seen += [grad.to_local().clone() for grad in grads if grad is not None]
         optimizer.step()
         optimizer.zero_grad()
     return seen
@@ -83,6 +85,13 @@ def both(make, mesh, options=None, **training):
 
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def float8_loss(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = on_device(torch.randint(11, (2, 8), generator=generator))
+    logits = model(tokens).float().flatten(0, 1)
+    return nn.functional.cross_entropy(logits, tokens.roll(1, 1).flatten())
 
 
 def assert_replays(stats, each_step=BLOCKS, steps=STEPS):
@@ -205,3 +214,137 @@ def test_arguments_and_results_are_of_collectives(recomputes, world):
     for _, tp, mesh in meshes(world):
         make = functools.partial(cut_attentions, recomputes=recomputes)
         assert_replays(both(make, mesh))
+
+
+def test_parameters_that_are_frozen(world):
+    """Only one of a block's DTensors trains."""
+
+    def make(mesh):
+        model = cut(mesh)
+        for block in model.blocks:
+            for p in block.parameters():
+                p.requires_grad_(p is block.up.weight)
+        return model
+
+    for _, _, mesh in meshes(world):
+        assert_replays(both(make, mesh))
+
+
+def test_replicas(world):
+    if world != 4:
+        pytest.skip("needs 4 ranks")
+    mesh = named_mesh(replicate=2, dp=1, tp=2)
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = cut(mesh)
+        for unit in (*model.blocks, model):
+            options = {"cuda_graph": graphs and unit is not model}
+            fully_shard(unit, mesh=mesh["replicate", "dp"], **options)
+        found.append(train(model, mesh))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_replays(flatshard.cuda_graph_stats(model))
+
+
+def test_weights_that_are_loaded(world):
+    """The DTensors of a graph have what the program wrote since."""
+    _, _, mesh = next(meshes(world))
+
+    def before(model, step):
+        if step == WARMUP + 2:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+
+    assert_replays(both(cut, mesh, before=before))
+
+
+def test_graphed_callables(world):
+    _, _, mesh = next(meshes(world))
+    sample = on_device(torch.randn(2, 8 // mesh["tp"].size(), DIM)).requires_grad_()
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = shard(cut(mesh), False, mesh)
+        if graphs:
+            blocks = tuple(model.blocks)
+            flatshard.make_graphed_callables(blocks, ((sample,),) * BLOCKS)
+        found.append(train(model, mesh))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_replays(flatshard.cuda_graph_stats(model))
+
+
+@pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
+def test_fp8(recipe, world):
+    """The scales are those of eager training."""
+    if world % 2:
+        pytest.skip("needs an even number of ranks")
+    mesh = named_mesh(dp=world // 2, tp=2)
+    found = []
+    for graphs in (False, True):
+        options = {"cuda_graph": graphs, "sequence": True, "bias": True}
+        model = float8.sharded(mesh, float8_models.policy(recipe), **options)
+        found.append(train(model, mesh, loss=float8_loss))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+    assert_replays(flatshard.cuda_graph_stats(model), len(model.blocks))
+
+
+def test_hooks_of_the_program_stay_eager(world):
+    """Those of parallelize_module that come later are watched anew."""
+    _, _, mesh = next(meshes(world))
+    calls = []
+    handles = []
+
+    def count(module, args):
+        calls.append(module)
+
+    def before(model, step):
+        if step == WARMUP + 2:
+            up = model.blocks[0].up
+            handles.append(up.register_forward_pre_hook(count))
+        elif step == WARMUP + 3:
+            handles.pop().remove()
+
+    stats = both(cut, mesh, before=before, steps=WARMUP + 6)
+    assert len(calls) == 2
+    assert stats["fallbacks"] == {"a module inside of it has hooks": 1}
+
+
+class Whole(nn.Module):
+    """One block that takes a DTensor, or returns one."""
+
+    def __init__(self, mesh, takes):
+        super().__init__()
+        self.mesh, self.takes = mesh, takes
+        up, down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        block = nn.Sequential(up, nn.ReLU(), down)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=takes)}
+        self.blocks = nn.ModuleList([parallelize_module(on_device(block), mesh, plan)])
+        self.head = on_device(nn.Linear(DIM, 1))
+
+    def forward(self, x):
+        if self.takes:
+            x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return self.head(whole(self.blocks[0](x)))
+
+
+@pytest.mark.parametrize(
+    "takes, reason",
+    (
+        (False, "it returns a DTensor, a kind of tensor"),
+        (True, "an argument is a DTensor, a kind of tensor"),
+    ),
+)
+def test_dtensors_between_blocks_stay_eager(takes, reason, world):
+    _, _, mesh = next(meshes(world))
+
+    def loss(model, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return model(on_device(torch.randn(2, 4, DIM, generator=generator))).mean()
+
+    stats = both(lambda mesh: Whole(mesh["tp"], takes), mesh, loss=loss)
+    assert stats["forward_replays"] == 0
+    assert set(stats["fallbacks"]) == {reason}
