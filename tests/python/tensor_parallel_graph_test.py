@@ -148,59 +148,54 @@ def test_loss_by_vocabulary(world):
 
 
 class Attention(nn.Module):
-    """Heads over the ranks, dropout, several arguments."""
+    """Heads over the ranks, dropout, an activation checkpoint."""
 
-    def __init__(self, heads):
+    def __init__(self, heads, recomputes):
         super().__init__()
-        self.heads = heads
+        self.heads, self.recomputes = heads, recomputes
         self.norm = nn.LayerNorm(DIM)
         self.qkv = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(3))
         self.out = nn.Linear(DIM, DIM)
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
         self.dropout = nn.Dropout(0.2)
-        self.recomputes = False
 
-    def attend(self, x, scale):
+    def attend(self, x):
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in self.qkv)
-        q, k, v = (t.transpose(1, 2) for t in (q * scale, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         weights = self.dropout((q @ k.transpose(-1, -2)).softmax(-1))
         return self.out((weights @ v).transpose(1, 2).flatten(-2))
 
-    def forward(self, x, scale):
-        x = self.norm(x)
+    def forward(self, x):
+        y = self.norm(x)
         if self.recomputes:
-            x = checkpoint(self.attend, x, scale, use_reentrant=False)
+            x = x + checkpoint(self.attend, y, use_reentrant=False)
         else:
-            x = self.attend(x, scale)
-        # No residual: it returns what the collective of a layer made, and begins the
-        # next block's forward.
-        return self.down(torch.relu(self.up(x)))
+            x = x + self.attend(y)
+        return x + self.down(torch.relu(self.up(x)))
 
 
-class Attentions(nn.Module):
-    def __init__(self, tp, recomputes=False):
+class Stack(nn.Module):
+    def __init__(self, blocks):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Attention(4 // tp) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(DIM, VOCAB, bias=False)
-        for block in self.blocks:
-            block.recomputes = recomputes
 
     def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, 0.5)
+            x = block(x)
         return self.head(x)
 
 
-def cut_attentions(mesh, **options):
+GATHERS = ColwiseParallel(input_layouts=Shard(1))
+SCATTERS = RowwiseParallel(output_layouts=Shard(1))
+
+
+def stack(mesh, blocks, plan):
+    """Returns a model of blocks, which `plan` cuts."""
     tp = mesh["tp"]
-    model = on_device(Attentions(tp.size(), **options))
-    gathers = ColwiseParallel(input_layouts=Shard(1))
-    scatters = RowwiseParallel(output_layouts=Shard(1))
-    plan = {"out": scatters, "up": gathers, "down": scatters, "norm": SequenceParallel()}
-    for number in range(3):
-        plan[f"qkv.{number}"] = ColwiseParallel(input_layouts=Shard(1))
+    model = on_device(Stack(blocks))
     for block in model.blocks:
         parallelize_module(block, tp, plan)
     embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -208,12 +203,35 @@ def cut_attentions(mesh, **options):
     return parallelize_module(model, tp, {"embed": embed, "head": head})
 
 
+def cut_attentions(mesh, recomputes):
+    heads = 4 // mesh["tp"].size()
+    plan = {"norm": SequenceParallel(), "out": SCATTERS}
+    plan |= {"up": GATHERS, "down": SCATTERS}
+    plan |= {f"qkv.{number}": GATHERS for number in range(3)}
+    blocks = [Attention(heads, recomputes) for _ in range(BLOCKS)]
+    return stack(mesh, blocks, plan)
+
+
+def linear_blocks(mesh):
+    """Arguments, results and their gradients are those of asynchronous collectives."""
+    layers = [
+        (nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM))
+        for _ in range(BLOCKS)
+    ]
+    plan = {"0": GATHERS, "2": SCATTERS}
+    return stack(mesh, [nn.Sequential(*block) for block in layers], plan)
+
+
 @pytest.mark.parametrize("recomputes", (False, True))
-def test_arguments_and_results_are_of_collectives(recomputes, world):
-    """Also with an activation checkpoint inside of the block."""
-    for _, tp, mesh in meshes(world):
+def test_attention(recomputes, world):
+    for _, _, mesh in meshes(world):
         make = functools.partial(cut_attentions, recomputes=recomputes)
         assert_replays(both(make, mesh))
+
+
+def test_collectives_at_the_ends_of_a_block(world):
+    for _, _, mesh in meshes(world):
+        assert_replays(both(linear_blocks, mesh))
 
 
 def test_parameters_that_are_frozen(world):
