@@ -320,13 +320,13 @@ def test_hooks_of_the_program_stay_eager(world):
         calls.append(module)
 
     def before(model, step):
-        if step == WARMUP + 2:
+        if step == WARMUP + 3:
             up = model.blocks[0].up
             handles.append(up.register_forward_pre_hook(count))
-        elif step == WARMUP + 3:
+        elif step == WARMUP + 4:
             handles.pop().remove()
 
-    stats = both(cut, mesh, before=before, steps=WARMUP + 6)
+    stats = both(cut, mesh, before=before, steps=WARMUP + 7)
     assert len(calls) == 2
     assert stats["fallbacks"] == {"a module inside of it has hooks": 1}
 

@@ -179,6 +179,21 @@ def test_optimizers(optimizer, world):
                 )
 
 
+def test_a_block_is_reduced_before_the_next_backward(world, monkeypatch):
+    """In each step, also where its DTensors were made in an earlier one."""
+    monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
+    for dp, _, mesh in meshes(world):
+        if dp == 1:
+            continue
+        model = shard(parallel(make(), mesh["tp"], True), fully_shard, mesh=mesh["dp"])
+        for step in range(3):
+            loss_of(model, step).backward()
+            trace = [(a.kind, a.unit) for a in flatshard.diagnostics.take_trace(model)]
+            reduced = trace.index(("reduce", "blocks.1"))
+            assert reduced < trace.index(("acquire_grads", "blocks.0")), step
+            model.zero_grad()
+
+
 @pytest.mark.parametrize("first", ["compile", "shard"])
 def test_compiled_blocks_are_one_graph_each(first, world):
     """Also with the hooks that parallelize_module puts on their modules."""

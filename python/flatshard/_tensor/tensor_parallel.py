@@ -152,6 +152,12 @@ class TensorParallel:
                 return made
             return nn.Parameter(dtensor(self._whole.detach(), self._spec), False)
 
+    def renew(self):
+        """Called by the core when a forward begins to show the tensor: another one.
+        autograd runs the youngest nodes first, so gradients of one that an earlier step
+        made would come after the backward of the whole model."""
+        self.made = None
+
     def point(self):
         """Called by the core when its parameter gets values: the DTensor over it has
         them, too."""
