@@ -10,6 +10,7 @@ import functools
 from operator import attrgetter
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import module as nn_module
 
@@ -234,6 +235,22 @@ def register_effect(operator):
     from torch.library import _register_effectful_op
 
     _register_effectful_op(operator, EffectType.ORDERED)
+
+
+def call_before_groups_end(function):
+    """Calls `function()` before Python shuts down or aborts a process group, as
+    destroy_process_group does. torch has no hook for it."""
+    for name in ("shutdown", "abort"):
+        setattr(ProcessGroup, name, _after(function, getattr(ProcessGroup, name)))
+
+
+def _after(first, method):
+    @functools.wraps(method)
+    def around(self):
+        first()
+        return method(self)
+
+    return around
 
 
 class _Wait(torch.autograd.Function):

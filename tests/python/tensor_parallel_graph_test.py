@@ -18,6 +18,7 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -150,14 +151,14 @@ def test_loss_by_vocabulary(world):
 class Attention(nn.Module):
     """Heads over the ranks, dropout, an activation checkpoint."""
 
-    def __init__(self, heads, recomputes):
+    def __init__(self, heads, recomputes, dropout):
         super().__init__()
         self.heads, self.recomputes = heads, recomputes
         self.norm = nn.LayerNorm(DIM)
         self.qkv = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(3))
         self.out = nn.Linear(DIM, DIM)
         self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout = nn.Dropout(dropout)
 
     def attend(self, x):
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in self.qkv)
@@ -203,12 +204,12 @@ def stack(mesh, blocks, plan):
     return parallelize_module(model, tp, {"embed": embed, "head": head})
 
 
-def cut_attentions(mesh, recomputes):
+def cut_attentions(mesh, recomputes, dropout):
     heads = 4 // mesh["tp"].size()
     plan = {"norm": SequenceParallel(), "out": SCATTERS}
     plan |= {"up": GATHERS, "down": SCATTERS}
     plan |= {f"qkv.{number}": GATHERS for number in range(3)}
-    blocks = [Attention(heads, recomputes) for _ in range(BLOCKS)]
+    blocks = [Attention(heads, recomputes, dropout) for _ in range(BLOCKS)]
     return stack(mesh, blocks, plan)
 
 
@@ -222,11 +223,39 @@ def linear_blocks(mesh):
     return stack(mesh, [nn.Sequential(*block) for block in layers], plan)
 
 
-@pytest.mark.parametrize("recomputes", (False, True))
-def test_attention(recomputes, world):
+@pytest.mark.parametrize("recomputes, dropout", ((False, 0.2), (True, 0.0)))
+def test_attention(recomputes, dropout, world):
     for _, _, mesh in meshes(world):
-        make = functools.partial(cut_attentions, recomputes=recomputes)
+        make = functools.partial(cut_attentions, recomputes=recomputes, dropout=dropout)
         assert_replays(both(make, mesh))
+
+
+def test_a_checkpoint_that_draws_numbers_stays_eager(world):
+    """A graph of the backward cannot draw those of the forward again."""
+    if DEVICE == "cpu":
+        pytest.skip("of GPUs")
+    _, _, mesh = next(meshes(world))
+    make = functools.partial(cut_attentions, recomputes=True, dropout=0.2)
+    stats = both(make, mesh)
+    assert stats["forward_replays"] == 0
+    (reason,) = stats["fallbacks"]
+    assert "its backward draws random numbers" in reason
+
+
+def test_graphs_are_dropped_before_a_process_group_ends(world):
+    """NCCL would wait for them for ever. The next steps capture again."""
+    _, _, mesh = next(meshes(world))
+    model = shard(cut(mesh), True, mesh)
+    group = dist.new_group()
+    train(model, mesh, WARMUP + 3)
+    assert flatshard.cuda_graph_stats(model)["nbytes"] > 0
+    dist.destroy_process_group(group)
+    before = flatshard.cuda_graph_stats(model)
+    assert before["nbytes"] == 0
+    train(model, mesh, WARMUP + 3)
+    after = flatshard.cuda_graph_stats(model)
+    assert after["captures"] == 2 * before["captures"]
+    assert after["fallbacks"] == {}
 
 
 def test_collectives_at_the_ends_of_a_block(world):
