@@ -258,7 +258,7 @@ def test_graphs_are_dropped_before_a_process_group_ends(world):
     assert after["fallbacks"] == {}
 
 
-def test_collectives_at_the_ends_of_a_block(world):
+def test_G9_collectives_at_the_ends_of_a_block(world):
     for _, _, mesh in meshes(world):
         assert_replays(both(linear_blocks, mesh))
 

@@ -179,7 +179,7 @@ def test_optimizers(optimizer, world):
                 )
 
 
-def test_a_block_is_reduced_before_the_next_backward(world, monkeypatch):
+def test_G10_a_block_is_reduced_before_the_next_backward(world, monkeypatch):
     """In each step, also where its DTensors were made in an earlier one."""
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
     for dp, _, mesh in meshes(world):
