@@ -19,7 +19,8 @@ from harness.tables import head, row
 SETTINGS = {
     "nccl": "parallelism.copy_engines=none",
     "copies": "parallelism.copy_engines=all",
-    "tp": "parallelism.tensor_parallel_degree=2",
+    "tp": "parallelism.tensor_parallel_degree=2 parallelism.tensor_parallel_comm=collective",
+    "tpcopies": "parallelism.tensor_parallel_degree=2 parallelism.tensor_parallel_comm=copies",
     "graphs": "cuda_graph.impl=unit",
     "zero2": "parallelism.strategy=zero2",
     "ep": "parallelism.expert_parallel_degree=2 parallelism.token_exchange=copies",
@@ -42,6 +43,8 @@ LORA = {"8B, LoRA": (4096, ["lora.rank=16"])}
 MEASURED = """
 12 layers of 8B shapes; h200; 2; tp; 174.8; -
 12 layers of 8B shapes, seq 2048; h200; 2; tp; 54.9; -
+12 layers of 8B shapes; h200; 2; tpcopies; 166.5; -
+12 layers of 8B shapes, seq 2048; h200; 2; tpcopies; 51.7; -
 1B; h200; 2; ; 71.0; 14.0
 3B; h200; 2; ; 173.5; 31.2
 8B, local batch 1; h200; 8; nccl; 769.4; -

@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 bench/tensor_parallel_peer.py --seq 8192 --tp 2
 
 `parallelize_module` with SequenceParallel cuts embedding, blocks, norms, head and loss
 as torchtitan does, and FSDP2 shards them over the other ranks. The model, optimizer and
-precision are the same as in bench/fsdp2_llama.py. Prints one line of JSON on rank 0.
+precision are the same as in bench/fsdp2_llama.py. `--library flatshard` shards the same
+module with Flatshard's `fully_shard`. Prints one line of JSON on rank 0.
 """
 
 import json
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from harness.command_line import Parser
 from harness.models import loss_of, rotary, rotate
-from harness.peers import fully_shard_of, fused_attention, shard_decoder
+from harness.peers import adamw, fully_shard_of, fused_attention, shard_decoder
 from harness.ranks import join, say
 from harness.steps import measure
 
@@ -146,6 +147,15 @@ def main():
         help="torch.compile overlaps products with collectives (async tensor parallelism)",
     )
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
+    parser.add_argument(
+        "--library",
+        choices=("fsdp2", "flatshard"),
+        default="fsdp2",
+        help="whose fully_shard shards the modules over the other ranks",
+    )
+    parser.add_argument(
+        "--own-adamw", action="store_true", help="flatshard.optim.AdamW, not torch's"
+    )
     args = parser.parse_args()
     if args.tiny:
         args.layers, args.dim, args.ffn, args.heads, args.kv_heads = 2, 64, 128, 4, 2
@@ -163,7 +173,7 @@ def main():
     with torch.device("meta"):
         model = Llama(args)
     cut(model, mesh["tp"])
-    fully_shard = fully_shard_of("fsdp2")
+    fully_shard = fully_shard_of(args.library)
     shard_decoder(
         lambda *modules, **options: fully_shard(*modules, mesh=mesh["dp"], **options),
         model,
@@ -176,9 +186,7 @@ def main():
         for layer in model.layers:
             layer.compile()
         model.loss = torch.compile(loss_of)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=3e-4, weight_decay=0.1, fused=kind == "cuda"
-    )
+    optimizer = adamw(model, core=args.own_adamw)
     angles = rotary(args.seq, args.dim // args.heads, 500000.0, device)
     generator = torch.Generator(device).manual_seed(mesh["dp"].get_local_rank())
     samples = (args.local_batch, args.seq + 1)

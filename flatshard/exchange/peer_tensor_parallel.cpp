@@ -23,36 +23,33 @@ constexpr std::int64_t kWindowAlignment = 256;
 class PeerTensorParallel::Gather : public nn::PendingGather {
  public:
   Gather(PeerTensorParallel& ranks, const at::Tensor& part)
-      : ranks_(ranks), part_(part), arrived_(ranks.size()) {
+      : ranks_(ranks), part_(part), fences_(ranks.size()) {
+    const auto nbytes = static_cast<std::int64_t>(part.nbytes());
+    const std::int64_t row = ranks.begin_transfer(nbytes);
+    arriving_ = ranks.rows_in_window(row, part);
     std::vector<std::int64_t> sizes = part.sizes().vec();
     sizes.at(0) *= ranks.size();
-    const auto nbytes = static_cast<std::int64_t>(part.nbytes());
-    ranks.begin_transfer(ranks.size() * nbytes);
     whole_ = at::empty(sizes, part.options());
     ranks.wait_for_compute();
-    ranks.submit_copy(ranks.window(ranks.rank()), part);
-    ranks.submit_fence();
-    // The ranks begin with the one before each, so that no two read from one.
-    for (int i = 1; i <= ranks.size(); ++i) {
-      const int rank = (ranks.rank() - i + ranks.size()) % ranks.size();
-      auto* const to = static_cast<char*>(whole_.data_ptr()) + rank * nbytes;
-      const void* const from =
-          rank == ranks.rank() ? part.const_data_ptr() : ranks.window(rank);
-      ranks.stream_->submit([to, from, nbytes, device = part.device()] {
-        copy_bytes(to, from, nbytes, device);
-      });
-      arrived_[rank].record(*ranks.stream_);
+    // The ranks begin with the one after each, so that no two write to one.
+    for (int i = 1; i < ranks.size(); ++i) {
+      const int to = (ranks.rank() + i) % ranks.size();
+      ranks.submit_copy(ranks.window(to) + row * ranks.rank(), part);
+      ranks.submit_fence();
+      fences_[i].record(*ranks.stream_);
+    }
+    for (int rank = 0; rank < ranks.size(); ++rank) {
+      ranks.submit_copy(
+          static_cast<char*>(whole_.data_ptr()) + rank * nbytes,
+          rank == ranks.rank() ? part : arriving_[rank]);
     }
     use_.until_now(ranks.stream_);
   }
 
   at::Tensor part(int rank) override {
-    if (rank == ranks_.rank()) {
-      return part_;
-    }
-    arrived_[rank].wait(*current_stream(whole_.device()));
-    const std::int64_t n = part_.size(0);
-    return whole_.narrow(0, rank * n, n);
+    const int i = (ranks_.rank() - rank + ranks_.size()) % ranks_.size();
+    fences_[i].wait(*current_stream(whole_.device()));
+    return i == 0 ? part_ : arriving_[rank].view(part_.sizes());
   }
 
   at::Tensor finish() override {
@@ -64,55 +61,49 @@ class PeerTensorParallel::Gather : public nn::PendingGather {
  private:
   PeerTensorParallel& ranks_;
   at::Tensor part_;
+  at::Tensor arriving_;  ///< [size, numel] of peers' parts
   at::Tensor whole_;
-  std::vector<Event> arrived_;  ///< by rank
+  /// Past number i the part has arrived of the rank that is i before this one.
+  std::vector<Event> fences_;
   StreamUse use_;
 };
 
 class PeerTensorParallel::Scatter : public nn::PendingScatter {
  public:
-  Scatter(PeerTensorParallel& ranks, std::vector<at::Tensor> addends)
-      : ranks_(ranks), addends_(std::move(addends)), left_(ranks.size()) {
-    const at::Tensor& own = addends_[ranks.rank()];
-    const std::int64_t row =
-        at::round_up(static_cast<std::int64_t>(own.nbytes()), kWindowAlignment);
-    ranks.begin_transfer(ranks.size() * row);
-    for (int r = 0; r < ranks.size(); ++r) {
-      windows_.push_back(ranks.window(r) + row * ranks.rank());
-    }
-    const at::Tensor here = ranks.windows_->local();
-    arriving_ = here.narrow(
-                        0,
-                        ranks.window(ranks.rank()) -
-                            static_cast<const char*>(here.const_data_ptr()),
-                        ranks.size() * row)
-                    .view(own.scalar_type())
-                    .view({ranks.size(), -1})
-                    .narrow(1, 0, own.numel());
-    sum_ = at::empty(own.sizes(), own.options());
+  /// @param overlaps  compute has other work than to wait for the sum.
+  Scatter(
+      PeerTensorParallel& ranks,
+      std::vector<at::Tensor> addends,
+      bool overlaps)
+      : ranks_(ranks),
+        addends_(std::move(addends)),
+        sum_(at::empty_like(addends_[ranks.rank()])),
+        row_(ranks.begin_transfer(static_cast<std::int64_t>(sum_.nbytes()))),
+        arriving_(ranks.rows_in_window(row_, sum_)),
+        overlaps_(overlaps),
+        left_(ranks.size()),
+        left_for_peers_(ranks.size() - 1) {
     use_.until_now(ranks.stream_);
   }
 
   at::Tensor addend(int rank) override { return addends_[rank]; }
 
   void send(int rank) override {
+    const int here = ranks_.rank();
     ranks_.wait_for_compute();
-    if (rank != ranks_.rank()) {
-      ranks_.submit_copy(windows_[rank], addends_[rank]);
-      ++num_sent_;
+    if (rank != here) {
+      ranks_.submit_copy(ranks_.window(rank) + row_ * here, addends_[rank]);
+      if (--left_for_peers_ == 0) {
+        ranks_.submit_fence();
+      }
     }
-    --left_;
-    if (num_sent_ == ranks_.size() - 1 && !fenced_) {
-      ranks_.submit_fence();
-      fenced_ = true;
-    }
-    if (left_ == 0) {
-      ranks_.stream_->submit([sum = sum_.view({-1}),
-                              own = addends_[ranks_.rank()].view({-1}),
-                              rows = arriving_,
-                              rank = ranks_.rank()] {
-        sum_rows(sum, rows, rank, own, ReduceOp::sum);
-      });
+    if (--left_ == 0) {
+      ranks_.stream_->submit(
+          [sum = sum_.view({-1}),
+           own = addends_[here].view({-1}),
+           rows = arriving_,
+           here,
+           overlaps = overlaps_] { add_up(sum, own, rows, here, overlaps); });
       use_.until_now(ranks_.stream_);
     }
   }
@@ -124,14 +115,29 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
   }
 
  private:
+  // The order of two addends does not matter, and ATen's kernel, unlike that of
+  // sum_rows, takes the whole GPU.
+  static void add_up(
+      at::Tensor sum,
+      const at::Tensor& own,
+      const at::Tensor& rows,
+      int rank,
+      bool overlaps) {
+    if (rows.size(0) == 2 && !overlaps) {
+      at::add_out(sum, own, rows[1 - rank]);
+    } else {
+      sum_rows(sum, rows, rank, own, ReduceOp::sum);
+    }
+  }
+
   PeerTensorParallel& ranks_;
   std::vector<at::Tensor> addends_;  ///< of this rank, by rank
-  std::vector<char*> windows_;       ///< for them, by rank
-  at::Tensor arriving_;              ///< [size, numel] of peers' addends
   at::Tensor sum_;
-  int left_;          ///< addends to be sent
-  int num_sent_ = 0;  ///< to peers
-  bool fenced_ = false;
+  std::int64_t row_;     ///< bytes from one addend to the next in a window
+  at::Tensor arriving_;  ///< [size, numel] of peers' addends
+  bool overlaps_;
+  int left_;            ///< addends to be sent
+  int left_for_peers_;  ///< addends to be sent to peers
   StreamUse use_;
 };
 
@@ -143,34 +149,49 @@ PeerTensorParallel::PeerTensorParallel(
   stream.high_priority = true;
   stream_ = make_stream(group_->device(), "tensor parallelism", stream);
   if (options.window_nbytes > 0) {
-    make_windows(options.window_nbytes);
+    make_windows(at::round_up(
+        at::ceil_div<std::int64_t>(options.window_nbytes, size()),
+        kWindowAlignment));
   }
 }
 
-void PeerTensorParallel::make_windows(std::int64_t nbytes) {
-  half_nbytes_ = at::round_up(nbytes, kWindowAlignment);
+void PeerTensorParallel::make_windows(std::int64_t row_nbytes) {
+  half_nbytes_ = size() * row_nbytes;
   windows_ = PeerMemory::create(*group_, 2 * half_nbytes_);
 }
 
-void PeerTensorParallel::begin_transfer(std::int64_t nbytes) {
+std::int64_t PeerTensorParallel::begin_transfer(std::int64_t nbytes) {
   FLATSHARD_CHECK(
       !current_stream_records(group_->device()),
       usage,
       "tensor parallelism by copies: expected no CUDA graph to be recorded, "
       "since a replay repeats no fence; use collectives "
       "(parallelism.tensor_parallel_comm)");
-  // The same on all ranks. Peers read the old windows until all ranks have
-  // come here.
-  if (!windows_ || nbytes > half_nbytes_) {
+  const std::int64_t row = at::round_up(nbytes, kWindowAlignment);
+  // The same on all ranks. Compute reads the old windows, and peers write to
+  // them until all ranks have come here.
+  if (!windows_ || size() * row > half_nbytes_) {
+    wait_for_compute();
     stream_->synchronize();
-    make_windows(nbytes);
+    make_windows(row);
   }
   half_ = 1 - half_;
+  return row;
 }
 
 char* PeerTensorParallel::window(int rank) const {
   return static_cast<char*>(windows_->of(rank).data_ptr()) +
          half_ * half_nbytes_;
+}
+
+at::Tensor PeerTensorParallel::rows_in_window(
+    std::int64_t row,
+    const at::Tensor& like) const {
+  return windows_->local()
+      .narrow(0, half_ * half_nbytes_, size() * row)
+      .view(like.scalar_type())
+      .view({size(), -1})
+      .narrow(1, 0, like.numel());
 }
 
 void PeerTensorParallel::wait_for_compute() {
@@ -199,7 +220,7 @@ at::Tensor PeerTensorParallel::all_gather(const at::Tensor& part) {
 }
 
 at::Tensor PeerTensorParallel::reduce_scatter(const at::Tensor& addend) {
-  return start_reduce_scatter(addend)->finish();
+  return send_all(addend, /*overlaps=*/false)->finish();
 }
 
 std::unique_ptr<nn::PendingTensor> PeerTensorParallel::start_all_gather(
@@ -209,7 +230,14 @@ std::unique_ptr<nn::PendingTensor> PeerTensorParallel::start_all_gather(
 
 std::unique_ptr<nn::PendingTensor> PeerTensorParallel::start_reduce_scatter(
     const at::Tensor& addend) {
-  auto scatter = std::make_unique<Scatter>(*this, addend.chunk(size(), 0));
+  return send_all(addend, /*overlaps=*/true);
+}
+
+std::unique_ptr<nn::PendingTensor> PeerTensorParallel::send_all(
+    const at::Tensor& addend,
+    bool overlaps) {
+  auto scatter =
+      std::make_unique<Scatter>(*this, addend.chunk(size(), 0), overlaps);
   for (int i = 1; i <= size(); ++i) {
     scatter->send((rank() + i) % size());
   }
@@ -228,7 +256,10 @@ std::unique_ptr<nn::PendingScatter> PeerTensorParallel::start_scatter_of_parts(
   for (int r = 0; r < size(); ++r) {
     addends.push_back(at::empty(sizes, options));
   }
-  return std::make_unique<Scatter>(*this, std::move(addends));
+  return std::make_unique<Scatter>(
+      *this,
+      std::move(addends),
+      /*overlaps=*/false);
 }
 
 }  // namespace flatshard

@@ -23,14 +23,15 @@ struct PeerTensorParallelOptions {
 /// GPUs are the copy engines'. Parts travel one by one, so that products of
 /// some parts and copies of others overlap.
 ///
-/// Each rank has a window. In an all-gather it fills its own, and its peers
-/// read there. In a reduce-scatter the peers write their addends there, and it
-/// sums them in rank order, float16 and bfloat16 in float32 with one rounding.
+/// Each rank has a window, to which its peers copy their parts of an all-gather
+/// and their addends of a reduce-scatter. It sums the addends in rank order,
+/// float16 and bfloat16 in float32 with one rounding.
 ///
-/// All of it runs on one stream, and each transfer has one fence, between
-/// writing windows and reading them. Windows have two halves, which transfers
-/// alternate between: past a fence, a rank's peers have read the data that the
-/// transfer before left in the other half.
+/// All copies run on one stream. A fence separates writing windows from reading
+/// them: an all-gather has one for each peer, a reduce-scatter has one. Windows
+/// have two halves, which transfers alternate between, and a transfer begins
+/// after what compute has queued. So past its fence all peers have read the
+/// data that the transfer before left in the other half.
 ///
 /// The counts of fences do not repeat, so CUDA graphs cannot record transfers.
 class PeerTensorParallel : public nn::TensorParallel {
@@ -64,12 +65,24 @@ class PeerTensorParallel : public nn::TensorParallel {
   class Gather;
   class Scatter;
 
-  /// Takes the next half of the windows for a tensor of `nbytes`.
-  void begin_transfer(std::int64_t nbytes);
-  /// Collective. @param nbytes  of the largest tensor
-  void make_windows(std::int64_t nbytes);
+  /// Takes the next half of the windows for a tensor of each rank.
+  /// @param nbytes  of one of these tensors
+  /// @return        bytes from one to the next in a window
+  std::int64_t begin_transfer(std::int64_t nbytes);
+  /// Collective. @param row_nbytes  of each rank in a window
+  void make_windows(std::int64_t row_nbytes);
   /// Returns the window of rank `rank`, in this transfer's half.
   char* window(int rank) const;
+  /// Views this rank's window, in this transfer's half, as a row of each rank.
+  /// @param row   as begin_transfer returns
+  /// @param like  has the dtype and the number of elements of a row
+  /// @return      [size, numel]
+  at::Tensor rows_in_window(std::int64_t row, const at::Tensor& like) const;
+  /// Begins a reduce-scatter of a whole tensor.
+  /// @param overlaps  compute has other work than to wait for the sum
+  std::unique_ptr<nn::PendingTensor> send_all(
+      const at::Tensor& addend,
+      bool overlaps);
   /// Later copies come after what compute has queued.
   void wait_for_compute();
   void submit_fence();

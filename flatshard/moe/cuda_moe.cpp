@@ -4,6 +4,7 @@
 #include "flatshard/device/capability.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/moe/kernels/moe.h"
+#include "flatshard/nn/cuda_ops.h"
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>
@@ -49,6 +50,24 @@ void check_experts(std::int64_t num_experts) {
 
 bool begins_aligned(const at::Tensor& t) {
   return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
+kernels::ExpertBiases expert_biases(
+    const at::Tensor& bias,
+    const at::Tensor& ends,
+    std::int64_t per_expert,
+    const at::Tensor& rows) {
+  return {
+      .bias = pointer(bias),
+      .ends = ends.const_data_ptr<std::int32_t>(),
+      .num_groups = static_cast<int>(ends.size(0)),
+      .per_expert = static_cast<int>(per_expert),
+      .rows = rows.mutable_data_ptr(),
+      .factors = nullptr,
+      .dots = nullptr,
+      .num_rows = rows.size(0),
+      .dim = rows.size(1),
+      .dtype = row_dtype(rows)};
 }
 
 }  // namespace
@@ -179,13 +198,18 @@ void row_places(
   check_kernel_launch();
 }
 
-void weighted_swiglu_forward(
+bool has_gate_kernel(const Gate& gate, const at::Tensor& gate_up) {
+  return gate.activation != GateActivation::gelu_tanh && supports(gate_up);
+}
+
+void weighted_gate_forward(
+    const Gate& gate,
     const at::Tensor& gate_up,
     const at::Tensor& weights,
     at::Tensor& y) {
   const c10::cuda::CUDAGuard guard(gate_up.device());
   const at::Tensor row_weights = weights.contiguous();
-  kernels::weighted_swiglu_forward(
+  kernels::weighted_gate_forward(
       {.dy = nullptr,
        .gate_up = pointer(gate_up),
        .weights = row_weights.const_data_ptr<float>(),
@@ -194,12 +218,14 @@ void weighted_swiglu_forward(
        .dweights = nullptr,
        .rows = gate_up.size(0),
        .dim = gate_up.size(1) / 2,
-       .dtype = row_dtype(gate_up)},
+       .dtype = row_dtype(gate_up),
+       .gate = gate},
       moe_stream());
   check_kernel_launch();
 }
 
-void weighted_swiglu_backward(
+void weighted_gate_backward(
+    const Gate& gate,
     const at::Tensor& dy,
     const at::Tensor& gate_up,
     const at::Tensor& weights,
@@ -208,7 +234,7 @@ void weighted_swiglu_backward(
     at::Tensor& product) {
   const c10::cuda::CUDAGuard guard(gate_up.device());
   const at::Tensor row_weights = weights.contiguous();
-  kernels::weighted_swiglu_backward(
+  kernels::weighted_gate_backward(
       {.dy = pointer(dy),
        .gate_up = pointer(gate_up),
        .weights = row_weights.const_data_ptr<float>(),
@@ -217,8 +243,44 @@ void weighted_swiglu_backward(
        .dweights = dweights.mutable_data_ptr<float>(),
        .rows = gate_up.size(0),
        .dim = gate_up.size(1) / 2,
-       .dtype = row_dtype(gate_up)},
+       .dtype = row_dtype(gate_up),
+       .gate = gate},
       moe_stream());
+  check_kernel_launch();
+}
+
+void add_expert_biases(
+    const at::Tensor& bias,
+    const at::Tensor& ends,
+    std::int64_t per_expert,
+    const at::Tensor& factors,
+    const at::Tensor& rows) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const at::Tensor values = bias.contiguous();
+  const at::Tensor device_ends = ends.to(rows.device()).contiguous();
+  const at::Tensor row_factors =
+      factors.defined() ? factors.contiguous() : factors;
+  kernels::ExpertBiases args =
+      expert_biases(values, device_ends, per_expert, rows);
+  args.factors =
+      factors.defined() ? row_factors.const_data_ptr<float>() : nullptr;
+  kernels::add_expert_biases(args, moe_stream());
+  check_kernel_launch();
+}
+
+void add_expert_bias_dots(
+    const at::Tensor& bias,
+    const at::Tensor& ends,
+    std::int64_t per_expert,
+    const at::Tensor& rows,
+    const at::Tensor& dots) {
+  const c10::cuda::CUDAGuard guard(rows.device());
+  const at::Tensor values = bias.contiguous();
+  const at::Tensor device_ends = ends.to(rows.device()).contiguous();
+  kernels::ExpertBiases args =
+      expert_biases(values, device_ends, per_expert, rows);
+  args.dots = dots.mutable_data_ptr<float>();
+  kernels::add_expert_bias_dots(args, moe_stream());
   check_kernel_launch();
 }
 

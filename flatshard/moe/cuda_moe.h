@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/moe/gate.h"
 #include "flatshard/moe/router_args.h"
 
 #include <cstdint>
@@ -54,19 +55,41 @@ void row_places(
     at::Tensor& of_rows,
     at::Tensor& of_pairs);
 
-/// y[r] = silu(gate) * up * weights[r] of rows [gate | up].
-void weighted_swiglu_forward(
+/// Returns whether the two functions below compute this.
+bool has_gate_kernel(const Gate& gate, const at::Tensor& gate_up);
+/// y[r] = gated(gate, up) * weights[r] of rows of gate_up.
+void weighted_gate_forward(
+    const Gate& gate,
     const at::Tensor& gate_up,
     const at::Tensor& weights,
     at::Tensor& y);
-/// @param product  overwritten by weighted_swiglu_forward; may be dy.
-void weighted_swiglu_backward(
+/// @param product  overwritten by weighted_gate_forward's; may be dy.
+void weighted_gate_backward(
+    const Gate& gate,
     const at::Tensor& dy,
     const at::Tensor& gate_up,
     const at::Tensor& weights,
     at::Tensor& dgate_up,
     at::Tensor& dweights,
     at::Tensor& product);
+
+/// rows[r] += factors[r] * bias[e] for the rows r of expert e. Rows after the
+/// last end are neither read nor written.
+/// @param ends     see Groups
+/// @param factors  float32 [rows], or undefined: 1
+void add_expert_biases(
+    const at::Tensor& bias,
+    const at::Tensor& ends,
+    std::int64_t per_expert,
+    const at::Tensor& factors,
+    const at::Tensor& rows);
+/// dots[r] += the dot product of rows[r] and bias[e], in float32.
+void add_expert_bias_dots(
+    const at::Tensor& bias,
+    const at::Tensor& ends,
+    std::int64_t per_expert,
+    const at::Tensor& rows,
+    const at::Tensor& dots);
 
 /// Returns whether grouped_mm runs on rows like these with weights of [out,
 /// in]: bfloat16 on a GPU that has the kernel, aligned to 16 bytes.

@@ -83,6 +83,36 @@ at::Tensor bias_of_rows(
   return bias.index_select(0, expert.to(bias.device()));
 }
 
+// y[r] += factors[r] * bias[e], where undefined factors are 1.
+void add_biases(
+    const at::Tensor& y,
+    const at::Tensor& bias,
+    const at::Tensor& factors,
+    const Groups& groups) {
+  if (cuda::supports(y)) {
+    cuda::add_expert_biases(bias, groups.ends, groups.per_expert, factors, y);
+    return;
+  }
+  const at::Tensor biases = bias_of_rows(bias, y.size(0), groups);
+  y.add_(
+      factors.defined() ? (biases * factors.unsqueeze(1)).to(y.scalar_type())
+                        : biases);
+}
+
+// dots[r] += the dot product of g[r] and bias[e], in float32.
+void add_bias_dots(
+    const at::Tensor& dots,
+    const at::Tensor& bias,
+    const at::Tensor& g,
+    const Groups& groups) {
+  if (cuda::supports(g)) {
+    cuda::add_expert_bias_dots(bias, groups.ends, groups.per_expert, g, dots);
+    return;
+  }
+  dots.add_((bias_of_rows(bias, g.size(0), groups) * g)
+                .sum(1, /*keepdim=*/false, at::kFloat));
+}
+
 // Delivers grad[e] = the sum of factors[r] * g[r]: a product, which needs no
 // number of rows on the host and reads none after the last end.
 at::Tensor deliver_grouped_bias_grad(
@@ -139,7 +169,10 @@ struct GroupedLinearFunction
     const Groups groups{ends, per_expert};
     const LayerProducts layer{weight, groups, is_in_out};
     const at::Tensor y = layer.forward(rows);
-    return bias.defined() ? y.add_(bias_of_rows(bias, y.size(0), groups)) : y;
+    if (bias.defined()) {
+      add_biases(y, bias, /*factors=*/{}, groups);
+    }
+    return y;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -178,22 +211,13 @@ struct GroupedLinearFunction
   }
 };
 
-// How gate and up become one product.
-struct Gate {
-  GateActivation activation;
-  bool in_turn;  // columns of gate_up; else gate is first
-
-  bool has_kernel(const at::Tensor& gate_up) const {
-    return activation == GateActivation::silu && !in_turn &&
-           cuda::supports(gate_up);
-  }
-  // A view of the gate's columns, or with 1 of the up's.
-  at::Tensor part(const at::Tensor& gate_up, std::int64_t which) const {
-    const std::int64_t width = gate_up.size(1) / 2;
-    return in_turn ? gate_up.unflatten(1, {width, 2}).select(2, which)
-                   : gate_up.narrow(1, which * width, width);
-  }
-};
+// A view of the gate's columns, or with 1 of the up's.
+at::Tensor
+part_of(const Gate& gate, const at::Tensor& gate_up, std::int64_t which) {
+  const std::int64_t width = gate_up.size(1) / 2;
+  return gate.in_turn ? gate_up.unflatten(1, {width, 2}).select(2, which)
+                      : gate_up.narrow(1, which * width, width);
+}
 
 // Plain operations make a dozen float tensors of so many elements at most.
 constexpr std::int64_t kPlainElements = std::int64_t{1} << 22;
@@ -219,16 +243,16 @@ at::Tensor weighted_product(
     const at::Tensor& row_weights) {
   at::Tensor y =
       at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-  if (gate.has_kernel(gate_up)) {
-    cuda::weighted_swiglu_forward(gate_up, row_weights, y);
+  if (cuda::has_gate_kernel(gate, gate_up)) {
+    cuda::weighted_gate_forward(gate, gate_up, row_weights, y);
     return y;
   }
   for_each_part(gate_up, [&](const auto& rows) {
     rows(y).copy_(
         gated(
             gate.activation,
-            gate.part(rows(gate_up), 0).to(at::kFloat),
-            gate.part(rows(gate_up), 1).to(at::kFloat)) *
+            part_of(gate, rows(gate_up), 0).to(at::kFloat),
+            part_of(gate, rows(gate_up), 1).to(at::kFloat)) *
         rows(row_weights).unsqueeze(1));
   });
   return y;
@@ -250,8 +274,9 @@ GateGradients weighted_product_backward(
       .gate_up = at::empty_like(gate_up),
       .row_weights = at::empty_like(row_weights),
       .product = dy};
-  if (gate.has_kernel(gate_up)) {
-    cuda::weighted_swiglu_backward(
+  if (cuda::has_gate_kernel(gate, gate_up)) {
+    cuda::weighted_gate_backward(
+        gate,
         dy,
         gate_up,
         row_weights,
@@ -261,16 +286,16 @@ GateGradients weighted_product_backward(
     return d;
   }
   for_each_part(gate_up, [&](const auto& rows) {
-    const at::Tensor gates = gate.part(rows(gate_up), 0).to(at::kFloat);
-    const at::Tensor ups = gate.part(rows(gate_up), 1).to(at::kFloat);
+    const at::Tensor gates = part_of(gate, rows(gate_up), 0).to(at::kFloat);
+    const at::Tensor ups = part_of(gate, rows(gate_up), 1).to(at::kFloat);
     const at::Tensor weights = rows(row_weights).unsqueeze(1);
     const at::Tensor g = rows(dy).to(at::kFloat);
     const at::Tensor product = gated(gate.activation, gates, ups);
     rows(d.row_weights).copy_((g * product).sum(1));
     const auto [dgates, dups] =
         gated_gradients(gate.activation, g * weights, gates, ups);
-    gate.part(rows(d.gate_up), 0).copy_(dgates);
-    gate.part(rows(d.gate_up), 1).copy_(dups);
+    part_of(gate, rows(d.gate_up), 0).copy_(dgates);
+    part_of(gate, rows(d.gate_up), 1).copy_(dups);
     rows(d.product).copy_(product * weights);
   });
   return d;
@@ -300,11 +325,10 @@ struct GroupedGatedLinearFunction
     ctx->save_for_backward({rows, row_weights, weight, ends, bias});
     const Groups groups{ends, per_expert};
     const LayerProducts layer{weight, groups, is_in_out};
-    at::Tensor y = layer.forward(
+    const at::Tensor y = layer.forward(
         weighted_product({activation, is_in_out}, rows, row_weights));
     if (bias.defined()) {
-      y.add_((bias_of_rows(bias, y.size(0), groups) * row_weights.unsqueeze(1))
-                 .to(y.scalar_type()));
+      add_biases(y, bias, row_weights, groups);
     }
     return y;
   }
@@ -330,13 +354,11 @@ struct GroupedGatedLinearFunction
           gate_up,
           row_weights);
       out[kGateUp] = d.gate_up;
+      if (bias.defined()) {
+        add_bias_dots(d.row_weights, bias, g, groups);
+      }
       out[kRowWeights] = d.row_weights;
       product = d.product;
-      if (bias.defined()) {
-        out[kRowWeights] =
-            d.row_weights + (bias_of_rows(bias, g.size(0), groups) * g)
-                                .sum(1, /*keepdim=*/false, at::kFloat);
-      }
     }
     if (ctx->needs_input_grad(kWeight)) {
       if (!product.defined()) {

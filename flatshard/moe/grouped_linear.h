@@ -72,8 +72,8 @@ at::Tensor permute_grouped_linear(
 /// multiplied in front of the linear layer, which gives the same and needs no
 /// [rows, out] in the backward.
 ///
-/// @param activation   on CUDA one pass each way for silu with gate first, else
-///   plain operations
+/// @param activation   on CUDA one pass each way, but plain operations for
+///   gelu_tanh
 /// @param gate_up      [rows, 2 * in], gate first; interleaved: in turn
 /// @param row_weights  float32 [rows]
 /// @return             [rows, out]

@@ -50,19 +50,40 @@ void row_places(
     at::Tensor&) {
   refuse_moe();
 }
-void weighted_swiglu_forward(
+bool has_gate_kernel(const Gate&, const at::Tensor&) {
+  return false;
+}
+void weighted_gate_forward(
+    const Gate&,
     const at::Tensor&,
     const at::Tensor&,
     at::Tensor&) {
   refuse_moe();
 }
-void weighted_swiglu_backward(
+void weighted_gate_backward(
+    const Gate&,
     const at::Tensor&,
     const at::Tensor&,
     const at::Tensor&,
     at::Tensor&,
     at::Tensor&,
     at::Tensor&) {
+  refuse_moe();
+}
+void add_expert_biases(
+    const at::Tensor&,
+    const at::Tensor&,
+    std::int64_t,
+    const at::Tensor&,
+    const at::Tensor&) {
+  refuse_moe();
+}
+void add_expert_bias_dots(
+    const at::Tensor&,
+    const at::Tensor&,
+    std::int64_t,
+    const at::Tensor&,
+    const at::Tensor&) {
   refuse_moe();
 }
 bool multiplies_groups(

@@ -29,6 +29,9 @@ bool cudnn_takes(const at::Tensor& q) {
 
 // Returns every kv head once for each query head that reads it.
 at::Tensor repeat_heads(const at::Tensor& kv, std::int64_t times) {
+  if (times == 1) {
+    return kv;
+  }
   const auto b = kv.size(0), t = kv.size(1), h = kv.size(2), d = kv.size(3);
   return kv.unsqueeze(3)
       .expand({b, t, h, times, d})
@@ -37,16 +40,19 @@ at::Tensor repeat_heads(const at::Tensor& kv, std::int64_t times) {
 
 // One block of queries at a time, against the keys that its window reaches.
 // Arguments and result are [batch, heads, seq, head_dim].
-at::Tensor plain_attention(
+at::Tensor attention_by_blocks(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const AttentionArgs& args) {
+    const AttentionArgs& args,
+    const at::Tensor& document) {
   constexpr std::int64_t kLeastRows = 64, kMostRows = 512;
   const std::int64_t seq = q.size(2);
   const std::int64_t rows = args.window > 0
                                 ? std::clamp(args.window, kLeastRows, kMostRows)
                                 : kMostRows;
+  const double scale =
+      own_scale(args).value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
   const at::Tensor positions = at::arange(seq, q.options().dtype(at::kLong));
   std::vector<at::Tensor> blocks;
   for (std::int64_t begin = 0; begin < seq; begin += rows) {
@@ -59,7 +65,7 @@ at::Tensor plain_attention(
         k.narrow(2, first, end - first).transpose(2, 3));
     // Not float64's.
     scores = scores.to(at::promote_types(scores.scalar_type(), at::kFloat));
-    scores = scores * args.scale;
+    scores = scores * scale;
     if (args.soft_cap > 0) {
       scores = (scores / args.soft_cap).tanh() * args.soft_cap;
     }
@@ -69,6 +75,13 @@ at::Tensor plain_attention(
     at::Tensor hidden = before.lt(0);
     if (args.window > 0) {
       hidden = hidden.logical_or_(before.ge(args.window));
+    }
+    if (document.defined()) {
+      const auto of = [&](std::int64_t from) {
+        return document.narrow(1, from, end - from).unsqueeze(1);
+      };
+      hidden =
+          of(begin).unsqueeze(3).ne(of(first).unsqueeze(2)).logical_or_(hidden);
     }
     const at::Tensor weights =
         softmax_with_sinks(scores.masked_fill(hidden, -INFINITY), args.sinks)
@@ -285,6 +298,23 @@ at::Tensor softmax_with_sinks(
   return at::cat({scores, sink}, -1).softmax(-1).narrow(-1, 0, scores.size(-1));
 }
 
+at::Tensor plain_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttentionArgs& args,
+    const at::Tensor& document) {
+  check_plain(q, args);
+  const std::int64_t group = q.size(2) / k.size(2);
+  return attention_by_blocks(
+             q.transpose(1, 2),
+             repeat_heads(k, group).transpose(1, 2),
+             repeat_heads(v, group).transpose(1, 2),
+             args,
+             document)
+      .transpose(1, 2);
+}
+
 std::optional<double> own_scale(const AttentionArgs& args) {
   return args.scale == 0.0 ? std::nullopt : std::optional(args.scale);
 }
@@ -312,9 +342,6 @@ at::Tensor causal_attention(
       c10::str(k.sizes()),
       c10::str(v.sizes()));
   AttentionArgs args = wanted;
-  if (args.scale == 0.0) {
-    args.scale = 1.0 / std::sqrt(static_cast<double>(q.size(3)));
-  }
   if (args.window >= q.size(1)) {
     args.window = 0;  // it hides nothing
   }
@@ -342,36 +369,27 @@ at::Tensor causal_attention(
                           /*dropout_p=*/0.0,
                           /*is_causal=*/true,
                           /*return_debug_mask=*/false,
-                          own_scale(wanted)))
+                          own_scale(args)))
               .transpose(1, 2);
   } else if (
       args.soft_cap == 0.0 &&
       (args.window > 0 || q.size(3) > 128 || has_sinks) &&
       flash_attention_takes(q)) {
     out = flash_attention(q, k, v, args);
+  } else if (!has_kernel) {
+    out = plain_attention(q, k, v, args);
   } else {
     // ATen's CPU kernel wants equal head counts. On CUDA its choice may too.
     const std::int64_t group = q.size(2) / k.size(2);
-    const at::Tensor ks = group > 1 ? repeat_heads(k, group) : k;
-    const at::Tensor vs = group > 1 ? repeat_heads(v, group) : v;
-    if (has_kernel) {
-      out = at::scaled_dot_product_attention(
-          q.transpose(1, 2),
-          ks.transpose(1, 2),
-          vs.transpose(1, 2),
-          /*attn_mask=*/{},
-          /*dropout_p=*/0.0,
-          /*is_causal=*/true,
-          own_scale(wanted));
-    } else {
-      check_plain(q, args);
-      out = plain_attention(
-          q.transpose(1, 2),
-          ks.transpose(1, 2),
-          vs.transpose(1, 2),
-          args);
-    }
-    out = out.transpose(1, 2);
+    out = at::scaled_dot_product_attention(
+              q.transpose(1, 2),
+              repeat_heads(k, group).transpose(1, 2),
+              repeat_heads(v, group).transpose(1, 2),
+              /*attn_mask=*/{},
+              /*dropout_p=*/0.0,
+              /*is_causal=*/true,
+              own_scale(args))
+              .transpose(1, 2);
   }
   return out.reshape({q.size(0), q.size(1), -1});
 }

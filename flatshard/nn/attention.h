@@ -57,6 +57,19 @@ at::Tensor softmax_with_sinks(
     const at::Tensor& scores,
     const at::Tensor& sinks);
 
+/// causal_attention by plain operations, which keep the probabilities of all
+/// blocks of queries for the backward.
+/// @param document  int [batch, seq]: a token attends to those with its number
+/// alone. Undefined: all have the same.
+/// @return          as q is
+/// @throws Error{config} on a GPU without args.plain.
+at::Tensor plain_attention(
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttentionArgs& args,
+    const at::Tensor& document = {});
+
 /// Whether these are q [b, t, h, d] and k, v [b, t, kv, d] with h a multiple of
 /// kv.
 bool are_grouped_heads(

@@ -19,19 +19,6 @@ at::Tensor masked(
     const at::Tensor& v,
     const Documents& documents,
     const AttentionArgs& args) {
-  FLATSHARD_CHECK(
-      args.soft_cap == 0.0,
-      config,
-      "data.packing = documents: expected a model without soft caps of "
-      "attention on GPUs, got one with {}; use data.packing = stream",
-      args.soft_cap);
-  FLATSHARD_CHECK(
-      !args.sinks.defined(),
-      config,
-      "data.packing = documents: expected a model without attention sinks in "
-      "{} on GPUs, which only kernels of 16 bits have; use data.packing = "
-      "stream, or precision.compute = bfloat16",
-      c10::toString(q.scalar_type()));
   const std::int64_t batch = q.size(0);
   const std::int64_t seq = q.size(1);
   const std::int64_t group = q.size(2) / k.size(2);
@@ -43,6 +30,9 @@ at::Tensor masked(
                                   /*out_int32=*/true,
                                   /*right=*/true)
                                   .view({batch, seq});
+  if (args.soft_cap > 0.0 || args.sinks.defined()) {
+    return plain_attention(q, k, v, args, document);
+  }
   at::Tensor mask = document.unsqueeze(2).eq(document.unsqueeze(1)).tril_();
   if (args.window > 0) {
     mask = mask.triu_(1 - args.window);

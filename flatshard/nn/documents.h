@@ -60,10 +60,10 @@ void write_documents(
 ///
 /// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, whose
 /// work is that of the documents alone. Else on CUDA: a mask of seq * seq
-/// elements for each row, and the work of whole rows. On CPUs: one document
-/// after the other.
-/// @throws Error{config} for soft caps on a GPU, and for sinks where
-/// FlashAttention does not fit.
+/// elements for each row, and the work of whole rows, in plain operations with
+/// soft caps or sinks. On CPUs: one document after the other.
+/// @throws Error{config} naming `plain` for soft caps on a GPU, and for sinks
+/// where FlashAttention does not fit.
 at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,

@@ -54,31 +54,6 @@ std::vector<int> indices_of(
   return indices;
 }
 
-// Returns the config's choice. For auto it is the faster one by measurements:
-// copies of bfloat16 layers without adapters (docs/guides/tensor_parallel.md).
-// Collective.
-bool choose_copied_activations(const Config& config, Mesh& mesh) {
-  if (config.parallelism.tensor_parallel_comm !=
-      config::TransferKind::automatic) {
-    return config.parallelism.copies_activations();
-  }
-  return !config.cuda_graph.enabled() && !config.float8.recipe &&
-         !config.lora.enabled() &&
-         PeerMemory::has_fast_links(mesh.communicator(
-             mesh.axis_index(kTensorAxis),
-             Purpose::exchange));
-}
-
-// Returns the bytes of a microbatch between two layers, on all ranks that share
-// it.
-std::int64_t activations_nbytes(
-    const Config& config,
-    const models::ModelConfig& model) {
-  return config.training.local_batch_size * config.training.seq_len *
-         model.dim *
-         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
-}
-
 std::chrono::milliseconds timeout_of(const Config& config) {
   const std::chrono::duration<double> timeout(config.comm.timeout_s);
   return std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
@@ -189,13 +164,26 @@ std::shared_ptr<StreamExchange> make_exchange(
            .stream = comm_streams(config)}});
 }
 
+bool copies_activations(
+    const Config& config,
+    const std::function<bool()>& linked) {
+  const config::Parallelism& p = config.parallelism;
+  if (!p.shares_layers()) {
+    return false;
+  }
+  if (p.tensor_parallel_comm != config::TransferKind::automatic) {
+    return p.copies_activations();
+  }
+  return !config.cuda_graph.enabled() && !config.float8.recipe &&
+         !config.lora.enabled() && linked();
+}
+
 std::int64_t tensor_window_nbytes(
     const Config& config,
     const models::ModelConfig& model) {
-  const config::Parallelism& p = config.parallelism;
-  return p.shares_layers() && p.copies_activations()
-             ? activations_nbytes(config, model)
-             : 0;
+  return config.training.local_batch_size * config.training.seq_len *
+         model.dim *
+         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
 }
 
 nn::TensorParallelPtr tensor_parallel_ranks(
@@ -205,11 +193,15 @@ nn::TensorParallelPtr tensor_parallel_ranks(
   if (!config.parallelism.shares_layers()) {
     return nullptr;
   }
+  const bool copies = copies_activations(config, [&] {
+    return PeerMemory::has_fast_links(
+        mesh.communicator(mesh.axis_index(kTensorAxis), Purpose::exchange));
+  });
   return make_tensor_parallel(
       mesh,
       kTensorAxis,
-      {.copies = choose_copied_activations(config, mesh),
-       .window_nbytes = activations_nbytes(config, model),
+      {.copies = copies,
+       .window_nbytes = tensor_window_nbytes(config, model),
        .stream = comm_streams(config)});
 }
 

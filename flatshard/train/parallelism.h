@@ -54,8 +54,17 @@ std::shared_ptr<StreamExchange> make_exchange(
     const models::ModelConfig& model,
     Mesh& mesh);
 
-/// PeerTensorParallelOptions::window_nbytes where the config asks for copies,
-/// else 0.
+/// Returns whether the ranks that share layers copy activations to each other.
+/// For auto it is the faster choice by measurements: copies of layers without
+/// FP8 weights, adapters and graphs (docs/guides/tensor_parallel.md).
+/// @param linked  returns whether NVLink joins these ranks; called for auto
+///   alone.
+bool copies_activations(
+    const Config& config,
+    const std::function<bool()>& linked);
+
+/// Returns the bytes of a microbatch between two layers, of all ranks that
+/// share it: PeerTensorParallelOptions::window_nbytes.
 std::int64_t tensor_window_nbytes(
     const Config& config,
     const models::ModelConfig& model);

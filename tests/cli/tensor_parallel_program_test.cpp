@@ -312,6 +312,7 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
   struct Case {
     std::string options;
     std::string says;
+    int ranks = 2;
   };
   for (const Case& c :
        {Case{
@@ -331,6 +332,17 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             std::string(kTwo) + "--set model.ffn_dim=63",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
             "model.ffn_dim, which is 63"},
+        Case{
+            std::string(kTwo) + kExperts + "--set model.moe_ffn_dim=15",
+            "parallelism.tensor_parallel_degree = 2: expected a divisor of "
+            "model.shared_experts * moe_ffn_dim, which is 15"},
+        // Its rows need not divide: the ranks have parts of different lengths.
+        Case{
+            "--set parallelism.tensor_parallel_degree=4 --set "
+            "model.kv_heads=4 --set model.vocab_size=3",
+            "parallelism.tensor_parallel_degree = 4: expected no more ranks "
+            "than model.vocab_size = 3",
+            4},
         Case{
             std::string(kTwo) + "--set training.seq_len=33",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
@@ -373,7 +385,7 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
                 "parallelism.token_exchange=copies",
             "not supported: copies bring a row to one rank; use "
             "\"collective\""}}) {
-    const Result result = run("run", 2, c.options);
+    const Result result = run("run", c.ranks, c.options);
     EXPECT_EQ(result.errors().size(), 1U) << result.output;
     EXPECT_THAT(result.output, HasSubstr(c.says));
     EXPECT_FALSE(fs::exists(folder_ / "run/metrics.jsonl")) << c.options;

@@ -6,6 +6,7 @@
 #include "router_oracle.h"
 #include "tests/nn/check.h"
 
+#include <functional>
 #include <random>
 
 // The CUDA kernels of routers and experts against the CPU's, or float64 on it.
@@ -197,57 +198,155 @@ TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
   }
 }
 
-// Experts of gpt-oss, with rows after the last end, and in sizes that the
-// kernel does not take.
+// Runs `layer` on the GPU and, in float32, on the CPU. Returns the largest
+// error of its result and of its inputs' gradients, relative to each. Rows of
+// inputs with `rows` of them count up to `kept`; those after it hold NaN.
+double error_of(
+    const std::function<at::Tensor(const TensorList&, at::Device)>& layer,
+    const TensorList& inputs,
+    const at::Tensor& g,
+    std::int64_t kept) {
+  const std::int64_t rows = g.size(0);
+  const auto spoiled = [&](const at::Tensor& t) {
+    at::Tensor copy = t.clone();
+    if (copy.size(0) == rows) {
+      copy.slice(0, kept).fill_(std::nan(""));
+    }
+    return copy;
+  };
+  const auto run = [&](at::Device device, bool exact) {
+    const auto moved = [&](const at::Tensor& t) {
+      return spoiled(t).to(device, exact ? at::kFloat : t.scalar_type());
+    };
+    TensorList leaves;
+    for (const at::Tensor& input : inputs) {
+      leaves.push_back(moved(input).requires_grad_());
+    }
+    const at::Tensor y = layer(leaves, device);
+    y.backward(moved(g));
+    TensorList results{y.detach()};
+    for (const at::Tensor& leaf : leaves) {
+      results.push_back(leaf.grad());
+    }
+    for (at::Tensor& result : results) {
+      result = result.cpu();
+      result = result.size(0) == rows ? result.slice(0, 0, kept) : result;
+    }
+    return results;
+  };
+  const TensorList got = run(at::kCUDA, /*exact=*/false);
+  const TensorList want = run(at::kCPU, /*exact=*/true);
+  double error = 0.0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    const double this_error = relative_error(got[i], want[i]);
+    EXPECT_FALSE(std::isnan(this_error)) << i;
+    error = std::max(error, this_error);
+  }
+  return error;
+}
+
+constexpr std::int64_t kBiasedRows = 175;
+constexpr std::int64_t kKeptRows = 170;
+
+// Three experts, of which the second has no rows.
+at::Tensor biased_ends(std::int64_t per_expert) {
+  return per_expert == 1 ? at::tensor({40, 40, 170}, at::kInt)
+                         : at::tensor({7, 40, 40, 40, 170, 170}, at::kInt);
+}
+
+double tolerance_of(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? 8 * epsilon(dtype) : kCudaTolerance;
+}
+
+// In sizes that the kernel of products takes, and in others.
 TEST_F(CudaExperts, LayersWithBiasesMatchTheCpu) {
-  constexpr auto kLayout = ExpertLayout::interleaved;
-  const at::Tensor ends = at::tensor({40, 40, 170}, at::kInt);
-  for (const auto& [dim, width] : {std::pair{64, 32}, std::pair{12, 7}}) {
+  for (const auto& [in, out] : {std::pair{64, 48}, std::pair{12, 7}}) {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
-      SCOPED_TRACE(::testing::Message() << dim << ' ' << dtype);
-      at::Tensor x = random({175, dim}, dtype);
-      at::Tensor g = random({175, dim}, dtype);
-      x.slice(0, 170).fill_(std::nan(""));
-      g.slice(0, 170).fill_(std::nan(""));
-      const TensorList inputs{
-          x,
-          random({3, dim, 2 * width}, dtype),
-          random({3, 2 * width}, dtype),
-          at::rand({175}, generator_).cuda(),
-          random({3, width, dim}, dtype),
-          random({3, dim}, dtype)};
-      const auto run = [&](at::Device device, at::ScalarType wanted) {
-        TensorList leaves;
-        for (const at::Tensor& input : inputs) {
-          const bool is_float = input.scalar_type() == at::kFloat;
-          leaves.push_back(
-              input.to(device, is_float ? at::kFloat : wanted, false, true)
-                  .requires_grad_());
-        }
-        const Groups groups{ends.to(device)};
-        const at::Tensor y = grouped_gated_linear(
-            GateActivation::clamped_silu,
-            grouped_linear(leaves[0], {leaves[1], leaves[2], kLayout}, groups),
-            leaves[3],
-            {leaves[4], leaves[5], kLayout},
-            groups);
-        y.backward(g.to(device, wanted));
-        TensorList results{y.slice(0, 0, 170).detach().cpu()};
-        for (const at::Tensor& leaf : leaves) {
-          const bool has_rows = leaf.size(0) == 175;
-          results.push_back(
-              (has_rows ? leaf.grad().slice(0, 0, 170) : leaf.grad()).cpu());
-        }
-        return results;
-      };
-      const TensorList got = run(at::kCUDA, dtype);
-      const TensorList want = run(at::kCPU, at::kFloat);
-      const double tolerance =
-          dtype == at::kBFloat16 ? 16 * epsilon(dtype) : kCudaTolerance;
-      for (std::size_t i = 0; i < got.size(); ++i) {
-        EXPECT_LE(relative_error(got[i], want[i]), tolerance) << i;
+      for (const std::int64_t per_expert : {1, 2}) {
+        SCOPED_TRACE(::testing::Message() << in << ' ' << dtype);
+        const double error = error_of(
+            [&](const TensorList& t, at::Device device) {
+              return grouped_linear(
+                  t[0],
+                  {t[1], t[2], ExpertLayout::interleaved},
+                  {biased_ends(per_expert).to(device), per_expert});
+            },
+            {random({kBiasedRows, in}, dtype),
+             random({3, in, out}, dtype),
+             random({3, out}, dtype)},
+            random({kBiasedRows, out}, dtype),
+            kKeptRows);
+        EXPECT_LE(error, tolerance_of(dtype));
       }
     }
+  }
+}
+
+// Both sides get the same gate and up, many beyond the limits of clamped_silu,
+// so that rounding moves none across a limit.
+TEST_F(CudaExperts, GatesMatchTheCpu) {
+  struct Case {
+    GateActivation activation;
+    ExpertLayout layout;
+  };
+  const Case cases[] = {
+      {GateActivation::silu, ExpertLayout::stacked},
+      {GateActivation::silu, ExpertLayout::interleaved},
+      {GateActivation::clamped_silu, ExpertLayout::stacked},
+      {GateActivation::clamped_silu, ExpertLayout::interleaved},
+      {GateActivation::gelu_tanh, ExpertLayout::interleaved}};
+  for (const auto& [activation, layout] : cases) {
+    for (const auto& [width, dim] : {std::pair{32, 64}, std::pair{7, 12}}) {
+      for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
+        const std::int64_t per_expert = width == 7 ? 2 : 1;
+        SCOPED_TRACE(
+            ::testing::Message()
+            << static_cast<int>(activation) << ' ' << static_cast<int>(layout)
+            << ' ' << width << ' ' << dtype);
+        const bool in_out = layout == ExpertLayout::interleaved;
+        at::Tensor gate_up = random({kBiasedRows, 2 * width}, dtype) * 5;
+        gate_up[0].fill_(7.0);
+        gate_up[1].fill_(-7.0);
+        const double error = error_of(
+            [&,
+             a = activation,
+             l = layout](const TensorList& t, at::Device device) {
+              return grouped_gated_linear(
+                  a,
+                  t[0],
+                  t[1],
+                  {t[2], t[3], l},
+                  {biased_ends(per_expert).to(device), per_expert});
+            },
+            {gate_up,
+             at::rand({kBiasedRows}, generator_).cuda(),
+             in_out ? random({3, width, dim}, dtype)
+                    : random({3, dim, width}, dtype),
+             random({3, dim}, dtype)},
+            random({kBiasedRows, dim}, dtype),
+            kKeptRows);
+        EXPECT_LE(error, tolerance_of(dtype));
+      }
+    }
+  }
+}
+
+// A comparison that loses NaN would hide a diverged run.
+TEST_F(CudaExperts, ClampsKeepNan) {
+  const at::Tensor ends = at::tensor({1}, at::kInt).cuda();
+  for (const std::int64_t spoiled : {0, 1}) {  // the gate, the up
+    at::Tensor gate_up = at::ones({1, 16}, at::kCUDA);
+    gate_up[0][spoiled] = std::nan("");
+    const at::Tensor y = grouped_gated_linear(
+        GateActivation::clamped_silu,
+        gate_up.requires_grad_(),
+        at::ones({1}, at::kCUDA),
+        {at::ones({1, 8, 8}, at::kCUDA), {}, ExpertLayout::interleaved},
+        {ends});
+    EXPECT_TRUE(y.isnan().all().item<bool>());
+    y.sum().backward();
+    EXPECT_TRUE(gate_up.grad()[0][0].isnan().item<bool>());
+    EXPECT_FALSE(gate_up.grad()[0][2].isnan().item<bool>());
   }
 }
 

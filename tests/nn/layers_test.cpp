@@ -415,6 +415,50 @@ TEST_P(Layers, AttentionWithSinks) {
   }
 }
 
+// Documents that begin inside and at the border of a block of queries.
+TEST_P(Layers, PlainAttentionStaysWithinDocuments) {
+  constexpr std::int64_t kLengths[] = {70, 80, 149, 1};
+  const at::Tensor document = at::repeat_interleave(
+                                  at::arange(4, at::kInt),
+                                  at::tensor(at::ArrayRef(kLengths), at::kLong))
+                                  .view({2, 150});
+  for (const std::int64_t window : {0, 33, 70}) {
+    SCOPED_TRACE(window);
+    const at::Tensor q = leaf({2, 150, 4, 8}), k = leaf({2, 150, 2, 8}),
+                     v = leaf({2, 150, 2, 8}), sinks = leaf({4});
+    const at::Tensor g = at::randn({2, 150, 4, 8}, generator_).to(GetParam());
+    const at::Tensor qe = exact(q), ke = exact(k), ve = exact(v),
+                     se = exact(sinks);
+    const at::Tensor y = plain_attention(
+        q,
+        k,
+        v,
+        {.window = window, .soft_cap = 1.5, .sinks = sinks},
+        document);
+    y.backward(g);
+    TensorList parts;
+    std::int64_t begin = 0;
+    for (const std::int64_t length : kLengths) {
+      const auto of = [&](const at::Tensor& x) {
+        return x.flatten(0, 1).narrow(0, begin, length).unsqueeze(0);
+      };
+      parts.push_back(attention_by_formula(
+          of(qe),
+          of(ke),
+          of(ve),
+          {.window = window, .soft_cap = 1.5, .sinks = se}));
+      begin += length;
+    }
+    const at::Tensor ye = at::cat(parts, 1).view({2, 150, 4, 8});
+    ye.backward(g.to(at::kDouble));
+    expect_close(y, ye);
+    expect_close(q.grad(), qe.grad());
+    expect_close(k.grad(), ke.grad());
+    expect_close(v.grad(), ve.grad());
+    expect_close(sinks.grad(), se.grad());
+  }
+}
+
 TEST_P(Layers, RopeOfAPartOfTheHead) {
   RopeTable table({.head_dim = 4, .theta = 100.0});
   const auto [cos, sin] = table.get(5, at::kCPU);

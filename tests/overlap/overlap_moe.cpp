@@ -65,7 +65,8 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   // The runner cuts blocks at exchanges, also without ranks to exchange with.
   std::shared_ptr<nn::TokenExchange> of_layers = exchange;
   if (!exchange && options.with_runner) {
-    of_layers = std::make_shared<nn::LocalExchange>();
+    of_layers =
+        options.local ? options.local : std::make_shared<nn::LocalExchange>();
   }
   models::ModelConfig shape{
       .family = "moe",

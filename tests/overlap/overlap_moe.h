@@ -28,6 +28,8 @@ struct MoeOverlapCase {
   int ep = 1;   ///< ranks that divide them; above 1 tokens are exchanged
   bool copies = false;
   bool exchanges_alone = false;  ///< rows are exchanged also by one rank
+  /// The exchange of layers whose rows stay here; null: LocalExchange.
+  std::shared_ptr<nn::TokenExchange> local;
   int microbatches = 3;
   OverlapPlanOptions options;
   int layers = 3;

@@ -4,6 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
 namespace flatshard::testing {
 namespace {
 
@@ -34,6 +39,38 @@ TEST(OverlapMoe, SharedExpertsAreThoseOfTheModelsForward) {
           .recompute = true,
           .shared_experts = true}};
   expect_same(train_overlapped_moe(shared), train_plainly(shared));
+}
+
+// Notes the threads on which rows that stay here are put in order.
+class NotedExchange : public nn::LocalExchange {
+ public:
+  std::unique_ptr<nn::RowTransfer> start(
+      const nn::ExchangePlanPtr& plan,
+      Direction direction,
+      const nn::TransferInput& input) override {
+    {
+      const std::lock_guard lock(mutex);
+      threads.insert(std::this_thread::get_id());
+    }
+    return LocalExchange::start(plan, direction, input);
+  }
+
+  std::mutex mutex;
+  std::set<std::thread::id> threads;
+};
+
+// On a GPU, memory of another stream waits for compute before it is used again,
+// and memory of compute for the other stream. Then a step would hold the
+// activations of many microbatches.
+TEST(OverlapMoe, RowsThatStayAreAllocatedOnCompute) {
+  const auto local = std::make_shared<NotedExchange>();
+  std::thread::id compute;
+  MoeOverlapCase alone{.edp = 1, .local = local, .steps = 1};
+  alone.before_step = [&](MoeOverlapTrainer&, int) {
+    compute = std::this_thread::get_id();
+  };
+  train_overlapped_moe(alone);
+  EXPECT_EQ(local->threads, std::set{compute});
 }
 
 TEST(OverlapMoe, ABlockThatRecomputesItselfIsRefused) {

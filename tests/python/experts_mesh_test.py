@@ -368,7 +368,7 @@ def test_without_a_unit_around(ranks_4):
     """The outermost module cannot be on a part of the mesh."""
     model = made()
     fully_shard(model.blocks[0].experts, mesh=mesh_of(1, 2, 2)[0]["edp"])
-    with pytest.raises(RuntimeError, match="part of the model's mesh"):
+    with pytest.raises(RuntimeError, match="on the flattened mesh"):
         model.blocks[0].experts(on_device(torch.zeros(EXPERTS, 3, DIM)))
 
 

@@ -333,3 +333,23 @@ def test_what_is_not_supported_is_named(world):
             fully_shard(parallel(make(), others), mesh=grid["dp"])
     with pytest.raises(NotImplementedError, match="outer.*DTensors"):
         fully_shard(model.blocks[0], mesh=named_mesh(a=1, b=world), outer="optim")
+
+
+def test_dimensions_flatten_after_the_last_fully_shard(world):
+    """Before, it means that their ranks have different experts."""
+    mesh = named_mesh(dp=1, tp=world)
+    expected = shard(parallel(make(), mesh["tp"]), fully_shard, mesh=mesh["dp"])
+    model = shard(parallel(make(), mesh["tp"]), fully_shard, mesh=mesh["dp"])
+    mesh["dp", "tp"]._flatten("all")
+    assert train(model, [0]) == train(expected, [0])
+
+    early = r"\['tp'\] were flattened.*parameter norm.weight is a DTensor"
+    cut = parallel(make(), mesh["tp"], sequence=True)
+    with pytest.raises(ValueError, match=early):
+        fully_shard(cut.blocks[0], mesh=mesh["dp"])
+    plain = make()
+    fully_shard(plain.blocks[0], mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="flatten after the last fully_shard"):
+        fully_shard(plain, mesh=mesh["dp"])
+    with pytest.raises(RuntimeError, match="flatten after the last fully_shard"):
+        loss_of(fully_shard(make(), mesh=mesh["dp"]), 0)

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "flatshard/moe/gate.h"
 #include "flatshard/moe/router_args.h"
 #include "flatshard/nn/kernels/kernels.h"
 
@@ -79,7 +80,7 @@ struct SumRows {
 };
 void sum_rows(const SumRows& args, cudaStream_t stream);
 
-struct WeightedSwiglu {
+struct WeightedGate {
   const void* dy;        ///< [rows, dim], of the backward
   const void* gate_up;   ///< [rows, 2 * dim]
   const float* weights;  ///< [rows]
@@ -89,8 +90,28 @@ struct WeightedSwiglu {
   std::int64_t rows;
   std::int64_t dim;
   Dtype dtype;
+  Gate gate;  ///< silu or clamped_silu
 };
-void weighted_swiglu_forward(const WeightedSwiglu& args, cudaStream_t stream);
-void weighted_swiglu_backward(const WeightedSwiglu& args, cudaStream_t stream);
+void weighted_gate_forward(const WeightedGate& args, cudaStream_t stream);
+void weighted_gate_backward(const WeightedGate& args, cudaStream_t stream);
+
+struct ExpertBiases {
+  const void* bias;          ///< [experts, dim]
+  const std::int32_t* ends;  ///< [num_groups]; see Groups
+  int num_groups;
+  int per_expert;
+  void* rows;            ///< [num_rows, dim]
+  const float* factors;  ///< [num_rows], or null: 1
+  float* dots;           ///< [num_rows]
+  std::int64_t num_rows;
+  std::int64_t dim;
+  Dtype dtype;
+};
+// Rows after the last end are neither read nor written.
+
+/// rows[r] += factors[r] * bias of r's expert.
+void add_expert_biases(const ExpertBiases& args, cudaStream_t stream);
+/// dots[r] += the dot product of rows[r] and the bias of r's expert.
+void add_expert_bias_dots(const ExpertBiases& args, cudaStream_t stream);
 
 }  // namespace flatshard::nn::kernels

@@ -1,13 +1,11 @@
 #include <algorithm>
 
 #include "flatshard/moe/kernels/moe.h"
-#include "flatshard/nn/kernels/common.cuh"
-#include "flatshard/nn/kernels/swiglu.cuh"
+#include "flatshard/moe/kernels/rows.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {
 
-constexpr int kRowThreads = 256;
 // The result is read once, much later, so it should not drive x out of the
 // cache.
 template <class T, int N>
@@ -154,83 +152,6 @@ __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
   store<T, N>(static_cast<T*>(args.out) + mine, sum);
 }
 
-template <class T, int N>
-__global__ void weighted_forward_kernel(WeightedSwiglu args) {
-  const std::int64_t packs = args.dim / N;
-  const std::int64_t i =
-      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= args.rows * packs) {
-    return;
-  }
-  const std::int64_t row = i / packs;
-  const std::int64_t column = i % packs * N;
-  const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.dim;
-  const float weight = args.weights[row];
-  float g[N];
-  float u[N];
-  load<T, N>(gate + column, g);
-  load<T, N>(gate + args.dim + column, u);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    g[j] = swiglu(g[j], sigmoid(g[j]), u[j]) * weight;
-  }
-  store<T, N>(static_cast<T*>(args.y) + row * args.dim + column, g);
-}
-
-// One block for each row, since the weight's gradient is a sum over it.
-template <class T, int N>
-__global__ void weighted_backward_kernel(WeightedSwiglu args) {
-  __shared__ float scratch[33];
-  const std::int64_t row = blockIdx.x;
-  const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.dim;
-  T* dgate = static_cast<T*>(args.dgate_up) + row * 2 * args.dim;
-  const T* dy = static_cast<const T*>(args.dy) + row * args.dim;
-  T* y = static_cast<T*>(args.y) + row * args.dim;
-  const float weight = args.weights[row];
-  float sum = 0.0F;
-  for (std::int64_t at = threadIdx.x * N; at < args.dim;
-       at += static_cast<std::int64_t>(blockDim.x) * N) {
-    float d[N];
-    float g[N];
-    float u[N];
-    float product[N];
-    load<T, N>(dy + at, d);
-    load<T, N>(gate + at, g);
-    load<T, N>(gate + args.dim + at, u);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const float s = sigmoid(g[j]);
-      const float p = swiglu(g[j], s, u[j]);
-      sum += d[j] * p;
-      product[j] = p * weight;
-      const SwigluGradient gradient =
-          swiglu_gradient(d[j] * weight, g[j], s, u[j]);
-      g[j] = gradient.gate;
-      u[j] = gradient.up;
-    }
-    store<T, N>(y + at, product);  // may be dy, which was read above
-    store<T, N>(dgate + at, g);
-    store<T, N>(dgate + args.dim + at, u);
-  }
-  sum = block_sum(sum, scratch);
-  if (threadIdx.x == 0) {
-    args.dweights[row] = sum;
-  }
-}
-
-// Calls run<T, N> with as many elements at a time as all pointers allow.
-template <class Run>
-void with_pack(Dtype dtype, std::int64_t dim, bool aligned, Run&& run) {
-  const auto with = [&]<class T>(T) {
-    if (aligned && dim % kWide<T> == 0) {
-      run.template operator()<T, kWide<T>>();
-    } else {
-      run.template operator()<T, 1>();
-    }
-  };
-  dtype == Dtype::f32 ? with(float{}) : with(__nv_bfloat16{});
-}
-
 }  // namespace
 
 void row_places(const PlaceRows& args, cudaStream_t stream) {
@@ -279,35 +200,6 @@ void sum_rows(const SumRows& args, cudaStream_t stream) {
     };
     args.staying != nullptr ? run(sum_rows_kernel<T, N, true>)
                             : run(sum_rows_kernel<T, N, false>);
-  });
-}
-
-void weighted_swiglu_forward(const WeightedSwiglu& args, cudaStream_t stream) {
-  if (args.rows == 0 || args.dim == 0) {
-    return;
-  }
-  const bool aligned = aligned16(args.gate_up) && aligned16(args.y);
-  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
-    weighted_forward_kernel<T, N>
-        <<<divide_up(args.rows * (args.dim / N), kRowThreads),
-           kRowThreads,
-           0,
-           stream>>>(args);
-  });
-}
-
-void weighted_swiglu_backward(const WeightedSwiglu& args, cudaStream_t stream) {
-  if (args.rows == 0) {
-    return;
-  }
-  const bool aligned = aligned16(args.dy) && aligned16(args.gate_up) &&
-                       aligned16(args.y) && aligned16(args.dgate_up);
-  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
-    const std::int64_t packs = (args.dim + N - 1) / N;
-    const int wanted = static_cast<int>((packs + 31) / 32 * 32);
-    const int threads = std::clamp(wanted, 32, kRowThreads);
-    const auto blocks = static_cast<unsigned>(args.rows);
-    weighted_backward_kernel<T, N><<<blocks, threads, 0, stream>>>(args);
   });
 }
 

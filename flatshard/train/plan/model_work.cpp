@@ -29,18 +29,21 @@ double d(std::int64_t n) {
 class ModelWork {
  public:
   /// @param float8, adapted  see add_model_work.
+  /// @param copies           see Job::copy_activations.
   ModelWork(
       const Config& config,
       const models::ModelConfig& model,
       std::int64_t layer,
       const std::map<std::string, std::string>& float8,
-      const std::set<std::string>& adapted)
+      const std::set<std::string>& adapted,
+      bool copies)
       : config_(config),
         model_(model),
         layer_(layer),
         float8_(float8),
         adapted_(adapted),
         frozen_(config.lora.enabled()),
+        copies_(copies),
         size_(d(static_cast<std::int64_t>(
             c10::elementSize(config.precision.compute)))),
         sharing_(config.parallelism.tensor_parallel_degree),
@@ -243,7 +246,7 @@ class ModelWork {
       append_shared_stages(
           stages,
           d(bytes(model_.dim)),
-          config_.parallelism.copies_activations() && !frozen_,
+          copies_ && !frozen_ ? sharing_ : 1,
           node);
     }
   }
@@ -462,6 +465,7 @@ class ModelWork {
   const std::map<std::string, std::string>& float8_;
   const std::set<std::string>& adapted_;
   bool frozen_;           ///< all weights but adapters
+  bool copies_;           ///< ranks that share layers copy activations
   double size_;           ///< of an element of activations
   std::int64_t sharing_;  ///< ranks of tensor parallelism
   std::int64_t tokens_;   ///< of a microbatch, which these ranks share
@@ -476,9 +480,10 @@ void add_model_work(
     const std::map<std::string, std::string>& float8,
     const std::set<std::string>& adapted,
     plan::Job& job) {
-  job.ends = ModelWork(config, model, 0, float8, adapted).ends();
+  const bool copies = job.copy_activations;
+  job.ends = ModelWork(config, model, 0, float8, adapted, copies).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const ModelWork work(config, model, layer, float8, adapted);
+    const ModelWork work(config, model, layer, float8, adapted, copies);
     const LayerWork kind =
         model.has_experts(layer) ? work.experts() : work.dense();
     const auto found = std::ranges::find(job.layer_kinds, kind);

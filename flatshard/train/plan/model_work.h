@@ -17,6 +17,7 @@ namespace flatshard {
 /// Layers whose weights are in FP8 and have adapters alike are of one kind. A
 /// run with adapters freezes the other weights, and the first layer of each
 /// such kind, whose input has no gradient, is another kind.
+/// Reads Job::copy_activations.
 /// @param config   resolved.
 /// @param float8   the recipes of the weights in FP8, by their names.
 /// @param adapted  the names of the weights whose linear layers have adapters.

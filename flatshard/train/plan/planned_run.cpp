@@ -31,13 +31,14 @@ std::int64_t aligned_half(std::int64_t nbytes) {
   return at::round_up(nbytes, kHalf);
 }
 
-/// As choose_copy_engines, where NVLink joins the GPUs of a host.
+/// As choose_copy_engines.
 CopyEngines copy_engines_of(
     const Config& config,
     const Strategy& strategy,
-    const plan::Job& job) {
+    std::int64_t ranks,
+    const PlannedHost& host) {
   const config::Parallelism& p = config.parallelism;
-  const bool one_host = job.ranks <= job.ranks_per_host;
+  const bool one_host = ranks <= host.ranks;
   if (p.copy_engines) {
     FLATSHARD_CHECK(
         !p.copy_engines->any() || one_host,
@@ -45,15 +46,30 @@ CopyEngines copy_engines_of(
         "parallelism.copy_engines = {}: copies reach GPUs of one host, got {} "
         "ranks on hosts of {}; use auto or none",
         config::word_of(p.copy_engines),
-        job.ranks,
-        job.ranks_per_host);
+        ranks,
+        host.ranks);
     return *p.copy_engines;
   }
   const bool gathers =
       p.keep_compute_weights && !config.cuda_graph.whole_step() &&
       std::ranges::any_of(strategy.parameter, &Placement::is_shard);
-  return gathers && one_host && job.ranks > 1 ? CopyEngines::all()
-                                              : CopyEngines{};
+  return gathers && host.nvlink && one_host && ranks > 1 ? CopyEngines::all()
+                                                         : CopyEngines{};
+}
+
+/// As tensor_parallel_ranks.
+bool copies_activations_on(const PlannedHost& host, const Config& config) {
+  const config::Parallelism& p = config.parallelism;
+  const bool one_host = p.tensor_parallel_degree <= host.ranks;
+  FLATSHARD_CHECK(
+      !p.shares_layers() || !p.copies_activations() || one_host,
+      config,
+      "parallelism.tensor_parallel_comm = \"copies\": copies reach GPUs of one "
+      "host, got {} ranks that share layers on hosts of {}; use \"auto\" or "
+      "\"collective\"",
+      p.tensor_parallel_degree,
+      host.ranks);
+  return copies_activations(config, [&] { return host.nvlink && one_host; });
 }
 
 /// Returns the memory for reductions by copies: as CopyReducer takes for each
@@ -182,7 +198,7 @@ plan::Job plan_job(
     const Config& config,
     const models::ModelConfig& model,
     std::int64_t ranks,
-    std::int64_t ranks_per_host,
+    const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules) {
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
@@ -190,7 +206,7 @@ plan::Job plan_job(
                                      config.parallelism.num_data_ranks(ranks));
   plan::Job job{
       .ranks = ranks,
-      .ranks_per_host = ranks_per_host,
+      .ranks_per_host = host.ranks,
       .scheduler = {.prefetch = static_cast<int>(config.parallelism.prefetch)},
       .microbatches = static_cast<int>(microbatches),
       .optimizer_states = config.optimizer.num_states(),
@@ -199,9 +215,10 @@ plan::Job plan_job(
           c10::elementSize(config.precision.main_grads)),
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
-  if (const std::int64_t window = tensor_window_nbytes(config, model)) {
-    job.copy_activations = true;
-    job.other_nbytes["shared layers"] = 2 * aligned_half(window);
+  job.copy_activations = copies_activations_on(host, config);
+  if (job.copy_activations) {
+    job.other_nbytes["shared layers"] =
+        2 * aligned_half(tensor_window_nbytes(config, model));
   }
   if (!modules) {
     modules = std::make_shared<PlannedModel>(config, model);
@@ -234,7 +251,7 @@ plan::Job plan_job(
   const Strategy strategy = Strategy::named(
       strategy_name(config),
       static_cast<int>(mesh_axes(config).size()));
-  const CopyEngines copies = copy_engines_of(config, strategy, job);
+  const CopyEngines copies = copy_engines_of(config, strategy, ranks, host);
   job.copy_forward_gathers = copies.gather();
   job.copy_backward_gathers = copies.gathers == CopyEngines::Gathers::all;
   job.copy_reductions = copies.reductions_nbytes > 0;

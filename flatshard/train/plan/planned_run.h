@@ -10,18 +10,25 @@
 
 namespace flatshard {
 
+/// The GPUs of a host.
+struct PlannedHost {
+  std::int64_t ranks = 8;
+  /// They copy from and to each other's memory. Without it auto does not.
+  bool nvlink = true;
+};
+
 /// Returns a run as the planner sees it: the units, groups and layouts that
 /// make_train_state would make, and the work of its model.
 ///
 /// @param config   resolved for `ranks`.
 /// @param modules  those of an equal model; null: it is made.
-/// @throws Error{config} for what the trainer refuses too, and for copy engines
+/// @throws Error{config} for what the trainer refuses too, and for copies
 ///   between hosts.
 plan::Job plan_job(
     const Config& config,
     const models::ModelConfig& model,
     std::int64_t ranks,
-    std::int64_t ranks_per_host,
+    const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules = nullptr);
 
 }  // namespace flatshard

@@ -205,11 +205,7 @@ RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
   RunPlan plan{.config = resolve_config(config, machines.ranks)};
   check_priced(plan.config);
   plan.model = model_config(plan.config);
-  plan.job = plan_job(
-      plan.config,
-      plan.model,
-      machines.ranks,
-      machines.ranks_per_host);
+  plan.job = plan_job(plan.config, plan.model, machines.ranks, machines.host());
   plan.estimate = plan::estimate(plan.job, machines.gpu);
   return plan;
 }
@@ -228,8 +224,12 @@ std::optional<double> planned_step_seconds(
   }
   try {
     check_priced(config);
-    const plan::Job job = plan_job(config, model, ranks, num_cuda_devices());
-    return plan::estimate(job, plan::find_gpu(std::string(table))).step.seconds;
+    const PlannedMachines machines{
+        .ranks = ranks,
+        .ranks_per_host = num_cuda_devices(),
+        .gpu = plan::find_gpu(std::string(table))};
+    const plan::Job job = plan_job(config, model, ranks, machines.host());
+    return plan::estimate(job, machines.gpu).step.seconds;
   } catch (const Error& error) {
     // A run that cannot be planned, such as FP8 without rates, still trains.
     log_debug("no plan of this run: {}", error.what());

@@ -3,6 +3,7 @@
 #include "flatshard/models/config.h"
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/plan/planned_run.h"
 
 #include <c10/core/Device.h>
 
@@ -18,6 +19,13 @@ struct PlannedMachines {
   std::int64_t ranks = 1;
   std::int64_t ranks_per_host = 8;
   plan::Gpu gpu;
+
+  PlannedHost host() const {
+    // A table of GPUs without such copies has the rates of collectives twice.
+    return {
+        .ranks = ranks_per_host,
+        .nvlink = gpu.nvlink.copies != gpu.nvlink.all_gather};
+  }
 };
 
 /// A run that was planned.

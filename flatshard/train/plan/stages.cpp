@@ -14,13 +14,21 @@ void append(Kernels& to, const Kernels& more) {
   to.insert(to.end(), more.begin(), more.end());
 }
 
-/// Appends kernels with a gather before them or a scatter after them. Copies
-/// overlap with the first or the last of them, a product; see
-/// nn::gather_and_multiply.
+/// Returns the product of a part of the rows.
+Kernel with_rows(Kernel product, double rows) {
+  product.m = rows;
+  return product;
+}
+
+/// Appends kernels with a gather before them or a scatter after them. The first
+/// or the last of them is a product. A gather by copies overlaps with the
+/// product of the rank's own rows, and the rest of the product waits for it. A
+/// scatter by copies overlaps with the product of these rows, which is the
+/// last; see nn::gather_and_multiply.
 void put_transfer(
     Kernel transfer,
     const Kernels& kernels,
-    bool overlaps,
+    std::int64_t parts,
     Kernels& to) {
   if (kernels.empty()) {
     to.push_back(transfer);
@@ -28,18 +36,23 @@ void put_transfer(
   }
   const bool gathers = transfer.transfer == Transfer::all_gather;
   const auto product = gathers ? kernels.begin() : std::prev(kernels.end());
-  transfer.overlaps = overlaps && product->kind == Kernel::Kind::product &&
+  transfer.overlaps = parts > 1 && product->kind == Kernel::Kind::product &&
                       product->recipe.empty();
+  const double own = product->m / static_cast<double>(parts);
   for (auto kernel = kernels.begin(); kernel != kernels.end(); ++kernel) {
-    const bool is_product = kernel == product;
-    if (is_product && (transfer.overlaps || gathers)) {
-      to.push_back(transfer);
-    }
-    to.push_back(*kernel);
-    if (is_product && transfer.overlaps) {
-      to.push_back(Kernel::finish());
-    } else if (is_product && !gathers) {
-      to.push_back(transfer);
+    if (kernel != product) {
+      to.push_back(*kernel);
+    } else if (!transfer.overlaps) {
+      append(
+          to,
+          gathers ? Kernels{transfer, *product} : Kernels{*product, transfer});
+    } else {
+      const Kernel of_own = with_rows(*product, own);
+      const Kernel rest = with_rows(*product, product->m - own);
+      append(
+          to,
+          gathers ? Kernels{transfer, of_own, Kernel::finish(), rest}
+                  : Kernels{rest, transfer, of_own, Kernel::finish()});
     }
   }
 }
@@ -57,7 +70,7 @@ void append_stages(const Stages& stages, NodeWork& node) {
 void append_shared_stages(
     const Stages& stages,
     double nbytes,
-    bool overlaps,
+    std::int64_t parts,
     NodeWork& node) {
   using Reads = Stage::Reads;
   const Kernel gather = Kernel::exchange(Transfer::all_gather, nbytes);
@@ -69,7 +82,7 @@ void append_shared_stages(
       put_transfer(
           stage.reads == Reads::tokens ? gather : scatter,
           stage.work.forward,
-          overlaps,
+          parts,
           node.forward);
     }
   }
@@ -82,7 +95,7 @@ void append_shared_stages(
     const bool gathers = reads_tokens && stage->gathers_again;
     const bool scatters = reads_tokens && stage->has_input_gradient;
     if (stage->reads == Reads::columns) {
-      put_transfer(gather, stage->work.backward, overlaps, backward);
+      put_transfer(gather, stage->work.backward, parts, backward);
     } else {
       if (gathers) {
         start(Transfer::all_gather);

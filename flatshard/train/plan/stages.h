@@ -2,6 +2,7 @@
 
 #include "flatshard/plan/job.h"
 
+#include <cstdint>
 #include <vector>
 
 namespace flatshard {
@@ -32,11 +33,12 @@ void append_stages(const Stages& stages, plan::NodeWork& node);
 ///
 /// @param nbytes    of the activations of all ranks, which an exchange gathers
 ///   or scatters.
-/// @param overlaps  exchanges run in parallel with products.
+/// @param parts     copies overlap with a product's first or last part of so
+///   many; 1: exchanges take no parts of products.
 void append_shared_stages(
     const Stages& stages,
     double nbytes,
-    bool overlaps,
+    std::int64_t parts,
     plan::NodeWork& node);
 
 }  // namespace flatshard

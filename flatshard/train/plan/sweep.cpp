@@ -232,12 +232,8 @@ class Sweeper {
       if (!modules) {
         modules = std::make_shared<PlannedModel>(changed, model);
       }
-      const plan::Job job = plan_job(
-          changed,
-          model,
-          machines_.ranks,
-          machines_.ranks_per_host,
-          modules);
+      const plan::Job job =
+          plan_job(changed, model, machines_.ranks, machines_.host(), modules);
       planned.tokens_per_step =
           job.tokens_per_rank * static_cast<double>(job.ranks);
       planned.estimate = plan::estimate_if_table_fits(job, machines_.gpu);

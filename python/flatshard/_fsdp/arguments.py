@@ -12,7 +12,7 @@ from flatshard import _C
 from flatshard._fsdp.extension import is_extended
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
-from flatshard._tensor.mesh import flattened
+from flatshard._tensor.mesh import flattened, root_names
 from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
@@ -287,6 +287,25 @@ def check_own_mesh(members, own, mesh, is_part):
             f"module on {mesh}: expected the module's mesh, or a dimension that was "
             "flattened together with others into it"
         )
+
+
+def check_flattened(parameters, part, whole):
+    """Refuses DTensors over the dimensions that make a unit's parameters experts.
+
+    Args:
+        parameters: of a unit on a part of the model's mesh.
+        part, whole: the core's meshes: the unit's, and the model's.
+    """
+    others = {name for name, _ in whole.axes} - {name for name, _ in part.axes}
+    for p in parameters:
+        if p.parallel is not None and others <= root_names(p.parallel.own_mesh):
+            raise ValueError(
+                f"mesh: dimensions {sorted(others)} were flattened together with the "
+                f"module's, so their ranks have different experts, but parameter {p.label} "
+                "is a DTensor over them. With tensor parallelism flatten them after the "
+                "last fully_shard. Experts are plain tensors, or DTensors over another "
+                "dimension"
+            )
 
 
 def cut_dim(placement, tensor, name, mesh):

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
+    check_flattened,
     check_granularity,
     check_own_mesh,
     check_places,
@@ -43,20 +44,19 @@ from flatshard._fsdp.parameter import (
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.renewal import make_core
 from flatshard._fsdp.replaced import watch_state_dicts
-from flatshard._tensor.tensor_parallel import (
-    TensorParallel,
-    is_tensor_parallel,
-    plain_value,
-)
 from flatshard._fsdp.unit import Policy, UnitState
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._graphs.checks import check_cuda_graph
 from flatshard._tensor.mesh import default_device_mesh, device_of, model_mesh, slices_of
 from flatshard._tensor.same_values import digest
+from flatshard._tensor.tensor_parallel import (
+    TensorParallel,
+    is_tensor_parallel,
+    plain_value,
+)
 from flatshard.float8.linear import make_float8
 from flatshard.float8.policy import choose_weights
 from flatshard.torch_versions import buffers_of, hooks_of_tensor
-
 
 # The argument and result of fully_shard, such as a Transformer or a list of its layers.
 Wrapped = TypeVar("Wrapped", bound=nn.Module | Sequence[nn.Module])
@@ -195,6 +195,8 @@ def fully_shard(
     in_place = linears_in_place(owned, own, options.grads_in_place, slices)
 
     def state_of_parameters(parameters, part, whole, shown, slices, **of_unit):
+        if slices is not None:
+            check_flattened(parameters, part, whole)
         core_options = _C.UnitOptions(
             strategy=name,
             offload=offload,

@@ -33,6 +33,13 @@ def find_parts(modules, core, offload, copy_engines):
             if state is None or state.slices is None:
                 continue
             kind = type(inner).__name__
+            if state.mesh is core:
+                raise ValueError(
+                    f"mesh: {kind} inside and this module are on {core}, which was "
+                    "flattened together with other dimensions, so their ranks have "
+                    "different experts. Give this module the flattened mesh, or, if these "
+                    "are no experts, flatten after the last fully_shard"
+                )
             number = core.size // state.mesh.size
             if not state.mesh.is_part_of(core) or number != state.slices[0]:
                 raise ValueError(

@@ -82,8 +82,10 @@ def check_units(units, parents, state):
             )
         if unit.slices is not None:
             raise RuntimeError(
-                f"unit {unit.name} is on {unit.mesh}, a part of the model's mesh: "
-                "apply fully_shard to the module around it, on that mesh"
+                f"unit {unit.name} is on {unit.mesh}, which was flattened together with "
+                "other dimensions, so their ranks have different experts: apply "
+                "fully_shard to the module around it, on the flattened mesh, or, if these "
+                "are no experts, flatten after the last fully_shard"
             )
         if unit.cuda_graph and unit.main_grads:
             raise NotImplementedError(

@@ -37,6 +37,8 @@ class LiveBytes : public c10::MemoryReportingInfoBase {
 };
 
 constexpr std::int64_t kTokens = 128;
+// The ranks that these tests run have no NVLink.
+constexpr PlannedHost kCpus{.ranks = 8, .nvlink = false};
 
 Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
   return resolve_config(
@@ -83,7 +85,7 @@ std::int64_t measured(
 }
 
 plan::LayerWork planned(const Config& config, std::int64_t ranks = 1) {
-  const plan::Job job = plan_job(config, model_config(config), ranks, ranks);
+  const plan::Job job = plan_job(config, model_config(config), ranks, kCpus);
   return job.layer_kinds[job.kind_of_layer.front()];
 }
 
@@ -160,7 +162,7 @@ TEST(Work, AdaptersTrainWithoutTheFlopsOfTheBase) {
     std::vector<std::string> all{"model.layers=2"};
     all.insert(all.end(), set.begin(), set.end());
     const Config config = config_of(all);
-    return plan_job(config, model_config(config), 1, 1);
+    return plan_job(config, model_config(config), 1, kCpus);
   };
   const plan::Job plain = job_of({});
   const plan::Job lora = job_of({fmt::format("lora.rank={}", kRank)});
@@ -198,7 +200,7 @@ TEST(Work, RanksThatCutExpertsExchangeTwiceTheRows) {
     set.emplace_back("parallelism.expert_parallel_degree=2");
     set.push_back(std::string("parallelism.tensor_parallel_degree=") + tensor);
     const Config config = config_of(set, 4);
-    const plan::Job job = plan_job(config, model_config(config), 4, 4);
+    const plan::Job job = plan_job(config, model_config(config), 4, kCpus);
     EXPECT_EQ(job.exchange_ranks, 4);
     EXPECT_EQ(job.exchange_stride, 1);
     // bfloat16 rows, two for each of a rank's own tokens, to two ranks each.
@@ -213,7 +215,7 @@ TEST(Work, RanksThatShareLayersDivideTheFlops) {
   const Config shared =
       config_of({"parallelism.tensor_parallel_degree=2"}, /*ranks=*/2);
   const auto ends = [](const Config& config, std::int64_t ranks) {
-    return plan_job(config, model_config(config), ranks, ranks).ends;
+    return plan_job(config, model_config(config), ranks, kCpus).ends;
   };
   EXPECT_EQ(2 * flops_of(planned(shared, 2)), flops_of(planned(alone)));
   EXPECT_EQ(2 * flops_of(ends(shared, 2)), flops_of(ends(alone, 1)));
@@ -272,7 +274,7 @@ TEST(Work, KindsOfLayersDifferByTheirFloat8Weights) {
         "training.seq_len=128"};
     all.insert(all.end(), set.begin(), set.end());
     const Config config = config_of(all);
-    return plan_job(config, model_config(config), 1, 1);
+    return plan_job(config, model_config(config), 1, kCpus);
   };
   const auto num_float8 = [](const plan::LayerWork& layer) {
     std::int64_t count = 0;

@@ -98,8 +98,12 @@ Table measured(const Case& of) {
 
 Table planned(const Case& of) {
   const Config config = config_of(of);
-  const plan::Job job =
-      plan_job(config, model_config(config), of.ranks, /*ranks_per_host=*/8);
+  // Copies are what auto takes on GPUs, and collectives on CPUs.
+  const plan::Job job = plan_job(
+      config,
+      model_config(config),
+      of.ranks,
+      {.ranks = 8, .nvlink = false});
   Table table;
   for (const plan::RoleBytes& row :
        plan::memory_of(job, plan::plan_units(job))) {
@@ -114,7 +118,6 @@ TEST_P(MemoryPlanTest, EqualsTheTableOfARealStart) {
   EXPECT_EQ(planned(GetParam()), measured(GetParam()));
 }
 
-// Copies are what auto takes on GPUs, and collectives on CPUs.
 const std::string kNone = "parallelism.copy_engines=none";
 const std::string kShared = "parallelism.tensor_parallel_degree=2";
 const std::string kCut = "parallelism.expert_tensor_parallel_degree=2";
@@ -209,6 +212,10 @@ INSTANTIATE_TEST_SUITE_P(
              "model.tie_embeddings=true",
              "model.attention_bias=true",
              "precision.reduce=bfloat16"}},
+        Case{
+            "shared_copies_of_activations",
+            4,
+            {kNone, kShared, "parallelism.tensor_parallel_comm=copies"}},
         Case{"shared_rowwise", 4, {kNone, kShared, "float8.recipe=rowwise"}},
         Case{
             "shared_tensorwise_copies",
@@ -308,6 +315,64 @@ INSTANTIATE_TEST_SUITE_P(
              "parallelism.expert_parallel_degree=2",
              "parallelism.data_parallel_replicate_degree=2"}}),
     testing::kCaseName);
+
+plan::Job shared_job(
+    std::vector<std::string> set,
+    const PlannedHost& host = {.ranks = 8}) {
+  set.push_back(kShared);
+  const Config config = config_of({"shared", 4, std::move(set)});
+  return plan_job(config, model_config(config), 4, host);
+}
+
+TEST(PlannedCopies, OfActivationsAreWhatAutoTakesOverNvlink) {
+  const plan::Job found = shared_job({});
+  const plan::Job asked =
+      shared_job({"parallelism.tensor_parallel_comm=copies"});
+  EXPECT_TRUE(found.copy_activations);
+  EXPECT_GT(found.other_nbytes.at("shared layers"), 0);
+  EXPECT_EQ(found.other_nbytes, asked.other_nbytes);
+  EXPECT_EQ(found.layer_kinds, asked.layer_kinds);
+  EXPECT_NE(
+      found.layer_kinds,
+      shared_job({"parallelism.tensor_parallel_comm=collective"}).layer_kinds);
+}
+
+// Products in parts have the FLOPs of whole ones.
+TEST(PlannedCopies, OfActivationsOverlapWithPartsOfProducts) {
+  const auto work = [](const std::string& comm) {
+    const plan::Job job =
+        shared_job({"parallelism.tensor_parallel_comm=" + comm});
+    return job.layer_kinds.front().nodes.at(PlanNode::attend);
+  };
+  const plan::NodeWork copies = work("copies");
+  const plan::NodeWork collectives = work("collective");
+  EXPECT_EQ(plan::flops(copies.forward), plan::flops(collectives.forward));
+  EXPECT_EQ(plan::flops(copies.backward), plan::flops(collectives.backward));
+  // q, o, gate and down have two parts each, of which one ends with a transfer.
+  EXPECT_EQ(copies.forward.size(), collectives.forward.size() + 8);
+}
+
+TEST(PlannedCopies, OfActivationsAreNotWhatAutoTakesElsewhere) {
+  EXPECT_FALSE(shared_job({}, {.ranks = 8, .nvlink = false}).copy_activations);
+  EXPECT_FALSE(shared_job({}, {.ranks = 1}).copy_activations);
+  EXPECT_FALSE(shared_job({"float8.recipe=rowwise"}).copy_activations);
+  EXPECT_FALSE(shared_job({kAdapters}).copy_activations);
+  EXPECT_FALSE(shared_job({"parallelism.tensor_parallel_comm=collective"})
+                   .copy_activations);
+}
+
+TEST(PlannedCopies, OfActivationsStayOnOneHost) {
+  try {
+    shared_job({"parallelism.tensor_parallel_comm=copies"}, {.ranks = 1});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::config);
+    EXPECT_NE(
+        std::string(error.what())
+            .find("2 ranks that share layers on hosts of 1"),
+        std::string::npos);
+  }
+}
 
 }  // namespace
 }  // namespace flatshard
