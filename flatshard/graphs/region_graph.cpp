@@ -302,9 +302,9 @@ void RegionGraph::capture_backward(
   FLATSHARD_CHECK(
       call_.recompute || !backward_->draws(),
       usage,
-      "{}: its backward draws random numbers, as a checkpoint inside of it with "
-      "dropout does, and would not draw those of its forward; checkpoint what "
-      "draws none",
+      "{}: its backward draws random numbers, as a checkpoint with dropout "
+      "inside of it does, and would not draw those of its forward; checkpoint "
+      "what draws none",
       name_);
   for (std::size_t i = 0; i < unit_.parameters().size(); ++i) {
     const at::Tensor& parameter = unit_.parameters()[i].tensor;
