@@ -232,38 +232,6 @@ def test_attention(recomputes, dropout, world):
         assert_replays(both(make, mesh))
 
 
-def test_a_checkpoint_that_draws_numbers_stays_eager(world):
-    """A graph of the backward cannot draw those of the forward again."""
-    if DEVICE == "cpu":
-        pytest.skip("of GPUs")
-    _, _, mesh = next(meshes(world))
-    make = functools.partial(cut_attentions, recomputes=True, dropout=0.2)
-    stats = both(make, mesh)
-    assert stats["forward_replays"] == 0
-    (reason,) = stats["fallbacks"]
-    assert "its backward draws random numbers" in reason
-
-
-def dropping_blocks(mesh):
-    layers = [
-        (nn.Dropout(0.2), nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM))
-        for _ in range(BLOCKS)
-    ]
-    plan = {"0": SequenceParallel(), "1": GATHERS, "3": SCATTERS}
-    return stack(mesh, [nn.Sequential(*block) for block in layers], plan)
-
-
-def test_dropout_of_dtensors_stays_eager(world):
-    """torch sets the generator of a GPU by the host, for each part its numbers."""
-    _, _, mesh = next(meshes(world))
-    stats = both(dropping_blocks, mesh)
-    if DEVICE == "cpu":
-        return  # one generator for all
-    assert stats["forward_replays"] == 0
-    (reason,) = stats["fallbacks"]
-    assert "its capture failed" in reason
-
-
 def test_graphs_are_dropped_before_a_process_group_ends(world):
     """NCCL would wait for them for ever. The next steps capture again."""
     _, _, mesh = next(meshes(world))
@@ -417,3 +385,35 @@ def test_dtensors_between_blocks_stay_eager(takes, reason, world):
     stats = both(lambda mesh: Whole(mesh["tp"], takes), mesh, loss=loss)
     assert stats["forward_replays"] == 0
     assert set(stats["fallbacks"]) == {reason}
+
+
+def test_a_checkpoint_that_draws_numbers_stays_eager(world):
+    """A graph of the backward cannot draw those of the forward again."""
+    if DEVICE == "cpu":
+        pytest.skip("of GPUs")
+    _, _, mesh = next(meshes(world))
+    make = functools.partial(cut_attentions, recomputes=True, dropout=0.2)
+    stats = both(make, mesh)
+    assert stats["forward_replays"] == 0
+    (reason,) = stats["fallbacks"]
+    assert "its backward draws random numbers" in reason
+
+
+def dropping_blocks(mesh):
+    layers = [
+        (nn.Dropout(0.2), nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM))
+        for _ in range(BLOCKS)
+    ]
+    plan = {"0": SequenceParallel(), "1": GATHERS, "3": SCATTERS}
+    return stack(mesh, [nn.Sequential(*block) for block in layers], plan)
+
+
+def test_dropout_of_dtensors_stays_eager(world):
+    """torch sets the generator of a GPU by the host, for each part its numbers."""
+    _, _, mesh = next(meshes(world))
+    stats = both(dropping_blocks, mesh)
+    if DEVICE == "cpu":
+        return  # one generator for all
+    assert stats["forward_replays"] == 0
+    (reason,) = stats["fallbacks"]
+    assert "its capture failed" in reason
