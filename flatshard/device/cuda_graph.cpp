@@ -153,8 +153,6 @@ class CudaGraph final : public DeviceGraph {
     recording_.replay();
   }
 
-  bool draws() const override { return recording_.draws(); }
-
   GraphAudit audit(const std::vector<at::Tensor>& declared) const override {
     FLATSHARD_CHECK(
         audited_,

@@ -29,8 +29,6 @@ class DeviceGraph {
   virtual const std::vector<at::Tensor>& outputs() const = 0;
   /// Queues the work on the current stream.
   virtual void replay() = 0;
-  /// Returns whether each replay draws random numbers. CPU: false.
-  virtual bool draws() const { return false; }
   /// Looks at the addresses that the graph's kernels have. CPU: at nothing.
   /// @param declared  memory outside of the pool that they may touch.
   /// @throws Error{usage} when the pool is not for audits.

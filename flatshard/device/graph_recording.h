@@ -48,15 +48,6 @@ class GraphRecording : public at::cuda::CUDAGraph {
       instantiate();
     }
   }
-  /// Returns whether a replay draws random numbers. After `end`.
-  bool draws() const {
-    for (const auto& [generator, increment] : captured_generator_states_) {
-      if (increment != 0) {
-        return true;
-      }
-    }
-    return false;
-  }
   /// Called after an exception of what was recorded.
   void give_up() noexcept {
     if (!std::exchange(recording_, false)) {

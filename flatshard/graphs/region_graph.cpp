@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/static_tensor.h"
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/module.h"
 
 #include <ATen/ATen.h>
@@ -298,14 +298,6 @@ void RegionGraph::capture_backward(
         return grads_of_inputs(*now);
       },
       owner_.generators);
-  // With `recompute` a replay restores the generators first.
-  FLATSHARD_CHECK(
-      call_.recompute || !backward_->draws(),
-      usage,
-      "{}: its backward draws random numbers, as a checkpoint with dropout "
-      "inside of it does, and would not draw those of its forward; checkpoint "
-      "what draws none",
-      name_);
   for (std::size_t i = 0; i < unit_.parameters().size(); ++i) {
     const at::Tensor& parameter = unit_.parameters()[i].tensor;
     if (first->written(parameter)) {

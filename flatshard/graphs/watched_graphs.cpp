@@ -67,8 +67,7 @@ class WatchedGraph final : public DeviceGraph {
       std::unique_ptr<DeviceGraph> graph)
       : watch_(std::move(watch)),
         collectives_(std::move(collectives)),
-        outputs_(graph->outputs()),
-        draws_(graph->draws()) {
+        outputs_(graph->outputs()) {
     held_->graph = std::move(graph);
     watch_->graphs->add(held_);
   }
@@ -87,8 +86,6 @@ class WatchedGraph final : public DeviceGraph {
       flight->replayed(collectives_, scope != nullptr ? scope->step() : -1);
     }
   }
-
-  bool draws() const override { return draws_; }
 
   GraphAudit audit(const std::vector<at::Tensor>& declared) const override {
     const std::lock_guard lock(held_->mutex);
@@ -110,7 +107,6 @@ class WatchedGraph final : public DeviceGraph {
   std::shared_ptr<GraphWatch> watch_;
   std::shared_ptr<CapturedCollectives> collectives_;
   std::vector<at::Tensor> outputs_;
-  bool draws_;
   std::shared_ptr<HeldGraph> held_ = std::make_shared<HeldGraph>();
 };
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from flatshard import torch_versions
 from flatshard._tensor.mesh import device_of
+from flatshard._graphs.checks import refuse_numbers_drawn_again
 from flatshard.torch_versions import (
     await_gradient,
     await_leaves,
@@ -91,8 +92,11 @@ class Recorded:
         # Casts of weights that others made hold other memory.
         torch.clear_autocast_cache()
         try:
-            with torch.autocast(
-                self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+            with (
+                torch.autocast(
+                    self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+                ),
+                refuse_numbers_drawn_again(),
             ):
                 output = self._forward(module, *args, **kwargs)
         finally:
