@@ -21,7 +21,7 @@
 #include "flatshard/moe/permute.h"
 #include "flatshard/moe/router.h"
 #include "flatshard/nn/cuda_ops.h"
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 #include "flatshard/optim/flat_update.h"
 
 namespace flatshard {

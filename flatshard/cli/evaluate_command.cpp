@@ -90,6 +90,13 @@ void add_evaluate_command(CLI::App& program) {
       "Python with the tokenizers package, for --per-document with a "
       "tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python here or next "
       "to the program, else python3]");
+  command
+      ->add_option(
+          "--dtype",
+          options.dtype,
+          "Of weights and activations; auto is the run's precision.compute, "
+          "and float32 for a Hugging Face folder [auto]")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
   command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
   command->add_flag("--json", arguments->json, "Print one line of JSON");
   command->footer("Examples:\n  flatshard evaluate --run outputs/run --data "

@@ -9,6 +9,16 @@
 #include <vector>
 
 namespace flatshard {
+namespace {
+
+// Allocates a tensor like x, with another number of rows.
+at::Tensor room_like(const at::Tensor& x, std::int64_t num_rows) {
+  std::vector<std::int64_t> sizes = x.sizes().vec();
+  sizes.at(0) = num_rows;
+  return at::empty(sizes, x.options());
+}
+
+}  // namespace
 
 class CollectiveTensorParallel::Pending : public nn::PendingTensor {
  public:
@@ -37,28 +47,14 @@ CollectiveTensorParallel::CollectiveTensorParallel(
   stream_ = make_stream(group_->device(), "tensor parallelism", options);
 }
 
-at::Tensor CollectiveTensorParallel::room_for_whole(
-    const at::Tensor& part) const {
-  std::vector<std::int64_t> sizes = part.sizes().vec();
-  sizes.at(0) *= size();
-  return at::empty(sizes, part.options());
-}
-
-at::Tensor CollectiveTensorParallel::room_for_part(
-    const at::Tensor& addend) const {
-  std::vector<std::int64_t> sizes = addend.sizes().vec();
-  sizes.at(0) /= size();
-  return at::empty(sizes, addend.options());
-}
-
 at::Tensor CollectiveTensorParallel::all_gather(const at::Tensor& part) {
-  at::Tensor whole = room_for_whole(part);
+  at::Tensor whole = room_like(part, part.size(0) * size());
   group_->all_gather(whole, part);
   return whole;
 }
 
 at::Tensor CollectiveTensorParallel::reduce_scatter(const at::Tensor& addend) {
-  at::Tensor part = room_for_part(addend);
+  at::Tensor part = room_like(addend, addend.size(0) / size());
   group_->reduce_scatter(part, addend, ReduceOp::sum);
   return part;
 }
@@ -77,7 +73,7 @@ std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start(
 
 std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start_all_gather(
     const at::Tensor& part) {
-  const at::Tensor whole = room_for_whole(part);
+  const at::Tensor whole = room_like(part, part.size(0) * size());
   return start(whole, part, [this, whole, part] {
     group_->all_gather(whole, part);
   });
@@ -85,7 +81,7 @@ std::unique_ptr<nn::PendingTensor> CollectiveTensorParallel::start_all_gather(
 
 std::unique_ptr<nn::PendingTensor>
 CollectiveTensorParallel::start_reduce_scatter(const at::Tensor& addend) {
-  const at::Tensor part = room_for_part(addend);
+  const at::Tensor part = room_like(addend, addend.size(0) / size());
   return start(part, addend, [this, part, addend] {
     group_->reduce_scatter(part, addend, ReduceOp::sum);
   });

@@ -28,8 +28,6 @@ class CollectiveTensorParallel : public nn::TensorParallel {
 
  private:
   class Pending;
-  at::Tensor room_for_whole(const at::Tensor& part) const;
-  at::Tensor room_for_part(const at::Tensor& addend) const;
   std::unique_ptr<nn::PendingTensor> start(
       const at::Tensor& out,
       const at::Tensor& in,

@@ -1,30 +1,32 @@
 #include "flatshard/exchange/narrow_rows.h"
 
-#include <cstring>
+#include "flatshard/moe/cuda_moe.h"
 
-#include "flatshard/exchange/backend.h"
+#include <cstring>
 
 namespace flatshard {
 
-void NarrowRows::copy(void* here, bool gathers) const {
-  if (runs.is_cuda()) {
-    detail::cuda_copy_narrow_rows(*this, here, gathers);
+void copy_narrow_rows(
+    const nn::kernels::CopyNarrowRows& rows,
+    at::Device device) {
+  if (device.is_cuda()) {
+    nn::cuda::launch(rows, device);
     return;
   }
-  const std::int64_t num_runs = runs.size(1) - 1;
-  const auto* const begins = runs.const_data_ptr<std::int32_t>();
-  const auto* const at_home = begins + num_runs + 1;
-  const auto* const addresses = windows.const_data_ptr<std::int64_t>();
-  for (std::int64_t run = 0; run < num_runs; ++run) {
-    char* const window =
-        reinterpret_cast<char*>(addresses[run % windows.numel()]) + in_window;
+  const std::int32_t* const at_home = rows.runs + rows.num_runs + 1;
+  for (int run = 0; run < rows.num_runs; ++run) {
+    auto* const window =
+        reinterpret_cast<char*>(rows.windows[run % rows.num_ranks]) +
+        rows.in_window;
     // The rows of a run follow each other on both sides.
-    char* const there = window + at_home[run] * row_nbytes;
-    char* const mine = static_cast<char*>(here) + begins[run] * row_nbytes;
+    auto* const there = reinterpret_cast<std::uint32_t*>(window) +
+                        std::int64_t{at_home[run]} * rows.words;
+    auto* const mine = rows.here + std::int64_t{rows.runs[run]} * rows.words;
     std::memcpy(
-        gathers ? mine : there,
-        gathers ? there : mine,
-        (begins[run + 1] - begins[run]) * row_nbytes);
+        rows.gathers ? mine : there,
+        rows.gathers ? there : mine,
+        sizeof(std::uint32_t) * rows.words *
+            (rows.runs[run + 1] - rows.runs[run]));
   }
 }
 

@@ -34,7 +34,7 @@ struct PeerExchange::Plan : StreamExchangePlan {
   RowRuns runs;
   at::Tensor uploaded;   ///< int32: RunTables
   at::Tensor stay_runs;  ///< of rows that stay: see nn::row_places
-  at::Tensor all_runs;   ///< of all that arrive: see NarrowRows
+  at::Tensor all_runs;   ///< of all that arrive: see CopyNarrowRows
   std::optional<nn::RowPlaces> places;  ///< made on the exchange stream
   bool has_begun = false;  ///< see begin_dispatch; until the next transfer
 };
@@ -263,7 +263,7 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
          .in_window = in_window,
          .of_tokens = of_tokens && i == 0,
          .is_narrow = !(of_tokens && i == 0) &&
-                      NarrowRows::are(row, at_experts[i].element_size())});
+                      are_narrow(row, at_experts[i].element_size())});
     in_window += at::round_up(plan.runs.most_routed() * row, kPartAlignment);
   }
   return fences;
@@ -350,7 +350,17 @@ std::vector<BytesCopy> PeerExchange::expert_copies(
     bool arrive) const {
   for (const Part& part : parts) {
     if (part.is_narrow) {
-      narrow_rows(plan, part).copy(part.at_experts, /*gathers=*/arrive);
+      copy_narrow_rows(
+          {.windows = addresses_.const_data_ptr<std::int64_t>(),
+           .runs = plan.all_runs.const_data_ptr<std::int32_t>(),
+           .here = reinterpret_cast<std::uint32_t*>(part.at_experts),
+           .in_window = half_ * half_nbytes_ + part.in_window,
+           .num_rows = plan.num_received,
+           .num_ranks = windows_->size(),
+           .num_runs = static_cast<int>(plan.all_runs.size(1) - 1),
+           .words = static_cast<int>(part.row / 4),
+           .gathers = arrive},
+          addresses_.device());
     }
   }
   // The ranks begin with their next one each, so that no two read from one.
@@ -401,15 +411,6 @@ std::vector<BytesCopy> PeerExchange::home_copies(
     }
   }
   return copies;
-}
-
-NarrowRows PeerExchange::narrow_rows(const Plan& plan, const Part& part) const {
-  return {
-      .windows = addresses_,
-      .runs = plan.all_runs,
-      .in_window = half_ * half_nbytes_ + part.in_window,
-      .num_rows = plan.num_received,
-      .row_nbytes = part.row};
 }
 
 at::Tensor PeerExchange::rows_in_window(

@@ -93,7 +93,7 @@ class PeerExchange : public StreamExchange {
     /// At home it has a row for each token, and kernels take this rank's rows
     /// from and to the window.
     bool of_tokens = false;
-    bool is_narrow = false;  ///< see NarrowRows; not of tokens
+    bool is_narrow = false;  ///< see are_narrow; not of tokens
   };
 
   /// Collective. @param nbytes  of the largest transfer
@@ -131,7 +131,6 @@ class PeerExchange : public StreamExchange {
       const Plan& plan,
       const std::vector<Part>& parts,
       bool leaves) const;
-  NarrowRows narrow_rows(const Plan& plan, const Part& part) const;
   /// [num_rows, dim] of `like`'s dtype at the begin of this rank's window,
   /// where rows of tokens are.
   at::Tensor

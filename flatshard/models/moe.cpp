@@ -2,7 +2,6 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/models/init.h"
-#include "flatshard/nn/recompute.h"
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
@@ -13,137 +12,6 @@
 #include <utility>
 
 namespace flatshard::models {
-namespace {
-
-// DeepSeek-V3 adds this value to the sum of sigmoid scores.
-constexpr double kSigmoidEpsilon = 1e-20;
-
-nn::RouterOptions router_options(
-    const MoeConfig& moe,
-    const MoeOptions& options) {
-  return {
-      .experts_per_token = moe.experts_per_token,
-      .score = moe.router_score,
-      .normalize = moe.router_normalize,
-      .epsilon =
-          moe.router_score == nn::RouterScore::sigmoid ? kSigmoidEpsilon : 0.0,
-      .scale = moe.router_scale,
-      .groups = moe.router_groups,
-      .kept_groups = moe.router_kept_groups,
-      .aux_loss = options.aux_loss,
-      .z_loss = options.z_loss,
-      .ranks = options.ranks};
-}
-
-// Returns whether a backward follows the forward.
-bool backward_follows() {
-  return at::GradMode::is_enabled() || nn::in_checkpointed_forward();
-}
-
-// sum += value, or value itself.
-void add_to(at::Tensor& sum, const at::Tensor& value) {
-  sum = sum.defined() ? sum.add_(value) : value;
-}
-
-}  // namespace
-
-RouterImpl::RouterImpl(
-    const ModelConfig& config,
-    const MoeOptions& options,
-    nn::LossGradientPtr loss_gradient)
-    : Module("Router"),
-      num_experts_(config.moe.num_experts),
-      has_bias_(config.moe.router_bias),
-      force_balance_(options.force_balance),
-      options_(router_options(config.moe, options)),
-      loss_gradient_(std::move(loss_gradient)) {
-  weight_ = declare_parameter(
-      "weight",
-      {num_experts_, config.dim},
-      InitSpec::normal(0.0F, init_std(config)));
-  if (config.block.mlp_bias) {
-    linear_bias_ = declare_parameter("bias", {num_experts_}, InitSpec::zeros());
-  }
-}
-
-void RouterImpl::make_bias(at::Device device) {
-  if (has_bias_) {
-    bias_ = at::zeros(
-        {num_experts_},
-        at::TensorOptions().dtype(at::kFloat).device(device));
-  }
-}
-
-void RouterImpl::update_bias(const at::Tensor& counts, double rate) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor load = counts.to(at::kDouble);
-  bias_.add_((load.mean() - load).sign().to(at::kFloat), rate);
-}
-
-RouterLoad RouterImpl::take_load() {
-  return std::exchange(load_, {});
-}
-
-void RouterImpl::count_kept(const at::Tensor& kept) {
-  add_to(load_.kept, kept.sum(at::kLong));
-}
-
-void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
-  if (load_.counts.defined()) {
-    load_.counts.add_(routing.counts);
-  } else {
-    load_.counts = routing.counts.to(at::kLong);
-  }
-  if (measures_balance_) {
-    add_to(
-        load_.balance,
-        nn::load_balance(logits.detach(), routing.counts, options_));
-    ++load_.measured;
-  }
-}
-
-at::Tensor RouterImpl::score(const at::Tensor& x) const {
-  // Sigmoid scores are compared with a bias that moves by thousandths.
-  const bool wide = options_.score == nn::RouterScore::sigmoid;
-  const auto widened = [](const at::Tensor& t) {
-    return t.defined() ? t.to(at::kFloat) : t;
-  };
-  return (wide ? nn::linear(widened(x), widened(weight_), widened(linear_bias_))
-               : nn::linear(x, weight_, linear_bias_, {}, context()))
-      .to(at::kFloat);
-}
-
-nn::Routing RouterImpl::forward(
-    const at::Tensor& x,
-    const nn::Routing* chosen,
-    const at::Tensor& scored) {
-  const at::Tensor logits = scored.defined() ? scored : score(x);
-  const bool counts = chosen == nullptr && backward_follows();
-  if (chosen == nullptr && force_balance_) {
-    chosen = &balanced_choice_for(x);
-  }
-  nn::Routing routing =
-      nn::route(logits, bias_, options_, chosen, loss_gradient_);
-  if (counts) {
-    const at::NoGradGuard no_grad;
-    count(routing, logits);
-  }
-  return routing;
-}
-
-const nn::Routing& RouterImpl::balanced_choice_for(const at::Tensor& x) {
-  if (!balanced_ || balanced_->experts.size(0) != x.size(0) ||
-      balanced_->experts.device() != x.device()) {
-    // A graph of a later forward may save it.
-    const c10::InferenceMode normal(false);
-    balanced_ = nn::balanced_choice(
-        x.size(0),
-        num_experts_,
-        options_.experts_per_token,
-        x.device());
-  }
-  return *balanced_;
-}
 
 ExpertsImpl::ExpertsImpl(const ModelConfig& config, const MoeOptions& options)
     : Module("Experts"),
@@ -242,24 +110,18 @@ MoeImpl::MoeImpl(
   shared_ = register_module(
       "shared_experts",
       std::make_shared<nn::Module>("SharedExperts"));
-  shared_gate_ = shared_->register_module(
-      "gate_proj",
-      nn::Linear(
-          config.dim,
-          width,
-          plain_linear(config, false, options.ranks)));
-  shared_up_ = shared_->register_module(
-      "up_proj",
-      nn::Linear(
-          config.dim,
-          width,
-          plain_linear(config, false, options.ranks)));
-  shared_down_ = shared_->register_module(
-      "down_proj",
-      nn::Linear(
-          width,
-          config.dim,
-          residual_linear(config, false, options.ranks)));
+  const auto into = plain_linear(config, false, options.ranks);
+  const auto add = [&](const char* name, const nn::Linear& layer) {
+    return shared_->register_module(name, layer);
+  };
+  shared_gate_ = add("gate_proj", nn::Linear(config.dim, width, into));
+  shared_up_ = add("up_proj", nn::Linear(config.dim, width, into));
+  shared_down_ =
+      add("down_proj",
+          nn::Linear(
+              width,
+              config.dim,
+              residual_linear(config, false, options.ranks)));
 }
 
 void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
@@ -286,8 +148,7 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
       .order = out[0],
       .inverse = out[1],
       .drops = capacity_factor_ > 0};
-  if (record.permutation.drops && backward_follows()) {
-    const at::NoGradGuard no_grad;
+  if (record.permutation.drops) {
     gate_->count_kept(out[2]);
   }
   const std::int64_t num_rows = record.permutation.rows();
@@ -298,7 +159,7 @@ void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
       nn::Routing{.experts = routing.experts, .counts = routing.counts};
 }
 
-MoeImpl::BeforeChoice MoeImpl::before_choice(
+nn::TensorList MoeImpl::score(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl& norm) {
@@ -306,7 +167,7 @@ MoeImpl::BeforeChoice MoeImpl::before_choice(
   if (delta.defined()) {
     inputs.push_back(delta);
   }
-  const nn::TensorList out = nn::region(
+  return nn::region(
       *this,
       "moe_router",
       [this, &norm](const nn::TensorList& in) {
@@ -318,10 +179,9 @@ MoeImpl::BeforeChoice MoeImpl::before_choice(
         return nn::TensorList{rows, sum, gate_->score(rows)};
       },
       inputs);
-  return {.rows = out[0], .sum = out[1], .logits = out[2]};
 }
 
-at::Tensor MoeImpl::run_shared(const at::Tensor& rows, const at::Tensor& sum) {
+nn::TensorList MoeImpl::run_shared(const nn::TensorList& in) {
   return nn::region(
       *shared_,
       "moe_router",
@@ -337,18 +197,7 @@ at::Tensor MoeImpl::run_shared(const at::Tensor& rows, const at::Tensor& sum) {
             sum.reshape(rows.sizes()));
         return nn::TensorList{all.view(sum.sizes())};
       },
-      {rows, sum})[0];
-}
-
-nn::Routing MoeImpl::choose(const BeforeChoice& before, RoutingRecord& record) {
-  const nn::Routing routing = gate_(
-      before.rows,
-      record.routing ? &*record.routing : nullptr,
-      before.logits);
-  if (!record.routing) {
-    plan(routing, record);
-  }
-  return routing;
+      in);
 }
 
 void MoeImpl::append_nodes(
@@ -362,13 +211,21 @@ void MoeImpl::append_nodes(
       4,
       {norm, gate_.get()},
       [this, norm, record](const nn::TensorList& in) {
-        const BeforeChoice before = before_choice(in[0], in[1], *norm);
-        const nn::Routing routing = choose(before, *record);
+        const nn::TensorList scored = score(in[0], in[1], *norm);
+        const at::Tensor& rows = scored[0];
+        // The first run of a call chooses, and fills the record.
+        const nn::Routing routing = gate_(
+            rows,
+            record->routing ? &*record->routing : nullptr,
+            scored[2]);
+        if (!record->routing) {
+          plan(routing, *record);
+        }
         return nn::TensorList{
-            before.sum,
-            before.rows,
+            scored[1],
+            rows,
             // A separate reader, whose gradient comes separately.
-            before.rows.view(before.rows.sizes()),
+            rows.view(rows.sizes()),
             nn::permute_weights(routing.weights, record->permutation)};
       });
   const int rows = routed[2];
@@ -380,9 +237,7 @@ void MoeImpl::append_nodes(
         {routed[1], sum},
         1,
         {shared_.get()},
-        [this](const nn::TensorList& in) {
-          return nn::TensorList{run_shared(in[0], in[1])};
-        })[0];
+        [this](const nn::TensorList& in) { return run_shared(in); })[0];
   }
   const auto run_experts = [this, record](const nn::TensorList& in) {
     return nn::TensorList{experts_(in[0], in[1], *record)};

@@ -1,11 +1,9 @@
 #pragma once
 
-#include "flatshard/models/config.h"
+#include "flatshard/models/router.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"
-#include "flatshard/moe/router.h"
-#include "flatshard/moe/token_exchange.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/rms_norm.h"
@@ -17,26 +15,6 @@
 #include <vector>
 
 namespace flatshard::models {
-
-/// How experts are trained. Their shape is ModelConfig's.
-struct MoeOptions {
-  double aux_loss = 0.0;  ///< see nn::route
-  double z_loss = 0.0;
-  /// Above 0: an expert takes at most so many times its even share of a
-  /// microbatch's tokens of this rank. 0: it takes all that come.
-  double capacity_factor = 0.0;
-  bool force_balance = false;  ///< see nn::balanced_choice
-  /// Where tokens go; null: all experts are here.
-  std::shared_ptr<nn::TokenExchange> exchange;
-  /// Experts that this module holds; 0: all.
-  std::int64_t local_experts = 0;
-  /// Width of the part of each expert that this module holds, which divides the
-  /// model's; 0: all of it. `exchange` adds up the results of the parts.
-  std::int64_t local_ffn_dim = 0;
-  /// That share the shared experts, and route a part of the tokens each; see
-  /// LlamaOptions::ranks.
-  nn::TensorParallelPtr ranks = nullptr;
-};
 
 /// The decisions of a layer of experts for its tokens, in its forward. A
 /// recompute gets the record of the first run: it must not route again, since
@@ -53,70 +31,6 @@ template <class F>
 void for_each_tensor(const RoutingRecord& /*record*/, F&& /*fn*/) {
 }
 
-/// A router's choices since it was last asked. On the router's device.
-struct RouterLoad {
-  at::Tensor counts;          ///< int64 [experts]: how often each was chosen
-  at::Tensor kept;            ///< int64 []: choices that were not dropped
-  at::Tensor balance;         ///< float32 []: sum of nn::load_balance
-  std::int64_t measured = 0;  ///< forwards that balance is the sum of
-};
-
-/// Scores tokens and chooses their experts: parameters weight [experts, dim]
-/// and, with BlockOptions::mlp_bias, bias [experts], which scores contain. The
-/// bias of the choice is no parameter: training moves it by the load, see
-/// `update_bias`.
-class RouterImpl : public nn::Module {
- public:
-  RouterImpl(
-      const ModelConfig& config,
-      const MoeOptions& options,
-      nn::LossGradientPtr loss_gradient);
-  /// @param x       [tokens, dim]
-  /// @param chosen  see nn::route; such a call counts nothing.
-  /// @param scored  score(x), where that exists already.
-  nn::Routing forward(
-      const at::Tensor& x,
-      const nn::Routing* chosen,
-      const at::Tensor& scored = {});
-  /// float32 [tokens, experts] for x [tokens, dim].
-  at::Tensor score(const at::Tensor& x) const;
-
-  std::int64_t num_experts() const { return num_experts_; }
-  /// float32 [experts]; undefined for a router without one.
-  const at::Tensor& bias() const { return bias_; }
-  /// Gives a router with a bias memory for it, zeros.
-  void make_bias(at::Device device);
-  /// bias += rate * sign(mean(counts) - counts).
-  /// Source: Wang et al., arXiv:2408.15664.
-  void update_bias(const at::Tensor& counts, double rate);
-
-  /// Whether training forwards measure the load-balancing loss.
-  void set_measures_balance(bool on) { measures_balance_ = on; }
-  /// Returns the choices of training forwards since the last call; undefined
-  /// tensors when there was none.
-  RouterLoad take_load();
-  /// Called by the layer: so many choices were kept of its last routing.
-  void count_kept(const at::Tensor& kept);
-
- private:
-  void count(const nn::Routing& routing, const at::Tensor& logits);
-  /// Made once for a number of tokens: it is the same for all.
-  const nn::Routing& balanced_choice_for(const at::Tensor& x);
-
-  const std::int64_t num_experts_;
-  const bool has_bias_;
-  const bool force_balance_;
-  const nn::RouterOptions options_;
-  const nn::LossGradientPtr loss_gradient_;
-  bool measures_balance_ = false;
-  RouterLoad load_;
-  std::optional<nn::Routing> balanced_;  ///< of force_balance_
-  at::Tensor weight_;
-  at::Tensor linear_bias_;  ///< or undefined
-  at::Tensor bias_;
-};
-FLATSHARD_MODULE(Router);
-
 /// The experts: parameters gate_up_proj and down_proj, as ExpertLayout has
 /// them, and with BlockOptions::mlp_bias gate_up_proj_bias [experts, 2 *
 /// ffn_dim] and down_proj_bias [experts, dim].
@@ -132,8 +46,6 @@ class ExpertsImpl : public nn::Module {
       const at::Tensor& x,
       const at::Tensor& weights,
       const RoutingRecord& record);
-  /// Returns whether no row is exchanged.
-  bool are_all_here() const { return are_all_here_; }
 
  private:
   const bool are_all_here_;
@@ -176,22 +88,15 @@ class MoeImpl : public nn::Module {
   RouterImpl& router() { return *gate_; }
 
  private:
-  /// The results before the choice, a region: norm and scores.
-  struct BeforeChoice {
-    at::Tensor rows;  ///< [tokens, dim] to route
-    at::Tensor sum;   ///< what their results are added to, of as many elements
-    at::Tensor logits;
-  };
+  /// Norm and scores, a region.
   /// @param x, delta  as for `forward`
-  BeforeChoice before_choice(
-      const at::Tensor& x,
-      const at::Tensor& delta,
-      nn::RmsNormImpl& norm);
-  /// @param rows  [tokens, dim]
-  /// @return      sum + the shared experts' results, of sum's sizes
-  at::Tensor run_shared(const at::Tensor& rows, const at::Tensor& sum);
-  /// The first run of a call chooses, and fills `record`.
-  nn::Routing choose(const BeforeChoice& before, RoutingRecord& record);
+  /// @return  rows [tokens, dim] to route, the sum of as many elements that
+  ///   their results are added to, and logits
+  nn::TensorList
+  score(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl& norm);
+  /// @param in  rows [tokens, dim], sum
+  /// @return    sum + the shared experts' results, of sum's sizes
+  nn::TensorList run_shared(const nn::TensorList& in);
   /// Plans the rows for the choice, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 

@@ -85,19 +85,4 @@ at::Tensor grouped_gated_linear(
     const Groups& groups,
     const ModuleContextPtr& context = {});
 
-inline at::Tensor grouped_swiglu_linear(
-    const at::Tensor& gate_up,
-    const at::Tensor& row_weights,
-    const GroupedLayer& layer,
-    const Groups& groups,
-    const ModuleContextPtr& context = {}) {
-  return grouped_gated_linear(
-      GateActivation::silu,
-      gate_up,
-      row_weights,
-      layer,
-      groups,
-      context);
-}
-
 }  // namespace flatshard::nn

@@ -1,6 +1,6 @@
 #include "flatshard/moe/grouped_matmul.h"
 
-#include "flatshard/core/error.h"
+#include "flatshard/device/capability.h"
 #include "flatshard/moe/cuda_moe.h"
 
 #include <ATen/ATen.h>
@@ -11,17 +11,20 @@ namespace {
 // torch's kernel accepts at most so many groups.
 constexpr std::int64_t kMaxGroups = 1023;
 
+bool is_aligned(const at::Tensor& t) {
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
 bool in_one_kernel(
     const at::Tensor& a,
     const at::Tensor& b,
     const at::Tensor& weight,
     const Groups& groups) {
   return groups.per_expert == 1 && groups.ends.size(0) <= kMaxGroups &&
-         cuda::multiplies_groups(a, b, weight.size(1), weight.size(2));
-}
-
-bool is_aligned(const at::Tensor& t) {
-  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+         a.is_cuda() && a.scalar_type() == at::kBFloat16 &&
+         b.scalar_type() == at::kBFloat16 && is_aligned(a) && is_aligned(b) &&
+         weight.size(1) % 8 == 0 && weight.size(2) % 8 == 0 &&
+         gpu_has(a.device(), GpuFeature::grouped_products);
 }
 
 // x[r] matrices[e] for the rows r of each expert e.

@@ -5,6 +5,7 @@
 #include "flatshard/nn/cuda_ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ceil_div.h>
 
 #include <tuple>
 #include <vector>
@@ -17,12 +18,9 @@ using torch::autograd::variable_list;
 
 constexpr std::int32_t kDropped = -1;
 
-at::Tensor gather_rows(
-    const at::Tensor& x,
-    const at::Tensor& order,
-    const at::Tensor& inverse) {
-  at::Tensor out = at::empty({order.size(0), x.size(1)}, x.options());
-  permute_rows_into(x.contiguous(), {order, inverse}, {}, out, {});
+at::Tensor gather_rows(const at::Tensor& x, const Permutation& permutation) {
+  at::Tensor out = at::empty({permutation.rows(), x.size(1)}, x.options());
+  permute_rows_into(x.contiguous(), permutation, {}, out, {});
   return out;
 }
 
@@ -53,12 +51,20 @@ void sum_rows_by_kernel(
     const at::Tensor& places,
     const at::Tensor& addend,
     const at::Tensor& out) {
-  cuda::sum_rows(
-      rows,
-      staying,
-      places,
-      addend.defined() ? addend.to(rows.scalar_type()).contiguous() : addend,
-      out);
+  const at::Tensor added =
+      addend.defined() ? addend.to(rows.scalar_type()).contiguous() : addend;
+  cuda::launch(
+      kernels::SumRows{
+          .rows = cuda::rows_in(rows),
+          .staying = cuda::rows_in(staying),
+          .places = places.const_data_ptr<std::int32_t>(),
+          .addend = cuda::rows_in(added),
+          .out = out.mutable_data_ptr(),
+          .tokens = places.size(0),
+          .slots = places.size(1),
+          .dim = rows.size(1),
+          .dtype = cuda::dtype_of(rows)},
+      rows.device());
 }
 
 at::Tensor sum_rows(
@@ -94,45 +100,49 @@ void check_rows(
       c10::toString(staying.scalar_type()));
 }
 
+void save_permutation(AutogradContext* ctx, const Permutation& permutation) {
+  ctx->save_for_backward({permutation.order, permutation.inverse});
+  ctx->saved_data["drops"] = permutation.drops;
+}
+
+Permutation saved_permutation(AutogradContext* ctx) {
+  const variable_list both = ctx->get_saved_variables();
+  return {both[0], both[1], ctx->saved_data["drops"].toBool()};
+}
+
 struct PermuteRowsFunction : torch::autograd::Function<PermuteRowsFunction> {
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& x,
-      const at::Tensor& order,
-      const at::Tensor& inverse) {
-    ctx->save_for_backward({inverse});
-    return gather_rows(x, order, inverse);
+      const Permutation& permutation) {
+    save_permutation(ctx, permutation);
+    return gather_rows(x, permutation);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("permute_rows");
-    return {sum_rows(grads[0], ctx->get_saved_variables()[0]), {}, {}};
+    return {sum_rows(grads[0], saved_permutation(ctx).inverse), {}};
   }
 };
 
 struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
-  enum Input { kRows, kOrder, kInverse, kAddend };
+  enum Input { kRows, kAddend };
 
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& rows,
-      const at::Tensor& order,
-      const at::Tensor& inverse,
-      const std::optional<at::Tensor>& addend) {
-    ctx->save_for_backward({order, inverse});
+      const std::optional<at::Tensor>& addend,
+      const Permutation& permutation) {
+    save_permutation(ctx, permutation);
     ctx->saved_data["has_addend"] = addend.has_value();
-    return sum_rows(rows, inverse, addend.value_or(at::Tensor()));
+    return sum_rows(rows, permutation.inverse, addend.value_or(at::Tensor()));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("sum_rows_of_tokens");
-    variable_list out(4);
+    variable_list out(3);
     if (ctx->needs_input_grad(kRows)) {
-      const variable_list saved = ctx->get_saved_variables();
-      out[kRows] = gather_rows(
-          grads[0].reshape({-1, grads[0].size(-1)}),
-          saved[0],
-          saved[1]);
+      out[kRows] = gather_rows(as_rows(grads[0]), saved_permutation(ctx));
     }
     if (ctx->saved_data["has_addend"].toBool()) {
       out[kAddend] = grads[0];
@@ -146,28 +156,21 @@ struct PermuteWeightsFunction
   static at::Tensor forward(
       AutogradContext* ctx,
       const at::Tensor& weights,
-      const at::Tensor& order,
-      const at::Tensor& inverse,
-      bool drops) {
-    ctx->save_for_backward({inverse});
-    ctx->saved_data["drops"] = drops;
-    return weights.flatten().index_select(0, order);
+      const Permutation& permutation) {
+    save_permutation(ctx, permutation);
+    return weights.flatten().index_select(0, permutation.order);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("permute_weights");
-    const at::Tensor inverse = ctx->get_saved_variables()[0];
-    if (!ctx->saved_data["drops"].toBool()) {
-      const at::Tensor d = grads[0].index_select(0, inverse.flatten());
-      return {d.view(inverse.sizes()), {}, {}, {}};
-    }
+    const Permutation permutation = saved_permutation(ctx);
+    const at::Tensor& inverse = permutation.inverse;
+    const at::Tensor row = inverse.flatten();
     const at::Tensor d =
-        grads[0].index_select(0, inverse.flatten().clamp_min(0));
-    return {
-        d.view(inverse.sizes()).masked_fill(inverse.lt(0), 0.0),
-        {},
-        {},
-        {}};
+        grads[0]
+            .index_select(0, permutation.drops ? row.clamp_min(0) : row)
+            .view(inverse.sizes());
+    return {permutation.drops ? d.masked_fill(inverse.lt(0), 0.0) : d, {}};
   }
 };
 
@@ -186,9 +189,25 @@ Permutation sort_by_expert(
       c10::str(counts.sizes()));
   const at::Tensor pairs = experts.contiguous();
   if (pairs.is_cuda()) {
-    const auto [order, inverse] =
-        cuda::sort_by_expert(pairs.flatten(), counts.contiguous());
-    return {order, inverse.view(experts.sizes())};
+    const std::int64_t num_experts = counts.size(0);
+    const std::int64_t blocks =
+        at::ceil_div(pairs.numel(), kernels::kSortPairs);
+    const at::Tensor kept = counts.contiguous();
+    const at::Tensor bases =
+        at::empty({blocks, num_experts + 1}, pairs.options());
+    const at::Tensor order = at::empty({pairs.numel()}, pairs.options());
+    const at::Tensor inverse = at::empty_like(pairs);
+    cuda::launch(
+        kernels::SortByExpert{
+            .experts = pairs.const_data_ptr<std::int32_t>(),
+            .counts = kept.const_data_ptr<std::int32_t>(),
+            .bases = bases.mutable_data_ptr<std::int32_t>(),
+            .order = order.mutable_data_ptr<std::int32_t>(),
+            .inverse = inverse.mutable_data_ptr<std::int32_t>(),
+            .pairs = pairs.numel(),
+            .num_experts = num_experts},
+        pairs.device());
+    return {order, inverse};
   }
   const at::Tensor order =
       std::get<1>(at::sort(pairs.flatten(), /*stable=*/true, /*dim=*/0, false));
@@ -203,7 +222,16 @@ Permutation sort_by_expert(
 
 at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
   if (experts.is_cuda()) {
-    return cuda::count_experts(experts, num_experts);
+    const at::Tensor all = experts.contiguous();
+    const at::Tensor counts = at::empty({num_experts}, all.options());
+    cuda::launch(
+        kernels::CountExperts{
+            .experts = all.const_data_ptr<std::int32_t>(),
+            .counts = counts.mutable_data_ptr<std::int32_t>(),
+            .pairs = all.numel(),
+            .num_experts = num_experts},
+        all.device());
+    return counts;
   }
   return at::bincount(experts.flatten(), {}, num_experts).to(at::kInt);
 }
@@ -242,14 +270,18 @@ void permute_rows_into(
     check_rows("permute_rows_into", leaving, staying);
   }
   if (cuda::supports(x)) {
-    cuda::permute_rows(
-        x,
-        permutation.order,
-        places,
-        permutation.slots(),
-        permutation.rows(),
-        leaving,
-        staying);
+    cuda::launch(
+        kernels::PermuteRows{
+            .x = cuda::rows_in(x),
+            .order = permutation.order.const_data_ptr<std::int32_t>(),
+            .places = cuda::data_of<std::int32_t>(places),
+            .out = leaving.mutable_data_ptr(),
+            .staying = cuda::rows_in(staying),
+            .rows = permutation.rows(),
+            .dim = x.size(1),
+            .per_token = permutation.slots(),
+            .dtype = cuda::dtype_of(x)},
+        x.device());
     return;
   }
   if (permutation.rows() == 0) {
@@ -283,7 +315,7 @@ at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation) {
       "permute_rows: expected x of [{}, dim], got {}",
       permutation.tokens(),
       c10::str(x.sizes()));
-  return PermuteRowsFunction::apply(x, permutation.order, permutation.inverse);
+  return PermuteRowsFunction::apply(x, permutation);
 }
 
 at::Tensor sum_rows_of_tokens(
@@ -306,21 +338,13 @@ at::Tensor sum_rows_of_tokens(
       permutation.tokens(),
       rows.size(1),
       c10::str(addend.sizes()));
-  return SumRowsFunction::apply(
-      rows,
-      permutation.order,
-      permutation.inverse,
-      as_optional(addend));
+  return SumRowsFunction::apply(rows, as_optional(addend), permutation);
 }
 
 at::Tensor permute_weights(
     const at::Tensor& weights,
     const Permutation& permutation) {
-  return PermuteWeightsFunction::apply(
-      weights,
-      permutation.order,
-      permutation.inverse,
-      permutation.drops);
+  return PermuteWeightsFunction::apply(weights, permutation);
 }
 
 bool can_split_rows(const at::Tensor& rows) {
@@ -335,12 +359,16 @@ RowPlaces row_places(
       .of_rows = at::empty_like(permutation.order),
       .of_pairs = at::empty_like(permutation.inverse)};
   if (permutation.order.is_cuda()) {
-    cuda::row_places(
-        permutation.order,
-        runs,
-        num_rows,
-        places.of_rows,
-        places.of_pairs);
+    cuda::launch(
+        kernels::PlaceRows{
+            .order = permutation.order.const_data_ptr<std::int32_t>(),
+            .runs = runs.const_data_ptr<std::int32_t>(),
+            .of_rows = places.of_rows.mutable_data_ptr<std::int32_t>(),
+            .of_pairs = places.of_pairs.mutable_data_ptr<std::int32_t>(),
+            .num_runs = static_cast<int>(runs.size(1) - 1),
+            .num_rows = num_rows,
+            .rows = permutation.rows()},
+        runs.device());
     return places;
   }
   at::arange_out(places.of_rows, permutation.rows());

@@ -98,15 +98,24 @@ at::Tensor weigh(
   return (options.normalize ? chosen / sum : chosen) * options.scale;
 }
 
-/// @param counts  see RouterBackward; so are the coefficients, [] float32.
+// Computes RouterBackward.
+// @param loss  the gradient of the loss, or undefined: 1
 at::Tensor gradient_of_logits(
     const at::Tensor& logits,
-    const at::Tensor& experts,
     const at::Tensor& dweights,
-    const at::Tensor& counts,
-    const RouterOptions& options,
-    const at::Tensor& aux,
-    const at::Tensor& z) {
+    const RouterState& state,
+    const at::Tensor& loss,
+    float aux_loss,
+    float z_loss) {
+  const RouterOptions& options = state.options;
+  const at::Tensor& experts = state.experts;
+  const at::Tensor& counts = state.load;
+  const auto tokens = static_cast<double>(logits.size(0));
+  const auto choices = tokens * static_cast<double>(options.experts_per_token);
+  const at::Tensor of_loss = loss.defined() ? loss : at::ones({});
+  const at::Tensor aux =
+      of_loss * (aux_loss * logits.size(1) / (tokens * choices));
+  const at::Tensor z = of_loss * (z_loss * 2 / tokens);
   const at::Tensor scores = scores_of(logits, options);
   const auto [chosen, sum] = chosen_scores(scores, experts, options);
   at::Tensor dchosen = dweights;
@@ -164,7 +173,6 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
   }
 
   static at::Tensor on_gpu(const at::Tensor& logits, RouterState& state) {
-    const at::Tensor& bias = state.bias;
     const bool chosen = state.experts.defined();
     const std::vector<std::int64_t> shape{
         logits.size(0),
@@ -173,14 +181,16 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
       state.experts = at::empty(shape, logits.options().dtype(at::kInt));
     }
     at::Tensor weights = at::empty(shape, logits.options());
-    cuda::router_forward(
-        {.rule = rule_of(state.options, logits.size(1)),
-         .tokens = logits.size(0),
-         .logits = logits.const_data_ptr<float>(),
-         .bias = bias.defined() ? bias.const_data_ptr<float>() : nullptr,
-         .chosen = chosen,
-         .experts = state.experts.mutable_data_ptr<std::int32_t>(),
-         .weights = weights.mutable_data_ptr<float>()});
+    cuda::launch(
+        RouterForward{
+            .rule = rule_of(state.options, logits.size(1)),
+            .tokens = logits.size(0),
+            .logits = logits.const_data_ptr<float>(),
+            .bias = cuda::data_of<float>(state.bias),
+            .chosen = chosen,
+            .experts = state.experts.mutable_data_ptr<std::int32_t>(),
+            .weights = weights.mutable_data_ptr<float>()},
+        logits.device());
     return weights;
   }
 
@@ -200,34 +210,22 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
     const float z = shared_coefficient(options.z_loss, 1, num_ranks);
     const at::Tensor dweights = grads[0].contiguous();
     if (!logits.is_cuda()) {
-      const auto tokens = static_cast<double>(logits.size(0));
-      const auto choices =
-          tokens * static_cast<double>(options.experts_per_token);
-      const at::Tensor of_loss = loss.defined() ? loss : at::ones({});
-      return {
-          gradient_of_logits(
-              logits,
-              state.experts,
-              dweights,
-              state.load,
-              options,
-              of_loss * (aux * logits.size(1) / (tokens * choices)),
-              of_loss * (z * 2 / tokens)),
-          {}};
+      return {gradient_of_logits(logits, dweights, state, loss, aux, z), {}};
     }
     at::Tensor dlogits = at::empty_like(logits);
-    cuda::router_backward(
-        {.rule = rule_of(options, logits.size(1)),
-         .tokens = logits.size(0),
-         .logits = logits.const_data_ptr<float>(),
-         .experts = state.experts.const_data_ptr<std::int32_t>(),
-         .dweights = dweights.const_data_ptr<float>(),
-         .counts = state.load.const_data_ptr<std::int32_t>(),
-         .loss_gradient =
-             loss.defined() ? loss.const_data_ptr<float>() : nullptr,
-         .aux = aux,
-         .z = z,
-         .dlogits = dlogits.mutable_data_ptr<float>()});
+    cuda::launch(
+        RouterBackward{
+            .rule = rule_of(options, logits.size(1)),
+            .tokens = logits.size(0),
+            .logits = logits.const_data_ptr<float>(),
+            .experts = state.experts.const_data_ptr<std::int32_t>(),
+            .dweights = dweights.const_data_ptr<float>(),
+            .counts = state.load.const_data_ptr<std::int32_t>(),
+            .loss_gradient = cuda::data_of<float>(loss),
+            .aux = aux,
+            .z = z,
+            .dlogits = dlogits.mutable_data_ptr<float>()},
+        logits.device());
     return {dlogits, {}};
   }
 };

@@ -1,7 +1,7 @@
 #include "flatshard/nn/matmul_rows.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/known_amax.h"
 
 namespace flatshard::nn {
 float8::Quantizer MatmulRows::activations_for(float8::Recipe weights) {

@@ -1,8 +1,8 @@
 #include "flatshard/nn/norm_linears.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/float8_fused.h"
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/float8_fused.h"
+#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/rms_norm_rows.h"
 

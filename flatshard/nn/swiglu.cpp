@@ -2,8 +2,8 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
-#include "flatshard/nn/float8_fused.h"
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/float8_fused.h"
+#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/parallel/parallel_products.h"
 
@@ -15,15 +15,11 @@ using torch::autograd::variable_list;
 
 constexpr const char* kTanh = "tanh";
 
-// The constants of GateActivation::clamped_silu.
-constexpr double kSigmoidFactor = 1.702;
-constexpr double kLimit = 7.0;
-
 // Source: openai/gpt-oss, gpt_oss/torch/model.py, swiglu.
 at::Tensor clamped_product(const at::Tensor& gate, const at::Tensor& up) {
-  const at::Tensor limited = gate.clamp_max(kLimit);
-  return limited * (limited * kSigmoidFactor).sigmoid() *
-         (up.clamp(-kLimit, kLimit) + 1);
+  const at::Tensor limited = gate.clamp_max(kClampedSiluLimit);
+  return limited * (limited * kClampedSiluFactor).sigmoid() *
+         (up.clamp(-kClampedSiluLimit, kClampedSiluLimit) + 1);
 }
 
 // Returns (dgate, dup) for the product's gradient d.
@@ -31,13 +27,14 @@ std::tuple<at::Tensor, at::Tensor> clamped_backward(
     const at::Tensor& d,
     const at::Tensor& gate,
     const at::Tensor& up) {
-  const at::Tensor limited = gate.clamp_max(kLimit);
-  const at::Tensor sigmoid = (limited * kSigmoidFactor).sigmoid();
+  const at::Tensor limited = gate.clamp_max(kClampedSiluLimit);
+  const at::Tensor sigmoid = (limited * kClampedSiluFactor).sigmoid();
   const at::Tensor slope =
-      sigmoid * (1 + limited * (1 - sigmoid) * kSigmoidFactor);
+      sigmoid * (1 + limited * (1 - sigmoid) * kClampedSiluFactor);
   return {
-      d * (up.clamp(-kLimit, kLimit) + 1) * slope * gate.le(kLimit),
-      d * limited * sigmoid * up.abs().le(kLimit)};
+      d * (up.clamp(-kClampedSiluLimit, kClampedSiluLimit) + 1) * slope *
+          gate.le(kClampedSiluLimit),
+      d * limited * sigmoid * up.abs().le(kClampedSiluLimit)};
 }
 
 at::Tensor product_of(
@@ -126,12 +123,13 @@ MatmulRows float8_product(
 
 // Returns how the product is made as FP8 where it is computed; absent: it is a
 // tensor, which the matrix product quantizes.
+// @param weights  none: an adapter reads the product in its own dtype.
 std::optional<float8::Recipe> product_recipe(
     GateActivation activation,
-    const at::Tensor& weight,
+    at::TensorList weights,
     const ModuleContextPtr& context) {
-  return activation == GateActivation::silu ? common_recipe(weight, context)
-                                            : std::nullopt;
+  const bool is_silu = activation == GateActivation::silu;
+  return common_recipe(is_silu ? weights : at::TensorList(), context);
 }
 
 // With `ranks` the layer is row-parallel: gate and up have all tokens, the
@@ -153,9 +151,10 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     save_context(ctx, context);
     save_ranks(ctx, ranks);
     save_activation(ctx, activation);
-    // An adapter reads the product in its own dtype.
-    const auto recipe =
-        calls ? std::nullopt : product_recipe(activation, weight, context);
+    const auto recipe = product_recipe(
+        activation,
+        calls ? at::TensorList() : at::TensorList(weight),
+        context);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
                : MatmulRows(as_rows(product_of(activation, gate, up)));
@@ -201,8 +200,10 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     const MatmulRows g =
         gradient_rows(dy, wants_pair && ctx->needs_input_grad(kWeight));
     const GateActivation activation = saved_activation(ctx);
-    const auto recipe =
-        adapters ? std::nullopt : product_recipe(activation, weight, context);
+    const auto recipe = product_recipe(
+        activation,
+        adapters ? at::TensorList() : at::TensorList(weight),
+        context);
     at::Tensor product;
     if (wants_pair) {
       if (!d.defined()) {

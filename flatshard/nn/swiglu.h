@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/nn/clamped_silu.h"
 #include "flatshard/nn/gate_activation.h"
 #include "flatshard/nn/linear.h"
 

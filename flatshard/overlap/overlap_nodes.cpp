@@ -170,33 +170,35 @@ void OverlapRunner::receive_gradients(Layer& layer, int value) {
 
 // -- forward -----------------------------------------------------------------
 
+void OverlapRunner::at_end(
+    const PlanStep& step,
+    void (BackwardPass::*call)(UnitId)) {
+  if (model_.ends) {
+    BackwardPass& pass = *microbatches_[step.microbatch]->pass;
+    (pass.*call)(
+        step.node == PlanNode::head ? model_.ends->head : model_.ends->embed);
+  }
+}
+
 void OverlapRunner::forward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::embed) {
     m.pass->forward_begin(model_.root);
-    if (model_.ends) {
-      m.pass->forward_begin(model_.ends->embed);
-    }
+    at_end(step, &BackwardPass::forward_begin);
     m.tokens = m.embed.forward({}, [&](const nn::TensorList&) {
       return nn::TensorList{model_.embed(step.microbatch)};
     })[0];
-    if (model_.ends) {
-      m.pass->forward_end(model_.ends->embed);
-    }
+    at_end(step, &BackwardPass::forward_end);
     return;
   }
   if (step.node == PlanNode::head) {
-    if (model_.ends) {
-      m.pass->forward_begin(model_.ends->head);
-    }
+    at_end(step, &BackwardPass::forward_begin);
     const nn::TensorList out =
         m.head.forward({std::exchange(m.tokens, {})}, [&](const auto& in) {
           return nn::TensorList{model_.head(step.microbatch, in[0])};
         });
     losses_[step.microbatch] = out[0].detach();
-    if (model_.ends) {
-      m.pass->forward_end(model_.ends->head);
-    }
+    at_end(step, &BackwardPass::forward_end);
     m.pass->forward_end(model_.root);
     return;
   }
@@ -264,10 +266,6 @@ void OverlapRunner::begin_backward(const PlanStep& step) {
 void OverlapRunner::recompute(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::attend) {
-    if (step.layer != m.begun) {
-      m.begun = step.layer;
-      m.pass->backward_begin(unit_of(step));
-    }
     m.pass->recompute_begin(unit_of(step));
   }
   run_stage(layer_of(step), step.node, step.pass, /*with_graph=*/true);
@@ -279,23 +277,15 @@ void OverlapRunner::recompute(const PlanStep& step) {
 void OverlapRunner::backward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::head) {
-    if (model_.ends) {
-      m.pass->backward_begin(model_.ends->head);
-    }
+    at_end(step, &BackwardPass::backward_begin);
     m.gradient = m.head.backward({at::ones_like(losses_[step.microbatch])})[0];
-    if (model_.ends) {
-      m.pass->backward_end(model_.ends->head);
-    }
+    at_end(step, &BackwardPass::backward_end);
     return;
   }
   if (step.node == PlanNode::embed) {
-    if (model_.ends) {
-      m.pass->backward_begin(model_.ends->embed);
-    }
+    at_end(step, &BackwardPass::backward_begin);
     m.embed.backward({std::exchange(m.gradient, {})});
-    if (model_.ends) {
-      m.pass->backward_end(model_.ends->embed);
-    }
+    at_end(step, &BackwardPass::backward_end);
     m.pass->backward_end(model_.root);
     m.pass->close_backward();
     microbatches_[step.microbatch].reset();

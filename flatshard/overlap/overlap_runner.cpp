@@ -62,7 +62,6 @@ OverlapRunner::Layer& OverlapRunner::layer_of(const PlanStep& step) {
 }
 
 std::vector<at::Tensor> OverlapRunner::run() {
-  executed_.clear();
   losses_.assign(microbatches_.size(), {});
   const auto compute = current_stream(runtime_->mesh()->device());
   try {
@@ -77,7 +76,6 @@ std::vector<at::Tensor> OverlapRunner::run() {
           step.pass != PlanPass::wgrad) {
         layer_of(step).made.record(*compute);
       }
-      executed_.push_back(step);
     }
   } catch (...) {
     for (auto& microbatch : microbatches_) {
@@ -104,6 +102,7 @@ void OverlapRunner::run_step(const PlanStep& step) {
       forward(step);
       return;
     case PlanPass::recompute:
+      begin_backward(step);
       recompute(step);
       return;
     case PlanPass::backward:

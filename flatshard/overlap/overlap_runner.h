@@ -59,8 +59,6 @@ class OverlapRunner {
   std::vector<at::Tensor> run();
 
   const std::vector<PlanStep>& plan() const { return plan_; }
-  /// Returns the steps of the last run, in the order in which they were queued.
-  const std::vector<PlanStep>& executed() const { return executed_; }
 
  private:
   struct Transfer;
@@ -71,6 +69,8 @@ class OverlapRunner {
   void forward(const PlanStep& step);
   void recompute(const PlanStep& step);
   void backward(const PlanStep& step);
+  /// Calls the pass for the unit of an embed or a head, where it is a unit.
+  void at_end(const PlanStep& step, void (BackwardPass::*call)(UnitId));
   void begin_layer(const PlanStep& step);
   /// The nodes of a forward or a recompute.
   void run_stage(Layer& layer, PlanNode node, PlanPass pass, bool with_graph);
@@ -98,7 +98,6 @@ class OverlapRunner {
   const std::vector<PlanStep> plan_;
   std::shared_ptr<void> interleaving_;  ///< of graphs
   std::vector<std::unique_ptr<Microbatch>> microbatches_;
-  std::vector<PlanStep> executed_;
   std::vector<at::Tensor> losses_;
 };
 

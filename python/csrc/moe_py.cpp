@@ -230,7 +230,8 @@ void bind_moe(py::module_& m) {
          const at::Tensor& row_weights,
          const at::Tensor& weight,
          const at::Tensor& ends) {
-        return nn::grouped_swiglu_linear(
+        return nn::grouped_gated_linear(
+            nn::GateActivation::silu,
             gate_up,
             row_weights,
             weight,

@@ -180,14 +180,22 @@ TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
       const at::Tensor factors =
           at::rand({rows}, generator_).cuda().requires_grad_();
       w.mutable_grad() = at::Tensor();
-      const at::Tensor s =
-          grouped_swiglu_linear(gate_up, factors, w, {ends.cuda()});
+      const at::Tensor s = grouped_gated_linear(
+          GateActivation::silu,
+          gate_up,
+          factors,
+          w,
+          {ends.cuda()});
       const at::Tensor gate_up_cpu =
           gate_up.detach().cpu().to(at::kFloat).requires_grad_();
       const at::Tensor factors_cpu = factors.detach().cpu().requires_grad_();
       const at::Tensor w_cpu = w.detach().cpu().to(at::kFloat).requires_grad_();
-      const at::Tensor sc =
-          grouped_swiglu_linear(gate_up_cpu, factors_cpu, w_cpu, {ends});
+      const at::Tensor sc = grouped_gated_linear(
+          GateActivation::silu,
+          gate_up_cpu,
+          factors_cpu,
+          w_cpu,
+          {ends});
       expect_close(head(s), head(sc), "swiglu");
       s.backward(g);
       sc.backward(g.cpu().to(at::kFloat));

@@ -262,7 +262,8 @@ TEST_P(Grouped, SwigluLinearMatchesItsParts) {
   const at::Tensor w = weight(kOut, kIn);
   at::Tensor factors = at::rand({GetParam().rows}, seeded(4));
   factors.requires_grad_();
-  const at::Tensor y = grouped_swiglu_linear(gate_up, factors, w, groups());
+  const at::Tensor y =
+      grouped_gated_linear(GateActivation::silu, gate_up, factors, w, groups());
   const auto exact = [](const at::Tensor& t) {
     return t.detach().to(at::kDouble).requires_grad_();
   };
@@ -453,9 +454,14 @@ TEST(GroupedLinears, RefuseWhatDoesNotFit) {
       "[3]");
   EXPECT_EQ(
       message([&] {
-        grouped_swiglu_linear(at::zeros({2, 8}), at::zeros({3}), w, groups);
+        grouped_gated_linear(
+            GateActivation::silu,
+            at::zeros({2, 8}),
+            at::zeros({3}),
+            w,
+            groups);
       }),
-      "grouped_swiglu_linear: expected float32 weights of 2 rows, got Float "
+      "grouped_gated_linear: expected float32 weights of 2 rows, got Float "
       "[3]");
 }
 

@@ -2,7 +2,7 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/nn/cuda_ops.h"
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 #include "flatshard/nn/rms_norm_rows.h"
 #include "float8_oracles.h"
 

@@ -1,4 +1,4 @@
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 
 #include <gtest/gtest.h>
 

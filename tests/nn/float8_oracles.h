@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 
 // The inputs of the tests of fused kernels, and the same in float32.
 namespace flatshard::nn {

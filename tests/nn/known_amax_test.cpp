@@ -1,4 +1,4 @@
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/known_amax.h"
 
 #include "flatshard/float8/quantize.h"
 #include "flatshard/nn/matmul_rows.h"

@@ -291,7 +291,6 @@ TEST(OverlapExchange, RanksExchangeWhatThePlanSays) {
         context.log->clear();
         trainer.runtime->clear_trace();
         trainer.forward_backward(step);
-        EXPECT_EQ(trainer.runner->executed(), trainer.runner->plan());
         trainer.runtime->synchronize();
         std::vector<std::int64_t> want;
         for (const PlanStep& s : trainer.runner->plan()) {

@@ -401,11 +401,12 @@ log_freq = 4
     return more;
   }
 
-  double loss_of(const fs::path& model) const {
+  double loss_of(const fs::path& model, const char* dtype = "auto") const {
     return evaluate({.model = model,
                      .data = (folder_ / "corpus").string(),
                      .seq_len = 32,
-                     .device = "cpu"})
+                     .device = "cpu",
+                     .dtype = dtype})
         .metrics.loss;
   }
 
@@ -496,6 +497,9 @@ TEST_F(LoraTrainerTest, LeavesWhatEvaluatesExportsAndGoesOn) {
       export_hf({.run = run("run"), .to = run("merged"), .merge = true}),
       HasSubstr("the merged weights of step 8"));
   EXPECT_NEAR(loss_of(run("merged")), loss, kLoraTolerance);
+  const double rounded = loss_of(run("merged"), "bfloat16");
+  EXPECT_NE(rounded, loss_of(run("merged"), "float32"));
+  EXPECT_NEAR(rounded, loss, 0.02 * loss);
   const GenerateOptions prompt{
       .run = run("run"),
       .prompt = "the quick",

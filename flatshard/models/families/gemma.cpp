@@ -2,6 +2,8 @@
 
 #include "flatshard/models/families/hf_windows.h"
 
+#include <cmath>
+
 namespace flatshard::models {
 
 ModelConfig gemma_defaults(std::string_view family) {
@@ -36,11 +38,9 @@ void read_gemma(
   attention.window = reader.is_null("sliding_window")
                          ? 0
                          : reader.get<std::int64_t>("sliding_window", 4096);
-  std::vector<bool> windows;
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    windows.push_back((layer + 1) % pattern != 0);
-  }
-  read_windows(reader, windows, config);
+  read_windows(reader, config, [pattern](std::int64_t layer) {
+    return (layer + 1) % pattern != 0;
+  });
   const auto scalar = reader.get<double>("query_pre_attn_scalar", 256.0);
   attention.query_pre_attn_scalar =
       scalar == static_cast<double>(config.head_dim) ? 0.0 : scalar;
@@ -57,9 +57,16 @@ void write_gemma(const ModelConfig& config, nlohmann::ordered_json& json) {
     json["sliding_window"] = attention.window;
   }
   write_layer_types(config, json);
-  json["query_pre_attn_scalar"] = attention.query_pre_attn_scalar > 0.0
-                                      ? attention.query_pre_attn_scalar
-                                      : static_cast<double>(config.head_dim);
+  const double scalar = attention.query_pre_attn_scalar > 0.0
+                            ? attention.query_pre_attn_scalar
+                            : static_cast<double>(config.head_dim);
+  // transformers 5 refuses 256.0 where it wants an integer.
+  if (const auto whole = std::llround(scalar);
+      static_cast<double>(whole) == scalar) {
+    json["query_pre_attn_scalar"] = whole;
+  } else {
+    json["query_pre_attn_scalar"] = scalar;
+  }
   json["final_logit_softcapping"] = nullptr;
   if (config.final_soft_cap > 0.0) {
     json["final_logit_softcapping"] = config.final_soft_cap;

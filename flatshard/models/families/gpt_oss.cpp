@@ -1,12 +1,12 @@
 #include "flatshard/models/families/family.h"
 #include "flatshard/models/families/hf_windows.h"
+#include "flatshard/nn/swiglu.h"
 
 // gpt-oss. Source: arXiv:2508.10925.
 namespace flatshard::models {
 namespace {
 
 constexpr std::int64_t kGptOssWindow = 128;
-constexpr double kSwigluLimit = 7.0;  // of GateActivation::clamped_silu
 constexpr const char* kRopeScaling = "rope_scaling";
 
 ModelConfig gpt_oss_defaults() {
@@ -66,7 +66,7 @@ std::vector<Preset> gpt_oss_presets() {
 
 void read_gpt_oss(const HfReader& reader, ModelConfig& config) {
   reader.expect<bool>("attention_bias", true);
-  reader.expect<double>("swiglu_limit", kSwigluLimit);
+  reader.expect<double>("swiglu_limit", nn::kClampedSiluLimit);
   if (reader.has("quantization_config")) {
     // HfFolder reads these tensors.
     reader.inside("quantization_config")
@@ -74,11 +74,9 @@ void read_gpt_oss(const HfReader& reader, ModelConfig& config) {
   }
   config.block.attention.window =
       reader.get<std::int64_t>("sliding_window", kGptOssWindow);
-  std::vector<bool> windows;
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    windows.push_back(layer % 2 == 0);
-  }
-  read_windows(reader, windows, config);
+  read_windows(reader, config, [](std::int64_t layer) {
+    return layer % 2 == 0;
+  });
   config.moe = {
       .num_experts = reader.need<std::int64_t>("num_local_experts"),
       .experts_per_token = reader.need<std::int64_t>("num_experts_per_tok")};
@@ -92,7 +90,7 @@ void read_gpt_oss(const HfReader& reader, ModelConfig& config) {
 void write_gpt_oss(const ModelConfig& config, nlohmann::ordered_json& json) {
   const std::int64_t window = config.block.attention.window;
   json["attention_bias"] = true;
-  json["swiglu_limit"] = kSwigluLimit;
+  json["swiglu_limit"] = nn::kClampedSiluLimit;
   json["sliding_window"] = window > 0 ? window : kGptOssWindow;
   write_layer_types(config, json);
   json["num_local_experts"] = config.moe.num_experts;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 namespace flatshard::models {
 namespace {
@@ -36,9 +37,9 @@ std::vector<bool> pattern_of(const std::vector<bool>& windows) {
 
 void read_windows(
     const HfReader& reader,
-    const std::vector<bool>& otherwise,
-    ModelConfig& config) {
-  std::vector<bool> windows = otherwise;
+    ModelConfig& config,
+    const std::function<bool(std::int64_t layer)>& otherwise) {
+  std::vector<bool> windows;
   if (reader.has("layer_types")) {
     const auto types = reader.need<std::vector<std::string>>("layer_types");
     FLATSHARD_CHECK(
@@ -48,7 +49,6 @@ void read_windows(
         reader.file(),
         config.layers,
         types.size());
-    windows.clear();
     for (const std::string& type : types) {
       FLATSHARD_CHECK(
           type == kFull || type == kSliding,
@@ -60,6 +60,10 @@ void read_windows(
           kSliding,
           type);
       windows.push_back(type == kSliding);
+    }
+  } else {
+    for (std::int64_t layer = 0; layer < config.layers; ++layer) {
+      windows.push_back(otherwise(layer));
     }
   }
   AttentionOptions& attention = config.block.attention;
@@ -88,11 +92,9 @@ void read_qwen_windows(const HfReader& reader, ModelConfig& config) {
   config.block.attention.window =
       reader.get<std::int64_t>("sliding_window", 4096);
   const auto first = reader.get<std::int64_t>("max_window_layers", 28);
-  std::vector<bool> windows;
-  for (std::int64_t layer = 0; layer < config.layers; ++layer) {
-    windows.push_back(layer >= first);
-  }
-  read_windows(reader, windows, config);
+  read_windows(reader, config, [first](std::int64_t layer) {
+    return layer >= first;
+  });
 }
 
 void write_qwen_windows(

@@ -3,18 +3,18 @@
 #include "flatshard/models/config.h"
 #include "flatshard/models/families/hf_reader.h"
 
-#include <vector>
+#include <cstdint>
+#include <functional>
 
 namespace flatshard::models {
 
 /// Sets which blocks have the window, for models with one: layer_types of a
 /// config.json, or `otherwise` where it has none. A model whose blocks all lack
 /// the window has no window.
-/// @param otherwise  one entry for each block.
 void read_windows(
     const HfReader& reader,
-    const std::vector<bool>& otherwise,
-    ModelConfig& config);
+    ModelConfig& config,
+    const std::function<bool(std::int64_t layer)>& otherwise);
 
 /// Writes layer_types.
 void write_layer_types(const ModelConfig& config, nlohmann::ordered_json& json);

@@ -1,14 +1,17 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
+#include <variant>
 
 #include "flatshard/moe/gate.h"
 #include "flatshard/moe/router_args.h"
-#include "flatshard/nn/kernels/kernels.h"
+#include "flatshard/nn/kernels/dtype.h"
 
-/// CUDA kernels of Mixture of Experts; as kernels.h.
+struct CUstream_st;
+
+/// CUDA kernels of Mixture of Experts, each by its arguments: raw pointers of
+/// one device, contiguous rows. No torch and nothing of CUDA's here, so that a
+/// build without CUDA reads it as well. See cuda_moe.h, which launches them.
 namespace flatshard::nn::kernels {
 
 /// The limits of the router and the sort.
@@ -16,20 +19,19 @@ constexpr std::int64_t kMaxExperts = 1024;
 /// Its scores have to fit shared memory next to them.
 constexpr std::int64_t kMaxRouterGroups = 256;
 
-void router_forward(const RouterForward& args, cudaStream_t stream);
-void router_backward(const RouterBackward& args, cudaStream_t stream);
-
-/// Adds to counts [num_experts].
-void count_experts(
-    const std::int32_t* experts,
-    std::int64_t pairs,
-    std::int64_t num_experts,
-    std::int32_t* counts,
-    cudaStream_t stream);
+/// How often each expert occurs. Numbers outside of [0, num_experts) are not
+/// counted.
+struct CountExperts {
+  const std::int32_t* experts;  ///< [pairs]
+  std::int32_t* counts;         ///< [num_experts], overwritten
+  std::int64_t pairs;
+  std::int64_t num_experts;
+};
 
 /// Pairs that a block of the sort takes.
 constexpr std::int64_t kSortPairs = 256;
 
+/// See Permutation.
 struct SortByExpert {
   const std::int32_t* experts;  ///< [pairs]
   const std::int32_t* counts;   ///< [num_experts]
@@ -40,8 +42,8 @@ struct SortByExpert {
   std::int64_t pairs;
   std::int64_t num_experts;
 };
-void sort_by_expert(const SortByExpert& args, cudaStream_t stream);
 
+/// See nn::row_places.
 struct PlaceRows {
   const std::int32_t* order;  ///< [rows]
   const std::int32_t* runs;   ///< [2, num_runs + 1]
@@ -51,9 +53,8 @@ struct PlaceRows {
   std::int64_t num_rows;  ///< later ones are dropped
   std::int64_t rows;
 };
-/// See nn::RowPlaces.
-void row_places(const PlaceRows& args, cudaStream_t stream);
 
+/// See nn::permute_rows_into.
 struct PermuteRows {
   const void* x;               ///< [tokens, dim]
   const std::int32_t* order;   ///< [rows]
@@ -65,8 +66,8 @@ struct PermuteRows {
   std::int64_t per_token;
   Dtype dtype;
 };
-void permute_rows(const PermuteRows& args, cudaStream_t stream);
 
+/// See nn::sum_rows_from. Rounds once.
 struct SumRows {
   const void* rows;            ///< [rows, dim]
   const void* staying;         ///< [any, dim], or null: all are in `rows`
@@ -78,40 +79,76 @@ struct SumRows {
   std::int64_t dim;
   Dtype dtype;
 };
-void sum_rows(const SumRows& args, cudaStream_t stream);
 
+/// y[r] = gated(gate, up) * weights[r] of rows of gate_up, or with a `dy` its
+/// backward.
 struct WeightedGate {
-  const void* dy;        ///< [rows, dim], of the backward
-  const void* gate_up;   ///< [rows, 2 * dim]
-  const float* weights;  ///< [rows]
-  void* y;               ///< [rows, dim]; in the backward it may be dy
-  void* dgate_up;        ///< [rows, 2 * dim]
-  float* dweights;       ///< [rows]
+  const void* gate_up;        ///< [rows, 2 * dim]
+  const float* weights;       ///< [rows]
+  void* y;                    ///< [rows, dim]; in the backward it may be dy
+  const void* dy = nullptr;   ///< [rows, dim]
+  void* dgate_up = nullptr;   ///< [rows, 2 * dim]
+  float* dweights = nullptr;  ///< [rows]
   std::int64_t rows;
   std::int64_t dim;
   Dtype dtype;
   Gate gate;  ///< silu or clamped_silu
 };
-void weighted_gate_forward(const WeightedGate& args, cudaStream_t stream);
-void weighted_gate_backward(const WeightedGate& args, cudaStream_t stream);
 
+/// rows[r] += factors[r] * the bias of r's expert, or with `dots` dots[r] +=
+/// the dot product of rows[r] and that bias. Rows after the last end are
+/// neither read nor written.
 struct ExpertBiases {
   const void* bias;          ///< [experts, dim]
   const std::int32_t* ends;  ///< [num_groups]; see Groups
   int num_groups;
   int per_expert;
-  void* rows;            ///< [num_rows, dim]
-  const float* factors;  ///< [num_rows], or null: 1
-  float* dots;           ///< [num_rows]
+  void* rows;                      ///< [num_rows, dim]
+  const float* factors = nullptr;  ///< [num_rows], or null: 1
+  float* dots = nullptr;           ///< [num_rows]
   std::int64_t num_rows;
   std::int64_t dim;
   Dtype dtype;
 };
-// Rows after the last end are neither read nor written.
 
-/// rows[r] += factors[r] * bias of r's expert.
-void add_expert_biases(const ExpertBiases& args, cudaStream_t stream);
-/// dots[r] += the dot product of rows[r] and the bias of r's expert.
-void add_expert_bias_dots(const ExpertBiases& args, cudaStream_t stream);
+/// Copies narrow rows; see flatshard/exchange/narrow_rows.h. The rows of rank
+/// `run % num_ranks` are in its window, one run after the other.
+struct CopyNarrowRows {
+  const std::int64_t* windows;  ///< [num_ranks] addresses
+  /// [2, num_runs + 1]: of each run its first row here, and its first row in
+  /// its window. [0, num_runs] is num_rows.
+  const std::int32_t* runs;
+  std::uint32_t* here;
+  std::int64_t in_window;  ///< bytes in front of the first row there
+  std::int64_t num_rows;   ///< here
+  int num_ranks;
+  int num_runs;
+  int words;     ///< of 4 bytes, of a row
+  bool gathers;  ///< from the windows to `here`; false: the other way
+};
+
+using MoeKernel = std::variant<
+    RouterForward,
+    RouterBackward,
+    CountExperts,
+    SortByExpert,
+    PlaceRows,
+    PermuteRows,
+    SumRows,
+    WeightedGate,
+    ExpertBiases,
+    CopyNarrowRows>;
+
+// Queue on `stream` and return. The caller checks cudaGetLastError.
+void launch(const RouterForward& args, CUstream_st* stream);
+void launch(const RouterBackward& args, CUstream_st* stream);
+void launch(const CountExperts& args, CUstream_st* stream);
+void launch(const SortByExpert& args, CUstream_st* stream);
+void launch(const PlaceRows& args, CUstream_st* stream);
+void launch(const PermuteRows& args, CUstream_st* stream);
+void launch(const SumRows& args, CUstream_st* stream);
+void launch(const WeightedGate& args, CUstream_st* stream);
+void launch(const ExpertBiases& args, CUstream_st* stream);
+void launch(const CopyNarrowRows& args, CUstream_st* stream);
 
 }  // namespace flatshard::nn::kernels

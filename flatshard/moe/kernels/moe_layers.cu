@@ -2,6 +2,7 @@
 
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/moe/kernels/rows.cuh"
+#include "flatshard/nn/clamped_silu.h"
 #include "flatshard/nn/kernels/swiglu.cuh"
 
 namespace flatshard::nn::kernels {
@@ -21,8 +22,8 @@ struct SiluGate {
 
 // GateActivation::clamped_silu. Comparisons keep a NaN, which fminf drops.
 struct ClampedGate {
-  static constexpr float kFactor = 1.702F;
-  static constexpr float kLimit = 7.0F;
+  static constexpr auto kFactor = static_cast<float>(kClampedSiluFactor);
+  static constexpr auto kLimit = static_cast<float>(kClampedSiluLimit);
 
   static __device__ float at_most(float v) { return v > kLimit ? kLimit : v; }
   static __device__ float factor_of(float up) {
@@ -246,60 +247,46 @@ int threads_of_row(std::int64_t dim) {
 
 }  // namespace
 
-void weighted_gate_forward(const WeightedGate& args, cudaStream_t stream) {
-  if (args.rows == 0 || args.dim == 0) {
-    return;
-  }
-  const bool aligned = aligned16(args.gate_up) && aligned16(args.y);
-  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
-    with_gate(args.gate, [&]<class Activation, bool InTurn>() {
-      gated_forward_kernel<Activation, InTurn, T, N>
-          <<<divide_up(args.rows * (args.dim / N), kRowThreads),
-             kRowThreads,
-             0,
-             stream>>>(args);
-    });
-  });
-}
-
-void weighted_gate_backward(const WeightedGate& args, cudaStream_t stream) {
-  if (args.rows == 0) {
+void launch(const WeightedGate& args, cudaStream_t stream) {
+  if (args.rows == 0 || (args.dim == 0 && args.dy == nullptr)) {
     return;
   }
   const bool aligned = aligned16(args.dy) && aligned16(args.gate_up) &&
                        aligned16(args.y) && aligned16(args.dgate_up);
   with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
     with_gate(args.gate, [&]<class Activation, bool InTurn>() {
-      gated_backward_kernel<Activation, InTurn, T, N>
-          <<<static_cast<unsigned>(args.rows),
-             threads_of_row<N>(args.dim),
-             0,
-             stream>>>(args);
+      if (args.dy != nullptr) {
+        gated_backward_kernel<Activation, InTurn, T, N>
+            <<<static_cast<unsigned>(args.rows),
+               threads_of_row<N>(args.dim),
+               0,
+               stream>>>(args);
+      } else {
+        gated_forward_kernel<Activation, InTurn, T, N>
+            <<<divide_up(args.rows * (args.dim / N), kRowThreads),
+               kRowThreads,
+               0,
+               stream>>>(args);
+      }
     });
   });
 }
 
-void add_expert_biases(const ExpertBiases& args, cudaStream_t stream) {
+void launch(const ExpertBiases& args, cudaStream_t stream) {
   if (args.num_rows == 0) {
     return;
   }
   const bool aligned = aligned16(args.rows) && aligned16(args.bias);
-  const auto blocks = static_cast<unsigned>(args.num_rows);
   with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
-    add_biases_kernel<T, N>
-        <<<blocks, threads_of_row<N>(args.dim), 0, stream>>>(args);
-  });
-}
-
-void add_expert_bias_dots(const ExpertBiases& args, cudaStream_t stream) {
-  if (args.num_rows == 0) {
-    return;
-  }
-  const bool aligned = aligned16(args.rows) && aligned16(args.bias);
-  const auto blocks = static_cast<unsigned>(args.num_rows);
-  with_pack(args.dtype, args.dim, aligned, [&]<class T, int N>() {
-    add_bias_dots_kernel<T, N>
-        <<<blocks, threads_of_row<N>(args.dim), 0, stream>>>(args);
+    const auto run = [&](auto kernel) {
+      kernel<<<
+          static_cast<unsigned>(args.num_rows),
+          threads_of_row<N>(args.dim),
+          0,
+          stream>>>(args);
+    };
+    args.dots != nullptr ? run(add_bias_dots_kernel<T, N>)
+                         : run(add_biases_kernel<T, N>);
   });
 }
 

@@ -8,12 +8,9 @@ namespace {
 constexpr int kCountThreads = 256;
 constexpr unsigned kWholeWarp = 0xffffffffU;
 
-__global__ void count_experts_kernel(
-    const std::int32_t* experts,
-    std::int64_t pairs,
-    int num_experts,
-    std::int32_t* counts) {
+__global__ void count_experts_kernel(CountExperts args) {
   extern __shared__ std::int32_t found[];
+  const int num_experts = static_cast<int>(args.num_experts);
   for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
     found[e] = 0;
   }
@@ -21,9 +18,9 @@ __global__ void count_experts_kernel(
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * blockDim.x;
   for (std::int64_t i =
            static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       i < pairs;
+       i < args.pairs;
        i += stride) {
-    const std::int32_t e = experts[i];
+    const std::int32_t e = args.experts[i];
     if (e >= 0 && e < num_experts) {
       atomicAdd(found + e, 1);  // integers: any order gives the same
     }
@@ -31,7 +28,7 @@ __global__ void count_experts_kernel(
   __syncthreads();
   for (int e = threadIdx.x; e < num_experts; e += blockDim.x) {
     if (found[e] != 0) {
-      atomicAdd(counts + e, found[e]);
+      atomicAdd(args.counts + e, found[e]);
     }
   }
 }
@@ -121,24 +118,21 @@ __global__ void sort_place_kernel(SortByExpert args) {
 
 }  // namespace
 
-void count_experts(
-    const std::int32_t* experts,
-    std::int64_t pairs,
-    std::int64_t num_experts,
-    std::int32_t* counts,
-    cudaStream_t stream) {
-  if (pairs == 0) {
+void launch(const CountExperts& args, cudaStream_t stream) {
+  const std::size_t nbytes = args.num_experts * sizeof(std::int32_t);
+  cudaMemsetAsync(args.counts, 0, nbytes, stream);
+  if (args.pairs == 0) {
     return;
   }
   constexpr std::int64_t kEach = 4096;  // pairs of a block
   count_experts_kernel<<<
-      divide_up(pairs, kEach),
+      divide_up(args.pairs, kEach),
       kCountThreads,
-      num_experts * sizeof(std::int32_t),
-      stream>>>(experts, pairs, static_cast<int>(num_experts), counts);
+      nbytes,
+      stream>>>(args);
 }
 
-void sort_by_expert(const SortByExpert& args, cudaStream_t stream) {
+void launch(const SortByExpert& args, cudaStream_t stream) {
   if (args.pairs == 0) {
     return;
   }

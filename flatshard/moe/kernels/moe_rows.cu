@@ -154,7 +154,7 @@ __global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
 
 }  // namespace
 
-void row_places(const PlaceRows& args, cudaStream_t stream) {
+void launch(const PlaceRows& args, cudaStream_t stream) {
   if (args.rows > 0) {
     row_places_kernel<<<
         divide_up(args.rows, kRowThreads),
@@ -164,7 +164,7 @@ void row_places(const PlaceRows& args, cudaStream_t stream) {
   }
 }
 
-void permute_rows(const PermuteRows& args, cudaStream_t stream) {
+void launch(const PermuteRows& args, cudaStream_t stream) {
   if (args.rows == 0 || args.dim == 0) {
     return;
   }
@@ -183,7 +183,7 @@ void permute_rows(const PermuteRows& args, cudaStream_t stream) {
   });
 }
 
-void sum_rows(const SumRows& args, cudaStream_t stream) {
+void launch(const SumRows& args, cudaStream_t stream) {
   if (args.tokens == 0 || args.dim == 0) {
     return;
   }

@@ -294,11 +294,11 @@ void launch_router(Kernel kernel, const Args& args, cudaStream_t stream) {
 
 }  // namespace
 
-void router_forward(const RouterForward& args, cudaStream_t stream) {
+void launch(const RouterForward& args, cudaStream_t stream) {
   launch_router(router_forward_kernel, args, stream);
 }
 
-void router_backward(const RouterBackward& args, cudaStream_t stream) {
+void launch(const RouterBackward& args, cudaStream_t stream) {
   launch_router(router_backward_kernel, args, stream);
 }
 

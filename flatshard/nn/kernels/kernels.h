@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
+#include "flatshard/nn/kernels/dtype.h"
+
 /// CUDA kernels on raw device pointers; no torch here. Every function queues on
 /// `stream` and returns. The caller checks cudaGetLastError. Rows are
 /// contiguous. 16-byte loads are used where pointers and row lengths allow.
 namespace flatshard::nn::kernels {
-
-enum class Dtype { f32, bf16 };
 
 /// Longest row that rms_norm_* take.
 constexpr std::int64_t kMaxNormDim = 16384;

@@ -145,8 +145,8 @@ const ConfigKey kModelKeys[] = {
         .range = {.max = 1e6}),
     KEY(model.plain_attention,
         "on GPUs attention may use plain operations where no kernel fits: soft "
-        "caps, and windows in float32; slower, and all probabilities are kept "
-        "for the backward"),
+        "caps, and windows and sinks in float32; slower, and all probabilities "
+        "are kept for the backward"),
     KEY(model.num_experts,
         "experts in place of a block's feed-forward part",
         .range = {1, 1 << 16}),

@@ -142,7 +142,8 @@ std::optional<double> bits_per_byte(
 }  // namespace
 
 Evaluated evaluate(const EvaluateOptions& options) {
-  const StoredModel stored = open_model(options.model, options.step);
+  StoredModel stored = open_model(options.model, options.step);
+  stored.use_dtype(options.dtype);
   const Config config = evaluation_config(options, stored);
   // Quick checks come before the weights.
   const std::vector<ValidationSet> sets =

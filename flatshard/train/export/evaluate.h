@@ -28,6 +28,9 @@ struct EvaluateOptions {
   bool per_document = false;
   std::string python;  ///< for a tokenizer.json; see data::find_python
   std::string device = "auto";
+  /// The dtype of weights and activations: auto is the run's precision.compute,
+  /// and float32 for a Hugging Face folder.
+  std::string dtype = "auto";
 };
 
 struct Evaluated {

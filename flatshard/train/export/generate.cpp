@@ -52,20 +52,6 @@ std::vector<std::int64_t> tokens_of(
   return tokens;
 }
 
-at::ScalarType dtype_of(
-    const GenerateOptions& options,
-    const StoredModel& stored) {
-  FLATSHARD_CHECK(
-      options.dtype == "auto" || options.dtype == "float32" ||
-          options.dtype == "bfloat16",
-      config,
-      "--dtype: expected auto, float32 or bfloat16, got '{}'",
-      options.dtype);
-  return options.dtype == "auto"      ? stored.compute
-         : options.dtype == "float32" ? at::kFloat
-                                      : at::kBFloat16;
-}
-
 /// Prompts as tokens, and how what follows them becomes text.
 class PromptTexts {
  public:
@@ -168,7 +154,7 @@ void generate_texts(
       .batch_size = options.batch_size};
   generation.check();
   StoredModel stored = open_model(options.run, options.step);
-  stored.compute = dtype_of(options, stored);
+  stored.use_dtype(options.dtype);
   const auto codec = open_codec(options, stored);
   const PromptTexts inputs(options, prompts, *codec);
   generation.stop_tokens = inputs.stop_tokens();

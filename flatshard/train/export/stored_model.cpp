@@ -362,6 +362,17 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
   return data::TextCodec::hf_tokenizer(path, tokens.eos, options);
 }
 
+void StoredModel::use_dtype(const std::string& dtype) {
+  FLATSHARD_CHECK(
+      dtype == "auto" || dtype == "float32" || dtype == "bfloat16",
+      config,
+      "--dtype: expected auto, float32 or bfloat16, got '{}'",
+      dtype);
+  if (dtype != "auto") {
+    compute = dtype == "float32" ? at::kFloat : at::kBFloat16;
+  }
+}
+
 models::Llama load_model(const StoredModel& stored, at::Device device) {
   // Without a backward plain operations cost little memory.
   models::Llama model(

@@ -70,6 +70,10 @@ struct StoredModel {
   /// How its documents became sequences.
   data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
+
+  /// Sets `compute` to the value of --dtype; "auto": it stays.
+  /// @throws Error{config} for others than float32 and bfloat16.
+  void use_dtype(const std::string& dtype);
 };
 
 /// @param step  of a checkpoint; -1: the finished run's weights, or the latest.

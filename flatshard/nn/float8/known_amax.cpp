@@ -1,4 +1,4 @@
-#include "flatshard/nn/known_amax.h"
+#include "flatshard/nn/float8/known_amax.h"
 
 #include <c10/util/intrusive_ptr.h>
 

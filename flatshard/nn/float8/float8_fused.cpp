@@ -1,10 +1,10 @@
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 
 #include <ATen/ATen.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/nn/cuda_float8.h"
 #include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/float8/cuda_float8.h"
 #include "flatshard/nn/rms_norm_rows.h"
 #include "flatshard/nn/swiglu.h"
 

@@ -1,11 +1,12 @@
-#include "flatshard/exchange/narrow_rows_kernel.h"
+#include "flatshard/moe/kernels/moe.h"
+#include "flatshard/nn/kernels/common.cuh"
 
-namespace flatshard::kernels {
+namespace flatshard::nn::kernels {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kNarrowThreads = 256;
 
-__global__ void narrow_rows_kernel(NarrowRowsArgs args, bool gathers) {
+__global__ void narrow_rows_kernel(CopyNarrowRows args) {
   const std::int64_t at =
       static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const std::int64_t row = at / args.words;
@@ -28,7 +29,7 @@ __global__ void narrow_rows_kernel(NarrowRowsArgs args, bool gathers) {
   auto* const window = reinterpret_cast<std::uint32_t*>(
       args.windows[run % args.num_ranks] + args.in_window);
   std::uint32_t* const there = window + at_home * args.words + at % args.words;
-  if (gathers) {
+  if (args.gathers) {
     args.here[at] = *there;
   } else {
     *there = args.here[at];
@@ -37,20 +38,15 @@ __global__ void narrow_rows_kernel(NarrowRowsArgs args, bool gathers) {
 
 }  // namespace
 
-cudaError_t copy_narrow_rows(
-    const NarrowRowsArgs& args,
-    bool gathers,
-    cudaStream_t stream) {
-  if (args.num_rows == 0) {
-    return cudaSuccess;
-  }
+void launch(const CopyNarrowRows& args, cudaStream_t stream) {
   const std::int64_t words = args.num_rows * args.words;
-  narrow_rows_kernel<<<
-      static_cast<unsigned>((words + kThreads - 1) / kThreads),
-      kThreads,
-      0,
-      stream>>>(args, gathers);
-  return cudaGetLastError();
+  if (words > 0) {
+    narrow_rows_kernel<<<
+        divide_up(words, kNarrowThreads),
+        kNarrowThreads,
+        0,
+        stream>>>(args);
+  }
 }
 
-}  // namespace flatshard::kernels
+}  // namespace flatshard::nn::kernels

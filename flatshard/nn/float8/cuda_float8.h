@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/float8_fused.h"
+#include "flatshard/nn/float8/float8_fused.h"
 
 /// float8_fused.h on CUDA, for bfloat16. Built twice, as cuda_ops.h is.
 namespace flatshard::nn::cuda {

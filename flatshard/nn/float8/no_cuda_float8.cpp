@@ -1,5 +1,5 @@
 #include "flatshard/core/error.h"
-#include "flatshard/nn/cuda_float8.h"
+#include "flatshard/nn/float8/cuda_float8.h"
 
 namespace flatshard::nn::cuda {
 namespace {

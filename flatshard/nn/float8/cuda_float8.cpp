@@ -1,4 +1,4 @@
-#include "flatshard/nn/cuda_float8.h"
+#include "flatshard/nn/float8/cuda_float8.h"
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>

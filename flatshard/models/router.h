@@ -1,0 +1,99 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/moe/router.h"
+#include "flatshard/moe/token_exchange.h"
+#include "flatshard/nn/module.h"
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+namespace flatshard::models {
+
+/// How experts are trained. Their shape is ModelConfig's.
+struct MoeOptions {
+  double aux_loss = 0.0;  ///< see nn::route
+  double z_loss = 0.0;
+  /// Above 0: an expert takes at most so many times its even share of a
+  /// microbatch's tokens of this rank. 0: it takes all that come.
+  double capacity_factor = 0.0;
+  bool force_balance = false;  ///< see nn::balanced_choice
+  /// Where tokens go; null: all experts are here.
+  std::shared_ptr<nn::TokenExchange> exchange;
+  /// Experts that this module holds; 0: all.
+  std::int64_t local_experts = 0;
+  /// Width of the part of each expert that this module holds, which divides the
+  /// model's; 0: all of it. `exchange` adds up the results of the parts.
+  std::int64_t local_ffn_dim = 0;
+  /// That share the shared experts, and route a part of the tokens each; see
+  /// LlamaOptions::ranks.
+  nn::TensorParallelPtr ranks = nullptr;
+};
+
+/// A router's choices since it was last asked. On the router's device.
+struct RouterLoad {
+  at::Tensor counts;          ///< int64 [experts]: how often each was chosen
+  at::Tensor kept;            ///< int64 []: choices that were not dropped
+  at::Tensor balance;         ///< float32 []: sum of nn::load_balance
+  std::int64_t measured = 0;  ///< forwards that balance is the sum of
+};
+
+/// Scores tokens and chooses their experts: parameters weight [experts, dim]
+/// and, with BlockOptions::mlp_bias, bias [experts], which scores contain. The
+/// bias of the choice is no parameter: training moves it by the load, see
+/// `update_bias`.
+class RouterImpl : public nn::Module {
+ public:
+  RouterImpl(
+      const ModelConfig& config,
+      const MoeOptions& options,
+      nn::LossGradientPtr loss_gradient);
+  /// @param x       [tokens, dim]
+  /// @param chosen  see nn::route; such a call counts nothing.
+  /// @param scored  score(x), where that exists already.
+  nn::Routing forward(
+      const at::Tensor& x,
+      const nn::Routing* chosen,
+      const at::Tensor& scored = {});
+  /// float32 [tokens, experts] for x [tokens, dim].
+  at::Tensor score(const at::Tensor& x) const;
+
+  std::int64_t num_experts() const { return num_experts_; }
+  /// float32 [experts]; undefined for a router without one.
+  const at::Tensor& bias() const { return bias_; }
+  /// Gives a router with a bias memory for it, zeros.
+  void make_bias(at::Device device);
+  /// bias += rate * sign(mean(counts) - counts).
+  /// Source: Wang et al., arXiv:2408.15664.
+  void update_bias(const at::Tensor& counts, double rate);
+
+  /// Whether training forwards measure the load-balancing loss.
+  void set_measures_balance(bool on) { measures_balance_ = on; }
+  /// Returns the choices of training forwards since the last call; undefined
+  /// tensors when there was none.
+  RouterLoad take_load();
+  /// Called by the layer: so many choices were kept of its last routing. Counts
+  /// them where a backward follows.
+  void count_kept(const at::Tensor& kept);
+
+ private:
+  void count(const nn::Routing& routing, const at::Tensor& logits);
+  /// Made once for a number of tokens: it is the same for all.
+  const nn::Routing& balanced_choice_for(const at::Tensor& x);
+
+  const std::int64_t num_experts_;
+  const bool has_bias_;
+  const bool force_balance_;
+  const nn::RouterOptions options_;
+  const nn::LossGradientPtr loss_gradient_;
+  bool measures_balance_ = false;
+  RouterLoad load_;
+  std::optional<nn::Routing> balanced_;  ///< of force_balance_
+  at::Tensor weight_;
+  at::Tensor linear_bias_;  ///< or undefined
+  at::Tensor bias_;
+};
+FLATSHARD_MODULE(Router);
+
+}  // namespace flatshard::models

@@ -1,0 +1,41 @@
+#pragma once
+
+#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/nn/loss.h"
+
+namespace flatshard::nn {
+
+// The cross-entropy of a chunk of logits, without autograd. Arguments are
+// those of cuda::cross_entropy, which computes it where it supports them.
+
+/// @param soft_cap  see LossOptions
+void chunk_cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const cuda::CrossEntropyArgs& args,
+    double soft_cap);
+
+/// Returns targets as part_cross_entropy takes them: indices of this rank's
+/// part of the vocabulary, or negative. Ignored ones stay.
+at::Tensor targets_of_part(
+    const at::Tensor& targets,
+    const LossOptions& options);
+
+/// Computes chunk_cross_entropy of a vocabulary that LossOptions::ranks share.
+/// They exchange each token's log-sum-exp over their part and the logit of its
+/// target. The rank that has the target finds it, and the others have 0. All
+/// ranks combine the same numbers in rank order, so their results are bitwise
+/// identical.
+void part_cross_entropy(
+    at::Tensor& logits,
+    const at::Tensor& targets,
+    const at::Tensor& scale,
+    at::Tensor& loss,
+    at::Tensor& lse,
+    const cuda::CrossEntropyArgs& args,
+    const LossOptions& options);
+
+}  // namespace flatshard::nn

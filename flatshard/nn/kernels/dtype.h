@@ -1,0 +1,8 @@
+#pragma once
+
+namespace flatshard::nn::kernels {
+
+/// The dtypes of rows that kernels take.
+enum class Dtype { f32, bf16 };
+
+}  // namespace flatshard::nn::kernels
