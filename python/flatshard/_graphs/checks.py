@@ -78,7 +78,7 @@ def refuse_numbers_drawn_again():
         states.append(torch.cuda.get_rng_state())
         return get_states(*args)
 
-    # What checkpoint() calls with preserve_rng_state=True.
+    # checkpoint() calls it where preserve_rng_state is True.
     checkpoint.get_device_states = note_state
     try:
         yield
