@@ -242,12 +242,15 @@ TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   }
 }
 
-// FP8 weights of the other layers, while experts stay in bfloat16.
-TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
+// FP8 weights of the other layers, while experts stay in bfloat16. Ranks that
+// divide experts also cut them, or are replicas of others.
+TEST_F(TensorParallelRuns, Fp8RunsWithExpertsHaveTheNumbersOfWholeOnes) {
   const std::string fp8 = std::string(kExperts) +
                           "--set float8.recipe=mxfp8 --set "
                           "precision.compute=bfloat16 --set "
                           "parallelism.expert_parallel_degree=2 ";
+  const std::string replicas = "--set parallelism.strategy=hfsdp --set "
+                               "parallelism.data_parallel_replicate_degree=2 ";
   struct Case {
     std::string name;
     int ranks;
@@ -257,9 +260,8 @@ TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
        {Case{
             "hfsdp",
             8,
-            "--set parallelism.strategy=hfsdp --set "
-            "parallelism.data_parallel_replicate_degree=2 --set "
-            "training.global_batch_size=16 --set training.steps=3"},
+            replicas +
+                "--set training.global_batch_size=16 --set training.steps=3"},
         Case{"recomputed", 4, "--set activation_checkpoint.mode=full"},
         Case{"main", 4, "--set precision.main_params=bfloat16"}}) {
     const Result whole = run(c.name + "_whole", c.ranks, fp8 + c.options);
@@ -268,6 +270,12 @@ TEST_F(TensorParallelRuns, Fp8RunsWithCutExpertsHaveTheNumbersOfWholeOnes) {
     const Result cut = run(c.name, c.ranks, fp8 + kExpertGrid + c.options);
     ASSERT_EQ(cut.code, 0) << cut.output;
     expect_same(c.name, c.name + "_whole", kSameBfloat16Run);
+    if (c.ranks == 4) {
+      const Result outer =
+          run(c.name + "_replicas", c.ranks, fp8 + replicas + c.options);
+      ASSERT_EQ(outer.code, 0) << outer.output;
+      expect_same(c.name + "_replicas", c.name + "_whole", kSameBfloat16Run);
+    }
   }
 }
 

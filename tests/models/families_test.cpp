@@ -245,6 +245,13 @@ TEST_F(FamilyConfigs, Gemma2) {
     "rope_theta": 10000.0, "sliding_window": 4096,
     "torch_dtype": "bfloat16", "use_cache": true, "vocab_size": 256000})"),
       preset("gemma2_27b"));
+  // transformers 5 refuses 144.0.
+  ModelConfig config = preset("gemma2_27b");
+  EXPECT_THAT(
+      to_hf_json(config, "bfloat16"),
+      HasSubstr("\"query_pre_attn_scalar\": 144,"));
+  config.block.attention.query_pre_attn_scalar = 144.5;
+  EXPECT_EQ(read(to_hf_json(config, "bfloat16")), config);
 }
 
 TEST_F(FamilyConfigs, LlamaWithBiasesAndRopes) {

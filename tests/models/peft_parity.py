@@ -129,8 +129,12 @@ def logits_of(model, tokens):
     apart, also with peft's own merge."""
     import torch
 
+    exact = copy.deepcopy(model).double()
+    if hasattr(exact, "set_experts_implementation"):
+        # torch's grouped product, which transformers 5 takes, has no float64.
+        exact.set_experts_implementation("eager")
     with torch.no_grad():
-        return copy.deepcopy(model).double()(tokens[:, :-1]).logits
+        return exact(tokens[:, :-1]).logits
 
 
 def with_peft(base, folder):

@@ -2,6 +2,8 @@
 
 #include "flatshard/models/families/hf_windows.h"
 
+#include <cmath>
+
 namespace flatshard::models {
 
 ModelConfig gemma_defaults(std::string_view family) {
@@ -55,9 +57,16 @@ void write_gemma(const ModelConfig& config, nlohmann::ordered_json& json) {
     json["sliding_window"] = attention.window;
   }
   write_layer_types(config, json);
-  json["query_pre_attn_scalar"] = attention.query_pre_attn_scalar > 0.0
-                                      ? attention.query_pre_attn_scalar
-                                      : static_cast<double>(config.head_dim);
+  const double scalar = attention.query_pre_attn_scalar > 0.0
+                            ? attention.query_pre_attn_scalar
+                            : static_cast<double>(config.head_dim);
+  // transformers 5 refuses 256.0 where it wants an integer.
+  if (const auto whole = std::llround(scalar);
+      static_cast<double>(whole) == scalar) {
+    json["query_pre_attn_scalar"] = whole;
+  } else {
+    json["query_pre_attn_scalar"] = scalar;
+  }
   json["final_logit_softcapping"] = nullptr;
   if (config.final_soft_cap > 0.0) {
     json["final_logit_softcapping"] = config.final_soft_cap;
