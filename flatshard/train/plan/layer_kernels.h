@@ -13,8 +13,8 @@
 
 namespace flatshard {
 
-/// Adds the kernels of the parts of a layer to the work of a node, for one
-/// microbatch of a rank, and counts the bytes that they keep.
+/// Adds the kernels of a layer's parts to the work of a node, and counts the
+/// bytes that they keep. Both are of one microbatch of a rank.
 class LayerKernels {
  public:
   /// @param config, model, float8, adapted  see add_model_work; they outlive
