@@ -2,14 +2,12 @@
 
 #include "flatshard/models/flops.h"
 #include "flatshard/train/lora/lora.h"
+#include "flatshard/train/plan/layer_kernels.h"
 #include "flatshard/train/plan/stages.h"
 
 #include <c10/core/ScalarType.h>
-#include <fmt/format.h>
 
 #include <algorithm>
-#include <initializer_list>
-#include <string_view>
 #include <utility>
 
 namespace flatshard {
@@ -21,34 +19,12 @@ using plan::NodeWork;
 using plan::Product;
 using plan::Transfer;
 
-double d(std::int64_t n) {
-  return static_cast<double>(n);
-}
-
-/// Writes down the kernels of a model's layers.
-class ModelWork {
+/// Writes down the work of a model's layers.
+class ModelWork : LayerKernels {
  public:
-  /// @param float8, adapted  see add_model_work.
-  /// @param copies           see Job::copy_activations.
-  ModelWork(
-      const Config& config,
-      const models::ModelConfig& model,
-      std::int64_t layer,
-      const std::map<std::string, std::string>& float8,
-      const std::set<std::string>& adapted,
-      bool copies)
-      : config_(config),
-        model_(model),
-        layer_(layer),
-        float8_(float8),
-        adapted_(adapted),
-        frozen_(config.lora.enabled()),
-        copies_(copies),
-        size_(d(static_cast<std::int64_t>(
-            c10::elementSize(config.precision.compute)))),
-        sharing_(config.parallelism.tensor_parallel_degree),
-        tokens_(config.training.local_batch_size * config.training.seq_len),
-        own_tokens_(tokens_ / sharing_) {}
+  /// @param copies  see Job::copy_activations.
+  ModelWork(const LayerKernels& kernels, bool copies)
+      : LayerKernels(kernels), copies_(copies) {}
 
   LayerWork dense() const {
     LayerWork layer;
@@ -204,20 +180,6 @@ class ModelWork {
     return config_.activation_checkpoint.mode ==
            models::ActivationCheckpoint::selective;
   }
-  /// Returns the bytes of `width` numbers for each token.
-  std::int64_t bytes(std::int64_t width) const {
-    return tokens_ * width * static_cast<std::int64_t>(size_);
-  }
-  std::int64_t rows_of_floats(std::int64_t width) const {
-    return tokens_ * width * static_cast<std::int64_t>(sizeof(float));
-  }
-  // Returns the same for the tokens that a rank has between the layers.
-  std::int64_t own_bytes(std::int64_t width) const {
-    return bytes(width) / sharing_;
-  }
-  std::int64_t own_rows_of_floats(std::int64_t width) const {
-    return rows_of_floats(width) / sharing_;
-  }
   /// Returns how many numbers of a token a norm keeps, with those that layers
   /// keep to gather its result again.
   std::int64_t norm_width() const {
@@ -249,122 +211,6 @@ class ModelWork {
           copies_ && !frozen_ ? sharing_ : 1,
           node);
     }
-  }
-
-  /// Adds the kernels of a linear layer [rows, in] -> [rows, out]. In FP8 its
-  /// gradient is quantized, and its input once more for the weight's gradient.
-  /// @param module  of a layer; empty: the head's, which is never in FP8.
-  void product(
-      NodeWork& node,
-      const std::string& module,
-      std::int64_t rows,
-      std::int64_t out,
-      std::int64_t in,
-      bool has_input_gradient = true) const {
-    const auto float8 = float8_.find(weight_of(module));
-    const std::string recipe =
-        float8 == float8_.end() ? std::string() : float8->second;
-    const double m = d(rows);
-    const double n = d(out);
-    const double k = d(in);
-    node.forward.push_back(Kernel::matmul(Product::forward, m, n, k, recipe));
-    if (has_input_gradient) {
-      node.backward.push_back(Kernel::matmul(Product::dgrad, m, k, n, recipe));
-    }
-    if (!frozen_) {
-      node.wgrad.push_back(Kernel::matmul(Product::wgrad, n, k, m, recipe));
-    }
-    if (!recipe.empty()) {
-      // The gradient by rows, and by columns for the gradient of the weight.
-      const int planes = frozen_ ? 1 : 2;
-      node.backward.push_back(
-          Kernel::memory("quantize", m * n * (size_ + planes)));
-      if (!frozen_) {
-        node.wgrad.push_back(Kernel::memory("quantize", m * k * (size_ + 1)));
-      }
-    }
-    if (has_adapter(module)) {
-      adapter(node, m, n, k, has_input_gradient);
-    }
-  }
-
-  std::string weight_of(const std::string& module) const {
-    return fmt::format("model.layers.{}.{}.weight", layer_, module);
-  }
-
-  bool has_adapter(const std::string& module) const {
-    return adapted_.contains(weight_of(module));
-  }
-
-  /// The adapter of a layer [rows, k] -> [rows, n]: as nn::AdapterForward and
-  /// nn::AdapterBackward compute it.
-  void adapter(
-      NodeWork& node,
-      double rows,
-      double n,
-      double k,
-      bool has_input_gradient) const {
-    const double r = d(config_.lora.rank);
-    const bool drops = config_.lora.dropout > 0;
-    // A row of so many numbers is read or written.
-    const auto moved = [&](double width) { return size_ * rows * (width + r); };
-    const Kernel dropout = Kernel::memory("copy", 2 * size_ * rows * k);
-    if (drops) {
-      node.forward.push_back(dropout);
-    }
-    node.forward.push_back(Kernel::low_rank(rows, r, k, moved(k)));
-    node.forward.push_back(Kernel::low_rank(rows, n, r, moved(2 * n)));
-    node.backward.push_back(Kernel::low_rank(rows, r, n, moved(n)));
-    node.backward.push_back(Kernel::low_rank(n, r, rows, moved(n)));
-    if (has_input_gradient) {
-      node.backward.push_back(Kernel::low_rank(rows, k, r, moved(2 * k)));
-    }
-    if (drops) {
-      node.backward.push_back(dropout);
-      node.wgrad.push_back(dropout);
-    }
-    node.wgrad.push_back(Kernel::low_rank(r, k, rows, moved(k)));
-  }
-
-  /// Returns the bytes that autograd saves for the adapters of these layers.
-  std::int64_t adapters_saved(
-      std::initializer_list<std::string_view> modules) const {
-    return bytes(
-        config_.lora.rank *
-        std::ranges::count_if(modules, [&](std::string_view module) {
-          return has_adapter(std::string(module));
-        }));
-  }
-
-  void grouped(
-      NodeWork& node,
-      double groups,
-      double m,
-      std::int64_t out,
-      std::int64_t in) const {
-    node.forward.push_back(
-        Kernel::experts(Product::forward, groups, m, d(out), d(in)));
-    node.backward.push_back(
-        Kernel::experts(Product::dgrad, groups, m, d(in), d(out)));
-    if (!frozen_) {
-      node.wgrad.push_back(
-          Kernel::experts(Product::wgrad, groups, m, d(out), d(in)));
-    }
-  }
-
-  void norm(NodeWork& node, bool with_delta) const {
-    const double row = d(own_tokens_) * d(model_.dim) * size_;
-    node.forward.push_back(Kernel::memory("norm", (with_delta ? 4 : 2) * row));
-    // dy, gradient of the sum and input in; dx out, and the result again unless
-    // layers that gather it kept it.
-    node.backward.push_back(
-        Kernel::memory("norm", (sharing_ > 1 ? 4 : 5) * row));
-  }
-
-  void swiglu(NodeWork& node, std::int64_t rows, std::int64_t width) const {
-    const double row = d(rows) * d(width) * size_;
-    node.forward.push_back(Kernel::memory("swiglu", 3 * row));
-    node.backward.push_back(Kernel::memory("swiglu", 6 * row));
   }
 
   /// @param whole  width of all ranks.
@@ -459,17 +305,7 @@ class ModelWork {
                          "self_attn.o_proj"});
   }
 
-  const Config& config_;
-  const models::ModelConfig& model_;
-  std::int64_t layer_;
-  const std::map<std::string, std::string>& float8_;
-  const std::set<std::string>& adapted_;
-  bool frozen_;           ///< all weights but adapters
-  bool copies_;           ///< ranks that share layers copy activations
-  double size_;           ///< of an element of activations
-  std::int64_t sharing_;  ///< ranks of tensor parallelism
-  std::int64_t tokens_;   ///< of a microbatch, which these ranks share
-  std::int64_t own_tokens_;
+  bool copies_;  ///< ranks that share layers copy activations
 };
 
 }  // namespace
@@ -481,11 +317,13 @@ void add_model_work(
     const std::set<std::string>& adapted,
     plan::Job& job) {
   const bool copies = job.copy_activations;
-  job.ends = ModelWork(config, model, 0, float8, adapted, copies).ends();
+  const auto work_of = [&](std::int64_t layer) {
+    return ModelWork({config, model, layer, float8, adapted}, copies);
+  };
+  job.ends = work_of(0).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const ModelWork work(config, model, layer, float8, adapted, copies);
-    const LayerWork kind =
-        model.has_experts(layer) ? work.experts() : work.dense();
+    const LayerWork kind = model.has_experts(layer) ? work_of(layer).experts()
+                                                    : work_of(layer).dense();
     const auto found = std::ranges::find(job.layer_kinds, kind);
     job.kind_of_layer.push_back(
         static_cast<int>(found - job.layer_kinds.begin()));
@@ -498,8 +336,9 @@ void add_model_work(
   job.causal_flops_per_token =
       job.flops_per_token - models::flops_per_token(model, seq) +
       models::flops_per_token(model, seq, models::FlopsConvention::causal);
-  job.tokens_per_rank =
-      d(config.training.global_batch_size) * d(seq) / d(job.ranks);
+  job.tokens_per_rank = static_cast<double>(config.training.global_batch_size) *
+                        static_cast<double>(seq) /
+                        static_cast<double>(job.ranks);
 }
 
 }  // namespace flatshard

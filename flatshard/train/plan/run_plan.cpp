@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::int64_t kPresetTokens = 8192;
 
-std::string gib(std::int64_t nbytes) {
+std::string shown_gib(std::int64_t nbytes) {
   const double value = static_cast<double>(nbytes) / kGiB;
   return value < 1 ? fmt::format("{:.1f} MiB", value * 1024)
                    : fmt::format("{:.2f} GiB", value);
@@ -91,13 +91,13 @@ std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
   const plan::Estimate& e = plan.estimate;
   std::string text = "memory of one rank\n";
   for (const plan::RoleBytes& of : e.memory) {
-    text += row(of.role, gib(of.nbytes));
+    text += row(of.role, shown_gib(of.nbytes));
   }
-  text += row("activations", gib(e.step.activation_nbytes), "at most");
+  text += row("activations", shown_gib(e.step.activation_nbytes), "at most");
   const double room = static_cast<double>(e.room_nbytes) / kGiB;
   text +=
       row("peak",
-          gib(e.peak_nbytes),
+          shown_gib(e.peak_nbytes),
           e.fits() ? fmt::format(
                          "fits in {:.1f} GiB ({:.1f} less a reserve)",
                          room,
@@ -105,7 +105,7 @@ std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
                    : fmt::format(
                          "does not fit in {:.1f} GiB: {} too much",
                          room,
-                         gib(e.peak_nbytes - e.room_nbytes)));
+                         shown_gib(e.peak_nbytes - e.room_nbytes)));
   return text;
 }
 

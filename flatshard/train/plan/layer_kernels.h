@@ -1,0 +1,96 @@
+#pragma once
+
+#include "flatshard/models/config.h"
+#include "flatshard/plan/job.h"
+#include "flatshard/train/config.h"
+
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <set>
+#include <string>
+#include <string_view>
+
+namespace flatshard {
+
+/// Adds the kernels of a layer's parts to the work of a node, and counts the
+/// bytes that they keep. Both are of one microbatch of a rank.
+class LayerKernels {
+ public:
+  /// @param config, model, float8, adapted  see add_model_work; they outlive
+  ///   this object.
+  LayerKernels(
+      const Config& config,
+      const models::ModelConfig& model,
+      std::int64_t layer,
+      const std::map<std::string, std::string>& float8,
+      const std::set<std::string>& adapted);
+
+ protected:
+  static double d(std::int64_t n) { return static_cast<double>(n); }
+
+  /// Returns the bytes of `width` numbers for each token.
+  std::int64_t bytes(std::int64_t width) const {
+    return tokens_ * width * static_cast<std::int64_t>(size_);
+  }
+  std::int64_t rows_of_floats(std::int64_t width) const {
+    return tokens_ * width * static_cast<std::int64_t>(sizeof(float));
+  }
+  /// Returns the same for the tokens that a rank has between the layers.
+  std::int64_t own_bytes(std::int64_t width) const {
+    return bytes(width) / sharing_;
+  }
+  std::int64_t own_rows_of_floats(std::int64_t width) const {
+    return rows_of_floats(width) / sharing_;
+  }
+
+  /// Adds the kernels of a linear layer [rows, in] -> [rows, out]. In FP8 its
+  /// gradient is quantized, and its input once more for the weight's gradient.
+  /// @param module  of a layer; empty: the head's, which is never in FP8.
+  void product(
+      plan::NodeWork& node,
+      const std::string& module,
+      std::int64_t rows,
+      std::int64_t out,
+      std::int64_t in,
+      bool has_input_gradient = true) const;
+  std::string weight_of(const std::string& module) const;
+  bool has_adapter(const std::string& module) const;
+  /// Adds the adapter of a layer [rows, k] -> [rows, n], as nn::AdapterForward
+  /// and nn::AdapterBackward compute it.
+  void adapter(
+      plan::NodeWork& node,
+      double rows,
+      double n,
+      double k,
+      bool has_input_gradient) const;
+  /// Returns the bytes that autograd saves for the adapters of these layers.
+  std::int64_t adapters_saved(
+      std::initializer_list<std::string_view> modules) const;
+  /// Adds the products of `groups` experts [m, in] -> [m, out].
+  void grouped(
+      plan::NodeWork& node,
+      double groups,
+      double m,
+      std::int64_t out,
+      std::int64_t in) const;
+  /// Adds a norm of the tokens that a rank has between the layers.
+  /// @param with_delta  adds a residual first.
+  void norm(plan::NodeWork& node, bool with_delta) const;
+  /// Adds silu(gate) * up of rows of `width` numbers.
+  void swiglu(plan::NodeWork& node, std::int64_t rows, std::int64_t width)
+      const;
+
+  const Config& config_;
+  const models::ModelConfig& model_;
+  std::int64_t layer_;
+  const std::map<std::string, std::string>& float8_;
+  const std::set<std::string>& adapted_;
+  bool frozen_;           ///< all weights but adapters
+  double size_;           ///< of an element of activations
+  std::int64_t sharing_;  ///< ranks of tensor parallelism
+  std::int64_t tokens_;   ///< of a microbatch, which these ranks share
+  std::int64_t own_tokens_;
+};
+
+}  // namespace flatshard
