@@ -95,6 +95,11 @@ void ParameterViews::unit_begins(UnitId unit) {
   State& state = units_.at(unit);
   ++state.open_forwards;
   end_kept(state);
+  if (!state.shows_whole) {
+    for (const py::object& shown : state.shown) {
+      shown.attr("renew")();
+    }
+  }
   set(state, true);
 }
 

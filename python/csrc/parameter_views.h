@@ -27,7 +27,7 @@ class ParameterViews : public StepObserver,
     py::object shard;
     /// None, or the maker of another tensor of gathered memory, which modules
     /// see instead of `whole`: its attribute `tensor`. Has `point` and `clear`,
-    /// see SlotObserver.
+    /// see SlotObserver, and `renew`, called when a forward begins to show it.
     py::object shown;
 
     py::object face(bool whole_one) const;

@@ -10,6 +10,7 @@ import functools
 from operator import attrgetter
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import module as nn_module
 
@@ -55,6 +56,21 @@ GLOBAL_HOOKS = attrgetter(
     "_global_backward_pre_hooks",
     "_global_backward_hooks",
 )(nn_module)
+
+
+# The hooks of parallelize_module and of transformers' tp_plan have these modules: they
+# redistribute arguments and results, and do the same in each call.
+_PLACING = {
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor.parallel.style",
+    "transformers.integrations.tensor_parallel",
+}
+
+
+def places_tensors(hook):
+    """Returns whether a module's hook is one of tensor parallelism."""
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return getattr(function, "__module__", None) in _PLACING
 
 
 def persistent_buffers(module):
@@ -221,6 +237,22 @@ def register_effect(operator):
     _register_effectful_op(operator, EffectType.ORDERED)
 
 
+def call_before_groups_end(function):
+    """Calls `function()` before Python shuts down or aborts a process group, as
+    destroy_process_group does. torch has no hook for it."""
+    for name in ("shutdown", "abort"):
+        setattr(ProcessGroup, name, _after(function, getattr(ProcessGroup, name)))
+
+
+def _after(first, method):
+    @functools.wraps(method)
+    def around(self):
+        first()
+        return method(self)
+
+    return around
+
+
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
@@ -230,6 +262,32 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+class _AwaitGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.trigger_wait() if type(grad) is AsyncCollectiveTensor else grad
+
+
+def await_gradient(tensor):
+    """Returns a view of `tensor`, whose gradient is a plain tensor."""
+    return _AwaitGradient.apply(tensor)
+
+
+def await_leaves(leaves):
+    """Returns the list, where plain tensors replace the AsyncCollectiveTensors. The same
+    list when it has none."""
+    if all(type(leaf) is not AsyncCollectiveTensor for leaf in leaves):
+        return leaves
+    return [
+        _Wait.apply(leaf) if type(leaf) is AsyncCollectiveTensor else leaf
+        for leaf in leaves
+    ]
 
 
 def wait_for_collectives(module, args):

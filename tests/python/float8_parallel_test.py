@@ -49,7 +49,7 @@ def cut(model, tp, sequence):
         parallelize_module(model, tp, plan)
 
 
-def sharded(mesh, fp8, sequence=False, bias=False, **options):
+def sharded(mesh, fp8, sequence=False, bias=False, cuda_graph=False, **options):
     torch.manual_seed(0)
     model = Mlp()
     if bias:
@@ -61,7 +61,7 @@ def sharded(mesh, fp8, sequence=False, bias=False, **options):
         cut(model, mesh["tp"], sequence)
     options = {"mesh": mesh["dp"], "mp_policy": BF16, **options}
     for block in model.blocks:
-        fully_shard(block, fp8=fp8, **options)
+        fully_shard(block, fp8=fp8, cuda_graph=cuda_graph, **options)
     return fully_shard(model, **options)
 
 

@@ -179,6 +179,21 @@ def test_optimizers(optimizer, world):
                 )
 
 
+def test_G10_a_block_is_reduced_before_the_next_backward(world, monkeypatch):
+    """In each step, also where its DTensors were made in an earlier one."""
+    monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
+    for dp, _, mesh in meshes(world):
+        if dp == 1:
+            continue
+        model = shard(parallel(make(), mesh["tp"], True), fully_shard, mesh=mesh["dp"])
+        for step in range(3):
+            loss_of(model, step).backward()
+            trace = [(a.kind, a.unit) for a in flatshard.diagnostics.take_trace(model)]
+            reduced = trace.index(("reduce", "blocks.1"))
+            assert reduced < trace.index(("acquire_grads", "blocks.0")), step
+            model.zero_grad()
+
+
 @pytest.mark.parametrize("first", ["compile", "shard"])
 def test_compiled_blocks_are_one_graph_each(first, world):
     """Also with the hooks that parallelize_module puts on their modules."""
@@ -322,19 +337,19 @@ def test_what_is_not_supported_is_named(world):
 
 def test_dimensions_flatten_after_the_last_fully_shard(world):
     """Before, it means that their ranks have different experts."""
-    mesh = named_mesh(dp=1, tp=world)
-    expected = shard(parallel(make(), mesh["tp"]), fully_shard, mesh=mesh["dp"])
-    model = shard(parallel(make(), mesh["tp"]), fully_shard, mesh=mesh["dp"])
-    mesh["dp", "tp"]._flatten("all")
+    mesh = named_mesh(data=1, cut=world)  # other tests have other names
+    expected = shard(parallel(make(), mesh["cut"]), fully_shard, mesh=mesh["data"])
+    model = shard(parallel(make(), mesh["cut"]), fully_shard, mesh=mesh["data"])
+    mesh["data", "cut"]._flatten("all")
     assert train(model, [0]) == train(expected, [0])
 
-    early = r"\['tp'\] were flattened.*parameter norm.weight is a DTensor"
-    cut = parallel(make(), mesh["tp"], sequence=True)
+    early = r"\['cut'\] were flattened.*parameter norm.weight is a DTensor"
+    cut = parallel(make(), mesh["cut"], sequence=True)
     with pytest.raises(ValueError, match=early):
-        fully_shard(cut.blocks[0], mesh=mesh["dp"])
+        fully_shard(cut.blocks[0], mesh=mesh["data"])
     plain = make()
-    fully_shard(plain.blocks[0], mesh=mesh["dp"])
+    fully_shard(plain.blocks[0], mesh=mesh["data"])
     with pytest.raises(ValueError, match="flatten after the last fully_shard"):
-        fully_shard(plain, mesh=mesh["dp"])
+        fully_shard(plain, mesh=mesh["data"])
     with pytest.raises(RuntimeError, match="flatten after the last fully_shard"):
-        loss_of(fully_shard(make(), mesh=mesh["dp"]), 0)
+        loss_of(fully_shard(make(), mesh=mesh["data"]), 0)

@@ -241,7 +241,7 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
     if any(map(is_tensor_parallel, tensors)):
         stored = fp8 is not None and fp8.recipe == "mxfp8"
         stored = stored and fp8.column_plane == "stored"
-        refuse(_PARALLEL, outer=flattens, column_plane=stored, cuda_graph=cuda_graph)
+        refuse(_PARALLEL, outer=flattens, column_plane=stored)
     if any(map(is_extended, tensors)):
         refuse(
             _EXTENDED,

@@ -21,6 +21,7 @@ from flatshard._graphs.checks import (
     audits_graphs,
     emulates_on_cpu,
 )
+from flatshard._graphs.end import drop_before_groups
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.same_values import compare
 from flatshard.torch_versions import (
@@ -108,6 +109,8 @@ class Root:
                 ),
             ),
         )
+        if self.cuda_graphs:
+            drop_before_groups(self)
         self.traces_steps = traces_steps()
         self.core.set_keeps_trace(self.traces_steps)
         self.seen_collectives = SeenCollectives(self.core, units)

@@ -1,8 +1,10 @@
 """Checks of settings that CUDA graphs of units do not support."""
 
+import contextlib
 import os
 
 import torch
+from torch.utils import checkpoint
 
 from flatshard._tensor.mesh import device_of
 
@@ -54,6 +56,38 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
         raise ValueError(
             f"{option}: the forward of this {type(module).__name__} was replaced on "
             "the instance; replace it after fully_shard, or put it into the class"
+        )
+
+
+@contextlib.contextmanager
+def refuse_numbers_drawn_again():
+    """In a recording on a GPU: refuses a forward that draws random numbers which a
+    checkpoint inside of it would draw again. A graph of its backward begins at another
+    state of the generator.
+
+    Raises:
+        NotImplementedError: the forward is such a one.
+    """
+    if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    get_states = checkpoint.get_device_states
+    states = []
+
+    def note_state(*args):
+        states.append(torch.cuda.get_rng_state())
+        return get_states(*args)
+
+    # checkpoint() calls it where preserve_rng_state is True.
+    checkpoint.get_device_states = note_state
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = get_states
+    if states and not torch.equal(states[0], torch.cuda.get_rng_state()):
+        raise NotImplementedError(
+            "a checkpoint inside of it has preserve_rng_state=True, and random numbers "
+            "are drawn after it began: a graph cannot draw them again; use a dropout of 0"
         )
 
 

@@ -13,9 +13,14 @@ from torch import nn
 
 from flatshard import torch_versions
 from flatshard._tensor.mesh import device_of
+from flatshard._graphs.checks import refuse_numbers_drawn_again
 from flatshard.torch_versions import (
+    await_gradient,
+    await_leaves,
     never_compiled,
     outside_of_graphs,
+    parameters_of,
+    places_tensors,
     tree_flatten,
     tree_unflatten,
 )
@@ -37,6 +42,10 @@ _PLAIN = {
 }
 
 
+# Kinds of tensors that the core has in graphs.
+_TENSORS = torch.Tensor, nn.Parameter
+
+
 def is_plain(leaf):
     return type(leaf) in _PLAIN or isinstance(leaf, enum.Enum)
 
@@ -50,36 +59,52 @@ class Recorded:
 
     @never_compiled
     def __init__(self, module, forward, args, kwargs, tree):
-        leaves, self._structure = tree_flatten((args, kwargs))
+        leaves, self._structure, (self.args, self.kwargs) = _await((args, kwargs))
         self._module = weakref.ref(module)
         self._forward = forward
-        self.tensors = []  # each once; taken by the call that made this
+        self.tensors = []  # each once
         self._leaves = _number_tensors(leaves, self.tensors)
         self.strange = _strange(self._leaves)
         self._autocast = _autocast(tree.device.type)
         self._device_type = tree.device.type
         self._modes = tuple(m.training for m in (module, *tree.inner))
         self._state = tree.state()
+        self._hooks = tree.placing_hooks()
         self._output = None
+
+    def take(self):
+        """Returns (tensors, args, kwargs), once."""
+        taken = self.tensors, self.args, self.kwargs
+        self.tensors = self.args = self.kwargs = None
+        return taken
 
     @outside_of_graphs
     def __call__(self, tensors):
         """Returns the forward's tensors, each once, without those in `tensors`."""
-        args, kwargs = self._arguments(tensors)
         module = self._module()
+        parallel = _parallel_parameters(module)
+        if parallel:
+            tensors = [await_gradient(t) if t.requires_grad else t for t in tensors]
+        args, kwargs = self._arguments(tensors)
+        former = _show_new(parallel)
         modes = self._set_modes(module, self._modes)
         enabled, dtype, cache = self._autocast
         # Casts of weights that others made hold other memory.
         torch.clear_autocast_cache()
         try:
-            with torch.autocast(
-                self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+            with (
+                torch.autocast(
+                    self._device_type, dtype=dtype, enabled=enabled, cache_enabled=cache
+                ),
+                refuse_numbers_drawn_again(),
             ):
                 output = self._forward(module, *args, **kwargs)
         finally:
             torch.clear_autocast_cache()
             self._set_modes(module, modes)
-        return self.take_output(output, tensors)
+            for parameters, name, shown in former:
+                parameters[name] = shown
+        return self.take_output(output, tensors)[1]
 
     @staticmethod
     @never_compiled
@@ -102,15 +127,23 @@ class Recorded:
 
     @never_compiled
     def take_output(self, output, tensors):
-        leaves, structure = tree_flatten(output)
+        """Returns the result without AsyncCollectiveTensors, and its tensors as
+        __call__ does."""
+        leaves, structure, output = _await(output)
         found = list(tensors)
         numbered = _number_tensors(leaves, found)
         self._output = numbered, structure
-        return found[len(tensors) :]
+        outputs = found[len(tensors) :]
+        self._kinds = {type(t) for t in outputs}
+        return output, outputs
 
     @never_compiled
     def strange_output(self):
-        return _strange(self._output[0])
+        """Returns what a replay could not return; empty: nothing."""
+        if kind := _strange(self._output[0]):
+            return f"a {kind}, neither tensor nor plain value"
+        kind = next((k for k in self._kinds if k not in _TENSORS), None)
+        return f"a {kind.__name__}, a kind of tensor" if kind else ""
 
     @never_compiled
     def returned(self, tensors, outputs):
@@ -139,7 +172,44 @@ class Recorded:
             return "autocast is in another state"
         if self._state != other._state:
             return "a module or buffer inside of it was replaced or moved"
+        if self._hooks != other._hooks:
+            return "hooks of parallelize_module inside of it came or went"
         return ""
+
+
+def _parallel_parameters(module):
+    """Returns the Parameters of a unit that its modules see as DTensors."""
+    parameters = module.__dict__["_flatshard"].parameters
+    return [p for p in parameters if p.parallel is not None and p.shown is p.parallel]
+
+
+@never_compiled
+def _show_new(parallel):
+    """The modules see DTensors that the recording made: a former one leads to the
+    gradient of another stream's backward.
+
+    Returns:
+        (parameters of a module, name, DTensor before) of each place.
+    """
+    former = []
+    for p in parallel:
+        tensor = p.parallel.make()
+        for site, name in p.sites:
+            if (module := site()) is not None:
+                parameters = parameters_of(module)
+                former.append((parameters, name, parameters[name]))
+                parameters[name] = tensor
+    return former
+
+
+def _await(tree):
+    """Returns (leaves, structure, tree), where plain tensors replace the
+    AsyncCollectiveTensors."""
+    leaves, structure = tree_flatten(tree)
+    awaited = await_leaves(leaves)
+    if awaited is not leaves:
+        tree = tree_unflatten(awaited, structure)
+    return awaited, structure, tree
 
 
 class _Number:
@@ -213,7 +283,7 @@ class _Tree:
         self.hooks = torch_versions.GLOBAL_HOOKS + tuple(
             hooks for m in self.inner for hooks in torch_versions.hooks_of_module(m)
         )
-        own = {id(t) for p in state.parameters for t in (p.whole, p.shard)}
+        own = {id(t) for p in state.parameters for t in p.faces()}
         everything = (module, *self.inner)
         self._children = [c for m in everything if (c := torch_versions.children_of(m))]
         self._buffers = [b for m in everything if (b := torch_versions.buffers_of(m))]
@@ -231,6 +301,19 @@ class _Tree:
     @never_compiled
     def is_current(self):
         return self._shape == self._children_now()
+
+    def placing_hooks(self):
+        """Returns the hooks of parallelize_module. A graph has their work."""
+        if not any(self.hooks):
+            return ()
+        found = (h for hooks in self.hooks for h in hooks.values())
+        return tuple(id(h) for h in found if places_tensors(h))
+
+    @never_compiled
+    def has_other_hooks(self):
+        return any(
+            not places_tensors(h) for hooks in self.hooks for h in hooks.values()
+        )
 
     @never_compiled
     def trains(self):
@@ -282,7 +365,7 @@ class UnitGraph:
         if self._tree is None or not self._tree.is_current():
             self._tree = _Tree(module, state)
         recorded = Recorded(module, forward, args, kwargs, self._tree)
-        tensors, recorded.tensors = recorded.tensors, None
+        tensors, args, kwargs = recorded.take()
         if torch_versions.is_compiled_around():
             # A capture would record what is not compiled.
             obstacle = "torch.compile is around it"
@@ -305,16 +388,18 @@ class UnitGraph:
         self._recorded = recorded
         versions = _versions(tensors)
         output = forward(module, *args, **kwargs)
-        outputs = recorded.take_output(output, tensors)
+        output, outputs = recorded.take_output(output, tensors)
         if _versions(tensors) != versions:
             self._refused = "it writes into an argument in place"
         elif kind := recorded.strange_output():
-            self._refused = f"it returns a {kind}, neither tensor nor plain value"
+            self._refused = f"it returns {kind}"
         if self._sample:
             self._sample.check_used(
                 tensors, recorded.returned(tensors, outputs), state.name
             )
-        state.root.core.graph_ran(state.id, tensors, outputs)
+        # The core takes plain tensors alone.
+        seen = [] if recorded.strange_output() else outputs
+        state.root.core.graph_ran(state.id, tensors, seen)
         return output
 
     @never_compiled
@@ -323,7 +408,7 @@ class UnitGraph:
         tree = self._tree
         if self._refused:
             return self._refused
-        if any(tree.hooks):
+        if any(tree.hooks) and tree.has_other_hooks():
             return "a module inside of it has hooks"
         if trained := tree.trains():
             return f"it trains {trained}"
@@ -334,7 +419,7 @@ class UnitGraph:
         if self._sample and (why := self._sample.difference(args, kwargs)):
             return why
         for tensor in tensors:
-            if type(tensor) not in (torch.Tensor, nn.Parameter):
+            if type(tensor) not in _TENSORS:
                 return f"an argument is a {type(tensor).__name__}, a kind of tensor"
             if tensor.layout is not torch.strided or tensor.device != tree.device:
                 return (

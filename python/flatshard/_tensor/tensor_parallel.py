@@ -139,16 +139,24 @@ class TensorParallel:
         """Returns the tensor that modules see. The core calls it while its parameter
         has values."""
         trains = self._whole.requires_grad
-        if self.made is not None and self.made.requires_grad == trains:
-            return self.made
-        with torch.inference_mode(False), torch.enable_grad():
-            if trains:
-                self.made = _Shown.apply(self._whole, self._spec)
-                self.made._is_param = True  # isinstance(it, nn.Parameter)
-            else:
-                local = self._whole.detach()
-                self.made = nn.Parameter(dtensor(local, self._spec), False)
+        if self.made is None or self.made.requires_grad != trains:
+            self.made = self.make()
         return self.made
+
+    def make(self):
+        """Returns another such tensor, with the same values."""
+        with torch.inference_mode(False), torch.enable_grad():
+            if self._whole.requires_grad:
+                made = _Shown.apply(self._whole, self._spec)
+                made._is_param = True  # isinstance(it, nn.Parameter)
+                return made
+            return nn.Parameter(dtensor(self._whole.detach(), self._spec), False)
+
+    def renew(self):
+        """Called by the core when a forward begins to show the tensor: another one.
+        autograd runs the youngest nodes first, so gradients of one that an earlier step
+        made would come after the backward of the whole model."""
+        self.made = None
 
     def point(self):
         """Called by the core when its parameter gets values: the DTensor over it has
