@@ -7,7 +7,7 @@ import weakref
 
 from flatshard.torch_versions import call_before_groups_end
 
-_roots = weakref.WeakSet()
+_roots: weakref.WeakSet = weakref.WeakSet()
 
 
 def drop_before_groups(root):
