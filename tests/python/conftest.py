@@ -54,7 +54,7 @@ def pytest_configure(config):
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29411")
     # A rank that left a test early is a failure soon, not a hang.
-    dist.init_process_group(BACKENDS[DEVICE], timeout=timedelta(seconds=60))
+    dist.init_process_group(BACKENDS[DEVICE], timeout=timedelta(seconds=120))
     if dist.get_rank() != 0:
         config.option.verbose = -2
         config.option.tbstyle = "short"
