@@ -109,6 +109,14 @@ TEST(Parts, TheFirstStepGathersOnRequestAndTheNextOnesAhead) {
   EXPECT_EQ(of_phase(units, last, Phase::backward), 3 * kAllColumns);
 }
 
+TEST(Parts, F3_WithoutPartsTheFirstRecomputeGathersWholePlanes) {
+  const auto units = fp8_units(3, Columns::stored, GatherParts::unit);
+  Scheduler s(units, {.prefetch = 1});
+  EXPECT_EQ(
+      of_phase(units, replay(s, fp8_step(units, {1})), Phase::backward),
+      3 * (kAllColumns + kAllRows));
+}
+
 TEST(Parts, ModuleGathersAndAwaitsEachPart) {
   const auto actions =
       second_step(fp8_units(2, Columns::derived, GatherParts::module), {}, 0);
