@@ -238,6 +238,16 @@ TEST(Pitfalls, B21_FrozenUnitsAnywhere) {
         },
         forward_backward);
   }
+  run_ranks(2, [](const RankContext& context) {
+    Twin twin(context, [](LabImpl& lab) {
+      for (auto& p : lab.cells[0]->parameters()) {
+        p.set_requires_grad(false);
+      }
+    });
+    twin.step(forward_backward);
+    EXPECT_EQ(count(twin, ActionKind::reduce, 1), 0);
+    EXPECT_EQ(count(twin, ActionKind::reduce, 2), 1);
+  });
 }
 
 TEST(Pitfalls, R25_TheAwaitCoversAllGroupsOfAUnit) {
