@@ -280,8 +280,8 @@ def await_gradient(tensor):
 
 
 def await_leaves(leaves):
-    """Returns the list, where plain tensors replace the AsyncCollectiveTensors. The same
-    list when it has none."""
+    """Returns the sequence, where plain tensors replace the AsyncCollectiveTensors. The
+    same one when it has none."""
     if all(type(leaf) is not AsyncCollectiveTensor for leaf in leaves):
         return leaves
     return [
@@ -297,6 +297,4 @@ def wait_for_collectives(module, args):
     """
     if module._compiled_call_impl is None:
         return args
-    return tuple(
-        _Wait.apply(a) if type(a) is AsyncCollectiveTensor else a for a in args
-    )
+    return tuple(await_leaves(args))

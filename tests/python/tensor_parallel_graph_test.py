@@ -3,7 +3,7 @@
 A graph holds the collectives of a block's layers, and the all-gathers and reductions of
 its weights stay outside, as in the trainer:
 
-- A recording makes new DTensors of the weights. Those of eager steps lead to
+- A recording makes new DTensors of the weights. The DTensors of eager steps lead to
   accumulators of another stream.
 - Hooks of parallelize_module are recorded. Other hooks inside of a block make it eager.
 - Asynchronous results are awaited at the block's arguments, results and their

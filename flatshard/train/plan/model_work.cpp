@@ -194,8 +194,8 @@ class ModelWork : LayerKernels {
       return bytes(3 * ffn_dim + 2 * dim);
     }
     // The backward of down makes the gathered gradient and three tensors of the
-    // width. That of gate and up makes their gradients, the input's gradient,
-    // and gathers the input again.
+    // width. The backward of gate and up makes their gradients, the input's
+    // gradient, and gathers the input again.
     return std::max(
         bytes(3 * ffn_dim + dim) + own_bytes(dim),
         bytes(2 * ffn_dim + 2 * dim) + own_bytes(2 * dim));

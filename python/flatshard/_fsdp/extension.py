@@ -221,10 +221,10 @@ class Extension:
 
     # -- what modules see ------------------------------------------------------------
 
-    @torch.no_grad()
     def renew(self):
         """Called by the core when a forward begins to show the tensor: the same one."""
 
+    @torch.no_grad()
     def point(self):
         """Lets the core's parameters hold the gathered tensors."""
         with torch.inference_mode(False), torch.no_grad():

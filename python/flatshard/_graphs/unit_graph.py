@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from flatshard import torch_versions
-from flatshard._tensor.mesh import device_of
 from flatshard._graphs.checks import refuse_numbers_drawn_again
+from flatshard._tensor.mesh import device_of
 from flatshard.torch_versions import (
     await_gradient,
     await_leaves,
@@ -389,17 +389,17 @@ class UnitGraph:
         versions = _versions(tensors)
         output = forward(module, *args, **kwargs)
         output, outputs = recorded.take_output(output, tensors)
+        strange = recorded.strange_output()
         if _versions(tensors) != versions:
             self._refused = "it writes into an argument in place"
-        elif kind := recorded.strange_output():
-            self._refused = f"it returns {kind}"
+        elif strange:
+            self._refused = f"it returns {strange}"
         if self._sample:
             self._sample.check_used(
                 tensors, recorded.returned(tensors, outputs), state.name
             )
         # The core takes plain tensors alone.
-        seen = [] if recorded.strange_output() else outputs
-        state.root.core.graph_ran(state.id, tensors, seen)
+        state.root.core.graph_ran(state.id, tensors, [] if strange else outputs)
         return output
 
     @never_compiled
