@@ -101,7 +101,8 @@ def test_other_numbers_of_ranks(folder, mesh, rank, world):
         own = optimizer_b.state[p]
         assert torch.equal(own["exp_avg"].full_tensor(), moments[name]), name
         assert own["step"] == 2
-    # And back.
+    # And back, when all ranks have read what is the latest until here.
+    dist.barrier()
     if rank == 0:
         train(b, rank, steps=1, optimizer=optimizer_b)
         checkpoint.save(folder, 3, b, optimizer_b)

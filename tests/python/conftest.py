@@ -114,15 +114,25 @@ def pytest_runtest_makereport(item, call):
     if report.when == "setup":
         calm_gloo()
     if report.when == "call":
-        outcomes = [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, report.outcome)
-        bad = [rank for rank, outcome in enumerate(outcomes) if outcome == "failed"]
-        if bad:
-            item.session.shouldfail = f"{item.name} failed on ranks {bad}"
+        reason = failure_of_ranks(report.outcome)
+        if reason:
+            item.session.shouldfail = f"{item.name} {reason}"
             if report.outcome != "failed":
                 report.outcome = "failed"
-                report.longrepr = f"failed on ranks {bad}, not on this one"
+                report.longrepr = f"{reason}, not on this one"
     return report
+
+
+def failure_of_ranks(outcome):
+    """Returns where a test failed, or None. Collective."""
+    outcomes = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(outcomes, outcome)
+    except RuntimeError as error:
+        # What failed on this rank is still to be reported.
+        return f"failed on some rank, which left the others in a collective: {error}"
+    bad = [rank for rank, one in enumerate(outcomes) if one == "failed"]
+    return f"failed on ranks {bad}" if bad else None
 
 
 @pytest.fixture(scope="session")
