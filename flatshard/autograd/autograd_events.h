@@ -138,7 +138,8 @@ class AutogradEvents {
 
     /// Begins the forward of a unit, of which no tensor is watched.
     std::shared_ptr<UnitCall> begin_call(UnitId unit);
-    void end_call(UnitCall& call);
+    /// @param more_follow  see ScheduleEvent::more_follow
+    void end_call(UnitCall& call, bool more_follow);
     /// From here to its task_end all runs of the engine are one backward.
     /// @param units  each begins its backward in it once.
     /// @param alive  expires without a task_end when something threw.

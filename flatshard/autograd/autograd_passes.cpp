@@ -2,6 +2,7 @@
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -19,19 +20,29 @@ std::shared_ptr<UnitCall> AutogradEvents::Passes::begin_call(UnitId unit) {
   return call;
 }
 
-void AutogradEvents::Passes::end_call(UnitCall& call) {
+void AutogradEvents::Passes::end_call(UnitCall& call, bool more_follow) {
+  auto& open = events_.open_calls_;
+  const auto found = std::ranges::find(open, &call, [](const auto& other) {
+    return other.get();
+  });
+  // Another microbatch's forward of the unit may have begun since.
+  const bool is_innermost =
+      found != open.end() && std::all_of(found, open.end(), [&](auto& other) {
+        return other->unit == call.unit;
+      });
   FLATSHARD_CHECK(
-      !events_.open_calls_.empty() && events_.open_calls_.back().get() == &call,
+      is_innermost,
       usage,
       "expected the forward of unit {} to be the one that began last",
       events_.units_[call.unit]->name());
-  events_.open_calls_.pop_back();
+  open.erase(found);
   call.end = events_.next_end_++;
   events_.listener_.feed(
       {.kind = EventKind::forward_end,
        .unit = call.unit,
        .call = call.id,
-       .needs_backward = true});
+       .needs_backward = true,
+       .more_follow = more_follow});
 }
 
 TaskId AutogradEvents::Passes::open(

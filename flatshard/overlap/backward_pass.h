@@ -47,7 +47,9 @@ class BackwardPass {
   void forward_begin(UnitId unit);
   /// Ends the forward of the unit that began last: its weights go, unless they
   /// are kept.
-  void forward_end(UnitId unit);
+  /// @param more_follow  another pass runs the unit next, or has begun to: its
+  ///   weights stay for it.
+  void forward_end(UnitId unit, bool more_follow = false);
 
   // Backward -----------------------------------------------------------------
 

@@ -172,34 +172,39 @@ void OverlapRunner::receive_gradients(Layer& layer, int value) {
 
 void OverlapRunner::at_end(
     const PlanStep& step,
-    void (BackwardPass::*call)(UnitId)) {
+    const std::function<void(UnitId)>& call) {
   if (model_.ends) {
-    BackwardPass& pass = *microbatches_[step.microbatch]->pass;
-    (pass.*call)(
-        step.node == PlanNode::head ? model_.ends->head : model_.ends->embed);
+    call(step.node == PlanNode::head ? model_.ends->head : model_.ends->embed);
   }
+}
+
+void OverlapRunner::end_forward(const PlanStep& step, UnitId unit) {
+  const auto num = static_cast<int>(microbatches_.size());
+  microbatches_[step.microbatch]->pass->forward_end(
+      unit,
+      /*more_follow=*/is_first_of_pair(step.microbatch, num, options_));
 }
 
 void OverlapRunner::forward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::embed) {
     m.pass->forward_begin(model_.root);
-    at_end(step, &BackwardPass::forward_begin);
+    at_end(step, [&](UnitId unit) { m.pass->forward_begin(unit); });
     m.tokens = m.embed.forward({}, [&](const nn::TensorList&) {
       return nn::TensorList{model_.embed(step.microbatch)};
     })[0];
-    at_end(step, &BackwardPass::forward_end);
+    at_end(step, [&](UnitId unit) { end_forward(step, unit); });
     return;
   }
   if (step.node == PlanNode::head) {
-    at_end(step, &BackwardPass::forward_begin);
+    at_end(step, [&](UnitId unit) { m.pass->forward_begin(unit); });
     const nn::TensorList out =
         m.head.forward({std::exchange(m.tokens, {})}, [&](const auto& in) {
           return nn::TensorList{model_.head(step.microbatch, in[0])};
         });
     losses_[step.microbatch] = out[0].detach();
-    at_end(step, &BackwardPass::forward_end);
-    m.pass->forward_end(model_.root);
+    at_end(step, [&](UnitId unit) { end_forward(step, unit); });
+    end_forward(step, model_.root);
     return;
   }
   if (step.node == PlanNode::attend) {
@@ -213,7 +218,7 @@ void OverlapRunner::forward(const PlanStep& step) {
       step.pass,
       !options_.recompute || step.node == PlanNode::merge);
   if (step.node == graph_of(step).last_with_weights()) {
-    m.pass->forward_end(unit_of(step));
+    end_forward(step, unit_of(step));
   }
   if (step.node == graph_of(step).result()) {
     Layer& layer = layer_of(step);
@@ -277,15 +282,15 @@ void OverlapRunner::recompute(const PlanStep& step) {
 void OverlapRunner::backward(const PlanStep& step) {
   Microbatch& m = *microbatches_[step.microbatch];
   if (step.node == PlanNode::head) {
-    at_end(step, &BackwardPass::backward_begin);
+    at_end(step, [&](UnitId unit) { m.pass->backward_begin(unit); });
     m.gradient = m.head.backward({at::ones_like(losses_[step.microbatch])})[0];
-    at_end(step, &BackwardPass::backward_end);
+    at_end(step, [&](UnitId unit) { m.pass->backward_end(unit); });
     return;
   }
   if (step.node == PlanNode::embed) {
-    at_end(step, &BackwardPass::backward_begin);
+    at_end(step, [&](UnitId unit) { m.pass->backward_begin(unit); });
     m.embed.backward({std::exchange(m.gradient, {})});
-    at_end(step, &BackwardPass::backward_end);
+    at_end(step, [&](UnitId unit) { m.pass->backward_end(unit); });
     m.pass->backward_end(model_.root);
     m.pass->close_backward();
     microbatches_[step.microbatch].reset();

@@ -69,8 +69,10 @@ class OverlapRunner {
   void forward(const PlanStep& step);
   void recompute(const PlanStep& step);
   void backward(const PlanStep& step);
-  /// Calls the pass for the unit of an embed or a head, where it is a unit.
-  void at_end(const PlanStep& step, void (BackwardPass::*call)(UnitId));
+  /// Calls it with the unit of an embed or a head, where it is a unit.
+  void at_end(const PlanStep& step, const std::function<void(UnitId)>& call);
+  /// Ends the unit's forward in the step's microbatch.
+  void end_forward(const PlanStep& step, UnitId unit);
   void begin_layer(const PlanStep& step);
   /// The nodes of a forward or a recompute.
   void run_stage(Layer& layer, PlanNode node, PlanPass pass, bool with_graph);

@@ -48,6 +48,32 @@ void check_before(
       to_string(earlier));
 }
 
+// Of what a unit reads, the first microbatch's begins and ends before the
+// second's, which ends before the first one's next unit begins.
+void check_pair(
+    const PlanPositions& at,
+    int layers,
+    int first,
+    const OverlapPlanOptions& options) {
+  const auto step = [](int microbatch, int layer, PlanNode node) {
+    return PlanStep{PlanPass::forward, microbatch, layer, node};
+  };
+  const auto check_both = [&](int layer, PlanNode node) {
+    check_before(at, step(first, layer, node), step(first + 1, layer, node));
+  };
+  check_both(-1, PlanNode::embed);
+  PlanStep ended = step(first + 1, -1, PlanNode::embed);
+  for (int l = 0; l < layers; ++l) {
+    const PlanNode last = layer_graph(options, l).last_with_weights();
+    check_before(at, ended, step(first, l, PlanNode::attend));
+    check_both(l, PlanNode::attend);
+    check_both(l, last);
+    ended = step(first + 1, l, last);
+  }
+  check_before(at, ended, step(first, -1, PlanNode::head));
+  check_both(-1, PlanNode::head);
+}
+
 }  // namespace
 
 void check_plan(
@@ -77,10 +103,17 @@ void check_plan(
       check_before(at, ends, begins);
     }
   };
+  const auto is_second = [&](int m) {
+    return m > 0 && is_first_of_pair(m - 1, microbatches, options);
+  };
   for (int m = 0; m < microbatches; ++m) {
     const PlanStep forward{PlanPass::forward, m, -1, PlanNode::embed};
     const PlanStep backward{PlanPass::backward, m, -1, PlanNode::head};
-    check_passes({PlanPass::forward, m - 1, -1, PlanNode::head}, forward);
+    if (is_second(m)) {
+      check_pair(at, layers, m - 1, options);
+    } else {
+      check_passes({PlanPass::forward, m - 1, -1, PlanNode::head}, forward);
+    }
     check_passes({PlanPass::backward, m - 1, -1, PlanNode::embed}, backward);
     check_passes(
         {PlanPass::backward, m - options.in_flight, -1, PlanNode::embed},

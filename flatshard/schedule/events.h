@@ -172,8 +172,8 @@ struct ScheduleEvent {
   PartId part = kWhole;
   /// forward_end: a backward can follow.
   bool needs_backward = false;
-  /// forward_end: other modules of the unit are to run in this forward, with
-  /// the same gathered weights.
+  /// forward_end: other modules of the unit are to run in this forward, or
+  /// another microbatch's forward of it, with the same gathered weights.
   bool more_follow = false;
   /// backward_begin: this backward makes a separate graph (create_graph), which
   /// reads the weights: they stay until they change.

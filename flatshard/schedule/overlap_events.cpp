@@ -61,6 +61,12 @@ class EventWriter {
                                             : 0;
   }
 
+  void end_forward(UnitId unit, const PlanStep& step, bool needs_backward) {
+    ScheduleEvent& end = say_of(unit, EventKind::forward_end, step);
+    end.needs_backward = needs_backward;
+    end.more_follow =
+        is_first_of_pair(step.microbatch, last_microbatch_ + 1, options_);
+  }
   ScheduleEvent& say(EventKind kind, const PlanStep& step) {
     return say_of(units_.unit_of(step), kind, step);
   }
@@ -74,13 +80,6 @@ class EventWriter {
          .task = step.microbatch});
     return events_.back();
   }
-  // Marks the embedding and the head, where these are units below the root.
-  void say_of_end(EventKind kind, const PlanStep& step) {
-    if (units_.ends && step.layer < 0) {
-      say(kind, step).needs_backward =
-          kind == EventKind::forward_end && has_backward(step);
-    }
-  }
   bool has_backward(const PlanStep& step) const {
     return units_.embed_has_backward || step.node != PlanNode::embed;
   }
@@ -90,10 +89,12 @@ class EventWriter {
       if (step.node == PlanNode::embed) {
         say_of(units_.root, EventKind::forward_begin, step);
       }
-      say_of_end(EventKind::forward_begin, step);
-      say_of_end(EventKind::forward_end, step);
+      if (units_.ends) {
+        say(EventKind::forward_begin, step);
+        end_forward(units_.unit_of(step), step, has_backward(step));
+      }
       if (step.node == PlanNode::head) {
-        say_of(units_.root, EventKind::forward_end, step).needs_backward = true;
+        end_forward(units_.root, step, /*needs_backward=*/true);
       }
       return;
     }
@@ -101,7 +102,7 @@ class EventWriter {
       say(EventKind::forward_begin, step);
     }
     if (reads_last(step)) {
-      say(EventKind::forward_end, step).needs_backward = true;
+      end_forward(units_.unit_of(step), step, /*needs_backward=*/true);
     }
   }
 
@@ -137,8 +138,8 @@ class EventWriter {
     if (step.node == PlanNode::attend) {
       say(EventKind::inputs_done, step);
     }
-    if (has_backward(step)) {
-      say_of_end(EventKind::inputs_done, step);
+    if (units_.ends && step.layer < 0 && has_backward(step)) {
+      say(EventKind::inputs_done, step);
     }
     if (step.node == PlanNode::embed) {
       say_of(units_.root, EventKind::inputs_done, step);

@@ -45,6 +45,32 @@ Policy policy_of_pair() {
       {wgrad, shared}};
 }
 
+// A step of two forwards in one layer.
+struct ForwardChoice {
+  int which;  ///< 0: of the first microbatch, 1: of the second
+  PlanNode node;
+};
+
+std::vector<ForwardChoice> policy_of_forwards() {
+  using enum PlanNode;
+  return {
+      {0, attend},
+      {1, attend},
+      {0, dispatch},
+      {0, shared},
+      {0, experts},
+      {1, dispatch},
+      {0, combine},
+      {1, shared},
+      {1, experts},
+      {1, combine}};
+}
+
+// Returns how many forwards come before the first backward.
+int num_ahead(int microbatches, const OverlapPlanOptions& options) {
+  return std::min(options.in_flight, microbatches) - 1;
+}
+
 // Weight gradients hide the exchange that was launched last.
 Policy policy_of_backward() {
   using enum PlanPass;
@@ -90,6 +116,21 @@ class ListSchedule {
     take({PlanPass::forward, f, -1, PlanNode::head});
   }
 
+  /// The forwards of `m` and the next microbatch.
+  void forwards(const std::vector<ForwardChoice>& policy, int m) {
+    const auto take_both = [&](PlanNode node) {
+      take({PlanPass::forward, m, -1, node});
+      take({PlanPass::forward, m + 1, -1, node});
+    };
+    take_both(PlanNode::embed);
+    for (int l = 0; l < layers_; ++l) {
+      for (const ForwardChoice& choice : policy) {
+        take({PlanPass::forward, m + choice.which, l, choice.node});
+      }
+    }
+    take_both(PlanNode::head);
+  }
+
   std::vector<PlanStep> plan() { return std::move(plan_); }
 
  private:
@@ -132,8 +173,12 @@ overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
   ListSchedule schedule(layers, microbatches, options);
   const Policy both = policy_of_pair();
   const Policy backward = policy_of_backward();
-  const int ahead = std::min(options.in_flight, microbatches) - 1;
+  const auto forwards = policy_of_forwards();
+  const int ahead = num_ahead(microbatches, options);
   for (int f = 0; f < microbatches + ahead; ++f) {
+    if (is_first_of_pair(f, microbatches, options)) {
+      schedule.forwards(forwards, f);
+    }
     if (ahead == 0) {
       schedule.pair(both, -1, f);
     }
@@ -141,6 +186,14 @@ overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
     schedule.pair(is_alone ? backward : both, f - ahead, f);
   }
   return schedule.plan();
+}
+
+bool is_first_of_pair(
+    int microbatch,
+    int microbatches,
+    const OverlapPlanOptions& options) {
+  return microbatch % 2 == 0 &&
+         microbatch + 1 < num_ahead(microbatches, options);
 }
 
 PlanStream stream_of(PlanNode node) {

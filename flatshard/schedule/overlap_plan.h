@@ -47,9 +47,10 @@ struct PlanStep {
 
 struct OverlapPlanOptions {
   /// Microbatches whose forward has begun and whose backward has not ended. The
-  /// backward of one runs in parallel with the forward of the last of them. So
-  /// 2 are enough to hide exchanges, and more only cost memory. 1: one
-  /// microbatch follows the other.
+  /// backward of one runs in parallel with the forward of the last of them. 1:
+  /// one microbatch follows the other. 2: the first forward has nothing beside
+  /// it, so its exchanges are exposed. From 3 on the forwards before the first
+  /// backward run in pairs, and hide theirs.
   int in_flight = 2;
   /// Weight gradients are separate steps, after the gradients of inputs, so
   /// that they can hide an exchange.
@@ -62,8 +63,9 @@ struct OverlapPlanOptions {
 };
 
 /// Returns a training step of one pipeline stage, in the order in which a host
-/// launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With more
-/// microbatches in flight more forwards come first.
+/// launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With three in
+/// flight: (F0 + F1); (B0 + F2); ...; the last two backwards. With more, more
+/// forwards come first.
 ///
 /// A list schedule: a policy gives the steps of each pair a priority, and a
 /// step that another one depends on comes before it. The policy of B0 and F1
@@ -79,6 +81,11 @@ struct OverlapPlanOptions {
 /// the many copies of an exchange. All ranks have the same plan, so their
 /// exchanges meet in the same order.
 ///
+/// Two forwards take the same layer, which is gathered once for both:
+///
+///   exchange  combine.1 | dispatch.0 | dispatch.1 | combine.0
+///   compute   attend.0  | attend.1   | experts.0  | experts.1
+///
 /// @throws Error{config} for no layer, no microbatch or none in flight, or a
 ///   list of dense layers of another length.
 /// Source of the order of a pair: Megatron Core's combined 1F1B schedule.
@@ -86,6 +93,13 @@ std::vector<PlanStep> overlap_plan(
     int layers,
     int microbatches,
     const OverlapPlanOptions& options = {});
+
+/// Returns whether this microbatch's forward is the first of a pair: in each
+/// layer the second forward follows, before the next layer begins.
+bool is_first_of_pair(
+    int microbatch,
+    int microbatches,
+    const OverlapPlanOptions& options);
 
 /// E.g. "F1.attend(0)": forward of microbatch 1, layer 0; "B1.head".
 std::string to_string(const PlanStep& step);
@@ -101,7 +115,7 @@ std::vector<PlanStep> plan_dependencies(
 /// Proves that `plan` has each step once, after all that it depends on, and
 /// that no more microbatches are in flight than `options` allow. Passes follow
 /// each other as the Scheduler needs them (a microbatch's forward after the one
-/// before, its backward likewise).
+/// before, its backward likewise; two forwards of a pair layer by layer).
 /// @throws Error{internal} that names the step.
 void check_plan(
     const std::vector<PlanStep>& plan,

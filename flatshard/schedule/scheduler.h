@@ -188,6 +188,9 @@ class Scheduler {
   void forward_begin(const ScheduleEvent& event, Actions& out);
   void forward_end(const ScheduleEvent& event, Actions& out);
   void keep_call(UnitId unit, CallId call);
+  /// Adds the unit, but once for calls in which nothing else is gathered
+  /// between them, such as those of two microbatches.
+  void record(std::vector<UnitId>& order, UnitId unit);
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
   bool is_root(UnitId unit) const { return units_[unit].parent == kNoUnit; }

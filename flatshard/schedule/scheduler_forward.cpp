@@ -12,8 +12,8 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   if (open_forwards_.empty()) {
     outer_forward_begin(u);
   }
+  record(recorded_forward_, u);
   open_forwards_.push_back(u);
-  recorded_forward_.push_back(u);
   state_[u].kept = false;
   state_[u].waits = false;
   state_[u].ahead_of_forward = false;
@@ -41,7 +41,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       "reset() after a forward that was abandoned",
       units_[u].name);
   open_forwards_.pop_back();
-  recorded_ends_.push_back(u);
+  record(recorded_ends_, u);
   // The unit that runs last begins the backward, so keeping it saves a gather.
   // A unit outside of the recorded order may be anywhere.
   const std::vector<UnitId>& order = forward_order();
@@ -70,6 +70,13 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   }
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
+  }
+}
+
+void Scheduler::record(std::vector<UnitId>& order, UnitId unit) {
+  const bool is_repeated = !order.empty() && order.back() == unit;
+  if (!is_repeated && !in_forward(unit)) {
+    order.push_back(unit);
   }
 }
 

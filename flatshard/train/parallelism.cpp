@@ -244,7 +244,9 @@ std::optional<OverlapPlanOptions> overlap_options(
     return std::nullopt;
   }
   OverlapPlanOptions options{
-      .in_flight = overlaps ? 2 : 1,
+      .in_flight =
+          overlaps ? static_cast<int>(config.parallelism.microbatches_in_flight)
+                   : 1,
       .delay_wgrad = config.parallelism.delay_wgrad,
       .recompute = config.activation_checkpoint.mode !=
                    models::ActivationCheckpoint::none,

@@ -40,10 +40,12 @@ std::vector<MemoryRow> memory_rows(
     const std::optional<GraphStats>& graphs) {
   auto rows =
       memory_rows(*state.runtime, state.optimizer->state_nbytes(), graphs);
-  if (state.overlaps) {
+  if (state.num_in_flight > 1) {
     for (MemoryRow& row : rows) {
       if (row.role == "slot pool") {
-        row.reason += ", with two microbatches under way";
+        row.reason += fmt::format(
+            ", with {} microbatches in flight",
+            state.num_in_flight);
       }
     }
   }
@@ -76,8 +78,12 @@ TrainState make_train_state(
     moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
     moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
-  state.overlaps = config.parallelism.overlap_expert_parallel;
-  const bool in_pieces = overlap_options(config, model).has_value();
+  const auto overlap = overlap_options(config, model);
+  const bool in_pieces = overlap.has_value();
+  if (overlap) {
+    state.num_in_flight = static_cast<int>(
+        std::min<std::int64_t>(overlap->in_flight, num_microbatches));
+  }
   models::ActivationCheckpoint checkpoint = config.activation_checkpoint.mode;
   if (in_pieces && checkpoint == models::ActivationCheckpoint::full) {
     // A schedule of pieces recomputes them itself.

@@ -28,7 +28,7 @@ struct TrainState {
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
   nn::TensorParallelPtr ranks;  ///< that share layers; null: layers are whole
-  bool overlaps = false;        ///< parallelism.overlap_expert_parallel
+  int num_in_flight = 1;        ///< microbatches
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 

@@ -112,11 +112,22 @@ TEST(OverlapRunner, RunsDenseLayersBetweenAndOneMicrobatch) {
   expect_equal_to_plain(
       {.microbatches = 2, .options = {.in_flight = 1}, .layers = 1});
   expect_equal_to_plain(
-      {.microbatches = 5,
-       .options = {.in_flight = 3, .delay_wgrad = true, .recompute = true}});
-  expect_equal_to_plain({.strategy = "zero1", .options = {.in_flight = 4}});
-  expect_equal_to_plain(
       {.strategy = "hfsdp", .options = {.delay_wgrad = true}});
+}
+
+TEST(OverlapRunner, P12_TwoForwardsReadTheWeightsOfOneUnit) {
+  for (const bool recompute : {false, true}) {
+    expect_equal_to_plain(
+        {.microbatches = 5,
+         .options = {
+             .in_flight = 3,
+             .delay_wgrad = true,
+             .recompute = recompute,
+             .shared_experts = true,
+             .dense = {true, false, true, false}}});
+  }
+  expect_equal_to_plain({.microbatches = 6, .options = {.in_flight = 5}});
+  expect_equal_to_plain({.strategy = "zero1", .options = {.in_flight = 4}});
 }
 
 TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {

@@ -167,8 +167,11 @@ TEST(Interleaved, WeightGradientsOfOneLayerAreLateAtOnce) {
 }
 
 TEST(Interleaved, AtTheCrossingOneGatherServesBoth) {
-  const auto gathers = [](int layers, int microbatches) {
-    const PlanCase c{layers, microbatches, {.delay_wgrad = true}};
+  const auto gathers = [](int layers, int microbatches, int in_flight = 2) {
+    const PlanCase c{
+        layers,
+        microbatches,
+        {.in_flight = in_flight, .delay_wgrad = true}};
     Scheduler s(specs_of(c), kThreeSlots);
     run_step(s, c);
     return run_step(s, c).gathers;
@@ -178,6 +181,8 @@ TEST(Interleaved, AtTheCrossingOneGatherServesBoth) {
   EXPECT_EQ(gathers(48, 3), 2 * 48 * 3 - 3 - 2 * 2);
   EXPECT_EQ(gathers(5, 4), 2 * 5 * 4 - 4 - 3);
   EXPECT_EQ(gathers(4, 1), 2 * 4 - 1);
+  // A pair of forwards gathers each of five layers once for both.
+  EXPECT_LE(gathers(5, 5, 3), gathers(5, 5) - 5);
 }
 
 TEST(Interleaved, P2_WhatABackwardAwaitsSurvivesTheEndOfAnotherOne) {

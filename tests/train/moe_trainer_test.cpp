@@ -278,7 +278,7 @@ TEST_F(MoeTrainer, TwoMicrobatchesAtOnceChangeNoLoss) {
   const Outcome begun = train("overlapped", with(2, both));
   EXPECT_THAT(
       begun.output,
-      HasSubstr("2 microbatches per step, two at once, weight gradients "
+      HasSubstr("2 microbatches per step, 2 in flight, weight gradients "
                 "after the others"));
   train("overlapped", with(4, {}), /*resume=*/true);
   const Outcome got = train("overlapped", with(6, both), /*resume=*/true);

@@ -56,6 +56,11 @@ constexpr UsedIf kExchangesTokens{
         c.parallelism.overlap_expert_parallel),
     "more ranks than one, or overlap_expert_parallel"};
 
+constexpr UsedIf kOverlaps{
+    "parallelism.overlap_expert_parallel",
+    WHEN(c.parallelism.overlap_expert_parallel),
+    "runs that overlap microbatches"};
+
 // Conflicts of blocks that run in pieces.
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
@@ -159,6 +164,13 @@ const ConfigKey kParallelismKeys[] = {
         "computes; needs experts and 2 microbatches or more "
         "(docs/guides/moe.md)",
         .conflicts = kPieces),
+    KEY(parallelism.microbatches_in_flight,
+        "microbatches whose forward has begun and whose backward has not "
+        "ended: with 3 or more, forwards before the first backward run in "
+        "pairs and hide each other's token exchanges; each microbatch above 2 "
+        "adds the activations of one",
+        .range = {.min = 2, .max = 1 << 10},
+        .used_if = {kOverlaps}),
     KEY(parallelism.delay_wgrad,
         "compute weight gradients after those of inputs, during the token "
         "exchange, with overlap_expert_parallel or without it; keeps their "

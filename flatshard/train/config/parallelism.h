@@ -34,6 +34,7 @@ struct Parallelism {
   std::int64_t expert_tensor_parallel_degree = 1;
   TransferKind token_exchange = TransferKind::automatic;
   bool overlap_expert_parallel = false;
+  std::int64_t microbatches_in_flight = 2;
   bool delay_wgrad = false;
   std::int64_t prefetch = 1;
   bool reshard_after_forward = true;

@@ -79,12 +79,12 @@ std::string lora_text(const RunSummary& summary) {
       summary.state.lora->num_modules);
 }
 
-std::string overlap_text(const Config& config) {
+std::string overlap_text(const RunSummary& summary) {
   std::string text;
-  if (config.parallelism.overlap_expert_parallel) {
-    text += ", two at once";
+  if (summary.state.num_in_flight > 1) {
+    text += fmt::format(", {} in flight", summary.state.num_in_flight);
   }
-  if (config.parallelism.delay_wgrad) {
+  if (summary.config.parallelism.delay_wgrad) {
     text += ", weight gradients after the others";
   }
   return text;
@@ -126,7 +126,7 @@ std::string to_string(const RunSummary& summary) {
       strategy_name(config),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
-      overlap_text(config)));
+      overlap_text(summary)));
   for (std::string& line : packing_lines(summary)) {
     parts.push_back(std::move(line));
   }

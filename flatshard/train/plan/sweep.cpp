@@ -29,6 +29,9 @@ Config config_of(const Config& config, const Way& way) {
   p.expert_tensor_parallel_degree = way.expert_tensor_degree;
   p.overlap_expert_parallel = way.overlap;
   p.delay_wgrad = way.overlap;
+  if (!way.overlap) {
+    p.microbatches_in_flight = config::Parallelism{}.microbatches_in_flight;
+  }
   changed.training.local_batch_size = way.local_batch_size;
   changed.activation_checkpoint.mode = way.recompute;
   changed.float8.recipe = way.float8;
