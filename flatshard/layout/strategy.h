@@ -77,6 +77,7 @@ struct StrategyName {
   bool needs_outer_axis() const { return with_replicas.empty(); }
   /// Returns whether every rank keeps whole weights.
   bool keeps_whole_weights() const { return parameter == "RR"; }
+  bool shards_nothing() const { return optimizer == "RR"; }
 };
 
 /// Returns the table, in its order.

@@ -20,10 +20,9 @@ using RecomputeFn = std::function<TensorList(const TensorList&)>;
 /// (nested) graph task. Parameters that fn reads get their gradients in that
 /// task.
 ///
-/// Around the second run and its backward, the listener of `owner` hears
-/// recompute_begin and recompute_end. fn's captures must outlive the graph, and
-/// `owner` is kept alive. fn must return the same shapes each time. Its outputs
-/// are differentiable tensors.
+/// Before the second run the listener of `owner` hears recompute_begin. fn's
+/// captures must outlive the graph, and `owner` is kept alive. fn must return
+/// the same shapes each time. Its outputs are differentiable tensors.
 /// @throws Error{usage} when fn writes into its inputs; in backward under
 /// create_graph or with an inputs= list, which a nested backward cannot honour.
 /// Source: Chen et al., arXiv:1604.06174.

@@ -152,7 +152,7 @@ class ListSchedule {
 
 }  // namespace
 
-std::vector<PlanStep>
+OverlapPlan
 overlap_plan(int layers, int microbatches, const OverlapPlanOptions& options) {
   FLATSHARD_CHECK(
       layers >= 1 && microbatches >= 1 && options.in_flight >= 1,

@@ -45,6 +45,9 @@ struct PlanStep {
   auto operator<=>(const PlanStep&) const = default;
 };
 
+/// Steps in the order in which a host launches them.
+using OverlapPlan = std::vector<PlanStep>;
+
 struct OverlapPlanOptions {
   /// Microbatches whose forward has begun and whose backward has not ended. The
   /// backward of one runs in parallel with the forward of the last of them. 1:
@@ -89,7 +92,7 @@ struct OverlapPlanOptions {
 /// @throws Error{config} for no layer, no microbatch or none in flight, or a
 ///   list of dense layers of another length.
 /// Source of the order of a pair: Megatron Core's combined 1F1B schedule.
-std::vector<PlanStep> overlap_plan(
+OverlapPlan overlap_plan(
     int layers,
     int microbatches,
     const OverlapPlanOptions& options = {});

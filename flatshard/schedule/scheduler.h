@@ -5,6 +5,7 @@
 
 #include <deque>
 #include <map>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -16,9 +17,6 @@ struct SchedulerOptions {
   /// Gradient slots of leaf units that may exist at once: one is filled while
   /// the other is reduced.
   int max_grad_slots = 2;
-  /// Microbatches that a schedule has under way at once, if it interleaves
-  /// them: so many calls of a unit may stay for their backward.
-  int interleaved_microbatches = 2;
 
   bool operator==(const SchedulerOptions&) const = default;
 };
@@ -119,9 +117,10 @@ class Scheduler {
     bool needs_backward = false;     ///< its last forward, while it waits
     bool ahead_of_forward = false;   ///< prefetched, and has not begun
     bool ahead_of_backward = false;  ///< likewise
-    /// Calls for which it stayed gathered at the end of their forward, and
-    /// whose backward has not begun: calls of the last microbatches.
-    std::vector<CallId> kept_calls;
+    /// The last call for which it stayed gathered at the end of its forward,
+    /// and whose backward has not begun. Backwards of earlier calls begin
+    /// before.
+    std::optional<CallId> kept_call;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
     bool in_grad_queue = false;
@@ -187,7 +186,6 @@ class Scheduler {
   // Forwards, their order, recomputes; scheduler_forward.cpp.
   void forward_begin(const ScheduleEvent& event, Actions& out);
   void forward_end(const ScheduleEvent& event, Actions& out);
-  void keep_call(UnitId unit, CallId call);
   /// Adds the unit, but once for calls in which nothing else is gathered
   /// between them, such as those of two microbatches.
   void record(std::vector<UnitId>& order, UnitId unit);

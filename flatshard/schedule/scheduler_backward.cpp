@@ -49,7 +49,9 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   state.kept = false;
   state.read_by_graph |= event.makes_graph;
   state.ahead_of_backward = false;
-  std::erase(state.kept_calls, event.call);
+  if (state.kept_call == event.call) {
+    state.kept_call.reset();
+  }
   state.backward_calls.push_back(
       {event.call, event.task, !event.waits_for_inputs});
   backward_position_ = position_after(backward_order_, backward_position_, u);
@@ -158,7 +160,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     state_[u].ahead_of_backward = false;
     state_[u].learned = std::exchange(state_[u].asked, {});
     if (!goes_on) {
-      state_[u].kept_calls.clear();
+      state_[u].kept_call.reset();
     }
     if (!in_forward(u)) {
       end_backward(u, out);
@@ -218,7 +220,7 @@ PlaneSet Scheduler::wanted_by_others(UnitId unit) const {
   if (state.ahead_of_forward) {
     slices = wanted(unit, Phase::forward);
   }
-  if (!state.kept_calls.empty()) {
+  if (state.kept_call) {
     slices =
         slices | wanted(unit, Phase::backward) |
         learned(unit, state.learned.in_recompute | state.learned.in_backward);

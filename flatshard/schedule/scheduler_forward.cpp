@@ -53,11 +53,11 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
   state_[u].waits = event.more_follow;
   state_[u].needs_backward = event.needs_backward;
   UnitState& state = state_[u];
-  if (keep) {
-    keep_call(u, event.call);
+  if (keep && !state.present.empty() && !units_[u].resident) {
+    state.kept_call = event.call;
   }
   const bool of_others =
-      interleaved_ && (state.ahead_of_backward || !state.kept_calls.empty());
+      interleaved_ && (state.ahead_of_backward || state.kept_call);
   if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
     if (keep || of_others) {
       keep_for_backward(u, out);
@@ -78,17 +78,6 @@ void Scheduler::record(std::vector<UnitId>& order, UnitId unit) {
   if (!is_repeated && !in_forward(unit)) {
     order.push_back(unit);
   }
-}
-
-void Scheduler::keep_call(UnitId unit, CallId call) {
-  std::vector<CallId>& calls = state_[unit].kept_calls;
-  if (state_[unit].present.empty() || units_[unit].resident) {
-    return;
-  }
-  if (std::ssize(calls) == options_.interleaved_microbatches) {
-    calls.erase(calls.begin());
-  }
-  calls.push_back(call);
 }
 
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {

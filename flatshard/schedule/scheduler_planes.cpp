@@ -95,7 +95,7 @@ void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
     state.waits = false;
     state.ahead_of_forward = false;
     state.ahead_of_backward = false;
-    state.kept_calls.clear();
+    state.kept_call.reset();
   }
 }
 

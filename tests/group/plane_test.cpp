@@ -1,7 +1,10 @@
 #include "flatshard/group/plane.h"
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+
+#include <set>
 
 #include "tests/group/float8_groups.h"
 #include "tests/support/message_of.h"
@@ -308,6 +311,16 @@ TEST(Codec, OutputsOfAWriterReplaceWhatItFinds) {
         c.codec->view(rows, kWhole, 0, rows.shard.local()).scales;
     EXPECT_TRUE(given.gt(own).all().item<bool>()) << name_of(format);
   }
+}
+
+TEST(Float8Parts, MoreWeightsThanPartsAreNamed) {
+  const Float8Format format{.recipe = float8::Recipe::rowwise};
+  ::testing::internal::CaptureStderr();
+  const auto parts = format.parts_of(30);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      ::testing::HasSubstr("30 FP8 weights of one unit are gathered in 24"));
+  EXPECT_EQ(std::set<std::int64_t>(parts.begin(), parts.end()).size(), 24U);
 }
 
 }  // namespace

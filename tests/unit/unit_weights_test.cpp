@@ -2,11 +2,14 @@
 #include "flatshard/group/weight_write.h"
 #include "tests/unit/one_unit.h"
 
+#include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 namespace flatshard {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::one_unit_contents;
 using testing::RankContext;
 using testing::run_ranks;
@@ -47,6 +50,39 @@ TEST(UnitWeights, UnshardedWeightsNeedNoSlot) {
     EXPECT_EQ(weights.nbytes(kComputePlane, kWhole), 0);
     EXPECT_EQ(weights.post_forward_nbytes(), 0);
   });
+}
+
+TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
+  ::testing::internal::CaptureStderr();
+  run_ranks(2, [](const RankContext& context) {
+    ParamGroupOptions options;
+    options.float8 = Float8Format{.recipe = float8::Recipe::rowwise};
+    std::vector<std::shared_ptr<ParamGroup>> groups;
+    for (int g = 0; g < 3; ++g) {
+      GroupSpec spec{
+          .name = "unit",
+          .mesh = context.mesh(),
+          .strategy = Strategy::named("zero3", 1)};
+      for (int i = 0; i < 24; ++i) {
+        spec.parameters.push_back(
+            {.names = {fmt::format("weight{}", i)}, .shape = {32, 32}});
+      }
+      const auto contents =
+          make_unit_contents(std::move(spec), options, Initializer(0));
+      groups.insert(
+          groups.end(),
+          contents.groups.begin(),
+          contents.groups.end());
+    }
+    UnitSpec spec;
+    UnitWeights("unit", groups).describe(spec);
+    for (const auto& parts : spec.part_nbytes) {
+      EXPECT_TRUE(parts.empty());
+    }
+  });
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("unit unit has 72 parts of FP8 weights"));
 }
 
 TEST(UnitWeights, EachChangeRaisesTheGeneration) {

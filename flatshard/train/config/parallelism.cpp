@@ -35,7 +35,7 @@ constexpr UsedIf kShardsWeights{
     "strategies that shard the weights"};
 constexpr UsedIf kShards{
     "parallelism.strategy",
-    WHEN(strategy_of(c).name != "zero0"),
+    WHEN(!strategy_of(c).shards_nothing()),
     "strategies that shard something"};
 constexpr UsedIf kReshards{
     "parallelism.reshard_after_forward",
