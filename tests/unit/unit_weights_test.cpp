@@ -6,6 +6,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace flatshard {
 namespace {
 
@@ -57,7 +60,7 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
   run_ranks(2, [](const RankContext& context) {
     ParamGroupOptions options;
     options.float8 = Float8Format{.recipe = float8::Recipe::rowwise};
-    std::vector<std::shared_ptr<ParamGroup>> groups;
+    std::vector<std::unique_ptr<ParamGroup>> groups;
     for (int g = 0; g < 3; ++g) {
       GroupSpec spec{
           .name = "unit",
@@ -67,12 +70,9 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
         spec.parameters.push_back(
             {.names = {fmt::format("weight{}", i)}, .shape = {32, 32}});
       }
-      const auto contents =
+      UnitContents contents =
           make_unit_contents(std::move(spec), options, Initializer(0));
-      groups.insert(
-          groups.end(),
-          contents.groups.begin(),
-          contents.groups.end());
+      std::ranges::move(contents.groups, std::back_inserter(groups));
     }
     UnitSpec spec;
     UnitWeights("unit", groups).describe(spec);
