@@ -8,8 +8,11 @@
 namespace flatshard::plan {
 namespace {
 
-/// Microbatches that are simulated; more are extrapolated.
-constexpr int kMostSimulated = 4;
+/// Returns how many microbatches are simulated; more are extrapolated. The last
+/// two of them begin while as many others are in flight.
+int most_simulated(const OverlapPlanOptions& overlap) {
+  return std::max(4, overlap.in_flight + 2);
+}
 
 /// Length of the union of spans.
 double covered(std::vector<Span> spans) {
@@ -89,13 +92,14 @@ void extend(
 
 StepPlan
 plan_step(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu) {
-  if (job.microbatches <= kMostSimulated) {
+  const int most = most_simulated(job.overlap);
+  if (job.microbatches <= most) {
     return simulate(job, job.microbatches, units, gpu);
   }
   // Every further microbatch takes as long as one microbatch more.
-  const StepPlan before = simulate(job, kMostSimulated - 1, units, gpu);
-  StepPlan step = simulate(job, kMostSimulated, units, gpu);
-  const double more = job.microbatches - kMostSimulated;
+  const StepPlan before = simulate(job, most - 1, units, gpu);
+  StepPlan step = simulate(job, most, units, gpu);
+  const double more = job.microbatches - most;
   const auto extend_value = [&](double StepPlan::*member) {
     step.*member += more * (step.*member - before.*member);
   };

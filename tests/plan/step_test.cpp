@@ -147,6 +147,19 @@ TEST(StepPlan, ExtrapolatesMicrobatches) {
   EXPECT_GT(seconds[4] - seconds[3], 9 - 1e-6);
 }
 
+TEST(StepPlan, EachMicrobatchInFlightKeepsItsActivations) {
+  Job job = timed_job(3, 4, 1, 2);
+  job.layer_kinds[0].saved_nbytes = 100;
+  job.microbatches = 12;
+  const auto activations = [&](int in_flight) {
+    job.overlap.in_flight = in_flight;
+    return step_of(job).activation_nbytes;
+  };
+  for (const int in_flight : {3, 4, 7}) {
+    EXPECT_EQ(activations(in_flight), activations(2) + (in_flight - 2) * 300);
+  }
+}
+
 /// Gathers and reductions of activations of 4 GB among 4 ranks, 3 s each on
 /// round_gpu(), around layers of one rank.
 Job shared_job(const Kernels& forward) {
