@@ -37,7 +37,7 @@ inline std::vector<PlanCase> plan_cases() {
   std::vector<PlanCase> cases;
   for (const int layers : {1, 2, 3, 4, 5, 16, 64}) {
     for (const int microbatches : {1, 2, 3, 5, 16}) {
-      for (int bits = 0; bits < (layers == 3 ? 48 : 32); ++bits) {
+      for (int bits = 0; bits < (layers == 3 ? 80 : 32); ++bits) {
         std::vector<bool> dense;
         for (int l = 0; bits % 2 != 0 && l < layers; ++l) {
           dense.push_back(l % 3 == 0);
