@@ -51,12 +51,14 @@ struct ForwardChoice {
   PlanNode node;
 };
 
+// An exchange has one plan of rows that is begun: the first microbatch's
+// dispatch comes before the second one's router.
 std::vector<ForwardChoice> policy_of_forwards() {
   using enum PlanNode;
   return {
       {0, attend},
-      {1, attend},
       {0, dispatch},
+      {1, attend},
       {0, shared},
       {0, experts},
       {1, dispatch},

@@ -54,7 +54,7 @@ TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
 TEST(OverlapPlan, ThreeInFlightRunTheFirstForwardsInAPair) {
   EXPECT_EQ(
       text_of(1, 3, {.in_flight = 3}),
-      "F0.embed F1.embed F0.attend(0) F1.attend(0) F0.dispatch(0) "
+      "F0.embed F1.embed F0.attend(0) F0.dispatch(0) F1.attend(0) "
       "F0.experts(0) F1.dispatch(0) F0.combine(0) F1.experts(0) F1.combine(0) "
       "F0.merge(0) F0.head F1.merge(0) F1.head "
       // B0 and F2

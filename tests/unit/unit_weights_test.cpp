@@ -67,8 +67,12 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
           .mesh = context.mesh(),
           .strategy = Strategy::named("zero3", 1)};
       for (int i = 0; i < 24; ++i) {
+        const at::Tensor values = at::ones({32, 32});
         spec.parameters.push_back(
-            {.names = {fmt::format("weight{}", i)}, .shape = {32, 32}});
+            {.names = {fmt::format("weight{}", i)},
+             .shape = {32, 32},
+             .values = values,
+             .tensor = values.clone().requires_grad_()});
       }
       UnitContents contents =
           make_unit_contents(std::move(spec), options, Initializer(0));
