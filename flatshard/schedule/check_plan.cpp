@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
 #include <vector>
 
 namespace flatshard {
@@ -74,6 +75,33 @@ void check_pair(
   check_both(-1, PlanNode::head);
 }
 
+// Rows are counted in attend, and an exchange has room for one plan's counts
+// until the dispatch.
+void check_counts(
+    const std::vector<PlanStep>& plan,
+    const OverlapPlanOptions& options) {
+  std::optional<PlanStep> counted;
+  for (const PlanStep& step : plan) {
+    const bool makes_rows =
+        step.pass == PlanPass::forward || step.pass == PlanPass::recompute;
+    if (!makes_rows || step.layer < 0 ||
+        !layer_graph(options, step.layer).has(PlanNode::dispatch)) {
+      continue;
+    }
+    if (step.node == PlanNode::attend) {
+      FLATSHARD_CHECK(
+          !counted,
+          internal,
+          "an overlap plan has {} between {} and its dispatch",
+          to_string(step),
+          to_string(*counted));
+      counted = step;
+    } else if (step.node == PlanNode::dispatch) {
+      counted.reset();
+    }
+  }
+}
+
 }  // namespace
 
 void check_plan(
@@ -106,6 +134,7 @@ void check_plan(
   const auto is_second = [&](int m) {
     return m > 0 && is_first_of_pair(m - 1, microbatches, options);
   };
+  check_counts(plan, options);
   for (int m = 0; m < microbatches; ++m) {
     const PlanStep forward{PlanPass::forward, m, -1, PlanNode::embed};
     const PlanStep backward{PlanPass::backward, m, -1, PlanNode::head};

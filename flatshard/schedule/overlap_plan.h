@@ -118,7 +118,8 @@ std::vector<PlanStep> plan_dependencies(
 /// Proves that `plan` has each step once, after all that it depends on, and
 /// that no more microbatches are in flight than `options` allow. Passes follow
 /// each other as the Scheduler needs them (a microbatch's forward after the one
-/// before, its backward likewise; two forwards of a pair layer by layer).
+/// before, its backward likewise; two forwards of a pair layer by layer). No
+/// other rows are counted between an attend and its dispatch.
 /// @throws Error{internal} that names the step.
 void check_plan(
     const std::vector<PlanStep>& plan,

@@ -214,6 +214,15 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
       message(overlap_plan(2, 3, more), options),
       HasSubstr("F1.embed before F0.head"));
   EXPECT_THAT(message(plan, more), HasSubstr("F0.attend(0) before F1.embed"));
+  // The second forward counts its rows before the first one sends.
+  auto counted = overlap_plan(2, 3, more);
+  const auto attend = std::ranges::find(
+      counted,
+      PlanStep{PlanPass::forward, 1, 0, PlanNode::attend});
+  std::swap(*attend, *(attend - 1));
+  EXPECT_THAT(
+      message(counted, more),
+      HasSubstr("F1.attend(0) between F0.attend(0) and its dispatch"));
   auto unknown = plan;
   unknown.push_back({PlanPass::forward, 0, 2, PlanNode::attend});
   EXPECT_THAT(
