@@ -58,13 +58,14 @@ TEST(UnitWeights, UnshardedWeightsNeedNoSlot) {
 TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
   ::testing::internal::CaptureStderr();
   run_ranks(2, [](const RankContext& context) {
+    const auto mesh = context.mesh();
     ParamGroupOptions options;
     options.float8 = Float8Format{.recipe = float8::Recipe::rowwise};
     std::vector<std::unique_ptr<ParamGroup>> groups;
     for (int g = 0; g < 3; ++g) {
       GroupSpec spec{
           .name = "unit",
-          .mesh = context.mesh(),
+          .mesh = mesh,
           .strategy = Strategy::named("zero3", 1)};
       for (int i = 0; i < 24; ++i) {
         const at::Tensor values = at::ones({32, 32});
