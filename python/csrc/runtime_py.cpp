@@ -99,6 +99,38 @@ void bind_runtime(py::module_& m) {
           py::arg("trace"),
           py::arg("graphs"),
           py::arg("shared_streams"));
+  py::class_<UnitPolicy>(m, "UnitPolicy", "A program's choices for one unit.")
+      .def(
+          py::init([](bool reshard_after_forward,
+                      bool reshard_after_backward,
+                      bool unshard_in_backward,
+                      std::optional<std::vector<UnitId>> forward_prefetch,
+                      std::optional<std::vector<UnitId>> backward_prefetch,
+                      bool keep_backward_planes,
+                      bool keep_post_forward,
+                      bool sync_gradients,
+                      bool all_reduce) {
+            return UnitPolicy{
+                .reshard_after_forward = reshard_after_forward,
+                .reshard_after_backward = reshard_after_backward,
+                .unshard_in_backward = unshard_in_backward,
+                .forward_prefetch = std::move(forward_prefetch),
+                .backward_prefetch = std::move(backward_prefetch),
+                .keep_backward_planes = keep_backward_planes,
+                .keep_post_forward = keep_post_forward,
+                .sync_gradients = sync_gradients,
+                .all_reduce = all_reduce};
+          }),
+          py::kw_only(),
+          py::arg("reshard_after_forward"),
+          py::arg("reshard_after_backward"),
+          py::arg("unshard_in_backward"),
+          py::arg("forward_prefetch"),
+          py::arg("backward_prefetch"),
+          py::arg("keep_backward_planes"),
+          py::arg("keep_post_forward"),
+          py::arg("sync_gradients"),
+          py::arg("all_reduce"));
   py::class_<PyRuntime::TreeUnit>(
       m,
       "TreeUnit",
@@ -220,40 +252,11 @@ void bind_runtime(py::module_& m) {
       .def("show_shards", &PyRuntime::show_shards)
       .def(
           "set_policy",
-          [](PyRuntime& self,
-             UnitId unit,
-             bool reshard_after_forward,
-             bool reshard_after_backward,
-             bool unshard_in_backward,
-             std::optional<std::vector<UnitId>> forward_prefetch,
-             std::optional<std::vector<UnitId>> backward_prefetch,
-             bool keep_backward_planes,
-             bool keep_post_forward,
-             bool sync_gradients,
-             bool all_reduce) {
-            self.runtime().gathers().set_policy(
-                unit,
-                {.reshard_after_forward = reshard_after_forward,
-                 .reshard_after_backward = reshard_after_backward,
-                 .unshard_in_backward = unshard_in_backward,
-                 .forward_prefetch = std::move(forward_prefetch),
-                 .backward_prefetch = std::move(backward_prefetch),
-                 .keep_backward_planes = keep_backward_planes,
-                 .keep_post_forward = keep_post_forward,
-                 .sync_gradients = sync_gradients,
-                 .all_reduce = all_reduce});
+          [](PyRuntime& self, UnitId unit, const UnitPolicy& policy) {
+            self.runtime().gathers().set_policy(unit, policy);
           },
           py::arg("unit"),
-          py::kw_only(),
-          py::arg("reshard_after_forward"),
-          py::arg("reshard_after_backward"),
-          py::arg("unshard_in_backward"),
-          py::arg("forward_prefetch"),
-          py::arg("backward_prefetch"),
-          py::arg("keep_backward_planes"),
-          py::arg("keep_post_forward"),
-          py::arg("sync_gradients"),
-          py::arg("all_reduce"),
+          py::arg("policy"),
           NoGil())
       .def(
           "set_max_grad_slots",

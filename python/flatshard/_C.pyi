@@ -172,6 +172,23 @@ class RuntimeOptions:
         shared_streams: CommStreams | None,
     ) -> None: ...
 
+class UnitPolicy:
+    """A program's choices for one unit."""
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool,
+        reshard_after_backward: bool,
+        unshard_in_backward: bool,
+        forward_prefetch: Sequence[int] | None,
+        backward_prefetch: Sequence[int] | None,
+        keep_backward_planes: bool,
+        keep_post_forward: bool,
+        sync_gradients: bool,
+        all_reduce: bool,
+    ) -> None: ...
+
 class TreeUnit:
     """A unit in the tree of a model; `parent` is the number of the unit around it."""
 
@@ -235,20 +252,7 @@ class Runtime:
     def reshard(self, unit: int) -> None: ...
     def set_keeps(self, unit: int, keeps: bool) -> None: ...
     def show_shards(self, unit: int) -> None: ...
-    def set_policy(
-        self,
-        unit: int,
-        *,
-        reshard_after_forward: bool,
-        reshard_after_backward: bool,
-        unshard_in_backward: bool,
-        forward_prefetch: Sequence[int] | None,
-        backward_prefetch: Sequence[int] | None,
-        keep_backward_planes: bool,
-        keep_post_forward: bool,
-        sync_gradients: bool,
-        all_reduce: bool,
-    ) -> None: ...
+    def set_policy(self, unit: int, policy: UnitPolicy) -> None: ...
     def set_is_last_microbatch(self, last: bool) -> None: ...
     def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
     def reset(self) -> None: ...
