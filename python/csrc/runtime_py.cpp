@@ -14,17 +14,13 @@ at::Tensor linear_cross_entropy(
     const at::Tensor& input,
     const at::Tensor& weight,
     const at::Tensor& target,
-    bool mean,
-    std::int64_t ignore_index,
-    std::int64_t chunk_tokens,
+    const nn::LossOptions& options,
     const PyRuntime* runtime) {
   return nn::linear_cross_entropy(
       input,
       weight,
       target,
-      {.reduction = mean ? nn::LossReduction::mean : nn::LossReduction::sum,
-       .ignore_index = ignore_index,
-       .chunk_tokens = chunk_tokens},
+      options,
       runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
 }
 
@@ -290,15 +286,28 @@ void bind_runtime(py::module_& m) {
           },
           NoGil());
 
+  py::class_<nn::LossOptions>(m, "LossOptions")
+      .def(
+          py::init([](bool mean,
+                      std::int64_t ignore_index,
+                      std::int64_t chunk_tokens) {
+            return nn::LossOptions{
+                .reduction =
+                    mean ? nn::LossReduction::mean : nn::LossReduction::sum,
+                .ignore_index = ignore_index,
+                .chunk_tokens = chunk_tokens};
+          }),
+          py::kw_only(),
+          py::arg("mean"),
+          py::arg("ignore_index"),
+          py::arg("chunk_tokens"));
   m.def(
       "linear_cross_entropy",
       &linear_cross_entropy,
       py::arg("input"),
       py::arg("weight"),
       py::arg("target"),
-      py::arg("mean"),
-      py::arg("ignore_index"),
-      py::arg("chunk_tokens"),
+      py::arg("options"),
       py::arg("runtime").none(true),
       NoGil());
 }

@@ -385,13 +385,14 @@ class Checkpointer:
     def wait(self) -> None: ...
     def take_results(self) -> list[SaveResult]: ...
 
+class LossOptions:
+    def __init__(self, *, mean: bool, ignore_index: int, chunk_tokens: int) -> None: ...
+
 def linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
-    mean: bool,
-    ignore_index: int,
-    chunk_tokens: int,
+    options: LossOptions,
     runtime: Runtime | None,
 ) -> torch.Tensor: ...
 def float8_quantize(
