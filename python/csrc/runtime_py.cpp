@@ -194,11 +194,13 @@ void bind_runtime(py::module_& m) {
           py::arg("function"),
           py::arg("inputs"),
           py::arg("constants"),
-          py::arg("obstacle"),
-          py::arg("difference"),
+          py::arg("reason"),
           "RegionGraphs::run_unit: outputs of a replay or None, and whether "
           "graph_ran is to follow the forward. `function` takes a list of "
-          "tensors and returns one, is kept, and must not keep the model.")
+          "tensors and returns one, is kept, and must not keep the model. "
+          "Without inputs the forward cannot be part of a graph: `reason` is "
+          "the obstacle. With them `reason` is the difference from the last "
+          "watched forward, if any.")
       .def("graph_ran", &PyRuntime::graph_ran, NoGil())
       .def(
           "graph_stats",

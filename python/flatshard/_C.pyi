@@ -233,10 +233,9 @@ class Runtime:
         unit: int,
         *,
         function: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | None,
         constants: Sequence[torch.Tensor],
-        obstacle: str,
-        difference: str,
+        reason: str,
     ) -> tuple[list[torch.Tensor] | None, bool]: ...
     def graph_ran(
         self,
