@@ -394,26 +394,32 @@ def linear_cross_entropy(
     options: LossOptions,
     runtime: Runtime | None,
 ) -> torch.Tensor: ...
+
+class Float8Quantizer:
+    def __init__(self, *, recipe: str, format: str, rounding: str) -> None: ...
+
+class Float8PlaneOptions:
+    def __init__(
+        self,
+        *,
+        axis: str,
+        transpose: bool,
+        multiple: int,
+        amax: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None: ...
+
+class Float8DequantizeOptions:
+    def __init__(self, *, axis: str, transpose: bool, dtype: torch.dtype) -> None: ...
+
 def float8_quantize(
-    tensor: torch.Tensor,
-    recipe: str,
-    *,
-    axis: str,
-    rounding: str,
-    format: str,
-    transpose: bool,
-    multiple: int,
-    amax: torch.Tensor | None,
-    scales: torch.Tensor | None,
+    tensor: torch.Tensor, quantizer: Float8Quantizer, options: Float8PlaneOptions
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def float8_dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,
     recipe: str,
-    *,
-    axis: str,
-    transpose: bool,
-    dtype: torch.dtype,
+    options: Float8DequantizeOptions,
 ) -> torch.Tensor: ...
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
