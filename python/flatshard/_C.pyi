@@ -18,6 +18,9 @@ class Error(RuntimeError):
 class ConfigError(Error, ValueError):
     """An Error of code config or usage: an argument or a call that cannot work."""
 
+class MeshOptions:
+    def __init__(self, *, name: str, timeout_s: float) -> None: ...
+
 class Mesh:
     @staticmethod
     def create(
@@ -25,8 +28,7 @@ class Mesh:
         rank: int,
         store: torch.distributed.Store,
         device: torch.device,
-        name: str,
-        timeout_s: float,
+        options: MeshOptions,
     ) -> Mesh: ...
     @staticmethod
     def single(device: torch.device) -> Mesh: ...
