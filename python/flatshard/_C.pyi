@@ -371,15 +371,20 @@ class SaveResult:
     @property
     def error(self) -> str | None: ...
 
-class Checkpointer:
+class TrainingState:
+    """The tensors that checkpoints have of a training run."""
+
     def __init__(
         self,
-        mesh: Mesh,
+        *,
         units: Sequence[Unit],
         optimizer: AdamW | TensorStates | None,
         buffers: Sequence[tuple[str, torch.Tensor]],
-        folder: str,
-        keep_latest: int,
+    ) -> None: ...
+
+class Checkpointer:
+    def __init__(
+        self, mesh: Mesh, state: TrainingState, folder: str, keep_latest: int
     ) -> None: ...
     def save(self, step: int, state: dict[str, str]) -> None: ...
     def wait_for_copies(self) -> None: ...
@@ -459,10 +464,5 @@ class _Checkpoint(TypedDict):
 def latest_checkpoint(folder: str) -> int | None: ...
 def describe_checkpoint(folder: str) -> _Checkpoint: ...
 def load_checkpoint(
-    folder: str,
-    mesh: Mesh,
-    units: Sequence[Unit],
-    optimizer: AdamW | TensorStates | None,
-    buffers: Sequence[tuple[str, torch.Tensor]],
-    exclude: Sequence[str],
+    folder: str, mesh: Mesh, state: TrainingState, exclude: Sequence[str]
 ) -> None: ...
