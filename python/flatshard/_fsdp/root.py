@@ -343,4 +343,4 @@ class Root:
     def _before_backward(self):
         """The core calls it, with its lock held."""
         self.seen_writes.before_backward(self.units)
-        self.seen_collectives.tell_after_backward()
+        self.seen_collectives.report_after_backward()
