@@ -17,10 +17,9 @@ from pathlib import Path
 
 from harness.command_line import Parser
 from harness.peers import LLAMA_SIZES
-from harness.programs import machine, torchrun, train_steps, write_json
+from harness.programs import BENCH, machine, peer_steps, train_steps, write_json
 from harness.tables import by_turns, head, ms_and_range, row
 
-BENCH = Path(__file__).resolve().parent
 PEER = "peft + FSDP2"
 # Further settings of the trainer for each way.
 WAYS = {
@@ -65,7 +64,7 @@ def settings_of(args, way):
 def build_peer(args, mesh, device, compiled):
     """Returns the sharded model of transformers with adapters."""
     import torch
-    from harness.peers import fully_shard_of, llama_config
+    from harness.peers import fully_shard_of, llama_config, restore_rotary
     from peft import LoraConfig, get_peft_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         checkpoint_wrapper,
@@ -113,9 +112,7 @@ def build_peer(args, mesh, device, compiled):
                 parameter.zero_()
             else:
                 parameter.normal_(0, 0.02)
-    rotary, dim = base.model.rotary_emb, config.hidden_size // sizes_of(args)[3]
-    exponents = torch.arange(0, dim, 2, device=device).float() / dim
-    rotary.inv_freq = rotary.original_inv_freq = 500000.0**-exponents
+    restore_rotary(base, device)
     return model
 
 
@@ -135,53 +132,38 @@ def run_peer(args):
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=kind == "cuda")
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (args.batch, args.seq), device=device)
-    found = measure(
-        lambda: model(input_ids=ids, labels=ids).loss,
-        optimizer,
-        args,
-    )
+    found = measure(lambda: model(input_ids=ids, labels=ids).loss, optimizer, args)
     found["trained"] = sum(p.numel() for p in trained)
     say(json.dumps(found))
     dist.destroy_process_group()
 
 
-def peer_steps(args, way, log):
+def peft_steps(args, way, log):
     names = ("shape", "vocab", "layers", "rank", "targets", "dropout", "batch", "seq")
-    names += ("recompute", "warmup", "steps")
+    names += ("recompute",)
     options = [f"--{name}={getattr(args, name)}" for name in names]
     if "eager" in way:
         options.append("--eager")
-    out = torchrun(args.nproc, "lora.py", ["--worker", *options], log)
-    found = next(json.loads(line) for line in out.split("\n") if line[:1] == "{")
-    return {**found, "range": found["ms_range"]}
+    return peer_steps(args, "lora.py", log, ["--worker", *options])
 
 
 def measure_way(args, way, pair):
     name = "".join(c if c.isalnum() else "-" for c in f"{way}-{args.nproc}-{pair}")
     if WAYS[way] is None:
-        return peer_steps(args, way, args.out / f"{name}.log")
+        return peft_steps(args, way, args.out / f"{name}.log")
     return train_steps(args, args.seq, settings_of(args, way), args.out / name)
 
 
 def report(results, way, runs, peers):
     """Prints the medians of a way over the pairs."""
-    ms, peak = (
-        statistics.median(found[key] for found in runs) for key in ("ms", "peak_GiB")
-    )
-    ratios = [
-        statistics.median(
-            a[key] / b[key] if b[key] else 1.0 for a, b in zip(runs, peers)
-        )
-        for key in ("ms", "peak_GiB")
-    ]
+    medians, ratios = [], []
+    for key in ("ms", "peak_GiB"):
+        medians.append(statistics.median(found[key] for found in runs))
+        pairs = [(a[key], b[key]) for a, b in zip(runs, peers)]
+        ratios.append(statistics.median(a / b if b else 1.0 for a, b in pairs))
+    (ms, peak), (of_ms, of_peak) = medians, ratios
     results["medians"][way] = {"ms": ms, "peak_GiB": peak, "of_peer": ratios}
-    row(
-        f"{way}, median",
-        f"{ms:.1f}",
-        f"{ratios[0]:.3f}",
-        f"{peak:.2f}",
-        f"{ratios[1]:.3f}",
-    )
+    row(f"{way}, median", f"{ms:.1f}", f"{of_ms:.3f}", f"{peak:.2f}", f"{of_peak:.3f}")
 
 
 def main():

@@ -6,13 +6,11 @@ Each row has a step's time and peak of allocated memory, measured and planned. N
 needed. Times that the host bounds depend on the machine: `host` marks their rows.
 """
 
-import json
 import statistics
-import subprocess
 
 from harness.cases import VARIANTS
 from harness.command_line import Parser
-from harness.programs import write_json
+from harness.programs import plan, write_json
 from harness.tables import head, row
 
 # Settings by the short names of MEASURED.
@@ -97,15 +95,11 @@ MEASURED = """
 
 def planned(args, variant, gpu, ranks, names):
     seq, of_variant = (VARIANTS | SHARED | LORA)[variant]
-    command = [args.program, "plan", args.config, "--json", f"--ranks={ranks}"]
-    command += ["--gpu", args.gpu or gpu]
+    options = [f"--ranks={ranks}", f"--gpu={args.gpu or gpu}"]
     chosen = [setting for name in names for setting in SETTINGS[name].split()]
     for setting in (f"training.seq_len={seq}", *of_variant, *chosen):
-        command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    return json.loads(done.stdout)
+        options += ["--set", setting]
+    return plan(args.program, args.config, *options)
 
 
 def change(of, to):

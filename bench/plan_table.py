@@ -7,12 +7,11 @@ FP8 recipe. For comparison it has the fastest ZeRO-3 over all ranks and the fast
 without tensor parallelism. No GPU is needed.
 """
 
-import json
-import subprocess
 import tempfile
 from pathlib import Path
 
 from harness.command_line import Parser
+from harness.programs import plan
 from harness.tables import head, row
 
 QWEN3_235B = """
@@ -47,12 +46,8 @@ RANKS = (8, 64, 512, 4096)
 
 
 def sweep(args, config, ranks):
-    command = [args.program, "plan", str(config), "--sweep", "--json"]
-    command += [f"--ranks={ranks}", f"--gpu={args.gpu}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
-    return json.loads(done.stdout)
+    options = ["--sweep", f"--ranks={ranks}", f"--gpu={args.gpu}"]
+    return plan(args.program, config, *options)
 
 
 def strategy(way, ranks):

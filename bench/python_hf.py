@@ -22,6 +22,7 @@ from harness.peers import (
     library,
     llama_config,
     release,
+    restore_rotary,
 )
 from harness.ranks import join_mesh, say
 from harness.steps import measure
@@ -81,9 +82,7 @@ def build(way, args, mesh):
             draw(module)
     else:
         flatshard.reset_parameters(model, init_fn=draw)
-    rotary, dim = model.model.rotary_emb, sizes[0] // sizes[3]
-    exponents = torch.arange(0, dim, 2, device="cuda").float() / dim
-    rotary.inv_freq = rotary.original_inv_freq = 500000.0**-exponents
+    restore_rotary(model, "cuda")
     return model
 
 

@@ -12,40 +12,25 @@ from pathlib import Path
 from harness.command_line import Parser
 from harness.programs import (
     RunFailed,
-    json_lines,
     machine,
-    torchrun,
+    peer_steps,
     train_steps,
     write_json,
 )
 from harness.tables import head, ms_and_range, row
 
 
-def peer_steps(args, seq, options):
+def pytorch_steps(args, seq, options):
     name = "-".join(["peer", str(seq), *(o.strip("-") for o in options)])
-    options = [
-        f"--seq={seq}",
-        f"--tp={args.tp}",
-        f"--layers={args.layers}",
-        f"--warmup={args.warmup}",
-        f"--steps={args.steps}",
-        *options,
-    ]
+    options = [f"--seq={seq}", f"--tp={args.tp}", f"--layers={args.layers}", *options]
     log = args.out / f"{name}.log"
-    found = json_lines(torchrun(args.nproc, "tensor_parallel_peer.py", options, log))[0]
-    host_ms = sum(found["host_ms_forward_backward_step"])
-    return {**found, "range": found["ms_range"], "host_ms": host_ms}
+    return peer_steps(args, "tensor_parallel_peer.py", log, options)
 
 
 def report(results, name, found, peer=None):
     ratio = f"{found['ms'] / peer['ms']:.3f}" if peer else ""
-    row(
-        name,
-        ms_and_range(found),
-        ratio,
-        f"{found['host_ms']:.0f}",
-        f"{found['peak_GiB']:.1f}",
-    )
+    host, peak = f"{found['host_ms']:.0f}", f"{found['peak_GiB']:.1f}"
+    row(name, ms_and_range(found), ratio, host, peak)
     results["rows"].append({"name": name, **found})
 
 
@@ -63,7 +48,7 @@ def main():
         for options in ([], ["--micro-pipeline"]):
             name = f"{' '.join(['PyTorch', *options])}, seq {seq}"
             try:
-                peers.append(peer_steps(args, seq, options))
+                peers.append(pytorch_steps(args, seq, options))
             except RunFailed as error:  # a setting that this machine does not run
                 row(name, str(error)[-60:], "", "", "")
                 continue

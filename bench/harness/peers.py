@@ -73,6 +73,14 @@ def llama_config(sizes, **more):
     )
 
 
+def restore_rotary(model, device):
+    """Computes a Llama's frequencies, which to_empty left without values."""
+    rotary, config = model.model.rotary_emb, model.config
+    dim = config.hidden_size // config.num_attention_heads
+    exponents = torch.arange(0, dim, 2, device=device).float() / dim
+    rotary.inv_freq = rotary.original_inv_freq = 500000.0**-exponents
+
+
 # hidden, intermediate, layers, heads, kv heads
 LLAMA_SIZES = {
     "8b": (4096, 14336, 32, 32, 8),

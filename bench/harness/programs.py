@@ -55,6 +55,15 @@ def train_command(program, config, settings, *more):
     return [str(program), "train", str(config), *map(str, more), *sets]
 
 
+def plan(program, config, *options):
+    """Returns what `flatshard plan --json` prints. Ends the benchmark when it fails."""
+    command = [program, "plan", str(config), "--json", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
 def train(program, config, folder, settings, *more):
     """Trains into `folder`, and returns all that the trainer printed."""
     settings = [f"run.output_dir={folder}", "metrics.log_freq=1", *settings]
@@ -71,9 +80,7 @@ def metrics(folder):
 
 def losses(folder):
     """Returns the loss of each step that a run's metrics have."""
-    return [
-        row["loss"] for row in metrics(folder) if "loss" in row and "step_ms" in row
-    ]
+    return [row["loss"] for row in steps_of(folder, 0) if "loss" in row]
 
 
 def steps_of(folder, warmup):
@@ -107,19 +114,19 @@ def train_steps(args, seq, settings, folder):
     }
 
 
-def fsdp2_steps(args, seq, options):
-    """Returns the same of bench/fsdp2_llama.py, with the JSON that it prints."""
-    name = "-".join(["fsdp2", str(seq), *(o.strip("-") for o in options)])
-    options = [
-        f"--seq={seq}",
-        f"--warmup={args.warmup}",
-        f"--steps={args.steps}",
-        *options,
-    ]
-    out = torchrun(args.nproc, "fsdp2_llama.py", options, args.out / f"{name}.log")
-    row = json_lines(out)[0]
+def peer_steps(args, script, log, options):
+    """Returns the same of a benchmark in PyTorch, with the JSON that it prints."""
+    options = [f"--warmup={args.warmup}", f"--steps={args.steps}", *options]
+    row = json_lines(torchrun(args.nproc, script, options, log))[0]
     host_ms = sum(row["host_ms_forward_backward_step"])
     return {**row, "range": row["ms_range"], "host_ms": host_ms}
+
+
+def fsdp2_steps(args, seq, options):
+    """Returns the same of bench/fsdp2_llama.py."""
+    name = "-".join(["fsdp2", str(seq), *(o.strip("-") for o in options)])
+    log = args.out / f"{name}.log"
+    return peer_steps(args, "fsdp2_llama.py", log, [f"--seq={seq}", *options])
 
 
 def machine():
@@ -127,9 +134,7 @@ def machine():
     if shutil.which("nvidia-smi") is None:
         return "no GPU"
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[
-        :-1
-    ]
+    names = subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
     return f"{len(names)}x {names[0]}" if names else "no GPU"
 
 

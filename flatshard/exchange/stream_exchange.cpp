@@ -95,9 +95,10 @@ void check_num_experts(
 
 class StreamExchange::Transfer : public nn::RowTransfer {
  public:
-  using Room = std::shared_ptr<nn::TensorList>;
-
-  Transfer(StreamExchange& exchange, nn::TransferInput from, Room to)
+  Transfer(
+      StreamExchange& exchange,
+      nn::TransferInput from,
+      std::shared_ptr<nn::TensorList> to)
       : exchange_(&exchange), from_(std::move(from)), to_(std::move(to)) {
     done_.record(exchange.stream());
   }
@@ -127,7 +128,7 @@ class StreamExchange::Transfer : public nn::RowTransfer {
  private:
   StreamExchange* exchange_;  ///< null: finished
   nn::TransferInput from_;
-  Room to_;
+  std::shared_ptr<nn::TensorList> to_;
   Event done_;
 };
 

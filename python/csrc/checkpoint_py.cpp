@@ -37,12 +37,25 @@ struct AnyOptimizer {
   Optimizer* get() const { return adamw ? &adamw->optimizer() : states.get(); }
 };
 
-std::vector<WholeTensor> whole_tensors(const NamedTensors& tensors) {
-  std::vector<WholeTensor> list;
-  for (const auto& [name, tensor] : tensors) {
-    list.push_back({name, tensor});
+/// The tensors that checkpoints have of a training run.
+struct TrainingState {
+  Units units;
+  AnyOptimizer optimizer;
+  std::vector<WholeTensor> whole_tensors;
+};
+
+TrainingState make_state(
+    Units units,
+    const py::object& optimizer,
+    const NamedTensors& buffers) {
+  std::vector<WholeTensor> whole;
+  for (const auto& [name, tensor] : buffers) {
+    whole.push_back({name, tensor});
   }
-  return list;
+  return {
+      .units = std::move(units),
+      .optimizer = AnyOptimizer::of(optimizer),
+      .whole_tensors = std::move(whole)};
 }
 
 /// A Checkpointer and what it reads.
@@ -50,21 +63,19 @@ class PyCheckpointer {
  public:
   PyCheckpointer(
       const std::shared_ptr<Mesh>& mesh,
-      Units units,
-      const py::object& optimizer,
-      const NamedTensors& buffers,
+      TrainingState state,
       const std::string& folder,
       std::int64_t keep_latest)
-      : units_(std::move(units)), optimizer_(AnyOptimizer::of(optimizer)) {
+      : state_(std::move(state)) {
     const py::gil_scoped_release no_gil;
     checkpointer_ = Released(std::make_shared<Checkpointer>(
         mesh,
-        groups_of(units_),
-        optimizer_.get(),
+        groups_of(state_.units),
+        state_.optimizer.get(),
         CheckpointOptions{
             .folder = folder,
             .keep_latest = keep_latest,
-            .whole_tensors = whole_tensors(buffers)}));
+            .whole_tensors = state_.whole_tensors}));
   }
 
   void save(std::int64_t step, Texts state) {
@@ -77,8 +88,7 @@ class PyCheckpointer {
   }
 
  private:
-  Units units_;
-  AnyOptimizer optimizer_;
+  TrainingState state_;
   Released<Checkpointer> checkpointer_;  // ends before what it reads
 };
 
@@ -117,6 +127,17 @@ void bind_checkpoint(py::module_& m) {
           py::arg("states"))
       .def("set_updates", &TensorStates::set_updates, py::arg("updates"));
 
+  py::class_<TrainingState>(
+      m,
+      "TrainingState",
+      "The tensors that checkpoints have of a training run.")
+      .def(
+          py::init(&make_state),
+          py::kw_only(),
+          py::arg("units"),
+          py::arg("optimizer"),
+          py::arg("buffers"));
+
   py::class_<SaveResult>(m, "SaveResult", "The result of one save.")
       .def_readonly("step", &SaveResult::step)
       .def_readonly("seconds", &SaveResult::seconds)
@@ -129,15 +150,11 @@ void bind_checkpoint(py::module_& m) {
       .def(
           py::init<
               const std::shared_ptr<Mesh>&,
-              Units,
-              const py::object&,
-              const NamedTensors&,
+              TrainingState,
               const std::string&,
               std::int64_t>(),
           py::arg("mesh"),
-          py::arg("units"),
-          py::arg("optimizer"),
-          py::arg("buffers"),
+          py::arg("state"),
           py::arg("folder"),
           py::arg("keep_latest"))
       .def(
@@ -164,26 +181,21 @@ void bind_checkpoint(py::module_& m) {
       "load_checkpoint",
       [](const std::string& folder,
          const std::shared_ptr<Mesh>& mesh,
-         const Units& units,
-         const py::object& optimizer,
-         const NamedTensors& buffers,
+         const TrainingState& state,
          const std::vector<std::string>& exclude) {
-        const AnyOptimizer any = AnyOptimizer::of(optimizer);
-        const py::gil_scoped_release no_gil;
         load_checkpoint(
             folder,
-            groups_of(units),
-            any.get(),
+            groups_of(state.units),
+            state.optimizer.get(),
             {.mesh = mesh,
              .exclude = exclude,
-             .whole_tensors = whole_tensors(buffers)});
+             .whole_tensors = state.whole_tensors});
       },
       py::arg("folder"),
       py::arg("mesh"),
-      py::arg("units"),
-      py::arg("optimizer"),
-      py::arg("buffers"),
+      py::arg("state"),
       py::arg("exclude"),
+      NoGil(),
       "Collective. All or nothing.");
 }
 

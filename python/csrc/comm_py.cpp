@@ -8,6 +8,19 @@
 namespace flatshard::python {
 
 void bind_comm(py::module_& m) {
+  py::class_<MeshOptions>(m, "MeshOptions")
+      .def(
+          py::init([](std::string name, double timeout_s) {
+            const auto timeout = std::chrono::milliseconds(
+                static_cast<std::int64_t>(timeout_s * 1e3));
+            return MeshOptions{
+                .communicator = {.timeout = timeout},
+                .name = std::move(name),
+                .connect_timeout = timeout};
+          }),
+          py::kw_only(),
+          py::arg("name"),
+          py::arg("timeout_s"));
   py::class_<Mesh, std::shared_ptr<Mesh>>(
       m,
       "Mesh",
@@ -18,29 +31,18 @@ void bind_comm(py::module_& m) {
              int rank,
              const StoreHandle& store,
              const at::Device& device,
-             const std::string& name,
-             double timeout_s) {
+             const MeshOptions& options) {
             std::vector<MeshAxis> list;
             for (const auto& [axis, size] : axes) {
               list.push_back({axis, size});
             }
-            const auto timeout = std::chrono::milliseconds(
-                static_cast<std::int64_t>(timeout_s * 1e3));
-            return Mesh::create(
-                std::move(list),
-                rank,
-                store,
-                device,
-                {.communicator = {.timeout = timeout},
-                 .name = name,
-                 .connect_timeout = timeout});
+            return Mesh::create(std::move(list), rank, store, device, options);
           },
           py::arg("axes"),
           py::arg("rank"),
           py::arg("store"),
           py::arg("device"),
-          py::arg("name"),
-          py::arg("timeout_s"),
+          py::arg("options"),
           py::call_guard<py::gil_scoped_release>(),
           "Collective over the ranks of the mesh, and no others.")
       .def_static(

@@ -12,8 +12,6 @@
 namespace flatshard::python {
 namespace {
 
-using Tensors = std::pair<at::Tensor, at::Tensor>;
-
 float8::Axis axis_of(const std::string& name) {
   FLATSHARD_CHECK(
       name == "row" || name == "column",
@@ -23,26 +21,11 @@ float8::Axis axis_of(const std::string& name) {
   return name == "row" ? float8::Axis::row : float8::Axis::column;
 }
 
-Tensors quantize(
+std::pair<at::Tensor, at::Tensor> quantize(
     const at::Tensor& tensor,
-    const std::string& recipe,
-    const std::string& axis,
-    const std::string& rounding,
-    const std::string& format,
-    bool transpose,
-    std::int64_t multiple,
-    const std::optional<at::Tensor>& amax,
-    const std::optional<at::Tensor>& scales) {
-  const float8::Plane plane = float8::quantize(
-      tensor,
-      {.recipe = float8::recipe_of(recipe),
-       .format = float8::format_of(format),
-       .rounding = float8::rounding_of(rounding)},
-      {.axis = axis_of(axis),
-       .transpose = transpose,
-       .multiple = multiple,
-       .amax = amax.value_or(at::Tensor()),
-       .scales = scales.value_or(at::Tensor())});
+    const float8::Quantizer& quantizer,
+    const float8::PlaneOptions& options) {
+  const float8::Plane plane = float8::quantize(tensor, quantizer, options);
   return {plane.data, plane.scales};
 }
 
@@ -50,13 +33,8 @@ at::Tensor dequantize(
     const at::Tensor& data,
     const at::Tensor& scales,
     const std::string& recipe,
-    const std::string& axis,
-    bool transpose,
-    at::ScalarType dtype) {
-  return float8::dequantize(
-      {data, scales},
-      float8::recipe_of(recipe),
-      {.axis = axis_of(axis), .transpose = transpose, .dtype = dtype});
+    const float8::DequantizeOptions& options) {
+  return float8::dequantize({data, scales}, float8::recipe_of(recipe), options);
 }
 
 GatherParts gather_parts_of(const std::string& name) {
@@ -86,20 +64,61 @@ Float8Format make_format(
 
 void bind_float8(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<float8::Quantizer>(m, "Float8Quantizer")
+      .def(
+          py::init([](const std::string& recipe,
+                      const std::string& format,
+                      const std::string& rounding) {
+            return float8::Quantizer{
+                .recipe = float8::recipe_of(recipe),
+                .format = float8::format_of(format),
+                .rounding = float8::rounding_of(rounding)};
+          }),
+          py::kw_only(),
+          py::arg("recipe"),
+          py::arg("format"),
+          py::arg("rounding"));
+  py::class_<float8::PlaneOptions>(m, "Float8PlaneOptions")
+      .def(
+          py::init([](const std::string& axis,
+                      bool transpose,
+                      std::int64_t multiple,
+                      const std::optional<at::Tensor>& amax,
+                      const std::optional<at::Tensor>& scales) {
+            return float8::PlaneOptions{
+                .axis = axis_of(axis),
+                .transpose = transpose,
+                .multiple = multiple,
+                .amax = amax.value_or(at::Tensor()),
+                .scales = scales.value_or(at::Tensor())};
+          }),
+          py::kw_only(),
+          py::arg("axis"),
+          py::arg("transpose"),
+          py::arg("multiple"),
+          py::arg("amax").none(true),
+          py::arg("scales").none(true));
+  py::class_<float8::DequantizeOptions>(m, "Float8DequantizeOptions")
+      .def(
+          py::init([](const std::string& axis,
+                      bool transpose,
+                      at::ScalarType dtype) {
+            return float8::DequantizeOptions{
+                .axis = axis_of(axis),
+                .transpose = transpose,
+                .dtype = dtype};
+          }),
+          py::kw_only(),
+          py::arg("axis"),
+          py::arg("transpose"),
+          py::arg("dtype"));
   m.def(
       "float8_quantize",
       &quantize,
       NoGil(),
       py::arg("tensor"),
-      py::arg("recipe"),
-      py::kw_only(),
-      py::arg("axis"),
-      py::arg("rounding"),
-      py::arg("format"),
-      py::arg("transpose"),
-      py::arg("multiple"),
-      py::arg("amax").none(true),
-      py::arg("scales").none(true));
+      py::arg("quantizer"),
+      py::arg("options"));
   m.def(
       "float8_dequantize",
       &dequantize,
@@ -107,10 +126,7 @@ void bind_float8(py::module_& m) {
       py::arg("data"),
       py::arg("scales"),
       py::arg("recipe"),
-      py::kw_only(),
-      py::arg("axis"),
-      py::arg("transpose"),
-      py::arg("dtype"));
+      py::arg("options"));
   m.def(
       "float8_linear",
       &float8_linear_sharing,

@@ -248,11 +248,10 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
 PyRuntime::Outcome PyRuntime::graph_forward(
     UnitId unit,
     py::object function,
-    nn::TensorList inputs,
+    std::optional<nn::TensorList> inputs,
     nn::TensorList constants,
-    std::string obstacle,
-    std::string difference) {
-  const RegionGraphs::UnitForward forward{
+    std::string reason) {
+  RegionGraphs::UnitForward forward{
       .unit = unit,
       .fn =
           [function = held_with_gil(std::move(function))](
@@ -260,10 +259,13 @@ PyRuntime::Outcome PyRuntime::graph_forward(
             const py::gil_scoped_acquire gil;
             return (*function)(tensors).cast<nn::TensorList>();
           },
-      .inputs = std::move(inputs),
-      .constants = std::move(constants),
-      .obstacle = std::move(obstacle),
-      .difference = std::move(difference)};
+      .constants = std::move(constants)};
+  if (inputs) {
+    forward.inputs = *std::move(inputs);
+    forward.difference = std::move(reason);
+  } else {
+    forward.obstacle = std::move(reason);
+  }
   const py::gil_scoped_release no_gil;
   auto outcome = graphs().run_unit(forward);
   return {std::move(outcome.outputs), outcome.watched};

@@ -72,13 +72,15 @@ class PyRuntime {
   /// A replay's outputs, if it was one, and whether the caller should report
   /// the forward that it runs.
   using Outcome = std::pair<std::optional<nn::TensorList>, bool>;
+  /// @param inputs  none: the forward cannot be part of a graph now.
+  /// @param reason  without inputs UnitForward::obstacle, otherwise
+  ///   UnitForward::difference.
   Outcome graph_forward(
       UnitId unit,
       py::object function,
-      nn::TensorList inputs,
+      std::optional<nn::TensorList> inputs,
       nn::TensorList constants,
-      std::string obstacle,
-      std::string difference);
+      std::string reason);
   void graph_ran(
       UnitId unit,
       const nn::TensorList& inputs,

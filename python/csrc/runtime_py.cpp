@@ -14,17 +14,13 @@ at::Tensor linear_cross_entropy(
     const at::Tensor& input,
     const at::Tensor& weight,
     const at::Tensor& target,
-    bool mean,
-    std::int64_t ignore_index,
-    std::int64_t chunk_tokens,
+    const nn::LossOptions& options,
     const PyRuntime* runtime) {
   return nn::linear_cross_entropy(
       input,
       weight,
       target,
-      {.reduction = mean ? nn::LossReduction::mean : nn::LossReduction::sum,
-       .ignore_index = ignore_index,
-       .chunk_tokens = chunk_tokens},
+      options,
       runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
 }
 
@@ -99,6 +95,38 @@ void bind_runtime(py::module_& m) {
           py::arg("trace"),
           py::arg("graphs"),
           py::arg("shared_streams"));
+  py::class_<UnitPolicy>(m, "UnitPolicy", "A program's choices for one unit.")
+      .def(
+          py::init([](bool reshard_after_forward,
+                      bool reshard_after_backward,
+                      bool unshard_in_backward,
+                      std::optional<std::vector<UnitId>> forward_prefetch,
+                      std::optional<std::vector<UnitId>> backward_prefetch,
+                      bool keep_backward_planes,
+                      bool keep_post_forward,
+                      bool sync_gradients,
+                      bool all_reduce) {
+            return UnitPolicy{
+                .reshard_after_forward = reshard_after_forward,
+                .reshard_after_backward = reshard_after_backward,
+                .unshard_in_backward = unshard_in_backward,
+                .forward_prefetch = std::move(forward_prefetch),
+                .backward_prefetch = std::move(backward_prefetch),
+                .keep_backward_planes = keep_backward_planes,
+                .keep_post_forward = keep_post_forward,
+                .sync_gradients = sync_gradients,
+                .all_reduce = all_reduce};
+          }),
+          py::kw_only(),
+          py::arg("reshard_after_forward"),
+          py::arg("reshard_after_backward"),
+          py::arg("unshard_in_backward"),
+          py::arg("forward_prefetch"),
+          py::arg("backward_prefetch"),
+          py::arg("keep_backward_planes"),
+          py::arg("keep_post_forward"),
+          py::arg("sync_gradients"),
+          py::arg("all_reduce"));
   py::class_<PyRuntime::TreeUnit>(
       m,
       "TreeUnit",
@@ -166,11 +194,13 @@ void bind_runtime(py::module_& m) {
           py::arg("function"),
           py::arg("inputs"),
           py::arg("constants"),
-          py::arg("obstacle"),
-          py::arg("difference"),
+          py::arg("reason"),
           "RegionGraphs::run_unit: outputs of a replay or None, and whether "
           "graph_ran is to follow the forward. `function` takes a list of "
-          "tensors and returns one, is kept, and must not keep the model.")
+          "tensors and returns one, is kept, and must not keep the model. "
+          "Without inputs the forward cannot be part of a graph: `reason` is "
+          "the obstacle. With them `reason` is the difference from the last "
+          "watched forward, if any.")
       .def("graph_ran", &PyRuntime::graph_ran, NoGil())
       .def(
           "graph_stats",
@@ -220,40 +250,11 @@ void bind_runtime(py::module_& m) {
       .def("show_shards", &PyRuntime::show_shards)
       .def(
           "set_policy",
-          [](PyRuntime& self,
-             UnitId unit,
-             bool reshard_after_forward,
-             bool reshard_after_backward,
-             bool unshard_in_backward,
-             std::optional<std::vector<UnitId>> forward_prefetch,
-             std::optional<std::vector<UnitId>> backward_prefetch,
-             bool keep_backward_planes,
-             bool keep_post_forward,
-             bool sync_gradients,
-             bool all_reduce) {
-            self.runtime().gathers().set_policy(
-                unit,
-                {.reshard_after_forward = reshard_after_forward,
-                 .reshard_after_backward = reshard_after_backward,
-                 .unshard_in_backward = unshard_in_backward,
-                 .forward_prefetch = std::move(forward_prefetch),
-                 .backward_prefetch = std::move(backward_prefetch),
-                 .keep_backward_planes = keep_backward_planes,
-                 .keep_post_forward = keep_post_forward,
-                 .sync_gradients = sync_gradients,
-                 .all_reduce = all_reduce});
+          [](PyRuntime& self, UnitId unit, const UnitPolicy& policy) {
+            self.runtime().gathers().set_policy(unit, policy);
           },
           py::arg("unit"),
-          py::kw_only(),
-          py::arg("reshard_after_forward"),
-          py::arg("reshard_after_backward"),
-          py::arg("unshard_in_backward"),
-          py::arg("forward_prefetch"),
-          py::arg("backward_prefetch"),
-          py::arg("keep_backward_planes"),
-          py::arg("keep_post_forward"),
-          py::arg("sync_gradients"),
-          py::arg("all_reduce"),
+          py::arg("policy"),
           NoGil())
       .def(
           "set_max_grad_slots",
@@ -287,15 +288,28 @@ void bind_runtime(py::module_& m) {
           },
           NoGil());
 
+  py::class_<nn::LossOptions>(m, "LossOptions")
+      .def(
+          py::init([](bool mean,
+                      std::int64_t ignore_index,
+                      std::int64_t chunk_tokens) {
+            return nn::LossOptions{
+                .reduction =
+                    mean ? nn::LossReduction::mean : nn::LossReduction::sum,
+                .ignore_index = ignore_index,
+                .chunk_tokens = chunk_tokens};
+          }),
+          py::kw_only(),
+          py::arg("mean"),
+          py::arg("ignore_index"),
+          py::arg("chunk_tokens"));
   m.def(
       "linear_cross_entropy",
       &linear_cross_entropy,
       py::arg("input"),
       py::arg("weight"),
       py::arg("target"),
-      py::arg("mean"),
-      py::arg("ignore_index"),
-      py::arg("chunk_tokens"),
+      py::arg("options"),
       py::arg("runtime").none(true),
       NoGil());
 }

@@ -18,6 +18,9 @@ class Error(RuntimeError):
 class ConfigError(Error, ValueError):
     """An Error of code config or usage: an argument or a call that cannot work."""
 
+class MeshOptions:
+    def __init__(self, *, name: str, timeout_s: float) -> None: ...
+
 class Mesh:
     @staticmethod
     def create(
@@ -25,8 +28,7 @@ class Mesh:
         rank: int,
         store: torch.distributed.Store,
         device: torch.device,
-        name: str,
-        timeout_s: float,
+        options: MeshOptions,
     ) -> Mesh: ...
     @staticmethod
     def single(device: torch.device) -> Mesh: ...
@@ -172,6 +174,23 @@ class RuntimeOptions:
         shared_streams: CommStreams | None,
     ) -> None: ...
 
+class UnitPolicy:
+    """A program's choices for one unit."""
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool,
+        reshard_after_backward: bool,
+        unshard_in_backward: bool,
+        forward_prefetch: Sequence[int] | None,
+        backward_prefetch: Sequence[int] | None,
+        keep_backward_planes: bool,
+        keep_post_forward: bool,
+        sync_gradients: bool,
+        all_reduce: bool,
+    ) -> None: ...
+
 class TreeUnit:
     """A unit in the tree of a model; `parent` is the number of the unit around it."""
 
@@ -216,10 +235,9 @@ class Runtime:
         unit: int,
         *,
         function: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] | None,
         constants: Sequence[torch.Tensor],
-        obstacle: str,
-        difference: str,
+        reason: str,
     ) -> tuple[list[torch.Tensor] | None, bool]: ...
     def graph_ran(
         self,
@@ -235,20 +253,7 @@ class Runtime:
     def reshard(self, unit: int) -> None: ...
     def set_keeps(self, unit: int, keeps: bool) -> None: ...
     def show_shards(self, unit: int) -> None: ...
-    def set_policy(
-        self,
-        unit: int,
-        *,
-        reshard_after_forward: bool,
-        reshard_after_backward: bool,
-        unshard_in_backward: bool,
-        forward_prefetch: Sequence[int] | None,
-        backward_prefetch: Sequence[int] | None,
-        keep_backward_planes: bool,
-        keep_post_forward: bool,
-        sync_gradients: bool,
-        all_reduce: bool,
-    ) -> None: ...
+    def set_policy(self, unit: int, policy: UnitPolicy) -> None: ...
     def set_is_last_microbatch(self, last: bool) -> None: ...
     def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
     def reset(self) -> None: ...
@@ -366,50 +371,62 @@ class SaveResult:
     @property
     def error(self) -> str | None: ...
 
-class Checkpointer:
+class TrainingState:
+    """The tensors that checkpoints have of a training run."""
+
     def __init__(
         self,
-        mesh: Mesh,
+        *,
         units: Sequence[Unit],
         optimizer: AdamW | TensorStates | None,
         buffers: Sequence[tuple[str, torch.Tensor]],
-        folder: str,
-        keep_latest: int,
+    ) -> None: ...
+
+class Checkpointer:
+    def __init__(
+        self, mesh: Mesh, state: TrainingState, folder: str, keep_latest: int
     ) -> None: ...
     def save(self, step: int, state: dict[str, str]) -> None: ...
     def wait_for_copies(self) -> None: ...
     def wait(self) -> None: ...
     def take_results(self) -> list[SaveResult]: ...
 
+class LossOptions:
+    def __init__(self, *, mean: bool, ignore_index: int, chunk_tokens: int) -> None: ...
+
 def linear_cross_entropy(
     input: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
-    mean: bool,
-    ignore_index: int,
-    chunk_tokens: int,
+    options: LossOptions,
     runtime: Runtime | None,
 ) -> torch.Tensor: ...
+
+class Float8Quantizer:
+    def __init__(self, *, recipe: str, format: str, rounding: str) -> None: ...
+
+class Float8PlaneOptions:
+    def __init__(
+        self,
+        *,
+        axis: str,
+        transpose: bool,
+        multiple: int,
+        amax: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None: ...
+
+class Float8DequantizeOptions:
+    def __init__(self, *, axis: str, transpose: bool, dtype: torch.dtype) -> None: ...
+
 def float8_quantize(
-    tensor: torch.Tensor,
-    recipe: str,
-    *,
-    axis: str,
-    rounding: str,
-    format: str,
-    transpose: bool,
-    multiple: int,
-    amax: torch.Tensor | None,
-    scales: torch.Tensor | None,
+    tensor: torch.Tensor, quantizer: Float8Quantizer, options: Float8PlaneOptions
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def float8_dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,
     recipe: str,
-    *,
-    axis: str,
-    transpose: bool,
-    dtype: torch.dtype,
+    options: Float8DequantizeOptions,
 ) -> torch.Tensor: ...
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -447,10 +464,5 @@ class _Checkpoint(TypedDict):
 def latest_checkpoint(folder: str) -> int | None: ...
 def describe_checkpoint(folder: str) -> _Checkpoint: ...
 def load_checkpoint(
-    folder: str,
-    mesh: Mesh,
-    units: Sequence[Unit],
-    optimizer: AdamW | TensorStates | None,
-    buffers: Sequence[tuple[str, torch.Tensor]],
-    exclude: Sequence[str],
+    folder: str, mesh: Mesh, state: TrainingState, exclude: Sequence[str]
 ) -> None: ...

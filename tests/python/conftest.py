@@ -129,7 +129,7 @@ def failure_of_ranks(outcome):
     try:
         dist.all_gather_object(outcomes, outcome)
     except RuntimeError as error:
-        # What failed on this rank is still to be reported.
+        # The failure of this rank still has to be reported.
         return f"failed on some rank, which left the others in a collective: {error}"
     bad = [rank for rank, one in enumerate(outcomes) if one == "failed"]
     return f"failed on ranks {bad}" if bad else None

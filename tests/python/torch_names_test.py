@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import torch_versions
 from flatshard._tensor import (
+    reported_collectives,
     shard_calls,
     shard_operations,
     shard_reductions,
     shard_rows,
-    told_collectives,
 )
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec
@@ -308,18 +308,18 @@ def operators_that_are_counted(mesh):
         dist.all_reduce(mine)
         DTensor.from_local(mine, mesh, [Partial()]).full_tensor()
     expected = {
-        told_collectives.ALL_GATHER.overloadpacket: 1,
-        told_collectives.REDUCE_SCATTER.overloadpacket: 1,
-        told_collectives.ALL_REDUCE.overloadpacket: 1,
+        reported_collectives.ALL_GATHER.overloadpacket: 1,
+        reported_collectives.REDUCE_SCATTER.overloadpacket: 1,
+        reported_collectives.ALL_REDUCE.overloadpacket: 1,
     }
     counts = real.get_comm_counts()
     assert expected.items() <= counts.items()
     ran = [o.default for o in expected]
     if mesh.size() > 1:  # a DTensor on one rank sends nothing
-        ran.append(told_collectives.DTENSORS_ALL_REDUCE)
-    with CommDebugMode() as told:
-        told_collectives.tell([told], ran)
-    assert told.get_comm_counts() == counts
+        ran.append(reported_collectives.DTENSORS_ALL_REDUCE)
+    with CommDebugMode() as counted:
+        reported_collectives.report([counted], ran)
+    assert counted.get_comm_counts() == counts
 
 
 @expects("_execution_engine")

@@ -14,27 +14,27 @@ namespace flatshard {
 namespace {
 
 constexpr std::int64_t kLargestBatch = 16;
-/// So many of the fastest ways are tried in FP8 as well.
+/// So many of the fastest choices are tried in FP8 as well.
 constexpr std::size_t kTriedInFloat8 = 6;
 
-Config config_of(const Config& config, const Way& way) {
+Config config_of(const Config& config, const RunChoice& choice) {
   Config changed = config;
   config::Parallelism& p = changed.parallelism;
-  p.strategy = way.strategy;
-  p.data_parallel_replicate_degree = way.replicas;
+  p.strategy = choice.strategy;
+  p.data_parallel_replicate_degree = choice.replicas;
   p.data_parallel_shard_degree = -1;
-  p.tensor_parallel_degree = way.tensor_degree;
-  p.reshard_after_forward = way.reshard_after_forward;
-  p.expert_parallel_degree = way.expert_degree;
-  p.expert_tensor_parallel_degree = way.expert_tensor_degree;
-  p.overlap_expert_parallel = way.overlap;
-  p.delay_wgrad = way.overlap;
-  if (!way.overlap) {
+  p.tensor_parallel_degree = choice.tensor_degree;
+  p.reshard_after_forward = choice.reshard_after_forward;
+  p.expert_parallel_degree = choice.expert_degree;
+  p.expert_tensor_parallel_degree = choice.expert_tensor_degree;
+  p.overlap_expert_parallel = choice.overlap;
+  p.delay_wgrad = choice.overlap;
+  if (!choice.overlap) {
     p.microbatches_in_flight = config::Parallelism{}.microbatches_in_flight;
   }
-  changed.training.local_batch_size = way.local_batch_size;
-  changed.activation_checkpoint.mode = way.recompute;
-  changed.float8.recipe = way.float8;
+  changed.training.local_batch_size = choice.local_batch_size;
+  changed.activation_checkpoint.mode = choice.recompute;
+  changed.float8.recipe = choice.float8;
   return changed;
 }
 
@@ -48,15 +48,15 @@ class Sweeper {
     const RunPlan own = plan_run(config_, machines_);
     experts_ = own.model.moe.num_experts;
     ffn_dim_ = own.model.moe.ffn_dim;
-    for (const Way& layout : layouts()) {
+    for (const RunChoice& layout : layouts()) {
       for (const auto recompute :
            {models::ActivationCheckpoint::none,
             models::ActivationCheckpoint::selective,
             models::ActivationCheckpoint::full}) {
-        Way way = layout;
-        way.recompute = recompute;
+        RunChoice choice = layout;
+        choice.recompute = recompute;
         // Recompute makes no memory table smaller.
-        if (try_batches(way) == Outcome::table_too_large) {
+        if (try_batches(choice) == Outcome::table_too_large) {
           break;
         }
       }
@@ -75,15 +75,15 @@ class Sweeper {
     table_too_large,  ///< without
   };
 
-  std::vector<Way> layouts() const {
-    std::vector<Way> all;
+  std::vector<RunChoice> layouts() const {
+    std::vector<RunChoice> all;
     for (const std::int64_t degree : tensor_degrees()) {
-      for (const Way& way : layouts_over(degree)) {
-        all.push_back(way);
+      for (const RunChoice& choice : layouts_over(degree)) {
+        all.push_back(choice);
         // Frozen weights are no reason to run blocks in pieces.
-        if (way.expert_degree * way.expert_tensor_degree > 1 &&
+        if (choice.expert_degree * choice.expert_tensor_degree > 1 &&
             !config_.lora.enabled()) {
-          all.push_back(way);
+          all.push_back(choice);
           all.back().overlap = true;
         }
       }
@@ -92,24 +92,24 @@ class Sweeper {
   }
 
   /// Over the ranks that are left where `tensor_degree` share each layer.
-  std::vector<Way> layouts_over(std::int64_t tensor_degree) const {
-    std::vector<Way> ways;
+  std::vector<RunChoice> layouts_over(std::int64_t tensor_degree) const {
+    std::vector<RunChoice> choices;
     const std::int64_t ranks = machines_.ranks / tensor_degree;
-    for (Way way : expert_ways(tensor_degree, ranks)) {
-      const std::int64_t degree =
-          way.expert_tensor_degree == 1
-              ? way.expert_degree
-              : way.expert_degree * way.expert_tensor_degree / tensor_degree;
+    for (RunChoice choice : expert_choices(tensor_degree, ranks)) {
+      std::int64_t degree = choice.expert_degree;
+      if (choice.expert_tensor_degree > 1) {
+        degree = degree * choice.expert_tensor_degree / tensor_degree;
+      }
       for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
-        ways.push_back(way);
-        ways.back().strategy = strategy;
+        choices.push_back(choice);
+        choices.back().strategy = strategy;
         if (ranks == 1) {
           break;
         }
       }
       if (ranks > 1) {
-        ways.push_back(way);
-        ways.back().reshard_after_forward = false;
+        choices.push_back(choice);
+        choices.back().reshard_after_forward = false;
       }
       // Shards inside groups of hosts, replicas of them between.
       const std::int64_t host = machines_.ranks_per_host / tensor_degree;
@@ -118,14 +118,14 @@ class Sweeper {
            shards *= 2) {
         if (ranks % shards == 0 && shards % degree == 0) {
           for (const char* strategy : {"zero2", "zero3", "hfsdp"}) {
-            ways.push_back(way);
-            ways.back().strategy = strategy;
-            ways.back().replicas = ranks / shards;
+            choices.push_back(choice);
+            choices.back().strategy = strategy;
+            choices.back().replicas = ranks / shards;
           }
         }
       }
     }
-    return ways;
+    return choices;
   }
 
   /// Returns the groups inside a host, of as many ranks as divide the model.
@@ -173,65 +173,69 @@ class Sweeper {
   /// Returns how ranks divide the experts. Their width is cut by the ranks that
   /// share layers, or by two, where the degree of experts is the largest: below
   /// it that degree exchanges fewer rows.
-  std::vector<Way> expert_ways(std::int64_t tensor_degree, std::int64_t ranks)
-      const {
-    std::vector<Way> ways;
+  std::vector<RunChoice> expert_choices(
+      std::int64_t tensor_degree,
+      std::int64_t ranks) const {
+    std::vector<RunChoice> choices;
     for (const std::int64_t degree : expert_degrees(ranks)) {
-      ways.push_back({.tensor_degree = tensor_degree, .expert_degree = degree});
+      choices.push_back(
+          {.tensor_degree = tensor_degree, .expert_degree = degree});
     }
-    Way cut = ways.back();
+    RunChoice cut = choices.back();
     cut.expert_tensor_degree = std::max<std::int64_t>(tensor_degree, 2);
     const std::int64_t data_ranks =
         cut.expert_degree * cut.expert_tensor_degree / tensor_degree;
     if (experts_ > 0 && ranks % data_ranks == 0 &&
         ffn_dim_ % cut.expert_tensor_degree == 0) {
-      ways.push_back(cut);
+      choices.push_back(cut);
     }
-    return ways;
+    return choices;
   }
 
   /// A larger batch never fits where a smaller one does not.
   /// @return the outcome of one sequence.
-  Outcome try_batches(Way way) {
-    const Outcome first = plan(way);
+  Outcome try_batches(RunChoice choice) {
+    const Outcome first = plan(choice);
     for (Outcome outcome = first;
          (outcome == Outcome::fits || outcome == Outcome::refused) &&
-         way.local_batch_size < kLargestBatch;) {
-      way.local_batch_size *= 2;
-      outcome = plan(way);
+         choice.local_batch_size < kLargestBatch;) {
+      choice.local_batch_size *= 2;
+      outcome = plan(choice);
     }
     return first;
   }
 
   void try_float8() {
-    std::vector<Way> fastest;
-    for (const PlannedWay& planned : sweep_.fitting) {
+    std::vector<RunChoice> fastest;
+    for (const PlannedChoice& planned : sweep_.fitting) {
       if (fastest.size() < kTriedInFloat8) {
-        fastest.push_back(planned.way);
+        fastest.push_back(planned.choice);
       }
     }
-    for (Way way : fastest) {
+    for (RunChoice choice : fastest) {
       for (const auto& [recipe, rates] : machines_.gpu.float8) {
-        way.float8 = float8::recipe_of(recipe);
-        plan(way);
+        choice.float8 = float8::recipe_of(recipe);
+        plan(choice);
       }
     }
   }
 
-  Outcome plan(const Way& way) {
-    PlannedWay planned{.way = way};
+  Outcome plan(const RunChoice& choice) {
+    PlannedChoice planned{.choice = choice};
     try {
-      Config changed = config_of(config_, way);
-      if (way.overlap && changed.training.global_batch_size == -1) {
+      Config changed = config_of(config_, choice);
+      if (choice.overlap && changed.training.global_batch_size == -1) {
         // Two microbatches are the least that can be under way at once.
         changed.training.global_batch_size =
-            2 * way.local_batch_size *
+            2 * choice.local_batch_size *
             changed.parallelism.num_data_ranks(machines_.ranks);
       }
       changed = resolve_config(changed, machines_.ranks);
       const models::ModelConfig model = model_config(changed);
-      auto& modules = modules_
-          [{way.tensor_degree, way.expert_degree, way.expert_tensor_degree}];
+      auto& modules = modules_[{
+          choice.tensor_degree,
+          choice.expert_degree,
+          choice.expert_tensor_degree}];
       if (!modules) {
         modules = std::make_shared<PlannedModel>(changed, model);
       }
@@ -262,13 +266,15 @@ class Sweeper {
     std::ranges::stable_sort(
         sweep_.fitting,
         std::greater<>(),
-        [](const PlannedWay& planned) {
+        [](const PlannedChoice& planned) {
           return planned.estimate.tokens_per_second;
         });
     std::ranges::stable_sort(
         sweep_.too_large,
         {},
-        [](const PlannedWay& planned) { return planned.estimate.peak_nbytes; });
+        [](const PlannedChoice& planned) {
+          return planned.estimate.peak_nbytes;
+        });
   }
 
   const Config& config_;

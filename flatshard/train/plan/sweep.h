@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// One way to run a config.
-struct Way {
+/// A choice of strategy, degrees, recompute, batch and FP8 for a config.
+struct RunChoice {
   std::string strategy = "zero3";
   std::int64_t tensor_degree = 1;
   std::int64_t replicas = 1;
@@ -21,21 +21,21 @@ struct Way {
   bool overlap = false;  ///< two microbatches at once, late weight gradients
   config::Float8Recipe float8;
 
-  bool operator==(const Way&) const = default;
+  bool operator==(const RunChoice&) const = default;
 };
 
-/// A way that was planned.
-struct PlannedWay {
-  Way way;
+/// A choice and its estimate.
+struct PlannedChoice {
+  RunChoice choice;
   double tokens_per_step = 0;
   plan::Estimate estimate;  ///< without its operations
 };
 
-/// All ways that were tried.
+/// All choices that were tried.
 struct Sweep {
-  std::vector<PlannedWay> fitting;    ///< the fastest first
-  std::vector<PlannedWay> too_large;  ///< the smallest first
-  std::int64_t num_refused = 0;       ///< that the trainer refuses
+  std::vector<PlannedChoice> fitting;    ///< the fastest first
+  std::vector<PlannedChoice> too_large;  ///< the smallest first
+  std::int64_t num_refused = 0;          ///< that the trainer refuses
 };
 
 /// Plans `config` in all ways that make sense on these machines. They vary

@@ -11,38 +11,38 @@ namespace {
 
 constexpr std::size_t kMostShown = 16;
 
-std::string strategy_text(const Way& way, std::int64_t ranks) {
-  std::string text = way.strategy;
-  if (way.replicas > 1) {
+std::string strategy_text(const RunChoice& choice, std::int64_t ranks) {
+  std::string text = choice.strategy;
+  if (choice.replicas > 1) {
     text += fmt::format(
         " {}x{}",
-        way.replicas,
-        ranks / way.replicas / way.tensor_degree);
+        choice.replicas,
+        ranks / choice.replicas / choice.tensor_degree);
   }
-  if (way.tensor_degree > 1) {
-    text += fmt::format(" tp{}", way.tensor_degree);
+  if (choice.tensor_degree > 1) {
+    text += fmt::format(" tp{}", choice.tensor_degree);
   }
-  if (!way.reshard_after_forward) {
+  if (!choice.reshard_after_forward) {
     text += " kept";
   }
-  if (way.expert_degree > 1) {
-    text += fmt::format(" ep{}", way.expert_degree);
+  if (choice.expert_degree > 1) {
+    text += fmt::format(" ep{}", choice.expert_degree);
   }
-  if (way.expert_tensor_degree > 1) {
-    text += fmt::format(" etp{}", way.expert_tensor_degree);
+  if (choice.expert_tensor_degree > 1) {
+    text += fmt::format(" etp{}", choice.expert_tensor_degree);
   }
-  text += way.overlap ? " overlap" : "";
+  text += choice.overlap ? " overlap" : "";
   return text;
 }
 
-std::string row_of(const PlannedWay& planned, std::int64_t ranks) {
-  const Way& way = planned.way;
+std::string row_of(const PlannedChoice& planned, std::int64_t ranks) {
+  const RunChoice& choice = planned.choice;
   return fmt::format(
       "{:<33} {:<10} {:>5} {:<10}",
-      strategy_text(way, ranks),
-      config::word_of(way.recompute),
-      way.local_batch_size,
-      config::word_of(way.float8));
+      strategy_text(choice, ranks),
+      config::word_of(choice.recompute),
+      choice.local_batch_size,
+      config::word_of(choice.float8));
 }
 
 constexpr std::string_view kHeader =
@@ -70,7 +70,7 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
         "bound by");
   }
   for (std::size_t i = 0; i < std::min(kMostShown, sweep.fitting.size()); ++i) {
-    const PlannedWay& planned = sweep.fitting[i];
+    const PlannedChoice& planned = sweep.fitting[i];
     const plan::Estimate& e = planned.estimate;
     text += fmt::format(
         "{} {:>12} {:>5.1f}% {:>8.1f} {:>6.0f} ms {:>6.0f} ms  {}\n",
@@ -95,7 +95,7 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
   constexpr std::size_t kMostTooLarge = 8;
   for (std::size_t i = 0; i < std::min(kMostTooLarge, sweep.too_large.size());
        ++i) {
-    const PlannedWay& planned = sweep.too_large[i];
+    const PlannedChoice& planned = sweep.too_large[i];
     const plan::Estimate& e = planned.estimate;
     text += fmt::format(
         "{} {:>8.1f} {:>9.1f}\n",
@@ -115,20 +115,20 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
   json["prices"] = machines.gpu.source;
   json["ranks"] = machines.ranks;
   json["refused"] = sweep.num_refused;
-  const auto entry = [&](const PlannedWay& planned) {
-    const Way& way = planned.way;
+  const auto entry = [&](const PlannedChoice& planned) {
+    const RunChoice& choice = planned.choice;
     const plan::Estimate& e = planned.estimate;
     nlohmann::ordered_json of;
-    of["strategy"] = way.strategy;
-    of["replicas"] = way.replicas;
-    of["tensor_parallel_degree"] = way.tensor_degree;
-    of["reshard_after_forward"] = way.reshard_after_forward;
-    of["recompute"] = config::word_of(way.recompute);
-    of["local_batch_size"] = way.local_batch_size;
-    of["expert_degree"] = way.expert_degree;
-    of["expert_tensor_degree"] = way.expert_tensor_degree;
-    of["overlap"] = way.overlap;
-    of["float8"] = config::word_of(way.float8);
+    of["strategy"] = choice.strategy;
+    of["replicas"] = choice.replicas;
+    of["tensor_parallel_degree"] = choice.tensor_degree;
+    of["reshard_after_forward"] = choice.reshard_after_forward;
+    of["recompute"] = config::word_of(choice.recompute);
+    of["local_batch_size"] = choice.local_batch_size;
+    of["expert_degree"] = choice.expert_degree;
+    of["expert_tensor_degree"] = choice.expert_tensor_degree;
+    of["overlap"] = choice.overlap;
+    of["float8"] = config::word_of(choice.float8);
     of["tokens_per_step"] = planned.tokens_per_step;
     of["peak_bytes"] = e.peak_nbytes;
     of["room_bytes"] = e.room_nbytes;
@@ -144,11 +144,11 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
     return of;
   };
   json["fitting"] = nlohmann::json::array();
-  for (const PlannedWay& planned : sweep.fitting) {
+  for (const PlannedChoice& planned : sweep.fitting) {
     json["fitting"].push_back(entry(planned));
   }
   json["too_large"] = nlohmann::json::array();
-  for (const PlannedWay& planned : sweep.too_large) {
+  for (const PlannedChoice& planned : sweep.too_large) {
     json["too_large"].push_back(entry(planned));
   }
   return json.dump(2) + "\n";

@@ -90,7 +90,7 @@ def run_forward(module, function, args, kwargs):
             state.running.discard(id(module))
         core.forward_end(state.id, output, of_several and bool(state.running))
         if has_dispatch_mode():
-            root.seen_collectives.tell_after_forward(state)
+            root.seen_collectives.report_after_forward(state)
     except Stale:
         core.forward_error(state.id)
         root.renew()

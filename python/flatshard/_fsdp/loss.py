@@ -61,12 +61,8 @@ def linear_cross_entropy(
             f"input and weight: expected one dtype, got {input.dtype} and "
             f"{weight.dtype}; autocast does not change them here"
         )
-    return _C.linear_cross_entropy(
-        input,
-        weight,
-        target,
-        mean=reduction == "mean",
-        ignore_index=ignore_index,
-        chunk_tokens=chunk_tokens,
-        runtime=sink_of(weight) if torch.is_grad_enabled() else None,
+    options = _C.LossOptions(
+        mean=reduction == "mean", ignore_index=ignore_index, chunk_tokens=chunk_tokens
     )
+    runtime = sink_of(weight) if torch.is_grad_enabled() else None
+    return _C.linear_cross_entropy(input, weight, target, options, runtime)

@@ -62,7 +62,7 @@ class FSDPModule:
             state.root.core.unshard(state.id, not async_op)
         except Stale:
             state.root.renew().core.unshard(state.id, not async_op)
-        state.root.seen_collectives.tell()
+        state.root.seen_collectives.report()
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:

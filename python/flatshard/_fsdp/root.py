@@ -181,8 +181,7 @@ class Root:
             None if modules is None else [m.id for m in modules]
             for modules in (policy.forward_prefetch, policy.backward_prefetch)
         ]
-        self.core.set_policy(
-            unit.id,
+        core_policy = _C.UnitPolicy(
             reshard_after_forward=self.reshards(unit),
             reshard_after_backward=policy.reshard_after_backward,
             unshard_in_backward=policy.unshard_in_backward,
@@ -193,6 +192,7 @@ class Root:
             sync_gradients=policy.sync_gradients,
             all_reduce=policy.all_reduce,
         )
+        self.core.set_policy(unit.id, core_policy)
         # As with FSDP2, parameters() are the unsharded ones until the backward. This
         # does not hold where these have no own values, or are no leaves.
         special = unit.fp8 is not None or unit.extended or self.cuda_graphs
@@ -343,4 +343,4 @@ class Root:
     def _before_backward(self):
         """The core calls it, with its lock held."""
         self.seen_writes.before_backward(self.units)
-        self.seen_collectives.tell_after_backward()
+        self.seen_collectives.report_after_backward()

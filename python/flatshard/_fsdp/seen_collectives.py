@@ -7,11 +7,11 @@ gathered, one reduction for each time that its gradients were, with FSDP2's oper
 
 from flatshard import _C
 from flatshard._fsdp.strategies import of_core
-from flatshard._tensor.told_collectives import (
+from flatshard._tensor.reported_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
-    tell,
+    report,
 )
 from flatshard.torch_versions import comm_debug_modes, in_backward, queue_callback
 
@@ -31,12 +31,12 @@ class SeenCollectives:
         }
         self._policies = {unit.name: unit.policy for unit in units}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Called after an unshard."""
         if modes := comm_debug_modes():
-            self._tell(modes)
+            self._report(modes)
 
-    def tell_after_forward(self, unit) -> None:
+    def report_after_forward(self, unit) -> None:
         """Called after a forward of `unit`. The core keeps the last unit for the
         backward, which gathers it while somebody counts, as with FSDP2."""
         modes = comm_debug_modes()
@@ -44,22 +44,22 @@ class SeenCollectives:
             return
         if unit.root.reshards(unit) and not unit.running and not in_backward():
             self._core.reshard(unit.id)
-        self._tell(modes)
+        self._report(modes)
 
-    def tell_after_backward(self) -> None:
+    def report_after_backward(self) -> None:
         """Called when an outermost backward begins."""
         modes = comm_debug_modes()
         if modes and in_backward():
             # The core ends the backward in a separate callback that is queued later.
-            queue_callback(lambda: queue_callback(lambda: self._tell(modes)))
+            queue_callback(lambda: queue_callback(lambda: self._report(modes)))
 
-    def _tell(self, modes):
+    def _report(self, modes):
         operators = [
             operator
             for kind, unit, *_ in self._core.take_trace()
             for operator in self._operators(kind, unit)
         ]
-        tell(modes, operators)
+        report(modes, operators)
 
     def _operators(self, kind, unit):
         gathers, scatters, reduces_all = self._kinds.get(unit, (False, False, False))

@@ -371,15 +371,15 @@ class UnitGraph:
             obstacle = "torch.compile is around it"
         else:
             obstacle = self._obstacle(recorded, tensors, args, kwargs)
+        reason = obstacle
+        if not obstacle and self._recorded is not None:
+            reason = recorded.difference(self._recorded)
         outputs, is_watched = state.root.core.graph_forward(
             state.id,
             function=recorded,
-            inputs=[] if obstacle else tensors,
+            inputs=None if obstacle else tensors,
             constants=self._tree.constants(),
-            obstacle=obstacle,
-            difference=""
-            if self._recorded is None
-            else recorded.difference(self._recorded),
+            reason=reason,
         )
         if outputs is not None:
             return self._recorded.output(tensors, outputs)

@@ -224,13 +224,13 @@ def _make(names, key, timeout_s):
     if timeout_s is None:
         timeout_s = default_timeout_s()
     digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
+    options = _C.MeshOptions(name=f"flatshard/{digest}", timeout_s=float(timeout_s))
     return _C.Mesh.create(
         list(zip(names, shape)),
         ranks.index(dist.get_rank()),
         dist.distributed_c10d._get_default_store(),
         device,
-        f"flatshard/{digest}",
-        float(timeout_s),
+        options,
     )
 
 

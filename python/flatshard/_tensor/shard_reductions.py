@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from flatshard._tensor.reported_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, note
 from flatshard._tensor.row_shard import as_bytes
 from flatshard._tensor.shard_calls import replicated
 from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
-from flatshard._tensor.told_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, note
 
 
 def run(func, traits, args, kwargs):

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.meta_shards import of_meta, where_it_is
+from flatshard._tensor.reported_collectives import reported
 from flatshard._tensor.shard_gradients import cut_as
 from flatshard._tensor.shard_values import base_of
-from flatshard._tensor.told_collectives import told
 from flatshard.torch_versions import has_dispatch_mode, plain_attributes
 
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
@@ -70,7 +70,7 @@ class WatchedTensor(DTensor):
                 return place
         with plain_attributes():
             if has_dispatch_mode():
-                return told(cls._compute, function, name, args, kwargs or {})
+                return reported(cls._compute, function, name, args, kwargs or {})
             return cls._compute(function, name, args, kwargs or {})
 
     def __deepcopy__(self, memo):

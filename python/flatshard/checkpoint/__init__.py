@@ -131,7 +131,7 @@ def async_save(
     if optimizer is not None:
         texts[_OPTIMIZER] = describe_optimizer(optimizer, fewer)
     folder = pathlib.Path(folder)
-    writer = _writer_for(root, model, optimizer, folder, keep_latest, states)
+    writer = _writer_for(model, optimizer, states, folder, keep_latest)
     return writer.save(int(step), texts, updates)
 
 
@@ -177,14 +177,12 @@ def load(
         if foreign is not None:
             make_states(foreign, stored, described, exclude)
         states, _, _ = states_of(root, optimizer)
-        _C.load_checkpoint(
-            str(path),
-            root.checkpoint_mesh(),
-            [unit.core for unit in root.units],
-            core_optimizer(root, optimizer, states),
-            _whole_tensors(model),
-            list(exclude),
+        state = _C.TrainingState(
+            units=[unit.core for unit in root.units],
+            optimizer=core_optimizer(root, optimizer, states),
+            buffers=_whole_tensors(model),
         )
+        _C.load_checkpoint(str(path), root.checkpoint_mesh(), state, list(exclude))
     except BaseException:
         if foreign is not None and before is not None:
             foreign.state = before
@@ -238,16 +236,15 @@ class Saved:
 class _Writer:
     """A Checkpointer of the core: one folder, one set of tensors, two buffers."""
 
-    def __init__(self, root, optimizer, states, buffers, folder, keep_latest):
-        self._states = core_optimizer(root, optimizer, states)
-        self.core = _C.Checkpointer(
-            mesh=root.checkpoint_mesh(),
-            units=[unit.core for unit in root.units],
-            optimizer=self._states,
-            buffers=buffers,
-            folder=str(folder),
-            keep_latest=keep_latest,
-        )
+    def __init__(self, core, optimizer, stored):
+        """
+        Args:
+            core: the _C.Checkpointer.
+            optimizer: waits for the copies before each step; may be None.
+            stored: core_optimizer's result, which the core reads.
+        """
+        self.core = core
+        self._stored = stored
         self._pending = []
         self._hook = None
         if optimizer is not None:
@@ -266,8 +263,8 @@ class _Writer:
             self._hook.remove()
 
     def save(self, step, texts, updates):
-        if isinstance(self._states, _C.TensorStates):
-            self._states.set_updates(updates)
+        if isinstance(self._stored, _C.TensorStates):
+            self._stored.set_updates(updates)
         self.core.save(step, texts)
         if self._hook is None:
             self.core.wait_for_copies()
@@ -292,8 +289,8 @@ def _close():
     _writers.clear()
 
 
-def _writer_for(root, model, optimizer, folder, keep_latest, states):
-    buffers = _whole_tensors(model)
+def _writer_for(model, optimizer, states, folder, keep_latest):
+    root, buffers = root_of(model), _whole_tensors(model)
     signature = (
         str(folder.resolve()),
         keep_latest,
@@ -306,7 +303,12 @@ def _writer_for(root, model, optimizer, folder, keep_latest, states):
         if writer is not None:
             del _writers[root]
             writer.close()
-        writer = _Writer(root, optimizer, states, buffers, folder, keep_latest)
+        stored = core_optimizer(root, optimizer, states)
+        state = _C.TrainingState(
+            units=[unit.core for unit in root.units], optimizer=stored, buffers=buffers
+        )
+        core = _C.Checkpointer(root.checkpoint_mesh(), state, str(folder), keep_latest)
+        writer = _Writer(core, optimizer, stored)
         _writers[root] = (signature, writer)
     return writer
 

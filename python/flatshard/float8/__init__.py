@@ -94,17 +94,11 @@ def quantize(
                 _check_finite(name, value)
     if nonfinite == "raise" and tensor.dtype in (torch.float32, torch.bfloat16):
         _check_finite("tensor", tensor, _C.float8_amax(tensor))
-    return _C.float8_quantize(
-        tensor,
-        recipe,
-        axis=axis,
-        rounding=rounding,
-        format=format,
-        transpose=transpose,
-        multiple=multiple,
-        amax=amax,
-        scales=scales,
+    quantizer = _C.Float8Quantizer(recipe=recipe, format=format, rounding=rounding)
+    options = _C.Float8PlaneOptions(
+        axis=axis, transpose=transpose, multiple=multiple, amax=amax, scales=scales
     )
+    return _C.float8_quantize(tensor, quantizer, options)
 
 
 def dequantize(
@@ -131,9 +125,8 @@ def dequantize(
     """
     _check_plain("data", data)
     _check_plain("scales", scales)
-    return _C.float8_dequantize(
-        data, scales, recipe, axis=axis, transpose=transpose, dtype=dtype
-    )
+    options = _C.Float8DequantizeOptions(axis=axis, transpose=transpose, dtype=dtype)
+    return _C.float8_dequantize(data, scales, recipe, options)
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:

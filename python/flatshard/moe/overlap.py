@@ -17,8 +17,8 @@ from flatshard import _C
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.forward import root_of, state_of
 from flatshard.moe.overlap_parts import (
-    Again,
     Microbatch,
+    Recompute,
     find_layers,
     forwards_of,
     is_checkpointed,
@@ -111,7 +111,7 @@ class _Schedule:
         self._num = num_microbatches
         self._microbatches = {}
         self._now = None
-        self._again = False  # a layer's forward runs once more
+        self._recomputes = False  # a layer's forward runs once more
         self._forwards = forwards_of(model)
 
     # -- the order -----------------------------------------------------------------
@@ -209,7 +209,7 @@ class _Schedule:
         policy = state_of(module).mp_policy
         if is_checkpointed(module):
             kwargs = without_cache(kwargs)
-            layer.again = Again(self._root.device)
+            layer.recompute = Recompute(self._root.device)
 
         def forward():
             inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
@@ -222,7 +222,7 @@ class _Schedule:
         if not layer.ended:
             self._end_forward(mine, number)
         layer.result = layer.output.detach().requires_grad_()
-        if layer.again is not None:
+        if layer.recompute is not None:
             layer.forward = forward
             layer.forget()
         if number + 1 == len(self._layers):
@@ -257,7 +257,7 @@ class _Schedule:
         mine, number = self._now, self._now.current
         layer = mine.layers[number]
         layer.expert_rows = rows
-        if not self._again and not self._reads_last[number]:
+        if not self._recomputes and not self._reads_last[number]:
             self._end_forward(mine, number)
         (back,) = self._exchanged(
             "combine", "merge", layer.routed.start_combine, [rows]
@@ -274,7 +274,7 @@ class _Schedule:
         return [t.detach() for t in transfer.wait()]
 
     def _reach_node(self, node):
-        if not self._again:
+        if not self._recomputes:
             self._reach(("F", self._now.number, self._now.current, node))
 
     def _end_forward(self, mine, number):
@@ -285,7 +285,7 @@ class _Schedule:
         """Returns the router's logits for an auxiliary loss that reads them after the
         layers."""
         layer = self._now.layers[self._now.current]
-        leaf = layer.logits[1] if self._again else logits.detach().requires_grad_()
+        leaf = layer.logits[1] if self._recomputes else logits.detach().requires_grad_()
         layer.logits = logits, leaf
         return leaf
 
@@ -362,21 +362,21 @@ class _Schedule:
         if not layer.began:
             layer.began = True
             mine.steps.begin_backward(self._layers[number])
-            if layer.again is not None:
-                self._run_again(mine, number)
+            if layer.recompute is not None:
+                self._recompute(mine, number)
         return layer
 
-    def _run_again(self, mine, number):
+    def _recompute(self, mine, number):
         """Exchanges tokens once more, at once: all ranks are here."""
         layer, module = mine.layers[number], self._layers[number]
-        former = self._now, self._again
-        self._now, self._again, mine.current = mine, True, number
+        former = self._now, self._recomputes
+        self._now, self._recomputes, mine.current = mine, True, number
         try:
             with mine.steps.recompute(module), with_forwards(module, self._forwards):
-                layer.again.run(layer.forward)
+                layer.recompute.run(layer.forward)
         finally:
-            self._now, self._again = former
-        layer.again = layer.forward = None
+            self._now, self._recomputes = former
+        layer.recompute = layer.forward = None
 
     def _delayed(self, mine, node):
         if self._delay_wgrad:

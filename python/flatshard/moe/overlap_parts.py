@@ -22,7 +22,7 @@ class Layer:
         self.logits = None  # (the router's, the leaf that others read)
         self.gradients = None  # (those that the next exchange takes, when made)
         self.transfer = None  # RowTransfer
-        self.again = self.forward = None  # Again, and what it runs
+        self.recompute = self.forward = None  # Recompute, and what it runs
         self.ended = self.began = False  # forward, backward
 
     def to_send(self, gradients):
@@ -52,7 +52,7 @@ class Microbatch:
         self.before, self.behind = [], []  # other units, before and after the layers
 
 
-class Again:
+class Recompute:
     """The forward of a layer with gradient checkpointing, for a second run of it: with
     the random numbers and the autocast of the first."""
 

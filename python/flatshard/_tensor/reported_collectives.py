@@ -29,7 +29,7 @@ class _Launched:
         return str(self._operator)
 
 
-def tell(modes, operators):
+def report(modes, operators):
     """CommDebugModes count `operators`, which ran already."""
     for mode in modes:
         for operator in operators:
@@ -45,7 +45,7 @@ def note(operator):
         _unseen[-1].append(operator)
 
 
-def told(function, *args):
+def reported(function, *args):
     """Returns function(*args), an operation on shards that is reported to active
     CommDebugModes."""
     modes = comm_debug_modes()
@@ -56,5 +56,5 @@ def told(function, *args):
         result = function(*args)
     finally:
         operators = _unseen.pop()
-    tell(modes, operators)
+    report(modes, operators)
     return result
