@@ -51,9 +51,9 @@ using OverlapPlan = std::vector<PlanStep>;
 struct OverlapPlanOptions {
   /// Microbatches whose forward has begun and whose backward has not ended. The
   /// backward of one runs in parallel with the forward of the last of them. 1:
-  /// one microbatch follows the other. 2: the first forward has nothing beside
-  /// it, so its exchanges are exposed. From 3 on the forwards before the first
-  /// backward run in pairs, and hide theirs.
+  /// one microbatch follows the other. 2: no backward runs in parallel with the
+  /// first forward, so its exchanges are exposed. From 3 on the forwards before
+  /// the first backward run in pairs, and hide theirs.
   int in_flight = 2;
   /// Weight gradients are separate steps, after the gradients of inputs, so
   /// that they can hide an exchange.
