@@ -86,8 +86,10 @@ def test_any_grid_reads_any_other(optimizer, sequence, folder, world):
             assert loaded == checkpoint.Loaded(step=step, state={"at": "here"})
             check_equal(values(read), values(saved))
             check_equal(states(of_read), states(of_saved))
+        # A sequence that is sharded is added up in another order.
         seeds = [own] if grid == other else []
-        assert train(saved, seeds, 2, of_saved) == train(read, seeds, 2, of_read)
+        losses = train(saved, seeds, 2, of_saved)
+        assert losses == pytest.approx(train(read, seeds, 2, of_read), rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero0"])

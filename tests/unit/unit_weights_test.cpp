@@ -59,8 +59,6 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
   ::testing::internal::CaptureStderr();
   run_ranks(2, [](const RankContext& context) {
     const auto mesh = context.mesh();
-    ParamGroupOptions options;
-    options.float8 = Float8Format{.recipe = float8::Recipe::rowwise};
     std::vector<std::unique_ptr<ParamGroup>> groups;
     for (int g = 0; g < 3; ++g) {
       GroupSpec spec{
@@ -72,11 +70,12 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
         spec.parameters.push_back(
             {.names = {fmt::format("weight{}", i)},
              .shape = {32, 32},
+             .float8 = Float8Format{.recipe = float8::Recipe::rowwise},
              .values = values,
              .tensor = values.clone().requires_grad_()});
       }
       UnitContents contents =
-          make_unit_contents(std::move(spec), options, Initializer(0));
+          make_unit_contents(std::move(spec), {}, Initializer(0));
       std::ranges::move(contents.groups, std::back_inserter(groups));
     }
     UnitSpec spec;
