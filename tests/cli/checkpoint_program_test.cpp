@@ -354,7 +354,7 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
   ASSERT_EQ(run("whole", 2).code, 0);
   const std::string config = write_config("restarted");
   const Result result =
-      sh(start(train(config, 2, "--max-restarts 3"), "step: 25/40  loss") +
+      sh(start(train(config, 2, "--max-restarts 3"), "step-20 in") +
          "kill -KILL $(pgrep -P $pid | head -1); wait $pid");
   const std::string log_text = read(log());
   EXPECT_EQ(result.code, 0) << log_text;
