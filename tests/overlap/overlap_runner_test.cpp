@@ -135,7 +135,7 @@ TEST(OverlapRunner, P10_ActionsAndOrderAreTheSimulators) {
     for (const bool recompute : {false, true}) {
       const OverlapCase c{
           .options =
-              {.in_flight = delay && recompute ? 3 : 2,
+              {.in_flight = delay ? 3 : 2,
                .delay_wgrad = delay,
                .recompute = recompute,
                .shared_experts = true},
