@@ -309,7 +309,7 @@ std::shared_ptr<Runtime> fully_shard(
          .parameters = std::move(parameters[u]),
          .mesh = mesh,
          .strategy = strategy,
-         .copy_engines = options.runtime.copy_engines.gather()},
+         .peers_read = options.runtime.copy_engines.gather()},
         options.group,
         Initializer(options.seed));
     units.push_back(std::make_unique<Unit>(

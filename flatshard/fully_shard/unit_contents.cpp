@@ -101,7 +101,7 @@ UnitContents make_unit_contents(
         .strategy = kind.strategy,
         .model_mesh = unit.mesh,
         .trainable = kind.trainable,
-        .copy_engines = unit.copy_engines};
+        .peers_read = unit.peers_read};
     for (std::size_t i = 0; i < unit.parameters.size(); ++i) {
       GroupParameter& p = unit.parameters[i];
       if (kind == kinds_of[i]) {

@@ -85,7 +85,7 @@ struct GroupContext {
   std::shared_ptr<Mesh> mesh;
   std::shared_ptr<Mesh> model_mesh;
   bool trainable = true;
-  bool copy_engines = false;
+  bool peers_read = false;  ///< GroupSpec::peers_read
   ParamGroupOptions options;
   std::shared_ptr<const FlatLayout> layout;
   /// The ParamGroup's, in the order of the layout; their names may change.

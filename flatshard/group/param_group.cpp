@@ -67,7 +67,7 @@ ParamGroup::ParamGroup(
           .model_mesh = spec.model_mesh ? std::move(spec.model_mesh)
                                         : std::move(spec.mesh),
           .trainable = spec.trainable,
-          .copy_engines = spec.copy_engines,
+          .peers_read = spec.peers_read,
           .options = std::move(options)} {
   ParamGroupOptions& own = context_.options;
   const Strategy& strategy = context_.strategy;
@@ -87,7 +87,7 @@ ParamGroup::ParamGroup(
       "expected grad_divisor > 0, got {}",
       own.grad_divisor);
   FLATSHARD_CHECK(
-      !context_.copy_engines || own.keep_compute_weights,
+      !context_.peers_read || own.keep_compute_weights,
       config,
       "copy engines can only read compute weights that are kept; choose one of "
       "copy_engines and keep_compute_weights = false");

@@ -27,9 +27,9 @@ struct GroupSpec {
   std::shared_ptr<Mesh> model_mesh = nullptr;
   bool trainable = true;
   /// Compute weights are stored where the copy engines of the other ranks read
-  /// them: see Gather::copy_engines. Needs all ranks on one host. Where weights
+  /// them: see Gather::from_peers. Needs all ranks on one host. Where weights
   /// are not sharded it has no effect.
-  bool copy_engines = false;
+  bool peers_read = false;
 };
 
 /// The parameters of one unit that share dtype, trainability, mesh and

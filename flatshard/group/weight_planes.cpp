@@ -122,7 +122,7 @@ void WeightPlanes::allocate(Plane& plane) const {
         resting);
     return;
   }
-  if (context_.copy_engines && !resident_) {
+  if (context_.peers_read && !resident_) {
     plane.peers =
         std::make_unique<PeerBuffer>(plane.layout, mesh, resting, plane.dtype);
     plane.resting = plane.peers->local();
@@ -192,8 +192,8 @@ const PeerBuffer* WeightPlanes::peers() const {
 
 // -- reading ------------------------------------------------------------------
 
-WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
-  const PeerBuffer* const peers = copy_engines ? this->peers() : nullptr;
+WeightPlanes::Gather WeightPlanes::plan_gather(bool from_peers) {
+  const PeerBuffer* const peers = from_peers ? this->peers() : nullptr;
   const GatherProgress::Step step = progress_.next(peers != nullptr);
   if (peers != nullptr) {
     readers_.peers_copy(*peers);
@@ -203,7 +203,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool copy_engines) {
       .is_first = step.is_first,
       .refresh = has_refresh_ && step.is_first && !is_dropped(main_),
       .float8_begun = step.float8_begun,
-      .copy_engines = peers != nullptr,
+      .from_peers = peers != nullptr,
       .fence = step.is_first_copy};
 }
 
@@ -223,7 +223,7 @@ void WeightPlanes::gather(
   if (gather.fence) {
     peers()->fence();
   }
-  if (gather.copy_engines) {
+  if (gather.from_peers) {
     plane.peers->copy_segments(at.first_segment, at.num_segments, out);
     return;
   }

@@ -95,14 +95,14 @@ class WeightPlanes {
     bool float8_begun = false;
     /// Copies of the peers' shards, which on GPUs copy engines make; else an
     /// all-gather, a collective.
-    bool copy_engines = false;
+    bool from_peers = false;
     /// Before the copies: the peers have written theirs. Collective.
     bool fence = false;
   };
   /// Call it once per gather and then carry that out: what it plans for a
   /// change of the weights it does not plan again.
-  /// @param copy_engines  where the peers can read; equal on all ranks.
-  Gather plan_gather(bool copy_engines = false);
+  /// @param from_peers  where the peers can read; equal on all ranks.
+  Gather plan_gather(bool from_peers = false);
   /// Carries it out for a stored plane, or for one part of it. Inside
   /// Stream::submit.
   /// @param out  [PlanePart::nbytes] of the plane's dtype. Resident groups do

@@ -38,10 +38,10 @@ void Executor::gather(Unit& unit, const Action& action) {
   // A program that unshards may write next, which no forward or backward
   // fences.
   const CopyEngines::Gathers asked = options_.copy_engines.gathers;
-  const bool copy_engines = !(action.by_program && options_.foreign_writes) &&
-                            (asked == CopyEngines::Gathers::all ||
-                             (asked == CopyEngines::Gathers::forward &&
-                              action.phase == Phase::forward));
+  const bool from_peers = !(action.by_program && options_.foreign_writes) &&
+                          (asked == CopyEngines::Gathers::all ||
+                           (asked == CopyEngines::Gathers::forward &&
+                            action.phase == Phase::forward));
   WeightSlot* shards = nullptr;
   if (action.from_post_forward) {
     shards = &weight_slot(unit, unit.weights().planes().post_forward, kWhole);
@@ -53,7 +53,7 @@ void Executor::gather(Unit& unit, const Action& action) {
     gathers.emplace_back();
     if (group->weights().has(action.plane) &&
         !(shards != nullptr && group->weights().post_forward() != nullptr)) {
-      gathers.back() = group->weights().plan_gather(copy_engines);
+      gathers.back() = group->weights().plan_gather(from_peers);
       if (gathers.back().is_first) {
         group->weights().progress().wait(*streams_->gather());
       }

@@ -14,7 +14,7 @@ struct RuntimeOptions {
   int prefetch = 1;
   /// false: weights stay gathered from forward to backward.
   bool reshard_after_forward = true;
-  /// If this sets gathers, the groups have GroupSpec::copy_engines, which
+  /// If this sets gathers, the groups have GroupSpec::peers_read, which
   /// fully_shard ensures.
   CopyEngines copy_engines;
   /// Weights are written by programs that do not call WeightReaders::wait

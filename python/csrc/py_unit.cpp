@@ -89,7 +89,7 @@ PyUnit::PyUnit(
              member.values.is_meta() ? at::Tensor() : member.values.detach(),
          .tensor = member.whole});
   }
-  options.group.keep_compute_weights = options.copy_engines;
+  options.group.keep_compute_weights = options.peers_read;
   options.group.keep_whole_compute_weights = true;
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
@@ -99,7 +99,7 @@ PyUnit::PyUnit(
        .strategy = options.part
                        ? Strategy::named("zero0", mesh->num_axes())
                        : Strategy::named(options.strategy, mesh->num_axes()),
-       .copy_engines = options.copy_engines},
+       .peers_read = options.peers_read},
       options.group,
       Initializer(0));
   for (const auto& group : contents_.groups) {

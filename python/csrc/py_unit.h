@@ -47,7 +47,7 @@ class PyUnit {
     /// Some layers call PyRuntime::linear.
     bool grads_in_place = false;
     /// The peers' copy engines read compute weights, which are kept for it.
-    bool copy_engines = false;
+    bool peers_read = false;
     /// The format of the members that are FP8.
     std::optional<Float8Format> float8;
     /// The mesh on which the members are stored, a part of the unit's mesh;

@@ -77,7 +77,7 @@ class UnitOptions:
         offload: bool,
         pin_memory: bool,
         grads_in_place: bool,
-        copy_engines: bool,
+        peers_read: bool,
         float8: Float8Format | None,
         post_forward_ranks: int,
         part: Mesh | None = None,

@@ -240,7 +240,7 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
                .init = InitSpec::normal(0, 1)}},
          .mesh = mesh,
          .strategy = Strategy::named("zero3", 1),
-         .copy_engines = true},
+         .peers_read = true},
         {.precision = Precision::full()},
         Initializer(4));
     save_weights({&group}, folder / "model.safetensors");
@@ -251,7 +251,7 @@ TEST(InitWeights, WaitsForPeersThatCopyWeights) {
         kComputePlane,
         kWhole,
         whole,
-        group.weights().plan_gather(/*copy_engines=*/true));
+        group.weights().plan_gather(/*from_peers=*/true));
     const auto num_fences = [&] {
       std::int64_t n = 0;
       for (const CollectiveRecord& record : context.log->records()) {

@@ -62,7 +62,7 @@ inline std::unique_ptr<ParamGroup> fp8_group(
     const Float8Format& format,
     bool trainable = true,
     bool keep_compute_weights = true,
-    bool copy_engines = false) {
+    bool peers_read = false) {
   return std::make_unique<ParamGroup>(
       GroupSpec{
           .name = "block",
@@ -71,7 +71,7 @@ inline std::unique_ptr<ParamGroup> fp8_group(
           .strategy =
               Strategy::named(c.strategy, static_cast<int>(c.mesh.size())),
           .trainable = trainable,
-          .copy_engines = copy_engines},
+          .peers_read = peers_read},
       ParamGroupOptions{
           .keep_compute_weights = keep_compute_weights,
           .float8 = format},
@@ -85,7 +85,7 @@ inline at::Tensor copy_of(const at::Tensor& t) {
 }
 
 // Returns all bytes of both planes by parameter, gathered whole and in parts.
-inline Bytes gathered(ParamGroup& group, bool copy_engines = false) {
+inline Bytes gathered(ParamGroup& group, bool from_peers = false) {
   WeightPlanes& weights = group.weights();
   const std::vector<Plane>& planes = weights.planes();
   Bytes bytes;
@@ -102,7 +102,7 @@ inline Bytes gathered(ParamGroup& group, bool copy_engines = false) {
         weights.derive(id, part, slots.at(plane.source), slots[id]);
         continue;
       }
-      weights.gather(id, part, slots[id], weights.plan_gather(copy_engines));
+      weights.gather(id, part, slots[id], weights.plan_gather(from_peers));
       if (weights.resident()) {
         slots[id] = plane.resting.local();
         if (part != kWhole) {

@@ -14,23 +14,23 @@ namespace {
 struct Way {
   std::string name;
   bool keep_compute_weights = true;
-  bool copy_engines = false;
+  bool peers_read = false;
 };
 
 // At first, after a write, and after a foreign write.
 std::vector<Bytes> three_gathers(ParamGroup& group, const Way& way) {
-  std::vector<Bytes> all{gathered(group, way.copy_engines)};
+  std::vector<Bytes> all{gathered(group, way.peers_read)};
   {
     const auto stream = current_stream(at::kCPU);
     WeightWrite write({&group}, *stream);
     group.weights().main().local().mul_(2.5);
     write.end(group, WeightWrite::Cast::here);
   }
-  all.push_back(gathered(group, way.copy_engines));
+  all.push_back(gathered(group, way.peers_read));
   group.weights().readers().wait();
   group.weights().main().local().mul_(0.75);
   group.weights().adopt_foreign_writes();
-  all.push_back(gathered(group, way.copy_engines));
+  all.push_back(gathered(group, way.peers_read));
   group.weights().readers().wait();
   return all;
 }
@@ -52,7 +52,7 @@ TEST_P(Float8Ways, GiveTheSameBytes) {
           format,
           /*trainable=*/true,
           way.keep_compute_weights,
-          way.copy_engines);
+          way.peers_read);
       const auto want = three_gathers(*plain, {});
       const auto got = three_gathers(*group, way);
       std::ostringstream what;
@@ -71,7 +71,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(
         ::testing::Values(
             Way{.name = "MadeForEachGather", .keep_compute_weights = false},
-            Way{.name = "CopiedFromPeers", .copy_engines = true}),
+            Way{.name = "CopiedFromPeers", .peers_read = true}),
         ::testing::Values(
             GroupCase{"zero3", {2}},
             GroupCase{"zero3", {3}},

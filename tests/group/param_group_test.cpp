@@ -299,16 +299,14 @@ TEST(ParamGroup, ShardsOfOtherTensors) {
   });
 }
 
-std::string refusal(
-    Strategy strategy,
-    ParamGroupOptions options,
-    bool copy_engines = false) {
+std::string
+refusal(Strategy strategy, ParamGroupOptions options, bool peers_read = false) {
   try {
     ParamGroup(
         {.parameters = some_parameters(),
          .mesh = Mesh::single(at::kCPU),
          .strategy = std::move(strategy),
-         .copy_engines = copy_engines},
+         .peers_read = peers_read},
         std::move(options),
         Initializer(0));
   } catch (const Error& error) {
@@ -331,7 +329,7 @@ TEST(ParamGroup, ErrorsNameTheOption) {
       refusal(
           zero3,
           {.keep_compute_weights = false},
-          /*copy_engines=*/true),
+          /*peers_read=*/true),
       HasSubstr("choose one of copy_engines and keep_compute_weights"));
   const auto with = [&](Precision precision) {
     return refusal(zero3, {.precision = precision});

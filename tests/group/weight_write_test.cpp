@@ -30,7 +30,7 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
         {.parameters = some_parameters(),
          .mesh = mesh,
          .strategy = Strategy::named("zero3", 1),
-         .copy_engines = true},
+         .peers_read = true},
         {.precision = {.reduce = at::kBFloat16}},
         Initializer(kGroupSeed));
     const auto stream = current_stream(at::kCPU);
@@ -47,14 +47,14 @@ TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
         kComputePlane,
         kWhole,
         out,
-        group.weights().plan_gather(/*copy_engines=*/true));
+        group.weights().plan_gather(/*from_peers=*/true));
     EXPECT_EQ(fences_of_a_write(), 1);
     EXPECT_EQ(fences_of_a_write(), 0);
     group.weights().gather(
         kComputePlane,
         kWhole,
         out,
-        group.weights().plan_gather(/*copy_engines=*/true));
+        group.weights().plan_gather(/*from_peers=*/true));
     group.gradients().reduce(
         at::zeros({group.layout().numel()}, at::kBFloat16),
         group.plan_reduction(true, true));

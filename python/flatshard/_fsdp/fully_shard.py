@@ -203,7 +203,7 @@ def fully_shard(
             pin_memory=offload and offload_policy.pin_memory,
             # A graph writes them where they are reduced.
             grads_in_place=slices is None and (bool(in_place) or cuda_graph),
-            copy_engines=copy_engines,
+            peers_read=copy_engines,
             float8=fp8.core() if fp8 else None,
             post_forward_ranks=post_forward_ranks,
             part=None if part is whole else part,
