@@ -57,9 +57,7 @@ void BackwardPass::forward_begin(UnitId unit) {
 void BackwardPass::forward_end(UnitId unit, bool more_follow) {
   const std::lock_guard lock(core_.mutex);
   core_.events.passes().end_call(call_of(unit), more_follow);
-  if (!more_follow) {
-    core_.hide(unit);
-  }
+  core_.hide(unit);
 }
 
 UnitCall& BackwardPass::call_of(UnitId unit) {

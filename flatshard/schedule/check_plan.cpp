@@ -49,8 +49,8 @@ void check_before(
       to_string(earlier));
 }
 
-// Of what a unit reads, the first microbatch's begins and ends before the
-// second's, which ends before the first one's next unit begins.
+// In each unit the first microbatch begins before the second one and ends
+// before it. Both end before the next unit begins.
 void check_pair(
     const PlanPositions& at,
     int layers,

@@ -42,13 +42,13 @@ struct PlanUnits {
 /// over with the last node that reads weights. Its backward begins with its
 /// first step and ends with the attend node's. No step's end is a task's.
 std::vector<ScheduleEvent> plan_events(
-    const std::vector<PlanStep>& plan,
+    const OverlapPlan& plan,
     const PlanUnits& units,
     const OverlapPlanOptions& options);
 
 /// Returns the same events by step of the plan.
 std::vector<std::vector<ScheduleEvent>> plan_events_by_step(
-    const std::vector<PlanStep>& plan,
+    const OverlapPlan& plan,
     const PlanUnits& units,
     const OverlapPlanOptions& options);
 

@@ -106,7 +106,7 @@ bool is_first_of_pair(
 
 /// E.g. "F1.attend(0)": forward of microbatch 1, layer 0; "B1.head".
 std::string to_string(const PlanStep& step);
-std::string to_string(const std::vector<PlanStep>& plan);
+std::string to_string(const OverlapPlan& plan);
 std::string_view to_string(PlanNode node);
 
 /// Returns the steps that have to be over before `step` of such a plan begins.
@@ -122,7 +122,7 @@ std::vector<PlanStep> plan_dependencies(
 /// other rows are counted between an attend and its dispatch.
 /// @throws Error{internal} that names the step.
 void check_plan(
-    const std::vector<PlanStep>& plan,
+    const OverlapPlan& plan,
     int layers,
     int microbatches,
     const OverlapPlanOptions& options = {});
@@ -139,7 +139,7 @@ struct PlanWait {
 /// Returns all waits between the streams that the dependencies need: none that
 /// another of them, and the order of a stream, imply.
 std::vector<PlanWait> plan_waits(
-    const std::vector<PlanStep>& plan,
+    const OverlapPlan& plan,
     int layers,
     const OverlapPlanOptions& options = {});
 

@@ -286,21 +286,25 @@ TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
   }
 }
 
-// Each microbatch has separate graphs, which are replayed from the second step
-// on: three attentions, a dense layer, two routers, two shared experts.
-TEST(OverlapTraining, GoesWithGraphsOfRegions) {
-  const Overrides graphs{
+// CUDA graphs of parts of blocks. Another shape ends the run.
+Overrides graphs_of_regions() {
+  return {
       "cuda_graph.impl=unit",
       "cuda_graph.modules=attn,mlp,moe_router",
       "cuda_graph.warmup_steps=1",
       "cuda_graph.on_miss=error",
       "debug.emulate_graphs=true"};
+}
+
+// Each microbatch has separate graphs, which are replayed from the second step
+// on: three attentions, a dense layer, two routers, two shared experts.
+TEST(OverlapTraining, GoesWithGraphsOfRegions) {
   const OverlapOutcome want = train_overlapping(2, {kOverlap});
   for (const Overrides& how :
        {Overrides{"activation_checkpoint.mode=none"},
         Overrides{kLate, "activation_checkpoint.mode=full"}}) {
     const OverlapOutcome got =
-        train_overlapping(2, graphs + how + Overrides{kOverlap});
+        train_overlapping(2, graphs_of_regions() + how + Overrides{kOverlap});
     expect_equal(got, want);
     constexpr int kMicrobatches = 3;
     EXPECT_EQ(got.graphs.backward_replays, 2 * kMicrobatches * 8);
@@ -313,12 +317,6 @@ TEST(OverlapTraining, GoesWithGraphsOfRegions) {
 TEST(OverlapTraining, GoesWithThreeInFlightAndMore) {
   const Overrides batch{"training.global_batch_size=10"};  // five microbatches
   const Overrides in_flight{kOverlap, "parallelism.microbatches_in_flight=3"};
-  const Overrides graphs{
-      "cuda_graph.impl=unit",
-      "cuda_graph.modules=attn,mlp,moe_router",
-      "cuda_graph.warmup_steps=1",
-      "cuda_graph.on_miss=error",
-      "debug.emulate_graphs=true"};
   for (const Overrides& how :
        {Overrides{"activation_checkpoint.mode=none"},
         Overrides{"parallelism.microbatches_in_flight=4", kLate},
@@ -342,8 +340,9 @@ TEST(OverlapTraining, GoesWithThreeInFlightAndMore) {
         train_overlapping(2, batch + in_flight + how),
         train_overlapping(2, plain));
   }
-  const OverlapOutcome got =
-      train_overlapping(2, batch + graphs + in_flight + Overrides{kLate});
+  const OverlapOutcome got = train_overlapping(
+      2,
+      batch + graphs_of_regions() + in_flight + Overrides{kLate});
   expect_equal(got, train_overlapping(2, batch));
   EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
 }

@@ -177,11 +177,8 @@ def load(
         if foreign is not None:
             make_states(foreign, stored, described, exclude)
         states, _, _ = states_of(root, optimizer)
-        state = _C.TrainingState(
-            units=[unit.core for unit in root.units],
-            optimizer=core_optimizer(root, optimizer, states),
-            buffers=_whole_tensors(model),
-        )
+        own = core_optimizer(root, optimizer, states)
+        state = _training_state(root, own, _whole_tensors(model))
         _C.load_checkpoint(str(path), root.checkpoint_mesh(), state, list(exclude))
     except BaseException:
         if foreign is not None and before is not None:
@@ -304,9 +301,7 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
             del _writers[root]
             writer.close()
         stored = core_optimizer(root, optimizer, states)
-        state = _C.TrainingState(
-            units=[unit.core for unit in root.units], optimizer=stored, buffers=buffers
-        )
+        state = _training_state(root, stored, buffers)
         core = _C.Checkpointer(root.checkpoint_mesh(), state, str(folder), keep_latest)
         writer = _Writer(core, optimizer, stored)
         _writers[root] = (signature, writer)
@@ -314,6 +309,12 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
 
 
 # -- the rest ------------------------------------------------------------------------
+
+
+def _training_state(root, stored, buffers):
+    """The tensors of a checkpoint. `stored` is core_optimizer's result."""
+    units = [unit.core for unit in root.units]
+    return _C.TrainingState(units=units, optimizer=stored, buffers=buffers)
 
 
 def _whole_tensors(model):
