@@ -47,8 +47,15 @@ CollectiveExchange::CollectiveExchange(
       num_experts);
 }
 
-c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
-    const at::Tensor& leaving) {
+c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::make_plan(
+    const at::Tensor& counts) {
+  auto made = c10::make_intrusive<CollectivePlan>();
+  made->arriving =
+      at::empty({group().size() * experts_per_rank()}, counts.options());
+  return made;
+}
+
+void CollectiveExchange::send_counts(StreamExchangePlan& plan) {
   if (failed_.exchange(false)) {
     reset();
   }
@@ -59,12 +66,12 @@ c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
     sent.push_back({peer, peer % ranks_per_part() * local, local});
     received.push_back({peer, peer * local, local});
   }
-  const at::Tensor arriving =
-      at::empty({group().size() * local}, leaving.options());
-  Event counted;
-  counted.record(*current_stream(group().device()));
-  counted.wait(stream());
-  submit([this, leaving, arriving, sent, received] {
+  plan.made.wait(stream());
+  submit([this,
+          leaving = plan.counts,
+          arriving = static_cast<CollectivePlan&>(plan).arriving,
+          sent,
+          received] {
     group().all_to_all(arriving, leaving, received, sent);
     auto* host = host_counts_.mutable_data_ptr<int>();
     for (const at::Tensor& counts : {leaving, arriving}) {
@@ -76,10 +83,7 @@ c10::intrusive_ptr<StreamExchangePlan> CollectiveExchange::begin(
       host += counts.numel();
     }
   });
-  auto made = c10::make_intrusive<CollectivePlan>();
-  made->arriving = arriving;
-  made->known.record(stream());
-  return made;
+  plan.known.record(stream());
 }
 
 void CollectiveExchange::finish(const nn::ExchangePlanPtr& plan) {

@@ -19,8 +19,9 @@ class CollectiveExchange : public StreamExchange {
       const ExchangeOptions& options = {});
 
  protected:
-  c10::intrusive_ptr<StreamExchangePlan> begin(
+  c10::intrusive_ptr<StreamExchangePlan> make_plan(
       const at::Tensor& counts) override;
+  void send_counts(StreamExchangePlan& plan) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
   std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,

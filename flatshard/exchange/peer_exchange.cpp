@@ -164,18 +164,11 @@ void PeerExchange::reserve(
   made->has_begun = has_begun;
 }
 
-c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
+c10::intrusive_ptr<StreamExchangePlan> PeerExchange::make_plan(
     const at::Tensor& counts) {
-  FLATSHARD_CHECK(
-      !failed_,
-      comm,
-      "exchange of tokens by copies: a transfer has failed, and the ranks may "
-      "be in different places; all of them call restart() first");
-  const at::Device device = group().device();
   const RunTables tables = this->tables();
   auto made = c10::make_intrusive<Plan>();
   made->groups_per_expert = groups_by_rank() ? group().size() : 1;
-  // Before the event: compute may still use the memory that it gets.
   made->uploaded = at::empty({tables.numel()}, counts.options());
   const std::vector<at::Tensor> parts = made->uploaded.split_with_sizes(
       {tables.num_ends,
@@ -184,19 +177,25 @@ c10::intrusive_ptr<StreamExchangePlan> PeerExchange::begin(
   made->ends = parts[0];
   made->stay_runs = parts[1].view({2, tables.staying_columns});
   made->all_runs = parts[2].view({2, tables.arriving_columns});
-  Event counted;
-  counted.record(*current_stream(device));
-  counted.wait(*counts_);
+  return made;
+}
+
+void PeerExchange::send_counts(StreamExchangePlan& plan) {
+  FLATSHARD_CHECK(
+      !failed_,
+      comm,
+      "exchange of tokens by copies: a transfer has failed, and the ranks may "
+      "be in different places; all of them call restart() first");
+  plan.made.wait(*counts_);
   const at::Tensor mine = host_.narrow(0, 0, num_experts());
-  counts_->submit([mine, counts] {
+  counts_->submit([mine, counts = plan.counts] {
     copy_bytes(
         mine.mutable_data_ptr(),
         counts.const_data_ptr(),
         static_cast<std::int64_t>(counts.nbytes()),
         counts.device());
   });
-  made->known.record(*counts_);
-  return made;
+  plan.known.record(*counts_);
 }
 
 void PeerExchange::finish(const nn::ExchangePlanPtr& plan) {

@@ -60,9 +60,10 @@ class PeerExchange : public StreamExchange {
   }
 
  protected:
-  /// @throws Error{comm} after a failure, before restart().
-  c10::intrusive_ptr<StreamExchangePlan> begin(
+  c10::intrusive_ptr<StreamExchangePlan> make_plan(
       const at::Tensor& counts) override;
+  /// @throws Error{comm} after a failure, before restart().
+  void send_counts(StreamExchangePlan& plan) override;
   void finish(const nn::ExchangePlanPtr& plan) override;
   /// Permutes rows that leave into the window.
   void begin_dispatch(const nn::ExchangePlanPtr& plan, nn::TransferInput& input)

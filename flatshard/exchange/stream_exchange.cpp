@@ -157,11 +157,21 @@ nn::ExchangePlanPtr StreamExchange::begin_plan(
       c10::toString(counts.scalar_type()),
       c10::str(counts.sizes()));
   const at::Tensor leaving = counts.contiguous();
-  auto made = begin(leaving);
+  auto made = make_plan(leaving);
   made->counts = leaving;
-  made->number = ++num_begun_;
   made->num_sent = num_rows;
+  made->made.record(*current_stream(group_->device()));
+  // Else the host needs the counts of the plan before. Then these leave when
+  // the host waits for them.
+  if (num_begun_ == finished_) {
+    begin(*made);
+  }
   return made;
+}
+
+void StreamExchange::begin(StreamExchangePlan& plan) {
+  send_counts(plan);
+  plan.number = ++num_begun_;
 }
 
 void StreamExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
@@ -173,16 +183,18 @@ void StreamExchange::finish_plan(const nn::ExchangePlanPtr& plan) {
   finish(plan);
   made->counts = at::Tensor();
   made->is_finished = true;
+  finished_ = made->number;
 }
 
-void StreamExchange::wait_for_counts(const StreamExchangePlan& plan) {
+void StreamExchange::wait_for_counts(StreamExchangePlan& plan) {
+  if (plan.number == 0) {
+    begin(plan);
+  }
   FLATSHARD_CHECK(
       plan.number == num_begun_,
       usage,
-      "exchange of tokens: plan {} is finished when {} were begun; expected "
-      "each to be finished before the next",
-      plan.number,
-      num_begun_);
+      "exchange of tokens: a plan is finished after a later one; expected the "
+      "order in which they were begun");
   try {
     plan.known.synchronize();
   } catch (const std::exception&) {

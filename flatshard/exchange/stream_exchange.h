@@ -29,8 +29,9 @@ struct StreamExchangePlan : nn::ExchangePlan {
   /// The argument of begin_plan. The exchange's stream reads it, so that its
   /// memory is kept until the plan is finished.
   at::Tensor counts;
+  Event made;   ///< the counts exist
   Event known;  ///< the host has the counts that it needs
-  std::int64_t number = 0;
+  std::int64_t number = 0;  ///< 0: its counts have not left
   bool is_finished = false;
 };
 
@@ -53,8 +54,9 @@ class StreamExchange : public nn::TokenExchange {
   nn::ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) final;
-  /// @throws Error{usage} when more rows are counted than there are, or another
-  ///   plan was begun meanwhile.
+  /// Plans are finished in the order in which they were begun, on all ranks.
+  /// @throws Error{usage} when more rows are counted than there are, or a later
+  ///   plan was finished before.
   void finish_plan(const nn::ExchangePlanPtr& plan) final;
   std::unique_ptr<nn::RowTransfer> start(
       const nn::ExchangePlanPtr& plan,
@@ -84,10 +86,12 @@ class StreamExchange : public nn::TokenExchange {
       std::int64_t num_experts,
       const ExchangeOptions& options);
 
-  /// Starts the copy of the counts to the host, where there is room for one
-  /// plan's, and records `known` after it.
-  virtual c10::intrusive_ptr<StreamExchangePlan> begin(
+  /// Returns a plan with its memory, of the current stream.
+  virtual c10::intrusive_ptr<StreamExchangePlan> make_plan(
       const at::Tensor& counts) = 0;
+  /// Starts the copy of the counts to the host, after `made`, and records
+  /// `known` after it. The host has room for the counts of one plan.
+  virtual void send_counts(StreamExchangePlan& plan) = 0;
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
   /// Called by a dispatch of tokens before the host waits for other ranks:
@@ -126,7 +130,7 @@ class StreamExchange : public nn::TokenExchange {
     return made;
   }
   /// Blocks the host until this rank's counts are on it.
-  void wait_for_counts(const StreamExchangePlan& plan);
+  void wait_for_counts(StreamExchangePlan& plan);
   /// Work for the stream, in the order that all ranks have.
   void submit(std::function<void()> work);
   /// Checks the number of rows that leave this rank or stay.
@@ -150,6 +154,7 @@ class StreamExchange : public nn::TokenExchange {
  private:
   class Transfer;
 
+  void begin(StreamExchangePlan& plan);
   /// One of compute's waits; see measure().
   void await(const Event& event);
   std::function<void()> work_of(
@@ -163,7 +168,8 @@ class StreamExchange : public nn::TokenExchange {
   ExchangeOptions options_;
   std::shared_ptr<Stream> stream_;
   std::unique_ptr<StreamTimer> timer_;
-  std::int64_t num_begun_ = 0;  ///< plans
+  std::int64_t num_begun_ = 0;  ///< plans whose counts have left
+  std::int64_t finished_ = 0;   ///< the number of the last one
   bool measures_ = false;
 };
 

@@ -84,8 +84,8 @@ class TokenExchange {
       const at::Tensor& counts,
       std::int64_t num_rows) = 0;
   /// Waits on the host until the counts of all ranks have arrived. On the
-  /// thread of begin_plan, before the next one; does nothing when it is
-  /// finished.
+  /// thread of begin_plan, and of several plans in their order; does nothing
+  /// when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
   /// Queues a transfer on the current stream or on another, and returns. Among
   /// several that are under way, those that started first finish first, on all

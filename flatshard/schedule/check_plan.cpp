@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <map>
-#include <optional>
 #include <vector>
 
 namespace flatshard {
@@ -75,12 +75,12 @@ void check_pair(
   check_both(-1, PlanNode::head);
 }
 
-// Rows are counted in attend, and an exchange has room for one plan's counts
-// until the dispatch.
+// Rows are counted in attend. An exchange finishes its plans in this order, in
+// their dispatch.
 void check_counts(
     const std::vector<PlanStep>& plan,
     const OverlapPlanOptions& options) {
-  std::optional<PlanStep> counted;
+  std::deque<PlanStep> counted;
   for (const PlanStep& step : plan) {
     const bool makes_rows =
         step.pass == PlanPass::forward || step.pass == PlanPass::recompute;
@@ -89,15 +89,16 @@ void check_counts(
       continue;
     }
     if (step.node == PlanNode::attend) {
-      FLATSHARD_CHECK(
-          !counted,
-          internal,
-          "an overlap plan has {} between {} and its dispatch",
-          to_string(step),
-          to_string(*counted));
-      counted = step;
+      counted.push_back(step);
     } else if (step.node == PlanNode::dispatch) {
-      counted.reset();
+      const PlanStep first = counted.front();
+      counted.pop_front();
+      FLATSHARD_CHECK(
+          first.microbatch == step.microbatch && first.layer == step.layer,
+          internal,
+          "an overlap plan has {} before the dispatch of {}",
+          to_string(step),
+          to_string(first));
     }
   }
 }

@@ -51,14 +51,14 @@ struct ForwardChoice {
   PlanNode node;
 };
 
-// An exchange has one plan of rows that is begun: the first microbatch's
-// dispatch comes before the second one's router.
+// Compute has the second one's attend while the host waits for the counts of
+// the first one and launches its dispatch.
 std::vector<ForwardChoice> policy_of_forwards() {
   using enum PlanNode;
   return {
       {0, attend},
-      {0, dispatch},
       {1, attend},
+      {0, dispatch},
       {0, shared},
       {0, experts},
       {1, dispatch},

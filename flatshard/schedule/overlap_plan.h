@@ -89,6 +89,8 @@ struct OverlapPlanOptions {
 ///   exchange  combine.1 | dispatch.0 | dispatch.1 | combine.0
 ///   compute   attend.0  | attend.1   | experts.0  | experts.1
 ///
+/// The host launches attend.1 before dispatch.0.
+///
 /// @throws Error{config} for no layer, no microbatch or none in flight, or a
 ///   list of dense layers of another length.
 /// Source of the order of a pair: Megatron Core's combined 1F1B schedule.
@@ -118,8 +120,8 @@ std::vector<PlanStep> plan_dependencies(
 /// Proves that `plan` has each step once, after all that it depends on, and
 /// that no more microbatches are in flight than `options` allow. Passes follow
 /// each other as the Scheduler needs them (a microbatch's forward after the one
-/// before, its backward likewise; two forwards of a pair layer by layer). No
-/// other rows are counted between an attend and its dispatch.
+/// before, its backward likewise; two forwards of a pair layer by layer). Rows
+/// are dispatched in the order in which they were counted.
 /// @throws Error{internal} that names the step.
 void check_plan(
     const OverlapPlan& plan,

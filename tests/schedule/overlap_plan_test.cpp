@@ -54,7 +54,7 @@ TEST(OverlapPlan, TwoLayersAndThreeMicrobatches) {
 TEST(OverlapPlan, ThreeInFlightRunTheFirstForwardsInAPair) {
   EXPECT_EQ(
       text_of(1, 3, {.in_flight = 3}),
-      "F0.embed F1.embed F0.attend(0) F0.dispatch(0) F1.attend(0) "
+      "F0.embed F1.embed F0.attend(0) F1.attend(0) F0.dispatch(0) "
       "F0.experts(0) F1.dispatch(0) F0.combine(0) F1.experts(0) F1.combine(0) "
       "F0.merge(0) F0.head F1.merge(0) F1.head "
       // B0 and F2
@@ -214,15 +214,20 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
       message(overlap_plan(2, 3, more), options),
       HasSubstr("F1.embed before F0.head"));
   EXPECT_THAT(message(plan, more), HasSubstr("F0.attend(0) before F1.embed"));
-  // The second forward counts its rows before the first one sends.
-  auto counted = overlap_plan(2, 3, more);
-  const auto attend = std::ranges::find(
-      counted,
-      PlanStep{PlanPass::forward, 1, 0, PlanNode::attend});
-  std::swap(*attend, *(attend - 1));
+  // The second forward sends its rows before the first one, which was counted
+  // first.
+  auto sent = overlap_plan(2, 3, more);
+  const auto dispatch_of = [&](int microbatch) {
+    return std::ranges::find(
+        sent,
+        PlanStep{PlanPass::forward, microbatch, 0, PlanNode::dispatch});
+  };
+  const PlanStep second = *dispatch_of(1);
+  sent.erase(dispatch_of(1));
+  sent.insert(dispatch_of(0), second);
   EXPECT_THAT(
-      message(counted, more),
-      HasSubstr("F1.attend(0) between F0.attend(0) and its dispatch"));
+      message(sent, more),
+      HasSubstr("F1.dispatch(0) before the dispatch of F0.attend(0)"));
   auto unknown = plan;
   unknown.push_back({PlanPass::forward, 0, 2, PlanNode::attend});
   EXPECT_THAT(
