@@ -19,17 +19,21 @@ struct Rule {
 
 // The first rule that fits counts. The names come from cuBLAS, cuDNN, NCCL,
 // ATen and Flatshard's own kernels.
-const std::array<Rule, 13> kRules{{
+const std::array<Rule, 15> kRules{{
     {"all-gather", {"allgather"}},
     {"reduce-scatter", {"reducescatter"}},
     {"other communication", {"nccl"}},
     {"peer copies", {"ptop"}},
-    {"sums of gradients", {"sum_rows"}},
+    {"sums of gradients", {"sum_rows", "add_scaled"}},
     {"attention", {"fmha", "flash", "sdpa", "attention", "cudnn"}},
     {"GEMM", {"gemm", "nvjet", "cutlass", "splitk"}},
     {"norm", {"rms_norm"}},
     {"RoPE", {"rope"}},
-    {"SwiGLU", {"swiglu"}},
+    {"SwiGLU", {"swiglu", "gated_"}},
+    {"permute",
+     {"permute_rows", "sum_token_rows", "row_places", "narrow_rows"}},
+    {"router",
+     {"router_", "count_experts", "sort_count", "sort_scan", "sort_place"}},
     {"cross-entropy", {"cross_entropy"}},
     {"optimizer", {"update_kernel"}},
     {"copies and fills", {"memcpy", "memset", "copy", "fill"}},

@@ -162,7 +162,11 @@ GradientPipeline::Reduction GradientPipeline::plan(
     reached = Stage::outside;
   }
   r.last = redistribution(reached, Stage::rest);
-  contributed_.merge(contributes_);
+  for (std::int64_t i = 0; i < std::ssize(contributes_); ++i) {
+    if (contributes_[i]) {
+      insert(contributed_, i);
+    }
+  }
   contributes_.clear();
   const ReducedGradient::Space space = reduced_.make_space(is_last);
   r.adds.reduced = space.add;

@@ -2,11 +2,12 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <map>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -109,18 +110,18 @@ class GradientPipeline {
 
   /// This rank has a gradient of parameter `index` of the layout, not only
   /// zeros, for the reductions from here on.
-  void mark_contributed(std::int64_t index) { contributes_.insert(index); }
+  void mark_contributed(std::int64_t index) { insert(contributes_, index); }
   /// Returns whether a reduction since forget_contributions() had one of some
   /// parameter.
   bool contributed() const { return !contributed_.empty(); }
   /// The same of parameter `index`: from this rank, or from another one that
   /// mark_others_contributed named.
   bool contributed(std::int64_t index) const {
-    return contributed_.contains(index);
+    return index < std::ssize(contributed_) && contributed_[index];
   }
   /// Marks that another rank had one for such a reduction.
   void mark_others_contributed(std::int64_t index) {
-    contributed_.insert(index);
+    insert(contributed_, index);
   }
   /// Called before a backward.
   void forget_contributions() { contributed_.clear(); }
@@ -152,7 +153,7 @@ class GradientPipeline {
     bool local_is_filled = false;
     bool inner_is_filled = false;
     bool has_reduced = false;
-    std::set<std::int64_t> contributed;
+    std::vector<bool> contributed;
   };
   /// Returns whether no gradient exists, as after zero().
   bool is_empty() const;
@@ -181,6 +182,15 @@ class GradientPipeline {
     rest,       ///< all
   };
 
+  /// Indices of parameters; empty without any.
+  using IndexSet = std::vector<bool>;
+  static void insert(IndexSet& indices, std::int64_t index) {
+    if (index >= std::ssize(indices)) {  // once in a step, not for each index
+      indices.resize(std::max<std::size_t>(index + 1, indices.capacity()));
+    }
+    indices[index] = true;
+  }
+
   void allocate(
       FlatBuffer& buffer,
       const Placements& placements,
@@ -199,8 +209,8 @@ class GradientPipeline {
   Sum local_;
   Sum inner_;
   ReducedGradient reduced_;
-  std::set<std::int64_t> contributes_;  ///< indices of parameters
-  std::set<std::int64_t> contributed_;
+  IndexSet contributes_;
+  IndexSet contributed_;
   Hook hook_;
   std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };

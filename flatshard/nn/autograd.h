@@ -1,16 +1,48 @@
 #pragma once
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/wgrad.h"
 
-#include <string>
+#include <algorithm>
+#include <memory>
 #include <vector>
 
 namespace flatshard::nn {
 
+class TensorParallel;
+
 // Helpers of this folder's autograd Functions.
+
+/// State of a node of a layer besides tensors.
+struct NodeState : torch::CustomClassHolder {
+  c10::SmallVector<ModuleContextPtr, 3> contexts;         ///< of its modules
+  c10::intrusive_ptr<torch::CustomClassHolder> adapters;  ///< AdapterCalls
+  std::shared_ptr<TensorParallel> ranks;
+  bool adds = false;  ///< it has a residual, or of a norm a delta
+  double eps = 0;     ///< of a norm
+};
+
+/// One entry for all of it: each takes host time.
+constexpr const char* kNodeState = "node";
+
+/// Returns what the node keeps; null: nothing.
+inline NodeState* find_node_state(torch::autograd::AutogradContext* ctx) {
+  const auto found = ctx->saved_data.find(kNodeState);
+  return found == ctx->saved_data.end()
+             ? nullptr
+             : static_cast<NodeState*>(found->second.toCapsule().get());
+}
+
+inline NodeState& node_state(torch::autograd::AutogradContext* ctx) {
+  c10::IValue& entry = ctx->saved_data[kNodeState];
+  if (entry.isNone()) {
+    entry = c10::IValue::make_capsule(c10::make_intrusive<NodeState>());
+  }
+  return static_cast<NodeState&>(*entry.toCapsule());
+}
 
 /// Keeps a module's context in a node; null stays null. `index` distinguishes
 /// several modules.
@@ -19,20 +51,18 @@ inline void save_context(
     const ModuleContextPtr& context,
     std::size_t index = 0) {
   if (context) {
-    ctx->saved_data["context" + std::to_string(index)] =
-        c10::IValue::make_capsule(context);
+    auto& contexts = node_state(ctx).contexts;
+    contexts.resize(std::max(contexts.size(), index + 1));
+    contexts[index] = context;
   }
 }
 
 inline ModuleContextPtr saved_context(
     torch::autograd::AutogradContext* ctx,
     std::size_t index = 0) {
-  const auto found = ctx->saved_data.find("context" + std::to_string(index));
-  if (found == ctx->saved_data.end()) {
-    return {};
-  }
-  return ModuleContextPtr::reclaim_copy(
-      static_cast<ModuleContext*>(found->second.toCapsule().get()));
+  const NodeState* const state = find_node_state(ctx);
+  return state && index < state->contexts.size() ? state->contexts[index]
+                                                 : ModuleContextPtr();
 }
 
 /// Used by backwards that ATen cannot differentiate.

@@ -39,7 +39,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     save_context(ctx, context);
     save_ranks(ctx, ranks);
-    ctx->saved_data["residual"] = residual.defined();
+    node_state(ctx).adds = residual.defined();
     const MatmulRows rows(as_rows(x));
     const AdapterForward adapters(calls, factors, rows);
     std::vector<std::int64_t> sizes = with_last(x, weight.size(0));
@@ -76,7 +76,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     variable_list out(kFactors + adapters.num_factors() + 3);
     // Edges count defined tensors only.
     const std::size_t residual_edge = kBias + (bias.defined() ? 1 : 0);
-    const bool has_residual = ctx->saved_data["residual"].toBool();
+    const bool has_residual = node_state(ctx).adds;
     adapters.set_places(
         {.edge = residual_edge + (has_residual ? 1 : 0), .out = kFactors});
     adapters.begin(dy, out);

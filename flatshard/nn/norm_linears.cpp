@@ -69,8 +69,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       const std::vector<ModuleContextPtr>& contexts,
       const AdapterCallsPtr& calls) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
-    ctx->saved_data["delta"] = delta.defined();
-    ctx->saved_data["eps"] = eps;
+    node_state(ctx).adds = delta.defined();
+    node_state(ctx).eps = eps;
     ctx->set_materialize_grads(false);
     // Adapters read it in its own dtype.
     const auto recipe = recipe_of(calls ? at::TensorList() : weights, contexts);
@@ -109,7 +109,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     const at::Tensor& amax = saved[3];
     const auto weight = [&](std::size_t i) { return saved[3 + i]; };
     // Edges count defined tensors only.
-    const std::size_t norm_edge = ctx->saved_data["delta"].toBool() ? 2 : 1;
+    const std::size_t norm_edge = node_state(ctx).adds ? 2 : 1;
     const bool wants_dx = ctx->needs_input_grad(0) ||
                           (norm_edge == 2 && ctx->needs_input_grad(1));
     const bool wants_norm = ctx->needs_input_grad(norm_edge);
@@ -182,11 +182,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
           wants_weights && !recipe ? &normed : nullptr,
           wants_norm);
     } else if (wants_weights && !recipe) {
-      normed = std::get<0>(rms_norm_rows(
-          sum,
-          {},
-          norm_weight,
-          ctx->saved_data["eps"].toDouble()));
+      normed =
+          std::get<0>(rms_norm_rows(sum, {}, norm_weight, node_state(ctx).eps));
     }
     if (dy.defined()) {
       dx = dx.view(sum.sizes());

@@ -24,7 +24,7 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
       const ModuleContextPtr& context) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
     save_context(ctx, context);
-    ctx->saved_data["delta"] = delta.defined();
+    node_state(ctx).adds = delta.defined();
     ctx->set_materialize_grads(false);
     auto [y, sum, rstd] = rms_norm_rows(x, delta, weight, eps);
     y = reshape_result(y, x.sizes());
@@ -47,13 +47,13 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     const at::Tensor dsum = grads.size() > 1 ? grads[1] : at::Tensor();
     if (!grads[0].defined()) {  // only the sum was used
       out[kX] = dsum;
-      if (ctx->saved_data["delta"].toBool()) {
+      if (node_state(ctx).adds) {
         out[kDelta] = dsum;
       }
       return out;
     }
     // Edges count defined tensors only.
-    const bool has_delta = ctx->saved_data["delta"].toBool();
+    const bool has_delta = node_state(ctx).adds;
     const bool wants_weight =
         ctx->needs_input_grad(has_delta ? kWeight : kDelta);
     const auto [dx, dw] = rms_norm_rows_backward(

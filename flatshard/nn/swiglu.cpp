@@ -173,7 +173,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     variable_list saved{gate, up, weight, product.amax()};
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
-    ctx->saved_data["residual"] = residual.defined();
+    node_state(ctx).adds = residual.defined();
     return reshape_result(y, sizes);
   }
 
@@ -182,7 +182,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
     AdapterBackward adapters(ctx, saved);
     const at::Tensor &gate = saved[0], &up = saved[1], &weight = saved[2];
     const ModuleContextPtr context = saved_context(ctx);
-    const bool has_residual = ctx->saved_data["residual"].toBool();
+    const bool has_residual = node_state(ctx).adds;
     const bool wants_pair =
         ctx->needs_input_grad(kGate) || ctx->needs_input_grad(kUp);
     at::Tensor d;

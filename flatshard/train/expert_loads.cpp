@@ -10,18 +10,28 @@
 namespace flatshard {
 namespace {
 
-// Returns one router's row of ExpertLoads::loads_.
-at::Tensor row_of(const models::RouterLoad& load) {
-  const at::Tensor counts = load.counts.to(at::kDouble);
-  const at::TensorOptions options = counts.options();
+// Returns this rank's ExpertLoads::loads_. All routers ran in the same
+// forwards, with the same options. A few kernels serve all of them: in a logged
+// step nothing else is queued.
+at::Tensor rows_of(const std::vector<models::RouterLoad>& loads) {
+  const auto of_all = [&](at::Tensor models::RouterLoad::*member) {
+    std::vector<at::Tensor> tensors;
+    for (const models::RouterLoad& load : loads) {
+      tensors.push_back(load.*member);
+    }
+    return at::stack(tensors).to(at::kDouble);
+  };
+  const models::RouterLoad& first = loads.front();
+  const at::Tensor counts = of_all(&models::RouterLoad::counts);
+  const std::int64_t n = counts.size(0);
   const at::Tensor kept =
-      load.kept.defined() ? load.kept.to(at::kDouble) : counts.sum();
-  const at::Tensor balance = load.balance.defined()
-                                 ? load.balance.to(at::kDouble)
-                                 : at::zeros({}, options);
+      first.kept.defined() ? of_all(&models::RouterLoad::kept) : counts.sum(1);
+  const at::Tensor balance = first.balance.defined()
+                                 ? of_all(&models::RouterLoad::balance)
+                                 : at::zeros({n}, counts.options());
   const at::Tensor measured =
-      at::full({}, static_cast<double>(load.measured), options);
-  return at::cat({counts, at::stack({kept, balance, measured})});
+      at::full({n}, static_cast<double>(first.measured), counts.options());
+  return at::cat({counts, at::stack({kept, balance, measured}, 1)}, 1);
 }
 
 }  // namespace
@@ -69,11 +79,11 @@ void ExpertLoads::end_step(bool logged) {
     return;
   }
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> rows;
+  std::vector<models::RouterLoad> taken;
   for (const models::RouterOf& of : routers_) {
-    rows.push_back(row_of(of.router->take_load()));
+    taken.push_back(of.router->take_load());
   }
-  const at::Tensor loads = at::stack(rows);
+  const at::Tensor loads = rows_of(taken);
   if (mesh_->size() > 1) {
     const CollectiveScope scope("experts' loads");
     mesh_->world(Purpose::reduce).all_reduce(loads, ReduceOp::sum);

@@ -33,6 +33,12 @@ TEST(StepProfile, KernelsAreToldByTheirNames) {
   EXPECT_EQ(
       kernel_class("void flatshard::nn::kernels::swiglu_backward_kernel<T, 8>"),
       "SwiGLU");
+  EXPECT_EQ(
+      kernel_class("void flatshard::nn::kernels::sum_token_rows_kernel<T, 8>"),
+      "permute");
+  EXPECT_EQ(
+      kernel_class("flatshard::nn::kernels::sort_count_kernel"),
+      "router");
   EXPECT_EQ(kernel_class("something else"), "other");
 }
 
@@ -64,8 +70,10 @@ TEST(StepProfile, WhatCopiesToPeersOrSumsWhatCameIsCommunication) {
        kernel("Memcpy PtoP (Device -> Device)", 5, 15, 30),
        kernel("Memcpy DtoD (Device -> Device)", 15, 16, 30),
        kernel("Memcpy PtoP (Device -> Device)", 16, 20, 38),
-       kernel("sum_rows_kernel", 20, 22, 34),
-       kernel("Memcpy DtoD (Device -> Device)", 22, 23, 7)});
+       kernel("sum_rows_kernel", 20, 21, 34),
+       kernel("add_scaled_kernel", 21, 22, 34),
+       // Of experts, no communication.
+       kernel("sum_token_rows_kernel", 22, 23, 7)});
   EXPECT_DOUBLE_EQ(profile.compute_ms, 11);
   EXPECT_DOUBLE_EQ(profile.exposed_ms, 12);
   EXPECT_DOUBLE_EQ(profile.idle_ms, 0);

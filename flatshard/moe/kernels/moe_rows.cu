@@ -111,7 +111,7 @@ __device__ inline void add_pack(const T* from, float (&sum)[N]) {
 
 // Without Split only -1 is negative.
 template <class T, int N, bool Split>
-__global__ void sum_rows_kernel(SumRows args, std::int64_t packs) {
+__global__ void sum_token_rows_kernel(SumRows args, std::int64_t packs) {
   const std::int64_t i =
       static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.tokens * packs) {
@@ -198,8 +198,8 @@ void launch(const SumRows& args, cudaStream_t stream) {
           0,
           stream>>>(args, packs);
     };
-    args.staying != nullptr ? run(sum_rows_kernel<T, N, true>)
-                            : run(sum_rows_kernel<T, N, false>);
+    args.staying != nullptr ? run(sum_token_rows_kernel<T, N, true>)
+                            : run(sum_token_rows_kernel<T, N, false>);
   });
 }
 

@@ -14,8 +14,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kCalls = "adapters";
-
 std::vector<std::int64_t> ranks_of(const std::vector<at::Tensor>& all_a) {
   std::vector<std::int64_t> ranks;
   for (const at::Tensor& a : all_a) {
@@ -187,20 +185,20 @@ void AdapterForward::save(AutogradContext* ctx, variable_list& saved) const {
   if (!calls_) {
     return;
   }
-  ctx->saved_data[kCalls] = c10::IValue::make_capsule(calls_);
+  node_state(ctx).adapters = calls_;
   saved.insert(saved.end(), factors_.begin(), factors_.end());
   saved.push_back(low_);
 }
 
 AdapterBackward::AdapterBackward(AutogradContext* ctx, variable_list& saved)
     : ctx_(ctx) {
-  const auto found = ctx->saved_data.find(kCalls);
-  if (found == ctx->saved_data.end()) {
+  const NodeState* const state = find_node_state(ctx);
+  if (state == nullptr || !state->adapters) {
     return;
   }
   refuse_create_graph("a layer with an adapter");
   calls_ = AdapterCallsPtr::reclaim_copy(
-      static_cast<AdapterCalls*>(found->second.toCapsule().get()));
+      static_cast<AdapterCalls*>(state->adapters.get()));
   low_ = saved.back();
   const std::size_t first = saved.size() - 1 - 2 * calls_->all().size();
   for (std::size_t at = first; at + 1 < saved.size(); at += 2) {

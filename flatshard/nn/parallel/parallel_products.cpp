@@ -4,17 +4,8 @@
 
 #include <ATen/ATen.h>
 
-#include <utility>
-
 namespace flatshard::nn {
 namespace {
-
-constexpr const char* kRanks = "ranks";
-
-struct SavedRanks : torch::CustomClassHolder {
-  explicit SavedRanks(TensorParallelPtr kept) : ranks(std::move(kept)) {}
-  TensorParallelPtr ranks;
-};
 
 void multiply_into(
     at::Tensor out,
@@ -82,19 +73,17 @@ void save_ranks(
     torch::autograd::AutogradContext* ctx,
     const TensorParallelPtr& ranks) {
   if (ranks) {
-    ctx->saved_data[kRanks] =
-        c10::IValue::make_capsule(c10::make_intrusive<SavedRanks>(ranks));
+    node_state(ctx).ranks = ranks;
   }
 }
 
 TensorParallelPtr saved_ranks(torch::autograd::AutogradContext* ctx) {
-  const auto found = ctx->saved_data.find(kRanks);
-  if (found == ctx->saved_data.end()) {
+  const NodeState* const state = find_node_state(ctx);
+  if (state == nullptr || !state->ranks) {
     return nullptr;
   }
   refuse_create_graph("a layer that ranks share");
-  const auto capsule = found->second.toCapsule();
-  return static_cast<const SavedRanks&>(*capsule).ranks;
+  return state->ranks;
 }
 
 }  // namespace flatshard::nn
