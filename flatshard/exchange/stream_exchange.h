@@ -29,8 +29,8 @@ struct StreamExchangePlan : nn::ExchangePlan {
   /// The argument of begin_plan. The exchange's stream reads it, so that its
   /// memory is kept until the plan is finished.
   at::Tensor counts;
-  Event made;   ///< the counts exist
-  Event known;  ///< the host has the counts that it needs
+  Event made;               ///< the counts exist
+  Event known;              ///< the host has the counts that it needs
   std::int64_t number = 0;  ///< 0: its counts have not left
   bool is_finished = false;
 };
