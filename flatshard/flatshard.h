@@ -38,9 +38,9 @@
 #include "flatshard/nn/swiglu.h"
 
 // Layers that ranks share.
-#include "flatshard/exchange/collective_tensor_parallel.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
+#include "flatshard/tensor_parallel/collective_tensor_parallel.h"
 
 // Experts, and the exchange of tokens with other ranks' experts.
 #include "flatshard/exchange/collective_exchange.h"

@@ -1,11 +1,11 @@
 #include "flatshard/fully_shard/tensor_parallel.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/exchange/collective_tensor_parallel.h"
-#include "flatshard/exchange/peer_tensor_parallel.h"
 #include "flatshard/layout/tensor_slice.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/peer/peer_communicator.h"
+#include "flatshard/tensor_parallel/collective_tensor_parallel.h"
+#include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 
 #include <map>
 #include <memory>

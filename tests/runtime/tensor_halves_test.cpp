@@ -1,11 +1,11 @@
 // Two ranks that share layers have the bits of one rank that computes both
 // halves and adds them.
-#include "flatshard/exchange/collective_tensor_parallel.h"
-#include "flatshard/exchange/peer_tensor_parallel.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
+#include "flatshard/tensor_parallel/collective_tensor_parallel.h"
+#include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 #include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>

@@ -1,10 +1,10 @@
-#include "flatshard/exchange/peer_tensor_parallel.h"
+#include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 
 #include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream_word.h"
-#include "flatshard/exchange/stream_use.h"
+#include "flatshard/tensor_parallel/stream_use.h"
 
 #include <ATen/ATen.h>
 #include <ATen/ceil_div.h>

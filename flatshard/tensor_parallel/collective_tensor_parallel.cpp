@@ -1,6 +1,6 @@
-#include "flatshard/exchange/collective_tensor_parallel.h"
+#include "flatshard/tensor_parallel/collective_tensor_parallel.h"
 
-#include "flatshard/exchange/stream_use.h"
+#include "flatshard/tensor_parallel/stream_use.h"
 
 #include <ATen/ATen.h>
 

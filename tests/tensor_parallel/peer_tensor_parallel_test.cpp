@@ -1,5 +1,5 @@
 // Copies against collectives, whole transfers and products in parts.
-#include "flatshard/exchange/peer_tensor_parallel.h"
+#include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -7,8 +7,8 @@
 
 #include <future>
 
-#include "flatshard/exchange/collective_tensor_parallel.h"
 #include "flatshard/nn/parallel/parallel_products.h"
+#include "flatshard/tensor_parallel/collective_tensor_parallel.h"
 #include "tests/support/ranks.h"
 
 namespace flatshard {
