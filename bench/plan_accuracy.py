@@ -22,6 +22,7 @@ SETTINGS = {
     "graphs": "cuda_graph.impl=unit",
     "zero2": "parallelism.strategy=zero2",
     "ep": "parallelism.expert_parallel_degree=2 parallelism.token_exchange=copies",
+    "ep4": "parallelism.expert_parallel_degree=4 parallelism.token_exchange=copies",
     "overlap": "parallelism.overlap_expert_parallel=true",
     "late": "parallelism.delay_wgrad=true",
     "batch8": "training.global_batch_size=8 debug.force_balance=true",
@@ -53,9 +54,9 @@ MEASURED = """
 8B, local batch 3; h200; 2; ; 2193.7; 131.2
 8B, recompute full; h200; 2; ; 967.3; 63.8
 8B, recompute full, local batch 4; h200; 2; ; 3775.0; 72.3
-8B, LoRA; h200; 2; ; 281.6; 22.2
-8B, LoRA; h200; 2; rowwise; 225.7; 19.0
-8B, LoRA; h200; 1; ; 265.2; 28.2
+8B, LoRA; h200; 2; ; 270.8; 22.2
+8B, LoRA; h200; 2; rowwise; 212.3; 19.0
+8B, LoRA; h200; 1; ; 257.4; 28.2
 8B, LoRA; h200; 1; rowwise; 218.9; 22.6
 8B, ZeRO-3; h200; 4; ; 195.7; 35.6
 8B, ZeRO-3; h200; 2; ; 209.5; 63.5
@@ -90,6 +91,11 @@ MEASURED = """
 6 layers of Qwen3-30B-A3B; h100; 2; batch32 copies; 851.8; 47.5
 6 layers of Qwen3-30B-A3B; h100; 2; batch32 copies ep; 784.3; 46.2
 6 layers of Qwen3-30B-A3B; h100; 2; batch32 copies ep overlap late; 727.4; 48.0
+8 layers of Qwen3-30B-A3B; h200; 4; batch32 copies ep4 zero2; 456.2; -
+8 layers of Qwen3-30B-A3B; h200; 4; batch32 copies ep4 zero2 overlap; 408.2; -
+8 layers of Qwen3-30B-A3B; h200; 4; batch32 copies ep4 zero2 overlap late; 398.7; -
+8 layers of Qwen3-30B-A3B, 32 experts; h200; 1; batch8 zero2; 378.3; 40.7
+8 layers of Qwen3-30B-A3B, 32 experts; h200; 1; batch8 zero2 overlap late; 378.8; 43.2
 """
 
 

@@ -35,6 +35,12 @@ VARIANTS = {
         [*_EXPERTS, "parallelism.keep_compute_weights=false"],
     ),
     "6 layers of Qwen3-30B-A3B": (4096, [*_EXPERTS, "model.layers=6"]),
+    "8 layers of Qwen3-30B-A3B": (4096, [*_EXPERTS, "model.layers=8"]),
+    # What a rank computes of the row before where four ranks divide the experts.
+    "8 layers of Qwen3-30B-A3B, 32 experts": (
+        4096,
+        [*_EXPERTS, "model.layers=8", "model.num_experts=32"],
+    ),
 }
 # A model that the GPU bounds, and one that the host bounds.
 USUAL = {

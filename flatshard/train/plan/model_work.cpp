@@ -94,7 +94,10 @@ class ModelWork : LayerKernels {
     leaving.backward.push_back(Kernel::memory("permute", summed));
     returning.forward.push_back(Kernel::memory("permute", summed));
     returning.backward.push_back(Kernel::memory("permute", moved));
-    if (here && !frozen_) {
+    // An OverlapRunner exchanges rows also where all experts are here.
+    const bool keeps_rows =
+        !here || config_.parallelism.overlap_expert_parallel;
+    if (!keeps_rows && !frozen_) {
       // The rows are made again for the gradient of the weights.
       node.wgrad.push_back(Kernel::memory("permute", moved));
     }
@@ -110,7 +113,7 @@ class ModelWork : LayerKernels {
         2 * rows * ffn_dim * element +
         (2 * sent + rows) * static_cast<std::int64_t>(sizeof(float)) +
         own_rows_of_floats(1 + 2 * moe.num_experts) +
-        (here ? 0 : rows * model_.dim * element) +
+        (keeps_rows ? rows * model_.dim * element : 0) +
         bytes(2 * moe.shared_experts * moe.ffn_dim / sharing_) +
         adapters_saved(
             {"mlp.shared_experts.gate_proj",

@@ -54,15 +54,18 @@ Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
 
 /// Returns the memory that is alive after a forward of a block: autograd's
 /// saved tensors, with the block's result in place of its input.
-/// @param ranks  that share it; null: none.
+/// @param ranks     that share it; null: none.
+/// @param exchange  of its tokens; null: they stay where they are.
 std::int64_t measured(
     const Config& config,
-    const nn::TensorParallelPtr& ranks = nullptr) {
+    const nn::TensorParallelPtr& ranks = nullptr,
+    const std::shared_ptr<nn::TokenExchange>& exchange = nullptr) {
   const models::ModelConfig shape = model_config(config);
   models::Llama model(
       shape,
       models::LlamaOptions{
           .activation_checkpoint = config.activation_checkpoint.mode,
+          .moe = {.exchange = exchange},
           .ranks = ranks});
   if (config.lora.enabled()) {
     models::add_lora(*model, lora_config(config));
@@ -101,6 +104,27 @@ TEST(Activations, OfABlockWithNormsOfHeads) {
        "model.num_experts=4",
        "model.dense_layers=1"});
   EXPECT_EQ(planned(config).saved_nbytes, measured(config));
+}
+
+// Rows that an exchange brings are saved. Others are made again.
+TEST(Activations, OfExpertsContainTheRowsOfAnExchange) {
+  const auto with = [](const char* overlap) {
+    return config_of(
+        {"model.family=moe",
+         "model.num_experts=4",
+         "model.experts_per_token=2",
+         "model.moe_ffn_dim=96",
+         "training.global_batch_size=2",
+         std::string("parallelism.overlap_expert_parallel=") + overlap});
+  };
+  const Config plain = with("false");
+  const std::int64_t rows =
+      measured(plain, nullptr, std::make_shared<nn::LocalExchange>()) -
+      measured(plain);
+  EXPECT_EQ(rows, 2 * kTokens * 64 * 2);
+  EXPECT_EQ(
+      planned(with("true")).saved_nbytes,
+      planned(plain).saved_nbytes + rows);
 }
 
 TEST(Activations, OfARecomputedBlockAreItsInput) {
