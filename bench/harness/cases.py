@@ -36,7 +36,7 @@ VARIANTS = {
     ),
     "6 layers of Qwen3-30B-A3B": (4096, [*_EXPERTS, "model.layers=6"]),
     "8 layers of Qwen3-30B-A3B": (4096, [*_EXPERTS, "model.layers=8"]),
-    # What a rank computes of the row before where four ranks divide the experts.
+    # The work of one of four ranks that divide the experts of the row before.
     "8 layers of Qwen3-30B-A3B, 32 experts": (
         4096,
         [*_EXPERTS, "model.layers=8", "model.num_experts=32"],
