@@ -1,5 +1,7 @@
 #include "flatshard/nn/kernels/rms_norm.cuh"
 
+#include <algorithm>
+
 namespace flatshard::nn::kernels {
 namespace {
 
@@ -126,7 +128,12 @@ void rms_norm_forward(const RmsNormForward& a, cudaStream_t stream) {
 int rms_norm_backward_blocks_per_multiprocessor(Dtype dtype, std::int64_t dim) {
   const int wide_pack =
       dtype == Dtype::f32 ? kWide<float> : kWide<__nv_bfloat16>;
-  return is_short(dim, wide_pack) ? 4 : 2;
+  if (is_short(dim, wide_pack)) {
+    return 4;
+  }
+  // A multiprocessor has registers for so many. Fewer leave its memory idle.
+  constexpr int kThreads = 1024;
+  return std::clamp(kThreads / divide_up(dim, wide_pack), 2, 8);
 }
 
 void rms_norm_backward(const RmsNormBackward& a, cudaStream_t stream) {
