@@ -222,6 +222,7 @@ void StreamExchange::submit(std::function<void()> work) {
 void StreamExchange::restart() {
   stream_->reset();
   failed_ = false;
+  finished_ = num_begun_;  // what was begun stays so
 }
 
 void StreamExchange::await(const Event& event) {

@@ -1,11 +1,9 @@
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,8 +12,11 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <set>
 #include <sstream>
+#include <string>
+#include <vector>
 
 #include "flatshard/core/error.h"
 #include "flatshard/launch/local_ranks.h"
@@ -215,7 +216,8 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
 }
 
 // The possible remains of a run: processes that carry its tag, files in its
-// TMPDIR, shared memory, its port.
+// TMPDIR, shared memory, sockets that listen at its port. Other programs may
+// take the port itself as soon as it is free.
 class Traces {
  public:
   Traces()
@@ -239,65 +241,89 @@ class Traces {
     return found;
   }
 
+  // Call it while the run listens at `port`.
+  void note_sockets(int port) {
+    for (const auto& [inode, at] : listening()) {
+      if (at == port) {
+        sockets_.insert(inode);
+      }
+    }
+    EXPECT_FALSE(sockets_.empty()) << port;
+  }
+
   // Ranks that die with a killed launcher do so a moment later.
-  void expect_none(int port) const {
+  void expect_none() const {
     for (int i = 0; i < 2000 && !processes().empty(); ++i) {
       poll(nullptr, 0, 5);
     }
     EXPECT_THAT(processes(), ElementsAre());
     EXPECT_TRUE(std::filesystem::is_empty(folder_.path()));
     EXPECT_EQ(shared_memory(), shared_memory_);
-    EXPECT_FALSE(answers(port)) << port;
+    for (const auto& [inode, at] : listening()) {
+      EXPECT_FALSE(sockets_.contains(inode)) << at;
+    }
   }
 
  private:
   static std::set<std::string> shared_memory() {
     std::set<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
-      names.insert(entry.path());
+      if (entry.path().string().find("flatshard") != std::string::npos) {
+        names.insert(entry.path());
+      }
     }
     return names;
   }
 
-  static bool answers(int port) {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    address.sin_port = htons(static_cast<std::uint16_t>(port));
-    const bool connected =
-        connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) ==
-        0;
-    close(fd);
-    return connected;
+  // Returns the port of each listening socket of this machine, by its inode.
+  static std::map<std::string, int> listening() {
+    std::map<std::string, int> found;
+    for (const char* name : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+      std::ifstream file(name);
+      std::string line;
+      std::getline(file, line);  // titles
+      while (std::getline(file, line)) {
+        std::istringstream words(line);
+        const std::vector<std::string> word{
+            std::istream_iterator<std::string>(words),
+            {}};
+        if (word.size() > 9 && word[3] == "0A") {  // TCP_LISTEN
+          const std::string& address = word[1];
+          found[word[9]] =
+              std::stoi(address.substr(address.find(':') + 1), nullptr, 16);
+        }
+      }
+    }
+    return found;
   }
 
   TempFolder folder_;
   std::string tag_;
   std::set<std::string> shared_memory_;
+  std::set<std::string> sockets_;  ///< inodes
 };
 
 TEST(SpawnLocalRanks, NothingStaysBehindHoweverItEnds) {
   for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGKILL}) {
-    const Traces traces;
+    Traces traces;
     Helper helper(3, "forever", traces.variables());
     helper.wait_for_lines(3);
     EXPECT_EQ(traces.processes().size(), 4U);
-    const int port = std::stoi(helper.out());
+    traces.note_sockets(std::stoi(helper.out()));
     helper.send(signal);
     const Result result = helper.finish();
     EXPECT_EQ(
         signal == SIGKILL ? result.signal : result.exit_code - 128,
         signal);
-    traces.expect_none(port);
+    traces.expect_none();
   }
 }
 
 TEST(SpawnLocalRanks, NothingStaysBehindWhenARankIsKilled) {
-  const Traces traces;
+  Traces traces;
   Helper helper(3, "forever", traces.variables());
   helper.wait_for_lines(3);
-  const int port = std::stoi(helper.out());
+  traces.note_sockets(std::stoi(helper.out()));
   for (const int pid : traces.processes()) {
     if (pid != helper.pid()) {
       kill(pid, SIGKILL);
@@ -305,7 +331,7 @@ TEST(SpawnLocalRanks, NothingStaysBehindWhenARankIsKilled) {
     }
   }
   EXPECT_EQ(helper.finish().exit_code, 128 + SIGKILL);
-  traces.expect_none(port);
+  traces.expect_none();
 }
 
 TEST(SpawnLocalRanks, ASignalIsNamed) {
