@@ -66,7 +66,7 @@ void CollectiveExchange::send_counts(StreamExchangePlan& plan) {
     sent.push_back({peer, peer % ranks_per_part() * local, local});
     received.push_back({peer, peer * local, local});
   }
-  plan.made.wait(stream());
+  plan.counted.wait(stream());
   submit([this,
           leaving = plan.counts,
           arriving = static_cast<CollectivePlan&>(plan).arriving,

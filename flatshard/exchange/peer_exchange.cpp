@@ -186,7 +186,7 @@ void PeerExchange::send_counts(StreamExchangePlan& plan) {
       comm,
       "exchange of tokens by copies: a transfer has failed, and the ranks may "
       "be in different places; all of them call restart() first");
-  plan.made.wait(*counts_);
+  plan.counted.wait(*counts_);
   const at::Tensor mine = host_.narrow(0, 0, num_experts());
   counts_->submit([mine, counts = plan.counts] {
     copy_bytes(

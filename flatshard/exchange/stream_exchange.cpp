@@ -160,7 +160,7 @@ nn::ExchangePlanPtr StreamExchange::begin_plan(
   auto made = make_plan(leaving);
   made->counts = leaving;
   made->num_sent = num_rows;
-  made->made.record(*current_stream(group_->device()));
+  made->counted.record(*current_stream(group_->device()));
   // Else the host needs the counts of the plan before. Then these leave when
   // the host waits for them.
   if (num_begun_ == finished_) {

@@ -29,7 +29,7 @@ struct StreamExchangePlan : nn::ExchangePlan {
   /// The argument of begin_plan. The exchange's stream reads it, so that its
   /// memory is kept until the plan is finished.
   at::Tensor counts;
-  Event made;               ///< the counts exist
+  Event counted;            ///< the counts exist
   Event known;              ///< the host has the counts that it needs
   std::int64_t number = 0;  ///< 0: its counts have not left
   bool is_finished = false;
@@ -89,7 +89,7 @@ class StreamExchange : public nn::TokenExchange {
   /// Returns a plan with its memory, of the current stream.
   virtual c10::intrusive_ptr<StreamExchangePlan> make_plan(
       const at::Tensor& counts) = 0;
-  /// Starts the copy of the counts to the host, after `made`, and records
+  /// Starts the copy of the counts to the host, after `counted`, and records
   /// `known` after it. The host has room for the counts of one plan.
   virtual void send_counts(StreamExchangePlan& plan) = 0;
   /// Makes the plan of what is known now.

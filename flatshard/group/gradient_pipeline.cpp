@@ -163,7 +163,7 @@ GradientPipeline::Reduction GradientPipeline::plan(
   }
   r.last = redistribution(reached, Stage::rest);
   for (std::int64_t i = 0; i < std::ssize(contributes_); ++i) {
-    if (contributes_[i]) {
+    if (contributes_[i] != 0) {
       insert(contributed_, i);
     }
   }

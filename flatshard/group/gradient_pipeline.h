@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -117,7 +116,7 @@ class GradientPipeline {
   /// The same of parameter `index`: from this rank, or from another one that
   /// mark_others_contributed named.
   bool contributed(std::int64_t index) const {
-    return index < std::ssize(contributed_) && contributed_[index];
+    return index < std::ssize(contributed_) && contributed_[index] != 0;
   }
   /// Marks that another rank had one for such a reduction.
   void mark_others_contributed(std::int64_t index) {
@@ -145,6 +144,8 @@ class GradientPipeline {
   // Graphs of steps use this: a replay repeats the device's work and not the
   // host's.
 
+  /// Indices of parameters, each with a 1; empty without any.
+  using IndexSet = std::vector<std::uint8_t>;
   /// The results of a step.
   struct Contents {
     /// The memory of local, inner and reduced, and of reduced before it was
@@ -153,7 +154,7 @@ class GradientPipeline {
     bool local_is_filled = false;
     bool inner_is_filled = false;
     bool has_reduced = false;
-    std::vector<bool> contributed;
+    IndexSet contributed;
   };
   /// Returns whether no gradient exists, as after zero().
   bool is_empty() const;
@@ -182,13 +183,11 @@ class GradientPipeline {
     rest,       ///< all
   };
 
-  /// Indices of parameters; empty without any.
-  using IndexSet = std::vector<bool>;
   static void insert(IndexSet& indices, std::int64_t index) {
-    if (index >= std::ssize(indices)) {  // once in a step, not for each index
-      indices.resize(std::max<std::size_t>(index + 1, indices.capacity()));
+    if (index >= std::ssize(indices)) {
+      indices.resize(index + 1);
     }
-    indices[index] = true;
+    indices[index] = 1;
   }
 
   void allocate(

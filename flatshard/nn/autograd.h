@@ -1,12 +1,10 @@
 #pragma once
 
-#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/wgrad.h"
 
-#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -18,7 +16,7 @@ class TensorParallel;
 
 /// State of a node of a layer besides tensors.
 struct NodeState : torch::CustomClassHolder {
-  c10::SmallVector<ModuleContextPtr, 3> contexts;         ///< of its modules
+  std::vector<ModuleContextPtr> contexts;                 ///< of its modules
   c10::intrusive_ptr<torch::CustomClassHolder> adapters;  ///< AdapterCalls
   std::shared_ptr<TensorParallel> ranks;
   bool adds = false;  ///< it has a residual, or of a norm a delta
@@ -44,25 +42,19 @@ inline NodeState& node_state(torch::autograd::AutogradContext* ctx) {
   return static_cast<NodeState&>(*entry.toCapsule());
 }
 
-/// Keeps a module's context in a node; null stays null. `index` distinguishes
-/// several modules.
+/// Keeps the context of a node's only module; null stays null.
 inline void save_context(
     torch::autograd::AutogradContext* ctx,
-    const ModuleContextPtr& context,
-    std::size_t index = 0) {
+    const ModuleContextPtr& context) {
   if (context) {
-    auto& contexts = node_state(ctx).contexts;
-    contexts.resize(std::max(contexts.size(), index + 1));
-    contexts[index] = context;
+    node_state(ctx).contexts = {context};
   }
 }
 
-inline ModuleContextPtr saved_context(
-    torch::autograd::AutogradContext* ctx,
-    std::size_t index = 0) {
+inline ModuleContextPtr saved_context(torch::autograd::AutogradContext* ctx) {
   const NodeState* const state = find_node_state(ctx);
-  return state && index < state->contexts.size() ? state->contexts[index]
-                                                 : ModuleContextPtr();
+  return state && !state->contexts.empty() ? state->contexts.front()
+                                           : ModuleContextPtr();
 }
 
 /// Used by backwards that ATen cannot differentiate.

@@ -32,6 +32,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
       const AdapterCallsPtr& calls,
       const TensorParallelPtr& ranks) {
     ctx->set_materialize_grads(false);
+    node_state(ctx).contexts = contexts;
     save_ranks(ctx, ranks);
     std::vector<std::int64_t> sizes = x.sizes().vec();
     GatheredProduct first{as_rows(x), {}};
@@ -52,7 +53,6 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     const AdapterForward adapters(calls, factors, rows);
     variable_list out;
     for (std::size_t i = 0; i < weights.size(); ++i) {
-      save_context(ctx, contexts[i], i);
       sizes.back() = weights[i].size(0);
       const at::Tensor y = i == 0 && first.product.defined()
                                ? first.product
@@ -84,6 +84,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     adapters.set_places({.edge = first_factor, .out = first_factor});
     // And the contexts, the adapters' calls, and whose tokens are gathered.
     variable_list out(first_factor + adapters.num_factors() + 3);
+    const std::vector<ModuleContextPtr>& contexts = node_state(ctx).contexts;
     const TensorParallelPtr ranks = saved_ranks(ctx);
     std::unique_ptr<PendingTensor> pending_rows, pending_dx;
     bool wants_rows = false;
@@ -102,7 +103,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
         // Before the gradient is given up.
         if (has_biases && ctx->needs_input_grad(first_bias + i)) {
           out[first_bias + i] = deliver_bias_grad(
-              saved_context(ctx, i),
+              contexts[i],
               saved[first_bias + i],
               as_rows(grads[i]));
         }
@@ -110,7 +111,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
             as_rows(std::exchange(grads[i], {})),
             ctx->needs_input_grad(0) && ctx->needs_input_grad(1 + i)));
         if (ctx->needs_input_grad(0)) {
-          add_input_gradient(dx, *g[i], saved[1 + i], saved_context(ctx, i));
+          add_input_gradient(dx, *g[i], saved[1 + i], contexts[i]);
         }
       }
     }
@@ -130,11 +131,8 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     adapters.end(read, out);
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (g[i] && ctx->needs_input_grad(1 + i)) {
-        out[1 + i] = deliver_matmul_wgrad(
-            saved_context(ctx, i),
-            saved[1 + i],
-            *g[i],
-            *rows);
+        out[1 + i] =
+            deliver_matmul_wgrad(contexts[i], saved[1 + i], *g[i], *rows);
       }
     }
     if (pending_dx) {

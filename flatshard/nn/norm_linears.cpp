@@ -69,8 +69,10 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       const std::vector<ModuleContextPtr>& contexts,
       const AdapterCallsPtr& calls) {
     const at::Tensor delta = maybe_delta.value_or(at::Tensor());
-    node_state(ctx).adds = delta.defined();
-    node_state(ctx).eps = eps;
+    NodeState& state = node_state(ctx);
+    state.contexts = contexts;
+    state.adds = delta.defined();
+    state.eps = eps;
     ctx->set_materialize_grads(false);
     // Adapters read it in its own dtype.
     const auto recipe = recipe_of(calls ? at::TensorList() : weights, contexts);
@@ -94,9 +96,6 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     saved.insert(saved.end(), biases.begin(), biases.end());
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
-    for (std::size_t i = 0; i < contexts.size(); ++i) {
-      save_context(ctx, contexts[i], i);
-    }
     return results;
   }
 
@@ -109,7 +108,8 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     const at::Tensor& amax = saved[3];
     const auto weight = [&](std::size_t i) { return saved[3 + i]; };
     // Edges count defined tensors only.
-    const std::size_t norm_edge = node_state(ctx).adds ? 2 : 1;
+    const NodeState& state = node_state(ctx);
+    const std::size_t norm_edge = state.adds ? 2 : 1;
     const bool wants_dx = ctx->needs_input_grad(0) ||
                           (norm_edge == 2 && ctx->needs_input_grad(1));
     const bool wants_norm = ctx->needs_input_grad(norm_edge);
@@ -121,10 +121,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
         {.edge = norm_edge + num_weights + num_biases + 1,
          .out = first_factor});
     variable_list out(first_factor + adapters.num_factors() + 3);
-    std::vector<ModuleContextPtr> contexts;
-    for (std::size_t i = 0; i <= num_weights; ++i) {
-      contexts.push_back(saved_context(ctx, i));
-    }
+    const std::vector<ModuleContextPtr>& contexts = state.contexts;
 
     adapters.begin(at::TensorList(grads).slice(1), out);
     // The gradient of the layers' input, then of the norm's input.
@@ -182,8 +179,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
           wants_weights && !recipe ? &normed : nullptr,
           wants_norm);
     } else if (wants_weights && !recipe) {
-      normed =
-          std::get<0>(rms_norm_rows(sum, {}, norm_weight, node_state(ctx).eps));
+      normed = std::get<0>(rms_norm_rows(sum, {}, norm_weight, state.eps));
     }
     if (dy.defined()) {
       dx = dx.view(sum.sizes());

@@ -72,9 +72,10 @@ TEST(StepProfile, WhatCopiesToPeersOrSumsWhatCameIsCommunication) {
        kernel("Memcpy PtoP (Device -> Device)", 16, 20, 38),
        kernel("sum_rows_kernel", 20, 21, 34),
        kernel("add_scaled_kernel", 21, 22, 34),
-       // Of experts, no communication.
-       kernel("sum_token_rows_kernel", 22, 23, 7)});
-  EXPECT_DOUBLE_EQ(profile.compute_ms, 11);
+       kernel("Memcpy DtoD (Device -> Device)", 22, 23, 7),
+       // Sums of experts' rows are no communication.
+       kernel("sum_token_rows_kernel", 23, 24, 7)});
+  EXPECT_DOUBLE_EQ(profile.compute_ms, 12);
   EXPECT_DOUBLE_EQ(profile.exposed_ms, 12);
   EXPECT_DOUBLE_EQ(profile.idle_ms, 0);
   EXPECT_EQ(profile.classes.front().name, "peer copies");

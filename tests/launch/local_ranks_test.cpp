@@ -268,9 +268,7 @@ class Traces {
   static std::set<std::string> shared_memory() {
     std::set<std::string> names;
     for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
-      if (entry.path().string().find("flatshard") != std::string::npos) {
-        names.insert(entry.path());
-      }
+      names.insert(entry.path());
     }
     return names;
   }
