@@ -35,7 +35,7 @@ def torchrun(nproc, script, options, log):
 
 def json_lines(text):
     """Returns the lines of `text` that are objects of JSON."""
-    return [json.loads(line) for line in text.split("\n") if line.startswith("{")]
+    return [json.loads(line) for line in text.split("\n") if line.startswith('{"')]
 
 
 def rows_of(*command):

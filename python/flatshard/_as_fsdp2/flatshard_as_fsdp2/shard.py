@@ -1,0 +1,43 @@
+"""`fully_shard` as programs for FSDP2 call it, with the options of a swap."""
+
+import functools
+
+from flatshard_as_fsdp2 import closing, private
+
+
+def names_of_flatshard(options, own):
+    """Imports Flatshard and returns its objects for the names in `own`."""
+    import flatshard
+    from flatshard._fsdp.unit import UnitState
+
+    options.check()
+    private.refuse(flatshard.FSDPModule, UnitState)
+    new = {name: getattr(flatshard, name) for name in own}
+    new["fully_shard"] = _with_options(options, private.PatchedFSDPParam())
+    return new
+
+
+def _with_options(options, patches):
+    import torch.distributed as dist
+
+    import flatshard
+
+    of_unit = options.given("granularity", "check_same_values")
+    of_model = options.given("copy_engines", "prefetch")
+    defaults = options.given("strategy")
+    if of_unit:
+        defaults["options"] = flatshard.ShardOptions(**of_unit)
+
+    @functools.wraps(flatshard.fully_shard)
+    def fully_shard(module, **keywords):
+        patches.check()
+        modules = list(module) if isinstance(module, (list, tuple)) else [module]
+        if of_model:
+            for m in modules:
+                flatshard.configure(m, flatshard.ModelOptions(**of_model))
+        result = flatshard.fully_shard(module, **{**defaults, **keywords})
+        strategy = flatshard.fully_shard.state(modules[0]).strategy
+        closing.count_unit(strategy, dist.get_rank())
+        return result
+
+    return fully_shard

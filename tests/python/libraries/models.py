@@ -1,0 +1,53 @@
+"""Small models of transformers, their data, and what of them is compared."""
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+)
+from torch.utils.data import TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 65
+
+
+def llama_config(tied=False, **more):
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "use_cache": False,
+    }
+    return LlamaConfig(**{**sizes, "tie_word_embeddings": tied, **more})
+
+
+def llama(tied=False, seed=0, dtype=torch.float32, **more):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(llama_config(tied, **more)).to(dtype)
+
+
+def token_rows(n=16, length=12, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (n, length), generator=generator)
+
+
+def token_dataset(**more):
+    return TensorDataset(token_rows(**more))
+
+
+def full_weights(model):
+    """Returns {name: full tensor}, on rank 0. Collective."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(model, options=options)
+
+
+def sharded_by(model):
+    """Returns the package of the FSDPModule that `model`'s class is made of, or None."""
+    classes = type(getattr(model, "_orig_mod", model)).__mro__
+    found = [c for c in classes if c.__name__ == "FSDPModule"]
+    return found[0].__module__.split(".")[0] if found else None
