@@ -72,6 +72,10 @@ void move_to_log(int fd, int error, Fallback& to) {
     write_all(log, left);
   }
   const int target = log >= 0 ? log : ::open("/dev/null", O_WRONLY | O_CLOEXEC);
+  if (target == fd) {  // `fd` was closed, and the lowest free descriptor
+    ::fcntl(fd, F_SETFD, 0);
+    return;
+  }
   ::dup2(target, fd);
   ::close(target);
 }

@@ -35,15 +35,14 @@ std::string read(const std::filesystem::path& path) {
 int with_gone_reader(const std::function<void()>& work) {
   int ends[2];
   EXPECT_EQ(::pipe(ends), 0);
+  ::close(ends[0]);  // before the child can write
   const pid_t child = ::fork();
   if (child == 0) {
-    ::close(ends[0]);
     ::dup2(ends[1], STDOUT_FILENO);
     ::close(ends[1]);
     work();
     ::_exit(0);
   }
-  ::close(ends[0]);
   ::close(ends[1]);
   int status = 0;
   ::waitpid(child, &status, 0);
@@ -118,6 +117,30 @@ TEST(Output, ClosedStreamsTakeNoFile) {
   ::waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
   EXPECT_EQ(read(folder / "weights"), "");
+}
+
+// The log's descriptor is then the lowest free one, so the stream's own.
+TEST(Output, AStreamThatWasClosedIsTheLogFromThenOn) {
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+    const TempFolder folder;
+    const auto log = folder / "output.log";
+    const pid_t child = ::fork();
+    if (child == 0) {
+      keep_output_in(log);
+      ::close(fd);
+      write_output(fd, "one\n");
+      const int other =
+          ::open((folder / "weights").c_str(), O_WRONLY | O_CREAT, 0666);
+      write_output(fd, "two\n");
+      const bool inherited = ::fcntl(fd, F_GETFD) == 0;
+      ::_exit(other != fd && inherited ? 0 : 1);
+    }
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+    EXPECT_THAT(read(log), ::testing::EndsWith("\none\ntwo\n"));
+    EXPECT_EQ(read(folder / "weights"), "");
+  }
 }
 
 TEST(Placeholder, AGitLfsPointerIsNamed) {
