@@ -26,7 +26,7 @@ function(flatshard_attach_torch fmt torch dir with_cuda)
        ${site}/nvidia/cuda_runtime/include)
   if(FLATSHARD_NVCC)
     # The headers next to nvcc fit it. The wheels' serve without one, and have
-    # what an nvcc from the package index lacks: cuBLASLt's and NVTX's.
+    # what an nvcc from the package index lacks: cuBLASLt's.
     cmake_path(GET FLATSHARD_NVCC PARENT_PATH bin)
     cmake_path(GET bin PARENT_PATH toolkit)
     list(PREPEND headers ${toolkit}/include ${toolkit}/include/cccl)

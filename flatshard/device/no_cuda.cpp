@@ -2,7 +2,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/backend.h"
 #include "flatshard/device/device_name.h"
-#include "flatshard/device/nvtx.h"
 
 namespace flatshard {
 namespace {
@@ -29,10 +28,6 @@ int num_cuda_devices() {
 std::string cuda_device_name(at::Device /*device*/) {
   throw_no_cuda("CUDA device name");
 }
-
-NvtxRange::NvtxRange(const char* /*name*/) {
-}
-NvtxRange::~NvtxRange() = default;
 
 namespace detail {
 

@@ -9,7 +9,6 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/device/host_threads.h"
-#include "flatshard/device/nvtx.h"
 #include "flatshard/device/stream.h"
 
 namespace flatshard {
@@ -93,11 +92,6 @@ TEST(CopyBytes, ManyAtOnceAmongThemEmptyOnes) {
 TEST(HostThreads, SetsTheCallersCount) {
   set_host_threads(1);
   EXPECT_EQ(host_threads(), 1);
-}
-
-TEST(Nvtx, RangesNestWithoutAProfiler) {
-  const NvtxRange outer("outer");
-  const NvtxRange inner(std::string("inner"));
 }
 
 }  // namespace
