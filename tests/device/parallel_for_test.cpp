@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
-#include <latch>
+#include <chrono>
+#include <condition_variable>
 #include <mutex>
 #include <set>
 
 namespace flatshard {
 namespace {
+
+using std::chrono_literals::operator""s;
 
 class ParallelFor : public ::testing::Test {
  protected:
@@ -37,10 +40,18 @@ TEST_F(ParallelFor, CallsForEachElementOnce) {
 
 TEST_F(ParallelFor, TheThreadsRunTogether) {
   set_host_threads(3);
-  std::latch all(3);  // a loop would wait here for ever
+  std::mutex mutex;
+  std::condition_variable came;
+  int num_here = 0;
+  int num_met = 0;
   parallel_for(0, 3, 1, [&](std::int64_t, std::int64_t) {
-    all.arrive_and_wait();
+    std::unique_lock lock(mutex);
+    ++num_here;
+    came.notify_all();
+    // A loop waits in vain: the second call comes after the first.
+    num_met += came.wait_for(lock, 20s, [&] { return num_here == 3; }) ? 1 : 0;
   });
+  EXPECT_EQ(num_met, 3);
 }
 
 TEST_F(ParallelFor, NoMoreThreadsThanGrains) {

@@ -164,22 +164,29 @@ def test_the_sample_says_what_is_captured(mesh, rank):
     assert flatshard.cuda_graph_stats(graphs)["forward_replays"] >= 3 * BLOCKS
 
 
-def test_an_argument_that_is_not_used(mesh, rank):
-    body = lambda block, x, y: block.inner(x)  # noqa: E731
-    call = lambda block, x: block(x, x * 2)  # noqa: E731
+def trained_around(body, call, mesh, rank, **options):
+    """Trains eagerly and with a graphed block, for equal bits. Stats of the latter."""
     sample = tuple(like(4, DIM, requires_grad=True) for _ in range(2))
-    for allowed in (False, True):
-        model = shard(Around(body, call), mesh, False)
-        flatshard.make_graphed_callables(
-            model.block, sample, allow_unused_input=allowed
-        )
-        if not allowed:
-            with pytest.raises(
-                RuntimeError, match="argument tensor 1 of unit block .*allow_unused"
-            ):
-                model.loss(torch.Generator())
-            continue
-        train_around(model)
+    eager, graphs = pair(lambda: Around(body, call), mesh, cuda_graph=False)
+    flatshard.make_graphed_callables(graphs.block, sample, **options)
+    assert_same(train(eager, rank), train(graphs, rank))
+    stats = flatshard.cuda_graph_stats(graphs)
+    assert stats["forward_replays"] in LATE
+    assert_replays(stats, stats["forward_replays"])
+
+
+def test_an_argument_that_is_not_used(mesh, rank):
+    arguments = (
+        lambda block, x, y: block.inner(x),
+        lambda block, x: block(x, x * 2),
+        mesh,
+        rank,
+    )
+    with pytest.raises(
+        RuntimeError, match="argument tensor 1 of unit block .*allow_unused"
+    ):
+        trained_around(*arguments)
+    trained_around(*arguments, allow_unused_input=True)
 
 
 @pytest.mark.parametrize(
@@ -190,26 +197,12 @@ def test_an_argument_that_is_not_used(mesh, rank):
         lambda block, x, y: (block.inner(x), block.inner(y).exp())[0] + y,
     ],
 )
-def test_arguments_that_are_used(body, mesh):
+def test_arguments_that_are_used(body, mesh, rank):
     def call(block, x):
         out = block(x, x * 2)
         return out if isinstance(out, torch.Tensor) else out[0] + out[1]
 
-    model = shard(Around(body, call), mesh, False)
-    sample = tuple(like(4, DIM, requires_grad=True) for _ in range(2))
-    flatshard.make_graphed_callables(model.block, sample)
-    train_around(model)
-
-
-def train_around(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        model.loss(torch.Generator().manual_seed(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    stats = flatshard.cuda_graph_stats(model)
-    assert stats["forward_replays"] in LATE
-    assert_replays(stats, stats["forward_replays"])
+    trained_around(body, call, mesh, rank)
 
 
 def test_beside_cuda_graph(mesh, rank):
