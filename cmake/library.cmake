@@ -59,6 +59,11 @@ macro(_flatshard_skip out)
 endmacro()
 
 function(_flatshard_setup target pure)
+  # From 3.31 on CMake joins CUDA sources, too. Each kernel's file is compiled
+  # separately, so that they compile in parallel.
+  set(cuda ${A_SOURCES})
+  list(FILTER cuda INCLUDE REGEX "\\.cu$")
+  set_source_files_properties(${cuda} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   set(pch flatshard_pch)
   if(A_MODULES)
     set(pch flatshard_pch_module)
