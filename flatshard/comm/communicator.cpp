@@ -53,6 +53,8 @@ void check_reducible(
       to_string(kind),
       name,
       c10::toString(dtype));
+  // A maximum of floats keeps or drops a NaN by its rank in some backends. The
+  // bits of magnitudes (without a sign) order as these do, NaN last.
   FLATSHARD_CHECK(
       op != ReduceOp::max ||
           (dtype == at::kInt && kind == CollectiveKind::all_reduce),

@@ -174,6 +174,8 @@ void Float8Scales::update(const FlatBuffer& main, at::Tensor amax) {
   amax_ = found ? std::move(amax) : at::zeros_like(scales_);
   if (!found) {
     find_amax(main);
+    // A CPU's at::amax may return a NaN with a sign, the least of int32.
+    amax_.abs_();
   }
   if (Communicator* const group = group_of_amax(main.placements())) {
     // Magnitudes order as integers do, NaN last.

@@ -119,12 +119,14 @@ std::optional<ExpertMetrics> ExpertLoads::metrics() {
     exchange_->measure(false);
     metrics.exchange_ms = exchange_->wait_and_take_exposed_ms();
   }
+  std::vector<at::Tensor> biases;
   for (const models::RouterOf& of : routers_) {
     if (of.router->bias().defined()) {
-      metrics.bias = std::max(
-          metrics.bias.value_or(0.0),
-          of.router->bias().abs().max().item<double>());
+      biases.push_back(of.router->bias().abs().max());
     }
+  }
+  if (!biases.empty()) {  // at::max keeps a NaN, std::max may drop it
+    metrics.bias = at::stack(biases).max().item<double>();
   }
   return metrics;
 }

@@ -106,16 +106,20 @@ TEST_P(Worlds, TheLargestOfBitsIsThatOfMagnitudes) {
     constexpr float kInf = std::numeric_limits<float>::infinity();
     constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
     for (const std::int64_t numel : {4, 6000}) {
-      at::Tensor largest = at::full({numel}, context.rank * 0.5F);
-      largest[0] = context.rank == 0 ? kInf : 1.0F;
-      largest[1] = context.rank == context.world - 1 ? kNan : kInf;
-      communicator->all_reduce(largest.view(at::kInt), ReduceOp::max);
-      EXPECT_EQ(largest[0].item<float>(), kInf);
-      EXPECT_TRUE(largest[1].isnan().item<bool>());
-      EXPECT_TRUE(largest.slice(0, 2)
-                      .eq((context.world - 1) * 0.5F)
-                      .all()
-                      .item<bool>());
+      for (int bad = 0; bad < context.world; ++bad) {
+        at::Tensor largest = at::full({numel}, context.rank * 0.5F);
+        largest[0] = context.rank == bad ? kInf : 1.0F;
+        largest[1] = context.rank == bad ? kNan : kInf;
+        largest[numel - 1] = context.rank == bad ? kNan : 0.0F;
+        communicator->all_reduce(largest.view(at::kInt), ReduceOp::max);
+        EXPECT_EQ(largest[0].item<float>(), kInf);
+        EXPECT_TRUE(largest[1].isnan().item<bool>());
+        EXPECT_TRUE(largest[numel - 1].isnan().item<bool>());
+        EXPECT_TRUE(largest.slice(0, 2, -1)
+                        .eq((context.world - 1) * 0.5F)
+                        .all()
+                        .item<bool>());
+      }
     }
   });
 }

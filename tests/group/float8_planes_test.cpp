@@ -330,6 +330,45 @@ TEST(Float8Planes, WeightsThatAreNotFiniteAreNamed) {
   }
 }
 
+// mxfp8 has no scales in common: its blocks are in one rank's rows.
+TEST(Float8Planes, ANanOfAnyRankIsInTheScalesOfAll) {
+  for (const auto& [recipe, width] :
+       {std::pair{Recipe::tensorwise, 64},
+        {Recipe::rowwise, 64},
+        // So wide that at::amax over rows takes vectors of blocks.
+        {Recipe::blockwise, 64 * 128}}) {
+    for (const int world : {2, 3}) {
+      for (int bad = 0; bad < world; ++bad) {
+        run_ranks(world, [&](RankContext& context) {
+          ParamGroup group(
+              GroupSpec{
+                  .name = "block",
+                  .parameters =
+                      {{.names = {"up"},
+                        .shape = {128, width},
+                        .init = InitSpec::normal(0, 1)}},
+                  .mesh = context.mesh(),
+                  .strategy = Strategy::named("zero3", 1)},
+              ParamGroupOptions{.float8 = Float8Format{.recipe = recipe}},
+              Initializer(kGroupSeed));
+          if (context.rank == bad) {
+            const Piece piece = group.weights().main().local_pieces(0).at(0);
+            group.weights().main().local()[piece.local_offset + 3] =
+                std::numeric_limits<float>::quiet_NaN();
+          }
+          group.weights().adopt_foreign_writes();
+          EXPECT_THAT(
+              message_of([&] { gathered(group); }),
+              HasSubstr("parameter up of block has weights that are not "
+                        "finite"))
+              << float8::to_string(recipe) << ", NaN on " << bad << " of "
+              << world;
+        });
+      }
+    }
+  }
+}
+
 TEST(Float8Planes, WhatCannotBeFp8IsRefusedByName) {
   run_ranks(1, [](RankContext& context) {
     const auto refusal = [&](std::vector<std::int64_t> shape,

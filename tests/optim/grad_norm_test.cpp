@@ -198,6 +198,28 @@ TEST(GradNorm, M13_MillionsOfValuesLoseNoDigits) {
   }
 }
 
+TEST(GradNorm, ANanOfAnyRankIsTheNormOfAll) {
+  for (const char* strategy : {"zero0", "zero3"}) {
+    for (const int world : {2, 3}) {
+      for (int bad = 0; bad < world; ++bad) {
+        run_ranks(world, [&](RankContext& context) {
+          const auto group = make_group(context.mesh(), strategy);
+          at::Tensor gradient = base(*group);
+          if (context.rank == bad) {
+            // In another rank's shard.
+            gradient[group->layout().tensor_offset(0) + (bad == 0 ? 39 : 0)] =
+                std::nan("");
+          }
+          reduce(*group, gradient);
+          const GradNorm clip = grad_norm_and_scale({group.get()}, 1);
+          EXPECT_TRUE(clip.norm.isnan().item<bool>());
+          EXPECT_TRUE(clip.scale.isnan().item<bool>());
+        });
+      }
+    }
+  }
+}
+
 TEST(GradNorm, WithoutALimitOnlyTheNorm) {
   const auto group = make_group(Mesh::single(at::kCPU));
   EXPECT_EQ(grad_norm_and_scale({group.get()}, 0).norm.item<double>(), 0);
