@@ -4,7 +4,6 @@ import os
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
 from torch.utils.data import DataLoader
@@ -230,8 +229,7 @@ def save_and_resume(folder, state_dict_type, **plugin):
     weights = models.full_weights(run.model)
     run.accelerator.load_state(f"{folder}/saved")
     assert run.train(3) == expected
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    cpu.reset_accelerate()
     again = Run(models.llama(seed=5), plugin)
     again.accelerator.load_state(f"{folder}/saved")
     assert again.train(3) == expected

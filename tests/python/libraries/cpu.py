@@ -23,9 +23,15 @@ def ranks_as_gpus():
     PartialState.__init__ = on_cpu
 
 
+def reset_accelerate():
+    """Lets the next Accelerator of this process take other settings."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def rank():
     return int(os.environ["RANK"])
-
-
-def world_size():
-    return int(os.environ["WORLD_SIZE"])
