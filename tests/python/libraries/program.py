@@ -1,0 +1,81 @@
+"""Trains with FSDP2 like a program that knows nothing of Flatshard.
+
+usage: torchrun ... program.py [accelerate | spawn | nothing]
+
+Each rank writes a line with its rank and the package whose FSDPModule it got.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def write(model):
+    classes = [c for c in type(model).__mro__ if c.__name__ == "FSDPModule"]
+    package = classes[0].__module__.split(".")[0]
+    # One write, so that lines of two ranks do not mix.
+    os.write(1, f"rank {dist.get_rank()}: {package}\n".encode())
+
+
+def by_hand():
+    from torch.distributed.fsdp import fully_shard
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = net()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.ones(2, 8)).sum().backward()
+    write(model)
+    dist.destroy_process_group()
+
+
+def with_accelerate():
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    from tests.python.libraries import cpu
+
+    cpu.ranks_as_gpus()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 8)).sum())
+    write(model)
+    dist.destroy_process_group()
+
+
+def spawned(rank, folder):
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    by_hand()
+
+
+def spawn():
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(spawned, (folder,), nprocs=2)
+
+
+WAYS = {
+    "accelerate": with_accelerate,
+    "spawn": spawn,
+    "nothing": lambda: sys.exit(int(sys.argv[2])),
+}
+
+if __name__ == "__main__":
+    WAYS.get("".join(sys.argv[1:2]), by_hand)()
