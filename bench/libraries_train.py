@@ -6,8 +6,8 @@ torchrun --nproc-per-node 1 bench/libraries_train.py sft
 torchrun --nproc-per-node 1 bench/libraries_train.py accelerate
 
 Random weights and data; nothing is downloaded. Below `python -m flatshard.as_fsdp2` the
-same programs train on Flatshard. Rank 0 prints a line of JSON with the time of a step, the
-peak of allocated memory, the loss, and the library that sharded the model. A step lasts
+same programs train on Flatshard. Rank 0 prints a line of JSON: the time of a step, peak
+memory, the loss, and the library that sharded the model. A step lasts
 from the end of the step before to its end.
 """
 

@@ -23,6 +23,7 @@ import argparse
 import os
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 _FOLDER = str(Path(__file__).parent / "_as_fsdp2")
@@ -49,6 +50,13 @@ def install(**options: object) -> None:
     from flatshard_as_fsdp2 import start
     from flatshard_as_fsdp2.options import Options
 
+    names = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in names:
+            raise TypeError(
+                f"install() got an unexpected option {name!r}, expected one of "
+                f"{', '.join(names)}"
+            )
     found = Options(**options)
     found.check()
     start.install(found)

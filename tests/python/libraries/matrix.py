@@ -28,7 +28,7 @@ MODULES = {
     "lightning_cases": "lightning",
 }
 LIBRARIES = ("torch", "accelerate", "transformers", "peft", "trl", "lightning")
-# What CI runs: each takes a few seconds.
+# CI runs these, which take a few seconds each.
 QUICK = (
     r"accelerate_cases\.(plain|tied|accumulate|bf16|hsdp|cpu_ram_efficient_loading"
     r"|prepare_twice|save_state_sharded|save_state_full|lora)$"
@@ -36,8 +36,8 @@ QUICK = (
 )
 # Of float32 in another order of sums, relative to numbers above 1.
 TOLERANCE = 1e-5
-# With bfloat16 a sum in another order differs by a unit in the last place, 2**-8, of
-# which an optimizer step of 1e-2 passes on a part.
+# A bfloat16 sum in another order differs by a unit in the last place, 2**-8. An optimizer
+# step of 1e-2 passes on a part of it.
 BF16_TOLERANCE = 2e-2
 # {case: reason} of those that FSDP2 does not pass.
 ONLY_FLATSHARD = {

@@ -1,6 +1,6 @@
-"""Trains with FSDP2 like a program that knows nothing of Flatshard.
+"""Trains with FSDP2, and mentions Flatshard nowhere.
 
-usage: torchrun ... program.py [accelerate | spawn | nothing]
+usage: torchrun ... program.py [accelerate | spawn]
 
 Each rank writes a line with its rank and the package whose FSDPModule it got.
 """
@@ -71,11 +71,7 @@ def spawn():
         torch.multiprocessing.spawn(spawned, (folder,), nprocs=2)
 
 
-WAYS = {
-    "accelerate": with_accelerate,
-    "spawn": spawn,
-    "nothing": lambda: sys.exit(int(sys.argv[2])),
-}
+WAYS = {"accelerate": with_accelerate, "spawn": spawn}
 
 if __name__ == "__main__":
     WAYS.get("".join(sys.argv[1:2]), by_hand)()
