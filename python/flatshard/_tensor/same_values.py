@@ -52,7 +52,8 @@ def compare(units, device_mesh):
             f"parameter {names[0]}{others}: the ranks had different values in "
             "fully_shard, expected equal ones, of which each keeps its rows. Seed the "
             "ranks equally before the model is made, or give them the same weights; "
-            "ShardOptions(check_same_values=False) where they differ on purpose"
+            "ShardOptions(check_same_values=False), or --check-same-values off of "
+            "flatshard.as_fsdp2, where they differ on purpose"
         )
 
 

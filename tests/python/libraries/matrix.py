@@ -26,8 +26,17 @@ MODULES = {
     "trainer_cases": "transformers",
     "trl_cases": "trl",
     "lightning_cases": "lightning",
+    "qlora_cases": "bitsandbytes",
 }
-LIBRARIES = ("torch", "accelerate", "transformers", "peft", "trl", "lightning")
+LIBRARIES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "peft",
+    "trl",
+    "lightning",
+    "bitsandbytes",
+)
 # CI runs these, which take a few seconds each.
 QUICK = (
     r"accelerate_cases\.(plain|tied|accumulate|bf16|hsdp|cpu_ram_efficient_loading"

@@ -58,6 +58,7 @@ def replace_on_use(package, find_new):
         return names[name]
 
     names["__getattr__"] = __getattr__
+    _replace_private(package)
 
 
 def replace_now(package, new):
@@ -70,6 +71,18 @@ def replace_now(package, new):
     for name in PRIVATE:
         if name in sys.modules:
             sys.modules[name].fully_shard = new["fully_shard"]
+
+
+def _replace_private(package):
+    """Lets the function of the private modules resolve on use, too."""
+
+    def fully_shard(*args, **keywords):
+        return package.fully_shard(*args, **keywords)
+
+    fully_shard.state = lambda module: package.fully_shard.state(module)
+    for name in PRIVATE:
+        if name in sys.modules:
+            sys.modules[name].fully_shard = fully_shard
 
 
 def own_names(package):

@@ -2,7 +2,7 @@
 
 import functools
 
-from flatshard_as_fsdp2 import closing, private
+from flatshard_as_fsdp2 import bitsandbytes_weights, closing, private
 
 
 def names_of_flatshard(options, own):
@@ -18,6 +18,7 @@ def names_of_flatshard(options, own):
 
 
 def _with_options(options, patches):
+    import torch
     import torch.distributed as dist
 
     import flatshard
@@ -32,6 +33,8 @@ def _with_options(options, patches):
     def fully_shard(module, **keywords):
         patches.check()
         modules = list(module) if isinstance(module, (list, tuple)) else [module]
+        if all(isinstance(m, torch.nn.Module) for m in modules):
+            bitsandbytes_weights.make_plain(modules, **keywords)
         if of_model:
             for m in modules:
                 flatshard.configure(m, flatshard.ModelOptions(**of_model))

@@ -6,6 +6,7 @@ import sys
 
 from flatshard_as_fsdp2 import (
     accelerate_prepare,
+    bitsandbytes_weights,
     closing,
     names,
     options,
@@ -14,7 +15,10 @@ from flatshard_as_fsdp2 import (
 from flatshard_as_fsdp2.imports import AfterImport
 
 # The patches of libraries: one file for each.
-LIBRARIES = {accelerate_prepare.MODULE: accelerate_prepare.patch}
+LIBRARIES = {
+    library.MODULE: library.patch
+    for library in (accelerate_prepare, bitsandbytes_weights)
+}
 
 
 def from_environment():
