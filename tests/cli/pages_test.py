@@ -30,14 +30,14 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(
-    r"(?:build/)?flatshard |torchrun |python3? |make |scripts/|bench/|cmake |pip |git |"
+    r"flatshard |torchrun |python3? |make |scripts/|bench/|cmake |pip |git |"
     r"tensorboard |srun |build[\w/-]+ |[A-Z]\w*=\S+ "
 )
 # The beginning of a command, and the program that runs it.
 ELSEWHERE = {
     "MASTER_ADDR=": "shellcheck reads the script",
     "build-example/": "tests/install/cpp_guide_test.py",
-    "build/flatshard train bench/overlap_moe.toml": "two H100, as the page says",
+    "flatshard train bench/overlap_moe.toml": "two H100, as the page says",
     "cmake ": "tests/install/install_example.sh",
     "flatshard data prepare --chat": "the test of the guide of fine-tuning",
     "flatshard data show corpora/chats": "the test of the guide of fine-tuning",
@@ -95,9 +95,7 @@ class Runner:
         self.folder = folder
         self.steps = 0
         self.shape = SHAPE
-        (folder / "build").mkdir()
-        for path in (folder / "build/flatshard", folder / "flatshard"):
-            path.symlink_to(Path(program).resolve())
+        (folder / "flatshard").symlink_to(Path(program).resolve())
         for name in ("examples", "bench"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "texts/more").mkdir(parents=True)
@@ -120,14 +118,14 @@ class Runner:
 
     def adapted(self, command):
         words = re.sub(r"--nproc \d+", "--nproc 2", command)
-        if re.match(r"(build/)?flatshard train ", words):
+        if re.match(r"flatshard train ", words):
             self.steps += 4
             settings = {**SMALL, **self.shape, "training.steps": self.steps}
             sets = " ".join(f"--set {key}={value}" for key, value in settings.items())
             words = words.replace(" train run.toml", f" train run.toml {sets}")
             words += "" if "--nproc" in words else " --nproc 2"
             words += " --device cpu"
-        if re.match(r"(build/)?flatshard generate ", words):
+        if re.match(r"flatshard generate ", words):
             words += " --max-new-tokens 4 --device cpu"
         return words
 
@@ -204,7 +202,7 @@ def follow(runner):
     expect("GPU-hours" in str(printed), printed)
     expect((folder / "step.svg").exists(), "no picture")
     said = runner.run(
-        "build/flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100"
+        "flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100"
     )
     expect("tokens/s" in said, said)
 

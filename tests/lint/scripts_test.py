@@ -124,6 +124,17 @@ class Scripts(unittest.TestCase):
         self.program("bin/cmake", "exit 0")
         self.assertEqual(self.call("scripts/build")[0], 0)
 
+    def test_a_build_prints_how_to_have_its_program(self):
+        self.make_venv()
+        self.program("bin/cmake", "exit 0")
+        self.program("build/flatshard", "exit 0")
+        for targets in ([], ["flatshard"]):
+            status, said = self.call("scripts/build", *targets)
+            self.assertEqual(status, 0, said)
+            self.assertIn(f'export PATH="{self.root}/build:$PATH"', said)
+        path = f"{self.root}/build:{self.root}/bin:{os.environ['PATH']}"
+        self.assertNotIn("export PATH", self.call("scripts/build", PATH=path)[1])
+
     def test_a_build_that_fails_shows_the_compilers_words(self):
         self.make_venv()
         self.program(

@@ -26,9 +26,9 @@ class Guide:
         self.commands = [line for line in lines if not line.startswith(SETUP)]
         self.folder = folder
         self.settings = settings
-        if not (folder / "build").exists():
-            (folder / "build").mkdir()
-            (folder / "build/flatshard").symlink_to(Path(program).resolve())
+        if not (folder / "bin").exists():
+            (folder / "bin").mkdir()
+            (folder / "bin/flatshard").symlink_to(Path(program).resolve())
             (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, beginning):
@@ -37,7 +37,7 @@ class Guide:
         expect(self.commands, f"the page ends before '{beginning}'")
         command = self.commands.pop(0)
         expect(
-            command.startswith(f"build/flatshard {beginning}"),
+            command.startswith(f"flatshard {beginning}"),
             f"the page has '{command}', and the test expects '{beginning}'",
         )
         words = shlex.split(command)
@@ -56,6 +56,7 @@ class Guide:
                 "CUDA_VISIBLE_DEVICES": "",
                 "FLATSHARD_PYTHON": sys.executable,
                 "OMP_NUM_THREADS": "1",
+                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             },
         )
         expect(done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}")
@@ -63,10 +64,15 @@ class Guide:
 
     def loss(self, beginning):
         """The loss that the page's next command, an evaluation, prints."""
+        return self.evaluation(beginning)["loss"]
+
+    def evaluation(self, beginning):
+        """The loss of the page's next evaluation, and the samples that it measured."""
         said = self.run(beginning)
-        found = re.search(r"^loss +([\d.]+) nats a token$", said, re.M)
-        expect(found, said)
-        return float(found[1])
+        loss = re.search(r"^loss +([\d.]+) nats a token$", said, re.M)
+        samples = re.search(r"^sequences +(.*)$", said, re.M)
+        expect(loss and samples, said)
+        return {"loss": float(loss[1]), "samples": samples[1]}
 
     def rows(self, path):
         text = (self.folder / path).read_text()
