@@ -13,17 +13,16 @@ FLATSHARD_MODULE(Net);
 
 int main() {
   const RankEnvironment env = rank_environment_from_env();
-  const auto mesh = Mesh::create(
-      {{"dp", env.world_size}},
-      env.rank,
-      make_tcp_store(env),
-      at::kCPU);
+  const auto store = make_tcp_store(env);
+  const auto mesh =
+      Mesh::create({{"dp", env.world_size}}, env.rank, store, at::kCPU);
   Net model;  // no memory yet
   const auto runtime = fully_shard(
       *model,
       mesh,
       {.strategy = "zero3", .group = {.precision = Precision::full()}});
   AdamW optimizer(runtime->groups(), {.weight_decay = 0.1});
+  at::manual_seed(env.rank);  // different data on each rank
   for (int step = 0; step < 20; ++step) {
     const at::Tensor x = at::randn({32, 64});
     const at::Tensor loss = at::mse_loss(model(x), x);

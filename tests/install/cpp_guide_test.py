@@ -2,7 +2,7 @@
 trains by whole steps, or by a custom schedule. The pages below quote it line by line.
 
 usage: cpp_guide_test.py PROGRAM WHOLE_STEP EXPERTS OWN_SCHEDULE MINIMAL TENSOR_PARALLEL
-                         WORK_FOLDER
+                         TRANSFORMER WORK_FOLDER
 """
 
 import os
@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-program, whole_step, experts, own_schedule, minimal, tensor_parallel, work = map(
-    Path, sys.argv[1:]
-)
+paths = map(Path, sys.argv[1:])
+program, whole_step, experts, own_schedule, minimal, *paths = paths
+tensor_parallel, transformer, work = paths
 root = Path(__file__).resolve().parents[2]
 
 
@@ -38,6 +38,7 @@ source = [
         "own_schedule",
         "minimal",
         "tensor_parallel",
+        "transformer",
     )
     for line in lines((root / f"examples/cpp/{name}.cpp").read_text())
 ]
@@ -164,6 +165,15 @@ assert len(said[0]) == 6 and said[0][4] < said[0][1], said
 # Sums of float32 in another order, and four printed digits.
 assert all(abs(a - b) < 5e-4 for row in said for a, b in zip(row, said[0])), said
 
+# A transformer, whose ranks draw their own rows.
+for ranks in ("1", "2"):
+    done = subprocess.run(
+        [transformer, ranks], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.fullmatch(r"100 steps: loss ([\d.]+) -> ([\d.]+)\n", done.stdout)
+    assert said and float(said[2]) < 0.2 * float(said[1]), done.stdout
+
 # The example that README.md quotes, on two ranks.
 job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 ranks = [
@@ -175,8 +185,12 @@ ranks = [
     )
     for rank in ("0", "1")
 ]
+curves = []
 for rank in ranks:
     printed, _ = rank.communicate(timeout=120)
     assert rank.returncode == 0, printed
     losses = [float(line.split()[-1]) for line in printed.splitlines()]
-    assert len(losses) == 20 and losses[-1] < losses[0], printed
+    assert len(losses) == 20 and losses[-1] < 0.5 * losses[0], printed
+    curves.append(losses)
+# Each rank has its own data.
+assert curves[0] != curves[1], curves
