@@ -14,11 +14,13 @@ namespace {
 
 std::string to_text(const Evaluated& found) {
   std::string text = fmt::format(
-      "weights        {}\nsequences      {} of {} tokens\nloss           "
-      "{:.4f} nats a token\nperplexity     {:.4f}\n",
+      "weights        {}\nsequences      {} of {} tokens, packing {}, {}\nloss "
+      "          {:.4f} nats a token\nperplexity     {:.4f}\n",
       found.model,
       found.sequences,
       found.seq_len,
+      config::word_of(found.packing),
+      found.dtype,
       found.metrics.loss,
       found.metrics.perplexity());
   if (found.metrics.bits_per_byte) {

@@ -8,7 +8,7 @@ Exits with 77 (skipped) without transformers or peft.
 usage: finetune_lora.py PROGRAM
 """
 
-import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,7 +17,8 @@ from finetune_guide import ROOT, SKIPPED, write_chats, write_model
 
 sys.path.insert(0, str(ROOT))
 
-from tests.support.program import expect, run  # noqa: E402
+from tests.support.guide import Guide  # noqa: E402
+from tests.support.program import expect  # noqa: E402
 
 SMALL = [
     "training.steps=80",
@@ -58,6 +59,14 @@ def answers(tokenizer, model, question):
     return tokenizer.decode(out[0, ids.shape[1] :])
 
 
+def expect_config_of_example():
+    """The page shows lines of the file that its commands use."""
+    page = (ROOT / "docs/guides/lora.md").read_text()
+    example = (ROOT / "examples/lora_8b.toml").read_text()
+    (shown,) = re.findall(r"^```toml\n(.*?)^```$", page, re.M | re.S)
+    expect(shown in example, f"examples/lora_8b.toml does not have\n{shown}")
+
+
 def main():
     try:
         import jinja2  # noqa: F401
@@ -65,46 +74,36 @@ def main():
         import transformers
     except ImportError:
         return SKIPPED
-    program = sys.argv[1]
     transformers.logging.set_verbosity_error()
     load = transformers.AutoModelForCausalLM.from_pretrained
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        base, corpus, trained = folder / "base", folder / "chats", folder / "run"
+        base, trained = folder / "models/base", folder / "outputs/lora_8b"
         write_base(base)
         write_chats(folder / "chats.jsonl")
-        prepare = ["data", "prepare", "--chat", "--input", folder / "chats.jsonl"]
-        run(program, *prepare, "--tokenizer", base, "--output", corpus)
-        paths = {
-            "run.output_dir": trained,
-            "model.init_from": base,
-            "data.train": corpus,
-        }
-        settings = [f"{key}={value}" for key, value in paths.items()] + SMALL
-        sets = [word for setting in settings for word in ("--set", setting)]
-        train = ["train", ROOT / "examples/lora_8b.toml", "--device", "cpu"]
-        said = run(program, *train, "--nproc", 2, *sets)
+        guide = Guide("lora.md", sys.argv[1], folder, SMALL)
+        expect_config_of_example()
+        guide.run("data prepare --chat")
+        said = guide.run("train examples/lora_8b.toml")
         expect("frozen; LoRA: " in said, said)
         expect("rowwise" in said, said)
-        rows = (trained / "metrics.jsonl").read_text().splitlines()
-        losses = [row["loss"] for row in map(json.loads, rows) if "loss" in row]
-        expect(losses[0] > 4 and losses[-1] < 0.3, f"losses {losses}")
-
-        measure = ["evaluate", "--data", corpus, "--seq-len", 64, "--json"]
-        measure += ["--device", "cpu"]
-        found = [
-            json.loads(run(program, *measure, "--run", which))["loss"]
-            for which in (base, trained)
+        losses = [
+            row["loss"]
+            for row in guide.rows("outputs/lora_8b/metrics.jsonl")
+            if "loss" in row
         ]
-        expect(found[1] < found[0] / 2, f"evaluated {found}")
-        said = run(
-            program,
-            *["generate", "--run", trained, "--prompt", "Hello", "--corpus", corpus],
-            *["--max-new-tokens", 4, "--device", "cpu"],
-        )
+        expect(losses[0] > 4 and losses[-1] < 0.3, f"losses {losses}")
+        before, after = guide.evaluation("evaluate --hf"), guide.evaluation("evaluate --run")
+        expect(after["loss"] < before["loss"] / 2, f"from {before} to {after}")
+        # Before and after are measured on the same samples.
+        for found in (before, after):
+            del found["loss"]
+        expect(before == after, f"{before} is not {after}")
+        said = guide.run("generate --run")
         expect("Hello" in said, said)
-        merged = folder / "merged"
-        run(program, "export", "--run", trained, "--to", merged, "--merge")
+        guide.run("export --run")
+        guide.end()
+        merged = folder / "outputs/merged"
         tokenizer = transformers.AutoTokenizer.from_pretrained(merged)
         for model in (
             peft.PeftModel.from_pretrained(load(base), trained),

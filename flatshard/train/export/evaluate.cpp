@@ -177,6 +177,8 @@ Evaluated evaluate(const EvaluateOptions& options) {
       .model = stored.what,
       .sequences = count,
       .seq_len = config.training.seq_len,
+      .packing = config.data.packing,
+      .dtype = std::string(config::word_of(stored.compute)),
       .metrics = summarize(sets, /*step=*/0, sums),
       .documents = {}};
   if (documents) {
@@ -194,6 +196,8 @@ std::string to_json(const Evaluated& found) {
       {"weights", found.model},
       {"sequences", found.sequences},
       {"seq_len", found.seq_len},
+      {"packing", config::word_of(found.packing)},
+      {"dtype", found.dtype},
       {"loss", found.metrics.loss},
       {"perplexity", found.metrics.perplexity()}};
   if (found.metrics.bits_per_byte) {

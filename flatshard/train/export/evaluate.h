@@ -37,6 +37,8 @@ struct Evaluated {
   std::string model;  ///< where the weights come from
   std::int64_t sequences = 0;
   std::int64_t seq_len = 0;
+  data::Packing packing = data::Packing::stream;
+  std::string dtype;  ///< of weights and activations
   ValidationMetrics metrics;
   std::vector<DocumentLoss> documents;  ///< with per_document
 };
