@@ -4,12 +4,14 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/nearest_name.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/plan/gpu.h"
 #include "flatshard/plan/svg.h"
 #include "flatshard/train/device.h"
+#include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/plan/calibrate.h"
 #include "flatshard/train/plan/run_plan.h"
 #include "flatshard/train/plan/sweep.h"
@@ -102,18 +104,43 @@ void run_calibration(
   throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
 }
 
-/// Returns the config of a file, or of a preset by its name.
+/// Ends the program when one of these options is given.
+void refuse_unused(
+    const std::vector<CLI::Option*>& options,
+    std::string_view why) {
+  for (const CLI::Option* option : options) {
+    if (option->count() > 0) {
+      throw_plan_usage(fmt::format("{} {}", option->get_name(), why));
+    }
+  }
+}
+
+/// Returns the config of a file, of a preset by its name, or of a Hugging Face
+/// folder.
 Config planned_config(const PlanArguments& arguments) {
   const auto presets = models::preset_names();
   if (std::ranges::find(presets, arguments.config) != presets.end()) {
     return config_of_preset(arguments.config, arguments.overrides);
   }
+  const std::filesystem::path path = arguments.config;
+  if (std::filesystem::is_directory(path)) {
+    FLATSHARD_CHECK(
+        std::filesystem::exists(path / kHfConfig),
+        config,
+        "expected a Hugging Face folder, with a {}, got '{}'",
+        kHfConfig,
+        arguments.config);
+    return config_of_hf_config(path / kHfConfig, arguments.overrides);
+  }
+  const std::string near = near_name(arguments.config, presets);
   FLATSHARD_CHECK(
-      std::filesystem::exists(arguments.config),
+      std::filesystem::exists(path),
       config,
-      "expected a config file, or a preset ({}), got '{}'",
+      "expected a config file, a Hugging Face folder, or a preset ({}), got "
+      "'{}'{}",
       fmt::join(presets, ", "),
-      arguments.config);
+      arguments.config,
+      near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
   return load_config(arguments.config, arguments.overrides);
 }
 
@@ -186,7 +213,8 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
   command->add_option(
       "config",
       arguments->config,
-      "The run as a TOML file, or a preset such as llama3_8b");
+      "The run as a TOML file, a Hugging Face folder, or a preset such as "
+      "llama3_8b");
   command->add_option(
       "--set",
       arguments->overrides,
@@ -222,7 +250,8 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
       arguments->svg,
       "Draw the streams of the step into this file");
   command->add_flag("--json", arguments->json, "Print one JSON object");
-  command->add_flag(
+  const std::vector<CLI::Option*> of_plans = command->get_options();
+  const CLI::Option* calibrate = command->add_flag(
       "--calibrate",
       arguments->calibrate,
       "Measure this machine's GPU and links into a table for --gpu");
@@ -248,7 +277,18 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
       "  flatshard plan llama3_70b --ranks 64 --sweep\n"
       "  flatshard plan --calibrate --nproc 8 -o my_gpu.toml\n"
       "  flatshard plan run.toml --ranks 8 --gpu my_gpu.toml");
-  command->callback([arguments, argv] { run_plan(*arguments, argv); });
+  std::vector<CLI::Option*> of_calibration = command->get_options();
+  std::erase_if(of_calibration, [&](const CLI::Option* option) {
+    return option == calibrate || std::ranges::count(of_plans, option) > 0;
+  });
+  command->callback([=] {
+    refuse_unused(
+        arguments->calibrate ? of_plans : of_calibration,
+        arguments->calibrate
+            ? "has no effect with --calibrate; leave one of them out"
+            : "needs --calibrate; leave it out to plan a run");
+    run_plan(*arguments, argv);
+  });
 }
 
 }  // namespace flatshard

@@ -2,9 +2,12 @@
 
 #include "flatshard/core/error.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <iterator>
 #include <utility>
 
 namespace flatshard::plan {
@@ -111,6 +114,22 @@ double days_of(const Job& job, double gpu_hours) {
   return gpu_hours / static_cast<double>(job.ranks) / kHoursPerDay;
 }
 
+namespace {
+
+/// Suffixes of a number of tokens, and their factors.
+constexpr std::pair<std::string_view, double> kTokenUnits[] =
+    {{"", 1}, {"K", 1e3}, {"M", 1e6}, {"B", 1e9}, {"T", 1e12}};
+
+}  // namespace
+
+std::string tokens_text(double tokens) {
+  const auto* unit = std::begin(kTokenUnits);
+  for (const auto& larger : kTokenUnits) {
+    unit = tokens >= larger.second ? &larger : unit;
+  }
+  return fmt::format("{:g}{}", tokens / unit->second, unit->first);
+}
+
 double parse_tokens(std::string_view text) {
   double value = 0;
   const auto [end, error] =
@@ -119,12 +138,7 @@ double parse_tokens(std::string_view text) {
       end,
       static_cast<std::size_t>(text.data() + text.size() - end));
   double factor = 0;
-  for (const auto& [name, of] :
-       {std::pair<std::string_view, double>{"", 1},
-        {"K", 1e3},
-        {"M", 1e6},
-        {"B", 1e9},
-        {"T", 1e12}}) {
+  for (const auto& [name, of] : kTokenUnits) {
     factor = suffix == name ? of : factor;
   }
   FLATSHARD_CHECK(

@@ -55,4 +55,7 @@ double days_of(const Job& job, double gpu_hours);
 /// texts.
 double parse_tokens(std::string_view text);
 
+/// Returns a number of tokens as parse_tokens reads it: 1.5e13 is "15T".
+std::string tokens_text(double tokens);
+
 }  // namespace flatshard::plan

@@ -75,6 +75,8 @@ StepPlan simulate(
   }
   step.seconds = std::max(step.device_seconds, step.host_seconds);
   step.shown_microbatches = microbatches;
+  step.shown_seconds = step.seconds;
+  step.shown_host_seconds = step.host_seconds;
   return step;
 }
 

@@ -37,6 +37,8 @@ struct StepPlan {
   std::vector<Span> spans;  ///< by operation
   /// Microbatches that `operations` shows; the others repeat them.
   int shown_microbatches = 0;
+  double shown_seconds = 0;       ///< of a step of so many, as `seconds`
+  double shown_host_seconds = 0;  ///< as `host_seconds`
 };
 
 /// Prices a step in the steady state: the second of two that follow each other.

@@ -1,5 +1,6 @@
 #include "flatshard/plan/svg.h"
 
+#include "flatshard/core/escape_markup.h"
 #include "flatshard/core/words.h"
 
 #include <fmt/format.h>
@@ -32,7 +33,8 @@ struct Style {
   std::string_view name;
   std::string_view text;
 };
-constexpr std::array<Style, 9> kStyles{{
+constexpr std::string_view kHostStyle = "h";
+constexpr std::array<Style, 10> kStyles{{
     {"f", "forward"},
     {"r", "recompute"},
     {"b", "backward"},
@@ -42,6 +44,7 @@ constexpr std::array<Style, 9> kStyles{{
     {"s", "reduce"},
     {"x", "tokens to experts"},
     {"t", "tensor parallelism"},
+    {kHostStyle, "the host launches the step"},
 }};
 constexpr Word<std::string_view> kStyleOf[] = {
     {"forward", "f"},
@@ -73,7 +76,7 @@ constexpr std::string_view kCss = R"(
   .in { fill: #ffffff; font-size: 12px; pointer-events: none; }
   .f { fill: #2f6fbf; } .r { fill: #7a5bb8; } .b { fill: #b85c1b; }
   .w { fill: #167d84; } .o { fill: #3d7d3a; } .g { fill: #64748b; }
-  .s { fill: #b03a48; } .x { fill: #a8428f; }
+  .s { fill: #b03a48; } .x { fill: #a8428f; } .h { fill: #55609a; }
   @media (prefers-color-scheme: dark) {
     svg { background: #0d1117; }
     text { fill: #e6edf3; }
@@ -84,7 +87,7 @@ constexpr std::string_view kCss = R"(
     .in { fill: #ffffff; }
     .f { fill: #3b82d6; } .r { fill: #8f6fd0; } .b { fill: #c96a25; }
     .w { fill: #1f9aa3; } .o { fill: #4b9a47; } .g { fill: #7688a0; }
-    .s { fill: #c94a58; } .x { fill: #bd54a4; }
+    .s { fill: #c94a58; } .x { fill: #bd54a4; } .h { fill: #6b77b8; }
   }
 )";
 
@@ -93,29 +96,6 @@ constexpr std::string_view kTensorCss = R"(
   .t { fill: #8a6d00; }
   @media (prefers-color-scheme: dark) { .t { fill: #a88a1c; } }
 )";
-
-std::string escaped(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      default:
-        out += c;
-    }
-  }
-  return out;
-}
 
 std::string_view style_of(std::string_view what) {
   std::string_view style = "f";
@@ -153,8 +133,8 @@ class Picture {
   }
 
   std::string draw() {
-    const double panel = static_cast<double>(lanes_.size()) * kLane;
-    const double end = step_.spans.empty() ? 0 : shown_seconds();
+    const double panel = static_cast<double>(num_rows()) * kLane;
+    const double end = step_.shown_seconds;
     const double zoom_begin = kZoomFrom * end;
     const double zoom_end = zoom_begin + end / kZoom;
     const double second = kTop + panel + kPanelGap;
@@ -181,7 +161,7 @@ class Picture {
         height,
         kWidth,
         height,
-        escaped(title_),
+        escape_markup(title_),
         kCss,
         uses(Stream::tensor) ? kTensorCss : std::string_view(),
         body_);
@@ -194,16 +174,8 @@ class Picture {
         [&](const Operation& operation) { return operation.stream == stream; });
   }
 
-  /// Steps of many microbatches show a few of them.
-  double shown_seconds() const {
-    double end = 0;
-    for (std::size_t i = 0; i < step_.spans.size(); ++i) {
-      if (step_.operations[i].stream == Stream::compute) {
-        end = std::max(end, step_.spans[i].end);
-      }
-    }
-    return end;
-  }
+  /// The host's, and one for each lane.
+  std::size_t num_rows() const { return 1 + lanes_.size(); }
 
   void line(double x, double y, std::string_view style, std::string_view text) {
     body_ += fmt::format(
@@ -211,15 +183,15 @@ class Picture {
         style,
         x,
         y,
-        escaped(text));
+        escape_markup(text));
   }
 
   void draw_panel(double top, double begin, double end, std::string_view name) {
     const double scale = (kWidth - kLeft - kRight) / (end - begin);
-    const double bottom = top + static_cast<double>(lanes_.size()) * kLane;
+    const double bottom = top + static_cast<double>(num_rows()) * kLane;
     line(kLeft, top - 10, "dim", name);
-    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-      const double y = top + static_cast<double>(lane) * kLane;
+    for (std::size_t row = 0; row < num_rows(); ++row) {
+      const double y = top + static_cast<double>(row) * kLane;
       body_ += fmt::format(
           "<rect class=\"lane\" x=\"{}\" y=\"{:.1f}\" width=\"{}\" "
           "height=\"{}\"/>\n",
@@ -231,13 +203,15 @@ class Picture {
           "<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n",
           kLeft - 12,
           y + kLane / 2 + 5,
-          to_string(lanes_[lane]));
+          row == 0 ? "host" : to_string(lanes_[row - 1]));
     }
     draw_axis(bottom, begin, end, scale);
+    const double in_lane = (kLane - kBar) / 2;
+    draw_host(top + in_lane, begin, end, scale);
     for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
       draw_lane(
           lanes_[lane],
-          top + static_cast<double>(lane) * kLane + (kLane - kBar) / 2,
+          top + static_cast<double>(1 + lane) * kLane + in_lane,
           begin,
           end,
           scale);
@@ -275,6 +249,21 @@ class Picture {
     std::string title;  ///< of the first one
     int operations = 1;
   };
+
+  void draw_host(double y, double begin, double end, double scale) {
+    const double to = std::min(step_.shown_host_seconds, end);
+    if (to > begin) {
+      draw_bar(
+          {.from = kLeft,
+           .to = kLeft + scale * (to - begin),
+           .style = kHostStyle,
+           .name = "launches",
+           .title = fmt::format(
+               "host: {:.3f} ms to launch the step",
+               1e3 * step_.shown_host_seconds)},
+          y);
+    }
+  }
 
   void
   draw_lane(Stream stream, double y, double begin, double end, double scale) {
@@ -322,7 +311,7 @@ class Picture {
         y,
         width,
         kBar,
-        escaped(bar.title),
+        escape_markup(bar.title),
         bar.operations > 1 ? fmt::format(", and {} more", bar.operations - 1)
                            : "");
     if (!bar.name.empty() &&
@@ -332,7 +321,7 @@ class Picture {
           "text-anchor=\"middle\">{}</text>\n",
           (bar.from + bar.to) / 2,
           y + kBar / 2 + 4.5,
-          escaped(bar.name));
+          escape_markup(bar.name));
     }
   }
 
@@ -358,11 +347,12 @@ class Picture {
   void draw_legend(double y) {
     double x = kLeft;
     for (const Style& style : kStyles) {
-      const bool used = std::ranges::any_of(
-          step_.operations,
-          [&](const Operation& operation) {
-            return style_of(operation.what) == style.name;
-          });
+      const bool used = style.name == kHostStyle ||
+                        std::ranges::any_of(
+                            step_.operations,
+                            [&](const Operation& operation) {
+                              return style_of(operation.what) == style.name;
+                            });
       if (!used) {
         continue;
       }

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/escape_markup.h"
 #include "flatshard/core/log.h"
 #include "flatshard/report/page_template.h"
 #include "flatshard/report/run.h"
@@ -93,10 +94,18 @@ Json to_json(const Table& table, Detail detail) {
   return object;
 }
 
-/// Returns the keys whose values are not as by default.
-Json changed_keys(const Json& config, const Json& defaults) {
+/// Returns the keys that the run sets to another value than the default. A run
+/// of an earlier version has no list of them, only their values.
+Json changed_keys(const RunRecord& run, const Json& defaults) {
+  if (!run.starts.empty()) {
+    const Json& start = run.starts.back()["start"];
+    if (const auto keys = start.find("changed_keys");
+        keys != start.end() && keys->is_array()) {
+      return *keys;
+    }
+  }
   Json keys = Json::array();
-  for (const auto& [key, value] : config.items()) {
+  for (const auto& [key, value] : run.config.items()) {
     const auto found = defaults.find(key);
     if (found == defaults.end() || *found != value) {
       keys.push_back(key);
@@ -119,7 +128,7 @@ Json to_json(const RunRecord& run, const Json& defaults, Detail detail) {
   object["nonfinite"] = run.nonfinite;
   object["profiles"] = run.profiles;
   object["config"] = run.config;
-  object["changed"] = changed_keys(run.config, defaults);
+  object["changed"] = changed_keys(run, defaults);
   object["warnings"] = run.warnings;
   return object;
 }
@@ -195,27 +204,6 @@ std::string for_script(std::string json) {
   return text;
 }
 
-/// Returns text that may stand between tags.
-std::string for_html(const std::string& text) {
-  std::string escaped;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        escaped += "&amp;";
-        break;
-      case '<':
-        escaped += "&lt;";
-        break;
-      case '>':
-        escaped += "&gt;";
-        break;
-      default:
-        escaped += c;
-    }
-  }
-  return escaped;
-}
-
 void replace(std::string& page, std::string_view mark, const std::string& by) {
   const std::size_t at = page.find(mark);
   FLATSHARD_CHECK(
@@ -250,7 +238,8 @@ std::string report_page(const ReportOptions& options) {
       "<title>Flatshard report</title>",
       fmt::format(
           "<title>{} - Flatshard report</title>",
-          for_html(data["runs"][0]["name"])));
+          escape_markup(
+              data["runs"][0]["name"].get_ref<const std::string&>())));
   return page;
 }
 

@@ -39,6 +39,43 @@ TEST(PlanProgram, PrintsMemoryTimeAndDays) {
           HasSubstr("mfu, causal"),
           HasSubstr("GPU-hours"),
           HasSubstr("prices: ")));
+  // As it was asked for, and numbers as people read them.
+  EXPECT_THAT(
+      result.output,
+      ::testing::ContainsRegex(
+          "15T tokens +[0-9],[0-9]{3} days  [0-9]{3},[0-9]{3} GPU-hours"));
+}
+
+TEST(PlanProgram, PlansTheModelOfAHuggingFaceFolder) {
+  const TempFolder folder;
+  folder.write(
+      "model 1/config.json",
+      R"({"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 4,
+          "num_attention_heads": 16, "num_key_value_heads": 8,
+          "intermediate_size": 4096, "vocab_size": 32000, "rms_norm_eps": 1e-5,
+          "max_position_embeddings": 4096, "rope_theta": 1e4,
+          "tie_word_embeddings": false})");
+  const auto result =
+      run(fmt::format("plan '{}' --ranks 8", (folder / "model 1").string()));
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_THAT(
+      result.output,
+      AllOf(
+          HasSubstr(" parameters on 8 ranks of NVIDIA H100"),
+          HasSubstr("1 microbatch of 1 x 4096 tokens")));
+  const auto other = run("plan '" + folder.path().string() + "' --ranks 8");
+  EXPECT_EQ(other.code, 1);
+  EXPECT_THAT(
+      other.output,
+      HasSubstr("expected a Hugging Face folder, with a config.json"));
+}
+
+TEST(PlanProgram, SweepsExplainTheirWords) {
+  const auto result = run("plan llama3_1b --ranks 8 --sweep");
+  ASSERT_EQ(result.code, 0) << result.output;
+  for (const char* word : {"\nAxB ", "\ntpN ", "\nkept ", "\nepN "}) {
+    EXPECT_THAT(result.output, HasSubstr(word));
+  }
 }
 
 TEST(PlanProgram, PrintsJson) {
@@ -169,7 +206,17 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
            {"plan", "flatshard plan run.toml --ranks 8"},
            {"plan llama3_8b", "expected --ranks"},
            {"plan llama3_8b --ranks 0", "--ranks"},
-           {"plan llama9 --ranks 8", "or a preset (llama3_1b, "},
+           {"plan nothing --ranks 8", "or a preset (llama3_1b, "},
+           {"plan llama38b --ranks 8",
+            "got 'llama38b'; did you mean "
+            "'llama3_8b'?"},
+           {"plan llama3_8b --ranks 8 --set model.preset=qwen3_8",
+            "got 'qwen3_8'; did you mean 'qwen3_8b'?"},
+           {"plan llama3_8b --ranks 8 --device cpu", "--calibrate"},
+           {"plan llama3_8b --ranks 8 --nproc 2", "--calibrate"},
+           {"plan llama3_8b --ranks 8 -o x.toml", "--calibrate"},
+           {"plan --calibrate --device cpu --ranks 8", "--ranks"},
+           {"plan llama3_8b --calibrate --device cpu", "config"},
            {"plan llama3_8b --ranks 8 --gpu h300", "did you mean h100?"},
            {"plan llama3_8b --ranks 8 --gpu " + gpu, "memory_gb"},
            {"plan llama3_8b --ranks 8 --tokens many", "such as 300B or 15T"},

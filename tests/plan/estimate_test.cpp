@@ -81,6 +81,10 @@ TEST(Tokens, ReadSuffixes) {
   for (const char* wrong : {"", "T", "3X", "-1B", "1BB", "inf"}) {
     EXPECT_THROW(parse_tokens(wrong), Error) << wrong;
   }
+  for (const char* text : {"15T", "1.5B", "300", "20B", "7M", "2.5K"}) {
+    EXPECT_EQ(tokens_text(parse_tokens(text)), text);
+  }
+  EXPECT_EQ(tokens_text(15000e9), "15T");
 }
 
 }  // namespace

@@ -3,9 +3,11 @@
 #include "tests/plan/round_gpu.h"
 #include "tests/plan/small_job.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <stack>
 #include <string>
 
@@ -69,6 +71,41 @@ TEST(Svg, DrawsTheExchangesOfRanksThatShareLayers) {
       to_svg(plan_step(job, plan_units(job), round_gpu()), "a step");
   EXPECT_THAT(without, Not(HasSubstr("tensor par")));
   EXPECT_THAT(without, Not(HasSubstr(".t {")));
+}
+
+/// Returns the right end of a bar in pixels: x and width after `title`'s rect.
+double end_of_bar(const std::string& svg, const std::string& style) {
+  const std::size_t rect = svg.find("<rect class=\"" + style + "\" x=\"");
+  EXPECT_NE(rect, std::string::npos) << style;
+  const auto number = [&](const std::string& name) {
+    const std::size_t at = svg.find(name + "=\"", rect) + name.size() + 2;
+    return std::stod(svg.substr(at));
+  };
+  return number("x") + number("width");
+}
+
+TEST(Svg, TheAxisEndsWithTheStepWhateverBoundsIt) {
+  constexpr double kAxisEnd = 1280 - 24;
+  const Job job = small_job(3, 2);
+  const StepPlan step = plan_step(job, plan_units(job), round_gpu());
+  for (const double host : {0.25, 4.0}) {
+    StepPlan bound = step;
+    bound.shown_host_seconds = host * step.device_seconds;
+    bound.shown_seconds = std::max(1.0, host) * step.device_seconds;
+    const std::string svg = to_svg(bound, "a step");
+    EXPECT_TRUE(is_well_formed(svg));
+    EXPECT_THAT(svg, HasSubstr(">host</text>"));
+    EXPECT_THAT(
+        svg,
+        HasSubstr(fmt::format(
+            "host: {:.3f} ms to launch the step",
+            1e3 * bound.shown_host_seconds)));
+    const double share = std::min(1.0, host);
+    EXPECT_NEAR(
+        end_of_bar(svg, "h"),
+        112 + share * (kAxisEnd - 112),
+        1.1);  // a gap of a pixel
+  }
 }
 
 TEST(Svg, DrawsEachStreamThatIsUsed) {

@@ -1,6 +1,7 @@
 #include "flatshard/models/families/family.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/nearest_name.h"
 
 #include <fmt/ranges.h>
 
@@ -220,11 +221,13 @@ ModelConfig preset(std::string_view name) {
       }
     }
   }
+  const std::string near = near_name(name, preset_names());
   FLATSHARD_THROW(
       config,
-      "expected a model preset, one of {}, got '{}'",
+      "expected a model preset, one of {}, got '{}'{}",
       fmt::join(preset_names(), ", "),
-      name);
+      name,
+      near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
 }
 
 }  // namespace flatshard::models

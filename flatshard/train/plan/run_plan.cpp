@@ -15,6 +15,8 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <cmath>
+#include <filesystem>
 
 namespace flatshard {
 namespace {
@@ -40,6 +42,14 @@ std::string row(
              : fmt::format("  {:<22}{:>14}  {}\n", name, value, remark);
 }
 
+/// Returns a number of days or hours: 0.012, 4.5, 1,719.
+std::string amount_text(double value) {
+  constexpr double kWhole = 100;
+  return value < 1        ? fmt::format("{:.3f}", value)
+         : value < kWhole ? fmt::format("{:.1f}", value)
+                          : with_commas(std::llround(value));
+}
+
 /// Rejects options without a price.
 void check_priced(const Config& config) {
   FLATSHARD_CHECK(
@@ -61,7 +71,7 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
       "{} parameters{} on {} ranks of {}, {} a host\n"
-      "strategy {}{}{}; recompute {}; FP8 {}; {} microbatches of {} x {} "
+      "strategy {}{}{}; recompute {}; FP8 {}; {} microbatch{} of {} x {} "
       "tokens\n",
       with_commas(models::num_parameters(plan.model)),
       plan.config.lora.enabled()
@@ -83,6 +93,7 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
       config::word_of(plan.config.activation_checkpoint.mode),
       config::word_of(plan.config.float8.recipe),
       plan.job.microbatches,
+      plan.job.microbatches == 1 ? "" : "es",
       training.local_batch_size,
       training.seq_len);
 }
@@ -157,6 +168,20 @@ std::string step_text(const RunPlan& plan) {
   return text;
 }
 
+/// @param model  where the shape is: key=value.
+Config config_of_model(
+    const std::string& model,
+    std::int64_t max_seq_len,
+    const std::vector<std::string>& overrides) {
+  const std::string text = fmt::format(
+      "[data]\ntrain = \"random\"\n[training]\nseq_len = {}\n[precision]\n"
+      "compute = \"bfloat16\"\nreduce = \"bfloat16\"\n",
+      std::min(max_seq_len, kPresetTokens));
+  std::vector<std::string> settings{model};
+  settings.insert(settings.end(), overrides.begin(), overrides.end());
+  return parse_config(text, model, settings);
+}
+
 std::string speed_text(
     const RunPlan& plan,
     const std::optional<double>& tokens) {
@@ -177,11 +202,9 @@ std::string speed_text(
   if (tokens) {
     const double hours = plan::gpu_hours(e, *tokens);
     text +=
-        row(fmt::format("{:g} B tokens", *tokens / 1e9),
-            fmt::format("{:.3g} days", plan::days_of(plan.job, hours)),
-            fmt::format(
-                "{} GPU-hours",
-                with_commas(static_cast<std::int64_t>(hours))));
+        row(plan::tokens_text(*tokens) + " tokens",
+            amount_text(plan::days_of(plan.job, hours)) + " days",
+            amount_text(hours) + " GPU-hours");
   }
   return text;
 }
@@ -191,14 +214,19 @@ std::string speed_text(
 Config config_of_preset(
     const std::string& preset,
     const std::vector<std::string>& overrides) {
-  const models::ModelConfig model = models::preset(preset);
-  const std::string text = fmt::format(
-      "[model]\npreset = \"{}\"\n[data]\ntrain = \"random\"\n[training]\n"
-      "seq_len = {}\n[precision]\ncompute = \"bfloat16\"\nreduce = "
-      "\"bfloat16\"\n",
-      preset,
-      std::min(model.max_seq_len, kPresetTokens));
-  return parse_config(text, preset, overrides);
+  return config_of_model(
+      "model.preset=" + preset,
+      models::preset(preset).max_seq_len,
+      overrides);
+}
+
+Config config_of_hf_config(
+    const std::string& path,
+    const std::vector<std::string>& overrides) {
+  return config_of_model(
+      "model.hf_config=" + path,
+      models::from_hf_json(path).max_seq_len,
+      overrides);
 }
 
 RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
@@ -250,9 +278,10 @@ std::string picture_text(const RunPlan& plan) {
       100 * plan.estimate.mfu,
       step.shown_microbatches < plan.job.microbatches
           ? fmt::format(
-                "; {} of {} microbatches are shown",
+                "; {} of {} microbatches are shown, {}",
                 step.shown_microbatches,
-                plan.job.microbatches)
+                plan.job.microbatches,
+                ms(step.shown_seconds))
           : "");
 }
 

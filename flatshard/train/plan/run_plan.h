@@ -44,6 +44,12 @@ Config config_of_preset(
     const std::string& preset,
     const std::vector<std::string>& overrides = {});
 
+/// Returns the same for the model of a Hugging Face config.json. Its weights
+/// are not read.
+Config config_of_hf_config(
+    const std::string& path,
+    const std::vector<std::string>& overrides = {});
+
 /// @throws Error{config} as the trainer, for these ranks.
 RunPlan plan_run(const Config& config, const PlannedMachines& machines);
 

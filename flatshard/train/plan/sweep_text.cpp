@@ -45,6 +45,16 @@ std::string row_of(const PlannedChoice& planned, std::int64_t ranks) {
       config::word_of(choice.float8));
 }
 
+/// The words of the column of strategies.
+constexpr std::string_view kWords =
+    "AxB      A groups of B ranks, each of which shards the whole model\n"
+    "tpN      N ranks share each layer (tensor parallelism)\n"
+    "kept     weights stay gathered from forward to backward\n"
+    "epN      N ranks divide the experts (expert parallelism)\n"
+    "etpN     N ranks share the width of each expert\n"
+    "overlap  two microbatches in flight\n"
+    "batch    sequences of a microbatch, which the ranks of tp share\n";
+
 constexpr std::string_view kHeader =
     "strategy                          recompute  batch FP8       ";
 
@@ -103,10 +113,7 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
         static_cast<double>(e.peak_nbytes) / kGiB,
         static_cast<double>(e.peak_nbytes - e.room_nbytes) / kGiB);
   }
-  return text + fmt::format(
-                    "\nbatch: sequences of a microbatch, which the ranks of tp "
-                    "share\nprices: {}\n",
-                    machines.gpu.source);
+  return text + fmt::format("\n{}prices: {}\n", kWords, machines.gpu.source);
 }
 
 std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
