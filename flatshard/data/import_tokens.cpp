@@ -227,7 +227,7 @@ CorpusMeta import_tokens(
   FLATSHARD_CHECK(
       std::find(to_validation.begin(), to_validation.end(), false) !=
           to_validation.end(),
-      io,
+      format,
       "--input: expected documents, got none in {} files",
       num_train);
   const bool is_given = !options.validation.empty();
@@ -235,7 +235,7 @@ CorpusMeta import_tokens(
       !is_given ||
           std::find(to_validation.begin(), to_validation.end(), true) !=
               to_validation.end(),
-      io,
+      format,
       "--validation: expected documents, got none in {} files",
       files.size() - num_train);
   if (lines != nullptr) {

@@ -294,7 +294,7 @@ std::int64_t PythonChild::read_frame() {
     std::string text;
     read_bytes(text, nbytes);
     if (count == kError) {
-      FLATSHARD_THROW(io, "{}", text);
+      FLATSHARD_THROW(format, "{}", text);  // of what a file has
     }
     log_warning("{}", text);
   }

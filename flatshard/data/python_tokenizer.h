@@ -64,7 +64,8 @@ class PythonChild {
   void kill();
 
   /// Reads bytes. Warnings of the child that come before are logged.
-  /// @throws Error{io} when the child ends before that, or with its message.
+  /// @throws Error{io} when the child ends before that, Error{format} with its
+  /// message.
   void read(void* out, std::size_t nbytes);
   std::int64_t read_count();
   std::string read_text();

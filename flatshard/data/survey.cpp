@@ -96,7 +96,7 @@ Survey survey_inputs(
   }
   FLATSHARD_CHECK(
       !survey.found.files.empty(),
-      io,
+      format,
       "--input: none of {} files has a document, so the corpus would be empty: "
       "{}",
       num_found,

@@ -123,7 +123,7 @@ TEST_F(Chat, ErrorsNameFileAndLine) {
   // In a list, the line of the row's beginning.
   EXPECT_THAT(
       error_message(
-          ErrorCode::io,
+          ErrorCode::format,
           [&] {
             prepare_corpus(
                 options("[{\"prompt\": \"a\", \"completion\": \"b\"},\n\n"
@@ -218,7 +218,7 @@ TEST_F(Chat, AConversationBecomesAPromptThatTheAssistantAnswers) {
   EXPECT_EQ(found.ends, (std::vector<std::int64_t>{0}));
   EXPECT_THAT(
       error_message(
-          ErrorCode::io,
+          ErrorCode::format,
           [&] {
             codec->chat_prompts(
                 {R"({"messages": [{"role": "user", "content": "a"},

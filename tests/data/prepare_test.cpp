@@ -180,7 +180,7 @@ TEST(Prepare, ErrorsLeaveNothingBehind) {
       HasSubstr("--input '/none/*.txt' matches no file"));
   EXPECT_THAT(
       message(
-          ErrorCode::io,
+          ErrorCode::format,
           [&](auto& o) { o.inputs = {(temp / "in/b").string()}; }),
       HasSubstr("none of 1 files has a document, so the corpus would be "
                 "empty: b (empty)"));
@@ -245,7 +245,7 @@ TEST(Prepare, BinaryFilesOfFoldersAreSkippedWithAWarning) {
   options.inputs = {(temp / "in/*.p*").string()};
   options.output = temp / "none";
   EXPECT_THAT(
-      error_message(ErrorCode::io, [&] { prepare_corpus(options); }),
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
       HasSubstr("none of 5 files has a document"));
 }
 

@@ -216,7 +216,7 @@ TEST(PythonTokenizer, ParquetThroughPyarrow) {
   options.text_field = "body";
   options.output = temp / "other";
   EXPECT_THAT(
-      error_message(ErrorCode::io, [&] { prepare_corpus(options); }),
+      error_message(ErrorCode::format, [&] { prepare_corpus(options); }),
       HasSubstr("expected the text field 'body', found id, text; name another "
                 "with --text-field"));
   ::unsetenv("PYTHONPATH");

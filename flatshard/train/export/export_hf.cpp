@@ -237,7 +237,7 @@ std::string export_hf(const ExportOptions& options) {
   std::error_code error;
   FLATSHARD_CHECK(
       !fs::exists(options.to, error) || fs::is_empty(options.to, error),
-      io,
+      config,
       "--to: expected a folder that is not there yet, got {}",
       options.to.string());
 
