@@ -4,6 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/output.h"
+#include "flatshard/data/corpus.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
@@ -14,6 +15,7 @@
 #include "flatshard/train/trainer.h"
 
 #include <c10/util/Exception.h>
+#include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
 #include <sys/stat.h>
@@ -127,6 +129,55 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
       command);
 }
 
+/// Returns whether the model of a run answers chats.
+bool trains_chats(const Config& config) {
+  try {
+    return data::Corpus::open(config.data.train.front().path, "train")
+        ->has_mask();
+  } catch (const Error&) {
+    return false;  // the dataset is gone
+  }
+}
+
+/// Returns what to type after a run: three commands, or those that its files
+/// suffice for.
+std::vector<std::string> next_commands(
+    const Config& config,
+    const std::string& program) {
+  const std::string run = shell_word(config.run.output_dir);
+  const bool has_text = !config.data.train.front().is_random();
+  std::vector<std::string> commands{
+      fmt::format("{} report --run {}", program, run)};
+  if (!config.run.save_weights && config.checkpoint.interval == 0) {
+    return commands;
+  }
+  if (has_text) {
+    commands.push_back(fmt::format(
+        "{} generate --run {}{} --prompt \"Once upon a time\"",
+        program,
+        run,
+        trains_chats(config) ? " --chat" : ""));
+  }
+  const std::string hf = shell_word(
+      (std::filesystem::path(config.run.output_dir) / "hf").string());
+  if (!config.checkpoint.export_hf_at_end) {
+    commands.push_back(fmt::format(
+        "{} export --run {} --to {}{}",
+        program,
+        run,
+        hf,
+        config.lora.enabled() ? " --merge" : ""));
+  } else if (has_text) {
+    commands.push_back(fmt::format(
+        "{} evaluate --hf {} --data {} --packing {}",
+        program,
+        hf,
+        shell_word(config.data.train.front().path),
+        config::word_of(config.data.packing)));
+  }
+  return commands;
+}
+
 /// Ends the program as wrong options do.
 [[noreturn]] void throw_usage(const std::string& text) {
   throw CLI::ParseError(text, CLI::ExitCodes::RequiredError);
@@ -162,6 +213,11 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   for (const std::string& note :
        is_first ? notes : std::vector<std::string>()) {
     log_info("note: {}", note);
+  }
+  if (arguments.max_restarts > 0 && !launched && arguments.nproc <= 1) {
+    throw_usage(
+        "--max-restarts starts the ranks of --nproc again: add --nproc, or "
+        "leave it out");
   }
   if (!launched && arguments.nproc > 1) {
     // Before any rank starts.
@@ -212,6 +268,12 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       report_stop(*stop, resume_command(arguments, argv));
     }
     throw CLI::RuntimeError(kSignalExitCode + stop->signal);
+  }
+  if (env.rank == 0) {
+    log_info(
+        "the run is in {}; continue with:\n  {}",
+        config.run.output_dir,
+        fmt::join(next_commands(config, shell_word(argv.front())), "\n  "));
   }
 }
 
@@ -278,11 +340,10 @@ void add_train_command(
       "--help-config",
       arguments->help_config,
       "Print every key of the config with its default and meaning");
-  command->footer(
-      "Examples:\n"
-      "  flatshard train examples/demo.toml --nproc 2\n"
-      "  torchrun --no-python --nproc_per_node 8 build/flatshard train "
-      "run.toml --set training.steps=100");
+  command->footer("Examples:\n"
+                  "  flatshard train examples/demo.toml --nproc 2\n"
+                  "  torchrun --no-python --nproc_per_node 8 flatshard train "
+                  "run.toml --set training.steps=100");
   command->callback([arguments, argv] { train(*arguments, argv); });
 }
 

@@ -102,6 +102,9 @@ Config starting_config(const std::string& preset);
 /// "  [training] steps = 700, seq_len = 256". Empty when all are equal.
 std::string differing_keys(const Config& config, const Config& base);
 
+/// Returns the full names of the keys whose values are not the default.
+std::vector<std::string> changed_keys(const Config& config);
+
 /// Writes to_toml to `<output_dir>/config.toml`, making the folder.
 std::filesystem::path save_config(const Config& config);
 

@@ -22,6 +22,7 @@ std::vector<std::filesystem::path> files_of_a_run(
       "metrics.jsonl",
       kSources,
       kTensorboardFolder,
+      kReportFile,
       kWeightsFile};
   if (checkpoints.is_relative()) {
     files.push_back(checkpoints);

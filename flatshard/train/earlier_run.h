@@ -5,6 +5,9 @@
 // The files of a run that a new one finds in its output folder.
 namespace flatshard {
 
+/// The page of a run below its run.output_dir, which `flatshard report` writes.
+inline constexpr const char* kReportFile = "report.html";
+
 /// @throws Error{config} when `checkpoints` is an absolute folder that holds
 /// some: they are not a new run's to move.
 void refuse_foreign_checkpoints(const std::filesystem::path& checkpoints);

@@ -200,14 +200,22 @@ void RunOutput::progress(
     std::int64_t tokens) {
   const std::chrono::duration<double> elapsed =
       std::chrono::steady_clock::now() - begin_;
-  status_.update(
-      {.done = step,
-       .total = total_,
-       .first = first_,
-       .loss = loss ? loss : last_loss_,
-       .tokens = tokens,
-       .elapsed_s = elapsed.count(),
-       .planned_step_s = planned_step_s_});
+  const Progress progress{
+      .done = step,
+      .total = total_,
+      .first = first_,
+      .loss = loss ? loss : last_loss_,
+      .tokens = tokens,
+      .elapsed_s = elapsed.count(),
+      .planned_step_s = planned_step_s_};
+  if (status_.enabled()) {
+    status_.update(progress);
+    return;
+  }
+  const std::string line = time_left_.line(progress);
+  if (!line.empty()) {
+    log_info("{}", line);
+  }
 }
 
 }  // namespace flatshard

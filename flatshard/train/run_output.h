@@ -13,6 +13,7 @@
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/metrics/status_line.h"
 #include "flatshard/train/metrics/tensorboard.h"
+#include "flatshard/train/metrics/time_left.h"
 #include "flatshard/train/signal_requests.h"
 
 namespace flatshard {
@@ -61,13 +62,14 @@ class RunOutput {
   /// are written.
   void requested(const Requests& requests, std::int64_t step, bool saves);
 
-  /// Begins the line at the bottom of a terminal: `done` steps of `total`.
+  /// Begins the line at the bottom of a terminal, and elsewhere a line of the
+  /// log once a minute: `done` steps of `total`.
   /// @param planned_step_s  see Progress.
   void begin_progress(
       std::int64_t done,
       std::int64_t total,
       std::optional<double> planned_step_s);
-  /// Returns whether there is such a line.
+  /// Returns whether there is the line of a terminal.
   bool shows_progress() const { return status_.enabled(); }
   /// @param loss  unset: as last logged.
   /// @param tokens  seen so far by all ranks and attempts.
@@ -80,6 +82,7 @@ class RunOutput {
   std::optional<TensorboardLog> tensorboard_;  ///< unset: off
   std::optional<double> last_loss_;
   StatusLine status_;
+  TimeLeft time_left_;
   std::chrono::steady_clock::time_point begin_;
   std::int64_t first_ = 0;
   std::int64_t total_ = 0;

@@ -213,11 +213,12 @@ void Trainer::save_if(bool asked, std::int64_t step) {
 }
 
 void Trainer::show_progress(std::int64_t step, const at::Tensor& loss) {
-  if (output_ && output_->shows_progress()) {
+  if (output_) {
     // A GPU's would have to be waited for.
+    const bool shows_loss = output_->shows_progress() && !device_.is_cuda();
     output_->progress(
         step,
-        device_.is_cuda() ? std::nullopt : std::optional(loss.item<double>()),
+        shows_loss ? std::optional(loss.item<double>()) : std::nullopt,
         tokens_seen());
   }
 }

@@ -108,6 +108,7 @@ class Trainer {
   void finish(const std::optional<Stop>& stop);
   void save_model();
 
+  const Config given_;  ///< as the user set it
   Config config_;
   const at::Device device_;
   const models::ModelConfig model_config_;

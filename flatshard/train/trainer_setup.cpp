@@ -7,6 +7,7 @@
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/train/data/epochs.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/lora/base_digest.h"
 #include "flatshard/train/memory_check.h"
@@ -105,7 +106,8 @@ Trainer::Trainer(
     const std::string& device,
     bool resume,
     OnStuckAbort on_stuck_abort)
-    : config_(resolve_for_training(config, env.world_size)),
+    : given_(config),
+      config_(resolve_for_training(config, env.world_size)),
       device_(choose_device(device, env)),
       model_config_(model_config(config_)),
       schedule_(lr_schedule(config_)),
@@ -221,6 +223,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       output);
   if (output_) {
     output_->print(to_string(RunSummary{
+        .given = given_,
         .config = config_,
         .model = model_config_,
         .mesh = *mesh_,
@@ -242,6 +245,8 @@ StartMetrics Trainer::start_metrics() const {
       .parameters = models::num_parameters(model_config_),
       .tokens_per_step =
           config_.training.global_batch_size * config_.training.seq_len,
+      .data = data_epochs(config_, loader_),
+      .changed_keys = changed_keys(given_),
       .environment = {{"flatshard", FLATSHARD_VERSION}}};
   for (const Fact& fact : build_facts()) {
     start.environment.emplace_back(fact.name, fact.value);

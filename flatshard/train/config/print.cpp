@@ -73,6 +73,19 @@ std::string differing_keys(const Config& config, const Config& base) {
   return text;
 }
 
+std::vector<std::string> changed_keys(const Config& config) {
+  Config copy = config;
+  Config defaults;
+  std::vector<std::string> names;
+  for (const ConfigKey& key : config_keys()) {
+    if (config::value_text(key.field(copy)) !=
+        config::value_text(key.field(defaults))) {
+      names.emplace_back(key.full_name);
+    }
+  }
+  return names;
+}
+
 std::string to_toml(const Config& config) {
   Config copy = config;
   std::string text;

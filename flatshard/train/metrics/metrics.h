@@ -20,6 +20,14 @@ struct ExpertMetrics {
   std::optional<double> exchange_ms;
 };
 
+/// How often a run reads one of its datasets.
+struct DataEpochs {
+  std::string path;          ///< of the dataset
+  std::int64_t samples = 0;  ///< sequences of seq_len tokens
+  double steps = 0;          ///< of an epoch
+  double epochs = 0;         ///< of the whole run
+};
+
 /// The properties of a start of a run, once for each attempt.
 struct StartMetrics {
   std::int64_t done = 0;   ///< steps that earlier attempts trained
@@ -28,6 +36,9 @@ struct StartMetrics {
   std::string device;  ///< of rank 0: "CPU" or the GPU's name
   std::int64_t parameters = 0;
   std::int64_t tokens_per_step = 0;  ///< of all ranks
+  std::vector<DataEpochs> data;
+  /// Keys of the config that were set to another value than the default.
+  std::vector<std::string> changed_keys;
   /// Versions and machine of rank 0, by name.
   std::vector<std::pair<std::string, std::string>> environment;
 };

@@ -148,6 +148,15 @@ void MetricsFile::write_start(const StartMetrics& metrics) {
   start["device"] = metrics.device;
   start["parameters"] = metrics.parameters;
   start["tokens_per_step"] = metrics.tokens_per_step;
+  auto& datasets = start["data"] = Json::array();
+  for (const DataEpochs& data : metrics.data) {
+    datasets.push_back(
+        {{"path", data.path},
+         {"samples", data.samples},
+         {"steps_per_epoch", data.steps},
+         {"epochs", data.epochs}});
+  }
+  start["changed_keys"] = metrics.changed_keys;
   auto& environment = start["environment"] = Json::object();
   for (const auto& [name, text] : metrics.environment) {
     environment[name] = text;

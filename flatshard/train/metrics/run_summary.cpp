@@ -10,6 +10,7 @@
 #include "flatshard/device/memory.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/models/flops.h"
+#include "flatshard/train/data/epochs.h"
 #include "flatshard/train/metrics/advice.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
@@ -103,11 +104,12 @@ std::string to_string(const RunSummary& summary) {
       before = load_config(path);
     } catch (const Error&) {}  // of another version: as if it were not there
   }
-  const std::string changed = differing_keys(config, before.value_or(Config()));
+  const std::string changed = before ? differing_keys(config, *before)
+                                     : differing_keys(summary.given, Config());
   std::vector<std::string> parts;
   if (!before) {
     parts.push_back(fmt::format(
-        "config: all of it is in {}; not as by default are\n{}",
+        "config: {} has all keys; these are not the default\n{}",
         path.string(),
         changed));
   } else if (!changed.empty()) {
@@ -116,7 +118,7 @@ std::string to_string(const RunSummary& summary) {
   }
   parts.push_back(fmt::format(
       "model: {} parameters{}{}; {} ranks of {}{}; strategy {}; copy engines "
-      "{}; {} microbatches per step{}",
+      "{}; {} microbatch{} per step{}",
       with_commas(models::num_parameters(summary.model)),
       active_text(summary.model),
       lora_text(summary),
@@ -126,9 +128,13 @@ std::string to_string(const RunSummary& summary) {
       strategy_name(config),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
+      summary.num_microbatches == 1 ? "" : "es",
       overlap_text(summary)));
   for (std::string& line : packing_lines(summary)) {
     parts.push_back(std::move(line));
+  }
+  for (const DataEpochs& data : data_epochs(config, summary.loader)) {
+    parts.push_back(to_string(data));
   }
   if (!summary.state.float8.empty()) {
     parts.push_back(summary.state.float8);

@@ -14,7 +14,8 @@ namespace flatshard {
 
 /// The data of a run's summary before its first step.
 struct RunSummary {
-  const Config& config;
+  const Config& given;   ///< as the user set it
+  const Config& config;  ///< resolved
   const models::ModelConfig& model;
   const Mesh& mesh;
   const TrainState& state;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/metrics/time_left.h"
 
 namespace flatshard {
 
@@ -64,10 +65,7 @@ std::string StatusLine::render(const Progress& progress, int width) {
             static_cast<double>(done - progress.first) / progress.elapsed_s);
   }
   if (done > progress.first) {
-    const double left_s = progress.elapsed_s *
-                          static_cast<double>(total - done) /
-                          static_cast<double>(done - progress.first);
-    tail += fmt::format("  {} left", format_duration(left_s));
+    tail += fmt::format("  {} left", format_duration(seconds_left(progress)));
   }
   // One column stays free: a full line makes some terminals wrap.
   const int bar = std::min(kMaxBar, width - 3 - static_cast<int>(tail.size()));

@@ -5,6 +5,7 @@
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/metrics/peak_flops.h"
 #include "flatshard/train/metrics/status_line.h"
+#include "flatshard/train/metrics/time_left.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -364,10 +365,12 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   };
   EXPECT_EQ(keep_earlier_run(folder), "");
   write("metrics.jsonl", "rows");
+  write("report.html", "page");
   write("model.safetensors", "weights");
   const auto first = keep_earlier_run(folder);
   EXPECT_EQ(first, folder / "earlier/1");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
+  EXPECT_EQ(content("earlier/1/report.html"), "page");
   EXPECT_EQ(content("earlier/1/model.safetensors"), "weights");
   EXPECT_FALSE(std::filesystem::exists(folder / "model.safetensors"));
   EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
@@ -428,6 +431,21 @@ TEST(StatusLine, ComparesTheSpeedWithThePlan) {
            .planned_step_s = 0.9},
           200),
       HasSubstr("loss 1.0000  90% of plan  1m30s left"));
+}
+
+TEST(TimeLeft, IsALineOnceAMinute) {
+  TimeLeft left;
+  const auto line = [&](std::int64_t done, double elapsed_s) {
+    return left.line(
+        {.done = done, .total = 2000, .first = 900, .elapsed_s = elapsed_s});
+  };
+  EXPECT_EQ(line(900, 0), "");
+  EXPECT_EQ(line(930, 59), "");
+  EXPECT_EQ(line(1000, 100), "step 1,000 of 2,000 (50%), 16m40s left");
+  EXPECT_EQ(line(1050, 159), "");
+  EXPECT_EQ(line(1100, 160), "step 1,100 of 2,000 (55%), 12m00s left");
+  // The last step's line would say that no time is left.
+  EXPECT_EQ(line(2000, 1000), "");
 }
 
 TEST(StatusLine, FitsNarrowTerminals) {
