@@ -183,13 +183,16 @@ void add_generate_command(CLI::App& program) {
       "--top-p 0.9\n  flatshard generate --hf models/chat --chat --system \"Be "
       "brief.\" --prompt \"Why is the sky blue?\"");
   command->callback([arguments] {
-    generate_texts(
-        arguments->options,
-        prompts_of(*arguments),
-        [](const std::string& text) {
-          fmt::print("{}\n", text);
-          std::fflush(stdout);
-        });
+    const std::vector<std::string> prompts = prompts_of(*arguments);
+    int printed = 0;
+    generate_texts(arguments->options, prompts, [&](const std::string& text) {
+      // A text may have many lines.
+      fmt::print(
+          "{}{}\n",
+          prompts.size() > 1 ? fmt::format("--- prompt {}\n", ++printed) : "",
+          text);
+      std::fflush(stdout);
+    });
   });
 }
 

@@ -18,6 +18,7 @@
 #include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <exception>
@@ -103,10 +104,32 @@ std::string describe(const CLI::ParseError& error, const CLI::App& program) {
       word.starts_with('-') ? suggestion(word, names) : "");
 }
 
+/// Returns the usage of a command that needs a subcommand and has none; empty
+/// for other arguments.
+std::string usage_of_group(const CLI::App& program, int argc, char** argv) {
+  const CLI::App* command = &program;
+  for (int i = 1; i < argc; ++i) {
+    const auto subs = subcommands(*command);
+    const auto next = std::ranges::find_if(subs, [&](const CLI::App* sub) {
+      return sub->check_name(argv[i]);
+    });
+    if (next == subs.end()) {
+      return {};
+    }
+    command = *next;
+  }
+  return subcommands(*command).empty() ? std::string() : command->help();
+}
+
 int run(CLI::App& program, int argc, char** argv) {
   const std::string unknown = unknown_command(program, argc, argv);
   if (!unknown.empty()) {
     flatshard::log_error("{}", unknown);
+    return kUsage;
+  }
+  const std::string usage = usage_of_group(program, argc, argv);
+  if (!usage.empty()) {
+    fmt::print("{}", usage);
     return kUsage;
   }
   try {

@@ -3,11 +3,14 @@
 #include "flatshard/core/file_writer.h"
 #include "flatshard/report/report.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/earlier_run.h"
+#include "flatshard/train/option_errors.h"
 
 #include <CLI/CLI.hpp>
 
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <memory>
 
 namespace flatshard {
@@ -28,10 +31,12 @@ void report_runs(ReportArguments& arguments) {
     fmt::print("{}", text);
     return;
   }
-  const std::string path =
-      arguments.output.empty() ? "report.html" : arguments.output;
-  write_file_atomic(path, text);
-  fmt::print("wrote {} ({} kB)\n", path, (text.size() + 999) / 1000);
+  const std::filesystem::path path =
+      arguments.output.empty()
+          ? std::filesystem::path(arguments.options.run) / kReportFile
+          : std::filesystem::path(arguments.output);
+  for_option("--to", [&] { write_file_atomic(path, text); });
+  fmt::print("wrote {} ({} kB)\n", path.string(), (text.size() + 999) / 1000);
 }
 
 }  // namespace
@@ -48,16 +53,18 @@ void add_report_command(CLI::App& program) {
       arguments->options.compare,
       "output_dir of each run to compare it with");
   command->add_option(
-      "-o,--output",
+      "-o,--to,--output",
       arguments->output,
-      "File to write [report.html; with --json standard output]");
+      "File to write [report.html in the folder of --run; with --json standard "
+      "output]");
   command->add_flag(
       "--json",
       arguments->json,
       "Write all series as JSON, for programs");
   command->footer("Examples:\n"
-                  "  flatshard report --run outputs/run -o run.html\n"
-                  "  flatshard report --run outputs/b --compare outputs/a\n"
+                  "  flatshard report --run outputs/run\n"
+                  "  flatshard report --run outputs/b --compare outputs/a --to "
+                  "compared.html\n"
                   "  flatshard report --run outputs/run --json >run.json");
   command->callback([arguments] { report_runs(*arguments); });
 }

@@ -51,6 +51,9 @@ function median(values) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
+// Without the first value, which has the warm-up, where there are others.
+const steadyMedian = (values) => median((values || []).slice(1)) ?? median(values || []);
+
 // ---- Numbers as people read them -----------------------------------------
 
 // 1234567 -> "1.235M", 2048 -> "2,048"; digits counts significant ones.
@@ -223,7 +226,7 @@ const CHARTS = [
     ],
   },
   { title: "Validation loss", unit: "nats per token", log: false, columns: [{ name: "validation_loss", table: "validation", label: "all", rough: false, color: 1 }], parts: "validation_losses." },
-  { title: "Bits per byte", unit: "of validation", columns: [{ name: "bits_per_byte", table: "validation", label: "bits per byte", rough: false, color: 1 }] },
+  { title: "Bits per byte", unit: "of the validation text", columns: [{ name: "bits_per_byte", table: "validation", label: "bits per byte", rough: false, color: 1 }] },
   {
     title: "Gradient norm", unit: "before clipping", log: false, settles: true, columns: [{ name: "grad_norm", label: "norm" }],
     reference: (run) => (run.config["training.max_norm"] > 0 ? [run.config["training.max_norm"], "training.max_norm"] : null),
@@ -248,23 +251,26 @@ const CHARTS = [
   },
   {
     title: "Time of a step", unit: "ms", zero: true,
-    columns: [{ name: "step_ms", label: "step" }, { name: "host_ms", label: "host" }],
+    columns: [{ name: "step_ms", label: "whole step" }, { name: "host_ms", label: "host launches it" }],
   },
   {
-    title: "Exposed waits", unit: "ms per step", zero: true,
+    title: "Waiting time", unit: "ms per step", zero: true,
     columns: [
-      { name: "exposed_comm_ms", label: "collectives" },
-      { name: "data_ms", label: "data" },
-      { name: "experts.exposed_exchange_ms", label: "tokens to experts" },
+      { name: "exposed_comm_ms", label: "for communication" },
+      { name: "data_ms", label: "for data" },
+      { name: "experts.exposed_exchange_ms", label: "for tokens of experts" },
     ],
   },
-  { title: "Experts' load", unit: "busiest over mean", columns: [{ name: "experts.load", label: "load", color: 3 }] },
-  { title: "Dropped choices", unit: "%", zero: true, columns: [{ name: "experts.dropped", label: "dropped", scale: 100, color: 3 }] },
-  { title: "Balance of experts", unit: "loss without its coefficient", columns: [{ name: "experts.balance", label: "balance", color: 3 }] },
-  { title: "Bias of the router", unit: "largest magnitude", columns: [{ name: "experts.bias", label: "bias", color: 3 }] },
+  { title: "Busiest expert", unit: "tokens, as a multiple of the mean", columns: [{ name: "experts.load", label: "load", color: 3 }] },
+  { title: "Dropped tokens", unit: "% of the choices of experts", zero: true, columns: [{ name: "experts.dropped", label: "dropped", scale: 100, color: 3 }] },
+  { title: "Load-balancing loss", unit: "before its coefficient", columns: [{ name: "experts.balance", label: "balance", color: 3 }] },
+  { title: "Router bias", unit: "largest magnitude", columns: [{ name: "experts.bias", label: "bias", color: 3 }] },
 ];
 
 const charts = [];
+
+// Logged steps from which on a run is long.
+const LONG_RUN = 200;
 
 class Chart {
   constructor(spec) {
@@ -351,8 +357,10 @@ class Chart {
     }
     let low = Infinity;
     let high = -Infinity;
-    // The first steps would leave the others no room: their line leaves the plot.
-    const from = spec.settles && !spec.log && !view.zoom ? left + (right - left) * 0.02 : left;
+    // In a long run the first steps would leave the others no room: their line leaves
+    // the plot. A short run is shown whole.
+    const isLong = lines.some((line) => line.x.length >= LONG_RUN);
+    const from = spec.settles && isLong && !spec.log && !view.zoom ? left + (right - left) * 0.02 : left;
     for (const line of lines) {
       for (let i = 0; i < line.x.length; ++i) {
         if (line.x[i] < from || line.x[i] > right) continue;
@@ -674,22 +682,29 @@ function bestValidation(run) {
   return best;
 }
 
+// How often the run reads its dataset, where it has only one.
+function epochTexts(run) {
+  const data = lastStart(run)?.data || [];
+  const done = run.training.last.step || 0;
+  return data.length === 1 ? [`${plain(done / data[0].steps_per_epoch, 2)} epochs`] : [];
+}
+
 // What one wants to know first, of a run: [name, value, unit, more].
 function factsOf(run) {
   const last = run.training.last;
   const { columns } = run.training;
   const best = bestValidation(run);
   const total = totalSteps(run);
-  const speed = median((columns.tokens_per_s || []).slice(1));
+  const speed = steadyMedian(columns.tokens_per_s);
   const mfu = median(columns.mfu || []);
-  const tflops = median((columns.tflops_per_rank || []).slice(1));
+  const tflops = steadyMedian(columns.tflops_per_rank);
   const peak = last.memory_reserved_bytes / GIB;
   const share = last.memory_total_bytes ? (100 * last.memory_reserved_bytes) / last.memory_total_bytes : null;
   const done = last.step || 0;
   return [
     ["Training loss", plain(last.loss), "nats", `at step ${done.toLocaleString("en-US")}`],
     ["Best validation", best ? plain(best.loss) : "–", best ? "nats" : "", best ? `at step ${best.step.toLocaleString("en-US")}` : "no validation"],
-    ["Steps", count(done), total ? `of ${count(total)}` : "", `${count(last.tokens, 3)} tokens seen`],
+    ["Steps", count(done), total ? `of ${count(total)}` : "", [`${count(last.tokens, 3)} tokens`, ...epochTexts(run)].join(", ")],
     ["Throughput", count(speed, 3), "tokens/s", "median, all ranks"],
     mfu !== null ? ["MFU", plain(100 * mfu, 3), "%", `${plain(tflops, 3)} TFLOP/s per rank`] : ["Model FLOP/s", plain(tflops, 3), "TFLOP/s", "per rank, median"],
     ["Peak memory", plain(peak, 3), "GiB", share !== null ? `${plain(share, 3)} % of the device` : ""],
@@ -751,15 +766,15 @@ function colored(times) {
 
 // The median of logged steps, by what the host measured.
 function measuredParts(run) {
-  const of = (name) => median((run.training.columns[name] || []).slice(1)) ?? median(run.training.columns[name] || []) ?? 0;
+  const of = (name) => steadyMedian(run.training.columns[name]) ?? 0;
   const data = of("data_ms");
   const comm = of("exposed_comm_ms");
   const tokens = of("experts.exposed_exchange_ms");
   return [
-    ["compute, and all that is hidden behind it", Math.max(0, of("step_ms") - data - comm - tokens), "var(--s0)"],
-    ["exposed collectives", comm, "var(--s1)"],
-    ["exposed exchange of tokens", tokens, "var(--s3)"],
-    ["data", data, "var(--s4)"],
+    ["computing", Math.max(0, of("step_ms") - data - comm - tokens), "var(--s0)"],
+    ["waiting for communication", comm, "var(--s1)"],
+    ["waiting for tokens of experts", tokens, "var(--s3)"],
+    ["waiting for data", data, "var(--s4)"],
   ];
 }
 
@@ -781,12 +796,12 @@ function fillTime() {
         section.append(make("h3", {}, `${who}, the host's time by operator, ${plain(ms, 3)} ms`), ...bar(colored(profile.operators_ms), ms));
         continue;
       }
-      const spans = [["compute", profile.compute_ms, "var(--s0)"], ["exposed communication", profile.exposed_ms, "var(--s1)"], ["idle", profile.idle_ms, "var(--s7)"]];
+      const spans = [["compute", profile.compute_ms, "var(--s0)"], ["only communication", profile.exposed_ms, "var(--s1)"], ["idle", profile.idle_ms, "var(--s7)"]];
       if (!profile.classes_ms) continue;
       const kernels = sum(Object.values(profile.classes_ms));
       section.append(
         make("h3", {}, `${who}, the GPU's time, ${plain(profile.span_ms, 3)} ms`), ...bar(spans, profile.span_ms),
-        make("h3", {}, `${who}, kernels by kind (those that run at once count twice)`), ...bar(colored(profile.classes_ms), kernels),
+        make("h3", {}, `${who}, kernels by kind (kernels that run in parallel count twice)`), ...bar(colored(profile.classes_ms), kernels),
       );
     }
   }
@@ -851,6 +866,9 @@ function fillHistory() {
       const head = ["Start", "From", "At", "Ranks", "Each step"].map((name, i) => make("th", { class: i < 2 || i === 4 ? "number" : "" }, name));
       section.append(make("div", { class: "scroll" }, make("table", { class: "list" }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...startRows(run)))));
     }
+    for (const data of lastStart(run)?.data || []) {
+      section.append(make("p", { class: "note" }, `${data.path}: an epoch has ${count(data.samples)} samples and takes ${count(data.steps_per_epoch, 3)} steps; the run has ${plain(data.epochs, 3)} epochs.`));
+    }
     const seconds = run.checkpoints.map((saved) => saved.checkpoint_s);
     const saved = run.checkpoints.length;
     const texts = [
@@ -873,8 +891,8 @@ function fillConfig() {
   section.hidden = keys.length === 0;
   const differs = (key) => runs.some((run) => shownValue(run.config[key]) !== shownValue(main.config[key]));
   const changed = new Set(runs.flatMap((run) => run.changed));
-  const choices = [["changed", "not as by default"], ["all", "all keys"]];
-  if (!single) choices.unshift(["differs", "that differ"]);
+  const choices = [["changed", "set by the run"], ["all", "all keys"]];
+  if (!single) choices.unshift(["differs", "differences"]);
   let choice = choices[0][0];
   const search = make("input", { type: "search", placeholder: "Find a key or value", "aria-label": "Find a key or value" });
   const radios = make("fieldset", {}, ...choices.map(([value, words]) => make("label", {}, make("input", { type: "radio", name: "keys", value, checked: value === choice }), make("span", {}, words))));

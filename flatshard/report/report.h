@@ -10,7 +10,7 @@ namespace flatshard::report {
 struct ReportOptions {
   std::string run;                   ///< output_dir of a run
   std::vector<std::string> compare;  ///< of other runs
-  std::string default_config;        ///< TOML of a config as by default
+  std::string default_config;        ///< TOML of the default config
 };
 
 /// Returns all that the runs measured as JSON, which docs/guides/report.md

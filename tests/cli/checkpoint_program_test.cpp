@@ -368,7 +368,7 @@ TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
           // torch's stacks of a store that is gone, and earlier output
           Not(HasSubstr("c10d")),
           Not(HasSubstr("frame #"))));
-  for (const char* once : {"config: all of it is in", "slot pool"}) {
+  for (const char* once : {"has all keys; these are", "slot pool"}) {
     EXPECT_EQ(log_text.find(once), log_text.rfind(once)) << log_text;
     EXPECT_THAT(log_text, HasSubstr(once));
   }

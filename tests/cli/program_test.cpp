@@ -166,7 +166,21 @@ TEST_F(Program, HelpConfigNamesEveryKey) {
 TEST_F(Program, WrongOptionsFailByName) {
   const Result nothing = run("");
   EXPECT_EQ(nothing.code, 2);
-  EXPECT_THAT(nothing.output, HasSubstr("subcommand is required"));
+  EXPECT_THAT(
+      nothing.output,
+      AllOf(
+          HasSubstr("Usage: flatshard "),
+          HasSubstr("train "),
+          HasSubstr("generate "),
+          Not(HasSubstr("error"))));
+  const Result group = run("data");
+  EXPECT_EQ(group.code, 2);
+  EXPECT_THAT(
+      group.output,
+      AllOf(
+          HasSubstr("Usage: flatshard data "),
+          HasSubstr("prepare "),
+          Not(HasSubstr("evaluate "))));
   for (const auto& [words, says] : std::map<std::string, std::string>{
            {"tarin x.toml", "no subcommand 'tarin'; did you mean 'train'?"},
            {"checkpoint lst /x",
@@ -187,6 +201,8 @@ TEST_F(Program, WrongOptionsFailByName) {
            {"train x.toml y.toml",
             "error: flatshard train has no further argument 'y.toml'\n"},
            {"train --nproc 0 x.toml", "error: --nproc: "},
+           {"train --max-restarts 2 x.toml",
+            "error: --max-restarts starts the ranks of --nproc again: "},
            {"train --nproc x x.toml", "error: "},
            {"generate", "error: --run is required\n"},
            {"export --run x --to y --dtype int8", "error: --dtype: "}}) {
@@ -310,6 +326,49 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   EXPECT_EQ(generated.code, 0);
   // After the line of standard error about memory.
   EXPECT_THAT(generated.output, HasSubstr("\nline 3 "));
+  const auto prompts = folder_.write("prompts.txt", "line 3\nline 4\n");
+  const Result several = run(fmt::format(
+      "generate --run '{}' --prompts '{}' --max-new-tokens 20 --temperature 0 "
+      "--device cpu",
+      (folder_ / "run").string(),
+      prompts.string()));
+  EXPECT_EQ(several.code, 0);
+  EXPECT_THAT(
+      several.output,
+      AllOf(
+          HasSubstr("--- prompt 1\nline 3 "),
+          HasSubstr("\n--- prompt 2\nline 4 ")));
+  EXPECT_THAT(generated.output, Not(HasSubstr("--- prompt")));
+
+  // Once, by one rank; and each can be typed.
+  const std::string ran = (folder_ / "run").string();
+  for (const std::string& command :
+       {" report --run " + ran,
+        " generate --run " + ran + " --prompt \"Once upon a time\"",
+        " export --run " + ran + " --to " + ran + "/hf"}) {
+    const std::size_t at = two.output.find(command + "\n");
+    EXPECT_NE(at, std::string::npos) << command << two.output;
+    EXPECT_EQ(at, two.output.rfind(command + "\n"));
+    EXPECT_EQ(run(command).code, 0) << command;
+  }
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "run/report.html"));
+  EXPECT_FALSE(std::filesystem::exists("report.html"));
+  const Result elsewhere = run(fmt::format(
+      "report --run {} --to '{}'",
+      ran,
+      (folder_ / "page.html").string()));
+  EXPECT_EQ(elsewhere.code, 0);
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "page.html"));
+
+  // 400 lines of 17 bytes and their ends: 90 % of them in samples of 32.
+  EXPECT_THAT(
+      two.output,
+      ::testing::ContainsRegex("corpus: an epoch has [0-9]+ samples and takes "
+                               "[0-9.]+ steps; the run has [0-9.]+ epochs"));
+  // Derived values were not set.
+  const std::string set = two.output.substr(0, two.output.find("model: "));
+  EXPECT_THAT(set, HasSubstr("global_batch_size = 8"));
+  EXPECT_THAT(set, Not(HasSubstr("data_parallel_shard_degree")));
 
   // The same steps on one rank: the same global batches, the same losses.
   const Result one = run(fmt::format(

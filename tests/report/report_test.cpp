@@ -61,6 +61,22 @@ TEST_F(Report, JsonHasAllRowsAndWhatIsNotByDefault) {
   EXPECT_EQ(all["runs"][1]["config"]["optimizer.lr"], 0.25);
 }
 
+// The config of a run has values that its ranks gave, too.
+TEST_F(Report, KeysThatARunDidNotSetAreNotListedAsSet) {
+  const std::string folder =
+      run("a", 2, "[optimizer]\nlr = 0.25\nname = \"y\"\n");
+  folder_.write(
+      "a/metrics.jsonl",
+      R"({"step":0,"start":{"steps":2,"changed_keys":["optimizer.lr"]}})"
+      "\n"
+      R"({"step":1,"loss":1.5})"
+      "\n");
+  const json all = json::parse(report_json(
+      {.run = folder,
+       .default_config = "[optimizer]\nlr = 0.5\nname = \"x\"\n"}));
+  EXPECT_EQ(all["runs"][0]["changed"], json::parse(R"(["optimizer.lr"])"));
+}
+
 TEST_F(Report, APageOfALongRunStaysSmallAndKeepsItsExtremes) {
   const std::string page = report_page({.run = run("long", 30000)});
   const json data = data_of(page);

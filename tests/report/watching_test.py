@@ -81,6 +81,11 @@ NOT_WRITTEN_HERE = {
     "checkpoint_error",
     "cuda_graph.fallbacks.*",
 }
+# Pixels of the highest point of the loss below the upper end of its plot.
+HIGHEST = """
+const chart = charts.find((each) => each.spec.title === "Loss");
+Math.min(...chart.lines.flatMap((line) => line.y.map(chart.py))) - chart.frame_.top
+"""
 # Objects whose keys are names.
 NAMED = {
     "start.environment",
@@ -241,6 +246,12 @@ class Watching(unittest.TestCase):
         self.assertEqual(tokens, [32 * step for step in range(1, 9)])
         self.assertTrue(run["ended"])
         self.assertIn("training.steps", run["changed"])
+        # Given by the ranks and not by the user.
+        self.assertNotIn("training.global_batch_size", run["changed"])
+        (data,) = run["starts"][1]["start"]["data"]
+        self.assertEqual(data["path"], str(self.folder / "corpus"))
+        self.assertEqual(data["steps_per_epoch"], data["samples"] / 2)
+        self.assertEqual(data["epochs"], 8 / data["steps_per_epoch"])
 
     def test_bad_input_is_named(self):
         log = self.program("report", "--run", "/none", fails=True)
@@ -250,7 +261,8 @@ class Watching(unittest.TestCase):
             "report", "--run", dense, "--compare", str(self.folder), fails=True
         )
         self.assertIn("it has no metrics.jsonl", log)
-        log = self.program("report", "--run", dense, "-o", "/none/x.html", fails=True)
+        log = self.program("report", "--run", dense, "--to", "/none/x.html", fails=True)
+        self.assertIn("[--to] io error", log)
         self.assertIn("/none/x.html", log)
         damaged = self.folder / "damaged"
         shutil.copytree(self.folder / "dense", damaged)
@@ -326,6 +338,23 @@ class Watching(unittest.TestCase):
                 [CHECK_PAGE, page], text=True, capture_output=True, timeout=120
             )
             self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+
+
+    def test_a_chart_of_a_short_run_leaves_nothing_out(self):
+        if not any(map(shutil.which, CHROMIUM)):
+            self.skipTest("there is no Chromium (Debian: apt-get install chromium)")
+        folder = self.folder / "steep"
+        folder.mkdir()
+        for num_rows, all_inside in ((1, True), (60, True), (300, False)):
+            rows = [{"step": i, "loss": 2 + 50 / i} for i in range(1, num_rows + 1)]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (folder / "metrics.jsonl").write_text(text)
+            self.program("report", "--run", str(folder))
+            result = subprocess.run(
+                [CHECK_PAGE, folder / "report.html", "--evaluate", HIGHEST],
+                text=True, capture_output=True, timeout=120, check=True,
+            )  # fmt: skip
+            self.assertEqual(float(result.stdout) >= 0, all_inside, num_rows)
 
 
 if __name__ == "__main__":
