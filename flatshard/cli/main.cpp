@@ -108,6 +108,7 @@ std::string describe(const CLI::ParseError& error, const CLI::App& program) {
 /// for other arguments.
 std::string usage_of_group(const CLI::App& program, int argc, char** argv) {
   const CLI::App* command = &program;
+  std::string parents;
   for (int i = 1; i < argc; ++i) {
     const auto subs = subcommands(*command);
     const auto next = std::ranges::find_if(subs, [&](const CLI::App* sub) {
@@ -116,9 +117,10 @@ std::string usage_of_group(const CLI::App& program, int argc, char** argv) {
     if (next == subs.end()) {
       return {};
     }
+    parents += (i > 1 ? " " : "") + command->get_name();
     command = *next;
   }
-  return subcommands(*command).empty() ? std::string() : command->help();
+  return subcommands(*command).empty() ? std::string() : command->help(parents);
 }
 
 int run(CLI::App& program, int argc, char** argv) {
