@@ -93,7 +93,10 @@ def main():
             if "loss" in row
         ]
         expect(losses[0] > 4 and losses[-1] < 0.3, f"losses {losses}")
-        before, after = guide.evaluation("evaluate --hf"), guide.evaluation("evaluate --run")
+        before, after = (
+            guide.evaluation("evaluate --hf"),
+            guide.evaluation("evaluate --run"),
+        )
         expect(after["loss"] < before["loss"] / 2, f"from {before} to {after}")
         # Before and after are measured on the same samples.
         for found in (before, after):

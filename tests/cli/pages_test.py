@@ -201,9 +201,7 @@ def follow(runner):
     printed = runner.page("docs/guides/plan.md")
     expect("GPU-hours" in str(printed), printed)
     expect((folder / "step.svg").exists(), "no picture")
-    said = runner.run(
-        "flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100"
-    )
+    said = runner.run("flatshard plan bench/overlap_moe.toml --ranks 2 --gpu h100")
     expect("tokens/s" in said, said)
 
     # The export is the Hugging Face folder of the quickstart.

@@ -339,7 +339,6 @@ class Watching(unittest.TestCase):
             )
             self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 
-
     def test_a_chart_of_a_short_run_leaves_nothing_out(self):
         if not any(map(shutil.which, CHROMIUM)):
             self.skipTest("there is no Chromium (Debian: apt-get install chromium)")

@@ -444,7 +444,7 @@ TEST(TimeLeft, IsALineOnceAMinute) {
   EXPECT_EQ(line(1000, 100), "step 1,000 of 2,000 (50%), 16m40s left");
   EXPECT_EQ(line(1050, 159), "");
   EXPECT_EQ(line(1100, 160), "step 1,100 of 2,000 (55%), 12m00s left");
-  // The last step's line would say that no time is left.
+  // No line for a run without time left.
   EXPECT_EQ(line(2000, 1000), "");
 }
 
