@@ -160,19 +160,23 @@ std::vector<std::string> next_commands(
   }
   const std::string hf = shell_word(
       (std::filesystem::path(config.run.output_dir) / "hf").string());
-  if (!config.checkpoint.export_hf_at_end) {
+  const bool exported = config.checkpoint.export_hf_at_end;
+  if (config.checkpoint.interval > 0 && !exported) {
     commands.push_back(fmt::format(
         "{} export --run {} --to {}{}",
         program,
         run,
         hf,
         config.lora.enabled() ? " --merge" : ""));
-  } else if (has_text) {
+  } else if (has_text && config.validation.freq > 0) {
+    const auto& sets = config.data.validation.empty() ? config.data.train
+                                                      : config.data.validation;
     commands.push_back(fmt::format(
-        "{} evaluate --hf {} --data {} --packing {}",
+        "{} evaluate {} {} --data {} --packing {}",
         program,
-        hf,
-        shell_word(config.data.train.front().path),
+        exported ? "--hf" : "--run",
+        exported ? hf : run,
+        shell_word(sets.front().path),
         config::word_of(config.data.packing)));
   }
   return commands;
@@ -199,25 +203,25 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (!conflict.empty()) {
     throw_usage(conflict);
   }
+  // In a batch script of Slurm --nproc is what starts ranks.
+  const bool launched =
+      launched_by_environment() &&
+      (launched_by_this_program() || !in_slurm_batch_script());
+  if (arguments.max_restarts > 0 && !launched && arguments.nproc <= 1) {
+    throw_usage(
+        "--max-restarts starts the ranks of --nproc again: add --nproc, or "
+        "leave it out");
+  }
   std::vector<std::string> notes;
   const Config config = load_config(arguments.config, overrides, &notes);
   keep_output_in(
       std::filesystem::path(config.run.output_dir) / kRunLog,
       claim_output_notice);
-  // In a batch script of Slurm --nproc is what starts ranks.
-  const bool launched =
-      launched_by_environment() &&
-      (launched_by_this_program() || !in_slurm_batch_script());
   const bool is_first = !launched || (!launched_by_this_program() &&
                                       rank_environment_from_env().rank == 0);
   for (const std::string& note :
        is_first ? notes : std::vector<std::string>()) {
     log_info("note: {}", note);
-  }
-  if (arguments.max_restarts > 0 && !launched && arguments.nproc <= 1) {
-    throw_usage(
-        "--max-restarts starts the ranks of --nproc again: add --nproc, or "
-        "leave it out");
   }
   if (!launched && arguments.nproc > 1) {
     // Before any rank starts.

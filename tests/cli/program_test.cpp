@@ -345,7 +345,8 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   for (const std::string& command :
        {" report --run " + ran,
         " generate --run " + ran + " --prompt \"Once upon a time\"",
-        " export --run " + ran + " --to " + ran + "/hf"}) {
+        " evaluate --run " + ran + " --data " + (folder_ / "corpus").string() +
+            " --packing stream"}) {
     const std::size_t at = two.output.find(command + "\n");
     EXPECT_NE(at, std::string::npos) << command << two.output;
     EXPECT_EQ(at, two.output.rfind(command + "\n"));
