@@ -33,7 +33,7 @@ class Epochs : public ::testing::Test {
   void write(const char* name, const std::vector<std::uint32_t>& lengths) {
     data::write_small_corpus(
         folder_ / name,
-        data::TokenType::u16,
+        data::TokenType::uint16,
         /*shard_tokens=*/1000,
         lengths);
   }
