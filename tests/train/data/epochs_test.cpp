@@ -23,19 +23,23 @@ data::Loader open(const Config& config) {
 class Epochs : public ::testing::Test {
  protected:
   Epochs() {
-    // 6 and 20 sequences of 10 tokens and their targets.
-    write("a", {30, 30});
-    write("b", {200});
+    // 6 and 20 sequences of 10 tokens and their targets, of one vocabulary.
+    write("a", {31, 30}, /*first_token=*/140);
+    write("b", {201}, /*first_token=*/0);
     config_.training.steps = 12;
     config_.training.seq_len = kSeqLen;
     config_.training.global_batch_size = 4;
   }
-  void write(const char* name, const std::vector<std::uint32_t>& lengths) {
+  void write(
+      const char* name,
+      const std::vector<std::uint32_t>& lengths,
+      std::uint32_t first_token) {
     data::write_small_corpus(
         folder_ / name,
         data::TokenType::uint16,
         /*shard_tokens=*/1000,
-        lengths);
+        lengths,
+        first_token);
   }
   std::string path(const char* name) const { return (folder_ / name).string(); }
 
