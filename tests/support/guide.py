@@ -40,7 +40,7 @@ class Guide:
             command.startswith(f"flatshard {beginning}"),
             f"the page has '{command}', and the test expects '{beginning}'",
         )
-        words = shlex.split(command)
+        words = shlex.split(command, comments=True)
         if words[1] == "train":
             words[words.index("--nproc") + 1] = "2"
             for setting in self.settings:
