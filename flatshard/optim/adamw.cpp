@@ -7,23 +7,33 @@
 namespace flatshard {
 
 AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)
-    : Optimizer(std::move(groups), options.weight_decay), options_(options) {
-  FLATSHARD_CHECK(
-      options.beta1 >= 0 && options.beta1 < 1 && options.beta2 >= 0 &&
-          options.beta2 < 1,
-      config,
-      "expected optimizer.beta1 and optimizer.beta2 in [0, 1), got {} and {}",
-      options.beta1,
-      options.beta2);
-  FLATSHARD_CHECK(
-      options.eps > 0,
-      config,
-      "expected optimizer.eps > 0, got {}",
-      options.eps);
+    : Optimizer(std::move(groups), options.weight_decay) {
+  set_coefficients(options.beta1, options.beta2, options.eps);
   for (std::size_t i = 0; i < this->groups().size(); ++i) {
     exp_avg_.push_back(new_state(i));
     exp_avg_sq_.push_back(new_state(i));
   }
+}
+
+void AdamW::set_coefficients(double beta1, double beta2, double eps) {
+  FLATSHARD_CHECK(
+      beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
+      config,
+      "expected optimizer.beta1 and optimizer.beta2 in [0, 1), got {} and {}",
+      beta1,
+      beta2);
+  FLATSHARD_CHECK(
+      eps > 0,
+      config,
+      "expected optimizer.eps > 0, got {}",
+      eps);
+  if (beta1 == beta1_ && beta2 == beta2_ && eps == eps_) {
+    return;
+  }
+  wait();  // the last step may still read them
+  beta1_ = beta1;
+  beta2_ = beta2;
+  eps_ = eps;
 }
 
 std::vector<std::pair<std::string, at::Tensor>> AdamW::state(
@@ -40,13 +50,11 @@ void AdamW::update(std::size_t group, FlatUpdate& update, double lr) {
   adamw_update(
       update,
       {.lr = static_cast<float>(lr),
-       .beta1 = static_cast<float>(options_.beta1),
-       .beta2 = static_cast<float>(options_.beta2),
-       .eps = static_cast<float>(options_.eps),
-       .bias_correction1 =
-           static_cast<float>(1.0 - std::pow(options_.beta1, t)),
-       .bias_correction2 =
-           static_cast<float>(1.0 - std::pow(options_.beta2, t))});
+       .beta1 = static_cast<float>(beta1_),
+       .beta2 = static_cast<float>(beta2_),
+       .eps = static_cast<float>(eps_),
+       .bias_correction1 = static_cast<float>(1.0 - std::pow(beta1_, t)),
+       .bias_correction2 = static_cast<float>(1.0 - std::pow(beta2_, t))});
 }
 
 }  // namespace flatshard

@@ -17,6 +17,10 @@ class AdamW : public Optimizer {
  public:
   AdamW(std::vector<ParamGroup*> groups, AdamWOptions options);
 
+  /// Sets AdamWOptions::beta1, beta2 and eps from the next step on.
+  /// @throws Error{config} when one is out of range.
+  void set_coefficients(double beta1, double beta2, double eps);
+
   std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const override;
 
@@ -25,7 +29,9 @@ class AdamW : public Optimizer {
   bool writes_float8() const override { return true; }
 
  private:
-  AdamWOptions options_;
+  double beta1_ = 0;
+  double beta2_ = 0;
+  double eps_ = 0;
   std::vector<at::Tensor> exp_avg_;
   std::vector<at::Tensor> exp_avg_sq_;
 };

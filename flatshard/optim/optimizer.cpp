@@ -5,50 +5,60 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
+#include <map>
 
 namespace flatshard {
 namespace {
 
-// Returns the runs of equal decay over the flat shard. Padding takes the decay
-// of what is before it: it is zero and stays zero.
-std::vector<DecayRange> decay_ranges(
+// Returns the weight decay of each parameter by its attribute.
+std::vector<double> decays_by_attribute(
     const ParamGroup& group,
     double weight_decay) {
-  std::vector<NamedShard> shards = group.main_shards();
-  std::erase_if(shards, [](const NamedShard& s) {
-    return s.tensor.numel() == 0;
-  });
-  std::sort(
-      shards.begin(),
-      shards.end(),
-      [](const NamedShard& a, const NamedShard& b) {
-        return a.local_offset < b.local_offset;
-      });
-  std::vector<DecayRange> ranges;
-  for (const NamedShard& shard : shards) {
-    const auto attribute = shard.attributes.find(kWeightDecayAttribute);
+  std::vector<double> decays;
+  for (const GroupParameter& p : group.parameters()) {
+    const auto attribute = p.attributes.find(kWeightDecayAttribute);
     const bool none =
-        attribute != shard.attributes.end() && attribute->second == "none";
+        attribute != p.attributes.end() && attribute->second == "none";
     FLATSHARD_CHECK(
-        none || attribute == shard.attributes.end(),
+        none || attribute == p.attributes.end(),
         config,
         "parameter {}: expected attribute {} to be \"none\" or absent, got "
         "\"{}\"",
-        shard.name(),
+        p.names.front(),
         kWeightDecayAttribute,
         attribute->second);
-    const float decay = none ? 0.0F : static_cast<float>(weight_decay);
-    const std::int64_t end = shard.local_offset + shard.tensor.numel();
-    if (!ranges.empty() && ranges.back().weight_decay == decay) {
-      ranges.back().end = end;
+    decays.push_back(none ? 0.0 : weight_decay);
+  }
+  return decays;
+}
+
+// Returns the runs of equal decay over the flat shard. Padding has the decay
+// of the elements before it: it is zero and stays zero.
+std::vector<DecayRange> decay_ranges(
+    const ParamGroup& group,
+    const std::vector<double>& of_parameters) {
+  std::map<std::int64_t, DecayRange> by_begin;
+  for (std::size_t i = 0; i < of_parameters.size(); ++i) {
+    for (const Piece& piece : group.weights().main().local_pieces(
+             static_cast<std::int64_t>(i))) {
+      if (piece.numel > 0) {
+        by_begin[piece.local_offset] = {
+            piece.local_offset + piece.numel,
+            static_cast<float>(of_parameters[i])};
+      }
+    }
+  }
+  std::vector<DecayRange> ranges;
+  for (const auto& [begin, range] : by_begin) {
+    if (!ranges.empty() && ranges.back().weight_decay == range.weight_decay) {
+      ranges.back().end = range.end;
     } else {
-      ranges.push_back({end, decay});
+      ranges.push_back(range);
     }
   }
   const std::int64_t numel = group.weights().main().local().numel();
   if (ranges.empty()) {
-    ranges.push_back({numel, static_cast<float>(weight_decay)});
+    ranges.push_back({numel, 0.0F});
   }
   ranges.back().end = numel;
   return ranges;
@@ -66,23 +76,47 @@ Optimizer::Optimizer(std::vector<ParamGroup*> groups, double weight_decay) {
     if (!group->trainable()) {
       continue;
     }
-    FlatUpdate update;
-    update.decay = decay_ranges(*group, weight_decay);
-    if (update.decay.size() > 1 && group->weights().main().local().is_cuda()) {
-      std::vector<std::int64_t> ends;
-      std::vector<float> decays;
-      for (const DecayRange& range : update.decay) {
-        ends.push_back(range.end);
-        decays.push_back(range.weight_decay);
-      }
-      const at::Device device = group->weights().main().local().device();
-      update.device_ends = at::tensor(ends, at::kLong).to(device);
-      update.device_decays = at::tensor(decays, at::kFloat).to(device);
-    }
     groups_.push_back(group);
-    updates_.push_back(std::move(update));
+  }
+  updates_.resize(groups_.size());
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    set_weight_decay(i, decays_by_attribute(*groups_[i], weight_decay));
   }
   group_steps_.assign(groups_.size(), 0);
+}
+
+void Optimizer::set_weight_decay(
+    std::size_t group,
+    const std::vector<double>& of_parameters) {
+  const ParamGroup& g = *groups_.at(group);
+  FLATSHARD_CHECK(
+      of_parameters.size() == g.parameters().size(),
+      usage,
+      "expected a weight decay for each of {} parameters of {}, got {}",
+      g.parameters().size(),
+      g.name(),
+      of_parameters.size());
+  for (const double decay : of_parameters) {
+    FLATSHARD_CHECK(
+        decay >= 0,
+        config,
+        "expected optimizer.weight_decay >= 0, got {}",
+        decay);
+  }
+  wait();  // the last step may still read the ranges
+  FlatUpdate& update = updates_[group];
+  update.decay = decay_ranges(g, of_parameters);
+  const at::Device device = g.weights().main().local().device();
+  if (update.decay.size() > 1 && device.is_cuda()) {
+    std::vector<std::int64_t> ends;
+    std::vector<float> decays;
+    for (const DecayRange& range : update.decay) {
+      ends.push_back(range.end);
+      decays.push_back(range.weight_decay);
+    }
+    update.device_ends = at::tensor(ends, at::kLong).to(device);
+    update.device_decays = at::tensor(decays, at::kFloat).to(device);
+  }
 }
 
 void Optimizer::wait() const {

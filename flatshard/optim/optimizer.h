@@ -52,6 +52,13 @@ class Optimizer {
   /// Forgets the gradients; the next reduction overwrites them.
   void zero_grad();
 
+  /// Sets the weight decay of each parameter of a group from the next step on,
+  /// in the order of ParamGroup::parameters().
+  /// @throws Error{config} when one is negative.
+  void set_weight_decay(
+      std::size_t group,
+      const std::vector<double>& of_parameters);
+
   /// Updates done so far; a checkpoint restores it.
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t steps) { num_steps_ = steps; }
@@ -86,7 +93,7 @@ class Optimizer {
 
  private:
   std::vector<ParamGroup*> groups_;
-  std::vector<FlatUpdate> updates_;  ///< decay ranges, made once
+  std::vector<FlatUpdate> updates_;  ///< their decay ranges stay
   std::vector<std::int64_t> group_steps_;
   std::int64_t num_steps_ = 0;
   std::shared_ptr<Stream> stream_;

@@ -9,22 +9,19 @@ void bind_optim(py::module_& m) {
       "AdamW",
       "The core's AdamW: one kernel per group.")
       .def(
-          py::init<
-              std::vector<std::shared_ptr<PyUnit>>,
-              double,
-              double,
-              double,
-              double>(),
-          py::arg("units"),
-          py::kw_only(),
-          py::arg("beta1"),
-          py::arg("beta2"),
-          py::arg("eps"),
-          py::arg("weight_decay"))
+          py::init<std::vector<std::shared_ptr<PyUnit>>>(),
+          py::arg("units"))
+      .def(
+          "set_weight_decay",
+          &PyAdamW::set_weight_decay,
+          py::arg("unit"),
+          py::arg("of_parameters"))
       .def(
           "step",
           &PyAdamW::step,
           py::arg("lr"),
+          py::arg("betas"),
+          py::arg("eps"),
           py::call_guard<py::gil_scoped_release>())
       .def("state", &PyAdamW::state, py::arg("unit"), py::arg("parameter"))
       .def(

@@ -16,23 +16,35 @@ namespace flatshard::python {
 /// The core's AdamW over the groups of some units, which it keeps alive.
 class PyAdamW {
  public:
-  PyAdamW(
-      std::vector<std::shared_ptr<PyUnit>> units,
-      double beta1,
-      double beta2,
-      double eps,
-      double weight_decay)
+  explicit PyAdamW(std::vector<std::shared_ptr<PyUnit>> units)
       : units_(std::move(units)) {
     optimizer_ = std::make_unique<AdamW>(
-        trainable_groups_of(units_),
-        AdamWOptions{
-            .beta1 = beta1,
-            .beta2 = beta2,
-            .eps = eps,
-            .weight_decay = weight_decay});
+        trainable_groups_of(units_), AdamWOptions{.weight_decay = 0});
   }
 
-  void step(double lr) { optimizer_->step(lr); }
+  /// Sets the weight decay of each parameter of a unit, in the unit's order;
+  /// not looked at for frozen ones.
+  void set_weight_decay(
+      const std::shared_ptr<PyUnit>& unit,
+      const std::vector<double>& of_parameters) {
+    std::map<std::size_t, std::vector<double>> decays;
+    for (std::int64_t i = 0; i < unit->num_parameters(); ++i) {
+      if (!unit->trainable(i)) {
+        continue;
+      }
+      std::vector<double>& of_group = decays[group_of(unit, i)];
+      of_group.resize(unit->group_at(unit->group_index(i)).parameters().size());
+      of_group.at(unit->index_in_group(i)) = of_parameters.at(i);
+    }
+    for (const auto& [group, of_group] : decays) {
+      optimizer_->set_weight_decay(group, of_group);
+    }
+  }
+
+  void step(double lr, std::pair<double, double> betas, double eps) {
+    optimizer_->set_coefficients(betas.first, betas.second, eps);
+    optimizer_->step(lr);
+  }
 
   /// exp_avg and exp_avg_sq of parameter i of a unit, like its shard.
   std::map<std::string, at::Tensor> state(

@@ -123,6 +123,9 @@ void PyUnit::find_rows(PlaceInGroup& place) const {
   if (!place.shape.empty() && !is_whole(g)) {
     place.shape[0] = numel / slice_numel(place.shape);
   }
+  if (c10::multiply_integers(place.shape) == 0) {
+    place.nowhere = std::make_shared<char>();
+  }
 }
 
 bool PyUnit::is_whole(const ParamGroup& group) {
@@ -132,12 +135,15 @@ bool PyUnit::is_whole(const ParamGroup& group) {
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
   const PlaceInGroup& place = places_.at(i);
   // It has a separate storage, since a program that saves or stages a tensor
-  // takes its storage. Also without rows it keeps `flat`.
-  return at::for_blob(
-             static_cast<char*>(flat.data_ptr()) +
-                 place.offset * static_cast<std::int64_t>(flat.element_size()),
-             place.shape)
-      .deleter([flat](void*) {})
+  // takes its storage, and finds shared tensors by the storage's address. Also
+  // without rows it keeps `flat`.
+  char* const begin =
+      place.nowhere
+          ? place.nowhere.get()
+          : static_cast<char*>(flat.data_ptr()) +
+                place.offset * static_cast<std::int64_t>(flat.element_size());
+  return at::for_blob(begin, place.shape)
+      .deleter([flat, nowhere = place.nowhere](void*) {})
       .options(flat.options())
       .target_device(flat.device())
       .make_tensor();

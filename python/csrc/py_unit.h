@@ -119,6 +119,8 @@ class PyUnit {
     /// This rank's rows in the group's main weights.
     std::int64_t offset = 0;
     std::vector<std::int64_t> shape{};
+    /// Where it has no rows: an address that no other parameter has.
+    std::shared_ptr<char> nowhere{};
   };
   void find_rows(PlaceInGroup& place) const;
   ParamGroup& group(std::size_t i) const {

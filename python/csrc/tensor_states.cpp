@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 
 namespace flatshard::python {
 TensorStates::TensorStates(
@@ -64,14 +65,15 @@ TensorStates::state_shards(std::size_t group) const {
   const std::vector<NamedShard> shards = groups()[group]->main_shards();
   const std::vector<States>& states = states_[group];
   // Cut between rows, a parameter is one piece on a rank.
-  const auto first =
-      std::find_if(shards.begin(), shards.end(), [](const NamedShard& shard) {
-        return !shard.dropped;
-      });
-  if (first == shards.end()) {
-    return result;
+  std::set<std::string> names;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    if (!shards[i].dropped) {
+      for (const auto& [name, tensor] : states.at(i)) {
+        names.insert(name);
+      }
+    }
   }
-  for (const auto& [name, tensor] : states[first - shards.begin()]) {
+  for (const std::string& name : names) {
     std::vector<NamedShard> named;
     for (std::size_t i = 0; i < shards.size(); ++i) {
       if (shards[i].dropped) {

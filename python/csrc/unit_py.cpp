@@ -156,6 +156,7 @@ void bind_unit(py::module_& m) {
       .def("cuts", &PyUnit::cuts)
       .def("shard_of_ranks", &PyUnit::shard_of_ranks)
       .def("trainable", &PyUnit::trainable)
+      .def("group_index", &PyUnit::group_index)
       .def(
           "mark_written",
           [](PyUnit& self) {
@@ -188,15 +189,6 @@ void bind_unit(py::module_& m) {
             }
           },
           "None for none.")
-      .def(
-          "set_attribute",
-          [](PyUnit& self,
-             std::size_t i,
-             const std::string& key,
-             const std::string& value) {
-            self.group_at(self.group_index(i))
-                .set_attribute(self.index_in_group(i), key, value);
-          })
       .def(
           "drop",
           [](PyUnit& self, std::size_t i) {

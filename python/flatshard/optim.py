@@ -2,7 +2,7 @@
 whatever the number of parameters."""
 
 from collections.abc import Callable, Iterable
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -13,17 +13,36 @@ from flatshard._tensor.pieces import state_beside
 from flatshard._tensor.places import unit_of
 from flatshard.torch_versions import plain_attributes
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Options of torch.optim.AdamW that the core lacks, with the only value it supports. They
+# come with the constructor, with a state dict or a checkpoint, or by assignment.
+_FIXED = {
+    "amsgrad": False,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "decoupled_weight_decay": True,
+}
+# The other options, with what the core can compute with.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "lr": ("at least 0", lambda lr: lr >= 0),
+    "betas": ("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b)),
+    "eps": ("more than 0", lambda eps: eps > 0),
+    "weight_decay": ("at least 0", lambda decay: decay >= 0),
+}
+
 
 class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
     It writes the sharded parameters and their all-gathered form in one pass. Its state
     (`exp_avg`, `exp_avg_sq`, `step`) equals torch.optim.AdamW's, so state dicts of one
-    load into the other.
+    load into the other. Each step reads the options in `param_groups` and `state`, so
+    changes of them take effect as in torch.optim.AdamW.
 
     Args:
         params: parameters, or groups of them. All trainable parameters of a unit
-            have to be in it. Groups may differ only in whether `weight_decay` is 0.
+            have to be in it. Groups may differ only in `weight_decay`.
         lr: learning rate; schedulers change it as always, for all groups alike.
         betas, eps, weight_decay: as in torch.optim.AdamW.
 
@@ -34,6 +53,8 @@ class AdamW(torch.optim.Optimizer):
 
     # Its writes are known to the core, see _tensor/writes.py.
     writes_through_core = True
+
+    core: _C.AdamW | None = None  # torch's constructor adds groups before it is made
 
     def __init__(
         self,
@@ -50,106 +71,115 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        for name, value in (
-            ("amsgrad", amsgrad),
-            ("maximize", maximize),
-            ("capturable", capturable),
-            ("differentiable", differentiable),
-        ):
-            if value:
-                raise NotImplementedError(
-                    f"flatshard.optim.AdamW: {name}=True is not supported; use "
-                    "torch.optim.AdamW"
-                )
         super().__init__(
             params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "foreach": foreach,
+                "capturable": capturable,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
         )
-        # The unit and the index in it.
-        self._places: dict[torch.Tensor, tuple[UnitState, int]] = {}
-        undecayed = self._check_groups()
-        follow_changes(dict.fromkeys(unit for unit, _ in self._places.values()))
-        # A core that is made anew may number its parameters in another order.
-        self._places = {parameter: unit_of(parameter) for parameter in self._places}
-        self._check_units()
-        decay = {g["weight_decay"] for g in self.param_groups} - {0, 0.0}
-        for parameter in undecayed:
-            unit, index = self._places[parameter]
-            unit.core.set_attribute(index, "weight_decay", "none")
-        first = self.param_groups[0]
-        self._units = list(dict.fromkeys(unit for unit, _ in self._places.values()))
-        self._cores = [unit.core for unit in self._units]
-        self.core = _C.AdamW(
-            self._cores,
-            beta1=first["betas"][0],
-            beta2=first["betas"][1],
-            eps=first["eps"],
-            weight_decay=decay.pop() if decay else 0.0,
-        )
-        self._show_state()
+        self._make_core()
 
-    def _check_groups(self):
-        """Returns the parameters that are not decayed."""
-        first = self.param_groups[0]
-        undecayed, decays = [], set()
-        for group in self.param_groups:
-            for name in ("lr", "betas", "eps"):
-                if group[name] != first[name]:
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Works as torch.optim.Optimizer.add_param_group. The group has all trainable
+        parameters of the units whose parameters it has."""
+        super().add_param_group(param_group)
+        if self.core is not None:
+            try:
+                self._make_core()
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    # -- the core's optimizer ------------------------------------------------------
+
+    def _make_core(self):
+        """Makes the core's optimizer for the groups as they are now. It continues with
+        the state that there is."""
+        self.check_options(self.param_groups)
+        parameters = self._parameters_now()
+        places = {p: _place_of(p) for p in parameters}
+        follow_changes(dict.fromkeys(unit for unit, _ in places.values()))
+        # A core that is made anew may number its parameters in another order.
+        places = {p: unit_of(p) for p in parameters}
+        units = list(dict.fromkeys(unit for unit, _ in places.values()))
+        _check_units(units, places)
+        # The unit and the index in it.
+        self._places: dict[torch.Tensor, tuple[UnitState, int]] = places
+        self._parameters = parameters
+        self._units = units
+        self._cores = [unit.core for unit in units]
+        self.core = _C.AdamW(self._cores)
+        self._decays: list[float] | None = None
+        given = dict(self.state)
+        # The core's state of each trained parameter, which `state` shows.
+        self._shown = {
+            parameter: {
+                "step": torch.tensor(0.0),
+                **{
+                    name: state_beside(unit.parameters[index].stored_shard, view)
+                    for name, view in self.core.state(unit.core, index).items()
+                },
+            }
+            for parameter, (unit, index) in places.items()
+            if parameter.requires_grad
+        }
+        self._counts = dict.fromkeys(self._shown, 0)
+        self._take_states(given)
+
+    def _parameters_now(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @staticmethod
+    def check_options(groups: list[dict[str, Any]]) -> None:
+        """Raises an error for options that the core cannot follow.
+
+        Args:
+            groups: `param_groups`, or such that are to be loaded.
+        """
+        first: dict[str, Any] = {}
+        for group in groups:
+            for name, value in _FIXED.items():
+                if bool(group.get(name, value)) != value:
+                    raise NotImplementedError(
+                        f"flatshard.optim.AdamW: {name}={not value} is not supported; "
+                        "use torch.optim.AdamW"
+                    )
+            for name, (expected, fits) in _RANGES.items():
+                own = _number(group[name])
+                if not fits(own):
+                    raise ValueError(
+                        f"flatshard.optim.AdamW: {name}: expected {expected}, got {own}"
+                    )
+                if first.setdefault(name, own) != own and name != "weight_decay":
                     raise ValueError(
                         f"flatshard.optim.AdamW: expected one {name} for all groups, "
-                        f"got {first[name]} and {group[name]}; use torch.optim.AdamW"
+                        f"got {first[name]} and {own}; use torch.optim.AdamW"
                     )
-            if group["weight_decay"] == 0:
-                undecayed += group["params"]
-            else:
-                decays.add(group["weight_decay"])
+
+    def _follow_decays(self):
+        """Passes the groups' weight decay to the core where it changed."""
+        decays = [float(group["weight_decay"]) for group in self.param_groups]
+        if decays == self._decays:
+            return
+        of_units = {unit: [0.0] * unit.core.num_parameters for unit in self._units}
+        for decay, group in zip(decays, self.param_groups):
             for parameter in group["params"]:
-                place = unit_of(parameter)
-                if place is None:
-                    raise ValueError(
-                        "flatshard.optim.AdamW: expected parameters that fully_shard "
-                        f"sharded, got one of shape {tuple(parameter.shape)} that it "
-                        "did not; make the optimizer after fully_shard"
-                    )
-                if place[0].parameters[place[1]].extension is not None:
-                    raise NotImplementedError(
-                        "flatshard.optim.AdamW: a parameter of shape "
-                        f"{tuple(parameter.shape)} is a tensor of a subclass, which is "
-                        "not supported. Use torch.optim.AdamW"
-                    )
-                if parameter.dtype == torch.float64:
-                    raise NotImplementedError(
-                        "flatshard.optim.AdamW: float64 parameters are not supported, "
-                        f"as it computes in float32; got one of shape "
-                        f"{tuple(parameter.shape)}. Use torch.optim.AdamW"
-                    )
-                self._places[parameter] = place
-        if len(decays) > 1:
-            raise ValueError(
-                "flatshard.optim.AdamW: expected one weight_decay besides 0, got "
-                f"{sorted(decays)}; use torch.optim.AdamW"
-            )
-        return undecayed
+                unit, index = self._places[parameter]
+                of_units[unit][index] = decay
+        for unit, of_parameters in of_units.items():
+            self.core.set_weight_decay(unit.core, of_parameters)
+        self._decays = decays
 
-    def _check_units(self):
-        for unit in {unit for unit, _ in self._places.values()}:
-            for p in unit.parameters:
-                if p.trainable and p.is_shown() and p.shard not in self._places:
-                    raise ValueError(
-                        f"flatshard.optim.AdamW: parameter {p.title} of unit "
-                        f"{unit.name or '(not run yet)'} is missing; a unit's "
-                        "parameters are updated together, use torch.optim.AdamW"
-                    )
-
-    def _show_state(self):
-        for parameter, (unit, index) in self._places.items():
-            if not parameter.requires_grad:
-                continue
-            views = self.core.state(unit.core, index)
-            self.state[parameter] = {
-                "step": torch.tensor(0.0),
-                **{name: state_beside(parameter, view) for name, view in views.items()},
-            }
+    # -- steps ---------------------------------------------------------------------
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -169,23 +199,45 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rates = {float(group["lr"]) for group in self.param_groups}
-        if len(rates) > 1:
-            raise ValueError(
-                f"flatshard.optim.AdamW: expected one lr for all groups, got {rates}"
-            )
+        self.check_options(self.param_groups)
         self._check_as_made()
+        if self._state_was_changed():
+            self._take_states(dict(self.state))
+        self._follow_decays()
         views = [unit.grads for unit in self._units if unit.grads is not None]
         for grads in views:
             grads.take()
-        self.core.step(rates.pop())
+        first = self.param_groups[0]
+        self.core.step(*(_number(first[name]) for name in ("lr", "betas", "eps")))
         for grads in views:
             grads.release()
+        before = dict(self._counts)
         self.show_steps()
+        self._check_updated(before)
         return loss
+
+    def _check_updated(self, before):
+        """Raises an error for gradients that the step did not use."""
+        for parameter, count in before.items():
+            if self._counts[parameter] == count and parameter.grad is not None:
+                unit, index = self._places[parameter]
+                p = unit.parameters[index]
+                raise RuntimeError(
+                    f"flatshard.optim.AdamW: parameter {p.names[0] if p.names else p.label}"
+                    " has a gradient that no backward gave its unit, so it was not updated. "
+                    "Write to the gradients after a backward, or use torch.optim.AdamW"
+                )
 
     def _check_as_made(self):
         """The core updates all parameters of a unit, and those it had then."""
+        now = self._parameters_now()
+        if len(now) != len(self._parameters) or any(
+            a is not b for a, b in zip(now, self._parameters)
+        ):
+            raise RuntimeError(
+                "flatshard.optim.AdamW: the parameters in param_groups were changed "
+                "since the optimizer was made; call add_param_group(), or make it anew"
+            )
         for unit, core in zip(self._units, self._cores):
             if unit.core is not core:
                 raise RuntimeError(
@@ -194,8 +246,9 @@ class AdamW(torch.optim.Optimizer):
                     "optimizer was made; make it anew, or use torch.optim.AdamW"
                 )
         with plain_attributes():
-            for parameter, (unit, index) in self._places.items():
-                if parameter in self.state and not parameter.requires_grad:
+            for parameter in self._shown:
+                if not parameter.requires_grad:
+                    unit, index = self._places[parameter]
                     name = unit.parameters[index].names[0]
                     raise NotImplementedError(
                         f"flatshard.optim.AdamW: parameter {name} of unit {unit.name} was "
@@ -203,29 +256,134 @@ class AdamW(torch.optim.Optimizer):
                         "a unit's parameters are updated together; use torch.optim.AdamW"
                     )
 
+    # -- state ---------------------------------------------------------------------
+
+    def _state_was_changed(self):
+        """Returns whether somebody put another state, or another number of steps, in the
+        place of the core's, or dropped it."""
+        for parameter, shown in self._shown.items():
+            state = self.state.get(parameter)
+            if (
+                state is None
+                or any(state.get(name) is not shown[name] for name in shown)
+                or int(shown["step"]) != self._counts[parameter]
+            ):
+                return True
+        return False
+
+    def _take_states(self, given):
+        """Puts values of `given`, states by parameter, where the core keeps them, and
+        shows these. Without a state a parameter has zeros.
+
+        Raises:
+            ValueError: states of one unit with different numbers of steps. Nothing has
+                changed.
+        """
+        steps = {}  # by the core's group, which counts once
+        for parameter in self._shown:
+            state = given.get(parameter)
+            if not state:
+                continue
+            unit, index = self._places[parameter]
+            group = unit, unit.core.group_index(index)
+            own = int(state.get("step", 0))
+            if steps.setdefault(group, own) != own:
+                raise ValueError(
+                    f"flatshard.optim.AdamW: parameters of one unit were updated "
+                    f"{steps[group]} and {own} times, which is not supported, as they "
+                    "are updated together; use torch.optim.AdamW"
+                )
+        for parameter, shown in self._shown.items():
+            state = given.get(parameter, {})
+            for name in _MOMENTS:
+                value = state.get(name)
+                if value is None:
+                    shown[name].zero_()
+                elif value is not shown[name]:
+                    shown[name].copy_(value)
+            unit, index = self._places[parameter]
+            updates = steps.get((unit, unit.core.group_index(index)), 0)
+            self.core.set_num_updates(unit.core, index, updates)
+        states = {parameter: dict(shown) for parameter, shown in self._shown.items()}
+        self.state = type(self.state)(dict, states)
+        self.show_steps()
+
     def show_steps(self) -> None:
         """Makes `step` of each parameter's state what the core counted."""
-        for parameter, (unit, index) in self._places.items():
-            if parameter in self.state:
-                updates = self.core.num_updates(unit.core, index)
-                self.state[parameter]["step"].fill_(float(updates))
+        for parameter, shown in self._shown.items():
+            unit, index = self._places[parameter]
+            updates = self.core.num_updates(unit.core, index)
+            shown["step"].fill_(float(updates))
+            self._counts[parameter] = updates
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Works as torch.optim.Optimizer.load_state_dict, and puts values where the
-        core keeps them."""
-        own = {p: dict(state) for p, state in self.state.items()}
-        super().load_state_dict(state_dict)
-        loaded, self.state = self.state, type(self.state)(dict)
-        for parameter, state in own.items():
-            found = loaded.get(parameter, {})
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name in found:
-                    state[name].copy_(found[name])
-                else:
-                    state[name].zero_()
-            step = float(found.get("step", 0))
-            state["step"].fill_(step)
-            self.state[parameter] = state
-            unit, index = self._places[parameter]
-            self.core.set_num_updates(unit.core, index, int(step))
+        core keeps them, in float32.
+
+        Raises:
+            ValueError, NotImplementedError: options that the core cannot follow. Nothing
+                has changed.
+        """
+        given = {}
+        # The last of the hooks sees what torch loads. It casts states to the dtype of
+        # the parameter, which may be bfloat16.
+        hook = self.register_load_state_dict_pre_hook(lambda _, d: given.update(d))
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+            self.check_options(self.param_groups)
+            numbers = [n for group in given["param_groups"] for n in group["params"]]
+            states = {
+                parameter: given["state"][number]
+                for number, parameter in zip(numbers, self._parameters_now())
+                if number in given["state"]
+            }
+            self._take_states(states)
+        except BaseException:
+            self.state, self.param_groups = before
+            raise
+        finally:
+            hook.remove()
+
+
+def _number(value):
+    """Returns an option, which may be a tensor or a pair, as numbers."""
+    if isinstance(value, (list, tuple)):
+        return tuple(float(item) for item in value)
+    return float(value)
+
+
+def _place_of(parameter):
+    """Returns (unit, index) of a parameter that the core can update."""
+    place = unit_of(parameter)
+    if place is None:
+        raise ValueError(
+            "flatshard.optim.AdamW: expected parameters that fully_shard "
+            f"sharded, got one of shape {tuple(parameter.shape)} that it "
+            "did not; make the optimizer after fully_shard"
+        )
+    if place[0].parameters[place[1]].extension is not None:
+        raise NotImplementedError(
+            "flatshard.optim.AdamW: a parameter of shape "
+            f"{tuple(parameter.shape)} is a tensor of a subclass, which is "
+            "not supported. Use torch.optim.AdamW"
+        )
+    if parameter.dtype == torch.float64:
+        raise NotImplementedError(
+            "flatshard.optim.AdamW: float64 parameters are not supported, "
+            f"as it computes in float32; got one of shape "
+            f"{tuple(parameter.shape)}. Use torch.optim.AdamW"
+        )
+    return place
+
+
+def _check_units(units, places):
+    for unit in units:
+        for p in unit.parameters:
+            if p.trainable and p.is_shown() and p.shard not in places:
+                raise ValueError(
+                    f"flatshard.optim.AdamW: parameter {p.title} of unit "
+                    f"{unit.name or '(not run yet)'} is missing; a unit's "
+                    "parameters are updated together, use torch.optim.AdamW"
+                )

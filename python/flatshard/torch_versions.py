@@ -10,6 +10,7 @@ import functools
 from operator import attrgetter
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import module as nn_module
@@ -82,17 +83,31 @@ def persistent_buffers(module):
 
 def converts_inside(context):
     """Makes a class decorator for a mixin of nn.Module. `to`, `cuda`, `to_empty` and the
-    like, which all call `_apply`, run inside of context(module, function of a tensor)."""
+    like, which all call `_apply`, run inside of context(module, function of a tensor,
+    whether modules below are converted)."""
 
     def decorate(cls):
         def _apply(self, fn, recurse=True):
-            with context(self, fn):
+            with context(self, fn, recurse):
                 return super(cls, self)._apply(fn, recurse)
 
         cls._apply = _apply
         return cls
 
     return decorate
+
+
+def convert_all_inside(context):
+    """Lets every nn.Module convert its own parameters inside of context(module, function
+    of a tensor). torch has no hook for it."""
+    convert = nn.Module._apply
+
+    @functools.wraps(convert)
+    def _apply(self, fn, recurse=True):
+        with context(self, fn):
+            return convert(self, fn, recurse)
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def register_as_sharded(module):
@@ -125,6 +140,11 @@ def hooks_of_tensor(tensor):
     """Returns {attribute: dictionary} of those that are not empty."""
     found = {name: getattr(tensor, name) for name in _TENSOR_HOOKS}
     return {name: hooks for name, hooks in found.items() if hooks}
+
+
+def has_accumulation_hooks(tensor):
+    """Returns whether it has hooks of register_post_accumulate_grad_hook."""
+    return bool(tensor._post_accumulate_grad_hooks)
 
 
 def set_hooks_of_tensor(tensor, found):

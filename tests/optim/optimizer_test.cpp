@@ -54,6 +54,49 @@ TEST(Optimizer, DecaysOnlyWhereItShould) {
   EXPECT_EQ(sgd.num_steps(), 1);
 }
 
+TEST(Optimizer, WeightDecayMayChangeBetweenSteps) {
+  const auto group = make_group(one_rank());
+  Sgd sgd({group.get()}, {.weight_decay = 0.5});
+  const auto expect = [&](double of_weight, double of_bias) {
+    const at::Tensor w = weight(*group).clone();
+    const at::Tensor b = bias(*group).clone();
+    reduce_constant(*group, 0);
+    sgd.step(0.25);
+    sgd.zero_grad();
+    EXPECT_TRUE(weight(*group).equal(w * (1 - 0.25 * of_weight)));
+    EXPECT_TRUE(bias(*group).equal(b * (1 - 0.25 * of_bias)));
+  };
+  sgd.set_weight_decay(0, {0, 2});
+  expect(0, 2);
+  sgd.set_weight_decay(0, {1, 1});
+  expect(1, 1);
+  sgd.set_weight_decay(0, {0.5, 0});
+  expect(0.5, 0);
+  EXPECT_THAT(
+      message(ErrorCode::config, [&] { sgd.set_weight_decay(0, {0, -1}); }),
+      HasSubstr("weight_decay >= 0, got -1"));
+  EXPECT_THAT(
+      message(ErrorCode::usage, [&] { sgd.set_weight_decay(0, {1}); }),
+      HasSubstr("each of 2 parameters of block, got 1"));
+}
+
+TEST(Optimizer, CoefficientsMayChangeBetweenSteps) {
+  const auto group = make_group(one_rank());
+  AdamW adamw({group.get()}, {.weight_decay = 0});
+  adamw.set_coefficients(0, 0, 1e-8);  // the sign of each gradient
+  for (const double gradient : {-3.0, 2.0}) {
+    const at::Tensor w = weight(*group).clone();
+    reduce_constant(*group, gradient);
+    adamw.step(0.01);
+    adamw.zero_grad();
+    const double sign = gradient < 0 ? -1 : 1;
+    EXPECT_TRUE(at::allclose(weight(*group), w - 0.01 * sign, 1e-6, 1e-6));
+  }
+  EXPECT_THAT(
+      message(ErrorCode::config, [&] { adamw.set_coefficients(1, 0, 1e-8); }),
+      HasSubstr("beta1"));
+}
+
 TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
   const auto group = make_group(one_rank());
   AdamW adamw({group.get()}, {});

@@ -2,6 +2,7 @@
 with its own name."""
 
 import inspect
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ import torch.distributed.fsdp as fsdp
 from torch.distributed.fsdp import FSDPModule as Fsdp2Module
 
 import flatshard
+from tests.python.device import DEVICE
 from tests.python.models import Mlp
 from bench.harness.options import fully_shard
-from tests.python.training import distance, full_state, shard, train, twins
+from tests.python.training import data, distance, full_state, shard, train, twins
 
 # The parts that fully_shard needs from the package that FSDP2 shares with FSDP1.
 PUBLIC = (
@@ -87,8 +89,14 @@ def test_what_is_refused(call, problem, mesh):
 
 
 def test_options_that_are_refused(mesh):
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims.*Distribute them"):
-        fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=object())
+    for dims in (
+        object(),
+        MeshDims("tp"),
+        MeshDims(("dp", "tp")),
+        MeshDims(None, "dp"),
+    ):
+        with pytest.raises(NotImplementedError, match="dp_mesh_dims.*distribute them"):
+            fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=dims)
     model = sharded(mesh)
     model.head.weight.grad_dtype = None
     with pytest.raises(NotImplementedError, match="grad_dtype None of .*head.weight"):
@@ -209,3 +217,39 @@ def test_reset_iter_state_is_the_roots(mesh):
     model.reset_iter_state()
     with pytest.raises(ValueError, match="outermost"):
         model.blocks[0].reset_iter_state()
+
+
+@dataclass
+class MeshDims:
+    """DataParallelMeshDims of torch 2.12 and later."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+
+@pytest.mark.parametrize("names", [("dp",), ("outer", "dp")])
+def test_mesh_dims_that_name_all_of_the_mesh(names, request, mesh, rank):
+    mesh = mesh if len(names) == 1 else request.getfixturevalue("mesh_2d")
+    found = []
+    for dims in (
+        None,
+        MeshDims(*reversed(names)),
+        MeshDims(*((n,) for n in names[::-1])),
+    ):
+        torch.manual_seed(0)
+        model = fully_shard(Mlp(), mesh=mesh, dp_mesh_dims=dims)
+        model(data(rank)).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in model.parameters()])
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other)
+    )
+
+
+def test_no_offload_policy_offloads_nothing(mesh, rank):
+    model = fully_shard(Mlp(), mesh=mesh, offload_policy=None)
+    model(data(rank)).square().mean().backward()
+    assert all(p.grad.device.type == DEVICE for p in model.parameters())
+    with pytest.raises(
+        ValueError, match="offload_policy: expected .* or None, got 'no'"
+    ):
+        fully_shard(Mlp(), mesh=mesh, offload_policy="no")

@@ -142,3 +142,52 @@ def test_weights_of_a_list_stay_for_all_its_modules(mesh, rank):
             model(data(rank), order)
     # Whole from the first of them to the last, and no longer than the forward.
     assert seen == [False, True, False, False, False, False]
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.mid = nn.Embedding(8, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, ids):
+        return self.mid(self.embed(ids))
+
+
+class WithHead(nn.Module):
+    """A model that is not wrapped itself."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.base, self.head = Base(), nn.Linear(DIM, 8, bias=False)
+        if tied:
+            self.head.weight = self.base.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.base(ids))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_list_reaches_beyond_the_root(tied, reshard, mesh, rank):
+    """One of its modules is inside of the outermost wrapped module, one is not."""
+    results = []
+    for function in (fully_shard, fsdp2):
+        torch.manual_seed(0)
+        model = on_device(WithHead(tied))
+        options = {"mesh": mesh, "reshard_after_forward": reshard}
+        function([model.base.embed, model.head], **options)
+        function(model.base, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            ids = on_device((torch.arange(4) + rank + step) % 8)
+            loss = nn.functional.cross_entropy(model(ids), ids)
+            loss.backward()
+            optimizer.step(), optimizer.zero_grad()
+            losses.append(loss.detach())
+            with torch.no_grad():
+                losses.append(model(ids).mean())
+        results.append((losses, full_state(model)))
+    (ours, state), (theirs, other) = results
+    torch.testing.assert_close(ours, theirs)
+    assert distance(state, other) < 1e-5

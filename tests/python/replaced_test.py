@@ -3,13 +3,14 @@ them, otherwise an error names them."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import flatshard
 from flatshard import checkpoint, fully_shard
-from tests.python.device import on_device
+from tests.python.device import DEVICE, on_device
 from tests.python.training import distance, full_state
 
 DIM = 6
@@ -192,6 +193,10 @@ REFUSED = {
         lambda mesh: distribute_tensor(values(), mesh, [Shard(1)]),
         r"placements .Shard.dim=1.,., expected .Shard.0",
     ),
+    "meta": (
+        lambda mesh: rows(torch.empty(DIM, DIM, device="meta"), mesh),
+        "device meta, expected",
+    ),
     "whole": (
         lambda mesh: distribute_tensor(values(), mesh, [Replicate()]),
         r"placements .Replicate.*, expected .Shard.0",
@@ -238,7 +243,8 @@ def test_other_changes_are_named(mesh, rank):
         model[1].bias = None
         model[0] = nn.Linear(DIM, DIM)
 
-    refused(lambda m: tie(m, mesh), "1.weight .*another unit holds", inner=True)
+    problem = "1.weight of unit root was .* by parameter 0.weight of unit 0"
+    refused(lambda m: tie(m, mesh), problem, inner=True)
     refused(
         lambda m: set_weight(m, mesh),
         "0.weight was replaced after the first",
@@ -262,6 +268,77 @@ def test_other_changes_are_named(mesh, rank):
         RuntimeError,
     )
     refused(untie, "0.weight came into", RuntimeError)
+
+
+def same_object(model, mesh):
+    model[0].weight = model[1].weight = nn.Parameter(rows(values(), mesh))
+
+
+def same_memory(model, mesh):
+    value = rows(values(), mesh)
+    model[0].weight, model[1].weight = nn.Parameter(value), nn.Parameter(value)
+
+
+def memory_of_a_shard(model, mesh):
+    model[1].weight = nn.Parameter(model[0].weight.detach())
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("change", [same_object, same_memory, memory_of_a_shard])
+def test_ties_of_two_units_are_named(change, meta, mesh, rank):
+    """Each unit would have a copy, and one of them would stay as it is."""
+    if meta and change is memory_of_a_shard:
+        pytest.skip("it has no values to share")
+    with torch.device("meta" if meta else DEVICE):
+        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    fully_shard(model[0], mesh=mesh), fully_shard(model, mesh=mesh)
+    change(model, mesh)
+    with pytest.raises(ValueError) as error:
+        model(on_device(torch.ones(1, DIM)))
+    for part in ("0.weight of unit 0", "1.weight of unit root", "wrap one module"):
+        assert part in str(error.value)
+
+
+def test_pieces_of_one_tensor_are_no_tie(mesh, rank):
+    """Loaders cut parameters out of one tensor."""
+    model = two_linears()
+    fully_shard(model[0], mesh=mesh), fully_shard(model, mesh=mesh)
+    pieces = [layer.weight.to_local().numel() for layer in model]
+    if mesh.size() > 1:
+        pieces = [torch.chunk(values(), mesh.size())[rank].numel()] * 2
+    flat = on_device(torch.arange(float(sum(pieces)))).split(pieces)
+    for layer, piece in zip(model, flat):
+        own = DTensor.from_local(piece.view(-1, DIM), mesh, [Shard(0)])
+        layer.weight = nn.Parameter(own)
+    before = [layer.weight.full_tensor().clone() for layer in model]
+    steps(model, rank, num=1)
+    assert not any(
+        torch.equal(a, m.weight.full_tensor()) for a, m in zip(before, model)
+    )
+
+
+def averaged(parameter, world):
+    """Reduces the gradients of a parameter outside of the package."""
+
+    def hook(p):
+        dist.all_reduce(p.grad)
+        p.grad /= world
+
+    parameter.register_post_accumulate_grad_hook(hook)
+
+
+def test_new_parameters_whose_gradients_the_caller_reduces(mesh, rank, world):
+    """As adapters that are attached to a sharded model."""
+    outputs = []
+    for function in (fully_shard, fsdp2):
+        model = function(two_linears().requires_grad_(False), mesh=mesh)
+        torch.manual_seed(1)
+        model.append(on_device(nn.Linear(DIM, DIM)))
+        for p in model[2].parameters():
+            averaged(p, world)
+        outputs.append(steps(model, rank, num=3))
+    torch.testing.assert_close(*outputs)
+    assert not torch.equal(outputs[0][0], outputs[0][2])
 
 
 def test_new_modules_that_are_sharded_or_frozen_or_ignored_run(mesh, rank):

@@ -138,6 +138,27 @@ def param_dtype_of(policy, tensor, name):
     return dtype
 
 
+def check_dp_mesh_dims(dims, mesh):
+    """Refuses FSDP2's DataParallelMeshDims that mean something else than the mesh."""
+    wanted = [_names(dims, "replicate"), _names(dims, "shard")]
+    own = mesh.mesh_dim_names
+    if own is not None and [(name,) for name in own] == [w for w in wanted if w]:
+        if mesh.ndim == 2 or wanted[1]:
+            return
+    raise NotImplementedError(
+        f"dp_mesh_dims: expected the dimensions of the mesh, {own}, with two the first as "
+        f"replicate and the second as shard, got {dims!r}. Parameters cannot be DTensors "
+        "over the data-parallel dimensions: distribute them over the others alone, such "
+        "as mesh['tp'], and pass mesh=mesh['dp'], with replicas "
+        "mesh['replicate', 'shard']"
+    )
+
+
+def _names(dims, kind):
+    names = getattr(dims, kind, None)
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
 def uses_copy_engines(copy_engines, mesh):
     if copy_engines == "auto":
         if mesh not in _fast_links:
@@ -147,10 +168,12 @@ def uses_copy_engines(copy_engines, mesh):
 
 
 def offloads(policy):
+    if policy is None:  # FSDP2's callers pass it for nothing
+        return False
     name = type(policy).__name__
     if name not in ("OffloadPolicy", "CPUOffloadPolicy"):
         raise ValueError(
-            "offload_policy: expected OffloadPolicy() or CPUOffloadPolicy(), got "
+            "offload_policy: expected OffloadPolicy(), CPUOffloadPolicy() or None, got "
             f"{policy!r}"
         )
     return name == "CPUOffloadPolicy"

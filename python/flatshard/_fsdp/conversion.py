@@ -5,9 +5,10 @@ import contextlib
 import torch
 
 from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.renewal import let_go, renew, why_fixed
-from flatshard._tensor.memory import address_of, local_of
-from flatshard._tensor.meta_shards import mark_of_meta
+from flatshard._tensor.memory import local_of
+from flatshard._tensor.places import parameter_of, unit_of
 from flatshard._tensor.sharded_tensor import become
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
@@ -16,8 +17,7 @@ from flatshard.torch_versions import parameters_of
 _converted: set[int] = set()  # by a call that continues
 
 
-@contextlib.contextmanager
-def converting(module, fn):
+def converting(module, fn, recurse):
     """Lets nn.Module convert buffers and ignored parameters of `module` inside. The
     shards stay the same objects and take the values. Where these have another dtype or
     are on another device, the next forward makes the core's units anew. On another
@@ -26,11 +26,12 @@ def converting(module, fn):
 
     Args:
         fn: function of a tensor that returns the converted one.
+        recurse: also the modules below.
 
     Raises:
         NotImplementedError: the unit cannot change so.
     """
-    below = set(module.modules())
+    below = set(module.modules()) if recurse else {module}
     states = {s for m in below if (s := state_of(m)) is not None} - _converted
     # In a list of modules each is converted separately.
     parameters = [
@@ -39,14 +40,34 @@ def converting(module, fn):
         for p in s.all_parameters
         if any(m() in below for m, _ in p.sites)
     ]
+    return _converting(states, parameters, fn)
+
+
+def converting_part(module, fn):
+    """Does the same for the parameters that a module itself has, which need not be
+    wrapped."""
+    parameters = []
+    for tensor in parameters_of(module).values():
+        if tensor is not None:
+            p = parameter_of(tensor) or parameter_of_whole(tensor)
+            place = None if p is None else unit_of(p.shard)
+            if place is not None and place[0] not in _converted:
+                parameters.append((place[0], p))
+    if not parameters:
+        return contextlib.nullcontext()
+    return _converting({state for state, _ in parameters}, parameters, fn)
+
+
+@contextlib.contextmanager
+def _converting(states, parameters, fn):
     leaving = {s for s, p in parameters if _leaves(fn, s, p)}
     for state in states:
         state.show_shards()
-    for state in states:
+    for state, p in parameters:
         # The rule is the same as for a tensor on meta: `to` raises, and `fn` gives
         # values after to_empty.
-        if not state.initialized and not fn(torch.empty(0, device="meta")).is_meta:
-            state.initialized = True
+        if p.on_meta and not fn(torch.empty(0, device="meta")).is_meta:
+            state.note_values([p])
     for state, p in parameters:
         if p.extension is not None:
             state.move_extended(p, fn(local_of(p.shard).detach()))
@@ -85,15 +106,14 @@ def _convert(state, p, fn):
     p.shard.grad = None
     become(p.shard, p.shard.over(moved))
     if moved.is_meta:
-        p.on_meta, state.initialized = True, False
-        mark_of_meta({address_of(p.shard)}, state)
+        p.on_meta = True
     elif grad is not None:
         p.shard.grad = p.shard.over(fn(local_of(grad)))
 
 
 def _leaves(fn, state, p):
     """Returns whether `fn` moves the parameter to another device than the mesh's."""
-    local = local_of(p.shard)
+    local = local_of(p.stored_shard)
     probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
     if p.extension is not None and probe.dtype != local.dtype:
         raise NotImplementedError(

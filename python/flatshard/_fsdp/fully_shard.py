@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
+    check_dp_mesh_dims,
     check_flattened,
     check_granularity,
     check_own_mesh,
@@ -69,7 +70,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: object | None = None,
     strategy: str = "zero3",
@@ -103,13 +104,13 @@ def fully_shard(
             (Shard(0), mesh) or FSDP2's ShardPlacementResult, stores it on that one, a
             part of `mesh`: see experts below.
         mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
-        offload_policy: OffloadPolicy(): nothing; CPUOffloadPolicy(): sharded
+        offload_policy: OffloadPolicy() or None: nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state are stored on the CPU. Of this
             package or FSDP2's.
         ignored_params: set of parameters to leave as they are on every rank.
-        dp_mesh_dims: None. FSDP2's way to name the data-parallel dimensions of a larger
-            mesh, over all of which parameters are DTensors. Give mesh=mesh["dp"], and
-            parameters over the other dimensions alone.
+        dp_mesh_dims: None, or FSDP2's DataParallelMeshDims that names all dimensions of
+            `mesh`. For a larger mesh, over all of which parameters are DTensors, give
+            mesh=mesh["dp"], and parameters over the other dimensions alone.
         strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
             (optim_grads_params); both names mean the same.
         options: ShardOptions, what FSDP2 does not have. Options of the whole model
@@ -160,11 +161,7 @@ def fully_shard(
     if cuda_graph:
         check_cuda_graph(modules, device_mesh, offload)
     if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "dp_mesh_dims is not supported: parameters cannot be DTensors over the "
-            "data-parallel dimensions. Distribute them over the others alone, such as "
-            "mesh['tp'], and pass mesh=mesh['dp'], with replicas mesh['replicate', 'shard']"
-        )
+        check_dp_mesh_dims(dp_mesh_dims, device_mesh)
 
     core, whole_mesh = model_mesh(device_mesh)
     slices = slices_of(core, whole_mesh)
@@ -249,7 +246,6 @@ def fully_shard(
         cuda_graph=cuda_graph,
         policy=Policy(reshard_after_forward=reshard),
         ignored=places_of(ignored, owned),
-        initialized=not any(p.on_meta for p in everything),
         extended=[p for p in everything if p.extension is not None],
     )
     make_float8(state)

@@ -42,7 +42,7 @@ def reset_parameters(
                 "is not supported; call to_empty() and write its values"
             )
         state.show_shards()
-        state.initialized = True
+        state.note_values()
         state.forget_digests()
         writes.note_unit(state)
         for p in state.parameters:

@@ -96,7 +96,7 @@ def join(state, parts):
 def _shard(state, part, p):
     """Returns the object that shows a parameter of `part`, a slice, as part of the
     whole tensor."""
-    local = local_of(p.shard)
+    local = local_of(p.stored_shard)
     if p.parallel is None:
         placements, shape = _placements(part, p, state.device_mesh)
         return ShardedTensor.wrap(local, state.device_mesh, placements, shape)

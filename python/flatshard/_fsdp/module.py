@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.backward_pass import BackwardPass
-from flatshard._fsdp.conversion import converting
+from flatshard._fsdp.conversion import converting, converting_part
 from flatshard._fsdp.forward import (
     UnshardHandle,
     make_root,
@@ -20,10 +20,17 @@ from flatshard._fsdp.forward import (
     state_of,
 )
 from flatshard._fsdp.root import Stale
-from flatshard.torch_versions import converts_inside, outside_of_graphs
+from flatshard.torch_versions import (
+    convert_all_inside,
+    converts_inside,
+    outside_of_graphs,
+)
 
 # Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
 _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+
+# Layers inside of units, such as of `layer.to_empty()`.
+convert_all_inside(converting_part)
 
 
 @converts_inside(converting)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import piece_of
@@ -48,7 +49,9 @@ class Parameter:
     apart: int = 0  # TRAINED and so on: different numbers share no group
     dtype: torch.dtype | None = None  # of the user's tensor, see make_core
     param_dtype: torch.dtype | None = None  # that is gathered; None: its own
-    on_meta: bool = False
+    on_meta: bool = False  # it has no values yet
+    # The core's shard of a parameter on meta, while `shard` shows one without memory.
+    rows: DTensor | None = None
     digest: torch.Tensor | None = None  # of the values, see same_values.py
     label: str = ""  # its name below the modules given to fully_shard
     float8: bool = False
@@ -84,11 +87,17 @@ class Parameter:
         """Returns `value` of the whole parameter as the core stores it."""
         return value.movedim(self.dim, 0).contiguous() if self.dim else value
 
+    @property
+    def stored_shard(self):
+        """Returns the DTensor over the core's memory."""
+        return self.shard if self.rows is None else self.rows
+
     @torch.no_grad()
     def write(self, tensor):
         """Gives the shard this rank's piece of `tensor`, plain or a DTensor. Collective
         when that is cut otherwise."""
-        local_of(self.shard).copy_(piece_of(self.shard, tensor))
+        shard = self.stored_shard
+        local_of(shard).copy_(piece_of(shard, tensor))
 
     @property
     def shown(self):

@@ -87,7 +87,7 @@ def renew(unit):
 def let_go(unit):
     """The parameters are on another device from now on: the core and its memory go."""
     for p in unit.parameters:
-        p.whole = _whole_again(p)
+        p.whole, p.rows = _whole_again(p), None
     unit.core = unit.grads = None
     unit.is_outdated = True
 
@@ -117,7 +117,7 @@ def _whole_again(p):
 
 
 def _make_core_again(unit):
-    former = [(p, local_of(p.shard)) for p in unit.parameters]
+    former = [(p, local_of(p.shard)) for p in unit.parameters if not p.on_meta]
     for p in unit.parameters:
         if p.shard.dtype != p.shown_dtype:
             p.dtype = p.shard.dtype
@@ -130,13 +130,17 @@ def _make_core_again(unit):
     made = {id(p): data for p, data in unit.cut()}
     for p, piece in former:
         data = made[id(p)]
-        if (p.on_meta and not unit.initialized) or data is p.shard:
-            continue  # there are no values, or the core has none
+        if data is p.shard:
+            continue  # the core has no values
         with torch.no_grad():
             if not same_cuts(p.shard, data):
                 piece = piece_of(data, p.shard.detach())
             local_of(data).copy_(piece)
     for p in unit.parameters:
+        if p.on_meta:
+            p.rows = made[id(p)]
+            unit.note_place(p)
+            continue
         grad = p.shard.grad
         if grad is not None and grad.dtype != made[id(p)].dtype:
             p.shard.grad = None

@@ -5,16 +5,17 @@ import weakref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.parameter import former_name, num_marked, parameter_of_whole
 from flatshard._fsdp.renewal import shard_again
-from flatshard._tensor.memory import local_of
+from flatshard._tensor.even_shard import EvenShard
+from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import parameters_of
+from flatshard.torch_versions import has_accumulation_hooks, parameters_of
 
 # -- optimizers of parameters that modules showed at another time ----------------------
 
@@ -118,8 +119,13 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
                 "options=StateDictOptions(full_state_dict=True)), with "
                 "broadcast_from_rank0=True when only rank 0 has it"
             )
-    if not state.loads_by_assign and any(module is m() for m in state.modules):
-        state.initialized = True  # torch need not warn that copies to meta do nothing
+    if not state.loads_by_assign:
+        # torch need not warn that copies to meta do nothing
+        state.note_values(
+            p
+            for p in state.all_parameters
+            if any(m() is module and prefix + n in state_dict for m, n in p.sites)
+        )
 
 
 def _kind(tensor):
@@ -135,9 +141,7 @@ def _kind(tensor):
 def _after_load(state, module):
     """load_state_dict(assign=True) puts other parameters into modules: the shards take
     their values and come back."""
-    wrapped = any(module is m() for m in state.modules)
-    if wrapped:
-        state.initialized = True
+    if any(module is m() for m in state.modules):
         writes.note_unit(state)
     if not state.loads_by_assign:
         return
@@ -154,8 +158,8 @@ def _after_load(state, module):
                     f"parameter {site[1]} was replaced by one of shape "
                     f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
                 )
+            state.note_values([p])
             p.write(found)
-            p.on_meta = False
             p.digest = None
             parameters_of(owner)[site[1]] = p.shard
             writes.note_unit(state)
@@ -176,7 +180,9 @@ def settle(units, names):
     Args:
         names: the names of each module of the model, by id.
     """
-    for unit, sites, shards in [_places_now(unit, names) for unit in units]:
+    found = [_places_now(unit, names) for unit in units]
+    _check_shared(found, names)
+    for unit, sites, shards in found:
         for p in unit.parameters:
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
@@ -210,8 +216,8 @@ def _places_now(unit, names):
     for p, site, found in changed:
         index = next((i for i, shard in enumerate(shards) if shard is found), None)
         if index is None:
-            prefix = names[id(site[0]())][0]
-            name = f"{prefix}.{site[1]}" if prefix else site[1]
+            name = _name_at(site, names)
+            _check_held(p, found, name, names)
             _check_taken(p, found, name, sites[p.index])
             index = p.index
             shards[index] = found
@@ -219,13 +225,59 @@ def _places_now(unit, names):
     return unit, sites, shards
 
 
+def _name_at(site, names):
+    prefix = names[id(site[0]())][0]
+    return f"{prefix}.{site[1]}" if prefix else site[1]
+
+
+def _check_shared(found, names):
+    """Refuses values that two parameters share since one was replaced: each would have a
+    separate copy, and one of them would never be updated.
+
+    Args:
+        found: the results of _places_now.
+    """
+    owners = {}  # by the memory of the shard
+    for unit, sites, shards in found:
+        for p in unit.parameters:
+            if not sites[p.index] or p.extension is not None:
+                continue
+            shard = shards[p.index]
+            local = local_of(shard)
+            # The storage object is unique also for shards without rows.
+            memory = address_of(shard), local.storage_offset(), local.shape, shard.shape
+            is_new = shard is not p.shard
+            own = unit, _name_at(sites[p.index][0], names), is_new
+            other, name, was_new = owners.setdefault(memory, own)
+            if own == (other, name, was_new) or not (is_new or was_new):
+                continue
+            raise ValueError(
+                f"parameter {name} of unit {other.name} and parameter {own[1]} of unit "
+                f"{unit.name} share values since one was replaced after fully_shard, and "
+                f"each would have a separate copy. {_TIE}"
+            )
+
+
+_TIE = (
+    "To share it, tie it before fully_shard and wrap one module that holds both places"
+)
+
+
+def _check_held(p, found, name, names):
+    """Refuses the shard of another unit in the place of p's."""
+    if (place := unit_of(found)) is None:
+        return
+    other, held = place[0], place[0].parameters[place[1]]
+    unit, title = "another model", held.title
+    if held.sites and id(held.sites[0][0]()) in names:
+        unit, title = f"unit {other.name}", _name_at(held.sites[0], names)
+    raise ValueError(
+        f"parameter {name} of unit {unit_of(p.shard)[0].name} was replaced after "
+        f"fully_shard by parameter {title} of {unit}. {_TIE}"
+    )
+
+
 def _check_taken(p, found, name, kept):
-    if unit_of(found) is not None:
-        raise ValueError(
-            f"parameter {name} was replaced after fully_shard by one that another unit "
-            "holds. To share it, tie it before fully_shard and wrap one module that "
-            "holds both"
-        )
     if kept:
         raise ValueError(
             f"parameter {name} was replaced after fully_shard, {kept[0][1]}, which it "
@@ -237,7 +289,7 @@ def _check_taken(p, found, name, kept):
         "[Shard(0)]), write to the parameter itself, under no_grad by copy_(), or "
         "replace it before fully_shard"
     )
-    if type(found) not in (DTensor, ShardedTensor):
+    if type(found) not in (DTensor, ShardedTensor, EvenShard):
         kind = "plain tensor" if type(found) is nn.Parameter else type(found).__name__
         raise ValueError(f"{what}a {kind}, expected a DTensor{remedy}")
     if kind := _kind(found):
@@ -245,22 +297,22 @@ def _check_taken(p, found, name, kept):
             f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
             f"plain tensor{remedy}"
         )
-    shard = f"Shard({p.dim})"
-    wanted = [shard if s.is_shard() else "Replicate()" for s in p.shard.placements]
+    dims = [_dim_of(placement) for placement in p.shard.placements]
+    wanted = ["Replicate()" if dim is None else f"Shard({dim})" for dim in dims]
     for attribute, a, b, fits in (
         ("shape", tuple(found.shape), tuple(p.shard.shape), None),
         ("mesh", found.device_mesh, p.shard.device_mesh, None),
-        ("device", found.device.type, _device_of(p.shard, found), None),
+        ("device", found.device.type, local_of(p.stored_shard).device.type, None),
         ("placements", found.placements, f"({', '.join(wanted)})", _fits(found, p)),
     ):
         if not (a == b if fits is None else fits):
             raise ValueError(f"{what}one of {attribute} {a}, expected {b}{remedy}")
 
 
-def _device_of(shard, found):
-    """Returns where a tensor in the place of `shard` has to be. One on meta waits for
-    values."""
-    return "meta" if found.is_meta and shard.is_meta else local_of(shard).device.type
+def _dim_of(placement):
+    """Returns the dimension that a placement cuts, or None. The _StridedShard of tensor
+    parallelism is no Shard by its own account."""
+    return getattr(placement, "dim", None)
 
 
 def _fits(found, p):
@@ -268,11 +320,7 @@ def _fits(found, p):
     own, mesh = p.shard.placements, p.shard.device_mesh
     return len(found.placements) == len(own) and all(
         mesh.size(dim) == 1  # all of it, whatever it is called
-        or (
-            (isinstance(a, Shard) and a.dim == p.dim)
-            if b.is_shard()
-            else a.is_replicate()
-        )
+        or (_dim_of(a) == _dim_of(b) and not a.is_partial())
         for dim, (a, b) in enumerate(zip(found.placements, own))
     )
 
@@ -300,7 +348,7 @@ def refuse_replaced(units):
 
 def refuse_plain(root, units):
     """Raises an error for a parameter to train that no unit has: the ranks' copies
-    would part."""
+    would diverge. A hook on its accumulated gradient may reduce it."""
     ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
     parameters = [p for unit in units for p in unit.all_parameters]
     own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded
@@ -312,11 +360,13 @@ def refuse_plain(root, units):
                 and not isinstance(parameter, DTensor)
                 and id(parameter) not in own
                 and (id(module), key) not in ignored
+                and not has_accumulation_hooks(parameter)
             ):
                 name = f"{prefix}.{key}" if prefix else key
                 raise RuntimeError(
                     f"parameter {name} came into the model after fully_shard: it is not "
-                    "sharded, and nobody reduces its gradients. Put it there before "
+                    "sharded, and its gradients are not reduced. Put it there before "
                     "fully_shard, apply fully_shard to its module before the first "
-                    "forward, or freeze it"
+                    "forward, freeze it, or reduce its gradient in a hook of "
+                    "register_post_accumulate_grad_hook()"
                 )

@@ -11,6 +11,13 @@ def walk(root):
     names of each module, by id."""
     units, parents, module_names = [], [], {}
     _visit(root, "", -1, units, parents, module_names)
+    # A list of modules is one unit, also where some of them are outside of `root`.
+    for unit in units:  # which grows
+        for number, reference in enumerate(unit.modules):
+            module = reference()
+            if module is not None and id(module) not in module_names:
+                name = f"{unit.name}[{number}]"
+                _visit(module, name, -1, units, parents, module_names)
     return units, parents, module_names
 
 

@@ -10,20 +10,20 @@ from torch.distributed.tensor import Replicate, Shard
 from flatshard import _C
 from flatshard._fsdp.parameter import copy_attributes, put_hooks
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
-from flatshard._tensor.memory import address_of, local_of
-from flatshard._tensor.meta_shards import mark_of_meta
+from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import (
     beside,
     even_shard,
     make_shard,
     note_cut,
+    on_meta,
     parallel_shard,
     piece_of,
     rows_of,
 )
 from flatshard._tensor.places import forget_unit, set_unit
 from flatshard._tensor.row_shard import RowShard
-from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard._tensor.sharded_tensor import ShardedTensor, become
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     grad_dtype_of,
@@ -93,7 +93,6 @@ class UnitState:
     has_trained: bool = (
         False  # ran with gradients: optimizers may have states for its rows
     )
-    initialized: bool = True  # False: parameters that were on meta have no values
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
     # many there are, and which. None: on all of it.
@@ -136,7 +135,11 @@ class UnitState:
     def _show_new(self, p, data, trainable, former):
         """Makes `data` the shard of p, with the attributes of `former`."""
         if p.extension is None:
-            p.shard = nn.Parameter(data, requires_grad=trainable)
+            p.shard, p.rows = nn.Parameter(data, requires_grad=trainable), None
+            if p.on_meta:
+                p.rows = data
+                as_chunks = self.slices is None and p.shared_by is None
+                become(p.shard, on_meta(data, as_chunks))
         else:
             p.shard = data
         copy_attributes(former, p.shard)
@@ -159,10 +162,6 @@ class UnitState:
 
     def watch_shards(self):
         writes.add(self, [p.shard for p in self.all_parameters])
-        mark_of_meta(
-            {address_of(p.shard) for p in self.parameters if p.on_meta},
-            self,
-        )
 
     def is_as_sharded(self):
         return all(p.is_as_sharded() for p in self.parameters)
@@ -231,20 +230,20 @@ class UnitState:
 
     def take(self, p, tensor):
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
-        local = local_of(p.shard)
-        if tensor.dtype != p.shard.dtype:  # until shard_again
+        former = p.stored_shard
+        local = local_of(former)
+        if tensor.dtype != former.dtype:  # until shard_again
             local = torch.empty_like(local, dtype=tensor.dtype)
-        if local_of(tensor).is_meta:
-            p.on_meta = True
-        else:
-            with torch.no_grad():
-                local.copy_(piece_of(p.shard, tensor))
-            p.on_meta = False
-        p.digest = None
+        with torch.no_grad():
+            local.copy_(piece_of(former, tensor))
+        p.on_meta = False
+        p.rows = p.digest = None
         forget_unit(p.shard)
-        make_shard(tensor, local, p.shard)
+        writes.remove([p.shard])
+        make_shard(tensor, local, former)
         p.shard = tensor
         self.note_place(p)
+        writes.add(self, [p.shard])
         writes.note_unit(self)
 
     def unsharded(self, index):
@@ -326,10 +325,30 @@ class UnitState:
         if self.root is not None:
             self.root.core.show_shards(self.id)
 
+    @property
+    def initialized(self):
+        """Returns whether no parameter is on meta, without values."""
+        return not any(p.on_meta for p in self.all_parameters)
+
+    def note_values(self, parameters=None):
+        """Parameters, by default all, have values from now on: shards that showed no
+        memory show the core's."""
+        for p in self.all_parameters if parameters is None else list(parameters):
+            p.on_meta = False
+            if p.rows is None:
+                continue
+            rows, p.rows = p.rows, None
+            writes.remove([p.shard])
+            if rows.dtype != p.shard.dtype:  # until shard_again
+                rows = rows.over(torch.empty_like(local_of(rows), dtype=p.shard.dtype))
+            become(p.shard, rows)
+            writes.add(self, [p.shard])
+            writes.note_unit(self)
+
     def check_initialized(self):
-        on_meta = [p for p in self.all_parameters if p.on_meta]
-        found = [p.names[0] if p.names else p.label for p in on_meta]
-        if found and not self.initialized:
+        empty = [p for p in self.all_parameters if p.on_meta]
+        found = [p.names[0] if p.names else p.label for p in empty]
+        if found:
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, "
                 f"but the following were still on meta device: {found}. Call "

@@ -3,12 +3,14 @@
 import sys
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from flatshard._tensor.reported_collectives import gathered
 from flatshard._tensor.row_spec import DTensorSpec, dtensor, make_spec
-from flatshard._tensor.shard_values import tensors_in
+from flatshard._tensor.shard_values import is_cut, tensors_in
 from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
+from flatshard.torch_versions import tree_map
 
 
 class EvenShard(WatchedTensor):
@@ -31,6 +33,8 @@ class EvenShard(WatchedTensor):
 
     @classmethod
     def _compute(cls, function, name, args, kwargs):
+        if name == "_foreach_norm" and any(map(is_cut, args[0])):
+            return _norms_of_two_kinds(function, *args, **kwargs)
         result = function(*args, **kwargs)
         if name == "detach":  # nn.Parameter makes one of it, of the same type
             result.__class__ = EvenShard
@@ -39,6 +43,8 @@ class EvenShard(WatchedTensor):
             for tensor in tensors_in([args, kwargs]):
                 if isinstance(tensor, EvenShard):
                     writes.note(tensor)
+        if name in _EXTREMES:
+            return tree_map(_with_extremes, result)
         return result
 
     def over(self, local):
@@ -50,6 +56,53 @@ class EvenShard(WatchedTensor):
     def to_local(self, **options):
         writes.note_look(self)
         return super().to_local(**options)
+
+
+# Operations that may take a maximum or minimum over the ranks.
+_EXTREMES = {"max", "min", "amax", "amin", "aminmax"}
+_EXTREMES |= {
+    "norm",
+    "vector_norm",
+    "linalg_norm",
+    "linalg_vector_norm",
+    "_foreach_norm",
+}
+
+
+def _norms_of_two_kinds(function, tensors, *args, **kwargs):
+    """Returns the norms of a list that has shards cut between any rows, too."""
+    norms = {}
+    for kind in (True, False):
+        chosen = [i for i, tensor in enumerate(tensors) if is_cut(tensor) == kind]
+        if chosen:
+            found = function([tensors[i] for i in chosen], *args, **kwargs)
+            norms.update(zip(chosen, map(_with_extremes, found)))
+    return [norms[i] for i in range(len(tensors))]
+
+
+def _with_extremes(tensor):
+    """Returns `tensor`, a result, with maxima and minima over ranks taken where a NaN of
+    one rank is the result. An all-reduce of Gloo keeps it from some ranks only. Collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements, mesh = list(tensor.placements), tensor.device_mesh
+    local = tensor._local_tensor
+    for dim, placement in enumerate(placements):
+        if placement.is_partial() and placement.reduce_op in ("max", "min"):
+            of = torch.amax if placement.reduce_op == "max" else torch.amin
+            local = of(gathered(local, mesh, dim), 0)
+            placements[dim] = Replicate()
+    if placements == list(tensor.placements):
+        return tensor
+    return DTensor.from_local(
+        local,
+        mesh,
+        placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 setattr(EvenShard, "__slots__", DTensor.__slots__)  # as in ShardedTensor

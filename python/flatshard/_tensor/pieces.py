@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.row_shard import RowShard
+from flatshard._tensor.shard_values import row_dim
 from flatshard._tensor.sharded_tensor import (
     ShardedTensor,
     contiguous_stride,
@@ -46,6 +48,25 @@ def parallel_shard(rows, parallel, placements, mesh_dim, dim):
     return shard
 
 
+def on_meta(shard, as_chunks):
+    """Returns what shows a parameter without values: a tensor on meta like `shard`.
+
+    Args:
+        as_chunks: cut as torch.chunk cuts, since loaders read those rows of a file.
+    """
+    local = shard._local_tensor
+    if not as_chunks or row_dim(shard) is None:
+        return shard.over(torch.empty_like(local, device="meta"))
+    placements, dim = list(shard.placements), row_dim(shard)
+    ranks, rows = shard.device_mesh.size(dim), shard.shape[0]
+    longest = -(-rows // ranks)
+    cuts = [min(rank * longest, rows) for rank in range(ranks + 1)]
+    placements[dim] = RowShard(cuts)
+    own = placements[dim].rows(shard.device_mesh.get_local_rank(dim))
+    piece = torch.empty((own, *local.shape[1:]), dtype=local.dtype, device="meta")
+    return ShardedTensor.wrap(piece, shard.device_mesh, placements, shard.shape)
+
+
 def note_cut(shard, mesh_dim, dim):
     """Notes the cut of an EvenShard that is not only cut over the mesh's last
     dimension."""
@@ -65,8 +86,11 @@ def make_shard(tensor, piece, former):
     if isinstance(former, ShardedTensor):
         make_sharded(tensor, piece, former)
     else:
+        cut = getattr(former, "_flatshard_cut", None)
         tensor._local_tensor, tensor._spec = piece, former.over(piece)._spec
         tensor.__class__ = EvenShard
+        if cut is not None:
+            note_cut(tensor, *cut)
 
 
 def cut_dim(shard):

@@ -5,7 +5,9 @@ runs: collectives inside a shard's operation are reported afterwards.
 """
 
 import torch
+import torch.distributed as dist
 
+from flatshard._tensor.row_shard import as_bytes
 from flatshard.torch_versions import comm_debug_modes
 
 # The operators of FSDP2's collectives, and the operator of DTensors' reductions.
@@ -43,6 +45,17 @@ def note(operator):
     """A collective was launched inside of an operation on shards."""
     if _unseen:
         _unseen[-1].append(operator)
+
+
+def gathered(part, mesh, dim):
+    """Returns [ranks, ...] `part` of each rank along the mesh dimension. Collective."""
+    group = mesh.get_group(dim)
+    home = part.device
+    part = part.to(mesh.device_type).contiguous()
+    parts = part.new_empty((mesh.size(dim), *part.shape))
+    dist.all_gather_into_tensor(as_bytes(parts), as_bytes(part), group=group)
+    note(ALL_GATHER)
+    return parts.to(home)
 
 
 def reported(function, *args):

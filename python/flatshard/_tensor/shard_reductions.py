@@ -4,11 +4,9 @@ of them what the ranks have, in one small collective."""
 import functools
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from flatshard._tensor.reported_collectives import ALL_GATHER, DTENSORS_ALL_REDUCE, note
-from flatshard._tensor.row_shard import as_bytes
+from flatshard._tensor.reported_collectives import DTENSORS_ALL_REDUCE, gathered, note
 from flatshard._tensor.shard_calls import replicated
 from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
@@ -41,17 +39,6 @@ def run(func, traits, args, kwargs):
     part, combine = made
     result = combine(gathered(part, source._spec.mesh, row_dim(source)))
     return replicated(result, source._spec.mesh)
-
-
-def gathered(part, mesh, dim):
-    """Returns [ranks, ...] `part` of each rank along the mesh dimension. Collective."""
-    group = mesh.get_group(dim)
-    home = part.device
-    part = part.to(mesh.device_type).contiguous()
-    parts = part.new_empty((mesh.size(dim), *part.shape))
-    dist.all_gather_into_tensor(as_bytes(parts), as_bytes(part), group=group)
-    note(ALL_GATHER)
-    return parts.to(home)
 
 
 def accumulator(dtype):
@@ -136,15 +123,16 @@ def norm_of_norms(norms, order):
 
 def norms_of_ranks(norms, mesh, dim, order):
     """Returns [n] norms of tensors of whose rows each rank along the mesh dimension has
-    some, from `norms` of its rows. One all-reduce of float64. Collective."""
-    if order < 0 and order != -torch.inf:
+    some, from `norms` of its rows. One all-reduce of float64, or one all-gather.
+    Collective."""
+    if order < 0 or order == torch.inf:
+        # An all-reduce of maxima may lose a NaN: Gloo keeps it from some ranks only.
         return norm_of_norms(gathered(norms, mesh, dim), order)
-    has_root = 0 < order < torch.inf
+    has_root = order > 0
     part = norms.to(mesh.device_type, torch.float64)
     part = part**order if has_root else part
-    kind = {torch.inf: "max", -torch.inf: "min"}.get(order, "sum")
     placements = [Replicate()] * mesh.ndim
-    placements[dim] = Partial(kind)
+    placements[dim] = Partial("sum")
     whole = DTensor.from_local(part, mesh, placements, run_check=False)
     whole = whole.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
     note(DTENSORS_ALL_REDUCE)

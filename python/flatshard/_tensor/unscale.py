@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 # GradScaler calls it with a list of gradients, and ShardedTensor recognizes it.
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
@@ -22,7 +22,7 @@ def unscale_gradients(gradients, found_inf, inverse_scale):
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             for dim, placement in enumerate(gradient.placements):
-                if isinstance(placement, Shard):
+                if not placement.is_replicate():
                     groups[mesh, dim] = mesh.get_group(dim)
     for group in groups.values():
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

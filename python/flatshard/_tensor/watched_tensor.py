@@ -2,12 +2,12 @@
 
 import copy
 import inspect
+import sys
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from flatshard._tensor.meta_shards import of_meta, where_it_is
 from flatshard._tensor.reported_collectives import reported
 from flatshard._tensor.shard_gradients import cut_as
 from flatshard._tensor.shard_values import base_of
@@ -16,8 +16,22 @@ from flatshard.torch_versions import has_dispatch_mode, plain_attributes
 _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
 _grad = inspect.getattr_static(torch.Tensor, "grad")
 _get_grad, _set_grad = _grad.__get__, _grad.__set__
+# The place of a shard without values. torch cannot move a tensor to or from meta, so the
+# wrapper stays where the values will be.
+_ON_META = {
+    "device": torch.device("meta"),
+    "is_meta": True,
+    "is_cpu": False,
+    "is_cuda": False,
+}
 # Calls a function as if the tensors were of no subclass.
 _plainly = DTensor.__torch_function__
+
+
+def _is_asked_by_torch():
+    """Returns whether torch called the function that calls this one."""
+    name = sys._getframe(2).f_globals.get("__name__", "")
+    return name.partition(".")[0] == "torch"
 
 
 class WatchedTensor(DTensor):
@@ -34,6 +48,21 @@ class WatchedTensor(DTensor):
     # __torch_function__ takes ten times as long.
 
     is_sparse = False
+
+    # Libraries find a parameter again, and parameters that share memory, by its address.
+    # That of a DTensor is 0, by which torch itself recognizes a tensor that it has to
+    # pickle and to stage by its parts.
+
+    def data_ptr(self):
+        if _is_asked_by_torch():
+            return super().data_ptr()
+        local = self._local_tensor
+        return local.data_ptr() or local.untyped_storage().data_ptr()
+
+    def untyped_storage(self):
+        if _is_asked_by_torch():
+            return super().untyped_storage()
+        return self._local_tensor.untyped_storage()
 
     @property
     def grad(self):
@@ -64,10 +93,10 @@ class WatchedTensor(DTensor):
                 args[0].copy_(args[1])
             return None
         name = function.__name__
-        if of_meta and name == "__get__" and isinstance(args[0], WatchedTensor):
-            place = where_it_is(base_of(args[0]), function.__self__.__name__)
-            if place is not None:
-                return place
+        if name == "__get__" and function.__self__.__name__ in _ON_META:
+            known = isinstance(args[0], WatchedTensor)
+            if known and base_of(args[0])._local_tensor.is_meta:
+                return _ON_META[function.__self__.__name__]
         with plain_attributes():
             if has_dispatch_mode():
                 return reported(cls._compute, function, name, args, kwargs or {})

@@ -187,7 +187,7 @@ def load(
             buffers_of(module)[name] = buffer
         raise
     for unit in root.units:
-        unit.initialized = True
+        unit.note_values()
         unit.forget_digests()
         writes.note_unit(unit)
     if optimizer is not None and described:
@@ -291,7 +291,9 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
     signature = (
         str(folder.resolve()),
         keep_latest,
-        id(optimizer),
+        # An id may be that of an optimizer that is gone.
+        None if optimizer is None else weakref.ref(optimizer),
+        optimizer.core if isinstance(optimizer, AdamW) else None,
         [tensor.data_ptr() for _, tensor in buffers],
         [t.data_ptr() for unit in states for own in unit for t in own.values()],
     )

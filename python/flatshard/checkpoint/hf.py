@@ -16,6 +16,7 @@ from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.pieces import piece_of
+from flatshard._tensor.places import parameter_of
 from flatshard._tensor.shard_values import own_span, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
@@ -86,7 +87,7 @@ def load_hf(
         )
     for module in model.modules():
         if (state := state_of(module)) is not None:
-            state.initialized = True
+            state.note_values()
             state.forget_digests()
             writes.note_unit(state)
     return sorted(tensors.unused)
@@ -197,6 +198,8 @@ def _read(source, p, name, model):
             f"{name}: expected a tensor {list(p.shape)}, found {list(source.shape)}; is "
             "the folder of this model's configuration?"
         )
+    if (parameter := parameter_of(p)) is not None:
+        p = parameter.stored_shard  # the model may still be on meta
     if isinstance(p, ShardedTensor):
         local = local_of(p)
         begin, end = own_span(p) if row_dim(p) is not None else (None, None)

@@ -1,5 +1,6 @@
 """Optimizers of Python's in checkpoints: their options, and their state as tensors."""
 
+import collections
 import fnmatch
 import json
 import weakref
@@ -12,6 +13,21 @@ from flatshard._tensor.pieces import is_laid_out_like
 from flatshard._tensor.places import unit_of
 from flatshard.optim import AdamW
 
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 # The zeros of an optimizer for parameters without a state, by parameter. A writer keeps
 # the addresses of saved tensors.
@@ -62,7 +78,7 @@ def states_of(root, optimizer):
 
 
 def _zeros_for(optimizer, p, kinds):
-    local = local_of(p.shard)
+    local = local_of(p.stored_shard)
     known = _zeros.setdefault(optimizer, {}).setdefault(p.shard, {})
     for name, like in kinds.items():
         if name not in known or known[name].shape != local.shape:
@@ -115,17 +131,26 @@ def describe_optimizer(optimizer, fewer):
                     f"{type(value).__name__}; expected numbers, texts or lists"
                 ) from None
         groups.append(options)
-    counts = any("step" in state for state in optimizer.state.values())
-    described = {"counts_steps": counts, "param_groups": groups, "fewer": fewer}
+    counts = [s["step"] for s in optimizer.state.values() if "step" in s]
+    described = {
+        "counts_steps": bool(counts),
+        "steps_are_tensors": any(map(torch.is_tensor, counts)),
+        "param_groups": groups,
+        "fewer": fewer,
+    }
     return json.dumps(described)
 
 
 def check_options(optimizer, groups, path):
+    """Raises an error for options of a checkpoint that `optimizer` cannot take."""
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"{path}: the checkpoint's optimizer has {len(groups)} parameter groups, "
             f"this one {len(optimizer.param_groups)}"
         )
+    if isinstance(optimizer, AdamW):
+        own = optimizer.param_groups
+        optimizer.check_options([{**a, **b} for a, b in zip(own, groups)])
 
 
 def take_options(optimizer, groups):
@@ -142,7 +167,8 @@ def take_options(optimizer, groups):
 
 
 def make_states(optimizer, stored, described, exclude):
-    """Gives the optimizer state tensors where the checkpoint has values for them.
+    """Gives the optimizer state tensors where the checkpoint has values for them, of the
+    dtypes that the checkpoint has. They need not be the parameters' dtypes.
 
     Args:
         described: the result of describe_optimizer at the save.
@@ -155,29 +181,42 @@ def make_states(optimizer, stored, described, exclude):
         if role not in ("weight", "buffer")
     }
     _check_sharded(optimizer)
-    state = {}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in enumerate(parameters):
+    state = collections.defaultdict(dict)
+    parameters = [(p, g) for g in optimizer.param_groups for p in g["params"]]
+    for parameter, group in parameters:
         unit, index = unit_of(parameter)
-        names = unit.parameters[index].names
+        names, shard = unit.parameters[index].names, unit.parameters[index].stored_shard
         own = dict(optimizer.state.get(parameter, {}))
         if not any(fnmatch.fnmatchcase(n, e) for n in names for e in exclude):
             own_steps = next((fewer[n] for n in names if n in fewer), None)
-            found = [
-                role
+            found = {
+                role: _DTYPES[next(of[name] for name in names if name in of)]
                 for role, of in roles.items()
                 if own_steps != 0 and any(name in of for name in names)
-            ]
-            own = {
-                role: own[role] if role in own else torch.zeros_like(parameter)
-                for role in found
             }
+            former, own = own, {}
+            for role, dtype in found.items():
+                own[role] = former.get(role)
+                if own[role] is None or own[role].dtype != dtype:
+                    own[role] = torch.zeros_like(
+                        shard, dtype=dtype, requires_grad=False
+                    )
             if own and counts:
                 steps = next(
                     stored["updates"][n] for n in names if n in stored["updates"]
                 )
-                own["step"] = torch.tensor(float(own_steps or steps))
+                is_tensor = described.get("steps_are_tensors", True)
+                own["step"] = _steps(own_steps or steps, is_tensor, shard, group)
         if own:
-            state[number] = own
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            state[parameter] = own
+    optimizer.state = state
+
+
+def _steps(number, is_tensor, shard, group):
+    """Returns the number of a parameter's updates as its optimizer counts them."""
+    if not is_tensor:
+        return number
+    if group.get("capturable") or group.get("fused"):
+        device = local_of(shard).device
+        return torch.tensor(float(number), dtype=torch.float32, device=device)
+    return torch.tensor(float(number))

@@ -1,0 +1,276 @@
+"""flatshard.optim.AdamW follows every change of its options and its state, as
+torch.optim.AdamW does, or raises an error."""
+
+import copy
+
+import pytest
+import torch
+
+import flatshard
+from flatshard import checkpoint, fully_shard
+from tests.python.models import Mlp
+from tests.python.training import distance, full_state, shard
+
+KINDS = (flatshard.optim.AdamW, torch.optim.AdamW)
+# Options as torch has them, each with a value to change it to.
+CHANGES = {
+    "lr": 0.1,
+    "betas": (0.5, 0.5),
+    "eps": 1.0,
+    "weight_decay": 0.9,
+    "amsgrad": True,
+    "maximize": True,
+    "capturable": True,
+    "differentiable": True,
+    "foreach": False,
+    "fused": False,
+    "decoupled_weight_decay": False,
+}
+REFUSED = {
+    "amsgrad",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+}
+# Adam divides by numbers near zero: a difference of the gradients' last bit grows.
+CLOSE = 1e-4
+
+
+def made(kind, mesh, **options):
+    torch.manual_seed(0)
+    model = shard(Mlp(), fully_shard, mesh=mesh)
+    options = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1, **options}
+    return model, kind(model.parameters(), **options)
+
+
+def train(model, optimizer, steps, rank):
+    for step in steps:
+        model.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_changes_are_all_of_torchs_options(mesh):
+    group = made(torch.optim.AdamW, mesh)[1].param_groups[0]
+    assert set(CHANGES) == set(group) - {"params"}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("way", ["assigned", "loaded", "checkpoint"])
+def test_a_changed_option_takes_effect(way, name, mesh, rank, folder):
+    if way == "checkpoint":
+        model, other = made(torch.optim.AdamW, mesh)
+        train(model, other, range(2), rank)
+        other.param_groups[0][name] = CHANGES[name]
+        checkpoint.save(folder, 2, model, other)
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        train(model, optimizer, range(2), rank)
+
+        def change():
+            if way == "assigned":
+                optimizer.param_groups[0][name] = CHANGES[name]
+            elif way == "loaded":
+                state = copy.deepcopy(optimizer.state_dict())
+                state["param_groups"][0][name] = CHANGES[name]
+                optimizer.load_state_dict(state)
+            else:
+                checkpoint.load(folder, model, optimizer)
+
+        if kind is flatshard.optim.AdamW and name in REFUSED:
+            before = full_state(model)
+            with pytest.raises(NotImplementedError, match=name):
+                change()
+                train(model, optimizer, [2], rank)
+            assert distance(full_state(model), before) == 0
+            return
+        change()
+        train(model, optimizer, range(2, 5), rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("lr", -1.0), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1)],
+)
+def test_numbers_out_of_range(name, value, mesh, rank):
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        made(flatshard.optim.AdamW, mesh, **{name: value})
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        train(model, optimizer, [0], rank)
+
+
+def test_schedulers_of_other_options_than_lr(mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
+        for step in range(5):
+            optimizer.param_groups[0]["weight_decay"] = 0.2 * step
+            train(model, optimizer, [step], rank)
+            scheduler.step()
+        assert optimizer.param_groups[0]["betas"][0] != 0.9
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+def test_tensors_as_options(mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh, lr=torch.tensor(1e-2), foreach=False)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"].fill_(0.01 * (step + 1))
+            train(model, optimizer, [step], rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+def groups_of(model):
+    """Matrices, and the rest: several parameters of each unit in each."""
+    parameters = list(model.parameters())
+    return [
+        [p for p in parameters if p.dim() > 1],
+        [p for p in parameters if p.dim() == 1],
+    ]
+
+
+def test_each_group_has_a_weight_decay(mesh, rank):
+    """Also one that changes between zero and another number."""
+    results = []
+    for kind in KINDS:
+        model, _ = made(kind, mesh)
+        first, second = groups_of(model)
+        optimizer = kind(
+            [{"params": first, "weight_decay": 0.5}, {"params": second}],
+            lr=1e-2,
+            eps=1e-3,
+            weight_decay=0.0,
+        )
+        for step, decays in enumerate([(0.5, 0.0), (0.5, 2.0), (0.0, 2.0), (1.0, 1.0)]):
+            for group, decay in zip(optimizer.param_groups, decays):
+                group["weight_decay"] = decay
+            train(model, optimizer, [step], rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+def test_another_optimizer_has_other_weight_decays(mesh, rank):
+    """A later optimizer decays parameters that an earlier one left undecayed."""
+    results = []
+    for kind in KINDS:
+        model, _ = made(kind, mesh)
+        kind([{"params": model.parameters(), "weight_decay": 0.0}])
+        optimizer = kind(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.9)
+        train(model, optimizer, range(3), rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+def test_groups_that_are_added(mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, _ = made(kind, mesh)
+        optimizer = kind(model.blocks[0].parameters(), lr=1e-2, eps=1e-3)
+        train(model, optimizer, range(2), rank)
+        optimizer.add_param_group(
+            {"params": model.blocks[1].parameters(), "weight_decay": 0.5}
+        )
+        model.zero_grad()
+        train(model, optimizer, range(2, 5), rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
+def test_a_group_that_cannot_be_added_leaves_all_as_it_was(mesh, rank):
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    parameters = list(model.blocks[0].parameters())
+    optimizer = flatshard.optim.AdamW(parameters, lr=1e-2)
+    train(model, optimizer, [0], rank)
+    for parameter, error in (
+        (torch.nn.Parameter(torch.ones(3)), "that fully_shard sharded"),
+        (next(model.blocks[1].parameters()), "is missing"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            optimizer.add_param_group({"params": [parameter]})
+    with pytest.raises(ValueError, match="one lr"):
+        optimizer.add_param_group({"params": model.blocks[1].parameters(), "lr": 1.0})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, [1], rank)
+    assert all(float(state["step"]) == 2 for state in optimizer.state.values())
+
+
+def test_lists_of_parameters_that_were_changed(mesh, rank):
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match="were changed since the optimizer was made"):
+        train(model, optimizer, [0], rank)
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced", "values", "steps"])
+def test_a_changed_state_takes_effect(how, mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        train(model, optimizer, range(2), rank)
+        if how == "cleared":
+            optimizer.state.clear()
+        for state in optimizer.state.values():
+            if how == "replaced":
+                state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
+            elif how == "values":
+                state["exp_avg_sq"].mul_(9.0)
+            else:
+                state["step"] = torch.tensor(50.0)
+        train(model, optimizer, range(2, 5), rank)
+        results.append(full_state(model))
+        assert len(optimizer.state) == len(list(model.parameters()))
+    assert distance(*results) < CLOSE
+
+
+def test_loaded_states_keep_their_precision(mesh, rank):
+    """torch would cast them to the parameters' dtype, bfloat16."""
+    model = Mlp().to(torch.bfloat16)
+    shard(model, fully_shard, mesh=mesh)
+    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(2, 13, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    moments = state["state"][0]["exp_avg"].full_tensor()
+    assert moments.dtype == torch.float32
+    assert not torch.equal(moments, moments.bfloat16().float())
+    optimizer.state.clear()
+    optimizer.load_state_dict(state)
+    loaded = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert torch.equal(loaded["exp_avg"].full_tensor(), moments)
+
+
+def test_states_with_other_numbers_of_steps(mesh, rank):
+    """A unit counts once. A parameter without a state has the number of its unit."""
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    train(model, optimizer, range(3), rank)
+    state = copy.deepcopy(optimizer.state_dict())
+    number = len(state["state"]) - 1
+    state["state"][number]["step"].fill_(7)
+    with pytest.raises(ValueError, match="were updated 3 and 7 times"):
+        optimizer.load_state_dict(state)
+    assert all(float(state["step"]) == 3 for state in optimizer.state.values())
+    del state["state"][number]
+    optimizer.load_state_dict(state)
+    assert all(float(state["step"]) == 3 for state in optimizer.state.values())
+
+
+def test_gradients_that_the_core_does_not_have(mesh, rank):
+    """Set by the program before any backward."""
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 0.1)
+    with pytest.raises(RuntimeError, match="up.weight has a gradient"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(2), rank)
+    assert all(float(state["step"]) == 2 for state in optimizer.state.values())
