@@ -9,6 +9,7 @@ import torch
 
 import flatshard
 from flatshard import checkpoint, fully_shard
+from tests.python.device import on_device
 from tests.python.models import Mlp
 from tests.python.training import distance, full_state, shard
 
@@ -24,10 +25,8 @@ def made(kind, mesh, of_parameters=torch.float32, seed=0, **options):
 def train(model, optimizer, steps, rank):
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + rank)
-        for p in model.parameters():
-            p.grad = torch.empty_like(p)
-            local = p.grad.to_local()
-            local.copy_(torch.randn(local.shape, generator=generator))
+        x = on_device(torch.randn(4, 13, generator=generator))
+        model(x.to(model.head.weight.dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -129,7 +128,7 @@ TORCHS = {
 REFUSED = {"nadam": "mu_product", "asgd": "eta|ax|mu"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 @pytest.mark.parametrize("name", TORCHS)
 def test_optimizers_of_torch(name, dtype, mesh, rank, folder):
     kind, options = TORCHS[name]

@@ -134,11 +134,17 @@ def describe_optimizer(optimizer, fewer):
     counts = [s["step"] for s in optimizer.state.values() if "step" in s]
     described = {
         "counts_steps": bool(counts),
-        "steps_are_tensors": any(map(torch.is_tensor, counts)),
+        "steps": _kind_of_steps(counts),
         "param_groups": groups,
         "fewer": fewer,
     }
     return json.dumps(described)
+
+
+def _kind_of_steps(counts):
+    """Returns the name of the dtype of counts that are tensors, else None."""
+    dtypes = {count.dtype for count in counts if torch.is_tensor(count)}
+    return next((name for name, dtype in _DTYPES.items() if dtype in dtypes), None)
 
 
 def check_options(optimizer, groups, path):
@@ -205,18 +211,21 @@ def make_states(optimizer, stored, described, exclude):
                 steps = next(
                     stored["updates"][n] for n in names if n in stored["updates"]
                 )
-                is_tensor = described.get("steps_are_tensors", True)
-                own["step"] = _steps(own_steps or steps, is_tensor, shard, group)
+                kind = described.get("steps", "F32")
+                own["step"] = _steps(own_steps or steps, kind, shard, group)
         if own:
             state[parameter] = own
     optimizer.state = state
 
 
-def _steps(number, is_tensor, shard, group):
-    """Returns the number of a parameter's updates as its optimizer counts them."""
-    if not is_tensor:
+def _steps(number, kind, shard, group):
+    """Returns the number of a parameter's updates as its optimizer counts them.
+
+    Args:
+        kind: the result of _kind_of_steps at the save.
+    """
+    if kind is None:
         return number
-    if group.get("capturable") or group.get("fused"):
-        device = local_of(shard).device
-        return torch.tensor(float(number), dtype=torch.float32, device=device)
-    return torch.tensor(float(number))
+    on_device = group.get("capturable") or group.get("fused")
+    device = local_of(shard).device if on_device else "cpu"
+    return torch.tensor(number, dtype=_DTYPES[kind], device=device)
