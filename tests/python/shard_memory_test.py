@@ -95,3 +95,26 @@ def test_a_saved_shard_is_no_larger_than_its_rows(mesh):
             local = loaded if saved is not p and type(saved) is torch.Tensor else None
             local = loaded.to_local() if local is None else local
             assert torch.equal(local, p.to_local())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_ranks_save_a_model_of_transformers(tied, mesh, folder, rank):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+        tie_word_embeddings=tied,
+    )
+    model = on_device(transformers.LlamaForCausalLM(config))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.save_pretrained(f"{folder}/{rank}")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/{rank}")
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(on_device(value), before[name]), name

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 import flatshard
@@ -353,3 +353,44 @@ def test_dimensions_flatten_after_the_last_fully_shard(world):
         fully_shard(plain, mesh=mesh["data"])
     with pytest.raises(RuntimeError, match="flatten after the last fully_shard"):
         loss_of(fully_shard(make(), mesh=mesh["data"]), 0)
+
+
+def replaced(model, how):
+    """Puts a DTensor with doubled values in the place of each parameter, as loaders
+    do."""
+    for name, p in list(model.named_parameters()):
+        if how == "own":
+            value = DTensor.from_local(
+                2 * p.to_local().detach(),
+                p.device_mesh,
+                p.placements,
+                shape=p.shape,
+                stride=p.stride(),
+            )
+        else:
+            whole = 2 * p.full_tensor().detach()
+            value = distribute_tensor(whole, p.device_mesh, p.placements)
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(value))
+
+
+@pytest.mark.parametrize("how", ["own", "distributed"])
+def test_parameters_that_are_replaced(how, world):
+    for dp, tp, mesh in meshes(world):
+        if how == "distributed" and min(dp, tp) > 1:
+            continue  # torch distributes no _StridedShard as it cuts one
+        reference = make()
+        with torch.no_grad():
+            for p in reference.parameters():
+                p.mul_(2)
+        model = parallel(make(), mesh["tp"])
+        shard(model, fully_shard, mesh=mesh["dp"])
+        replaced(model, how)
+        own = mesh.get_local_rank("dp")
+        theirs = train(reference, range(dp))
+        assert train(model, [own]) == pytest.approx(
+            [dp * theirs[dp * step + own] for step in range(3)], rel=1e-4
+        )
+        expected = values(reference)
+        for name, value in values(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
