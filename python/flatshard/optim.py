@@ -54,7 +54,10 @@ class AdamW(torch.optim.Optimizer):
     # Its writes are known to the core, see _tensor/writes.py.
     writes_through_core = True
 
-    core: _C.AdamW | None = None  # torch's constructor adds groups before it is made
+    core: _C.AdamW
+    # The unit of each parameter and the index in it.
+    _places: dict[torch.Tensor, tuple[UnitState, int]]
+    _decays: list[float] | None  # of the groups, as the core has them
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class AdamW(torch.optim.Optimizer):
         """Works as torch.optim.Optimizer.add_param_group. The group has all trainable
         parameters of the units whose parameters it has."""
         super().add_param_group(param_group)
-        if self.core is not None:
+        if hasattr(self, "core"):  # else torch's constructor adds the first groups
             try:
                 self._make_core()
             except BaseException:
@@ -112,13 +115,12 @@ class AdamW(torch.optim.Optimizer):
         places = {p: unit_of(p) for p in parameters}
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
         _check_units(units, places)
-        # The unit and the index in it.
-        self._places: dict[torch.Tensor, tuple[UnitState, int]] = places
+        self._places = places
         self._parameters = parameters
         self._units = units
         self._cores = [unit.core for unit in units]
         self.core = _C.AdamW(self._cores)
-        self._decays: list[float] | None = None
+        self._decays = None
         given = dict(self.state)
         # The core's state of each trained parameter, which `state` shows.
         self._shown = {
