@@ -146,8 +146,7 @@ void add_prepare(CLI::App& data) {
       options->format,
       "Kind of the files: auto (by their first bytes and names), text (bytes "
       "that are not UTF-8 become U+FFFD), json, parquet, or bytes (each byte "
-      "as "
-      "it is, for --tokenizer bytes) [auto]");
+      "as it is, for --tokenizer bytes) [auto]");
   command->add_flag(
       "--chat",
       options->chat,
@@ -226,8 +225,8 @@ void add_import(CLI::App& data) {
           "--tokenizer,-t",
           options->tokenizer,
           "The Hugging Face tokenizer that the tokens are of (its folder or "
-          "its "
-          "tokenizer.json), or none with --vocab-size and --end-of-document")
+          "its tokenizer.json), or none with --vocab-size and "
+          "--end-of-document")
       ->required();
   command->add_option(
       "--vocab-size",

@@ -207,8 +207,7 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
   CLI::App* command = program.add_subcommand(
       "plan",
       "Print what a run needs before it starts: the bytes of a rank, the time "
-      "of "
-      "a step, GPU-hours");
+      "of a step, GPU-hours");
   const auto arguments = std::make_shared<PlanArguments>();
   command->add_option(
       "config",
@@ -243,8 +242,7 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
       "--sweep",
       arguments->sweep,
       "Try strategies, replicas, recompute, batches, FP8 and expert degrees, "
-      "and "
-      "print what fits, the fastest first, and what does not");
+      "and print what fits, the fastest first, and what does not");
   command->add_option(
       "--svg",
       arguments->svg,

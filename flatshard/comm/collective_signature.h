@@ -38,8 +38,7 @@ struct IssuedCollective {
 inline constexpr char kSameUnitsOnAllRanks[] =
     "all ranks must run the same units in the same order, with equal sizes and "
     "dtypes. A rank that does not need a unit runs it all the same and adds "
-    "its "
-    "output times zero to the loss, or, where there is no backward, calls "
+    "its output times zero to the loss, or, where there is no backward, calls "
     "unshard() and reshard() of the unit";
 
 /// E.g. "all_gather of 4096 Float".

@@ -156,16 +156,15 @@ Vocabulary find_vocabulary(
       found.size > 0 && found.size <= kMostTokens,
       config,
       "--tokenizer: expected the tokenizer that the tokens are of, or none "
-      "with "
-      "--vocab-size in [1, 2^32] and --end-of-document ID; got '{}' and {}",
+      "with --vocab-size in [1, 2^32] and --end-of-document ID; got '{}' and "
+      "{}",
       options.tokenizer,
       found.size);
   FLATSHARD_CHECK(
       found.end_of_document >= 0 && found.end_of_document < found.size,
       config,
       "--end-of-document: expected the id of a token below the vocabulary's "
-      "{}, "
-      "got '{}'",
+      "{}, got '{}'",
       found.size,
       options.end_of_document);
   return found;

@@ -44,8 +44,7 @@ Mixture::Mixture(const std::vector<double>& weights) {
         shares_.back() > 0 && (last || of_rest_.back() < kOne),
         config,
         "weight: {} is too little or too much compared with the others, whose "
-        "sum is "
-        "{}",
+        "sum is {}",
         weight,
         all - weight);
     rest -= weight;

@@ -85,8 +85,7 @@ std::unique_ptr<DocumentStream> open_stream(
       !options.parse_special,
       config,
       "--parse-special belongs to a tokenizer.json; byte tokens have no "
-      "control "
-      "tokens that a text could spell");
+      "control tokens that a text could spell");
   for (const auto& [name, value] :
        {std::pair{"--end-of-document", options.end_of_document},
         std::pair{"--begin-of-document", options.begin_of_document}}) {

@@ -197,8 +197,7 @@ ChatPrompts TextCodec::chat_prompts(
   FLATSHARD_THROW(
       config,
       "--chat: expected a tokenizer with a chat template, got byte tokens; "
-      "name "
-      "a corpus of another tokenizer with --corpus");
+      "name a corpus of another tokenizer with --corpus");
 }
 
 std::unique_ptr<TextCodec> TextCodec::bytes() {

@@ -77,8 +77,7 @@ bool TextDocuments::read_text(std::string& text) {
       !options_.whole_rows || file.kind == InputKind::json,
       format,
       "{}: --chat takes JSON rows (.jsonl, .ndjson or .json), and this file "
-      "has "
-      "none",
+      "has none",
       file.path.string());
   switch (file.kind) {
     case InputKind::json:

@@ -61,8 +61,7 @@ void accuse(const Suspect& suspect) {
       ErrorCode::usage,
       fmt::format(
           "{} of parameter {} is {} at flat element {} of shape [{}], the "
-          "first "
-          "of {} such elements; look at the data of this step, lower the "
+          "first of {} such elements; look at the data of this step, lower the "
           "learning rate, or compute in a wider dtype",
           suspect.what,
           parameter.names.front(),

@@ -144,8 +144,7 @@ void matmul(
       run_product(p) || (may_add_rows && run_with_more_rows(p)),
       config,
       "matmul: cuBLASLt has no algorithm for {} {} x {} {}^T on this GPU; "
-      "leave "
-      "this layer in bfloat16 (exclude)",
+      "leave this layer in bfloat16 (exclude)",
       to_string(a.recipe),
       c10::str(p.a.data.sizes()),
       to_string(b.recipe),

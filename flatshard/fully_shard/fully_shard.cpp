@@ -110,9 +110,8 @@ void check_not_sharded(const nn::NamedParameter& p) {
       !owner,
       usage,
       "expected parameter {} not to be sharded yet, got one of {} of an "
-      "earlier "
-      "fully_shard; call it once, for the outermost module, with all modules "
-      "that are gathered as a whole in FullyShardOptions::units",
+      "earlier fully_shard; call it once, for the outermost module, with all "
+      "modules that are gathered as a whole in FullyShardOptions::units",
       p.name,
       owner->unit);
 }

@@ -144,8 +144,7 @@ void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
       "{}: {} addresses of its kernels are in memory that is not of its "
       "inputs, constants, parameters or gradients, and may move: {}. If a "
       "tensor of yours is one of them, make it an input of the region or name "
-      "it in "
-      "RegionOptions::constants",
+      "it in RegionOptions::constants",
       graph.name(),
       found.strays.size(),
       found.strays.front());

@@ -71,8 +71,7 @@ Granularity Granularity::parse(std::string_view name, std::string_view option) {
   FLATSHARD_THROW(
       config,
       "{} expected element, row, dim0, block:N with N >= 1 rows, chunk, or "
-      "tensor, got "
-      "\"{}\"",
+      "tensor, got \"{}\"",
       option,
       name.substr(0, 80));
 }

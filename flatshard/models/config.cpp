@@ -69,8 +69,7 @@ void check_rope(const ModelConfig& c) {
           c.rotary_dim() > 0 && c.rotary_dim() % 2 == 0,
       config,
       "partial_rotary_factor: expected a share of head_dim = {} that is an "
-      "even "
-      "number of elements, got {}",
+      "even number of elements, got {}",
       c.head_dim,
       c.partial_rotary_factor);
   if (!c.rope_scaling) {

@@ -262,8 +262,7 @@ at::Tensor linear_cross_entropy(
           weight.size(0) == part_of(options.ranks, options.vocab).size(),
       usage,
       "linear_cross_entropy: expected this rank's {} rows of a vocabulary of "
-      "{}, "
-      "got {}",
+      "{}, got {}",
       part_of(options.ranks, options.vocab).size(),
       options.vocab,
       weight.size(0));

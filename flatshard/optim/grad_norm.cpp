@@ -45,8 +45,7 @@ GradNorm grad_norm_and_scale(
         group->model_mesh()->same_as(mesh),
         usage,
         "expected the groups of one model, on the mesh {}, got {} of a model "
-        "on "
-        "{}; clip each model's groups and combine the norms",
+        "on {}; clip each model's groups and combine the norms",
         mesh.to_string(),
         group->name(),
         group->model_mesh()->to_string());

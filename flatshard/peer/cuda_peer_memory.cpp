@@ -74,8 +74,7 @@ class IpcMemory : public PeerMemory {
           rank == this->rank() || theirs.pid != mine.pid,
           config,
           "memory that ranks share: expected a separate process for each rank, "
-          "but "
-          "ranks {} and {} of '{}' are in one",
+          "but ranks {} and {} of '{}' are in one",
           rank,
           this->rank(),
           group.name());

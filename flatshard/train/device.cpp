@@ -53,8 +53,7 @@ at::Device choose_device(const std::string& name, const RankEnvironment& env) {
       !built_for_gpus().empty(),
       config,
       "--device cuda: expected CUDA code, got a Flatshard that is built for "
-      "CPUs "
-      "only; {}",
+      "CPUs only; {}",
       kHowToGetCuda);
   FLATSHARD_CHECK(
       env.local_rank < gpus,

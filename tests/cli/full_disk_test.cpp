@@ -78,11 +78,9 @@ TEST_F(BadInput, AFullDisk) {
   const std::string run = (folder_ / "run").string();
   // The weights have 150 kB: one set of the earlier run fits, two do not.
   const Result result = sh(fmt::format(
-      "{} && cp -r {}/* {}/ && {{ {}; code=$?; }}; "
-      "cmp {}/model.safetensors {}/earlier/1/model.safetensors && echo weights "
-      "are "
-      "whole; "
-      "cmp {}/metrics.jsonl {}/earlier/1/metrics.jsonl && echo rows are whole; "
+      "{} && cp -r {}/* {}/ && {{ {}; code=$?; }}; cmp {}/model.safetensors "
+      "{}/earlier/1/model.safetensors && echo weights are whole; cmp "
+      "{}/metrics.jsonl {}/earlier/1/metrics.jsonl && echo rows are whole; "
       "find {} -name \"*.tmp-*\" -exec echo a temporary file stays {{}} +; "
       "exit $code'",
       mount,

@@ -291,17 +291,14 @@ TEST(Scheduler, BlocksThatAreCalledWithoutTheRoot) {
       EXPECT_EQ(
           to_string(actions),
           fmt::format(
-              "gather({0}) gather({1}) await({0}) release({0}) "
-              "gather({2}) await({1}) release({1}) "
-              "gather({3}) await({2}) release({2}) "
-              "await({3}) "
-              "gather'({2}) acquire_grads({3}) release({3}) "
+              "gather({0}) gather({1}) await({0}) release({0}) gather({2}) "
+              "await({1}) release({1}) gather({3}) await({2}) release({2}) "
+              "await({3}) gather'({2}) acquire_grads({3}) release({3}) "
               "gather'({1}) await({2}) reduce({3}) acquire_grads({2}) "
-              "release({2}) "
-              "gather'({0}) await({1}) reduce({2}) drain({3}) "
-              "acquire_grads({1}) release({1}) "
-              "await({0}) reduce({1}) drain({2}) acquire_grads({0}) "
-              "release({0}) reduce({0}) drain({1}) drain({0}) join",
+              "release({2}) gather'({0}) await({1}) reduce({2}) drain({3}) "
+              "acquire_grads({1}) release({1}) await({0}) reduce({1}) "
+              "drain({2}) acquire_grads({0}) release({0}) reduce({0}) "
+              "drain({1}) drain({0}) join",
               order[0],
               order[1],
               order[2],

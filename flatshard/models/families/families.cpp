@@ -175,8 +175,7 @@ void check_family(const ModelConfig& config) {
               types.end(),
       config,
       "model.rope_scaling: models of the family {} have no such rotation; "
-      "leave "
-      "the key out, or take another one",
+      "leave the key out, or take another one",
       config.family);
   if (family.check != nullptr) {
     family.check(config);

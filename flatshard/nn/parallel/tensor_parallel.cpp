@@ -147,8 +147,7 @@ at::Tensor gather_columns(
       !at::GradMode::is_enabled(),
       usage,
       "a gather of columns over {} ranks has no gradient; call it with "
-      "gradient "
-      "mode off, or compute the loss of the cut columns",
+      "gradient mode off, or compute the loss of the cut columns",
       ranks->size());
   const std::int64_t n = ranks->size();
   const std::int64_t widest = (whole + n - 1) / n;

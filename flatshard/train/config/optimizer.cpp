@@ -41,8 +41,7 @@ const ConfigKey kOptimizerKeys[] = {
         .used_if = {kOfSgd}),
     KEY(optimizer.overlap,
         "update on a separate stream, in parallel with the next forward: a "
-        "unit's "
-        "gather waits for its own weights only"),
+        "unit's gather waits for its own weights only"),
 
     KEY(lr_scheduler.name, "shape of the learning rate after warm-up"),
     KEY(lr_scheduler.warmup_steps,

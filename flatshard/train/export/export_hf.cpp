@@ -208,8 +208,7 @@ void check_float8(const Float8Export& fp8, const ExportOptions& options) {
       fp8.num_weights() > 0,
       config,
       "--fp8: expected linear layers (model.layers.*_proj.weight) that "
-      "[float8] "
-      "of the run does not exclude, found none; export without --fp8");
+      "[float8] of the run does not exclude, found none; export without --fp8");
 }
 
 }  // namespace
