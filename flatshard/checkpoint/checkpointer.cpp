@@ -245,6 +245,22 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
     return;
   }
   const fs::path folder = partial_folder(options_.folder, job.step, id_);
+  try {
+    complete(job, folder, result);
+    messages_->send(done, std::string(kDone));
+  } catch (const std::exception& error) {
+    // The other ranks wait for the verdict, whatever failed here.
+    std::error_code ignored;
+    fs::remove_all(folder, ignored);
+    messages_->send(done, std::string(kFailed) + error.what());
+    throw;
+  }
+}
+
+void Checkpointer::complete(
+    const Job& job,
+    const fs::path& folder,
+    SaveResult& result) {
   std::vector<Manifest> parts;
   std::string failure;
   for (int rank = 0; rank < messages_->world(); ++rank) {
@@ -269,24 +285,16 @@ void Checkpointer::commit(const Job& job, SaveResult& result) {
               : fmt::format("rank {}: {}", rank, report.substr(kFailed.size()));
     }
   }
-  try {
-    FLATSHARD_CHECK(failure.empty(), io, "{}", failure);
-    Manifest manifest = merge_manifests(parts);
-    manifest.step = job.step;
-    manifest.mesh = mesh_->to_string();
-    manifest.strategy = strategies_text(groups_);
-    manifest.state = job.state;
-    write_file_atomic(folder / kManifestName, to_json(manifest));
-    publish_checkpoint(options_.folder, job.step, id_);
-    if (options_.keep_latest > 0) {
-      result.removed = prune_checkpoints(options_.folder, options_.keep_latest);
-    }
-    messages_->send(done, std::string(kDone));
-  } catch (const std::exception& error) {
-    std::error_code ignored;
-    fs::remove_all(folder, ignored);
-    messages_->send(done, std::string(kFailed) + error.what());
-    throw;
+  FLATSHARD_CHECK(failure.empty(), io, "{}", failure);
+  Manifest manifest = merge_manifests(parts);
+  manifest.step = job.step;
+  manifest.mesh = mesh_->to_string();
+  manifest.strategy = strategies_text(groups_);
+  manifest.state = job.state;
+  write_file_atomic(folder / kManifestName, to_json(manifest));
+  publish_checkpoint(options_.folder, job.step, id_);
+  if (options_.keep_latest > 0) {
+    result.removed = prune_checkpoints(options_.folder, options_.keep_latest);
   }
 }
 

@@ -104,6 +104,11 @@ class Checkpointer {
   SaveResult carry_out(const Job& job);
   std::string write_files(const Job& job);
   void commit(const Job& job, SaveResult& result);
+  /// Waits for the parts of all ranks and publishes the checkpoint. On rank 0.
+  void complete(
+      const Job& job,
+      const std::filesystem::path& folder,
+      SaveResult& result);
   std::string key(const Job& job, const std::string& what) const;
   std::map<std::string, std::int64_t> updates() const;
 

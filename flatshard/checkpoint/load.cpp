@@ -39,7 +39,7 @@ void on_all_ranks(Mesh& mesh, F&& work) {
     error = std::current_exception();
   }
   if (mesh.size() > 1) {
-    // The number of the last rank that failed; -1: none.
+    // For each rank: 1 when it failed.
     const at::Tensor failed = at::zeros(
         {mesh.size()},
         at::TensorOptions().dtype(at::kLong).device(mesh.device()));

@@ -43,14 +43,17 @@ struct Saver {
   Saver(
       RankContext& context,
       const fs::path& folder,
-      std::int64_t keep_latest = 0)
+      std::int64_t keep_latest = 0,
+      std::chrono::milliseconds timeout = std::chrono::minutes(1))
       : mesh(context.mesh()),
         model(two_groups(), {}, mesh),
         checkpointer(
             mesh,
             model.groups,
             model.optimizer.get(),
-            {.folder = folder, .keep_latest = keep_latest}) {
+            {.folder = folder,
+             .keep_latest = keep_latest,
+             .timeout = timeout}) {
     model.fill();
   }
 
@@ -220,6 +223,30 @@ TEST(Checkpointer, AFailureOfOneRankIsOneOfAll) {
         entry.path().filename().string(),
         ::testing::AnyOf("step-8", "latest"));
   }
+}
+
+// Rank 0 gives up while it waits for the parts of the others, which wait for
+// its verdict and have more patience.
+TEST(Checkpointer, AFailureOfRank0EndsTheWaitOfTheOthers) {
+  const TempFolder folder;
+  run_ranks(3, [&](RankContext& context) {
+    Saver saver(
+        context,
+        folder.path(),
+        /*keep_latest=*/0,
+        std::chrono::milliseconds(context.rank == 0 ? 200 : 20'000));
+    if (context.rank < 2) {  // rank 2 saves nothing
+      saver.checkpointer.save(7, {});
+      const auto results = saver.wait();
+      ASSERT_EQ(results.size(), 1u);
+      ASSERT_TRUE(results[0].error.has_value());
+      EXPECT_THAT(
+          results[0].error->message(),
+          HasSubstr("rank 2 to write its part of the checkpoint of step 7"));
+    }
+    saver.mesh->world().barrier();
+  });
+  EXPECT_THAT(list_checkpoints(folder.path()), ::testing::IsEmpty());
 }
 
 TEST(Checkpointer, RemovesWhatADeadProcessLeft) {
