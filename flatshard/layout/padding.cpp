@@ -50,7 +50,9 @@ std::optional<std::string> describe_excessive_padding(
     std::span<const FlatLayout* const> layouts,
     double max_padding,
     std::int64_t element_nbytes,
-    std::int64_t negligible_nbytes) {
+    std::int64_t negligible_nbytes,
+    const std::function<std::string(const FlatLayout&, std::int64_t)>&
+        name_of) {
   FLATSHARD_CHECK(
       max_padding >= 0 && !std::isnan(max_padding),
       config,
@@ -101,7 +103,7 @@ std::optional<std::string> describe_excessive_padding(
           static_cast<double>(sums.padding_per_shard * element_nbytes),
           -20),
       100 * max_padding,
-      worst.spec(coarsest).name,
+      name_of ? name_of(worst, coarsest) : worst.spec(coarsest).name,
       worst.spec(coarsest).granularity.to_string(),
       uncut_numel(worst, coarsest),
       fits > 0 ? fmt::format(

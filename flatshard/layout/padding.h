@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -23,11 +24,15 @@ inline constexpr std::int64_t kNegligiblePaddingNbytes = 64LL << 20;
 ///
 /// @param layouts  of all groups of parameters.
 /// @param element_nbytes  of the main weights.
+/// @param name_of  the name of a tensor of a layout, which may have changed
+///   since the layout was built; null: the layout's.
 /// @throws Error{config} for a negative max_padding.
 std::optional<std::string> describe_excessive_padding(
     std::span<const FlatLayout* const> layouts,
     double max_padding,
     std::int64_t element_nbytes = 4,
-    std::int64_t negligible_nbytes = kNegligiblePaddingNbytes);
+    std::int64_t negligible_nbytes = kNegligiblePaddingNbytes,
+    const std::function<std::string(const FlatLayout&, std::int64_t)>& name_of =
+        nullptr);
 
 }  // namespace flatshard

@@ -219,11 +219,27 @@ void bind_unit(py::module_& m) {
       "describe_excessive_padding",
       [](const std::vector<std::shared_ptr<PyUnit>>& units,
          double max_padding) {
+        const auto groups = groups_of(units);
         std::vector<const FlatLayout*> layouts;
-        for (const ParamGroup* group : groups_of(units)) {
+        for (const ParamGroup* group : groups) {
           layouts.push_back(&group->layout());
         }
-        return flatshard::describe_excessive_padding(layouts, max_padding);
+        // A layout keeps the names of its first call, and a unit that becomes
+        // a part of a model renames its parameters.
+        const auto name_of = [&](const FlatLayout& layout, std::int64_t i) {
+          for (const ParamGroup* group : groups) {
+            if (&group->layout() == &layout) {
+              return group->parameters().at(i).names.front();
+            }
+          }
+          return layout.spec(i).name;
+        };
+        return flatshard::describe_excessive_padding(
+            layouts,
+            max_padding,
+            /*element_nbytes=*/4,
+            kNegligiblePaddingNbytes,
+            name_of);
       },
       py::arg("units"),
       py::arg("max_padding"),

@@ -92,6 +92,22 @@ TEST(Padding, ExcessNamesTheLargestWholeTensor) {
       HasSubstr(what + "no smaller number of shards helps"));
 }
 
+TEST(Padding, ExcessHasTheNameThatATensorHasNow) {
+  const FlatLayout layout =
+      FlatLayout::build({{"weight", {3, 1024}, Granularity::row()}}, 2);
+  const FlatLayout* const layouts[] = {&layout};
+  const auto text = describe_excessive_padding(
+      layouts,
+      0.05,
+      kFloatNbytes,
+      0,
+      [&](const FlatLayout& of, std::int64_t i) {
+        EXPECT_EQ(&of, &layout);
+        return "layers.7." + of.spec(i).name;
+      });
+  EXPECT_THAT(text.value(), HasSubstr("'layers.7.weight' with granularity"));
+}
+
 TEST(Padding, ExcessIsThatOfTheWholeModel) {
   const FlatLayout bad =
       FlatLayout::build({{"a", {3, 1024}, Granularity::row()}}, 2);
