@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <set>
 
@@ -28,18 +29,78 @@ StoredEntry base_entry(
   return hf_entries(config, layer + std::string(kPlainWeight), shape).front();
 }
 
-// Lists, objects and texts that mean nothing when they are empty.
-void refuse_value(const HfReader& reader, const char* key) {
-  if (!reader.has(key)) {
+// Keys of adapter_config.json that change no result of an adapter whose tensors
+// are those of lora.targets, whatever their values are.
+constexpr std::string_view kHarmlessKeys[] = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",  // of modules_to_save
+    "eva_config",           // of the first A
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",  // of megatron_config
+    "peft_version",
+    "qalora_group_size",  // of use_qalora
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type"};
+
+// Keys that check_peft_json compares.
+constexpr std::string_view kComparedKeys[] =
+    {"bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "use_rslora"};
+
+// Initializations that only draw A and B. Others change the weights of the base
+// model, which the adapter then belongs to.
+constexpr std::string_view kHarmlessInits[] = {"eva", "gaussian", "orthogonal"};
+
+// A value that turns its key off: false, null, or an empty list, object or
+// text.
+bool is_off(const nlohmann::json& value) {
+  const bool is_empty_text =
+      value.is_string() && value.get_ref<const std::string&>().empty();
+  return value.is_null() || value == false || is_empty_text ||
+         (value.is_structured() && value.empty());
+}
+
+// Refuses every key that may change results and that adapters here do not
+// have, those of later versions of peft included.
+void refuse_other_keys(const HfReader& reader, const nlohmann::json& json) {
+  for (const auto& [key, value] : json.items()) {
+    FLATSHARD_CHECK(
+        is_off(value) || std::ranges::count(kHarmlessKeys, key) > 0 ||
+            std::ranges::count(kComparedKeys, key) > 0,
+        format,
+        "{}: '{}' is {}, which is not supported; expected an adapter without "
+        "it",
+        reader.file(),
+        key,
+        value.dump());
+  }
+}
+
+void check_init(const HfReader& reader) {
+  constexpr const char* kKey = "init_lora_weights";
+  if (!reader.has(kKey)) {
     return;
   }
-  const auto value = reader.need<nlohmann::json>(key);
+  const auto value = reader.need<nlohmann::json>(kKey);
   FLATSHARD_CHECK(
-      value.empty() || value == false,
+      value.is_boolean() ||
+          (value.is_string() && std::ranges::count(
+                                    kHarmlessInits,
+                                    value.get_ref<const std::string&>()) > 0),
       format,
-      "{}: '{}' is {}, which is not supported; expected an adapter without it",
+      "{}: '{}' is {}, which is not supported, because peft changes the "
+      "weights "
+      "of the base model for it; save_pretrained(..., "
+      "path_initial_model_for_weight_conversion=...) of peft converts adapters "
+      "of pissa, olora and corda for the original model",
       reader.file(),
-      key,
+      kKey,
       value.dump());
 }
 
@@ -111,18 +172,8 @@ void check_peft_json(
   const HfReader reader(path.string(), json);
   reader.expect<std::string>("peft_type", "LORA");
   reader.expect<std::string>("bias", "none");
-  for (const char* key :
-       {"rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "layer_replication",
-        "use_dora",
-        "lora_bias",
-        "fan_in_fan_out",
-        "trainable_token_indices",
-        "target_parameters"}) {
-    refuse_value(reader, key);
-  }
+  refuse_other_keys(reader, json);
+  check_init(reader);
   const auto check = [&](const char* key, const char* ours, auto want) {
     const auto found = reader.need<decltype(want)>(key);
     FLATSHARD_CHECK(

@@ -616,6 +616,70 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
   }
 }
 
+// The keys are those of peft 0.21. A key of a later version may change results.
+TEST(AdapterFolder, RefusesKeysThatChangeResults) {
+  const TempFolder folder;
+  const auto refusal = [&](const std::string& more) {
+    auto json = nlohmann::json::parse(R"({
+      "peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none",
+      "init_lora_weights": true, "use_rslora": false, "use_dora": false,
+      "rank_pattern": {}, "loftq_config": {}, "alora_invocation_tokens": null,
+      "megatron_core": "megatron.core", "qalora_group_size": 16,
+      "peft_version": "0.21.2", "inference_mode": true, "lora_dropout": 0.1,
+      "target_modules": ["q_proj"], "layers_to_transform": [0]})");
+    json.update(nlohmann::json::parse(more));
+    const auto path = folder.write("adapter_config.json", json.dump());
+    return message_of(
+        [&] { models::check_peft_json(path, {.rank = 4, .alpha = 8}); });
+  };
+  for (const char* fine :
+       {"{}",
+        R"({"init_lora_weights": false})",
+        R"({"init_lora_weights": "gaussian"})",
+        R"({"init_lora_weights": "orthogonal"})",
+        R"({"init_lora_weights": "eva", "eva_config": {"rho": 2.0}})"}) {
+    EXPECT_EQ(refusal(fine), "no error") << fine;
+  }
+  for (const char* init :
+       {"pissa",
+        "pissa_niter_4",
+        "olora",
+        "corda",
+        "loftq",
+        "lora_ga",
+        "mica"}) {
+    EXPECT_THAT(
+        refusal(fmt::format(R"({{"init_lora_weights": "{}"}})", init)),
+        HasSubstr(fmt::format("'init_lora_weights' is \"{}\"", init)));
+  }
+  for (const auto& [key, value] :
+       {std::pair{"alora_invocation_tokens", "[5, 6]"},
+        {"alpha_pattern", R"({"q_proj": 2})"},
+        {"arrow_config", R"({"top_k": 2})"},
+        {"corda_config", R"({"rank": 2})"},
+        {"fan_in_fan_out", "true"},
+        {"kasa_config", R"({"beta": 1})"},
+        {"layer_replication", "[[0, 2]]"},
+        {"loftq_config", R"({"loftq_bits": 4})"},
+        {"lora_bias", "true"},
+        {"lora_ga_config", R"({"direction": "x"})"},
+        {"megatron_config", R"({"tp": 2})"},
+        {"modules_to_save", R"(["lm_head"])"},
+        {"monteclora_config", R"({"samples": 2})"},
+        {"rank_pattern", R"({"q_proj": 2})"},
+        {"target_parameters", R"(["experts.down_proj"])"},
+        {"trainable_token_indices", "[3]"},
+        {"use_bdlora", R"({"blocks": 2})"},
+        {"use_dora", "true"},
+        {"use_qalora", "true"},
+        {"velora_config", R"({"rank": 2})"},
+        {"of_a_later_version", "1"}}) {
+    EXPECT_THAT(
+        refusal(fmt::format(R"({{"{}": {}}})", key, value)),
+        HasSubstr(fmt::format("'{}' is ", key)));
+  }
+}
+
 TEST(AdapterConfig, RefusesWhatDoesNotFit) {
   const auto refusal = [](const Settings& settings) {
     return message_of([&] { adapter_config(1, 1, settings); });
