@@ -8,11 +8,13 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <regex>
 #include <set>
 #include <sstream>
 
 #include "flatshard/core/error.h"
 #include "flatshard/models/config.h"
+#include "flatshard/train/config/other_names.h"
 
 namespace flatshard {
 namespace {
@@ -271,6 +273,66 @@ TEST(Config, UnknownNamesPointAtTheNearest) {
   EXPECT_THAT(
       refused({"traning.steps=3"}),
       HasSubstr("did you mean [training]?"));
+}
+
+TEST(Config, NamesOfOtherTrainersHaveHints) {
+  for (const auto& [key, hint] :
+       {std::pair{"training.epochs", "give training.steps, the number of"},
+        {"training.num_train_epochs", "give training.steps, the number of"},
+        {"training.learning_rate", "give optimizer.lr"},
+        {"optimizer.learning_rate", "give optimizer.lr"},
+        {"training.bf16", "give precision.compute = \"bfloat16\""},
+        {"training.Per-Device-Train-Batch-Size", "give training.local_batch_"},
+        {"training.gradient_accumulation_steps", "training.global_batch_size"},
+        {"training.max_seq_len", "give training.seq_len"},
+        {"model.base_model", "give model.init_from"},
+        {"lora.lora_r", "give lora.rank"},
+        {"job.dump_folder", "did you mean [run]?"},
+        {"checkpointing.interval", "did you mean [checkpoint]?"}}) {
+    EXPECT_THAT(refused({fmt::format("{}=1", key)}), HasSubstr(hint)) << key;
+  }
+  EXPECT_THAT(
+      refused({"num_train_epochs=3"}),
+      HasSubstr("expected --set section.key=value; give training.steps, "));
+  EXPECT_THAT(
+      message(ErrorCode::config, "learning_rate = 1e-4\n"),
+      HasSubstr("and so on; give optimizer.lr"));
+  EXPECT_THAT(
+      message(ErrorCode::config, "weight_decay = 1e-4\n"),
+      HasSubstr("and so on; give optimizer.weight_decay"));
+  EXPECT_THAT(
+      message(ErrorCode::config, "name = \"adamw\"\n"),
+      HasSubstr("; give optimizer.name or lr_scheduler.name"));
+}
+
+// A hint names keys that there are, and no key of ours has another's name.
+TEST(Config, HintsNameKeysThatThereAre) {
+  std::set<std::string> names;
+  std::set<std::string> sections;
+  for (const ConfigKey& key : config_keys()) {
+    names.insert(std::string(key.full_name));
+    sections.insert(std::string(key.section()));
+  }
+  const std::regex key_pattern("([a-z0-9_]+)\\.([a-z0-9_]+)");
+  int num_named = 0;
+  for (const std::string& other : config::other_names()) {
+    const std::string hint = config::hint_for_other_name(other);
+    for (std::sregex_iterator i(hint.begin(), hint.end(), key_pattern), end;
+         i != end;
+         ++i) {
+      if (sections.contains((*i)[1].str())) {
+        EXPECT_TRUE(names.contains(i->str())) << other << ": " << hint;
+        EXPECT_NE((*i)[2].str(), other);
+        ++num_named;
+      }
+    }
+  }
+  EXPECT_GT(num_named, 150);
+  for (const char* section : {"job", "train", "eval", "logging", "peft"}) {
+    EXPECT_TRUE(
+        sections.contains(std::string(config::section_for_other_name(section))))
+        << section;
+  }
 }
 
 TEST(Config, WithNothingNearTheMessageSaysWhatThereIs) {

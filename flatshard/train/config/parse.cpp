@@ -12,6 +12,7 @@
 #include "flatshard/core/home_folder.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/core/toml.h"
+#include "flatshard/train/config/other_names.h"
 
 namespace flatshard {
 namespace {
@@ -46,7 +47,10 @@ void check_section(std::string_view section, const std::string& where) {
   if (std::ranges::find(names, section) != names.end()) {
     return;
   }
-  const std::string near = near_name(section, names);
+  std::string near(config::section_for_other_name(section));
+  if (near.empty()) {
+    near = near_name(section, names);
+  }
   FLATSHARD_THROW(
       config,
       "{}: there is no section [{}]; {}",
@@ -56,8 +60,29 @@ void check_section(std::string_view section, const std::string& where) {
                    : fmt::format("did you mean [{}]?", near));
 }
 
-/// Names the most similar key of the section, or else the section that has a
-/// key of just that name. Without either it names all keys.
+/// Returns the full names of the keys with that name in all sections.
+std::vector<std::string_view> keys_named(std::string_view name) {
+  std::vector<std::string_view> found;
+  for (const ConfigKey& key : config_keys()) {
+    if (key.name() == name) {
+      found.push_back(key.full_name);
+    }
+  }
+  return found;
+}
+
+/// Returns "; give ..." for a key that stands in no section.
+std::string hint_without_section(std::string_view name) {
+  const auto own = keys_named(name);
+  const std::string hint = own.empty()
+                               ? config::hint_for_other_name(name)
+                               : fmt::format("give {}", fmt::join(own, " or "));
+  return hint.empty() ? "" : "; " + hint;
+}
+
+/// Names the key that has another trainer's name, else the most similar key of
+/// the section, or else keys of that name in other sections. Without any it
+/// names all keys of the section.
 [[noreturn]] void throw_unknown_key(
     std::string_view section,
     std::string_view name,
@@ -69,15 +94,23 @@ void check_section(std::string_view section, const std::string& where) {
       "the number of sequences that are validated on (steps times the global "
       "batch)",
       where);
+  const std::string hint = config::hint_for_other_name(name);
+  FLATSHARD_CHECK(
+      hint.empty(),
+      config,
+      "{}: section [{}] has no key '{}'; {}",
+      where,
+      section,
+      config::shortened(name),
+      hint);
   std::vector<std::string> in_section;
-  std::string elsewhere;
   for (const ConfigKey& key : config_keys()) {
     if (key.section() == section) {
       in_section.emplace_back(key.name());
-    } else if (key.name() == name) {
-      elsewhere = key.full_name;
     }
   }
+  const std::string elsewhere =
+      fmt::format("{}", fmt::join(keys_named(name), "' or '"));
   std::string near = near_name(name, in_section);
   if (near.empty() || (!elsewhere.empty() && edit_distance(name, near) > 2)) {
     near = elsewhere;
@@ -276,9 +309,10 @@ void apply_table(
             std::ranges::find(sections, section.str()) != sections.end(),
         config,
         "{}: key '{}' stands in no section; keys belong under [run], [model], "
-        "[training] and so on",
+        "[training] and so on{}",
         where,
-        config::shortened(section.str()));
+        config::shortened(section.str()),
+        hint_without_section(section.str()));
     check_section(section.str(), where);
     FLATSHARD_CHECK(
         keys != nullptr,
@@ -302,8 +336,9 @@ std::string_view apply_override(Config& config, const std::string& text) {
   FLATSHARD_CHECK(
       equals != std::string::npos && dot < equals,
       config,
-      "{}: expected --set section.key=value",
-      where);
+      "{}: expected --set section.key=value{}",
+      where,
+      hint_without_section(text.substr(0, equals)));
   const std::string section = text.substr(0, dot);
   const std::string name = text.substr(dot + 1, equals - dot - 1);
   std::string value = text.substr(equals + 1);
