@@ -3,8 +3,8 @@
 #include "flatshard/core/file_writer.h"
 #include "flatshard/report/report.h"
 #include "flatshard/train/config.h"
-#include "flatshard/train/earlier_run.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/run_files.h"
 
 #include <CLI/CLI.hpp>
 
@@ -33,7 +33,7 @@ void report_runs(ReportArguments& arguments) {
   }
   const std::filesystem::path path =
       arguments.output.empty()
-          ? std::filesystem::path(arguments.options.run) / kReportFile
+          ? std::filesystem::path(arguments.options.run) / kRunReport
           : std::filesystem::path(arguments.output);
   for_option("--to", [&] { write_file_atomic(path, text); });
   fmt::print("wrote {} ({} kB)\n", path.string(), (text.size() + 999) / 1000);

@@ -9,6 +9,7 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/train/config.h"
 #include "flatshard/train/model_config.h"
+#include "flatshard/train/run_files.h"
 #include "flatshard/train/run_lock.h"
 #include "flatshard/train/run_output.h"
 #include "flatshard/train/save_signals.h"
@@ -48,8 +49,7 @@ struct TrainArguments {
 /// begun.
 std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
   struct stat info {};
-  const auto path =
-      std::filesystem::path(config.run.output_dir) / "config.toml";
+  const auto path = std::filesystem::path(config.run.output_dir) / kRunConfig;
   if (::stat(path.c_str(), &info) != 0) {
     return {0, 0};
   }
@@ -230,8 +230,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
         arguments.max_restarts == 0 || config.checkpoint.interval > 0,
         config,
         "--max-restarts goes back to checkpoints, and checkpoint.interval is "
-        "0, "
-        "so there are none");
+        "0, so there are none");
     const int code = spawn(arguments, config, argv);
     if (code != 0) {
       throw CLI::RuntimeError(code);

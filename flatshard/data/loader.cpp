@@ -153,7 +153,7 @@ void Loader::read(
     const BatchSlot& slot,
     std::span<std::int64_t> tokens,
     std::span<std::int64_t> targets,
-    std::vector<std::int64_t>* lengths) const {
+    DocumentLengths* documents) const {
   const std::int64_t seq_len = options_.seq_len;
   const std::int64_t numel = slot.local_batch * seq_len;
   FLATSHARD_CHECK(
@@ -165,14 +165,14 @@ void Loader::read(
       numel,
       tokens.size(),
       targets.size());
-  read_samples(first_sample(slot), tokens, targets, lengths);
+  read_samples(first_sample(slot), tokens, targets, documents);
 }
 
 void Loader::read_samples(
     std::int64_t first,
     std::span<std::int64_t> tokens,
     std::span<std::int64_t> targets,
-    std::vector<std::int64_t>* lengths) const {
+    DocumentLengths* documents) const {
   const std::int64_t seq_len = options_.seq_len;
   const auto numel = static_cast<std::int64_t>(tokens.size());
   FLATSHARD_CHECK(
@@ -192,7 +192,7 @@ void Loader::read_samples(
     const Sequence out{
         tokens.subspan(at, row_size),
         targets.subspan(at, row_size),
-        lengths};
+        documents};
     source.read(sequence, out);
     const auto check = [&](std::span<std::int64_t> row, std::int64_t place) {
       const auto worst = std::ranges::max_element(row);
@@ -216,6 +216,21 @@ bool Loader::ignores_targets() const {
   return std::ranges::any_of(sources_, [](const WeightedSource& weighted) {
     return weighted.source->ignores_targets();
   });
+}
+
+bool Loader::step_has_targets() const {
+  std::vector<std::int64_t> tokens(static_cast<std::size_t>(options_.seq_len));
+  std::vector<std::int64_t> targets(tokens.size());
+  for (std::int64_t i = 0; i < options_.global_batch_size; ++i) {
+    read_samples(samples_consumed_ + i, tokens, targets);
+    const bool has_targets = std::ranges::any_of(
+        targets,
+        [](std::int64_t target) { return target != kIgnoredTarget; });
+    if (has_targets) {
+      return true;
+    }
+  }
+  return false;
 }
 
 LoaderState Loader::state() const {

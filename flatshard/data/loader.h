@@ -82,6 +82,9 @@ class Loader {
   std::int64_t epoch() const { return samples_consumed_ / num_sequences(); }
   /// Returns whether some source has targets without loss.
   bool ignores_targets() const;
+  /// Returns whether a sequence of the current step has a target with a loss.
+  /// Reads its sequences up to the first that has one.
+  bool step_has_targets() const;
 
   /// Returns the number of microbatches per step. @throws Error{config} when
   /// global_batch_size is not a multiple of local_batch * world.
@@ -90,15 +93,14 @@ class Loader {
   /// Fills tokens and targets, each [local_batch, seq_len] row-major, with the
   /// slot's part of the current step; see Sequence. Does not move the position,
   /// so ranks and microbatches may be read in any order.
-  /// @param lengths  if not null: gets the lengths of the documents of all
-  ///   sequences, one after the other.
+  /// @param documents  if not null: the sequences' documents are appended.
   /// @throws Error{usage} on a wrong size or slot, Error{format} on a token
   /// that the model's vocabulary does not have.
   void read(
       const BatchSlot& slot,
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets,
-      std::vector<std::int64_t>* lengths = nullptr) const;
+      DocumentLengths* documents = nullptr) const;
 
   /// Fills tokens and targets, each [n, seq_len] row-major, with the samples
   /// [first, first + n) of the run, wherever the position is. Same errors.
@@ -106,7 +108,7 @@ class Loader {
       std::int64_t first,
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets,
-      std::vector<std::int64_t>* lengths = nullptr) const;
+      DocumentLengths* documents = nullptr) const;
 
   /// Returns the number in the run of the first sample that `read` would give.
   std::int64_t first_sample(const BatchSlot& slot) const;

@@ -45,11 +45,11 @@ std::vector<ShownDocument> documents_of(
   const auto seq_len = static_cast<std::size_t>(options.packing.seq_len);
   std::vector<std::int64_t> tokens(seq_len);
   std::vector<std::int64_t> targets(seq_len);
-  std::vector<std::int64_t> lengths;
-  source.read(options.sample, {tokens, targets, &lengths});
+  DocumentLengths found;
+  source.read(options.sample, {tokens, targets, &found});
   std::vector<ShownDocument> documents;
   std::size_t at = 0;
-  for (const std::int64_t length : lengths) {
+  for (const std::int64_t length : found.lengths) {
     const auto end = at + static_cast<std::size_t>(length);
     documents.emplace_back();
     for (std::size_t i = at; i < end; ++i) {
@@ -63,13 +63,9 @@ std::vector<ShownDocument> documents_of(
     if (targets[end - 1] != kIgnoredTarget) {
       documents.back().add(targets[end - 1], true);
     }
-    documents.back().is_padding =
-        source.packing() && documents.back().num_trained == 0 &&
-        std::ranges::all_of(documents.back().tokens, [&](std::int64_t t) {
-          return t == end_of_document;
-        });
     at = end;
   }
+  documents.back().is_padding = found.padding.front() > 0;
   return documents;
 }
 

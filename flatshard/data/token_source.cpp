@@ -32,6 +32,15 @@ void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out) {
   }
 }
 
+bool has_trained_target(const Corpus& corpus, const Piece& run) {
+  if (!corpus.has_mask()) {
+    return run.length > 0;
+  }
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(run.length));
+  corpus.read_mask(run.first + 1, mask);
+  return std::ranges::any_of(mask, [](std::uint8_t m) { return m != 0; });
+}
+
 CorpusSource::CorpusSource(std::shared_ptr<const Corpus> corpus)
     : corpus_(std::move(corpus)) {
 }
@@ -43,9 +52,21 @@ std::int64_t CorpusSource::num_sequences(std::int64_t seq_len) const {
 void CorpusSource::read(std::int64_t index, const Sequence& out) const {
   const auto seq_len = static_cast<std::int64_t>(out.tokens.size());
   read_run(*corpus_, index * seq_len, out);
-  if (out.lengths != nullptr) {
-    out.lengths->push_back(seq_len);
+  if (out.documents != nullptr) {
+    out.documents->lengths.push_back(seq_len);
+    out.documents->padding.push_back(0);
   }
+}
+
+std::int64_t CorpusSource::num_untrained(std::int64_t seq_len) const {
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; ignores_targets() && i < num_sequences(seq_len);
+       ++i) {
+    const bool trains =
+        has_trained_target(*corpus_, {.first = i * seq_len, .length = seq_len});
+    count += trains ? 0 : 1;
+  }
+  return count;
 }
 
 std::int64_t CorpusSource::vocab_size() const {
@@ -94,8 +115,9 @@ void RandomTokens::read(std::int64_t index, const Sequence& out) const {
       }
     }
   }
-  if (out.lengths != nullptr) {
-    out.lengths->push_back(static_cast<std::int64_t>(seq_len));
+  if (out.documents != nullptr) {
+    out.documents->lengths.push_back(static_cast<std::int64_t>(seq_len));
+    out.documents->padding.push_back(0);
   }
 }
 

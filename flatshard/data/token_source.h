@@ -19,14 +19,23 @@ inline constexpr std::int64_t kNumBytes = 256;
 /// A target without loss: what the loss ignores.
 inline constexpr std::int64_t kIgnoredTarget = -100;
 
+/// The documents of some sequences, one sequence after the other.
+struct DocumentLengths {
+  /// Of each document. The sum over a sequence is seq_len: padding counts as a
+  /// document.
+  std::vector<std::int64_t> lengths;
+  /// Of each sequence: how many tokens at its end are padding.
+  std::vector<std::int64_t> padding;
+
+  bool operator==(const DocumentLengths&) const = default;
+};
+
 /// The memory that one sequence is read into.
 struct Sequence {
   std::span<std::int64_t> tokens;  ///< [seq_len]
   /// [seq_len]: target j is the token after token j, or kIgnoredTarget.
   std::span<std::int64_t> targets;
-  /// If not null: the lengths of the documents are appended. Their sum is
-  /// seq_len, since padding counts as a document.
-  std::vector<std::int64_t>* lengths = nullptr;
+  DocumentLengths* documents = nullptr;  ///< if not null: appended
 };
 
 /// Numbered sequences of tokens. Implementations are immutable and safe to
@@ -57,6 +66,11 @@ class TokenSource {
   virtual CorpusIdentity identity() const { return {}; }
   /// Returns whether targets may be kIgnoredTarget.
   virtual bool ignores_targets() const { return false; }
+  /// Returns how many sequences have ignored targets alone. Reads the mask of
+  /// the split, if there is one.
+  virtual std::int64_t num_untrained(std::int64_t /*seq_len*/) const {
+    return 0;
+  }
   /// Returns how documents fill the sequences; unset: they are cut from a
   /// stream.
   virtual std::optional<PackingReport> packing() const { return std::nullopt; }
@@ -66,6 +80,9 @@ class TokenSource {
 /// last are out's tokens, all but the first its targets. Targets that the mask
 /// leaves out are kIgnoredTarget.
 void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out);
+
+/// Returns whether `read_run` of these tokens has a target that is trained.
+bool has_trained_target(const Corpus& corpus, const Piece& run);
 
 /// The token stream of a corpus split cut into sequences: documents follow one
 /// another with their end-of-document token between them, and sequence i is
@@ -87,6 +104,7 @@ class CorpusSource : public TokenSource {
   bool tokens_are_bytes() const override;
   CorpusIdentity identity() const override { return identify(*corpus_); }
   bool ignores_targets() const override { return corpus_->has_mask(); }
+  std::int64_t num_untrained(std::int64_t seq_len) const override;
 
  private:
   std::shared_ptr<const Corpus> corpus_;

@@ -104,7 +104,7 @@ at::Tensor LlamaBlockImpl::forward(
       options)[0];
 }
 
-nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
+nn::Nodes LlamaBlockImpl::nodes(const nn::Documents& documents) {
   FLATSHARD_CHECK(
       checkpoint_ != ActivationCheckpoint::full,
       usage,
@@ -119,7 +119,7 @@ nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
       {0},
       2,
       {first, self_attn_.get()},
-      [=, this, documents = std::move(documents)](const auto& in) {
+      [=, this](const auto& in) {
         const auto [x, attention] = self_attn_(in[0], first, documents);
         return is_selective ? nn::TensorList{x + attention, at::Tensor()}
                             : nn::TensorList{x, attention};
@@ -128,7 +128,7 @@ nn::Nodes LlamaBlockImpl::nodes(nn::Documents documents) {
     nodes.keep_last();
   }
   if (moe_) {
-    const auto record = std::make_shared<RoutingRecord>();
+    const auto record = moe_->new_record(documents);
     nodes.keep(record);
     moe_->append_nodes(nodes, attended, second, record.get());
   } else {
@@ -158,7 +158,7 @@ at::Tensor LlamaBlockImpl::extend(
 at::Tensor LlamaBlockImpl::run_with_experts(
     const at::Tensor& x,
     const nn::Documents& documents) {
-  const auto record = std::make_shared<RoutingRecord>();
+  const auto record = moe_->new_record(documents);
   if (checkpoint_ != ActivationCheckpoint::full) {
     return run(x, record, documents);
   }

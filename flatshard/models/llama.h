@@ -62,8 +62,8 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
       nn::RmsNormImpl* norm,
       KvCache& cache,
       const CacheStep& step);
-  /// Returns the input of the forward of x that is no parameter: the rotary
-  /// table.
+  /// Returns the inputs of the forward of x that are no parameters: the rotary
+  /// table, and the samples of dropout.
   nn::TensorList constants(const at::Tensor& x);
   nn::ParameterParts parts() const override;
 
@@ -73,13 +73,17 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
     at::Tensor residual;  ///< x to continue with
     at::Tensor q, k, v;
   };
-  /// @param seq        of the rotary table
-  /// @param positions  see nn::rope
-  Heads project(
-      const at::Tensor& x,
-      nn::RmsNormImpl* norm,
+  /// The rotary table, and the row of each token: see nn::rope.
+  struct Rotation {
+    at::Tensor cos, sin, rows;
+  };
+  /// @param documents  each is rotated by its own length, whatever row it is in
+  Rotation rotation_of(
       std::int64_t seq,
-      const at::Tensor& positions);
+      at::Device device,
+      const nn::Documents& documents);
+  Heads
+  project(const at::Tensor& x, nn::RmsNormImpl* norm, const Rotation& rotation);
   /// @param attended  [batch, seq, heads * head_dim]
   at::Tensor output(const at::Tensor& attended);
   std::tuple<at::Tensor, at::Tensor> attend(
@@ -153,7 +157,7 @@ class LlamaBlockImpl : public nn::Module {
   /// With selective activation checkpointing attention is kept where a schedule
   /// recomputes.
   /// @throws Error{usage} with full activation checkpointing.
-  nn::Nodes nodes(nn::Documents documents = {});
+  nn::Nodes nodes(const nn::Documents& documents = {});
 
  private:
   at::Tensor run(

@@ -124,8 +124,7 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::forward(
 }
 
 nn::TensorList LlamaAttentionImpl::constants(const at::Tensor& x) {
-  const auto [cos, sin] = rope_->get(whole_seq(x.size(1)), x.device());
-  nn::TensorList constants{cos, sin};
+  nn::TensorList constants = rope_->constants(whole_seq(x.size(1)), x.device());
   append_samples(constants, {&q_proj_, &k_proj_, &v_proj_, &o_proj_});
   return constants;
 }
@@ -148,12 +147,10 @@ nn::AttentionArgs LlamaAttentionImpl::args() const {
 LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
     const at::Tensor& x,
     nn::RmsNormImpl* norm,
-    std::int64_t seq,
-    const at::Tensor& positions) {
+    const Rotation& rotation) {
   const auto heads = [&](const at::Tensor& t) {
     return t.view({t.size(0), t.size(1), -1, head_dim_});
   };
-  const auto [cos, sin] = rope_->get(seq, x.device());
   const auto [in, qkv] =
       read_by(x, {}, norm, {q_proj_.get(), k_proj_.get(), v_proj_.get()});
   const auto normed = [&](const at::Tensor& t, const nn::RmsNorm& norm_of) {
@@ -166,14 +163,31 @@ LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
         return heads(t);
     }
   };
-  const auto rotated = [&, &c = cos, &s = sin](const at::Tensor& t) {
-    return nn::rope(t, c, s, /*inverse=*/false, positions);
+  const auto rotated = [&](const at::Tensor& t) {
+    return nn::rope(
+        t,
+        rotation.cos,
+        rotation.sin,
+        /*inverse=*/false,
+        rotation.rows);
   };
   return {
       .residual = in,
       .q = rotated(normed(qkv[0], q_norm_)),
       .k = rotated(normed(qkv[1], k_norm_)),
       .v = heads(qkv[2])};
+}
+
+LlamaAttentionImpl::Rotation LlamaAttentionImpl::rotation_of(
+    std::int64_t seq,
+    at::Device device,
+    const nn::Documents& documents) {
+  if (documents.defined() && rope_->depends_on_length(seq)) {
+    const auto [cos, sin] = rope_->of_documents(documents);
+    return {cos, sin, at::arange(cos.size(0), documents.positions.options())};
+  }
+  const auto [cos, sin] = rope_->get(seq, device);
+  return {cos, sin, documents.positions};
 }
 
 at::Tensor LlamaAttentionImpl::output(const at::Tensor& attended) {
@@ -185,8 +199,10 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     const at::Tensor& x,
     nn::RmsNormImpl* norm,
     const nn::Documents& documents) {
-  const auto [in, q, k, v] =
-      project(x, norm, whole_seq(x.size(1)), documents.positions);
+  const auto [in, q, k, v] = project(
+      x,
+      norm,
+      rotation_of(whole_seq(x.size(1)), x.device(), documents));
   return {
       in,
       output(
@@ -205,7 +221,8 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
       usage,
       "keys and values of layers that ranks share are not supported; load the "
       "weights on one rank");
-  const auto [in, q, k, v] = project(x, norm, step.length, step.positions);
+  const auto [cos, sin] = rope_->get(step.length, x.device());
+  const auto [in, q, k, v] = project(x, norm, {cos, sin, step.positions});
   return {in, output(cache.attend(q, k, v, args(), step))};
 }
 

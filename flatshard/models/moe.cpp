@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 namespace flatshard::models {
@@ -95,6 +94,7 @@ MoeImpl::MoeImpl(
     const nn::LossGradientPtr& loss_gradient)
     : Module("Moe"),
       capacity_factor_(options.capacity_factor),
+      ranks_(options.ranks),
       exchange_(options.exchange) {
   FLATSHARD_CHECK(
       capacity_factor_ >= 0,
@@ -124,31 +124,44 @@ MoeImpl::MoeImpl(
               residual_linear(config, false, options.ranks)));
 }
 
+std::shared_ptr<RoutingRecord> MoeImpl::new_record(
+    const nn::Documents& documents) const {
+  auto record = std::make_shared<RoutingRecord>();
+  if (documents.padding.defined()) {
+    record->padding =
+        nn::own_tokens(ranks_, documents.padding.unsqueeze(1)).squeeze(1);
+  }
+  return record;
+}
+
 void MoeImpl::plan(const nn::Routing& routing, RoutingRecord& record) {
   // Choices, counts and weights to the order of rows and the counts that stay.
   const auto sort = [factor = capacity_factor_](const nn::TensorList& in) {
     const at::NoGradGuard no_grad;
     nn::Routing kept{.experts = in[0], .weights = in[2], .counts = in[1]};
+    const bool has_padding = in.size() > 3;
+    if (has_padding) {
+      kept = nn::drop_padding(kept, in[3]);
+    }
     if (factor > 0) {
-      const double share = static_cast<double>(kept.experts.numel()) /
-                           static_cast<double>(kept.counts.size(0));
-      kept = nn::drop_beyond_capacity(
-          kept,
-          static_cast<std::int64_t>(std::ceil(factor * share)));
+      kept = nn::drop_beyond_capacity(kept, factor, has_padding);
     }
     const auto sorted = nn::sort_by_expert(kept.experts, kept.counts);
     return nn::TensorList{sorted.order, sorted.inverse, kept.counts};
   };
-  const nn::TensorList out = nn::region(
-      *this,
-      "moe_preprocess",
-      sort,
-      {routing.experts, routing.counts, routing.weights.detach()});
+  nn::TensorList inputs{
+      routing.experts,
+      routing.counts,
+      routing.weights.detach()};
+  if (record.padding.defined()) {
+    inputs.push_back(record.padding);
+  }
+  const nn::TensorList out = nn::region(*this, "moe_preprocess", sort, inputs);
   record.permutation = {
       .order = out[0],
       .inverse = out[1],
-      .drops = capacity_factor_ > 0};
-  if (record.permutation.drops) {
+      .drops = capacity_factor_ > 0 || record.padding.defined()};
+  if (capacity_factor_ > 0) {
     gate_->count_kept(out[2]);
   }
   const std::int64_t num_rows = record.permutation.rows();
@@ -217,7 +230,8 @@ void MoeImpl::append_nodes(
         const nn::Routing routing = gate_(
             rows,
             record->routing ? &*record->routing : nullptr,
-            scored[2]);
+            scored[2],
+            record->padding);
         if (!record->routing) {
           plan(routing, *record);
         }

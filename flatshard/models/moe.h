@@ -4,6 +4,7 @@
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"
+#include "flatshard/nn/documents.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/rms_norm.h"
@@ -21,6 +22,9 @@ namespace flatshard::models {
 /// scores that nearly tie may come out the other way and other rows would be
 /// sent.
 struct RoutingRecord {
+  /// bool [tokens] of this rank: tokens that have no expert and that nothing
+  /// counts; undefined: none. Set before the first run.
+  at::Tensor padding;
   std::optional<nn::Routing> routing;  ///< before tokens were dropped
   nn::Permutation permutation;
   nn::ExchangePlanPtr plan;
@@ -86,6 +90,9 @@ class MoeImpl : public nn::Module {
       RoutingRecord* record);
 
   RouterImpl& router() { return *gate_; }
+  /// Returns the record of a new call.
+  std::shared_ptr<RoutingRecord> new_record(
+      const nn::Documents& documents) const;
 
  private:
   /// Norm and scores, a region.
@@ -101,6 +108,7 @@ class MoeImpl : public nn::Module {
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
   const double capacity_factor_;
+  const nn::TensorParallelPtr ranks_;            ///< see MoeOptions
   std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
   Router gate_{nullptr};
   Experts experts_{nullptr};

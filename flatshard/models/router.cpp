@@ -1,6 +1,7 @@
 #include "flatshard/models/router.h"
 
 #include "flatshard/models/init.h"
+#include "flatshard/moe/permute.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/recompute.h"
 
@@ -87,7 +88,10 @@ void RouterImpl::count_kept(const at::Tensor& kept) {
   }
 }
 
-void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
+void RouterImpl::count(
+    const nn::Routing& routing,
+    const at::Tensor& logits,
+    const at::Tensor& padding) {
   if (load_.counts.defined()) {
     load_.counts.add_(routing.counts);
   } else {
@@ -96,7 +100,7 @@ void RouterImpl::count(const nn::Routing& routing, const at::Tensor& logits) {
   if (measures_balance_) {
     add_to(
         load_.balance,
-        nn::load_balance(logits.detach(), routing.counts, options_));
+        nn::load_balance(logits.detach(), routing.counts, options_, padding));
     ++load_.measured;
   }
 }
@@ -115,17 +119,28 @@ at::Tensor RouterImpl::score(const at::Tensor& x) const {
 nn::Routing RouterImpl::forward(
     const at::Tensor& x,
     const nn::Routing* chosen,
-    const at::Tensor& scored) {
+    const at::Tensor& scored,
+    const at::Tensor& padding) {
   const at::Tensor logits = scored.defined() ? scored : score(x);
   const bool counts = chosen == nullptr && backward_follows();
+  nn::Routing balanced;
   if (chosen == nullptr && force_balance_) {
-    chosen = &balanced_choice_for(x);
+    balanced = balanced_choice_for(x);
+    if (padding.defined()) {
+      balanced.counts = nn::count_experts(
+          nn::drop_padding(balanced, padding).experts,
+          num_experts_);
+    }
+    chosen = &balanced;
   }
-  nn::Routing routing =
-      nn::route(logits, bias_, options_, chosen, loss_gradient_);
+  nn::Routing routing = nn::route(
+      logits,
+      bias_,
+      options_,
+      {.chosen = chosen, .loss_gradient = loss_gradient_, .padding = padding});
   if (counts) {
     const at::NoGradGuard no_grad;
-    count(routing, logits);
+    count(routing, logits, padding);
   }
   return routing;
 }

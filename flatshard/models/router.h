@@ -50,12 +50,14 @@ class RouterImpl : public nn::Module {
       const MoeOptions& options,
       nn::LossGradientPtr loss_gradient);
   /// @param x       [tokens, dim]
-  /// @param chosen  see nn::route; such a call counts nothing.
+  /// @param chosen  see nn::RouteOptions; such a call counts nothing.
   /// @param scored  score(x), where that exists already.
+  /// @param padding see nn::RouteOptions
   nn::Routing forward(
       const at::Tensor& x,
       const nn::Routing* chosen,
-      const at::Tensor& scored = {});
+      const at::Tensor& scored = {},
+      const at::Tensor& padding = {});
   /// float32 [tokens, experts] for x [tokens, dim].
   at::Tensor score(const at::Tensor& x) const;
 
@@ -78,7 +80,10 @@ class RouterImpl : public nn::Module {
   void count_kept(const at::Tensor& kept);
 
  private:
-  void count(const nn::Routing& routing, const at::Tensor& logits);
+  void count(
+      const nn::Routing& routing,
+      const at::Tensor& logits,
+      const at::Tensor& padding);
   /// Made once for a number of tokens: it is the same for all.
   const nn::Routing& balanced_choice_for(const at::Tensor& x);
 

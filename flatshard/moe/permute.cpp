@@ -233,7 +233,9 @@ at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts) {
         all.device());
     return counts;
   }
-  return at::bincount(experts.flatten(), {}, num_experts).to(at::kInt);
+  return at::bincount(experts.flatten(), {}, num_experts)
+      .narrow(0, 0, num_experts)
+      .to(at::kInt);
 }
 
 ExpertOrder order_by_expert(
@@ -250,11 +252,12 @@ ExpertOrder order_by_expert(
   ExpertOrder order;
   order.counts = count_experts(chosen, num_experts);
   FLATSHARD_CHECK(
-      order.counts.size(0) == num_experts,
+      chosen.is_cuda() ||
+          order.counts.sum().item<std::int64_t>() == chosen.numel(),
       usage,
       "order_by_expert: expected experts below {}, got {}",
       num_experts,
-      order.counts.size(0) - 1);
+      chosen.max().item<std::int64_t>());
   order.permutation = sort_by_expert(chosen, order.counts);
   order.permutation.drops = false;
   return order;

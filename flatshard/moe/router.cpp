@@ -35,6 +35,7 @@ struct RouterState : torch::CustomClassHolder {
   RouterOptions options;
   LossGradientPtr loss_gradient;
   at::Tensor bias;
+  at::Tensor padding;  // or undefined
   at::Tensor experts;  // given, or chosen by the forward
   at::Tensor counts;
   at::Tensor load;  // counts of all ranks' tokens
@@ -42,9 +43,22 @@ struct RouterState : torch::CustomClassHolder {
 
 // The gradient of aux_loss divides by the tokens of this rank twice, for f and
 // for P, and the gradient of z_loss once. Both losses count the tokens of all
-// ranks.
-float shared_coefficient(double coefficient, int divisions, int num_ranks) {
+// ranks. With padding the tokens come from the counts of all ranks.
+float shared_coefficient(
+    double coefficient,
+    int divisions,
+    const RouterState& state) {
+  const TensorParallelPtr& ranks = state.options.ranks;
+  const int num_ranks = ranks && !state.padding.defined() ? ranks->size() : 1;
   return static_cast<float>(coefficient / std::pow(num_ranks, divisions));
+}
+
+// Returns the counts of all ranks' tokens, where a loss needs them.
+at::Tensor load_of(const RouterState& state) {
+  const RouterOptions& options = state.options;
+  const bool is_needed =
+      options.aux_loss > 0 || (options.z_loss > 0 && state.padding.defined());
+  return is_needed ? sum_over_ranks(options.ranks, state.counts) : state.counts;
 }
 
 // -- on CPUs -----------------------------------------------------------------
@@ -110,12 +124,21 @@ at::Tensor gradient_of_logits(
   const RouterOptions& options = state.options;
   const at::Tensor& experts = state.experts;
   const at::Tensor& counts = state.load;
-  const auto tokens = static_cast<double>(logits.size(0));
-  const auto choices = tokens * static_cast<double>(options.experts_per_token);
   const at::Tensor of_loss = loss.defined() ? loss : at::ones({});
-  const at::Tensor aux =
-      of_loss * (aux_loss * logits.size(1) / (tokens * choices));
-  const at::Tensor z = of_loss * (z_loss * 2 / tokens);
+  const auto slots = static_cast<double>(options.experts_per_token);
+  at::Tensor aux;
+  at::Tensor z;
+  if (state.padding.defined()) {
+    const at::Tensor tokens = num_counted(counts, options);
+    const at::Tensor of_token =
+        of_loss * state.padding.logical_not().unsqueeze(1);
+    aux = of_token * (aux_loss * logits.size(1) / (tokens * tokens * slots));
+    z = of_token * (z_loss * 2 / tokens);
+  } else {
+    const auto tokens = static_cast<double>(logits.size(0));
+    aux = of_loss * (aux_loss * logits.size(1) / (tokens * tokens * slots));
+    z = of_loss * (z_loss * 2 / tokens);
+  }
   const at::Tensor scores = scores_of(logits, options);
   const auto [chosen, sum] = chosen_scores(scores, experts, options);
   at::Tensor dchosen = dweights;
@@ -148,17 +171,16 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
       AutogradContext* ctx,
       const at::Tensor& logits,
       const c10::intrusive_ptr<RouterState>& state) {
-    const RouterOptions& options = state->options;
     const at::Tensor rows = logits.contiguous();
     const bool chosen = state->experts.defined();
     const at::Tensor weights =
         rows.is_cuda() ? on_gpu(rows, *state) : on_cpu(rows, *state);
     if (!chosen) {
-      state->counts = count_experts(state->experts, logits.size(1));
+      state->counts = count_experts(
+          without_padding(state->experts, state->padding, logits.size(1)),
+          logits.size(1));
     }
-    state->load = options.aux_loss > 0
-                      ? sum_over_ranks(options.ranks, state->counts)
-                      : state->counts;
+    state->load = load_of(*state);
     ctx->saved_data["state"] = c10::IValue::make_capsule(state);
     ctx->save_for_backward({rows});
     return weights;
@@ -205,9 +227,8 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
     if (loss.defined()) {
       loss = loss.to(logits.device(), at::kFloat).contiguous();
     }
-    const int num_ranks = options.ranks ? options.ranks->size() : 1;
-    const float aux = shared_coefficient(options.aux_loss, 2, num_ranks);
-    const float z = shared_coefficient(options.z_loss, 1, num_ranks);
+    const float aux = shared_coefficient(options.aux_loss, 2, state);
+    const float z = shared_coefficient(options.z_loss, 1, state);
     const at::Tensor dweights = grads[0].contiguous();
     if (!logits.is_cuda()) {
       return {gradient_of_logits(logits, dweights, state, loss, aux, z), {}};
@@ -221,6 +242,7 @@ struct RouterFunction : torch::autograd::Function<RouterFunction> {
             .experts = state.experts.const_data_ptr<std::int32_t>(),
             .dweights = dweights.const_data_ptr<float>(),
             .counts = state.load.const_data_ptr<std::int32_t>(),
+            .padding = cuda::data_of<bool>(state.padding),
             .loss_gradient = cuda::data_of<float>(loss),
             .aux = aux,
             .z = z,
@@ -289,8 +311,7 @@ Routing route(
     const at::Tensor& logits,
     const at::Tensor& bias,
     const RouterOptions& options,
-    const Routing* chosen,
-    const LossGradientPtr& loss_gradient) {
+    const RouteOptions& call) {
   FLATSHARD_CHECK(
       logits.dim() == 2 && logits.scalar_type() == at::kFloat,
       usage,
@@ -304,88 +325,33 @@ Routing route(
       "route: expected a bias of [{}], got {}",
       logits.size(1),
       c10::str(bias.sizes()));
+  FLATSHARD_CHECK(
+      !call.padding.defined() ||
+          (call.padding.scalar_type() == at::kBool &&
+           call.padding.sizes() == logits.sizes().slice(0, 1)),
+      usage,
+      "route: expected bool padding of [{}], got {} {}",
+      logits.size(0),
+      c10::toString(call.padding.scalar_type()),
+      c10::str(call.padding.sizes()));
   auto state = c10::make_intrusive<RouterState>();
   state->options = options;
-  state->loss_gradient = loss_gradient;
+  state->loss_gradient = call.loss_gradient;
+  if (call.padding.defined()) {
+    state->padding = call.padding.contiguous();
+  }
   if (bias.defined()) {
     state->bias = bias.detach().to(at::kFloat).contiguous();
   }
-  if (chosen != nullptr) {
-    state->experts = chosen->experts;
-    state->counts = chosen->counts;
+  if (call.chosen != nullptr) {
+    state->experts = call.chosen->experts;
+    state->counts = call.chosen->counts;
   }
   const at::Tensor weights = RouterFunction::apply(logits, state);
   return {
       .experts = state->experts,
       .weights = weights,
       .counts = state->counts};
-}
-
-at::Tensor load_balance(
-    const at::Tensor& logits,
-    const at::Tensor& counts,
-    const RouterOptions& options) {
-  const at::NoGradGuard no_grad;
-  at::Tensor p;
-  if (options.score == RouterScore::softmax) {
-    p = at::softmax(logits, -1);
-  } else {
-    p = at::sigmoid(logits);
-    p = p / p.sum(-1, /*keepdim=*/true);
-  }
-  const auto choices =
-      static_cast<double>(logits.size(0) * options.experts_per_token);
-  const auto num_experts = static_cast<double>(logits.size(1));
-  return (p.mean(0) * counts).sum() * (num_experts / choices);
-}
-
-Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor experts = routing.experts.flatten();
-  // The order is by expert, and within one by weight: the second sort keeps the
-  // first's.
-  const at::Tensor by_weight = std::get<1>(at::sort(
-      routing.weights.detach().flatten(),
-      /*stable=*/true,
-      /*dim=*/0,
-      /*descending=*/true));
-  const auto [sorted, by_expert] = at::sort(
-      experts.index_select(0, by_weight),
-      /*stable=*/true,
-      /*dim=*/0,
-      /*descending=*/false);
-  const at::Tensor begins =
-      routing.counts.cumsum(0, at::kLong) - routing.counts;
-  const at::Tensor place = at::arange(sorted.numel(), begins.options()) -
-                           begins.index_select(0, sorted);
-  const auto none = routing.counts.size(0);
-  const at::Tensor kept =
-      at::where(place < capacity, sorted, at::full_like(sorted, none));
-  at::Tensor left = at::empty_like(experts);
-  left.index_copy_(0, by_weight.index_select(0, by_expert), kept);
-  return {
-      .experts = left.view(routing.experts.sizes()),
-      .weights = routing.weights,
-      .counts = routing.counts.clamp_max(capacity)};
-}
-
-Routing balanced_choice(
-    std::int64_t tokens,
-    std::int64_t num_experts,
-    std::int64_t experts_per_token,
-    at::Device device) {
-  const at::TensorOptions ints =
-      at::TensorOptions().dtype(at::kInt).device(device);
-  const std::int64_t pairs = tokens * experts_per_token;
-  const at::Tensor experts = at::arange(pairs, ints).remainder(num_experts);
-  const at::Tensor index = at::arange(num_experts, ints);
-  return {
-      .experts = experts.view({tokens, experts_per_token}),
-      .counts = at::where(
-                    index < pairs % num_experts,
-                    at::full_like(index, pairs / num_experts + 1),
-                    at::full_like(index, pairs / num_experts))
-                    .to(at::kInt)};
 }
 
 at::Tensor tell_gradient(const at::Tensor& loss, const LossGradientPtr& to) {

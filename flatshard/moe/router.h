@@ -47,7 +47,8 @@ struct Routing {
   /// none: the token was dropped there.
   at::Tensor experts;
   at::Tensor weights;  ///< float32 [tokens, experts_per_token]
-  at::Tensor counts;   ///< int32 [num_experts]: tokens for each expert
+  /// int32 [num_experts]: tokens for each expert, without padding
+  at::Tensor counts;
 
   /// Hooks of modules see what has a gradient.
   template <class F>
@@ -56,6 +57,17 @@ struct Routing {
       fn(routing.weights);
     }
   }
+};
+
+/// How `route` takes a call's tokens.
+struct RouteOptions {
+  /// Of an earlier call for the same tokens, or null: its experts are taken,
+  /// and only the weights are new.
+  const Routing* chosen = nullptr;
+  LossGradientPtr loss_gradient;  ///< null: 1
+  /// bool [tokens]: tokens that the counts and the auxiliary losses leave out;
+  /// undefined: none. Defined on all of RouterOptions::ranks, or on none.
+  at::Tensor padding;
 };
 
 /// Chooses experts by score + bias and weighs them by score alone. Among equal
@@ -71,29 +83,47 @@ struct Routing {
 ///
 /// @param logits  float32 [tokens, num_experts]
 /// @param bias    float32 [num_experts] or undefined; gets no gradient.
-/// @param chosen  of an earlier call for the same tokens, or null: its experts
-///   are taken, and only the weights are new.
-/// @param loss_gradient  may be null: 1.
 /// Source: Fedus et al., arXiv:2101.03961 (aux); Zoph et al., arXiv:2202.08906
 /// (z); DeepSeek-V3, arXiv:2412.19437 (sigmoid, groups, bias).
 Routing route(
     const at::Tensor& logits,
     const at::Tensor& bias,
     const RouterOptions& options,
-    const Routing* chosen = nullptr,
-    const LossGradientPtr& loss_gradient = {});
+    const RouteOptions& call = {});
 
 /// Returns the value of the load-balancing loss without its coefficient, []
 /// float32: 1 when experts are chosen equally often, or by equal probabilities.
+/// It counts the tokens of all `options.ranks`; collective there.
+/// @param padding  see RouteOptions
 at::Tensor load_balance(
     const at::Tensor& logits,
     const at::Tensor& counts,
-    const RouterOptions& options);
+    const RouterOptions& options,
+    const at::Tensor& padding = {});
 
-/// Drops what is beyond `capacity` tokens of an expert: those that weigh least,
-/// of equal ones the later. Their expert becomes num_experts; weights stay as
-/// they are.
-Routing drop_beyond_capacity(const Routing& routing, std::int64_t capacity);
+/// Returns `experts` with num_experts for tokens that are padding.
+/// @param padding  see RouteOptions
+at::Tensor without_padding(
+    const at::Tensor& experts,
+    const at::Tensor& padding,
+    std::int64_t num_experts);
+
+/// Returns the number of tokens that the counts have, [] float64, or 1 / k for
+/// none.
+at::Tensor num_counted(const at::Tensor& counts, const RouterOptions& options);
+
+/// Returns the choices with num_experts for tokens that are padding, which have
+/// no rows then. The counts have none of them already.
+Routing drop_padding(const Routing& routing, const at::Tensor& padding);
+
+/// Drops what is beyond an expert's capacity: `factor` times its even share of
+/// the choices that are counted, rounded up. The tokens that weigh least are
+/// dropped, of equal ones the later. Their expert becomes num_experts; weights
+/// stay as they are.
+/// @param drops  whether choices of num_experts are among them: the number of
+///   choices is computed on the device then.
+Routing
+drop_beyond_capacity(const Routing& routing, double factor, bool drops = false);
 
 /// Returns experts[t, j] = (t * k + j) % num_experts instead of a choice by
 /// scores, for measuring: every expert gets as many tokens as any other, within

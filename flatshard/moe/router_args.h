@@ -38,8 +38,12 @@ struct RouterBackward {
   const float* logits = nullptr;
   const std::int32_t* experts = nullptr;
   const float* dweights = nullptr;  ///< [tokens, experts_per_token]
-  /// [num_experts], read where aux is not 0: how often each was chosen.
+  /// [num_experts], read where aux is not 0 or there is padding: how often each
+  /// was chosen.
   const std::int32_t* counts = nullptr;
+  /// [tokens] or null: tokens whose losses are 0. The mean is over the others,
+  /// whose number is the sum of `counts` over experts_per_token.
+  const bool* padding = nullptr;
   /// One element, or null: 1. It is the gradient of the loss that aux and z are
   /// added to.
   const float* loss_gradient = nullptr;

@@ -125,7 +125,8 @@ void write_documents(
 Documents Documents::of(
     std::span<const std::int64_t> lengths,
     std::int64_t seq_len,
-    at::Device device) {
+    at::Device device,
+    std::span<const std::int64_t> padding) {
   const auto num_tokens =
       std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0});
   const auto options = at::TensorOptions().dtype(at::kInt);
@@ -138,10 +139,57 @@ Documents Documents::of(
         static_cast<std::size_t>(tensor.numel()));
   };
   write_documents(lengths, seq_len, elements(offsets), elements(positions));
-  return {
+  Documents documents{
       .offsets = offsets.to(device),
       .positions = positions.to(device),
       .max_length = lengths.empty() ? 0 : *std::ranges::max_element(lengths)};
+  if (!padding.empty()) {
+    const at::Tensor is_padding = at::empty({num_tokens}, at::kBool);
+    write_padding(
+        padding,
+        seq_len,
+        {is_padding.mutable_data_ptr<bool>(),
+         static_cast<std::size_t>(num_tokens)});
+    documents.padding = is_padding.to(device);
+  }
+  return documents;
+}
+
+void write_padding(
+    std::span<const std::int64_t> num_padding,
+    std::int64_t seq_len,
+    std::span<bool> padding) {
+  FLATSHARD_CHECK(
+      num_padding.size() * static_cast<std::size_t>(seq_len) ==
+              padding.size() &&
+          std::ranges::all_of(
+              num_padding,
+              [&](std::int64_t n) { return n >= 0 && n <= seq_len; }),
+      usage,
+      "expected 0 to {} tokens of padding for each of {} rows, got {} rows",
+      seq_len,
+      padding.size() / static_cast<std::size_t>(seq_len),
+      num_padding.size());
+  for (std::size_t row = 0; row < num_padding.size(); ++row) {
+    const auto of_row = padding.subspan(
+        row * static_cast<std::size_t>(seq_len),
+        static_cast<std::size_t>(seq_len));
+    const auto begin = static_cast<std::size_t>(seq_len - num_padding[row]);
+    std::ranges::fill(of_row.first(begin), false);
+    std::ranges::fill(of_row.subspan(begin), true);
+  }
+}
+
+at::Tensor lengths_of_tokens(const Documents& documents) {
+  const at::Tensor& offsets = documents.offsets;
+  const at::Tensor tokens =
+      at::arange(documents.positions.numel(), offsets.options());
+  // An emulated graph records with offsets of zeros, which hold no token.
+  const at::Tensor end =
+      at::searchsorted(offsets, tokens, /*out_int32=*/false, /*right=*/true)
+          .clamp_max(offsets.numel() - 1);
+  return (offsets.index_select(0, end) - offsets.index_select(0, end - 1))
+      .to(at::kLong);
 }
 
 void Documents::append_to(TensorList& inputs) const {

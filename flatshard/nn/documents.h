@@ -22,20 +22,27 @@ struct Documents {
   at::Tensor positions;  ///< int32 [batch * seq]: of each token
   /// Tokens of the longest document, or more: kernels are launched for so many.
   std::int64_t max_length = 0;
+  /// bool [batch * seq]: whether a token is padding, which routers of experts
+  /// leave out. Undefined: no token is.
+  at::Tensor padding;
 
   /// @param lengths  of the documents; their sum is the number of tokens.
   /// @param seq_len  of a row.
+  /// @param padding  the number of tokens at the end of each row that are
+  ///   padding; empty: there are none.
   /// @throws Error{usage} where a document is empty or crosses the end of a
   /// row.
   static Documents of(
       std::span<const std::int64_t> lengths,
       std::int64_t seq_len,
-      at::Device device);
+      at::Device device,
+      std::span<const std::int64_t> padding = {});
 
   bool defined() const { return offsets.defined(); }
 
   // The same as inputs of a region. A tensor without elements has max_length in
-  // its shape, so that a recorded region notices another one.
+  // its shape, so that a recorded region notices another one. `padding` is not
+  // among them: attention and rotations do not read it.
 
   /// Appends the tensors; nothing where they are not defined.
   void append_to(TensorList& inputs) const;
@@ -51,6 +58,16 @@ void write_documents(
     std::int64_t seq_len,
     std::span<std::int32_t> offsets,
     std::span<std::int32_t> positions);
+
+/// Fills `padding` [rows * seq_len]: whether a token is padding.
+/// @param num_padding  of each row, at its end.
+void write_padding(
+    std::span<const std::int64_t> num_padding,
+    std::int64_t seq_len,
+    std::span<bool> padding);
+
+/// Returns the length of each token's document, int64 [batch * seq].
+at::Tensor lengths_of_tokens(const Documents& documents);
 
 /// Causal scaled-dot-product attention with grouped queries, within documents.
 ///

@@ -235,6 +235,60 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
   return last_;
 }
 
+const at::Tensor& RopeTable::factors(at::Device device) {
+  if (!factors_.defined() || factors_.device() != device) {
+    const at::NoGradGuard no_grad;
+    const RopeScaling& s = options_.scaling.value();
+    factors_ = at::stack({at::tensor(s.short_factors, at::kDouble),
+                          at::tensor(s.long_factors, at::kDouble)})
+                   .to(device);
+  }
+  return factors_;
+}
+
+TensorList RopeTable::constants(std::int64_t seq_len, at::Device device) {
+  const auto [cos, sin] = get(seq_len, device);
+  TensorList tensors{cos, sin};
+  if (depends_on_length(seq_len) &&
+      options_.scaling->type == RopeType::longrope) {
+    tensors.push_back(factors(device));
+  }
+  return tensors;
+}
+
+std::pair<at::Tensor, at::Tensor> RopeTable::of_documents(
+    const Documents& documents) {
+  const at::NoGradGuard no_grad;
+  const RopeScaling& s = options_.scaling.value();
+  const auto dim = static_cast<double>(options_.head_dim);
+  const at::Tensor lengths =
+      lengths_of_tokens(documents).to(at::kDouble).unsqueeze(1);
+  const auto original = static_cast<double>(s.original_max_positions);
+  const at::Tensor is_long = lengths.gt(original);
+  const at::Tensor exponents =
+      at::arange(options_.head_dim / 2, lengths.options()) * (-2.0 / dim);
+  at::Tensor frequencies;
+  if (s.type == RopeType::dynamic) {
+    const at::Tensor longer =
+        (lengths * (s.factor / original) - (s.factor - 1.0)).clamp_min(1.0);
+    const at::Tensor theta = at::where(
+        is_long,
+        longer.pow(dim / (dim - 2.0)) * options_.theta,
+        at::full_like(longer, options_.theta));
+    frequencies = theta.pow(exponents);
+  } else {
+    const at::Tensor& both = factors(lengths.device());
+    frequencies = at::pow(options_.theta, exponents) /
+                  at::where(is_long, both[1], both[0]);
+  }
+  const at::Tensor angles =
+      documents.positions.to(at::kDouble).unsqueeze(1) * frequencies;
+  const double factor = s.attention_factor;
+  return {
+      (angles.cos() * factor).to(at::kFloat),
+      (angles.sin() * factor).to(at::kFloat)};
+}
+
 at::Tensor rope(
     const at::Tensor& x,
     const at::Tensor& cos,

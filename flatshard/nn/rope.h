@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/nn/documents.h"
+
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -68,14 +70,30 @@ class RopeTable {
       std::int64_t seq_len,
       at::Device device);
 
+  /// Returns whether documents of up to `seq_len` tokens have different
+  /// frequencies, each by its length.
+  bool depends_on_length(std::int64_t seq_len) const {
+    return frequencies_of(seq_len) != 0;
+  }
+  /// Returns (cos, sin) of each token of documents, float32 [tokens, head_dim /
+  /// 2], as `get` has them for a sequence of the document's length. Reads no
+  /// host memory once `constants` was called for the device.
+  std::pair<at::Tensor, at::Tensor> of_documents(const Documents& documents);
+  /// Returns the tensors that `get` and `of_documents` read for sequences of
+  /// `seq_len` tokens.
+  TensorList constants(std::int64_t seq_len, at::Device device);
+
  private:
   /// Equal for lengths that have the same frequencies.
   std::int64_t frequencies_of(std::int64_t seq_len) const;
+  /// Returns factors_ on `device`.
+  const at::Tensor& factors(at::Device device);
 
   RopeOptions options_;
   std::int64_t frequencies_ = 0;  ///< the frequencies of cos_ and sin_
   at::Tensor cos_;                ///< of the longest sequence so far
   at::Tensor sin_;
+  at::Tensor factors_;  ///< of longrope, float64 [2, head_dim / 2]: short, long
   std::pair<at::Tensor, at::Tensor> last_;  ///< what was returned
 };
 

@@ -16,6 +16,7 @@ Evaluation::Evaluation(
     : freq_(config.validation.freq),
       last_step_(config.training.steps),
       local_batch_(config.training.local_batch_size),
+      drops_tokens_(config.moe.expert_capacity_factor > 0),
       sets_(std::move(sets)),
       mesh_(std::move(mesh)),
       model_(std::move(model)),
@@ -46,28 +47,40 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
     const std::int64_t count =
         std::clamp<std::int64_t>(set.num_sequences - mine, 0, local_batch_);
     ValidationSet::Counts batch;
-    std::vector<std::int64_t> lengths;
+    data::DocumentLengths documents;
     buffers_.load([&](auto tokens, auto targets) {
       batch = set.read(
           mine,
           count,
           tokens,
           targets,
-          documents_ ? &lengths : nullptr);
+          documents_ ? &documents : nullptr);
       if (documents_) {
-        documents_->write(0, lengths);
+        documents_->write(0, documents);
         documents_->queue_copies();
       }
     });
-    const at::Tensor loss = model_(
-        buffers_.tokens(),
-        buffers_.targets(),
-        documents_ ? documents_->documents(0) : nn::Documents());
+    const at::Tensor loss =
+        model_(buffers_.tokens(), buffers_.targets(), documents_of(count));
     nats += loss.to(at::kDouble) * static_cast<double>(batch.targets);
     counts.targets += batch.targets;
     counts.bytes += batch.bytes;
   }
   return {.nats = nats.item<double>(), .counts = counts};
+}
+
+nn::Documents Evaluation::documents_of(std::int64_t count) const {
+  if (documents_) {
+    return documents_->documents(0);
+  }
+  if (count == local_batch_ || !drops_tokens_) {
+    return {};
+  }
+  // The rows that the loss ignores take no room of experts.
+  return {
+      .padding = at::arange(local_batch_, buffers_.tokens().options())
+                     .ge(count)
+                     .repeat_interleave(buffers_.tokens().size(1))};
 }
 
 ValidationMetrics Evaluation::run(std::int64_t step) {

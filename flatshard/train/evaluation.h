@@ -43,10 +43,13 @@ class Evaluation {
     ValidationSet::Counts counts;
   };
   Sums sum_of(const ValidationSet& set);
+  /// @param count  the rows that the loss reads, of a whole batch.
+  nn::Documents documents_of(std::int64_t count) const;
 
   const std::int64_t freq_;
   const std::int64_t last_step_;
   const std::int64_t local_batch_;
+  const bool drops_tokens_;  ///< moe.expert_capacity_factor
   const std::vector<ValidationSet> sets_;
   std::shared_ptr<Mesh> mesh_;
   models::Llama model_;

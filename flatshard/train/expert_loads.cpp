@@ -68,6 +68,7 @@ void ExpertLoads::begin_step(bool logged) {
 }
 
 void ExpertLoads::discard_step() {
+  loads_ = at::Tensor();
   for (const models::RouterOf& of : routers_) {
     of.router->take_load();
   }

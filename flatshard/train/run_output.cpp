@@ -9,6 +9,7 @@
 #include "flatshard/core/output.h"
 #include "flatshard/train/earlier_run.h"
 #include "flatshard/train/option_errors.h"
+#include "flatshard/train/run_files.h"
 #include "flatshard/train/run_sources.h"
 
 namespace flatshard {
@@ -23,7 +24,7 @@ void open_files(
   const std::filesystem::path folder = config.run.output_dir;
   save_config(config);
   save_run_sources(config);
-  metrics.emplace(folder / "metrics.jsonl", mode);
+  metrics.emplace(folder / kRunMetrics, mode);
   if (mode == MetricsFile::Mode::append) {
     metrics->mark_overtaken(start.done);
   }
@@ -50,13 +51,12 @@ void RunOutput::open(
       open_as(MetricsFile::Mode::append);
       return;
     }
-    const std::filesystem::path folder = config.run.output_dir;
-    const auto kept = keep_earlier_run(folder, config.checkpoint.folder);
+    const auto kept = keep_earlier_run(config);
     try {
       open_as(MetricsFile::Mode::truncate);
     } catch (...) {
       if (!kept.empty()) {
-        restore_earlier_run(kept, folder, config.checkpoint.folder);
+        restore_earlier_run(kept, config);
       }
       throw;
     }
@@ -73,7 +73,7 @@ void RunOutput::print(const std::string& text) {
 
 void RunOutput::step(const StepMetrics& metrics) {
   print(format_step(metrics));
-  last_loss_ = metrics.loss;
+  last_loss_ = metrics.loss ? metrics.loss : last_loss_;
   for_option(kOutputDir, [&] {
     metrics_->write(metrics);
     if (tensorboard_) {

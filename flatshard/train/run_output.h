@@ -21,10 +21,6 @@ namespace flatshard {
 /// The option that errors of these files name.
 inline constexpr std::string_view kOutputDir = "run.output_dir";
 
-/// The file below run.output_dir where output continues that nothing reads any
-/// more; see keep_output_in.
-inline constexpr const char* kRunLog = "output.log";
-
 /// The output of a run, printed and below run.output_dir: config.toml,
 /// metrics.jsonl, TensorBoard's events, the lines of its log. One rank has it.
 class RunOutput {

@@ -12,6 +12,7 @@
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/run_files.h"
 
 namespace flatshard {
 namespace {
@@ -82,7 +83,7 @@ fs::path find_upwards(fs::path folder) {
   std::error_code error;
   for (int i = 0; i < kMostLevels && !folder.empty(); ++i) {
     if (fs::is_directory(folder / kSources, error) &&
-        fs::exists(folder / "config.toml", error)) {
+        fs::exists(folder / kRunConfig, error)) {
       return folder / kSources;
     }
     folder = folder.parent_path();

@@ -15,6 +15,7 @@
 #include "flatshard/train/earlier_run.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_files.h"
 
 namespace flatshard {
 namespace {
@@ -93,7 +94,7 @@ bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
   }
   return of_rank_0(mesh, [&] {
            return static_cast<std::int64_t>(metrics_say_ended(
-               fs::path(config.run.output_dir) / "metrics.jsonl",
+               fs::path(config.run.output_dir) / kRunMetrics,
                step));
          }) != 0;
 }
@@ -128,8 +129,8 @@ RunStart find_start(const Config& config, bool resume, Mesh& mesh) {
   RunStart start;
   start.checkpoint = start_checkpoint(config, resume, mesh);
   start.goes_on = resume || start.checkpoint;
-  if (mesh.rank() == 0 && !start.goes_on) {
-    refuse_foreign_checkpoints(config.checkpoint.folder);
+  if (mesh.rank() == 0 && !start.checkpoint) {
+    refuse_foreign_files(config);
   }
   if (!start.checkpoint) {
     return start;

@@ -23,7 +23,7 @@ struct RunStart {
 /// when it is just there and metrics.jsonl shows that everything after the last
 /// step was written. Rank 0 looks, all ranks get its answer. Collective.
 /// @throws Error{io} when load_step has no checkpoint; like
-/// refuse_foreign_checkpoints on rank 0.
+/// refuse_foreign_files on rank 0.
 RunStart find_start(const Config& config, bool resume, Mesh& mesh);
 
 /// Sequences per step for a run that continues from the checkpoint of `step`:

@@ -11,6 +11,7 @@
 #include "flatshard/train/export/export_hf.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/plan/run_plan.h"
+#include "flatshard/train/run_files.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -138,9 +139,15 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     return std::nullopt;
   }
   const double lr = schedule_.lr(step - 1);
-  checkpoints_->before_update();
-  experts_->end_step(logged);
-  optimizer.step(lr, clip.scale);
+  const bool trains = batches_->has_targets();
+  if (trains) {
+    checkpoints_->before_update();
+    experts_->end_step(logged);
+    optimizer.step(lr, clip.scale);
+  } else {
+    // The gradient is zero. An update would only decay weights and moments.
+    experts_->discard_step();
+  }
   optimizer.zero_grad();
   diagnostics_->check_weights(optimizer);
   runtime.finish_step();
@@ -148,7 +155,10 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     runtime.gathers().prefetch_forward();
   }
   meter_->end_step();
-  return TrainedStep{.loss = loss, .norm = clip.norm, .lr = lr};
+  return TrainedStep{
+      .loss = trains ? loss : at::Tensor(),
+      .norm = clip.norm,
+      .lr = lr};
 }
 
 void Trainer::open_output() {
@@ -167,7 +177,10 @@ void Trainer::open_output() {
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
   state_.runtime->exposed_waits().measure(false);
-  const double loss = mean_over_data_ranks(trained.loss, *mesh_);
+  const std::optional<double> loss =
+      trained.loss.defined()
+          ? std::optional(mean_over_data_ranks(trained.loss, *mesh_))
+          : std::nullopt;
   StepMetrics metrics{
       .step = step,
       .steps = config_.training.steps,
@@ -187,11 +200,11 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
     output_->step(metrics);
   }
   FLATSHARD_CHECK(
-      std::isfinite(loss),
+      !loss || std::isfinite(*loss),
       usage,
       "the loss of step {} is {}; lower optimizer.lr or check the data",
       step,
-      loss);
+      loss.value_or(0));
   meter_->restart();
 }
 
@@ -215,7 +228,8 @@ void Trainer::save_if(bool asked, std::int64_t step) {
 void Trainer::show_progress(std::int64_t step, const at::Tensor& loss) {
   if (output_) {
     // A GPU's would have to be waited for.
-    const bool shows_loss = output_->shows_progress() && !device_.is_cuda();
+    const bool shows_loss =
+        output_->shows_progress() && !device_.is_cuda() && loss.defined();
     output_->progress(
         step,
         shows_loss ? std::optional(loss.item<double>()) : std::nullopt,
@@ -246,8 +260,9 @@ void Trainer::finish(const std::optional<Stop>& stop) {
     return;
   }
   if (config_.checkpoint.export_hf_at_end) {
-    const auto to = std::filesystem::path(config_.run.output_dir) / "hf";
-    std::filesystem::remove_all(to);  // of the same run, when it was resumed
+    const auto to = std::filesystem::path(config_.run.output_dir) / kRunExport;
+    // Of this run, when it was resumed: a new run moves an earlier run's away.
+    std::filesystem::remove_all(to);
     output_->print(export_hf(
         {.run = step_folder(
              checkpoint_folder(config_),
@@ -275,8 +290,7 @@ void Trainer::save_model() {
     return;
   }
   const auto groups = state_.runtime->all_groups();
-  const auto path =
-      std::filesystem::path(config_.run.output_dir) / "model.safetensors";
+  const auto path = std::filesystem::path(config_.run.output_dir) / kRunWeights;
   for_option(kOutputDir, [&] {
     save_weights(
         {groups.begin(), groups.end()},

@@ -65,7 +65,9 @@ class Trainer {
  private:
   /// The results of a step, for reports.
   struct TrainedStep {
-    at::Tensor loss;  ///< see Microbatches::forward_backward
+    /// See Microbatches::forward_backward. Undefined where no token of the step
+    /// is trained: the weights stayed as they were.
+    at::Tensor loss;
     at::Tensor norm;  ///< [] float32 on the device: the global gradient norm
     double lr = 0;
   };
@@ -100,6 +102,7 @@ class Trainer {
   Requests take_requests(std::int64_t step);
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);
+  /// @param loss  see TrainedStep
   void show_progress(std::int64_t step, const at::Tensor& loss);
   /// Returns the number of tokens of all ranks and attempts, up to the step
   /// that was loaded last.

@@ -8,6 +8,7 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/data/epochs.h"
+#include "flatshard/train/data/trained_samples.h"
 #include "flatshard/train/device.h"
 #include "flatshard/train/lora/base_digest.h"
 #include "flatshard/train/memory_check.h"
@@ -130,6 +131,9 @@ Trainer::Trainer(
     start_ = find_start(config_, resume, *mesh_);
     if (start_.nothing_left) {
       return;
+    }
+    if (env.rank == 0) {
+      check_trained_samples(config_, loader_, validation_sets);
     }
     if (start_.checkpoint) {
       config_.training.global_batch_size = global_batch_from(

@@ -25,7 +25,8 @@ Llama packed_model(
     bool experts,
     std::int64_t chunk_tokens,
     bool windows = false,
-    bool sinks = false) {
+    bool sinks = false,
+    std::optional<nn::RopeType> rope = {}) {
   ModelConfig config{
       .dim = 24,
       .layers = 2,
@@ -43,6 +44,16 @@ Llama packed_model(
     config.block.attention.window_pattern = {true, false};
     config.block.attention.query_pre_attn_scalar = 9.0;
     config.block.attention.soft_cap = 0.5;
+  }
+  if (rope) {  // some documents are longer than the original length
+    config.family = *rope == nn::RopeType::longrope ? "phi3" : "llama";
+    config.rope_scaling = {
+        .type = *rope,
+        .factor = 4.0,
+        .original_max_positions = 6,
+        .attention_factor = 1.25,
+        .short_factors = {1.0, 1.5},
+        .long_factors = {2.0, 6.0}};
   }
   if (experts) {
     config.family = "moe";
@@ -91,13 +102,16 @@ struct DocumentsCase {
   std::int64_t chunk_tokens = 0;
   bool windows = false;
   bool sinks = false;
+  std::optional<nn::RopeType> rope = {};
 };
 
 class DocumentsOf : public ::testing::TestWithParam<DocumentsCase> {};
 
 TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
-  const auto& [checkpoint, experts, chunk_tokens, windows, sinks] = GetParam();
-  Llama model = packed_model(checkpoint, experts, chunk_tokens, windows, sinks);
+  const auto& [checkpoint, experts, chunk_tokens, windows, sinks, rope] =
+      GetParam();
+  Llama model =
+      packed_model(checkpoint, experts, chunk_tokens, windows, sinks, rope);
   // Two rows; the second ends with padding.
   const std::vector<std::int64_t> lengths{7, 1, 8, 5, 6, 5};
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -156,6 +170,11 @@ INSTANTIATE_TEST_SUITE_P(
         DocumentsCase{.windows = true},
         DocumentsCase{.experts = true},
         DocumentsCase{.sinks = true},
+        DocumentsCase{.rope = nn::RopeType::longrope},
+        DocumentsCase{.rope = nn::RopeType::dynamic},
+        DocumentsCase{
+            .checkpoint = ActivationCheckpoint::full,
+            .rope = nn::RopeType::dynamic},
         DocumentsCase{
             .checkpoint = ActivationCheckpoint::full,
             .experts = true}));

@@ -129,6 +129,98 @@ TEST_P(MoeModel, LossLogitsAndGradientsMatchPlainTorch) {
   }
 }
 
+/// The state of a step after which it is compared.
+struct StepOfDocuments {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+  std::vector<RouterLoad> loads;
+};
+
+// Two documents of 11 tokens, one in each row of `seq_len` tokens.
+StepOfDocuments step_of_documents(
+    std::int64_t seq_len,
+    const MoeOptions& moe,
+    ActivationCheckpoint mode,
+    bool in_pieces) {
+  Llama model = make_moe(
+      shape_of("mixtral"),
+      {.activation_checkpoint = mode, .moe = moe});
+  for (const RouterOf& of : model->routers()) {
+    of.router->set_measures_balance(true);
+  }
+  const std::int64_t num_padding = seq_len - 11;
+  const auto rows = [&](std::uint64_t seed, std::int64_t fill) {
+    return at::constant_pad_nd(
+        moe_tokens(seed).narrow(0, 0, 2),
+        {0, num_padding},
+        fill);
+  };
+  std::vector<std::int64_t> lengths;
+  for (int row = 0; row < 2; ++row) {
+    lengths.push_back(11);
+    if (num_padding > 0) {
+      lengths.push_back(num_padding);
+    }
+  }
+  const std::vector<std::int64_t> padding{num_padding, num_padding};
+  const auto documents = nn::Documents::of(lengths, seq_len, at::kCPU, padding);
+  at::Tensor loss;
+  if (in_pieces) {  // as a schedule of two microbatches runs them
+    at::Tensor x = model->embed(rows(1, 0));
+    for (LlamaBlock& block : model->blocks()) {
+      x = block->nodes(documents).run({x})[0];
+    }
+    loss = model->head(x, rows(2, -100));
+  } else {
+    loss = model(rows(1, 0), rows(2, -100), documents);
+  }
+  loss.backward();
+  StepOfDocuments step{.loss = loss.item<double>()};
+  for (const auto& p : nn::named_parameters(*model)) {
+    step.gradients[p.name] = p.tensor.grad();
+  }
+  for (const RouterOf& of : model->routers()) {
+    step.loads.push_back(of.router->take_load());
+  }
+  return step;
+}
+
+TEST(MoePadding, HasNoPartInLossesLoadsAndCapacity) {
+  for (const bool in_pieces : {false, true}) {
+    for (const auto mode :
+         {ActivationCheckpoint::none, ActivationCheckpoint::selective}) {
+      for (const double capacity : {0.0, 0.8}) {
+        const MoeOptions moe{
+            .aux_loss = 0.5,
+            .z_loss = 0.1,
+            .capacity_factor = capacity};
+        const auto want = step_of_documents(11, moe, mode, in_pieces);
+        const auto got = step_of_documents(16, moe, mode, in_pieces);
+        EXPECT_NEAR(got.loss, want.loss, 1e-5);
+        for (std::size_t i = 0; i < want.loads.size(); ++i) {
+          EXPECT_TRUE(at::equal(got.loads[i].counts, want.loads[i].counts));
+          EXPECT_NEAR(
+              got.loads[i].balance.item<double>(),
+              want.loads[i].balance.item<double>(),
+              1e-5);
+          if (capacity > 0) {
+            EXPECT_TRUE(at::equal(got.loads[i].kept, want.loads[i].kept));
+            EXPECT_LT(
+                want.loads[i].kept.item<std::int64_t>(),
+                want.loads[i].counts.sum().item<std::int64_t>());
+          }
+        }
+        for (const auto& [name, gradient] : want.gradients) {
+          EXPECT_LE(
+              moe_error(got.gradients.at(name), gradient.to(at::kDouble)),
+              1e-5)
+              << name;
+        }
+      }
+    }
+  }
+}
+
 TEST(MoeRecompute, IsBitwiseTheSameAndCountsOnce) {
   for (const MoeOptions& moe :
        {MoeOptions{}, MoeOptions{.aux_loss = 0.1, .capacity_factor = 0.8}}) {

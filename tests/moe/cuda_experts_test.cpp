@@ -60,7 +60,7 @@ TEST_F(CudaExperts, RouterMatchesTheCpu) {
         const Routing chosen{
             .experts = want.experts.cuda(),
             .counts = want.counts.cuda()};
-        const Routing again = route(on_gpu, bias, o, &chosen);
+        const Routing again = route(on_gpu, bias, o, {.chosen = &chosen});
         EXPECT_LE(
             relative_error(again.weights.cpu(), want.weights),
             kCudaTolerance);
@@ -72,6 +72,31 @@ TEST_F(CudaExperts, RouterMatchesTheCpu) {
             kCudaTolerance);
       }
     }
+  }
+}
+
+TEST_F(CudaExperts, RouterLeavesOutPaddingAsTheCpuDoes) {
+  for (const RouterOptions& o : router_rules()) {
+    const at::Tensor on_gpu = (random({517, 64}) * 2).requires_grad_();
+    const at::Tensor on_cpu = on_gpu.detach().cpu().requires_grad_();
+    const at::Tensor padding = at::rand({517}, generator_).lt(0.4);
+    const Routing want = route(on_cpu, {}, o, {.padding = padding});
+    const Routing chosen{
+        .experts = want.experts.cuda(),
+        .counts = want.counts.cuda()};
+    const Routing got =
+        route(on_gpu, {}, o, {.chosen = &chosen, .padding = padding.cuda()});
+    const at::Tensor g = random({517, o.experts_per_token});
+    got.weights.backward(g);
+    want.weights.backward(g.cpu());
+    EXPECT_LE(
+        relative_error(on_gpu.grad().cpu(), on_cpu.grad()),
+        kCudaTolerance);
+    const Routing again =
+        route(on_gpu.detach(), {}, o, {.padding = padding.cuda()});
+    EXPECT_EQ(
+        again.counts.sum().item<std::int64_t>(),
+        (517 - padding.sum().item<std::int64_t>()) * o.experts_per_token);
   }
 }
 

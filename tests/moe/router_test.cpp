@@ -121,7 +121,7 @@ TEST(Router, AChoiceThatIsGivenIsTakenAndWeighedAnew) {
   const Routing first = route(before, {}, options);
   // Other logits would choose otherwise.
   const at::Tensor after = (-before).requires_grad_();
-  const Routing again = route(after, {}, options, &first);
+  const Routing again = route(after, {}, options, {.chosen = &first});
   EXPECT_TRUE(at::equal(again.experts, first.experts));
   EXPECT_TRUE(at::equal(again.counts, first.counts));
   const at::Tensor want = oracle_weights(
@@ -140,7 +140,7 @@ TEST(Router, M2_AuxiliaryLossesFollowTheLosssGradient) {
   const auto gradient = [&](double divisor) {
     const at::Tensor logits = base.clone().requires_grad_();
     const auto told = c10::make_intrusive<LossGradient>();
-    const Routing routing = route(logits, {}, options, nullptr, told);
+    const Routing routing = route(logits, {}, options, {.loss_gradient = told});
     // The weights count for nothing: what is left is of the two losses.
     const at::Tensor loss =
         tell_gradient((routing.weights * 0).sum(), told) / divisor;
@@ -151,13 +151,61 @@ TEST(Router, M2_AuxiliaryLossesFollowTheLosssGradient) {
   EXPECT_TRUE(at::allclose(gradient(4) * 4, gradient(1), 1e-6, 1e-9));
 }
 
+// Padding takes no part: the losses, the counts and the choices that stay are
+// those of the other tokens alone.
+TEST_P(Routers, LeaveOutPadding) {
+  const RouterOptions o = options();
+  const at::Tensor logits =
+      (at::randn({37, 16}, seeded(3)) * 2).requires_grad_();
+  const at::Tensor padding = at::rand({37}, seeded(9)).lt(0.4);
+  const at::Tensor tokens = padding.logical_not().nonzero().squeeze(1);
+  const at::Tensor alone =
+      logits.detach().index_select(0, tokens).requires_grad_();
+  // Padding has no rows, so no gradient comes to its weights.
+  const at::Tensor dweights = at::randn({37, o.experts_per_token}, seeded(5))
+                                  .masked_fill(padding.unsqueeze(1), 0.0);
+
+  const Routing got = route(logits, {}, o, {.padding = padding});
+  const Routing want = route(alone, {}, o);
+  EXPECT_TRUE(at::equal(got.counts, want.counts));
+  got.weights.backward(dweights);
+  want.weights.backward(dweights.index_select(0, tokens));
+  EXPECT_LE(
+      relative_error(
+          logits.grad().index_select(0, tokens),
+          alone.grad().to(at::kDouble)),
+      kTolerance);
+  EXPECT_EQ(
+      logits.grad()
+          .masked_select(padding.unsqueeze(1))
+          .abs()
+          .max()
+          .item<double>(),
+      0);
+  EXPECT_NEAR(
+      load_balance(logits, got.counts, o, padding).item<double>(),
+      load_balance(alone, want.counts, o).item<double>(),
+      1e-6);
+
+  const Routing kept =
+      drop_beyond_capacity(drop_padding(got, padding), 0.75, /*drops=*/true);
+  const Routing kept_alone = drop_beyond_capacity(want, 0.75);
+  EXPECT_TRUE(at::equal(kept.counts, kept_alone.counts));
+  EXPECT_TRUE(
+      at::equal(kept.experts.index_select(0, tokens), kept_alone.experts));
+  EXPECT_TRUE(kept.experts.masked_select(padding.unsqueeze(1))
+                  .eq(16)
+                  .all()
+                  .item<bool>());
+}
+
 TEST(Router, CapacityKeepsTheHeaviestTokensOfAnExpert) {
   const Routing routing{
       .experts = ints({0, 1, 0, 1, 0, 2, 0, 1}).view({4, 2}),
       .weights =
           at::tensor({.5F, .5F, .9F, .1F, .5F, .5F, .7F, .3F}).view({4, 2}),
       .counts = ints({4, 3, 1})};
-  const Routing left = drop_beyond_capacity(routing, 2);
+  const Routing left = drop_beyond_capacity(routing, /*factor=*/0.75);
   // Expert 0: 0.9 and 0.7 stay; expert 1: 0.5 and 0.3.
   EXPECT_TRUE(
       at::equal(left.experts, ints({3, 1, 0, 3, 3, 2, 0, 1}).view({4, 2})));
@@ -169,7 +217,7 @@ TEST(Router, CapacityKeepsTheHeaviestTokensOfAnExpert) {
       .weights = at::ones({3, 1}),
       .counts = ints({3})};
   EXPECT_TRUE(at::equal(
-      drop_beyond_capacity(tie, 2).experts,
+      drop_beyond_capacity(tie, /*factor=*/0.6).experts,
       ints({0, 0, 1}).view({3, 1})));
 }
 
@@ -221,6 +269,9 @@ TEST(Router, RefusesWhatCannotBeChosen) {
       HasSubstr("aux_loss and z_loss"));
   EXPECT_THROW(route(at::zeros({2, 3}, at::kDouble), {}, {}), Error);
   EXPECT_THROW(route(at::zeros({2, 3}), at::zeros({2}), {}), Error);
+  EXPECT_THROW(
+      route(at::zeros({2, 3}), {}, {}, {.padding = at::zeros({3}, at::kBool)}),
+      Error);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Runs whose samples hold whole documents.
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
+#include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/prepare.h"
 #include "flatshard/train/export/evaluate.h"
 #include "flatshard/train/export/stored_model.h"
@@ -12,6 +13,7 @@
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 
@@ -141,6 +143,99 @@ TEST_F(PackedRun, GraphsChangeNoBit) {
     EXPECT_EQ(rows(), eager) << impl << "\n" << printed;
     EXPECT_THAT(printed, HasSubstr("graph")) << impl;
   }
+}
+
+/// Writes a corpus of 3 chats: prompts of 100 tokens, and answers of
+/// `num_trained` tokens.
+void write_chats(const std::filesystem::path& folder, int num_trained) {
+  constexpr int kPrompt = 100;
+  std::filesystem::create_directories(folder);
+  data::CorpusMeta meta{
+      .vocab_size = 257,
+      .end_of_document = 256,
+      .tokenizer = data::kNoTokenizer,
+      .input_hash = "0"};
+  for (const char* split : {"train", "validation"}) {
+    data::SplitWriter writer(
+        folder,
+        split,
+        data::TokenType::uint16,
+        1 << 20,
+        /*masked=*/true);
+    for (std::uint32_t chat = 0; chat < 3; ++chat) {
+      std::vector<std::uint32_t> tokens(kPrompt + 8, 97 + chat);
+      std::vector<std::uint8_t> mask(tokens.size(), 0);
+      std::fill_n(mask.begin() + kPrompt, num_trained, 1);
+      writer.append(tokens, mask);
+      writer.end_document();
+    }
+    meta.splits.push_back(writer.finish());
+  }
+  std::ofstream(folder / "meta.json") << meta.to_json();
+}
+
+// Prompts fill three samples of each chat. The answers are in two more.
+TEST_F(PackedRun, StepsWithoutATrainedTokenChangeNoWeight) {
+  write_chats(folder_ / "chats", 5);
+  const std::vector<std::string> overrides{
+      fmt::format("data.train={}", (folder_ / "chats").string()),
+      "training.steps=11",
+      "training.local_batch_size=1",
+      "training.global_batch_size=1",
+      "optimizer.weight_decay=0.5",
+      "diagnostics.norms_freq=1",
+      "validation.freq=0"};
+  ::testing::internal::CaptureStderr();
+  const std::string printed = train(overrides);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      AllOf(
+          HasSubstr("data.train: 9 of the 11 samples of "),
+          HasSubstr("have no trained token")));
+  EXPECT_THAT(printed, HasSubstr("  loss: none  grad_norm: 0.0000"));
+  std::ifstream file(folder_ / "run/metrics.jsonl");
+  int num_trained = 0;
+  int num_untrained = 0;
+  int num_changes = 0;
+  json norms;
+  for (std::string line; std::getline(file, line);) {
+    const json row = json::parse(line);
+    if (row.contains("loss")) {
+      EXPECT_FALSE(row.contains("not_finite"));
+      (row["loss"].is_null() ? num_untrained : num_trained) += 1;
+    }
+    if (row.contains("weight_norms")) {
+      num_changes += !norms.is_null() && norms != row["weight_norms"] ? 1 : 0;
+      norms = row["weight_norms"];
+    }
+  }
+  EXPECT_EQ(num_trained, 2);
+  EXPECT_EQ(num_untrained, 9);
+  EXPECT_GE(num_changes, 1);
+  EXPECT_LE(num_changes, 2);
+
+  // In one stream of tokens.
+  auto stream = overrides;
+  stream.emplace_back("data.packing=stream");
+  ::testing::internal::CaptureStderr();
+  train(stream);
+  EXPECT_THAT(
+      ::testing::internal::GetCapturedStderr(),
+      HasSubstr("of the 10 samples of "));
+
+  write_chats(folder_ / "prompts", 0);
+  EXPECT_THAT(
+      train(
+          {fmt::format("data.train={}", (folder_ / "prompts").string()),
+           "validation.freq=0"}),
+      AllOf(
+          HasSubstr("data.train: none of the 11 samples of "),
+          HasSubstr("raise training.seq_len")));
+  EXPECT_THAT(
+      train(
+          {fmt::format("data.validation={}", (folder_ / "prompts").string())}),
+      HasSubstr("data.validation: the first 7 samples of the validation "
+                "split"));
 }
 
 TEST_F(PackedRun, KeysAreChecked) {

@@ -1,6 +1,7 @@
 // Runs with two microbatches at once against runs without.
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/error.h"
+#include "flatshard/data/corpus_writer.h"
 #include "flatshard/graphs/model_graphs.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/data/batches.h"
@@ -18,6 +19,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -83,6 +86,7 @@ struct OverlapOutcome {
   std::map<std::pair<int, int>, float> losses;  ///< by (step, rank)
   std::string weights;                          ///< model.safetensors
   std::vector<double> exchange_ms;              ///< of rank 0's steps
+  std::vector<ExpertMetrics> experts;           ///< of rank 0's steps
   std::vector<MemoryRow> memory;                ///< of rank 0
   GraphStats graphs;                            ///< of rank 0
 };
@@ -119,11 +123,17 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
       {
         // A validation, whose forwards are of whole modules.
         const at::NoGradGuard no_grad;
-        state.model(batches.tokens(0), batches.targets(0));
+        state.model(
+            batches.tokens(0),
+            batches.targets(0),
+            batches.documents(0));
       }
       const auto metrics = loads.metrics();
       const std::lock_guard lock(mutex);
       outcome.losses[{step, context.rank}] = loss.item<float>();
+      if (context.rank == 0) {
+        outcome.experts.push_back(*metrics);
+      }
       if (context.rank == 0 && metrics->exchange_ms) {
         outcome.exchange_ms.push_back(*metrics->exchange_ms);
       }
@@ -143,6 +153,67 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
   std::ifstream stream(file, std::ios::binary);
   outcome.weights = {std::istreambuf_iterator<char>(stream), {}};
   return outcome;
+}
+
+/// Writes 12 documents of 16 targets each.
+void write_short_documents(const std::filesystem::path& folder) {
+  std::filesystem::create_directories(folder);
+  data::SplitWriter writer(
+      folder,
+      "train",
+      data::TokenType::uint16,
+      1 << 20,
+      /*masked=*/false);
+  for (std::uint32_t document = 0; document < 12; ++document) {
+    std::vector<std::uint32_t> tokens;
+    for (std::uint32_t i = 0; i < 17; ++i) {
+      tokens.push_back((document * 31 + i * i * 7) % 60);
+    }
+    writer.append(tokens, {});
+    writer.end_document();
+  }
+  const data::CorpusMeta meta{
+      .vocab_size = 61,
+      .end_of_document = 60,
+      .tokenizer = data::kNoTokenizer,
+      .input_hash = "0",
+      .splits = {writer.finish()}};
+  std::ofstream(folder / "meta.json") << meta.to_json();
+}
+
+/// Compares runs that differ by padding alone: sums in another order.
+void expect_close(const OverlapOutcome& got, const OverlapOutcome& want) {
+  constexpr double kTolerance = 1e-5;
+  ASSERT_EQ(got.losses.size(), want.losses.size());
+  for (const auto& [place, loss] : want.losses) {
+    EXPECT_NEAR(got.losses.at(place), loss, kTolerance * loss);
+  }
+  ASSERT_EQ(got.experts.size(), want.experts.size());
+  for (std::size_t i = 0; i < want.experts.size(); ++i) {
+    EXPECT_DOUBLE_EQ(got.experts[i].load, want.experts[i].load);
+    EXPECT_DOUBLE_EQ(got.experts[i].dropped, want.experts[i].dropped);
+    EXPECT_NEAR(got.experts[i].balance, want.experts[i].balance, 1e-5);
+    EXPECT_EQ(got.experts[i].bias, want.experts[i].bias);
+  }
+  ASSERT_EQ(got.weights.size(), want.weights.size());
+  const auto floats = [](const std::string& file) {
+    std::uint64_t header = 0;
+    std::memcpy(&header, file.data(), sizeof header);
+    const std::size_t begin = sizeof header + header;
+    std::vector<float> values((file.size() - begin) / sizeof(float));
+    std::memcpy(
+        values.data(),
+        file.data() + begin,
+        values.size() * sizeof(float));
+    return values;
+  };
+  const std::vector<float> a = floats(got.weights);
+  const std::vector<float> b = floats(want.weights);
+  double most = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    most = std::max(most, std::abs(static_cast<double>(a[i]) - b[i]));
+  }
+  EXPECT_LT(most, kTolerance);
 }
 
 void expect_equal(const OverlapOutcome& got, const OverlapOutcome& want) {
@@ -228,6 +299,44 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereRanksShareLayers) {
             grid + Overrides{"activation_checkpoint.mode=selective"}));
     EXPECT_GT(got.graphs.backward_replays, 0);
     EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
+  }
+}
+
+// Losses of routers, loads and the balancing bias do not depend on the room
+// that a document leaves in its sample.
+TEST(ExpertPadding, HasNoPartInAnyRun) {
+  const TempFolder folder;
+  write_short_documents(folder / "corpus");
+  const Overrides packed{
+      fmt::format("data.train={}", (folder / "corpus").string()),
+      "data.packing=documents",
+      "data.documents_per_sample=1",
+      "optimizer.name=sgd",
+      "moe.aux_loss=0.5",
+      "moe.z_loss=0.1"};
+  struct Case {
+    int world;
+    Overrides how;
+  };
+  for (const auto& [world, how] :
+       {Case{1, {"activation_checkpoint.mode=full"}},
+        Case{2, {"moe.expert_capacity_factor=1"}},
+        Case{
+            2,
+            {"parallelism.expert_parallel_degree=2",
+             kOverlap,
+             "cuda_graph.impl=unit",
+             "cuda_graph.modules=attn,mlp,moe_router",
+             "cuda_graph.warmup_steps=1",
+             "debug.emulate_graphs=true"}},
+        // The second rank has most of the padding.
+        Case{2, {"parallelism.tensor_parallel_degree=2"}}}) {
+    SCOPED_TRACE(how.front());
+    expect_close(
+        train_overlapping(
+            world,
+            packed + how + Overrides{"training.seq_len=32"}),
+        train_overlapping(world, packed + how));
   }
 }
 

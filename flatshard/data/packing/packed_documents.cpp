@@ -70,17 +70,40 @@ void PackedDocuments::read(std::int64_t index, const Sequence& out) const {
         *corpus_,
         piece.first,
         {out.tokens.subspan(at, length), out.targets.subspan(at, length)});
-    if (out.lengths != nullptr) {
-      out.lengths->push_back(piece.length);
+    if (out.documents != nullptr) {
+      out.documents->lengths.push_back(piece.length);
     }
     at += length;
   }
   const std::size_t padding = out.tokens.size() - at;
   std::ranges::fill(out.tokens.subspan(at), corpus_->meta().end_of_document);
   std::ranges::fill(out.targets.subspan(at), kIgnoredTarget);
-  if (out.lengths != nullptr && padding > 0) {
-    out.lengths->push_back(static_cast<std::int64_t>(padding));
+  if (out.documents != nullptr) {
+    out.documents->padding.push_back(static_cast<std::int64_t>(padding));
+    if (padding > 0) {
+      out.documents->lengths.push_back(static_cast<std::int64_t>(padding));
+    }
   }
+}
+
+std::int64_t PackedDocuments::num_untrained(std::int64_t /*seq_len*/) const {
+  std::int64_t count = 0;
+  if (!corpus_->has_mask()) {
+    return count;
+  }
+  const auto num_windows =
+      static_cast<std::int64_t>(first_sequence_.size()) - 1;
+  for (std::int64_t number = 0; number < num_windows; ++number) {
+    const PackedWindow packed = window(number);
+    for (std::int64_t i = 0; i < packed.num_sequences(); ++i) {
+      const bool trains =
+          std::ranges::any_of(packed.pieces(i), [&](const Piece& piece) {
+            return has_trained_target(*corpus_, piece);
+          });
+      count += trains ? 0 : 1;
+    }
+  }
+  return count;
 }
 
 std::string PackedDocuments::describe() const {

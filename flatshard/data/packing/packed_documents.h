@@ -31,6 +31,7 @@ class PackedDocuments : public TokenSource {
   bool tokens_are_bytes() const override;
   CorpusIdentity identity() const override { return identify(*corpus_); }
   bool ignores_targets() const override { return true; }
+  std::int64_t num_untrained(std::int64_t seq_len) const override;
   std::optional<PackingReport> packing() const override { return report_; }
 
  private:

@@ -219,8 +219,16 @@ __global__ void router_backward_kernel(RouterBackward args) {
   const float* logits = args.logits + t * n;
   const std::int32_t* experts = args.experts + t * k;
   const float* dweights = args.dweights + t * k;
-  const auto tokens = static_cast<float>(args.tokens);
-  const float loss = args.loss_gradient != nullptr ? *args.loss_gradient : 1.0F;
+  auto tokens = static_cast<float>(args.tokens);
+  float loss = args.loss_gradient != nullptr ? *args.loss_gradient : 1.0F;
+  if (args.padding != nullptr) {
+    float choices = 0.0F;
+    for (int e = lane; e < n; e += 32) {
+      choices += static_cast<float>(args.counts[e]);
+    }
+    tokens = fmaxf(warp_sum(choices), 1.0F) / static_cast<float>(k);
+    loss = args.padding[t] ? 0.0F : loss;
+  }
   const float aux = loss * args.aux * static_cast<float>(n) /
                     (tokens * tokens * static_cast<float>(k));
   const float z = loss * args.z * 2.0F / tokens;

@@ -2,6 +2,7 @@
 #include "flatshard/core/file_writer.h"
 #include "flatshard/models/config.h"
 #include "flatshard/train/config.h"
+#include "flatshard/train/run_files.h"
 
 #include <fmt/ranges.h>
 
@@ -151,8 +152,8 @@ std::filesystem::path save_config(const Config& config) {
       "cannot make run.output_dir {}: {}",
       folder.string(),
       error.message());
-  write_file_atomic(folder / "config.toml", to_toml(config));
-  return folder / "config.toml";
+  write_file_atomic(folder / kRunConfig, to_toml(config));
+  return folder / kRunConfig;
 }
 
 std::string describe_config() {

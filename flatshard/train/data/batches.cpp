@@ -101,6 +101,9 @@ void Batches::load_next() {
     }
     if (num_targets_.defined()) {
       queue_loss_weights();
+      has_targets_ =
+          num_targets_.sum().item<double>() > 0 ||
+          for_option(kTrainOption, [&] { return loader_.step_has_targets(); });
     }
   });
   if (samples_.defined()) {
@@ -125,7 +128,7 @@ void Batches::read(
   for (std::int64_t m = 0; m < num_microbatches_; ++m) {
     const std::size_t begin = static_cast<std::size_t>(m) * each;
     const auto part = targets.subspan(begin, each);
-    std::vector<std::int64_t> lengths;
+    data::DocumentLengths documents;
     for_option(kTrainOption, [&] {
       loader_.read(
           {.rank = mesh_->rank(),
@@ -134,10 +137,10 @@ void Batches::read(
            .microbatch = m},
           tokens.subspan(begin, each),
           part,
-          documents_ ? &lengths : nullptr);
+          documents_ ? &documents : nullptr);
     });
     if (documents_) {
-      documents_->write(m, lengths);
+      documents_->write(m, documents);
     }
     if (num_targets_.defined()) {
       const auto ignored = std::ranges::count(part, data::kIgnoredTarget);

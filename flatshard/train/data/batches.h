@@ -46,6 +46,10 @@ class Batches {
   /// failed.
   void load_next();
 
+  /// Returns whether the step's sequences, of all ranks, have a target with a
+  /// loss. Otherwise their gradient is zero. The same on all ranks.
+  bool has_targets() const { return has_targets_; }
+
   /// Returns the tokens of one microbatch: [local_batch_size, seq_len] int64 on
   /// the device, at the same address in each step.
   at::Tensor tokens(std::int64_t microbatch) const;
@@ -72,6 +76,7 @@ class Batches {
   TokenBuffers buffers_;  ///< [microbatches, local_batch_size, seq_len]
   std::optional<DocumentBuffers> documents_;  ///< of packed documents
   at::Tensor offsets_, samples_;  ///< [microbatches, local_batch_size]
+  bool has_targets_ = true;
   at::Tensor num_targets_;   ///< [microbatches] float64, pinned; or undefined
   at::Tensor loss_weights_;  ///< [microbatches] float32 on the device
 };

@@ -7,9 +7,10 @@
 namespace flatshard {
 namespace {
 
-std::span<std::int32_t> row_of(const at::Tensor& tensor, std::int64_t row) {
+template <class T>
+std::span<T> row_of(const at::Tensor& tensor, std::int64_t row) {
   return {
-      tensor.mutable_data_ptr<std::int32_t>() + row * tensor.size(1),
+      tensor.mutable_data_ptr<T>() + row * tensor.size(1),
       static_cast<std::size_t>(tensor.size(1))};
 }
 
@@ -34,16 +35,23 @@ DocumentBuffers::DocumentBuffers(
   positions_host_ = at::empty(positions, host);
   offsets_ = at::empty(offsets, words.device(device));
   positions_ = at::empty(positions, words.device(device));
+  padding_host_ = at::empty(positions, host.dtype(at::kBool));
+  padding_ = at::empty(positions, padding_host_.options().device(device));
 }
 
 void DocumentBuffers::write(
     std::int64_t microbatch,
-    std::span<const std::int64_t> lengths) {
+    const data::DocumentLengths& documents) {
+  const std::vector<std::int64_t>& lengths = documents.lengths;
   nn::write_documents(
       lengths,
       options_.seq_len,
-      row_of(offsets_host_, microbatch),
-      row_of(positions_host_, microbatch));
+      row_of<std::int32_t>(offsets_host_, microbatch),
+      row_of<std::int32_t>(positions_host_, microbatch));
+  nn::write_padding(
+      documents.padding,
+      options_.seq_len,
+      row_of<bool>(padding_host_, microbatch));
   used_.at(static_cast<std::size_t>(microbatch)) = {
       .num_documents = static_cast<std::int64_t>(lengths.size()),
       .max_length = *std::ranges::max_element(lengths)};
@@ -52,6 +60,7 @@ void DocumentBuffers::write(
 void DocumentBuffers::queue_copies() {
   offsets_.copy_(offsets_host_, /*non_blocking=*/true);
   positions_.copy_(positions_host_, /*non_blocking=*/true);
+  padding_.copy_(padding_host_, /*non_blocking=*/true);
 }
 
 nn::Documents DocumentBuffers::documents(std::int64_t microbatch) const {
@@ -61,7 +70,8 @@ nn::Documents DocumentBuffers::documents(std::int64_t microbatch) const {
   return {
       .offsets = fixed ? offsets : offsets.narrow(0, 0, used.num_documents + 1),
       .positions = positions_[microbatch],
-      .max_length = fixed ? options_.seq_len : used.max_length};
+      .max_length = fixed ? options_.seq_len : used.max_length,
+      .padding = padding_[microbatch]};
 }
 
 }  // namespace flatshard

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
+#include "flatshard/data/token_source.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/nn/documents.h"
 
@@ -28,7 +28,7 @@ class DocumentBuffers {
 
   /// Writes a microbatch's documents in host memory. Between the copies of the
   /// step before and `queue_copies`: see TokenBuffers::load.
-  void write(std::int64_t microbatch, std::span<const std::int64_t> lengths);
+  void write(std::int64_t microbatch, const data::DocumentLengths& documents);
   /// Queues the copies to the device on the current stream.
   void queue_copies();
 
@@ -45,8 +45,10 @@ class DocumentBuffers {
   std::vector<Used> used_;
   at::Tensor offsets_host_;    ///< [microbatches, documents + 1] int32
   at::Tensor positions_host_;  ///< [microbatches, rows * seq_len] int32
+  at::Tensor padding_host_;    ///< [microbatches, rows * seq_len] bool
   at::Tensor offsets_;
   at::Tensor positions_;
+  at::Tensor padding_;
 };
 
 }  // namespace flatshard

@@ -16,19 +16,22 @@ ValidationSet::Counts ValidationSet::read(
     std::int64_t count,
     std::span<std::int64_t> tokens,
     std::span<std::int64_t> targets,
-    std::vector<std::int64_t>* lengths) const {
+    data::DocumentLengths* documents) const {
   const std::int64_t seq_len = loader.options().seq_len;
   const auto used = static_cast<std::size_t>(count * seq_len);
   for_option(option, [&] {
-    loader
-        .read_samples(first, tokens.first(used), targets.first(used), lengths);
+    loader.read_samples(
+        first,
+        tokens.first(used),
+        targets.first(used),
+        documents);
   });
-  if (lengths != nullptr) {
+  if (documents != nullptr) {
     const auto rows = static_cast<std::int64_t>(tokens.size()) / seq_len;
-    lengths->insert(
-        lengths->end(),
-        static_cast<std::size_t>(rows - count),
-        seq_len);
+    const auto others = static_cast<std::size_t>(rows - count);
+    for (auto* of : {&documents->lengths, &documents->padding}) {
+      of->insert(of->end(), others, seq_len);
+    }
   }
   std::ranges::fill(tokens.subspan(used), 0);
   std::ranges::fill(targets.subspan(used), data::kIgnoredTarget);

@@ -30,14 +30,14 @@ struct ValidationSet {
 
   /// Fills the first `count` rows of tokens and targets, each [n, seq_len],
   /// with the sequences [first, first + count); the loss ignores the others.
-  /// @param lengths  if not null: gets the lengths of all documents; a row that
-  ///   the loss ignores is one.
+  /// @param documents  if not null: the documents of all rows are appended; a
+  ///   row that the loss ignores is padding.
   Counts read(
       std::int64_t first,
       std::int64_t count,
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets,
-      std::vector<std::int64_t>* lengths = nullptr) const;
+      data::DocumentLengths* documents = nullptr) const;
 };
 
 /// Empty when validation.freq is 0. @throws like data::open_token_sources, by

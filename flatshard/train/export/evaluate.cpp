@@ -52,7 +52,7 @@ Config evaluation_config(
 struct MeasuredBatch {
   std::vector<std::int64_t> tokens;
   std::vector<std::int64_t> targets;
-  std::vector<std::int64_t> lengths;
+  data::DocumentLengths documents;
   ValidationSet::Counts counts;
   at::Tensor losses;  ///< float32 [rows, seq_len], on the host
 };
@@ -79,20 +79,23 @@ class Measurement {
         count,
         batch.tokens,
         batch.targets,
-        is_packed_ ? &batch.lengths : nullptr);
+        is_packed_ ? &batch.documents : nullptr);
     const at::Device device = model_->parameters().front().device();
     const auto rows = [&](const std::vector<std::int64_t>& values) {
       return at::tensor(values, at::kLong).view({count, seq_len_}).to(device);
     };
-    batch.losses =
-        models::token_losses(
-            model_,
-            rows(batch.tokens),
-            rows(batch.targets),
-            is_packed_ ? nn::Documents::of(batch.lengths, seq_len_, device)
-                       : nn::Documents())
-            .cpu()
-            .contiguous();
+    batch.losses = models::token_losses(
+                       model_,
+                       rows(batch.tokens),
+                       rows(batch.targets),
+                       is_packed_ ? nn::Documents::of(
+                                        batch.documents.lengths,
+                                        seq_len_,
+                                        device,
+                                        batch.documents.padding)
+                                  : nn::Documents())
+                       .cpu()
+                       .contiguous();
     return batch;
   }
 

@@ -21,15 +21,13 @@
 #include "flatshard/train/model_config.h"
 #include "flatshard/train/option_errors.h"
 #include "flatshard/train/run_checkpoints.h"
+#include "flatshard/train/run_files.h"
 #include "flatshard/train/run_sources.h"
 
 namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kRunConfig = "config.toml";
-constexpr const char* kRunWeights = "model.safetensors";
 
 /// Returns the file of weights that a run leaves when it ends.
 const char* run_weights(const Config& config) {
@@ -312,7 +310,7 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
   // of that end. Never by a file's time, which changes when it is copied.
   if (is_run && step < 0 && fs::exists(weights, error) &&
       (!latest || metrics_say_ended(
-                      path / "metrics.jsonl",
+                      path / kRunMetrics,
                       load_config(path / kRunConfig).training.steps))) {
     return of_run(path);
   }

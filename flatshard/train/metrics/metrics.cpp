@@ -35,11 +35,11 @@ std::string format_step(const StepMetrics& metrics) {
   // A small model on a CPU has thousandths of a TFLOP/s.
   constexpr double kTwoDigitsShow = 0.1;
   return fmt::format(
-      "step: {}{}  loss: {:.4f}  grad_norm: {:.4f}  lr: {:.3g}  memory: "
+      "step: {}{}  loss: {}  grad_norm: {:.4f}  lr: {:.3g}  memory: "
       "{:.2f}GiB({:.2f}%)  tps: {}{}  tflops: {}  mfu: {}{}",
       metrics.step,
       metrics.steps > 0 ? fmt::format("/{}", metrics.steps) : "",
-      metrics.loss,
+      metrics.loss ? fmt::format("{:.4f}", *metrics.loss) : "none",
       metrics.grad_norm,
       metrics.lr,
       static_cast<double>(metrics.memory_reserved_bytes) / kGiB,

@@ -49,8 +49,9 @@ struct StartMetrics {
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
   std::int64_t steps = 0;  ///< of the whole run; 0: not shown
-  double loss = 0;         ///< mean over the tokens of the global batch
-  double grad_norm = 0;    ///< global 2-norm before clipping
+  /// Mean over the trained tokens of the global batch; unset: it has none.
+  std::optional<double> loss;
+  double grad_norm = 0;  ///< global 2-norm before clipping
   double lr = 0;
   std::int64_t tokens = 0;  ///< seen so far, of all ranks and attempts
   double step_ms = 0;
@@ -75,7 +76,7 @@ struct StepMetrics {
 /// are several. tflops are a rank's, and mfu is N/A without a peak. A model
 /// with experts adds "  experts: load 1.31x  dropped 0.00%  balance 1.0412",
 /// and where tokens are exchanged "  exchange 1.2ms", the wait of compute for
-/// them.
+/// them. A step without a trained token has "loss: none".
 std::string format_step(const StepMetrics& metrics);
 
 /// The results of one validation.

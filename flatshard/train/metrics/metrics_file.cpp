@@ -226,7 +226,10 @@ void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
 
 void MetricsFile::write(const StepMetrics& metrics) {
   auto row = begin_row(metrics.step, attempt_);
-  row["loss"] = metrics.loss;
+  row["loss"] = nullptr;
+  if (metrics.loss) {
+    row["loss"] = *metrics.loss;
+  }
   row["grad_norm"] = metrics.grad_norm;
   row["lr"] = metrics.lr;
   row["tokens"] = metrics.tokens;

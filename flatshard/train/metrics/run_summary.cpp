@@ -14,6 +14,7 @@
 #include "flatshard/train/metrics/advice.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/parallelism.h"
+#include "flatshard/train/run_files.h"
 
 namespace flatshard {
 namespace {
@@ -97,8 +98,7 @@ std::string to_string(const RunSummary& summary) {
   const Config& config = summary.config;
   // A restart of the same run on the same ranks adds nothing.
   std::optional<Config> before;
-  const auto path =
-      std::filesystem::path(config.run.output_dir) / "config.toml";
+  const auto path = std::filesystem::path(config.run.output_dir) / kRunConfig;
   if (summary.goes_on && std::filesystem::exists(path)) {
     try {
       before = load_config(path);

@@ -39,7 +39,6 @@ void TensorboardLog::write(const StepMetrics& metrics) {
     return static_cast<double>(value);
   };
   EventFile::Scalars values{
-      {"train/loss", metrics.loss},
       {"train/grad_norm", metrics.grad_norm},
       {"train/lr", metrics.lr},
       {"train/tokens", number(metrics.tokens)},
@@ -53,6 +52,9 @@ void TensorboardLog::write(const StepMetrics& metrics) {
       {"memory/allocated_bytes", number(metrics.memory_allocated_bytes)},
       {"memory/peak_bytes", number(metrics.memory_peak_bytes)},
       {"memory/reserved_bytes", number(metrics.memory_reserved_bytes)}};
+  if (metrics.loss) {
+    values.insert(values.begin(), {"train/loss", *metrics.loss});
+  }
   if (metrics.mfu) {
     values.emplace_back("speed/mfu", *metrics.mfu);
   }

@@ -111,8 +111,10 @@ TEST(PackedDocuments, TrainEveryPairOfADocumentOnce) {
   for (std::int64_t i = 0; i < source.num_sequences(kSeq); ++i) {
     std::vector<std::int64_t> tokens(kSeq);
     std::vector<std::int64_t> targets(kSeq);
-    std::vector<std::int64_t> lengths_of;
-    source.read(i, {tokens, targets, &lengths_of});
+    DocumentLengths documents;
+    source.read(i, {tokens, targets, &documents});
+    const std::vector<std::int64_t>& lengths_of = documents.lengths;
+    ASSERT_EQ(documents.padding.size(), 1U);
     const std::vector<Piece> pieces = source.pieces(i, kSeq);
     std::size_t at = 0;
     for (std::size_t d = 0; d < lengths_of.size(); ++d) {
@@ -123,6 +125,7 @@ TEST(PackedDocuments, TrainEveryPairOfADocumentOnce) {
       }
       if (targets[at] == kIgnoredTarget) {
         ASSERT_EQ(d + 1, lengths_of.size());
+        ASSERT_EQ(documents.padding.front(), lengths_of[d]);
         num_padding += lengths_of[d];
         for (std::size_t j = at; j < at + length; ++j) {
           ASSERT_EQ(targets[j], kIgnoredTarget);
@@ -180,7 +183,7 @@ Loader packed_loader(
 struct Step {
   std::vector<std::int64_t> tokens;
   std::vector<std::int64_t> targets;
-  std::vector<std::int64_t> lengths;
+  DocumentLengths documents;
 
   friend bool operator==(const Step&, const Step&) = default;
 };
@@ -195,7 +198,7 @@ Step whole_step(const Loader& loader, int world) {
           {.rank = rank, .world = world, .microbatch = m},
           tokens,
           targets,
-          &all.lengths);
+          &all.documents);
       all.tokens.insert(all.tokens.end(), tokens.begin(), tokens.end());
       all.targets.insert(all.targets.end(), targets.begin(), targets.end());
     }

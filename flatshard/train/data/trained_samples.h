@@ -1,0 +1,20 @@
+#pragma once
+
+#include <vector>
+
+#include "flatshard/data/loader.h"
+#include "flatshard/train/config.h"
+#include "flatshard/train/data/validation_set.h"
+
+namespace flatshard {
+
+/// Logs a warning for each corpus of data.train that has samples without a
+/// trained token, with their number: prompts that fill them. Reads the masks of
+/// data.train, and of validation sets up to the first trained token.
+/// @throws Error{config} naming the corpus when no sample has a trained token.
+void check_trained_samples(
+    const Config& config,
+    const data::Loader& loader,
+    const std::vector<ValidationSet>& validation_sets);
+
+}  // namespace flatshard

@@ -1,0 +1,61 @@
+#include "flatshard/train/run_files.h"
+
+#include <algorithm>
+
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/models/peft.h"
+#include "flatshard/train/metrics/tensorboard.h"
+#include "flatshard/train/run_sources.h"
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Returns whether the path names something below a folder.
+bool is_below(const fs::path& path) {
+  return !path.empty() && path.is_relative() &&
+         std::ranges::none_of(path, [](const fs::path& part) {
+           return part == "." || part == "..";
+         });
+}
+
+}  // namespace
+
+bool RunFile::exists_in(const fs::path& output_dir) const {
+  const fs::path path = output_dir / name;
+  std::error_code error;
+  switch (kind) {
+    case Kind::file:  // /dev/null and the like hold nothing
+      return fs::is_regular_file(path, error);
+    case Kind::folder:
+      return fs::is_directory(path, error);
+    default:
+      return !list_checkpoints(path).empty();
+  }
+}
+
+std::vector<RunFile> run_files(const Config& config) {
+  using Kind = RunFile::Kind;
+  using When = RunFile::When;
+  std::vector<RunFile> files{
+      {kRunConfig},
+      {kRunMetrics},
+      {kSources, Kind::folder},
+      {kTensorboardFolder, Kind::folder}};
+  if (is_below(config.checkpoint.folder)) {
+    files.push_back({config.checkpoint.folder, Kind::checkpoints});
+  }
+  if (is_below(config.profiling.folder)) {
+    files.push_back({config.profiling.folder, Kind::folder, When::during});
+  }
+  files.push_back({kRunLog, Kind::file, When::during});
+  files.push_back({kRunReport, Kind::file, When::during});
+  files.push_back({kRunWeights, Kind::file, When::end});
+  files.push_back({models::kPeftWeights, Kind::file, When::end});
+  files.push_back({models::kPeftConfig, Kind::file, When::end});
+  files.push_back({kRunExport, Kind::folder, When::end});
+  return files;
+}
+
+}  // namespace flatshard
