@@ -1,6 +1,8 @@
 #include "flatshard/data/hf_tokenizer.h"
 
+#include <algorithm>
 #include <array>
+#include <cctype>
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
@@ -68,6 +70,29 @@ void write_copy(
   write_file_atomic(to, file.text());
 }
 
+/// Returns how to fetch the tokenizer of a name such as "gpt2" or
+/// "Qwen/Qwen3-8B" of the Hugging Face Hub; empty for other texts.
+std::string hub_hint(const std::filesystem::path& path) {
+  const std::string name = path.string();
+  std::error_code error;
+  const bool is_name = !name.empty() &&
+                       std::isalnum(static_cast<unsigned char>(name[0])) != 0 &&
+                       std::ranges::count(name, '/') <= 1 &&
+                       path.has_filename() && path.extension() != ".json" &&
+                       !std::filesystem::exists(path.parent_path(), error) &&
+                       std::ranges::all_of(name, [](unsigned char c) {
+                         return std::isalnum(c) != 0 || c == '.' || c == '_' ||
+                                c == '-' || c == '/';
+                       });
+  return is_name ? fmt::format(
+                       "; a model of the Hugging Face Hub is fetched with: hf "
+                       "download {0} --local-dir models/{1}, and named with "
+                       "models/{1}",
+                       name,
+                       path.filename().string())
+                 : "";
+}
+
 }  // namespace
 
 std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
@@ -77,8 +102,9 @@ std::filesystem::path find_tokenizer(const std::filesystem::path& path) {
         std::filesystem::is_regular_file(path, error),
         config,
         "tokenizer: expected \"bytes\", the path of a tokenizer.json or of a "
-        "folder that has one, got '{}'",
-        path.string());
+        "folder that has one, got '{}'{}",
+        path.string(),
+        hub_hint(path));
     return path;
   }
   FLATSHARD_CHECK(

@@ -10,7 +10,7 @@
 #include "flatshard/data/corpus_writer.h"
 #include "flatshard/data/hf_tokenizer.h"
 #include "flatshard/data/python_tokenizer.h"
-#include "flatshard/data/token_file.h"
+#include "flatshard/data/token_files/token_file.h"
 
 namespace flatshard::data {
 namespace {

@@ -130,16 +130,6 @@ std::string read_head(ByteReader& reader) {
   return head;
 }
 
-std::string_view container_of(std::string_view head) {
-  for (const Magic& magic : kContainers) {
-    if (head.size() > magic.at &&
-        head.substr(magic.at).starts_with(magic.bytes)) {
-      return magic.what;
-    }
-  }
-  return {};
-}
-
 bool has_byte_order_mark(std::string_view head) {
   return head.starts_with("\xff\xfe") || head.starts_with("\xfe\xff") ||
          head.starts_with("\xef\xbb\xbf");
@@ -302,12 +292,7 @@ KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format) {
   if (head.starts_with("PAR1")) {
     refuse(path, fmt::format("Parquet within {}; unpack it", compression));
   }
-  std::string_view container = container_of(head);
-  for (const NameOf& of : kContainerNames) {
-    if (container.empty() && name.ends_with(of.suffix)) {
-      container = of.what;
-    }
-  }
+  const std::string_view container = container_of(path, head);
   if (!container.empty()) {
     refuse(path, container);
   }
@@ -315,6 +300,24 @@ KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format) {
     refuse(path, "a .parquet file that does not begin as Parquet does");
   }
   return kind_of_text(path, name, head, compression);
+}
+
+std::string_view container_of(
+    const std::filesystem::path& path,
+    std::string_view head) {
+  for (const Magic& magic : kContainers) {
+    if (head.size() > magic.at &&
+        head.substr(magic.at).starts_with(magic.bytes)) {
+      return magic.what;
+    }
+  }
+  const std::string name = inner_name(path);
+  for (const NameOf& of : kContainerNames) {
+    if (name.ends_with(of.suffix)) {
+      return of.what;
+    }
+  }
+  return {};
 }
 
 bool is_beside_data(std::string_view name) {

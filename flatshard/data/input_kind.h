@@ -35,6 +35,13 @@ struct KindOfFile {
 /// where it is neither text nor a kind that can be read; Error{io}.
 KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format);
 
+/// Returns the kind of data that a file's first bytes or the end of its name
+/// show and that is not read as text or tokens ("a zip archive; unpack it");
+/// empty: none.
+std::string_view container_of(
+    const std::filesystem::path& path,
+    std::string_view head);
+
 /// Returns whether a file of this name goes with data and is none: README,
 /// licences, .gitattributes, checksums and so on.
 bool is_beside_data(std::string_view name);

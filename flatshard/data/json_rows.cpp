@@ -115,6 +115,11 @@ void JsonRows::read_object(JsonScanner& scanner, std::string& text) {
           "with jq -c '.{0}[]')",
           field.lists.front());
     }
+    for (const char* name : {"messages", "conversations"}) {
+      if (std::ranges::find(field.names, name) != field.names.end()) {
+        hint = " (rows of chats need --chat)";
+      }
+    }
     fail(
         fmt::format(
             "expected the text field '{}', found {}; name another with "

@@ -98,6 +98,10 @@ TEST(JsonRows, ErrorsNameTheLine) {
           HasSubstr("--text-field"),
           HasSubstr("jq -c '.data[]'")));
   EXPECT_THAT(
+      problem("{\"messages\": []}"),
+      HasSubstr("found messages; name another with --text-field (rows of "
+                "chats need --chat)"));
+  EXPECT_THAT(
       problem("{\"text\": 1}"),
       HasSubstr("expected text in the field 'text', got a number"));
   EXPECT_THAT(

@@ -1,12 +1,16 @@
-#include "flatshard/data/token_file.h"
+#include "flatshard/data/token_files/token_file.h"
 
+#include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "flatshard/core/error.h"
+#include "flatshard/data/input_kind.h"
+#include "flatshard/data/token_files/numpy_header.h"
 
 namespace flatshard::data {
 namespace {
+
+using namespace std::string_view_literals;
 
 constexpr std::int64_t kLlmcHeaderBytes = 256 * 4;
 constexpr std::int32_t kLlmcUint16 = 20240520;
@@ -20,13 +24,31 @@ T read_value(const FileReader& file, std::int64_t offset) {
   return value;
 }
 
-template <class T>
-void widen(std::span<const std::byte> words, std::span<std::int64_t> out) {
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    T word;
-    std::memcpy(&word, words.data() + i * sizeof(T), sizeof(T));
-    out[i] = static_cast<std::int64_t>(word);
-  }
+/// Formats of other programs that hold tokens, or that users have next to them.
+struct Foreign {
+  std::string_view magic;
+  std::string_view what;
+};
+constexpr std::array kForeign{
+    Foreign{
+        "LITPKDS"sv,
+        "a packed file of litgpt, with a header of 24 bytes and padding; save "
+        "the tokens with numpy.save"},
+    Foreign{"MMIDIDX\0"sv, "the index of Megatron's tokens; name its .bin"},
+    Foreign{"PAR1"sv, "Parquet, which flatshard data prepare reads"},
+    Foreign{"\x1f\x8b"sv, "gzip data; unpack it with gzip -d"},
+    Foreign{"\x28\xb5\x2f\xfd"sv, "zstd data; unpack it with zstd -d"},
+    Foreign{"\x80\x04\x95"sv, "a pickle; save the tokens with numpy.save"},
+    // llm.c's models, optimizer states, tokenizers and evaluations.
+    Foreign{"\x26\xd8\x34\x01"sv, "a model of llm.c"},
+    Foreign{"\x27\xd8\x34\x01"sv, "a state of llm.c"},
+    Foreign{"\x28\xd8\x34\x01"sv, "a tokenizer of llm.c"},
+    Foreign{"\x8a\xd8\x34\x01"sv, "an evaluation of llm.c"}};
+
+bool is_text(std::string_view head) {
+  return std::ranges::all_of(head, [](unsigned char c) {
+    return (c >= ' ' && c < 0x7f) || c == '\n' || c == '\r' || c == '\t';
+  });
 }
 
 }  // namespace
@@ -34,38 +56,20 @@ void widen(std::span<const std::byte> words, std::span<std::int64_t> out) {
 TokenFile::TokenFile(const std::filesystem::path& path, std::string_view dtype)
     : words_(path) {
   FLATSHARD_CHECK(
-      dtype.empty() || dtype == "uint16" || dtype == "uint32",
+      dtype.empty() || find_word_type(dtype) != nullptr,
       config,
-      "--dtype: expected uint16 or uint32, got '{}'",
+      "--dtype: expected a type of integers such as uint16, uint32 or int64, "
+      "got '{}'",
       dtype);
-  if (!open_llm_c() && !open_megatron()) {
-    open_raw(dtype);
+  if (!open_llm_c() && !open_numpy() && !open_megatron()) {
+    check_raw(dtype);
+    open_raw(find_word_type(dtype.empty() ? "uint16" : dtype));
   }
   FLATSHARD_CHECK(
       num_tokens_ > 0,
       format,
       "{}: expected tokens, got none",
       path.string());
-}
-
-void TokenFile::set_word(Word word) {
-  word_ = word;
-  switch (word) {
-    case Word::uint8:
-      word_nbytes_ = 1;
-      break;
-    case Word::uint16:
-    case Word::int16:
-      word_nbytes_ = 2;
-      break;
-    case Word::int32:
-    case Word::uint32:
-      word_nbytes_ = 4;
-      break;
-    case Word::int64:
-      word_nbytes_ = 8;
-      break;
-  }
 }
 
 bool TokenFile::open_llm_c() {
@@ -76,17 +80,38 @@ bool TokenFile::open_llm_c() {
   if (magic != kLlmcUint16 && magic != kLlmcUint32) {
     return false;
   }
-  set_word(magic == kLlmcUint16 ? Word::uint16 : Word::uint32);
-  what_ = magic == kLlmcUint16 ? "llm.c uint16" : "llm.c uint32";
+  type_ = find_word_type(magic == kLlmcUint16 ? "uint16" : "uint32");
+  what_ = fmt::format("llm.c {}", type_->name);
   num_tokens_ = read_value<std::int32_t>(words_, 8);
   data_begin_ = kLlmcHeaderBytes;
   FLATSHARD_CHECK(
-      words_.nbytes() == data_begin_ + num_tokens_ * word_nbytes_,
+      words_.nbytes() == data_begin_ + num_tokens_ * type_->nbytes,
       format,
       "{}: expected {} bytes for the {} tokens that the header of llm.c names, "
       "got {}; fetch the file again",
       path().string(),
-      data_begin_ + num_tokens_ * word_nbytes_,
+      data_begin_ + num_tokens_ * type_->nbytes,
+      num_tokens_,
+      words_.nbytes());
+  return true;
+}
+
+bool TokenFile::open_numpy() {
+  const auto header = read_numpy_header(words_);
+  if (!header) {
+    return false;
+  }
+  type_ = header->type;
+  what_ = fmt::format("NumPy {}", type_->name);
+  num_tokens_ = header->num_elements;
+  data_begin_ = header->nbytes;
+  FLATSHARD_CHECK(
+      words_.nbytes() == data_begin_ + num_tokens_ * type_->nbytes,
+      format,
+      "{}: expected {} bytes for the {} elements that the header of NumPy "
+      "names, got {}; save one array in a file",
+      path().string(),
+      data_begin_ + num_tokens_ * type_->nbytes,
       num_tokens_,
       words_.nbytes());
   return true;
@@ -116,15 +141,15 @@ bool TokenFile::open_megatron() {
 void TokenFile::read_index(const std::filesystem::path& path) {
   struct Type {
     std::uint8_t code;
-    Word word;
-    const char* name;
+    std::string_view name;
   };
   constexpr std::array kTypes{
-      Type{1, Word::uint8, "Megatron uint8"},
-      Type{3, Word::int16, "Megatron int16"},
-      Type{4, Word::int32, "Megatron int32"},
-      Type{5, Word::int64, "Megatron int64"},
-      Type{8, Word::uint16, "Megatron uint16"}};
+      Type{1, "uint8"},
+      Type{2, "int8"},
+      Type{3, "int16"},
+      Type{4, "int32"},
+      Type{5, "int64"},
+      Type{8, "uint16"}};
   constexpr std::int64_t kHeaderBytes = 34;
   const FileReader file(path);
   std::array<char, kIndexMagic.size()> magic{};
@@ -150,8 +175,8 @@ void TokenFile::read_index(const std::filesystem::path& path) {
       "{}: expected tokens of integers, got the dtype code {}",
       path.string(),
       code);
-  set_word(type->word);
-  what_ = type->name;
+  type_ = find_word_type(type->name);
+  what_ = fmt::format("Megatron {}", type->name);
   const auto sequences = read_value<std::int64_t>(file, 18);
   const auto ends = read_value<std::int64_t>(file, 26);
   constexpr std::int64_t kBytesPerSequence = 4 + 8;
@@ -179,22 +204,22 @@ void TokenFile::read_index(const std::filesystem::path& path) {
   std::vector<std::int64_t> begins{0};
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     FLATSHARD_CHECK(
-        sizes[i] >= 0 && pointers[i] == begins.back() * word_nbytes_,
+        sizes[i] >= 0 && pointers[i] == begins.back() * type_->nbytes,
         format,
         "{}: expected sequence {} at byte {} of the tokens, got {}",
         path.string(),
         i,
-        begins.back() * word_nbytes_,
+        begins.back() * type_->nbytes,
         pointers[i]);
     begins.push_back(begins.back() + sizes[i]);
   }
   num_tokens_ = begins.back();
   FLATSHARD_CHECK(
-      words_.nbytes() == num_tokens_ * word_nbytes_,
+      words_.nbytes() == num_tokens_ * type_->nbytes,
       format,
       "{}: expected {} bytes for the {} tokens that {} names, got {}",
       this->path().string(),
-      num_tokens_ * word_nbytes_,
+      num_tokens_ * type_->nbytes,
       num_tokens_,
       path.string(),
       words_.nbytes());
@@ -220,35 +245,52 @@ void TokenFile::read_index(const std::filesystem::path& path) {
       documents_.back());
 }
 
-void TokenFile::open_raw(std::string_view dtype) {
+void TokenFile::check_raw(std::string_view dtype) const {
   constexpr std::int64_t kLooked = std::int64_t{1} << 16;
   const std::int64_t looked = std::min(words_.nbytes() / 2, kLooked);
   std::vector<std::uint16_t> words(static_cast<std::size_t>(looked));
   words_.read_at(0, std::as_writable_bytes(std::span(words)));
-  // The upper halves of small 32-bit tokens.
-  bool wide = looked >= 8;
-  for (std::size_t i = 1; i < words.size(); i += 2) {
-    wide = wide && words[i] <= 3;
+  const std::string_view head(
+      reinterpret_cast<const char*>(words.data()),
+      words.size() * sizeof(words[0]));
+  std::string_view what = container_of(path(), head);
+  for (const Foreign& foreign : kForeign) {
+    what = head.starts_with(foreign.magic) ? foreign.what : what;
   }
-  bool same = true;
-  for (const std::uint16_t word : words) {
-    same = same && word <= 3;
+  if (what.empty() && dtype.empty() && head.size() >= 8 && is_text(head)) {
+    what = "text, which flatshard data prepare reads";
   }
   FLATSHARD_CHECK(
-      !wide || same || !dtype.empty(),
+      what.empty(),
+      format,
+      "{}: expected tokens, got {}",
+      path().string(),
+      what);
+  const std::int64_t nbytes = likely_word_nbytes(words);
+  FLATSHARD_CHECK(
+      nbytes < 8 || dtype == "int64" || dtype == "uint64",
+      format,
+      "{}: every second 32-bit word is 0, as in tokens of 64 bits; name what "
+      "they are with --dtype int64",
+      path().string());
+  FLATSHARD_CHECK(
+      nbytes < 4 || !dtype.empty(),
       format,
       "{}: every second uint16 word is 0 to 3, as in tokens of 32 bits; name "
       "what they are with --dtype uint32 (or uint16)",
       path().string());
-  set_word(dtype == "uint32" ? Word::uint32 : Word::uint16);
-  what_ = dtype == "uint32" ? "raw uint32" : "raw uint16";
-  num_tokens_ = words_.nbytes() / word_nbytes_;
+}
+
+void TokenFile::open_raw(const WordType* type) {
+  type_ = type;
+  what_ = fmt::format("raw {}", type_->name);
+  num_tokens_ = words_.nbytes() / type_->nbytes;
   FLATSHARD_CHECK(
-      words_.nbytes() % word_nbytes_ == 0,
+      words_.nbytes() % type_->nbytes == 0,
       format,
       "{}: expected a multiple of {} bytes for {} tokens, got {} bytes",
       path().string(),
-      word_nbytes_,
+      type_->nbytes,
       what_,
       words_.nbytes());
 }
@@ -258,29 +300,10 @@ void TokenFile::read(
     std::span<std::uint32_t> out,
     std::int64_t vocab_size) const {
   std::vector<std::byte> bytes(
-      out.size() * static_cast<std::size_t>(word_nbytes_));
-  words_.read_at(data_begin_ + begin * word_nbytes_, bytes);
+      out.size() * static_cast<std::size_t>(type_->nbytes));
+  words_.read_at(data_begin_ + begin * type_->nbytes, bytes);
   std::vector<std::int64_t> tokens(out.size());
-  switch (word_) {
-    case Word::uint8:
-      widen<std::uint8_t>(bytes, tokens);
-      break;
-    case Word::uint16:
-      widen<std::uint16_t>(bytes, tokens);
-      break;
-    case Word::int16:
-      widen<std::int16_t>(bytes, tokens);
-      break;
-    case Word::int32:
-      widen<std::int32_t>(bytes, tokens);
-      break;
-    case Word::uint32:
-      widen<std::uint32_t>(bytes, tokens);
-      break;
-    case Word::int64:
-      widen<std::int64_t>(bytes, tokens);
-      break;
-  }
+  type_->widen(bytes, tokens);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     FLATSHARD_CHECK(
         tokens[i] >= 0 && tokens[i] < vocab_size,

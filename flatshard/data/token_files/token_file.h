@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "flatshard/core/file_reader.h"
+#include "flatshard/data/token_files/token_words.h"
 
 namespace flatshard::data {
 
@@ -20,14 +21,17 @@ namespace flatshard::data {
 ///             number of tokens; then the tokens
 ///   Megatron  NAME.bin with words, and NAME.idx, which begins with
 ///             "MMIDIDX" and has their type, sequences and documents
+///   NumPy     an array of integers of any shape (np.save), row by row
 ///
-/// The content of the file decides which it is.
+/// The content of the file decides which it is. Other formats and text raise an
+/// error.
 class TokenFile {
  public:
-  /// @param dtype  of raw files: "uint16", "uint32", or "" for uint16 unless it
-  ///   looks like uint32.
-  /// @throws Error{io}; Error{format} for a file that is cut off or has another
-  /// type of words.
+  /// @param dtype  of raw files: the name of a NumPy type of integers, or ""
+  /// for
+  ///   uint16.
+  /// @throws Error{io}; Error{format} for a file of another format, that is cut
+  /// off, or whose words look wider.
   TokenFile(const std::filesystem::path& path, std::string_view dtype);
 
   const std::filesystem::path& path() const { return words_.path(); }
@@ -47,19 +51,17 @@ class TokenFile {
       std::int64_t vocab_size) const;
 
  private:
-  enum class Word { uint8, uint16, int16, int32, uint32, int64 };
-
-  void set_word(Word word);
-  void open_raw(std::string_view dtype);
+  void check_raw(std::string_view dtype) const;
+  void open_raw(const WordType* type);
   bool open_llm_c();
+  bool open_numpy();
   bool open_megatron();
   void read_index(const std::filesystem::path& path);
 
   FileReader words_;
   std::string what_;
-  Word word_ = Word::uint16;
-  std::int64_t word_nbytes_ = 2;
-  std::int64_t data_begin_ = 0;  ///< bytes before the tokens
+  const WordType* type_ = nullptr;  ///< of the words
+  std::int64_t data_begin_ = 0;     ///< bytes before the tokens
   std::int64_t num_tokens_ = 0;
   std::vector<std::int64_t> documents_;
 };
