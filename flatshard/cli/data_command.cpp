@@ -159,6 +159,12 @@ void add_prepare(CLI::App& data) {
       options->train_on,
       "With --chat, the tokens whose loss is taken: assistant (the assistant's "
       "messages), last (the last of them) or all [assistant]");
+  command->add_option(
+      "--chat-template-kwargs",
+      options->chat_template_kwargs,
+      "With --chat, variables of the chat template as a JSON object, for "
+      "example '{\"enable_thinking\": false}'. Variables in the field "
+      "chat_template_kwargs of a row take precedence [none]");
   command->add_flag(
       "--parse-special",
       options->parse_special,
@@ -213,7 +219,7 @@ void add_import(CLI::App& data) {
           "--input,-i",
           options->inputs,
           "Token files, folders or globs: nanoGPT's and llm.c's .bin, "
-          "Megatron's .bin with its .idx")
+          "Megatron's .bin with its .idx, NumPy's .npy")
       ->required();
   command->add_option(
       "--validation",
@@ -239,7 +245,8 @@ void add_import(CLI::App& data) {
   command->add_option(
       "--dtype",
       options->dtype,
-      "uint16 or uint32, of files without a header [uint16]");
+      "Type of the tokens of files without a header: uint16, uint32, int64 or "
+      "another type of integers [uint16]");
   command->add_option(
       "--validation-fraction",
       options->validation_fraction,
@@ -251,7 +258,7 @@ void add_import(CLI::App& data) {
   command->footer(
       "Example:\n"
       "  flatshard data import --input train.bin --validation val.bin "
-      "--tokenizer gpt2 --output corpora/openwebtext");
+      "--tokenizer models/gpt2 --output corpora/openwebtext");
   command->callback([options] {
     options->progress = true;
     std::vector<std::string> lines;

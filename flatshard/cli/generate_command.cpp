@@ -21,7 +21,7 @@ struct GenerateArguments {
   GenerateOptions options;
   std::string prompts;   // a file
   std::string messages;  // a file
-  std::string system;
+  ChatAdditions additions;
 };
 
 /// Returns the lines of a file that are not empty. @throws Error{io} when it
@@ -49,12 +49,15 @@ std::vector<std::string> lines_of(
 /// Returns the texts to continue, as in GenerateOptions::chat.
 std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
   const bool chat = arguments.options.chat;
+  const ChatAdditions& additions = arguments.additions;
   FLATSHARD_CHECK(
-      chat || (arguments.messages.empty() && arguments.system.empty()),
+      chat || (arguments.messages.empty() && additions.system.empty() &&
+               additions.template_kwargs.empty()),
       config,
-      "--messages and --system are messages of a chat; add --chat");
+      "--messages, --system and --chat-template-kwargs belong to chats; add "
+      "--chat");
   if (!arguments.messages.empty()) {
-    return read_chat_rows(arguments.messages, arguments.system);
+    return read_chat_rows(arguments.messages, additions);
   }
   std::vector<std::string> prompts =
       arguments.prompts.empty()
@@ -66,7 +69,7 @@ std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
       "--chat: expected a user's message; give --prompt, --prompts or "
       "--messages");
   for (std::string& prompt : prompts) {
-    prompt = chat ? chat_row(arguments.system, prompt) : prompt;
+    prompt = chat ? chat_row(additions, prompt) : prompt;
   }
   return prompts;
 }
@@ -109,8 +112,14 @@ void add_inputs(CLI::App& command, GenerateArguments& arguments) {
       ->excludes(prompts);
   command.add_option(
       "--system",
-      arguments.system,
+      arguments.additions.system,
       "With --chat: a system message in front of the others");
+  command.add_option(
+      "--chat-template-kwargs",
+      arguments.additions.template_kwargs,
+      "With --chat: variables of the chat template as a JSON object, for "
+      "example '{\"enable_thinking\": false}'. Variables in the field "
+      "chat_template_kwargs of a conversation take precedence [none]");
   command.add_flag(
       "--parse-special",
       options.parse_special,

@@ -39,6 +39,10 @@ void check_chat(const PrepareOptions& options, InputFormat format) {
         options.train_on.empty(),
         config,
         "--train-on belongs to --chat");
+    FLATSHARD_CHECK(
+        options.chat_template_kwargs.empty(),
+        config,
+        "--chat-template-kwargs belongs to --chat");
     return;
   }
   constexpr std::array<std::string_view, 4> kTrainOn{
@@ -122,7 +126,8 @@ CorpusMeta prepare_corpus(const PrepareOptions& options, Survey* report) {
       .end_of_document = options.end_of_document,
       .begin_of_document = options.begin_of_document,
       .parse_special = options.parse_special,
-      .train_on = options.train_on.empty() ? "assistant" : options.train_on};
+      .train_on = options.train_on.empty() ? "assistant" : options.train_on,
+      .chat_template_kwargs = options.chat_template_kwargs};
   if (!is_bytes) {
     python.tokenizer = find_tokenizer(options.tokenizer);
   }

@@ -38,6 +38,8 @@ struct PrepareOptions {
   /// The trained part of chats: "assistant" (the default), "all", or "last",
   /// the last message of the assistant.
   std::string train_on;
+  /// Variables of the chat template: JSON text of an object; "": none.
+  std::string chat_template_kwargs;
 };
 
 /// Tokenizes files and writes a corpus folder (see CorpusMeta). A file of text

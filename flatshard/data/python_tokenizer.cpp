@@ -152,6 +152,7 @@ void PythonChild::start(
       {"text_field", options.text_field},
       {"parse_special", options.parse_special},
       {"train_on", options.train_on},
+      {"chat_template_kwargs", options.chat_template_kwargs},
       {"keep_special",
        options.keep_special}}.dump();
   std::array<const char*, 6> arguments{
@@ -283,19 +284,19 @@ void PythonChild::read_bytes(std::string& text, std::int64_t nbytes) {
 std::int64_t PythonChild::read_frame() {
   constexpr std::int64_t kError = -1;
   constexpr std::int64_t kWarning = -3;
+  constexpr std::int64_t kUnreadable = -4;
   for (;;) {
     std::int64_t count = 0;
     read(&count, sizeof(count));
-    if (count != kError && count != kWarning) {
+    if (count != kError && count != kWarning && count != kUnreadable) {
       return count;
     }
     std::int64_t nbytes = 0;
     read(&nbytes, sizeof(nbytes));
     std::string text;
     read_bytes(text, nbytes);
-    if (count == kError) {
-      FLATSHARD_THROW(format, "{}", text);  // of what a file has
-    }
+    FLATSHARD_CHECK(count != kError, format, "{}", text);
+    FLATSHARD_CHECK(count != kUnreadable, io, "{}", text);
     log_warning("{}", text);
   }
 }

@@ -28,6 +28,8 @@ struct PythonTokenizerOptions {
   bool keep_special = false;  ///< `decode` writes control tokens out
   /// The trained part of chats: "assistant", "all" or "last"; see hf_chat.py.
   std::string train_on;
+  /// Variables of the chat template: JSON text of an object; "" = none.
+  std::string chat_template_kwargs;
 };
 
 /// A child process that runs python/flatshard/prepare_tokens.py with standard
@@ -64,8 +66,9 @@ class PythonChild {
   void kill();
 
   /// Reads bytes. Warnings of the child that come before are logged.
-  /// @throws Error{io} when the child ends before that, Error{format} with its
-  /// message.
+  /// @throws Error{format} with the child's message on a row or file of another
+  /// format, Error{io} on a file that cannot be read or when the child ends
+  /// before that.
   void read(void* out, std::size_t nbytes);
   std::int64_t read_count();
   std::string read_text();

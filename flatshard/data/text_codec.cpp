@@ -111,9 +111,7 @@ class JsonCodec : public TextCodec {
       append(fmt::format("conversation {}", i + 1));
       append(rows[i]);
     }
-    PythonTokenizerOptions options = options_;
-    options.train_on = "all";  // no row needs an answer
-    PythonChild child(options, "prompt", input);
+    PythonChild child(options_, "prompt", input);
     ChatPrompts found;
     std::set<std::int64_t> ends;
     for (std::size_t i = 0; i < rows.size(); ++i) {

@@ -52,8 +52,8 @@ class TextCodec {
   /// once, with transformers.
   /// @param rows  JSON objects as `flatshard data prepare --chat` reads them,
   ///   whose last message is not the assistant's.
-  /// @throws Error{config} for a tokenizer without a template, Error{io} for a
-  /// row that is no conversation.
+  /// @throws Error{config} for a tokenizer without a template, Error{format}
+  /// for a row that is no conversation.
   virtual ChatPrompts chat_prompts(const std::vector<std::string>& rows) const;
   /// Returns the token after which a text is over.
   virtual std::int64_t end_of_document() const = 0;

@@ -18,15 +18,17 @@ input and output:
             file; without a tokenizer
 
 SETTINGS is JSON. Its keys are tokenizer (the path of a tokenizer.json), text_field (the
-column of Parquet files), parse_special, keep_special and train_on ("assistant", "all"
-or "last", for chats). The keys end and begin have the texts of the tokens around a
-document: "" for the tokenizer's own, and begin may be "none".
+column of Parquet files), parse_special, keep_special, train_on ("assistant", "all" or
+"last", for chats) and chat_template_kwargs (JSON text of an object, or ""). The keys end
+and begin have the texts of the tokens around a document: "" for the tokenizer's own, and
+begin may be "none".
 
 Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
 a document begins with a token, own_begin (the tokens that the tokenizer itself puts
 before a text) and warnings; or error. A frame is an int64 count and that many uint32
-ids. In place of a count or a length there may be -1, an error, or -3, a warning. Each
-comes with an int64 length and a text after it. All numbers are little-endian.
+ids. In place of a count or a length there may be -1, a row or file of another format
+than expected, -4, a file that cannot be read, or -3, a warning. Each comes with an int64
+length and a text after it. All numbers are little-endian.
 """
 
 import array
@@ -41,7 +43,11 @@ from flatshard.hf_encoder import Encoder, Failure, missing
 
 BATCH_BYTES = 4 << 20
 BATCH_TEXTS = 256
-ERROR, END_OF_FILE, WARNING = -1, -2, -3
+ERROR, END_OF_FILE, WARNING, UNREADABLE = -1, -2, -3, -4
+
+
+class Unreadable(Failure):
+    """A file that cannot be read."""
 
 
 def write_ids(out, ids):
@@ -99,7 +105,7 @@ def read_rows(path, field):
                 row += 1
                 yield row_text(value, f"{name}: row {row}", field)
     except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors
-        raise Failure(f"cannot read {name}: {error}") from error
+        raise Unreadable(f"cannot read {name}: {error}") from error
 
 
 def read_texts(stream):
@@ -146,17 +152,11 @@ def write_warning(out, text):
 
 def encoded_rows(chats, encode, stream, out):
     """Encodes each row that the program sends with `encode`."""
-    warned = False
     texts = read_texts(stream)
     for where in texts:
         result = encode(where, next(texts))
-        if chats.spelled and not warned:
-            warned = True
-            write_warning(
-                out,
-                f"{where}: a message spells out the control token {chats.spelled}, "
-                "which becomes the token: templates leave no way to distinguish them",
-            )
+        while chats.warnings:
+            write_warning(out, chats.warnings.pop(0))
         yield result
 
 
@@ -225,7 +225,11 @@ def main():
                 if begin is not None:
                     header["begin_of_document"] = begin
             if mode in ("chat", "prompt"):
-                encoder = ChatEncoder(settings["tokenizer"], settings["train_on"])
+                encoder = ChatEncoder(
+                    settings["tokenizer"],
+                    settings["train_on"],
+                    settings["chat_template_kwargs"],
+                )
     except Failure as failure:
         out.write(json.dumps({"error": str(failure)}).encode() + b"\n")
         return 1
@@ -235,7 +239,8 @@ def main():
         run(mode, encoder, settings, sys.stdin.buffer, out)
         out.flush()
     except Failure as failure:
-        out.write(struct.pack("<q", ERROR))
+        is_unreadable = isinstance(failure, Unreadable)
+        out.write(struct.pack("<q", UNREADABLE if is_unreadable else ERROR))
         write_text(out, str(failure))
         return 1
     except BrokenPipeError:  # the program has ended

@@ -141,6 +141,34 @@ TEST_F(Chat, ErrorsNameFileAndLine) {
       HasSubstr("has no chat template"));
 }
 
+TEST_F(Chat, OptionsAndRowsSetVariablesOfTheTemplate) {
+  temp_.write(
+      "tokenizer/chat_template.jinja",
+      "{{ style }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+      "<|end|>{% endfor %}");
+  PrepareOptions good =
+      options(R"({"prompt": "a", "completion": "b"})"
+              "\n"
+              R"({"prompt": "a", "completion": "b", )"
+              R"("chat_template_kwargs": {"style": "of the row"}})");
+  good.chat_template_kwargs = R"({"style": "brief"})";
+  prepare_corpus(good);
+  const std::string shown = show_sample(
+      temp_ / "corpus",
+      {.packing = {.packing = Packing::documents, .seq_len = 90},
+       .python = kChatPython});
+  EXPECT_THAT(shown, HasSubstr("\nbrief<|user|>a"));
+  EXPECT_THAT(shown, HasSubstr("\nof the row<|user|>a"));
+  good.chat_template_kwargs = "brief";
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(good); }),
+      HasSubstr("expected JSON in --chat-template-kwargs"));
+  good.chat = false;
+  EXPECT_THAT(
+      error_message(ErrorCode::config, [&] { prepare_corpus(good); }),
+      HasSubstr("--chat-template-kwargs belongs to --chat"));
+}
+
 TEST(ChatOptions, AreChecked) {
   const TempFolder temp;
   temp.write("a.txt", "text");

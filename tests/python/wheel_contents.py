@@ -34,7 +34,7 @@ wanted = {
     str(file.relative_to("python"))
     for kind in ("*.py", "*.pyi", "py.typed")
     for file in package.rglob(kind)
-    if file.name not in ("hf_chat.py", "hf_encoder.py", "prepare_tokens.py")
+    if file.name != "prepare_tokens.py" and not file.name.startswith("hf_")
 }
 script = f"flatshard-{label}.data/scripts/flatshard"
 wanted |= {"flatshard/_build.py", "flatshard/bin/flatshard", script}

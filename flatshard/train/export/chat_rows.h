@@ -6,17 +6,26 @@
 
 namespace flatshard {
 
+/// What is added to conversations.
+struct ChatAdditions {
+  /// The text of a message in front of those that begin with no system message;
+  /// empty: none.
+  std::string system;
+  /// Variables of the chat template, below those of the row: JSON text of an
+  /// object; empty: none.
+  std::string template_kwargs;
+};
+
 /// Returns a conversation that a user begins, as a JSON row of messages.
-/// @param system  the text of a message in front of it; empty: none.
-std::string chat_row(const std::string& system, const std::string& user);
+/// @throws Error{config} naming --chat-template-kwargs.
+std::string chat_row(const ChatAdditions& additions, const std::string& user);
 
 /// Reads conversations as JSON rows from a file: a list of messages, one object
 /// with `messages`, or a line with such an object for each conversation.
-/// @param system  is put in front of those that begin with no such message.
 /// @throws Error{io} for a file that cannot be read, Error{format} for one with
-/// anything else.
+/// anything else, and what chat_row throws.
 std::vector<std::string> read_chat_rows(
     const std::filesystem::path& path,
-    const std::string& system);
+    const ChatAdditions& additions);
 
 }  // namespace flatshard
