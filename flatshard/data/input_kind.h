@@ -35,9 +35,8 @@ struct KindOfFile {
 /// where it is neither text nor a kind that can be read; Error{io}.
 KindOfFile kind_of_file(const std::filesystem::path& path, InputFormat format);
 
-/// Returns the kind of data that a file's first bytes or the end of its name
-/// show and that is not read as text or tokens ("a zip archive; unpack it");
-/// empty: none.
+/// Returns the container ("a zip archive; unpack it") that a file's first bytes
+/// or the end of its name show. Empty: none.
 std::string_view container_of(
     const std::filesystem::path& path,
     std::string_view head);

@@ -67,8 +67,8 @@ class PythonChild {
 
   /// Reads bytes. Warnings of the child that come before are logged.
   /// @throws Error{format} with the child's message on a row or file of another
-  /// format, Error{io} on a file that cannot be read or when the child ends
-  /// before that.
+  /// format. Error{io} means a file that cannot be read, or the child's early
+  /// end.
   void read(void* out, std::size_t nbytes);
   std::int64_t read_count();
   std::string read_text();

@@ -1,7 +1,8 @@
-"""What a chat template writes of a conversation, and which of its tokens belong to
-which message. The program `flatshard` runs this text before hf_chat.py."""
+"""The text of a conversation by a chat template, and the tokens of each message. The
+program `flatshard` runs this text before hf_chat.py."""
 
 import bisect
+import json
 import re
 
 from flatshard.hf_encoder import Failure
@@ -10,6 +11,8 @@ from flatshard.hf_messages import ASSISTANT, without_null
 # The tags of a template around what the assistant gives.
 BEGIN_TAG = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 END_TAG = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+# Python's words for null and for objects, which templates write by mistake.
+PYTHON_WORDS = re.compile(r"\bNone\b|\bnull\b|\{'")
 # The names that templates have for the reasoning of a message.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
@@ -31,8 +34,13 @@ class Rendering:
         self.variables = {**variables, **chat.variables}
         self.source = tokenizer.get_chat_template(tools=chat.tools)
         messages = [self.with_known_reasoning(message) for message in chat.messages]
-        self.messages = self.with_contents(messages)
+        self.messages = self.in_known_form(messages)
         self.text = self.write(self.messages)
+        found = self.encoded(self.text)
+        self.token_ids = found["input_ids"]
+        self.stops = [stop for _, stop in found["offset_mapping"]]
+        # Tokens of spaces have no characters where a tokenizer trims offsets.
+        self.starts = [min(first, last - 1) for first, last in found["offset_mapping"]]
 
     def write(self, messages, prompt=False, source=None):
         """Returns the text of messages, with `prompt` up to where an answer begins."""
@@ -50,8 +58,13 @@ class Rendering:
                 f"the chat template refuses the conversation: {error}"
             ) from error
 
+    def encoded(self, text):
+        return self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True
+        )
+
     def ids(self, text):
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.encoded(text)["input_ids"]
 
     def is_used(self, name):
         return re.search(rf"\b{re.escape(name)}\b", self.source)
@@ -65,36 +78,43 @@ class Rendering:
         rest = {key: value for key, value in message.items() if key != given[0]}
         return {**rest, names[0]: message[given[0]]}
 
-    def with_contents(self, messages):
-        """Returns the messages with None, "" or nothing in place of an empty content.
-        Templates ask in many ways whether there is one: what they write tells."""
-        if all(message["content"] is not None for message in messages):
-            return messages
+    def in_known_form(self, messages):
+        """Returns the messages in the form that the template writes best. Templates test
+        in many ways whether there is a content, so an empty one is None, nothing or "".
+        They expect the arguments of calls as objects or as JSON text."""
+        calls = [call for m in messages for call in m.get("tool_calls", [])]
+        empty = any(message["content"] is None for message in messages)
         refusal, found = None, []
-        for filled in ({"content": None}, {}, {"content": ""}):
-            changed = [
-                {**without_null(m), **(filled if m["content"] is None else {})}
-                for m in messages
-            ]
-            try:
-                text = self.write(changed)
-            except Failure as failure:
-                refusal = failure
-                continue
-            nulls = len(re.findall(r"\b(None|null)\b", text))
-            found.append((len(lost_calls(messages, text)), nulls, changed))
+        for filled in ({"content": None}, {}, {"content": ""}) if empty else ({},):
+            for is_text in (False, True) if calls else (False,):
+                form = [of_form(message, filled, is_text) for message in messages]
+                try:
+                    text = self.write(form)
+                except Failure as failure:
+                    refusal = failure
+                    continue
+                lost = len(lost_calls(messages, text))
+                words = len(PYTHON_WORDS.findall(text))
+                found.append((lost, words, len(found), is_text, form))
         if not found:
             raise refusal
-        return min(found, key=lambda item: item[:2])[2]
+        *_, self.has_text_arguments, form = min(found, key=lambda item: item[:3])
+        return form
 
     def place(self, messages, at, prompt=False):
-        """Returns begin and end of what the template writes of a message: what becomes
-        other text with another content."""
+        """Returns begin and end of the text of a message: what becomes other text with
+        another content, reasoning and arguments of calls."""
         text = self.write(messages, prompt)
         other = next(c for c in map(chr, range(0xAC00, 0xD7A4)) if c not in text)
-        changed = {key: other for key in REASONING if messages[at].get(key)}
-        changed = {**messages[at], "content": other, **changed}
-        varied = self.write([*messages[:at], changed, *messages[at + 1 :]], prompt)
+        change = {key: other for key in REASONING if messages[at].get(key)}
+        change["content"] = other
+        if "tool_calls" in messages[at]:
+            change["tool_calls"] = [
+                with_arguments(call, {other: other}, self.has_text_arguments)
+                for call in messages[at]["tool_calls"]
+            ]
+        changed = [*messages[:at], {**messages[at], **change}, *messages[at + 1 :]]
+        varied = self.write(changed, prompt)
         if varied == text:
             raise Failure(
                 f"the chat template does not write message {at + 1} "
@@ -144,14 +164,16 @@ class Rendering:
             after = None
         end = self.place(self.messages, at)[1]
         rest = text[end:]
-        if after is not None:
-            return end + common(after, rest)
-        found = self.tokenizer(
-            rest, add_special_tokens=False, return_offsets_mapping=True
-        )
-        control = set(self.tokenizer.all_special_ids)
-        ends = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        return end + next((stop for id, (_, stop) in ends if id in control), 0)
+        if after is None:
+            found = self.encoded(rest)
+            control = set(self.tokenizer.all_special_ids)
+            ends = zip(found["input_ids"], found["offset_mapping"], strict=True)
+            return end + next((stop for id, (_, stop) in ends if id in control), 0)
+        if rest.startswith(after):
+            return end + len(after)
+        # What follows may begin with a part of a token of `after`.
+        most = bisect.bisect_right(self.stops, end + common(after, rest))
+        return max([end, *self.stops[most - 1 : most]])
 
     def marked(self, chosen):
         """Returns the spans of the text that the template marks as generated, of the
@@ -199,32 +221,43 @@ class Rendering:
         Tokens of a message are those that differ from the tokens of its prompt, to the
         last one that has a character of it. In a template with {% generation %} they
         are those with a character between the tags."""
-        found = self.tokenizer(
-            self.text, add_special_tokens=False, return_offsets_mapping=True
-        )
-        ids, offsets = found["input_ids"], found["offset_mapping"]
-        stops = [stop for _, stop in offsets]
-        # Tokens of spaces have no characters where a tokenizer trims offsets.
-        starts = [min(start, stop - 1) for start, stop in offsets]
         if BEGIN_TAG.search(self.source) and not is_all:
             spans = [
-                (bisect.bisect_right(stops, begin), end)
+                (bisect.bisect_right(self.stops, begin), end)
                 for begin, end in self.marked(chosen)
                 if begin < end
             ]
         else:
             spans = [
-                (
-                    common(self.ids(self.prompt_before(at)), ids),
-                    self.end_of(at),
-                )
-                for at in chosen
+                (common(self.ids(self.prompt_before(at)), self.token_ids), end)
+                for at, end in ((at, self.end_of(at)) for at in chosen)
             ]
-        mask = [int(is_all)] * len(ids)
+        mask = [int(is_all)] * len(self.token_ids)
         for first, end in spans:
-            for token in range(first, bisect.bisect_left(starts, end)):
+            for token in range(first, bisect.bisect_left(self.starts, end)):
                 mask[token] = int(not is_all)
-        return ids, mask
+        return self.token_ids, mask
+
+
+def with_arguments(call, arguments, is_text):
+    """Returns a call with other arguments, as an object or as JSON text."""
+    if is_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def of_form(message, filled, is_text):
+    """Returns a message with `filled` in place of an empty content, and the arguments
+    of its calls as objects or as JSON text."""
+    if message["content"] is None:
+        message = {**without_null(message), **filled}
+    if "tool_calls" in message:
+        calls = [
+            with_arguments(call, call["function"]["arguments"], is_text)
+            for call in message["tool_calls"]
+        ]
+        message = {**message, "tool_calls": calls}
+    return message
 
 
 def lost_calls(messages, text):

@@ -18,17 +18,17 @@ input and output:
             file; without a tokenizer
 
 SETTINGS is JSON. Its keys are tokenizer (the path of a tokenizer.json), text_field (the
-column of Parquet files), parse_special, keep_special, train_on ("assistant", "all" or
-"last", for chats) and chat_template_kwargs (JSON text of an object, or ""). The keys end
+column of Parquet files), parse_special and keep_special. Chats have train_on ("assistant",
+"all" or "last") and chat_template_kwargs (JSON text of an object, or ""). The keys end
 and begin have the texts of the tokens around a document: "" for the tokenizer's own, and
 begin may be "none".
 
 Output begins with one line of JSON: vocab_size, end_of_document, begin_of_document when
 a document begins with a token, own_begin (the tokens that the tokenizer itself puts
 before a text) and warnings; or error. A frame is an int64 count and that many uint32
-ids. In place of a count or a length there may be -1, a row or file of another format
-than expected, -4, a file that cannot be read, or -3, a warning. Each comes with an int64
-length and a text after it. All numbers are little-endian.
+ids. Three numbers may stand in place of a count or a length: -1 for a row or file of
+another format, -4 for a file that cannot be read, -3 for a warning. Each comes with an
+int64 length and a text after it. All numbers are little-endian.
 """
 
 import array

@@ -4,7 +4,15 @@ newlines as theirs do."""
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = ["<|end|>", "<|bos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+SPECIAL = [
+    "<|end|>",
+    "<|over|>",
+    "<|bos|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+]
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
@@ -62,8 +70,8 @@ QWEN35 = (
     "{{- raise_exception('No user query found in messages.') }}{%- endif %}"
     + QWEN3.replace("{{- '<|assistant|>\\n' }}", "{{- '<|assistant|>\\n<think>\\n' }}")
 )
-# DeepSeek-R1: no answer keeps its reasoning, the prompt begins it, and a content that
-# is null means calls.
+# DeepSeek-R1: no answer keeps its reasoning, the prompt begins it, a content that is
+# null means calls, and arguments are text.
 R1 = (
     "{{ bos_token }}"
     "{%- for m in messages %}"
@@ -73,7 +81,8 @@ R1 = (
     "{%- if m['role'] == 'tool' %}{{ '<|tool|>' + m['content'] }}{%- endif %}"
     "{%- if m['role'] == 'assistant' and m['content'] is none %}"
     "{%- for c in m['tool_calls'] %}"
-    "{{ '<|assistant|>' + c['function']['name'] }}{%- endfor %}{{ '<|end|>' }}"
+    "{{ '<|assistant|>' + c['function']['name'] + c['function']['arguments'] }}"
+    "{%- endfor %}{{ '<|end|>' }}"
     "{%- endif %}"
     "{%- if m['role'] == 'assistant' and m['content'] is not none %}"
     "{%- set content = m['content'] %}"
@@ -90,6 +99,25 @@ MISTRAL = (
     "{%- if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{%- else %}{{ ' ' + m['content'] | trim + '<|end|>' }}{%- endif %}{%- endfor %}"
 )
+# Phi-3.5: the conversation ends with a token of its own.
+PHI = (
+    "{%- for m in messages %}"
+    "{{- '<|' + m['role'] + '|>\\n' + m['content'] + '<|end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}"
+    "{%- else %}{{- '<|over|>' }}{%- endif %}"
+)
+# gpt-oss: calls have no content, and no reasoning once an answer follows.
+GPT_OSS = (
+    "{%- for m in messages %}"
+    "{%- if m.tool_calls %}"
+    "{%- if not messages[loop.index:] | selectattr('role', 'eq', 'assistant') | list %}"
+    "{{- '<|assistant|><think>' + m.thinking + '<|end|>' }}{%- endif %}"
+    "{%- for c in m.tool_calls %}{{- '<|assistant|>' + c.function.name + ' ' }}"
+    "{{- c.function.arguments | tojson }}{%- endfor %}"
+    "{%- else %}{{- '<|' + m.role + '|>' + m.content }}{%- endif %}"
+    "{{- '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
 TEMPLATES = {
     "plain": PLAIN,
     "marked": MARKED,
@@ -100,6 +128,8 @@ TEMPLATES = {
     "qwen35": QWEN35,
     "r1": R1,
     "mistral": MISTRAL,
+    "phi": PHI,
+    "gpt_oss": GPT_OSS,
 }
 
 
@@ -132,7 +162,7 @@ def save(tokenizer, template, folder):
         tokenizer_object=tokenizer,
         bos_token="<|bos|>",
         eos_token="<|end|>",
-        additional_special_tokens=SPECIAL[2:],
+        additional_special_tokens=SPECIAL[1:],
     )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)

@@ -176,7 +176,7 @@ CASES = {
         [user("\u00e9"), assistant("\u00e9\U0001f44d"), user("\U0001f44d")],
         ["\u00e9\U0001f44d<|end|>"],
     ),
-    # What a template writes of earlier answers changes later.
+    # Templates change earlier answers later.
     "forgotten": (
         FORGETS,
         [user("the"), assistant("sat"), user("on"), assistant("mat")],
@@ -227,6 +227,21 @@ CASES = {
             "\n\n</think>\n\nmat<|end|>\n",
         ],
     ),
+    "before a token that ends the conversation": (
+        of.PHI,
+        [user("the"), assistant("sat"), user("on"), assistant("mat")],
+        ["sat<|end|>\n", "mat<|end|>\n<|over|>"],
+    ),
+    "of calls, whose reasoning is dropped": (
+        of.GPT_OSS,
+        [
+            user("the"),
+            assistant("a", thinking="b", tool_calls=[{"name": "on"}]),
+            {"role": "tool", "content": "the"},
+            assistant("mat"),
+        ],
+        ["on {}<|end|>", "mat<|end|>"],
+    ),
     "around spaces that the template writes": (
         of.MISTRAL,
         [user("the"), assistant(" sat "), user("on"), assistant("mat")],
@@ -247,7 +262,7 @@ CASES = {
             assistant("sat", tool_calls=None),
         ],
         # From version 5 on transformers hides null from templates.
-        ["look<|end|>" if TRANSFORMERS_4 else "<|end|>", "sat<|end|>"],
+        ["look{}<|end|>" if TRANSFORMERS_4 else "<|end|>", "sat<|end|>"],
     ),
     "reasoning by another name": (
         of.QWEN3,

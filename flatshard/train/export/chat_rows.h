@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// What is added to conversations.
+/// Additions to conversations.
 struct ChatAdditions {
   /// The text of a message in front of those that begin with no system message;
   /// empty: none.
