@@ -7,6 +7,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/models/generate.h"
+#include "tests/support/sum_order.h"
 
 namespace flatshard::models {
 namespace {
@@ -14,8 +15,9 @@ namespace {
 constexpr std::int64_t kDecodedVocab = 31;
 constexpr std::int64_t kDecodedContext = 24;
 constexpr std::int64_t kDecodedWindow = 5;
-// Sums over some 30 elements in another order, in float32.
-constexpr double kDecodedTolerance = 2e-5;
+// Products of one row and of many, over 40 elements in 3 layers.
+const double kDecodedTolerance = testing::sum_tolerance(
+    {.addends = 40, .in_a_row = testing::sums_of_forward(3)});
 
 /// Returns the blocks of a family, with few layers of small sizes.
 ModelConfig decoded_config(std::string_view family) {

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/core/error.h"
+#include "tests/support/sum_order.h"
 
 #include <map>
 #include <numeric>
@@ -17,8 +18,10 @@ using ::testing::HasSubstr;
 
 constexpr std::int64_t kPackedVocab = 31;
 constexpr std::int64_t kPackedSeqLen = 16;
-// Sums over some 30 tokens in another order, in float32.
-constexpr double kPackedTolerance = 1e-5;
+// Sums over 32 tokens of all documents or of one, forward and backward of 2
+// layers.
+const double kPackedTolerance = testing::sum_tolerance(
+    {.addends = 32, .in_a_row = testing::sums_of_steps(2, 1)});
 
 Llama packed_model(
     ActivationCheckpoint checkpoint,

@@ -6,14 +6,17 @@
 #include "flatshard/core/error.h"
 #include "router_oracle.h"
 #include "tests/nn/check.h"
+#include "tests/support/sum_order.h"
 
 namespace flatshard::nn {
 namespace {
 
 using ::testing::HasSubstr;
 
-// Exponentials and sums of at most 16 terms: 64 float32 half-ulps.
-constexpr double kTolerance = 64 * 0x1p-24;
+// Sums of at most 16 exponentials, forward and backward, each of two: of all
+// scores and of the chosen ones.
+const double kTolerance =
+    testing::sum_tolerance({.addends = 16, .in_a_row = 2 * 2});
 
 at::Tensor ints(std::vector<std::int32_t> values) {
   return at::tensor(values, at::kInt);
@@ -62,7 +65,7 @@ TEST_P(Routers, MatchTheOracleInChoiceWeightsAndGradients) {
              .score = o.score,
              .aux_loss = 1.0})
             .item<double>(),
-        1e-6);
+        testing::sum_tolerance({.addends = 37 * 16}));
   }
 }
 

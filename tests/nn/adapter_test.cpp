@@ -8,12 +8,15 @@
 
 #include "check.h"
 #include "flatshard/core/error.h"
+#include "tests/support/sum_order.h"
 
 namespace flatshard::nn {
 namespace {
 
-// Sums of at most 12 float32 products in another order.
-constexpr double kTolerance = 1e-5;
+// Sums of at most 12 float32 products: a norm, two layers, the two factors of
+// an adapter, forward and backward.
+const double kTolerance =
+    testing::sum_tolerance({.addends = 12, .in_a_row = 2 * 5});
 constexpr double kScale = 0.75;
 constexpr std::int64_t kBatch = 2;
 

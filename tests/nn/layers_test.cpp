@@ -10,16 +10,19 @@
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
+#include "tests/support/sum_order.h"
 
 #include <numbers>
 
 namespace flatshard::nn {
 namespace {
 
-// Both sides round each of a few stages once and accumulate at most 64 terms
-// in float32: 64 eps bounds float32, 4 stages of half an ulp bound bfloat16.
+// A few stages of sums of at most 64 terms in float32. In bfloat16 each of 4
+// stages rounds once.
 double tolerance(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 ? 4 * epsilon(dtype) : 64 * epsilon(dtype);
+  return dtype == at::kBFloat16
+             ? 4 * epsilon(dtype)
+             : testing::sum_tolerance({.addends = 64, .in_a_row = 4});
 }
 
 class Layers : public ::testing::TestWithParam<at::ScalarType> {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.python.device import DEVICE
+from tests.python.sum_order import use_as_default
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -49,6 +50,7 @@ def pytest_configure(config):
     if DEVICE == "cuda":
         use_a_gpu()
     torch.set_num_threads(1)
+    use_as_default()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")

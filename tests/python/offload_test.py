@@ -15,6 +15,7 @@ from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
+from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, full_state, shard, train, twins
 
@@ -28,7 +29,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 # On a GPU. A gradient or norm that is rounded otherwise (1e-7) moves a weight by that
 # over AdamW's eps (1e-4), times the learning rate (1e-2), a step. A weight that is
 # rounded the other way to bf16 changes gradients by 2^-8.
-BOUND = {None: 1e-5, torch.bfloat16: 1e-3}
+BOUND = {None: SMALL_MODEL, torch.bfloat16: 1e-3}
 
 
 def pair(make, mesh, **options):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import flatshard
 from flatshard import checkpoint, fully_shard
 from tests.python.device import DEVICE, on_device
+from tests.python.sum_order import SMALL_MODEL
 from tests.python.training import distance, full_state
 
 DIM = 6
@@ -80,7 +81,7 @@ def test_taken_like_fsdp2(change, mesh, rank):
     (ours, state), (theirs, other) = results
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b)
-    assert distance(state, other) < 1e-5
+    assert distance(state, other) < SMALL_MODEL
 
 
 def test_load_of_a_child_after_a_step(mesh, rank):
@@ -169,7 +170,7 @@ def test_checkpoints_know_what_is_left(change, kind, folder, mesh, rank):
     for m, o in ((model, optimizer), (other, loaded)):
         m(x).square().mean().backward()
         o.step()
-    assert distance(full_state(model), full_state(other)) < 1e-6
+    assert distance(full_state(model), full_state(other)) < SMALL_MODEL
 
 
 def fully_shard_again(model, mesh, change, folder, kind):

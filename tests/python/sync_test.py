@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from flatshard import fully_shard
 from tests.python.device import DEVICE
 from tests.python.models import Body, plain
+from tests.python.sum_order import SMALL_MODEL, near
 from tests.python.training import data, shard
 
 
@@ -41,9 +42,7 @@ def check_equal(ours, theirs, exact=True):
     for a, b in zip(grads(ours), grads(theirs)):
         assert (a is None) == (b is None)
         if a is not None:
-            torch.testing.assert_close(
-                a, b, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6
-            )
+            torch.testing.assert_close(a, b, **near(b, 0.0 if exact else SMALL_MODEL))
 
 
 # The settings before each of three microbatches: (block or None for the root, setter,

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from tests.python.device import on_device
 from tests.python.models import DIM
+from tests.python.sum_order import near
 from bench.harness.options import fully_shard
 
 STRATEGIES = ("no_shard", "optim", "zero2", "optim_grads_params")
@@ -123,12 +124,9 @@ def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
         ours.step(), ours.zero_grad()
         theirs.step(), theirs.zero_grad()
     for name, value in full_state(model).items():
+        want = single.state_dict()[name]
         torch.testing.assert_close(
-            value,
-            single.state_dict()[name],
-            rtol=1e-5,
-            atol=1e-6,
-            msg=lambda text: f"{name}: {text}",
+            value, want, **near(want), msg=lambda text: f"{name}: {text}"
         )
     return model
 

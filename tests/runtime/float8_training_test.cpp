@@ -21,6 +21,9 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(float8_formats()),
     [](const auto& info) { return name_of_format(info.param); });
 
+// A microbatch has the same shapes on either side, so its products have the
+// same kernels, and two gradients have one sum. Scales follow from maxima,
+// which have no order.
 TEST_P(Float8Formats, TwoRanksAreBitwiseOneWithTwoMicrobatches) {
   const Float8Run one = train_float8({.format = GetParam(), .microbatches = 2});
   const Float8Run two =

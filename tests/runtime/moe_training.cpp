@@ -10,6 +10,7 @@
 #include "flatshard/peer/page_communicator.h"
 #include "flatshard/peer/peer_communicator.h"
 #include "tests/support/ranks.h"
+#include "tests/support/sum_order.h"
 
 #include <fmt/format.h>
 
@@ -280,9 +281,12 @@ MoeDistance moe_distance(const MoeResult& got, const MoeResult& want) {
 }
 
 double moe_tolerance(const MoeRun& run) {
-  constexpr double kMultiple = 4;
   const bool one_order = run.world() == 1 || run.sequences() == 2;
-  return one_order ? 0 : kMultiple * run.sequences() * 0x1p-24;
+  // The gradients of a step, then their norm.
+  return one_order
+             ? 0
+             : sum_tolerance(
+                   {.addends = run.sequences(), .in_a_row = 2 * run.steps});
 }
 
 }  // namespace flatshard::testing

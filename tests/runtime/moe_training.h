@@ -82,10 +82,11 @@ struct MoeDistance {
 /// Infinite where the routers' biases differ, or what there is to compare.
 MoeDistance moe_distance(const MoeResult& got, const MoeResult& want);
 
-/// Returns the tolerance of a run's difference from its reference. A sum of n
-/// addends in another order differs by n * eps of them at most. Clipping and
-/// AdamW hand that on to the weights in each of the 3 steps. Two ranks with a
-/// microbatch each have one order, whichever of them adds: 0.
+/// Returns the tolerance of a run's difference from its reference. Each rank
+/// multiplies the same matrices as the reference, sequence by sequence, so with
+/// the same kernels: only sums over sequences have another order. Clipping and
+/// AdamW hand that on to the weights in each step. Two ranks with a microbatch
+/// each have one order, whichever of them adds: 0.
 double moe_tolerance(const MoeRun& run);
 
 }  // namespace flatshard::testing

@@ -17,12 +17,8 @@ using testing::TrainingCase;
 using testing::TrainingResult;
 using testing::weight_distance;
 
-// Sums of n float32 terms in another order differ by at most about n * eps
-// relative. Three AdamW steps divide by sqrt(v), which can amplify a relative
-// gradient error into one of the update, lr * error. 64 covers both here.
 double tolerance(const TrainingCase& c) {
-  const double eps = c.precision.compute == at::kFloat ? 0x1p-23 : 0x1p-8;
-  return 64 * c.world() * c.microbatches * eps;
+  return testing::training_tolerance(c, c.world());
 }
 
 // Losses are summed over the ranks in the order in which these come.
@@ -82,8 +78,10 @@ TEST_P(Parity, EqualsOneRankWithMicrobatches) {
       if (bf16) {
         c.precision = Precision{.reduce = at::kBFloat16};
       }
-      // The norm is summed over shards in another order: clipping would make
-      // the last bit of every weight depend on the number of ranks.
+      // Each rank multiplies matrices of the shapes that one rank has, so with
+      // the same kernels, and two gradients have one sum. The norm is summed
+      // over shards in another order: clipping would make the last bit of every
+      // weight depend on the number of ranks.
       const bool bitwise = c.world() == 2 && !bf16 && microbatches == 1;
       c.max_norm = bitwise ? 1e9 : 1.0;
       const TrainingResult expected = train_toy(one_rank(c));

@@ -9,6 +9,7 @@
 #include "flatshard/optim/grad_norm.h"
 #include "flatshard/optim/sgd.h"
 #include "tests/support/ranks.h"
+#include "tests/support/sum_order.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -411,6 +412,19 @@ TensorDistance tensor_distance(
     }
   }
   return distance;
+}
+
+double tensor_tolerance(const TensorRun& run) {
+  const std::int64_t tokens =
+      kTensorSeq * run.batch * run.data_ranks() * run.microbatches;
+  const models::ModelConfig config = tensor_config(run.model);
+  const int passes = sums_of_steps(config.layers, 1);
+  // The rate is 1, so a step hands its gradient's errors to the weights, by as
+  // much as clipping leaves of them.
+  const double steps = 1 + (run.steps - 1) * std::min(1.0, run.max_norm);
+  return sum_tolerance(
+      {.addends = std::max({config.ffn_dim, kTensorVocab, tokens}),
+       .in_a_row = static_cast<int>(std::ceil(passes * steps))});
 }
 
 }  // namespace flatshard::testing

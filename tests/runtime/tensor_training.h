@@ -93,4 +93,8 @@ TensorDistance tensor_distance(
     const TensorResult& got,
     const TensorResult& want);
 
+/// Returns the largest distance of a run from its reference: sums over the
+/// vocabulary, the width of a layer, or the tokens of a step in another order.
+double tensor_tolerance(const TensorRun& run);
+
 }  // namespace flatshard::testing

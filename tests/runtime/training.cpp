@@ -1,4 +1,5 @@
 #include "tests/runtime/training.h"
+#include "tests/support/sum_order.h"
 
 #include "flatshard/group/initializer.h"
 #include "flatshard/optim/adamw.h"
@@ -293,6 +294,19 @@ TrainingResult train_plain(const TrainingCase& c) {
         flat.data_ptr<float>() + flat.numel());
   }
   return result;
+}
+
+double training_tolerance(const TrainingCase& c, int world) {
+  // AdamW divides a gradient by its own size. The smallest of N gradients is
+  // about 1 / N of their addends, so the update is off by N times as much.
+  constexpr double kMostGrown = (kBlocks + 1) * kDim * kDim;
+  const bool wide = c.precision.compute == at::kFloat;
+  const double tolerance = sum_tolerance(
+      {.addends = std::int64_t{world} * c.microbatches,
+       .in_a_row = c.steps,
+       .size = kLr * kMostGrown,
+       .roundoff = wide ? kFloatRoundoff : kBFloat16Roundoff});
+  return std::min(tolerance, kLr * c.steps);  // further no update reaches
 }
 
 double weight_distance(const TrainingResult& a, const TrainingResult& b) {

@@ -102,6 +102,12 @@ void collect_weights(
     std::mutex& mutex,
     std::map<std::string, std::vector<float>>& weights);
 
+/// Returns the tolerance of losses, norms and weights of `c` over so many ranks
+/// against one rank, relative to the largest. All ranks multiply matrices of
+/// the shapes that one rank has, so with the same kernels: only the sums over
+/// ranks and microbatches have another order.
+double training_tolerance(const TrainingCase& c, int world);
+
 /// Returns the largest |a - b| over all weights, relative to the largest |a|.
 double weight_distance(const TrainingResult& a, const TrainingResult& b);
 

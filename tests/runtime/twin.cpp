@@ -1,6 +1,7 @@
 #include "tests/runtime/twin.h"
 
 #include "flatshard/group/initializer.h"
+#include "tests/support/sum_order.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -13,11 +14,6 @@ constexpr std::int64_t kBatch = 4;
 constexpr int kCells = 4;
 constexpr std::uint64_t kSeed = 3;
 constexpr double kLr = 0.05;
-// Float32 sums in another order, through four cells and five steps of SGD: some
-// hundreds of roundings of 1.2e-7, relative to the largest value. A gradient
-// that is lost or counted twice is off by its own size.
-constexpr double kTolerance = 1e-4;
-
 void expect_near(
     const NamedShard& shard,
     const at::Tensor& whole,
@@ -31,12 +27,20 @@ void expect_near(
     return;
   }
   const double bound =
-      kTolerance * std::max(1.0, expected.abs().max().item<double>());
+      twin_tolerance(std::max(1.0, expected.abs().max().item<double>()));
   EXPECT_LE((shard.tensor - expected).abs().max().item<double>(), bound)
       << what << " of " << shard.name();
 }
 
 }  // namespace
+
+double twin_tolerance(double size) {
+  constexpr int kMostSteps = 5;  // each passes on its errors in the weights
+  return sum_tolerance(
+      {.addends = kBatch * kDim,
+       .in_a_row = 2 * (kCells + 1) * kMostSteps,
+       .size = size});
+}
 
 CellImpl::CellImpl(std::int64_t dim)
     : body([](CellImpl& cell, at::Tensor x) { return cell.standard(x); }) {

@@ -103,6 +103,11 @@ class Twin {
   double scale_ = 1;
 };
 
+/// Returns how far values of a Twin's two models may be apart, when the largest
+/// has this size. Each rank's matrices have the shapes of the plain model's,
+/// but other addresses, on which the kernels' order of sums depends.
+double twin_tolerance(double size);
+
 /// Runs `test` on several strategies and numbers of ranks.
 void for_strategies(
     const std::function<void(const RankContext&, FullyShardOptions)>& test);

@@ -13,6 +13,7 @@
 #include "flatshard/train/train_state.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
+#include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
 
 #include <ATen/ATen.h>
@@ -40,8 +41,10 @@ constexpr std::int64_t kGlobalBatch = 12;
 constexpr std::int64_t kVocab = 61;
 constexpr int kSteps = 2;
 
-// Sums of at most 200 float32 losses and gradients in another order.
-constexpr double kTolerance = 1e-5;
+// Sums over the tokens of a step. The rate of SGD is 1.
+const double kStepTolerance = testing::sum_tolerance(
+    {.addends = kGlobalBatch * kSeqLen,
+     .in_a_row = testing::sums_of_steps(/*layers=*/2, kSteps)});
 
 // Tokens of a document that are trained, after its first one.
 constexpr std::array<std::uint32_t, 4> kTrained{0, 1, 4, 15};
@@ -231,10 +234,12 @@ double largest_difference(
 
 void expect_equal(const Outcome& outcome, const Outcome& expected) {
   for (int step = 0; step < kSteps; ++step) {
-    EXPECT_NEAR(outcome.losses[step], expected.losses[step], kTolerance);
+    EXPECT_NEAR(outcome.losses[step], expected.losses[step], kStepTolerance);
   }
-  EXPECT_NEAR(outcome.validation, expected.validation, kTolerance);
-  EXPECT_LT(largest_difference(outcome.weights, expected.weights), kTolerance);
+  EXPECT_NEAR(outcome.validation, expected.validation, kStepTolerance);
+  EXPECT_LT(
+      largest_difference(outcome.weights, expected.weights),
+      kStepTolerance);
 }
 
 TEST(MaskedLoss, IsTheMeanOverTheTrainedTokensOfTheStep) {
