@@ -27,8 +27,8 @@ BF16_BOUND = 3e-2
 
 
 def is_exact(world):
-    # A rank's products have the shapes of the model that is not sharded, so the same
-    # kernels, and the gradients of two ranks have one sum.
+    # A rank's products have the shapes of the plain model's, so they run the same kernels.
+    # The gradients of two ranks have one sum.
     return world <= 2 and DEVICE == "cpu"
 
 

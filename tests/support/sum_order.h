@@ -50,13 +50,13 @@ inline double sum_margin() {
 
 /// Returns the largest difference of two results of such sums.
 ///
-/// One addition is off by at most `roundoff` of its result, and by 0.4 of that
-/// in the root mean square of all mantissas, in either direction. So n
-/// additions are off by 0.4 * sqrt(n) * roundoff * size, and two orders differ
-/// by 0.6 * sqrt(n) * roundoff * size. Sums in a row, of which none grows the
-/// errors that it gets, differ by the root of their number more. The largest
-/// difference of some ten thousand values is 4 times the root mean square,
-/// hence 2.4.
+/// One addition is off by at most `roundoff` of its result, in either
+/// direction. In the root mean square of all mantissas it is off by 0.4 of
+/// that. So n additions are off by 0.4 * sqrt(n) * roundoff * size, and two
+/// orders differ by 0.6 * sqrt(n) * roundoff * size. Sums in a row differ by
+/// the root of their number more, when none of them grows the errors that it
+/// gets. The largest difference of some ten thousand values is 4 times the root
+/// mean square, hence 2.4.
 ///
 /// A fault is larger: of 1000 addends in float32, a lost one is 55 times the
 /// tolerance of one sum.
