@@ -281,12 +281,17 @@ MoeDistance moe_distance(const MoeResult& got, const MoeResult& want) {
 }
 
 double moe_tolerance(const MoeRun& run) {
-  const bool one_order = run.world() == 1 || run.sequences() == 2;
-  // The gradients of a step, then their norm.
-  return one_order
-             ? 0
-             : sum_tolerance(
-                   {.addends = run.sequences(), .in_a_row = 2 * run.steps});
+  if (run.world() == 1 || run.sequences() == 2) {
+    return 0;
+  }
+  // The gradients of a step, then their norm. Ranks that divide the width of
+  // experts add up its parts, in two layers, forward and backward.
+  const std::int64_t width = run.cuts_width ? kMoeWidth : 1;
+  const int of_width = run.cuts_width ? 2 * 2 : 0;
+  return sum_tolerance(
+      {.addends = std::max<std::int64_t>(run.sequences(), width),
+       .in_a_row = (2 + of_width) * run.steps,
+       .size = std::log(double{kMoeVocab})});  // the size of a loss
 }
 
 }  // namespace flatshard::testing

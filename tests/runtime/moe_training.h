@@ -84,7 +84,8 @@ MoeDistance moe_distance(const MoeResult& got, const MoeResult& want);
 
 /// Returns the tolerance of a run's difference from its reference. Each rank
 /// multiplies the same matrices as the reference, sequence by sequence, so with
-/// the same kernels: only sums over sequences have another order. Clipping and
+/// the same kernels: only sums over sequences, and over parts of an expert's
+/// width, have another order. Clipping and
 /// AdamW hand that on to the weights in each step. Two ranks with a microbatch
 /// each have one order, whichever of them adds: 0.
 double moe_tolerance(const MoeRun& run);

@@ -26,12 +26,13 @@ struct Sums {
   double roundoff = kFloatRoundoff;
 };
 
-/// Returns the number of sums in a row in a transformer's forward: in each
-/// layer two norms, the products with q, k and v, scores, softmax, values,
-/// output, up and down; then a norm, the logits and the loss. A backward has as
+/// Returns the number of sums in a row in a transformer's forward. A layer has
+/// 13: two norms, the product with q, k or v, the norm of heads or projections,
+/// rotation, scores, softmax, values, output, up, down, and two residual
+/// additions. A final norm, the logits and the loss follow. A backward has as
 /// many.
 constexpr int sums_of_forward(std::int64_t layers) {
-  return static_cast<int>(9 * layers + 3);
+  return static_cast<int>(13 * layers + 3);
 }
 
 /// Returns the same number for so many steps of training, each a forward and a
