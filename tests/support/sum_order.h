@@ -27,10 +27,9 @@ struct Sums {
 };
 
 /// Returns the number of sums in a row in a transformer's forward. A layer has
-/// 13: two norms, the product with q, k or v, the norm of heads or projections,
-/// rotation, scores, softmax, values, output, up, down, and two residual
-/// additions. A final norm, the logits and the loss follow. A backward has as
-/// many.
+/// 13: two norms, the product with q, k or v, their norm, rotation, scores,
+/// softmax, values, output, up, down, two residual additions. A final norm, the
+/// logits and the loss follow. A backward has as many.
 constexpr int sums_of_forward(std::int64_t layers) {
   return static_cast<int>(13 * layers + 3);
 }
