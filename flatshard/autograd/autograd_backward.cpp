@@ -17,7 +17,9 @@ namespace {
       usage,
       "parameter {} of unit {} got its gradient outside of a backward: the "
       "unit was reduced without it when its backward ended. Compute weight "
-      "gradients inside the backward, or put them off in a BackwardPass",
+      "gradients inside the backward, or put them off in a BackwardPass. "
+      "Assign "
+      "`.grad` of the sharded parameter, before the forward",
       p.name,
       unit.name());
 }

@@ -191,7 +191,8 @@ void AutogradEvents::forward_begin(UnitId unit, const nn::TensorList& inputs) {
 AutogradEvents::EndedForward AutogradEvents::forward_end(
     UnitId unit,
     const nn::TensorList& outputs,
-    bool more_follow) {
+    bool more_follow,
+    bool runs_later) {
   FLATSHARD_CHECK(
       !open_calls_.empty() && open_calls_.back()->unit == unit,
       internal,
@@ -201,7 +202,8 @@ AutogradEvents::EndedForward AutogradEvents::forward_end(
   open_calls_.pop_back();
   const EndedForward ended{
       .call = call->id,
-      .needs_backward = watch_outputs(call, outputs),
+      .needs_backward = watch_outputs(call, outputs) ||
+                        (runs_later && at::GradMode::is_enabled()),
       .outermost = !call->recompute && !in_forward()};
   listener_.feed(
       {.kind =
@@ -279,6 +281,8 @@ void AutogradEvents::forget_dead_tensors() {
   std::erase_if(watched_, [](const auto& entry) {
     return entry.second->node.expired();
   });
+  // Its last owners were those tensors.
+  std::erase_if(calls_, [](const auto& call) { return call.expired(); });
 }
 
 void AutogradEvents::watch_inputs(

@@ -92,9 +92,12 @@ class AutogradEvents {
     bool outermost = false;  ///< as AutogradListener::forward_begins had it
   };
   /// @param outputs  tensors that come out of it, as they are.
-  /// @param more_follow  see UnitCalls::forward_end.
-  EndedForward
-  forward_end(UnitId unit, const nn::TensorList& outputs, bool more_follow);
+  /// @param more_follow, runs_later  see UnitCalls::forward_end.
+  EndedForward forward_end(
+      UnitId unit,
+      const nn::TensorList& outputs,
+      bool more_follow,
+      bool runs_later = false);
   /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
   /// A backward may begin with the gradients of these `tensors`, which the open
@@ -166,8 +169,10 @@ class AutogradEvents {
 
   /// Forgets open forwards and backwards that run.
   void reset();
-  /// Forgets tensors whose graph is gone.
+  /// Forgets tensors whose graph is gone, and the calls that made them.
   void forget_dead_tensors();
+  /// Returns the number of calls and tensors that are not forgotten.
+  std::size_t num_remembered() const { return calls_.size() + watched_.size(); }
 
   // The running tasks --------------------------------------------------------
 

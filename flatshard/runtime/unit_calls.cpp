@@ -23,9 +23,11 @@ void UnitCalls::forward_begin(UnitId unit, const nn::TensorList& inputs) {
 void UnitCalls::forward_end(
     UnitId unit,
     const nn::TensorList& outputs,
-    bool more_follow) {
+    bool more_follow,
+    bool runs_later) {
   const std::lock_guard lock(core_.mutex);
-  const auto ended = core_.events.forward_end(unit, outputs, more_follow);
+  const auto ended =
+      core_.events.forward_end(unit, outputs, more_follow, runs_later);
   if (ended.outermost && ended.needs_backward) {
     core_.observers.steps.tell([&](StepObserver& o) {
       o.expects_backward(*core_.units[unit], ended.call);

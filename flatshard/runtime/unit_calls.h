@@ -24,10 +24,13 @@ class UnitCalls {
   /// @param more_follow  the unit is one of several modules, of which others
   ///   are to run in this forward: its weights stay gathered for them, until
   ///   the outermost forward ends.
+  /// @param runs_later  what came out may compute with the unit's weights, or
+  ///   have a backward, that no tensor of `outputs` shows.
   void forward_end(
       UnitId unit,
       const nn::TensorList& outputs,
-      bool more_follow = false);
+      bool more_follow = false,
+      bool runs_later = false);
   /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
   /// Inside of the forward of `unit`: the program keeps these tensors, of the

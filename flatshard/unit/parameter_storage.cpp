@@ -8,6 +8,18 @@
 namespace flatshard {
 namespace {
 
+// The flag by which a StorageImpl refuses reads. torch sets it for good, while
+// the memory of a parameter comes back. An explicit instantiation may name a
+// private member.
+template <bool c10::StorageImpl::*flag>
+struct RefusalFlag {
+  friend bool& refuses_reads(c10::StorageImpl& storage) {
+    return storage.*flag;
+  }
+};
+bool& refuses_reads(c10::StorageImpl& storage);
+template struct RefusalFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
 at::Storage storage_without_memory(std::size_t nbytes, at::Device device) {
   return at::Storage(
       at::Storage::use_byte_size_t(),
@@ -94,27 +106,33 @@ void ParameterStorage::set_name(
       .parameter = name,
       .float8 = float8};
   if (float8) {
-    refusing_.unsafeGetStorageImpl()
-        ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-            "parameter {} of {} is held in FP8 and has no values of this "
-            "dtype: nn::Linear and modules that contain it read its planes "
-            "(nn/weight_source.h). Exclude a parameter that other code reads; "
-            "to read or write values, use the shards of its group "
-            "(Runtime::all_groups)",
-            name,
-            unit));
+    set_access_error(fmt::format(
+        "parameter {} of {} is held in FP8 and has no values of this "
+        "dtype: nn::Linear and modules that contain it read its planes "
+        "(nn/weight_source.h). Exclude a parameter that other code reads; "
+        "to read or write values, use the shards of its group "
+        "(Runtime::all_groups)",
+        name,
+        unit));
     return;
   }
+  set_access_error(fmt::format(
+      "parameter {} of {} is released: it has values only while the "
+      "unit computes. Call the unit itself, through its holder "
+      "(`block(x)`, not `block->forward(x)` or one of its submodules); a "
+      "module outside of the unit that uses the parameter registers it "
+      "with share_parameter; a view that outlives the unit's forward needs a "
+      "clone(); to read or write values, use the shards of its group "
+      "(Runtime::all_groups)",
+      name,
+      unit));
+}
+
+void ParameterStorage::set_access_error(const std::string& text) const {
   refusing_.unsafeGetStorageImpl()
-      ->release_data_and_set_meta_custom_data_ptr_error_msg_(fmt::format(
-          "parameter {} of {} is released: it has values only while the "
-          "unit computes. Call the unit itself, through its holder "
-          "(`block(x)`, not `block->forward(x)` or one of its submodules); a "
-          "module outside of the unit that uses the parameter registers it "
-          "with share_parameter; whoever reads or writes values takes the "
-          "shards of its group (Runtime::all_groups)",
-          name,
-          unit));
+      ->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+  storage_.unsafeGetStorageImpl()->get_extra_meta().custom_data_ptr_error_msg_ =
+      text;
 }
 
 void ParameterStorage::refuse_as_float8() const {
@@ -132,25 +150,27 @@ void ParameterStorage::point_at(void* data) const {
     return;
   }
   at::StorageImpl* impl = storage_.unsafeGetStorageImpl();
+  refuses_reads(*impl) = false;
   impl->set_data_ptr_noswap(at::DataPtr(data, impl->device()));
-  impl->set_nbytes(nbytes_);
   show(storage_);
 }
 
 void ParameterStorage::clear() const {
   at::StorageImpl* impl = storage_.unsafeGetStorageImpl();
   if (released_) {
+    refuses_reads(*impl) = false;
     impl->set_data_ptr_noswap(at::DataPtr(
         released_.get(),
         new std::shared_ptr<void>(released_),
         [](void* owner) { delete static_cast<std::shared_ptr<void>*>(owner); },
         impl->device()));
-    impl->set_nbytes(nbytes_);
     show(storage_);
     return;
   }
+  // Views of it refuse, too, until it has memory again. Setting the pointer
+  // makes the flag take effect.
+  refuses_reads(*impl) = nbytes_ > 0;
   impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
-  impl->set_nbytes(0);
   hide();
 }
 
@@ -161,13 +181,8 @@ void ParameterStorage::retire() const {
   }
   ParameterOwner& owner = refusal(refusing_).owner;
   owner.retired = true;
-  storage_.unsafeGetStorageImpl()->set_nbytes(nbytes_);
   if (nbytes_ > 0) {
-    for (const at::Storage& storage : {storage_, refusing_}) {
-      storage.unsafeGetStorageImpl()
-          ->release_data_and_set_meta_custom_data_ptr_error_msg_(
-              retired_message(owner));
-    }
+    set_access_error(retired_message(owner));
   }
 }
 

@@ -24,8 +24,8 @@ struct ParameterOwner {
 ///
 /// While it is resharded, or hidden, the tensor itself shows another storage,
 /// which throws when its data are read or written and names the parameter:
-/// kernels would follow the null pointer. Views that are older than that do
-/// follow it; diagnostics/poison.h is for them.
+/// kernels would follow the null pointer. Older views throw while it is
+/// resharded, and are valid again after the next gather.
 ///
 /// Each has its own storage, since autograd and AOTAutograd take tensors that
 /// share one for aliases of each other.
@@ -51,6 +51,8 @@ class ParameterStorage {
 
   /// Sets the name for the error of a read while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
+  /// Sets the whole text of that error.
+  void set_access_error(const std::string& text) const;
 
   /// Marks that it has FP8 planes and never data, which the error reports. From
   /// here on nothing below changes what it shows.

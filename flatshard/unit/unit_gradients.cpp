@@ -61,8 +61,11 @@ nn::WgradTarget UnitGradients::target(const SlotView& slot, std::size_t index)
 
 void UnitGradients::add(std::size_t index, const at::Tensor& grad) {
   const at::NoGradGuard no_grad;
+  // The slot that is reduced is dense: sparse embeddings' gradients become so.
+  const at::Tensor dense =
+      grad.layout() == at::kStrided ? grad : grad.to_dense();
   at::Tensor& pending = arrivals_[index].pending;
-  pending = pending.defined() ? pending.add(grad) : grad;
+  pending = pending.defined() ? pending.add(dense) : dense;
 }
 
 std::size_t UnitGradients::num_pending() const {

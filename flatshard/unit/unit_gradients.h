@@ -32,7 +32,7 @@ class UnitGradients {
   nn::WgradTarget target(const SlotView& slot, std::size_t index) const;
   /// A layer wrote it there.
   void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
-  /// It came as a tensor, and is added to what came before.
+  /// It came as a tensor of any layout, and is added to what came before.
   void add(std::size_t index, const at::Tensor& grad);
   /// Returns the number of gradients that came as tensors and are not in the
   /// slot yet.

@@ -225,6 +225,21 @@ TEST(AutogradEvents, ForwardsAreOpenUntilTheyEndOrFail) {
   });
 }
 
+// A loop that only evaluates, without no_grad.
+TEST(AutogradEvents, ForwardsWithoutABackwardAreForgotten) {
+  testing::run_ranks(1, [](const RankContext& context) {
+    WatchedUnits watched(context, 2);
+    for (int i = 0; i < 20; ++i) {
+      watched.call(1, watched.call(0, at::ones({4})));
+      watched.events->forget_dead_tensors();
+      EXPECT_EQ(watched.events->num_remembered(), 0);
+    }
+    const at::Tensor kept = watched.call(0, at::ones({4}));
+    watched.events->forget_dead_tensors();
+    EXPECT_EQ(watched.events->num_remembered(), 2);  // its call and itself
+  });
+}
+
 TEST(AutogradEvents, HooksOfADestroyedOneDoNothing) {
   testing::run_ranks(1, [](const RankContext& context) {
     WatchedUnits watched(context, 1);
