@@ -33,7 +33,10 @@ void add_tensor(const at::Tensor& tensor, nn::TensorList& out) {
 
 }  // namespace
 
-void collect_tensors(py::handle object, nn::TensorList& out) {
+void collect_tensors(
+    py::handle object,
+    nn::TensorList& out,
+    std::vector<py::object>* opaque) {
   PyObject* p = object.ptr();
   if (THPVariable_Check(p)) {
     add_tensor(THPVariable_Unpack(p), out);
@@ -45,7 +48,7 @@ void collect_tensors(py::handle object, nn::TensorList& out) {
   if (PyTuple_Check(p) || PyList_Check(p)) {
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(p);
     for (Py_ssize_t i = 0; i < size; ++i) {
-      collect_tensors(PySequence_Fast_GET_ITEM(p, i), out);
+      collect_tensors(PySequence_Fast_GET_ITEM(p, i), out, opaque);
     }
     return;
   }
@@ -54,7 +57,7 @@ void collect_tensors(py::handle object, nn::TensorList& out) {
     PyObject* value = nullptr;
     Py_ssize_t position = 0;
     while (PyDict_Next(p, &position, &key, &value)) {
-      collect_tensors(value, out);
+      collect_tensors(value, out, opaque);
     }
     return;
   }
@@ -62,15 +65,19 @@ void collect_tensors(py::handle object, nn::TensorList& out) {
   if (py::hasattr(type, "__dataclass_fields__")) {
     for (const py::handle& name : type.attr("__dataclass_fields__")) {
       if (py::hasattr(object, name)) {
-        collect_tensors(object.attr(name), out);
+        collect_tensors(object.attr(name), out, opaque);
       }
     }
     return;
   }
   if (pytree().attr("SUPPORTED_NODES").contains(type)) {
     for (const py::handle& leaf : pytree().attr("tree_leaves")(object)) {
-      collect_tensors(leaf, out);
+      collect_tensors(leaf, out, opaque);
     }
+    return;
+  }
+  if (opaque != nullptr) {
+    opaque->push_back(py::reinterpret_borrow<py::object>(object));
   }
 }
 

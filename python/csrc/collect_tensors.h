@@ -3,11 +3,18 @@
 #include "flatshard/nn/visit.h"
 #include "python/csrc/bind.h"
 
+#include <vector>
+
 namespace flatshard::python {
 
 /// Collects the tensors inside `object`: a tensor, any nesting of tuples,
 /// lists, dicts and dataclasses, and the containers of torch.utils._pytree
 /// (ModelOutput). In order. Called with the GIL.
-void collect_tensors(py::handle object, nn::TensorList& out);
+/// @param opaque  takes the objects of other types, which may hold tensors,
+/// too.
+void collect_tensors(
+    py::handle object,
+    nn::TensorList& out,
+    std::vector<py::object>* opaque = nullptr);
 
 }  // namespace flatshard::python

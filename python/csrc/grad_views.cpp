@@ -1,11 +1,9 @@
 #include "python/csrc/grad_views.h"
 
 #include "flatshard/device/memory.h"
+#include "python/csrc/shard_hooks.h"
 
 #include <ATen/ATen.h>
-
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
@@ -22,7 +20,7 @@ GradViews::GradViews(
       beside_(std::move(beside)),
       rows_of_(std::move(rows_of)),
       members_(unit_->num_groups()),
-      shown_(shards_.size(), WeakTensor(at::Tensor().getIntrusivePtr())),
+      shown_(shards_.size()),
       progress_(unit_->num_groups()) {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     if (unit_->trainable(i)) {
@@ -34,18 +32,57 @@ GradViews::GradViews(
 bool GradViews::is_own(std::size_t i) const {
   // An impl that is gone keeps its address for as long as a weak pointer looks
   // at it, so no other has that.
-  return grad_of(i).defined() &&
-         grad_of(i).unsafeGetTensorImpl() == shown_[i]._unsafe_get_target();
+  return grad_of(i).defined() && grad_of(i).unsafeGetTensorImpl() ==
+                                     shown_[i].tensor._unsafe_get_target();
+}
+
+bool GradViews::is_kept_by_user(std::size_t i) const {
+  return !is_own(i) && !shown_[i].memory.expired();
+}
+
+void GradViews::leave_to_user(std::size_t g) {
+  for (const std::size_t i : members_[g]) {
+    shown_[i] = {};
+  }
+  unit_->group_at(g).gradients().reduced().drop();
 }
 
 void GradViews::begin_backward() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     unit_->group_at(g).gradients().forget_contributions();
   }
-  take();
+  reclaim();
 }
 
 void GradViews::take() {
+  const at::NoGradGuard no_grad;
+  for (std::size_t g = 0; g < members_.size(); ++g) {
+    ReducedGradient& reduced = unit_->group_at(g).gradients().reduced();
+    reduced.take_back();
+    const Indices& members = members_[g];
+    const auto has_grad = [&](std::size_t i) { return grad_of(i).defined(); };
+    if (std::ranges::none_of(members, has_grad)) {
+      leave_to_user(g);
+      continue;
+    }
+    if (!reduced.exists() || std::ranges::any_of(members, [&](std::size_t i) {
+          return is_kept_by_user(i);
+        })) {
+      leave_to_user(g);
+      reduced.make_space(/*is_last=*/false);
+      reduced.local().zero_();
+    }
+    for (const std::size_t i : members) {
+      if (is_own(i) || !is_trained(i)) {
+        continue;
+      }
+      const at::Tensor rows = unit_->grad(i).value();
+      has_grad(i) ? rows.copy_(users_rows(i)) : rows.zero_();
+    }
+  }
+}
+
+void GradViews::reclaim() {
   for (std::size_t g = 0; g < members_.size(); ++g) {
     ParamGroup& group = unit_->group_at(g);
     group.gradients().reduced().take_back();
@@ -53,21 +90,14 @@ void GradViews::take() {
       continue;
     }
     const Indices& members = members_[g];
-    if (std::none_of(members.begin(), members.end(), [&](std::size_t i) {
-          return grad_of(i).defined();
+    // Hooks take the gradient of the backward that begins, and no other.
+    if (std::ranges::none_of(
+            members,
+            [&](std::size_t i) { return grad_of(i).defined(); }) ||
+        std::ranges::any_of(members, [&](std::size_t i) {
+          return has_tensor_hooks(shards_[i]) || is_kept_by_user(i);
         })) {
-      group.gradients().reduced().drop();
-      continue;
-    }
-    if (std::any_of(members.begin(), members.end(), [&](std::size_t i) {
-          return has_hooks(i);
-        })) {
-      // The user adds an existing gradient again: hooks take the gradient of
-      // the backward that begins, and no other.
-      for (const std::size_t i : members) {
-        shown_[i] = WeakTensor(at::Tensor().getIntrusivePtr());
-      }
-      group.gradients().reduced().drop();
+      leave_to_user(g);
       continue;
     }
     for (const std::size_t i : members) {
@@ -75,13 +105,8 @@ void GradViews::take() {
         continue;
       }
       const at::NoGradGuard no_grad;
-      const at::Tensor own = unit_->grad(i).value();
-      if (grad_of(i).defined()) {
-        own.copy_(users_rows(i));
-        show_one(i);
-      } else {
-        own.zero_();
-      }
+      shown_[i] = {};
+      unit_->grad(i).value().zero_();
     }
   }
 }
@@ -155,60 +180,51 @@ bool GradViews::is_used(std::size_t i) const {
 }
 
 void GradViews::show_parameter(std::size_t i) {
-  if (is_own(i) || !is_trained(i) || !(is_used(i) || grad_of(i).defined())) {
+  if (is_own(i) || !is_trained(i) || !is_used(i)) {
     return;
   }
-  if (is_used(i) && has_hooks(i)) {
+  if (has_tensor_hooks(shards_[i])) {
     run_tensor_hooks(i);
   }
-  if (grad_of(i).defined()) {
-    const at::NoGradGuard no_grad;
-    unit_->grad(i).value().add_(users_rows(i));
+  if (!grad_of(i).defined()) {
+    show_one(i);
+    return;
   }
-  show_one(i);
+  const at::NoGradGuard no_grad;
+  // Read by the attribute, which cuts what autograd put there.
+  const py::object users = py::cast(shards_[i]).attr("grad");
+  users.attr("add_")(beside_(shards_[i], unit_->grad(i).value()));
 }
 
-// Not by the hooks' own operator: it takes what a hook returns for a tensor.
 void GradViews::run_hooks(std::size_t i) {
-  if (!is_trained(i) || !is_used(i) ||
-      torch::autograd::impl::post_acc_grad_hooks(shards_[i]) == nullptr) {
-    return;
+  if (is_trained(i) && is_used(i)) {
+    run_post_hooks(shards_[i]);
   }
-  const py::object shard = py::cast(shards_[i]);
-  const py::object hooks = shard.attr("_post_accumulate_grad_hooks");
-  if (hooks.is_none()) {
-    return;
-  }
-  for (const py::handle& hook : py::list(hooks.attr("values")())) {
-    hook(shard);
-  }
-}
-
-bool GradViews::has_hooks(std::size_t i) const {
-  return !torch::autograd::impl::hooks(shards_[i]).empty();
 }
 
 void GradViews::run_tensor_hooks(std::size_t i) {
   const at::NoGradGuard no_grad;
   const at::Tensor rows = unit_->grad(i).value();
   const at::Tensor grad = beside_(shards_[i], rows).cast<at::Tensor>();
-  torch::autograd::variable_list found{grad};
-  for (const auto& hook : torch::autograd::impl::hooks(shards_[i])) {
-    found = (*hook)(found);
-  }
-  if (!found[0].is_same(grad)) {
-    rows.copy_(rows_of_(shards_[i], found[0]).cast<at::Tensor>());
+  const at::Tensor found =
+      flatshard::python::run_tensor_hooks(shards_[i], grad);
+  if (!found.is_same(grad)) {
+    rows.copy_(rows_of_(shards_[i], found).cast<at::Tensor>());
   }
 }
 
 at::Tensor GradViews::users_rows(std::size_t i) const {
-  return rows_of_(shards_[i], grad_of(i)).cast<at::Tensor>();
+  const py::object users = py::cast(shards_[i]).attr("grad");
+  return rows_of_(shards_[i], users).cast<at::Tensor>();
 }
 
 void GradViews::show_one(std::size_t i) {
   const at::Tensor rows = unit_->grad(i).value();
   shards_[i].mutable_grad() = beside_(shards_[i], rows).cast<at::Tensor>();
-  shown_[i] = WeakTensor(grad_of(i).getIntrusivePtr());
+  shown_[i] = {
+      .tensor = WeakTensor(grad_of(i).getIntrusivePtr()),
+      .memory = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(
+          rows.storage().unsafeGetStorageImpl()))};
 }
 
 void GradViews::release() {
@@ -219,8 +235,13 @@ void GradViews::release() {
 
 void GradViews::drop() {
   end_backward();
-  for (const at::Tensor& shard : shards_) {
-    shard.mutable_grad() = at::Tensor();
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    if (grad_of(i).defined() && !is_own(i)) {
+      py::cast(grad_of(i)).attr("zero_")();
+    } else {
+      shards_[i].mutable_grad() = at::Tensor();
+    }
   }
 }
 

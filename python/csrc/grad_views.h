@@ -32,14 +32,17 @@ class GradViews {
       py::object beside,
       py::object rows_of);
 
-  /// The groups own their gradients again, those that have no `.grad` left
-  /// none: users may have dropped or replaced them since the last backward.
+  /// The groups have their gradients for a reader: the values of the `.grad`s,
+  /// whoever owns these; none where no `.grad` is left.
   void take();
-  /// take(), and which gradients there will be is not known yet.
+  /// The groups own their gradients again, for a reduction to add to. Those
+  /// that users dropped or replaced since the last one are zeros.
+  void reclaim();
+  /// reclaim(), and which gradients there will be is not known yet.
   void begin_backward();
-  /// Gives each shard its gradient, with what a user put there added, and
-  /// releases it; then calls the hooks that show_reduced left. After a
-  /// backward.
+  /// Gives each shard its gradient, or adds it in place to the tensor that a
+  /// user put there, and releases it; then calls the hooks that show_reduced
+  /// left. After a backward.
   void show();
   /// The unit's gradients were reduced in a backward that continues: shows them
   /// and calls the hooks, on the current stream. Those of which this rank had
@@ -47,13 +50,20 @@ class GradViews {
   void show_reduced();
   /// Lets the `.grad`s alone keep the gradients from here on.
   void release();
-  /// No shard has a `.grad` any more.
+  /// No shard has a gradient any more. Tensors that users put into `.grad` stay
+  /// there, with zeros.
   void drop();
 
  private:
   using Indices = std::vector<std::size_t>;
   using WeakTensor =
       c10::weak_intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>;
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  /// The gradient that show_one made.
+  struct Shown {
+    WeakTensor tensor{at::Tensor().getIntrusivePtr()};
+    WeakStorage memory{c10::intrusive_ptr<c10::StorageImpl>()};
+  };
 
   const at::Tensor& grad_of(std::size_t parameter) const {
     return shards_[parameter].grad();
@@ -62,13 +72,17 @@ class GradViews {
   bool is_trained(std::size_t parameter) const {
     return shards_[parameter].requires_grad();
   }
-  /// Returns whether somebody put a hook on the shard by register_hook.
-  bool has_hooks(std::size_t parameter) const;
-  /// These take the gradient of this backward, before it is added to others.
+  /// Hooks of register_hook take the gradient of this backward, before it is
+  /// added to others.
   void run_tensor_hooks(std::size_t parameter);
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;
+  /// It is not, and somebody has what show_one made, or a view of it: the
+  /// values have to stay.
+  bool is_kept_by_user(std::size_t parameter) const;
   void show_one(std::size_t parameter);
+  /// Every `.grad` of the group is the user's from here on.
+  void leave_to_user(std::size_t group);
   /// Returns whether some rank had a gradient of it for this backward's
   /// reduction.
   bool is_used(std::size_t parameter) const;
@@ -77,13 +91,12 @@ class GradViews {
   void run_hooks(std::size_t parameter);
   void end_backward();
   at::Tensor users_rows(std::size_t parameter) const;
-
   std::shared_ptr<PyUnit> unit_;
   std::vector<at::Tensor> shards_;
   py::object beside_;
   py::object rows_of_;
   std::vector<Indices> members_;  ///< of each group; none of frozen ones
-  std::vector<WeakTensor> shown_;
+  std::vector<Shown> shown_;
   /// The stage of a group in the backward that runs.
   enum class Stage { waits, reduced, shown };
   struct Progress {

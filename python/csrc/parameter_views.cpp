@@ -1,24 +1,14 @@
 #include "python/csrc/parameter_views.h"
 
 #include "flatshard/core/error.h"
+#include "python/csrc/shard_hooks.h"
 
 #include <c10/util/ScopeExit.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <utility>
 
 namespace flatshard::python {
-
-namespace {
-
-bool has_post_hooks(const at::Tensor& shard) {
-  return shard.requires_grad() &&
-         torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
-}
-
-}  // namespace
 
 ParameterViews::ParameterViews(
     std::vector<UnitViews> units,
@@ -277,7 +267,8 @@ void ParameterViews::check_may_go_on() const {
           !has_post_hooks(shard),
           usage,
           "interleaved: expected no hooks of "
-          "register_post_accumulate_grad_hook on the model's parameters; a "
+          "register_post_accumulate_grad_hook, or on gradient accumulators, of "
+          "the model's parameters; a "
           "step whose backwards interleave has gradients at its end alone");
     }
   }
@@ -308,7 +299,7 @@ void ParameterViews::gradients_ready(Unit& unit, const SlotView&) {
   const py::gil_scoped_acquire gil;
   state.ran_hooks = false;
   if (const auto grads = state.views.grads.lock()) {
-    grads->take();
+    grads->reclaim();
   }
 }
 

@@ -73,7 +73,8 @@ PyRuntime::PyRuntime(
           views_of(units),
           std::move(callbacks.before_forward),
           std::move(callbacks.before_backward),
-          std::move(callbacks.whole_written))) {
+          std::move(callbacks.whole_written))),
+      look_inside_(std::move(callbacks.look_inside)) {
   const OutsideOfTransforms outside;  // of a first forward inside of one
   std::vector<std::unique_ptr<Unit>> list;
   std::vector<UnitId> parents;
@@ -194,21 +195,31 @@ void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
 
 void PyRuntime::forward_end(UnitId unit, py::handle output, bool more_follow) {
   nn::TensorList tensors;
-  collect_tensors(output, tensors);
+  std::vector<py::object> opaque;
+  const bool has_grads = at::GradMode::is_enabled();
+  collect_tensors(output, tensors, has_grads ? &opaque : nullptr);
+  const auto may_have_backward = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  bool runs_later = false;
+  if (!opaque.empty()) {
+    const bool shows_backward = std::ranges::any_of(tensors, may_have_backward);
+    const auto inside = look_inside_(unit, opaque, shows_backward)
+                            .cast<std::pair<nn::TensorList, bool>>();
+    tensors.insert(tensors.end(), inside.first.begin(), inside.first.end());
+    runs_later = inside.second;
+  }
   views_->tell_whole_writes(unit);
   {
     const py::gil_scoped_release no_gil;
-    runtime_->calls().forward_end(unit, tensors, more_follow);
+    runtime_->calls().forward_end(unit, tensors, more_follow, runs_later);
     rows_->forget(false);
     forget_trace();
   }
   using After = ParameterViews::After;
   After after = more_follow ? After::more_follow : After::sharded;
-  const auto may_have_backward = [](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.requires_grad();
-  };
-  if (!more_follow && at::GradMode::is_enabled() &&
-      std::ranges::any_of(tensors, may_have_backward)) {
+  if (!more_follow && has_grads &&
+      (runs_later || std::ranges::any_of(tensors, may_have_backward))) {
     after = After::may_be_kept;
   }
   views_->unit_ended(unit, after);

@@ -36,6 +36,11 @@ class PyRuntime {
     py::object before_forward;
     py::object before_backward;
     py::object whole_written;
+    /// look_inside(unit, objects, shows_backward): called when a forward with
+    /// gradients returns objects of types unfamiliar to collect_tensors.
+    /// Returns the tensors in them and runs_later of UnitCalls::forward_end.
+    /// `shows_backward`: a tensor next to them has a backward.
+    py::object look_inside;
   };
   PyRuntime(
       const std::shared_ptr<Mesh>& mesh,
@@ -120,6 +125,7 @@ class PyRuntime {
   void forget_trace();
 
   std::shared_ptr<ParameterViews> views_;
+  py::object look_inside_;
   nn::ModuleContextPtr sink_ = c10::make_intrusive<nn::ModuleContext>();
   std::shared_ptr<NanCheck> nan_check_;
   std::shared_ptr<SharedRows> rows_ = std::make_shared<SharedRows>();

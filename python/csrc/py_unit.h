@@ -106,6 +106,11 @@ class PyUnit {
   void set_names(
       const std::string& unit,
       const std::vector<std::vector<std::string>>& names);
+  /// Sets the error of reading whole(i), or a view of it, while it has no
+  /// memory. After set_names, before `adopt`.
+  void set_access_error(std::size_t i, const std::string& text) const {
+    contents_.parameters.at(i).storage.set_access_error(text);
+  }
   /// Hands the contents to a Unit of a Runtime; `this` keeps reading them.
   std::unique_ptr<Unit> adopt(UnitId id);
   void keep(std::shared_ptr<Runtime> runtime) {

@@ -151,16 +151,19 @@ void bind_runtime(py::module_& m) {
       .def(
           py::init([](py::object before_forward,
                       py::object before_backward,
-                      py::object whole_written) {
+                      py::object whole_written,
+                      py::object look_inside) {
             return PyRuntime::Callbacks{
                 std::move(before_forward),
                 std::move(before_backward),
-                std::move(whole_written)};
+                std::move(whole_written),
+                std::move(look_inside)};
           }),
           py::kw_only(),
           py::arg("before_forward"),
           py::arg("before_backward"),
-          py::arg("whole_written"));
+          py::arg("whole_written"),
+          py::arg("look_inside"));
 
   py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
       .def(

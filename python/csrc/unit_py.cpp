@@ -213,7 +213,14 @@ void bind_unit(py::module_& m) {
           "tensor of `whole` indices there, for each (dim, whole, begin, end); "
           "None: it stays what it is. `outside`: which of how many ranks "
           "outside of the model's mesh that have the same.")
-      .def("set_names", &PyUnit::set_names);
+      .def("set_names", &PyUnit::set_names)
+      .def(
+          "set_access_error",
+          &PyUnit::set_access_error,
+          "Sets the error of reading whole parameter i, or a view of it, while "
+          "it has no memory. After set_names.",
+          py::arg("i"),
+          py::arg("text"));
 
   m.def(
       "describe_excessive_padding",

@@ -122,6 +122,7 @@ class Unit:
         outside: tuple[int, int],
     ) -> None: ...
     def set_names(self, unit: str, names: Sequence[Sequence[str]]) -> None: ...
+    def set_access_error(self, i: int, text: str) -> None: ...
 
 def describe_excessive_padding(
     units: Sequence[Unit], max_padding: float
@@ -207,6 +208,9 @@ class Callbacks:
         before_forward: Callable[[], None],
         before_backward: Callable[[], None],
         whole_written: Callable[[int, Sequence[torch.Tensor]], None],
+        look_inside: Callable[
+            [int, Sequence[object], bool], tuple[list[torch.Tensor], bool]
+        ],
     ) -> None: ...
 
 class Runtime:

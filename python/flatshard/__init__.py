@@ -32,6 +32,7 @@ _load_core()
 
 from flatshard import _C, checkpoint, diagnostics, float8, optim
 from flatshard._C import ConfigError, Error
+from flatshard._fsdp import chosen_inputs  # the engine calls it
 from flatshard._fsdp.backward_pass import BackwardPass
 from flatshard._fsdp.configure import configure
 from flatshard._fsdp.forward import UnshardHandle

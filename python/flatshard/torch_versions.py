@@ -152,6 +152,10 @@ def set_hooks_of_tensor(tensor, found):
         setattr(tensor, name, hooks)
 
 
+def forget_hooks_of_tensor(tensor):
+    set_hooks_of_tensor(tensor, dict.fromkeys(_TENSOR_HOOKS))
+
+
 # A context: writes inside do not count for autograd. FSDP2's protocol of subclasses writes
 # again what a backward saved.
 keeps_version = torch.autograd._unsafe_preserve_version_counter
@@ -162,8 +166,9 @@ def version_of(tensor):
     return 0 if tensor.is_inference() else tensor._version
 
 
-def set_access_error(tensor, text):
-    """Sets the text of the error that reading a tensor without memory raises."""
+def drop_values(tensor, text):
+    """Frees the memory of `tensor`. Reading it raises RuntimeError(text)."""
+    tensor.data = tensor.detach().new_empty(()).expand(tensor.shape)
     torch._C._set_storage_data_ptr_access_error_msg(
         tensor.untyped_storage()._cdata, text
     )
@@ -211,6 +216,46 @@ def without_dispatch_modes():
 def queue_callback(function):
     """Calls `function` at the end of the backward that runs, after what was queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def choose_inputs_by(choose):
+    """Backwards with chosen inputs, as backward(inputs=...) and torch.autograd.grad run
+    them, are choose(run, inputs, allow_unused, accumulate). `run(inputs,
+    allow_unused)` runs the engine. torch asks no function of a tensor in `inputs`."""
+    variable = torch.autograd.Variable
+
+    class Engine(type(variable._execution_engine)):
+        def run_backward(
+            self,
+            tensors,
+            grads,
+            keep_graph,
+            create_graph,
+            inputs=(),
+            allow_unreachable=False,
+            accumulate_grad=False,
+        ):
+            def run(inputs, allow_unused):
+                return super(Engine, self).run_backward(
+                    tensors,
+                    grads,
+                    keep_graph,
+                    create_graph,
+                    inputs,
+                    allow_unreachable=allow_unused,
+                    accumulate_grad=accumulate_grad,
+                )
+
+            if not inputs:
+                return run(inputs, allow_unreachable)
+            return choose(run, inputs, allow_unreachable, accumulate_grad)
+
+    variable._execution_engine = Engine()
+
+
+def leaf_of_edge(edge):
+    """Returns the leaf whose gradient a torch.autograd.graph.GradientEdge is, or None."""
+    return getattr(edge.node, "variable", None)
 
 
 # Returns whether a function of torch.func runs, whose tensors wrap the caller's.

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import flatshard
 from tests.python.device import on_device
 from tests.python.models import Body, plain
 from bench.harness.options import fully_shard
@@ -48,10 +49,77 @@ def test_parameters_outside_of_their_unit_are_named(mesh, rank, world):
         model.head(data(rank))
     with refused("linear: parameter weight of Linear .* unit blocks.1", RuntimeError):
         model.blocks[1].up(data(rank))
-    with refused("add: a sharded tensor", RuntimeError):
-        model.head.bias.detach() + on_device(torch.full((5,), 1.0 + rank))
+    plain_tensor = on_device(torch.full((5,), 1.0 + rank))
+    with refused("add: parameter bias of Linear .* unit root", RuntimeError):
+        model.head.bias.detach() + plain_tensor
+    with refused("parameter weight of Linear .* unit blocks.1", RuntimeError):
+        model.blocks[1].up.weight[0] * data(rank)[0]
     model.unshard()
     model.head(data(rank))
+
+
+def test_a_slice_of_an_inner_units_parameter_is_named(mesh, rank, world):
+    if world == 1:
+        pytest.skip("no other rank has other data")
+    model = Body(plain)
+
+    def forward(x):
+        return Body.forward(model, x) * model.blocks[0].up.weight[0, 0]
+
+    shard(model, fully_shard, mesh=mesh)
+    model.forward = forward
+    with refused("parameter weight of Linear .* unit blocks.0", RuntimeError):
+        model(data(rank))
+
+
+@pytest.mark.parametrize("has_root", [False, True])
+def test_a_module_around_the_same_shards_is_named(has_root, mesh, rank):
+    model = shard(Body(plain), fully_shard, mesh=mesh)
+    if has_root:
+        model(data(rank))
+    former = model.blocks[1].up
+    model.blocks[1].up = other = torch.nn.Linear(5, 5)
+    other.weight, other.bias = former.weight, former.bias
+    del former
+    name = "parameter blocks.1.up.weight"
+    text = f"{name} .* gone" if has_root else f"Linear that has {name} came into"
+    with refused(text, RuntimeError):
+        model(data(rank))
+
+
+def test_inner_modules_come_first(mesh):
+    model = Body(plain)
+    fully_shard(model, mesh=mesh)
+    with refused("by another unit: call fully_shard on inner modules first"):
+        fully_shard(model.blocks[0], mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "name, instead",
+    {
+        "sharding_strategy": "reshard_after_forward=False for SHARD_GRAD_OP",
+        "auto_wrap_policy": "call fully_shard on each block",
+        "cpu_offload": "offload_policy=CPUOffloadPolicy",
+        "mixed_precision": "mp_policy=MixedPrecisionPolicy",
+        "device_id": "the device of the mesh",
+        "process_group": "mesh=",
+        "use_orig_params": "leave it out",
+    }.items(),
+)
+def test_keywords_of_fsdp1_name_what_replaced_them(name, instead, mesh):
+    with refused(
+        f"keyword argument '{name}', which is FSDP1's: .*{instead}", TypeError
+    ):
+        flatshard.fully_shard(Body(plain), mesh=mesh, **{name: None})
+    with refused("unexpected keyword argument 'anything'$", TypeError):
+        flatshard.fully_shard(Body(plain), mesh=mesh, anything=1)
+
+
+def test_no_process_group(monkeypatch, rank):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with refused("there is no process group, and the environment lacks MASTER_PORT"):
+        flatshard.fully_shard(Body(plain))
 
 
 def test_ties_over_units_are_named(mesh):

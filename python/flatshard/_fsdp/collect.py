@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.extension import instead_of, may_follow_protocol
-from flatshard._fsdp.parameter import former_name
+from flatshard._fsdp.former import former_name
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.tensor_parallel import is_tensor_parallel
@@ -69,7 +69,11 @@ def _check_parameter(tensor, name):
             f"{former}; wrap one module that holds both, and do not wrap them inside it"
         )
     if isinstance(tensor, (ShardedTensor, EvenShard)):
-        raise ValueError(f"parameter {name} is sharded already, by another unit")
+        raise ValueError(
+            f"parameter {name} is sharded already, by another unit: call fully_shard on "
+            "inner modules first, and on the modules around them afterwards. A unit holds "
+            "the parameters that no earlier call has sharded"
+        )
     if is_tensor_parallel(tensor):
         return
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):

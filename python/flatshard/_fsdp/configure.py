@@ -64,6 +64,35 @@ _OF_UNITS = tuple(field.name for field in fields(ShardOptions))
 _OF_MODELS = tuple(field.name for field in fields(ModelOptions))
 _RENAMED = {"slots_on_demand": "buffers_on_demand"}
 
+# FullyShardedDataParallel's keywords.
+_INSTEAD_OF_FSDP1 = {
+    name: f", which is FSDP1's: {instead}"
+    for name, instead in {
+        "process_group": "give mesh=, such as DeviceMesh.from_group(group, 'cuda')",
+        "sharding_strategy": "give reshard_after_forward=False for SHARD_GRAD_OP, a mesh "
+        "of two dimensions for HYBRID_SHARD, strategy='zero0' for NO_SHARD, and nothing "
+        "for FULL_SHARD",
+        "cpu_offload": "give offload_policy=CPUOffloadPolicy()",
+        "auto_wrap_policy": "call fully_shard on each block, and on the whole model last",
+        "backward_prefetch": "leave it out; units are all-gathered ahead. "
+        "configure(model, ModelOptions(prefetch=...)) sets how many",
+        "forward_prefetch": "leave it out; units are all-gathered ahead. "
+        "configure(model, ModelOptions(prefetch=...)) sets how many",
+        "mixed_precision": "give mp_policy=MixedPrecisionPolicy(param_dtype=..., "
+        "reduce_dtype=...)",
+        "ignored_modules": "give ignored_params= their parameters",
+        "ignored_states": "give ignored_params= a set of parameters",
+        "param_init_fn": "call flatshard.reset_parameters(model, init_fn=...) after the "
+        "last fully_shard",
+        "device_id": "leave it out; parameters go to the device of the mesh",
+        "sync_module_states": "load the same values on all ranks; set_model_state_dict("
+        "..., options=StateDictOptions(broadcast_from_rank0=True)) sends rank 0's",
+        "limit_all_gathers": "leave it out; all-gathers are always limited",
+        "use_orig_params": "leave it out; parameters always keep their names",
+        "device_mesh": "give mesh=",
+    }.items()
+}
+
 
 def take_keywords(options, model_options, keywords):
     """Moves former keywords of `fully_shard` into the options that replaced them.
@@ -79,6 +108,7 @@ def take_keywords(options, model_options, keywords):
         if name not in _OF_UNITS + _OF_MODELS:
             raise TypeError(
                 f"fully_shard() got an unexpected keyword argument {name!r}"
+                + _INSTEAD_OF_FSDP1.get(name, "")
             )
         is_of_unit = name in _OF_UNITS
         instead = (

@@ -29,6 +29,7 @@ from flatshard._fsdp.arguments import (
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.extension import Extension, is_extended
+from flatshard._fsdp.former import mark_owner
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
@@ -38,7 +39,6 @@ from flatshard._fsdp.parameter import (
     FROZEN,
     TRAINED,
     Parameter,
-    mark_owner,
     plain_like,
     whole_parameter,
 )
@@ -293,6 +293,7 @@ def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh
         float8=not reason,
         why_not_float8=reason,
         hooks=hooks_of_tensor(tensor),
+        former=weakref.ref(tensor),
     )
     if by_subclass:
         p.extension = Extension(p, tensor, mesh, mp_policy)

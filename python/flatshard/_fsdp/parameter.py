@@ -13,20 +13,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from flatshard._fsdp.former import OWNER
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import piece_of
+from flatshard._tensor.watched_tensor import refuse_joint_hook
 from flatshard.torch_versions import (
     parameters_of,
-    set_access_error,
     set_hooks_of_tensor,
 )
 
-# Where a parameter went, kept on the tensor that the user had: meeting it again
-# in another unit means that two units share it.
-_OWNER = "_flatshard_owner"
 # The Parameter of each tensor that modules show from a forward to its backward, by id.
 _of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
-_num_marked = 0
 
 # Kinds of parameters, which the core's groups keep apart. GATHERED: what a subclass of
 # a tensor gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's
@@ -58,6 +55,7 @@ class Parameter:
     why_not_float8: str = ""
     shared_by: object = None  # the DeviceMesh of ranks with equal values; None: all
     hooks: dict = field(default_factory=dict)  # of the user
+    former: object = None  # a weak reference to the user's tensor, see former.py
     shown_dtype: torch.dtype | None = None  # of the shard, as the core made it
     extension: object = None  # of a subclass: its Extension, see extension.py
     parallel: object = (
@@ -125,7 +123,7 @@ class Parameter:
 
 def copy_attributes(source, target):
     for name, value in vars(source).items():
-        if name != _OWNER and not isinstance(value, _OfShard):
+        if name != OWNER and not isinstance(value, _OfShard):
             setattr(target, name, value)
 
 
@@ -158,20 +156,11 @@ def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
 def put_hooks(p):
     """Puts the hooks that the parameter had before it was sharded on its shard. They run
     on the reduced gradient."""
+    for hooks in p.hooks.values():
+        for hook in hooks.values():
+            refuse_joint_hook(hook)
     if p.shard.requires_grad:
         set_hooks_of_tensor(p.shard, p.hooks)
-
-
-def mark_owner(tensor, name):
-    global _num_marked
-    _num_marked += 1
-    setattr(tensor, _OWNER, name)
-
-
-def former_name(tensor):
-    """Returns the name of the parameter that `tensor` was before fully_shard, or
-    None."""
-    return getattr(tensor, _OWNER, None)
 
 
 class _OfShard:
@@ -203,17 +192,13 @@ def parameter_of_whole(tensor):
     return p if is_whole else None
 
 
-def num_marked():
-    """Returns how many parameters fully_shard has replaced in this process."""
-    return _num_marked
-
-
-def name_released(parameters):
-    """Returns the error of reading a whole parameter while it has no memory."""
+def name_released(core, parameters):
+    """Sets the error of reading a whole parameter, or a view of it, while it has no
+    memory."""
     for p in parameters:
         if p.float8:
-            set_access_error(
-                p.whole,
+            core.set_access_error(
+                p.index,
                 f"parameter {p.names[0]} is held in FP8 and has no values that can be "
                 "read: only the forward of its nn.Linear computes with it. Leave it out "
                 "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
@@ -221,10 +206,11 @@ def name_released(parameters):
                 "has graphs for it); shards are in parameters(), outside of a forward",
             )
         elif p.whole.numel():
-            set_access_error(
-                p.whole,
+            core.set_access_error(
+                p.index,
                 f"parameter {p.names[0]} is released: it is whole only while its "
                 "unit computes, and gone with its model. Read it in the unit's forward "
                 "or after unshard() of the unit, read the shard in parameters(), and "
-                "keep the model until backward() is done",
+                "keep the model until backward() is done. A view of it (a row, a slice, "
+                "detach()) that a forward returns or stores needs a clone()",
             )

@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from flatshard._fsdp.parameter import former_name, num_marked, parameter_of_whole
+from flatshard._fsdp.former import former_name, num_marked
+from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.renewal import shard_again
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import address_of, local_of
@@ -344,6 +345,25 @@ def refuse_replaced(units):
                         "write to it instead, under no_grad by copy_(), or by "
                         "load_state_dict()"
                     )
+
+
+def refuse_exchanged(root):
+    """Raises an error for a module that was put around the parameters of another one: only
+    modules that fully_shard saw get unsharded parameters."""
+    for prefix, module in root.named_modules():
+        for key, parameter in parameters_of(module).items():
+            place = unit_of(parameter) if isinstance(parameter, DTensor) else None
+            if place is None:
+                continue
+            p = place[0].parameters[place[1]]
+            if all(site() is not module for site, _ in p.sites):
+                name = f"{prefix}.{key}" if prefix else key
+                raise RuntimeError(
+                    f"the {type(module).__name__} that has parameter {name} came into the "
+                    "model after fully_shard, around a parameter that was sharded in "
+                    f"another module of unit {place[0].name}: it would see the shard. "
+                    "Exchange modules before fully_shard, or change the module in place"
+                )
 
 
 def refuse_plain(root, units):

@@ -9,10 +9,16 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.grid import grid_of, tell_parts
 from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.opaque_outputs import look_inside
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released, note_whole
 from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
-from flatshard._fsdp.replaced import refuse_plain, refuse_replaced, settle
+from flatshard._fsdp.replaced import (
+    refuse_exchanged,
+    refuse_plain,
+    refuse_replaced,
+    settle,
+)
 from flatshard._fsdp.seen_collectives import SeenCollectives
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
@@ -65,7 +71,7 @@ class Root:
                 if p.parallel is not None:
                     p.parallel.bind(p.whole)
                 note_whole(p)
-            name_released(unit.parameters)
+            name_released(unit.core, unit.parameters)
             places = [
                 _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
                 for p in unit.all_parameters
@@ -87,6 +93,7 @@ class Root:
         self.buffers_on_demand = self._buffers_on_demand(options.buffers_on_demand)
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
+        refuse_exchanged(module)
         self.core = _C.Runtime(
             state.mesh,
             tree,
@@ -94,6 +101,7 @@ class Root:
                 before_forward=lambda: me()._before_forward(),
                 before_backward=lambda: me()._before_backward(),
                 whole_written=lambda number, whole: me()._whole_written(number, whole),
+                look_inside=lambda *output: look_inside(me().units, *output),
             ),
             _C.RuntimeOptions(
                 prefetch=1 if options.prefetch is None else options.prefetch,
@@ -269,6 +277,8 @@ class Root:
             self._inner_outputs.update()
             if not self._saw_all:
                 refuse_plain(self._module(), self.units)
+                for unit in self.units:
+                    unit.retire_trained_formers()
                 self._saw_all = True
             if self.core.trains_others() or not self._has_trained:
                 self._follow_requires_grad()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import _C
+from flatshard._fsdp.former import retire
 from flatshard._fsdp.parameter import copy_attributes, put_hooks
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import local_of
@@ -101,6 +102,7 @@ class UnitState:
     extended: list = field(default_factory=list)
     gathers_extended: object = None  # the core that gathers them
     joined: list = field(default_factory=list)  # UnitStates whose parameters it has
+    has_formers: bool = True  # tensors from before fully_shard may still be read
 
     # -- parameters ----------------------------------------------------------------
 
@@ -288,8 +290,23 @@ class UnitState:
             [f"gathered {i}"] for i in range(hidden)
         ]
 
+    def retire_formers(self):
+        """The values differ from those that fully_shard was given, or are to be
+        trained."""
+        if self.has_formers:
+            self.has_formers = False
+            for p in self.all_parameters:
+                retire(p)
+
+    def retire_trained_formers(self):
+        for p in self.all_parameters:
+            if p.shard.requires_grad:
+                retire(p)
+
     def mark_written(self):
         """Shards may have been written before this forward."""
+        if self.num_writes:
+            self.retire_formers()
         self.core.mark_written()
         for p in self.extended:
             p.extension.refresh()

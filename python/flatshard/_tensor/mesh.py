@@ -8,6 +8,7 @@ take part. They exist until the process ends.
 
 import atexit
 import hashlib
+import os
 import time
 
 import torch
@@ -26,10 +27,28 @@ def default_device_mesh():
     Starts the default process group when there is none, as FSDP2 does.
     """
     if not dist.is_initialized():
-        dist.init_process_group()
+        _start_processes()
     backend = dist.get_backend()
     kind = "cuda" if "nccl" in backend and torch.cuda.is_available() else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def _start_processes():
+    # A launcher such as torchrun sets these.
+    missing = [
+        name
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        if name not in os.environ
+    ]
+    if missing:
+        raise ValueError(
+            "fully_shard: there is no process group, and the environment lacks "
+            f"{', '.join(missing)} to make one: start the program with a launcher, "
+            "torchrun --nproc-per-node N program.py, or call "
+            "torch.distributed.init_process_group before fully_shard. One process without "
+            "a launcher: init_process_group(store=HashStore(), rank=0, world_size=1)"
+        )
+    dist.init_process_group()
 
 
 def core_mesh(device_mesh, timeout_s=None):

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _foreach_utils
 
-from flatshard._tensor import parameter_gradients, shard_gradients
+from flatshard._tensor import shard_gradients
+from flatshard._tensor.memory import address_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec, dtensor, make_spec
@@ -79,6 +80,12 @@ class ShardedTensor(WatchedTensor):
         tensor without gradient. Cheap: nothing is checked."""
         return ShardedTensor.like_spec(local, self._spec)
 
+    def _note_cuts(self, tensor):
+        if any(isinstance(p, RowShard) for p in tensor.placements) and same_cuts(
+            tensor, self
+        ):
+            make_sharded(tensor, tensor._local_tensor, self)
+
     def become(self, other):
         """Has the values of `other` from now on, which has the shape of this one."""
         self.__class__ = type(other)
@@ -95,8 +102,6 @@ class ShardedTensor(WatchedTensor):
             return function(*args)
         if function is unscale:
             return unscale_gradients(*args)
-        if function is torch.autograd.grad:
-            return parameter_gradients.grad(*args, **kwargs)
         if name in _ELEMENTWISE:
             result = _of_elements(function, name, args, kwargs)
             if result is not None:
@@ -375,18 +380,36 @@ def _unsharded(arguments):
     return tree_map(lambda value: found.get(id(value), value), arguments)
 
 
+def _place_of(shard):
+    """Returns (UnitState, index) of a parameter, also of its detach(); else None."""
+    place = unit_of(shard)
+    unit = None if place else writes.unit_of(shard)
+    if unit is None:
+        return place
+    found = [
+        p.index for p in unit.parameters if address_of(p.shard) == address_of(shard)
+    ]
+    return (unit, found[0]) if found else None
+
+
 def _used_outside(function, args, kwargs):
     """Returns the error of a module that computes with a parameter that is not
     gathered."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
-    place = next((place for s in shards if (place := unit_of(s))), None)
+    place = next((place for s in shards if (place := _place_of(base_of(s)))), None)
     what, unit = "a sharded tensor", "its unit"
     if place is not None:
         state, index = place
         p = state.parameters[index]
         what = f"parameter {p.title}"
-        if p.sites and p.sites[0][0]() is not None:
-            what += f" of {type(p.sites[0][0]()).__name__}"
+        if p.sites and (owner := p.sites[0][0]()) is not None:
+            what += f" of {type(owner).__name__}"
+        elif p.names:
+            return PlainMeetsShards(
+                f"{function.__name__}: parameter {p.names[0]} meets plain tensors as a "
+                "shard, and the module that fully_shard found it in is gone. Exchange "
+                "modules before fully_shard, or change them in place"
+            )
         unit = f"unit {state.name}" if state.name else "its unit"
     return PlainMeetsShards(
         f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "

@@ -34,6 +34,18 @@ def _is_asked_by_torch():
     return name.partition(".")[0] == "torch"
 
 
+def refuse_joint_hook(hook):
+    """Refuses a hook that counts which of several tensors the engine will reach: a shard is
+    no part of autograd's graph."""
+    name = getattr(hook, "__qualname__", "")
+    if name.startswith("register_multi_grad_hook.") and "inner_hook" in name:
+        raise NotImplementedError(
+            "register_multi_grad_hook(mode='all') is not supported for sharded "
+            "parameters, whose gradients come when their units are reduced: use "
+            "mode='any', register_post_accumulate_grad_hook, or code after backward()"
+        )
+
+
 class WatchedTensor(DTensor):
     """A DTensor over memory of the core.
 
@@ -76,12 +88,33 @@ class WatchedTensor(DTensor):
     def grad(self, value):
         if value is None:
             _plainly(_set_grad, (), (self, None))
-        else:
-            _set_grad(self, value)
+            return
+        if type(value) is not type(self):
+            self._check_gradient(value)
+        _set_grad(self, value)
 
     @grad.deleter
     def grad(self):
         _plainly(_set_grad, (), (self, None))
+
+    def _check_gradient(self, value):
+        """A backward adds into the tensor that a program puts into `.grad`."""
+        if isinstance(value, DTensor):
+            self._note_cuts(value)
+        elif (
+            isinstance(value, torch.Tensor)
+            and value.shape == self.shape
+            and any(placement.is_shard() for placement in self._spec.placements)
+        ):
+            raise ValueError(
+                "grad: expected a DTensor that is cut as its parameter, into whose pieces "
+                "backward() can add, such as torch.zeros_like(parameter), got a plain "
+                f"{type(value).__name__}. distribute_tensor(value, parameter.device_mesh, "
+                "[Shard(0)]) makes one"
+            )
+
+    def _note_cuts(self, tensor):
+        """Called with a DTensor that torch may have made with this one's placements."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -93,6 +126,8 @@ class WatchedTensor(DTensor):
                 args[0].copy_(args[1])
             return None
         name = function.__name__
+        if name == "register_hook":
+            refuse_joint_hook(args[1])
         if name == "__get__" and function.__self__.__name__ in _ON_META:
             known = isinstance(args[0], WatchedTensor)
             if known and base_of(args[0])._local_tensor.is_meta:

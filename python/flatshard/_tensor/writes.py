@@ -35,22 +35,22 @@ class Writes:
 
     def note(self, tensor):
         if not isinstance(tensor, (list, tuple)):
-            unit = self._unit_of(tensor)
+            unit = self.unit_of(tensor)
             if unit is not None:
                 self.note_unit(unit)
                 self.written.add(address_of(tensor))
-        elif tensor and self._unit_of(tensor[0]) is not None:  # foreach: of parameters
+        elif tensor and self.unit_of(tensor[0]) is not None:  # foreach: of parameters
             self.lists += 1
             if self._stepping:
                 self._left_to_step = True
                 return
-            for unit in filter(None, map(self._unit_of, tensor)):
+            for unit in filter(None, map(self.unit_of, tensor)):
                 self.note_unit(unit)
 
     def note_look(self, tensor):
         """Notes that somebody gets a plain tensor that shares the memory of
         `tensor`."""
-        unit = self._unit_of(tensor)
+        unit = self.unit_of(tensor)
         if unit is not None:
             unit.num_looks += 1
             self.looks += 1
@@ -81,7 +81,7 @@ class Writes:
         ids = [id(tensor) for tensor in tensors]
         known, units = self._units_of.get(optimizer, (None, None))
         if known != ids:
-            units = {id(u): weakref.ref(u) for u in map(self._unit_of, tensors) if u}
+            units = {id(u): weakref.ref(u) for u in map(self.unit_of, tensors) if u}
             self._units_of[optimizer] = ids, units
         for reference in units.values():
             if (unit := reference()) is not None:
@@ -113,7 +113,8 @@ class Writes:
             self._stepping = self._left_to_step = False
             self.count += 1
 
-    def _unit_of(self, tensor):
+    def unit_of(self, tensor):
+        """Returns the unit whose parameter's memory `tensor` has, or None."""
         if not isinstance(tensor, DTensor):
             return None
         reference = self.units.get(address_of(tensor))

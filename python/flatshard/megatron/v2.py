@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
 from flatshard._fsdp.module import FSDPModule
 from flatshard._fsdp.options import ShardOptions
-from flatshard._fsdp.parameter import former_name
+from flatshard._fsdp.former import former_name
 from flatshard._fsdp.wrapping import check_module
 from flatshard.megatron.float8 import FullyShardFP8Policy, check_dtype, float8_policy
 from flatshard.megatron.placements import Placements, data_parallel_mesh, strategy_of

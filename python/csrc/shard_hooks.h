@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+// The hooks that a program put on a shard, which is no part of autograd's
+// graph: its views of gradients call them. With the GIL.
+namespace flatshard::python {
+
+/// Returns whether some hook takes the gradient before it is added to `.grad`:
+/// of Tensor.register_hook, or of register_prehook of the shard's accumulator.
+bool has_tensor_hooks(const at::Tensor& shard);
+/// Returns what these make of `grad`.
+at::Tensor run_tensor_hooks(const at::Tensor& shard, const at::Tensor& grad);
+
+/// Returns whether some hook follows the gradient: of
+/// register_post_accumulate_grad_hook, or of register_hook of the accumulator.
+bool has_post_hooks(const at::Tensor& shard);
+void run_post_hooks(const at::Tensor& shard);
+
+}  // namespace flatshard::python

@@ -1,0 +1,116 @@
+"""Backwards whose inputs the program chose: backward(inputs=...), torch.autograd.grad.
+
+A forward computes with unsharded parameters, so autograd's graph has these, and not the
+sharded ones that parameters() shows.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from flatshard._fsdp.former import refuse_former
+from flatshard._fsdp.parameter import parameter_of_whole
+from flatshard._tensor.places import parameter_of, unit_of
+from flatshard._tensor.shard_gradients import Rows, cut_all
+from flatshard._tensor.sharded_tensor import ShardedTensor
+from flatshard.torch_versions import (
+    choose_inputs_by,
+    in_backward,
+    leaf_of_edge,
+    plain_attributes,
+)
+
+
+def _choose(run, inputs, allow_unused, accumulate):
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    leaves = [i if isinstance(i, torch.Tensor) else leaf_of_edge(i) for i in inputs]
+    with plain_attributes():
+        of_shards = [None if t is None else parameter_of(t) for t in leaves]
+        of_wholes = [parameter_of_whole(leaf) for leaf in leaves]
+    if accumulate:
+        for leaf in leaves:
+            refuse_former(leaf, "a backward's inputs hold")
+        found = [p.whole for p in of_shards + of_wholes if p is not None]
+        given = {id(leaf) for leaf in leaves}
+        more = {id(t): t for t in found if t.requires_grad and id(t) not in given}
+        return run((*inputs, *more.values()), allow_unused)
+    if not any(of_shards) and not any(of_wholes):
+        results = run(inputs, allow_unused)
+        if any(isinstance(leaf, DTensor) for leaf in leaves):
+            with plain_attributes():
+                results = cut_all(leaves, results)
+    else:
+        results = _gradients(run, inputs, leaves, of_shards, of_wholes)
+    _check_used(results, leaves, allow_unused)
+    return results
+
+
+def _gradients(run, inputs, leaves, of_shards, of_wholes):
+    """Returns the mean of the ranks' gradients for parameters, cut as the parameter. A
+    graph that was computed from the shard itself, such as a penalty, is added."""
+    asked = [i for i, p in enumerate(of_shards) if p and p.whole.requires_grad]
+    wholes = [of_shards[i].whole for i in asked]
+    found = run((*inputs, *wholes), True)
+    with plain_attributes():
+        results = list(cut_all(leaves, found[: len(inputs)]))
+        for i, gradient in zip(asked, found[len(inputs) :]):
+            if gradient is not None:
+                p, shard = of_shards[i], leaves[i]
+                mean = Rows.apply(_mean(gradient, p).to(shard.dtype), shard.detach())
+                results[i] = mean if results[i] is None else results[i] + mean
+        for i, p in enumerate(of_wholes):
+            if p is not None and results[i] is not None and _is_outside(p):
+                results[i] = _mean(results[i], p)
+    return tuple(results)
+
+
+def _is_outside(p):
+    """Returns whether no forward or backward runs, in which a program computes with this
+    rank's part of a batch."""
+    return not in_backward() and not unit_of(p.shard)[0].root.core.in_forward()
+
+
+def _mean(gradient, p):
+    if p.dim or not isinstance(p.shard, ShardedTensor):
+        raise NotImplementedError(
+            f"torch.autograd.grad of parameter {p.title}, which is cut along another "
+            "dimension than the first, or over several mesh dimensions, is not supported; "
+            "use backward(), or let shard_placement_fn return Shard(0) for it"
+        )
+    if gradient.shape != p.shard.shape:
+        raise NotImplementedError(
+            f"torch.autograd.grad of parameter {p.title} is not supported: it is "
+            "sharded over a part of the model's mesh"
+        )
+    return _Mean.apply(gradient.to_dense(), p.shard.device_mesh)
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over the ranks. So is its gradient: each rank has the gradient of its loss,
+    of which the mean is trained."""
+
+    @staticmethod
+    def forward(ctx, tensor, mesh):
+        ctx.mesh = mesh
+        total = tensor.contiguous().clone()
+        for dim in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dim))
+        return total.div_(mesh.size())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Mean.apply(grad, ctx.mesh), None
+
+
+def _check_used(results, leaves, allow_unused):
+    for result, leaf in zip(results, leaves):
+        if result is None:
+            refuse_former(leaf, "the inputs of torch.autograd.grad hold")
+            if not allow_unused:
+                raise RuntimeError(
+                    "One of the differentiated Tensors appears to not have been used in "
+                    "the graph. Set allow_unused=True if this is the desired behavior."
+                )
+
+
+choose_inputs_by(_choose)

@@ -1,0 +1,149 @@
+"""Views of unsharded parameters that outlive the forward of their unit."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from flatshard import fully_shard
+
+from tests.python.device import on_device
+
+VIEWS = {
+    "row": lambda w: w[0],
+    "slice": lambda w: w[1:3],
+    "transpose": lambda w: w.t(),
+    "detached": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "view": lambda w: w.view(-1),
+    "column": lambda w: w[:, 1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "split": lambda w: w.split(2)[0],
+    "unbind": lambda w: w.unbind()[1],
+    "diagonal": lambda w: w.diagonal(),
+    "expanded": lambda w: w[:1].expand(3, 4),
+    "bits": lambda w: w.detach().view(torch.int32),
+}
+
+
+@dataclasses.dataclass
+class Output:
+    x: torch.Tensor
+    view: torch.Tensor
+
+
+RETURNS = {
+    "tuple": (lambda x, v: (x, v), lambda out: out),
+    "dict": (lambda x, v: {"x": x, "v": [v]}, lambda out: (out["x"], out["v"][0])),
+    "dataclass": (Output, lambda out: (out.x, out.view)),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+
+class Net(nn.Module):
+    """Uses a view of its block's parameter."""
+
+    def __init__(self, view, how):
+        super().__init__()
+        self.block, self.other, self.last = Block(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.view, self.how = view, how
+        self.block.forward = self._block
+
+    def _block(self, x):
+        view = self.view(self.block.weight)
+        self.block.saved = view
+        return RETURNS.get(self.how, RETURNS["tuple"])[0](x @ self.block.weight, view)
+
+    def forward(self, x):
+        x, view = RETURNS.get(self.how, RETURNS["tuple"])[1](self.block(x))
+        if self.how == "attribute":
+            view = self.block.saved
+        return self.last(self.other(x)) + view.float().sum()
+
+
+def nets(view, how, mesh, **options):
+    torch.manual_seed(0)
+    plain = on_device(Net(VIEWS[view], how))
+    torch.manual_seed(0)
+    model = on_device(Net(VIEWS[view], how))
+    fully_shard(model.block, mesh=mesh, **options)
+    fully_shard(model.other, mesh=mesh)  # the unit that runs last stays unsharded
+    return plain, fully_shard(model, mesh=mesh)
+
+
+def refused():
+    return pytest.raises(
+        RuntimeError, match=r"parameter block.weight is released[^$]*clone"
+    )
+
+
+@pytest.mark.parametrize("how", [*RETURNS, "attribute"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_resharded_unit(view, how, mesh, world):
+    _, model = nets(view, how, mesh)
+    x = on_device(torch.ones(2, 4))
+    for no_grad in (False, True):
+        with torch.set_grad_enabled(not no_grad):
+            if world == 1:
+                model(x)  # nothing is ever released
+            else:
+                with refused():
+                    model(x)
+    with refused() if world > 1 else torch.no_grad():
+        model.block.saved.float().sum()
+
+
+@pytest.mark.parametrize("how", ["tuple", "attribute"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_unit_that_stays_unsharded(view, how, mesh, rank, world):
+    plain, model = nets(view, how, mesh, reshard_after_forward=False)
+    inputs = [on_device(torch.full((2, 4), 1.0 + r)) for r in range(world)]
+    for _ in range(2):
+        (sum(plain(x).square().mean() for x in inputs) / world).backward()
+        model(inputs[rank]).square().mean().backward()
+        if world > 1:
+            with refused():
+                model.block.saved.float().sum()
+    for p, q in zip(plain.parameters(), model.parameters()):
+        torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+@pytest.mark.parametrize("view", ["row", "transpose", "detached"])
+def test_views_of_a_root(view, mesh, world):
+    """Taken after the forward, while the root stays unsharded."""
+    model = fully_shard(on_device(nn.Linear(4, 4)), mesh=mesh)
+    x = on_device(torch.ones(2, 4))
+    out = model(x)
+    taken = VIEWS[view](model.weight)
+    assert torch.isfinite(taken).all()
+    out.sum().backward()
+    if world == 1:
+        return
+    with pytest.raises(RuntimeError, match="parameter weight is released"):
+        taken.sum()
+    with pytest.raises(RuntimeError, match="parameter weight is released"):
+        taken[0].clone()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="weight is released"):
+        (taken.detach()).fill_(1)
+    model.unshard()
+    assert torch.isfinite(taken).all()  # it has memory again
+    model.reshard()
+
+
+def test_a_view_in_the_backward(mesh, world):
+    """A hook reads it after the block's backward."""
+    _, model = nets("row", "tuple", mesh, reshard_after_forward=False)
+    x = on_device(torch.ones(2, 4)).requires_grad_()
+    x.register_hook(lambda grad: model.block.saved.detach().sum() * grad)
+    loss = model(x * 1).sum()
+    if world == 1:
+        loss.backward()
+    else:
+        with refused():
+            loss.backward()
