@@ -333,3 +333,27 @@ def distributed_config_save(folder):
 def distributed_config_trainer(folder):
     model = from_distributed_config(folder)
     return trained(folder, model, fsdp=False)
+
+
+@only_5
+def distributed_config_tied(folder):
+    """transformers ties parameters of two units after it sharded them. FSDP2 trains with
+    two copies, Flatshard raises."""
+    model = from_distributed_config(folder, tied=True)
+    error = ""
+    try:
+        own_loop(model)
+    except ValueError as raised:
+        error = str(raised)
+    assert "share values" in error or models.sharded_by(model) == "torch"
+    return {}
+
+
+@only_5
+def distributed_config_generate(folder):
+    model = from_distributed_config(folder)
+    expected = own_loop(model)
+    prompts = torch.tensor([[3, 1, 2], [5, 4, 7]])
+    with torch.no_grad():
+        texts = model.generate(prompts, max_new_tokens=4, do_sample=False)
+    return {**expected, "texts": texts.tolist()}
