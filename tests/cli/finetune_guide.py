@@ -23,7 +23,9 @@ from tests.support.program import expect  # noqa: E402
 
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if enable_thinking is defined and not enable_thinking %}b{% endif %}"
+    "{% if m.role == 'assistant' %}"
     "{%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}"
     "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -185,6 +187,9 @@ def follow_generate(guide, folder):
         for i, answer in enumerate(("yes", "no", "yes"), start=1)
     ]
     expect(said.startswith("".join(answers)), said)
+    # The template begins the question with b.
+    said = guide.run("generate --hf models/chat --chat --prompt")
+    expect(said.splitlines()[0] == "no", said)
 
 
 if __name__ == "__main__":
