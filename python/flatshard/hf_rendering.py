@@ -171,7 +171,7 @@ class Rendering:
             return end + next((stop for id, (_, stop) in ends if id in control), 0)
         if rest.startswith(after):
             return end + len(after)
-        # What follows may begin with a part of a token of `after`.
+        # The rest may begin with a part of a token of `after`.
         most = bisect.bisect_right(self.stops, end + common(after, rest))
         return max([end, *self.stops[most - 1 : most]])
 

@@ -99,7 +99,7 @@ MISTRAL = (
     "{%- if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{%- else %}{{ ' ' + m['content'] | trim + '<|end|>' }}{%- endif %}{%- endfor %}"
 )
-# Phi-3.5: the conversation ends with a token of its own.
+# Phi-3.5: the conversation ends with a special token.
 PHI = (
     "{%- for m in messages %}"
     "{{- '<|' + m['role'] + '|>\\n' + m['content'] + '<|end|>\\n' }}{%- endfor %}"
