@@ -2,7 +2,7 @@
 # torch 2.11.0, Gloo: all_reduce(MAX) and all_reduce(MIN) drop a NaN, or keep it, depending
 # on the rank that has it and on the place in the tensor. All ranks get the same result.
 #
-# Seen on 2026-11-29 with torch 2.11.0 for CPUs, two ranks, tensors of 10 elements, NaN in
+# Seen on 2026-11-29 with torch 2.11.0 on CPUs, two ranks, tensors of 10 elements, NaN in
 # elements 0, 4 and 9 of one rank. NaN in the result (1: yes):
 #   MAX, NaN on rank 0: 1 1 0
 #   MAX, NaN on rank 1: 0 0 1
@@ -12,15 +12,17 @@
 # torch.nn.utils.get_total_norm(gradients, norm_type=inf), is finite for half of the
 # gradients that have a NaN: torch.amax on one process propagates it.
 #
-# Installs torch into a temporary folder, and exits with 1 when the behavior is another.
-# usage: findings/gloo_max_nan.sh [python]
+# Exits with 1 when the behavior is another.
+# usage: findings/gloo_max_nan.sh [a Python that has torch 2.11.0]
+# Without one it installs torch from PyPI into a temporary folder.
 set -euo pipefail
-python=${1:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"$python" -m venv "$folder/venv"
-"$folder/venv/bin/pip" install -q torch==2.11.0 numpy==2.2.6 \
-  --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple
+python=${1:-$folder/venv/bin/python}
+if [ $# -eq 0 ]; then
+  python3 -m venv "$folder/venv"
+  "$python" -m pip install -q torch==2.11.0 numpy==2.2.6
+fi
 cat >"$folder/program.py" <<'PROGRAM'
 import os
 import sys
@@ -60,4 +62,4 @@ if __name__ == "__main__":
     print("torch", torch.__version__)
     mp.spawn(run, (sys.argv[1],), nprocs=2)
 PROGRAM
-"$folder/venv/bin/python" "$folder/program.py" "$folder"
+"$python" "$folder/program.py" "$folder"
