@@ -105,6 +105,7 @@ def _convert(state, p, fn):
     grad = p.shard.grad
     p.shard.grad = None
     become(p.shard, p.shard.over(moved))
+    p.shown_dtype = None  # not the core's memory, also after a conversion back
     if moved.is_meta:
         p.on_meta = True
     elif grad is not None:
