@@ -59,6 +59,12 @@ def test_accelerate_launch():
     check_both_ranks(done, "1 unit, zero3")
 
 
+def test_lightning_starts_the_other_ranks():
+    pytest.importorskip("lightning")
+    done = run(*SWAP, sys.executable, PROGRAM, "lightning")
+    check_both_ranks(done, "1 unit, zero3")
+
+
 def test_processes_that_the_program_starts():
     done = run(*SWAP, sys.executable, PROGRAM, "spawn")
     check_both_ranks(done, "3 units, zero3")

@@ -1,6 +1,6 @@
 """Trains with FSDP2, and mentions Flatshard nowhere.
 
-usage: torchrun ... program.py [accelerate | spawn]
+usage: torchrun ... program.py [accelerate | lightning | spawn]
 
 Each rank writes a line with its rank and the package whose FSDPModule it got.
 """
@@ -58,6 +58,37 @@ def with_accelerate():
     dist.destroy_process_group()
 
 
+def with_lightning():
+    import lightning
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class Module(lightning.LightningModule):
+        def configure_model(self):
+            self.net = net()
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch, index):
+            return self.net(batch).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_train_end(self):
+            write(self.net)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(4, 8)))
+
+
 def spawned(rank, folder):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -71,7 +102,7 @@ def spawn():
         torch.multiprocessing.spawn(spawned, (folder,), nprocs=2)
 
 
-WAYS = {"accelerate": with_accelerate, "spawn": spawn}
+WAYS = {"accelerate": with_accelerate, "lightning": with_lightning, "spawn": spawn}
 
 if __name__ == "__main__":
     WAYS.get("".join(sys.argv[1:2]), by_hand)()
