@@ -22,11 +22,7 @@ void AdamW::set_coefficients(double beta1, double beta2, double eps) {
       "expected optimizer.beta1 and optimizer.beta2 in [0, 1), got {} and {}",
       beta1,
       beta2);
-  FLATSHARD_CHECK(
-      eps > 0,
-      config,
-      "expected optimizer.eps > 0, got {}",
-      eps);
+  FLATSHARD_CHECK(eps > 0, config, "expected optimizer.eps > 0, got {}", eps);
   if (beta1 == beta1_ && beta2 == beta2_ && eps == eps_) {
     return;
   }

@@ -39,8 +39,8 @@ std::vector<DecayRange> decay_ranges(
     const std::vector<double>& of_parameters) {
   std::map<std::int64_t, DecayRange> by_begin;
   for (std::size_t i = 0; i < of_parameters.size(); ++i) {
-    for (const Piece& piece : group.weights().main().local_pieces(
-             static_cast<std::int64_t>(i))) {
+    for (const Piece& piece :
+         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
       if (piece.numel > 0) {
         by_begin[piece.local_offset] = {
             piece.local_offset + piece.numel,

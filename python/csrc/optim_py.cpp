@@ -8,9 +8,7 @@ void bind_optim(py::module_& m) {
       m,
       "AdamW",
       "The core's AdamW: one kernel per group.")
-      .def(
-          py::init<std::vector<std::shared_ptr<PyUnit>>>(),
-          py::arg("units"))
+      .def(py::init<std::vector<std::shared_ptr<PyUnit>>>(), py::arg("units"))
       .def(
           "set_weight_decay",
           &PyAdamW::set_weight_decay,

@@ -19,7 +19,8 @@ class PyAdamW {
   explicit PyAdamW(std::vector<std::shared_ptr<PyUnit>> units)
       : units_(std::move(units)) {
     optimizer_ = std::make_unique<AdamW>(
-        trainable_groups_of(units_), AdamWOptions{.weight_decay = 0});
+        trainable_groups_of(units_),
+        AdamWOptions{.weight_decay = 0});
   }
 
   /// Sets the weight decay of each parameter of a unit, in the unit's order;

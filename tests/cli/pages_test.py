@@ -44,6 +44,7 @@ ELSEWHERE = {
     "flatshard plan --calibrate": "a GPU, as the page says",
     "git clone": "every clone",
     "make ": "tests/lint/scripts_test.py, and CI",
+    "python -m flatshard.as_fsdp2 ": "tests/python/libraries, and scripts/library_matrix",
     "python -m flatshard.doctor": "tests/python/doctor_test.py",
     "python examples/python/wandb_follow.py": "tests/report/watching_test.py",
     "python3 -m venv": "scripts/bootstrap",

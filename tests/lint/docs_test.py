@@ -186,14 +186,13 @@ class Docs(unittest.TestCase):
                 if first != "flatshard":
                     continue
                 file = package.joinpath(*path).with_suffix(".py")
-                file = (
-                    file
-                    if path and file.exists()
-                    else package.joinpath(*path, "__init__.py")
-                )
+                folder = package.joinpath(*path)
+                if not path or not file.exists():
+                    file = folder / "__init__.py"
                 text = file.read_text()
                 for alias in node.names:
-                    self.assertRegex(text, rf"\b{alias.name}\b", page.name)
+                    if not (folder / f"{alias.name}.py").exists():
+                        self.assertRegex(text, rf"\b{alias.name}\b", page.name)
 
     def test_questions_are_answered_where_their_page_says(self):
         page = ROOT / "docs/dev/questions.md"
@@ -245,10 +244,12 @@ class Docs(unittest.TestCase):
                 }
                 self.assertTrue(named <= card["measured"].keys(), path)
 
-    def test_docs_have_at_most_forty_thousand_words(self):
-        # The words that `wc -w` counts.
-        pages = (path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-        self.assertLessEqual(sum(len(page.split()) for page in pages), 40_000)
+    def test_written_pages_have_at_most_thirty_eight_thousand_words(self):
+        # The words that `wc -w` counts. scripts/docs_reference writes the two others.
+        made = {ROOT / "docs/reference" / name for name in ("config.md", "cli.md")}
+        pages = set((ROOT / "docs").rglob("*.md")) - made
+        words = sum(len(page.read_text().split()) for page in pages)
+        self.assertLessEqual(words, 38_000)
         readme = (ROOT / "README.md").read_text()
         self.assertLessEqual(readme.count("\n"), 130)
 

@@ -73,7 +73,11 @@ TEST(Optimizer, WeightDecayMayChangeBetweenSteps) {
   sgd.set_weight_decay(0, {0.5, 0});
   expect(0.5, 0);
   EXPECT_THAT(
-      message(ErrorCode::config, [&] { sgd.set_weight_decay(0, {0, -1}); }),
+      message(
+          ErrorCode::config,
+          [&] {
+            sgd.set_weight_decay(0, {0, -1});
+          }),
       HasSubstr("weight_decay >= 0, got -1"));
   EXPECT_THAT(
       message(ErrorCode::usage, [&] { sgd.set_weight_decay(0, {1}); }),

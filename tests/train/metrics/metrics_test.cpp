@@ -244,7 +244,8 @@ TEST(MetricsFile, StartsCheckpointsAndProfilesAreRows) {
   }
   EXPECT_EQ(rows[0], json::parse(R"({"step": 5, "start": {
         "steps": 9, "ranks": 2, "device": "CPU", "parameters": 100,
-        "tokens_per_step": 64, "environment": {"torch": "2.11.0"}}})"));
+        "tokens_per_step": 64, "environment": {"torch": "2.11.0"},
+        "data": [], "changed_keys": []}})"));
   EXPECT_EQ(rows[1], json::parse(R"({"step": 6, "checkpoint_s": 1.5})"));
   EXPECT_EQ(
       rows[2],
