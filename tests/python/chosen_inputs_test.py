@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from flatshard import fully_shard
 
@@ -243,3 +244,18 @@ def test_hooks_of_several_gradients(before, mesh, rank):
     register_multi_grad_hook(list(model.parameters()), calls.append, mode="any")
     model(data(rank)).sum().backward()
     assert len(calls) == 1
+
+
+def test_gradients_of_torchs_dtensors_stay_as_they_are(mesh, rank, world):
+    """Next to a parameter, and alone: a partial sum is summed where it is used."""
+    model = shard(stack(), mesh)
+    ones = on_device(torch.ones(4))
+    cut = DTensor.from_local(on_device(torch.eye(4)), mesh, [Shard(0)])
+    leaf = DTensor.from_local(ones, mesh, [Replicate()]).requires_grad_()
+    for others in [], [model[0].weight]:
+        total = (cut * leaf).sum().to_local(grad_placements=[Replicate()])
+        more = sum(model(data(rank)).sum() for _ in others)
+        gradient, *_ = torch.autograd.grad(total + more, [leaf, *others])
+        assert type(gradient) is DTensor
+        assert world == 1 or gradient.placements == (Partial(),)
+        torch.testing.assert_close(gradient.full_tensor(), world * ones)

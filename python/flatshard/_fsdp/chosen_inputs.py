@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from flatshard._fsdp.former import refuse_former
 from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._tensor.places import parameter_of, unit_of
-from flatshard._tensor.shard_gradients import Rows, cut_all
+from flatshard._tensor.shard_gradients import Rows
+from flatshard._tensor.shard_values import same_cuts
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import (
     choose_inputs_by,
@@ -36,13 +37,23 @@ def _choose(run, inputs, allow_unused, accumulate):
         return run((*inputs, *more.values()), allow_unused)
     if not any(of_shards) and not any(of_wholes):
         results = run(inputs, allow_unused)
-        if any(isinstance(leaf, DTensor) for leaf in leaves):
+        if any(isinstance(leaf, ShardedTensor) for leaf in leaves):
             with plain_attributes():
-                results = cut_all(leaves, results)
+                results = tuple(map(_cut_as, leaves, results))
     else:
         results = _gradients(run, inputs, leaves, of_shards, of_wholes)
     _check_used(results, leaves, allow_unused)
     return results
+
+
+def _cut_as(tensor, gradient):
+    """Returns the result for one input. A DTensor that torch made has its gradient as it
+    is, such as a partial sum. Collective where cuts differ."""
+    if gradient is None or not isinstance(tensor, ShardedTensor):
+        return gradient
+    if isinstance(gradient, DTensor) and same_cuts(tensor, gradient):
+        return gradient
+    return Rows.apply(gradient, tensor.detach())
 
 
 def _gradients(run, inputs, leaves, of_shards, of_wholes):
@@ -52,7 +63,7 @@ def _gradients(run, inputs, leaves, of_shards, of_wholes):
     wholes = [of_shards[i].whole for i in asked]
     found = run((*inputs, *wholes), True)
     with plain_attributes():
-        results = list(cut_all(leaves, found[: len(inputs)]))
+        results = list(map(_cut_as, leaves, found))
         for i, gradient in zip(asked, found[len(inputs) :]):
             if gradient is not None:
                 p, shard = of_shards[i], leaves[i]

@@ -29,20 +29,6 @@ def cut_as(tensor, gradient):
     return tensor.grad
 
 
-def cut_all(inputs, gradients):
-    """Returns the results of torch.autograd.grad. Collective where cuts differ."""
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-    return tuple(
-        gradient
-        if gradient is None
-        or not isinstance(tensor, DTensor)
-        or isinstance(gradient, DTensor)
-        and same_cuts(tensor, gradient)
-        else Rows.apply(gradient, tensor.detach())
-        for tensor, gradient in zip(inputs, gradients)
-    )
-
-
 def alike(name, args, kwargs):
     """Arguments of which each has gradients in its own cuts: where the cuts differ, or
     plain numbers (a loss) meet sharded tensors. Collective where cuts differ."""
