@@ -355,7 +355,7 @@ def test_hooks_on_parameters_take_the_reduced_gradient(
                 ]
                 (sum(losses) / world).backward()
             grad = dict(model.named_parameters())[name].grad
-            grads.append(grad.full_tensor() if wrapped else grad.clone())
+            grads.append((grad.full_tensor() if wrapped else grad).clone())
         handle.remove()
         return grads
 

@@ -166,7 +166,10 @@ WRITES = {
     "out": lambda t, o, v: torch.mul(o, 2, out=t),
     "out of another kind": lambda t, o, v: torch.cumsum(o, 0, out=t),
     "foreach": lambda t, o, v: torch._foreach_mul_([t, v], [o, v]),
-    "foreach of views": lambda t, o, v: torch._foreach_add_([t.T, t[0]], [o.T, v]),
+    # Of other elements: one kernel on CUDA adds to all of them, in any order.
+    "foreach of views": lambda t, o, v: torch._foreach_add_(
+        [t[1:].T, t[0]], [o[1:].T, v]
+    ),
     "turned": lambda t, o, v: t.clone().t_().mul_(2).t_() * 1,
     "squared": lambda t, o, v: t.view(1, *t.shape)[0].square_(),
 }
