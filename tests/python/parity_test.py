@@ -7,6 +7,7 @@ flat buffer are not aligned as FSDP2's are.
 """
 
 import copy
+import math
 
 import pytest
 import torch
@@ -14,16 +15,20 @@ import torch
 import flatshard
 from tests.python.device import DEVICE
 from tests.python.models import MODELS
-from tests.python.sum_order import near, sum_tolerance
+from tests.python.sum_order import BFLOAT16_ROUNDOFF, near, sum_tolerance
 from tests.python.training import both, distance, shard
 
 STEPS = 3
 # Sums of gradients of some 0.1 over ranks and microbatches. A step moves a weight by their
 # error over AdamW's eps (1e-4), times the learning rate (1e-2).
 BOUND = sum_tolerance(12, in_a_row=STEPS, size=0.1 * 1e-2 / 1e-4)
+LOSS_BOUND = 1e-3
 # A unit in the last place of a bfloat16 gradient, of which AdamW makes more where
 # gradients are small.
 BF16_BOUND = 3e-2
+# Sums in a row of a forward, as tests/support/sum_order.h counts them, and of how many
+# values the loss is the mean. In bfloat16 a sum rounds its result, and not the partial sums.
+BF16_FORWARDS = {"mlp": (3 * 3 + 2, 4 * 5), "llama": (13 * 2 + 3, 2 * 9)}
 
 
 def is_exact(world):
@@ -39,13 +44,30 @@ def bf16_bound(world):
     return BOUND if is_exact(world) else BF16_BOUND
 
 
-def check(world, ours, theirs, exact=True, bound=BOUND):
+def bf16_losses(world, name):
+    """Returns the relative tolerances of the steps' losses. Each step has the sums of a
+    forward, and of a forward and a backward of each step before it. The errors of the
+    values have either sign."""
+    if is_exact(world):
+        return [LOSS_BOUND] * STEPS
+    sums, values = BF16_FORWARDS[name]
+    return [
+        sum_tolerance(
+            1, (2 * step + 1) * sums, 1 / math.sqrt(values), BFLOAT16_ROUNDOFF
+        )
+        for step in range(STEPS)
+    ]
+
+
+def check(world, ours, theirs, exact=True, bound=BOUND, losses=None):
     assert all(torch.isfinite(torch.tensor(ours[0])))
     if exact and is_exact(world):
         assert ours[0] == theirs[0]
         assert distance(ours[1], theirs[1]) == 0
     else:
-        assert ours[0] == pytest.approx(theirs[0], rel=1e-3)
+        losses = losses or [LOSS_BOUND] * len(theirs[0])
+        for loss, expected, tolerance in zip(ours[0], theirs[0], losses, strict=True):
+            assert loss == pytest.approx(expected, rel=tolerance)
         assert distance(ours[1], theirs[1]) < bound
 
 
@@ -123,4 +145,5 @@ def test_bf16_compute(name, mesh, world, rank):
         {"mp_policy": Theirs(**dtypes)},
         steps=STEPS,
     )
-    check(world, ours, theirs, exact=False, bound=bf16_bound(world))
+    tolerances = {"bound": bf16_bound(world), "losses": bf16_losses(world, name)}
+    check(world, ours, theirs, exact=False, **tolerances)

@@ -7,6 +7,7 @@ import os
 import torch
 
 FLOAT_ROUNDOFF = 2.0**-24
+BFLOAT16_ROUNDOFF = 2.0**-8
 MARGIN = float(os.environ.get("FLATSHARD_TEST_MARGIN", 4))
 
 
