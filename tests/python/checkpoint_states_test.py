@@ -9,7 +9,7 @@ import torch
 
 import flatshard
 from flatshard import checkpoint, fully_shard
-from tests.python.device import on_device
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import distance, full_state, shard
 
@@ -132,6 +132,11 @@ REFUSED = {"nadam": "mu_product", "asgd": "eta|ax|mu"}
 @pytest.mark.parametrize("name", TORCHS)
 def test_optimizers_of_torch(name, dtype, mesh, rank, folder):
     kind, options = TORCHS[name]
+    if name == "flatshard" and DEVICE == "cuda":
+        model, optimizer = made(kind, mesh, dtype, lr=1e-2, **options)
+        with pytest.raises(flatshard.ConfigError, match="float32 on CUDA"):
+            train(model, optimizer, range(1), rank)
+        return
     if name in REFUSED:
         model, optimizer = made(kind, mesh, dtype, lr=1e-2, **options)
         train(model, optimizer, range(1), rank)

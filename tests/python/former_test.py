@@ -18,7 +18,7 @@ REFUSED = refused(
 class Layer(nn.Module):
     def __init__(self, use):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.weight = nn.Parameter(on_device(torch.randn(4, 4)))
         self.use = use
         self.weights = [self.weight]
         self.rows = self.weight[:2]

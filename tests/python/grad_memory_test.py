@@ -41,7 +41,7 @@ def backward(plain, model, rank, world, step):
 
 def close(found, wanted):
     for got, want in zip(found, wanted):
-        torch.testing.assert_close(got.full_tensor(), want)
+        torch.testing.assert_close(on_device(got.full_tensor()), want)
 
 
 def zeros(model):

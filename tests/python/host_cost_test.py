@@ -75,7 +75,7 @@ def test_grad_is_set_and_deleted_as_of_any_tensor(mesh):
     assert weight.grad is None
     assert not weight.is_sparse
     with pytest.raises(RuntimeError, match="size"):
-        weight.grad = torch.zeros(3)
+        weight.grad = on_device(torch.zeros(3))
 
 
 Pair = namedtuple("Pair", "left right")
