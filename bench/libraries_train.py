@@ -11,7 +11,6 @@ memory, the loss, and the library that sharded the model. A step lasts
 from the end of the step before to its end.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -22,11 +21,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from harness.command_line import Parser
 from harness.peers import LLAMA_SIZES, llama_config
 from harness.steps import rounded, synchronize
-
-# The folder of this file has a kernels.py, which libraries would take for the package.
-sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Clock:
@@ -258,16 +255,13 @@ CASES = {"trainer": train_trainer, "sft": train_sft, "accelerate": train_acceler
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("case", choices=CASES)
-    add("--warmup", type=int, default=8)
-    add("--steps", type=int, default=16)
-    add("--seq", type=int, default=2048)
-    add("--images", type=int, default=32)
-    add("--compile", action="store_true")
-    add("--tiny", action="store_true")
+    parser = Parser(__doc__).options(
+        "seq", "tiny", warmup=8, steps=16, images=32, compile=False
+    )
+    parser.add_argument("case", choices=CASES)
     args = parser.parse_args()
+    # This folder has a kernels.py, which libraries would take for the package.
+    sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     if args.tiny:
         args.seq = min(args.seq, 64)
         ranks_as_gpus()
