@@ -9,8 +9,9 @@
 # flatshard_test(<name> [PURE|THREADS] [MODULES] SOURCES ... DEPS ... [LIBS ...]
 #   [TIMEOUT s] [PROCESSORS n])
 #   one GoogleTest program. Its cases are the ctest <name>, labelled quick; those
-#   that tests/slow_cases.txt lists are a ctest <name>_slow. With cuda or nccl in
-#   its name it is one that does nothing without a GPU, and labelled gpu as well.
+#   that tests/slow_cases.txt lists are a ctest <name>_slow, or several with a
+#   number. With cuda or nccl in its name it is one that does nothing without a
+#   GPU, and labelled gpu as well.
 # MODULES: takes the precompiled header that has torch's modules.
 # With FLATSHARD_SANITIZE only PURE libraries exist, and with thread in it also
 # THREADS libraries, which include torch and run their own threads.
@@ -190,11 +191,22 @@ function(flatshard_test name)
   if(cases)
     set_property(
       TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
-    _flatshard_ctest(${name}_slow ${name} ${A_TIMEOUT})
-    set_property(
-      TEST ${name}_slow APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=${cases}")
-    # The longest begin first.
-    set_tests_properties(${name}_slow PROPERTIES COST ${seconds})
+    # Parts of some 40 seconds, so that workers share a long program.
+    math(EXPR parts "1 + ${seconds} / 40")
+    math(EXPR seconds "${seconds} / ${parts}")
+    foreach(part RANGE 1 ${parts})
+      set(slow ${name}_slow)
+      if(part GREATER 1)
+        string(APPEND slow _${part})
+      endif()
+      math(EXPR index "${part} - 1")
+      _flatshard_ctest(${slow} ${name} ${A_TIMEOUT})
+      set_property(
+        TEST ${slow} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=${cases}"
+        "GTEST_TOTAL_SHARDS=${parts}" "GTEST_SHARD_INDEX=${index}")
+      # The longest begin first.
+      set_tests_properties(${slow} PROPERTIES COST ${seconds})
+    endforeach()
   endif()
 endfunction()
 

@@ -206,29 +206,15 @@ class AdamW(torch.optim.Optimizer):
         if self._state_was_changed():
             self._take_states(dict(self.state))
         self._follow_decays()
-        views = [unit.grads for unit in self._units if unit.grads is not None]
+        views = [unit.grads for unit in self._units]
         for grads in views:
             grads.take()
         first = self.param_groups[0]
         self.core.step(*(_number(first[name]) for name in ("lr", "betas", "eps")))
         for grads in views:
             grads.release()
-        before = dict(self._counts)
         self.show_steps()
-        self._check_updated(before)
         return loss
-
-    def _check_updated(self, before):
-        """Raises an error for gradients that the step did not use."""
-        for parameter, count in before.items():
-            if self._counts[parameter] == count and parameter.grad is not None:
-                unit, index = self._places[parameter]
-                p = unit.parameters[index]
-                raise RuntimeError(
-                    f"flatshard.optim.AdamW: parameter {p.names[0] if p.names else p.label}"
-                    " has a gradient that no backward gave its unit, so it was not updated. "
-                    "Write to the gradients after a backward, or use torch.optim.AdamW"
-                )
 
     def _check_as_made(self):
         """The core updates all parameters of a unit, and those it had then."""

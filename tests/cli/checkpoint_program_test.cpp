@@ -326,24 +326,26 @@ TEST_F(Checkpoints, AnotherCorpusOrSeedIsRefused) {
       AllOf(HasSubstr("checkpoint.load_step"), HasSubstr("step-7")));
 }
 
-TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
+/// A run of two ranks that saves each step is killed at a step, and again six
+/// steps later.
+class KillNine : public Checkpoints,
+                 public ::testing::WithParamInterface<int> {};
+
+TEST_P(KillNine, LosesNothingThatWasSaved) {
   ASSERT_EQ(run("whole", 2).code, 0);
   const std::string config = write_config("killed");
-  // Saves all the time and is killed in the middle, several times.
-  std::string again;
-  int num_kills = 0;
-  for (; num_kills < 5; ++num_kills) {
-    const Result killed =
-        sh(start(
-               train(config, 2, "--set checkpoint.interval=1 " + again),
-               fmt::format("step: {}/40  loss", (num_kills + 1) * 6),
-               2000) +
-           "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n");
-    again = "--resume";
-    for (const std::int64_t step : steps("killed")) {
+  std::string options = "--set checkpoint.interval=1 ";
+  for (const int step : {GetParam(), GetParam() + 6}) {
+    sh(start(
+           train(config, 2, options),
+           fmt::format("step: {}/40  loss", step),
+           2000) +
+       "pkill -KILL -P $pid; kill -KILL $pid; wait $pid\n");
+    options += "--resume ";
+    for (const std::int64_t saved : steps("killed")) {
       const Result verified = sh(fmt::format(
           "\"$PROGRAM\" checkpoint verify '{}'",
-          step_folder(folder_ / "killed" / "checkpoints", step).string()));
+          step_folder(folder_ / "killed" / "checkpoints", saved).string()));
       ASSERT_EQ(verified.code, 0) << verified.output;
     }
   }
@@ -352,6 +354,12 @@ TEST_F(Checkpoints, KillNineLosesNothingThatWasSaved) {
   ASSERT_EQ(last.code, 0) << last.output;
   EXPECT_TRUE(weights("killed") == weights("whole"));
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    AtSteps,
+    KillNine,
+    ::testing::Values(4, 14, 24),
+    ::testing::PrintToStringParamName());
 
 TEST_F(Checkpoints, ARankThatDiesIsStartedAgain) {
   ASSERT_EQ(run("whole", 2).code, 0);
