@@ -110,6 +110,33 @@ def test_taken_with_the_placements_of_the_strategy(name, strategy, request, mesh
     assert not torch.equal(mine.full_tensor(), values())  # it was trained
 
 
+@pytest.mark.parametrize("seen", [False, True])
+def test_pieces_with_the_placements_of_the_shard(seen, mesh, rank):
+    """`seen`: torch has cached the result of operations on Shard(0), and takes it for
+    the placements of shards, which equal Shard(0)."""
+    model = two_linears()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if seen:
+        for p in model.parameters():
+            nn.Parameter(rows(p.full_tensor().detach(), mesh))
+    expected = {name: 2 * p.full_tensor() for name, p in model.named_parameters()}
+    for name, p in list(model.named_parameters()):
+        layer, attribute = name.split(".")
+        piece = DTensor.from_local(
+            2 * p.to_local().detach(),
+            p.device_mesh,
+            p.placements,
+            shape=p.shape,
+            stride=p.stride(),
+        )
+        setattr(model.get_submodule(layer), attribute, nn.Parameter(piece))
+    model(on_device(torch.ones(1, DIM)))
+    for name, p in model.named_parameters():
+        assert torch.equal(p.full_tensor(), expected[name]), name
+
+
 def test_a_sharded_parameter_of_another_model_is_taken_as_values(mesh, rank):
     model, other = (fully_shard(two_linears(), mesh=mesh) for _ in range(2))
     with torch.no_grad():

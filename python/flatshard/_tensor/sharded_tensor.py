@@ -10,6 +10,7 @@ import inspect
 import sys
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _foreach_utils
@@ -26,6 +27,7 @@ from flatshard._tensor.shard_values import (
     is_cut,
     is_whole,
     own_rows,
+    row_dim,
     same_cuts,
     tensors_in,
 )
@@ -183,13 +185,36 @@ class ShardedTensor(WatchedTensor):
         Collective when it is a DTensor that is cut otherwise.
         """
         if isinstance(tensor, DTensor):
-            if type(tensor) is ShardedTensor and same_cuts(tensor, self):
+            if not isinstance(tensor, ShardedTensor) and is_cut(tensor):
+                tensor = ShardedTensor.wrap(
+                    tensor._local_tensor,
+                    tensor.device_mesh,
+                    list(tensor.placements),
+                    tensor.shape,
+                )
+            if same_cuts(tensor, self) and self._has_pieces_like(tensor):
                 return tensor._local_tensor
             if not isinstance(tensor, ShardedTensor) and is_whole(tensor):
                 tensor = tensor._local_tensor
             else:
                 tensor = tensor.full_tensor()
         return own_rows(tensor.to(self._local_tensor.device), self)
+
+    def _has_pieces_like(self, tensor):
+        """Returns whether the pieces of `tensor`, whose placements equal this one's, are
+        this one's rows on all ranks.
+
+        torch puts Shard(0) in the place of an equal RowShard when a DTensor goes through
+        an operation, nn.Parameter's detach() for example. Collective for a DTensor.
+        """
+        dim = row_dim(self)
+        if dim is None or type(tensor) is ShardedTensor:
+            return True
+        mesh = self.device_mesh
+        own = tensor._local_tensor.shape == self._local_tensor.shape
+        on_all = torch.tensor([int(own)], device=mesh.device_type)
+        dist.all_reduce(on_all, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+        return bool(on_all.item())
 
     def like(self, tensor):
         """Returns the DTensor `tensor`, with as many rows, cut as this one is.
