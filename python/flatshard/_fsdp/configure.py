@@ -36,11 +36,7 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
         if (state := state_of(module)) is not None
     }.values()
     for unit in units:
-        if unit.root is not None:
-            raise RuntimeError(
-                "configure: the model ran, or was unsharded, before; call configure "
-                "before its first forward"
-            )
+        unit.life.check("configure")
         if unit.asked_copy_engines != options.copy_engines:
             raise ValueError(
                 f"configure: copy_engines={options.copy_engines!r}, but parts of the "

@@ -6,7 +6,7 @@ import torch
 
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.parameter import parameter_of_whole
-from flatshard._fsdp.renewal import let_go, renew, why_fixed
+from flatshard._fsdp.renewal import leave, renew, why_fixed
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import parameter_of, unit_of
 from flatshard._tensor.sharded_tensor import become
@@ -80,12 +80,12 @@ def _converting(states, parameters, fn):
     for root in roots:
         root.end()
     for state in leaving:
-        let_go(state)
+        leave(state)
     for unit in others:  # their cores hold the memory of all of that model
         renew(unit)
     for state in states:
         if state.root is not None and not state.fits():
-            state.root.is_stale = True
+            state.root.life.move("outdate")
     _converted.update(states)
     try:
         with _hidden([p for _, p in parameters]):

@@ -135,11 +135,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
             f"callables: the same {type(module).__name__} is given twice; a unit has one "
             "set of graphs"
         )
-    if state.root is not None:
-        raise RuntimeError(
-            f"make_graphed_callables: unit {state.name} ran before; call it between "
-            "fully_shard and the first forward"
-        )
+    state.life.check("capture", state.name)
     check_cuda_graph(
         [m() for m in state.modules],
         state.device_mesh,

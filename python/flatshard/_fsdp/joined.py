@@ -46,11 +46,7 @@ def find_parts(modules, core, offload, copy_engines):
                     f"mesh: {kind} inside is on {state.mesh}, this module on {core}: "
                     "expected a mesh that the inner one is a part of"
                 )
-            if state.root is not None:
-                raise RuntimeError(
-                    f"{kind} ran, or was unsharded, before the module around it was "
-                    "wrapped; wrap all modules first, then run the outermost"
-                )
+            state.life.check("join", kind=kind)
             if state.main_grads:
                 raise NotImplementedError(
                     f"modules that write gradients to main_grad are not supported on a "

@@ -43,16 +43,6 @@ def make_core(parameters, values, mp_policy, mesh, options):
     return _C.Unit(members=members, mesh=mesh, options=options)
 
 
-def shard_again(unit):
-    """Before the first forward with gradients: makes the core's unit for the dtypes and
-    the requires_grad that the parameters have now. Collective where a rank gets other
-    rows. The shards stay the same objects."""
-    changed = next(p for p in unit.parameters if not p.is_as_sharded())
-    _check_may_change(unit, changed)
-    _take_requires_grad(unit)
-    _make_core_again(unit)
-
-
 def _take_requires_grad(unit):
     for p in unit.parameters:
         if p.shard.requires_grad:
@@ -68,11 +58,16 @@ def check_may_renew(unit):
 
 
 def renew(unit):
-    """After a forward: the same for all units of a model, of which a Root is made then.
-    Each rank keeps its rows, since optimizers have states for them, so the parameters
-    of a group are trained or frozen together: the core has gradients for all of them
-    where one is trained."""
-    if not unit.has_trained:
+    """Makes the core for the dtypes and the requires_grad that the parameters have now,
+    of a unit without a Root. The shards stay the same objects. Collective where a rank
+    gets other rows.
+
+    A unit that trained keeps the rows of each rank, since optimizers have states for
+    them. So the parameters of a group are trained or frozen together: the core has
+    gradients for all of them where one is trained.
+    """
+    unit.life.check("renew", unit.name)
+    if not unit.life.keeps_rows:
         _take_requires_grad(unit)
     unfrozen = {p.apart for p in unit.parameters if p.apart and p.shard.requires_grad}
     for p in unit.parameters:
@@ -81,23 +76,18 @@ def renew(unit):
         p.trainable = p.trainable or (p.apart in unfrozen and fits)
     _make_core_again(unit)
     unit.make_grads()
-    unit.is_outdated = False
 
 
-def let_go(unit):
+def leave(unit):
     """The parameters are on another device from now on: the core and its memory go."""
     for p in unit.parameters:
         p.whole, p.rows = _whole_again(p), None
+    unit.life.move("leave", unit.name)
     unit.core = unit.grads = None
-    unit.is_outdated = True
 
 
-def come_back(unit):
-    """Makes the core of a unit whose Root went.
-
-    Raises:
-        RuntimeError: parameters are still on another device.
-    """
+def check_is_home(unit):
+    """Raises RuntimeError while parameters are on another device."""
     for p in unit.parameters:
         device = local_of(p.shard).device
         if device.type == "meta":
@@ -108,8 +98,6 @@ def come_back(unit):
                 f"fully_shard put it: call model.to('{unit.home.type}') before the next "
                 "forward"
             )
-    check_may_renew(unit)
-    renew(unit)
 
 
 def _whole_again(p):
@@ -127,6 +115,7 @@ def _make_core_again(unit):
     unit.core = make_core(
         unit.parameters, values, unit.mp_policy, unit.mesh, unit.core_options
     )
+    unit.life.move("renew", unit.name)
     made = {id(p): data for p, data in unit.cut()}
     for p, piece in former:
         data = made[id(p)]
@@ -183,8 +172,10 @@ def follow_changes(units):
     """Applies changes of `requires_grad` and dtypes since the last forward, as the next
     forward would. For callers that read the core's groups in between. Collective."""
     for unit in units:
-        if unit.root is None and not unit.has_trained and not unit.is_as_sharded():
-            shard_again(unit)
+        is_free = unit.root is None and not unit.life.keeps_rows
+        if is_free and not unit.is_as_sharded():
+            check_may_renew(unit)
+            renew(unit)
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         if not all(unit.fits() for unit in root.units):
             root.renew()

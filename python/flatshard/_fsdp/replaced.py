@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.former import former_name, num_marked
 from flatshard._fsdp.parameter import parameter_of_whole
-from flatshard._fsdp.renewal import shard_again
+from flatshard._fsdp.renewal import check_may_renew, renew
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.places import unit_of
@@ -189,8 +189,9 @@ def settle(units, names):
             if shards[p.index] is not p.shard:
                 unit.take(p, shards[p.index])
         suits = unit.fits() if torch.is_grad_enabled() else unit.can_evaluate()
-        if not unit.has_trained and not suits:
-            shard_again(unit)
+        if not unit.life.keeps_rows and not suits:
+            check_may_renew(unit)
+            renew(unit)
         for p in unit.parameters:
             if not p.sites:
                 unit.core.drop(p.index)

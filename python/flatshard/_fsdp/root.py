@@ -9,10 +9,11 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.grid import grid_of, tell_parts
 from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.life import Life, LifeCycle
 from flatshard._fsdp.opaque_outputs import look_inside
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import name_released, note_whole
-from flatshard._fsdp.renewal import check_may_renew, come_back, why_fixed
+from flatshard._fsdp.renewal import check_is_home, check_may_renew, renew, why_fixed
 from flatshard._fsdp.replaced import (
     refuse_exchanged,
     refuse_plain,
@@ -54,8 +55,10 @@ class Root:
     def __init__(self, module, state):
         units, parents, module_names = walk(module)
         for unit in units:
-            if unit.is_outdated:
-                come_back(unit)
+            if unit.life.now in (Life.OUTDATED, Life.AWAY):
+                check_is_home(unit)
+                check_may_renew(unit)
+                renew(unit)
         check_units(units, parents, state)
         settle(units, module_names)
         options = state.model_options or ModelOptions()
@@ -126,17 +129,16 @@ class Root:
         self._passes = weakref.WeakSet()  # BackwardPasses that began and continue
         self.has_passes = False  # or had one since the last forward outside of them
         self._sync_is_of_pass = False
-        self._initialized = False
-        self._saw_all = False
-        self._has_trained = False  # ran with gradients
+        self.life = LifeCycle(Life.ROOTED)
+        self._has_values = False  # all units, and equal ones on the ranks
         self._inner_outputs = InnerOutputs(inner_modules(units))
-        self.is_stale = False  # the dtype of parameters was changed
         self.post_optim_event = None  # to wait for before the next gather
         for unit in units:
+            unit.life.move("root", unit.name)
             unit.root = self
             # Its core stays, so a parameter that is frozen keeps its place.
             if self.cuda_graphs or any(why_fixed(unit, p) for p in unit.parameters):
-                unit.has_trained = True
+                unit.life.move("train", unit.name)
         for unit in units:
             self.apply_policy(unit)
         self.apply_limits(state.policy)
@@ -258,7 +260,7 @@ class Root:
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open. The core calls
         it, with its lock held."""
-        if not self._initialized:
+        if not self._has_values:
             units = self.units
             for unit in units:
                 unit.check_initialized()
@@ -266,23 +268,24 @@ class Root:
                 compare(units, self.device_mesh)
             for unit in units:
                 unit.forget_digests()
-            self._initialized = True
+            self._has_values = True
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
         self.check_replaced()
-        if self.is_stale:
+        if self.life.now is Life.OUTDATED:
             raise Stale
         if torch.is_grad_enabled():
             self._inner_outputs.update()
-            if not self._saw_all:
+            is_first = self.life.now is Life.ROOTED
+            if is_first:
                 refuse_plain(self._module(), self.units)
                 for unit in self.units:
                     unit.retire_trained_formers()
-                self._saw_all = True
-            if self.core.trains_others() or not self._has_trained:
+            if self.core.trains_others() or is_first:
                 self._follow_requires_grad()
-            self._has_trained = True
+            if is_first:
+                self.life.move("train")
         for ref in self._of_several:
             if (unit := ref()) is not None:
                 unit.running.clear()
@@ -294,7 +297,7 @@ class Root:
                 if not unit.fits():
                     raise Stale
                 unit.follow_requires_grad()
-                unit.has_trained = True
+                unit.life.move("train", unit.name)
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""
@@ -328,7 +331,7 @@ class Root:
         for unit in self.units:
             unit.show_shards()
             unit.root = None
-            unit.is_outdated = True
+            unit.life.move("outdate", unit.name)
 
     def check_replaced(self):
         if self.core.shows_others():

@@ -100,12 +100,7 @@ def check_units(units, parents, state):
                 "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
                 "runs nothing of them on the host; leave one of them out"
             )
-        if unit.root is not None:
-            raise RuntimeError(
-                f"unit {unit.name} ran, or was unsharded, before as part of a "
-                "smaller model; wrap all modules first, then run the outermost "
-                "module"
-            )
+        unit.life.check("root", unit.name)
         if unit.model_options is not None and unit.model_options != state.model_options:
             _check_model_options(unit, state)
         if unit.copy_engines != state.copy_engines:

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from flatshard import _C
 from flatshard._fsdp.former import retire
+from flatshard._fsdp.life import Life, LifeCycle
 from flatshard._fsdp.parameter import copy_attributes, put_hooks
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
 from flatshard._tensor.memory import local_of
@@ -62,7 +63,7 @@ class UnitState:
     """One call of fully_shard."""
 
     modules: list  # weak references
-    core: _C.Unit  # None while its parameters are on another device, see renewal.py
+    core: _C.Unit  # None while it is AWAY
     mesh: _C.Mesh
     device_mesh: object
     parameters: list
@@ -78,7 +79,8 @@ class UnitState:
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     policy: Policy = field(default_factory=Policy)
     grads: _C.GradViews | None = None
-    root: "Root | None" = None  # once known
+    life: LifeCycle = field(default_factory=LifeCycle)
+    root: "Root | None" = None  # while it is ROOTED or TRAINED
     id: int = -1
     name: str = ""
     num_writes: int = 0  # that others made to its parameters
@@ -90,10 +92,6 @@ class UnitState:
     loads_by_assign: bool = False  # the load_state_dict that runs
     shared_streams: _C.CommStreams | None = None  # of share_comm_ctx, for the root
     home: torch.device | None = None  # where the core has its shards
-    is_outdated: bool = False  # a Root before had its core
-    has_trained: bool = (
-        False  # ran with gradients: optimizers may have states for its rows
-    )
     running: set = field(default_factory=set)  # ids of a list's modules still to run
     # On a part of the model's mesh its parameters are slices of larger tensors: how
     # many there are, and which. None: on all of it.
@@ -175,7 +173,7 @@ class UnitState:
     def misfits(self):
         """Returns the parameters that need another core. Until the first forward with
         gradients these include the ones that were frozen."""
-        if self.has_trained:
+        if self.life.keeps_rows:
             return [p for p in self.parameters if not p.fits()]
         return [p for p in self.parameters if not p.is_as_sharded()]
 
@@ -210,7 +208,7 @@ class UnitState:
     def apply_to_core(self):
         """Passes the settings of setters to the core. Without a core they wait for the
         next one."""
-        if self.core is None:
+        if self.life.now is Life.AWAY:
             return
         if self.policy.divide_factor is not None:
             self.core.set_divisor(self.policy.divide_factor)
@@ -234,7 +232,7 @@ class UnitState:
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
         former = p.stored_shard
         local = local_of(former)
-        if tensor.dtype != former.dtype:  # until shard_again
+        if tensor.dtype != former.dtype:  # until the core is renewed
             local = torch.empty_like(local, dtype=tensor.dtype)
         with torch.no_grad():
             local.copy_(piece_of(former, tensor))
@@ -342,11 +340,6 @@ class UnitState:
         if self.root is not None:
             self.root.core.show_shards(self.id)
 
-    @property
-    def initialized(self):
-        """Returns whether no parameter is on meta, without values."""
-        return not any(p.on_meta for p in self.all_parameters)
-
     def note_values(self, parameters=None):
         """Parameters, by default all, have values from now on: shards that showed no
         memory show the core's."""
@@ -356,7 +349,7 @@ class UnitState:
                 continue
             rows, p.rows = p.rows, None
             writes.remove([p.shard])
-            if rows.dtype != p.shard.dtype:  # until shard_again
+            if rows.dtype != p.shard.dtype:  # until the core is renewed
                 rows = rows.over(torch.empty_like(local_of(rows), dtype=p.shard.dtype))
             become(p.shard, rows)
             writes.add(self, [p.shard])

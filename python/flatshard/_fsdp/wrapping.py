@@ -47,11 +47,7 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
                 f"{type(module).__name__}"
             )
         states.append(state_of(module))
-        if states[-1].root is not None:
-            raise RuntimeError(
-                f"share_comm_ctx: a {type(module).__name__} ran, or was unsharded, before; "
-                "call it before the first forward"
-            )
+        states[-1].life.check("share_streams", kind=type(module).__name__)
     if states:
         streams = _C.CommStreams(states[0].mesh)
         for state in states:
