@@ -375,3 +375,11 @@ def _check_units(units, places):
                     f"{unit.name or '(not run yet)'} is missing; a unit's "
                     "parameters are updated together, use torch.optim.AdamW"
                 )
+            if p.trainable and p.shard.is_cuda and p.shard.dtype != torch.float32:
+                raise NotImplementedError(
+                    f"flatshard.optim.AdamW: expected float32 parameters on GPUs, got "
+                    f"{p.shard.dtype} in parameter {p.title} of unit "
+                    f"{unit.name or '(not run yet)'}; keep them in float32 with "
+                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or use "
+                    "torch.optim.AdamW"
+                )

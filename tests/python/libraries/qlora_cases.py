@@ -9,7 +9,7 @@ from bitsandbytes.nn import modules
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from tests.python.libraries import cpu, models
+from tests.python.libraries import cpu, models, trainer_cases
 from tests.python.libraries.accelerate_cases import Run
 
 cpu.ranks_as_gpus()
@@ -36,26 +36,55 @@ def base(storage):
     return model.requires_grad_(False)
 
 
-def trained(storage):
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def with_adapters(storage):
     torch.manual_seed(3)
-    model = get_peft_model(base(storage), config)
+    model = get_peft_model(base(storage), LORA)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    before = {
+    return model
+
+
+def integers_of(model):
+    return {
         name: p.data.clone()
         for name, p in model.named_parameters()
         if not p.is_floating_point()
     }
-    run = Run(model)
-    run.train()
-    for name, p in run.model.named_parameters():
+
+
+def check_unchanged(model, before):
+    for name, p in model.named_parameters():
         if name in before:
             assert torch.equal(p.data, before[name]), name
-    state = run.accelerator.get_state_dict(run.model)
-    adapter = {name: value for name, value in state.items() if "lora_" in name}
+
+
+def adapter_of(accelerator, model):
+    state = accelerator.get_state_dict(model)
+    return {name: value for name, value in state.items() if "lora_" in name}
+
+
+def trained(storage):
+    model = with_adapters(storage)
+    before = integers_of(model)
+    run = Run(model)
+    run.train()
+    check_unchanged(run.model, before)
+    adapter = adapter_of(run.accelerator, run.model)
     return {"losses": run.losses, "norms": run.norms, "adapter": adapter}
+
+
+def trained_by(trainer, before):
+    trainer.train()
+    check_unchanged(trainer.model, before)
+    return {
+        "losses": trainer.seen.losses,
+        "norms": trainer.seen.norms,
+        "adapter": adapter_of(trainer.accelerator, trainer.model_wrapped),
+    }
 
 
 def case_versions_of_the_patch(folder):
@@ -76,6 +105,29 @@ def case_stored_as_integers(folder):
 
 def case_stored_as_float32(folder):
     return trained(torch.float32)
+
+
+def case_trainer_with_integers(folder):
+    model = with_adapters(torch.uint8)
+    before = integers_of(model)
+    return trained_by(trainer_cases.make(folder, model), before)
+
+
+def case_trainer_with_float32(folder):
+    return trained_by(trainer_cases.make(folder, with_adapters(torch.float32)), {})
+
+
+def case_sft(folder):
+    """SFTTrainer makes the adapters, and saves them."""
+    from safetensors.torch import load_file
+
+    from tests.python.libraries import trl_cases
+
+    found, trainer = trl_cases.sft(folder, base(torch.uint8), {"peft_config": LORA})
+    trainer.save_model(f"{folder}/saved")
+    trainer.accelerator.wait_for_everyone()
+    saved = load_file(f"{folder}/saved/adapter_model.safetensors")
+    return {"losses": found["losses"], "norms": found["norms"], "saved": saved}
 
 
 def case_another_precision(folder):
