@@ -27,6 +27,7 @@ MODULES = {
     "trl_cases": "trl",
     "lightning_cases": "lightning",
     "qlora_cases": "bitsandbytes",
+    "torchao_cases": "torchao",
 }
 LIBRARIES = (
     "torch",
@@ -36,6 +37,7 @@ LIBRARIES = (
     "trl",
     "lightning",
     "bitsandbytes",
+    "torchao",
 )
 # CI runs these, which take a few seconds each.
 QUICK = (
