@@ -177,6 +177,12 @@ Gpu parse_gpu(std::string_view text, const std::string& origin) {
         origin,
         e.source().begin.line,
         e.description());
+  } catch (const TomlAssertion&) {
+    FLATSHARD_THROW(
+        format,
+        "{}: expected TOML, got a name or value with characters that do not "
+        "belong there",
+        origin);
   }
   Gpu gpu;
   const toml::node* base = file.get(kBase);

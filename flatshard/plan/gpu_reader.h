@@ -1,10 +1,7 @@
 #pragma once
 
+#include "flatshard/core/toml.h"
 #include "flatshard/plan/gpu.h"
-
-#define TOML_HEADER_ONLY 1
-#define TOML_ENABLE_WINDOWS_COMPAT 0
-#include <toml++/toml.h>
 
 #include <set>
 #include <string>
