@@ -12,8 +12,8 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
-#include "flatshard/train/export/export_hf.h"
-#include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/tools/export_hf.h"
+#include "flatshard/train/tools/stored_model.h"
 
 namespace flatshard {
 namespace {

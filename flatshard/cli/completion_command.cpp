@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
 namespace {

@@ -1,7 +1,7 @@
 #include "flatshard/cli/config_command.h"
 
 #include "flatshard/models/config.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 #include <CLI/CLI.hpp>
 

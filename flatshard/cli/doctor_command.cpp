@@ -10,7 +10,7 @@
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/peer/peer_memory.h"
-#include "flatshard/train/try_step.h"
+#include "flatshard/train/run/try_step.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>

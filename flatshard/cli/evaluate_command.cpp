@@ -1,6 +1,6 @@
 #include "flatshard/cli/evaluate_command.h"
 
-#include "flatshard/train/export/evaluate.h"
+#include "flatshard/train/tools/evaluate.h"
 
 #include <CLI/CLI.hpp>
 

@@ -1,8 +1,8 @@
 #include "flatshard/cli/generate_command.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/export/chat_rows.h"
-#include "flatshard/train/export/generate.h"
+#include "flatshard/train/tools/chat_rows.h"
+#include "flatshard/train/tools/generate_text.h"
 
 #include <CLI/CLI.hpp>
 

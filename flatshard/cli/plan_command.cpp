@@ -10,11 +10,11 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/plan/gpu.h"
 #include "flatshard/plan/svg.h"
-#include "flatshard/train/device.h"
-#include "flatshard/train/export/stored_model.h"
 #include "flatshard/train/plan/calibrate.h"
 #include "flatshard/train/plan/run_plan.h"
 #include "flatshard/train/plan/sweep.h"
+#include "flatshard/train/setup/run_device.h"
+#include "flatshard/train/tools/stored_model.h"
 
 #include <fmt/ranges.h>
 #include <CLI/CLI.hpp>

@@ -2,9 +2,9 @@
 
 #include "flatshard/core/file_writer.h"
 #include "flatshard/report/report.h"
-#include "flatshard/train/config.h"
-#include "flatshard/train/option_errors.h"
-#include "flatshard/train/run_files.h"
+#include "flatshard/train/config/option_errors.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/tools/run_files.h"
 
 #include <CLI/CLI.hpp>
 

@@ -7,13 +7,13 @@
 #include "flatshard/data/corpus.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/launch/local_ranks.h"
-#include "flatshard/train/config.h"
-#include "flatshard/train/model_config.h"
-#include "flatshard/train/run_files.h"
-#include "flatshard/train/run_lock.h"
-#include "flatshard/train/run_output.h"
-#include "flatshard/train/save_signals.h"
-#include "flatshard/train/trainer.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/run/run_lock.h"
+#include "flatshard/train/run/run_output.h"
+#include "flatshard/train/run/save_signals.h"
+#include "flatshard/train/run/trainer.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/tools/run_files.h"
 
 #include <c10/util/Exception.h>
 #include <fmt/ranges.h>

@@ -4,8 +4,8 @@
 #include "tests/cli/bad_input.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/config.h"
-#include "tests/train/malformed_config.h"
+#include "flatshard/train/config/run_config.h"
+#include "tests/train/config/malformed_config.h"
 
 #include <arpa/inet.h>
 #include <sys/socket.h>

@@ -50,12 +50,44 @@ class CheckLayers(unittest.TestCase):
                 self.assertTrue(self.check(**{f"{single}__a_dot_cpp": text}))
 
     def test_too_many_files(self):
-        files = {f"nn__kernels__a{i}_dot_h": "" for i in range(61)}
+        files = {f"moe__kernels__a{i}_dot_h": "" for i in range(40)}
+        files |= {f"moe__a{i}_dot_h": "" for i in range(21)}
         found = self.check(**files)
         self.assertEqual(len(found), 1)
-        self.assertTrue(found[0].startswith("flatshard/nn/kernels:0: 61 files"))
+        self.assertTrue(found[0].startswith("flatshard/moe:0: 61 files"))
         files.popitem()
         self.assertEqual(self.check(**files), [])
+
+    def test_larger_folders_only_shrink(self):
+        for folder, most in check_layers.LARGER.items():
+            files = {f"{folder}__a{i}_dot_h": "" for i in range(most)}
+            self.assertEqual(self.check(**files), [])
+            self.assertTrue(self.check(**files, **{f"{folder}__b_dot_h": ""}))
+
+    def test_rooms_of_a_group(self):
+        self.assertEqual(
+            self.check(
+                train__run__a_dot_cpp='#include "flatshard/train/tools/b.h"',
+                train__run__CMakeLists_dot_txt="flatshard_library(train_run SOURCES"
+                " a.cpp DEPS train_tools core)",
+            ),
+            [],
+        )
+        found = self.check(
+            train__config__a_dot_cpp='#include "flatshard/train/run/trainer.h"'
+        )
+        self.assertEqual(len(found), 1)
+        self.assertIn("train/config may include", found[0])
+        found = self.check(
+            train__tools__CMakeLists_dot_txt="flatshard_library(train_tools SOURCES"
+            " a.cpp DEPS train_run)"
+        )
+        self.assertIn("not train_run", found[0])
+
+    def test_a_group_has_no_files(self):
+        found = self.check(train__a_dot_cpp="int a;")
+        self.assertEqual(found, ["flatshard/train/a.cpp:0: train has folders only"])
+        self.assertTrue(self.check(train__misc__a_dot_cpp="int a;"))
 
     def test_sideways_include(self):
         self.assertTrue(

@@ -28,7 +28,7 @@
 #include "flatshard/models/generate.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/train/export/stored_model.h"
+#include "flatshard/train/tools/stored_model.h"
 
 namespace {
 

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/config.h"
 #include "flatshard/train/config/expert_ranks.h"
+#include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
 namespace config {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/train/config/parallelism.h"
+#include "flatshard/train/config/parallelism_keys.h"
 
 #include <cstdint>
 

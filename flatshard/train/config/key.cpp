@@ -9,7 +9,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
 

@@ -1,4 +1,4 @@
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 #include <fmt/ranges.h>
 

@@ -1,8 +1,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config.h"
-#include "flatshard/train/run_files.h"
+#include "flatshard/train/config/run_config.h"
 
 #include <fmt/ranges.h>
 
@@ -140,20 +139,6 @@ Config starting_config(const std::string& preset) {
   config.checkpoint.interval = 200;
   config.checkpoint.keep_latest_k = 2;
   return config;
-}
-
-std::filesystem::path save_config(const Config& config) {
-  const std::filesystem::path folder = config.run.output_dir;
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  FLATSHARD_CHECK(
-      !error,
-      io,
-      "cannot make run.output_dir {}: {}",
-      folder.string(),
-      error.message());
-  write_file_atomic(folder / kRunConfig, to_toml(config));
-  return folder / kRunConfig;
 }
 
 std::string describe_config() {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 // The writers of rows of a table of keys; only their files need them.
 namespace flatshard::config {

@@ -7,7 +7,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/loss.h"
-#include "flatshard/train/option_errors.h"
+#include "flatshard/train/config/option_errors.h"
 
 namespace flatshard {
 namespace {

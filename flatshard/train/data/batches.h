@@ -11,7 +11,7 @@
 #include "flatshard/data/loader.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/document_buffers.h"
 #include "flatshard/train/data/token_buffers.h"
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {

@@ -5,7 +5,7 @@
 
 #include "flatshard/data/corpus_identity.h"
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/validation_set.h"
 
 namespace flatshard {

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/validation_set.h"
 
 namespace flatshard {

@@ -6,8 +6,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/data/token_source.h"
+#include "flatshard/train/config/option_errors.h"
 #include "flatshard/train/data/batches.h"
-#include "flatshard/train/option_errors.h"
 
 namespace flatshard {
 

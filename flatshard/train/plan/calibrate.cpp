@@ -12,7 +12,7 @@
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/train/metrics/peak_flops.h"
 #include "flatshard/train/plan/call_timer.h"
-#include "flatshard/train/train_state.h"
+#include "flatshard/train/setup/train_state.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>

@@ -1,9 +1,9 @@
 #include "flatshard/train/plan/model_work.h"
 
 #include "flatshard/models/flops.h"
-#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/plan/layer_kernels.h"
 #include "flatshard/train/plan/stages.h"
+#include "flatshard/train/setup/run_lora.h"
 
 #include <c10/core/ScalarType.h>
 

@@ -2,7 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/plan/job.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 #include <map>
 #include <set>

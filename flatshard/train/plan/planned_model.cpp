@@ -4,7 +4,7 @@
 #include "flatshard/models/lora.h"
 #include "flatshard/models/moe.h"
 #include "flatshard/nn/module_tree.h"
-#include "flatshard/train/lora/lora.h"
+#include "flatshard/train/setup/run_lora.h"
 
 #include <algorithm>
 #include <memory>

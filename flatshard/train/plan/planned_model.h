@@ -4,7 +4,7 @@
 #include "flatshard/models/llama.h"
 #include "flatshard/plan/shape.h"
 #include "flatshard/schedule/overlap_events.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 
 #include <cstdint>
 #include <set>

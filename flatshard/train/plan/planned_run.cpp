@@ -7,9 +7,9 @@
 #include "flatshard/schedule/slot_plan.h"
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/metrics/number_text.h"
-#include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/model_work.h"
 #include "flatshard/train/plan/planned_units.h"
+#include "flatshard/train/setup/parallelism.h"
 
 #include <ATen/ceil_div.h>
 

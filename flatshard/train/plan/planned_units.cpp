@@ -4,8 +4,8 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/train/float8.h"
-#include "flatshard/train/parallelism.h"
+#include "flatshard/train/setup/float8_choice.h"
+#include "flatshard/train/setup/parallelism.h"
 
 #include <algorithm>
 #include <memory>

@@ -5,11 +5,11 @@
 #include "flatshard/device/device_name.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/models/flops.h"
-#include "flatshard/train/lora/lora.h"
 #include "flatshard/train/metrics/number_text.h"
-#include "flatshard/train/model_config.h"
-#include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/run_lora.h"
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>

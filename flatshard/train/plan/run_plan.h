@@ -2,7 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/plan/estimate.h"
-#include "flatshard/train/config.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/plan/planned_run.h"
 
 #include <c10/core/Device.h>

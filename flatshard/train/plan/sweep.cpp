@@ -1,8 +1,8 @@
 #include "flatshard/train/plan/sweep.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/model_config.h"
 #include "flatshard/train/plan/planned_run.h"
+#include "flatshard/train/setup/model_config.h"
 
 #include <algorithm>
 #include <array>

@@ -2,10 +2,10 @@
 // autograd saves.
 #include "flatshard/models/llama.h"
 #include "flatshard/models/lora.h"
-#include "flatshard/train/lora/lora.h"
-#include "flatshard/train/model_config.h"
-#include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/run_lora.h"
 #include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>

@@ -1,11 +1,11 @@
 // A plan's prediction of a rank's memory equals the memory that it holds.
 #include "flatshard/plan/estimate.h"
-#include "flatshard/train/lora/lora.h"
-#include "flatshard/train/model_config.h"
-#include "flatshard/train/parallelism.h"
 #include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/plan/run_plan.h"
-#include "flatshard/train/train_state.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/run_lora.h"
+#include "flatshard/train/setup/train_state.h"
 #include "tests/support/case_name.h"
 #include "tests/support/ranks.h"
 

@@ -1,0 +1,112 @@
+#include "flatshard/train/config/execution_keys.h"
+
+#include <sstream>
+
+#include "flatshard/core/error.h"
+#include "flatshard/train/config/rows.h"
+
+namespace flatshard::config {
+
+constinit const UsedIf kHasGraphs{
+    "cuda_graph.impl",
+    WHEN(c.cuda_graph.enabled()),
+    "runs with CUDA graphs; set cuda_graph.impl to unit or full_iteration"};
+
+namespace {
+
+const ConfigKey kExecutionKeys[] = {
+    KEY(activation_checkpoint.mode,
+        "activations that the backward computes again instead of keeping them"),
+
+    KEY(cuda_graph.impl,
+        "record each block once and replay its forward and its backward as one "
+        "launch each (unit), or forward and backward of the whole step, with "
+        "its collectives, as one (full_iteration); for small models, whose "
+        "kernels the host cannot launch as fast as the GPU runs them",
+        .conflicts =
+            {{{"diagnostics.strict"},
+              WHEN(c.diagnostics.strict),
+              "a replay calls no modules whose calls could be checked"},
+             {{"cuda_graph.modules"},
+              WHEN(c.cuda_graph.whole_step() && !c.cuda_graph.modules.empty()),
+              "the whole step is one graph; leave modules empty, or use "
+              "\"unit\""},
+             {{"parallelism.copy_engines"},
+              WHEN(c.cuda_graph.whole_step() && c.parallelism.copies()),
+              "copies between the memory of GPUs are not recorded; use "
+              "\"none\", which \"auto\" means here"},
+             {{"diagnostics.nan_check"},
+              WHEN(c.cuda_graph.whole_step() && c.diagnostics.nan_check),
+              "it watches what is inside of a step, where a replay stops for "
+              "nobody"},
+             {{"diagnostics.overlap_check"},
+              WHEN(c.cuda_graph.whole_step() && c.diagnostics.overlap_check),
+              "it watches what is inside of a step, where a replay stops for "
+              "nobody"},
+             {{"diagnostics.poison"},
+              WHEN(c.cuda_graph.whole_step() && c.diagnostics.poison),
+              "a replay does not poison the weights that it releases"},
+             {{"activation_checkpoint.mode"},
+              WHEN(
+                  !c.cuda_graph.whole_step() && c.cuda_graph.modules.empty() &&
+                  c.activation_checkpoint.mode ==
+                      models::ActivationCheckpoint::selective),
+              "a block cannot be recorded with a recomputation inside; record "
+              "attn alone (cuda_graph.modules), or use \"full\" or \"none\""}}),
+    KEY(cuda_graph.modules,
+        "parts of blocks to record instead of whole ones: attn, mlp, and of "
+        "blocks with experts moe_router and moe_preprocess, with commas "
+        "between",
+        .used_if = {kHasGraphs}),
+    KEY(cuda_graph.warmup_steps,
+        "steps before anything is recorded",
+        .range = {1, kMaxSteps},
+        .used_if = {kHasGraphs}),
+    KEY(cuda_graph.on_miss,
+        "if a block or step cannot be replayed: run it without a graph, which "
+        "is counted and logged once for each reason, or end the run",
+        .used_if = {kHasGraphs}),
+};
+
+void check_execution(const Config& config) {
+  if (config.cuda_graph.enabled()) {
+    graph_regions(config);  // throws
+  }
+}
+
+}  // namespace
+
+KeyTable execution_keys() {
+  return {kExecutionKeys, check_execution};
+}
+
+}  // namespace flatshard::config
+
+namespace flatshard {
+
+std::set<std::string> graph_regions(const Config& config) {
+  std::set<std::string> regions;
+  std::istringstream text(config.cuda_graph.modules);
+  for (std::string name; std::getline(text, name, ',');) {
+    std::erase_if(name, [](char c) { return c == ' '; });
+    FLATSHARD_CHECK(
+        name != "moe",
+        config,
+        "cuda_graph.modules: {} is not recorded: the number of exchanged rows "
+        "depends on the router's choice, for which the host waits; use "
+        "moe_router and "
+        "moe_preprocess",
+        name);
+    FLATSHARD_CHECK(
+        name == "attn" || name == "mlp" || name == "moe_router" ||
+            name == "moe_preprocess",
+        config,
+        "cuda_graph.modules: expected attn, mlp, moe_router, moe_preprocess or "
+        "several with commas between, or nothing for whole blocks; got '{}'",
+        name);
+    regions.insert(name);
+  }
+  return regions.empty() ? std::set<std::string>{"block"} : regions;
+}
+
+}  // namespace flatshard

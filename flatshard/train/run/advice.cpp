@@ -1,0 +1,156 @@
+#include "flatshard/train/run/advice.h"
+
+#include <c10/core/ScalarType.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <vector>
+
+#include "flatshard/models/flops.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/setup/run_lora.h"
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kLongRunSteps = 500;
+// More than so many checkpoints are worth a word.
+constexpr std::int64_t kManyCheckpoints = 5;
+// The remainder goes to NCCL, the driver, cuBLAS and memory that the allocator
+// cannot use.
+constexpr double kUsableShare = 0.9;
+
+double gib(std::int64_t nbytes) {
+  return static_cast<double>(nbytes) / kGiB;
+}
+
+std::string advice_on_length(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const std::int64_t steps = config.training.steps;
+  if (steps <= kLongRunSteps) {
+    return "";
+  }
+  std::vector<std::string> parts;
+  if (config.lr_scheduler.warmup_steps == 0) {
+    parts.push_back(
+        "the learning rate has no warm-up (lr_scheduler.warmup_steps)");
+  }
+  const config::Checkpoint& saving = config.checkpoint;
+  if (saving.interval == 0) {
+    parts.push_back("no checkpoint is saved, so a failure loses all "
+                    "(checkpoint.interval)");
+  } else if (
+      saving.keep_latest_k == 0 && steps / saving.interval > kManyCheckpoints) {
+    const auto main_nbytes = static_cast<std::int64_t>(
+        c10::elementSize(config.precision.main_params));
+    const std::int64_t each =
+        num_trainable_parameters(config, model) *
+        (main_nbytes + config.optimizer.num_states() *
+                           static_cast<std::int64_t>(sizeof(float)));
+    parts.push_back(fmt::format(
+        "all {} checkpoints of about {:.2g} GiB are kept "
+        "(checkpoint.keep_latest_k)",
+        steps / saving.interval,
+        gib(each)));
+  }
+  return parts.empty() ? ""
+                       : fmt::format(
+                             "advice for {} steps: {}",
+                             with_commas(steps),
+                             fmt::join(parts, "; "));
+}
+
+std::string advice_on_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t table_nbytes,
+    std::int64_t capacity_nbytes) {
+  if (capacity_nbytes <= 0) {
+    return "";
+  }
+  const bool recomputes =
+      config.activation_checkpoint.mode != models::ActivationCheckpoint::none;
+  const std::int64_t activations =
+      recomputes ? 0 : activation_nbytes(config, model);
+  const double share = static_cast<double>(table_nbytes + activations) /
+                       static_cast<double>(capacity_nbytes);
+  if (share < kUsableShare) {
+    return "";
+  }
+  if (recomputes) {
+    return fmt::format(
+        "advice on memory: the table takes {:.1f} of the GPU's {:.1f} GiB; use "
+        "more ranks, or a parallelism.strategy that shards more",
+        gib(table_nbytes),
+        gib(capacity_nbytes));
+  }
+  return fmt::format(
+      "advice on memory: the table's {:.1f} GiB and about {:.1f} GiB of "
+      "activations come near the GPU's {:.1f} GiB; "
+      "activation_checkpoint.mode = \"selective\" or \"full\" recomputes "
+      "activations, a smaller training.local_batch_size or seq_len has fewer",
+      gib(table_nbytes),
+      gib(activations),
+      gib(capacity_nbytes));
+}
+
+}  // namespace
+
+std::int64_t activation_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const std::int64_t head_dim =
+      model.head_dim > 0 ? model.head_dim : model.dim / model.heads;
+  const std::int64_t queries = model.heads * head_dim;
+  const std::int64_t keys_and_values = 2 * model.kv_heads * head_dim;
+  const models::BlockOptions& block = model.block;
+  // Inputs of two norms, or with post-norms also of attention and of the
+  // feed-forward part; queries, keys, values and the result of attention.
+  const std::int64_t inputs =
+      block.norms == models::NormPlacement::before ? 2 : 4;
+  const std::int64_t normed =
+      block.attention.qk_norm == models::QkNorm::none
+          ? 0
+          : queries + keys_and_values / 2;  // before their norms
+  const std::int64_t attention =
+      inputs * model.dim + 2 * queries + keys_and_values + normed;
+  std::int64_t per_token = 0;
+  for (std::int64_t layer = 0; layer < model.layers; ++layer) {
+    std::int64_t hidden = model.ffn_dim;
+    std::int64_t copies = 0;  // of a token's row, one for each of its experts
+    if (model.has_experts(layer)) {
+      const models::MoeConfig& moe = model.moe;
+      const std::int64_t expert_dim =
+          moe.ffn_dim > 0 ? moe.ffn_dim : model.ffn_dim;
+      hidden = (moe.experts_per_token + moe.shared_experts) * expert_dim;
+      copies = moe.experts_per_token * model.dim;
+    }
+    // Gate and up; their product is computed again.
+    per_token += attention + 2 * hidden + copies;
+  }
+  // The inputs of the last norm and the head, and the gradient of the logits.
+  per_token += 2 * model.dim + model.vocab_size;
+  const auto element_nbytes =
+      static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
+  return per_token * element_nbytes * config.training.local_batch_size *
+         config.training.seq_len;
+}
+
+std::string advice(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t table_nbytes,
+    std::int64_t capacity_nbytes) {
+  std::vector<std::string> lines;
+  for (const std::string& line :
+       {advice_on_length(config, model),
+        advice_on_memory(config, model, table_nbytes, capacity_nbytes)}) {
+    if (!line.empty()) {
+      lines.push_back(line);
+    }
+  }
+  return fmt::to_string(fmt::join(lines, "\n"));
+}
+
+}  // namespace flatshard

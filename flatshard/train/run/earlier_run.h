@@ -1,0 +1,28 @@
+#pragma once
+
+#include <filesystem>
+
+#include "flatshard/train/config/run_config.h"
+
+// The files of a run that a new one finds in its output folder.
+namespace flatshard {
+
+/// @throws Error{config} when the new run would overwrite files that are no
+/// earlier run's in its output folder: checkpoints of another run in an
+/// absolute checkpoint.folder, or results that this run writes at its end in a
+/// folder without a run.
+void refuse_foreign_files(const Config& config);
+
+/// Moves the files of an earlier run in run.output_dir (run_files) to
+/// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it remains to be
+/// taken for the new run's.
+///
+/// @return that folder, empty when there was nothing to keep.
+/// @throws Error{io}; like refuse_foreign_files.
+std::filesystem::path keep_earlier_run(const Config& config);
+/// Puts it back where the new run wrote nothing yet, and removes the folder.
+void restore_earlier_run(
+    const std::filesystem::path& kept,
+    const Config& config) noexcept;
+
+}  // namespace flatshard

@@ -1,0 +1,110 @@
+#include "flatshard/train/run/evaluation.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "flatshard/comm/collective_scope.h"
+
+namespace flatshard {
+
+Evaluation::Evaluation(
+    const Config& config,
+    std::vector<ValidationSet> sets,
+    std::shared_ptr<Mesh> mesh,
+    models::Llama model)
+    : freq_(config.validation.freq),
+      last_step_(config.training.steps),
+      local_batch_(config.training.local_batch_size),
+      drops_tokens_(config.moe.expert_capacity_factor > 0),
+      sets_(std::move(sets)),
+      mesh_(std::move(mesh)),
+      model_(std::move(model)),
+      buffers_(mesh_, {local_batch_, config.training.seq_len}) {
+  if (config.data.packing == data::Packing::documents) {
+    documents_.emplace(
+        mesh_,
+        DocumentBuffers::Options{
+            .rows = local_batch_,
+            .seq_len = config.training.seq_len,
+            .max_documents = config.data.documents_per_sample});
+  }
+}
+
+bool Evaluation::due(std::int64_t step) const {
+  return step == last_step_ || step % freq_ == 0;
+}
+
+Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
+  at::Tensor nats = at::zeros(
+      {},
+      at::TensorOptions().dtype(at::kDouble).device(mesh_->device()));
+  ValidationSet::Counts counts;
+  // All ranks take part in each batch, also where the last one is short.
+  for (std::int64_t begin = 0; begin < set.num_sequences;
+       begin += local_batch_ * mesh_->size()) {
+    const std::int64_t mine = begin + local_batch_ * mesh_->rank();
+    const std::int64_t count =
+        std::clamp<std::int64_t>(set.num_sequences - mine, 0, local_batch_);
+    ValidationSet::Counts batch;
+    data::DocumentLengths documents;
+    buffers_.load([&](auto tokens, auto targets) {
+      batch = set.read(
+          mine,
+          count,
+          tokens,
+          targets,
+          documents_ ? &documents : nullptr);
+      if (documents_) {
+        documents_->write(0, documents);
+        documents_->queue_copies();
+      }
+    });
+    const at::Tensor loss =
+        model_(buffers_.tokens(), buffers_.targets(), documents_of(count));
+    nats += loss.to(at::kDouble) * static_cast<double>(batch.targets);
+    counts.targets += batch.targets;
+    counts.bytes += batch.bytes;
+  }
+  return {.nats = nats.item<double>(), .counts = counts};
+}
+
+nn::Documents Evaluation::documents_of(std::int64_t count) const {
+  if (documents_) {
+    return documents_->documents(0);
+  }
+  if (count == local_batch_ || !drops_tokens_) {
+    return {};
+  }
+  // The rows that the loss ignores take no room of experts.
+  return {
+      .padding = at::arange(local_batch_, buffers_.tokens().options())
+                     .ge(count)
+                     .repeat_interleave(buffers_.tokens().size(1))};
+}
+
+ValidationMetrics Evaluation::run(std::int64_t step) {
+  const at::NoGradGuard no_grad;
+  // The Sums of each set.
+  const auto num_sets = static_cast<std::int64_t>(sets_.size());
+  const at::Tensor sums = at::zeros({num_sets, 3}, at::kDouble);
+  for (std::int64_t s = 0; s < num_sets; ++s) {
+    const Sums mine = sum_of(sets_[static_cast<std::size_t>(s)]);
+    sums[s][0] = mine.nats;
+    sums[s][1] = static_cast<double>(mine.counts.targets);
+    sums[s][2] = static_cast<double>(mine.counts.bytes);
+  }
+  if (mesh_->size() > 1) {
+    const CollectiveScope scope("validation");
+    const at::Tensor shared = sums.to(mesh_->device());
+    mesh_->world(Purpose::reduce).all_reduce(shared, ReduceOp::sum);
+    sums.copy_(shared);
+  }
+  mesh_->check();  // an aborted collective ends without a result
+  return summarize(
+      sets_,
+      step,
+      {sums.data_ptr<double>(), static_cast<std::size_t>(sums.numel())});
+}
+
+}  // namespace flatshard

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/data/document_buffers.h"
+#include "flatshard/train/data/token_buffers.h"
+#include "flatshard/train/data/validation_set.h"
+#include "flatshard/train/metrics/metrics.h"
+
+namespace flatshard {
+
+/// The loss on the validation sets of a run, measured every validation.freq
+/// steps and after the last one.
+class Evaluation {
+ public:
+  /// @param sets  at least one.
+  Evaluation(
+      const Config& config,
+      std::vector<ValidationSet> sets,
+      std::shared_ptr<Mesh> mesh,
+      models::Llama model);
+
+  /// Returns whether one belongs after this step.
+  bool due(std::int64_t step) const;
+
+  /// Runs the forward of every sequence of the sets, shared out to the ranks in
+  /// batches of training.local_batch_size. Collective; blocks the host.
+  /// @return the same on all ranks.
+  /// @throws Error{format, io} naming the option of the data; the verdict on a
+  /// rank that failed.
+  ValidationMetrics run(std::int64_t step);
+
+ private:
+  /// The sums of this rank's part of a set.
+  struct Sums {
+    double nats = 0;  ///< the losses of its targets
+    ValidationSet::Counts counts;
+  };
+  Sums sum_of(const ValidationSet& set);
+  /// @param count  the rows that the loss reads, of a whole batch.
+  nn::Documents documents_of(std::int64_t count) const;
+
+  const std::int64_t freq_;
+  const std::int64_t last_step_;
+  const std::int64_t local_batch_;
+  const bool drops_tokens_;  ///< moe.expert_capacity_factor
+  const std::vector<ValidationSet> sets_;
+  std::shared_ptr<Mesh> mesh_;
+  models::Llama model_;
+  TokenBuffers buffers_;                      ///< [local_batch_size, seq_len]
+  std::optional<DocumentBuffers> documents_;  ///< of packed documents
+};
+
+}  // namespace flatshard

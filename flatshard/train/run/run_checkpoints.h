@@ -1,0 +1,79 @@
+#pragma once
+
+#include "flatshard/checkpoint/checkpointer.h"
+#include "flatshard/data/loader.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/data/run_data.h"
+#include "flatshard/train/run/run_output.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flatshard {
+
+/// The checkpoints of a training run: when one is due, its contents in addition
+/// to the tensors, and the messages to a user.
+class RunCheckpoints {
+ public:
+  /// The parts of a run. All of it must outlive this.
+  struct Parts {
+    std::shared_ptr<Mesh> mesh;
+    std::vector<ParamGroup*> groups;
+    Optimizer* optimizer = nullptr;
+    data::Loader* loader = nullptr;
+    std::vector<WholeTensor> buffers;  ///< of the model
+    const RunData* data = nullptr;     ///< rank 0's; null elsewhere
+    RunOutput* output = nullptr;       ///< rank 0's; null elsewhere
+  };
+
+  /// Collective when checkpoints are to be written.
+  RunCheckpoints(const Config& config, Parts parts);
+
+  /// Sets the frozen weights that the run's adapters belong to: a text of
+  /// digests (train/setup/base_digest.h) that checkpoints keep and `load`
+  /// compares.
+  void set_base(std::string digests) { base_ = std::move(digests); }
+
+  /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
+  /// Collective. @throws like load_checkpoint; Error{config} when the run has
+  /// another seed, sequence length or corpus. Logs a warning for other
+  /// validation data.
+  void load(std::int64_t step);
+
+  /// Checkpoints are written at all (checkpoint.interval > 0).
+  bool enabled() const { return checkpointer_ != nullptr; }
+  /// Returns whether a regular one is due after this step.
+  bool due(std::int64_t step) const;
+  /// Begins to save the state after `step`. With checkpoint.async off, waits.
+  void save(std::int64_t step);
+  /// Call before the optimizer changes anything.
+  void before_update();
+  /// Reports the results of earlier saves, without waiting.
+  void report();
+  /// Waits for all saves. @throws the error of the last one, if it failed.
+  void finish();
+  /// Returns the last step whose checkpoint is whole.
+  std::optional<std::int64_t> last_saved() const { return last_saved_; }
+
+  std::int64_t staging_nbytes() const;
+
+ private:
+  std::map<std::string, std::string> state() const;
+
+  const Config config_;
+  const Parts parts_;
+  const std::filesystem::path folder_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  std::optional<std::int64_t> last_begun_;
+  std::optional<std::int64_t> last_saved_;
+  std::optional<Error> last_error_;
+  std::string base_;  ///< empty: checkpoints hold all weights
+};
+
+}  // namespace flatshard

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/runtime/runtime.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/run/run_output.h"
+
+namespace flatshard {
+
+/// The checks of [diagnostics] in a run, and the disturbances of [debug].
+/// Unrequested ones cost nothing.
+class RunDiagnostics {
+ public:
+  /// Has the checks of [diagnostics] watch the runtime.
+  /// @param rank    the first one's gradient is spoilt.
+  /// @param output  rank 0's, open when norms are written; null on the others.
+  RunDiagnostics(
+      const Config& config,
+      std::shared_ptr<Runtime> runtime,
+      int rank,
+      RunOutput* output);
+
+  /// Puts a NaN into the reduced gradient, if debug.spoil_gradient_step is this
+  /// step; once, also when the step comes again.
+  void spoil_gradient(std::int64_t step);
+  /// Between the backward and the optimizer: NaNs, and every
+  /// diagnostics.norms_freq steps the norms of all parameters. Collective.
+  void check_gradients(std::int64_t step);
+  /// Called after the optimizer's step, which it waits for if it looks: NaNs.
+  void check_weights(Optimizer& optimizer) const;
+
+ private:
+  const Config config_;
+  const std::shared_ptr<Runtime> runtime_;
+  const int rank_;
+  RunOutput* output_;
+  bool spoilt_ = false;
+};
+
+}  // namespace flatshard

@@ -1,0 +1,195 @@
+#include "flatshard/train/run/run_start.h"
+
+#include <ATen/ATen.h>
+#include <fmt/ranges.h>
+
+#include <filesystem>
+#include <functional>
+
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+#include "flatshard/format/checkpoint_folder.h"
+#include "flatshard/format/manifest.h"
+#include "flatshard/format/read_plan.h"
+#include "flatshard/train/metrics/metrics_file.h"
+#include "flatshard/train/run/earlier_run.h"
+#include "flatshard/train/run/run_checkpoints.h"
+#include "flatshard/train/tools/run_files.h"
+
+namespace flatshard {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// Returns the result of `find` on rank 0, on all ranks. Collective.
+std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
+  const std::int64_t found = mesh.rank() == 0 ? find() : 0;
+  if (mesh.size() == 1) {
+    return found;
+  }
+  const at::Tensor shared = at::full({1}, found, at::kLong).to(mesh.device());
+  const CollectiveScope scope("find checkpoint");
+  mesh.world().broadcast(shared, 0);
+  const auto value = shared.item<std::int64_t>();
+  mesh.check();
+  return value;
+}
+
+/// Returns the latest checkpoint whose files are all there, with their sizes: a
+/// copy may have been cut off. Logs a warning for each later one.
+std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
+  const auto latest = latest_checkpoint(folder);
+  auto steps = list_checkpoints(folder);
+  std::erase_if(steps, [&](std::int64_t step) { return step > latest; });
+  for (; !steps.empty(); steps.pop_back()) {
+    const fs::path path = step_folder(folder, steps.back());
+    try {
+      check_files(path, read_manifest(path));
+      return steps.back();
+    } catch (const Error& error) {
+      if (steps.size() == 1) {
+        throw;  // nothing to go back to
+      }
+      log_warning(
+          "{} is not whole, the run resumes from the checkpoint before it: {}",
+          path.string(),
+          error.message());
+    }
+  }
+  return std::nullopt;
+}
+
+/// Returns the step of the checkpoint that a run continues from. Collective.
+std::optional<std::int64_t>
+start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
+  constexpr std::int64_t kScratch = -1;
+  const fs::path folder = checkpoint_folder(config);
+  const std::int64_t wanted = config.checkpoint.load_step;
+  std::int64_t step = wanted;
+  if (wanted < 0 && resume) {
+    step = of_rank_0(mesh, [&] {
+      return latest_whole_checkpoint(folder).value_or(kScratch);
+    });
+  }
+  if (step < 0) {
+    return std::nullopt;
+  }
+  FLATSHARD_CHECK(
+      fs::exists(step_folder(folder, step)),
+      io,
+      "checkpoint.load_step: expected {}, which is not there; checkpoints of "
+      "{}: {}",
+      step_folder(folder, step).string(),
+      folder.string(),
+      fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
+  return step;
+}
+
+/// Returns whether nothing is left to do for a run that continues from the
+/// checkpoint of `step`. Collective.
+bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
+  if (step != config.training.steps) {
+    return step > config.training.steps;
+  }
+  return of_rank_0(mesh, [&] {
+           return static_cast<std::int64_t>(metrics_say_ended(
+               fs::path(config.run.output_dir) / kRunMetrics,
+               step));
+         }) != 0;
+}
+
+/// Returns the sequences per step of the run that wrote the checkpoint of
+/// `step`, 0 when the checkpoint lacks them. Collective.
+std::int64_t
+checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
+  return of_rank_0(mesh, [&]() -> std::int64_t {
+    const fs::path folder = step_folder(checkpoint_folder(config), step);
+    const Manifest manifest = read_manifest(folder);
+    const auto text = manifest.state.find(std::string(kConfigState));
+    if (text == manifest.state.end()) {
+      return 0;
+    }
+    try {
+      return parse_config(text->second, folder.string())
+          .training.global_batch_size;
+    } catch (const Error& error) {
+      log_warning(
+          "the global batch of {} is not known: {}",
+          folder.string(),
+          error.what());
+      return 0;
+    }
+  });
+}
+
+}  // namespace
+
+RunStart find_start(const Config& config, bool resume, Mesh& mesh) {
+  RunStart start;
+  start.checkpoint = start_checkpoint(config, resume, mesh);
+  start.goes_on = resume || start.checkpoint;
+  if (mesh.rank() == 0 && !start.checkpoint) {
+    refuse_foreign_files(config);
+  }
+  if (!start.checkpoint) {
+    return start;
+  }
+  start.nothing_left = run_has_ended(config, *start.checkpoint, mesh);
+  if (start.nothing_left && mesh.rank() == 0) {
+    log_info(
+        "nothing is left to do: the run has a checkpoint of step {}, and "
+        "training.steps = {}; raise it to continue",
+        *start.checkpoint,
+        config.training.steps);
+  }
+  return start;
+}
+
+std::int64_t global_batch_from(
+    std::int64_t step,
+    const Config& config,
+    bool derived,
+    Mesh& mesh) {
+  const config::Training& t = config.training;
+  const std::int64_t before = checkpoint_global_batch(config, step, mesh);
+  if (before <= 0 || before == t.global_batch_size) {
+    return t.global_batch_size;
+  }
+  if (!derived) {
+    if (mesh.rank() == 0) {
+      log_info(
+          "training.global_batch_size = {}, as in the config; the checkpoint "
+          "of step {} was trained with {}",
+          t.global_batch_size,
+          step,
+          before);
+    }
+    return t.global_batch_size;
+  }
+  const int data_ranks = mesh.data_mesh()->size();
+  const std::int64_t ranks_batch = t.local_batch_size * data_ranks;
+  FLATSHARD_CHECK(
+      before % ranks_batch == 0,
+      config,
+      "training.global_batch_size: the checkpoint of step {} was trained with "
+      "{} sequences a step, which is no multiple of local_batch_size * ranks = "
+      "{} * {} = {}; set training.global_batch_size to a number, or change "
+      "training.local_batch_size or the number of ranks",
+      step,
+      before,
+      t.local_batch_size,
+      data_ranks,
+      ranks_batch);
+  if (mesh.rank() == 0) {
+    log_info(
+        "training.global_batch_size = {}, as in the checkpoint of step {}; "
+        "these ranks alone would make it {}",
+        before,
+        step,
+        t.global_batch_size);
+  }
+  return before;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,110 @@
+#include "flatshard/train/setup/float8_choice.h"
+
+#include <fmt/format.h>
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <utility>
+
+#include "flatshard/float8/matmul.h"
+#include "flatshard/models/moe.h"
+
+namespace flatshard {
+Float8Choice::Float8Choice(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const config::Float8& chosen = config.float8;
+  if (!chosen.recipe) {
+    return;
+  }
+  format_ = Float8Format{
+      .recipe = *chosen.recipe,
+      .stored_columns = chosen.column_plane == config::ColumnPlane::stored,
+      .gather_parts = chosen.gather_parts,
+      .emulate = chosen.emulate};
+  std::istringstream text(chosen.exclude);
+  for (std::string pattern; std::getline(text, pattern, ',');) {
+    std::erase_if(pattern, [](char c) { return c == ' '; });
+    if (!pattern.empty()) {
+      excluded_.push_back(pattern);
+    }
+  }
+  if (chosen.keep_first_last) {
+    excluded_.emplace_back("*layers.0.*");
+    excluded_.push_back(fmt::format("*layers.{}.*", model.layers - 1));
+  }
+}
+
+const std::string* Float8Choice::excluding_pattern(
+    const std::string& name) const {
+  for (const std::string& pattern : excluded_) {
+    if (::fnmatch(pattern.c_str(), name.c_str(), 0) == 0) {
+      return &pattern;
+    }
+  }
+  return nullptr;
+}
+
+std::string Float8Choice::why_not(
+    const std::string& name,
+    const std::vector<std::int64_t>& shape) const {
+  const std::string* pattern = excluding_pattern(name);
+  return pattern != nullptr ? fmt::format("excluded by '{}'", *pattern)
+                            : format_->why_not(shape);
+}
+
+void Float8Choice::apply_to(FullyShardOptions& options) const {
+  if (!enabled()) {
+    return;
+  }
+  options.float8_of = [choice = *this](
+                          const std::string& name,
+                          const std::vector<std::int64_t>& shape) {
+    return choice.why_not(name, shape).empty() ? choice.format_ : std::nullopt;
+  };
+}
+
+std::string Float8Choice::describe(const Runtime& runtime) const {
+  std::map<std::string, std::int64_t> reasons;
+  bool emulated = false;
+  std::int64_t num_fp8 = 0;
+  std::int64_t fp8_numel = 0;
+  std::int64_t all_numel = 0;
+  for (const ParamGroup* group : runtime.all_groups()) {
+    for (const GroupParameter& p : group->parameters()) {
+      const std::int64_t numel = c10::multiply_integers(p.shape);
+      all_numel += numel;
+      if (group->options().float8) {
+        ++num_fp8;
+        emulated |=
+            !float8::multiplies(format_->recipe, group->mesh()->device());
+        fp8_numel += numel;
+        continue;
+      }
+      const std::string& name = p.names.front();
+      const std::string why = why_not(name, p.shape);
+      ++reasons
+          [models::is_expert_parameter(name) ? "experts"
+           : why.empty()                     ? "not read by nn::Linear"
+                                             : why];
+    }
+  }
+  std::string text = fmt::format(
+      "float8: {} parameters with {:.1f} % of the elements, {}{}, {} columns",
+      num_fp8,
+      100.0 * static_cast<double>(fp8_numel) /
+          static_cast<double>(std::max<std::int64_t>(1, all_numel)),
+      float8::to_string(format_->recipe),
+      emulated ? " (emulated)" : "",
+      format_->stored_columns ? "stored" : "derived");
+  const char* separator = "; bfloat16: ";
+  for (const auto& [why, count] : reasons) {
+    text +=
+        fmt::format("{}{} ({})", std::exchange(separator, ", "), count, why);
+  }
+  return text;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/models/config.h"
+#include "flatshard/train/config/run_config.h"
+
+namespace flatshard {
+
+/// The choice of [float8] for each weight.
+class Float8Choice {
+ public:
+  Float8Choice(const Config& config, const models::ModelConfig& model);
+
+  /// FP8 is chosen for some weights.
+  bool enabled() const { return format_.has_value(); }
+  /// `exclude` or `keep_first_last` names the parameter.
+  bool excludes(const std::string& name) const {
+    return excluding_pattern(name) != nullptr;
+  }
+  /// Returns why a parameter that linear layers read stays in bfloat16; empty:
+  /// it does not.
+  std::string why_not(
+      const std::string& name,
+      const std::vector<std::int64_t>& shape) const;
+  /// Sets FullyShardOptions::float8_of.
+  void apply_to(FullyShardOptions& options) const;
+  /// Returns how many weights are FP8, and why the others are not.
+  std::string describe(const Runtime& runtime) const;
+
+ private:
+  const std::string* excluding_pattern(const std::string& name) const;
+
+  std::optional<Float8Format> format_;
+  std::vector<std::string> excluded_;  ///< shell patterns
+};
+
+}  // namespace flatshard

@@ -1,0 +1,71 @@
+#include "flatshard/train/setup/memory_check.h"
+
+#include <algorithm>
+
+#include "flatshard/core/error.h"
+#include "flatshard/device/memory.h"
+#include "flatshard/layout/strategy.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/train/config/expert_ranks.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/run_lora.h"
+
+namespace flatshard {
+
+std::int64_t least_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world) {
+  const auto size = [](at::ScalarType dtype) {
+    return static_cast<std::int64_t>(c10::elementSize(dtype));
+  };
+  const config::Precision& p = config.precision;
+  const std::int64_t each = size(p.main_params) +
+                            std::min(size(p.reduce), size(p.main_grads)) +
+                            config.optimizer.num_states() * size(at::kFloat);
+  const std::int64_t replicas =
+      config.parallelism.data_parallel_replicate_degree;
+  const std::int64_t data_ranks = config.parallelism.num_data_ranks(world);
+  const std::vector<std::int64_t> sizes =
+      replicas > 1 ? std::vector{replicas, data_ranks / replicas}
+                   : std::vector{data_ranks};
+  const std::int64_t shards =
+      Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
+          .num_shards(sizes) *
+      config.parallelism.tensor_parallel_degree;  // but for norms
+  const std::int64_t all = models::num_parameters(model);
+  if (config.lora.enabled()) {
+    // Frozen weights are stored in the compute dtype.
+    const std::int64_t frozen = config.float8.recipe ? 1 : size(p.compute);
+    return (all * frozen + num_trainable_parameters(config, model) * each) /
+           shards;
+  }
+  const std::int64_t experts = models::num_expert_parameters(model);
+  // Also where nothing else is sharded each rank has only its experts.
+  const std::int64_t expert_shards =
+      std::max(shards, config::expert_ranks(config.parallelism));
+  return (all - experts) * each / shards + experts * each / expert_shards;
+}
+
+void check_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world,
+    at::Device device) {
+  const std::int64_t capacity = memory_stats(device).capacity_bytes;
+  const std::int64_t needed = least_memory(config, model, world);
+  FLATSHARD_CHECK(
+      capacity <= 0 || needed <= capacity,
+      memory,
+      "a model of {} parameters needs at least {:.1f} GiB on each of {} ranks "
+      "for weights, gradients and optimizer state, and this device has {:.1f} "
+      "GiB; lower the sizes in [model], use more ranks, or a "
+      "parallelism.strategy that shards more",
+      with_commas(models::num_parameters(model)),
+      static_cast<double>(needed) / kGiB,
+      world,
+      static_cast<double>(capacity) / kGiB);
+}
+
+}  // namespace flatshard

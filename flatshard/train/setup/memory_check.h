@@ -1,0 +1,29 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "flatshard/models/config.h"
+#include "flatshard/train/config/run_config.h"
+
+namespace flatshard {
+
+/// Returns the number of bytes that a rank holds at least at the end of a
+/// backward: its part of main weights, gradients and optimizer state. The
+/// config is resolved.
+std::int64_t least_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world);
+
+/// Refuses a model whose least_memory does not fit, before anything of that
+/// size is made: a machine that lends more memory than it has would end the run
+/// later, without a word. @throws Error{memory}.
+void check_memory(
+    const Config& config,
+    const models::ModelConfig& model,
+    std::int64_t world,
+    at::Device device);
+
+}  // namespace flatshard

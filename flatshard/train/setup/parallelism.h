@@ -1,0 +1,100 @@
+#pragma once
+
+#include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/launch/environment.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/config.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
+#include "flatshard/schedule/overlap_plan.h"
+#include "flatshard/train/config/run_config.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+// How a run is spread over its ranks, from [parallelism] to the library's
+// words.
+namespace flatshard {
+
+/// Returns the name in Strategy::named for this mesh: a replicate degree above
+/// 1 turns zero1, zero2 and zero3 into their HSDP forms.
+std::string strategy_name(const Config& config);
+
+/// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep} in
+/// place of the last; with tensor parallelism tp as the innermost. Where
+/// experts are cut, too, their width is cut over tp and an axis etp before it,
+/// which has the ranks that expert_tensor_parallel_degree has more. The config
+/// is resolved.
+std::vector<MeshAxis> mesh_axes(const Config& config);
+
+/// Returns the mesh of all ranks with these axes. Its watcher and timeouts are
+/// [comm]'s. Collective.
+std::shared_ptr<Mesh> make_mesh(
+    const Config& config,
+    const RankEnvironment& env,
+    at::Device device,
+    OnStuckAbort on_stuck_abort);
+
+/// Returns the config's choice, and for auto the one that was measured to be
+/// fastest (docs/performance.md). Collective.
+CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
+
+/// Returns the options of the streams in addition to compute: [debug]'s delays.
+StreamOptions comm_streams(const Config& config);
+
+/// Returns how tokens are exchanged between the ranks that have parts of the
+/// experts. Collective.
+std::shared_ptr<StreamExchange> make_exchange(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh);
+
+/// Returns whether the ranks that share layers copy activations to each other.
+/// For auto it is the faster choice by measurements: copies of layers without
+/// FP8 weights, adapters and graphs (docs/guides/tensor_parallel.md).
+/// @param linked  returns whether NVLink joins these ranks; called for auto
+///   alone.
+bool copies_activations(
+    const Config& config,
+    const std::function<bool()>& linked);
+
+/// Returns the bytes of a microbatch between two layers, of all ranks that
+/// share it: PeerTensorParallelOptions::window_nbytes.
+std::int64_t tensor_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model);
+
+/// Returns the ranks that share this rank's layers, along the axis tp; null:
+/// each rank has whole layers. Collective.
+nn::TensorParallelPtr tensor_parallel_ranks(
+    const Config& config,
+    const models::ModelConfig& model,
+    Mesh& mesh);
+
+/// Returns FullyShardOptions::placement_of. Experts are sharded over all axes
+/// but those along which ranks have other experts or another part of their
+/// width. See placement_of_parts for layers that are shared. Empty: all
+/// parameters are sharded over all axes.
+std::function<ParameterPlacement(const std::string& name)> parameter_placement(
+    const Config& config,
+    models::Llama& model,
+    const Mesh& mesh);
+
+/// Returns how microbatches run in pieces of blocks; unset: by ordinary
+/// forwards.
+std::optional<OverlapPlanOptions> overlap_options(
+    const Config& config,
+    const models::ModelConfig& model);
+
+/// Returns everything but the units.
+/// @param copy_engines  the result of choose_copy_engines.
+FullyShardOptions shard_options(
+    const Config& config,
+    const CopyEngines& copy_engines);
+
+}  // namespace flatshard

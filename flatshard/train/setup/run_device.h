@@ -1,0 +1,22 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+#include "flatshard/launch/environment.h"
+#include "flatshard/train/config/run_config.h"
+
+namespace flatshard {
+
+/// Returns the device of --device: "cpu", "cuda" or "auto" (a GPU when there is
+/// one for this local rank). @throws Error{config} when there is no such
+/// device.
+at::Device choose_device(const std::string& name, const RankEnvironment& env);
+
+/// Peak of a rank's device in FLOP/s for the products of this run, for mfu;
+/// unset when it is not known.
+std::optional<double> peak_flops(const Config& config, at::Device device);
+
+}  // namespace flatshard

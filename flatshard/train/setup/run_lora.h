@@ -1,0 +1,82 @@
+#pragma once
+
+#include "flatshard/models/lora.h"
+#include "flatshard/runtime/runtime.h"
+#include "flatshard/train/config/run_config.h"
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+// A run that trains adapters: [lora].
+namespace flatshard {
+
+/// Returns the adapters that [lora] describes; not enabled without lora.rank.
+models::LoraConfig lora_config(const Config& config);
+
+/// The adapters of a run in addition to their parameters.
+struct RunLora {
+  models::LoraConfig config;
+  std::size_t num_modules = 0;  ///< with an adapter
+  /// Null without lora.dropout.
+  std::shared_ptr<const nn::SampleDropout> dropout;
+
+  /// Returns the numbers of the next forward's samples, int64
+  /// [local_batch_size]; undefined without dropout. See nn::SampleDropout.
+  at::Tensor samples() const {
+    return dropout ? dropout->samples() : at::Tensor();
+  }
+  /// Forwards drop nothing from here to the next step.
+  void begin_evaluation() const;
+};
+
+/// Returns the number of parameters that a run trains: the model's, or its
+/// adapters'.
+std::int64_t num_trainable_parameters(
+    const Config& config,
+    const models::ModelConfig& model);
+
+/// Floating-point operations of the matrix products of a token: 6 for each
+/// parameter that is trained, 4 for each that is frozen.
+double matmul_flops_per_token(
+    const Config& config,
+    const models::ModelConfig& model);
+/// models::flops_per_token of a run: those, and attention's.
+double trained_flops_per_token(
+    const Config& config,
+    const models::ModelConfig& model);
+
+/// Gives the model of a run its adapters. It has no memory yet.
+/// @throws Error{config} naming the key.
+RunLora
+add_adapters(models::Llama& model, const Config& config, at::Device device);
+
+/// Returns the groups of a run with adapters that its checkpoints do not hold.
+std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
+
+/// Gives back the memory of frozen groups except for FP8. Collective.
+void keep_float8_alone(const std::vector<ParamGroup*>& frozen);
+
+/// Starts from the adapter of lora.init_from_adapter. Each rank reads what it
+/// owns. Blocks.
+/// @throws Error{io, format, config} naming the key.
+void load_adapter(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::vector<ParamGroup*>& adapters);
+
+/// Returns the adapter_config.json of a run.
+std::string peft_config_text(
+    const Config& config,
+    const models::ModelConfig& model);
+
+/// Writes adapter_model.safetensors and adapter_config.json into `folder`,
+/// which exists. Collective: rank 0 writes.
+void save_adapter(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::vector<ParamGroup*>& adapters,
+    const std::filesystem::path& folder);
+
+}  // namespace flatshard

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/train/config/run_config.h"
+
+#include <memory>
+#include <vector>
+
+namespace flatshard {
+
+/// Returns the optimizer that [optimizer] describes. @throws Error{config}.
+std::unique_ptr<Optimizer> make_optimizer(
+    const Config& config,
+    const std::vector<ParamGroup*>& groups);
+
+/// Returns the learning rate of each step, by [lr_scheduler]. @throws
+/// Error{config}.
+LrSchedule lr_schedule(const Config& config);
+
+}  // namespace flatshard

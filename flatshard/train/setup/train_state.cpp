@@ -1,0 +1,134 @@
+#include "flatshard/train/setup/train_state.h"
+
+#include <algorithm>
+
+#include "flatshard/comm/all_gather_values.h"
+#include "flatshard/core/error.h"
+#include "flatshard/train/config/expert_ranks.h"
+#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/setup/float8_choice.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/run_optimizer.h"
+
+namespace flatshard {
+namespace {
+
+/// Keeps as many units gathered as parallelism.memory_budget has room for.
+/// Collective. @return how many.
+int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
+  const double budget_gib = config.parallelism.memory_budget;
+  const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
+  const std::int64_t mine = total_nbytes(memory_rows(state));
+  const auto totals = all_gather_values(mesh.world(), mine);
+  const std::int64_t total = std::ranges::max(totals);
+  FLATSHARD_CHECK(
+      budget >= total,
+      config,
+      "parallelism.memory_budget: expected at least {:.4g} GiB, which is what "
+      "the memory table comes to with no unit kept, got {:g}",
+      static_cast<double>(total) / kGiB,
+      budget_gib);
+  return state.runtime->gathers().keep_gathered(
+      state.runtime->executor().slots().pool().arena_nbytes() + budget - total);
+}
+
+}  // namespace
+
+std::vector<MemoryRow> memory_rows(
+    const TrainState& state,
+    const std::optional<GraphStats>& graphs) {
+  auto rows =
+      memory_rows(*state.runtime, state.optimizer->state_nbytes(), graphs);
+  if (state.num_in_flight > 1) {
+    for (MemoryRow& row : rows) {
+      if (row.role == "slot pool") {
+        row.reason += fmt::format(
+            ", with {} microbatches in flight",
+            state.num_in_flight);
+      }
+    }
+  }
+  if (state.exchange && state.exchange->nbytes() > 0) {
+    rows.push_back(
+        {"token exchange",
+         state.exchange->nbytes(),
+         "windows that peers copy rows from and to"});
+  }
+  if (state.ranks && state.ranks->nbytes() > 0) {
+    rows.push_back(
+        {"shared layers",
+         state.ranks->nbytes(),
+         "windows that peers copy activations from and to"});
+  }
+  return rows;
+}
+
+TrainState make_train_state(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::shared_ptr<Mesh>& mesh,
+    std::int64_t num_microbatches) {
+  TrainState state;
+  models::MoeOptions moe = moe_options(config);
+  const config::Parallelism& p = config.parallelism;
+  if (config::expert_ranks(p) > 1) {
+    state.exchange = make_exchange(config, model, *mesh);
+    moe.exchange = state.exchange;
+    moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
+    moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
+  }
+  const auto overlap = overlap_options(config, model);
+  const bool in_pieces = overlap.has_value();
+  if (overlap) {
+    state.num_in_flight = static_cast<int>(
+        std::min<std::int64_t>(overlap->in_flight, num_microbatches));
+  }
+  models::ActivationCheckpoint checkpoint = config.activation_checkpoint.mode;
+  if (in_pieces && checkpoint == models::ActivationCheckpoint::full) {
+    // A schedule of pieces recomputes them itself.
+    checkpoint = models::ActivationCheckpoint::none;
+  }
+  if (in_pieces && !state.exchange) {
+    // Pieces between which rows are permuted on another stream.
+    moe.exchange = std::make_shared<nn::LocalExchange>();
+  }
+  state.ranks = tensor_parallel_ranks(config, model, *mesh);
+  state.model = models::Llama(
+      model,
+      models::LlamaOptions{
+          .activation_checkpoint = checkpoint,
+          .plain_attention = config.model.plain_attention,
+          .moe = moe,
+          .ranks = state.ranks});
+  if (config.lora.enabled()) {
+    state.lora = add_adapters(state.model, config, mesh->device());
+  }
+  for (const models::RouterOf& of : state.model->routers()) {
+    of.router->make_bias(mesh->device());
+  }
+  state.copy_engines = choose_copy_engines(config, *mesh);
+  FullyShardOptions options = shard_options(config, state.copy_engines);
+  options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  options.placement_of = parameter_placement(config, state.model, *mesh);
+  const Float8Choice float8(config, model);
+  float8.apply_to(options);
+  for (const auto& module : state.model->unit_modules()) {
+    options.units.push_back(module.get());
+  }
+  state.runtime = fully_shard(*state.model, mesh, options);
+  if (float8.enabled()) {
+    state.float8 = float8.describe(*state.runtime);
+  }
+  state.optimizer = make_optimizer(config, state.runtime->groups());
+  if (config.optimizer.overlap) {
+    state.optimizer->set_stream(
+        make_stream(mesh->device(), "optimizer", options.runtime.streams));
+  }
+  if (config.parallelism.memory_budget > 0) {
+    state.num_kept_units = spend_memory_budget(config, *mesh, state);
+  }
+  return state;
+}
+
+}  // namespace flatshard

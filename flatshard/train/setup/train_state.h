@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/llama.h"
+#include "flatshard/optim/optimizer.h"
+#include "flatshard/runtime/runtime.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/setup/run_lora.h"
+
+namespace flatshard {
+
+/// The objects that a run trains: a model, sharded over the ranks, and its
+/// optimizer.
+struct TrainState {
+  models::Llama model{nullptr};
+  std::shared_ptr<Runtime> runtime;
+  std::unique_ptr<Optimizer> optimizer;
+  CopyEngines copy_engines;
+  /// Units that parallelism.memory_budget keeps from forward to backward.
+  int num_kept_units = 0;
+  std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
+  nn::TensorParallelPtr ranks;  ///< that share layers; null: layers are whole
+  int num_in_flight = 1;        ///< microbatches
+  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
+  std::optional<RunLora> lora;  ///< absent: all weights train
+
+  /// Returns the groups that checkpoints hold: all groups, or with LoRA the
+  /// adapters' alone.
+  std::vector<ParamGroup*> saved_groups() const {
+    return lora ? runtime->groups() : runtime->all_groups();
+  }
+};
+
+/// Returns its memory on this rank's device: the library's table, and the run's
+/// additions to it. See memory_rows(Runtime).
+std::vector<MemoryRow> memory_rows(
+    const TrainState& state,
+    const std::optional<GraphStats>& graphs = {});
+
+/// Builds it from the config, with weights from the seed. Collective. The
+/// config is resolved.
+/// @param num_microbatches  of a step on each rank.
+/// @throws Error{config} naming the key, also when parallelism.memory_budget is
+/// less than what the run takes without it.
+TrainState make_train_state(
+    const Config& config,
+    const models::ModelConfig& model,
+    const std::shared_ptr<Mesh>& mesh,
+    std::int64_t num_microbatches);
+
+}  // namespace flatshard

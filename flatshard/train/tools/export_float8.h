@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flatshard/format/safetensors.h"
+#include "flatshard/models/config.h"
+#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/setup/float8_choice.h"
+
+namespace flatshard {
+
+/// Weights in FP8 in the form of DeepSeek-V3's folders. A linear layer's
+/// `weight` [out, in] is F8_E4M3. Next to it is `weight_scale_inv` [ceil(out /
+/// 128), ceil(in / 128)] F32, the factors of the elements of a block.
+/// Everything else is bfloat16. Source: README_WEIGHTS.md of
+/// deepseek-ai/DeepSeek-V3.
+class Float8Export {
+ public:
+  /// @param config  of the run: what its [float8] left in bfloat16 stays so.
+  Float8Export(const Config& config, const models::ModelConfig& model)
+      : choice_(config, model) {}
+
+  /// Adds a tensor to what the folder holds. Linear layers of blocks become
+  /// FP8: matrices `model.layers.*_proj.weight`.
+  /// @param parameters  whose values the tensor holds; it stays bfloat16 where
+  ///   one of them does.
+  void add(
+      const SafetensorsSpec& tensor,
+      const std::vector<std::string>& parameters,
+      std::vector<SafetensorsSpec>& to);
+  /// Returns how many tensors became FP8.
+  std::int64_t num_weights() const { return num_weights_; }
+
+  /// @param weight  [out, in] of any float dtype, on the CPU.
+  /// @return data [out, in] float8_e4m3fn and scales [ceil(out / 128),
+  ///   ceil(in / 128)] float32.
+  /// @throws Error{config} naming a weight that is not finite.
+  static float8::Plane quantize(
+      const std::string& name,
+      const at::Tensor& weight);
+
+  /// Returns the name of the scales of a weight.
+  static std::string scales_name(const std::string& weight) {
+    return weight + "_scale_inv";
+  }
+  /// Returns a config.json with the `quantization_config` that transformers
+  /// reads.
+  std::string with_quantization(const std::string& config_json) const;
+
+ private:
+  Float8Choice choice_;
+  std::int64_t num_weights_ = 0;
+  std::vector<std::string> kept_;  ///< modules in bfloat16 by choice
+};
+
+}  // namespace flatshard

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <filesystem>
+#include <string_view>
+#include <vector>
+
+#include "flatshard/train/config/run_config.h"
+
+// The files of a run below run.output_dir, by name.
+namespace flatshard {
+
+inline constexpr const char* kRunConfig = "config.toml";
+inline constexpr const char* kRunMetrics = "metrics.jsonl";
+/// Weights at the end. A run with adapters has models::kPeftWeights and
+/// models::kPeftConfig instead.
+inline constexpr const char* kRunWeights = "model.safetensors";
+/// The folder of checkpoint.export_hf_at_end.
+inline constexpr const char* kRunExport = "hf";
+/// The page that `flatshard report` writes.
+inline constexpr const char* kRunReport = "report.html";
+/// Where output continues that nothing reads any more; see keep_output_in.
+inline constexpr const char* kRunLog = "output.log";
+
+/// A file or folder that a run writes.
+struct RunFile {
+  enum class Kind {
+    file,
+    folder,
+    checkpoints,  ///< a folder that is there when it holds a checkpoint
+  };
+  enum class When {
+    start,   ///< and during the run: it shows that a run was here
+    during,  ///< only by some runs
+    end,     ///< a folder without a run may hold such a file, too
+  };
+
+  std::filesystem::path name;  ///< below run.output_dir
+  Kind kind = Kind::file;
+  When when = When::start;
+
+  bool exists_in(const std::filesystem::path& output_dir) const;
+};
+
+/// Lists everything that a run of this config writes below run.output_dir,
+/// except run.lock. Those of `start` are first. Folders elsewhere are left out.
+std::vector<RunFile> run_files(const Config& config);
+
+/// Writes to_toml to `<output_dir>/config.toml`, making the folder.
+std::filesystem::path save_config(const Config& config);
+
+/// Returns where a run's checkpoints are: checkpoint.folder, below
+/// run.output_dir unless it is absolute.
+std::filesystem::path checkpoint_folder(const Config& config);
+
+/// The config among the texts of a run's checkpoint (Manifest::state).
+inline constexpr std::string_view kConfigState = "config";
+/// The digests of the frozen weights that a checkpoint's adapters belong to.
+inline constexpr std::string_view kBaseState = "base";
+
+}  // namespace flatshard

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <filesystem>
+
+#include "flatshard/train/config/run_config.h"
+
+// Copies that a run keeps of the files that it was made of, so that it can be
+// moved, and used from any working folder:
+//   sources/config.json   model.hf_config
+//   sources/init_from/    config.json, generation_config.json and the tokenizer
+//                         of model.init_from
+//   sources/corpus/       meta.json and the tokenizer of data.train's first
+//                         corpus, without its tokens
+namespace flatshard {
+
+/// Their folder below run.output_dir.
+inline constexpr const char* kSources = "sources";
+
+/// Writes them, in place of existing ones. A file that cannot be read any more
+/// stays as it is stored. @throws Error{io}.
+void save_run_sources(const Config& config);
+
+/// Returns a stored run's config with its own copies in place of its former
+/// paths. data.train is then the one corpus whose tokenizer the run has.
+/// @param inside  the run's folder, or one below it, such as a checkpoint.
+Config with_own_sources(Config config, const std::filesystem::path& inside);
+
+}  // namespace flatshard

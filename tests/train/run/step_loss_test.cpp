@@ -1,0 +1,345 @@
+// The loss of a step is the mean over the trained tokens of all ranks and
+// microbatches, however unevenly masks and packed documents spread them.
+#include "flatshard/checkpoint/weights_file.h"
+#include "flatshard/core/file_writer.h"
+#include "flatshard/data/corpus_writer.h"
+#include "flatshard/format/safetensors.h"
+#include "flatshard/models/hf_names.h"
+#include "flatshard/train/data/batches.h"
+#include "flatshard/train/run/evaluation.h"
+#include "flatshard/train/run/microbatches.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/train_state.h"
+#include "tests/support/message_of.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sum_order.h"
+#include "tests/support/temp_folder.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::message_of;
+using testing::RankContext;
+using testing::run_ranks;
+
+constexpr std::int64_t kSeqLen = 16;
+constexpr std::int64_t kGlobalBatch = 12;
+constexpr std::int64_t kVocab = 61;
+constexpr int kSteps = 2;
+
+// Sums over the tokens of a step. The rate of SGD is 1.
+const double kStepTolerance = testing::sum_tolerance(
+    {.addends = kGlobalBatch * kSeqLen,
+     .in_a_row = testing::sums_of_steps(/*layers=*/2, kSteps)});
+
+// Tokens of a document that are trained, after its first one.
+constexpr std::array<std::uint32_t, 4> kTrained{0, 1, 4, 15};
+
+using Overrides = std::vector<std::string>;
+
+/// Returns a split of documents with kSeqLen tokens each, or of 2 to 40.
+/// @param masked  a document has between no trained token and only such.
+data::SplitMeta write_split(
+    const std::filesystem::path& folder,
+    const std::string& name,
+    bool masked,
+    bool varied) {
+  data::SplitWriter writer(
+      folder,
+      name,
+      data::TokenType::uint16,
+      1 << 20,
+      masked);
+  for (std::uint32_t document = 0; document < 40; ++document) {
+    const std::uint32_t length =
+        varied ? 2 + document * document * 7 % 39 : kSeqLen;
+    std::vector<std::uint32_t> tokens;
+    std::vector<std::uint8_t> mask;
+    for (std::uint32_t i = 0; i < length; ++i) {
+      tokens.push_back((document * 31 + i * i * 7) % (kVocab - 1));
+      mask.push_back(i >= 1 && i <= kTrained[document % 4] ? 1 : 0);
+    }
+    writer.append(
+        tokens,
+        masked ? std::span<const std::uint8_t>(mask)
+               : std::span<const std::uint8_t>());
+    writer.end_document();
+  }
+  return writer.finish();
+}
+
+void write_corpus(
+    const std::filesystem::path& folder,
+    bool masked,
+    bool varied = false) {
+  std::filesystem::create_directories(folder);
+  const data::CorpusMeta meta{
+      .vocab_size = kVocab,
+      .end_of_document = kVocab - 1,
+      .tokenizer = data::kNoTokenizer,
+      .input_hash = "0",
+      .splits = {
+          write_split(folder, "train", masked, varied),
+          write_split(folder, "validation", masked, varied)}};
+  FileWriter file(folder / "meta.json");
+  file.write(meta.to_json());
+  file.close();
+}
+
+Config config_of(
+    const std::filesystem::path& corpus,
+    int world,
+    int microbatches,
+    const Overrides& overrides = {}) {
+  const std::string toml = fmt::format(
+      R"(
+[run]
+seed = 3
+[model]
+dim = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 48
+vocab_size = {}
+[data]
+train = "{}"
+[training]
+steps = {}
+seq_len = {}
+local_batch_size = {}
+global_batch_size = {}
+[validation]
+freq = 1
+sequences = 10
+[optimizer]
+name = "sgd"
+lr = 1.0
+[precision]
+compute = "float32"
+reduce = "float32"
+)",
+      kVocab,
+      corpus.string(),
+      kSteps,
+      kSeqLen,
+      kGlobalBatch / (world * microbatches),
+      kGlobalBatch);
+  return resolve_config(parse_config(toml, "test.toml", overrides), world);
+}
+
+struct Outcome {
+  std::vector<double> losses;  ///< of steps: the mean of the ranks' parts
+  double validation = 0;
+  double least_weight = 1;  ///< of a microbatch in the first step, of any rank
+  double most_weight = 1;
+  bool weighted = false;
+  std::vector<float> weights;  ///< all of them, after the steps
+};
+
+Outcome train(
+    const std::filesystem::path& corpus,
+    int world,
+    int microbatches,
+    const Overrides& overrides = {}) {
+  const Config config = config_of(corpus, world, microbatches, overrides);
+  const TempFolder folder;
+  const auto file = folder / "model.safetensors";
+  Outcome outcome{.losses = std::vector<double>(kSteps)};
+  std::mutex mutex;
+  run_ranks(world, [&](RankContext& context) {
+    const models::ModelConfig shape = model_config(config);
+    const auto mesh = context.mesh(mesh_axes(config));
+    data::Loader loader = open_train_loader(config, shape);
+    Batches batches(config, mesh, loader);
+    ASSERT_EQ(batches.num_microbatches(), microbatches);
+    TrainState state = make_train_state(config, shape, mesh, microbatches);
+    Microbatches steps(
+        state.model,
+        state.runtime,
+        mesh,
+        batches,
+        {.overlap = overlap_options(config, shape)});
+    for (int step = 0; step < kSteps; ++step) {
+      batches.load_next();
+      const at::Tensor loss = steps.forward_backward();
+      // So that the weights show the gradients.
+      state.optimizer->step(1.0);
+      state.optimizer->zero_grad();
+      state.runtime->finish_step();
+      const std::lock_guard lock(mutex);
+      outcome.losses[static_cast<std::size_t>(step)] +=
+          loss.item<double>() / world;
+      for (int m = 0; m < microbatches && step == 0; ++m) {
+        const at::Tensor weight = batches.loss_weight(m);
+        outcome.weighted = weight.defined();
+        if (weight.defined()) {
+          const auto w = weight.item<double>();
+          outcome.least_weight = std::min(outcome.least_weight, w);
+          outcome.most_weight = std::max(outcome.most_weight, w);
+        }
+      }
+    }
+    const ValidationMetrics validation =
+        Evaluation(
+            config,
+            open_validation_sets(config, shape.vocab_size),
+            mesh,
+            state.model)
+            .run(kSteps);
+    const auto groups = state.runtime->all_groups();
+    save_weights(
+        {groups.begin(), groups.end()},
+        file,
+        {{"format", "pt"}},
+        models::hf_entries_of(shape),
+        {});
+    if (context.rank == 0) {
+      outcome.validation = validation.loss;
+    }
+  });
+  const SafetensorsReader saved(file);
+  for (const SafetensorsEntry& entry : saved.entries()) {
+    std::vector<float> values(entry.nbytes() / sizeof(float));
+    saved.read(entry, 0, std::as_writable_bytes(std::span(values)));
+    outcome.weights.insert(outcome.weights.end(), values.begin(), values.end());
+  }
+  return outcome;
+}
+
+double largest_difference(
+    const std::vector<float>& a,
+    const std::vector<float>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double most = 0;
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
+    most = std::max(most, std::abs(static_cast<double>(a[i]) - b[i]));
+  }
+  return most;
+}
+
+void expect_equal(const Outcome& outcome, const Outcome& expected) {
+  for (int step = 0; step < kSteps; ++step) {
+    EXPECT_NEAR(outcome.losses[step], expected.losses[step], kStepTolerance);
+  }
+  EXPECT_NEAR(outcome.validation, expected.validation, kStepTolerance);
+  EXPECT_LT(
+      largest_difference(outcome.weights, expected.weights),
+      kStepTolerance);
+}
+
+TEST(MaskedLoss, IsTheMeanOverTheTrainedTokensOfTheStep) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true);
+  // One microbatch of one rank: a mean over its trained tokens.
+  const Outcome expected = train(folder / "corpus", 1, 1);
+  EXPECT_DOUBLE_EQ(expected.most_weight, 1);
+  for (const int world : {1, 2, 4}) {
+    for (const int microbatches : {1, 3}) {
+      SCOPED_TRACE(fmt::format("{} ranks x {}", world, microbatches));
+      const Outcome outcome = train(folder / "corpus", world, microbatches);
+      expect_equal(outcome, expected);
+      if (world * microbatches == 12) {
+        // A sample each: without trained tokens, and far above the mean.
+        EXPECT_EQ(outcome.least_weight, 0);
+        EXPECT_GT(outcome.most_weight, 2);
+      }
+    }
+  }
+}
+
+const char* const kPacked = "data.packing=documents";
+
+TEST(PackedSteps, DoNotDependOnTheSplitOrRecompute) {
+  for (const bool masked : {false, true}) {
+    const TempFolder folder;
+    write_corpus(folder / "corpus", masked, /*varied=*/true);
+    const Outcome expected = train(folder / "corpus", 1, 1, {kPacked});
+    EXPECT_GT(
+        std::abs(train(folder / "corpus", 1, 1).losses[0] - expected.losses[0]),
+        1e-3);
+    for (const auto& [world, microbatches] :
+         {std::pair{1, 3}, std::pair{2, 1}, std::pair{2, 3}, std::pair{4, 3}}) {
+      SCOPED_TRACE(fmt::format("{} ranks x {}", world, microbatches));
+      expect_equal(
+          train(folder / "corpus", world, microbatches, {kPacked}),
+          expected);
+    }
+    for (const char* mode : {"full", "selective"}) {
+      SCOPED_TRACE(mode);
+      expect_equal(
+          train(
+              folder / "corpus",
+              2,
+              1,
+              {kPacked, fmt::format("activation_checkpoint.mode={}", mode)}),
+          expected);
+    }
+  }
+}
+
+TEST(PackedSteps, TwoMicrobatchesAtOnceAreTheSame) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true, /*varied=*/true);
+  const Overrides experts{
+      kPacked,
+      "model.family=moe",
+      "model.num_experts=4",
+      "model.moe_ffn_dim=16",
+      "model.dense_layers=1"};
+  Overrides overlapped = experts;
+  overlapped.insert(
+      overlapped.end(),
+      {"parallelism.expert_parallel_degree=2",
+       "parallelism.overlap_expert_parallel=true"});
+  expect_equal(
+      train(folder / "corpus", 2, 3, overlapped),
+      train(folder / "corpus", 1, 1, experts));
+}
+
+TEST(MaskedLoss, WithoutMasksThereAreNoWeights) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/false);
+  EXPECT_FALSE(train(folder / "corpus", 2, 3).weighted);
+}
+
+TEST(MaskedLoss, AValidationWithoutTrainedTokensIsAnError) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true);
+  const Config config = [&] {
+    Config first = config_of(folder / "corpus", 1, 1);
+    first.validation.sequences = 1;
+    return first;
+  }();
+  const auto mesh = Mesh::single(at::kCPU);
+  const models::ModelConfig shape = model_config(config);
+  TrainState state = make_train_state(config, shape, mesh, 1);
+  Evaluation evaluation(
+      config,
+      open_validation_sets(config, shape.vocab_size),
+      mesh,
+      state.model);
+  EXPECT_THAT(
+      message_of([&] { evaluation.run(1); }),
+      ::testing::AllOf(
+          HasSubstr("the first 1 samples of"),
+          HasSubstr("have no token that is trained"),
+          HasSubstr("raise validation.sequences")));
+}
+
+}  // namespace
+}  // namespace flatshard

@@ -1,0 +1,730 @@
+#include "flatshard/train/run/trainer.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/data/prepare.h"
+#include "flatshard/diagnostics/memory_table.h"
+#include "flatshard/format/safetensors.h"
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/models/flops.h"
+#include "flatshard/train/setup/memory_check.h"
+#include "flatshard/train/setup/model_config.h"
+#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/tools/evaluate.h"
+#include "flatshard/train/tools/generate_text.h"
+#include "flatshard/train/tools/stored_model.h"
+#include "tests/support/sum_order.h"
+#include "tests/support/temp_folder.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+#include <chrono>
+#include <fstream>
+#include <map>
+#include <set>
+
+namespace flatshard {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+/// Returns how far losses may be after so many steps, with other numbers of
+/// sequences in a product: sums over at most 352 tokens of a step or
+/// validation.
+double loss_tolerance(int steps) {
+  return testing::sum_tolerance(
+      {.addends = 352,
+       .in_a_row = testing::sums_of_steps(/*layers=*/2, steps)});
+}
+
+// Returns a small vocabulary of words, in an order that can be learnt.
+std::string text(int lines) {
+  std::string all;
+  for (int i = 0; i < lines; ++i) {
+    all += "the quick brown fox jumps over the lazy dog.\n";
+  }
+  return all;
+}
+
+class TrainerTest : public ::testing::Test {
+ protected:
+  TrainerTest() {
+    folder_.write("texts/a.txt", text(300));
+    folder_.write("texts/b.txt", text(100));
+    data::prepare_corpus(
+        {.inputs = {(folder_ / "texts").string()},
+         .output = folder_ / "corpus",
+         .validation_fraction = 0.2});
+  }
+
+  Config config(const std::vector<std::string>& overrides = {}) const {
+    const std::string toml = fmt::format(
+        R"(
+[run]
+output_dir = "{}"
+seed = 1
+[model]
+dim = 32
+layers = 2
+heads = 4
+kv_heads = 2
+ffn_dim = 64
+vocab_size = 257
+[data]
+train = "{}"
+[training]
+steps = 12
+seq_len = 32
+local_batch_size = 4
+[optimizer]
+lr = 1e-2
+[precision]
+compute = "float32"
+[metrics]
+log_freq = 4
+)",
+        run().string(),
+        (folder_ / "corpus").string());
+    return parse_config(toml, "test.toml", overrides);
+  }
+
+  std::filesystem::path run() const { return folder_ / "run"; }
+
+  /// Trains on one rank; returns what was printed.
+  std::string train(
+      const std::vector<std::string>& overrides = {},
+      const std::string& device = "cpu") const {
+    ::testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, device).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    return ::testing::internal::GetCapturedStdout();
+  }
+
+  std::string refusal(
+      const std::vector<std::string>& overrides,
+      const std::string& device = "cpu") const {
+    try {
+      train(overrides, device);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    ADD_FAILURE() << "expected an error";
+    return {};
+  }
+
+  std::vector<json> metrics() const {
+    std::ifstream file(run() / "metrics.jsonl");
+    std::vector<json> rows;
+    for (std::string line; std::getline(file, line);) {
+      rows.push_back(json::parse(line));
+    }
+    return rows;
+  }
+
+  std::vector<double> losses() const {
+    std::vector<double> all;
+    for (const json& row : metrics()) {
+      if (row.contains("loss")) {
+        all.push_back(row["loss"]);
+      }
+    }
+    return all;
+  }
+
+  /// Returns the last validation's row, without the fields that differ between
+  /// runs.
+  json last_validation() const {
+    json found;
+    for (const json& row : metrics()) {
+      if (row.contains("validation_loss")) {
+        found = row;
+      }
+    }
+    found.erase("time");
+    found.erase("attempt");
+    return found;
+  }
+
+  TempFolder folder_;
+};
+
+TEST_F(TrainerTest, LearnsAndWritesItsRun) {
+  const std::string printed = train(
+      {"training.steps=60",
+       "metrics.log_freq=10",
+       "validation.freq=30",
+       "validation.sequences=8"});
+  EXPECT_THAT(printed, HasSubstr("step: 10/60  loss: "));
+  EXPECT_THAT(printed, HasSubstr("step: 60  validation_loss: "));
+  EXPECT_THAT(printed, HasSubstr("optimizer state"));
+  // Not what is as by default: config.toml has that.
+  EXPECT_THAT(printed, HasSubstr("] steps = 60, seq_len = 32, local_batch"));
+  EXPECT_THAT(printed, ::testing::Not(HasSubstr("zero3\"")));
+  EXPECT_THAT(printed, HasSubstr("KFLOP per token"));
+
+  std::vector<std::int64_t> steps;
+  std::vector<std::int64_t> validated;
+  double validation_loss = 0;
+  for (const json& row : metrics()) {
+    if (row.contains("validation_loss")) {
+      validated.push_back(row["step"]);
+      validation_loss = row["validation_loss"];
+      continue;
+    }
+    if (row.contains("start")) {
+      EXPECT_EQ(row["step"], 0);
+      EXPECT_EQ(row["start"]["ranks"], 1);
+      EXPECT_EQ(row["start"]["steps"], 60);
+      EXPECT_EQ(row["start"]["tokens_per_step"], 4 * 32);
+      EXPECT_TRUE(row["start"]["environment"].contains("torch"));
+      continue;
+    }
+    if (row.contains("ended")) {
+      continue;
+    }
+    EXPECT_EQ(row["tokens"], 4 * 32 * row["step"].get<std::int64_t>());
+    steps.push_back(row["step"]);
+    for (const char* key :
+         {"loss",
+          "grad_norm",
+          "lr",
+          "step_ms",
+          "data_ms",
+          "host_ms",
+          "exposed_comm_ms",
+          "tokens_per_s",
+          "tokens_per_s_per_rank",
+          "memory_allocated_bytes",
+          "memory_peak_bytes",
+          "memory_reserved_bytes",
+          "memory_total_bytes"}) {
+      ASSERT_TRUE(row.contains(key)) << key;
+      EXPECT_TRUE(row[key].is_number()) << key;
+    }
+    EXPECT_GT(row["grad_norm"], 0);
+    EXPECT_GT(row["step_ms"], 0);
+    EXPECT_NEAR(
+        row["tokens_per_s_per_rank"].get<double>(),
+        4 * 32 / (row["step_ms"].get<double>() * 1e-3),
+        1);
+  }
+  EXPECT_EQ(steps, (std::vector<std::int64_t>{1, 10, 20, 30, 40, 50, 60}));
+  EXPECT_EQ(validated, (std::vector<std::int64_t>{30, 60}));
+  // From the loss of 257 equal chances to a text that repeats.
+  EXPECT_NEAR(losses().front(), std::log(257.0), 0.5);
+  EXPECT_LT(losses().back(), 1.0);
+  EXPECT_NEAR(validation_loss, losses().back(), 0.5);
+  EXPECT_EQ(load_config(run() / "config.toml").training.global_batch_size, 4);
+
+  const GenerateOptions options{
+      .run = run(),
+      .prompt = "the quick",
+      .max_new_tokens = 12,
+      .temperature = 0,
+      .device = "cpu"};
+  const std::string generated = generate_text(options);
+  EXPECT_THAT(generated, ::testing::StartsWith("the quick"));
+  EXPECT_GT(generated.size(), options.prompt.size());
+  EXPECT_EQ(generate_text(options), generated);
+  // It has learnt the only text there is: these are the trained weights.
+  EXPECT_EQ(generated, "the quick brown fox j");
+  std::vector<std::string> texts;
+  generate_texts(
+      options,
+      {"the quick", "fox jumps"},
+      [&](const std::string& text) { texts.push_back(text); });
+  ASSERT_EQ(texts.size(), 2U);
+  EXPECT_EQ(texts[0], generated);
+  EXPECT_THAT(texts[1], ::testing::StartsWith("fox jumps"));
+
+  const Evaluated found = evaluate(
+      {.model = run(),
+       .data = (folder_ / "corpus").string(),
+       .sequences = 8,
+       .seq_len = 32,
+       .batch_size = 3,
+       .device = "cpu"});
+  EXPECT_NEAR(found.metrics.loss, validation_loss, loss_tolerance(1));
+  EXPECT_EQ(json::parse(to_json(found))["sequences"], found.sequences);
+  EXPECT_TRUE(found.metrics.bits_per_byte.has_value());
+  EXPECT_THROW(
+      evaluate(
+          {.model = run(),
+           .data = (folder_ / "corpus").string(),
+           .seq_len = 1'000'000}),
+      Error);
+  EXPECT_THROW(
+      evaluate({.model = run(), .data = (folder_ / "none").string()}),
+      Error);
+}
+
+TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
+  std::string varied;
+  for (int i = 0; i < 400; ++i) {
+    varied += fmt::format("{} squared is {}\n", i, i * i);
+  }
+  folder_.write("numbers/a.txt", varied);
+  data::prepare_corpus(
+      {.inputs = {(folder_ / "numbers").string()},
+       .output = folder_ / "squares",
+       .validation_fraction = 0.1});
+  const auto validate = [&](std::vector<std::string> overrides) {
+    // The seed's weights, which are the same.
+    overrides.insert(
+        overrides.end(),
+        {"data.train=" + (folder_ / "squares").string(),
+         "training.steps=1",
+         "optimizer.lr=0",
+         "validation.freq=1"});
+    train(overrides);
+    return last_validation();
+  };
+  const json first = validate({"validation.sequences=11"});
+  const double reference = first["validation_loss"];
+  EXPECT_NEAR(first["perplexity"], std::exp(reference), 1e-9);
+  // 352 targets, all of them within the one document.
+  EXPECT_NEAR(first["bits_per_byte"], reference / std::log(2.0), 1e-9);
+  for (const std::vector<std::string>& batch :
+       std::vector<std::vector<std::string>>{
+           {"training.global_batch_size=8"},
+           {"training.global_batch_size=16", "training.local_batch_size=16"},
+           {"training.local_batch_size=1"}}) {
+    auto overrides = batch;
+    overrides.emplace_back("validation.sequences=11");
+    EXPECT_NEAR(
+        validate(overrides)["validation_loss"],
+        reference,
+        loss_tolerance(1))
+        << batch[0];
+  }
+  // The whole split, whose end of document is no byte.
+  const auto split = data::Corpus::open(folder_ / "squares", "validation");
+  const std::int64_t whole = (split->num_tokens() - 1) / 32;
+  const json all = validate({"validation.sequences=-1"});
+  EXPECT_EQ(all, validate({fmt::format("validation.sequences={}", whole)}));
+  EXPECT_EQ(all, validate({"validation.sequences=1000000"}));
+  EXPECT_NE(all["validation_loss"], reference);
+  EXPECT_THAT(
+      refusal(
+          {"data.train=random",
+           "validation.freq=1",
+           "validation.sequences=-1"}),
+      HasSubstr("random tokens have no end"));
+}
+
+TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
+  folder_.write("numbers/a.txt", std::string(20000, '7'));
+  data::prepare_corpus(
+      {.inputs = {(folder_ / "numbers").string()},
+       .output = folder_ / "sevens",
+       .validation_fraction = 0.1});
+  const auto mixture = [&](double weight) {
+    return fmt::format(
+        "data.train=[{{path = '{}', weight = 3}}, {{path = '{}', weight = "
+        "{}}}]",
+        (folder_ / "corpus").string(),
+        (folder_ / "sevens").string(),
+        weight);
+  };
+  std::vector<std::string> overrides{
+      mixture(1),
+      "metrics.log_freq=1",
+      "training.steps=8",
+      "lr_scheduler.name=constant",
+      "checkpoint.interval=4",
+      "validation.freq=8",
+      "validation.sequences=8"};
+  train(overrides);
+  const auto whole = losses();
+  const json row = last_validation();
+  // Six sequences of one, two of the other.
+  const json parts = row["validation_losses"];
+  ASSERT_EQ(parts.size(), 2U);
+  EXPECT_NEAR(
+      row["validation_loss"],
+      0.75 * parts[(folder_ / "corpus").string()].get<double>() +
+          0.25 * parts[(folder_ / "sevens").string()].get<double>(),
+      1e-9);
+  EXPECT_TRUE(row.contains("bits_per_byte"));
+
+  const auto resume = [&] {
+    overrides.emplace_back("checkpoint.load_step=4");
+    ::testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    ::testing::internal::GetCapturedStdout();
+  };
+  resume();
+  const auto all = losses();
+  ASSERT_EQ(all.size(), 12U);
+  EXPECT_EQ(
+      (std::vector<double>(all.begin() + 8, all.end())),
+      (std::vector<double>(whole.begin() + 4, whole.end())));
+  overrides[0] = mixture(2);
+  try {
+    resume();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("other corpora or weights"));
+  }
+  const std::string generated = generate_text(
+      {.run = run(), .prompt = "a", .max_new_tokens = 2, .device = "cpu"});
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, GeneratesFromWhatARunLeaves) {
+  const std::vector<std::string> overrides{
+      "training.steps=4",
+      "checkpoint.interval=2",
+      "checkpoint.export_hf_at_end=true"};
+  train(overrides);
+  const auto generate = [&](const std::filesystem::path& from,
+                            std::int64_t step = -1) {
+    return generate_text(
+        {.run = from,
+         .step = step,
+         .prompt = "the quick",
+         .max_new_tokens = 3,
+         .temperature = 0,
+         .device = "cpu"});
+  };
+  const auto weights = run() / "model.safetensors";
+  const auto checkpoints = run() / "checkpoints";
+  const std::string expected = generate(run());
+  EXPECT_EQ(generate(checkpoints / "step-4"), expected);
+  EXPECT_EQ(generate(checkpoints), expected);
+  EXPECT_EQ(generate(run() / "hf"), expected);  // bytes need no Python
+  EXPECT_EQ(generate(run(), 2), generate(checkpoints / "step-2"));
+
+  // Whatever the time of a file is.
+  const auto now = std::filesystem::last_write_time(
+      checkpoints / "step-4" / "manifest.json");
+  std::filesystem::last_write_time(weights, now - std::chrono::hours(1));
+  EXPECT_EQ(open_model(run(), -1).what, weights.string());
+  // A run that has not ended, in a folder with weights of an earlier end.
+  std::filesystem::rename(run() / "metrics.jsonl", run() / "rows");
+  EXPECT_THAT(
+      open_model(run(), -1).what,
+      ::testing::EndsWith("checkpoints/step-4"));
+  std::filesystem::rename(run() / "rows", run() / "metrics.jsonl");
+  // Interrupted.
+  std::filesystem::remove(weights);
+  EXPECT_EQ(generate(run()), expected);
+  EXPECT_THAT(
+      open_model(run(), -1).what,
+      ::testing::EndsWith("checkpoints/step-4"));
+
+  const auto refused = [&](const std::filesystem::path& from,
+                           std::int64_t step = -1) {
+    try {
+      generate(from, step);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return std::string("nothing");
+  };
+  EXPECT_THAT(
+      refused(run(), 3),
+      HasSubstr("--step: expected a checkpoint of step 3"));
+  EXPECT_THAT(refused(run() / "hf", 2), HasSubstr("which has no steps"));
+  EXPECT_THAT(
+      refused(folder_ / "corpus"),
+      HasSubstr("a checkpoint (.../step-100) or a Hugging Face folder"));
+  std::filesystem::remove_all(checkpoints);
+  EXPECT_THAT(refused(run()), HasSubstr("has neither model.safetensors"));
+}
+
+TEST_F(TrainerTest, WeightsHaveHuggingFacesNames) {
+  train({"training.steps=1"});
+  const SafetensorsReader file(run() / "model.safetensors");
+  std::set<std::string> names;
+  for (const SafetensorsEntry& entry : file.entries()) {
+    EXPECT_EQ(entry.dtype, "F32");
+    names.insert(entry.name);
+  }
+  std::set<std::string> want{
+      "model.embed_tokens.weight",
+      "model.norm.weight",
+      "lm_head.weight"};
+  for (const char* layer : {"0", "1"}) {
+    for (const char* part :
+         {"input_layernorm",
+          "post_attention_layernorm",
+          "self_attn.q_proj",
+          "self_attn.k_proj",
+          "self_attn.v_proj",
+          "self_attn.o_proj",
+          "mlp.gate_proj",
+          "mlp.up_proj",
+          "mlp.down_proj"}) {
+      want.insert(fmt::format("model.layers.{}.{}.weight", layer, part));
+    }
+  }
+  EXPECT_EQ(names, want);
+  EXPECT_EQ(
+      file.entry("model.layers.0.self_attn.k_proj.weight").shape,
+      (std::vector<std::int64_t>{16, 32}));
+  EXPECT_EQ(file.metadata().at("format"), "pt");
+}
+
+TEST_F(TrainerTest, ATiedHeadIsWrittenOnce) {
+  train({"training.steps=1", "model.tie_embeddings=true"});
+  const SafetensorsReader file(run() / "model.safetensors");
+  EXPECT_TRUE(file.contains("model.embed_tokens.weight"));
+  EXPECT_FALSE(file.contains("lm_head.weight"));
+  const std::string generated = generate_text(
+      {.run = run(), .prompt = "a", .max_new_tokens = 3, .device = "cpu"});
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
+  const std::vector<std::string> common{"training.global_batch_size=4"};
+  const auto losses_with = [&](std::vector<std::string> overrides) {
+    overrides.insert(overrides.end(), common.begin(), common.end());
+    train(overrides);
+    return losses();
+  };
+  const std::vector<double> reference = losses_with({});
+  ASSERT_EQ(reference.size(), 4U);
+  for (const std::vector<std::string>& overrides :
+       std::vector<std::vector<std::string>>{
+           {"training.local_batch_size=2"},
+           {"parallelism.strategy=zero0", "training.local_batch_size=1"},
+           {"parallelism.strategy=optim", "parallelism.granularity=row"},
+           {"parallelism.granularity=block:4"},
+           {"activation_checkpoint.mode=full", "parallelism.prefetch=0"},
+           {"activation_checkpoint.mode=selective"},
+           {"precision.scaling=pre_scaled_sum", "debug.comm_delay_us=200"}}) {
+    const std::vector<double> other = losses_with(overrides);
+    ASSERT_EQ(other.size(), reference.size());
+    for (std::size_t i = 0; i < other.size(); ++i) {
+      EXPECT_NEAR(other[i], reference[i], loss_tolerance(12)) << overrides[0];
+    }
+  }
+}
+
+// Evaluation, checkpoints, a skipped step and a rewind are between replays.
+TEST_F(TrainerTest, StepsAsOneGraphChangeNoBitOfTheRun) {
+  const std::vector<std::string> common{
+      "training.steps=8",
+      "training.seq_len=8",
+      "training.local_batch_size=1",
+      "training.global_batch_size=2",
+      "metrics.log_freq=1",
+      "validation.freq=3",
+      "validation.sequences=2",
+      "checkpoint.interval=3",
+      "training.on_nonfinite=rewind",
+      "debug.spoil_gradient_step=5"};
+  const auto rows = [&](std::vector<std::string> overrides) {
+    std::filesystem::remove_all(run());
+    overrides.insert(overrides.end(), common.begin(), common.end());
+    train(overrides);
+    std::vector<json> values;
+    for (json row : metrics()) {
+      for (const char* value : {"loss", "grad_norm", "validation_loss"}) {
+        if (row.contains(value)) {
+          values.push_back({row["step"], value, row[value]});
+        }
+      }
+    }
+    return values;
+  };
+  const std::vector<json> eager = rows({});
+  const std::vector<json> graphs =
+      rows({"cuda_graph.impl=full_iteration", "debug.emulate_graphs=true"});
+  EXPECT_GT(eager.size(), 16U);
+  EXPECT_EQ(eager, graphs);
+  const json last = [&] {
+    for (const json& row : metrics()) {
+      if (row.contains("cuda_graph")) {
+        return row["cuda_graph"];
+      }
+    }
+    return json();
+  }();
+  // Steps 4 and 5 run twice.
+  EXPECT_EQ(last["step_replays"], 8 + 2 - 3);
+  EXPECT_EQ(last["captures"], 1);
+  EXPECT_TRUE(last["fallbacks"].empty());
+}
+
+TEST_F(TrainerTest, ThereAreNoGraphsOnCpus) {
+  for (const char* impl : {"unit", "full_iteration"}) {
+    EXPECT_THAT(
+        refusal({fmt::format("cuda_graph.impl={}", impl)}),
+        HasSubstr("expected a mesh of GPUs, got cpu"));
+  }
+}
+
+TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
+  for (const std::vector<std::string>& overrides :
+       std::vector<std::vector<std::string>>{
+           {},
+           {"parallelism.strategy=zero0"},
+           {"precision.reduce=bfloat16", "precision.compute=bfloat16"},
+           {"optimizer.name=sgd"},
+           {"optimizer.name=sgd", "optimizer.momentum=0.9"}}) {
+    const Config c = config(overrides);
+    const Trainer trainer(c, {}, "cpu");
+    const std::int64_t n = models::num_parameters(model_config(c));
+    const std::int64_t state = c.optimizer.name == config::OptimizerName::adamw
+                                   ? 8 * n
+                               : c.optimizer.momentum > 0 ? 4 * n
+                                                          : 0;
+    std::map<std::string, std::int64_t> rows;
+    for (const MemoryRow& row : memory_rows(trainer.runtime(), 0)) {
+      rows[row.role] = row.nbytes;
+    }
+    // In one dtype the main weights are the compute weights.
+    const std::int64_t weights = rows["main weights"] > 0
+                                     ? rows["main weights"]
+                                     : rows["compute weights"];
+    const std::int64_t taken = weights + rows["gradients"] + state;
+    const std::int64_t least = least_memory(c, model_config(c), 1);
+    EXPECT_LE(least, taken);
+    EXPECT_GE(static_cast<double>(least), 0.9 * static_cast<double>(taken));
+    const bool shards = c.parallelism.strategy != "zero0";
+    EXPECT_EQ(least_memory(c, model_config(c), 4), shards ? least / 4 : least);
+  }
+}
+
+TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
+  const auto least = [&](const std::string& strategy) {
+    const Config c = config(
+        {"parallelism.strategy=" + strategy,
+         "parallelism.data_parallel_replicate_degree=2"});
+    return least_memory(c, model_config(c), 8);
+  };
+  const std::int64_t whole = least("zero0");
+  for (const char* name : {"zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"}) {
+    EXPECT_EQ(least(name), whole / 4) << name;
+  }
+  EXPECT_EQ(least("hfsdp"), whole / 8);
+}
+
+// One default through both doors (docs/reference/defaults.md): copy
+// engines aside, which the trainer chooses by what links there are.
+TEST(Defaults, AreThoseOfTheLibrary) {
+  const FullyShardOptions library;
+  const FullyShardOptions trainer = shard_options(Config{}, {});
+  EXPECT_EQ(trainer.strategy, library.strategy);
+  EXPECT_EQ(trainer.granularity, library.granularity);
+  EXPECT_EQ(trainer.seed, library.seed);
+  const ParamGroupOptions& group = trainer.group;
+  EXPECT_TRUE(group.precision == library.group.precision);
+  EXPECT_EQ(group.precision.reduce, at::kFloat);
+  EXPECT_EQ(group.scaling, library.group.scaling);
+  EXPECT_EQ(group.grad_divisor, library.group.grad_divisor);
+  EXPECT_EQ(group.keep_compute_weights, library.group.keep_compute_weights);
+  EXPECT_EQ(group.post_forward_ranks, library.group.post_forward_ranks);
+  EXPECT_EQ(group.offload, library.group.offload);
+  EXPECT_EQ(group.alignment, library.group.alignment);
+  EXPECT_EQ(trainer.max_padding, library.max_padding);
+  const RuntimeOptions& runtime = trainer.runtime;
+  EXPECT_EQ(runtime.prefetch, library.runtime.prefetch);
+  EXPECT_EQ(
+      runtime.reshard_after_forward,
+      library.runtime.reshard_after_forward);
+  EXPECT_EQ(runtime.slots_on_demand, library.runtime.slots_on_demand);
+  EXPECT_EQ(runtime.copy_engines.gathers, library.runtime.copy_engines.gathers);
+}
+
+TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
+  train(
+      {"optimizer.name=sgd",
+       "optimizer.momentum=0.9",
+       "optimizer.lr=0.1",
+       "precision.compute=bfloat16",
+       "lr_scheduler.name=wsd",
+       "lr_scheduler.warmup_steps=2",
+       "training.max_norm=0"});
+  EXPECT_LT(losses().back(), losses().front() - 0.5);
+}
+
+TEST_F(TrainerTest, RandomTokens) {
+  train({"data.train=random", "training.steps=2"});
+  EXPECT_NEAR(losses().front(), std::log(257.0), 0.5);
+  try {
+    generate_text({.run = run(), .prompt = "a", .device = "cpu"});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("--corpus"));
+  }
+  const std::string generated = generate_text(
+      {.run = run(),
+       .prompt = "a",
+       .max_new_tokens = 2,
+       .device = "cpu",
+       .corpus = (folder_ / "corpus").string()});
+  EXPECT_THAT(generated, ::testing::StartsWith("a"));
+}
+
+TEST_F(TrainerTest, WritesATrace) {
+  const std::string printed =
+      train({"profiling.enabled=true", "profiling.step=2", "training.steps=2"});
+  // Without a GPU it prints the host's time.
+  EXPECT_THAT(printed, HasSubstr("CPU time by operator: "));
+  EXPECT_THAT(printed, HasSubstr("  aten::mm"));
+  std::ifstream file(run() / "profile" / "step_2_rank_0.json");
+  ASSERT_TRUE(file.good());
+  EXPECT_TRUE(json::parse(file).contains("traceEvents"));
+}
+
+TEST_F(TrainerTest, ErrorsNameTheOption) {
+  EXPECT_THAT(refusal({"data.train=/none/corpus"}), HasSubstr("/none/corpus"));
+  EXPECT_THAT(
+      refusal({"training.global_batch_size=6"}),
+      HasSubstr("training.global_batch_size = 6"));
+  EXPECT_THAT(
+      refusal({"parallelism.strategy=zero4"}),
+      HasSubstr("parallelism.strategy"));
+  EXPECT_THAT(
+      refusal({"model.max_seq_len=16"}),
+      HasSubstr("training.seq_len = 32"));
+  EXPECT_THAT(refusal({"training.seq_len=100000"}), HasSubstr("seq_len"));
+  EXPECT_THAT(refusal({}, "tpu"), HasSubstr("--device"));
+  EXPECT_THAT(
+      refusal({"precision.scaling=per_token"}),
+      HasSubstr("precision.scaling = per_token"));
+  EXPECT_THAT(refusal({"model.vocab_size=100"}), HasSubstr("vocab_size"));
+  EXPECT_THAT(
+      refusal({"model.layers=4096", "model.dim=16384", "model.ffn_dim=65536"}),
+      HasSubstr("use more ranks, or a parallelism.strategy that shards more"));
+  EXPECT_THAT(
+      refusal({"parallelism.data_parallel_shard_degree=2"}),
+      HasSubstr("data_parallel_shard_degree"));
+  try {
+    generate_text({.run = folder_ / "none", .device = "cpu"});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.message(), HasSubstr("--run"));
+  }
+}
+
+TEST_F(TrainerTest, ALossThatIsNotFiniteEndsTheRun) {
+  EXPECT_THAT(
+      refusal(
+          {"optimizer.name=sgd",
+           "optimizer.lr=1e30",
+           "training.max_norm=0",
+           "metrics.log_freq=1"}),
+      HasSubstr("optimizer.lr"));
+}
+
+}  // namespace
+}  // namespace flatshard
