@@ -181,7 +181,7 @@ std::string plain_text(const ConfigField& field) {
     return **text;
   }
   const auto* word = std::get_if<WordField>(&field);
-  return word != nullptr ? std::string(word->get()) : value_text(field);
+  return word != nullptr ? word->get() : value_text(field);
 }
 
 bool differs_from_default(const Config& config, const ConfigKey& key) {
@@ -278,7 +278,11 @@ void check_value(
             check_sources(key, *value, where);
           },
           // The word comes from a Config that a program filled in.
-          [&](const WordField& value) { check_word(key, value.get(), where); },
+          [&](const WordField& value) {
+            if (!value.words().empty()) {
+              check_word(key, value.get(), where);
+            }
+          },
           []<IsOrOptional<bool> T>(T*) {},
           [&](std::int64_t* value) { in_range(*value); },
           [&](double* value) { in_range(*value); },

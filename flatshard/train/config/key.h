@@ -36,9 +36,11 @@ std::string_view word_of(const T& value) {
 
 /// A member whose values have words, whatever its type.
 struct WordField {
-  std::function<std::string_view()> get;
-  /// @return false when there is no such word.
+  std::function<std::string()> get;
+  /// @return false when there is no such word. @throws Error{config} for text
+  /// that is no value, where `words` is empty.
   std::function<bool(std::string_view word)> set;
+  /// Returns all; empty when there are too many to list.
   std::function<std::vector<std::string_view>()> words;
 };
 

@@ -1,20 +1,15 @@
 #include "flatshard/train/config/parallelism_keys.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/layout/granularity.h"
-#include "flatshard/layout/strategy.h"
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/config/rows.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 namespace flatshard::config {
 namespace {
-
-const StrategyName& strategy_of(const Config& config) {
-  return find_strategy_name(config.parallelism.strategy);
-}
 
 // Returns both names of each.
 std::vector<std::string_view> strategies() {
@@ -29,13 +24,58 @@ std::vector<std::string_view> strategies() {
   return names;
 }
 
+/// Returns the text that Granularity::parse reads: "element", "block:4".
+std::string text_of(const Granularity& granularity) {
+  std::string text = granularity.to_string();
+  const auto bracket = text.find('(');
+  if (bracket == std::string::npos) {
+    return text;
+  }
+  if (granularity.kind() != Granularity::Kind::block) {
+    return text.substr(0, bracket);
+  }
+  text[bracket] = ':';
+  text.pop_back();
+  return text;
+}
+
+}  // namespace
+
+static ConfigField field_of(StrategyChoice& member) {
+  return WordField{
+      .get = [&member] { return std::string(member.name()); },
+      .set =
+          [&member](std::string_view name) {
+            const auto names = strategies();
+            if (std::ranges::find(names, name) == names.end()) {
+              return false;
+            }
+            member = StrategyChoice(name);
+            return true;
+          },
+      .words = strategies};
+}
+
+static ConfigField field_of(Granularity& member) {
+  return WordField{
+      .get = [&member] { return text_of(member); },
+      .set =
+          [&member](std::string_view text) {
+            member = Granularity::parse(text, "parallelism.granularity");
+            return true;
+          },
+      .words = [] { return std::vector<std::string_view>(); }};
+}
+
+namespace {
+
 constexpr UsedIf kShardsWeights{
     "parallelism.strategy",
-    WHEN(!strategy_of(c).keeps_whole_weights()),
+    WHEN(!c.parallelism.strategy->keeps_whole_weights()),
     "strategies that shard the weights"};
 constexpr UsedIf kShards{
     "parallelism.strategy",
-    WHEN(!strategy_of(c).shards_nothing()),
+    WHEN(!c.parallelism.strategy->shards_nothing()),
     "strategies that shard something"};
 constexpr UsedIf kReshards{
     "parallelism.reshard_after_forward",
@@ -88,11 +128,10 @@ const ConfigKey kParallelismKeys[] = {
         "parts that are sharded: zero0 nothing (no_shard), zero1 the "
         "optimizer's state (optim), zero2 gradients too (optim_grads), zero3 "
         "weights too (optim_grads_params)",
-        .choices = strategies(),
         .conflicts =
             {{{"parallelism.data_parallel_replicate_degree"},
               WHEN(
-                  strategy_of(c).needs_outer_axis() &&
+                  c.parallelism.strategy->needs_outer_axis() &&
                   c.parallelism.data_parallel_replicate_degree == 1),
               "the strategy needs an outer axis; set the degree to 2 or more, "
               "or use zero3"}}),
@@ -217,7 +256,7 @@ const ConfigKey kParallelismKeys[] = {
               WHEN(
                   c.parallelism.copy_engines ==
                       CopyEngines{.gathers = CopyEngines::Gathers::forward} &&
-                  strategy_of(c).keeps_whole_weights()),
+                  c.parallelism.strategy->keeps_whole_weights()),
               "the strategy gathers no weights in forward; use none or all"},
              {{"parallelism.keep_compute_weights"},
               WHEN(
@@ -243,7 +282,6 @@ const ConfigKey kParallelismKeys[] = {
 
 void check_parallelism(const Config& config) {
   const Parallelism& p = config.parallelism;
-  Granularity::parse(p.granularity, "parallelism.granularity");
   const std::pair<const char*, std::int64_t> degrees[] = {
       {"context_parallel_degree", p.context_parallel_degree},
       {"pipeline_parallel_degree", p.pipeline_parallel_degree}};

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "flatshard/layout/granularity.h"
+#include "flatshard/layout/strategy.h"
 #include "flatshard/runtime/copy_engines_choice.h"
 #include "flatshard/train/config/key.h"
 
@@ -22,8 +24,26 @@ inline constexpr Word<std::optional<CopyEngines>>
         {"forward", CopyEngines{.gathers = CopyEngines::Gathers::forward}},
         {"all", CopyEngines::all()}};
 
+/// A row of the table of named strategies, by the name that the user gave.
+class StrategyChoice {
+ public:
+  StrategyChoice() : StrategyChoice("zero3") {}
+  /// @throws Error{config} for an unknown name, with those that exist.
+  explicit StrategyChoice(std::string_view name)
+      : row_(&find_strategy_name(name)), by_other_name_(name != row_->name) {}
+
+  std::string_view name() const {
+    return by_other_name_ ? row_->other_name : row_->name;
+  }
+  const StrategyName* operator->() const { return row_; }
+
+ private:
+  const StrategyName* row_;
+  bool by_other_name_;
+};
+
 struct Parallelism {
-  std::string strategy = "zero3";
+  StrategyChoice strategy;
   std::int64_t data_parallel_replicate_degree = 1;
   std::int64_t data_parallel_shard_degree = -1;
   std::int64_t tensor_parallel_degree = 1;
@@ -42,7 +62,7 @@ struct Parallelism {
   double memory_budget = 0.0;
   bool keep_compute_weights = true;
   std::optional<CopyEngines> copy_engines;  ///< unset: auto
-  std::string granularity = "element";
+  Granularity granularity;
   double max_padding = 0.05;
 
   /// Returns whether several ranks have parts of each layer.

@@ -1,7 +1,5 @@
 #include "flatshard/train/config/run_config.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
 #include <fstream>
@@ -10,9 +8,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/home_folder.h"
-#include "flatshard/core/nearest_name.h"
 #include "flatshard/core/toml.h"
-#include "flatshard/train/config/other_names.h"
+#include "flatshard/train/config/find_key.h"
 
 namespace flatshard {
 namespace {
@@ -30,112 +27,6 @@ std::string shown(const toml::node& node) {
   std::ostringstream out;
   node.visit([&](const auto& value) { out << value; });
   return config::shortened(out.str());
-}
-
-std::vector<std::string> section_names() {
-  std::vector<std::string> names;
-  for (const ConfigKey& key : config_keys()) {
-    if (names.empty() || names.back() != key.section()) {
-      names.emplace_back(key.section());
-    }
-  }
-  return names;
-}
-
-void check_section(std::string_view section, const std::string& where) {
-  const auto names = section_names();
-  if (std::ranges::find(names, section) != names.end()) {
-    return;
-  }
-  std::string near(config::section_for_other_name(section));
-  if (near.empty()) {
-    near = near_name(section, names);
-  }
-  FLATSHARD_THROW(
-      config,
-      "{}: there is no section [{}]; {}",
-      where,
-      config::shortened(section),
-      near.empty() ? fmt::format("there are [{}]", fmt::join(names, "], ["))
-                   : fmt::format("did you mean [{}]?", near));
-}
-
-/// Returns the full names of the keys with that name in all sections.
-std::vector<std::string_view> keys_named(std::string_view name) {
-  std::vector<std::string_view> found;
-  for (const ConfigKey& key : config_keys()) {
-    if (key.name() == name) {
-      found.push_back(key.full_name);
-    }
-  }
-  return found;
-}
-
-/// Returns "; give ..." for a key that stands in no section.
-std::string hint_without_section(std::string_view name) {
-  const auto own = keys_named(name);
-  const std::string hint = own.empty()
-                               ? config::hint_for_other_name(name)
-                               : fmt::format("give {}", fmt::join(own, " or "));
-  return hint.empty() ? "" : "; " + hint;
-}
-
-/// Names the key that has another trainer's name, else the most similar key of
-/// the section, or else keys of that name in other sections. Without any it
-/// names all keys of the section.
-[[noreturn]] void throw_unknown_key(
-    std::string_view section,
-    std::string_view name,
-    const std::string& where) {
-  FLATSHARD_CHECK(
-      section != "validation" || name != "steps",
-      config,
-      "{}: section [validation] has no key 'steps' any more; give 'sequences', "
-      "the number of sequences that are validated on (steps times the global "
-      "batch)",
-      where);
-  const std::string hint = config::hint_for_other_name(name);
-  FLATSHARD_CHECK(
-      hint.empty(),
-      config,
-      "{}: section [{}] has no key '{}'; {}",
-      where,
-      section,
-      config::shortened(name),
-      hint);
-  std::vector<std::string> in_section;
-  for (const ConfigKey& key : config_keys()) {
-    if (key.section() == section) {
-      in_section.emplace_back(key.name());
-    }
-  }
-  const std::string elsewhere =
-      fmt::format("{}", fmt::join(keys_named(name), "' or '"));
-  std::string near = near_name(name, in_section);
-  if (near.empty() || (!elsewhere.empty() && edit_distance(name, near) > 2)) {
-    near = elsewhere;
-  }
-  FLATSHARD_THROW(
-      config,
-      "{}: section [{}] has no key '{}'; {}",
-      where,
-      section,
-      config::shortened(name),
-      near.empty() ? fmt::format("its keys are {}", fmt::join(in_section, ", "))
-                   : fmt::format("did you mean '{}'?", near));
-}
-
-const ConfigKey& find_key(
-    std::string_view section,
-    std::string_view name,
-    const std::string& where) {
-  check_section(section, where);
-  for (const ConfigKey& key : config_keys()) {
-    if (key.section() == section && key.name() == name) {
-      return key;
-    }
-  }
-  throw_unknown_key(section, name, where);
 }
 
 /// "a/folder", or [{ path = "a/folder", weight = 2 }, ...]; unset when it is
@@ -303,17 +194,15 @@ void apply_table(
   for (const auto& [section, node] : table) {
     const std::string where = place(origin, node.source());
     const toml::table* keys = node.as_table();
-    const auto sections = section_names();
     FLATSHARD_CHECK(
-        keys != nullptr ||
-            std::ranges::find(sections, section.str()) != sections.end(),
+        keys != nullptr || config::is_section(section.str()),
         config,
         "{}: key '{}' stands in no section; keys belong under [run], [model], "
         "[training] and so on{}",
         where,
         config::shortened(section.str()),
-        hint_without_section(section.str()));
-    check_section(section.str(), where);
+        config::hint_without_section(section.str()));
+    config::check_section(section.str(), where);
     FLATSHARD_CHECK(
         keys != nullptr,
         config,
@@ -323,7 +212,11 @@ void apply_table(
         shown(node));
     for (const auto& [name, value] : *keys) {
       const std::string at = place(origin, value.source());
-      set_field(find_key(section.str(), name.str(), at), config, value, at);
+      set_field(
+          config::find_key(section.str(), name.str(), at),
+          config,
+          value,
+          at);
     }
   }
 }
@@ -338,11 +231,11 @@ std::string_view apply_override(Config& config, const std::string& text) {
       config,
       "{}: expected --set section.key=value{}",
       where,
-      hint_without_section(text.substr(0, equals)));
+      config::hint_without_section(text.substr(0, equals)));
   const std::string section = text.substr(0, dot);
   const std::string name = text.substr(dot + 1, equals - dot - 1);
   std::string value = text.substr(equals + 1);
-  const ConfigKey& key = find_key(section, name, where);
+  const ConfigKey& key = config::find_key(section, name, where);
   const ConfigField field = key.field(config);
   const bool is_list =
       std::holds_alternative<std::vector<data::SourceChoice>*>(field) &&

@@ -9,7 +9,7 @@ template <class T>
 ConfigField field_of(T& member) {
   if constexpr (HasWords<T>) {
     return WordField{
-        .get = [&member] { return word_of(member); },
+        .get = [&member] { return std::string(word_of(member)); },
         .set =
             [&member](std::string_view word) {
               return read_word(kWords<T>, word, member);

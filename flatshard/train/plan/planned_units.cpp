@@ -176,8 +176,7 @@ std::vector<UnitShape> planned_units(
         group->float8.emplace();
       }
     }
-    group->tensors.push_back(
-        {p.name, p.shape, Granularity::parse(config.parallelism.granularity)});
+    group->tensors.push_back({p.name, p.shape, config.parallelism.granularity});
   }
   for (UnitShape& unit : units) {
     unit.policy.reshard_after_forward =

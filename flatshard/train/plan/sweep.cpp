@@ -20,7 +20,7 @@ constexpr std::size_t kTriedInFloat8 = 6;
 Config config_of(const Config& config, const RunChoice& choice) {
   Config changed = config;
   config::Parallelism& p = changed.parallelism;
-  p.strategy = choice.strategy;
+  p.strategy = config::StrategyChoice(choice.strategy);
   p.data_parallel_replicate_degree = choice.replicas;
   p.data_parallel_shard_degree = -1;
   p.tensor_parallel_degree = choice.tensor_degree;

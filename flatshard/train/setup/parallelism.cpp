@@ -62,12 +62,12 @@ std::chrono::milliseconds timeout_of(const Config& config) {
 }  // namespace
 
 std::string strategy_name(const Config& config) {
-  const std::string& name = config.parallelism.strategy;
+  const config::StrategyChoice& strategy = config.parallelism.strategy;
   if (config.parallelism.data_parallel_replicate_degree == 1) {
-    return name;
+    return std::string(strategy.name());
   }
-  const StrategyName& row = find_strategy_name(name);
-  return std::string(row.needs_outer_axis() ? row.name : row.with_replicas);
+  return std::string(
+      strategy->needs_outer_axis() ? strategy->name : strategy->with_replicas);
 }
 
 std::vector<MeshAxis> mesh_axes(const Config& config) {
@@ -271,7 +271,7 @@ FullyShardOptions shard_options(
   options.runtime.reshard_after_forward =
       config.parallelism.reshard_after_forward;
   options.runtime.copy_engines = copy_engines;
-  options.granularity = Granularity::parse(config.parallelism.granularity);
+  options.granularity = config.parallelism.granularity;
   options.seed = static_cast<std::uint64_t>(config.run.seed);
   options.runtime.streams = comm_streams(config);
   options.runtime.graphs = {

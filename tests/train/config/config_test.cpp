@@ -226,7 +226,10 @@ TEST(Config, EveryKeyIsDescribedOnceAndReadable) {
     std::visit(
         config::Overloaded{
             [&](const WordField& member) {
-              const auto words = member.words();
+              auto words = member.words();
+              if (words.empty()) {
+                words = {"element", "block:4"};
+              }
               const auto word = words[words[0] == member.get() ? 1 : 0];
               Config changed;
               std::get<WordField>(key.field(changed)).set(word);
