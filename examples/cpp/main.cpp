@@ -21,7 +21,7 @@ struct BlockImpl : nn::Module {
   at::Tensor gain = declare_parameter("gain", {kDim}, InitSpec::ones());
   BlockImpl() { set_attribute("gain", kWeightDecayAttribute, "none"); }
   at::Tensor forward(const at::Tensor& x) {
-    // The same kernels each time: a region, which may run as a CUDA graph.
+    // The same kernels in each call: a region that may run as a CUDA graph.
     return nn::region(
         *this,
         "block",
@@ -85,7 +85,7 @@ int train(const std::string& folder) {
   const auto runtime = fully_shard(
       *model,
       mesh,
-      {.units = {model->first.get(), model->second.get()},  // gathered whole
+      {.units = {model->first.get(), model->second.get()},  // one unit each
        .strategy = "zero3",
        .group = {.precision = Precision::full()},
        .runtime = {.graphs = {.enabled = device.is_cuda()}}});

@@ -58,7 +58,7 @@ struct Microbatch {
   void forward(int l) {
     pass->forward_begin(unit(l));
     x = blocks[l].forward({x}, [&](const nn::TensorList& in) {
-      // Not through the holder, which would report a call to the runtime.
+      // Not through the holder: it would report a call to the runtime.
       return nn::TensorList{model->blocks[l]->forward(in[0])};
     })[0];
     pass->forward_end(unit(l));
@@ -80,7 +80,7 @@ struct Microbatch {
     pass->set_delay_wgrad(true, /*node=*/l);
     gradient = blocks[l].backward({gradient})[0];
     pass->set_delay_wgrad(false);
-    pass->backward_end(unit(l));  // its weights may go, its slot stays
+    pass->backward_end(unit(l));  // reshards, keeps the gradients
   }
   void weight_gradients(int l) { pass->run_wgrads(unit(l), l); }
   void end_backward() {

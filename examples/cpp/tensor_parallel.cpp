@@ -59,8 +59,8 @@ int train() {
     at::Generator random = at::make_generator<at::CPUGeneratorImpl>(step);
     const at::Tensor all = at::randn({kSamples, kSeq, kDim}, random);
     const at::Tensor samples = all.narrow(0, data->rank() * each, each);
-    // Between its layers a rank has its part of the tokens. The ranks' losses
-    // are added up, so each is divided by their number.
+    // Between layers, each rank has a part of the tokens. Losses are summed
+    // over the ranks, so each is divided by the number of ranks.
     const at::Tensor x = nn::own_tokens(ranks, samples);
     const at::Tensor loss = at::mse_loss(model(x), at::sin(2 * x)) / tp;
     loss.backward();

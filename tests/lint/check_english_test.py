@@ -60,11 +60,10 @@ class CheckEnglish(unittest.TestCase):
                 self.assertEqual(word in found, expected, f"{word}: {text}: {found}")
 
     def test_pages_are_read_without_code_and_links(self):
-        page = (
-            "See [x](a/whole.md) and `gather`.\n\n```\nwhole\n```\n\nThe whole one.\n"
-        )
+        page = "See [x](whole.md), `gather`.\n\n```\ncut  # alone\n```\n\nA whole.\n"
         found = [(line, rule) for line, rule, _ in check_english.findings(page)]
-        self.assertEqual(found, [(7, "whole: full or unsharded")])
+        rules = [(4, "alone: only"), (7, "whole: full or unsharded")]
+        self.assertEqual(found, rules)
 
     def test_strings_and_comments_are_read(self):
         code = '// inside of it\nf("a " "whole");\n'
