@@ -44,4 +44,17 @@ install(
 
 if(TARGET flatshard)
   install(TARGETS flatshard RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+  # The part of the Python package that the program runs.
+  set(_python share/flatshard/python/flatshard)
+  install(TARGETS flatshard_corpus LIBRARY DESTINATION ${_python})
+  install(
+    FILES ${PROJECT_SOURCE_DIR}/python/flatshard/_run.py
+          ${PROJECT_SOURCE_DIR}/python/flatshard/prepare.py
+          ${PROJECT_SOURCE_DIR}/python/flatshard/import_tokens.py
+    DESTINATION ${_python})
+  install(
+    DIRECTORY ${PROJECT_SOURCE_DIR}/python/flatshard/_data
+    DESTINATION ${_python}
+    FILES_MATCHING
+    PATTERN "*.py")
 endif()

@@ -5,6 +5,8 @@ install(TARGETS flatshard_extension DESTINATION flatshard COMPONENT python
         EXCLUDE_FROM_ALL)
 install(FILES ${PROJECT_BINARY_DIR}/python/flatshard/_build.py
         DESTINATION flatshard COMPONENT python EXCLUDE_FROM_ALL)
+install(TARGETS flatshard_corpus DESTINATION flatshard COMPONENT python
+        EXCLUDE_FROM_ALL)
 install(TARGETS flatshard RUNTIME DESTINATION flatshard/bin COMPONENT python
         EXCLUDE_FROM_ALL)
 # In a wheel it finds torch and NVIDIA's libraries next to the package.

@@ -5,94 +5,55 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstdio>
-#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "flatshard/core/error.h"
-#include "flatshard/data/import_tokens.h"
-#include "flatshard/data/prepare.h"
+#include "flatshard/data/corpus_summary.h"
+#include "flatshard/data/python_tokenizer.h"
 #include "flatshard/data/show_sample.h"
-#include "flatshard/data/text_codec.h"
-#include "flatshard/data/utf8.h"
 
 namespace flatshard {
 namespace {
 
-std::string summary(const data::CorpusMeta& meta) {
-  std::string text = fmt::format(
-      "tokenizer        {}\n"
-      "vocab_size       {}    (model.vocab_size must be at least this)\n"
-      "end of document  token {}\n{}"
-      "stored as        {}\n",
-      meta.tokenizer,
-      meta.vocab_size,
-      meta.end_of_document,
-      meta.begin_of_document
-          ? fmt::format("begins with      token {}\n", *meta.begin_of_document)
-          : "",
-      data::to_string(meta.token_type));
-  for (const data::SplitMeta& split : meta.splits) {
-    text += fmt::format(
-        "{:<16} {} tokens{}, {} documents, {} files\n",
-        split.name,
-        split.num_tokens,
-        split.trained_tokens
-            ? fmt::format(" ({} of them trained)", *split.trained_tokens)
-            : "",
-        split.num_documents,
-        split.shard_tokens.size());
+/// The options that a module of the Python package reads. Here they have their
+/// types and their help; what they mean stands there alone.
+struct PythonOptions {
+  std::vector<std::string> inputs;
+  std::vector<std::string> validation;
+  std::string output;
+  std::string text;  ///< of any other option
+  double number = 0;
+  std::int64_t count = 0;
+  bool flag = false;
+  std::string python;
+};
+
+/// Becomes the Python module, with the options that were given.
+void run_python(
+    const CLI::App& command,
+    const PythonOptions& options,
+    const std::string& module) {
+  std::vector<std::string> arguments;
+  for (const CLI::Option* option : command.get_options()) {
+    const std::string& name = option->get_name();
+    if (option->count() == 0 || name == "--python") {
+      continue;
+    }
+    if (option->get_items_expected_max() == 0) {
+      arguments.push_back(name);
+      continue;
+    }
+    for (const std::string& value : option->results()) {
+      arguments.push_back(name + "=" + value);
+    }
   }
-  return text;
-}
-
-/// Returns the beginning of the first document, decoded from its tokens, in one
-/// line.
-std::string first_document(
-    const std::filesystem::path& folder,
-    const std::string& python) {
-  constexpr std::int64_t kMostTokens = 48;
-  const auto corpus = data::Corpus::open(folder);
-  std::vector<std::int64_t> tokens(static_cast<std::size_t>(
-      std::min(corpus->document_begin(1), kMostTokens)));
-  corpus->read(0, tokens);
-  const auto codec = data::TextCodec::open(folder, {.python = python});
-  // Bytes, or half of a character, need not be UTF-8.
-  return data::printable(
-             codec->decode(tokens, /*keep_special=*/true),
-             /*keep_lines=*/false) +
-         (corpus->document_begin(1) > kMostTokens ? " ..." : "");
-}
-
-/// Returns a summary of the input, which shows losses and errors.
-std::string input_summary(
-    const data::Survey& survey,
-    const data::CorpusMeta& meta,
-    const data::PrepareOptions& options) {
-  return fmt::format(
-      "files            {}\n{}"
-      "documents        {}, {} empty ones left out\n"
-      "tokens per byte  {:.3f} ({} tokens, {} bytes of text)\n"
-      "first document   {}\n",
-      survey.describe_files(),
-      survey.found.skipped.empty()
-          ? ""
-          : fmt::format("skipped          {}\n", survey.describe_skipped()),
-      survey.num_documents(),
-      survey.num_empty,
-      static_cast<double>(meta.num_tokens()) /
-          static_cast<double>(survey.nbytes),
-      meta.num_tokens(),
-      survey.nbytes,
-      first_document(options.output, options.python));
+  data::exec_python(options.python, module, arguments);
 }
 
 /// Adds where the corpus is written to.
-template <class Options>
-void add_output(CLI::App& command, Options& options) {
+void add_output(CLI::App& command, PythonOptions& options) {
   command
       .add_option(
           "--output,-o",
@@ -102,16 +63,18 @@ void add_output(CLI::App& command, Options& options) {
 }
 
 /// Adds how the corpus is written.
-template <class Options>
-void add_writing(CLI::App& command, Options& options, const char* python) {
+void add_writing(
+    CLI::App& command,
+    PythonOptions& options,
+    const char* python) {
   command.add_option("--python", options.python, python);
   command.add_option(
       "--shard-tokens",
-      options.shard_tokens,
+      options.count,
       "Tokens after which a new file begins [268435456]");
   command.add_flag(
       "--force",
-      options.force,
+      options.flag,
       "Replace an older corpus at --output");
 }
 
@@ -119,101 +82,96 @@ void add_prepare(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "prepare",
       "Tokenize text files into a corpus folder for training");
-  const auto options = std::make_shared<data::PrepareOptions>();
+  const auto options = std::make_shared<PythonOptions>();
   command
       ->add_option(
           "--input,-i",
           options->inputs,
           "Files, folders or globs (quote them: 'texts/**/*.txt'; ** is any "
           "number of folders): text, JSON rows (.jsonl, .ndjson, .json; one a "
-          "line or one list), each as it is or in .gz or .zst, and Parquet. A "
-          "text is one document, and so is each row")
+          "line or one list) and CSV, each as it is or in .gz or .zst, "
+          "Parquet, "
+          "Arrow, and folders that datasets' save_to_disk wrote. A text is one "
+          "document, and so is each row")
       ->required();
   add_output(*command, *options);
   command->add_option(
       "--tokenizer,-t",
-      options->tokenizer,
+      options->text,
       "'bytes' (a byte is a token, 256 ends a document, vocabulary 257), or a "
       "Hugging Face tokenizer: its folder or its tokenizer.json (needs Python "
       "with the tokenizers package) [bytes]");
   command->add_option(
       "--text-field",
-      options->text_field,
-      "Field of JSON rows, and column of .parquet files (which need Python "
-      "with the pyarrow package), that has the documents [text]");
+      options->text,
+      "Field of JSON rows, and column of CSV, Parquet and Arrow (the latter "
+      "two need Python with the pyarrow package), that has the documents "
+      "[text]");
   command->add_option(
       "--format",
-      options->format,
+      options->text,
       "Kind of the files: auto (by their first bytes and names), text (bytes "
-      "that are not UTF-8 become U+FFFD), json, parquet, or bytes (each byte "
-      "as it is, for --tokenizer bytes) [auto]");
+      "that are not UTF-8 become U+FFFD), json, parquet, arrow, csv, or bytes "
+      "(each byte as it is, for --tokenizer bytes) [auto]");
   command->add_flag(
       "--chat",
-      options->chat,
+      options->flag,
       "Each row of JSON is a conversation, which the tokenizer's chat template "
       "writes: the field messages (a list of role and content), or prompt and "
       "completion; tools if there are any (needs Python with the transformers "
       "and jinja2 packages)");
   command->add_option(
       "--train-on",
-      options->train_on,
+      options->text,
       "With --chat, the tokens whose loss is taken: assistant (the assistant's "
       "messages), last (the last of them) or all [assistant]");
   command->add_option(
       "--chat-template-kwargs",
-      options->chat_template_kwargs,
+      options->text,
       "With --chat, variables of the chat template as a JSON object, for "
       "example '{\"enable_thinking\": false}'. Variables in the field "
       "chat_template_kwargs of a row take precedence [none]");
   command->add_flag(
       "--parse-special",
-      options->parse_special,
+      options->flag,
       "Take control tokens that a text spells out (<|endoftext|>) as these "
       "tokens and not as text");
   command->add_option(
       "--validation-fraction",
-      options->validation_fraction,
+      options->number,
       "Share of the documents that become the validation split, chosen by the "
       "hash of their names; of a single document, its end [0.05]");
   command->add_option(
       "--end-of-document",
-      options->end_of_document,
+      options->text,
       "Text of the token that ends a document, for a tokenizer.json "
       "[the folder's eos_token, or <|end_of_text|>, <|endoftext|>, </s> or "
       "<eos>, whichever it has]");
   command->add_option(
       "--begin-of-document,--bos",
-      options->begin_of_document,
+      options->text,
       "Text of a token to put before each document, for a tokenizer.json, or "
       "none [what AutoTokenizer puts before a text, if anything]");
   add_writing(
       *command,
       *options,
-      "Python for a tokenizer.json and .parquet files [$FLATSHARD_PYTHON, else "
-      ".venv/bin/python here or next to the program, else python3]");
+      "Python that reads the files [$FLATSHARD_PYTHON, else .venv/bin/python "
+      "here or next to the program, else python3]");
   command->footer("Example:\n"
                   "  flatshard data prepare --input 'texts/**/*.txt' --output "
                   "corpora/texts\n"
                   "Then set in the training config:\n"
                   "  [data]\n"
                   "  train = \"corpora/texts\"");
-  command->callback([options] {
-    options->progress = true;
-    data::Survey survey;
-    const data::CorpusMeta meta = data::prepare_corpus(*options, &survey);
-    fmt::print(
-        "{}wrote {}\n{}",
-        input_summary(survey, meta, *options),
-        options->output.string(),
-        summary(meta));
-  });
+  command->callback(
+      [command, options] { run_python(*command, *options, "prepare"); });
 }
 
 void add_import(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "import",
       "Make a corpus folder of tokens that another program has written");
-  const auto options = std::make_shared<data::ImportOptions>();
+  const auto options = std::make_shared<PythonOptions>();
   command
       ->add_option(
           "--input,-i",
@@ -229,50 +187,39 @@ void add_import(CLI::App& data) {
   command
       ->add_option(
           "--tokenizer,-t",
-          options->tokenizer,
+          options->text,
           "The Hugging Face tokenizer that the tokens are of (its folder or "
           "its tokenizer.json), or none with --vocab-size and "
           "--end-of-document")
       ->required();
   command->add_option(
       "--vocab-size",
-      options->vocab_size,
+      options->count,
       "Every token is below this [the tokenizer's]");
   command->add_option(
       "--end-of-document",
-      options->end_of_document,
+      options->text,
       "Text or id of the token that ends a document [the tokenizer's own]");
   command->add_option(
       "--dtype",
-      options->dtype,
+      options->text,
       "Type of the tokens of files without a header: uint16, uint32, int64 or "
       "another type of integers [uint16]");
   command->add_option(
       "--validation-fraction",
-      options->validation_fraction,
+      options->number,
       "Without --validation: the share of the documents for that split [0.05]");
   add_writing(
       *command,
       *options,
-      "Python with the tokenizers package, as for data prepare");
+      "Python with the numpy package, and tokenizers for a tokenizer, as for "
+      "data prepare");
   command->footer(
       "Example:\n"
       "  flatshard data import --input train.bin --validation val.bin "
       "--tokenizer models/gpt2 --output corpora/openwebtext");
-  command->callback([options] {
-    options->progress = true;
-    std::vector<std::string> lines;
-    const data::CorpusMeta meta = data::import_tokens(*options, &lines);
-    for (const std::string& line : lines) {
-      fmt::print("{}\n", line);
-    }
-    if (meta.tokenizer != data::kNoTokenizer) {
-      fmt::print(
-          "first document   {}\n",
-          first_document(options->output, options->python));
-    }
-    fmt::print("wrote {}\n{}", options->output.string(), summary(meta));
-  });
+  command->callback(
+      [command, options] { run_python(*command, *options, "import_tokens"); });
 }
 
 void add_show(CLI::App& data) {
@@ -337,7 +284,7 @@ void add_info(CLI::App& data) {
     for (const data::SplitMeta& split : meta.splits) {
       data::Corpus::open(*folder, split.name);
     }
-    fmt::print("{}", summary(meta));
+    fmt::print("{}", data::summary(meta));
   });
 }
 

@@ -3,12 +3,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/philox.h"
 #include "flatshard/core/process.h"
+#include "flatshard/data/hf_tokenizer.h"
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -265,6 +268,75 @@ void StagedFolder::commit() {
   if (!old.empty() && fs::remove_all(old, error) == 0) {
     log_warning("cannot remove {}: {}", old.string(), error.message());
   }
+}
+
+CorpusWriter::CorpusWriter(const CorpusOptions& options, CorpusMeta meta)
+    : options_(options),
+      meta_([&] {
+        meta.token_type =
+            meta.vocab_size <= 65536 ? TokenType::uint16 : TokenType::uint32;
+        return std::move(meta);
+      }()),
+      staged_(options.output, options.force),
+      train_(
+          staged_.path(),
+          "train",
+          meta_.token_type,
+          options.shard_tokens,
+          options.masked),
+      validation_(
+          staged_.path(),
+          "validation",
+          meta_.token_type,
+          options.shard_tokens,
+          options.masked) {
+  if (!options.tokenizer.empty()) {
+    copy_tokenizer(options.tokenizer, staged_.path());
+  }
+}
+
+void CorpusWriter::append_one(
+    bool to_validation,
+    std::int64_t token,
+    bool trained) {
+  const std::array<std::uint32_t, 1> one{static_cast<std::uint32_t>(token)};
+  const std::array<std::uint8_t, 1> mask{
+      trained ? std::uint8_t{1} : std::uint8_t{0}};
+  append(to_validation, one, std::span(mask).first(options_.masked ? 1 : 0));
+}
+
+void CorpusWriter::begin_document(bool to_validation) {
+  if (meta_.begin_of_document) {
+    append_one(to_validation, *meta_.begin_of_document, /*trained=*/false);
+  }
+}
+
+void CorpusWriter::append(
+    bool to_validation,
+    std::span<const std::uint32_t> tokens,
+    std::span<const std::uint8_t> mask) {
+  (to_validation ? validation_ : train_).append(tokens, mask);
+}
+
+void CorpusWriter::end_document(bool to_validation, bool trains_end) {
+  append_one(to_validation, meta_.end_of_document, trains_end);
+  (to_validation ? validation_ : train_).end_document();
+}
+
+const CorpusMeta& CorpusWriter::commit() {
+  meta_.splits.push_back(train_.finish());
+  if (options_.has_validation) {
+    meta_.splits.push_back(validation_.finish());
+  }
+  FileWriter file(staged_.path() / "meta.json");
+  file.write(meta_.to_json());
+  file.close();
+  staged_.commit();
+  return meta_;
+}
+
+double document_draw(std::string_view name) {
+  return static_cast<double>(mix_keys(stable_hash(name), 0) >> 11) * 0x1p-53;
 }
 
 }  // namespace flatshard::data

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flatshard/core/file_writer.h"
@@ -83,5 +84,48 @@ class StagedFolder {
   std::filesystem::path target_;
   std::filesystem::path path_;
 };
+
+struct CorpusOptions {
+  std::filesystem::path output;
+  std::filesystem::path tokenizer;  ///< to copy, see copy_tokenizer; or empty
+  bool has_validation = true;       ///< false: there is no such split
+  bool masked = false;              ///< tokens have a mask
+  std::int64_t shard_tokens = std::int64_t{1} << 28;
+  bool force = false;  ///< replace an older corpus of that name
+};
+
+/// Writes a corpus folder, document by document. It appears with `commit`.
+class CorpusWriter {
+ public:
+  /// @param meta  without token type and splits.
+  /// @throws what StagedFolder throws; Error{io} for a full disk.
+  CorpusWriter(const CorpusOptions& options, CorpusMeta meta);
+
+  /// Begins a document of validation or of train.
+  void begin_document(bool to_validation);
+  /// Appends tokens of the document, as SplitWriter::append.
+  void append(
+      bool to_validation,
+      std::span<const std::uint32_t> tokens,
+      std::span<const std::uint8_t> mask = {});
+  /// @param trains_end  the mask of the end-of-document token.
+  void end_document(bool to_validation, bool trains_end = true);
+
+  /// Returns the content of meta.json.
+  const CorpusMeta& commit();
+
+ private:
+  void append_one(bool to_validation, std::int64_t token, bool trained);
+
+  CorpusOptions options_;
+  CorpusMeta meta_;
+  StagedFolder staged_;
+  SplitWriter train_;
+  SplitWriter validation_;
+};
+
+/// Returns a number in [0, 1) of a document's name alone. Validation has the
+/// documents whose number is below a fraction.
+double document_draw(std::string_view name);
 
 }  // namespace flatshard::data

@@ -8,7 +8,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
 #include "flatshard/core/mapped_file.h"
-#include "flatshard/data/prepare.h"
+#include "flatshard/data/byte_tokens.h"
 
 namespace flatshard::data {
 namespace {

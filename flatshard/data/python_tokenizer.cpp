@@ -3,21 +3,19 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <nlohmann/json.hpp>
-#include <utility>
+#include <optional>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/data/prepare_script.h"
 
 extern char** environ;
 
@@ -73,6 +71,67 @@ std::vector<std::string> child_environment() {
   return variables;
 }
 
+/// Returns the folder of the program, if the system names it.
+std::optional<std::filesystem::path> program_folder() {
+  std::error_code error;
+  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
+  return error ? std::nullopt : std::optional(program.parent_path());
+}
+
+/// Returns the first arguments of Python for a module of the package: _run.py
+/// next to a build's programs, or above the folder that an installed package
+/// has the program in. Elsewhere, as in an editable installation, the package
+/// that Python finds, which imports torch.
+std::vector<std::string> module_arguments(const std::string& module) {
+  const std::filesystem::path folder = program_folder().value_or("");
+  std::error_code error;
+  for (const auto& path :
+       {folder / "python/flatshard",
+        folder / "../python/flatshard",
+        folder / "..",
+        folder / "../share/flatshard/python/flatshard"}) {
+    const std::filesystem::path script = path / "_run.py";
+    if (std::filesystem::exists(script, error)) {
+      return {script.string(), module};
+    }
+  }
+  return {"-m", "flatshard." + module};
+}
+
+/// The command that runs a module of the package, and its environment.
+struct PythonCommand {
+  PythonCommand(
+      const std::string& python,
+      const std::string& module,
+      const std::vector<std::string>& more)
+      : arguments{python}, environment(child_environment()) {
+    const auto first = module_arguments(module);
+    arguments.insert(arguments.end(), first.begin(), first.end());
+    arguments.insert(arguments.end(), more.begin(), more.end());
+  }
+
+  static std::vector<char*> pointers(std::vector<std::string>& texts) {
+    std::vector<char*> found;
+    for (std::string& text : texts) {
+      found.push_back(text.data());
+    }
+    found.push_back(nullptr);
+    return found;
+  }
+
+  std::vector<std::string> arguments;
+  std::vector<std::string> environment;
+};
+
+[[noreturn]] void cannot_start(const std::string& python, int error) {
+  FLATSHARD_THROW(
+      config,
+      "cannot start Python '{}': {}; texts and tokenizers are read by the "
+      "Python package: give --python or set FLATSHARD_PYTHON",
+      python,
+      std::strerror(error));
+}
+
 }  // namespace
 
 std::string find_python(const std::string& wanted) {
@@ -85,10 +144,9 @@ std::string find_python(const std::string& wanted) {
   }
   std::error_code error;
   std::vector<std::filesystem::path> folders{""};
-  const auto program = std::filesystem::read_symlink("/proc/self/exe", error);
-  if (!error) {
-    folders.push_back(program.parent_path());
-    folders.push_back(program.parent_path().parent_path());
+  if (const auto program = program_folder()) {
+    folders.push_back(*program);
+    folders.push_back(program->parent_path());
   }
   for (const std::filesystem::path& folder : folders) {
     const auto python = folder / ".venv/bin/python";
@@ -99,96 +157,63 @@ std::string find_python(const std::string& wanted) {
   return "python3";
 }
 
+void exec_python(
+    const std::string& python,
+    const std::string& module,
+    const std::vector<std::string>& arguments) {
+  PythonCommand command(find_python(python), module, arguments);
+  std::fflush(nullptr);
+  ::execvpe(
+      command.arguments.front().c_str(),
+      PythonCommand::pointers(command.arguments).data(),
+      PythonCommand::pointers(command.environment).data());
+  cannot_start(command.arguments.front(), errno);
+}
+
 PythonChild::PythonChild(
     const PythonTokenizerOptions& options,
     const std::string& mode,
-    std::optional<std::string_view> input)
+    std::string_view input)
     : python_(find_python(options.python)) {
-  std::array<int, 2> output{};
-  std::array<int, 2> sockets{-1, -1};
-  std::FILE* input_file = input ? file_with(*input) : nullptr;
-  if (::pipe2(output.data(), O_CLOEXEC) != 0 ||
-      (!input &&
-       ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, sockets.data()) !=
-           0)) {
-    FLATSHARD_THROW(io, "cannot make a pipe: {}", std::strerror(errno));
-  }
-  input_ = sockets[0];
-  stream_ = ::fdopen(output[0], "rb");
-  try {
-    start(options, mode, input ? fileno(input_file) : sockets[1], output[1]);
-    if (input_file != nullptr) {
-      std::fclose(input_file);
-      input_file = nullptr;
-    }
-    if (sockets[1] >= 0) {
-      ::close(std::exchange(sockets[1], -1));
-    }
-    ::close(std::exchange(output[1], -1));
-    read_header();
-  } catch (...) {
-    if (input_file != nullptr) {
-      std::fclose(input_file);
-    }
-    for (const int fd : {sockets[1], output[1]}) {
-      if (fd >= 0) {
-        ::close(fd);
-      }
-    }
-    end();
-    throw;
-  }
-}
-
-void PythonChild::start(
-    const PythonTokenizerOptions& options,
-    const std::string& mode,
-    int input,
-    int output) {
   const std::string settings = nlohmann::json{
       {"tokenizer", options.tokenizer.string()},
-      {"end", options.end_of_document},
-      {"begin", options.begin_of_document},
-      {"text_field", options.text_field},
       {"parse_special", options.parse_special},
-      {"train_on", options.train_on},
       {"chat_template_kwargs", options.chat_template_kwargs},
       {"keep_special",
        options.keep_special}}.dump();
-  std::array<const char*, 6> arguments{
-      python_.c_str(),
-      "-c",
-      kPrepareScript,
-      mode.c_str(),
-      settings.c_str(),
-      nullptr};
-  const std::vector<std::string> variables = child_environment();
-  std::vector<char*> environment;
-  for (const std::string& variable : variables) {
-    environment.push_back(const_cast<char*>(variable.c_str()));
-  }
-  environment.push_back(nullptr);
+  PythonCommand command(python_, "_data.client", {mode, settings});
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
+      file_with(input),
+      std::fclose);
+  int output[2];
+  FLATSHARD_CHECK(
+      ::pipe2(output, O_CLOEXEC) == 0,
+      io,
+      "cannot make a pipe: {}",
+      std::strerror(errno));
+  stream_ = ::fdopen(output[0], "rb");
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, input, 0);
-  posix_spawn_file_actions_adddup2(&actions, output, 1);
+  posix_spawn_file_actions_adddup2(&actions, fileno(file.get()), 0);
+  posix_spawn_file_actions_adddup2(&actions, output[1], 1);
   const int error = ::posix_spawnp(
       &pid_,
       python_.c_str(),
       &actions,
       nullptr,
-      const_cast<char* const*>(arguments.data()),
-      environment.data());
+      PythonCommand::pointers(command.arguments).data(),
+      PythonCommand::pointers(command.environment).data());
   posix_spawn_file_actions_destroy(&actions);
-  if (error != 0) {
-    pid_ = -1;
-    FLATSHARD_THROW(
-        config,
-        "cannot start Python '{}': {}; a tokenizer.json needs a Python with "
-        "the tokenizers package, a .parquet file one with pyarrow: give "
-        "--python or set FLATSHARD_PYTHON",
-        python_,
-        std::strerror(error));
+  ::close(output[1]);
+  try {
+    if (error != 0) {
+      pid_ = -1;
+      cannot_start(python_, error);
+    }
+    read_header();
+  } catch (...) {
+    end();
+    throw;
   }
 }
 
@@ -197,7 +222,6 @@ PythonChild::~PythonChild() {
 }
 
 void PythonChild::end() {
-  end_input();
   if (stream_ != nullptr) {
     std::fclose(stream_);
     stream_ = nullptr;
@@ -206,32 +230,6 @@ void PythonChild::end() {
     ::kill(pid_, SIGTERM);
     ::waitpid(pid_, nullptr, 0);
     pid_ = -1;
-  }
-}
-
-bool PythonChild::send(std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t n = ::send(input_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    if (n < 0 && errno == EINTR) {
-      continue;
-    }
-    if (n < 0) {
-      return false;  // it has ended, and `read` reports why
-    }
-    bytes.remove_prefix(static_cast<std::size_t>(n));
-  }
-  return true;
-}
-
-void PythonChild::end_input() {
-  if (input_ >= 0) {
-    ::close(std::exchange(input_, -1));
-  }
-}
-
-void PythonChild::kill() {
-  if (pid_ > 0) {
-    ::kill(pid_, SIGKILL);
   }
 }
 
@@ -251,78 +249,51 @@ void PythonChild::read_header() {
   FLATSHARD_CHECK(
       !header.contains("error"),
       config,
-      "{} (this Python is {}; name another with --python or FLATSHARD_PYTHON)",
-      header.value("error", ""),
-      python_);
-  vocab_size_ = header.value("vocab_size", std::int64_t{0});
-  end_of_document_ = header.value("end_of_document", std::int64_t{-1});
-  if (header.contains("begin_of_document")) {
-    begin_of_document_ = header.value("begin_of_document", std::int64_t{-1});
-  }
+      "{}",
+      header.value("error", ""));
   own_begin_ = header.value("own_begin", own_begin_);
-  for (const auto& warning :
-       header.value("warnings", std::vector<std::string>())) {
-    log_warning("{}", warning);
-  }
 }
 
 void PythonChild::read(void* out, std::size_t nbytes) {
   FLATSHARD_CHECK(
       std::fread(out, 1, nbytes, stream_) == nbytes,
       io,
-      "Python '{}' ended before it had read every file; see its message "
+      "Python '{}' ended before it had read everything; see its message "
       "above",
       python_);
 }
 
-void PythonChild::read_bytes(std::string& text, std::int64_t nbytes) {
-  text.resize(static_cast<std::size_t>(nbytes));
+std::string PythonChild::read_bytes(std::int64_t nbytes) {
+  std::string text(static_cast<std::size_t>(nbytes), '\0');
   read(text.data(), text.size());
+  return text;
 }
 
-// prepare_tokens.py defines the numbers below zero.
-std::int64_t PythonChild::read_frame() {
-  constexpr std::int64_t kError = -1;
+// client.py defines the numbers below zero.
+std::int64_t PythonChild::read_count() {
   constexpr std::int64_t kWarning = -3;
-  constexpr std::int64_t kUnreadable = -4;
   for (;;) {
     std::int64_t count = 0;
     read(&count, sizeof(count));
-    if (count != kError && count != kWarning && count != kUnreadable) {
+    if (count >= 0) {
       return count;
     }
     std::int64_t nbytes = 0;
     read(&nbytes, sizeof(nbytes));
-    std::string text;
-    read_bytes(text, nbytes);
-    FLATSHARD_CHECK(count != kError, format, "{}", text);
-    FLATSHARD_CHECK(count != kUnreadable, io, "{}", text);
+    const std::string text = read_bytes(nbytes);
+    FLATSHARD_CHECK(count == kWarning, format, "{}", text);
     log_warning("{}", text);
   }
 }
 
-std::int64_t PythonChild::read_count() {
-  const std::int64_t count = read_frame();
-  FLATSHARD_CHECK(
-      count >= 0,
-      internal,
-      "expected a document of Python, got the end of a file");
-  return count;
+std::vector<std::int64_t> PythonChild::read_tokens() {
+  std::vector<std::uint32_t> words(static_cast<std::size_t>(read_count()));
+  read(words.data(), words.size() * sizeof(words[0]));
+  return {words.begin(), words.end()};
 }
 
 std::string PythonChild::read_text() {
-  std::string text;
-  read_bytes(text, read_count());
-  return text;
-}
-
-bool PythonChild::read_text_of_file(std::string& text) {
-  const std::int64_t nbytes = read_frame();
-  if (nbytes < 0) {
-    return false;
-  }
-  read_bytes(text, nbytes);
-  return true;
+  return read_bytes(read_count());
 }
 
 }  // namespace flatshard::data

@@ -5,8 +5,8 @@
 #include <set>
 
 #include "flatshard/core/error.h"
+#include "flatshard/data/byte_tokens.h"
 #include "flatshard/data/corpus.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/data/python_tokenizer.h"
 
 namespace flatshard::data {
@@ -60,8 +60,7 @@ class JsonCodec : public TextCodec {
         begin_of_document_(begin_of_document) {}
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
-    PythonChild child(options_, "encode", text);
-    return read_tokens(child);
+    return PythonChild(options_, "encode", text).read_tokens();
   }
 
   std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
@@ -115,8 +114,8 @@ class JsonCodec : public TextCodec {
     ChatPrompts found;
     std::set<std::int64_t> ends;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      found.prompts.push_back(read_tokens(child));
-      const auto end = read_tokens(child);
+      found.prompts.push_back(child.read_tokens());
+      const auto end = child.read_tokens();
       ends.insert(end.begin(), end.end());
     }
     found.ends.assign(ends.begin(), ends.end());
@@ -130,13 +129,6 @@ class JsonCodec : public TextCodec {
 
  protected:
   const PythonTokenizerOptions& options() const { return options_; }
-
-  static std::vector<std::int64_t> read_tokens(PythonChild& child) {
-    std::vector<std::uint32_t> words(
-        static_cast<std::size_t>(child.read_count()));
-    child.read(words.data(), words.size() * sizeof(std::uint32_t));
-    return {words.begin(), words.end()};
-  }
 
  private:
   PythonTokenizerOptions options_;
@@ -152,7 +144,7 @@ class HfCodec : public JsonCodec {
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
     PythonChild child(options(), "encode", text);
-    auto tokens = read_tokens(child);
+    auto tokens = child.read_tokens();
     const auto& begin = child.own_begin();
     tokens.insert(tokens.begin(), begin.begin(), begin.end());
     return tokens;

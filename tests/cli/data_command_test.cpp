@@ -11,6 +11,7 @@
 #include <fstream>
 
 #include "flatshard/core/error.h"
+#include "tests/data/small_corpus.h"
 
 namespace flatshard {
 namespace {
@@ -23,8 +24,6 @@ class DataCommand : public ::testing::Test {
     std::string pattern =
         (std::filesystem::temp_directory_path() / "flatshard-XXXXXX").string();
     folder_ = ::mkdtemp(pattern.data());
-    std::ofstream(folder_ / "a.txt") << "some text";
-    std::ofstream(folder_ / "b.txt") << "more text";
   }
   ~DataCommand() override { std::filesystem::remove_all(folder_); }
 
@@ -52,15 +51,7 @@ class DataCommand : public ::testing::Test {
 };
 
 TEST_F(DataCommand, ShowsSamples) {
-  run(
-      {"data",
-       "prepare",
-       "--input",
-       at("*.txt"),
-       "--output",
-       at("corpus"),
-       "--validation-fraction",
-       "0"});
+  data::write_byte_corpus(at("corpus"), {"some text", "more text"}, 0);
   // In the order of length, and packed; elsewhere than on a terminal.
   EXPECT_EQ(
       run({"data", "show", at("corpus"), "--seq-len", "20"}),
@@ -88,86 +79,73 @@ TEST_F(DataCommand, ShowsSamples) {
   EXPECT_THROW(run({"data", "show", at("corpus"), "--sample", "9"}), Error);
 }
 
-TEST_F(DataCommand, PreparesAndShowsACorpus) {
-  const std::string made = run(
-      {"data",
-       "prepare",
-       "--input",
-       at("*.txt"),
-       "--output",
-       at("corpus"),
-       "--validation-fraction",
-       "0.5"});
-  EXPECT_THAT(made, HasSubstr("wrote " + at("corpus")));
-  EXPECT_THAT(
-      made,
-      HasSubstr("files            0 of rows (0 JSON, 0 Parquet), 2 of plain "
-                "text, 0 links followed, 0 skipped\n"
-                "documents        2, 0 empty ones left out\n"
-                "tokens per byte  1.111 (20 tokens, 18 bytes of text)\n"
-                "first document   "));
-  EXPECT_THAT(made, HasSubstr(" text<|endoftext|>\n"));
-  EXPECT_THAT(made, HasSubstr("vocab_size       257"));
-  EXPECT_THAT(
-      made,
-      HasSubstr("train            10 tokens, 1 documents, 1 files"));
-  EXPECT_THAT(made, HasSubstr("validation       10 tokens"));
-  const std::string shown = run({"data", "info", at("corpus")});
-  EXPECT_THAT(made, ::testing::EndsWith(shown));
-}
-
-TEST_F(DataCommand, SeveralInputsAndForce) {
-  const std::vector<std::string> arguments{
-      "data",
-      "prepare",
-      "-i",
-      at("a.txt"),
-      at("b.txt"),
-      "-o",
-      at("corpus"),
-      "--tokenizer",
-      "bytes"};
-  EXPECT_THAT(run(arguments), HasSubstr("1 documents"));
-  try {
-    run(arguments);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::usage);
-    EXPECT_THAT(error.message(), HasSubstr("give --force to replace it"));
-  }
-  auto forced = arguments;
-  forced.emplace_back("--force");
-  EXPECT_THAT(run(forced), HasSubstr("wrote"));
-}
-
-TEST_F(DataCommand, InfoFindsDamage) {
-  run({"data", "prepare", "-i", at("*.txt"), "-o", at("corpus")});
+TEST_F(DataCommand, InfoDescribesACorpusAndFindsDamage) {
+  data::write_byte_corpus(at("corpus"), {"some text", "more text"}, 0.5);
+  EXPECT_EQ(
+      run({"data", "info", at("corpus")}),
+      "tokenizer        bytes\n"
+      "vocab_size       257    (model.vocab_size must be at least this)\n"
+      "end of document  token 256\n"
+      "stored as        uint16\n"
+      "train            10 tokens, 1 documents, 1 files\n"
+      "validation       10 tokens, 1 documents, 1 files\n");
   std::filesystem::resize_file(folder_ / "corpus/train-00000.bin", 3);
   EXPECT_THROW(run({"data", "info", at("corpus")}), Error);
 }
 
-TEST_F(DataCommand, ImportsTokensOfOtherPrograms) {
-  std::ofstream(folder_ / "train.bin") << std::string("a\0b\0\1\0", 6);
-  const std::string made = run(
-      {"data",
-       "import",
-       "--input",
-       at("train.bin"),
-       "--output",
-       at("corpus"),
-       "--tokenizer",
-       "none",
-       "--vocab-size",
-       "99",
-       "--end-of-document",
-       "1",
-       "--validation-fraction",
-       "0"});
-  EXPECT_THAT(
-      made,
-      HasSubstr("train.bin: raw uint16, 3 tokens, 1 documents\nwrote "));
-  EXPECT_THAT(made, HasSubstr("tokenizer        none"));
-  EXPECT_THAT(made, ::testing::EndsWith(run({"data", "info", at("corpus")})));
+TEST_F(DataCommand, BecomesPythonWithTheOptionsThatWereGiven) {
+  // It ends with 3 when it gets what it expects.
+  const auto expects = [&](const std::string& arguments) {
+    std::ofstream(folder_ / "python")
+        << "#!/bin/sh\nshift\n[ \"$*\" = '" << arguments << "' ] && exit 3\n"
+        << "echo \"$*\" >&2\n";
+    std::filesystem::permissions(
+        folder_ / "python",
+        std::filesystem::perms::owner_all);
+  };
+  expects("prepare --input=a --input=b c --output=o --tokenizer=t "
+          "--shard-tokens=9 --force");
+  EXPECT_EXIT(
+      run(
+          {"data",
+           "prepare",
+           "-t",
+           "t",
+           "-i",
+           "a",
+           "b c",
+           "--force",
+           "--shard-tokens",
+           "9",
+           "-o",
+           "o",
+           "--python",
+           at("python")}),
+      ::testing::ExitedWithCode(3),
+      "");
+  expects("import_tokens --input=a --validation=v --output=o --tokenizer=none "
+          "--vocab-size=7");
+  EXPECT_EXIT(
+      run(
+          {"data",
+           "import",
+           "-i",
+           "a",
+           "--validation",
+           "v",
+           "-o",
+           "o",
+           "-t",
+           "none",
+           "--vocab-size",
+           "7",
+           "--python",
+           at("python")}),
+      ::testing::ExitedWithCode(3),
+      "");
+  EXPECT_THROW(
+      run({"data", "prepare", "-i", "a", "-o", "o", "--python", "/none/p"}),
+      Error);
 }
 
 TEST_F(DataCommand, MissingOptionsAreUsageErrors) {

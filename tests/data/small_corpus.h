@@ -3,9 +3,12 @@
 #include <cstdint>
 #include <filesystem>
 #include <numeric>
+#include <string>
+#include <string_view>
 #include <vector>
 
 #include "flatshard/core/file_writer.h"
+#include "flatshard/data/byte_tokens.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_writer.h"
 
@@ -51,6 +54,47 @@ inline CorpusMeta write_small_corpus(
   file.write(meta.to_json());
   file.close();
   return meta;
+}
+
+/// Writes a corpus of byte tokens, as `flatshard data prepare` does: a single
+/// text gives its end to validation, else about `validation_fraction` of the
+/// texts go there and at least one.
+inline CorpusMeta write_byte_corpus(
+    const std::filesystem::path& folder,
+    const std::vector<std::string>& texts,
+    double validation_fraction) {
+  CorpusWriter writer(
+      {.output = folder, .has_validation = validation_fraction > 0},
+      {.vocab_size = kByteVocabSize,
+       .end_of_document = kByteEndOfDocument,
+       .tokenizer = "bytes",
+       .input_hash = "0"});
+  const auto add = [&](bool to_validation, std::string_view text) {
+    writer.begin_document(to_validation);
+    std::vector<std::uint32_t> tokens;
+    for (const char c : text) {
+      tokens.push_back(static_cast<unsigned char>(c));
+    }
+    writer.append(to_validation, tokens);
+    writer.end_document(to_validation);
+  };
+  if (texts.size() == 1 && validation_fraction > 0) {
+    const std::string_view text = texts.front();
+    const auto tail = static_cast<std::size_t>(
+        static_cast<double>(text.size()) * validation_fraction);
+    add(false, text.substr(0, text.size() - tail));
+    add(true, text.substr(text.size() - tail));
+    return writer.commit();
+  }
+  bool has_any = validation_fraction == 0;
+  for (std::size_t i = 0; i < texts.size(); ++i) {
+    const bool chosen =
+        document_draw(std::to_string(i)) < validation_fraction ||
+        (!has_any && i + 1 == texts.size());
+    has_any = has_any || chosen;
+    add(chosen, texts[i]);
+  }
+  return writer.commit();
 }
 
 }  // namespace flatshard::data

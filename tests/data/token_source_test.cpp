@@ -7,8 +7,8 @@
 #include <array>
 #include <span>
 
-#include "flatshard/data/prepare.h"
 #include "tests/data/expect_error.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
@@ -84,12 +84,8 @@ TEST(OpenTokenSource, ByName) {
 
 TEST(OpenTokenSource, CorporaOfAMixtureShareATokenizer) {
   const TempFolder temp;
-  temp.write("a.txt", "0123456789");
   for (const char* name : {"a", "b", "c"}) {
-    prepare_corpus(
-        {.inputs = {(temp / "a.txt").string()},
-         .output = temp / name,
-         .validation_fraction = 0});
+    write_byte_corpus(temp / name, {"0123456789"}, 0);
   }
   CorpusMeta other = CorpusMeta::load(temp / "c");
   other.vocab_size = 300;
@@ -118,11 +114,7 @@ TEST(OpenTokenSource, CorporaOfAMixtureShareATokenizer) {
 
 TEST(CorpusSource, SequencesOverlapByOneToken) {
   const TempFolder temp;
-  temp.write("a.txt", "0123456789");
-  prepare_corpus(
-      {.inputs = {(temp / "a.txt").string()},
-       .output = temp / "corpus",
-       .validation_fraction = 0});
+  write_byte_corpus(temp / "corpus", {"0123456789"}, 0);
   const CorpusSource source(Corpus::open(temp / "corpus"));
   // Ten bytes and the end of the document: 11 tokens, so 10 / 4 sequences.
   EXPECT_EQ(source.num_sequences(4), 2);

@@ -1,19 +1,17 @@
-#include <gmock/gmock.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
 
-#include "flatshard/core/error.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/data/python_tokenizer.h"
 #include "flatshard/data/text_codec.h"
-#include "tests/data/expect_error.h"
 #include "tests/support/temp_folder.h"
 
 namespace flatshard::data {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr const char* kInterpreter = FLATSHARD_TEST_PYTHON;
 
@@ -108,14 +106,6 @@ TEST(TokenizerFolder, StateOfCallsInTheFileIsReset) {
         "padding": {"strategy": {"Fixed": 9}, "direction": "Right",
         "pad_to_multiple_of": 8, "pad_id": 2, "pad_type_id": 0,
         "pad_token": "</s>"},)"));
-  temp.write("a.txt", "a b c a b c");
-  const CorpusMeta meta = prepare_corpus(
-      {.inputs = {(temp / "a.txt").string()},
-       .output = temp / "out",
-       .tokenizer = temp.path().string(),
-       .validation_fraction = 0,
-       .python = kInterpreter});
-  EXPECT_EQ(meta.num_tokens(), 7);
   EXPECT_EQ(codec_of(temp)->encode("a b c a b c").size(), 6U);
 }
 
@@ -123,62 +113,8 @@ TEST(TokenizerFolder, ControlTokensInTextAreText) {
   NEEDS_THE_PACKAGE;
   const TempFolder temp;
   temp.write("tokenizer.json", llama_json());
-  temp.write("a.txt", "a</s>");
-  PrepareOptions options{
-      .inputs = {(temp / "a.txt").string()},
-      .output = temp / "out",
-      .tokenizer = (temp / "tokenizer.json").string(),
-      .validation_fraction = 0,
-      .python = kInterpreter};
-  const auto tokens = [&] {
-    ::testing::internal::CaptureStderr();
-    prepare_corpus(options);
-    const std::string said = ::testing::internal::GetCapturedStderr();
-    EXPECT_EQ(
-        said.find("spell out control tokens (</s>), which stay text; "
-                  "--parse-special") != std::string::npos,
-        !options.parse_special);
-    const auto corpus = Corpus::open(options.output);
-    std::vector<std::int64_t> all(
-        static_cast<std::size_t>(corpus->num_tokens()));
-    corpus->read(0, all);
-    return all;
-  };
-  const auto as_text = tokens();
-  EXPECT_EQ(as_text.size(), 6U);
-  EXPECT_EQ(std::ranges::count(as_text, 2), 1);
-  EXPECT_EQ(
-      TextCodec::open(temp / "out", {.python = kInterpreter})->decode(as_text),
-      "a</s>");
-  options.parse_special = true;
-  options.output = temp / "parsed";
-  EXPECT_EQ(tokens(), (std::vector<std::int64_t>{as_text[0], 2, 2}));
-  // A prompt likewise.
   EXPECT_EQ(codec_of(temp)->encode("a</s>").size(), 5U);
   EXPECT_EQ(codec_of(temp, true)->encode("a</s>").size(), 2U);
-}
-
-TEST(TokenizerFolder, WhatBeginsATextBeginsADocument) {
-  NEEDS_THE_PACKAGE;
-  const TempFolder temp;
-  temp.write("tok/tokenizer.json", llama_json());
-  temp.write(
-      "tok/tokenizer_config.json",
-      R"({"tokenizer_class": "LlamaTokenizer"})");
-  temp.write("a.txt", "a b");
-  PrepareOptions options{
-      .inputs = {(temp / "a.txt").string()},
-      .output = temp / "out",
-      .tokenizer = (temp / "tok").string(),
-      .validation_fraction = 0,
-      .python = kInterpreter};
-  const CorpusMeta meta = prepare_corpus(options);
-  EXPECT_EQ(meta.begin_of_document, 1);
-  EXPECT_EQ(meta.end_of_document, 2);
-  EXPECT_EQ(meta.num_tokens(), 4);
-  options.begin_of_document = "none";
-  options.output = temp / "without";
-  EXPECT_EQ(prepare_corpus(options).begin_of_document, std::nullopt);
 }
 
 TEST(TokenizerFolder, NoModuleOfTheWorkingFolderIsImported) {
@@ -208,27 +144,6 @@ TEST(TokenizerFolder, NoModuleOfTheWorkingFolderIsImported) {
   ::unsetenv("PYTHONPATH");
   std::filesystem::current_path(here);
   EXPECT_EQ(count, 8U);
-}
-
-TEST(TokenizerFolder, AFileThatChangesBadlyStopsWhatIsTokenized) {
-  NEEDS_THE_PACKAGE;
-  const TempFolder temp;
-  temp.write("tokenizer.json", llama_json());
-  temp.write("a.txt", "a");
-  temp.write("b.txt", "caf\xe9");
-  EXPECT_THAT(
-      error_message(
-          ErrorCode::format,
-          [&] {
-            prepare_corpus(
-                {.inputs = {(temp / "*.txt").string()},
-                 .output = temp / "out",
-                 .tokenizer = temp.path().string(),
-                 .python = kInterpreter});
-          }),
-      ::testing::AllOf(
-          HasSubstr("b.txt:1: expected UTF-8, got the byte 0xe9"),
-          HasSubstr("--format text")));
 }
 
 }  // namespace

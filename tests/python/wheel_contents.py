@@ -34,10 +34,10 @@ wanted = {
     str(file.relative_to("python"))
     for kind in ("*.py", "*.pyi", "py.typed")
     for file in package.rglob(kind)
-    if file.name != "prepare_tokens.py" and not file.name.startswith("hf_")
 }
 script = f"flatshard-{label}.data/scripts/flatshard"
 wanted |= {"flatshard/_build.py", "flatshard/bin/flatshard", script}
+wanted |= {"flatshard/_corpus.so"}
 names = {name for name in names if ".dist-info/" not in name and name[-1] != "/"}
 extension = {name for name in names if name.startswith("flatshard/_C.cpython")}
 assert names - extension == wanted, names ^ wanted

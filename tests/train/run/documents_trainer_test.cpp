@@ -2,10 +2,10 @@
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_writer.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/train/run/trainer.h"
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/stored_model.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/message_of.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
@@ -29,17 +29,14 @@ using testing::message_of;
 class PackedRun : public ::testing::Test {
  protected:
   PackedRun() {
-    std::string rows;
+    std::vector<std::string> texts;
     for (int i = 0; i < 200; ++i) {
       const std::string text(
           static_cast<std::size_t>(1 + i * i % 40),
           static_cast<char>('a' + i % 5));
-      rows += "{\"text\": \"" + text + "\"}\n";
+      texts.push_back(text);
     }
-    data::prepare_corpus(
-        {.inputs = {folder_.write("rows.jsonl", rows).string()},
-         .output = folder_ / "corpus",
-         .validation_fraction = 0.2});
+    data::write_byte_corpus(folder_ / "corpus", texts, 0.2);
   }
 
   Config config(const std::vector<std::string>& overrides) const {

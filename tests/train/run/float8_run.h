@@ -1,8 +1,8 @@
 #pragma once
 
 #include "flatshard/core/error.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/train/run/trainer.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
 
 #include <gtest/gtest.h>
@@ -22,11 +22,7 @@ class Float8Trainer : public ::testing::Test {
     for (int i = 0; i < 300; ++i) {
       text += "the quick brown fox jumps over the lazy dog.\n";
     }
-    folder_.write("texts/a.txt", text);
-    data::prepare_corpus(
-        {.inputs = {(folder_ / "texts").string()},
-         .output = folder_ / "corpus",
-         .validation_fraction = 0.2});
+    data::write_byte_corpus(folder_ / "corpus", {text}, 0.2);
   }
 
   Config config(const std::string& run, std::vector<std::string> overrides)

@@ -1,7 +1,6 @@
 // Runs that train adapters: the same on any grid of ranks, with a base that has
 // no gradients, and with files that hold the adapters alone.
 #include "flatshard/core/error.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
@@ -17,6 +16,7 @@
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/export_hf.h"
 #include "flatshard/train/tools/generate_text.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
@@ -328,11 +328,7 @@ class LoraTrainerTest : public ::testing::Test {
     for (int i = 0; i < 300; ++i) {
       text += "the quick brown fox jumps over the lazy dog.\n";
     }
-    folder_.write("texts/a.txt", text);
-    data::prepare_corpus(
-        {.inputs = {(folder_ / "texts").string()},
-         .output = folder_ / "corpus",
-         .validation_fraction = 0.2});
+    data::write_byte_corpus(folder_ / "corpus", {text}, 0.2);
   }
 
   fs::path run(const std::string& name) const { return folder_ / name; }

@@ -1,11 +1,11 @@
 // Runs of models with experts.
 #include "flatshard/core/error.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/format/safetensors.h"
 #include "flatshard/train/run/trainer.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/tools/export_hf.h"
 #include "flatshard/train/tools/generate_text.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>
@@ -26,11 +26,7 @@ class MoeTrainer : public ::testing::Test {
     for (int i = 0; i < 300; ++i) {
       text += "the quick brown fox jumps over the lazy dog.\n";
     }
-    folder_.write("texts/a.txt", text);
-    data::prepare_corpus(
-        {.inputs = {(folder_ / "texts").string()},
-         .output = folder_ / "corpus",
-         .validation_fraction = 0.2});
+    data::write_byte_corpus(folder_ / "corpus", {text}, 0.2);
   }
 
   std::filesystem::path run(const std::string& name) const {

@@ -1,7 +1,6 @@
 #include "flatshard/train/run/trainer.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/data/prepare.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/safetensors.h"
 #include "flatshard/fully_shard/fully_shard.h"
@@ -12,6 +11,7 @@
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/generate_text.h"
 #include "flatshard/train/tools/stored_model.h"
+#include "tests/data/small_corpus.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
 
@@ -51,12 +51,7 @@ std::string text(int lines) {
 class TrainerTest : public ::testing::Test {
  protected:
   TrainerTest() {
-    folder_.write("texts/a.txt", text(300));
-    folder_.write("texts/b.txt", text(100));
-    data::prepare_corpus(
-        {.inputs = {(folder_ / "texts").string()},
-         .output = folder_ / "corpus",
-         .validation_fraction = 0.2});
+    data::write_byte_corpus(folder_ / "corpus", {text(300), text(100)}, 0.2);
   }
 
   Config config(const std::vector<std::string>& overrides = {}) const {
@@ -271,11 +266,7 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
   for (int i = 0; i < 400; ++i) {
     varied += fmt::format("{} squared is {}\n", i, i * i);
   }
-  folder_.write("numbers/a.txt", varied);
-  data::prepare_corpus(
-      {.inputs = {(folder_ / "numbers").string()},
-       .output = folder_ / "squares",
-       .validation_fraction = 0.1});
+  data::write_byte_corpus(folder_ / "squares", {varied}, 0.1);
   const auto validate = [&](std::vector<std::string> overrides) {
     // The seed's weights, which are the same.
     overrides.insert(
@@ -321,11 +312,7 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
 }
 
 TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
-  folder_.write("numbers/a.txt", std::string(20000, '7'));
-  data::prepare_corpus(
-      {.inputs = {(folder_ / "numbers").string()},
-       .output = folder_ / "sevens",
-       .validation_fraction = 0.1});
+  data::write_byte_corpus(folder_ / "sevens", {std::string(20000, '7')}, 0.1);
   const auto mixture = [&](double weight) {
     return fmt::format(
         "data.train=[{{path = '{}', weight = 3}}, {{path = '{}', weight = "
