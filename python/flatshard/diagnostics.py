@@ -32,14 +32,14 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     """
     root = root_of(model)
     units = root.units
-    for p in [p for unit in units for p in unit.extended]:
+    for p in [p for unit in units for p in unit.parameters.extended]:
         raise NotImplementedError(
             f"parameter_norms: parameter {p.names[0]} is a tensor of a subclass, which "
             "is not supported; take norms of the tensors in parameters()"
         )
     for unit in units:
         unit.grads.take()
-    norms = root.core.parameter_norms()
+    norms = root.runtime.parameter_norms()
     for unit in units:
         unit.grads.release()
     grid = grid_of(units)
@@ -74,7 +74,7 @@ def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
     """
     root = root_of(model)
     root.units[0].policy.reports_nan = enabled
-    root.core.report_nan_in_param_grad(enabled)
+    root.report_nan(enabled)
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,6 @@ def take_trace(model: nn.Module) -> list[TracedAction]:
         A list of TracedAction.
     """
     root = root_of(model)
-    if not root.traces_steps:
+    if not root.trace.is_kept:
         return []
-    return [TracedAction(*action) for action in root.core.take_trace()]
+    return [TracedAction(*action) for action in root.trace.take()]

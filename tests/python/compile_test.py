@@ -135,9 +135,9 @@ def test_buffers_on_demand_are_refused_by_name(mesh, monkeypatch):
     model = arena(Mlp(), mesh)
     with pytest.raises(NotImplementedError, match="buffers_on_demand=False"):
         model.set_reduce_scatter_max_input_buffers(2)
-    core = root_of(model).core
+    runtime = root_of(model).runtime
     with pytest.raises(flatshard.Error, match="got an arena"):
-        core.set_max_grad_slots(3)
+        runtime.set_max_grad_slots(3)
     monkeypatch.setenv("FLATSHARD_EMULATE_CUDA_GRAPHS", "1")
     model = Mlp()
     fully_shard(model.blocks[0], mesh=mesh, cuda_graph=True)

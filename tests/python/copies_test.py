@@ -113,7 +113,7 @@ def test_weights_lie_where_the_peers_read(mesh, world):
 @pytest.mark.skipif(DEVICE != "cpu", reason="with GPUs it is for their links to say")
 def test_auto_takes_collectives_without_gpus(mesh):
     model = shard(Mlp(), fully_shard, mesh=mesh, copy_engines="auto")
-    assert not model._flatshard.copy_engines
+    assert not model._flatshard.sharding.copy_engines
 
 
 def test_bad_options_are_named(mesh):

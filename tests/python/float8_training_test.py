@@ -265,7 +265,7 @@ class Attends(nn.Module):
 
 
 def inputs_of(model):
-    return root_of(model).core.float8_inputs()
+    return root_of(model).runtime.float8_inputs()
 
 
 def attends(mesh, recipe="rowwise", **options):

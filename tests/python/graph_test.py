@@ -711,7 +711,7 @@ def test_a_foreign_capture_is_refused(mesh, monkeypatch):
     model = shard(Mlp(), mesh, False)
     if DEVICE == "cpu":
         model.loss(torch.Generator())
-        root_of(model).on_gpu = True
+        root_of(model).ranks.on_gpu = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="ShardOptions.cuda_graph=True"):
             model.loss(torch.Generator())

@@ -23,8 +23,8 @@ def test_options_of_the_model_reach_its_root(mesh):
     shard(model, mesh)
     model.loss(torch.Generator()).backward()
     root = model._flatshard.root
-    assert root.buffers_on_demand is False
-    assert model._flatshard.model_options.prefetch == 2
+    assert root.graphs.buffers_on_demand is False
+    assert model._flatshard.sharding.model_options.prefetch == 2
 
 
 def test_configure_after_fully_shard(mesh):
@@ -33,15 +33,17 @@ def test_configure_after_fully_shard(mesh):
     with pytest.raises(ValueError, match="copy_engines='all', but .* call configure b"):
         configure(model, ModelOptions(copy_engines="all"))
     model.loss(torch.Generator())
-    assert model._flatshard.root.buffers_on_demand is False
+    assert model._flatshard.root.graphs.buffers_on_demand is False
     with pytest.raises(RuntimeError, match="before its first forward"):
         configure(model, ModelOptions())
 
 
 def test_copies_are_chosen_before(mesh):
     model = shard(configure(Mlp(), ModelOptions(copy_engines="all")), mesh)
-    assert all(unit._flatshard.copy_engines for unit in [model, *model.units()])
-    assert not shard(Mlp(), mesh)._flatshard.copy_engines or DEVICE == "cuda"
+    assert all(
+        unit._flatshard.sharding.copy_engines for unit in [model, *model.units()]
+    )
+    assert not shard(Mlp(), mesh)._flatshard.sharding.copy_engines or DEVICE == "cuda"
 
 
 def test_former_keywords_work_and_warn(mesh, rank):
@@ -69,7 +71,7 @@ def test_former_names_work_and_warn(mesh):
     assert options == ModelOptions(buffers_on_demand=False)
     with pytest.warns(FutureWarning, match=r"ModelOptions\(buffers_on_demand=...\)"):
         model = fully_shard(Mlp(), mesh=mesh, slots_on_demand=False)
-    assert model._flatshard.model_options == options
+    assert model._flatshard.sharding.model_options == options
     steps = model.backward_pass()
     with pytest.warns(FutureWarning, match="late_wgrads goes .* delay_wgrads"):
         steps.late_wgrads(1)

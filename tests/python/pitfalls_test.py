@@ -304,7 +304,7 @@ def test_R21_every_option_has_an_effect(mesh, world, monkeypatch):
     with pytest.raises(ValueError, match="max_padding"):
         placement(max_padding=-1.0)
     wide = fully_shard(nn.Linear(4, rows), mesh=mesh, max_padding=0.3)
-    assert state_of(wide).model_options.max_padding == 0.3
+    assert state_of(wide).sharding.model_options.max_padding == 0.3
     asked = []
     monkeypatch.setattr(
         root._C,

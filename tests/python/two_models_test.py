@@ -97,7 +97,7 @@ def test_streams_are_shared(outer, rank, world):
     mesh = named_mesh(outer=outer, dp=world // outer)
     models = [shard(layers(), mesh) for _ in range(2)]
     share_comm_ctx(models)
-    streams = [state_of(model).shared_streams for model in models]
+    streams = [state_of(model).policy.shared_streams for model in models]
     assert streams[0] is streams[1] is not None
     # One ends, and what it throws does not reach the other.
     x = on_device(torch.randn(2, 6))

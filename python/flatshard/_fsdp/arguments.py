@@ -9,15 +9,117 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from flatshard import _C
+from flatshard._fsdp.configure import options_of, take_keywords
 from flatshard._fsdp.extension import is_extended
+from flatshard._fsdp.options import ModelOptions, ShardOptions
+from flatshard._fsdp.parts import find_parts
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
-from flatshard._tensor.mesh import flattened, root_names
+from flatshard._graphs.checks import check_cuda_graph
+from flatshard._tensor.mesh import (
+    default_device_mesh,
+    flattened,
+    model_mesh,
+    root_names,
+    slices_of,
+)
 from flatshard._tensor.tensor_parallel import is_tensor_parallel
 from flatshard.torch_versions import parameters_of
 
 # One answer for each mesh, since asking is a collective.
 _fast_links: weakref.WeakKeyDictionary[_C.Mesh, bool] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a fully_shard call, checked, with what follows from them."""
+
+    modules: list
+    ignored: set  # ids of parameters
+    # The mesh of torch, the mesh that parameters show, and the mesh of the core. The last
+    # may be a part of `whole_mesh`, with `slices` as in Sharding.
+    device_mesh: DeviceMesh
+    shown_mesh: DeviceMesh
+    mesh: _C.Mesh
+    whole_mesh: _C.Mesh
+    slices: tuple | None
+    # In which form.
+    strategy: str  # as the core calls it
+    mp_policy: object
+    offload: bool
+    pin_memory: bool
+    reshard: bool | None
+    post_forward_ranks: int
+    options: ShardOptions
+    # Options of the model.
+    model_options: ModelOptions | None
+    asked_copy_engines: str
+    copy_engines: bool
+    # Units inside the modules, for this unit to join.
+    parts: list
+
+
+def read_arguments(
+    module,
+    mesh,
+    reshard_after_forward,
+    mp_policy,
+    offload_policy,
+    ignored_params,
+    dp_mesh_dims,
+    strategy,
+    options,
+    former_keywords,
+):
+    """Returns the Arguments of fully_shard.
+
+    Raises:
+        As fully_shard: an argument that cannot work, naming it.
+    """
+    modules = modules_of(module)
+    if options is not None and not isinstance(options, ShardOptions):
+        raise TypeError(f"options: expected ShardOptions, got {type(options).__name__}")
+    options, model_options = take_keywords(
+        options, options_of(modules), former_keywords
+    )
+    device_mesh = default_device_mesh() if mesh is None else mesh
+    if not isinstance(device_mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
+    name = strategy_name(strategy, options.outer, device_mesh)
+    shown_mesh = mesh_to_show(options.outer, device_mesh)
+    check_granularity(options.granularity, strategy)
+    mp_policy = mixed_precision(mp_policy, options.fp8)
+    offload = offloads(offload_policy)
+    reshard, post_forward_ranks = reshards(
+        reshard_after_forward, strategy, device_mesh, options.fp8
+    )
+    if options.cuda_graph:
+        check_cuda_graph(modules, device_mesh, offload)
+    if dp_mesh_dims is not None:
+        check_dp_mesh_dims(dp_mesh_dims, device_mesh)
+    core_mesh, whole_mesh = model_mesh(device_mesh)
+    asked_copy_engines = (model_options or ModelOptions()).copy_engines
+    copy_engines = uses_copy_engines(asked_copy_engines, whole_mesh)
+    return Arguments(
+        modules=modules,
+        parts=find_parts(modules, core_mesh, offload, copy_engines),
+        ignored=ids_of(ignored_params),
+        device_mesh=device_mesh,
+        shown_mesh=shown_mesh,
+        mesh=core_mesh,
+        whole_mesh=whole_mesh,
+        slices=slices_of(core_mesh, whole_mesh),
+        strategy=name,
+        mp_policy=mp_policy,
+        offload=offload,
+        pin_memory=offload and offload_policy.pin_memory,
+        reshard=reshard,
+        post_forward_ranks=post_forward_ranks,
+        options=options,
+        model_options=model_options,
+        asked_copy_engines=asked_copy_engines,
+        copy_engines=copy_engines,
+    )
 
 
 def modules_of(module):
@@ -209,7 +311,7 @@ def reshards(reshard_after_forward, strategy, device_mesh, fp8):
         warnings.warn(
             "reshard_after_forward=1 keeps parameters whole from forward to backward, as "
             "False does; True shards them over all ranks",
-            stacklevel=3,
+            stacklevel=4,
         )
         return False, 0
     if ranks == size:
@@ -245,12 +347,13 @@ def places_in(found, shard_placement_fn, mesh):
     return places
 
 
-def check_places(places, found, options, strategy, offload, slices, mesh):
+def check_places(places, found, asked):
     """Refuses options of a unit that do not go with where its parameters are cut.
 
     Returns:
         The places, with what a strategy that cuts nothing makes of them.
     """
+    options, strategy, slices = asked.options, asked.strategy, asked.slices
     fp8, cuda_graph = options.fp8, options.cuda_graph
     flattens = options.outer == "optim"
     any_dim = any(place.dim for place in places)
@@ -271,11 +374,11 @@ def check_places(places, found, options, strategy, offload, slices, mesh):
             strategy=strategy not in ("zero3", "hsdp"),
             dims=any_dim,
             fp8=fp8,
-            offload_policy=offload,
+            offload_policy=asked.offload,
             cuda_graph=cuda_graph,
             mesh=on_parts,
         )
-    if strategy == "zero0" or mesh.size() == 1:
+    if strategy == "zero0" or asked.device_mesh.size() == 1:
         return [replace(place, dim=0) for place in places]
     return places
 
@@ -302,11 +405,11 @@ def placement_of(shard_placement_fn, tensor, name, mesh):
     return placement, None if own is None or own == mesh else own
 
 
-def check_own_mesh(members, own, mesh, is_part):
+def check_own_mesh(names, own, mesh, is_part):
     """Refuses a mesh of shard_placement_fn that is no part of the unit's."""
     if not is_part:
         raise ValueError(
-            f"shard_placement_fn: parameter {members[0].label} should be on {own}, this "
+            f"shard_placement_fn: parameter {names[0]} should be on {own}, this "
             f"module on {mesh}: expected the module's mesh, or a dimension that was "
             "flattened together with others into it"
         )

@@ -44,7 +44,8 @@ class BackwardPass:
 
     def __init__(self, root: Root, is_last: bool, interleaved: bool):
         self._root = root
-        self._core = root.new_pass()
+        self._passes = root.passes
+        self._core = root.passes.new()
         self.is_last = is_last
         self.interleaved = interleaved
 
@@ -58,10 +59,10 @@ class BackwardPass:
             flatshard.ConfigError: it ran in this pass before.
         """
         unit = self._unit(module)
-        if self._root.on_gpu:
+        if self._root.ranks.on_gpu:
             refuse_foreign_capture()
         self._core.forward_begin(unit)
-        self._root.pass_began(self)
+        self._passes.began(self)
 
     def end_forward(self, module: nn.Module) -> None:
         """Reshards the parameters of `module`, which began last."""
@@ -71,21 +72,21 @@ class BackwardPass:
     def forward(self) -> Iterator["BackwardPass"]:
         """Makes calls of wrapped modules inside forwards of this pass, as by `run`. An
         exception inside abandons the pass."""
-        former, self._root.running_pass = self._root.running_pass, self
+        former, self._passes.running = self._passes.running, self
         try:
             yield self
         except BaseException:
             self.give_up()
             raise
         finally:
-            self._root.running_pass = former
+            self._passes.running = former
 
     # -- backward ------------------------------------------------------------------
 
     def __enter__(self):
         """Opens the backward; the forwards are over. Runs of the engine belong to this
         pass until it is left, which reduces what is not reduced yet."""
-        self._root.pass_opens()
+        self._passes.opens_backward()
         self._core.open_backward(self.is_last, self.interleaved)
         return self
 
@@ -98,7 +99,7 @@ class BackwardPass:
         except BaseException:
             self.give_up()
             raise
-        self._root.pass_ended(self)
+        self._passes.ended(self)
 
     def begin_backward(self, module: nn.Module) -> None:
         """All-gathers what the backward of `module` reads, and reduces modules before
@@ -161,14 +162,14 @@ class BackwardPass:
         """Ends the pass without its backward. The step's gradients are dropped by the
         next forward. Does nothing to a pass that is over."""
         self._core.give_up()
-        self._root.pass_ended(self)
+        self._passes.ended(self)
 
     def run(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict
     ) -> object:
         """function(*args, **kwargs) between begin_forward and end_forward, with the
         casts of the module's mp_policy."""
-        policy = self._state(module).mp_policy
+        policy = self._state(module).sharding.mp_policy
         args, kwargs = cast_inputs(policy, args, kwargs)
         self.begin_forward(module)
         output = cast_output(policy, function(*args, **kwargs))
@@ -185,7 +186,7 @@ class BackwardPass:
         return state
 
     def _unit(self, module):
-        return self._state(module).id
+        return self._state(module).core.number
 
 
 def _warn(former, name):

@@ -78,7 +78,7 @@ def _gradients(run, inputs, leaves, of_shards, of_wholes):
 def _is_outside(p):
     """Returns whether no forward or backward runs, in which a program computes with this
     rank's part of a batch."""
-    return not in_backward() and not unit_of(p.shard)[0].root.core.in_forward()
+    return not in_backward() and not unit_of(p.shard)[0].core.in_forward()
 
 
 def _mean(gradient, p):

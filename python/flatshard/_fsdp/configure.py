@@ -37,14 +37,15 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
     }.values()
     for unit in units:
         unit.life.check("configure")
-        if unit.asked_copy_engines != options.copy_engines:
+        asked = unit.sharding.asked_copy_engines
+        if asked != options.copy_engines:
             raise ValueError(
                 f"configure: copy_engines={options.copy_engines!r}, but parts of the "
-                f"model are sharded already with {unit.asked_copy_engines!r}; call "
+                f"model are sharded already with {asked!r}; call "
                 "configure before fully_shard"
             )
     for unit in units:
-        unit.model_options = options
+        unit.sharding.model_options = options
     for module in model.modules():
         module.__dict__["_flatshard_options"] = options
     return model
@@ -119,7 +120,7 @@ def take_keywords(options, model_options, keywords):
         warnings.warn(
             f"fully_shard: the keyword {name} goes with the next version; use {instead}",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,  # the caller of fully_shard
         )
     of_unit = {k: v for k, v in keywords.items() if k in _OF_UNITS}
     of_model = {k: v for k, v in keywords.items() if k in _OF_MODELS}

@@ -37,7 +37,7 @@ def converting(module, fn, recurse):
     parameters = [
         (s, p)
         for s in states
-        for p in s.all_parameters
+        for p in s.parameters.all
         if any(m() in below for m, _ in p.sites)
     ]
     return _converting(states, parameters, fn)
@@ -130,7 +130,7 @@ def _leaves(fn, state, p):
         )
     if state.root is not None:
         state.root.check_may_end(f"parameter {p.title} was moved to {probe.device}")
-    return probe.device != state.home
+    return probe.device != state.parameters.home
 
 
 @contextlib.contextmanager

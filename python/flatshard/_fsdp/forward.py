@@ -39,7 +39,7 @@ def root_of(module):
         )
     if state.root is None:
         make_root(module)
-    if state.id != 0:
+    if state.core.number != 0:
         raise ValueError(
             f"expected the outermost module that fully_shard wrapped, got unit "
             f"{state.name} of one"
@@ -62,41 +62,41 @@ def run_forward(module, function, args, kwargs):
     root = state.root
     if root is None:
         root = make_root(module)
-    if root.running_pass is not None:
-        return root.running_pass.run(module, function, args, kwargs)
-    # A call is skipped that most models do not need.
-    if root.has_passes:
-        root.refuse_between_passes(module)
-    if root.on_gpu:
+    passes = root.passes
+    if passes.concern_forwards:
+        if passes.running is not None:
+            return passes.running.run(module, function, args, kwargs)
+        passes.refuse_between(module)
+    if root.ranks.on_gpu:
         refuse_foreign_capture()
-    policy = state.mp_policy
+    policy = state.sharding.mp_policy
     if policy.param_dtype is not None:
         args, kwargs = cast_inputs(policy, args, kwargs)
     args = wait_for_collectives(module, args)
-    core = root.core
-    if writes.count + writes.single != root.seen_writes.number or writes.lent:
-        root.seen_writes.before_inner_forward(core, state)
+    core, modules = state.core, state.modules
+    if writes.total != root.seen_writes.number or writes.lent:
+        root.seen_writes.before_inner_forward(state)
     try:
-        core.forward_begin(state.id, args, kwargs)
-        of_several = len(state.modules) > 1
-        if of_several and not state.running:
+        core.forward_begin(core.number, args, kwargs)
+        of_several = len(modules) > 1
+        if of_several and not modules.running:
             # Only modules that still exist count.
-            state.running.update(id(m) for r in state.modules if (m := r()) is not None)
+            modules.running.update(id(m) for r in modules if (m := r()) is not None)
         output = function(*args, **kwargs)
         if policy.output_dtype is not None:
             output = cast_output(policy, output)
         if of_several:
             # Its weights stay for those still to run.
-            state.running.discard(id(module))
-        core.forward_end(state.id, output, of_several and bool(state.running))
+            modules.running.discard(id(module))
+        core.forward_end(core.number, output, of_several and bool(modules.running))
         if has_dispatch_mode():
-            root.seen_collectives.report_after_forward(state)
+            root.trace.report_after_forward(state)
     except Stale:
-        core.forward_error(state.id)
+        core.forward_error()
         root.renew()
         return run_forward(module, function, args, kwargs)
     except BaseException:
-        core.forward_error(state.id)
+        core.forward_error()
         raise
     return output
 
@@ -124,5 +124,5 @@ class UnshardHandle:
         """Waits until the unit's parameters are unsharded for kernels that are
         launched later. Does not block the host on a GPU."""
         if self._state is not None and self._state.root is not None:
-            self._state.root.core.unshard(self._state.id, True)
+            self._state.core.unshard()
         self._state = None

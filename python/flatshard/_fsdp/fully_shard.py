@@ -9,55 +9,28 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.arguments import (
-    check_dp_mesh_dims,
     check_flattened,
-    check_granularity,
     check_own_mesh,
-    check_places,
-    ids_of,
-    mesh_to_show,
-    mixed_precision,
-    modules_of,
-    offloads,
-    param_dtype_of,
-    places_in,
     places_of,
-    reshards,
-    strategy_name,
-    uses_copy_engines,
+    read_arguments,
 )
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
-from flatshard._fsdp.configure import options_of, take_keywords
-from flatshard._fsdp.extension import Extension, is_extended
+from flatshard._fsdp.core import make_core
 from flatshard._fsdp.former import mark_owner
 from flatshard._fsdp.forward import state_of
-from flatshard._fsdp.joined import find_parts, join
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
-from flatshard._fsdp.options import ModelOptions, ShardOptions
-from flatshard._fsdp.parameter import (
-    FROZEN,
-    TRAINED,
-    Parameter,
-    plain_like,
-    whole_parameter,
-)
+from flatshard._fsdp.options import ShardOptions
+from flatshard._fsdp.parameters import Parameters
+from flatshard._fsdp.parts import join
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
-from flatshard._fsdp.renewal import make_core
-from flatshard._fsdp.replaced import watch_state_dicts
-from flatshard._fsdp.unit import Policy, UnitState
+from flatshard._fsdp.resolved import resolve
+from flatshard._fsdp.state_dicts import watch_state_dicts
+from flatshard._fsdp.unit import Modules, Policy, Sharding, UnitState
 from flatshard._fsdp.wrapping import wrap_class
-from flatshard._graphs.checks import check_cuda_graph
-from flatshard._tensor.mesh import default_device_mesh, device_of, model_mesh, slices_of
-from flatshard._tensor.same_values import digest
-from flatshard._tensor.tensor_parallel import (
-    TensorParallel,
-    is_tensor_parallel,
-    plain_value,
-)
+from flatshard._tensor.mesh import device_of, model_mesh, slices_of
 from flatshard.float8.linear import make_float8
-from flatshard.float8.policy import choose_weights
-from flatshard.torch_versions import buffers_of, hooks_of_tensor
+from flatshard.torch_versions import buffers_of
 
 # The argument and result of fully_shard, such as a Transformer or a list of its layers.
 Wrapped = TypeVar("Wrapped", bound=nn.Module | Sequence[nn.Module])
@@ -140,126 +113,24 @@ def fully_shard(
             for a module that was sharded before and for a dimension that is none.
         NotImplementedError: one that is not supported, naming it.
     """
-    modules = modules_of(module)
-    if options is not None and not isinstance(options, ShardOptions):
-        raise TypeError(f"options: expected ShardOptions, got {type(options).__name__}")
-    options, model_options = take_keywords(
-        options, options_of(modules), former_keywords
+    asked = read_arguments(
+        module,
+        mesh,
+        reshard_after_forward,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        dp_mesh_dims,
+        strategy,
+        options,
+        former_keywords,
     )
-    fp8, cuda_graph = options.fp8, options.cuda_graph
-    device_mesh = default_device_mesh() if mesh is None else mesh
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
-    name = strategy_name(strategy, options.outer, device_mesh)
-    shown_mesh = mesh_to_show(options.outer, device_mesh)
-    check_granularity(options.granularity, strategy)
-    mp_policy = mixed_precision(mp_policy, fp8)
-    offload = offloads(offload_policy)
-    reshard, post_forward_ranks = reshards(
-        reshard_after_forward, strategy, device_mesh, fp8
-    )
-    if cuda_graph:
-        check_cuda_graph(modules, device_mesh, offload)
-    if dp_mesh_dims is not None:
-        check_dp_mesh_dims(dp_mesh_dims, device_mesh)
-
-    core, whole_mesh = model_mesh(device_mesh)
-    slices = slices_of(core, whole_mesh)
-    asked_copy_engines = (model_options or ModelOptions()).copy_engines
-    copy_engines = uses_copy_engines(asked_copy_engines, whole_mesh)
-    parts = find_parts(modules, core, offload, copy_engines)
-    ignored = ids_of(ignored_params)
-    owned = modules_of_unit(modules, lambda m: state_of(m) is not None)
-    found = collect_parameters(modules, owned, ignored)
-    places = places_in(found, shard_placement_fn, device_mesh)
-    places = check_places(places, found, options, name, offload, slices, device_mesh)
-    reasons = choose_weights(fp8, found, mp_policy.param_dtype, device_of(device_mesh))
-    _move_buffers(owned, device_mesh)
-
-    everything = [
-        _parameter(t, label, sites, reason, place, options, mp_policy, device_mesh)
-        for (t, label, sites), reason, place in zip(found, reasons, places)
-    ]
-    values = {
-        id(p): p.stored(p.whole if p.extension else plain_value(t))
-        for p, (t, _, _) in zip(everything, found)
-    }
-    own = [
-        p
-        for p, place in zip(everything, places)
-        if place.mesh is None and (p.trainable or p.extension is None)
-    ]
-    in_place = linears_in_place(owned, own, options.grads_in_place, slices)
-
-    def state_of_parameters(parameters, part, whole, shown, slices, **of_unit):
-        if slices is not None:
-            check_flattened(parameters, part, whole)
-        core_options = _C.UnitOptions(
-            strategy=name,
-            offload=offload,
-            pin_memory=offload and offload_policy.pin_memory,
-            # A graph writes them where they are reduced.
-            grads_in_place=slices is None and (bool(in_place) or cuda_graph),
-            peers_read=copy_engines,
-            float8=fp8.core() if fp8 else None,
-            post_forward_ranks=post_forward_ranks,
-            part=None if part is whole else part,
-            slices=slices or (1, 0),
-        )
-        of_parameters = [values[id(p)] for p in parameters]
-        state = UnitState(
-            core=make_core(parameters, of_parameters, mp_policy, whole, core_options),
-            core_options=core_options,
-            strategy=name,
-            mesh=part,
-            device_mesh=shown,
-            parameters=parameters,
-            mp_policy=mp_policy,
-            model_options=model_options,
-            asked_copy_engines=asked_copy_engines,
-            copy_engines=copy_engines,
-            check_same_values=options.check_same_values,
-            slices=slices,
-            **of_unit,
-        )
-        state.make_shards()
-        return state
-
-    for own_mesh in dict.fromkeys(p.mesh for p in places if p.mesh is not None):
-        members = [p for p, place in zip(everything, places) if place.mesh == own_mesh]
-        part, whole = model_mesh(own_mesh)
-        part_of = slices_of(part, whole)
-        check_own_mesh(members, own_mesh, device_mesh, whole is core and part_of)
-        parts.append(
-            state_of_parameters(
-                members, part, whole, own_mesh, part_of, modules=[], fp8=None
-            )
-        )
-    state = state_of_parameters(
-        own,
-        core,
-        whole_mesh,
-        shown_mesh,
-        slices,
-        modules=[weakref.ref(m) for m in modules],
-        fp8=fp8,
-        cuda_graph=cuda_graph,
-        policy=Policy(reshard_after_forward=reshard),
-        ignored=places_of(ignored, owned),
-        extended=[p for p in everything if p.extension is not None],
-    )
-    make_float8(state)
-    offer_main_grads(state)
-    if in_place:
-        write_grads_in_place(in_place, state)
-    for tensor, full_name, _ in found:
-        mark_owner(tensor, full_name)
-    for m in modules:
-        m.__dict__["_flatshard"] = state
-        wrap_class(m, cuda_graph)
-    for m in owned:
-        watch_state_dicts(m, state)
-    join(state, parts)
+    owned = modules_of_unit(asked.modules, lambda m: state_of(m) is not None)
+    found = collect_parameters(asked.modules, owned, asked.ignored)
+    resolved = resolve(asked, found, shard_placement_fn)
+    unit, parts, in_place = _make_units(asked, owned, resolved)
+    _install(asked, owned, found, unit, in_place)
+    join(unit, asked.parts + parts)
     return module
 
 
@@ -268,38 +139,97 @@ def fully_shard(
 setattr(fully_shard, "state", state_of)
 
 
-def _parameter(tensor, full_name, sites, reason, place, options, mp_policy, mesh):
-    """Returns the entry of one parameter in a unit. `reason`: why it is not FP8, or
-    ""."""
-    by_subclass = is_extended(tensor)
-    parallel = None
-    if is_tensor_parallel(tensor):
-        parallel = TensorParallel(tensor, mesh, full_name)
-    value = plain_value(tensor)
-    former = plain_like(tensor, by_subclass or parallel is not None)
-    as_chunks = place.dim or by_subclass or parallel is not None
-    p = Parameter(
-        sites,
-        whole_parameter(tensor, place.dim, former=former, shape=value.shape),
-        dim=place.dim,
-        granularity="chunk" if as_chunks else options.granularity,
-        parallel=parallel,
-        trainable=tensor.requires_grad,
-        apart=TRAINED if tensor.requires_grad else FROZEN,
-        dtype=tensor.dtype,
-        param_dtype=param_dtype_of(mp_policy, tensor, full_name),
-        on_meta=tensor.is_meta,
-        label=full_name,
-        float8=not reason,
-        why_not_float8=reason,
-        hooks=hooks_of_tensor(tensor),
-        former=weakref.ref(tensor),
+def _make_units(asked, owned, resolved):
+    """Makes the units, and replaces the parameters in the modules by their shards.
+
+    Args:
+        asked: Arguments.
+        owned: the modules whose parameters `resolved` are.
+
+    Returns:
+        The unit of the call; the units of parameters that shard_placement_fn put on a
+        part of the mesh; and the modules that write gradients where they are reduced.
+    """
+    _move_buffers(owned, asked.device_mesh)
+    own = [r for r in resolved if r.is_own]
+    in_place = linears_in_place(
+        owned,
+        [r.parameter for r in own],
+        asked.options.grads_in_place,
+        asked.slices,
     )
-    if by_subclass:
-        p.extension = Extension(p, tensor, mesh, mp_policy)
-    elif options.check_same_values and mesh.size() > 1 and not tensor.is_meta:
-        p.digest = digest(value)
-    return p
+    parts = []
+    for mesh in dict.fromkeys(r.mesh for r in resolved if r.mesh is not None):
+        members = [r for r in resolved if r.mesh == mesh]
+        part, whole = model_mesh(mesh)
+        slices = slices_of(part, whole)
+        names = [r.parameter.label for r in members]
+        check_own_mesh(names, mesh, asked.device_mesh, whole is asked.mesh and slices)
+        parts.append(_unit(asked, members, (part, whole), mesh, slices, in_place))
+    unit = _unit(
+        asked,
+        own,
+        (asked.mesh, asked.whole_mesh),
+        asked.shown_mesh,
+        asked.slices,
+        in_place,
+        extended=[r.parameter for r in resolved if r.parameter.extension is not None],
+        ignored=places_of(asked.ignored, owned),
+    )
+    unit.modules.extend(weakref.ref(m) for m in asked.modules)
+    unit.policy.reshard_after_forward = asked.reshard
+    unit.sharding.fp8 = asked.options.fp8
+    unit.sharding.cuda_graph = asked.options.cuda_graph
+    return unit, parts, in_place
+
+
+def _unit(asked, members, meshes, shown, slices, in_place, **of_parameters):
+    """
+    Args:
+        members: Resolved, of its core.
+        meshes: _C.Mesh of the unit, and of the model.
+        shown: the DeviceMesh of its DTensors.
+        slices: as in Sharding.
+    """
+    mesh, whole = meshes
+    parameters = [r.parameter for r in members]
+    if slices is not None:
+        check_flattened(parameters, mesh, whole)
+    fp8 = asked.options.fp8
+    core_options = _C.UnitOptions(
+        strategy=asked.strategy,
+        offload=asked.offload,
+        pin_memory=asked.pin_memory,
+        # A graph writes them where they are reduced.
+        grads_in_place=slices is None and (bool(in_place) or asked.options.cuda_graph),
+        peers_read=asked.copy_engines,
+        float8=fp8.core() if fp8 else None,
+        post_forward_ranks=asked.post_forward_ranks,
+        part=None if mesh is whole else mesh,
+        slices=slices or (1, 0),
+    )
+    values = [r.value for r in members]
+    unit = UnitState(
+        modules=Modules(()),
+        parameters=Parameters(parameters, **of_parameters),
+        sharding=Sharding(
+            mesh=mesh,
+            device_mesh=shown,
+            slices=slices,
+            strategy=asked.strategy,
+            core_options=core_options,
+            mp_policy=asked.mp_policy,
+            fp8=None,
+            check_same_values=asked.options.check_same_values,
+            model_options=asked.model_options,
+            asked_copy_engines=asked.asked_copy_engines,
+            copy_engines=asked.copy_engines,
+        ),
+        core=make_core(parameters, values, asked.mp_policy, whole, core_options),
+        policy=Policy(),
+    )
+    unit.make_shards()
+    return unit
 
 
 def _move_buffers(modules, device_mesh):
@@ -312,3 +242,25 @@ def _move_buffers(modules, device_mesh):
         for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 buffers[name] = buffer.to(device)
+
+
+def _install(asked, owned, found, unit, in_place):
+    """Changes the modules of a unit so that they compute as its parts.
+
+    Args:
+        asked: Arguments.
+        owned: the modules whose parameters belong to the unit.
+        found: their parameters, as collect_parameters returns them.
+        in_place: those that write gradients where they are reduced.
+    """
+    make_float8(unit)
+    offer_main_grads(unit)
+    if in_place:
+        write_grads_in_place(in_place, unit)
+    for tensor, full_name, _ in found:
+        mark_owner(tensor, full_name)
+    for m in asked.modules:
+        m.__dict__["_flatshard"] = unit
+        wrap_class(m, asked.options.cuda_graph)
+    for m in owned:
+        watch_state_dicts(m, unit)

@@ -78,8 +78,8 @@ def make_graphed_callables(
     for module, sample in zip(modules, samples):
         state = state_of(module)
         state.core.write_grads_in_place()
-        state.graph_warmup_steps = num_warmup_iters
-        state.cuda_graph = True
+        state.sharding.graph_warmup_steps = num_warmup_iters
+        state.sharding.cuda_graph = True
         capture_forward(module, sample)
     return callables
 
@@ -138,7 +138,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
     state.life.check("capture", state.name)
     check_cuda_graph(
         [m() for m in state.modules],
-        state.device_mesh,
+        state.sharding.device_mesh,
         state.core.offloads,
         "make_graphed_callables",
     )
@@ -168,4 +168,4 @@ def cuda_graph_stats(model: nn.Module) -> dict:
     Raises:
         ValueError: it is another module.
     """
-    return root_of(model).core.graph_stats()
+    return root_of(model).graphs.stats()

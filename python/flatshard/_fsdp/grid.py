@@ -4,7 +4,37 @@ fully_shard's mesh."""
 import torch
 import torch.distributed as dist
 
-from flatshard._tensor.mesh import core_mesh_of_all, mesh_of_roots, root_names
+from flatshard._tensor.mesh import (
+    core_mesh_of_all,
+    device_of,
+    mesh_of_roots,
+    root_names,
+)
+
+
+class Ranks:
+    """The ranks of one model, and this one's device.
+
+    Attributes:
+        mesh, device_mesh: of fully_shard, as the core and as torch have it.
+    """
+
+    def __init__(self, mesh, device_mesh):
+        self.mesh = mesh
+        self.device_mesh = device_mesh
+        self.device = device_of(device_mesh)
+        self.on_gpu = self.device.type == "cuda"
+        self._of_checkpoints = None
+
+    def for_checkpoints(self, units):
+        """Returns the core's mesh over all ranks that hold parts of the model.
+        Collective."""
+        if self._of_checkpoints is None:
+            grid = grid_of(units)
+            self._of_checkpoints = (
+                self.mesh if grid is None else tell_parts(units, grid)
+            )
+        return self._of_checkpoints
 
 
 def grid_of(units):
@@ -14,7 +44,7 @@ def grid_of(units):
     if not parallel:
         return None
     names = set().union(
-        *(root_names(unit.device_mesh) for unit in units),
+        *(root_names(unit.sharding.device_mesh) for unit in units),
         *(root_names(p.own_mesh) for p in parallel),
     )
     return mesh_of_roots(parallel[0].mesh, names)
@@ -31,7 +61,7 @@ def tell_parts(units, grid):
             equal values, naming the parameter.
     """
     for unit in units:
-        within = root_names(unit.device_mesh)
+        within = root_names(unit.sharding.device_mesh)
         for p in unit.parameters:
             equal = p.parallel.names_with_equal() if p.parallel else set()
             if equal & within:
@@ -62,11 +92,11 @@ def sums_over(grid, units, squares):
     """
     cut = {}
     for unit in units:
-        within = root_names(unit.device_mesh)
+        within = root_names(unit.sharding.device_mesh)
         for p in unit.parameters:
             cut[p.names[0]] = _cut_over(p) - within
     names = list(squares)
-    device = units[0].home
+    device = units[0].parameters.home
     sums = torch.tensor(
         [squares[name] for name in names], dtype=torch.float64, device=device
     )

@@ -36,14 +36,14 @@ def reset_parameters(
         state = state_of(module)
         if state is None:
             continue
-        for p in state.extended:
+        for p in state.parameters.extended:
             raise NotImplementedError(
                 f"reset_parameters: parameter {p.title} is a tensor of a subclass, which "
                 "is not supported; call to_empty() and write its values"
             )
         state.show_shards()
         state.note_values()
-        state.forget_digests()
+        state.parameters.forget_digests()
         writes.note_unit(state)
         for p in state.parameters:
             for site, name in p.sites:

@@ -65,6 +65,6 @@ def _watcher(unit):
     def watch(module, args, output):
         state = unit()
         if state is not None and state.root is not None:
-            state.root.core.keeps_inner(state.id, output)
+            state.core.keeps_inner(output)
 
     return watch

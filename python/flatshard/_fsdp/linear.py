@@ -23,11 +23,12 @@ class InPlaceLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return functional.linear(input, self.weight, self.bias)
         unit = self.__dict__["_flatshard_unit"]
-        if unit.root is None:
+        core = unit.core
+        linear = None if core is None else core.linear
+        if linear is None:
             return functional.linear(input, self.weight, self.bias)
         # Not self.weight, which nn.Module looks up at the price of half the operation.
         own = parameters_of(self)
-        linear = unit.root.core.linear
         output = linear(input, own.get("weight"), own.get("bias"))
         if output is not None:
             return output
@@ -90,4 +91,4 @@ def sink_of(whole):
     None."""
     unit = getattr(whole, "_flatshard_unit", None)
     state = None if unit is None else unit()
-    return None if state is None or state.root is None else state.root.core
+    return None if state is None or state.root is None else state.core.runtime

@@ -43,7 +43,7 @@ class MainGradParameter(nn.Parameter):
                 "there, as TransformerEngine from 2.10 on does, and not in the forward "
                 "or after the backward (delay_wgrad_compute)"
             )
-        grad = state.root.core.main_grad(self)
+        grad = state.core.main_grad(self)
         self._flatshard_given = grad.data_ptr()
         return grad
 
@@ -91,8 +91,8 @@ def offer_main_grads(state):
         # from one of them: the placeholder to which it is added has to be zeros.
         whole.zero_out_wgrad = len(p.sites) > 1
         whole.register_post_accumulate_grad_hook(_drop_what_was_added)
-        state.main_grads = True
-    if state.main_grads:
+        state.sharding.main_grads = True
+    if state.sharding.main_grads:
         state.core.write_grads_in_place()
 
 

@@ -66,17 +66,18 @@ class FSDPModule:
         if state.root is None:
             make_root(outermost(self))
         try:
-            state.root.core.unshard(state.id, not async_op)
+            state.core.unshard(not async_op)
         except Stale:
-            state.root.renew().core.unshard(state.id, not async_op)
-        state.root.seen_collectives.report()
+            state.root.renew()
+            state.core.unshard(not async_op)
+        state.root.trace.report()
         return UnshardHandle(state) if async_op else None
 
     def reshard(self) -> None:
         """Frees the unit's unsharded parameters."""
         state = self._state()
-        if state.root is not None:  # else nothing is unsharded
-            state.root.core.reshard(state.id)
+        if state.root is not None:
+            state.core.reshard()
 
     # -- custom schedules ------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class FSDPModule:
         if hook is not None and not callable(hook):
             raise TypeError(f"hook: expected a callable or None, got {hook!r}")
         state = self._state()
-        if stream is not None and state.device_mesh.ndim == 2:
+        if stream is not None and state.sharding.device_mesh.ndim == 2:
             raise ValueError("stream cannot be set when using native HSDP")
         if stream is not None and hook is not None:
             hook = _runs_on(stream, hook)
@@ -203,7 +204,7 @@ class FSDPModule:
         before it all-gathers. Call it on the root, after each step. Its stream waits as
         well, since all-gathers wait for that.
         """
-        root_of(self).post_optim_event = event
+        root_of(self).passes.post_optim_event = event
 
     def get_pending_gradients(self) -> None:
         raise NotImplementedError(
@@ -229,14 +230,14 @@ class FSDPModule:
                 "set_reduce_scatter_max_input_buffers is not supported with "
                 "recurse=False: one number serves all units of a model"
             )
-        if not root_of(self).buffers_on_demand:
+        if not root_of(self).graphs.buffers_on_demand:
             raise NotImplementedError(
                 "set_reduce_scatter_max_input_buffers is not supported with "
                 "cuda_graph=True or buffers_on_demand=False, where gradients have two "
                 "fixed places"
             )
         self._state().policy.max_input_buffers = n
-        root_of(self).core.set_max_grad_slots(n + 1)
+        root_of(self).limit_input_buffers(n)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -270,15 +271,14 @@ class FSDPModule:
         weights and drops the gradients of the failed step, so that the next step starts
         clean. The next forward of the root does it automatically, too. Call it on the
         root, on all ranks. Blocks until the communication under way is over."""
-        root_of(self).give_up_passes()
-        root_of(self).core.reset()
+        root_of(self).reset()
 
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again after another warm-up. Use it for changes that a graph cannot see: a
         tensor that is no argument, parameter or buffer and is elsewhere now. Call it on
         the root, between steps."""
-        root_of(self).core.reset_graphs()
+        root_of(self).graphs.reset()
 
     def finalize_backward(self, async_op: bool = False) -> None:
         raise NotImplementedError(

@@ -192,25 +192,11 @@ def parameter_of_whole(tensor):
     return p if is_whole else None
 
 
-def name_released(core, parameters):
-    """Sets the error of reading a whole parameter, or a view of it, while it has no
-    memory."""
-    for p in parameters:
-        if p.float8:
-            core.set_access_error(
-                p.index,
-                f"parameter {p.names[0]} is held in FP8 and has no values that can be "
-                "read: only the forward of its nn.Linear computes with it. Leave it out "
-                "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
-                "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
-                "has graphs for it); shards are in parameters(), outside of a forward",
-            )
-        elif p.whole.numel():
-            core.set_access_error(
-                p.index,
-                f"parameter {p.names[0]} is released: it is whole only while its "
-                "unit computes, and gone with its model. Read it in the unit's forward "
-                "or after unshard() of the unit, read the shard in parameters(), and "
-                "keep the model until backward() is done. A view of it (a row, a slice, "
-                "detach()) that a forward returns or stores needs a clone()",
-            )
+def subclass_of(tensor):
+    """Returns the subclass that a tensor, or what a DTensor holds, is; "" for plain
+    ones."""
+    if isinstance(tensor, DTensor):
+        tensor = local_of(tensor)
+    plain = (torch.Tensor, nn.Parameter)
+    is_other = isinstance(tensor, torch.Tensor) and type(tensor) not in plain
+    return type(tensor).__name__ if is_other else ""

@@ -1,46 +1,15 @@
-"""A unit's core, and how it is made anew where its parameters have changed."""
+"""How a unit gets another core where its parameters have changed, or moved."""
 
 import torch
 
-from flatshard import _C
 from flatshard._fsdp.collect import TRAINABLE
+from flatshard._fsdp.core import make_core
 from flatshard._fsdp.parameter import FROZEN_LATER, TRAINED, whole_parameter
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import piece_of
 from flatshard._tensor.shard_values import same_cuts
 from flatshard._tensor.sharded_tensor import become
 from flatshard._tensor.writes import writes
-from flatshard.torch_versions import default_reduce_dtype
-
-
-def make_core(parameters, values, mp_policy, mesh, options):
-    """Makes the core's unit of `parameters`.
-
-    Args:
-        values: of each, whole, as the core stores them.
-        mesh: _C.Mesh of the model.
-        options: _C.UnitOptions.
-    """
-    members = []
-    for p, value in zip(parameters, values):
-        reduce_dtype = mp_policy.reduce_dtype or default_reduce_dtype(
-            p.param_dtype, value.dtype
-        )
-        members.append(
-            _C.Member(
-                name=p.label,
-                whole=p.whole,
-                values=value,
-                compute_dtype=p.param_dtype,
-                reduce_dtype=reduce_dtype,
-                float8=p.float8,
-                trainable=p.trainable,
-                has_weights=p.extension is None,
-                apart=p.apart,
-                granularity=p.granularity,
-            )
-        )
-    return _C.Unit(members=members, mesh=mesh, options=options)
 
 
 def _take_requires_grad(unit):
@@ -83,7 +52,7 @@ def leave(unit):
     for p in unit.parameters:
         p.whole, p.rows = _whole_again(p), None
     unit.life.move("leave", unit.name)
-    unit.core = unit.grads = None
+    unit.core = None
 
 
 def check_is_home(unit):
@@ -91,11 +60,12 @@ def check_is_home(unit):
     for p in unit.parameters:
         device = local_of(p.shard).device
         if device.type == "meta":
-            unit.check_initialized()
-        if device != unit.home:
+            unit.parameters.check_have_values()
+        home = unit.parameters.home
+        if device != home:
             raise RuntimeError(
-                f"parameter {p.title} is on {device}, expected {unit.home}, where "
-                f"fully_shard put it: call model.to('{unit.home.type}') before the next "
+                f"parameter {p.title} is on {device}, expected {home}, where "
+                f"fully_shard put it: call model.to('{home.type}') before the next "
                 "forward"
             )
 
@@ -110,15 +80,16 @@ def _make_core_again(unit):
         if p.shard.dtype != p.shown_dtype:
             p.dtype = p.shard.dtype
         p.whole = _whole_again(p)
-    writes.remove([p.shard for p in unit.parameters])
+    writes.remove(unit.parameters.shards)
     values = [p.stored(torch.empty_like(p.whole)) for p in unit.parameters]
+    made = unit.sharding
     unit.core = make_core(
-        unit.parameters, values, unit.mp_policy, unit.mesh, unit.core_options
+        unit.parameters, values, made.mp_policy, made.mesh, made.core_options
     )
     unit.life.move("renew", unit.name)
-    made = {id(p): data for p, data in unit.cut()}
+    shards = {id(p): data for p, data in unit.cut()}
     for p, piece in former:
-        data = made[id(p)]
+        data = shards[id(p)]
         if data is p.shard:
             continue  # the core has no values
         with torch.no_grad():
@@ -127,16 +98,16 @@ def _make_core_again(unit):
             local_of(data).copy_(piece)
     for p in unit.parameters:
         if p.on_meta:
-            p.rows = made[id(p)]
+            p.rows = shards[id(p)]
             unit.note_place(p)
             continue
         grad = p.shard.grad
-        if grad is not None and grad.dtype != made[id(p)].dtype:
+        if grad is not None and grad.dtype != shards[id(p)].dtype:
             p.shard.grad = None
-            become(p.shard, made[id(p)])
+            become(p.shard, shards[id(p)])
             p.shard.grad = grad.to(p.shard.dtype)
         else:
-            become(p.shard, made[id(p)])
+            become(p.shard, shards[id(p)])
         unit.note_place(p)
     unit.apply_to_core()
     unit.watch_shards()
@@ -159,11 +130,11 @@ def _check_may_change(unit, changed):
 
 def why_fixed(unit, p):
     """Returns the reason why the unit cannot get another core, or None."""
-    if unit.joined:
+    if unit.parameters.joined:
         return "whose parameters are sharded over a part of the model's mesh"
     if p.extension is not None:
         return "that gathers tensors of a subclass"
-    if unit.main_grads:
+    if unit.sharding.main_grads:
         return "whose modules write to main_grad"
     return None
 
@@ -173,7 +144,7 @@ def follow_changes(units):
     forward would. For callers that read the core's groups in between. Collective."""
     for unit in units:
         is_free = unit.root is None and not unit.life.keeps_rows
-        if is_free and not unit.is_as_sharded():
+        if is_free and not unit.parameters.are_as_sharded():
             check_may_renew(unit)
             renew(unit)
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):

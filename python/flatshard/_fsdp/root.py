@@ -1,46 +1,28 @@
 """A tree of units and the core's Runtime that serves it."""
 
-import os
 import warnings
 import weakref
 
 import torch
 
 from flatshard import _C
-from flatshard._fsdp.grid import grid_of, tell_parts
-from flatshard._fsdp.inner_outputs import InnerOutputs
+from flatshard._fsdp.graphs import Graphs
+from flatshard._fsdp.grid import Ranks
 from flatshard._fsdp.life import Life, LifeCycle
 from flatshard._fsdp.opaque_outputs import look_inside
 from flatshard._fsdp.options import ModelOptions
-from flatshard._fsdp.parameter import name_released, note_whole
+from flatshard._fsdp.parameter import note_whole
+from flatshard._fsdp.passes import Passes
 from flatshard._fsdp.renewal import check_is_home, check_may_renew, renew, why_fixed
-from flatshard._fsdp.replaced import (
+from flatshard._fsdp.replacements import (
+    follow_modules,
     refuse_exchanged,
-    refuse_plain,
     refuse_replaced,
-    settle,
 )
-from flatshard._fsdp.seen_collectives import SeenCollectives
 from flatshard._fsdp.seen_writes import SeenWrites
-from flatshard._fsdp.tree import check_units, inner_modules, names_of, walk
-from flatshard._graphs.checks import (
-    DEFAULT_WARMUP_STEPS,
-    audits_graphs,
-    emulates_on_cpu,
-)
-from flatshard._graphs.end import drop_before_groups
-from flatshard._tensor.mesh import device_of
-from flatshard._tensor.same_values import compare
-from flatshard.torch_versions import (
-    parameters_of,
-    plain_attributes,
-    without_dispatch_modes,
-)
-
-
-def traces_steps():
-    """Debugging: what the core does is kept for flatshard.diagnostics.take_trace."""
-    return os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
+from flatshard._fsdp.trace import Trace
+from flatshard._fsdp.tree import Tree, check_units, names_of, walk
+from flatshard.torch_versions import parameters_of, plain_attributes
 
 
 class Stale(Exception):
@@ -50,7 +32,16 @@ class Stale(Exception):
 
 class Root:
     """Made when the outermost unit runs for the first time: only then are the units
-    below it and their names known."""
+    below it and their names known.
+
+    Attributes:
+        life: ROOTED, TRAINED or OUTDATED.
+        tree: the outermost module and the units.
+        ranks: those that have the model.
+        graphs, passes, trace: see there.
+        seen_writes: reports writes of others to the core.
+        runtime: _C.Runtime.
+    """
 
     def __init__(self, module, state):
         units, parents, module_names = walk(module)
@@ -60,45 +51,40 @@ class Root:
                 check_may_renew(unit)
                 renew(unit)
         check_units(units, parents, state)
-        settle(units, module_names)
-        options = state.model_options or ModelOptions()
-        self._warn_of_padding(units, state.device_mesh, options.max_padding)
+        follow_modules(units, module_names)
+        options = state.sharding.model_options or ModelOptions()
+        _warn_of_padding(units, state.sharding.device_mesh, options.max_padding)
         tree = []
-        for number, unit in enumerate(units):
-            for p in unit.all_parameters:
-                p.names = names_of(p, module_names) or [p.label]
-            unit.core.set_names(unit.name, unit.core_names())
-            unit.id = number
-            unit.check_grad_dtypes()
-            for p in unit.parameters:
-                if p.parallel is not None:
-                    p.parallel.bind(p.whole)
-                note_whole(p)
-            name_released(unit.core, unit.parameters)
-            places = [
-                _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
-                for p in unit.all_parameters
-                for site, name in p.sites
-            ]
-            tree.append(_C.TreeUnit(unit.core, parents[number], places, unit.grads))
+        for unit, parent in zip(units, parents):
+            places = _place(unit, module_names)
+            tree.append(_C.TreeUnit(unit.core, parent, places, unit.core.grads))
         # The units hold this object. They go with their modules.
-        self.mesh = state.mesh
-        self.device_mesh = state.device_mesh
-        self._checkpoint_mesh = None
-        self._module = weakref.ref(module)
-        self._units = [weakref.ref(unit) for unit in units]
-        self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
+        self.life = LifeCycle(Life.ROOTED)
+        self.ranks = Ranks(state.sharding.mesh, state.sharding.device_mesh)
+        self.graphs = Graphs(units, options.buffers_on_demand)
+        refuse_exchanged(module)
+        self.runtime = self._make_runtime(state, tree, options)
+        self.graphs.begin(self.runtime)
+        self.passes = Passes(self.runtime, self.graphs.enabled)
+        self.trace = Trace(self.runtime, units)
         self.seen_writes = SeenWrites()
-        self.device = device_of(state.device_mesh)
-        self.on_gpu = self.device.type == "cuda"
-        warmup_steps = [u.graph_warmup_steps for u in units if u.cuda_graph]
-        self.cuda_graphs = bool(warmup_steps)
-        self.buffers_on_demand = self._buffers_on_demand(options.buffers_on_demand)
+        self.tree = Tree(module, units)
+        for number, unit in enumerate(units):
+            unit.life.move("root", unit.name)
+            unit.root = self
+            unit.core.begin(self.runtime, number)
+            # Its core stays, so a parameter that is frozen keeps its place.
+            if self.graphs.enabled or any(why_fixed(unit, p) for p in unit.parameters):
+                unit.life.move("train", unit.name)
+        for unit in units:
+            self.apply_policy(unit)
+        self._apply_limits(state.policy)
+
+    def _make_runtime(self, state, tree, options):
         # The core would keep a bound method, and with it this object, for ever.
         me = weakref.ref(self)
-        refuse_exchanged(module)
-        self.core = _C.Runtime(
-            state.mesh,
+        return _C.Runtime(
+            self.ranks.mesh,
             tree,
             _C.Callbacks(
                 before_forward=lambda: me()._before_forward(),
@@ -108,196 +94,68 @@ class Root:
             ),
             _C.RuntimeOptions(
                 prefetch=1 if options.prefetch is None else options.prefetch,
-                copy_engines=state.copy_engines,
-                slots_on_demand=self.buffers_on_demand,
-                shared_streams=state.shared_streams,
+                copy_engines=state.sharding.copy_engines,
+                slots_on_demand=self.graphs.buffers_on_demand,
+                shared_streams=state.policy.shared_streams,
                 trace=True,
-                graphs=_C.GraphOptions(
-                    enabled=self.cuda_graphs,
-                    warmup_steps=max(warmup_steps, default=DEFAULT_WARMUP_STEPS),
-                    audit=audits_graphs(),
-                    emulate_on_cpu=self.cuda_graphs and emulates_on_cpu(),
-                ),
+                graphs=self.graphs.options(),
             ),
         )
-        if self.cuda_graphs:
-            drop_before_groups(self)
-        self.traces_steps = traces_steps()
-        self.core.set_keeps_trace(self.traces_steps)
-        self.seen_collectives = SeenCollectives(self.core, units)
-        self.running_pass = None  # whose forward calls of wrapped modules are
-        self._passes = weakref.WeakSet()  # BackwardPasses that began and continue
-        self.has_passes = False  # or had one since the last forward outside of them
-        self._sync_is_of_pass = False
-        self.life = LifeCycle(Life.ROOTED)
-        self._has_values = False  # all units, and equal ones on the ranks
-        self._inner_outputs = InnerOutputs(inner_modules(units))
-        self.post_optim_event = None  # to wait for before the next gather
-        for unit in units:
-            unit.life.move("root", unit.name)
-            unit.root = self
-            # Its core stays, so a parameter that is frozen keeps its place.
-            if self.cuda_graphs or any(why_fixed(unit, p) for p in unit.parameters):
-                unit.life.move("train", unit.name)
-        for unit in units:
-            self.apply_policy(unit)
-        self.apply_limits(state.policy)
-
-    @staticmethod
-    def _warn_of_padding(units, device_mesh, max_padding):
-        text = _C.describe_excessive_padding(
-            [unit.core for unit in units], 0.05 if max_padding is None else max_padding
-        )
-        if text is not None and device_mesh.get_rank() == 0:
-            warnings.warn(f"fully_shard: {text}", stacklevel=2)
-
-    def _buffers_on_demand(self, asked):
-        if asked is None:
-            return not self.cuda_graphs
-        if asked and self.cuda_graphs:
-            raise ValueError(
-                "buffers_on_demand: expected None or False for the root of a model with "
-                "cuda_graph=True, got True: a graph needs weights and gradients at the "
-                "same addresses in every step"
-            )
-        return asked
 
     @property
     def units(self):
-        return [unit for ref in self._units if (unit := ref()) is not None]
+        return self.tree.units
 
     def checkpoint_mesh(self):
         """Returns the core's mesh over all ranks that hold parts of the model.
         Collective."""
-        if self._checkpoint_mesh is None:
-            grid = grid_of(self.units)
-            self._checkpoint_mesh = (
-                self.mesh if grid is None else tell_parts(self.units, grid)
-            )
-        return self._checkpoint_mesh
+        return self.ranks.for_checkpoints(self.units)
 
     # -- options -----------------------------------------------------------------
 
-    @staticmethod
-    def reshards(unit):
-        """Returns whether the unit is resharded after its forward."""
-        asked = unit.policy.reshard_after_forward
-        # FSDP2: the root's parameters are needed first in the backward.
-        return unit.id != 0 if asked is None else asked
-
     def apply_policy(self, unit):
-        policy = unit.policy
+        policy, fp8 = unit.policy, unit.sharding.fp8
         ids = [
-            None if modules is None else [m.id for m in modules]
-            for modules in (policy.forward_prefetch, policy.backward_prefetch)
+            None if units is None else [u.core.number for u in units]
+            for units in (policy.forward_prefetch, policy.backward_prefetch)
         ]
-        core_policy = _C.UnitPolicy(
-            reshard_after_forward=self.reshards(unit),
-            reshard_after_backward=policy.reshard_after_backward,
-            unshard_in_backward=policy.unshard_in_backward,
-            forward_prefetch=ids[0],
-            backward_prefetch=ids[1],
-            keep_backward_planes=unit.fp8 is not None and unit.fp8.keep_column_plane,
-            keep_post_forward=policy.keep_post_forward,
-            sync_gradients=policy.sync_gradients,
-            all_reduce=policy.all_reduce,
-        )
-        self.core.set_policy(unit.id, core_policy)
         # As with FSDP2, parameters() are the unsharded ones until the backward. This
         # does not hold where these have no own values, or are no leaves.
-        special = unit.fp8 is not None or unit.extended or self.cuda_graphs
-        self.core.set_keeps(unit.id, not (self.reshards(unit) or special))
+        special = fp8 is not None or unit.parameters.extended or self.graphs.enabled
+        unit.core.set_policy(
+            _C.UnitPolicy(
+                reshard_after_forward=unit.reshards,
+                reshard_after_backward=policy.reshard_after_backward,
+                unshard_in_backward=policy.unshard_in_backward,
+                forward_prefetch=ids[0],
+                backward_prefetch=ids[1],
+                keep_backward_planes=fp8 is not None and fp8.keep_column_plane,
+                keep_post_forward=policy.keep_post_forward,
+                sync_gradients=policy.sync_gradients,
+                all_reduce=policy.all_reduce,
+            ),
+            keeps=not (unit.reshards or special),
+        )
 
-    def apply_limits(self, policy):
+    def _apply_limits(self, policy):
         """Applies the settings of the whole model from the root's setters."""
         if policy.max_input_buffers is not None:
-            self.core.set_max_grad_slots(policy.max_input_buffers + 1)
+            self.limit_input_buffers(policy.max_input_buffers)
         if policy.reports_nan:
-            self.core.report_nan_in_param_grad(True)
+            self.report_nan(True)
 
-    # -- passes ------------------------------------------------------------------
+    def limit_input_buffers(self, number):
+        self.runtime.set_max_grad_slots(number + 1)
 
-    def new_pass(self):
-        if self.cuda_graphs:
-            raise NotImplementedError(
-                "backward_pass is not supported in a model with cuda_graph=True: graphs "
-                "of blocks whose backwards interleave are not; leave cuda_graph out"
-            )
-        return _C.BackwardPass(self.core)
+    def report_nan(self, enabled):
+        self.runtime.report_nan_in_param_grad(enabled)
 
-    def pass_began(self, which):
-        self._passes.add(which)
-        self.has_passes = True
+    # -- life --------------------------------------------------------------------
 
-    def pass_opens(self):
-        """Its argument decides whether it is the step's last."""
-        self._sync_is_of_pass = True
-        self.has_passes = True
-
-    def pass_ended(self, which):
-        self._passes.discard(which)
-        self._restore_sync()
-
-    def _restore_sync(self):
-        if self._sync_is_of_pass:
-            self._sync_is_of_pass = False
-            self.core.set_is_last_microbatch(True)
-
-    def give_up_passes(self):
-        for which in list(self._passes):
-            which.give_up()
-
-    def refuse_between_passes(self, module):
-        if self._passes:
-            raise RuntimeError(
-                f"{type(module).__name__} was called while a backward_pass of its model "
-                "is open, whose forward or backward it is not part of: call it inside "
-                "of `with that_pass.forward():`, or end or give_up() that pass first"
-            )
-        self._restore_sync()  # of one that was dropped
-        self.has_passes = False
-
-    def _before_forward(self):
-        """Before a forward of any unit, or an unshard, when none is open. The core calls
-        it, with its lock held."""
-        if not self._has_values:
-            units = self.units
-            for unit in units:
-                unit.check_initialized()
-            with without_dispatch_modes():  # one that counts collectives
-                compare(units, self.device_mesh)
-            for unit in units:
-                unit.forget_digests()
-            self._has_values = True
-        if self.post_optim_event is not None:
-            self.post_optim_event.wait()
-            self.post_optim_event = None
-        self.check_replaced()
-        if self.life.now is Life.OUTDATED:
-            raise Stale
-        if torch.is_grad_enabled():
-            self._inner_outputs.update()
-            is_first = self.life.now is Life.ROOTED
-            if is_first:
-                refuse_plain(self._module(), self.units)
-                for unit in self.units:
-                    unit.retire_trained_formers()
-            if self.core.trains_others() or is_first:
-                self._follow_requires_grad()
-            if is_first:
-                self.life.move("train")
-        for ref in self._of_several:
-            if (unit := ref()) is not None:
-                unit.running.clear()
-        self.seen_writes.before_forward(self.units)
-
-    def _follow_requires_grad(self):
-        with plain_attributes():
-            for unit in self.units:
-                if not unit.fits():
-                    raise Stale
-                unit.follow_requires_grad()
-                unit.life.move("train", unit.name)
+    def reset(self):
+        """Ends what is open, after an exception."""
+        self.passes.give_up()
+        self.runtime.reset()
 
     def renew(self):
         """Makes the Root that comes after this one, when Stale was raised."""
@@ -306,16 +164,20 @@ class Root:
         for unit in units:
             check_may_renew(unit)
         self.end()
-        return Root(self._module(), units[0])
+        return Root(self.tree.module, units[0])
 
     def check_may_end(self, what):
         """Raises NotImplementedError where what the Root has would be lost."""
+        units = self.units
         for problem, name in (
-            (self._passes, "while a backward_pass is open"),
-            (self.cuda_graphs, "in a model with cuda_graph=True"),
-            (any(u.main_grads for u in self.units), "where modules write to main_grad"),
+            (self.passes.are_open, "while a backward_pass is open"),
+            (self.graphs.enabled, "in a model with cuda_graph=True"),
             (
-                any(u.joined for u in self.units),
+                any(u.sharding.main_grads for u in units),
+                "where modules write to main_grad",
+            ),
+            (
+                any(u.parameters.joined for u in units),
                 "with parameters on a part of the mesh",
             ),
         ):
@@ -327,19 +189,49 @@ class Root:
 
     def end(self):
         """The next forward makes another Root, for which all units have other cores."""
-        self._inner_outputs.close()
+        self.tree.close()
         for unit in self.units:
             unit.show_shards()
             unit.root = None
+            unit.core.end()
             unit.life.move("outdate", unit.name)
 
     def check_replaced(self):
-        if self.core.shows_others():
+        if self.runtime.shows_others():
             refuse_replaced(self.units)
 
+    # -- callbacks of the core, under its lock ---------------------------------------
+
+    def _before_forward(self):
+        """Before a forward of any unit, or an unshard, when none is open."""
+        self.tree.check_values(self.ranks.device_mesh)
+        self.passes.wait_for_optimizer()
+        self.check_replaced()
+        if self.life.now is Life.OUTDATED:
+            raise Stale
+        if torch.is_grad_enabled():
+            self.tree.watch_outputs()
+            is_first = self.life.now is Life.ROOTED
+            if is_first:
+                self.tree.check_trained()
+            if is_first or self.runtime.trains_others():
+                self._follow_requires_grad()
+            if is_first:
+                self.life.move("train")
+        self.tree.begin_forward()
+        self.seen_writes.before_forward(self.units)
+
+    def _follow_requires_grad(self):
+        with plain_attributes():
+            for unit in self.units:
+                if not unit.fits():
+                    raise Stale
+                unit.parameters.follow_requires_grad()
+                unit.life.move("train", unit.name)
+
     def _whole_written(self, number, wholes):
-        """The forward of a unit, or somebody who unsharded it, wrote unsharded
-        parameters: the core calls it before they are released."""
+        """The forward of a unit, or a program that unsharded it, wrote unsharded
+        parameters. They are resharded afterwards."""
         unit = self.units[number]
         for p in unit.parameters:
             if any(p.whole is tensor for tensor in wholes):
@@ -351,9 +243,37 @@ class Root:
                     )
                 p.write(p.whole.detach())
         unit.core.mark_written()
-        self.core.gathered_written(number)
+        unit.core.gathered_written()
 
     def _before_backward(self):
-        """The core calls it, with its lock held."""
         self.seen_writes.before_backward(self.units)
-        self.seen_collectives.report_after_backward()
+        self.trace.report_after_backward()
+
+
+def _place(unit, module_names):
+    """Gives the parameters of a unit their names in the model.
+
+    Returns:
+        A _C.Place for each place in which they are.
+    """
+    for p in unit.parameters.all:
+        p.names = names_of(p, module_names) or [p.label]
+    unit.parameters.check_grad_dtypes()
+    for p in unit.parameters:
+        if p.parallel is not None:
+            p.parallel.bind(p.whole)
+        note_whole(p)
+    unit.core.name(unit.name, unit.parameters)
+    return [
+        _C.Place(parameters_of(site()), name, p.whole, p.shard, p.shown)
+        for p in unit.parameters.all
+        for site, name in p.sites
+    ]
+
+
+def _warn_of_padding(units, device_mesh, max_padding):
+    text = _C.describe_excessive_padding(
+        [unit.core for unit in units], 0.05 if max_padding is None else max_padding
+    )
+    if text is not None and device_mesh.get_rank() == 0:
+        warnings.warn(f"fully_shard: {text}", stacklevel=2)

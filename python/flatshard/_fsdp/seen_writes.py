@@ -7,7 +7,7 @@ class SeenWrites:
     """Marks the core's units whose parameters were written since they were marked last.
 
     Attributes:
-        number: sum of Writes.count and Writes.single that was seen last.
+        number: Writes.total that was seen last.
     """
 
     def __init__(self):
@@ -21,9 +21,10 @@ class SeenWrites:
             return
         self._with_looks = number
         for unit in units:
-            seen = writes.count, unit.num_writes, unit.num_looks
-            if seen != unit.seen_writes:
-                unit.seen_writes = seen
+            own = unit.parameters.writes
+            seen = writes.count, own.count, own.looks
+            if seen != own.marked:
+                own.marked = seen
                 unit.mark_written()
 
     def before_backward(self, units):
@@ -37,19 +38,20 @@ class SeenWrites:
                 unit.core.mark_written()
 
     @staticmethod
-    def before_inner_forward(runtime, unit):
+    def before_inner_forward(unit):
         """Before a forward of `unit` inside of another, if shards were written since that
         one began: weights that were gathered ahead are out of date."""
         writes.number()
-        if runtime.in_forward() and _sees_writes(unit):
+        if unit.core.in_forward() and _sees_writes(unit):
             unit.mark_written()
-            runtime.weights_written(unit.id)
+            unit.core.weights_written()
 
 
 def _sees_writes(unit):
     """Returns whether there were any since the last call."""
-    seen = writes.count, unit.num_writes
-    if seen == unit.seen_writes[:2]:
+    own = unit.parameters.writes
+    seen = writes.count, own.count
+    if seen == own.marked[:2]:
         return False
-    unit.seen_writes = (*seen, unit.num_looks)
+    own.marked = (*seen, own.looks)
     return True

@@ -1,9 +1,64 @@
 """The tree of units below a root: their order, their names, and whether they fit."""
 
+import weakref
 from dataclasses import fields
 
 from flatshard._fsdp.collect import modules_of_unit
+from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
+from flatshard._fsdp.replacements import refuse_plain
+from flatshard._tensor.same_values import compare
+from flatshard.torch_versions import without_dispatch_modes
+
+
+class Tree:
+    """Weak references to the outermost module of a model and to its units, because the
+    units refer to the Root."""
+
+    def __init__(self, module, units):
+        self._module = weakref.ref(module)
+        self._units = [weakref.ref(unit) for unit in units]
+        self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
+        self._inner_outputs = InnerOutputs(inner_modules(units))
+        self._has_values = False  # all units, and equal ones on the ranks
+
+    @property
+    def module(self):
+        return self._module()
+
+    @property
+    def units(self):
+        return [unit for ref in self._units if (unit := ref()) is not None]
+
+    def check_values(self, device_mesh):
+        """Once, before the first forward or unshard. Collective."""
+        if self._has_values:
+            return
+        units = self.units
+        for unit in units:
+            unit.parameters.check_have_values()
+        with without_dispatch_modes():  # one that counts collectives
+            compare(units, device_mesh)
+        for unit in units:
+            unit.parameters.forget_digests()
+        self._has_values = True
+
+    def check_trained(self):
+        """Before the first forward with gradients."""
+        refuse_plain(self.module, self.units)
+        for unit in self.units:
+            unit.parameters.retire_trained_formers()
+
+    def watch_outputs(self):
+        self._inner_outputs.update()
+
+    def begin_forward(self):
+        for ref in self._of_several:
+            if (unit := ref()) is not None:
+                unit.modules.running.clear()
+
+    def close(self):
+        self._inner_outputs.close()
 
 
 def walk(root):
@@ -69,15 +124,15 @@ def check_units(units, parents, state):
     Raises:
         ValueError, NotImplementedError, RuntimeError: they do not; the text names a unit.
     """
-    has_graphs = any(unit.cuda_graph for unit in units)
+    has_graphs = any(unit.sharding.cuda_graph for unit in units)
     for unit, parent in zip(units, parents):
-        if parent >= 0 and units[parent].cuda_graph:
+        if parent >= 0 and units[parent].sharding.cuda_graph:
             raise ValueError(
                 f"cuda_graph: unit {units[parent].name} holds unit {unit.name}, "
                 "which is gathered inside of its forward; give only the inner one "
                 "cuda_graph=True"
             )
-        if parent >= 0 and unit.shared_streams is not None:
+        if parent >= 0 and unit.policy.shared_streams is not None:
             raise ValueError(
                 f"share_comm_ctx: unit {unit.name} is part of a model, whose streams it "
                 "has; give the outermost module instead"
@@ -87,42 +142,43 @@ def check_units(units, parents, state):
                 f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
                 f"which unit {unit.name} has"
             )
-        if unit.slices is not None:
+        if unit.sharding.slices is not None:
             raise RuntimeError(
-                f"unit {unit.name} is on {unit.mesh}, which was flattened together with "
+                f"unit {unit.name} is on {unit.sharding.mesh}, which was flattened together with "
                 "other dimensions, so their ranks have different experts: apply "
                 "fully_shard to the module around it, on the flattened mesh, or, if these "
                 "are no experts, flatten after the last fully_shard"
             )
-        if unit.cuda_graph and unit.main_grads:
+        if unit.sharding.cuda_graph and unit.sharding.main_grads:
             raise NotImplementedError(
                 f"cuda_graph is not supported for unit {unit.name}, whose modules "
                 "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
                 "runs nothing of them on the host; leave one of them out"
             )
         unit.life.check("root", unit.name)
-        if unit.model_options is not None and unit.model_options != state.model_options:
-            _check_model_options(unit, state)
-        if unit.copy_engines != state.copy_engines:
+        own, of_root = unit.sharding, state.sharding
+        if own.model_options not in (None, of_root.model_options):
+            _check_model_options(unit.name, own, of_root)
+        if own.copy_engines != of_root.copy_engines:
             raise ValueError(
                 f"copy_engines: unit {unit.name} and the root differ; choose one "
                 "for all units of a model"
             )
-        if unit.mesh is not state.mesh:
+        if own.mesh is not of_root.mesh:
             raise ValueError(
-                f"unit {unit.name} is on mesh {unit.mesh}, the root on "
-                f"{state.mesh}: expected one mesh for all units of a model"
+                f"unit {unit.name} is on mesh {unit.sharding.mesh}, the root on "
+                f"{of_root.mesh}: expected one mesh for all units of a model"
             )
 
 
-def _check_model_options(unit, root):
+def _check_model_options(name, own, of_root):
     """Raises an error when a part of the model has other options than the root."""
     for field in fields(ModelOptions):
-        given = getattr(unit.model_options, field.name)
-        has = getattr(root.model_options or ModelOptions(), field.name)
+        given = getattr(own.model_options, field.name)
+        has = getattr(of_root.model_options or ModelOptions(), field.name)
         if given not in (field.default, has):
             raise ValueError(
-                f"{field.name}={given!r} of unit {unit.name} has no effect: it is an option "
+                f"{field.name}={given!r} of unit {name} has no effect: it is an option "
                 f"of the whole model, which has {has!r}; use configure(model, "
                 "ModelOptions(...)) with the outermost module"
             )

@@ -49,9 +49,9 @@ def share_comm_ctx(modules: list[nn.Module]) -> None:
         states.append(state_of(module))
         states[-1].life.check("share_streams", kind=type(module).__name__)
     if states:
-        streams = _C.CommStreams(states[0].mesh)
+        streams = _C.CommStreams(states[0].sharding.mesh)
         for state in states:
-            state.shared_streams = streams
+            state.policy.shared_streams = streams
 
 
 def wrap_class(module, cuda_graph=False):

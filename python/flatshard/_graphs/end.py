@@ -7,13 +7,13 @@ import weakref
 
 from flatshard.torch_versions import call_before_groups_end
 
-_roots: weakref.WeakSet = weakref.WeakSet()
+_models: weakref.WeakSet = weakref.WeakSet()
 
 
-def drop_before_groups(root):
-    """Drops the graphs of a Root before a process group ends. Later steps watch and
-    capture again."""
-    _roots.add(root)
+def drop_before_groups(graphs):
+    """Calls `graphs.reset()`, of a model, before a process group ends. Later steps watch
+    and capture again."""
+    _models.add(graphs)
     _watch_groups()
 
 
@@ -24,5 +24,5 @@ def _watch_groups():
 
 @atexit.register
 def _drop():
-    for root in list(_roots):
-        root.core.reset_graphs()
+    for graphs in list(_models):
+        graphs.reset()

@@ -62,7 +62,7 @@ class _TensorLike:
 
 def _describe(leaf, name, state):
     if isinstance(leaf, torch.Tensor):
-        device = device_of(state.device_mesh)
+        device = device_of(state.sharding.device_mesh)
         if type(leaf) not in (torch.Tensor, nn.Parameter) or (
             leaf.layout is not torch.strided
         ):
@@ -74,7 +74,7 @@ def _describe(leaf, name, state):
             raise ValueError(
                 f"{name}: expected tensors on {device} or meta, got one on {leaf.device}"
             )
-        policy = state.mp_policy
+        policy = state.sharding.mp_policy
         casts = policy.cast_forward_inputs and leaf.is_floating_point()
         dtype = policy.param_dtype if casts and policy.param_dtype else leaf.dtype
         return _TensorLike(tuple(leaf.shape), dtype, leaf.requires_grad)

@@ -278,7 +278,7 @@ class _Tree:
 
     @never_compiled
     def __init__(self, module, state):
-        self.device = device_of(state.device_mesh)
+        self.device = device_of(state.sharding.device_mesh)
         self.inner = [m for m in module.modules() if m is not module]
         self.hooks = torch_versions.GLOBAL_HOOKS + tuple(
             hooks for m in self.inner for hooks in torch_versions.hooks_of_module(m)
@@ -374,8 +374,7 @@ class UnitGraph:
         reason = obstacle
         if not obstacle and self._recorded is not None:
             reason = recorded.difference(self._recorded)
-        outputs, is_watched = state.root.core.graph_forward(
-            state.id,
+        outputs, is_watched = state.core.graph_forward(
             function=recorded,
             inputs=None if obstacle else tensors,
             constants=self._tree.constants(),
@@ -399,7 +398,7 @@ class UnitGraph:
                 tensors, recorded.returned(tensors, outputs), state.name
             )
         # The core takes plain tensors alone.
-        state.root.core.graph_ran(state.id, tensors, [] if strange else outputs)
+        state.core.graph_ran(tensors, [] if strange else outputs)
         return output
 
     @never_compiled

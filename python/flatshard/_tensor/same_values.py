@@ -37,7 +37,9 @@ def compare(units, device_mesh):
         RuntimeError: parameters whose values were not equal on all ranks when they were
             sharded, and nobody wrote them since; the same on all ranks.
     """
-    if device_mesh.size() == 1 or not any(unit.check_same_values for unit in units):
+    if device_mesh.size() == 1 or not any(
+        unit.sharding.check_same_values for unit in units
+    ):
         return
     names = []
     meshes = {id(p.shared_by): p.shared_by for u in units for p in u.parameters}
@@ -75,5 +77,5 @@ def _is_unknown(unit, p):
     return (
         p.digest is None
         or storage in writes.written
-        or unit.seen_list_writes != writes.lists
+        or unit.parameters.writes.lists != writes.lists
     )

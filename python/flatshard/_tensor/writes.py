@@ -11,6 +11,24 @@ from torch.optim.optimizer import (
 from flatshard._tensor.memory import address_of, local_of
 
 
+class Seen:
+    """Writes of others to the parameters of one unit, and looks at them.
+
+    Attributes:
+        count: of writes.
+        looks: at plain tensors that share their memory.
+        marked: Writes.count, `count` and `looks` when its core was marked last.
+        lists: Writes.lists when the unit was made.
+    """
+
+    __slots__ = "count", "looks", "marked", "lists"
+
+    def __init__(self):
+        self.count = self.looks = 0
+        self.marked = ()
+        self.lists = writes.lists
+
+
 class Writes:
     """Notices that somebody may have written sharded parameters.
 
@@ -23,7 +41,7 @@ class Writes:
 
     def __init__(self):
         self.count = 0  # of writes that may be to any unit
-        self.single = 0  # of those to one unit alone, by which its num_writes rose
+        self.total = 0  # and those to one unit alone, by which its Seen.count rose
         self.units = {}  # weak references, by the address of the memory of a parameter
         self.written = set()  # addresses that were written directly
         self.lists = 0  # writes to several at once
@@ -52,7 +70,7 @@ class Writes:
         `tensor`."""
         unit = self.unit_of(tensor)
         if unit is not None:
-            unit.num_looks += 1
+            unit.parameters.writes.looks += 1
             self.looks += 1
             local = local_of(tensor)
             # The counter that autograd checks has no public name.
@@ -89,19 +107,19 @@ class Writes:
 
     def note_unit(self, unit):
         """Notes that somebody wrote parameters of this unit, or made them anew."""
-        unit.num_writes += 1
-        self.single += 1
+        unit.parameters.writes.count += 1
+        self.total += 1
 
     def number(self):
         """Rises with every write: to any unit (`count`, up to date from here on), or to
-        one alone (its `num_writes`)."""
+        one alone (its `Seen.count`)."""
         self._give_up_step()
         if self.lent:
             self.note_written_looks()
-        return self.count + self.single
+        return self.total
 
     def number_with_looks(self):
-        """Rises with every look, too (a unit's `num_looks`), which may have been a write
+        """Rises with every look, too (a unit's `Seen.looks`), which may have been a write
         that left no trace."""
         number = self.number() + self.looks
         self.lent.clear()
@@ -112,6 +130,7 @@ class Writes:
         if self._left_to_step:
             self._stepping = self._left_to_step = False
             self.count += 1
+            self.total += 1
 
     def unit_of(self, tensor):
         """Returns the unit whose parameter's memory `tensor` has, or None."""

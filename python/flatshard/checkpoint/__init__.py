@@ -24,7 +24,6 @@ from flatshard import _C
 from flatshard._fsdp.forward import root_of
 from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
-from flatshard._tensor.mesh import device_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.writes import writes
 from flatshard.checkpoint.optimizer_state import (
@@ -53,7 +52,7 @@ def _root_of(model):
     """Raises NotImplementedError for a parameter that the files cannot hold."""
     root = root_of(model)
     for unit in root.units:
-        for p in unit.extended:
+        for p in unit.parameters.extended:
             raise NotImplementedError(
                 f"flatshard.checkpoint: parameter {p.names[0]} is a tensor of a subclass, "
                 "which is not supported; use torch.distributed.checkpoint"
@@ -188,7 +187,7 @@ def load(
         raise
     for unit in root.units:
         unit.note_values()
-        unit.forget_digests()
+        unit.parameters.forget_digests()
         writes.note_unit(unit)
     if optimizer is not None and described:
         take_options(optimizer, described["param_groups"])
@@ -339,7 +338,7 @@ def _whole_tensors(model):
 
 def _materialize_buffers(root, model):
     """Gives persistent buffers on the meta device memory; what they were."""
-    device = device_of(root.device_mesh)
+    device = root.ranks.device
     replaced = []
     for module in model.modules():
         for name, buffer in persistent_buffers(module):

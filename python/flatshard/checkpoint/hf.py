@@ -88,7 +88,7 @@ def load_hf(
     for module in model.modules():
         if (state := state_of(module)) is not None:
             state.note_values()
-            state.forget_digests()
+            state.parameters.forget_digests()
             writes.note_unit(state)
     return sorted(tensors.unused)
 

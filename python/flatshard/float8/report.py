@@ -61,7 +61,9 @@ def describe(model: nn.Module) -> Float8Report:
         state, index = place
         p = state.parameters[index]
         if p.float8:
-            float8[name] = _describe(state.fp8, device_of(state.device_mesh))
+            float8[name] = _describe(
+                state.sharding.fp8, device_of(state.sharding.device_mesh)
+            )
         else:
             others[name] = p.why_not_float8
     return Float8Report(

@@ -65,7 +65,7 @@ class ScheduleHooks:
             if left is not None:  # by an exception
                 left.give_up()
         self._forward = self._backward = None
-        self._is_on, root.running_pass = True, self
+        self._is_on, root.passes.running = True, self
 
     def post_forward_release_module(self, module):
         """The last piece of the forward of `module`, a unit, ran."""
@@ -102,7 +102,7 @@ class ScheduleHooks:
         self._backward = None
         which.close()
         if self._forward is None:
-            self._is_on, root_of(self._module()).running_pass = False, None
+            self._is_on, root_of(self._module()).passes.running = False, None
 
     # -- reports of sub-modules ----------------------------------------------------
 
@@ -128,13 +128,13 @@ class ScheduleHooks:
                 f"a checkpoint around {type(unit).__name__}, a unit, is not supported in "
                 "a schedule that calls sub-modules; put it around parts of the unit"
             )
-        args, kwargs = cast_inputs(state_of(unit).mp_policy, args, kwargs)
+        args, kwargs = cast_inputs(state_of(unit).sharding.mp_policy, args, kwargs)
         mine = self._now()
         mine.begin_forward(unit)
         output = function(*args, **kwargs)
         mine.end_forward(unit)
         self.returned(unit, output)
-        return cast_output(state_of(unit).mp_policy, output)
+        return cast_output(state_of(unit).sharding.mp_policy, output)
 
     def _now(self):
         if self._forward is None:

@@ -118,7 +118,7 @@ class _Schedule:
 
     def run_step(self, microbatches, loss_of):
         global _running
-        former, self._root.running_pass, _running = _running, self, self
+        former, self._root.passes.running, _running = _running, self, self
         try:
             losses = [
                 self._forward(number, microbatch, loss_of)
@@ -130,7 +130,7 @@ class _Schedule:
                 microbatch.steps.give_up()
             raise
         finally:
-            self._root.running_pass, _running = None, former
+            self._root.passes.running, _running = None, former
         return losses
 
     def _reach(self, step):
@@ -148,7 +148,7 @@ class _Schedule:
                     f"to {step}: each layer runs once in a forward, in order"
                 )
             microbatch = self._microbatches[number]
-            with outside_of_autocast(self._root.device):
+            with outside_of_autocast(self._root.ranks.device):
                 if which == "W":
                     module = self._layers[layer]
                     microbatch.steps.run_wgrads(module, _NODES[node])
@@ -172,7 +172,7 @@ class _Schedule:
 
     def run(self, module, function, args, kwargs):
         """Returns function(*args, **kwargs), the forward of a wrapped module."""
-        mine, policy = self._now, state_of(module).mp_policy
+        mine, policy = self._now, state_of(module).sharding.mp_policy
         if mine is None:
             raise RuntimeError(
                 f"{type(module).__name__} was called outside of loss_of while the "
@@ -206,10 +206,10 @@ class _Schedule:
                 )
         mine.current = number
         mine.steps.begin_forward(module)
-        policy = state_of(module).mp_policy
+        policy = state_of(module).sharding.mp_policy
         if is_checkpointed(module):
             kwargs = without_cache(kwargs)
-            layer.recompute = Recompute(self._root.device)
+            layer.recompute = Recompute(self._root.ranks.device)
 
         def forward():
             inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)

@@ -39,7 +39,7 @@ def _with_options(options, patches):
             for m in modules:
                 flatshard.configure(m, flatshard.ModelOptions(**of_model))
         result = flatshard.fully_shard(module, **{**defaults, **keywords})
-        strategy = flatshard.fully_shard.state(modules[0]).strategy
+        strategy = flatshard.fully_shard.state(modules[0]).sharding.strategy
         closing.count_unit(strategy, dist.get_rank())
         return result
 

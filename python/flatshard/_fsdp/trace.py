@@ -1,9 +1,11 @@
-"""Shows the core's collectives to torch's CommDebugMode.
+"""The actions of a model's core, for flatshard.diagnostics and for torch's CommDebugMode.
 
-The core launches them in C++, where no TorchDispatchMode sees them. An active
+The core launches collectives in C++, where no TorchDispatchMode sees them. An active
 CommDebugMode gets them afterwards: one all-gather for each time that a unit was
 gathered, one reduction for each time that its gradients were, with FSDP2's operators.
 """
+
+import os
 
 from flatshard import _C
 from flatshard._fsdp.strategies import of_core
@@ -16,20 +18,29 @@ from flatshard._tensor.reported_collectives import (
 from flatshard.torch_versions import comm_debug_modes, in_backward, queue_callback
 
 
-class SeenCollectives:
-    """The collectives that a model's core ran while a CommDebugMode was active.
+class Trace:
+    """The actions of a model's core since the last call of take().
 
     Args:
-        core: _C.Runtime.
+        runtime: _C.Runtime.
         units: UnitStates, in the core's order.
+
+    Attributes:
+        is_kept: FLATSHARD_TRACE_STEPS=1 keeps all actions, for flatshard.diagnostics.
     """
 
-    def __init__(self, core: _C.Runtime, units: list):
-        self._core = core
+    def __init__(self, runtime: _C.Runtime, units: list):
+        self._runtime = runtime
+        self.is_kept = os.environ.get("FLATSHARD_TRACE_STEPS") == "1"
+        runtime.set_keeps_trace(self.is_kept)
         self._kinds = {
-            unit.name: _kinds_of(unit.strategy, unit.device_mesh) for unit in units
+            unit.name: _kinds_of(unit.sharding.strategy, unit.sharding.device_mesh)
+            for unit in units
         }
         self._policies = {unit.name: unit.policy for unit in units}
+
+    def take(self) -> list:
+        return self._runtime.take_trace()
 
     def report(self) -> None:
         """Called after an unshard."""
@@ -42,8 +53,8 @@ class SeenCollectives:
         modes = comm_debug_modes()
         if not modes:
             return
-        if unit.root.reshards(unit) and not unit.running and not in_backward():
-            self._core.reshard(unit.id)
+        if unit.reshards and not unit.modules.running and not in_backward():
+            unit.core.reshard()
         self._report(modes)
 
     def report_after_backward(self) -> None:
@@ -56,7 +67,7 @@ class SeenCollectives:
     def _report(self, modes):
         operators = [
             operator
-            for kind, unit, *_ in self._core.take_trace()
+            for kind, unit, *_ in self.take()
             for operator in self._operators(kind, unit)
         ]
         report(modes, operators)

@@ -1,5 +1,5 @@
-"""Parameters that fully_shard replaced, and parameters and modules that somebody
-replaced after it."""
+"""Optimizers of parameters that modules showed at another time, and parameters and
+modules that somebody replaced after fully_shard."""
 
 import weakref
 
@@ -9,13 +9,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from flatshard._fsdp.former import former_name, num_marked
-from flatshard._fsdp.parameter import parameter_of_whole
+from flatshard._fsdp.parameter import parameter_of_whole, subclass_of
 from flatshard._fsdp.renewal import check_may_renew, renew
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
-from flatshard._tensor.writes import writes
 from flatshard.torch_versions import has_accumulation_hooks, parameters_of
 
 # -- optimizers of parameters that modules showed at another time ----------------------
@@ -60,116 +59,10 @@ def _to_train(optimizer, parameter):
 
 register_optimizer_step_pre_hook(_before_step)
 
-# -- state_dict and load_state_dict ---------------------------------------------------
-
-
-class _StateDicts:
-    """The hooks of state dicts of a module whose parameters, if any, belong to a
-    unit. Copies of the module have hooks that do nothing: they belong to none."""
-
-    def __init__(self, state=None):
-        self._unit = weakref.ref(state) if state is not None else lambda: None
-
-    def __reduce__(self):
-        return _StateDicts, ()
-
-    def before_save(self, module, prefix, keep_vars):
-        if (state := self._unit()) is not None:
-            state.show_shards()
-
-    def before(self, module, state_dict, prefix, local_metadata, *_):
-        if (state := self._unit()) is not None:
-            state.show_shards()
-            _before_load(state, module, state_dict, prefix, local_metadata)
-
-    def after(self, module, incompatible_keys):
-        if (state := self._unit()) is not None:
-            _after_load(state, module)
-
-
-def watch_state_dicts(module, state):
-    """Watches the state dicts of a module whose parameters, if any, belong to the unit
-    `state`."""
-    watch = _StateDicts(state)
-    module.register_state_dict_pre_hook(watch.before_save)
-    module.register_load_state_dict_pre_hook(watch.before)
-    module.register_load_state_dict_post_hook(watch.after)
-
-
-def _before_load(state, module, state_dict, prefix, local_metadata):
-    state.loads_by_assign = local_metadata.get("assign_to_params_buffers", False)
-    for name, parameter in parameters_of(module).items():
-        value = state_dict.get(prefix + name)
-        if state.loads_by_assign:
-            if isinstance(parameter, ShardedTensor) and (kind := _kind(value)):
-                raise NotImplementedError(
-                    f"load_state_dict(assign=True): {prefix + name} is a {kind}, a "
-                    "subclass that the shard would take as a plain tensor; load its "
-                    "plain values"
-                )
-            continue
-        if (
-            isinstance(parameter, ShardedTensor)
-            and isinstance(value, torch.Tensor)
-            and not isinstance(value, DTensor)
-        ):
-            raise ValueError(
-                f"load_state_dict: {prefix + name} is a whole tensor, the model's is "
-                "sharded. For a state dict of whole tensors call torch.distributed."
-                "checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-                "options=StateDictOptions(full_state_dict=True)), with "
-                "broadcast_from_rank0=True when only rank 0 has it"
-            )
-    if not state.loads_by_assign:
-        # torch need not warn that copies to meta do nothing
-        state.note_values(
-            p
-            for p in state.all_parameters
-            if any(m() is module and prefix + n in state_dict for m, n in p.sites)
-        )
-
-
-def _kind(tensor):
-    """Returns the subclass that a tensor, or what a DTensor holds, is; "" for plain
-    ones."""
-    if isinstance(tensor, DTensor):
-        tensor = local_of(tensor)
-    plain = (torch.Tensor, nn.Parameter)
-    is_other = isinstance(tensor, torch.Tensor) and type(tensor) not in plain
-    return type(tensor).__name__ if is_other else ""
-
-
-def _after_load(state, module):
-    """load_state_dict(assign=True) puts other parameters into modules: the shards take
-    their values and come back."""
-    if any(module is m() for m in state.modules):
-        writes.note_unit(state)
-    if not state.loads_by_assign:
-        return
-    for p in state.parameters:
-        for site in p.sites:
-            owner = site[0]()
-            found = None if owner is None else parameters_of(owner).get(site[1])
-            if owner is not module or found is None:
-                continue
-            if p.is_face(found):
-                continue
-            if found.shape != p.shard.shape:
-                raise ValueError(
-                    f"parameter {site[1]} was replaced by one of shape "
-                    f"{tuple(found.shape)}, expected {tuple(p.shard.shape)}"
-                )
-            state.note_values([p])
-            p.write(found)
-            p.digest = None
-            parameters_of(owner)[site[1]] = p.shard
-            writes.note_unit(state)
-
-
 # -- before the first forward ----------------------------------------------------------
 
 
-def settle(units, names):
+def follow_modules(units, names):
     """Brings the units' parameters in line with what the modules show now, or changes
     nothing and raises the reason.
 
@@ -187,8 +80,9 @@ def settle(units, names):
         for p in unit.parameters:
             p.sites = sites[p.index]
             if shards[p.index] is not p.shard:
-                unit.take(p, shards[p.index])
-        suits = unit.fits() if torch.is_grad_enabled() else unit.can_evaluate()
+                unit.replace(p, shards[p.index])
+        trains = torch.is_grad_enabled()
+        suits = unit.fits() if trains else unit.parameters.can_evaluate()
         if not unit.life.keeps_rows and not suits:
             check_may_renew(unit)
             renew(unit)
@@ -294,7 +188,7 @@ def _check_taken(p, found, name, kept):
     if type(found) not in (DTensor, ShardedTensor, EvenShard):
         kind = "plain tensor" if type(found) is nn.Parameter else type(found).__name__
         raise ValueError(f"{what}a {kind}, expected a DTensor{remedy}")
-    if kind := _kind(found):
+    if kind := subclass_of(found):
         raise NotImplementedError(
             f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
             f"plain tensor{remedy}"
@@ -370,8 +264,9 @@ def refuse_exchanged(root):
 def refuse_plain(root, units):
     """Raises an error for a parameter to train that no unit has: the ranks' copies
     would diverge. A hook on its accumulated gradient may reduce it."""
-    ignored = {(id(module()), key) for unit in units for module, key in unit.ignored}
-    parameters = [p for unit in units for p in unit.all_parameters]
+    places = [place for unit in units for place in unit.parameters.ignored]
+    ignored = {(id(module()), key) for module, key in places}
+    parameters = [p for unit in units for p in unit.parameters.all]
     own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded
     for prefix, module in root.named_modules():
         for key, parameter in parameters_of(module).items():

@@ -30,24 +30,25 @@ def find_parts(modules, core, offload, copy_engines):
     for module in modules:
         for inner in module.modules():
             state = state_of(inner)
-            if state is None or state.slices is None:
+            if state is None or state.sharding.slices is None:
                 continue
             kind = type(inner).__name__
-            if state.mesh is core:
+            mesh, slices = state.sharding.mesh, state.sharding.slices
+            if mesh is core:
                 raise ValueError(
                     f"mesh: {kind} inside and this module are on {core}, which was "
                     "flattened together with other dimensions, so their ranks have "
                     "different experts. Give this module the flattened mesh, or, if these "
                     "are no experts, flatten after the last fully_shard"
                 )
-            number = core.size // state.mesh.size
-            if not state.mesh.is_part_of(core) or number != state.slices[0]:
+            number = core.size // mesh.size
+            if not mesh.is_part_of(core) or number != slices[0]:
                 raise ValueError(
-                    f"mesh: {kind} inside is on {state.mesh}, this module on {core}: "
+                    f"mesh: {kind} inside is on {mesh}, this module on {core}: "
                     "expected a mesh that the inner one is a part of"
                 )
             state.life.check("join", kind=kind)
-            if state.main_grads:
+            if state.sharding.main_grads:
                 raise NotImplementedError(
                     f"modules that write gradients to main_grad are not supported on a "
                     f"part of the mesh, as {kind} has them; leave out their option "
@@ -55,7 +56,7 @@ def find_parts(modules, core, offload, copy_engines):
                 )
             for option, inner_has, outer_has in (
                 ("offload_policy", state.core.offloads, offload),
-                ("copy_engines", state.copy_engines, copy_engines),
+                ("copy_engines", state.sharding.copy_engines, copy_engines),
             ):
                 if inner_has != outer_has:
                     raise ValueError(
@@ -72,18 +73,19 @@ def join(state, parts):
         begin = state.core.num_parameters
         shards = [_shard(state, part, p) for p in part.parameters]
         state.core.join(part.core)
-        writes.remove([p.shard for p in part.parameters])
+        writes.remove(part.parameters.shards)
         for p, data in zip(part.parameters, shards):
-            p.shared_by = part.device_mesh
-            state.take_over(p, begin + p.index, data)
-        writes.add(state, [p.shard for p in part.parameters])
-        state.parameters += part.parameters
-        state.ignored += part.ignored
-        state.joined.append(part)
+            p.shared_by = part.sharding.device_mesh
+            state.adopt(p, begin + p.index, data)
+        writes.add(state, part.parameters.shards)
+        state.parameters.own += part.parameters
+        state.parameters.ignored += part.parameters.ignored
+        state.parameters.joined.append(part)
+        part.life.move("join")
         for reference in part.modules:
             module = reference()
             module.__dict__["_flatshard"] = state
-            module.__dict__["_flatshard_policy"] = part.mp_policy
+            module.__dict__["_flatshard_policy"] = part.sharding.mp_policy
             module.__class__ = _joined_class(type(module))
     if parts:
         state.make_grads()
@@ -94,21 +96,22 @@ def _shard(state, part, p):
     whole tensor."""
     local = local_of(p.stored_shard)
     if p.parallel is None:
-        placements, shape = _placements(part, p, state.device_mesh)
-        return ShardedTensor.wrap(local, state.device_mesh, placements, shape)
-    edp = part.device_mesh
+        mesh = state.sharding.device_mesh
+        placements, shape = _placements(part, p, mesh)
+        return ShardedTensor.wrap(local, mesh, placements, shape)
+    edp = part.sharding.device_mesh
     is_cut = bool(part.core.cuts(p.index))
-    p.parallel.become_slice(edp, part.mesh, state.mesh)
+    p.parallel.become_slice(edp, part.sharding.mesh, state.sharding.mesh)
     placements = p.parallel.placements(edp, p.dim, is_cut)
     return parallel_shard(local, p.parallel, placements, edp.ndim - 1, p.dim)
 
 
 def _placements(part, p, mesh):
     """Placements on `mesh` and the whole shape of a parameter that is a slice."""
-    number, _ = part.slices
+    number, _ = part.sharding.slices
     rows = p.whole.shape[0]
     pieces = part.core.cuts(p.index) or [0, rows]
-    edp = part.device_mesh
+    edp = part.sharding.device_mesh
     holders = edp.size(edp.ndim - 1)  # ranks that share a slice, of one replica
     if len(pieces) == 2 and holders > 1:
         raise NotImplementedError(
