@@ -38,3 +38,49 @@ def test_packages_import_what_stands_below_them():
             for other in set(imports(path)) - {name, "_C"} - allowed:
                 found.append(f"{path.relative_to(PACKAGE)}: {other}")
     assert not found
+
+
+# -- circles ---------------------------------------------------------------------------
+
+
+def imports_of(path, modules):
+    """Returns the modules of the package that a file imports, also in functions. Imports
+    for types alone do not count."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found & modules.keys()
+
+
+def circle_in(graph):
+    """Returns names of a circle of imports, or those that lead to one; [] if there is
+    none."""
+    left = dict(graph)
+    while left:
+        free = [name for name, others in left.items() if not others & left.keys()]
+        if not free:
+            return sorted(left)
+        for name in free:
+            del left[name]
+    return []
+
+
+def test_no_circle_of_imports():
+    modules = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("flatshard", *path.relative_to(PACKAGE).with_suffix("").parts))
+        modules[name.removesuffix(".__init__")] = path
+    del modules["flatshard"]  # others import _C from it
+    graph = {name: imports_of(path, modules) for name, path in modules.items()}
+    assert circle_in(graph) == []
+    assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]

@@ -16,13 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import torch_versions
-from flatshard._tensor import (
-    reported_collectives,
-    shard_calls,
-    shard_operations,
-    shard_reductions,
-    shard_rows,
-)
+from flatshard._tensor import reported_collectives, shard_calls, shard_operations
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec
 from flatshard._tensor.shard_views import ShardedView
@@ -635,18 +629,3 @@ def test_torch_has(name, mesh):
             f"torch {torch.__version__} changed {name}, which {where} uses "
             f"(docs/reference/compatibility.md, Versions): {error!r}"
         )
-
-
-def test_operations_that_have_rules_exist():
-    for names in (
-        shard_operations._POINTWISE,
-        shard_operations._LIKE,
-        shard_operations._NEW,
-        shard_operations._SAME,
-        shard_operations._RESHAPING,
-        shard_calls._OVERWRITING,
-        shard_rows.ALONG,
-        shard_reductions._REDUCTIONS,
-    ):
-        missing = [name for name in names if not hasattr(torch.ops.aten, name)]
-        assert not missing, f"torch {torch.__version__} has no aten::{missing}"

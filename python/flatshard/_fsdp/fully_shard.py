@@ -8,14 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
-from flatshard._fsdp.arguments import (
-    check_flattened,
-    check_own_mesh,
-    places_of,
-    read_arguments,
-)
+from flatshard._fsdp.arguments import places_of, read_arguments
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.core import make_core
+from flatshard._fsdp.cuts import check_flattened, check_own_mesh
 from flatshard._fsdp.former import mark_owner
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatshard._fsdp.arguments import check_places, param_dtype_of, places_in
+from flatshard._fsdp.arguments import param_dtype_of
+from flatshard._fsdp.cuts import check_places, places_in
 from flatshard._fsdp.extension import Extension, is_extended
 from flatshard._fsdp.parameter import (
     FROZEN,

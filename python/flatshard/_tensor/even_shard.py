@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from flatshard._tensor.reported_collectives import gathered
 from flatshard._tensor.row_spec import DTensorSpec, dtensor, make_spec
+from flatshard._tensor.rules import EXTREMES
 from flatshard._tensor.shard_values import is_cut, tensors_in
 from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
@@ -43,7 +44,7 @@ class EvenShard(WatchedTensor):
             for tensor in tensors_in([args, kwargs]):
                 if isinstance(tensor, EvenShard):
                     writes.note(tensor)
-        if name in _EXTREMES:
+        if name in EXTREMES:
             return tree_map(_with_extremes, result)
         return result
 
@@ -56,17 +57,6 @@ class EvenShard(WatchedTensor):
     def to_local(self, **options):
         writes.note_look(self)
         return super().to_local(**options)
-
-
-# Operations that may take a maximum or minimum over the ranks.
-_EXTREMES = {"max", "min", "amax", "amin", "aminmax"}
-_EXTREMES |= {
-    "norm",
-    "vector_norm",
-    "linalg_norm",
-    "linalg_vector_norm",
-    "_foreach_norm",
-}
 
 
 def _norms_of_two_kinds(function, tensors, *args, **kwargs):

@@ -4,8 +4,9 @@ its results."""
 import functools
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from flatshard._tensor.rules import OVERWRITING
 from flatshard._tensor.shard_values import (
     Values,
     is_cut,
@@ -14,12 +15,6 @@ from flatshard._tensor.shard_values import (
     tensors_in,
 )
 from flatshard._tensor.sharded_tensor import ShardedTensor, contiguous_stride
-
-# They write their first argument and do not read it.
-_OVERWRITING = {
-    *("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "exponential_"),
-    *("cauchy_", "log_normal_", "geometric_", "bernoulli_"),
-}
 
 
 class Traits:
@@ -39,7 +34,7 @@ class Traits:
         self.shows_argument = any(not a.alias_info.is_write for a in aliases)
         self.written = {a.name for a in aliases if a.alias_info.is_write}
         self.is_random = torch.Tag.nondeterministic_seeded in func.tags
-        self.overwrites = self.name in _OVERWRITING
+        self.overwrites = self.name in OVERWRITING
 
     def bind(self, args, kwargs):
         """Returns all arguments by name."""
@@ -122,7 +117,7 @@ def on_whole(func, traits, args, kwargs):
     def shown(value):
         if id(value) in written:
             return written[id(value)]
-        return replicated(value, values.mesh)
+        return ShardedTensor.replicated(value, values.mesh)
 
     return mapped(result, shown)
 
@@ -134,14 +129,6 @@ def mapped(result, function):
         items = [mapped(item, function) for item in result]
         return items if isinstance(result, list) else tuple(items)
     return result
-
-
-def replicated(value, mesh):
-    if value.layout != torch.strided:
-        return value  # no DTensor is sparse
-    return ShardedTensor.of_rows(
-        value, mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride()
-    )
 
 
 def as_rows(local, reference):
@@ -166,3 +153,17 @@ def rows_beside(tensor, reference, values):
     if value.dim() == reference.dim() and value.shape[0] == reference.shape[0]:
         return own_rows(value, reference)
     return value
+
+
+def refuse(func, traits, args, kwargs):
+    raise NotImplementedError(
+        f"{traits.name} of a sharded tensor: its memory belongs to its unit. Write values "
+        "of the same shape with copy_(), or take full_tensor() first"
+    )
+
+
+def refuse_collective(func, traits, args, kwargs):
+    raise NotImplementedError(
+        f"{traits.name} of a sharded tensor: expected a plain tensor; give it to_local(), "
+        "the rows of this rank, or full_tensor()"
+    )

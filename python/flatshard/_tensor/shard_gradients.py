@@ -29,9 +29,13 @@ def cut_as(tensor, gradient):
     return tensor.grad
 
 
-def alike(name, args, kwargs):
+def alike(kind, name, args, kwargs):
     """Arguments of which each has gradients in its own cuts: where the cuts differ, or
-    plain numbers (a loss) meet sharded tensors. Collective where cuts differ."""
+    plain numbers (a loss) meet sharded tensors. Collective where cuts differ.
+
+    Args:
+        kind: ShardedTensor, the class of what is made.
+    """
     shards, plain = [], False
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
@@ -52,18 +56,13 @@ def alike(name, args, kwargs):
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         if not isinstance(value, DTensor):
-            return Beside.apply(value, mesh) if mesh and value.numel() == 1 else value
+            is_number = mesh and value.numel() == 1
+            return Beside.apply(value, mesh, kind) if is_number else value
         if not is_cut(value) or same_cuts(value, first):
             return value
-        return Replicated.apply(value)
+        return Replicated.apply(value, kind)
 
     return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
-
-
-def _replicated(value, mesh):
-    from flatshard._tensor.shard_calls import replicated
-
-    return replicated(value, mesh)
 
 
 class Rows(torch.autograd.Function):
@@ -71,36 +70,37 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor, source):
-        ctx.plain = not isinstance(tensor, DTensor)
+        ctx.plain, ctx.kind = not isinstance(tensor, DTensor), type(source)
         rows = source.rows_of(tensor)
         whole = ctx.plain or is_whole(tensor)
         return source.beside(rows.clone() if whole else rows)
 
     @staticmethod
     def backward(ctx, grad):
-        return (Whole.apply(grad, None) if ctx.plain else grad), None
+        return (Whole.apply(grad, None, ctx.kind) if ctx.plain else grad), None
 
 
 class Replicated(torch.autograd.Function):
-    """The DTensor of which each rank has all values."""
+    """The DTensor, of class `kind`, of which each rank has all values."""
 
     @staticmethod
-    def forward(ctx, tensor):
+    def forward(ctx, tensor, kind):
         ctx.source = tensor.detach()
         mesh = tensor.device_mesh
-        return _replicated(Values("redistribute", mesh).asked_for(tensor), mesh)
+        value = Values("redistribute", mesh).asked_for(tensor)
+        return kind.replicated(value, mesh)
 
     @staticmethod
     def backward(ctx, grad):
-        return Rows.apply(grad, ctx.source) if is_cut(ctx.source) else grad
+        return (Rows.apply(grad, ctx.source) if is_cut(ctx.source) else grad), None
 
 
 class Whole(torch.autograd.Function):
-    """The whole plain tensor."""
+    """The whole plain tensor. `kind`: the class of a gradient that each rank has whole."""
 
     @staticmethod
-    def forward(ctx, tensor, grad_placements):
-        ctx.source = tensor.detach()
+    def forward(ctx, tensor, grad_placements, kind):
+        ctx.source, ctx.kind = tensor.detach(), kind
         ctx.grad_placements = grad_placements
         value = Values("full_tensor", tensor.device_mesh).asked_for(tensor)
         return value.view_as(value)
@@ -113,8 +113,8 @@ class Whole(torch.autograd.Function):
             if placement.is_partial():
                 grad = _summed(grad, mesh, dim, placement.reduce_op)
         if is_cut(source):
-            return Rows.apply(grad, source), None
-        return Beside.apply(grad, mesh), None
+            return Rows.apply(grad, source), None, None
+        return Beside.apply(grad, mesh, ctx.kind), None, None
 
 
 def _summed(grad, mesh, dim, reduce_op):
@@ -125,15 +125,18 @@ def _summed(grad, mesh, dim, reduce_op):
 
 
 class Beside(torch.autograd.Function):
-    """A plain tensor, equal on all ranks, as a DTensor."""
+    """A plain tensor, equal on all ranks, as a DTensor of class `kind`."""
 
     @staticmethod
-    def forward(ctx, plain, mesh):
-        return _replicated(plain.detach(), mesh)
+    def forward(ctx, plain, mesh, kind):
+        ctx.kind = kind
+        return kind.replicated(plain.detach(), mesh)
 
     @staticmethod
     def backward(ctx, grad):
-        return (Whole.apply(grad, None) if isinstance(grad, DTensor) else grad), None
+        is_plain = not isinstance(grad, DTensor)
+        plain = grad if is_plain else Whole.apply(grad, None, ctx.kind)
+        return plain, None, None
 
 
 class Local(torch.autograd.Function):

@@ -7,15 +7,14 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from flatshard._tensor.reported_collectives import DTENSORS_ALL_REDUCE, gathered, note
-from flatshard._tensor.shard_calls import replicated
 from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
-def run(func, traits, args, kwargs):
+def reduce(func, traits, args, kwargs):
     """Runs reductions over rows, which combine results of the ranks' rows."""
-    if traits.name not in _REDUCTIONS:
+    if traits.written:
         return NotImplemented
     source = args[0]
     bound = traits.bind(args, kwargs)
@@ -33,12 +32,12 @@ def run(func, traits, args, kwargs):
         return NotImplemented
     dims = [d % source.dim() for d in dims] or list(range(source.dim()))
     keepdim = bound.get("keepdim", False)
-    made = _REDUCTIONS[traits.name](source, bound, dims, keepdim)
+    made = PARTS[traits.name](source, bound, dims, keepdim)
     if made is None:
         return NotImplemented
     part, combine = made
     result = combine(gathered(part, source._spec.mesh, row_dim(source)))
-    return replicated(result, source._spec.mesh)
+    return ShardedTensor.replicated(result, source._spec.mesh)
 
 
 def accumulator(dtype):
@@ -140,7 +139,9 @@ def norms_of_ranks(norms, mesh, dim, order):
     return whole.to(norms.device, norms.dtype)
 
 
-_REDUCTIONS = {
+# A function for each reduction of rules.py: what a rank computes, and how the ranks'
+# results become one.
+PARTS = {
     "sum": _sum,
     "nansum": _nansum,
     "mean": _mean,
@@ -188,7 +189,7 @@ def foreach_norm(func, traits, args, kwargs):
             together = torch.where(cut, together, norms)
         norms = together
     return [
-        replicated(norm.to(bound.get("dtype") or t.dtype), mesh)
+        ShardedTensor.replicated(norm.to(bound.get("dtype") or t.dtype), mesh)
         for norm, t in zip(norms.unbind(), tensors)
     ]
 

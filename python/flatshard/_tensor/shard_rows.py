@@ -9,7 +9,6 @@ from flatshard._tensor.shard_calls import (
     mapped,
     named,
     replaced,
-    replicated,
     rows_beside,
     values_for,
 )
@@ -22,15 +21,6 @@ from flatshard._tensor.shard_values import (
 )
 from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
-
-# Each row of the result comes from one row, when `dim` is another one than 0.
-ALONG = {
-    *("sum", "nansum", "mean", "amax", "amin", "argmax", "argmin", "max", "min"),
-    *("any", "all", "prod", "var", "std", "var_mean", "std_mean", "logsumexp"),
-    *("linalg_vector_norm", "norm", "_softmax", "_log_softmax", "cumsum", "cumprod"),
-    *("_softmax_backward_data", "_log_softmax_backward_data", "sort", "topk"),
-    *("kthvalue", "median", "nanmedian", "mode", "flip", "roll", "count_nonzero"),
-}
 
 
 def pointwise(func, traits, args, kwargs):
@@ -68,8 +58,9 @@ def pointwise(func, traits, args, kwargs):
 
 
 def along_rows(func, traits, args, kwargs):
+    """Where each row of the result comes from one row: `dim` is another one than 0."""
     source = args[0]
-    if not isinstance(source, ShardedTensor) or not is_cut(source):
+    if traits.written or not isinstance(source, ShardedTensor) or not is_cut(source):
         return NotImplemented
     bound = traits.bind(args, kwargs)
     dims = bound.get("dim", bound.get("dims"))
@@ -132,7 +123,7 @@ def by_position(func, traits, args, kwargs):
     return [
         as_rows(t, a)
         if isinstance(a, ShardedTensor) and is_cut(a)
-        else replicated(t, values.mesh)
+        else ShardedTensor.replicated(t, values.mesh)
         for a, t in zip(first, result)
     ]
 
@@ -171,7 +162,7 @@ def like(func, traits, args, kwargs):
             local = source.base._local_tensor.new_empty_strided(
                 source.shape, source.stride()
             )
-        return replicated(func(local, *args[1:], **kwargs), mesh)
+        return ShardedTensor.replicated(func(local, *args[1:], **kwargs), mesh)
     return as_rows(func(source._local_tensor, *args[1:], **kwargs), source)
 
 
@@ -184,7 +175,7 @@ def new_values(func, traits, args, kwargs):
             return as_rows(local.new_empty(local.shape, **kwargs), source)
         return as_rows(func(local, local.shape, *others, **kwargs), source)
     base = base_of(source)
-    return replicated(
+    return ShardedTensor.replicated(
         func(base._local_tensor, size, *others, **kwargs), source._spec.mesh
     )
 
@@ -225,3 +216,11 @@ def put_rows(func, traits, args, kwargs):
     here = (index >= first) & (index < end)
     func(local, [index[here] - first], new[here], *others)
     return target
+
+
+def on_local(func, traits, args, kwargs):
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def is_same_size(func, traits, args, kwargs):
+    return args[0].shape == args[1].shape

@@ -8,7 +8,11 @@ view (a transposed matrix, a flat vector, one row) no rank has its part: it is a
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+# Inside, an operation changes sizes and strides of a tensor without its dispatch.
+from torch.utils._mode_utils import no_dispatch
+
 from flatshard._tensor.row_spec import dtensor, make_spec
+from flatshard._tensor.shard_calls import on_whole, traits_of
 from flatshard._tensor.shard_values import Values, is_cut, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 
@@ -50,7 +54,7 @@ class ShardedView(ShardedTensor):
 setattr(ShardedView, "__slots__", DTensor.__slots__)
 
 
-def run(func, traits, args, kwargs):
+def view(func, traits, args, kwargs):
     """Runs operations that return views."""
     source = args[0]
     if isinstance(source, ShardedView):
@@ -162,3 +166,25 @@ def _of_other_elements(func, source, args, kwargs):
         whole.shape,
         whole.stride(),
     )
+
+
+def same(func, traits, args, kwargs):
+    source = args[0]
+    if isinstance(source, ShardedView):
+        return ShardedView.of(source.base, *source.frame)
+    return ShardedTensor.like_spec(func(source._local_tensor), source._spec)
+
+
+def turn(func, traits, args, kwargs):
+    """Operations in place that change the shape (t_, squeeze_): the tensor becomes the
+    view."""
+    target = args[0]
+    overload = "int" if traits.name == "transpose_" else traits.overload or "default"
+    out_of_place = getattr(getattr(torch.ops.aten, traits.name[:-1]), overload)
+    found = view(out_of_place, traits_of(out_of_place), args, kwargs)
+    if found is NotImplemented:
+        found = on_whole(out_of_place, traits_of(out_of_place), args, kwargs)
+    with no_dispatch():
+        func(*args, **kwargs)  # sizes and strides
+    target.become(found)
+    return target

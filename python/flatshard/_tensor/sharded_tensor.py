@@ -20,6 +20,7 @@ from flatshard._tensor.memory import address_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.row_spec import RowSpec, dtensor, make_spec
+from flatshard._tensor.rules import OF_OPTIMIZERS, WITHOUT_OPERANDS
 from flatshard._tensor.shard_values import (
     PlainMeetsShards,
     Values,
@@ -72,6 +73,17 @@ class ShardedTensor(WatchedTensor):
         return ShardedTensor.like_spec(local, spec)
 
     @staticmethod
+    def replicated(value, mesh):
+        """Returns `value`, equal on all ranks, as a DTensor; one that is sparse as it
+        is, since no DTensor is."""
+        if value.layout != torch.strided:
+            return value
+        placements = (Replicate(),) * mesh.ndim
+        return ShardedTensor.of_rows(
+            value, mesh, placements, value.shape, value.stride()
+        )
+
+    @staticmethod
     def like_spec(local, spec):
         tensor = dtensor(local, spec)
         tensor.__class__ = ShardedTensor
@@ -104,7 +116,7 @@ class ShardedTensor(WatchedTensor):
             return function(*args)
         if function is unscale:
             return unscale_gradients(*args)
-        if name in _ELEMENTWISE:
+        if name in OF_OPTIMIZERS:
             result = _of_elements(function, name, args, kwargs)
             if result is not None:
                 return result
@@ -115,11 +127,11 @@ class ShardedTensor(WatchedTensor):
                 writes.note([t for t in args[0] if type(t) is ShardedTensor])
                 return None if result is None else args[0]
         given = args, kwargs
-        if torch.is_grad_enabled() and name not in ("backward", "grad"):
+        if torch.is_grad_enabled() and name not in WITHOUT_OPERANDS:
             if _has_activations(given) and (unsharded := _unsharded(given)) is not None:
                 args, kwargs = unsharded
                 return function(*args, **kwargs)
-            args, kwargs = shard_gradients.alike(name, args, kwargs)
+            args, kwargs = shard_gradients.alike(ShardedTensor, name, args, kwargs)
         try:
             return function(*args, **kwargs)
         except PlainMeetsShards as error:
@@ -159,7 +171,7 @@ class ShardedTensor(WatchedTensor):
             for a, b in zip(placements, self.placements)
         ):
             return self
-        whole = shard_gradients.Replicated.apply(self)
+        whole = shard_gradients.Replicated.apply(self, ShardedTensor)
         if all(placement.is_replicate() for placement in placements):
             return whole
         return DTensor.redistribute(whole, mesh, placements, **options)
@@ -167,7 +179,7 @@ class ShardedTensor(WatchedTensor):
     def full_tensor(self, *, grad_placements=None):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return Values("full_tensor", self.device_mesh).asked_for(self).detach()
-        return shard_gradients.Whole.apply(self, grad_placements)
+        return shard_gradients.Whole.apply(self, grad_placements, ShardedTensor)
 
     def to_local(self, *, grad_placements=None):
         writes.note_look(base_of(self))
@@ -176,7 +188,7 @@ class ShardedTensor(WatchedTensor):
         if not self.requires_grad:
             return self._local_tensor.detach()
         if not is_cut(self):
-            return shard_gradients.Whole.apply(self, grad_placements)
+            return shard_gradients.Whole.apply(self, grad_placements, ShardedTensor)
         return shard_gradients.Local.apply(self)
 
     def rows_of(self, tensor):
@@ -257,23 +269,6 @@ def contiguous_stride(shape):
 
 # The type of torch.ops.aten.add, which has no public name.
 _OPERATION = type(torch.ops.aten.add)
-
-# torch's optimizers call these for each parameter, without foreach.
-_ELEMENTWISE = {
-    *(
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "lerp_",
-        "addcmul_",
-        "addcdiv_",
-        "copy_",
-        "zero_",
-    ),
-    *("add", "sub", "mul", "div", "sqrt", "neg", "abs", "square", "__truediv__"),
-    *("__mul__", "__add__", "__sub__", "sqrt_", "neg_", "fill_"),
-}
 
 
 def _of_elements(function, name, args, kwargs):
