@@ -297,7 +297,7 @@ TEST(Adapters, AloneHaveGradientsAndOptimizerState) {
          // The shapes need no padding between parameters.
          "model.dim=64"});
     const models::ModelConfig shape = model_config(config);
-    const std::int64_t shards = config.parallelism.strategy == "zero3" ? 2 : 1;
+    const std::int64_t shards = config.parallelism.strategy.name() == "zero3" ? 2 : 1;
     const std::int64_t trained = num_trainable_parameters(config, shape);
     run_ranks(2, [&](RankContext& context) {
       const auto mesh = context.mesh(mesh_axes(config));
