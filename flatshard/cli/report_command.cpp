@@ -4,6 +4,7 @@
 #include "flatshard/report/report.h"
 #include "flatshard/train/config/option_errors.h"
 #include "flatshard/train/config/run_config.h"
+#include "flatshard/train/metrics/charts.h"
 #include "flatshard/train/tools/run_files.h"
 
 #include <CLI/CLI.hpp>
@@ -24,6 +25,7 @@ struct ReportArguments {
 
 void report_runs(ReportArguments& arguments) {
   arguments.options.default_config = to_toml(Config());
+  arguments.options.charts = charts_json();
   const std::string text = arguments.json
                                ? report::report_json(arguments.options) + "\n"
                                : report::report_page(arguments.options);

@@ -217,55 +217,13 @@ function logTicks(low, high) {
 
 // ---- Charts --------------------------------------------------------------
 
-const CHARTS = [
-  {
-    title: "Loss", unit: "nats per token", wide: true, log: false, events: true, settles: true,
-    columns: [
-      { name: "loss", label: "training" },
-      { name: "validation_loss", table: "validation", label: "validation", color: 1, rough: false },
-    ],
-  },
-  { title: "Validation loss", unit: "nats per token", log: false, columns: [{ name: "validation_loss", table: "validation", label: "all", rough: false, color: 1 }], parts: "validation_losses." },
-  { title: "Bits per byte", unit: "of the validation text", columns: [{ name: "bits_per_byte", table: "validation", label: "bits per byte", rough: false, color: 1 }] },
-  {
-    title: "Gradient norm", unit: "before clipping", log: false, settles: true, columns: [{ name: "grad_norm", label: "norm" }],
-    reference: (run) => (run.config["training.max_norm"] > 0 ? [run.config["training.max_norm"], "training.max_norm"] : null),
-  },
-  { title: "Learning rate", unit: "", log: false, zero: true, columns: [{ name: "lr", label: "rate", rough: false }] },
-  { title: "Throughput", unit: "tokens per second, all ranks", zero: true, format: count, columns: [{ name: "tokens_per_s", label: "tokens/s" }] },
-  { title: "Model FLOPs utilization", unit: "% of the GPU's peak", zero: true, columns: [{ name: "mfu", label: "MFU", scale: 100 }] },
-  // Where the peak is known the utilization has the same shape.
-  { title: "Model FLOP/s", unit: "TFLOP/s per rank", zero: true, without: "mfu", columns: [{ name: "tflops_per_rank", label: "TFLOP/s" }] },
-  {
-    title: "Memory", unit: "GiB, rank 0", zero: true,
-    columns: [
-      { name: "memory_allocated_bytes", label: "allocated", scale: 1 / GIB, rough: false },
-      { name: "memory_peak_bytes", label: "peak allocated", scale: 1 / GIB, rough: false },
-      { name: "memory_reserved_bytes", label: "peak reserved", scale: 1 / GIB, rough: false },
-    ],
-    reference: (run) => {
-      const last = run.training.last;
-      const full = last.memory_reserved_bytes > last.memory_total_bytes / 3;
-      return full ? [last.memory_total_bytes / GIB, "the device's memory"] : null;
-    },
-  },
-  {
-    title: "Time of a step", unit: "ms", zero: true,
-    columns: [{ name: "step_ms", label: "whole step" }, { name: "host_ms", label: "host launches it" }],
-  },
-  {
-    title: "Waiting time", unit: "ms per step", zero: true,
-    columns: [
-      { name: "exposed_comm_ms", label: "for communication" },
-      { name: "data_ms", label: "for data" },
-      { name: "experts.exposed_exchange_ms", label: "for tokens of experts" },
-    ],
-  },
-  { title: "Busiest expert", unit: "tokens, as a multiple of the mean", columns: [{ name: "experts.load", label: "load", color: 3 }] },
-  { title: "Dropped tokens", unit: "% of the choices of experts", zero: true, columns: [{ name: "experts.dropped", label: "dropped", scale: 100, color: 3 }] },
-  { title: "Load-balancing loss", unit: "before its coefficient", columns: [{ name: "experts.balance", label: "balance", color: 3 }] },
-  { title: "Router bias", unit: "largest magnitude", columns: [{ name: "experts.bias", label: "bias", color: 3 }] },
-];
+// What report.charts[].reference_* name: a line across, with its label.
+function referenceOf(run, { reference_key: key, reference_metric: metric, reference_label: label, columns }) {
+  if (key) return run.config[key] > 0 ? [run.config[key], key] : null;
+  const { last } = run.training;
+  const { name, scale } = columns[columns.length - 1];
+  return last[name] > last[metric] / 3 ? [last[metric] * scale, label] : null;
+}
 
 const charts = [];
 
@@ -274,7 +232,7 @@ const LONG_RUN = 200;
 
 class Chart {
   constructor(spec) {
-    this.spec = { format: plain, ...spec };
+    this.spec = { format: spec.counts ? count : plain, ...spec };
     this.legend = make("ul", { class: "legend" });
     this.svg = draw("svg", { class: "plot", role: "img", "aria-label": `${spec.title}, ${spec.unit}` });
     const head = make("header", {}, make("h2", {}, spec.title), make("span", { class: "unit" }, spec.unit), this.legend);
@@ -373,8 +331,8 @@ class Chart {
       }
     }
     this.references = [];
-    for (const run of spec.reference ? runs.filter((each) => each.shown) : []) {
-      const found = spec.reference(run);
+    for (const run of spec.reference_key || spec.reference_metric ? runs.filter((each) => each.shown) : []) {
+      const found = referenceOf(run, spec);
       // Not where it would squeeze the lines into a corner.
       if (found && found[0] <= high * 3 && !this.references.some(([value]) => value === found[0])) {
         this.references.push(found);
@@ -972,7 +930,7 @@ function start() {
   if (!main) return; // the template itself, without data
   fillHead();
   fillSummary();
-  for (const spec of CHARTS.map(withParts)) {
+  for (const spec of report.charts.map(withParts)) {
     const chart = new Chart(spec);
     charts.push(chart);
     byId("charts").append(chart.card);

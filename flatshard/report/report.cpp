@@ -221,7 +221,8 @@ std::string report_json(const ReportOptions& options) {
 }
 
 std::string report_page(const ReportOptions& options) {
-  const Json data = build(options, Detail::drawn);
+  Json data = build(options, Detail::drawn);
+  data["charts"] = Json::parse(options.charts);
   std::string page = kPageHtml;
   // From the end on: what is put in is not searched.
   replace(

@@ -11,6 +11,7 @@ struct ReportOptions {
   std::string run;                   ///< output_dir of a run
   std::vector<std::string> compare;  ///< of other runs
   std::string default_config;        ///< TOML of the default config
+  std::string charts = "[]";         ///< JSON of the page's charts
 };
 
 /// Returns all that the runs measured as JSON, which docs/guides/report.md

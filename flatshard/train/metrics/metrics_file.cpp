@@ -17,6 +17,7 @@
 #include "flatshard/diagnostics/step_profile.h"
 #include "flatshard/runtime/graph_options.h"
 #include "flatshard/train/metrics/host_operators.h"
+#include "flatshard/train/metrics/metric_table.h"
 
 namespace flatshard {
 namespace {
@@ -60,6 +61,28 @@ Json begin_row(std::int64_t step, int attempt) {
   row["time"] = utc_ms();
   row["attempt"] = attempt;
   return row;
+}
+
+template <class Values>
+void add_metrics(
+    Json& row,
+    std::span<const Metric<Values>> metrics,
+    const Values& values) {
+  for (const Metric<Values>& metric : metrics) {
+    const MetricValue value = metric.value(values);
+    if (!value && !metric.null_if_unset) {
+      continue;
+    }
+    const auto dot = metric.key.find('.');
+    const std::string outer(metric.key.substr(0, dot));
+    Json& field = dot == std::string_view::npos
+                      ? row[outer]
+                      : row[outer][std::string(metric.key.substr(dot + 1))];
+    field = nullptr;
+    if (value) {
+      std::visit([&](auto number) { field = number; }, *value);
+    }
+  }
 }
 
 /// Replaces numbers that are not finite by null, since JSON has no words for
@@ -226,50 +249,13 @@ void MetricsFile::write_graphs(std::int64_t step, const GraphStats& stats) {
 
 void MetricsFile::write(const StepMetrics& metrics) {
   auto row = begin_row(metrics.step, attempt_);
-  row["loss"] = nullptr;
-  if (metrics.loss) {
-    row["loss"] = *metrics.loss;
-  }
-  row["grad_norm"] = metrics.grad_norm;
-  row["lr"] = metrics.lr;
-  row["tokens"] = metrics.tokens;
-  row["step_ms"] = metrics.step_ms;
-  row["data_ms"] = metrics.data_ms;
-  row["host_ms"] = metrics.host_ms;
-  row["exposed_comm_ms"] = metrics.exposed_comm_ms;
-  row["tokens_per_s"] = metrics.tokens_per_s;
-  row["tokens_per_s_per_rank"] = metrics.tokens_per_s_per_rank;
-  row["tflops_per_rank"] = metrics.tflops_per_rank;
-  row["mfu"] = nullptr;
-  if (metrics.mfu) {
-    row["mfu"] = *metrics.mfu;
-  }
-  row["memory_allocated_bytes"] = metrics.memory_allocated_bytes;
-  row["memory_peak_bytes"] = metrics.memory_peak_bytes;
-  row["memory_reserved_bytes"] = metrics.memory_reserved_bytes;
-  row["memory_total_bytes"] = metrics.memory_total_bytes;
-  if (metrics.experts) {
-    auto& experts = row["experts"];
-    experts["load"] = metrics.experts->load;
-    experts["dropped"] = metrics.experts->dropped;
-    experts["balance"] = metrics.experts->balance;
-    if (metrics.experts->exchange_ms) {
-      experts["exposed_exchange_ms"] = *metrics.experts->exchange_ms;
-    }
-    if (metrics.experts->bias) {
-      experts["bias"] = *metrics.experts->bias;
-    }
-  }
+  add_metrics(row, step_metrics(), metrics);
   file_.append(to_line(std::move(row)));
 }
 
 void MetricsFile::write_validation(const ValidationMetrics& metrics) {
   auto row = begin_row(metrics.step, attempt_);
-  row["validation_loss"] = metrics.loss;
-  row["perplexity"] = metrics.perplexity();
-  if (metrics.bits_per_byte) {
-    row["bits_per_byte"] = *metrics.bits_per_byte;
-  }
+  add_metrics(row, validation_metrics(), metrics);
   for (const auto& [folder, loss] : metrics.parts) {
     row["validation_losses"][folder] = loss;
   }

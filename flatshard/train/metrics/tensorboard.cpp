@@ -3,6 +3,7 @@
 #include <chrono>
 
 #include "flatshard/core/file_writer.h"
+#include "flatshard/train/metrics/metric_table.h"
 
 namespace flatshard {
 namespace {
@@ -16,6 +17,25 @@ double now_s() {
 const std::filesystem::path& made(const std::filesystem::path& folder) {
   make_folder(folder);
   return folder;
+}
+
+/// Returns the metrics that have a tag and a value.
+template <class Values>
+EventFile::Scalars tagged_values(
+    std::span<const Metric<Values>> metrics,
+    const Values& values) {
+  EventFile::Scalars tagged;
+  for (const Metric<Values>& metric : metrics) {
+    const MetricValue value = metric.value(values);
+    if (value && !metric.tag.empty()) {
+      std::visit(
+          [&](auto number) {
+            tagged.emplace_back(metric.tag, static_cast<double>(number));
+          },
+          *value);
+    }
+  }
+  return tagged;
 }
 
 }  // namespace
@@ -35,52 +55,11 @@ void TensorboardLog::rewind(std::int64_t step) {
 }
 
 void TensorboardLog::write(const StepMetrics& metrics) {
-  const auto number = [](std::int64_t value) {
-    return static_cast<double>(value);
-  };
-  EventFile::Scalars values{
-      {"train/grad_norm", metrics.grad_norm},
-      {"train/lr", metrics.lr},
-      {"train/tokens", number(metrics.tokens)},
-      {"speed/tokens_per_s", metrics.tokens_per_s},
-      {"speed/tokens_per_s_per_rank", metrics.tokens_per_s_per_rank},
-      {"speed/tflops_per_rank", metrics.tflops_per_rank},
-      {"time/step_ms", metrics.step_ms},
-      {"time/data_ms", metrics.data_ms},
-      {"time/host_ms", metrics.host_ms},
-      {"time/exposed_comm_ms", metrics.exposed_comm_ms},
-      {"memory/allocated_bytes", number(metrics.memory_allocated_bytes)},
-      {"memory/peak_bytes", number(metrics.memory_peak_bytes)},
-      {"memory/reserved_bytes", number(metrics.memory_reserved_bytes)}};
-  if (metrics.loss) {
-    values.insert(values.begin(), {"train/loss", *metrics.loss});
-  }
-  if (metrics.mfu) {
-    values.emplace_back("speed/mfu", *metrics.mfu);
-  }
-  if (metrics.experts) {
-    values.emplace_back("experts/load", metrics.experts->load);
-    values.emplace_back("experts/dropped", metrics.experts->dropped);
-    values.emplace_back("experts/balance", metrics.experts->balance);
-    if (metrics.experts->bias) {
-      values.emplace_back("experts/bias", *metrics.experts->bias);
-    }
-    if (metrics.experts->exchange_ms) {
-      values.emplace_back(
-          "time/exposed_exchange_ms",
-          *metrics.experts->exchange_ms);
-    }
-  }
-  file_.write(now_s(), metrics.step, values);
+  file_.write(now_s(), metrics.step, tagged_values(step_metrics(), metrics));
 }
 
 void TensorboardLog::write_validation(const ValidationMetrics& metrics) {
-  EventFile::Scalars values{
-      {"validation/loss", metrics.loss},
-      {"validation/perplexity", metrics.perplexity()}};
-  if (metrics.bits_per_byte) {
-    values.emplace_back("validation/bits_per_byte", *metrics.bits_per_byte);
-  }
+  EventFile::Scalars values = tagged_values(validation_metrics(), metrics);
   for (const auto& [folder, loss] : metrics.parts) {
     values.emplace_back("validation/loss of " + folder, loss);
   }
