@@ -11,6 +11,7 @@ datasets` in this Python."""
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -81,7 +82,8 @@ def make_tokenizer(folder, texts, nbytes=40_000_000):
 
 
 def run(command):
-    """Returns seconds, and the peak memory in MB of the process and those it started."""
+    """Returns seconds, seconds of all cores, and the peak memory in MB of the process
+    and of those that it started."""
     begin = time.monotonic()
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
     environment["FLATSHARD_PYTHON"] = sys.executable
@@ -89,12 +91,15 @@ def run(command):
         list(map(str, command)), stdout=subprocess.DEVNULL, env=environment
     )
     peak = 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     while child.poll() is None:
         peak = max(peak, memory_of(child.pid))
         time.sleep(0.05)
     if child.returncode:
         sys.exit(f"{command[0]} ended with {child.returncode}")
-    return time.monotonic() - begin, peak
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cores = now.ru_utime + now.ru_stime - before.ru_utime - before.ru_stime
+    return time.monotonic() - begin, cores, peak
 
 
 def memory_of(pid):
@@ -135,26 +140,29 @@ def main():
         names["other"] = [options.other, *prepare]
     arguments = [rows, tokenizer, work / "map", work / "cache"]
     names["datasets.map"] = [sys.executable, "-c", MAP, *arguments]
-    seconds = {name: [] for name in names}
+    runs = {name: [] for name in names}
     for _ in range(options.rounds):
         for name, command in names.items():
             for folder in ("map", "cache"):
                 shutil.rmtree(work / folder, ignore_errors=True)
-            time_, peak = run(command)
-            seconds[name].append(time_)
-            print(f"{name:<14} {time_:7.1f} s   peak {peak} MB", flush=True)
+            runs[name].append(run(command))
+            seconds, cores, peak = runs[name][-1]
+            text = f"{seconds:7.1f} s, {cores:7.1f} s of cores, peak {peak} MB"
+            print(f"{name:<12} {text}", flush=True)
     count = json.loads((out / "meta.json").read_text())["num_tokens"]
-    mine = statistics.median(seconds["flatshard"])
-    for name, found in seconds.items():
-        median = statistics.median(found)
+    print(f"{count} tokens of {options.megabytes} MB")
+    for name, found in runs.items():
         # Ratios within a round, since the machine may be shared.
-        pairs = zip(found, seconds["flatshard"], strict=True)
-        ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-        rate = count / median / 1e6
-        print(
-            f"{name:<14} {rate:.3f} M tokens/s, flatshard is {ratio:.2f} times as fast"
+        pairs = list(zip(found, runs["flatshard"], strict=True))
+        wall, cores = (
+            statistics.median(theirs[i] / mine[i] for theirs, mine in pairs)
+            for i in (0, 1)
         )
-    print(f"{count} tokens of {options.megabytes} MB in {mine:.1f} s")
+        rate = count / statistics.median(seconds for seconds, *_ in found) / 1e6
+        print(
+            f"{name:<12} {rate:.3f} M tokens/s; flatshard: {wall:.2f} times as fast, "
+            f"{cores:.2f} by seconds of cores"
+        )
 
 
 if __name__ == "__main__":
