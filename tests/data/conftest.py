@@ -16,3 +16,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["FLATSHARD_PYTHON"] = sys.executable
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["USE_TORCH"] = "0"
+
+from tests.slow_cases import pytest_addoption, pytest_collection_modifyitems  # noqa: E402
+
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
