@@ -185,6 +185,21 @@ def test_third_derivatives(mesh, rank, world):
     same_gradients(model, plain)
 
 
+def test_hooks_and_the_divide_factor_as_in_a_backward(mesh, rank, world):
+    plain, model = pair(mesh)
+    model[0].set_gradient_divide_factor(1.0)  # the sum of the ranks, not the mean
+    seen = []
+    for net in plain, model:
+        net[0].weight.register_hook(lambda g: 3 * g)
+        net[2].bias.register_hook(lambda g: seen.append(g.shape))
+    expected = torch.autograd.grad(loss_of(plain, range(world)), plain.parameters())
+    results = torch.autograd.grad(loss_of(model, [rank]), model.parameters())
+    for i, (result, value) in enumerate(zip(results, expected)):
+        factor = world if i < 2 else 1
+        torch.testing.assert_close(whole(result), factor * value, msg=str(i))
+    assert seen == [plain[2].bias.shape] * 2
+
+
 def test_parameters_from_before_fully_shard(mesh, rank):
     model = stack()
     former = list(model.parameters())

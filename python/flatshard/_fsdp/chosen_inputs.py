@@ -57,18 +57,27 @@ def _cut_as(tensor, gradient):
 
 
 def _gradients(run, inputs, leaves, of_shards, of_wholes):
-    """Returns the mean of the ranks' gradients for parameters, cut as the parameter. A
-    graph that was computed from the shard itself, such as a penalty, is added."""
+    """Returns the mean of the ranks' gradients for parameters, cut as the parameter, after
+    the hooks of the parameter. A graph that was computed from the shard itself, such as a
+    penalty, is added."""
     asked = [i for i, p in enumerate(of_shards) if p and p.whole.requires_grad]
     wholes = [of_shards[i].whole for i in asked]
     found = run((*inputs, *wholes), True)
+    means = {}
     with plain_attributes():
         results = list(map(_cut_as, leaves, found))
         for i, gradient in zip(asked, found[len(inputs) :]):
             if gradient is not None:
                 p, shard = of_shards[i], leaves[i]
-                mean = Rows.apply(_mean(gradient, p).to(shard.dtype), shard.detach())
-                results[i] = mean if results[i] is None else results[i] + mean
+                rows = Rows.apply(_mean(gradient, p).to(shard.dtype), shard.detach())
+                means[i] = rows, list((shard._backward_hooks or {}).values())
+    for i, (mean, hooks) in means.items():
+        for hook in hooks:
+            changed = hook(mean)
+            mean = mean if changed is None else changed
+        with plain_attributes():
+            results[i] = mean if results[i] is None else results[i] + mean
+    with plain_attributes():
         for i, p in enumerate(of_wholes):
             if p is not None and results[i] is not None and _is_outside(p):
                 results[i] = _mean(results[i], p)
@@ -93,24 +102,26 @@ def _mean(gradient, p):
             f"torch.autograd.grad of parameter {p.title} is not supported: it is "
             "sharded over a part of the model's mesh"
         )
-    return _Mean.apply(gradient.to_dense(), p.shard.device_mesh)
+    mesh = p.shard.device_mesh
+    factor = unit_of(p.shard)[0].policy.divide_factor  # set_gradient_divide_factor
+    return _Mean.apply(gradient.to_dense(), mesh, factor or mesh.size())
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over the ranks. So is its gradient: each rank has the gradient of its loss,
-    of which the mean is trained."""
+    """The sum over the ranks, divided by `factor`. So is its gradient: each rank has the
+    gradient of its loss, of which the mean is trained."""
 
     @staticmethod
-    def forward(ctx, tensor, mesh):
-        ctx.mesh = mesh
+    def forward(ctx, tensor, mesh, factor):
+        ctx.mesh, ctx.factor = mesh, factor
         total = tensor.contiguous().clone()
         for dim in range(mesh.ndim):
             dist.all_reduce(total, group=mesh.get_group(dim))
-        return total.div_(mesh.size())
+        return total.div_(factor)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Mean.apply(grad, ctx.mesh), None
+        return _Mean.apply(grad, ctx.mesh, ctx.factor), None, None
 
 
 def _check_used(results, leaves, allow_unused):
