@@ -4,7 +4,14 @@ import json
 
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from flatshard._data.hf_chat import ChatEncoder
 from flatshard._data.failures import Failure
@@ -321,6 +328,48 @@ def test_the_last_answer_alone(chats, template):
     messages[-1]["weight"] = 0
     last = trained(chats(of.TEMPLATES[template], "last"), {"messages": messages})
     assert last == every[:1]
+
+
+def test_a_prompt_is_not_trained(chats):
+    prompt = [user("the"), assistant("sat"), user("on")]
+    row = {"prompt": prompt, "completion": [assistant("mat")]}
+    assert trained(chats(of.CHATML), row) == ["mat<|end|>\n"]
+    assert trained(chats(of.MARKED), row) == ["mat<|end|>"]
+    prompt[1]["weight"] = 1  # but for what is marked
+    assert trained(chats(of.CHATML), row) == ["sat<|end|>\n", "mat<|end|>\n"]
+
+
+def test_marks_that_only_the_last_answer_has(chats):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+        "{% if loop.last %}{% generation %}the {% endgeneration %}{% endif %}"
+        "{% generation %}{{ m.content }}<|end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    )
+    messages = [user("a"), assistant("sat"), user("on"), assistant("mat", weight=0)]
+    assert trained(chats(template), {"messages": messages}) == ["sat<|end|>"]
+    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    assert trained(chats(template), {"messages": messages}) == ["the mat<|end|>"]
+
+
+def test_control_tokens_that_take_spaces_before_them(chats):
+    tokens = [AddedToken(t, special=True, lstrip=True) for t in of.SPECIAL]
+    tokenizer = of.make_tokenizer()
+    tokenizer.add_special_tokens(tokens)
+    messages = [user("the"), assistant("sat"), user("on"), assistant("mat")]
+    runs = trained(chats(of.CHATML, tokenizer=tokenizer), {"messages": messages})
+    assert [run.rstrip() for run in runs] == ["sat<|end|>", "mat<|end|>"]
+
+
+def test_halves_of_surrogate_pairs_and_nesting(chats):
+    encoder = chats(of.CHATML)
+    text = json.dumps({"messages": [user("a"), assistant("cat")]})
+    whole, _ = encoder.encode("chats.jsonl:7", text.replace("cat", "c\\ufffdt"))
+    assert encoder.encode("a", text.replace("cat", "c\\ud83dt"))[0] == whole
+    assert encoder.encode("a", text.replace("cat", "c\\udc00t"))[0] == whole
+    deep = "[" * 100_000 + "]" * 100_000
+    with pytest.raises(Failure, match="chats.jsonl:7: expected JSON .* inside each"):
+        encoder.encode("chats.jsonl:7", text[:-1] + f', "more": {deep}}}')
 
 
 def test_all_but_messages_without_weight(chats):

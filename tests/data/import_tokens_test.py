@@ -135,6 +135,9 @@ def test_other_arrays_of_numpy_are_refused(tmp_path, problem, content, text):
         ("a.pt", b"\x80\x04\x95", "a pickle"),
         ("a.bin", b"\x8a\xd8\x34\x01", "an evaluation of llm.c"),
         ("a.xlsx", b"", "a table"),
+        ("a.bin", struct.pack("<Q", 6) + b'{"a":{', "safetensors"),
+        ("a.bin", struct.pack("<4I", 2, 16, 24, 34), "a chunk of litdata"),
+        ("a.bin", struct.pack(">i", 20240801), "a file of llm.c in big-endian order"),
     ],
 )
 def test_files_of_other_formats_are_refused(tmp_path, problem, name, begin, what):

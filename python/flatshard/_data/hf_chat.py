@@ -6,7 +6,12 @@ import json
 import os
 
 from flatshard._data.failures import Failure, missing
-from flatshard._data.hf_messages import ASSISTANT, Conversation, parsed_object
+from flatshard._data.hf_messages import (
+    ASSISTANT,
+    Conversation,
+    parsed_object,
+    repaired,
+)
 from flatshard._data.hf_rendering import REASONING, Rendering, lost_calls
 
 # Keys of a message that every chat has for bookkeeping.
@@ -70,7 +75,7 @@ class ChatEncoder:
 
     def of_row(self, where, text, encode):
         try:
-            chat = Conversation(json.loads(text))
+            chat = Conversation(repaired(json.loads(text)))
             self.check_variables(chat.variables, "'chat_template_kwargs'")
             rendering = Rendering(self.tokenizer, chat, self.variables)
             self.look_for_losses(where, chat, rendering)
@@ -78,6 +83,11 @@ class ChatEncoder:
             return encode(chat, rendering)
         except ValueError as error:
             raise Failure(f"{where}: expected JSON: {error}") from error
+        except RecursionError as error:
+            raise Failure(
+                f"{where}: expected JSON with less than some hundred lists and objects "
+                "inside each other; leave the row out"
+            ) from error
         except Failure as failure:
             raise Failure(f"{where}: {failure}") from failure
 

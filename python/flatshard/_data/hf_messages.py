@@ -2,6 +2,7 @@
 text, objects in place of JSON text, no null."""
 
 import json
+import re
 
 from flatshard._data.failures import Failure
 
@@ -11,12 +12,25 @@ FLAGS = ("weight", "train", "training", "trainable", "loss")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 USED = ("tools", "chat_template_kwargs")
 QUESTIONS = ("instruction", "question", "query", "prompt", "problem", "input")
+# Halves of surrogate pairs, which no encoding of text has.
+HALVES = re.compile("[\ud800-\udfff]")
 ANSWERS = ("output", "response", "answer", "completion", "solution", "target")
 
 
 def shown(value):
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+def repaired(value):
+    """Returns what JSON holds, with U+FFFD for each half of a surrogate pair."""
+    if isinstance(value, str):
+        return HALVES.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [repaired(item) for item in value]
+    if isinstance(value, dict):
+        return {repaired(key): repaired(item) for key, item in value.items()}
+    return value
 
 
 def without_null(fields):
@@ -28,7 +42,7 @@ def parsed(value, what):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return repaired(json.loads(value))
     except ValueError as error:
         raise Failure(
             f"expected JSON in {what}, got {shown(value)}: {error}"
@@ -70,7 +84,10 @@ class Conversation:
                 f"{', '.join(row) or 'no field'}{conversion(row)}"
             )
         self.messages, self.flags = [], []
+        self.first_answer = 0  # messages before it are a prompt, which is not trained
         for field, role in fields:
+            if field == "completion":
+                self.first_answer = len(self.messages)
             for message in messages_of(row[field], field, role):
                 self.add(message, field)
         self.tools = None
@@ -111,8 +128,13 @@ class Conversation:
         if train_on == "all":
             return [at for at, flag in enumerate(self.flags) if flag is False]
         roles = [message["role"] for message in self.messages]
-        found = [at for at, role in enumerate(roles) if role == ASSISTANT]
-        found = [at for at in found if self.flags[at] is not False]
+        found = [
+            at
+            for at, (role, flag) in enumerate(zip(roles, self.flags, strict=True))
+            if role == ASSISTANT
+            and flag is not False
+            and (flag or at >= self.first_answer)
+        ]
         if not found:
             raise Failure(
                 "expected a message of the assistant to train on, found messages of "

@@ -201,17 +201,20 @@ class Rendering:
                 "{% endgeneration %} afterwards, so its tokens cannot be found; remove "
                 "the tags from the template"
             )
-        roles = [message["role"] for message in self.messages]
-        if len(chosen) == roles.count(ASSISTANT):
+        answers = [at for at, m in enumerate(self.messages) if m["role"] == ASSISTANT]
+        if len(chosen) == len(answers):
             return spans
-
-        def count(messages):
-            return self.write(messages, source=source).count(end) if messages else 0
-
-        kept = []
-        for at in chosen:
-            kept += spans[count(self.messages[:at]) : count(self.messages[: at + 1])]
-        return kept
+        # A span is of the first answer that does not end before it.
+        ends = []
+        for at in answers:
+            try:
+                ends.append(self.end_of(at))
+            except Failure:  # an answer that the template does not write
+                ends.append(ends[-1] if ends else 0)
+        last = len(ends) - 1
+        owners = [min(bisect.bisect_left(ends, stop), last) for _, stop in spans]
+        pairs = zip(spans, owners, strict=True)
+        return [span for span, owner in pairs if answers[owner] in chosen]
 
     def tokens(self, chosen, is_all):
         """Returns the token ids, and the mask of the conversation: 1 for the tokens of
@@ -232,8 +235,13 @@ class Rendering:
                 for at, end in ((at, self.end_of(at)) for at in chosen)
             ]
         mask = [int(is_all)] * len(self.token_ids)
+        control = set(self.tokenizer.all_special_ids)
         for first, end in spans:
-            for token in range(first, bisect.bisect_left(self.starts, end)):
+            last = bisect.bisect_left(self.starts, end)
+            # Some control tokens take the spaces before them, which are the message's.
+            if last > first and self.stops[last - 1] > end:
+                last -= self.token_ids[last - 1] in control
+            for token in range(first, last):
                 mask[token] = int(not is_all)
         return self.token_ids, mask
 

@@ -42,6 +42,8 @@ _FOREIGN = {
     b"\x27\xd8\x34\x01": "a state of llm.c",
     b"\x28\xd8\x34\x01": "a tokenizer of llm.c",
     b"\x8a\xd8\x34\x01": "an evaluation of llm.c",
+    b"\x01\x34\xd8\x88": "a file of llm.c in big-endian order",
+    b"\x01\x34\xd9\xa1": "a file of llm.c in big-endian order",
 }
 _LLMC_HEADER = 1024
 _LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}
@@ -238,6 +240,7 @@ class TokenFile:
         what = container_of(self.path, head)
         for magic, name in _FOREIGN.items():
             what = name if head.startswith(magic) else what
+        what = what or layout_of(head, self.nbytes)
         text = bytes(range(32, 127)) + b"\n\r\t"
         if not what and not dtype and len(head) >= 8 and not head.translate(None, text):
             what = "text, which flatshard data prepare reads"
@@ -284,6 +287,29 @@ class TokenFile:
                 f"{vocab_size}, got {tokens[at]} at place {begin + at}; name the "
                 "tokenizer that they are of, and the type of raw words with --dtype"
             )
+
+
+def layout_of(head, nbytes):
+    """Returns the format that numbers at the begin of a file show, which fit its size, or
+    "".
+
+    @param head  its first bytes."""
+    if len(head) < 16:
+        return ""
+    (length,) = struct.unpack_from("<Q", head)
+    if 2 <= length <= nbytes - 8 and head[8:9] == b"{":
+        return "safetensors; save the tokens with numpy.save"
+    # The number of items, then where each begins, and where the last ends.
+    (count,) = struct.unpack_from("<I", head)
+    last = 4 * (count + 1)
+    if 1 <= count and last + 4 <= len(head):
+        (first,), (end,) = (struct.unpack_from("<I", head, at) for at in (4, last))
+        if first == last + 4 and end == nbytes:
+            return (
+                "a chunk of litdata or of MosaicML's streaming; save its tokens with "
+                "numpy.save"
+            )
+    return ""
 
 
 def likely_word_nbytes(head):
