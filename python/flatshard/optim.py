@@ -102,6 +102,13 @@ class AdamW(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "flatshard.optim.AdamW cannot be copied or pickled, because its states belong "
+            "to the model's units; save state_dict(), and make another optimizer for a "
+            "copy of the model"
+        )
+
     # -- the core's optimizer ------------------------------------------------------
 
     def _make_core(self):

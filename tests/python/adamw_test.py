@@ -2,6 +2,7 @@
 torch.optim.AdamW does, or raises an error."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -288,3 +289,11 @@ def test_gradients_that_no_backward_made(mesh, rank):
     (ours, counts), (theirs, expected) = results
     assert distance(ours, theirs) < CLOSE
     assert counts == expected
+
+
+def test_copies_are_refused(mesh):
+    _, optimizer = made(flatshard.optim.AdamW, mesh)
+    for make in (copy.deepcopy, pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match="save state_dict"):
+            make(optimizer)
+    copy.deepcopy(optimizer.state_dict())

@@ -342,3 +342,13 @@ def test_digests_see_every_bit(dtype):
     moved.copy_(values)
     assert digest(wide[:, 1]) == one and digest(moved) == one
     assert digest(values[:0]) == 0
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_are_renormalized_in_the_forward(kind, mesh, world):
+    model = nn.Sequential(kind(6, 4, max_norm=1.0))
+    if world == 1:
+        fully_shard(model, mesh=mesh)
+        return
+    with pytest.raises(NotImplementedError, match="parameter 0.weight: max_norm=1.0"):
+        fully_shard(model, mesh=mesh)

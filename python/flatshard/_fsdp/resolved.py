@@ -5,6 +5,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard._fsdp.arguments import param_dtype_of
@@ -68,10 +69,25 @@ def resolve(asked, found, shard_placement_fn):
     return resolved
 
 
+def _check_max_norm(sites, full_name):
+    for module, name in sites:
+        embedding = module()
+        is_embedding = isinstance(embedding, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding and name == "weight" and embedding.max_norm is not None:
+            raise NotImplementedError(
+                f"parameter {full_name}: max_norm={embedding.max_norm} of an embedding is "
+                "not supported on several ranks, because its forward writes to the rows "
+                "that this rank looked up, and other ranks look up others; set max_norm "
+                "to None and call weight.data.renorm_(2, 0, max_norm) after each step"
+            )
+
+
 def _parameter(asked, tensor, full_name, sites, reason, place):
     """Returns the entry of one parameter in a unit. `reason`: why it is not FP8, or
     ""."""
     options, mp_policy, mesh = asked.options, asked.mp_policy, asked.device_mesh
+    if mesh.size() > 1:
+        _check_max_norm(sites, full_name)
     by_subclass = is_extended(tensor)
     parallel = None
     if is_tensor_parallel(tensor):
