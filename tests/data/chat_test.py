@@ -352,6 +352,12 @@ def test_marks_that_only_the_last_answer_has(chats):
     assert trained(chats(template), {"messages": messages}) == ["the mat<|end|>"]
 
 
+def test_marks_in_a_comment(chats):
+    template = "{# {% generation %} and\n{% endgeneration %} #}" + of.CHATML
+    row = {"messages": [user("the"), assistant("sat")]}
+    assert trained(chats(template), row) == ["sat<|end|>\n"]
+
+
 def test_control_tokens_that_take_spaces_before_them(chats):
     tokens = [AddedToken(t, special=True, lstrip=True) for t in of.SPECIAL]
     tokenizer = of.make_tokenizer()

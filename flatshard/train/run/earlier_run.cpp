@@ -76,6 +76,28 @@ void refuse_foreign_files(const Config& config) {
   }
 }
 
+void refuse_inputs_that_move(const Config& config) {
+  if (config.model.init_from.empty()) {
+    return;
+  }
+  const fs::path folder = config.run.output_dir;
+  const fs::path input = fs::weakly_canonical(config.model.init_from);
+  for (const RunFile& file : run_files(config)) {
+    const fs::path moved = fs::weakly_canonical(folder / file.name);
+    const auto [end, _] =
+        std::mismatch(moved.begin(), moved.end(), input.begin(), input.end());
+    FLATSHARD_CHECK(
+        !file.exists_in(folder) || end != moved.end(),
+        config,
+        "model.init_from = {} is a result of the earlier run in run.output_dir "
+        "= {}, and a new run moves these files to {}; choose another "
+        "run.output_dir",
+        config.model.init_from,
+        config.run.output_dir,
+        (folder / "earlier").string());
+  }
+}
+
 fs::path keep_earlier_run(const Config& config) {
   refuse_foreign_files(config);
   const fs::path output_dir = config.run.output_dir;

@@ -13,6 +13,11 @@ namespace flatshard {
 /// folder without a run.
 void refuse_foreign_files(const Config& config);
 
+/// @throws Error{config} when model.init_from is a result of the earlier run
+/// that keep_earlier_run would move away: the end of the new run, and a resumed
+/// one, read it again.
+void refuse_inputs_that_move(const Config& config);
+
 /// Moves the files of an earlier run in run.output_dir (run_files) to
 /// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it remains to be
 /// taken for the new run's.

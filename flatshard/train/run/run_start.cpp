@@ -131,6 +131,9 @@ RunStart find_start(const Config& config, bool resume, Mesh& mesh) {
   start.goes_on = resume || start.checkpoint;
   if (mesh.rank() == 0 && !start.checkpoint) {
     refuse_foreign_files(config);
+    if (!start.goes_on) {
+      refuse_inputs_that_move(config);
+    }
   }
   if (!start.checkpoint) {
     return start;

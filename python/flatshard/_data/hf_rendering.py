@@ -10,6 +10,7 @@ from flatshard._data.hf_messages import ASSISTANT, without_null
 # The tags of a template around what the assistant gives.
 BEGIN_TAG = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 END_TAG = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
+COMMENT = re.compile(r"\{#.*?#\}", re.S)
 # Python's words for null and for objects, which templates write by mistake.
 PYTHON_WORDS = re.compile(r"\bNone\b|\bnull\b|\{'")
 # The names that templates have for the reasoning of a message.
@@ -223,7 +224,7 @@ class Rendering:
         Tokens of a message are those that differ from the tokens of its prompt, to the
         last one that has a character of it. In a template with {% generation %} they
         are those with a character between the tags."""
-        if BEGIN_TAG.search(self.source) and not is_all:
+        if BEGIN_TAG.search(COMMENT.sub("", self.source)) and not is_all:
             spans = [
                 (bisect.bisect_right(self.stops, begin), end)
                 for begin, end in self.marked(chosen)

@@ -55,6 +55,29 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   std::filesystem::remove_all(folder);
 }
 
+TEST(EarlierRun, InputsThatWouldMoveAreRefused) {
+  const auto folder = std::filesystem::temp_directory_path() /
+                      fmt::format("flatshard-earlier-inputs-{}", ::getpid());
+  Config config;
+  config.run.output_dir = folder.string();
+  config.model.init_from = (folder / "hf").string();
+  EXPECT_NO_THROW(refuse_inputs_that_move(config));  // nothing is there
+  std::filesystem::create_directories(folder / "hf");
+  std::filesystem::create_directories(folder / "base");
+  for (const char* input : {"hf", "hf/", "hf/part", "base/../hf"}) {
+    config.model.init_from = (folder / input).string();
+    EXPECT_THAT(
+        testing::message_of([&] { refuse_inputs_that_move(config); }),
+        HasSubstr("choose another run.output_dir"))
+        << input;
+  }
+  for (const char* input : {"base", "hfbase", "earlier/1/hf"}) {
+    config.model.init_from = (folder / input).string();
+    EXPECT_NO_THROW(refuse_inputs_that_move(config)) << input;
+  }
+  std::filesystem::remove_all(folder);
+}
+
 TEST(EarlierRun, NothingOfItIsLost) {
   const auto folder = std::filesystem::temp_directory_path() /
                       fmt::format("flatshard-earlier-all-{}", ::getpid());
