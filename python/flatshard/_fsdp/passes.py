@@ -76,9 +76,8 @@ class Passes:
         self._had_any = self.concern_forwards = False
 
     def wait_for_optimizer(self):
-        if self.post_optim_event is not None:
-            self.post_optim_event.wait()
-            self.post_optim_event = None
+        self.post_optim_event.wait()
+        self.post_optim_event = None
 
     def _note(self):
         self._had_any = self.concern_forwards = True

@@ -204,22 +204,28 @@ class Root:
 
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open."""
-        self.tree.check_values(self.ranks.device_mesh)
-        self.passes.wait_for_optimizer()
-        self.check_replaced()
+        # Each model takes this path in each step: no call that it does not need.
+        tree, runtime = self.tree, self.runtime
+        if not tree.has_values:
+            tree.check_values(self.ranks.device_mesh)
+        if self.passes.post_optim_event is not None:
+            self.passes.wait_for_optimizer()
+        if runtime.shows_others():
+            refuse_replaced(self.units)
         if self.life.now is Life.OUTDATED:
             raise Stale
         if torch.is_grad_enabled():
-            self.tree.watch_outputs()
+            tree.inner_outputs.update()
             is_first = self.life.now is Life.ROOTED
             if is_first:
-                self.tree.check_trained()
-            if is_first or self.runtime.trains_others():
+                tree.check_trained()
+            if is_first or runtime.trains_others():
                 self._follow_requires_grad()
             if is_first:
                 self.life.move("train")
-        self.tree.begin_forward()
-        self.seen_writes.before_forward(self.units)
+        if tree.of_several:
+            tree.begin_forward()
+        self.seen_writes.before_forward(tree.units)
 
     def _follow_requires_grad(self):
         with plain_attributes():

@@ -18,9 +18,9 @@ class Tree:
     def __init__(self, module, units):
         self._module = weakref.ref(module)
         self._units = [weakref.ref(unit) for unit in units]
-        self._of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
-        self._inner_outputs = InnerOutputs(inner_modules(units))
-        self._has_values = False  # all units, and equal ones on the ranks
+        self.of_several = [weakref.ref(u) for u in units if len(u.modules) > 1]
+        self.inner_outputs = InnerOutputs(inner_modules(units))
+        self.has_values = False  # all units, and equal ones on the ranks
 
     @property
     def module(self):
@@ -31,9 +31,7 @@ class Tree:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def check_values(self, device_mesh):
-        """Once, before the first forward or unshard. Collective."""
-        if self._has_values:
-            return
+        """Before the first forward or unshard. Collective."""
         units = self.units
         for unit in units:
             unit.parameters.check_have_values()
@@ -41,7 +39,7 @@ class Tree:
             compare(units, device_mesh)
         for unit in units:
             unit.parameters.forget_digests()
-        self._has_values = True
+        self.has_values = True
 
     def check_trained(self):
         """Before the first forward with gradients."""
@@ -49,16 +47,13 @@ class Tree:
         for unit in self.units:
             unit.parameters.retire_trained_formers()
 
-    def watch_outputs(self):
-        self._inner_outputs.update()
-
     def begin_forward(self):
-        for ref in self._of_several:
+        for ref in self.of_several:
             if (unit := ref()) is not None:
                 unit.modules.running.clear()
 
     def close(self):
-        self._inner_outputs.close()
+        self.inner_outputs.close()
 
 
 def walk(root):
