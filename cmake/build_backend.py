@@ -20,8 +20,6 @@ HEADERS = {
     "toml++/toml.h": "libtomlplusplus-dev",
     "CLI/CLI.hpp": "libcli11-dev",
     "xxhash.h": "libxxhash-dev",
-    "zlib.h": "zlib1g-dev",
-    "zstd.h": "libzstd-dev",
 }
 
 
