@@ -17,6 +17,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/upload.h"
 #include "flatshard/flight/recorder.h"
@@ -230,7 +231,7 @@ class Loader {
       if (owned.values.numel() > 0) {
         // Aligned for any dtype.
         constexpr std::uint64_t kAlign = 16;
-        nbytes_ = (nbytes_ + kAlign - 1) / kAlign * kAlign;
+        nbytes_ = round_up(nbytes_, kAlign);
         targets_.push_back({owned.values, static_cast<std::int64_t>(nbytes_)});
         wanted_.push_back({&tensor, owned.box, nbytes_});
         nbytes_ += owned.values.nbytes();

@@ -6,6 +6,7 @@
 
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/format/block_writer.h"
 #include "flatshard/format/safetensors_layout.h"
 
@@ -96,7 +97,7 @@ void ShardImage::add_file(
   // Each file begins where direct I/O can.
   constexpr auto kAlign = static_cast<std::int64_t>(kDirectAlignment);
   nbytes_ += static_cast<std::int64_t>(layout.nbytes());
-  nbytes_ = (nbytes_ + kAlign - 1) / kAlign * kAlign;
+  nbytes_ = round_up(nbytes_, kAlign);
 }
 
 void ShardImage::write_heads(const at::Tensor& buffer) const {

@@ -10,6 +10,7 @@
 #include "flatshard/comm/backend.h"
 #include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard::detail {
 namespace {
@@ -59,7 +60,7 @@ class GlooCommunicator : public Communicator {
       sum_rows(flat, all, op);
       return;
     }
-    const std::int64_t chunk = (flat.numel() + size() - 1) / size();
+    const std::int64_t chunk = ceil_div(flat.numel(), size());
     at::Tensor padded = flat;
     if (flat.numel() != chunk * size()) {
       padded = at::zeros({chunk * size()}, flat.options());

@@ -1,4 +1,5 @@
 #include "flatshard/comm/sum_rows_kernel.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
 
 namespace flatshard::kernels {
@@ -10,7 +11,7 @@ constexpr int kThreads = 256;
 constexpr std::int64_t kMaxBlocks = 264;
 
 unsigned blocks_for(std::int64_t items) {
-  const std::int64_t wanted = (items + kThreads - 1) / kThreads;
+  const std::int64_t wanted = ceil_div(items, kThreads);
   return static_cast<unsigned>(wanted < kMaxBlocks ? wanted : kMaxBlocks);
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 // Header-only: nothing to link, and the compiler sees the loops.
 #define XXH_INLINE_ALL
@@ -35,7 +36,7 @@ CorpusIdentity identify(const Corpus& corpus) {
       static_cast<std::size_t>(std::min(num_tokens, kBlockTokens)));
   // Evenly from the first tokens to the last; of a small split all of them.
   const std::int64_t num_blocks =
-      std::min(kNumBlocks, (num_tokens + kBlockTokens - 1) / kBlockTokens);
+      std::min(kNumBlocks, ceil_div(num_tokens, kBlockTokens));
   for (std::int64_t i = 0; i < num_blocks; ++i) {
     const std::int64_t size = std::min(kBlockTokens, num_tokens);
     const std::int64_t last = num_tokens - size;

@@ -7,6 +7,8 @@
 
 #include "flatshard/device/host_threads.h"
 
+#include "flatshard/core/rounding.h"
+
 namespace flatshard {
 
 /// Calls f(from, to) for parts that make up [begin, end), each on a separate
@@ -21,7 +23,7 @@ void parallel_for(
     std::int64_t end,
     std::int64_t grain,
     const F& f) {
-  const std::int64_t wanted = (end - begin + grain - 1) / grain;
+  const std::int64_t wanted = ceil_div(end - begin, grain);
   const std::int64_t num =
       std::clamp<std::int64_t>(wanted, 1, std::max(1, host_threads()));
   const auto edge = [&](std::int64_t part) {

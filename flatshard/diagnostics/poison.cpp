@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/core/rounding.h"
 
 #include <ATen/ATen.h>
 #include <sys/mman.h>
@@ -163,8 +164,7 @@ std::vector<std::shared_ptr<void>> protected_ranges(
   std::vector<std::size_t> offsets;
   for (const PoisonSpec& p : parameters) {
     offsets.push_back(region->nbytes);
-    region->nbytes +=
-        (std::max<std::size_t>(p.nbytes, 1) + page - 1) / page * page;
+    region->nbytes += round_up(std::max<std::size_t>(p.nbytes, 1), page);
   }
   void* base = ::mmap(
       nullptr,

@@ -1,7 +1,6 @@
 #include "flatshard/exchange/peer_exchange.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/moe/permute.h"
 
@@ -75,7 +75,7 @@ PeerExchange::PeerExchange(
 }
 
 void PeerExchange::make_windows(std::int64_t nbytes) {
-  half_nbytes_ = at::round_up(nbytes, kHalfAlignment);
+  half_nbytes_ = round_up(nbytes, kHalfAlignment);
   windows_ = PeerMemory::create(group(), 2 * half_nbytes_);
   window_nbytes_ = nbytes;
   std::vector<std::int64_t> addresses;
@@ -149,7 +149,7 @@ void PeerExchange::reserve(
         num_rows,
         row,
         window_nbytes_);
-    needed = at::round_up(needed, kPartAlignment) + num_rows * row;
+    needed = round_up(needed, kPartAlignment) + num_rows * row;
   }
   // The size is the same on all ranks, each of which has the largest number of
   // rows of any. Windows that peers still read stay until every rank has come
@@ -263,7 +263,7 @@ std::vector<std::vector<PeerExchange::Part>> PeerExchange::parts_by_fence(
          .of_tokens = of_tokens && i == 0,
          .is_narrow = !(of_tokens && i == 0) &&
                       are_narrow(row, at_experts[i].element_size())});
-    in_window += at::round_up(plan.runs.most_routed() * row, kPartAlignment);
+    in_window += round_up(plan.runs.most_routed() * row, kPartAlignment);
   }
   return fences;
 }

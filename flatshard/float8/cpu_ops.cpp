@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/parallel_for.h"
 
 namespace flatshard::float8::cpu {
@@ -34,7 +35,7 @@ std::vector<std::uint32_t> block_amax(
     std::int64_t columns,
     const ScaleGrid& grid,
     std::int64_t num_columns) {
-  const std::int64_t num_rows = (rows + grid.block_rows - 1) / grid.block_rows;
+  const std::int64_t num_rows = ceil_div(rows, grid.block_rows);
   std::vector<std::uint32_t> found(num_rows * num_columns, 0);
   for (std::int64_t r = 0; r < rows; ++r) {
     std::uint32_t* of_row = found.data() + r / grid.block_rows * num_columns;
@@ -90,11 +91,10 @@ void quantize_from(
   const std::int64_t rows = tensor.size(0);
   const std::int64_t columns = tensor.size(1);
   const ScaleGrid& grid = view.grid;
-  const std::int64_t num_columns = std::max<std::int64_t>(
-      1,
-      (columns + grid.block_columns - 1) / grid.block_columns);
+  const std::int64_t num_columns =
+      std::max<std::int64_t>(1, ceil_div(columns, grid.block_columns));
   const std::int64_t num_rows =
-      std::max<std::int64_t>(1, (rows + grid.block_rows - 1) / grid.block_rows);
+      std::max<std::int64_t>(1, ceil_div(rows, grid.block_rows));
   std::vector<std::uint32_t> found;
   if (!view.given_scales && !view.amax.defined()) {
     found = block_amax(x, rows, columns, grid, num_columns);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/capability.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/float8/cublaslt_product.h"
@@ -37,7 +38,7 @@ std::int32_t mode_of(Recipe recipe) {
 // added, and dropped again.
 bool run_with_more_rows(const Product& p) {
   const std::int64_t m = p.a.data.size(0);
-  const std::int64_t more = (m + kBlock - 1) / kBlock * kBlock;
+  const std::int64_t more = round_up(m, kBlock);
   Product whole = p;
   at::Tensor data =
       at::zeros({more, p.a.data.size(1)}, p.a.data.options().dtype(at::kByte));

@@ -1,9 +1,9 @@
 #include "flatshard/float8/grid.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard::float8 {
 namespace {
@@ -12,7 +12,7 @@ namespace {
 // TMA.
 at::Tensor
 padded_rows(std::int64_t rows, std::int64_t columns, at::TensorOptions to) {
-  const std::int64_t wide = at::round_up(columns, std::int64_t{4});
+  const std::int64_t wide = round_up(columns, 4);
   return wide == columns ? at::empty({rows, columns}, to)
                          : at::zeros({rows, wide}, to).narrow(1, 0, columns);
 }
@@ -31,8 +31,8 @@ at::Tensor make_scales(
   if (traits.block_inner == 0) {
     return at::empty({outer}, f32);
   }
-  const std::int64_t rows = at::ceil_div(outer, traits.block_outer);
-  const std::int64_t columns = at::ceil_div(inner, traits.block_inner);
+  const std::int64_t rows = ceil_div(outer, traits.block_outer);
+  const std::int64_t columns = ceil_div(inner, traits.block_inner);
   if (traits.scale == ScaleKind::e8m0) {
     const auto e8m0 = f32.dtype(at::kFloat8_e8m0fnu);
     return as_the_tensor_lies ? at::empty({columns, rows}, e8m0).t()
@@ -179,9 +179,8 @@ Plane empty_plane(
   }
   const auto data = at::TensorOptions(device).dtype(scalar_type(q.format));
   return {
-      transposed
-          ? at::empty({columns, at::round_up(rows, options.multiple)}, data)
-          : at::empty({rows, columns}, data),
+      transposed ? at::empty({columns, round_up(rows, options.multiple)}, data)
+                 : at::empty({rows, columns}, data),
       make_scales(q.recipe, !row && !transposed, outer, inner, device)};
 }
 
@@ -207,7 +206,7 @@ PlaneView plane_over(
   const bool transposed = options.axis == Axis::column && options.transpose;
   PlaneView view;
   view.plane = out;
-  view.padded_rows = at::round_up(rows, options.multiple);
+  view.padded_rows = round_up(rows, options.multiple);
   view.row_stride = transposed ? 1 : columns;
   view.column_stride = transposed ? view.padded_rows : 1;
   if (options.scales.defined()) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/float8/cpu_ops.h"
 #include "flatshard/float8/cuda_ops.h"
 #include "flatshard/float8/grid.h"
@@ -29,9 +30,6 @@ bool fits(
     std::int64_t outer,
     std::int64_t inner) {
   const RecipeTraits traits = traits_of(recipe);
-  const auto blocks = [](std::int64_t n, std::int64_t block) {
-    return (n + block - 1) / block;
-  };
   if (traits.has_one_scale()) {
     return scales.dim() == 0;
   }
@@ -39,8 +37,8 @@ bool fits(
     return scales.sizes() == at::IntArrayRef{outer};
   }
   return scales.sizes() == at::IntArrayRef{
-                               blocks(outer, traits.block_outer),
-                               blocks(inner, traits.block_inner)};
+                               ceil_div(outer, traits.block_outer),
+                               ceil_div(inner, traits.block_inner)};
 }
 
 void fill(
@@ -244,8 +242,8 @@ at::Tensor swizzle_mx_scales(const at::Tensor& scales) {
       scales.toString(),
       c10::str(scales.sizes()));
   const at::Tensor bytes = scales.contiguous().view(at::kByte);
-  const std::int64_t tiles_down = (scales.size(0) + 127) / 128;
-  const std::int64_t tiles_across = (scales.size(1) + 3) / 4;
+  const std::int64_t tiles_down = ceil_div(scales.size(0), 128);
+  const std::int64_t tiles_across = ceil_div(scales.size(1), 4);
   if (scales.is_cpu()) {
     at::Tensor padded =
         at::zeros({tiles_down * 128, tiles_across * 4}, bytes.options());

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/format/safetensors_format.h"
 
 namespace flatshard {
@@ -125,9 +126,7 @@ SafetensorsLayout::SafetensorsLayout(
         {"data_offsets", {slot.begin, end}}};
   }
   std::string text = header.dump();
-  text.resize(
-      (8 + text.size() + kAlignment - 1) / kAlignment * kAlignment - 8,
-      ' ');
+  text.resize(round_up(8 + text.size(), kAlignment) - 8, ' ');
   FLATSHARD_CHECK(
       text.size() <= kSafetensorsMaxHeader,
       usage,

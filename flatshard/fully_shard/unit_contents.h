@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/fully_shard/describe_groups.h"
 #include "flatshard/unit/unit.h"
 
 #include <memory>
@@ -20,15 +21,17 @@ struct UnitContents {
       const std::vector<std::vector<std::string>>& names);
 };
 
-/// Shards the parameters of `unit`: one group for all that share trainability,
-/// precision and placement, the trainable ones first. Their tensors have no
-/// data from now on. Collective where the strategy has to spread the values.
-///
-/// @param unit  its mesh is the model's; mesh and strategy serve the parameters
-///   whose placement sets nothing else. Trainability is each tensor's own, or
-///   GroupParameter::trainable.
-/// @throws Error{usage} for a trainable tensor of a type outside of Precision,
-///   naming it. Frozen ones may have any.
+/// Allocates the groups of a unit. The tensors of the parameters have no data
+/// from now on. Collective where the strategy has to spread the values.
+/// @param unit    for messages.
+/// @param device  of the model's mesh.
+UnitContents make_unit_contents(
+    const std::string& unit,
+    at::Device device,
+    std::vector<GroupDescription> groups,
+    const Initializer& initializer);
+
+/// Allocates describe_groups(unit, options).
 UnitContents make_unit_contents(
     GroupSpec unit,
     const ParamGroupOptions& options,

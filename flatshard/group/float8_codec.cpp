@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard {
 namespace {
@@ -19,102 +20,10 @@ Axis axis_of(const Plane& plane) {
 
 Float8Codec::Float8Codec(const GroupContext& context)
     : context_(context),
-      traits_(float8::traits_of(context.options.float8->recipe)),
-      layout_(context.layout) {
-  if (traits_.scales_are_sharded) {
-    layout_ = std::make_shared<const FlatLayout>(
-        context.layout->with_scales(traits_.block_inner));
-  } else {
+      traits_(float8::traits_of(context.options.float8->recipe)) {
+  if (!traits_.scales_are_sharded) {
     scales_.emplace(context);
   }
-}
-
-// -- what there is ------------------------------------------------------------
-
-std::vector<Plane> Float8Codec::planes() const {
-  std::vector<Plane> planes(3);
-  planes[kComputePlane].name = "compute";
-  constexpr PlaneId kRows = kComputePlane + 1;
-  constexpr PlaneId kColumns = kRows + 1;
-  for (const PlaneId id : {kRows, kColumns}) {
-    const bool is_rows = id == kRows;
-    Plane& plane = planes[id];
-    plane = {
-        .name = is_rows ? "rows" : "columns",
-        .source = is_rows || format().stored_columns ? kStored : kRows,
-        .in_forward = is_rows,
-        .in_backward = !is_rows,
-        .on_request = true,
-        .dtype = at::kByte,
-        .layout = layout_};
-    const std::int64_t num_parameters = context_.layout->num_tensors();
-    plane.whole = part_of(0, num_parameters, scales_behind(plane));
-    if (format().gather_parts == GatherParts::unit) {
-      continue;
-    }
-    const auto part = [&](std::int64_t i) {
-      return context_.layout->spec(i).part;
-    };
-    for (std::int64_t first = 0, i = 1; i <= num_parameters; ++i) {
-      if (i == num_parameters || part(i) != part(first)) {
-        plane.parts.push_back(part_of(first, i - first, scales_behind(plane)));
-        first = i;
-      }
-    }
-  }
-  return planes;
-}
-
-bool Float8Codec::scales_behind(const Plane& plane) const {
-  return plane.source != kStored && scales_ &&
-         float8::has_power_of_two_scales(format().recipe);
-}
-
-std::int64_t Float8Codec::nbytes_behind(std::int64_t first, std::int64_t count)
-    const {
-  std::int64_t nbytes = 0;
-  for (std::int64_t i = first; i < first + count; ++i) {
-    // Each begins at 16 bytes.
-    nbytes +=
-        (shape(i)[1] + 3) / 4 * 4 * static_cast<std::int64_t>(sizeof(float));
-  }
-  return nbytes;
-}
-
-PlanePart Float8Codec::part_of(
-    std::int64_t first_parameter,
-    std::int64_t num_parameters,
-    bool with_scales_behind) const {
-  const auto& segments = layout_->segments();
-  const auto num_segments = static_cast<std::int64_t>(segments.size());
-  std::int64_t first = num_segments;
-  std::int64_t end = 0;
-  if (num_parameters == context_.layout->num_tensors()) {
-    first = 0;
-    end = num_segments;
-  }
-  // With scales each segment of the group is followed by a segment of scales.
-  const std::int64_t factor =
-      segments.size() / context_.layout->segments().size();
-  for (std::int64_t i = first_parameter; i < first_parameter + num_parameters;
-       ++i) {
-    const std::int64_t s = context_.layout->tensor_segment(i) * factor;
-    first = std::min(first, s);
-    end = std::max(end, s + factor);
-  }
-  auto layout = std::make_shared<const FlatLayout>(
-      layout_->of_segments(first, end - first));
-  const std::int64_t nbytes =
-      layout->numel() +
-      (with_scales_behind ? nbytes_behind(first_parameter, num_parameters) : 0);
-  return {
-      .first_parameter = first_parameter,
-      .num_parameters = num_parameters,
-      .first_segment = first,
-      .num_segments = end - first,
-      .offset = segments[first].offset,
-      .layout = std::move(layout),
-      .nbytes = nbytes};
 }
 
 std::int64_t Float8Codec::nbytes() const {
@@ -193,7 +102,7 @@ void Float8Codec::encode_piece(
   if (traits_.scales_are_sharded) {
     const std::int64_t block = traits_.block_inner;
     const at::Tensor scales =
-        place(context_.layout->num_tensors() + i, at::kFloat8_e8m0fnu);
+        place(context_.plan.layout->num_tensors() + i, at::kFloat8_e8m0fnu);
     out.scales = axis == Axis::row ? scales.view({rows, columns / block})
                                    : scales.view({rows / block, columns}).t();
   } else if (traits_.block_inner == 0) {
@@ -210,7 +119,9 @@ void Float8Codec::encode_piece(
         at::arange(begin, begin + rows, floats.dtype(at::kLong))
             .div_(traits_.block_outer, "floor");
     out.scales =
-        at::zeros({columns / traits_.block_inner, (rows + 3) / 4 * 4}, floats)
+        at::zeros(
+            {columns / traits_.block_inner, round_up(rows, kScaleMultiple)},
+            floats)
             .narrow(1, 0, rows)
             .t();
     out.scales.copy_(scales_->of(Axis::row, i).index_select(0, block));
@@ -226,7 +137,7 @@ void Float8Codec::end(const FlatBuffer& main, bool all_encoded) {
   if (!context_.mesh->device().is_cpu()) {
     return;
   }
-  for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+  for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
     FLATSHARD_CHECK(
         is_finite(main, i),
         usage,
@@ -265,9 +176,10 @@ float8::FlatRun Float8Codec::flat_run(
     scales_->place_amax(i, run);
   } else {
     run.data = rows.shard.local_pieces(i).at(0).local_offset;
-    run.scales = rows.shard.local_pieces(context_.layout->num_tensors() + i)
-                     .at(0)
-                     .local_offset;
+    run.scales =
+        rows.shard.local_pieces(context_.plan.layout->num_tensors() + i)
+            .at(0)
+            .local_offset;
   }
   return run;
 }
@@ -285,7 +197,7 @@ const Float8Outputs* Float8Codec::outputs(
   if (!outputs_) {
     Float8Outputs& outputs = outputs_.emplace();
     outputs.rounding = format().rounding;
-    for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+    for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
       for (const Piece& piece : main.local_pieces(i)) {
         if (piece.numel > 0) {
           outputs.runs.push_back(flat_run(*rows, i, piece));
@@ -341,20 +253,22 @@ float8::Plane Float8Codec::view(
   const auto [rows, columns] = shape(i);
   const bool derived = plane.source != kStored;
   float8::Plane view;
-  view.data =
-      slot.narrow(0, layout_->tensor_offset(i) - at.offset, rows * columns)
-          .view(float8::scalar_type(float8::Format::e4m3))
-          .view(
-              derived ? at::IntArrayRef{columns, rows}
-                      : at::IntArrayRef{rows, columns});
-  if (scales_behind(plane)) {
-    view.scales =
-        slot.narrow(
-                0,
-                at.layout->numel() +
-                    nbytes_behind(at.first_parameter, i - at.first_parameter),
-                columns * static_cast<std::int64_t>(sizeof(float)))
-            .view(at::kFloat);
+  view.data = slot.narrow(
+                      0,
+                      context_.plan.plane_layout->tensor_offset(i) - at.offset,
+                      rows * columns)
+                  .view(float8::scalar_type(float8::Format::e4m3))
+                  .view(
+                      derived ? at::IntArrayRef{columns, rows}
+                              : at::IntArrayRef{rows, columns});
+  if (derived && context_.plan.shape.float8->scales_behind_columns) {
+    view.scales = slot.narrow(
+                          0,
+                          at.layout->numel() + context_.plan.nbytes_behind(
+                                                   at.first_parameter,
+                                                   i - at.first_parameter),
+                          columns * static_cast<std::int64_t>(sizeof(float)))
+                      .view(at::kFloat);
   } else if (scales_) {
     view.scales = scales_->of(axis_of(plane), i);
   } else {
@@ -373,7 +287,8 @@ at::Tensor Float8Codec::view_sharded_scales(
   const at::Tensor scales =
       slot.narrow(
               0,
-              layout_->tensor_offset(context_.layout->num_tensors() + i) -
+              context_.plan.plane_layout->tensor_offset(
+                  context_.plan.layout->num_tensors() + i) -
                   part.offset,
               rows * columns / block)
           .view(at::kFloat8_e8m0fnu);

@@ -32,12 +32,9 @@ namespace flatshard {
 /// |            | along out                       | the rows                  |
 class Float8Codec : public Codec {
  public:
-  /// @param context  outlives this. Its layout has the parts of
-  ///   Float8Format::parts_of.
+  /// @param context  outlives this.
   explicit Float8Codec(const GroupContext& context);
 
-  std::vector<Plane> planes() const override;
-  bool encodes_at_gather() const override { return true; }
   void plan() override;
   void begin(const FlatBuffer& main, bool begun) override;
   /// Called before `begin` of other main weights.
@@ -74,17 +71,9 @@ class Float8Codec : public Codec {
  private:
   const Float8Format& format() const { return *context_.options.float8; }
   std::array<std::int64_t, 2> shape(std::int64_t i) const {
-    const auto& shape = context_.layout->spec(i).shape;
+    const auto& shape = context_.plan.layout->spec(i).shape;
     return {shape[0], shape[1]};
   }
-  /// Columns that each rank quantizes anew have separate scales, which come
-  /// after them in the slot.
-  bool scales_behind(const Plane& plane) const;
-  std::int64_t nbytes_behind(std::int64_t first, std::int64_t count) const;
-  PlanePart part_of(
-      std::int64_t first_parameter,
-      std::int64_t num_parameters,
-      bool with_scales_behind) const;
   void encode_piece(
       const Plane& plane,
       const FlatBuffer& main,
@@ -104,10 +93,9 @@ class Float8Codec : public Codec {
 
   const GroupContext& context_;
   float8::RecipeTraits traits_;
-  std::shared_ptr<const FlatLayout> layout_;  ///< of a plane's bytes
-  std::optional<Float8Scales> scales_;        ///< where each rank has all
-  std::optional<Float8Outputs> outputs_;      ///< made at their first use
-  bool rows_are_made_ = false;  ///< by a writer of these main weights
+  std::optional<Float8Scales> scales_;    ///< where each rank has all
+  std::optional<Float8Outputs> outputs_;  ///< made at their first use
+  bool rows_are_made_ = false;            ///< by a writer of these main weights
 };
 
 }  // namespace flatshard

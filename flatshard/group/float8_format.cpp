@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <mutex>
+#include <utility>
 
 #include "flatshard/core/log.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard {
 namespace {
@@ -15,6 +17,21 @@ namespace {
 constexpr std::int64_t kMaxParts = 24;
 // Views of sharded scales begin at a multiple of so many.
 constexpr std::int64_t kScaleAlignment = 16;
+
+// Returns the number of scales of a plane [outer, inner], in the order of
+// float8::Plane. Rows of block scales are as long as cuBLASLt reads them.
+std::int64_t num_scales(
+    const float8::RecipeTraits& traits,
+    std::int64_t outer,
+    std::int64_t inner) {
+  if (traits.has_one_scale()) {
+    return 1;
+  }
+  const std::int64_t rows = outer / traits.block_outer;
+  return traits.block_inner == 0
+             ? rows
+             : rows * round_up(inner / traits.block_inner, kScaleMultiple);
+}
 
 }  // namespace
 
@@ -50,6 +67,37 @@ Granularity Float8Format::granularity() const {
   return traits.scales_are_sharded && stored_columns
              ? Granularity::block(traits.block_inner)
              : Granularity::row();
+}
+
+Float8Shape Float8Format::shape_of(
+    const std::vector<TensorSpec>& weights) const {
+  const float8::RecipeTraits traits = float8::traits_of(recipe);
+  Float8Shape shape{
+      .recipe = std::string(float8::to_string(recipe)),
+      .sharded_scales_block = block_of_stored_scales(),
+      .stored_columns = stored_columns,
+      .scales_behind_columns =
+          !traits.scales_are_sharded && float8::has_power_of_two_scales(recipe),
+      .gather_parts = gather_parts};
+  if (traits.scales_are_sharded) {
+    return shape;
+  }
+  const auto take = [&](std::int64_t n) {
+    return std::exchange(
+        shape.num_scales,
+        shape.num_scales + round_up(n, kScaleMultiple));
+  };
+  for (const TensorSpec& weight : weights) {
+    const std::int64_t rows = weight.shape[0];
+    const std::int64_t columns = weight.shape[1];
+    const std::int64_t of_rows = take(num_scales(traits, rows, columns));
+    shape.scale_offsets.push_back(
+        {of_rows,
+         stored_columns || transposes_scales()
+             ? take(num_scales(traits, columns, rows))
+             : of_rows});
+  }
+  return shape;
 }
 
 std::string Float8Format::why_not(std::span<const std::int64_t> shape) const {

@@ -8,6 +8,7 @@
 #include "flatshard/float8/recipe.h"
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/schedule/plane_set.h"
+#include "flatshard/shape/group_shape.h"
 
 namespace flatshard {
 
@@ -40,6 +41,12 @@ struct Float8Format {
     return traits.scales_are_sharded ? traits.block_inner : 0;
   }
 
+  /// Returns whether columns have the scales of rows, transposed.
+  bool transposes_scales() const {
+    const float8::RecipeTraits traits = float8::traits_of(recipe);
+    return traits.rows_share_scales() && !traits.has_one_scale();
+  }
+
   // Needs of a group's layout.
 
   /// To which part each of `num_parameters` parameters belongs.
@@ -49,6 +56,11 @@ struct Float8Format {
   std::int64_t alignment(std::int64_t least) const;
   /// Returns the granularity of weights.
   Granularity granularity() const;
+
+  /// Returns where the scales of these weights are, and what else of the format
+  /// the planes of a group depend on.
+  /// @param weights  matrices.
+  Float8Shape shape_of(const std::vector<TensorSpec>& weights) const;
 
   /// Returns why a parameter of this shape stays in Precision::compute, e.g.
   /// "20 columns are no multiple of 16"; empty when it can be FP8.

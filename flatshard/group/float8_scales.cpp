@@ -4,36 +4,14 @@
 
 #include <limits>
 #include <utility>
+#include <vector>
 
-#include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard {
 namespace {
 
 using float8::Axis;
-
-// Rows of block scales are as long as cuBLASLt reads them.
-constexpr std::int64_t kScaleMultiple = 4;
-
-std::int64_t up_to_multiple(std::int64_t n, std::int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
-
-// Returns the number of scales of a plane [outer, inner], in the order of
-// float8::Plane.
-std::int64_t scales_numel(
-    const float8::RecipeTraits& traits,
-    std::int64_t outer,
-    std::int64_t inner) {
-  if (traits.has_one_scale()) {
-    return 1;
-  }
-  if (traits.block_inner == 0) {
-    return outer / traits.block_outer;
-  }
-  return outer / traits.block_outer *
-         up_to_multiple(inner / traits.block_inner, kScaleMultiple);
-}
 
 // In one pass; NaN where there is one.
 at::Tensor largest_magnitude(const at::Tensor& x, std::int64_t dim) {
@@ -56,7 +34,7 @@ void find_amax_of_blocks(
   const std::int64_t n = x.size(1) / traits.block_inner;
   const std::int64_t block = traits.block_outer;
   const std::int64_t first = begin / block;
-  const std::int64_t end = up_to_multiple(begin + rows, block) / block;
+  const std::int64_t end = round_up(begin + rows, block) / block;
   const at::Tensor padded = at::constant_pad_nd(
       largest_magnitude(x.view({rows, n, traits.block_inner}), 2),
       {0, 0, begin - first * block, end * block - begin - rows});
@@ -100,28 +78,17 @@ Float8Scales::Float8Scales(const GroupContext& context)
     : context_(context),
       quantizer_(context.options.float8->quantizer()),
       traits_(float8::traits_of(quantizer_.recipe)),
-      stored_columns_(context.options.float8->stored_columns) {
-  std::int64_t numel = 0;
-  const auto take = [&](std::int64_t n) {
-    return std::exchange(numel, numel + up_to_multiple(n, kScaleMultiple));
-  };
-  for (std::int64_t i = 0; i < context.layout->num_tensors(); ++i) {
-    const auto& shape = context.layout->spec(i).shape;
-    const std::int64_t rows = take(scales_numel(traits_, shape[0], shape[1]));
-    const bool own_columns = stored_columns_ || transposes();
-    const std::int64_t columns =
-        own_columns ? take(scales_numel(traits_, shape[1], shape[0])) : rows;
-    offsets_.push_back({rows, columns});
-  }
+      stored_columns_(context.options.float8->stored_columns),
+      transposes_(context.options.float8->transposes_scales()) {
   scales_ = at::zeros(
-      {numel},
+      {context.plan.shape.float8->num_scales},
       at::TensorOptions(context.mesh->device()).dtype(at::kFloat));
 }
 
 at::Tensor Float8Scales::view(const at::Tensor& all, Axis axis, std::int64_t i)
     const {
-  const auto& shape = context_.layout->spec(i).shape;
-  const std::int64_t offset = offsets_[i][axis == Axis::row ? 0 : 1];
+  const auto& shape = context_.plan.layout->spec(i).shape;
+  const std::int64_t offset = offsets(i)[axis == Axis::row ? 0 : 1];
   const std::int64_t outer = axis == Axis::row ? shape[0] : shape[1];
   const std::int64_t inner = axis == Axis::row ? shape[1] : shape[0];
   if (traits_.has_one_scale()) {
@@ -133,7 +100,7 @@ at::Tensor Float8Scales::view(const at::Tensor& all, Axis axis, std::int64_t i)
   const std::int64_t n = inner / traits_.block_inner;
   return all.as_strided(
       {outer / traits_.block_outer, n},
-      {up_to_multiple(n, kScaleMultiple), 1},
+      {round_up(n, kScaleMultiple), 1},
       all.storage_offset() + offset);
 }
 
@@ -143,8 +110,8 @@ bool Float8Scales::is_finite(std::int64_t i) const {
 
 // Only this rank's rows count, and the amax of others' rows stays 0.
 void Float8Scales::find_amax(const FlatBuffer& main) const {
-  for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
-    const std::int64_t columns = context_.layout->spec(i).shape[1];
+  for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
+    const std::int64_t columns = context_.plan.layout->spec(i).shape[1];
     for (const Piece& piece : main.local_pieces(i)) {
       const std::int64_t begin = piece.tensor_offset / columns;
       const std::int64_t rows = piece.numel / columns;
@@ -182,8 +149,8 @@ void Float8Scales::update(const FlatBuffer& main, at::Tensor amax) {
     group->all_reduce(amax_.view(at::kInt), ReduceOp::max);
   }
   scales_.copy_(float8_scales(amax_, quantizer_));
-  if (transposes()) {
-    for (std::int64_t i = 0; i < context_.layout->num_tensors(); ++i) {
+  if (transposes_) {
+    for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
       of(Axis::column, i).copy_(of(Axis::row, i).t());
     }
   }
@@ -205,7 +172,7 @@ at::Tensor Float8Scales::empty_amax() const {
 }
 
 void Float8Scales::place_amax(std::int64_t i, float8::FlatRun& run) const {
-  run.amax = offsets_[i][0];
+  run.amax = offsets(i)[0];
   if (traits_.has_one_scale()) {
     return;
   }
@@ -215,7 +182,7 @@ void Float8Scales::place_amax(std::int64_t i, float8::FlatRun& run) const {
   run.amax_stride =
       traits_.block_inner == 0
           ? 1
-          : up_to_multiple(run.columns / traits_.block_inner, kScaleMultiple);
+          : round_up(run.columns / traits_.block_inner, kScaleMultiple);
 }
 
 }  // namespace flatshard

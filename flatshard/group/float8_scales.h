@@ -4,7 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/comm/communicator.h"
@@ -63,9 +62,10 @@ class Float8Scales {
  private:
   at::Tensor view(const at::Tensor& all, float8::Axis axis, std::int64_t i)
       const;
-  /// Columns have the scales of rows, transposed.
-  bool transposes() const {
-    return traits_.rows_share_scales() && !traits_.has_one_scale();
+  /// Returns the places where the scales of a parameter's rows and columns
+  /// begin.
+  const std::array<std::int64_t, 2>& offsets(std::int64_t i) const {
+    return context_.plan.shape.float8->scale_offsets[i];
   }
   void find_amax(const FlatBuffer& main) const;
   /// Returns the ranks that have other rows. Null: none.
@@ -75,8 +75,7 @@ class Float8Scales {
   float8::Quantizer quantizer_;
   float8::RecipeTraits traits_;
   bool stored_columns_;
-  /// The places where the scales of a parameter's rows and columns begin.
-  std::vector<std::array<std::int64_t, 2>> offsets_;
+  bool transposes_;  ///< Float8Format::transposes_scales
   at::Tensor scales_;
   at::Tensor amax_;
 };

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -37,38 +36,6 @@ Placements GradientPipeline::placements_at(Stage stage) const {
   return at_rest();
 }
 
-bool GradientPipeline::has_models_outer_axis() const {
-  const auto& model = context_.model_mesh;
-  return context_.mesh->axis(0).size > 1 &&
-         model->axis(0) == context_.mesh->axis(0);
-}
-
-bool GradientPipeline::lies_on_outer_axis() const {
-  const auto& model = context_.model_mesh;
-  return has_models_outer_axis() &&
-         context_.mesh->size() == context_.mesh->axis(0).size &&
-         model->size() > context_.mesh->size();
-}
-
-bool GradientPipeline::has_outer_stage() const {
-  if (lies_on_outer_axis()) {
-    return true;
-  }
-  // Without inner ranks the outer axis' communicator belongs to the whole mesh,
-  // and other groups use it on the reduce stream.
-  const Strategy& strategy = context_.strategy;
-  const Placements& rest = strategy.optimizer;
-  if (!has_models_outer_axis() ||
-      context_.mesh->size() == context_.mesh->axis(0).size ||
-      !strategy.gradient.front().is_partial()) {
-    return false;
-  }
-  // ZeRO-1 over two axes is one reduce-scatter over all ranks.
-  return num_sharded_axes(rest) > 0 &&
-         (rest.front().is_replicate() ||
-          num_sharded_axes(strategy.gradient) > 0);
-}
-
 const Placements& GradientPipeline::at_rest() const {
   return context_.strategy.optimizer;
 }
@@ -78,7 +45,7 @@ void GradientPipeline::allocate(
     const Placements& placements,
     at::ScalarType dtype) const {
   if (!buffer.defined()) {
-    buffer = FlatBuffer(context_.layout, context_.mesh, placements, dtype);
+    buffer = FlatBuffer(context_.plan.layout, context_.mesh, placements, dtype);
   }
 }
 
@@ -88,7 +55,7 @@ const Redistribution* GradientPipeline::redistribution(Stage from, Stage to) {
     return &known->second;
   }
   Redistribution planned(
-      context_.layout,
+      context_.plan.layout,
       context_.mesh,
       placements_at(from),
       placements_at(to),
@@ -137,12 +104,8 @@ GradientPipeline::Reduction GradientPipeline::plan(
     return r;
   }
   const Placements& between = context_.strategy.gradient;
-  const bool has_partial =
-      std::any_of(between.begin(), between.end(), [](const Placement& p) {
-        return p.is_partial();
-      });
   r.adds.inner = inner_.is_filled;
-  inner_.is_filled = has_partial && !is_last;
+  inner_.is_filled = context_.plan.storage.sums_inner && !is_last;
   Stage reached = Stage::unreduced;
   if (inner_.is_filled || r.adds.inner) {
     allocate(inner_.buffer, between, precision.main_grads);
@@ -155,8 +118,9 @@ GradientPipeline::Reduction GradientPipeline::plan(
   }
   if (has_outer_stage()) {
     const bool waits = r.adds.local || r.adds.inner;
-    r.path = lies_on_outer_axis() && !waits ? Path::outer_of_slot : Path::outer;
-    if (!lies_on_outer_axis()) {
+    const bool alone = context_.plan.storage.outer == StoragePlan::Outer::alone;
+    r.path = alone && !waits ? Path::outer_of_slot : Path::outer;
+    if (!alone) {
       r.outside = redistribution(reached, Stage::outside);
     }
     reached = Stage::outside;
@@ -313,9 +277,12 @@ void GradientPipeline::put(const Contents& contents) {
       "{}: expected no gradient before those of a graph",
       context_.name);
   const auto wrap = [&](const at::Tensor& tensor, const Placements& at) {
-    return tensor.defined()
-               ? FlatBuffer::wrap(tensor, context_.layout, context_.mesh, at)
-               : FlatBuffer();
+    return tensor.defined() ? FlatBuffer::wrap(
+                                  tensor,
+                                  context_.plan.layout,
+                                  context_.mesh,
+                                  at)
+                            : FlatBuffer();
   };
   local_ = {
       wrap(contents.tensors[0], placements_at(Stage::unreduced)),

@@ -93,7 +93,9 @@ class GradientPipeline {
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
   /// Returns whether the outer axis is reduced apart from the inner ones, in
   /// all groups of a model alike: a communicator has one stream.
-  bool has_outer_stage() const;
+  bool has_outer_stage() const {
+    return context_.plan.storage.has_outer_stage();
+  }
   /// Both, on one stream.
   void reduce(const at::Tensor& slot, const Reduction& reduction) {
     reduce_outer(reduce_inner(slot, reduction), reduction);
@@ -199,9 +201,6 @@ class GradientPipeline {
   const Redistribution* redistribution(Stage from, Stage to);
   void add_to_reduced(at::Tensor reduced, bool add);
   void finish(const at::Tensor& source, const Reduction& r);
-  bool has_models_outer_axis() const;
-  /// Returns whether the group's whole mesh is the outer axis of the model's.
-  bool lies_on_outer_axis() const;
   const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
 
   const GroupContext& context_;

@@ -11,6 +11,7 @@
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/layout/strategy.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/shape/group_plan.h"
 
 namespace flatshard {
 
@@ -61,6 +62,11 @@ struct ParamGroupOptions {
   /// The weights are gathered as FP8 planes; absent: as Precision::compute.
   /// GroupParameter::float8 sets it for single parameters.
   std::optional<Float8Format> float8 = std::nullopt;
+
+  /// Returns grads_in_reduce_dtype where it has an effect. With offload the
+  /// updates wait for nothing on the GPU, so a gradient in main_grads is what
+  /// they read.
+  bool keeps_reduce_dtype() const { return grads_in_reduce_dtype && !offload; }
 };
 
 /// How a sum of gradients becomes what the optimizer reads.
@@ -87,9 +93,10 @@ struct GroupContext {
   bool trainable = true;
   bool peers_read = false;  ///< GroupSpec::peers_read
   ParamGroupOptions options;
-  std::shared_ptr<const FlatLayout> layout;
   /// The ParamGroup's, in the order of the layout; their names may change.
   const std::vector<GroupParameter>* parameters = nullptr;
+  /// GroupPlan(shape_of(context)): what follows from all of the above.
+  GroupPlan plan;
 
   int num_axes() const { return mesh->num_axes(); }
   GradDivision division() const { return grad_division(options, mesh->size()); }
@@ -97,5 +104,10 @@ struct GroupContext {
     return Placements(num_axes(), Placement::replicate());
   }
 };
+
+/// Returns the shape of a group as numbers, from which its layout, planes and
+/// storage follow. Communicates nothing and allocates nothing.
+/// @param context  everything but `plan`.
+GroupShape shape_of(const GroupContext& context);
 
 }  // namespace flatshard

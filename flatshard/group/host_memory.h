@@ -12,14 +12,14 @@ inline FlatBuffer in_host_memory(
     const Placements& placements,
     at::ScalarType dtype) {
   const std::int64_t numel =
-      FlatBuffer::local_numel(*context.layout, *context.mesh, placements);
+      FlatBuffer::local_numel(*context.plan.layout, *context.mesh, placements);
   const at::Tensor memory = host_buffer(
       numel * static_cast<std::int64_t>(c10::elementSize(dtype)),
       context.options.pin_memory ? context.mesh->device()
                                  : at::Device(at::kCPU));
   return FlatBuffer::wrap(
       memory.view(dtype),
-      context.layout,
+      context.plan.layout,
       context.mesh,
       placements);
 }

@@ -11,39 +11,6 @@
 namespace flatshard {
 namespace {
 
-std::shared_ptr<const FlatLayout> build_layout(
-    const std::vector<GroupParameter>& parameters,
-    std::int64_t num_shards,
-    const ParamGroupOptions& options) {
-  std::vector<TensorSpec> specs;
-  for (const GroupParameter& p : parameters) {
-    specs.push_back(
-        {p.names.front(),
-         p.shape,
-         p.placement.granularity.value_or(Granularity())});
-  }
-  std::int64_t alignment = options.alignment;
-  if (options.float8) {
-    alignment = options.float8->alignment(alignment);
-    const auto parts =
-        options.float8->parts_of(static_cast<std::int64_t>(specs.size()));
-    for (std::size_t i = 0; i < specs.size(); ++i) {
-      specs[i].part = parts[i];
-      const Granularity own = options.float8->granularity();
-      // Chunks of rows stay where scales let rows be cut anywhere.
-      const Granularity::Kind asked = specs[i].granularity.kind();
-      const bool stays = asked == Granularity::Kind::tensor ||
-                         (asked == Granularity::Kind::chunk &&
-                          own.kind() == Granularity::Kind::row);
-      if (!stays) {
-        specs[i].granularity = own;
-      }
-    }
-  }
-  return std::make_shared<const FlatLayout>(
-      FlatLayout::build(std::move(specs), num_shards, alignment));
-}
-
 Strategy with_reduce_op(Strategy strategy, ReduceOp op) {
   for (Placement& placement : strategy.gradient) {
     if (placement.is_partial()) {
@@ -91,9 +58,7 @@ ParamGroup::ParamGroup(
       config,
       "copy engines can only read compute weights that are kept; choose one of "
       "copy_engines and keep_compute_weights = false");
-  // Their optimizers' updates wait for nothing on the GPU, so a gradient in
-  // main_grads is what they read.
-  own.grads_in_reduce_dtype = own.grads_in_reduce_dtype && !own.offload;
+  own.grads_in_reduce_dtype = own.keeps_reduce_dtype();
   FLATSHARD_CHECK(
       strategy.num_axes() == m.num_axes(),
       config,
@@ -105,10 +70,8 @@ ParamGroup::ParamGroup(
   strategy.validate();
   use_division();
 
-  context_.layout =
-      build_layout(parameters_, strategy.num_shards(m.axis_sizes()), own);
   context_.parameters = &parameters_;
-
+  context_.plan = GroupPlan(shape_of(context_));
   weights_ = std::make_unique<WeightPlanes>(context_);
   initialize(initializer);
 }

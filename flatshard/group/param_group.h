@@ -53,7 +53,9 @@ class ParamGroup {
   const std::string& name() const { return context_.name; }
   const Strategy& strategy() const { return context_.strategy; }
   const ParamGroupOptions& options() const { return context_.options; }
-  const FlatLayout& layout() const { return *context_.layout; }
+  /// Returns all that follows from the group's shape.
+  const GroupPlan& plan() const { return context_.plan; }
+  const FlatLayout& layout() const { return *context_.plan.layout; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return context_.mesh; }
   /// Returns the whole model's.

@@ -7,6 +7,17 @@
 
 namespace flatshard {
 
+std::vector<Plane> planes_of(const GroupContext& context) {
+  std::vector<Plane> planes;
+  for (const PlaneShape& shape : context.plan.planes) {
+    Plane& plane = planes.emplace_back();
+    static_cast<PlaneShape&>(plane) = shape;
+    plane.dtype =
+        context.options.float8 ? at::kByte : context.options.precision.compute;
+  }
+  return planes;
+}
+
 void Codec::derive(
     const Plane& plane,
     PartId /*part*/,
@@ -14,23 +25,6 @@ void Codec::derive(
     const at::Tensor& /*from*/,
     const at::Tensor& /*to*/) const {
   FLATSHARD_THROW(internal, "plane {} is not derived from others", plane.name);
-}
-
-std::vector<Plane> CastCodec::planes() const {
-  const auto& layout = context_.layout;
-  const at::ScalarType dtype = context_.options.precision.compute;
-  std::vector<Plane> planes(1);
-  planes[kComputePlane] = {
-      .name = "compute",
-      .dtype = dtype,
-      .layout = layout,
-      .whole = {
-          .num_parameters = layout->num_tensors(),
-          .num_segments = static_cast<std::int64_t>(layout->segments().size()),
-          .layout = layout,
-          .nbytes = layout->numel() *
-                    static_cast<std::int64_t>(c10::elementSize(dtype))}};
-  return planes;
 }
 
 void CastCodec::encode(

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string_view>
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
@@ -12,43 +11,14 @@
 #include "flatshard/float8/quantize.h"
 #include "flatshard/group/float8_outputs.h"
 #include "flatshard/group/group_options.h"
-#include "flatshard/schedule/plane_set.h"
+#include "flatshard/shape/group_plan.h"
 
 namespace flatshard {
 
-/// Neighbouring segments of a plane's layout that are gathered together: all of
-/// it, or a run that can be gathered alone.
-struct PlanePart {
-  std::int64_t first_parameter = 0;
-  std::int64_t num_parameters = 0;
-  std::int64_t first_segment = 0;
-  std::int64_t num_segments = 0;
-  std::int64_t offset = 0;  ///< of the first element, in the plane's layout
-  std::shared_ptr<const FlatLayout> layout;  ///< of these segments alone
-  std::int64_t nbytes = 0;                   ///< of the slot that holds it
-};
-
-/// One representation of a group's weights for kernels to read. Its index in
-/// WeightPlanes::planes is its PlaneId.
-struct Plane {
-  std::string_view name;
-  /// The plane that each rank derives it from, once that is gathered. kStored:
-  /// it is encoded from main weights and gathered.
-  PlaneId source = kStored;
-  /// Its readers: products that sum over a weight's rows, over its columns, or
-  /// both.
-  bool in_forward = true;
-  bool in_backward = true;
-  /// Layers ask for it (nn::WeightSource); no parameter points at it.
-  bool on_request = false;
-
+/// One representation of a group's weights for kernels to read, with this
+/// rank's part of it. Its index in WeightPlanes::planes is its PlaneId.
+struct Plane : PlaneShape {
   at::ScalarType dtype = at::kFloat;  ///< of the elements of `layout`
-  /// Null: the plane has nothing of this group.
-  std::shared_ptr<const FlatLayout> layout;
-  PlanePart whole;
-  std::vector<PlanePart> parts;  ///< by PartId; none: only gathered whole
-
-  // This rank's part of it: WeightPlanes.
 
   /// [local] parameter placement. Undefined: nothing is stored between gathers.
   FlatBuffer resting;
@@ -56,26 +26,16 @@ struct Plane {
   /// The slice of `resting` that belongs to main weights; mostly a view. It has
   /// no memory (meta) where nothing is stored.
   FlatBuffer shard;
-
-  bool empty() const { return layout == nullptr; }
-  bool stored() const { return !empty() && source == kStored; }
-  const PlanePart& part(PartId id) const {
-    return id == kWhole ? whole : parts.at(id);
-  }
 };
 
+/// Returns the planes of a group's plan, without memory.
+std::vector<Plane> planes_of(const GroupContext& context);
+
 /// How the planes of one group come from its main weights. One codec makes all
-/// of them, since they may share scales.
+/// of them, since they may share scales. StoragePlan::encodes decides when.
 class Codec {
  public:
   virtual ~Codec() = default;
-
-  /// Returns the group's planes, without memory.
-  virtual std::vector<Plane> planes() const = 0;
-  /// true: the first gather after a change of main weights encodes them, since
-  /// that may ask other ranks. false: the writer of main weights does, on its
-  /// stream.
-  virtual bool encodes_at_gather() const = 0;
 
   /// Makes the communicators that `begin` needs and the mesh has not.
   /// Collective where there are any; on the host.
@@ -136,8 +96,6 @@ class CastCodec : public Codec {
   /// @param context  outlives this.
   explicit CastCodec(const GroupContext& context) : context_(context) {}
 
-  std::vector<Plane> planes() const override;
-  bool encodes_at_gather() const override { return false; }
   void encode(
       const Plane& plane,
       PartId part,

@@ -48,18 +48,17 @@ std::unique_ptr<PostForwardShard> PostForwardShard::make(
       size,
       mesh.to_string(),
       ranks);
-  const auto sizes = mesh.axis_sizes();
-  if (num_parts(parameter, sizes) == ranks) {
+  if (!context.plan.has_post_forward()) {
     return nullptr;
   }
   const std::vector<Placement> cut{Placement::shard()};
   const std::vector<Placement> uncut{Placement::replicate()};
   const std::vector<std::int64_t> neighbours{ranks};
   const std::vector<std::int64_t> coordinate{mesh.coordinate(axis) % ranks};
-  const FlatLayout& layout = *context.layout;
+  const FlatLayout& layout = *context.plan.layout;
   return std::unique_ptr<PostForwardShard>(new PostForwardShard(
       context.mesh->neighbours(axis, ranks, Purpose::gather),
-      local_numel(layout, cut, neighbours),
+      context.plan.post_forward_numel(),
       local_ranges(layout, cut, neighbours, coordinate),
       local_ranges(layout, uncut, neighbours, coordinate)));
 }

@@ -29,7 +29,7 @@ void ReducedGradient::check_owned() const {
 FlatBuffer ReducedGradient::wrap(at::Tensor tensor) const {
   return tensor.defined() ? FlatBuffer::wrap(
                                 std::move(tensor),
-                                context_.layout,
+                                context_.plan.layout,
                                 context_.mesh,
                                 context_.strategy.optimizer)
                           : FlatBuffer();
@@ -85,7 +85,7 @@ ReducedGradient::Space ReducedGradient::make_space(bool is_last) {
         is_last && !space.add && options.grads_in_reduce_dtype;
     if (!reduced_.defined()) {
       reduced_ = FlatBuffer(
-          context_.layout,
+          context_.plan.layout,
           context_.mesh,
           at_rest,
           in_reduce_dtype ? precision.reduce : precision.main_grads);

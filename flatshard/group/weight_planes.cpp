@@ -6,36 +6,9 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/group/host_memory.h"
-#include "flatshard/layout/local_range.h"
 
 namespace flatshard {
 namespace {
-
-// Returns whether two placements put the same elements on a rank of this mesh.
-bool same_elements(const Mesh& mesh, const Placements& a, const Placements& b) {
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if (mesh.axis(axis).size > 1 && a[axis] != b[axis]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Returns whether a rank of this mesh has less than all. Weights that are made
-// for each gather (see keep_compute_weights) are not stored on a single rank
-// either.
-bool any_sharded(
-    const Mesh& mesh,
-    const Placements& placements,
-    bool made_for_gathers) {
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    if ((mesh.axis(axis).size > 1 || made_for_gathers) &&
-        placements[axis].is_shard()) {
-      return true;
-    }
-  }
-  return false;
-}
 
 // Returns whether drop_main_weights released it, after all of it was encoded.
 bool is_dropped(const FlatBuffer& main) {
@@ -47,48 +20,36 @@ bool is_dropped(const FlatBuffer& main) {
 WeightPlanes::WeightPlanes(const GroupContext& context)
     : context_(context),
       codec_(make_codec(context)),
-      planes_(codec_->planes()) {
+      planes_(planes_of(context)) {
   const ParamGroupOptions& options = context.options;
   const Strategy& strategy = context.strategy;
   const Precision& precision = options.precision;
   const auto& mesh = context.mesh;
-  if (!options.has_weights) {
-    planes_ = std::vector<Plane>(1);
-    main_is_compute_ = true;
-    main_ = FlatBuffer::wrap(
-        at::empty(
-            {FlatBuffer::local_numel(
-                *context.layout,
-                *mesh,
-                strategy.optimizer)},
-            at::TensorOptions(at::kMeta).dtype(precision.main_params)),
-        context.layout,
-        mesh,
-        strategy.optimizer);
-    return;
-  }
-  const bool cut_alike =
-      same_elements(*mesh, strategy.parameter, strategy.optimizer);
-  spreads_ = !cut_alike && (context.trainable || codec_->encodes_at_gather());
-  has_refresh_ = spreads_ || codec_->encodes_at_gather();
+  const auto& layout = context.plan.layout;
   const at::ScalarType main_dtype =
       context.trainable ? precision.main_params : precision.compute;
-  main_is_compute_ = !options.offload && has(kComputePlane) &&
-                     main_dtype == planes_[kComputePlane].dtype;
-  const bool made_for_gathers = !options.keep_compute_weights &&
-                                !options.keep_whole_compute_weights &&
-                                !main_is_compute_ && cut_alike;
-  resident_ = !any_sharded(*mesh, strategy.parameter, made_for_gathers);
-  rests_ =
-      options.keep_compute_weights || main_is_compute_ || resident_ || spreads_;
-  if (!main_is_compute_) {
-    main_ =
-        options.offload
-            ? in_host_memory(context, strategy.optimizer, main_dtype)
-            : FlatBuffer(context.layout, mesh, strategy.optimizer, main_dtype);
-    main_.local().zero_();  // padding stays zero
+  switch (storage().main) {
+    case StoragePlan::Main::absent:
+      main_ = FlatBuffer::wrap(
+          at::empty(
+              {FlatBuffer::local_numel(*layout, *mesh, strategy.optimizer)},
+              at::TensorOptions(at::kMeta).dtype(precision.main_params)),
+          layout,
+          mesh,
+          strategy.optimizer);
+      return;
+    case StoragePlan::Main::compute:
+      break;
+    case StoragePlan::Main::device:
+      main_ = FlatBuffer(layout, mesh, strategy.optimizer, main_dtype);
+      main_.local().zero_();  // padding stays zero
+      break;
+    case StoragePlan::Main::host:
+      main_ = in_host_memory(context, strategy.optimizer, main_dtype);
+      main_.local().zero_();
+      break;
   }
-  if (options.post_forward_ranks != 0 && !resident_) {
+  if (options.post_forward_ranks != 0 && !resident()) {
     post_forward_ = PostForwardShard::make(context);
   }
   for (Plane& plane : planes_) {
@@ -97,12 +58,12 @@ WeightPlanes::WeightPlanes(const GroupContext& context)
       gathers_.resize(1 + plane.parts.size());
     }
   }
-  if (main_is_compute_) {
+  if (storage().main_is_compute()) {
     // A separate version counter, which only writes to main move.
     const FlatBuffer& shard = planes_[kComputePlane].shard;
     main_ = FlatBuffer::wrap(
         shard.local().variable_data(),
-        context.layout,
+        layout,
         mesh,
         shard.placements());
   }
@@ -112,7 +73,7 @@ void WeightPlanes::allocate(Plane& plane) const {
   const auto& mesh = context_.mesh;
   const Placements& resting = context_.strategy.parameter;
   const Placements& optimizer = context_.strategy.optimizer;
-  if (!rests_) {
+  if (!storage().rests()) {
     plane.shard = FlatBuffer::wrap(
         at::empty(
             {FlatBuffer::local_numel(*plane.layout, *mesh, resting)},
@@ -122,7 +83,7 @@ void WeightPlanes::allocate(Plane& plane) const {
         resting);
     return;
   }
-  if (context_.peers_read && !resident_) {
+  if (context_.peers_read && !resident()) {
     plane.peers =
         std::make_unique<PeerBuffer>(plane.layout, mesh, resting, plane.dtype);
     plane.resting = plane.peers->local();
@@ -130,9 +91,9 @@ void WeightPlanes::allocate(Plane& plane) const {
     plane.resting = FlatBuffer(plane.layout, mesh, resting, plane.dtype);
     plane.resting.local().zero_();  // padding stays zero
   }
-  if (!spreads_) {
+  if (!storage().spreads) {
     plane.shard = plane.resting;
-  } else if (plane.layout->segments().size() == 1) {
+  } else if (context_.plan.shard_is_view()) {
     plane.shard = plane.resting.redistribute(optimizer, Purpose::gather);
   } else {
     plane.shard = FlatBuffer(plane.layout, mesh, optimizer, plane.dtype);
@@ -142,8 +103,9 @@ void WeightPlanes::allocate(Plane& plane) const {
 
 at::Tensor WeightPlanes::compute_shard() const {
   const Plane& compute = planes_[kComputePlane];
-  return main_is_compute_ || !compute.resting.defined() ? at::Tensor()
-                                                        : compute.shard.local();
+  return storage().main_is_compute() || !compute.resting.defined()
+             ? at::Tensor()
+             : compute.shard.local();
 }
 
 const Float8Outputs* WeightPlanes::float8_outputs() {
@@ -159,7 +121,7 @@ FlatBuffer WeightPlanes::main_on_device() const {
   const at::Device device = context_.mesh->device();
   const FlatBuffer there = FlatBuffer::wrap(
       main_.local().to(device, /*non_blocking=*/true),
-      context_.layout,
+      context_.plan.layout,
       context_.mesh,
       main_.placements());
   if (device.is_cuda()) {
@@ -201,7 +163,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool from_peers) {
   plan_ways();
   return {
       .is_first = step.is_first,
-      .refresh = has_refresh_ && step.is_first && !is_dropped(main_),
+      .refresh = has_refresh() && step.is_first && !is_dropped(main_),
       .float8_begun = step.float8_begun,
       .from_peers = peers != nullptr,
       .fence = step.is_first_copy};
@@ -215,7 +177,7 @@ void WeightPlanes::gather(
   if (gather.refresh) {
     refresh(gather.float8_begun);
   }
-  if (resident_) {
+  if (resident()) {
     return;
   }
   const Plane& plane = planes_[id];
@@ -247,25 +209,25 @@ void WeightPlanes::gather(
 }
 
 void WeightPlanes::refresh(bool float8_begun) {
-  const bool encodes = codec_->encodes_at_gather();
+  const bool encodes = storage().encodes;
   FlatBuffer main;
   if (encodes) {
     main = main_on_device();
     codec_->begin(main, float8_begun);
   }
   for (const Plane& plane : planes_) {
-    if (!plane.stored() || !rests_) {
+    if (!plane.stored() || !storage().rests()) {
       continue;
     }
     if (encodes) {
       codec_->encode(plane, kWhole, main, plane.shard.local());
     }
-    if (spreads_) {
+    if (storage().spreads) {
       spread_->run(plane.shard.local(), plane.resting.local());
     }
   }
   if (encodes) {
-    codec_->end(main, /*all_encoded=*/rests_);
+    codec_->end(main, /*all_encoded=*/storage().rests());
   }
 }
 
@@ -287,7 +249,7 @@ void WeightPlanes::plan_ways() {
     if (!plane.stored()) {
       continue;
     }
-    if (spreads_ && !spread_) {
+    if (storage().spreads && !spread_) {
       spread_.emplace(
           plane.layout,
           context_.mesh,
@@ -295,7 +257,7 @@ void WeightPlanes::plan_ways() {
           strategy.parameter,
           Purpose::gather);
     }
-    if (!resident_) {
+    if (!resident()) {
       way_of(plane, kWhole);
     }
   }
@@ -341,7 +303,8 @@ bool WeightPlanes::adopt_foreign_writes() {
 
 WeightPlanes::Bytes WeightPlanes::nbytes() const {
   Bytes bytes{
-      .main = main_is_compute_ || is_dropped(main_) ? 0 : main_.nbytes(),
+      .main =
+          storage().main_is_compute() || is_dropped(main_) ? 0 : main_.nbytes(),
       .compute = codec_->nbytes()};
   for (const Plane& plane : planes_) {
     if (!plane.resting.defined()) {

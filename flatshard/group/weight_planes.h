@@ -49,10 +49,7 @@ class WeightPlanes {
   /// Returns the planes by PlaneId. A plane that has nothing of this group is
   /// empty.
   const std::vector<Plane>& planes() const { return planes_; }
-  bool has(PlaneId plane) const {
-    return plane < static_cast<PlaneId>(planes_.size()) &&
-           !planes_[plane].empty();
-  }
+  bool has(PlaneId plane) const { return context_.plan.has(plane); }
   /// [shard] main weights; frozen groups: the compute weights.
   const FlatBuffer& main() const { return main_; }
   /// Returns the same on the mesh's device: a copy, queued on the current
@@ -70,19 +67,16 @@ class WeightPlanes {
   /// Returns the outputs that the optimizer may write in its pass over main:
   /// see Codec::outputs. Null: nothing.
   const Float8Outputs* float8_outputs();
-  /// Codec::encodes_at_gather: a writer fills float8_outputs() or nothing.
-  bool encodes_at_gather() const { return codec_->encodes_at_gather(); }
-
-  /// Returns true when the planes that are gathered are stored whole on every
-  /// rank.
-  bool resident() const { return resident_; }
+  /// Returns what is stored, and how it is kept equal to main.
+  const StoragePlan& storage() const { return context_.plan.storage; }
+  /// StoragePlan::encodes: a writer fills float8_outputs() or nothing.
+  bool encodes_at_gather() const { return storage().encodes; }
+  bool resident() const { return storage().resident(); }
   /// Returns whether no slot holds the plane: Plane::resting has all of it.
   bool rests_whole(PlaneId plane) const {
-    return resident_ && planes_[plane].stored();
+    return context_.plan.rests_whole(plane);
   }
-  /// Returns true when the first gather after a change of the weights has to
-  /// spread pieces that the ranks hold (ZeRO-1/2, HFSDP), or to encode.
-  bool has_refresh() const { return has_refresh_; }
+  bool has_refresh() const { return storage().has_refresh(); }
 
   /// How one gather runs: decided on the host, carried out later on the gather
   /// stream.
@@ -175,11 +169,6 @@ class WeightPlanes {
   std::unique_ptr<Codec> codec_;
   std::vector<Plane> planes_;
   FlatBuffer main_;
-  bool resident_ = true;
-  bool has_refresh_ = false;
-  bool spreads_ = false;  ///< more ranks store planes than main
-  bool rests_ = true;     ///< stored planes do
-  bool main_is_compute_ = false;
   std::unique_ptr<PostForwardShard> post_forward_;
   // Planned by the first plan_gather, where they are used; stored planes have
   // one layout.

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 
 namespace flatshard::detail {
 
@@ -36,10 +37,6 @@ checked_add(std::int64_t a, std::int64_t b, std::string_view what) {
       a,
       b);
   return result;
-}
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return a / b + (a % b != 0 ? 1 : 0);
 }
 
 inline std::int64_t

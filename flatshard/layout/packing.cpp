@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/layout/checked.h"
 #include "flatshard/layout/flat_layout.h"
 
@@ -154,10 +155,7 @@ std::int64_t FlatLayout::pack_in_order(const Bundle& bundle) {
     place.offset = place.numel == 0 ? end : round_up(end, place.granule, name);
     end = checked_add(place.offset, place.numel, name);
   }
-  return round_up(
-      detail::ceil_div(end, num_shards_),
-      bundle.granule,
-      "flat space");
+  return round_up(ceil_div(end, num_shards_), bundle.granule, "flat space");
 }
 
 /// Largest first to the least loaded shard: at most 4/3 of the best possible

@@ -113,4 +113,12 @@ std::optional<std::string> describe_excessive_padding(
                : std::string("no smaller number of shards helps"));
 }
 
+void check_padding(
+    std::span<const FlatLayout* const> layouts,
+    double max_padding) {
+  if (const auto text = describe_excessive_padding(layouts, max_padding)) {
+    FLATSHARD_THROW(config, "{}", *text);
+  }
+}
+
 }  // namespace flatshard

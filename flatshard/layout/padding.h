@@ -35,4 +35,9 @@ std::optional<std::string> describe_excessive_padding(
     const std::function<std::string(const FlatLayout&, std::int64_t)>& name_of =
         nullptr);
 
+/// @throws Error{config} with that description.
+void check_padding(
+    std::span<const FlatLayout* const> layouts,
+    double max_padding);
+
 }  // namespace flatshard

@@ -1,11 +1,11 @@
 #include "flatshard/moe/permute.h"
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/moe/cuda_moe.h"
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/cuda_ops.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
 
 #include <tuple>
 #include <vector>
@@ -190,8 +190,7 @@ Permutation sort_by_expert(
   const at::Tensor pairs = experts.contiguous();
   if (pairs.is_cuda()) {
     const std::int64_t num_experts = counts.size(0);
-    const std::int64_t blocks =
-        at::ceil_div(pairs.numel(), kernels::kSortPairs);
+    const std::int64_t blocks = ceil_div(pairs.numel(), kernels::kSortPairs);
     const at::Tensor kept = counts.contiguous();
     const at::Tensor bases =
         at::empty({blocks, num_experts + 1}, pairs.options());

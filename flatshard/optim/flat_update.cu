@@ -1,6 +1,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update_kernels.h"
 
@@ -285,7 +286,7 @@ void launch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
   // One vector a thread: blocks that follow each other keep more loads under
   // way than a loop does.
   const auto grid = static_cast<unsigned>(
-      std::max<std::int64_t>((vectors + kThreads - 1) / kThreads, 1));
+      std::max<std::int64_t>(ceil_div(vectors, kThreads), 1));
   if constexpr (Rule::kFloat8) {
     if (p.float8.amax != nullptr || p.float8.data != nullptr) {
       const auto kernel = update_kernel<Grad, Compute, Rule, true>;

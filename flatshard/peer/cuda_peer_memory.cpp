@@ -11,6 +11,7 @@
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/peer/backend.h"
 #include "flatshard/peer/peer_memory.h"
@@ -35,7 +36,7 @@ class IpcMemory : public PeerMemory {
   IpcMemory(Communicator& group, std::int64_t nbytes)
       : PeerMemory(group), device_(group.device()) {
     const std::int64_t num_pages =
-        (std::max<std::int64_t>(nbytes, 1) + kPageNbytes - 1) / kPageNbytes;
+        ceil_div(std::max<std::int64_t>(nbytes, 1), kPageNbytes);
     nbytes_ = num_pages * kPageNbytes;
     const c10::cuda::CUDAGuard guard(device_);
     try {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/peer/backend.h"
 #include "flatshard/peer/peer_memory.h"
 
@@ -28,7 +29,7 @@ struct Header {
 static_assert(sizeof(Header) <= kLineNbytes);
 
 std::int64_t up_to_lines(std::int64_t nbytes) {
-  return (nbytes + kLineNbytes - 1) / kLineNbytes * kLineNbytes;
+  return round_up(nbytes, kLineNbytes);
 }
 
 // Round n uses half n % 2. A rank writes into a half that its peers have read:

@@ -22,7 +22,7 @@ std::vector<RoleBytes> memory_of(
   for (const UnitPlan& unit : units) {
     specs.push_back(unit.spec);
     for (const GroupPlan& group : unit.groups) {
-      sum += group.bytes;
+      sum += group.bytes();
     }
   }
   const SlotPlan slots = SlotPlan::build(

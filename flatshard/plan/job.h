@@ -1,10 +1,10 @@
 #pragma once
 
 #include "flatshard/plan/kernel.h"
-#include "flatshard/plan/shape.h"
 #include "flatshard/schedule/overlap_events.h"
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/schedule/scheduler.h"
+#include "flatshard/shape/unit_plan.h"
 
 #include <cstdint>
 #include <map>
@@ -64,7 +64,6 @@ struct Job {
 
   std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
   bool clips = true;                  ///< the norm of all gradients is taken
-  std::int64_t main_grads_size = 4;   ///< Precision::main_grads
   bool graphs = false;                ///< units run as CUDA graphs
   /// Memory of a rank that is no unit's, by role.
   std::map<std::string, std::int64_t> other_nbytes;

@@ -2,6 +2,8 @@
 
 #include "flatshard/plan/gpu.h"
 
+#include "flatshard/core/rounding.h"
+
 #include <cstdint>
 
 namespace flatshard::plan {
@@ -11,7 +13,7 @@ struct Group {
   std::int64_t size = 1;
   std::int64_t per_host = 1;
 
-  std::int64_t hosts() const { return (size + per_host - 1) / per_host; }
+  std::int64_t hosts() const { return ceil_div(size, per_host); }
   bool operator==(const Group&) const = default;
 };
 

@@ -1,7 +1,6 @@
 #include "flatshard/plan/step_events.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace flatshard::plan {
 namespace {
@@ -66,33 +65,6 @@ std::vector<std::vector<ScheduleEvent>> step_events(
     insert_reads(specs, of_position);
   }
   return events;
-}
-
-std::vector<UnitId> first_gathered(
-    const std::vector<Action>& actions,
-    int prefetch) {
-  std::vector<UnitId> first;
-  for (const Action& action : actions) {
-    if (action.kind == ActionKind::gather &&
-        static_cast<int>(first.size()) <= prefetch &&
-        std::ranges::find(first, action.unit) == first.end()) {
-      first.push_back(action.unit);
-    }
-  }
-  return first;
-}
-
-std::vector<Action> prefetch_units(
-    Scheduler& scheduler,
-    const std::vector<UnitId>& units) {
-  std::vector<Action> actions;
-  for (const UnitId unit : units) {
-    std::ranges::copy(
-        scheduler.on(
-            {.kind = EventKind::unshard, .unit = unit, .awaits = false}),
-        std::back_inserter(actions));
-  }
-  return actions;
 }
 
 }  // namespace flatshard::plan

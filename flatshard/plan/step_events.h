@@ -16,17 +16,4 @@ std::vector<std::vector<ScheduleEvent>> step_events(
     const Job& job,
     const std::vector<UnitSpec>& specs);
 
-/// Returns the units that a step gathers first, in their order: as
-/// GatherControl::prefetch_forward.
-/// @param actions  of the step.
-/// @param prefetch  as SchedulerOptions::prefetch.
-std::vector<UnitId> first_gathered(
-    const std::vector<Action>& actions,
-    int prefetch);
-
-/// Returns the actions that prefetch these units for the next step.
-std::vector<Action> prefetch_units(
-    Scheduler& scheduler,
-    const std::vector<UnitId>& units);
-
 }  // namespace flatshard::plan

@@ -4,6 +4,7 @@
 #include "flatshard/plan/links.h"
 #include "flatshard/plan/step_events.h"
 #include "flatshard/plan/unit_operations.h"
+#include "flatshard/schedule/prefetch.h"
 #include "flatshard/schedule/simulate.h"
 
 #include <algorithm>
@@ -59,7 +60,7 @@ class StepWriter {
     }
     units_.update();
     carry_out(scheduler_->on({.kind = EventKind::weights_changed}), 0);
-    carry_out(prefetch_units(*scheduler_, first_units_), 0);
+    carry_out(prefetch(*scheduler_), 0);
     return first;
   }
 
@@ -74,6 +75,17 @@ class StepWriter {
  private:
   int num_layers() const {
     return static_cast<int>(job_.plan_units.layers.size());
+  }
+
+  /// Returns the actions that gather the first units for the next step.
+  std::vector<Action> prefetch(Scheduler& scheduler) const {
+    std::vector<Action> actions;
+    for (const UnitId unit : first_units_) {
+      std::ranges::copy(
+          scheduler.on(prefetch_event(unit)),
+          std::back_inserter(actions));
+    }
+    return actions;
   }
 
   // The actions of a steady step decide where slots are.
@@ -99,7 +111,7 @@ class StepWriter {
         first_units_ = first_gathered(actions, job_.scheduler.prefetch);
       }
       add(scheduler.on({.kind = EventKind::weights_changed}));
-      prefetched = prefetch_units(scheduler, first_units_);
+      prefetched = prefetch(scheduler);
       add(prefetched);
     }
     const auto lifetimes = slot_lifetimes(specs, actions);

@@ -220,13 +220,14 @@ void UnitOperations::reduce(const Action& action, int microbatch) {
          .unit = action.unit,
          .microbatch = microbatch});
   }
-  if (prices.outer > 0 && last_one) {
+  const double outer = last_one ? prices.outer : prices.outer_early;
+  if (outer > 0) {
     record_.queue(
         {.stream = Stream::outer,
-         .link = Link::collectives,
+         .link = prices.outer_by_copies ? Link::copies : Link::collectives,
          .leaves_host = prices.outer_leaves_host,
-         .seconds = prices.outer,
-         .beside_compute = slowed.outer,
+         .seconds = outer,
+         .beside_compute = last_one ? slowed.outer : slowed.outer_early,
          .waits = {state.reduced},
          .what = "reduce over replicas",
          .unit = action.unit,
@@ -234,9 +235,10 @@ void UnitOperations::reduce(const Action& action, int microbatch) {
   }
   if (!std::exchange(state.has_gradients, true)) {
     for (const GroupPlan& group : units_[action.unit].groups) {
-      record_.add_gradients(group.bytes.gradients);
-      if (group.has_outer_stage && !last_one) {
-        record_.add_gradients(group.bytes.numel * job_.main_grads_size);
+      const GroupBytes bytes = group.bytes();
+      record_.add_gradients(bytes.gradients);
+      if (!last_one) {
+        record_.add_gradients(bytes.inner);
       }
     }
     record_.note_peak();
@@ -255,9 +257,7 @@ void UnitOperations::accumulate(UnitId unit, int microbatch) {
   state.reduced = record_.queue(std::move(operation));
   if (!std::exchange(state.has_local, true)) {
     for (const GroupPlan& group : units_[unit].groups) {
-      if (group.shape.trainable) {
-        record_.add_gradients(group.layout.numel() * job_.main_grads_size);
-      }
+      record_.add_gradients(group.bytes().local);
     }
     record_.note_peak();
   }

@@ -12,10 +12,10 @@ template <class Chosen>
 Group group_over(const GroupShape& shape, const Job& job, Chosen&& chosen) {
   std::int64_t size = 1;
   std::int64_t stride = job.ranks;
-  for (std::size_t axis = 0; axis < shape.axis_sizes.size(); ++axis) {
-    if (shape.axis_sizes[axis] > 1 && chosen(axis)) {
-      size *= shape.axis_sizes[axis];
-      stride = std::min(stride, shape.axis_strides[axis]);
+  for (std::size_t axis = 0; axis < shape.mesh.sizes.size(); ++axis) {
+    if (shape.mesh.sizes[axis] > 1 && chosen(axis)) {
+      size *= shape.mesh.sizes[axis];
+      stride = std::min(stride, shape.mesh.strides[axis]);
     }
   }
   return group_of(size, stride, job.ranks_per_host);
@@ -34,12 +34,13 @@ class UnitPricer {
       }
       add_gradients(group, prices);
       const GroupShape& shape = group.shape;
-      const double numel = as_double(group.bytes.numel);
+      const GroupBytes bytes = group.bytes();
+      const double numel = as_double(bytes.numel);
       const double moved =
           2 * as_double(shape.sizes.main) +
           2 * as_double(job_.optimizer_states) * sizeof(float) +
           as_double(shape.sizes.gradient) +
-          (group.bytes.compute > 0 ? as_double(shape.sizes.compute) : 0);
+          (bytes.compute > 0 ? as_double(shape.sizes.compute) : 0);
       prices.optimizer += gpu_.pass_seconds("optimizer", numel * moved);
       prices.norm +=
           gpu_.pass_seconds("sum", numel * as_double(shape.sizes.gradient));
@@ -53,11 +54,11 @@ class UnitPricer {
     const Strategy& strategy = shape.strategy;
     const bool fp8 = shape.float8.has_value();
     const double element = fp8 ? 1 : as_double(shape.sizes.compute);
-    const double whole = as_double(group.plane_layout.numel()) * element;
+    const double whole = as_double(group.plane_layout->numel()) * element;
     const Group sharded = group_over(shape, job_, [&](std::size_t axis) {
       return strategy.parameter[axis].is_shard();
     });
-    if (!group.resident) {
+    if (!group.storage.resident()) {
       prices.gathers_leave_host |= sharded.hosts() > 1;
       Gathers& gather = fp8 ? prices.float8 : prices.compute;
       gather.by_collective +=
@@ -66,7 +67,7 @@ class UnitPricer {
       if (!shape.keep_compute_weights && !fp8 && shape.trainable) {
         prices.cast += gpu_.pass_seconds(
             "copy",
-            as_double(group.bytes.numel) *
+            as_double(group.bytes().numel) *
                 as_double(shape.sizes.main + shape.sizes.compute));
       }
     }
@@ -82,14 +83,14 @@ class UnitPricer {
       if (shape.trainable) {
         prices.encode += gpu_.pass_seconds(
             "quantize",
-            as_double(group.bytes.numel) * as_double(shape.sizes.main + 1));
+            as_double(group.bytes().numel) * as_double(shape.sizes.main + 1));
       }
       prices.derive += gpu_.pass_seconds("quantize", 2 * whole);
     }
-    if (group.post_forward_numel > 0) {
+    if (group.has_post_forward()) {
       const std::int64_t ranks = shape.post_forward_ranks;
-      const double nbytes =
-          as_double(group.post_forward_numel) * as_double(shape.sizes.compute);
+      const double nbytes = as_double(group.post_forward_numel()) *
+                            as_double(shape.sizes.compute);
       prices.from_post_forward += seconds(
           gpu_,
           Transfer::all_gather,
@@ -99,64 +100,101 @@ class UnitPricer {
     }
   }
 
+  /// The ranks of a reduction: an axis that is not sharded in the end is
+  /// reduced by an all-reduce.
+  struct Reduction {
+    Group scattered;
+    Group replicated;
+    bool by_copies = false;
+
+    bool leaves_host() const {
+      return scattered.hosts() > 1 || replicated.hosts() > 1;
+    }
+  };
+  template <class Chosen>
+  Reduction reduction_over(const GroupShape& shape, Chosen&& chosen) const {
+    const auto over = [&](bool sharded) {
+      return group_over(shape, job_, [&](std::size_t axis) {
+        return chosen(axis) &&
+               shape.strategy.optimizer[axis].is_shard() == sharded;
+      });
+    };
+    const Group scattered = over(true);
+    return {
+        .scattered = scattered,
+        .replicated = over(false),
+        .by_copies = job_.copy_reductions && scattered.size > 1};
+  }
+  /// In a reduction by copies a kernel sums every rank's slice of what this
+  /// rank keeps, while engines copy the next piece. Only the rest of the
+  /// measured time is copies.
+  double summing_seconds(const Reduction& over, double nbytes) const {
+    return over.by_copies ? gpu_.pass_seconds(
+                                "sum",
+                                nbytes / as_double(over.scattered.size) *
+                                    as_double(over.scattered.size + 1))
+                          : 0;
+  }
+  double reduction_seconds(const Reduction& over, double nbytes) const {
+    const double scatter =
+        over.by_copies
+            ? std::max(
+                  copied_reduction_seconds(gpu_, nbytes, over.scattered) -
+                      summing_seconds(over, nbytes),
+                  0.0)
+            : seconds(gpu_, Transfer::reduce_scatter, nbytes, over.scattered);
+    return scatter + seconds(
+                         gpu_,
+                         Transfer::all_reduce,
+                         nbytes / as_double(over.scattered.size),
+                         over.replicated);
+  }
+
   void add_gradients(const GroupPlan& group, UnitPrices& prices) const {
     const GroupShape& shape = group.shape;
-    const Strategy& strategy = shape.strategy;
+    const StoragePlan& storage = group.storage;
     const double whole =
-        as_double(group.layout.numel()) * as_double(shape.sizes.reduce);
+        as_double(group.layout->numel()) * as_double(shape.sizes.reduce);
     prices.accumulate += gpu_.pass_seconds(
         "sum",
-        whole + 2 * as_double(group.layout.numel()) *
-                    as_double(job_.main_grads_size));
+        whole + 2 * as_double(group.layout->numel()) *
+                    as_double(shape.sizes.accumulated));
     const auto is_inner = [&](std::size_t axis) {
-      return !group.has_outer_stage || axis > 0;
+      return !storage.has_outer_stage() || axis > 0;
     };
-    const auto is_sharded = [&](std::size_t axis) {
-      return strategy.optimizer[axis].is_shard();
-    };
-    // A parameter that is not sharded in the end is reduced by an all-reduce.
-    const Group scattered = group_over(shape, job_, [&](std::size_t axis) {
-      return is_inner(axis) && is_sharded(axis);
+    // Where a sum over the inner axes waits, the last microbatch reduces it
+    // over the others.
+    const Reduction early = reduction_over(shape, [&](std::size_t axis) {
+      return is_inner(axis) && shape.strategy.gradient[axis].is_shard();
     });
-    const Group replicated = group_over(shape, job_, [&](std::size_t axis) {
-      return is_inner(axis) && !is_sharded(axis);
-    });
-    prices.reductions_leave_host |=
-        scattered.hosts() > 1 || replicated.hosts() > 1;
-    const double rest = whole / as_double(scattered.size);
-    double inner = 0;
-    if (job_.copy_reductions && scattered.size > 1) {
-      // A kernel sums every rank's slice of what this rank keeps, while engines
-      // copy the next piece. Only the rest of the measured time is copies.
-      const double sums = gpu_.pass_seconds(
-          "sum",
-          whole / as_double(scattered.size) * as_double(scattered.size + 1));
-      inner += std::max(
-          copied_reduction_seconds(gpu_, whole, scattered) - sums,
-          0.0);
-      prices.reduce_sum += sums;
-    } else {
-      inner += seconds(gpu_, Transfer::reduce_scatter, whole, scattered);
+    const Reduction last = reduction_over(shape, is_inner);
+    prices.reductions_leave_host |= early.leaves_host() || last.leaves_host();
+    prices.reduce += reduction_seconds(early, whole);
+    prices.reduce_last += reduction_seconds(last, whole);
+    prices.reduce_sum += summing_seconds(last, whole);
+    Reduction outer;
+    if (storage.has_outer_stage()) {
+      outer = reduction_over(shape, [](std::size_t axis) { return axis == 0; });
+      outer.by_copies =
+          outer.by_copies && storage.outer == StoragePlan::Outer::alone;
     }
-    inner += seconds(gpu_, Transfer::all_reduce, rest, replicated);
-    prices.reduce += inner;
-    prices.reduce_last += inner;
-    if (shape.sizes.gradient != shape.sizes.reduce || scattered.size == 1) {
+    const bool scatters = last.scattered.size > 1 || outer.scattered.size > 1;
+    if (shape.sizes.gradient != shape.sizes.reduce || !scatters) {
       prices.reduce_sum += gpu_.pass_seconds(
           "sum",
-          as_double(group.bytes.numel) *
+          as_double(group.bytes().numel) *
               as_double(shape.sizes.gradient + shape.sizes.reduce));
     }
-    if (group.has_outer_stage) {
-      const Group outer =
-          group_over(shape, job_, [](std::size_t axis) { return axis == 0; });
-      prices.outer_leaves_host |= outer.hosts() > 1;
-      prices.outer += seconds(
-          gpu_,
-          is_sharded(0) ? Transfer::reduce_scatter : Transfer::all_reduce,
-          rest,
-          outer);
+    if (!storage.has_outer_stage()) {
+      return;
     }
+    prices.outer_leaves_host |= outer.leaves_host();
+    prices.reduce_sum += summing_seconds(outer, whole);
+    const double taken =
+        reduction_seconds(outer, whole / as_double(last.scattered.size));
+    prices.outer += taken;
+    prices.outer_early += storage.sums_inner ? 0 : taken;
+    prices.outer_by_copies |= outer.by_copies;
   }
 
   const Job& job_;

@@ -29,12 +29,16 @@ struct UnitPrices {
   double reduce = 0;  ///< a microbatch that is not the last
   double reduce_last = 0;
   double reduce_sum = 0;  ///< kernels of it, which share the GPU with compute
-  double outer = 0;       ///< in the last microbatch
+  /// The outer axis where it is reduced apart from the inner ones, in the last
+  /// microbatch.
+  double outer = 0;
+  double outer_early = 0;  ///< likewise, in a microbatch that is not the last
   double accumulate = 0;
   /// Whether ranks of several hosts take part.
   bool gathers_leave_host = false;
   bool reductions_leave_host = false;
   bool outer_leaves_host = false;
+  bool outer_by_copies = false;
   double optimizer = 0;
   double norm = 0;
 };

@@ -2,8 +2,8 @@
 
 #include "flatshard/runtime/runtime_core.h"
 #include "flatshard/schedule/keep_units.h"
+#include "flatshard/schedule/prefetch.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -64,20 +64,14 @@ void GatherControl::prefetch_forward() {
   if (core_.options.graphs.whole_step) {
     return;  // a graph gathers everything itself
   }
-  std::vector<UnitId> first;
-  for (const Action& action : core_.step.actions) {
-    if (action.kind == ActionKind::gather &&
-        static_cast<int>(first.size()) <= core_.options.prefetch &&
-        std::find(first.begin(), first.end(), action.unit) == first.end()) {
-      first.push_back(action.unit);
-    }
-  }
+  const std::vector<UnitId> first =
+      first_gathered(core_.step.actions, core_.options.prefetch);
   if (first.empty() || !core_.rests()) {
     return;
   }
   core_.before_root_forward();
   for (const UnitId unit : first) {
-    core_.feed({.kind = EventKind::unshard, .unit = unit, .awaits = false});
+    core_.feed(prefetch_event(unit));
   }
 }
 

@@ -28,9 +28,7 @@ std::vector<UnitSpec> specs_of(
       "expected one parent per unit");
   std::vector<UnitSpec> specs;
   for (std::size_t u = 0; u < units.size(); ++u) {
-    specs.push_back(units[u]->spec(
-        parents[u],
-        {.reshard_after_forward = options.reshard_after_forward}));
+    specs.push_back(units[u]->spec(parents[u], options.unit_policy()));
   }
   return specs;
 }
@@ -46,9 +44,8 @@ RuntimeCore::RuntimeCore(
       options(chosen),
       units(std::move(all_units)),
       step{
-          .scheduler = Scheduler(
-              specs_of(units, parents, options),
-              SchedulerOptions{.prefetch = options.prefetch}),
+          .scheduler =
+              Scheduler(specs_of(units, parents, options), options.scheduler()),
           .unsharded = std::vector<bool>(units.size(), false)},
       executor(mesh, units, observers, options),
       events(units, *this) {

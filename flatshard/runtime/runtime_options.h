@@ -5,6 +5,7 @@
 #include "flatshard/runtime/copy_engines.h"
 #include "flatshard/runtime/debug_options.h"
 #include "flatshard/runtime/graph_options.h"
+#include "flatshard/schedule/scheduler.h"
 
 namespace flatshard {
 
@@ -43,6 +44,12 @@ struct RuntimeOptions {
   /// Streams of several Runtimes on one device, which then share the memory
   /// that torch's allocator keeps for each stream. Null: its own.
   std::shared_ptr<CommStreams> shared_streams;
+
+  /// Returns the policy of units for which the program sets no other one.
+  UnitPolicy unit_policy() const {
+    return {.reshard_after_forward = reshard_after_forward};
+  }
+  SchedulerOptions scheduler() const { return {.prefetch = prefetch}; }
 };
 
 }  // namespace flatshard

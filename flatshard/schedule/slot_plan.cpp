@@ -1,5 +1,7 @@
 #include "flatshard/schedule/slot_plan.h"
 
+#include "flatshard/core/rounding.h"
+
 #include <algorithm>
 #include <map>
 #include <set>
@@ -9,8 +11,7 @@ namespace flatshard {
 namespace {
 
 std::int64_t align_up(std::int64_t n) {
-  constexpr std::int64_t a = SlotPlan::kAlignment;
-  return (n + a - 1) / a * a;
+  return round_up(n, SlotPlan::kAlignment);
 }
 
 struct Use {

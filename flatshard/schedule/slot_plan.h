@@ -37,8 +37,8 @@ struct SlotLifetime {
 /// program repeats its events.
 class SlotPlan {
  public:
-  /// Offsets are multiples of this: a cache line, and enough for any vector
-  /// load and for NCCL.
+  /// Slots, and what stands in them, begin at multiples of so many bytes: a
+  /// cache line, and enough for any vector load and for NCCL.
   static constexpr std::int64_t kAlignment = 256;
 
   SlotPlan() = default;

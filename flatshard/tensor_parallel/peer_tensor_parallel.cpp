@@ -2,12 +2,12 @@
 
 #include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream_word.h"
 #include "flatshard/tensor_parallel/stream_use.h"
 
 #include <ATen/ATen.h>
-#include <ATen/ceil_div.h>
 
 #include <utility>
 #include <vector>
@@ -149,9 +149,8 @@ PeerTensorParallel::PeerTensorParallel(
   stream.high_priority = true;
   stream_ = make_stream(group_->device(), "tensor parallelism", stream);
   if (options.window_nbytes > 0) {
-    make_windows(at::round_up(
-        at::ceil_div<std::int64_t>(options.window_nbytes, size()),
-        kWindowAlignment));
+    make_windows(
+        round_up(ceil_div(options.window_nbytes, size()), kWindowAlignment));
   }
 }
 
@@ -167,7 +166,7 @@ std::int64_t PeerTensorParallel::begin_transfer(std::int64_t nbytes) {
       "tensor parallelism by copies: expected no CUDA graph to be recorded, "
       "since a replay repeats no fence; use collectives "
       "(parallelism.tensor_parallel_comm)");
-  const std::int64_t row = at::round_up(nbytes, kWindowAlignment);
+  const std::int64_t row = round_up(nbytes, kWindowAlignment);
   // The same on all ranks. Compute reads the old windows, and peers write to
   // them until all ranks have come here.
   if (!windows_ || size() * row > half_nbytes_) {

@@ -18,7 +18,11 @@ Unit::Unit(
       groups_(std::move(groups)),
       parameters_(std::move(parameters)),
       weights_(name_, groups_),
-      gradients_(groups_, parameters_, /*writes_in_place=*/module != nullptr),
+      gradients_(
+          groups_,
+          parameters_,
+          weights_.layout(),
+          /*writes_in_place=*/module != nullptr),
       pointers_(
           name_,
           /*refuses=*/module != nullptr,
@@ -34,20 +38,8 @@ void Unit::adopt_foreign_writes() {
 }
 
 UnitSpec Unit::spec(UnitId parent, UnitPolicy policy) const {
-  UnitSpec spec = weights_.planes();
-  spec.name = name_;
-  spec.parent = parent;
-  spec.policy = std::move(policy);
-  weights_.describe(spec);
-  spec.grad_nbytes = gradients_.nbytes();
+  UnitSpec spec = weights_.layout().spec(name_, parent, std::move(policy));
   spec.grads_in_place = gradients_.writes_in_place();
-  spec.reduce_every_microbatch = false;
-  for (const auto& group : groups_) {
-    const Placements& gradient = group->strategy().gradient;
-    if (group->trainable() && num_sharded_axes(gradient) > 0) {
-      spec.reduce_every_microbatch = true;
-    }
-  }
   return spec;
 }
 

@@ -10,19 +10,15 @@ namespace flatshard {
 UnitGradients::UnitGradients(
     const UnitGroups& groups,
     UnitParameters& parameters,
+    const UnitLayout& layout,
     bool writes_in_place)
     : groups_(groups),
       parameters_(parameters),
+      layout_(layout),
       arrivals_(parameters.size()),
       writes_in_place_(writes_in_place) {
   for (const auto& group : groups_) {
     padding_.push_back(group->layout().padding_ranges());
-    offsets_.push_back(nbytes_);
-    if (group->trainable()) {
-      const auto size = c10::elementSize(group->options().precision.reduce);
-      nbytes_ +=
-          align_slot(group->layout().numel() * static_cast<std::int64_t>(size));
-    }
   }
 }
 
@@ -38,7 +34,7 @@ at::Tensor UnitGradients::view(const SlotView& slot, const UnitParameter& p)
   const at::ScalarType dtype = group.options().precision.reduce;
   return slot
       .tensor(
-          offsets_[p.group] + p.offset(group, dtype),
+          layout_.grad_offsets[p.group] + p.offset(group, dtype),
           {p.tensor.numel()},
           dtype)
       .as_strided(p.tensor.sizes(), p.tensor.strides());
@@ -47,7 +43,7 @@ at::Tensor UnitGradients::view(const SlotView& slot, const UnitParameter& p)
 at::Tensor UnitGradients::flat(const SlotView& slot, std::size_t g) const {
   const ParamGroup& group = *groups_[g];
   return slot.tensor(
-      offsets_[g],
+      layout_.grad_offsets[g],
       {group.layout().numel()},
       group.options().precision.reduce);
 }

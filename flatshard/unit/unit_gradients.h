@@ -2,6 +2,7 @@
 
 #include "flatshard/layout/flat_layout.h"
 #include "flatshard/nn/wgrad.h"
+#include "flatshard/shape/unit_plan.h"
 #include "flatshard/unit/slot_view.h"
 #include "flatshard/unit/unit_parameter.h"
 
@@ -15,14 +16,15 @@ namespace flatshard {
 /// places in the gradient slot, and the code that fills it.
 class UnitGradients {
  public:
-  /// @param groups, parameters  outlive this.
+  /// @param groups, parameters, layout  outlive this.
   UnitGradients(
       const UnitGroups& groups,
       UnitParameters& parameters,
+      const UnitLayout& layout,
       bool writes_in_place);
 
   /// Returns the bytes of the slot.
-  std::int64_t nbytes() const { return nbytes_; }
+  std::int64_t nbytes() const { return layout_.slots.grad_nbytes; }
   /// Returns the gradient of `parameter` inside the slot.
   at::Tensor view(const SlotView& slot, const UnitParameter& parameter) const;
   /// [layout.numel()] the whole flat gradient of group `group` inside the slot.
@@ -60,10 +62,9 @@ class UnitGradients {
 
   const UnitGroups& groups_;
   UnitParameters& parameters_;
+  const UnitLayout& layout_;
   std::vector<Arrival> arrivals_;                ///< per parameter
-  std::vector<std::int64_t> offsets_;            ///< per group, bytes
   std::vector<std::vector<FlatRange>> padding_;  ///< per group
-  std::int64_t nbytes_ = 0;
   bool writes_in_place_;
 };
 

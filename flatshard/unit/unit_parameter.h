@@ -32,11 +32,4 @@ struct UnitParameter {
 using UnitGroups = std::vector<std::unique_ptr<ParamGroup>>;
 using UnitParameters = std::vector<UnitParameter>;
 
-/// The alignment of a group's part of a slot, in bytes.
-inline constexpr std::int64_t kSlotAlignment = 256;
-
-constexpr std::int64_t align_slot(std::int64_t nbytes) {
-  return (nbytes + kSlotAlignment - 1) / kSlotAlignment * kSlotAlignment;
-}
-
 }  // namespace flatshard

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/nn/weight_source.h"
-#include "flatshard/schedule/events.h"
+#include "flatshard/shape/unit_plan.h"
 #include "flatshard/unit/slot_view.h"
 #include "flatshard/unit/unit_parameter.h"
 
@@ -20,32 +20,32 @@ class UnitWeights {
   /// @param groups  outlive this.
   UnitWeights(const std::string& unit, const UnitGroups& groups);
 
+  /// Returns the places of planes and gradients in slots.
+  const UnitLayout& layout() const { return layout_; }
   /// Returns the description of planes for the Scheduler, and their slices.
-  const UnitSpec& planes() const { return planes_; }
+  const UnitSpec& planes() const { return layout_.slots; }
   /// Returns whether layers ask for some of the planes.
-  bool has_planes_on_request() const { return !planes_.on_request.empty(); }
+  bool has_planes_on_request() const { return !planes().on_request.empty(); }
   /// Returns the bytes of the slot that holds a plane, or a part of one, of all
   /// groups that are not resident.
   std::int64_t nbytes(PlaneId plane, PartId part) const {
-    return planes_.nbytes(plane, part);
+    return planes().nbytes(plane, part);
   }
   /// Returns the bytes of the slot that holds this rank's post-forward shards;
   /// 0: it has none.
   std::int64_t post_forward_nbytes() const {
-    return planes_.post_forward == kNoPlane
+    return planes().post_forward == kNoPlane
                ? 0
-               : planes_.weights_nbytes[planes_.post_forward];
+               : planes().weights_nbytes[planes().post_forward];
   }
   /// Returns whether all groups' weights are stored whole on every rank.
-  bool resident() const { return resident_; }
+  bool resident() const { return planes().resident; }
   /// Returns whether the plane has no slot.
   bool rests(PlaneId plane) const {
-    return resident_ && !planes_.transient.contains(plane);
+    return resident() && !planes().transient.contains(plane);
   }
   /// Rises with every change of the weights.
   std::int64_t generation() const;
-  /// Sets the weights' part of `spec`.
-  void describe(UnitSpec& spec) const;
 
   /// Returns where a parameter begins in the slot of kComputePlane, in bytes.
   std::int64_t offset(const UnitParameter& parameter) const;
@@ -92,27 +92,18 @@ class UnitWeights {
       float8::Plane view) const;
 
  private:
-  /// A part of the unit's planes: a part of one group's.
-  struct Part {
-    std::size_t group = 0;
-    PartId part = kWhole;
-  };
-
-  void check_formats(const std::string& unit);
-  void find_parts(const std::string& unit);
-  void add_plane(PlaneId plane);
-  void add_post_forward_plane();
+  void check_formats(const std::string& unit) const;
   /// Returns the PostForwardShard of group `g` in the slot of
   /// UnitSpec::post_forward.
   at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;
   /// Returns whether group `g` has some of it.
   bool is_in(std::size_t g, PlaneId plane, PartId part) const {
     return groups_[g]->weights().has(plane) &&
-           (part == kWhole || parts_[part].group == g);
+           (part == kWhole || layout_.parts[part].group == g);
   }
   /// Returns the number in its group's count.
   PartId part_in_group(PartId part) const {
-    return part == kWhole ? kWhole : parts_[part].part;
+    return part == kWhole ? kWhole : layout_.parts[part].part;
   }
   /// Returns the memory of group `g` for a plane or a part of one: in the slot,
   /// or in its storage.
@@ -120,11 +111,7 @@ class UnitWeights {
   memory(std::size_t g, PlaneId plane, PartId part, const SlotView& slot) const;
 
   const UnitGroups& groups_;
-  /// The offsets by plane and group, bytes in the slot.
-  std::vector<std::vector<std::int64_t>> offsets_;
-  std::vector<Part> parts_;
-  UnitSpec planes_;
-  bool resident_ = true;
+  UnitLayout layout_;
 };
 
 }  // namespace flatshard

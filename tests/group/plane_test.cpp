@@ -33,29 +33,14 @@ struct CodecOnOneRank {
     context.mesh = context.model_mesh = mesh;
     context.options.float8 = format;
     context.parameters = &parameters;
-    const auto num = static_cast<std::int64_t>(parameters.size());
-    std::vector<TensorSpec> specs;
-    for (const GroupParameter& p : parameters) {
-      specs.push_back({.name = p.names.front(), .shape = p.shape});
-    }
-    std::int64_t alignment = kLayoutAlignment;
-    if (format) {
-      alignment = format->alignment(alignment);
-      const auto parts = format->parts_of(num);
-      for (std::size_t i = 0; i < specs.size(); ++i) {
-        specs[i].granularity = format->granularity();
-        specs[i].part = parts[i];
-      }
-    }
-    context.layout = std::make_shared<const FlatLayout>(
-        FlatLayout::build(std::move(specs), 1, alignment));
-    main = buffer(context.layout, at::kFloat);
+    context.plan = GroupPlan(shape_of(context));
+    main = buffer(context.plan.layout, at::kFloat);
     at::manual_seed(7);
-    for (std::int64_t i = 0; i < num; ++i) {
+    for (std::int64_t i = 0; i < num_parameters(); ++i) {
       value(i).copy_(at::randn(parameters[i].shape));
     }
     codec = make_codec(context);
-    planes = codec->planes();
+    planes = planes_of(context);
     for (Plane& plane : planes) {
       if (plane.stored()) {
         plane.shard = plane.resting = buffer(plane.layout, plane.dtype);
@@ -71,7 +56,9 @@ struct CodecOnOneRank {
     return buffer;
   }
   at::Tensor value(std::int64_t i) const { return main.view(i); }
-  std::int64_t num_parameters() const { return context.layout->num_tensors(); }
+  std::int64_t num_parameters() const {
+    return context.plan.layout->num_tensors();
+  }
 
   // Returns every plane whole, in memory as a slot has it.
   std::vector<at::Tensor> encoded() {
@@ -118,8 +105,8 @@ TEST(Plane, OfACastIsTheGroupInComputesDtype) {
   const Plane& compute = c.planes[kComputePlane];
   EXPECT_TRUE(compute.stored() && compute.in_forward && compute.in_backward);
   EXPECT_FALSE(compute.on_request);
-  EXPECT_FALSE(c.codec->encodes_at_gather());
-  EXPECT_EQ(compute.whole.nbytes, 2 * c.context.layout->numel());
+  EXPECT_FALSE(c.context.plan.storage.encodes);
+  EXPECT_EQ(compute.whole.nbytes, 2 * c.context.plan.layout->numel());
   const at::Tensor slot = c.encoded()[kComputePlane];
   EXPECT_EQ(slot.scalar_type(), at::kBFloat16);
   for (std::int64_t i = 0; i < c.num_parameters(); ++i) {
@@ -151,7 +138,7 @@ TEST(Plane, Float8GroupsHaveRowsForTheForwardAndColumnsForTheBackward) {
     EXPECT_TRUE(!columns.in_forward && columns.in_backward) << what;
     EXPECT_EQ(columns.source, format.stored_columns ? kStored : 1) << what;
     EXPECT_TRUE(rows.on_request && columns.on_request) << what;
-    EXPECT_TRUE(c.codec->encodes_at_gather()) << what;
+    EXPECT_TRUE(c.context.plan.storage.encodes) << what;
   }
 }
 

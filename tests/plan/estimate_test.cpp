@@ -36,7 +36,7 @@ TEST(Memory, MoreRanksHoldLess) {
   many.ranks = 8;
   for (UnitShape& unit : many.units) {
     for (GroupShape& group : unit.groups) {
-      group.axis_sizes = {8};
+      group.mesh.sizes = {8};
     }
   }
   EXPECT_EQ(

@@ -22,8 +22,7 @@ inline Job small_job(int layers, std::int64_t ranks) {
         {.tensors = {{"w", {1000 * ranks}, Granularity::element(1)}},
          .alignment = 1,
          .strategy = Strategy::named("zero3", 1),
-         .axis_sizes = {ranks},
-         .axis_strides = {1},
+         .mesh = {.sizes = {ranks}, .strides = {1}, .model_ranks = ranks},
          .sizes = {.main = 4, .compute = 2, .reduce = 2, .gradient = 2}});
     job.plan_units.layers.push_back(static_cast<UnitId>(job.units.size()));
     job.plan_units.layer_grads.push_back({.attend = 1});

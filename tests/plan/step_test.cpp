@@ -135,6 +135,50 @@ TEST(StepPlan, HasTheSchedulersActions) {
   EXPECT_NEAR(step.transfers.at("reduce"), reductions * 0.25, 1e-9);
 }
 
+/// Returns two layers of HSDP over 2 replicas.
+/// @param on_outer_axis_alone  their groups have no inner ranks, as experts
+/// with
+///   one rank on the inner axis have none.
+Job replicated_job(int microbatches, bool on_outer_axis_alone) {
+  Job job = timed_job(2, 4, 1, 2);
+  job.microbatches = microbatches;
+  for (const UnitId unit : job.plan_units.layers) {
+    GroupShape& group = job.units[unit].groups.front();
+    group.strategy = Strategy::named("hsdp", 2);
+    group.mesh = {.sizes = {2, 2}, .strides = {2, 1}, .model_ranks = 4};
+    if (on_outer_axis_alone) {
+      group.mesh.sizes = {2, 1};
+    }
+  }
+  return job;
+}
+
+TEST(StepPlan, GroupsOnTheOuterAxisAloneAreReducedOnceInAStep) {
+  const Gpu gpu = with_links(2, 0.5, 0.5);
+  const StepPlan one = step_of(replicated_job(1, true), gpu);
+  const StepPlan many = step_of(replicated_job(3, true), gpu);
+  EXPECT_GT(one.transfers.at("reduce over replicas"), 0);
+  EXPECT_NEAR(
+      many.transfers.at("reduce over replicas"),
+      one.transfers.at("reduce over replicas"),
+      1e-9);
+  EXPECT_NEAR(many.transfers.at("reduce"), 0, 1e-9);
+}
+
+// A sum over the inner axes waits from the first microbatch to the last, in
+// addition to the gradient for the optimizer.
+TEST(StepPlan, InnerSumsAreMemory) {
+  for (const bool alone : {false, true}) {
+    const auto peak = [&](int microbatches) {
+      return step_of(replicated_job(microbatches, alone)).peak_nbytes;
+    };
+    // 4000 numbers of two units, among the ranks of the inner axis.
+    const std::int64_t numel = 2 * 4000 / (alone ? 1 : 2);
+    EXPECT_EQ(peak(1), 2 * numel) << alone;
+    EXPECT_EQ(peak(2), (2 + 4) * numel) << alone;
+  }
+}
+
 TEST(StepPlan, ExtrapolatesMicrobatches) {
   Job job = timed_job(3, 4, 1, 2);
   const Gpu gpu = with_links(4, 0.5, 0.5);

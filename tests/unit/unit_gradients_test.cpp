@@ -2,6 +2,7 @@
 #include "flatshard/unit/unit_weights.h"
 
 #include "flatshard/fully_shard/unit_contents.h"
+#include "flatshard/schedule/slot_plan.h"
 #include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>
@@ -19,7 +20,8 @@ using testing::run_ranks;
 struct Gradients {
   explicit Gradients(const RankContext& context)
       : contents(make_unit_contents(spec(context), {}, Initializer(0))),
-        gradients(contents.groups, contents.parameters, true),
+        weights("unit", contents.groups),
+        gradients(contents.groups, contents.parameters, weights.layout(), true),
         memory(at::full({gradients.nbytes() / 4}, 7, at::kFloat)),
         slot{memory.mutable_data_ptr(), gradients.nbytes(), at::kCPU} {}
 
@@ -44,6 +46,7 @@ struct Gradients {
   }
 
   UnitContents contents;
+  UnitWeights weights;
   UnitGradients gradients;
   at::Tensor memory;
   SlotView slot;
@@ -150,7 +153,12 @@ TEST(UnitContents, AParameterIsShownInAnotherOrderOfDimensions) {
     p.storage.point_at(
         contents.groups.front()->weights().compute().local().data_ptr());
     EXPECT_TRUE(p.tensor.equal(values.t()));
-    UnitGradients gradients(contents.groups, contents.parameters, true);
+    const UnitWeights weights("unit", contents.groups);
+    UnitGradients gradients(
+        contents.groups,
+        contents.parameters,
+        weights.layout(),
+        true);
     const at::Tensor memory = at::zeros({gradients.nbytes() / 4});
     const SlotView slot{
         memory.mutable_data_ptr(),
@@ -201,7 +209,7 @@ TEST(UnitContents, GroupsWithoutWeightsAndGroupsApart) {
     EXPECT_TRUE(without.weights().main().local().is_meta());
     EXPECT_FALSE(without.weights().compute().defined());
     const UnitWeights weights("unit", contents.groups);
-    EXPECT_EQ(weights.nbytes(kComputePlane, kWhole), 3 * kSlotAlignment);
+    EXPECT_EQ(weights.nbytes(kComputePlane, kWhole), 3 * SlotPlan::kAlignment);
   });
 }
 

@@ -1,5 +1,6 @@
 #include "flatshard/unit/unit_weights.h"
 #include "flatshard/group/weight_write.h"
+#include "flatshard/schedule/slot_plan.h"
 #include "tests/unit/one_unit.h"
 
 #include <fmt/format.h>
@@ -25,7 +26,7 @@ TEST(UnitWeights, ASlotHasEachParameterAtItsOffset) {
     EXPECT_FALSE(weights.rests(kComputePlane));
     const std::int64_t nbytes = weights.nbytes(kComputePlane, kWhole);
     EXPECT_GE(nbytes, (8 + 3) * 4);
-    EXPECT_EQ(nbytes % kSlotAlignment, 0);
+    EXPECT_EQ(nbytes % SlotPlan::kAlignment, 0);
     const at::Tensor memory = at::full({nbytes / 4}, -1, at::kFloat);
     const SlotView slot{memory.mutable_data_ptr(), nbytes, at::kCPU};
     std::vector<WeightPlanes::Gather> gathers;
@@ -78,9 +79,8 @@ TEST(UnitWeights, MorePartsThanAreDistinguishedAreNamed) {
           make_unit_contents(std::move(spec), {}, Initializer(0));
       std::ranges::move(contents.groups, std::back_inserter(groups));
     }
-    UnitSpec spec;
-    UnitWeights("unit", groups).describe(spec);
-    for (const auto& parts : spec.part_nbytes) {
+    const UnitWeights weights("unit", groups);
+    for (const auto& parts : weights.planes().part_nbytes) {
       EXPECT_TRUE(parts.empty());
     }
   });

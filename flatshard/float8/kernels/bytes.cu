@@ -1,5 +1,7 @@
 #include "flatshard/float8/kernels/codec.cuh"
 
+#include "flatshard/core/rounding.h"
+
 #include <cuda_fp16.h>
 
 namespace flatshard::float8::kernels {
@@ -213,8 +215,8 @@ void transpose_bytes(
     std::int64_t columns,
     cudaStream_t stream) {
   const dim3 grid(
-      static_cast<unsigned>(divide_up(columns, kTile)),
-      static_cast<unsigned>(divide_up(rows, kTile)));
+      static_cast<unsigned>(ceil_div(columns, kTile)),
+      static_cast<unsigned>(ceil_div(rows, kTile)));
   transpose_kernel<<<grid, kThreads, 0, stream>>>(data, out, rows, columns);
 }
 
@@ -224,18 +226,18 @@ void swizzle_mx_scales(
     std::int64_t outer,
     std::int64_t blocks,
     cudaStream_t stream) {
-  const std::int64_t across = divide_up(blocks, 4);
-  const std::int64_t words = divide_up(outer, 128) * 128 * across;
+  const std::int64_t across = ceil_div(blocks, 4);
+  const std::int64_t words = ceil_div(outer, 128) * 128 * across;
   swizzle_kernel<<<
-      static_cast<unsigned>(divide_up(words, kThreads)),
+      static_cast<unsigned>(ceil_div(words, kThreads)),
       kThreads,
       0,
       stream>>>(scales, out, outer, blocks, across);
 }
 
 void dequantize(const Dequantize& a, cudaStream_t stream) {
-  const std::int64_t runs = divide_up(a.columns, 16) * a.rows;
-  const auto grid = static_cast<unsigned>(divide_up(runs, kThreads));
+  const std::int64_t runs = ceil_div(a.columns, 16) * a.rows;
+  const auto grid = static_cast<unsigned>(ceil_div(runs, kThreads));
   const auto run = [&]<class T>(T) {
     if (a.format == Format::e4m3) {
       dequantize_kernel<T, Format::e4m3><<<grid, kThreads, 0, stream>>>(a);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
 #include "flatshard/float8/formats.h"
 #include "flatshard/float8/kernels/kernels.h"
@@ -18,10 +19,6 @@ __host__ __device__ inline bool aligned(const void* p, unsigned nbytes) {
 }
 __host__ __device__ inline bool aligned16(const void* p) {
   return aligned(p, 16);
-}
-
-inline std::int64_t divide_up(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
 }
 
 /// Eight neighbours of a row, in memory order.

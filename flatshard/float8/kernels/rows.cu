@@ -2,6 +2,8 @@
 
 #include "flatshard/float8/kernels/codec.cuh"
 
+#include "flatshard/core/rounding.h"
+
 namespace flatshard::float8::kernels {
 namespace {
 
@@ -171,7 +173,7 @@ void amax(const Values& x, float* to, cudaStream_t stream) {
     return;
   }
   const std::int64_t blocks = std::min<std::int64_t>(
-      divide_up(numel, std::int64_t{kThreads} * 8),
+      ceil_div(numel, std::int64_t{kThreads} * 8),
       num_multiprocessors() * 8);
   with_type(x.dtype, [&]<class T>(T) {
     const T* data = static_cast<const T*>(x.data);
@@ -186,7 +188,7 @@ void amax(const Values& x, float* to, cudaStream_t stream) {
 void quantize_flat(const Values& x, const Quantize& a, cudaStream_t stream) {
   const std::int64_t numel = x.rows * x.columns;
   const std::int64_t blocks =
-      std::max<std::int64_t>(1, divide_up(numel, kThreads * 16));
+      std::max<std::int64_t>(1, ceil_div(numel, kThreads * 16));
   with_type(x.dtype, [&]<class T>(T) {
     with_format(a.format, [&]<Format F>() {
       const T* data = static_cast<const T*>(x.data);
@@ -202,7 +204,7 @@ void quantize_flat(const Values& x, const Quantize& a, cudaStream_t stream) {
 void quantize_rows(const Values& x, const Quantize& a, cudaStream_t stream) {
   constexpr int kRuns = 4;
   const std::int64_t threads =
-      divide_up(divide_up(x.columns, 8 * kRuns), 32) * 32;
+      ceil_div(ceil_div(x.columns, 8 * kRuns), 32) * 32;
   with_type(x.dtype, [&]<class T>(T) {
     with_format(a.format, [&]<Format F>() {
       const T* data = static_cast<const T*>(x.data);

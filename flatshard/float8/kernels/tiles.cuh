@@ -2,6 +2,8 @@
 
 #include "flatshard/float8/kernels/tile_planes.cuh"
 
+#include "flatshard/core/rounding.h"
+
 // Kernels over all tiles of a source: rows and columns of values that are in
 // memory, or are computed from such values.
 namespace flatshard::float8::kernels {
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kTileThreads) row_and_column_amax_kernel(
 
 inline dim3 tile_grid(std::int64_t rows, std::int64_t columns) {
   return {
-      static_cast<unsigned>(divide_up(columns, kTile)),
-      static_cast<unsigned>(divide_up(rows, kTile))};
+      static_cast<unsigned>(ceil_div(columns, kTile)),
+      static_cast<unsigned>(ceil_div(rows, kTile))};
 }
 
 /// Returns whether a source is quantized with a recipe, by its own choice;

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/moe/kernels/rows.cuh"
 #include "flatshard/nn/clamped_silu.h"
@@ -241,7 +242,7 @@ __global__ void add_bias_dots_kernel(ExpertBiases args) {
 // Threads of a block that has one row.
 template <int N>
 int threads_of_row(std::int64_t dim) {
-  const std::int64_t packs = (dim + N - 1) / N;
+  const std::int64_t packs = ceil_div(dim, N);
   return std::clamp(divide_up(packs, 32) * 32, 32, kRowThreads);
 }
 

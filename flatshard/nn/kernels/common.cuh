@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
 #include "flatshard/nn/kernels/kernels.h"
 
@@ -47,7 +48,7 @@ __device__ inline float block_sum(float v, float* scratch) {
 }
 
 inline int divide_up(std::int64_t a, std::int64_t b) {
-  return static_cast<int>((a + b - 1) / b);
+  return static_cast<int>(ceil_div(a, b));
 }
 
 }  // namespace flatshard::nn::kernels

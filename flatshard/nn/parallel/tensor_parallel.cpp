@@ -1,6 +1,7 @@
 #include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/module.h"
 
@@ -150,7 +151,7 @@ at::Tensor gather_columns(
       "gradient mode off, or compute the loss of the cut columns",
       ranks->size());
   const std::int64_t n = ranks->size();
-  const std::int64_t widest = (whole + n - 1) / n;
+  const std::int64_t widest = ceil_div(whole, n);
   const at::Tensor rows = as_rows(x);
   const at::Tensor own = at::zeros({rows.size(0), widest}, rows.options());
   own.narrow(1, 0, rows.size(1)).copy_(rows);

@@ -6,10 +6,10 @@
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
 #include "flatshard/train/config/expert_ranks.h"
-#include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/plan/model_work.h"
 #include "flatshard/train/plan/planned_units.h"
-#include "flatshard/train/setup/parallelism.h"
+#include "flatshard/train/setup/train_state.h"
 
 #include <ATen/ceil_div.h>
 
@@ -22,42 +22,31 @@
 namespace flatshard {
 namespace {
 
-using plan::GroupShape;
-using plan::UnitShape;
-
 /// Returns the bytes of half a window that ranks copy from and to.
 std::int64_t aligned_half(std::int64_t nbytes) {
   constexpr std::int64_t kHalf = 256;
   return at::round_up(nbytes, kHalf);
 }
 
-/// As choose_copy_engines.
-CopyEngines copy_engines_of(
+CopyEngines copy_engines_on(
+    const PlannedHost& host,
     const Config& config,
-    const Strategy& strategy,
-    std::int64_t ranks,
-    const PlannedHost& host) {
-  const config::Parallelism& p = config.parallelism;
+    std::int64_t ranks) {
+  const auto& chosen = config.parallelism.copy_engines;
   const bool one_host = ranks <= host.ranks;
-  if (p.copy_engines) {
-    FLATSHARD_CHECK(
-        !p.copy_engines->any() || one_host,
-        config,
-        "parallelism.copy_engines = {}: copies reach GPUs of one host, got {} "
-        "ranks on hosts of {}; use auto or none",
-        config::word_of(p.copy_engines),
-        ranks,
-        host.ranks);
-    return *p.copy_engines;
-  }
-  const bool gathers =
-      p.keep_compute_weights && !config.cuda_graph.whole_step() &&
-      std::ranges::any_of(strategy.parameter, &Placement::is_shard);
-  return gathers && host.nvlink && one_host && ranks > 1 ? CopyEngines::all()
-                                                         : CopyEngines{};
+  FLATSHARD_CHECK(
+      !chosen || !chosen->any() || one_host,
+      config,
+      "parallelism.copy_engines = {}: copies reach GPUs of one host, got {} "
+      "ranks on hosts of {}; use auto or none",
+      config::word_of(chosen),
+      ranks,
+      host.ranks);
+  return copy_engines_of(config, [&] {
+    return host.nvlink && one_host && ranks > 1;
+  });
 }
 
-/// As tensor_parallel_ranks.
 bool copies_activations_on(const PlannedHost& host, const Config& config) {
   const config::Parallelism& p = config.parallelism;
   const bool one_host = p.tensor_parallel_degree <= host.ranks;
@@ -88,10 +77,10 @@ std::int64_t copied_gradients_nbytes(
       }
       const auto add = [&](auto&& chosen) {
         std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> axes;
-        for (std::size_t axis = 0; axis < group.axis_sizes.size(); ++axis) {
-          if (group.axis_sizes[axis] > 1 && chosen(axis)) {
-            axes.first.push_back(group.axis_sizes[axis]);
-            axes.second.push_back(group.axis_strides[axis]);
+        for (std::size_t axis = 0; axis < group.mesh.sizes.size(); ++axis) {
+          if (group.mesh.sizes[axis] > 1 && chosen(axis)) {
+            axes.first.push_back(group.mesh.sizes[axis]);
+            axes.second.push_back(group.mesh.strides[axis]);
           }
         }
         if (!axes.first.empty()) {
@@ -126,52 +115,40 @@ std::int64_t copied_gradients_nbytes(
   return sum;
 }
 
-/// As fully_shard.
-void check_padding(const Config& config, const plan::Job& job) {
-  std::vector<FlatLayout> layouts;
-  for (const plan::UnitPlan& unit : plan::plan_units(job)) {
-    for (const plan::GroupPlan& group : unit.groups) {
-      layouts.push_back(group.layout);
+/// Returns the layouts of all groups.
+/// @param units  outlive the result.
+std::vector<const FlatLayout*> layouts_of(const std::vector<UnitPlan>& units) {
+  std::vector<const FlatLayout*> layouts;
+  for (const UnitPlan& unit : units) {
+    for (const GroupPlan& group : unit.groups) {
+      layouts.push_back(group.layout.get());
     }
   }
-  std::vector<const FlatLayout*> pointers;
-  for (const FlatLayout& layout : layouts) {
-    pointers.push_back(&layout);
-  }
-  if (const auto text = describe_excessive_padding(
-          pointers,
-          config.parallelism.max_padding)) {
-    FLATSHARD_THROW(config, "{}", *text);
-  }
+  return layouts;
 }
 
-/// As spend_memory_budget.
-void spend_memory_budget(const Config& config, plan::Job& job) {
-  const auto budget =
-      static_cast<std::int64_t>(config.parallelism.memory_budget * kGiB);
-  if (budget == 0) {
+/// Keeps the units gathered for which parallelism.memory_budget has room.
+void spend_memory_budget(
+    const Config& config,
+    const std::vector<UnitPlan>& units,
+    plan::Job& job) {
+  if (config.parallelism.memory_budget == 0) {
     return;
   }
-  const auto units = plan::plan_units(job);
   std::int64_t total = 0;
   std::int64_t slots = 0;
   for (const plan::RoleBytes& row : plan::memory_of(job, units)) {
     total += row.nbytes;
     slots += row.role == "slot pool" ? row.nbytes : 0;
   }
-  FLATSHARD_CHECK(
-      budget >= total,
-      config,
-      "parallelism.memory_budget: expected at least {:.4g} GiB, which is what "
-      "the memory table comes to with no unit kept, got {:g}",
-      static_cast<double>(total) / kGiB,
-      config.parallelism.memory_budget);
   std::vector<UnitSpec> specs;
-  for (const plan::UnitPlan& unit : units) {
+  for (const UnitPlan& unit : units) {
     specs.push_back(unit.spec);
   }
-  for (const UnitId unit :
-       choose_kept_units(specs, job.scheduler, slots + budget - total)) {
+  for (const UnitId unit : choose_kept_units(
+           specs,
+           job.scheduler,
+           slots + left_of_memory_budget(config, total))) {
     job.units[unit].policy.reshard_after_forward = false;
   }
 }
@@ -211,8 +188,6 @@ plan::Job plan_job(
       .microbatches = static_cast<int>(microbatches),
       .optimizer_states = config.optimizer.num_states(),
       .clips = config.training.max_norm > 0,
-      .main_grads_size = static_cast<std::int64_t>(
-          c10::elementSize(config.precision.main_grads)),
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
   job.copy_activations = copies_activations_on(host, config);
@@ -223,8 +198,9 @@ plan::Job plan_job(
   if (!modules) {
     modules = std::make_shared<PlannedModel>(config, model);
   }
-  job.units = planned_units(config, model, microbatches, *modules);
-  job.plan_units = modules->plan_units;
+  PlannedUnits units = planned_units(config, model, microbatches, *modules);
+  job.units = std::move(units.shapes);
+  job.plan_units = std::move(units.by_node);
   if (const auto overlap = overlap_options(config, model)) {
     job.overlap = *overlap;
     // A selective recompute runs kernels that a node's backward already has.
@@ -248,10 +224,7 @@ plan::Job plan_job(
       float8_recipes(job.units),
       modules->adapted,
       job);
-  const Strategy strategy = Strategy::named(
-      strategy_name(config),
-      static_cast<int>(mesh_axes(config).size()));
-  const CopyEngines copies = copy_engines_of(config, strategy, ranks, host);
+  const CopyEngines copies = copy_engines_on(host, config, ranks);
   job.copy_forward_gathers = copies.gather();
   job.copy_backward_gathers = copies.gathers == CopyEngines::Gathers::all;
   job.copy_reductions = copies.reductions_nbytes > 0;
@@ -281,8 +254,9 @@ plan::Job plan_job(
           aligned_half(rows * (row + static_cast<std::int64_t>(sizeof(float))));
     }
   }
-  check_padding(config, job);
-  spend_memory_budget(config, job);
+  const std::vector<UnitPlan> plans = plan::plan_units(job);
+  check_padding(layouts_of(plans), config.parallelism.max_padding);
+  spend_memory_budget(config, plans, job);
   return job;
 }
 

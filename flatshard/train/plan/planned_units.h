@@ -1,7 +1,8 @@
 #pragma once
 
 #include "flatshard/models/config.h"
-#include "flatshard/plan/shape.h"
+#include "flatshard/schedule/overlap_events.h"
+#include "flatshard/shape/unit_plan.h"
 #include "flatshard/train/config/run_config.h"
 #include "flatshard/train/plan/planned_model.h"
 
@@ -10,13 +11,18 @@
 
 namespace flatshard {
 
-/// Returns the units of a model with the shapes of their groups, as
-/// make_train_state would make them.
+/// The units of a model before they have memory.
+struct PlannedUnits {
+  std::vector<UnitShape> shapes;  ///< by UnitId
+  PlanUnits by_node;
+};
+
+/// Describes the units that make_train_state would allocate.
 ///
 /// @param config  resolved.
 /// @param microbatches  of a step: with one, gradients are not accumulated.
 /// @throws Error{config} for what the trainer refuses too.
-std::vector<plan::UnitShape> planned_units(
+PlannedUnits planned_units(
     const Config& config,
     const models::ModelConfig& model,
     std::int64_t microbatches,

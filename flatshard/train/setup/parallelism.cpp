@@ -8,6 +8,7 @@
 #include "flatshard/models/moe.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/config/expert_ranks.h"
+#include "flatshard/train/setup/float8_choice.h"
 
 #include <algorithm>
 #include <chrono>
@@ -117,7 +118,9 @@ std::shared_ptr<Mesh> make_mesh(
       options);
 }
 
-CopyEngines choose_copy_engines(const Config& config, Mesh& mesh) {
+CopyEngines copy_engines_of(
+    const Config& config,
+    const std::function<bool()>& linked) {
   const config::Parallelism& p = config.parallelism;
   if (p.copy_engines) {
     return *p.copy_engines;
@@ -126,14 +129,19 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh) {
     return {};
   }
   // Reductions alone gain nothing, so not where weights are not gathered.
-  const Strategy strategy =
-      Strategy::named(strategy_name(config), mesh.num_axes());
+  const Strategy strategy = Strategy::named(
+      strategy_name(config),
+      static_cast<int>(mesh_axes(config).size()));
   const bool gathers =
       p.keep_compute_weights &&
       std::ranges::any_of(strategy.parameter, &Placement::is_shard);
-  return gathers && PeerMemory::has_fast_links(mesh.world())
-             ? CopyEngines::all()
-             : CopyEngines{};
+  return gathers && linked() ? CopyEngines::all() : CopyEngines{};
+}
+
+CopyEngines choose_copy_engines(const Config& config, Mesh& mesh) {
+  return copy_engines_of(config, [&] {
+    return PeerMemory::has_fast_links(mesh.world());
+  });
 }
 
 StreamOptions comm_streams(const Config& config) {
@@ -284,6 +292,23 @@ FullyShardOptions shard_options(
   options.runtime.debug = {
       .poison = config.diagnostics.poison,
       .strict = config.diagnostics.strict};
+  return options;
+}
+
+FullyShardOptions model_shard_options(
+    const Config& config,
+    const models::ModelConfig& model,
+    models::Llama& layers,
+    const Mesh& mesh,
+    const CopyEngines& copy_engines,
+    std::int64_t num_microbatches) {
+  FullyShardOptions options = shard_options(config, copy_engines);
+  options.group.grads_in_reduce_dtype = num_microbatches == 1;
+  options.placement_of = parameter_placement(config, layers, mesh);
+  Float8Choice(config, model).apply_to(options);
+  for (const auto& module : layers->unit_modules()) {
+    options.units.push_back(module.get());
+  }
   return options;
 }
 

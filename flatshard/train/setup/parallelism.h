@@ -41,7 +41,13 @@ std::shared_ptr<Mesh> make_mesh(
     OnStuckAbort on_stuck_abort);
 
 /// Returns the config's choice, and for auto the one that was measured to be
-/// fastest (docs/performance.md). Collective.
+/// fastest (docs/performance.md).
+/// @param linked  returns whether NVLink joins all ranks; called for auto
+/// alone.
+CopyEngines copy_engines_of(
+    const Config& config,
+    const std::function<bool()>& linked);
+/// Returns it for the ranks of a mesh. Collective.
 CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 
 /// Returns the options of the streams in addition to compute: [debug]'s delays.
@@ -91,10 +97,21 @@ std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model);
 
-/// Returns everything but the units.
+/// Returns everything but what depends on the model: units, placements, FP8.
 /// @param copy_engines  the result of choose_copy_engines.
 FullyShardOptions shard_options(
     const Config& config,
     const CopyEngines& copy_engines);
+
+/// Returns how a run shards its model: see fully_shard, and describe.
+/// @param layers  with adapters, where the run has some.
+/// @param num_microbatches  of a step on each rank.
+FullyShardOptions model_shard_options(
+    const Config& config,
+    const models::ModelConfig& model,
+    models::Llama& layers,
+    const Mesh& mesh,
+    const CopyEngines& copy_engines,
+    std::int64_t num_microbatches);
 
 }  // namespace flatshard

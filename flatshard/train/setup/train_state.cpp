@@ -17,11 +17,18 @@ namespace {
 /// Keeps as many units gathered as parallelism.memory_budget has room for.
 /// Collective. @return how many.
 int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
-  const double budget_gib = config.parallelism.memory_budget;
-  const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
   const std::int64_t mine = total_nbytes(memory_rows(state));
   const auto totals = all_gather_values(mesh.world(), mine);
-  const std::int64_t total = std::ranges::max(totals);
+  return state.runtime->gathers().keep_gathered(
+      state.runtime->executor().slots().pool().arena_nbytes() +
+      left_of_memory_budget(config, std::ranges::max(totals)));
+}
+
+}  // namespace
+
+std::int64_t left_of_memory_budget(const Config& config, std::int64_t total) {
+  const double budget_gib = config.parallelism.memory_budget;
+  const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
   FLATSHARD_CHECK(
       budget >= total,
       config,
@@ -29,11 +36,8 @@ int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
       "the memory table comes to with no unit kept, got {:g}",
       static_cast<double>(total) / kGiB,
       budget_gib);
-  return state.runtime->gathers().keep_gathered(
-      state.runtime->executor().slots().pool().arena_nbytes() + budget - total);
+  return budget - total;
 }
-
-}  // namespace
 
 std::vector<MemoryRow> memory_rows(
     const TrainState& state,
@@ -108,16 +112,15 @@ TrainState make_train_state(
     of.router->make_bias(mesh->device());
   }
   state.copy_engines = choose_copy_engines(config, *mesh);
-  FullyShardOptions options = shard_options(config, state.copy_engines);
-  options.group.grads_in_reduce_dtype = num_microbatches == 1;
-  options.placement_of = parameter_placement(config, state.model, *mesh);
-  const Float8Choice float8(config, model);
-  float8.apply_to(options);
-  for (const auto& module : state.model->unit_modules()) {
-    options.units.push_back(module.get());
-  }
+  const FullyShardOptions options = model_shard_options(
+      config,
+      model,
+      state.model,
+      *mesh,
+      state.copy_engines,
+      num_microbatches);
   state.runtime = fully_shard(*state.model, mesh, options);
-  if (float8.enabled()) {
+  if (const Float8Choice float8(config, model); float8.enabled()) {
     state.float8 = float8.describe(*state.runtime);
   }
   state.optimizer = make_optimizer(config, state.runtime->groups());

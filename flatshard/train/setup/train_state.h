@@ -45,6 +45,12 @@ std::vector<MemoryRow> memory_rows(
     const TrainState& state,
     const std::optional<GraphStats>& graphs = {});
 
+/// Returns the bytes that parallelism.memory_budget leaves for more gathered
+/// units.
+/// @param total  the largest memory table of a rank with no unit kept.
+/// @throws Error{config} when it is less than `total`.
+std::int64_t left_of_memory_budget(const Config& config, std::int64_t total);
+
 /// Builds it from the config, with weights from the seed. Collective. The
 /// config is resolved.
 /// @param num_microbatches  of a step on each rank.

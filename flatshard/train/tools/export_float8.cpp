@@ -1,6 +1,7 @@
 #include "flatshard/train/tools/export_float8.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/float8/quantize.h"
 
 #include <ATen/ATen.h>
@@ -15,7 +16,7 @@ namespace {
 constexpr std::string_view kWeight = ".weight";
 
 std::int64_t blocks_of(std::int64_t n) {
-  return (n + float8::kBlock - 1) / float8::kBlock;
+  return ceil_div(n, float8::kBlock);
 }
 
 bool is_linear_of_a_block(std::string_view name) {

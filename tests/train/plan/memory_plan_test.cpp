@@ -1,4 +1,5 @@
-// A plan's prediction of a rank's memory equals the memory that it holds.
+// A plan and a start describe a model's units by one function, and the memory
+// that a start allocates is what the plan predicts.
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/plan/run_plan.h"
@@ -71,6 +72,46 @@ Config config_of(const Case& of) {
       of.ranks);
 }
 
+plan::Job job_of(const Case& of) {
+  const Config config = config_of(of);
+  // Copies are what auto takes on GPUs, and collectives on CPUs.
+  return plan_job(
+      config,
+      model_config(config),
+      of.ranks,
+      {.ranks = 8, .nvlink = false});
+}
+
+Table planned(const Case& of) {
+  const plan::Job job = job_of(of);
+  Table table;
+  for (const plan::RoleBytes& row :
+       plan::memory_of(job, plan::plan_units(job))) {
+    table[row.role] = row.nbytes;
+  }
+  return table;
+}
+
+/// A start allocates the units that a plan prices.
+void expect_units(const Runtime& runtime, const std::vector<UnitPlan>& plans) {
+  ASSERT_EQ(runtime.units().size(), plans.size());
+  for (std::size_t u = 0; u < plans.size(); ++u) {
+    const Unit& unit = *runtime.units()[u];
+    const UnitSpec& spec = plans[u].spec;
+    EXPECT_EQ(unit.spec(spec.parent, spec.policy), spec) << spec.name;
+    ASSERT_EQ(unit.groups().size(), plans[u].groups.size()) << spec.name;
+    for (std::size_t g = 0; g < unit.groups().size(); ++g) {
+      const GroupPlan& own = unit.groups()[g]->plan();
+      const GroupPlan& plan = plans[u].groups[g];
+      EXPECT_EQ(own.storage, plan.storage)
+          << spec.name << ": " << to_string(own.storage) << ", planned "
+          << to_string(plan.storage);
+      EXPECT_EQ(own.bytes(), plan.bytes()) << spec.name;
+      EXPECT_EQ(own.layout->describe(), plan.layout->describe()) << spec.name;
+    }
+  }
+}
+
 /// Returns the memory table of a real start, of rank 0.
 Table measured(const Case& of) {
   Table table;
@@ -88,27 +129,12 @@ Table measured(const Case& of) {
       keep_float8_alone(frozen_groups(*state.runtime));
     }
     if (context.rank == 0) {
+      expect_units(*state.runtime, plan::plan_units(job_of(of)));
       for (const MemoryRow& row : memory_rows(state)) {
         table[row.role] = row.nbytes;
       }
     }
   });
-  return table;
-}
-
-Table planned(const Case& of) {
-  const Config config = config_of(of);
-  // Copies are what auto takes on GPUs, and collectives on CPUs.
-  const plan::Job job = plan_job(
-      config,
-      model_config(config),
-      of.ranks,
-      {.ranks = 8, .nvlink = false});
-  Table table;
-  for (const plan::RoleBytes& row :
-       plan::memory_of(job, plan::plan_units(job))) {
-    table[row.role] = row.nbytes;
-  }
   return table;
 }
 
@@ -313,7 +339,8 @@ INSTANTIATE_TEST_SUITE_P(
             4,
             {kNone,
              "parallelism.expert_parallel_degree=2",
-             "parallelism.data_parallel_replicate_degree=2"}}),
+             "parallelism.data_parallel_replicate_degree=2",
+             "training.global_batch_size=8"}}),
     testing::kCaseName);
 
 plan::Job shared_job(
