@@ -1,5 +1,7 @@
 #include "flatshard/buffer/peer_mesh.h"
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 #include <vector>
@@ -44,6 +46,16 @@ std::vector<std::pair<Placements, Placements>> gradient_redistributions(
 
 }  // namespace
 
+std::vector<std::vector<int>> scattered_axes(const Strategy& strategy) {
+  std::vector<std::vector<int>> all;
+  for (const auto& [from, to] : gradient_redistributions(strategy)) {
+    std::ranges::move(
+        axes_of(TransitionStep::Kind::reduce_scatter, from, to),
+        std::back_inserter(all));
+  }
+  return all;
+}
+
 std::shared_ptr<Mesh> with_peer_memory(
     std::shared_ptr<Mesh> mesh,
     std::span<const PeerUse> uses,
@@ -71,12 +83,9 @@ std::shared_ptr<Mesh> with_peer_memory(
       }
     }
     if (options.reductions_nbytes > 0) {
-      for (const auto& [from, to] : gradient_redistributions(strategy)) {
-        for (const auto& axes :
-             axes_of(TransitionStep::Kind::reduce_scatter, from, to)) {
-          groups[{axes_in_mesh(*of, axes), Purpose::reduce}] =
-              options.reductions_nbytes;
-        }
+      for (const auto& axes : scattered_axes(strategy)) {
+        groups[{axes_in_mesh(*of, axes), Purpose::reduce}] =
+            options.reductions_nbytes;
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "flatshard/device/stream.h"
 #include "flatshard/layout/strategy.h"
@@ -24,6 +25,10 @@ struct PeerMeshOptions {
   std::int64_t reductions_nbytes = 0;
   StreamOptions stream;
 };
+
+/// Returns the sets of axes over which gradients are reduce-scattered: at once,
+/// or by way of the inner axes.
+std::vector<std::vector<int>> scattered_axes(const Strategy& strategy);
 
 /// `mesh`, where what these strategies gather and reduce goes through memory
 /// that the ranks share: make_peer_communicator for each group that does.

@@ -74,9 +74,13 @@ PeerExchange::PeerExchange(
   }
 }
 
+std::int64_t PeerExchange::windows_nbytes(std::int64_t window_nbytes) {
+  return 2 * round_up(window_nbytes, kHalfAlignment);
+}
+
 void PeerExchange::make_windows(std::int64_t nbytes) {
-  half_nbytes_ = round_up(nbytes, kHalfAlignment);
-  windows_ = PeerMemory::create(group(), 2 * half_nbytes_);
+  windows_ = PeerMemory::create(group(), windows_nbytes(nbytes));
+  half_nbytes_ = windows_->local().numel() / 2;
   window_nbytes_ = nbytes;
   std::vector<std::int64_t> addresses;
   for (int rank = 0; rank < windows_->size(); ++rank) {

@@ -54,6 +54,10 @@ class PeerExchange : public StreamExchange {
       std::int64_t num_experts,
       const PeerExchangeOptions& options);
 
+  /// Returns the bytes of windows on each rank, of
+  /// PeerExchangeOptions::window_nbytes.
+  static std::int64_t windows_nbytes(std::int64_t window_nbytes);
+
   void restart() override;
   std::int64_t nbytes() const override {
     return windows_ ? windows_->local().numel() : 0;

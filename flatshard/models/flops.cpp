@@ -1,26 +1,13 @@
 #include "flatshard/models/flops.h"
 
+#include "flatshard/models/llama.h"
+#include "flatshard/models/moe.h"
+#include "flatshard/nn/module_tree.h"
+
+#include <set>
+
 namespace flatshard::models {
 namespace {
-
-std::int64_t attention_parameters(const ModelConfig& c) {
-  const AttentionOptions& options = c.block.attention;
-  const std::int64_t q = c.heads * c.head_dim;
-  const std::int64_t kv = c.kv_heads * c.head_dim;
-  std::int64_t sum = c.dim * (2 * q + 2 * kv);
-  switch (options.qk_norm) {
-    case QkNorm::none:
-      break;
-    case QkNorm::head:
-      sum += 2 * c.head_dim;
-      break;
-    case QkNorm::projection:
-      sum += q + kv;
-      break;
-  }
-  return sum + (options.qkv_bias ? q + 2 * kv : 0) +
-         (options.output_bias ? c.dim : 0) + (options.sinks ? c.heads : 0);
-}
 
 // Returns how many tokens a token attends to in a block, on average over a
 // sequence: without a window half of the sequence.
@@ -37,61 +24,88 @@ double attended_tokens(
   return window - window * window / (2 * seq);
 }
 
-// Returns the number of parameters of a block, with so many of its experts.
-std::int64_t block_parameters(
-    const ModelConfig& c,
-    std::int64_t layer,
-    std::int64_t experts) {
-  const std::int64_t attention = attention_parameters(c);
-  const std::int64_t norms =
-      (c.block.norms == NormPlacement::both ? 4 : 2) * c.dim;
-  if (!c.has_experts(layer)) {
-    return attention + norms + 3 * c.dim * c.ffn_dim +
-           (c.block.mlp_bias ? 2 * c.ffn_dim + c.dim : 0);
-  }
-  const std::int64_t biases = c.block.mlp_bias ? 2 * c.moe.ffn_dim + c.dim : 0;
-  const std::int64_t expert = 3 * c.dim * c.moe.ffn_dim + biases;
-  const std::int64_t router =
-      (c.dim + (c.block.mlp_bias ? 1 : 0)) * c.moe.num_experts;
-  return attention + norms + router + (experts + c.moe.shared_experts) * expert;
-}
-
-std::int64_t count_parameters(
-    const ModelConfig& c,
-    std::int64_t experts,
-    std::int64_t embeddings) {
-  std::int64_t sum = c.dim + embeddings * c.vocab_size * c.dim;
-  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
-    sum += block_parameters(c, layer, experts);
-  }
-  return sum;
-}
-
 ModelConfig valid(ModelConfig config) {
   config.validate();
   return config;
 }
 
+struct Counts {
+  std::int64_t experts = 0;
+  /// The input embedding, unless the head shares it.
+  std::int64_t embedding = 0;
+  std::int64_t others = 0;
+
+  std::int64_t sum() const { return experts + embedding + others; }
+};
+
+// Adds the parameters of a model of one block, the block's `num_blocks` times.
+void add(
+    const ModelConfig& one_block,
+    std::int64_t num_blocks,
+    bool with_ends,
+    Counts& counts) {
+  Llama model(one_block);  // on the meta device
+  std::set<const c10::TensorImpl*> found;
+  for (const nn::NamedParameter& p : nn::named_parameters(*model)) {
+    const bool is_of_block = p.name.starts_with("model.layers.");
+    if (!found.insert(p.tensor.unsafeGetTensorImpl()).second ||
+        (!is_of_block && !with_ends)) {
+      continue;
+    }
+    const bool is_embedding =
+        p.name.starts_with("model.embed_tokens.") && !one_block.tie_embeddings;
+    (is_expert_parameter(p.name) ? counts.experts
+     : is_embedding              ? counts.embedding
+                                 : counts.others) +=
+        p.tensor.numel() * (is_of_block ? num_blocks : 1);
+  }
+}
+
+// Blocks of one kind have equal shapes, so one of each is made.
+Counts count_parameters(const ModelConfig& c) {
+  Counts counts;
+  const bool has_experts = c.moe.num_experts > 0;
+  const std::int64_t dense = has_experts ? c.moe.dense_layers : c.layers;
+  ModelConfig one = c;
+  one.layers = 1;
+  one.moe.dense_layers = has_experts ? 1 : 0;
+  if (dense > 0) {
+    add(one, dense, /*with_ends=*/true, counts);
+  }
+  one.moe.dense_layers = 0;
+  if (c.layers > dense) {
+    add(one, c.layers - dense, /*with_ends=*/dense == 0, counts);
+  }
+  return counts;
+}
+
+// Returns those of as many experts of each block as a token goes to.
+std::int64_t active_experts(const ModelConfig& c, const Counts& counts) {
+  return c.moe.num_experts == 0
+             ? 0
+             : counts.experts / c.moe.num_experts * c.moe.experts_per_token;
+}
+
 }  // namespace
 
 std::int64_t num_parameters(const ModelConfig& config) {
-  const ModelConfig c = valid(config);
-  return count_parameters(c, c.moe.num_experts, c.tie_embeddings ? 1 : 2);
+  return count_parameters(valid(config)).sum();
 }
 
 std::int64_t num_active_parameters(const ModelConfig& config) {
   const ModelConfig c = valid(config);
-  return count_parameters(c, c.moe.experts_per_token, c.tie_embeddings ? 1 : 2);
+  const Counts counts = count_parameters(c);
+  return counts.sum() - counts.experts + active_experts(c, counts);
 }
 
 std::int64_t num_expert_parameters(const ModelConfig& config) {
-  const ModelConfig c = valid(config);
-  return count_parameters(c, c.moe.num_experts, 0) - count_parameters(c, 0, 0);
+  return count_parameters(valid(config)).experts;
 }
 
 std::int64_t num_matmul_parameters(const ModelConfig& config) {
   const ModelConfig c = valid(config);
-  return count_parameters(c, c.moe.experts_per_token, 1);
+  const Counts counts = count_parameters(c);
+  return counts.others + active_experts(c, counts);
 }
 
 double flops_per_token(

@@ -14,7 +14,7 @@ constexpr int kHalves = 2;
 // So that rows begin where wide loads can.
 constexpr std::int64_t kRowAlignment = 256;
 
-std::int64_t row_nbytes(std::int64_t nbytes, int size) {
+std::int64_t row_nbytes(std::int64_t nbytes, std::int64_t size) {
   const std::int64_t row = nbytes / (kHalves * size);
   return std::max(row / kRowAlignment, std::int64_t{1}) * kRowAlignment;
 }
@@ -35,8 +35,14 @@ CopyReducer::CopyReducer(
     std::int64_t nbytes,
     const StreamOptions& stream)
     : row_nbytes_(row_nbytes(nbytes, group.size())),
-      memory_(PeerMemory::create(group, kHalves * group.size() * row_nbytes_)),
+      memory_(PeerMemory::create(group, memory_nbytes(nbytes, group.size()))),
       copies_(make_stream(group.device(), "copies", stream)) {
+}
+
+std::int64_t CopyReducer::memory_nbytes(
+    std::int64_t nbytes,
+    std::int64_t ranks) {
+  return kHalves * ranks * row_nbytes(nbytes, ranks);
 }
 
 bool CopyReducer::supports(const at::Tensor& in) {

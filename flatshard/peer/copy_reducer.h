@@ -31,6 +31,9 @@ class CopyReducer {
       std::int64_t nbytes,
       const StreamOptions& stream);
 
+  /// Returns the bytes of memory on each of `ranks` ranks.
+  /// @param nbytes  as in the constructor.
+  static std::int64_t memory_nbytes(std::int64_t nbytes, std::int64_t ranks);
   /// Returns whether it can sum the dtype. Others are for the backend.
   static bool supports(const at::Tensor& in);
   std::int64_t nbytes() const { return memory_->local().numel(); }

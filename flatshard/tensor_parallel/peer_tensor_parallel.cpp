@@ -18,7 +18,18 @@ namespace {
 // So that halves and rows begin where wide loads can.
 constexpr std::int64_t kWindowAlignment = 256;
 
+/// Returns the bytes of a rank in a window.
+std::int64_t row_nbytes(std::int64_t window_nbytes, std::int64_t ranks) {
+  return round_up(ceil_div(window_nbytes, ranks), kWindowAlignment);
+}
+
 }  // namespace
+
+std::int64_t PeerTensorParallel::windows_nbytes(
+    std::int64_t window_nbytes,
+    std::int64_t ranks) {
+  return 2 * ranks * row_nbytes(window_nbytes, ranks);
+}
 
 class PeerTensorParallel::Gather : public nn::PendingGather {
  public:
@@ -149,8 +160,7 @@ PeerTensorParallel::PeerTensorParallel(
   stream.high_priority = true;
   stream_ = make_stream(group_->device(), "tensor parallelism", stream);
   if (options.window_nbytes > 0) {
-    make_windows(
-        round_up(ceil_div(options.window_nbytes, size()), kWindowAlignment));
+    make_windows(row_nbytes(options.window_nbytes, size()));
   }
 }
 

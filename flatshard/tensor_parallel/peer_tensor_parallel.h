@@ -44,6 +44,12 @@ class PeerTensorParallel : public nn::TensorParallel {
       std::shared_ptr<Communicator> group,
       const PeerTensorParallelOptions& options = {});
 
+  /// Returns the bytes of windows on each of `ranks` ranks, of
+  /// PeerTensorParallelOptions::window_nbytes.
+  static std::int64_t windows_nbytes(
+      std::int64_t window_nbytes,
+      std::int64_t ranks);
+
   // All throw Error{usage} where a CUDA graph is recorded.
   at::Tensor all_gather(const at::Tensor& part) override;
   at::Tensor reduce_scatter(const at::Tensor& addend) override;

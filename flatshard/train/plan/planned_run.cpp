@@ -1,17 +1,19 @@
 #include "flatshard/train/plan/planned_run.h"
 
+#include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
+#include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/layout/padding.h"
+#include "flatshard/peer/copy_reducer.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
 #include "flatshard/schedule/slot_plan.h"
+#include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 #include "flatshard/train/config/expert_ranks.h"
-#include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/plan/model_work.h"
 #include "flatshard/train/plan/planned_units.h"
+#include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/train_state.h"
-
-#include <ATen/ceil_div.h>
 
 #include <algorithm>
 #include <map>
@@ -21,12 +23,6 @@
 
 namespace flatshard {
 namespace {
-
-/// Returns the bytes of half a window that ranks copy from and to.
-std::int64_t aligned_half(std::int64_t nbytes) {
-  constexpr std::int64_t kHalf = 256;
-  return at::round_up(nbytes, kHalf);
-}
 
 CopyEngines copy_engines_on(
     const PlannedHost& host,
@@ -61,56 +57,32 @@ bool copies_activations_on(const PlannedHost& host, const Config& config) {
   return copies_activations(config, [&] { return host.nvlink && one_host; });
 }
 
-/// Returns the memory for reductions by copies: as CopyReducer takes for each
-/// group of ranks that reduces and scatters.
+/// Returns the memory for reductions by copies: of each group of ranks that
+/// reduces and scatters.
 std::int64_t copied_gradients_nbytes(
     const std::vector<UnitShape>& units,
     std::int64_t nbytes) {
-  constexpr std::int64_t kHalves = 2;
-  constexpr std::int64_t kAlignment = 256;
-  std::set<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>>
+  // Sizes and strides of axes -> the ranks of a group.
+  std::map<std::set<std::pair<std::int64_t, std::int64_t>>, std::int64_t>
       groups;
   for (const UnitShape& unit : units) {
     for (const GroupShape& group : unit.groups) {
-      if (!group.trainable) {
-        continue;
-      }
-      const auto add = [&](auto&& chosen) {
-        std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> axes;
-        for (std::size_t axis = 0; axis < group.mesh.sizes.size(); ++axis) {
-          if (group.mesh.sizes[axis] > 1 && chosen(axis)) {
-            axes.first.push_back(group.mesh.sizes[axis]);
-            axes.second.push_back(group.mesh.strides[axis]);
+      for (const std::vector<int>& axes : scattered_axes(group.strategy)) {
+        std::set<std::pair<std::int64_t, std::int64_t>> over;
+        std::int64_t ranks = 1;
+        for (const int axis : axes) {
+          if (group.mesh.sizes[axis] > 1) {
+            ranks *= group.mesh.sizes[axis];
+            over.insert({group.mesh.sizes[axis], group.mesh.strides[axis]});
           }
         }
-        if (!axes.first.empty()) {
-          groups.insert(std::move(axes));
-        }
-      };
-      // All at once, or the inner axes in every microbatch and the rest in the
-      // last one.
-      add([&](std::size_t axis) {
-        return group.strategy.optimizer[axis].is_shard();
-      });
-      add([&](std::size_t axis) {
-        return group.strategy.gradient[axis].is_shard();
-      });
-      add([&](std::size_t axis) {
-        return group.strategy.optimizer[axis].is_shard() &&
-               !group.strategy.gradient[axis].is_shard();
-      });
+        groups[over] = ranks;
+      }
     }
   }
   std::int64_t sum = 0;
-  for (const auto& [sizes, strides] : groups) {
-    std::int64_t size = 1;
-    for (const std::int64_t axis : sizes) {
-      size *= axis;
-    }
-    const std::int64_t row =
-        std::max<std::int64_t>(nbytes / (kHalves * size) / kAlignment, 1) *
-        kAlignment;
-    sum += kHalves * size * row;
+  for (const auto& [over, ranks] : groups) {
+    sum += over.empty() ? 0 : CopyReducer::memory_nbytes(nbytes, ranks);
   }
   return sum;
 }
@@ -192,8 +164,9 @@ plan::Job plan_job(
   job.tensor_ranks = tensor;
   job.copy_activations = copies_activations_on(host, config);
   if (job.copy_activations) {
-    job.other_nbytes["shared layers"] =
-        2 * aligned_half(tensor_window_nbytes(config, model));
+    job.other_nbytes["shared layers"] = PeerTensorParallel::windows_nbytes(
+        tensor_window_nbytes(config, model),
+        tensor);
   }
   if (!modules) {
     modules = std::make_shared<PlannedModel>(config, model);
@@ -250,8 +223,7 @@ plan::Job plan_job(
         config.parallelism.token_exchange == config::TransferKind::copies;
     if (job.copy_exchange) {
       job.other_nbytes["token exchange"] =
-          2 *
-          aligned_half(rows * (row + static_cast<std::int64_t>(sizeof(float))));
+          PeerExchange::windows_nbytes(exchange_window_nbytes(config, model));
     }
   }
   const std::vector<UnitPlan> plans = plan::plan_units(job);

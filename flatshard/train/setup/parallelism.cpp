@@ -150,6 +150,18 @@ StreamOptions comm_streams(const Config& config) {
       .max_delay_us = static_cast<int>(config.debug.comm_delay_us)};
 }
 
+std::int64_t exchange_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const std::int64_t rows = config.training.local_batch_size *
+                            config.training.seq_len *
+                            model.moe.experts_per_token;
+  const std::int64_t row =
+      model.dim *
+      static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
+  return rows * (row + static_cast<std::int64_t>(sizeof(float)));
+}
+
 std::shared_ptr<StreamExchange> make_exchange(
     const Config& config,
     const models::ModelConfig& model,
@@ -160,11 +172,7 @@ std::shared_ptr<StreamExchange> make_exchange(
       indices_of(mesh, expert_axes(p)),
       {.num_experts = model.moe.num_experts,
        .copies = p.token_exchange == config::TransferKind::copies,
-       .window_nbytes = config.training.local_batch_size *
-                        config.training.seq_len * model.moe.experts_per_token *
-                        (model.dim * static_cast<std::int64_t>(c10::elementSize(
-                                         config.precision.compute)) +
-                         static_cast<std::int64_t>(sizeof(float))),
+       .window_nbytes = exchange_window_nbytes(config, model),
        .timeout = timeout_of(config),
        .exchange = {
            .groups_by_rank = config.debug.deterministic,

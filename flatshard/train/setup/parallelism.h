@@ -53,6 +53,12 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 /// Returns the options of the streams in addition to compute: [debug]'s delays.
 StreamOptions comm_streams(const Config& config);
 
+/// Returns the bytes of the rows of a microbatch that a rank routes to experts,
+/// with their weights: PeerExchangeOptions::window_nbytes.
+std::int64_t exchange_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model);
+
 /// Returns how tokens are exchanged between the ranks that have parts of the
 /// experts. Collective.
 std::shared_ptr<StreamExchange> make_exchange(
