@@ -18,64 +18,51 @@ static_assert(nn::LossOptions::kIgnoreIndex == data::kIgnoredTarget);
 
 }  // namespace
 
-data::PackingOptions packing_options(const Config& config) {
-  return {
-      .packing = config.data.packing,
-      .seq_len = config.training.seq_len,
-      .max_documents = config.data.packing == data::Packing::documents
-                           ? config.data.documents_per_sample
-                           : 0};
-}
-
-data::Loader open_train_loader(
-    const Config& config,
-    const models::ModelConfig& model) {
+data::Loader open_train_loader(const DataOptions& options) {
   FLATSHARD_CHECK(
-      !config.data.train.empty(),
+      !options.train.empty(),
       config,
       "data.train: expected a corpus folder (see `flatshard data prepare`) or "
       "\"random\"");
-  const auto seed = static_cast<std::uint64_t>(config.run.seed);
-  const data::PackingOptions packing = packing_options(config);
   return for_option(kTrainOption, [&] {
     return data::Loader(
         data::open_token_sources(
-            config.data.train,
+            options.train,
             "train",
-            seed,
-            model.vocab_size,
-            packing),
+            options.seed,
+            options.vocab_size,
+            options.packing),
         data::LoaderOptions{
-            .seed = seed,
-            .seq_len = config.training.seq_len,
-            .global_batch_size = config.training.global_batch_size,
-            .vocab_size = model.vocab_size,
-            .documents_per_sample = packing.max_documents});
+            .seed = options.seed,
+            .seq_len = options.packing.seq_len,
+            .global_batch_size = options.global_batch_size,
+            .vocab_size = options.vocab_size,
+            .documents_per_sample = options.packing.max_documents});
   });
 }
 
 Batches::Batches(
-    const Config& config,
+    const Options& options,
     std::shared_ptr<Mesh> mesh,
     data::Loader& loader)
     : mesh_(std::move(mesh)),
       loader_(loader),
-      local_batch_(config.training.local_batch_size),
+      local_batch_(options.local_batch_size),
       num_microbatches_(loader.num_microbatches(mesh_->size(), local_batch_)),
       buffers_(
           mesh_,
-          {num_microbatches_, local_batch_, config.training.seq_len}) {
-  if (config.data.packing == data::Packing::documents) {
+          {num_microbatches_, local_batch_, options.packing.seq_len}) {
+  if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
         DocumentBuffers::Options{
             .num_microbatches = num_microbatches_,
             .rows = local_batch_,
-            .seq_len = config.training.seq_len,
-            .max_documents = config.data.documents_per_sample,
-            .fixed_shapes = config.cuda_graph.enabled()});
+            .seq_len = options.packing.seq_len,
+            .max_documents = options.packing.max_documents,
+            .fixed_shapes = options.fixed_shapes});
   }
-  if (config.lora.dropout > 0) {
+  if (options.numbers_samples) {
     offsets_ = at::arange(
                    num_microbatches_ * local_batch_,
                    at::TensorOptions().dtype(at::kLong).device(mesh_->device()))
@@ -83,13 +70,13 @@ Batches::Batches(
     samples_ = at::empty_like(offsets_);
   }
   if (loader.ignores_targets()) {
-    const auto options = at::TensorOptions().dtype(at::kDouble);
+    const auto doubles = at::TensorOptions().dtype(at::kDouble);
     num_targets_ = at::empty(
         {num_microbatches_},
-        options.pinned_memory(mesh_->device().is_cuda()));
+        doubles.pinned_memory(mesh_->device().is_cuda()));
     loss_weights_ = at::empty(
         {num_microbatches_},
-        options.dtype(at::kFloat).device(mesh_->device()));
+        doubles.dtype(at::kFloat).device(mesh_->device()));
   }
 }
 

@@ -10,29 +10,30 @@
 
 #include "flatshard/data/loader.h"
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/data/data_options.h"
 #include "flatshard/train/data/document_buffers.h"
 #include "flatshard/train/data/token_buffers.h"
 
 namespace flatshard {
 
-/// Returns how data.packing fills samples. The config is resolved.
-data::PackingOptions packing_options(const Config& config);
-
-/// Returns the loader of data.train. The config is resolved.
+/// Returns the loader of data.train.
 /// @throws Error{config, io, format} naming data.train.
-data::Loader open_train_loader(
-    const Config& config,
-    const models::ModelConfig& model);
+data::Loader open_train_loader(const DataOptions& options);
 
 /// This rank's part of each step, from the loader to the device: all of the
 /// step's microbatches at once.
 class Batches {
  public:
+  struct Options {
+    std::int64_t local_batch_size = 1;
+    data::PackingOptions packing;
+    bool fixed_shapes = false;  ///< see DocumentBuffers::Options
+    bool numbers_samples = false;
+  };
+
   /// @param loader  must outlive this.
   Batches(
-      const Config& config,
+      const Options& options,
       std::shared_ptr<Mesh> mesh,
       data::Loader& loader);
 
@@ -62,7 +63,7 @@ class Batches {
   /// is ignored: all factors would be 1.
   at::Tensor loss_weight(std::int64_t microbatch) const;
   /// Returns the numbers of a microbatch's samples in the run, int64
-  /// [local_batch_size] on the device. Undefined without lora.dropout.
+  /// [local_batch_size] on the device. Undefined without numbers_samples.
   at::Tensor samples(std::int64_t microbatch) const;
 
  private:

@@ -19,14 +19,15 @@ std::string amount(double value) {
 }  // namespace
 
 std::vector<DataEpochs> data_epochs(
-    const Config& config,
-    const data::Loader& loader) {
+    const std::vector<data::SourceChoice>& train,
+    const data::Loader& loader,
+    std::int64_t steps) {
   constexpr double kWholeShare = 4294967296.0;  // see Mixture::shares
   const data::LoaderState state = loader.state();
-  const auto batch = static_cast<double>(config.training.global_batch_size);
+  const auto batch = static_cast<double>(loader.options().global_batch_size);
   std::vector<DataEpochs> all;
-  for (std::size_t i = 0; i < config.data.train.size(); ++i) {
-    const data::SourceChoice& source = config.data.train[i];
+  for (std::size_t i = 0; i < train.size(); ++i) {
+    const data::SourceChoice& source = train[i];
     if (source.is_random()) {
       continue;
     }
@@ -36,12 +37,12 @@ std::vector<DataEpochs> data_epochs(
     const double share =
         is_mixed ? static_cast<double>(state.parts.at(i).share) / kWholeShare
                  : 1;
-    const double steps = static_cast<double>(samples) / (batch * share);
+    const double epoch = static_cast<double>(samples) / (batch * share);
     all.push_back(
         {.path = source.path,
          .samples = samples,
-         .steps = steps,
-         .epochs = static_cast<double>(config.training.steps) / steps});
+         .steps = epoch,
+         .epochs = static_cast<double>(steps) / epoch});
   }
   return all;
 }

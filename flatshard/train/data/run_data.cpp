@@ -30,12 +30,12 @@ std::optional<std::size_t> first_other(
 }  // namespace
 
 RunData::RunData(
-    const Config& config,
+    const std::vector<data::SourceChoice>& train,
     const data::Loader& loader,
     const std::vector<ValidationSet>& validation_sets) {
   for (std::size_t i = 0; i < loader.sources().size(); ++i) {
     train_.push_back(
-        {config.data.train.at(i).path, loader.sources()[i].source->identity()});
+        {train.at(i).path, loader.sources()[i].source->identity()});
   }
   for (const ValidationSet& set : validation_sets) {
     validation_.push_back(

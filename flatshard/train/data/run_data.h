@@ -5,7 +5,6 @@
 
 #include "flatshard/data/corpus_identity.h"
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/validation_set.h"
 
 namespace flatshard {
@@ -15,8 +14,9 @@ namespace flatshard {
 class RunData {
  public:
   /// Reads a sample of each corpus.
+  /// @param train  the datasets of the loader.
   RunData(
-      const Config& config,
+      const std::vector<data::SourceChoice>& train,
       const data::Loader& loader,
       const std::vector<ValidationSet>& validation_sets);
 

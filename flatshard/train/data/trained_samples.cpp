@@ -56,14 +56,14 @@ bool has_trained_token(const ValidationSet& set) {
 }  // namespace
 
 void check_trained_samples(
-    const Config& config,
+    const std::vector<data::SourceChoice>& train,
     const data::Loader& loader,
     const std::vector<ValidationSet>& validation_sets) {
   for (std::size_t i = 0; i < loader.sources().size(); ++i) {
     check_corpus(
-        config.data.train.at(i).path,
+        train.at(i).path,
         *loader.sources()[i].source,
-        config.training.seq_len);
+        loader.options().seq_len);
   }
   for (const ValidationSet& set : validation_sets) {
     FLATSHARD_CHECK(

@@ -3,7 +3,6 @@
 #include <vector>
 
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/validation_set.h"
 
 namespace flatshard {
@@ -13,7 +12,7 @@ namespace flatshard {
 /// data.train, and of validation sets up to the first trained token.
 /// @throws Error{config} naming the corpus when no sample has a trained token.
 void check_trained_samples(
-    const Config& config,
+    const std::vector<data::SourceChoice>& train,
     const data::Loader& loader,
     const std::vector<ValidationSet>& validation_sets);
 

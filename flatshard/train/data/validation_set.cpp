@@ -7,7 +7,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/data/token_source.h"
 #include "flatshard/train/config/option_errors.h"
-#include "flatshard/train/data/batches.h"
 
 namespace flatshard {
 
@@ -44,29 +43,26 @@ ValidationSet::Counts ValidationSet::read(
   return counts;
 }
 
-std::vector<ValidationSet> open_validation_sets(
-    const Config& config,
-    std::int64_t vocab_size) {
+std::vector<ValidationSet> open_validation_sets(const DataOptions& options) {
   std::vector<ValidationSet> sets;
-  if (config.validation.freq == 0) {
+  if (!options.validates) {
     return sets;
   }
-  const bool own = !config.data.validation.empty();
+  const bool own = !options.validation.empty();
   const std::string option = own ? "data.validation" : "data.train";
-  const auto& choices = own ? config.data.validation : config.data.train;
-  const data::PackingOptions packing = packing_options(config);
+  const auto& choices = own ? options.validation : options.train;
   for_option(option, [&] {
     const auto sources = data::open_token_sources(
         choices,
         "validation",
-        static_cast<std::uint64_t>(config.run.seed) + 1,
-        vocab_size,
-        packing);
+        options.seed + 1,
+        options.vocab_size,
+        options.packing);
     double all_weights = 0;
     for (const data::SourceChoice& choice : choices) {
       all_weights += choice.weight;
     }
-    const std::int64_t wanted = config.validation.sequences;
+    const std::int64_t wanted = options.validation_sequences;
     for (std::size_t i = 0; i < choices.size(); ++i) {
       FLATSHARD_CHECK(
           wanted != -1 || !choices[i].is_random(),
@@ -75,11 +71,11 @@ std::vector<ValidationSet> open_validation_sets(
           "have no end; give a number");
       data::Loader loader(
           sources[i].source,
-          {.seq_len = config.training.seq_len,
+          {.seq_len = options.packing.seq_len,
            .global_batch_size = 1,
-           .vocab_size = vocab_size,
+           .vocab_size = options.vocab_size,
            .shuffle = false,
-           .documents_per_sample = packing.max_documents});
+           .documents_per_sample = options.packing.max_documents});
       const double share = choices[i].weight / all_weights;
       const std::int64_t all = loader.num_sequences();
       const auto part = std::max<std::int64_t>(

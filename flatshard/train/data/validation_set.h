@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/data/data_options.h"
 #include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
@@ -40,11 +40,9 @@ struct ValidationSet {
       data::DocumentLengths* documents = nullptr) const;
 };
 
-/// Empty when validation.freq is 0. @throws like data::open_token_sources, by
+/// Empty unless the run validates. @throws like data::open_token_sources, by
 /// the option's name; Error{config} for the whole of random tokens.
-std::vector<ValidationSet> open_validation_sets(
-    const Config& config,
-    std::int64_t vocab_size);
+std::vector<ValidationSet> open_validation_sets(const DataOptions& options);
 
 /// The loss of a mixture is the mean of its sets' by their shares.
 /// @param sums  for each set: the sum of its targets' losses in nats, the

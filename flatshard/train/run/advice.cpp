@@ -1,14 +1,11 @@
 #include "flatshard/train/run/advice.h"
 
-#include <c10/core/ScalarType.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <vector>
 
-#include "flatshard/models/flops.h"
 #include "flatshard/train/metrics/number_text.h"
-#include "flatshard/train/setup/run_lora.h"
 
 namespace flatshard {
 namespace {
@@ -24,35 +21,27 @@ double gib(std::int64_t nbytes) {
   return static_cast<double>(nbytes) / kGiB;
 }
 
-std::string advice_on_length(
-    const Config& config,
-    const models::ModelConfig& model) {
-  const std::int64_t steps = config.training.steps;
+std::string advice_on_length(const AdviceOptions& options) {
+  const std::int64_t steps = options.steps;
   if (steps <= kLongRunSteps) {
     return "";
   }
   std::vector<std::string> parts;
-  if (config.lr_scheduler.warmup_steps == 0) {
+  if (options.warmup_steps == 0) {
     parts.push_back(
         "the learning rate has no warm-up (lr_scheduler.warmup_steps)");
   }
-  const config::Checkpoint& saving = config.checkpoint;
-  if (saving.interval == 0) {
+  const std::int64_t interval = options.checkpoint_interval;
+  if (interval == 0) {
     parts.push_back("no checkpoint is saved, so a failure loses all "
                     "(checkpoint.interval)");
   } else if (
-      saving.keep_latest_k == 0 && steps / saving.interval > kManyCheckpoints) {
-    const auto main_nbytes = static_cast<std::int64_t>(
-        c10::elementSize(config.precision.main_params));
-    const std::int64_t each =
-        num_trainable_parameters(config, model) *
-        (main_nbytes + config.optimizer.num_states() *
-                           static_cast<std::int64_t>(sizeof(float)));
+      options.kept_checkpoints == 0 && steps / interval > kManyCheckpoints) {
     parts.push_back(fmt::format(
         "all {} checkpoints of about {:.2g} GiB are kept "
         "(checkpoint.keep_latest_k)",
-        steps / saving.interval,
-        gib(each)));
+        steps / interval,
+        gib(options.checkpoint_nbytes)));
   }
   return parts.empty() ? ""
                        : fmt::format(
@@ -62,23 +51,20 @@ std::string advice_on_length(
 }
 
 std::string advice_on_memory(
-    const Config& config,
-    const models::ModelConfig& model,
+    const AdviceOptions& options,
     std::int64_t table_nbytes,
     std::int64_t capacity_nbytes) {
   if (capacity_nbytes <= 0) {
     return "";
   }
-  const bool recomputes =
-      config.activation_checkpoint.mode != models::ActivationCheckpoint::none;
   const std::int64_t activations =
-      recomputes ? 0 : activation_nbytes(config, model);
+      options.recomputes ? 0 : options.activation_nbytes;
   const double share = static_cast<double>(table_nbytes + activations) /
                        static_cast<double>(capacity_nbytes);
   if (share < kUsableShare) {
     return "";
   }
-  if (recomputes) {
+  if (options.recomputes) {
     return fmt::format(
         "advice on memory: the table takes {:.1f} of the GPU's {:.1f} GiB; use "
         "more ranks, or a parallelism.strategy that shards more",
@@ -98,8 +84,9 @@ std::string advice_on_memory(
 }  // namespace
 
 std::int64_t activation_nbytes(
-    const Config& config,
-    const models::ModelConfig& model) {
+    const models::ModelConfig& model,
+    std::int64_t tokens,
+    std::int64_t element_size) {
   const std::int64_t head_dim =
       model.head_dim > 0 ? model.head_dim : model.dim / model.heads;
   const std::int64_t queries = model.heads * head_dim;
@@ -131,21 +118,17 @@ std::int64_t activation_nbytes(
   }
   // The inputs of the last norm and the head, and the gradient of the logits.
   per_token += 2 * model.dim + model.vocab_size;
-  const auto element_nbytes =
-      static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
-  return per_token * element_nbytes * config.training.local_batch_size *
-         config.training.seq_len;
+  return per_token * element_size * tokens;
 }
 
 std::string advice(
-    const Config& config,
-    const models::ModelConfig& model,
+    const AdviceOptions& options,
     std::int64_t table_nbytes,
     std::int64_t capacity_nbytes) {
   std::vector<std::string> lines;
   for (const std::string& line :
-       {advice_on_length(config, model),
-        advice_on_memory(config, model, table_nbytes, capacity_nbytes)}) {
+       {advice_on_length(options),
+        advice_on_memory(options, table_nbytes, capacity_nbytes)}) {
     if (!line.empty()) {
       lines.push_back(line);
     }

@@ -9,8 +9,6 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/format/checkpoint_folder.h"
-#include "flatshard/models/peft.h"
-#include "flatshard/train/tools/run_files.h"
 
 namespace flatshard {
 namespace {
@@ -18,9 +16,10 @@ namespace {
 namespace fs = std::filesystem;
 
 /// Returns whether a file of an earlier start shows that a run was here.
-bool holds_a_run(const std::vector<RunFile>& files, const fs::path& folder) {
-  return std::ranges::any_of(files, [&](const RunFile& file) {
-    return file.when == RunFile::When::start && file.exists_in(folder);
+bool holds_a_run(const RunFiles& files) {
+  return std::ranges::any_of(files.files, [&](const RunFile& file) {
+    return file.when == RunFile::When::start &&
+           file.exists_in(files.output_dir);
   });
 }
 
@@ -39,50 +38,38 @@ bool is_printed_to(const fs::path& path) {
       });
 }
 
-/// Returns whether a run of this config writes the file at its end.
-bool ends_with(const Config& config, const RunFile& file) {
-  const std::string name = file.name.string();
-  if (name == kRunExport) {
-    return config.checkpoint.export_hf_at_end;
-  }
-  const bool is_adapter =
-      name == models::kPeftWeights || name == models::kPeftConfig;
-  return file.when == RunFile::When::end && config.run.save_weights &&
-         is_adapter == config.lora.enabled();
-}
-
 }  // namespace
 
-void refuse_foreign_files(const Config& config) {
-  const fs::path checkpoints = config.checkpoint.folder;
+void refuse_foreign_files(const RunFiles& files) {
   FLATSHARD_CHECK(
-      checkpoints.is_relative() || list_checkpoints(checkpoints).empty(),
+      files.owns_checkpoints || list_checkpoints(files.checkpoints).empty(),
       config,
       "checkpoint.folder = {} holds the checkpoints of another run; continue "
       "from them with --resume, or choose another folder",
-      checkpoints.string());
-  const fs::path folder = config.run.output_dir;
-  const std::vector<RunFile> files = run_files(config);
-  if (holds_a_run(files, folder)) {
+      files.checkpoints.string());
+  if (holds_a_run(files)) {
     return;
   }
-  for (const RunFile& file : files) {
+  for (const RunFile& file : files.files) {
     FLATSHARD_CHECK(
-        !ends_with(config, file) || !file.exists_in(folder),
+        file.when != RunFile::When::end || !file.written ||
+            !file.exists_in(files.output_dir),
         config,
         "run.output_dir: {} is no result of a run, and this run would "
         "overwrite it at its end; choose another folder",
-        (folder / file.name).string());
+        (files.output_dir / file.name).string());
   }
 }
 
-void refuse_inputs_that_move(const Config& config) {
-  if (config.model.init_from.empty()) {
+void refuse_inputs_that_move(
+    const RunFiles& files,
+    const std::string& init_from) {
+  if (init_from.empty()) {
     return;
   }
-  const fs::path folder = config.run.output_dir;
-  const fs::path input = fs::weakly_canonical(config.model.init_from);
-  for (const RunFile& file : run_files(config)) {
+  const fs::path& folder = files.output_dir;
+  const fs::path input = fs::weakly_canonical(init_from);
+  for (const RunFile& file : files.files) {
     const fs::path moved = fs::weakly_canonical(folder / file.name);
     const auto [end, _] =
         std::mismatch(moved.begin(), moved.end(), input.begin(), input.end());
@@ -92,21 +79,20 @@ void refuse_inputs_that_move(const Config& config) {
         "model.init_from = {} is a result of the earlier run in run.output_dir "
         "= {}, and a new run moves these files to {}; choose another "
         "run.output_dir",
-        config.model.init_from,
-        config.run.output_dir,
+        init_from,
+        folder.string(),
         (folder / "earlier").string());
   }
 }
 
-fs::path keep_earlier_run(const Config& config) {
-  refuse_foreign_files(config);
-  const fs::path output_dir = config.run.output_dir;
-  const std::vector<RunFile> files = run_files(config);
+fs::path keep_earlier_run(const RunFiles& files) {
+  refuse_foreign_files(files);
+  const fs::path& output_dir = files.output_dir;
   fs::path kept;
-  if (!holds_a_run(files, output_dir)) {
+  if (!holds_a_run(files)) {
     return kept;
   }
-  for (const RunFile& file : files) {
+  for (const RunFile& file : files.files) {
     std::error_code error;
     if (!file.exists_in(output_dir) ||
         (file.name == kRunLog && is_printed_to(output_dir / file.name))) {
@@ -134,10 +120,10 @@ fs::path keep_earlier_run(const Config& config) {
   return kept;
 }
 
-void restore_earlier_run(const fs::path& kept, const Config& config) noexcept {
+void restore_earlier_run(const fs::path& kept, const RunFiles& files) noexcept {
   std::error_code error;
-  const fs::path output_dir = config.run.output_dir;
-  for (const RunFile& file : run_files(config)) {
+  const fs::path& output_dir = files.output_dir;
+  for (const RunFile& file : files.files) {
     if (fs::exists(kept / file.name, error)) {
       if (file.kind == RunFile::Kind::folder) {
         fs::remove_all(output_dir / file.name, error);

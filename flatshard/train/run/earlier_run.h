@@ -1,8 +1,9 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/tools/run_files.h"
 
 // The files of a run that a new one finds in its output folder.
 namespace flatshard {
@@ -11,23 +12,25 @@ namespace flatshard {
 /// earlier run's in its output folder: checkpoints of another run in an
 /// absolute checkpoint.folder, or results that this run writes at its end in a
 /// folder without a run.
-void refuse_foreign_files(const Config& config);
+void refuse_foreign_files(const RunFiles& files);
 
 /// @throws Error{config} when model.init_from is a result of the earlier run
 /// that keep_earlier_run would move away: the end of the new run, and a resumed
 /// one, read it again.
-void refuse_inputs_that_move(const Config& config);
+void refuse_inputs_that_move(
+    const RunFiles& files,
+    const std::string& init_from);
 
-/// Moves the files of an earlier run in run.output_dir (run_files) to
+/// Moves the files of an earlier run in run.output_dir to
 /// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it remains to be
 /// taken for the new run's.
 ///
 /// @return that folder, empty when there was nothing to keep.
 /// @throws Error{io}; like refuse_foreign_files.
-std::filesystem::path keep_earlier_run(const Config& config);
+std::filesystem::path keep_earlier_run(const RunFiles& files);
 /// Puts it back where the new run wrote nothing yet, and removes the folder.
 void restore_earlier_run(
     const std::filesystem::path& kept,
-    const Config& config) noexcept;
+    const RunFiles& files) noexcept;
 
 }  // namespace flatshard

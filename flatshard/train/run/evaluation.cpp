@@ -9,25 +9,25 @@
 namespace flatshard {
 
 Evaluation::Evaluation(
-    const Config& config,
+    const Options& options,
     std::vector<ValidationSet> sets,
     std::shared_ptr<Mesh> mesh,
     models::Llama model)
-    : freq_(config.validation.freq),
-      last_step_(config.training.steps),
-      local_batch_(config.training.local_batch_size),
-      drops_tokens_(config.moe.expert_capacity_factor > 0),
+    : freq_(options.freq),
+      last_step_(options.last_step),
+      local_batch_(options.local_batch_size),
+      drops_tokens_(options.drops_tokens),
       sets_(std::move(sets)),
       mesh_(std::move(mesh)),
       model_(std::move(model)),
-      buffers_(mesh_, {local_batch_, config.training.seq_len}) {
-  if (config.data.packing == data::Packing::documents) {
+      buffers_(mesh_, {local_batch_, options.packing.seq_len}) {
+  if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
         DocumentBuffers::Options{
             .rows = local_batch_,
-            .seq_len = config.training.seq_len,
-            .max_documents = config.data.documents_per_sample});
+            .seq_len = options.packing.seq_len,
+            .max_documents = options.packing.max_documents});
   }
 }
 

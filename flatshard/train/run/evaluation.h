@@ -7,7 +7,6 @@
 
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/document_buffers.h"
 #include "flatshard/train/data/token_buffers.h"
 #include "flatshard/train/data/validation_set.h"
@@ -15,13 +14,21 @@
 
 namespace flatshard {
 
-/// The loss on the validation sets of a run, measured every validation.freq
-/// steps and after the last one.
+/// The loss on the validation sets of a run, measured every `freq` steps and
+/// after the last one.
 class Evaluation {
  public:
+  struct Options {
+    std::int64_t freq = 1;  ///< in steps
+    std::int64_t last_step = 0;
+    std::int64_t local_batch_size = 1;
+    data::PackingOptions packing;
+    bool drops_tokens = false;  ///< experts have a capacity
+  };
+
   /// @param sets  at least one.
   Evaluation(
-      const Config& config,
+      const Options& options,
       std::vector<ValidationSet> sets,
       std::shared_ptr<Mesh> mesh,
       models::Llama model);
@@ -30,7 +37,7 @@ class Evaluation {
   bool due(std::int64_t step) const;
 
   /// Runs the forward of every sequence of the sets, shared out to the ranks in
-  /// batches of training.local_batch_size. Collective; blocks the host.
+  /// batches of local_batch_size. Collective; blocks the host.
   /// @return the same on all ranks.
   /// @throws Error{format, io} naming the option of the data; the verdict on a
   /// rank that failed.
@@ -49,7 +56,7 @@ class Evaluation {
   const std::int64_t freq_;
   const std::int64_t last_step_;
   const std::int64_t local_batch_;
-  const bool drops_tokens_;  ///< moe.expert_capacity_factor
+  const bool drops_tokens_;
   const std::vector<ValidationSet> sets_;
   std::shared_ptr<Mesh> mesh_;
   models::Llama model_;

@@ -37,11 +37,11 @@ at::Tensor rows_of(const std::vector<models::RouterLoad>& loads) {
 }  // namespace
 
 ExpertLoads::ExpertLoads(
-    const Config& config,
+    double balance_rate,
     models::Llama model,
     std::shared_ptr<StreamExchange> exchange,
     std::shared_ptr<Mesh> mesh)
-    : balance_rate_(config.moe.balance_rate),
+    : balance_rate_(balance_rate),
       mesh_(std::move(mesh)),
       model_(std::move(model)),
       exchange_(std::move(exchange)),

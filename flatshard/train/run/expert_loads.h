@@ -10,7 +10,6 @@
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/metrics.h"
 
 namespace flatshard {
@@ -19,8 +18,9 @@ namespace flatshard {
 /// and the biases that balance them. Does nothing for a model without experts.
 class ExpertLoads {
  public:
+  /// @param balance_rate  by which a step moves the biases; 0: there are none.
   ExpertLoads(
-      const Config& config,
+      double balance_rate,
       models::Llama model,
       std::shared_ptr<StreamExchange> exchange,
       std::shared_ptr<Mesh> mesh);

@@ -55,8 +55,8 @@ std::string name_nonfinite_gradient(const Runtime& runtime, Mesh& mesh) {
 
 }  // namespace
 
-NonfiniteGuard::NonfiniteGuard(const Config& config, Parts parts)
-    : action_(config.training.on_nonfinite), parts_(std::move(parts)) {
+NonfiniteGuard::NonfiniteGuard(config::OnNonfinite action, Parts parts)
+    : action_(action), parts_(std::move(parts)) {
 }
 
 bool NonfiniteGuard::accepts(

@@ -11,7 +11,7 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/runtime/runtime.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/training_keys.h"
 #include "flatshard/train/run/run_checkpoints.h"
 #include "flatshard/train/run/run_output.h"
 
@@ -33,7 +33,7 @@ class NonfiniteGuard {
     RunOutput* output = nullptr;  ///< rank 0's; null on the others
   };
 
-  NonfiniteGuard(const Config& config, Parts parts);
+  NonfiniteGuard(config::OnNonfinite action, Parts parts);
 
   /// Returns whether the optimizer may take the gradient of `step`; the same on
   /// all ranks.

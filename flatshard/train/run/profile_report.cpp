@@ -1,28 +1,22 @@
 #include "flatshard/train/run/profile_report.h"
 
 #include "flatshard/models/flops.h"
-#include "flatshard/train/setup/run_device.h"
-#include "flatshard/train/setup/run_lora.h"
 
 namespace flatshard {
 
 ProfileReport::ProfileReport(
-    const Config& config,
+    const Options& options,
     at::Device device,
     SpeedOfLight light,
     RunOutput* output)
-    : enabled_(config.profiling.enabled && output != nullptr),
-      step_(config.profiling.step),
-      folder_(
-          std::filesystem::path(config.run.output_dir) /
-          config.profiling.folder),
+    : options_(options),
       light_(std::move(light)),
       recorder_(device),
       output_(output) {
 }
 
 bool ProfileReport::is_of(std::int64_t step) const {
-  return enabled_ && step == step_;
+  return output_ != nullptr && options_.step == step;
 }
 
 void ProfileReport::begin(std::int64_t step) {
@@ -41,7 +35,7 @@ void ProfileReport::end(std::int64_t step) {
   if (!is_of(step)) {
     return;
   }
-  const auto path = folder_ / fmt::format("step_{}_rank_0.json", step);
+  const auto path = options_.folder / fmt::format("step_{}_rank_0.json", step);
   const StepProfile profile = recorder_.stop(path);
   output_->print(fmt::format("trace of step {}: {}", step, path.string()));
   if (profile.classes.empty()) {  // without a GPU
@@ -54,23 +48,22 @@ void ProfileReport::end(std::int64_t step) {
 }
 
 SpeedOfLight speed_of_light(
-    const Config& config,
     const models::ModelConfig& model,
-    at::Device device,
-    std::int64_t sequences) {
-  const std::int64_t seq_len = config.training.seq_len;
+    const StepWork& work,
+    std::optional<double> peak_flops) {
   // Ranks that share layers divide the products and the heads of a sequence.
-  const auto tokens =
-      static_cast<double>(sequences * seq_len) /
-      static_cast<double>(config.parallelism.tensor_parallel_degree);
+  const auto tokens = static_cast<double>(work.sequences * work.seq_len) /
+                      static_cast<double>(work.ranks_per_layer);
   const double products =
       6.0 * static_cast<double>(models::num_matmul_parameters(model));
-  const double all =
-      models::flops_per_token(model, seq_len, models::FlopsConvention::causal);
+  const double all = models::flops_per_token(
+      model,
+      work.seq_len,
+      models::FlopsConvention::causal);
   return {
-      .peak_flops = peak_flops(config, device).value_or(0),
+      .peak_flops = peak_flops.value_or(0),
       .flops = {
-          {"GEMM", tokens * matmul_flops_per_token(config, model)},
+          {"GEMM", tokens * work.matmul_flops_per_token},
           {"attention", tokens * (all - products)}}};
 }
 

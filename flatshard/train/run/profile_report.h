@@ -4,25 +4,30 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 
 #include "flatshard/diagnostics/step_profile.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/profile.h"
 #include "flatshard/train/run/run_output.h"
 
 namespace flatshard {
 
-/// The trace of the step that [profiling] names, on rank 0, and a table of
+/// The trace of one step, on rank 0, and a table of
 /// where its time went: the GPU's against the speed of light, without one the
 /// host's.
 class ProfileReport {
  public:
+  struct Options {
+    std::optional<std::int64_t> step;  ///< unset: no trace
+    std::filesystem::path folder;
+  };
+
   /// @param output  where rank 0 prints; null on the others, which record
   ///   nothing.
   /// @param light  what to compare the GPU's time with.
   ProfileReport(
-      const Config& config,
+      const Options& options,
       at::Device device,
       SpeedOfLight light,
       RunOutput* output);
@@ -37,21 +42,25 @@ class ProfileReport {
  private:
   bool is_of(std::int64_t step) const;
 
-  const bool enabled_;
-  const std::int64_t step_;
-  const std::filesystem::path folder_;
+  const Options options_;
   const SpeedOfLight light_;
   TraceRecorder recorder_;
   RunOutput* output_;
 };
 
-/// Returns the FLOPs of a rank's step by class of kernel, and what the GPU can
-/// do.
-/// @param sequences  that a rank trains on in a step.
+/// The work of a rank's step.
+struct StepWork {
+  std::int64_t sequences = 0;
+  std::int64_t seq_len = 0;
+  std::int64_t ranks_per_layer = 1;
+  double matmul_flops_per_token = 0;
+};
+
+/// Returns the FLOPs of a rank's step by class of kernel.
+/// @param peak_flops  of the GPU; unset: unknown.
 SpeedOfLight speed_of_light(
-    const Config& config,
     const models::ModelConfig& model,
-    at::Device device,
-    std::int64_t sequences);
+    const StepWork& work,
+    std::optional<double> peak_flops);
 
 }  // namespace flatshard

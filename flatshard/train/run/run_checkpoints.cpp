@@ -7,6 +7,7 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
+#include "flatshard/train/config/optimizer_keys.h"
 #include "flatshard/train/config/option_errors.h"
 #include "flatshard/train/config/split_list.h"
 #include "flatshard/train/setup/base_digest.h"
@@ -92,12 +93,11 @@ data::LoaderState loader_state(const std::string& text) {
 /// unknown.
 std::optional<std::string> other_experts(
     const fs::path& folder,
-    const Config& config) {
+    std::int64_t now) {
   try {
     const auto before =
         model_config(checkpoint_config(folder, read_manifest(folder)))
             .moe.num_experts;
-    const auto now = model_config(config).moe.num_experts;
     return before == now ? std::nullopt
                          : std::optional(fmt::format(
                                "model.num_experts = {}, the checkpoint has {}",
@@ -125,34 +125,32 @@ void check_base(
   }
 }
 
-std::string schedule_state(const Config& config) {
+std::string schedule_state(const LrSchedule& schedule) {
   return nlohmann::json{
       // The last step has the lowest rate. It was one after the last before.
       {"definition", 2},
-      {"name", config::word_of(config.lr_scheduler.name)},
-      {"lr", config.optimizer.lr},
-      {"steps", config.training.steps},
-      {"warmup_steps", config.lr_scheduler.warmup_steps},
-      {"decay_ratio", config.lr_scheduler.decay_ratio.value_or(-1)},
-      {"min_lr_factor", config.lr_scheduler.min_lr_factor}}
+      {"name", config::word_of(schedule.kind)},
+      {"lr", schedule.base_lr},
+      {"steps", schedule.total_steps},
+      {"warmup_steps", schedule.warmup_steps},
+      {"decay_ratio", schedule.decay_ratio.value_or(-1)},
+      {"min_lr_factor", schedule.min_lr_factor}}
       .dump();
 }
 
 }  // namespace
 
-RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)
-    : config_(config),
-      parts_(std::move(parts)),
-      folder_(checkpoint_folder(config)) {
-  if (config_.checkpoint.interval > 0) {
+RunCheckpoints::RunCheckpoints(Options options, Parts parts)
+    : options_(std::move(options)), parts_(std::move(parts)) {
+  if (options_.keys.interval > 0) {
     for_option(kFolderOption, [&] {
       checkpointer_ = std::make_unique<Checkpointer>(
           parts_.mesh,
           parts_.groups,
           parts_.optimizer,
           CheckpointOptions{
-              .folder = folder_,
-              .keep_latest = config_.checkpoint.keep_latest_k,
+              .folder = options_.folder,
+              .keep_latest = options_.keys.keep_latest_k,
               .whole_tensors = parts_.buffers});
     });
   }
@@ -161,11 +159,11 @@ RunCheckpoints::RunCheckpoints(const Config& config, Parts parts)
 std::map<std::string, std::string> RunCheckpoints::state() const {
   std::map<std::string, std::string> state{
       {std::string(kLoaderState), to_json(parts_.loader->state())},
-      {std::string(kConfigState), to_toml(config_)},
-      {std::string(kScheduleState), schedule_state(config_)},
+      {std::string(kConfigState), options_.config},
+      {std::string(kScheduleState), schedule_state(options_.schedule)},
       // Everything random in a run is a function of the seed and the step.
       {std::string(kRandomState),
-       nlohmann::json{{"seed", config_.run.seed}}.dump()}};
+       nlohmann::json{{"seed", options_.seed}}.dump()}};
   if (parts_.data != nullptr) {
     state[std::string(kDataState)] = parts_.data->to_json();
   }
@@ -177,11 +175,11 @@ std::map<std::string, std::string> RunCheckpoints::state() const {
 
 void RunCheckpoints::load(std::int64_t step) {
   LoadOptions options{
-      .exclude = split_list(config_.checkpoint.exclude),
+      .exclude = split_list(options_.keys.exclude),
       .whole_tensors = parts_.buffers};
   const bool without_optimizer = take(options.exclude, kOptimizerWord);
   const bool without_loader = take(options.exclude, kLoaderWord);
-  const fs::path path = step_folder(folder_, step);
+  const fs::path path = step_folder(options_.folder, step);
   const auto begin = std::chrono::steady_clock::now();
   const LoadedCheckpoint loaded = [&] {
     try {
@@ -191,7 +189,7 @@ void RunCheckpoints::load(std::int64_t step) {
           without_optimizer ? nullptr : parts_.optimizer,
           options);
     } catch (const Error& error) {
-      if (const auto experts = other_experts(path, config_)) {
+      if (const auto experts = other_experts(path, options_.num_experts)) {
         throw error.with_context(*experts);
       }
       throw;
@@ -225,13 +223,13 @@ void RunCheckpoints::load(std::int64_t step) {
   if (parts_.mesh->rank() != 0) {
     return;
   }
-  if (text(kScheduleState) != schedule_state(config_)) {
+  if (text(kScheduleState) != schedule_state(options_.schedule)) {
     log_warning(
         "the learning rate goes another way than in {}: it had {}, this run "
         "has {}",
         path.string(),
         text(kScheduleState),
-        schedule_state(config_));
+        schedule_state(options_.schedule));
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)
@@ -246,8 +244,8 @@ void RunCheckpoints::load(std::int64_t step) {
 }
 
 bool RunCheckpoints::due(std::int64_t step) const {
-  return enabled() && (step % config_.checkpoint.interval == 0 ||
-                       step == config_.training.steps);
+  return enabled() &&
+         (step % options_.keys.interval == 0 || step == options_.last_step);
 }
 
 void RunCheckpoints::save(std::int64_t step) {
@@ -256,7 +254,7 @@ void RunCheckpoints::save(std::int64_t step) {
   }
   checkpointer_->save(step, state());
   last_begun_ = step;
-  if (!config_.checkpoint.async) {
+  if (!options_.keys.async) {
     checkpointer_->wait();
   }
   report();
@@ -291,7 +289,7 @@ void RunCheckpoints::report() {
       parts_.output->checkpoint(result.step, result.seconds);
       log_info(
           "saved {} in {:.1f} s",
-          step_folder(folder_, result.step).string(),
+          step_folder(options_.folder, result.step).string(),
           result.seconds);
     }
   }

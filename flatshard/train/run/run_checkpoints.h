@@ -2,7 +2,8 @@
 
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/data/loader.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/optim/lr_schedule.h"
+#include "flatshard/train/config/training_keys.h"
 #include "flatshard/train/data/run_data.h"
 #include "flatshard/train/run/run_output.h"
 
@@ -32,8 +33,18 @@ class RunCheckpoints {
     RunOutput* output = nullptr;       ///< rank 0's; null elsewhere
   };
 
+  struct Options {
+    config::Checkpoint keys;
+    std::filesystem::path folder;
+    std::int64_t last_step = 0;
+    std::int64_t seed = 0;
+    std::int64_t num_experts = 0;  ///< of a layer of the model
+    std::string config;            ///< the run's, as text
+    LrSchedule schedule;
+  };
+
   /// Collective when checkpoints are to be written.
-  RunCheckpoints(const Config& config, Parts parts);
+  RunCheckpoints(Options options, Parts parts);
 
   /// Sets the frozen weights that the run's adapters belong to: a text of
   /// digests (train/setup/base_digest.h) that checkpoints keep and `load`
@@ -66,9 +77,8 @@ class RunCheckpoints {
  private:
   std::map<std::string, std::string> state() const;
 
-  const Config config_;
+  const Options options_;
   const Parts parts_;
-  const std::filesystem::path folder_;
   std::unique_ptr<Checkpointer> checkpointer_;
   std::optional<std::int64_t> last_begun_;
   std::optional<std::int64_t> last_saved_;

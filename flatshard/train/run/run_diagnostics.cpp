@@ -11,24 +11,24 @@
 namespace flatshard {
 
 RunDiagnostics::RunDiagnostics(
-    const Config& config,
+    const Options& options,
     std::shared_ptr<Runtime> runtime,
     int rank,
     RunOutput* output)
-    : config_(config),
+    : options_(options),
       runtime_(std::move(runtime)),
       rank_(rank),
       output_(output) {
-  if (config_.diagnostics.overlap_check) {
+  if (options_.checks.overlap_check) {
     OverlapCheck::install(runtime_);
   }
-  if (config_.diagnostics.nan_check) {
+  if (options_.checks.nan_check) {
     NanCheck::install(runtime_);
   }
 }
 
 void RunDiagnostics::spoil_gradient(std::int64_t step) {
-  if (step != config_.debug.spoil_gradient_step || spoilt_) {
+  if (step != options_.spoil_gradient_step || spoilt_) {
     return;
   }
   spoilt_ = true;
@@ -40,12 +40,12 @@ void RunDiagnostics::spoil_gradient(std::int64_t step) {
 }
 
 void RunDiagnostics::check_gradients(std::int64_t step) {
-  if (config_.diagnostics.nan_check) {
+  if (options_.checks.nan_check) {
     NanCheck::check_reduced_gradients(*runtime_);
   }
-  const std::int64_t freq = config_.diagnostics.norms_freq;
+  const std::int64_t freq = options_.checks.norms_freq;
   if (freq > 0 &&
-      (step == 1 || step == config_.training.steps || step % freq == 0)) {
+      (step == 1 || step == options_.last_step || step % freq == 0)) {
     const auto norms = parameter_norms(*runtime_);
     if (output_ != nullptr) {
       output_->norms(step, norms);
@@ -54,7 +54,7 @@ void RunDiagnostics::check_gradients(std::int64_t step) {
 }
 
 void RunDiagnostics::check_weights(Optimizer& optimizer) const {
-  if (config_.diagnostics.nan_check) {
+  if (options_.checks.nan_check) {
     optimizer.wait();
     NanCheck::check_weights(*runtime_);
   }

@@ -5,7 +5,7 @@
 
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/runtime/runtime.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/diagnostics_keys.h"
 #include "flatshard/train/run/run_output.h"
 
 namespace flatshard {
@@ -14,11 +14,17 @@ namespace flatshard {
 /// Unrequested ones cost nothing.
 class RunDiagnostics {
  public:
-  /// Has the checks of [diagnostics] watch the runtime.
+  struct Options {
+    config::Diagnostics checks;
+    std::int64_t spoil_gradient_step = 0;  ///< 0: none
+    std::int64_t last_step = 0;
+  };
+
+  /// Has the checks watch the runtime.
   /// @param rank    the first one's gradient is spoilt.
   /// @param output  rank 0's, open when norms are written; null on the others.
   RunDiagnostics(
-      const Config& config,
+      const Options& options,
       std::shared_ptr<Runtime> runtime,
       int rank,
       RunOutput* output);
@@ -33,7 +39,7 @@ class RunDiagnostics {
   void check_weights(Optimizer& optimizer) const;
 
  private:
-  const Config config_;
+  const Options options_;
   const std::shared_ptr<Runtime> runtime_;
   const int rank_;
   RunOutput* output_;

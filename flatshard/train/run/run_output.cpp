@@ -9,8 +9,6 @@
 #include "flatshard/core/output.h"
 #include "flatshard/train/config/option_errors.h"
 #include "flatshard/train/run/earlier_run.h"
-#include "flatshard/train/tools/run_files.h"
-#include "flatshard/train/tools/run_sources.h"
 
 namespace flatshard {
 namespace {
@@ -18,18 +16,18 @@ namespace {
 void open_files(
     std::optional<MetricsFile>& metrics,
     std::optional<TensorboardLog>& tensorboard,
-    const Config& config,
+    const RunOutput::Options& options,
     MetricsFile::Mode mode,
     const StartMetrics& start) {
-  const std::filesystem::path folder = config.run.output_dir;
-  save_config(config);
-  save_run_sources(config);
+  const std::filesystem::path& folder = options.files.output_dir;
+  save_config(folder, options.config);
+  save_run_sources(folder, options.sources);
   metrics.emplace(folder / kRunMetrics, mode);
   if (mode == MetricsFile::Mode::append) {
     metrics->mark_overtaken(start.done);
   }
   metrics->write_start(start);
-  if (config.metrics.tensorboard) {
+  if (options.tensorboard) {
     tensorboard.emplace(
         folder / kTensorboardFolder,
         metrics->attempt(),
@@ -40,23 +38,23 @@ void open_files(
 }  // namespace
 
 void RunOutput::open(
-    const Config& config,
+    const Options& options,
     bool resumed,
     const StartMetrics& start) {
   for_option(kOutputDir, [&] {
     const auto open_as = [&](MetricsFile::Mode mode) {
-      open_files(metrics_, tensorboard_, config, mode, start);
+      open_files(metrics_, tensorboard_, options, mode, start);
     };
     if (resumed) {
       open_as(MetricsFile::Mode::append);
       return;
     }
-    const auto kept = keep_earlier_run(config);
+    const auto kept = keep_earlier_run(options.files);
     try {
       open_as(MetricsFile::Mode::truncate);
     } catch (...) {
       if (!kept.empty()) {
-        restore_earlier_run(kept, config);
+        restore_earlier_run(kept, options.files);
       }
       throw;
     }

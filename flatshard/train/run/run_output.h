@@ -8,13 +8,14 @@
 #include <vector>
 
 #include "flatshard/runtime/graph_options.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/metrics.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/metrics/status_line.h"
 #include "flatshard/train/metrics/tensorboard.h"
 #include "flatshard/train/metrics/time_left.h"
 #include "flatshard/train/run/signal_requests.h"
+#include "flatshard/train/tools/run_files.h"
+#include "flatshard/train/tools/run_sources.h"
 
 namespace flatshard {
 
@@ -25,6 +26,13 @@ inline constexpr std::string_view kOutputDir = "run.output_dir";
 /// metrics.jsonl, TensorBoard's events, the lines of its log. One rank has it.
 class RunOutput {
  public:
+  struct Options {
+    RunFiles files;
+    std::string config;  ///< the run's, as text
+    RunSources sources;
+    bool tensorboard = false;
+  };
+
   /// Touches no file: `open` does.
   RunOutput() = default;
 
@@ -33,7 +41,7 @@ class RunOutput {
   /// @param resumed  the run that this one continues has files
   ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
-  void open(const Config& config, bool resumed, const StartMetrics& start);
+  void open(const Options& options, bool resumed, const StartMetrics& start);
 
   void print(const std::string& text);
   void step(const StepMetrics& metrics);

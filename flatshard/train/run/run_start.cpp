@@ -12,10 +12,9 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/run/earlier_run.h"
-#include "flatshard/train/run/run_checkpoints.h"
-#include "flatshard/train/tools/run_files.h"
 
 namespace flatshard {
 namespace {
@@ -62,10 +61,10 @@ std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
 
 /// Returns the step of the checkpoint that a run continues from. Collective.
 std::optional<std::int64_t>
-start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
+start_checkpoint(const StartOptions& options, bool resume, Mesh& mesh) {
   constexpr std::int64_t kScratch = -1;
-  const fs::path folder = checkpoint_folder(config);
-  const std::int64_t wanted = config.checkpoint.load_step;
+  const fs::path& folder = options.files.checkpoints;
+  const std::int64_t wanted = options.load_step;
   std::int64_t step = wanted;
   if (wanted < 0 && resume) {
     step = of_rank_0(mesh, [&] {
@@ -88,23 +87,24 @@ start_checkpoint(const Config& config, bool resume, Mesh& mesh) {
 
 /// Returns whether nothing is left to do for a run that continues from the
 /// checkpoint of `step`. Collective.
-bool run_has_ended(const Config& config, std::int64_t step, Mesh& mesh) {
-  if (step != config.training.steps) {
-    return step > config.training.steps;
+bool run_has_ended(const StartOptions& options, std::int64_t step, Mesh& mesh) {
+  if (step != options.last_step) {
+    return step > options.last_step;
   }
   return of_rank_0(mesh, [&] {
-           return static_cast<std::int64_t>(metrics_say_ended(
-               fs::path(config.run.output_dir) / kRunMetrics,
-               step));
+           return static_cast<std::int64_t>(
+               metrics_say_ended(options.files.output_dir / kRunMetrics, step));
          }) != 0;
 }
 
 /// Returns the sequences per step of the run that wrote the checkpoint of
 /// `step`, 0 when the checkpoint lacks them. Collective.
-std::int64_t
-checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
+std::int64_t checkpoint_global_batch(
+    const fs::path& checkpoints,
+    std::int64_t step,
+    Mesh& mesh) {
   return of_rank_0(mesh, [&]() -> std::int64_t {
-    const fs::path folder = step_folder(checkpoint_folder(config), step);
+    const fs::path folder = step_folder(checkpoints, step);
     const Manifest manifest = read_manifest(folder);
     const auto text = manifest.state.find(std::string(kConfigState));
     if (text == manifest.state.end()) {
@@ -125,53 +125,52 @@ checkpoint_global_batch(const Config& config, std::int64_t step, Mesh& mesh) {
 
 }  // namespace
 
-RunStart find_start(const Config& config, bool resume, Mesh& mesh) {
+RunStart find_start(const StartOptions& options, bool resume, Mesh& mesh) {
   RunStart start;
-  start.checkpoint = start_checkpoint(config, resume, mesh);
+  start.checkpoint = start_checkpoint(options, resume, mesh);
   start.goes_on = resume || start.checkpoint;
   if (mesh.rank() == 0 && !start.checkpoint) {
-    refuse_foreign_files(config);
+    refuse_foreign_files(options.files);
     if (!start.goes_on) {
-      refuse_inputs_that_move(config);
+      refuse_inputs_that_move(options.files, options.init_from);
     }
   }
   if (!start.checkpoint) {
     return start;
   }
-  start.nothing_left = run_has_ended(config, *start.checkpoint, mesh);
+  start.nothing_left = run_has_ended(options, *start.checkpoint, mesh);
   if (start.nothing_left && mesh.rank() == 0) {
     log_info(
         "nothing is left to do: the run has a checkpoint of step {}, and "
         "training.steps = {}; raise it to continue",
         *start.checkpoint,
-        config.training.steps);
+        options.last_step);
   }
   return start;
 }
 
 std::int64_t global_batch_from(
     std::int64_t step,
-    const Config& config,
-    bool derived,
+    const fs::path& checkpoints,
+    const BatchSizes& sizes,
     Mesh& mesh) {
-  const config::Training& t = config.training;
-  const std::int64_t before = checkpoint_global_batch(config, step, mesh);
-  if (before <= 0 || before == t.global_batch_size) {
-    return t.global_batch_size;
+  const std::int64_t before = checkpoint_global_batch(checkpoints, step, mesh);
+  if (before <= 0 || before == sizes.global) {
+    return sizes.global;
   }
-  if (!derived) {
+  if (!sizes.derived) {
     if (mesh.rank() == 0) {
       log_info(
           "training.global_batch_size = {}, as in the config; the checkpoint "
           "of step {} was trained with {}",
-          t.global_batch_size,
+          sizes.global,
           step,
           before);
     }
-    return t.global_batch_size;
+    return sizes.global;
   }
   const int data_ranks = mesh.data_mesh()->size();
-  const std::int64_t ranks_batch = t.local_batch_size * data_ranks;
+  const std::int64_t ranks_batch = sizes.local * data_ranks;
   FLATSHARD_CHECK(
       before % ranks_batch == 0,
       config,
@@ -181,7 +180,7 @@ std::int64_t global_batch_from(
       "training.local_batch_size or the number of ranks",
       step,
       before,
-      t.local_batch_size,
+      sizes.local,
       data_ranks,
       ranks_batch);
   if (mesh.rank() == 0) {
@@ -190,7 +189,7 @@ std::int64_t global_batch_from(
         "these ranks alone would make it {}",
         before,
         step,
-        t.global_batch_size);
+        sizes.global);
   }
   return before;
 }

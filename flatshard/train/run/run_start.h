@@ -2,9 +2,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/tools/run_files.h"
 
 namespace flatshard {
 
@@ -18,23 +19,36 @@ struct RunStart {
   std::int64_t first_step() const { return checkpoint.value_or(0) + 1; }
 };
 
+struct StartOptions {
+  RunFiles files;
+  std::string init_from;        ///< model.init_from
+  std::int64_t load_step = -1;  ///< checkpoint.load_step
+  std::int64_t last_step = 0;   ///< training.steps
+};
+
 /// Starts from checkpoint.load_step, or with `resume` from the latest
 /// checkpoint. Nothing is left when that is past training.steps. The same holds
 /// when it is just there and metrics.jsonl shows that everything after the last
 /// step was written. Rank 0 looks, all ranks get its answer. Collective.
 /// @throws Error{io} when load_step has no checkpoint; like
 /// refuse_foreign_files on rank 0.
-RunStart find_start(const Config& config, bool resume, Mesh& mesh);
+RunStart find_start(const StartOptions& options, bool resume, Mesh& mesh);
 
-/// Sequences per step for a run that continues from the checkpoint of `step`:
-/// as many as before when the config leaves the number to the ranks, else the
-/// config's, which is resolved. Collective.
-/// @param derived  training.global_batch_size is -1 in the user's config.
+/// [training]'s batch sizes of a run.
+struct BatchSizes {
+  std::int64_t local = 1;
+  std::int64_t global = 1;
+  bool derived = false;  ///< the config leaves `global` to the ranks
+};
+
+/// Returns the sequences per step for a run that continues from the checkpoint
+/// of `step` in `checkpoints`: as many as before when the config leaves the
+/// number to the ranks, else the config's. Collective.
 /// @throws Error{config} when these ranks cannot train on it.
 std::int64_t global_batch_from(
     std::int64_t step,
-    const Config& config,
-    bool derived,
+    const std::filesystem::path& checkpoints,
+    const BatchSizes& sizes,
     Mesh& mesh);
 
 }  // namespace flatshard

@@ -12,7 +12,6 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/train/data/epochs.h"
 #include "flatshard/train/metrics/number_text.h"
-#include "flatshard/train/run/advice.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/tools/run_files.h"
 
@@ -133,7 +132,8 @@ std::string to_string(const RunSummary& summary) {
   for (std::string& line : packing_lines(summary)) {
     parts.push_back(std::move(line));
   }
-  for (const DataEpochs& data : data_epochs(config, summary.loader)) {
+  for (const DataEpochs& data :
+       data_epochs(config.data.train, summary.loader, config.training.steps)) {
     parts.push_back(to_string(data));
   }
   if (!summary.state.float8.empty()) {
@@ -156,8 +156,7 @@ std::string to_string(const RunSummary& summary) {
     parts.push_back(memory_table(summary, rows));
     const at::Device device = summary.mesh.device();
     std::string lines = advice(
-        config,
-        summary.model,
+        summary.advice,
         total_nbytes(rows),
         device.is_cuda() ? memory_stats(device).capacity_bytes : 0);
     if (!lines.empty()) {

@@ -8,6 +8,7 @@
 #include "flatshard/data/loader.h"
 #include "flatshard/models/config.h"
 #include "flatshard/train/config/run_config.h"
+#include "flatshard/train/run/advice.h"
 #include "flatshard/train/setup/train_state.h"
 
 namespace flatshard {
@@ -24,6 +25,7 @@ struct RunSummary {
   std::int64_t num_microbatches = 1;
   double flops_per_token = 0;
   std::int64_t staging_nbytes = 0;  ///< in which checkpoints wait; 0: none
+  AdviceOptions advice;
 };
 
 /// Returns the config's changes, the model, its distribution, and the memory

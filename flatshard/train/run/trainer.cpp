@@ -169,7 +169,7 @@ void Trainer::open_output() {
   mesh_->world().barrier();
   mesh_->check();
   if (output_) {
-    output_->open(config_, start_.goes_on, start_metrics());
+    output_->open(options_.output, start_.goes_on, start_metrics());
   }
   mesh_->world().barrier();  // what was there before is out of the way
   mesh_->check();
@@ -265,7 +265,7 @@ void Trainer::finish(const std::optional<Stop>& stop) {
     std::filesystem::remove_all(to);
     output_->print(export_hf(
         {.run = step_folder(
-             checkpoint_folder(config_),
+             options_.output.files.checkpoints,
              *checkpoints_->last_saved()),
          .to = to}));
   }
@@ -278,7 +278,10 @@ void Trainer::save_model() {
   if (state_.lora) {
     for_option(kOutputDir, [&] {
       save_adapter(
-          config_,
+          peft_config_text(
+              state_.lora->config,
+              config_.model.init_from,
+              model_config_),
           model_config_,
           state_.runtime->groups(),
           config_.run.output_dir);

@@ -5,20 +5,13 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
 #include "flatshard/optim/lr_schedule.h"
-#include "flatshard/train/config/run_config.h"
-#include "flatshard/train/data/batches.h"
 #include "flatshard/train/data/run_data.h"
 #include "flatshard/train/metrics/step_meter.h"
-#include "flatshard/train/run/evaluation.h"
 #include "flatshard/train/run/expert_loads.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/run/microbatches.h"
 #include "flatshard/train/run/nonfinite_guard.h"
-#include "flatshard/train/run/profile_report.h"
-#include "flatshard/train/run/run_checkpoints.h"
-#include "flatshard/train/run/run_diagnostics.h"
 #include "flatshard/train/run/run_lock.h"
-#include "flatshard/train/run/run_output.h"
-#include "flatshard/train/run/run_start.h"
 #include "flatshard/train/run/signal_requests.h"
 #include "flatshard/train/setup/train_state.h"
 
@@ -115,6 +108,7 @@ class Trainer {
   Config config_;
   const at::Device device_;
   const models::ModelConfig model_config_;
+  RunOptions options_;  ///< of config_
   const LrSchedule schedule_;
   data::Loader loader_;
   std::shared_ptr<Mesh> mesh_;

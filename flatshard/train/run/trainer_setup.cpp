@@ -18,8 +18,6 @@
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/run_device.h"
-#include "flatshard/train/setup/run_optimizer.h"
-#include "flatshard/train/tools/run_files.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
@@ -113,36 +111,48 @@ Trainer::Trainer(
       config_(resolve_for_training(config, env.world_size)),
       device_(choose_device(device, env)),
       model_config_(model_config(config_)),
-      schedule_(lr_schedule(config_)),
+      options_(run_options(config_, model_config_)),
+      schedule_(options_.checkpoints.schedule),
       // Data first: a wrong path should not wait for the model.
-      loader_(open_train_loader(config_, model_config_)) {
-  auto validation_sets =
-      open_validation_sets(config_, model_config_.vocab_size);
-  check_memory(config_, model_config_, env.world_size, device_);
+      loader_(open_train_loader(options_.data)) {
+  auto validation_sets = open_validation_sets(options_.data);
+  check_memory(
+      least_memory(config_, model_config_, env.world_size),
+      model_config_,
+      env.world_size,
+      device_);
   set_current_device(device_);
   if (config_.debug.deterministic) {
     at::globalContext().setDeterministicAlgorithms(true, false);
   }
-  mesh_ = make_mesh(config_, env, device_, std::move(on_stuck_abort));
+  mesh_ = make_mesh(
+      mesh_axes(config_),
+      config_.comm,
+      env,
+      device_,
+      std::move(on_stuck_abort));
   watched([&] {
     // Nothing here touches a file of an earlier run: open_output() does, when
     // the first backward has shown that data, weights and memory are in order.
     if (env.rank == 0) {
       lock_folder(env.restart_count);
     }
-    start_ = find_start(config_, resume, *mesh_);
+    start_ = find_start(options_.start, resume, *mesh_);
     if (start_.nothing_left) {
       return;
     }
     if (env.rank == 0) {
-      check_trained_samples(config_, loader_, validation_sets);
+      check_trained_samples(config_.data.train, loader_, validation_sets);
     }
     if (start_.checkpoint) {
       config_.training.global_batch_size = global_batch_from(
           *start_.checkpoint,
-          config_,
-          /*derived=*/config.training.global_batch_size == -1,
+          options_.start.files.checkpoints,
+          {.local = config_.training.local_batch_size,
+           .global = config_.training.global_batch_size,
+           .derived = config.training.global_batch_size == -1},
           *mesh_);
+      options_ = run_options(config_, model_config_);
       loader_.set_global_batch_size(config_.training.global_batch_size);
     }
     build(std::move(validation_sets));
@@ -173,13 +183,14 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
   const std::int64_t num_microbatches =
       loader_.num_microbatches(data_mesh->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
-  diagnostics_.emplace(config_, state_.runtime, mesh_->rank(), output);
-  experts_.emplace(config_, state_.model, state_.exchange, mesh_);
+  diagnostics_
+      .emplace(options_.diagnostics, state_.runtime, mesh_->rank(), output);
+  experts_.emplace(options_.balance_rate, state_.model, state_.exchange, mesh_);
   if (output_ && (start_.checkpoint || config_.checkpoint.interval > 0)) {
-    data_.emplace(config_, loader_, validation_sets);
+    data_.emplace(config_.data.train, loader_, validation_sets);
   }
   checkpoints_.emplace(
-      config_,
+      options_.checkpoints,
       RunCheckpoints::Parts{
           .mesh = mesh_,
           .groups = state_.saved_groups(),
@@ -188,7 +199,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .buffers = experts_->buffers(),
           .data = data_ ? &*data_ : nullptr,
           .output = output});
-  batches_.emplace(config_, data_mesh, loader_);
+  batches_.emplace(options_.batches, data_mesh, loader_);
   microbatches_.emplace(
       state_.model,
       state_.runtime,
@@ -199,11 +210,14 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .overlap = overlap_options(config_, model_config_),
           .samples = state_.lora ? state_.lora->samples() : at::Tensor()});
   if (!validation_sets.empty()) {
-    evaluation_
-        .emplace(config_, std::move(validation_sets), data_mesh, state_.model);
+    evaluation_.emplace(
+        options_.evaluation,
+        std::move(validation_sets),
+        data_mesh,
+        state_.model);
   }
   guard_.emplace(
-      config_,
+      options_.on_nonfinite,
       NonfiniteGuard::Parts{
           .mesh = mesh_,
           .runtime = state_.runtime,
@@ -213,19 +227,24 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .output = output});
   const double flops_per_token =
       trained_flops_per_token(config_, model_config_);
+  const std::optional<double> peak =
+      peak_flops(config_.precision.compute, device_);
   meter_.emplace(StepMeter::Work{
       .tokens = t.global_batch_size * t.seq_len,
       .num_ranks = mesh_->size(),
       .flops_per_token = flops_per_token,
-      .peak_flops = peak_flops(config_, device_)});
+      .peak_flops = peak});
   profile_.emplace(
-      config_,
+      options_.profile,
       device_,
       speed_of_light(
-          config_,
           model_config_,
-          device_,
-          t.local_batch_size * num_microbatches),
+          {.sequences = t.local_batch_size * num_microbatches,
+           .seq_len = t.seq_len,
+           .ranks_per_layer = config_.parallelism.tensor_parallel_degree,
+           .matmul_flops_per_token =
+               matmul_flops_per_token(config_, model_config_)},
+          peak),
       output);
   if (output_) {
     output_->print(to_string(RunSummary{
@@ -238,7 +257,8 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
         .loader = loader_,
         .num_microbatches = num_microbatches,
         .flops_per_token = flops_per_token,
-        .staging_nbytes = checkpoints_->staging_nbytes()}));
+        .staging_nbytes = checkpoints_->staging_nbytes(),
+        .advice = options_.advice}));
   }
 }
 
@@ -251,7 +271,7 @@ StartMetrics Trainer::start_metrics() const {
       .parameters = models::num_parameters(model_config_),
       .tokens_per_step =
           config_.training.global_batch_size * config_.training.seq_len,
-      .data = data_epochs(config_, loader_),
+      .data = data_epochs(config_.data.train, loader_, config_.training.steps),
       .changed_keys = changed_keys(given_),
       .environment = {{"flatshard", FLATSHARD_VERSION}}};
   for (const Fact& fact : build_facts()) {
@@ -272,12 +292,16 @@ void Trainer::load_weights(bool resume) {
     return;
   }
   if (!config_.lora.init_from_adapter.empty()) {
-    load_adapter(config_, model_config_, state_.runtime->groups());
+    load_adapter(
+        config_.lora.init_from_adapter,
+        lora_config(config_),
+        model_config_,
+        state_.runtime->groups());
   }
   if (resume && output_) {
     log_info(
         "no checkpoint in {} yet: starting from the first step",
-        checkpoint_folder(config_).string());
+        options_.start.files.checkpoints.string());
   }
 }
 

@@ -49,21 +49,20 @@ std::int64_t least_memory(
 }
 
 void check_memory(
-    const Config& config,
+    std::int64_t least_nbytes,
     const models::ModelConfig& model,
     std::int64_t world,
     at::Device device) {
   const std::int64_t capacity = memory_stats(device).capacity_bytes;
-  const std::int64_t needed = least_memory(config, model, world);
   FLATSHARD_CHECK(
-      capacity <= 0 || needed <= capacity,
+      capacity <= 0 || least_nbytes <= capacity,
       memory,
       "a model of {} parameters needs at least {:.1f} GiB on each of {} ranks "
       "for weights, gradients and optimizer state, and this device has {:.1f} "
       "GiB; lower the sizes in [model], use more ranks, or a "
       "parallelism.strategy that shards more",
       with_commas(models::num_parameters(model)),
-      static_cast<double>(needed) / kGiB,
+      static_cast<double>(least_nbytes) / kGiB,
       world,
       static_cast<double>(capacity) / kGiB);
 }

@@ -21,7 +21,7 @@ std::int64_t least_memory(
 /// size is made: a machine that lends more memory than it has would end the run
 /// later, without a word. @throws Error{memory}.
 void check_memory(
-    const Config& config,
+    std::int64_t least_nbytes,
     const models::ModelConfig& model,
     std::int64_t world,
     at::Device device);

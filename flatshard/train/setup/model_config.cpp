@@ -177,12 +177,12 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
 
 }  // namespace
 
-models::MoeOptions moe_options(const Config& config) {
+models::MoeOptions moe_options(const config::Moe& keys, bool force_balance) {
   return {
-      .aux_loss = config.moe.aux_loss,
-      .z_loss = config.moe.z_loss,
-      .capacity_factor = config.moe.expert_capacity_factor,
-      .force_balance = config.debug.force_balance};
+      .aux_loss = keys.aux_loss,
+      .z_loss = keys.z_loss,
+      .capacity_factor = keys.expert_capacity_factor,
+      .force_balance = force_balance};
 }
 
 models::ModelConfig model_config(const Config& config) {

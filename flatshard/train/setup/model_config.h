@@ -11,6 +11,6 @@ namespace flatshard {
 models::ModelConfig model_config(const Config& config);
 
 /// Returns the options of [moe] for the training of experts.
-models::MoeOptions moe_options(const Config& config);
+models::MoeOptions moe_options(const config::Moe& keys, bool force_balance);
 
 }  // namespace flatshard

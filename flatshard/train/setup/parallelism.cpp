@@ -55,8 +55,8 @@ std::vector<int> indices_of(
   return indices;
 }
 
-std::chrono::milliseconds timeout_of(const Config& config) {
-  const std::chrono::duration<double> timeout(config.comm.timeout_s);
+std::chrono::milliseconds timeout_of(const config::Comm& comm) {
+  const std::chrono::duration<double> timeout(comm.timeout_s);
   return std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
 }
 
@@ -98,7 +98,8 @@ std::vector<MeshAxis> mesh_axes(const Config& config) {
 }
 
 std::shared_ptr<Mesh> make_mesh(
-    const Config& config,
+    const std::vector<MeshAxis>& axes,
+    const config::Comm& comm,
     const RankEnvironment& env,
     at::Device device,
     OnStuckAbort on_stuck_abort) {
@@ -106,16 +107,11 @@ std::shared_ptr<Mesh> make_mesh(
     return Mesh::single(device);
   }
   MeshOptions options;
-  options.communicator.timeout = timeout_of(config);
-  options.watcher = config.comm.watcher;
+  options.communicator.timeout = timeout_of(comm);
+  options.watcher = comm.watcher;
   options.launcher_serves_store = env.launcher_serves_store;
   options.on_stuck_abort = std::move(on_stuck_abort);
-  return Mesh::create(
-      mesh_axes(config),
-      env.rank,
-      make_tcp_store(env),
-      device,
-      options);
+  return Mesh::create(axes, env.rank, make_tcp_store(env), device, options);
 }
 
 CopyEngines copy_engines_of(
@@ -144,10 +140,10 @@ CopyEngines choose_copy_engines(const Config& config, Mesh& mesh) {
   });
 }
 
-StreamOptions comm_streams(const Config& config) {
+StreamOptions comm_streams(const config::Debug& keys) {
   return {
-      .delay_seed = static_cast<std::uint64_t>(config.debug.comm_delay_seed),
-      .max_delay_us = static_cast<int>(config.debug.comm_delay_us)};
+      .delay_seed = static_cast<std::uint64_t>(keys.comm_delay_seed),
+      .max_delay_us = static_cast<int>(keys.comm_delay_us)};
 }
 
 std::int64_t exchange_window_nbytes(
@@ -173,11 +169,11 @@ std::shared_ptr<StreamExchange> make_exchange(
       {.num_experts = model.moe.num_experts,
        .copies = p.token_exchange == config::TransferKind::copies,
        .window_nbytes = exchange_window_nbytes(config, model),
-       .timeout = timeout_of(config),
+       .timeout = timeout_of(config.comm),
        .exchange = {
            .groups_by_rank = config.debug.deterministic,
            .ranks_per_expert = p.expert_tensor_parallel_degree,
-           .stream = comm_streams(config)}});
+           .stream = comm_streams(config.debug)}});
 }
 
 bool copies_activations(
@@ -218,7 +214,7 @@ nn::TensorParallelPtr tensor_parallel_ranks(
       kTensorAxis,
       {.copies = copies,
        .window_nbytes = tensor_window_nbytes(config, model),
-       .stream = comm_streams(config)});
+       .stream = comm_streams(config.debug)});
 }
 
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(
@@ -289,7 +285,7 @@ FullyShardOptions shard_options(
   options.runtime.copy_engines = copy_engines;
   options.granularity = config.parallelism.granularity;
   options.seed = static_cast<std::uint64_t>(config.run.seed);
-  options.runtime.streams = comm_streams(config);
+  options.runtime.streams = comm_streams(config.debug);
   options.runtime.graphs = {
       .enabled = config.cuda_graph.enabled(),
       .whole_step = config.cuda_graph.whole_step(),

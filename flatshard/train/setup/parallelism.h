@@ -35,7 +35,8 @@ std::vector<MeshAxis> mesh_axes(const Config& config);
 /// Returns the mesh of all ranks with these axes. Its watcher and timeouts are
 /// [comm]'s. Collective.
 std::shared_ptr<Mesh> make_mesh(
-    const Config& config,
+    const std::vector<MeshAxis>& axes,
+    const config::Comm& comm,
     const RankEnvironment& env,
     at::Device device,
     OnStuckAbort on_stuck_abort);
@@ -51,7 +52,7 @@ CopyEngines copy_engines_of(
 CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
 
 /// Returns the options of the streams in addition to compute: [debug]'s delays.
-StreamOptions comm_streams(const Config& config);
+StreamOptions comm_streams(const config::Debug& keys);
 
 /// Returns the bytes of the rows of a microbatch that a rank routes to experts,
 /// with their weights: PeerExchangeOptions::window_nbytes.

@@ -69,8 +69,8 @@ at::Device choose_device(const std::string& name, const RankEnvironment& env) {
   return gpu;
 }
 
-std::optional<double> peak_flops(const Config& config, at::Device device) {
-  if (device.is_cuda() && config.precision.compute == at::kBFloat16) {
+std::optional<double> peak_flops(at::ScalarType compute, at::Device device) {
+  if (device.is_cuda() && compute == at::kBFloat16) {
     return dense_bf16_flops(cuda_device_name(device));
   }
   return std::nullopt;

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "flatshard/launch/environment.h"
-#include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
 
@@ -17,6 +16,7 @@ at::Device choose_device(const std::string& name, const RankEnvironment& env);
 
 /// Peak of a rank's device in FLOP/s for the products of this run, for mfu;
 /// unset when it is not known.
-std::optional<double> peak_flops(const Config& config, at::Device device);
+/// @param compute  the dtype of the products.
+std::optional<double> peak_flops(at::ScalarType compute, at::Device device);
 
 }  // namespace flatshard

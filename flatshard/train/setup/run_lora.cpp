@@ -62,15 +62,18 @@ void RunLora::begin_evaluation() const {
   }
 }
 
-RunLora
-add_adapters(models::Llama& model, const Config& config, at::Device device) {
-  RunLora lora{.config = lora_config(config)};
-  if (lora.config.dropout > 0) {
+RunLora add_adapters(
+    models::Llama& model,
+    const models::LoraConfig& adapters,
+    const AdapterDropout& dropout,
+    at::Device device) {
+  RunLora lora{.config = adapters};
+  if (adapters.dropout > 0) {
     lora.dropout = std::make_shared<nn::SampleDropout>(
-        lora.config.dropout,
-        static_cast<std::uint64_t>(config.run.seed),
+        adapters.dropout,
+        dropout.seed,
         at::full(
-            {config.training.local_batch_size},
+            {dropout.local_batch_size},
             -1,
             at::TensorOptions().dtype(at::kLong).device(device)));
   }
@@ -132,12 +135,12 @@ void keep_float8_alone(const std::vector<ParamGroup*>& frozen) {
 }
 
 void load_adapter(
-    const Config& config,
+    const std::filesystem::path& folder,
+    const models::LoraConfig& lora,
     const models::ModelConfig& model,
     const std::vector<ParamGroup*>& adapters) {
-  const std::filesystem::path folder = config.lora.init_from_adapter;
   for_option("lora.init_from_adapter", [&] {
-    models::check_peft_json(folder / models::kPeftConfig, lora_config(config));
+    models::check_peft_json(folder / models::kPeftConfig, lora);
     check_same_layers(folder, model, adapters);
     init_weights(
         folder,
@@ -148,18 +151,15 @@ void load_adapter(
 }
 
 std::string peft_config_text(
-    const Config& config,
+    const models::LoraConfig& lora,
+    const std::string& base,
     const models::ModelConfig& model) {
   models::LlamaImpl shape(model);
-  const models::LoraConfig lora = lora_config(config);
-  return models::to_peft_json(
-      lora,
-      models::add_lora(shape, lora),
-      config.model.init_from);
+  return models::to_peft_json(lora, models::add_lora(shape, lora), base);
 }
 
 void save_adapter(
-    const Config& config,
+    const std::string& peft_config,
     const models::ModelConfig& model,
     const std::vector<ParamGroup*>& adapters,
     const std::filesystem::path& folder) {
@@ -169,9 +169,7 @@ void save_adapter(
       {{"format", "pt"}},
       models::peft_entries_of(model));
   if (adapters.front()->model_mesh()->rank() == 0) {
-    write_file_atomic(
-        folder / models::kPeftConfig,
-        peft_config_text(config, model));
+    write_file_atomic(folder / models::kPeftConfig, peft_config);
   }
 }
 

@@ -47,10 +47,19 @@ double trained_flops_per_token(
     const Config& config,
     const models::ModelConfig& model);
 
+/// The numbers that dropout of adapters depends on.
+struct AdapterDropout {
+  std::uint64_t seed = 0;
+  std::int64_t local_batch_size = 1;
+};
+
 /// Gives the model of a run its adapters. It has no memory yet.
 /// @throws Error{config} naming the key.
-RunLora
-add_adapters(models::Llama& model, const Config& config, at::Device device);
+RunLora add_adapters(
+    models::Llama& model,
+    const models::LoraConfig& adapters,
+    const AdapterDropout& dropout,
+    at::Device device);
 
 /// Returns the groups of a run with adapters that its checkpoints do not hold.
 std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
@@ -58,23 +67,27 @@ std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
 /// Gives back the memory of frozen groups except for FP8. Collective.
 void keep_float8_alone(const std::vector<ParamGroup*>& frozen);
 
-/// Starts from the adapter of lora.init_from_adapter. Each rank reads what it
-/// owns. Blocks.
+/// Starts from the adapter in `folder`, lora.init_from_adapter. Each rank reads
+/// what it owns. Blocks.
 /// @throws Error{io, format, config} naming the key.
 void load_adapter(
-    const Config& config,
+    const std::filesystem::path& folder,
+    const models::LoraConfig& lora,
     const models::ModelConfig& model,
     const std::vector<ParamGroup*>& adapters);
 
 /// Returns the adapter_config.json of a run.
+/// @param base  model.init_from.
 std::string peft_config_text(
-    const Config& config,
+    const models::LoraConfig& lora,
+    const std::string& base,
     const models::ModelConfig& model);
 
 /// Writes adapter_model.safetensors and adapter_config.json into `folder`,
 /// which exists. Collective: rank 0 writes.
+/// @param peft_config  see peft_config_text.
 void save_adapter(
-    const Config& config,
+    const std::string& peft_config,
     const models::ModelConfig& model,
     const std::vector<ParamGroup*>& adapters,
     const std::filesystem::path& folder);

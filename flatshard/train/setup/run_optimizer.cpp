@@ -6,31 +6,35 @@
 namespace flatshard {
 
 std::unique_ptr<Optimizer> make_optimizer(
-    const Config& config,
+    const config::Optimizer& keys,
     const std::vector<ParamGroup*>& groups) {
-  const config::Optimizer& o = config.optimizer;
-  if (o.name == config::OptimizerName::sgd) {
+  if (keys.name == config::OptimizerName::sgd) {
     return std::make_unique<Sgd>(
         groups,
-        SgdOptions{.momentum = o.momentum, .weight_decay = o.weight_decay});
+        SgdOptions{
+            .momentum = keys.momentum,
+            .weight_decay = keys.weight_decay});
   }
   return std::make_unique<AdamW>(
       groups,
       AdamWOptions{
-          .beta1 = o.beta1,
-          .beta2 = o.beta2,
-          .eps = o.eps,
-          .weight_decay = o.weight_decay});
+          .beta1 = keys.beta1,
+          .beta2 = keys.beta2,
+          .eps = keys.eps,
+          .weight_decay = keys.weight_decay});
 }
 
-LrSchedule lr_schedule(const Config& config) {
+LrSchedule lr_schedule(
+    const config::LrScheduler& keys,
+    double base_lr,
+    std::int64_t total_steps) {
   LrSchedule schedule{
-      .kind = config.lr_scheduler.name,
-      .base_lr = config.optimizer.lr,
-      .total_steps = config.training.steps,
-      .warmup_steps = config.lr_scheduler.warmup_steps,
-      .decay_ratio = config.lr_scheduler.decay_ratio,
-      .min_lr_factor = config.lr_scheduler.min_lr_factor};
+      .kind = keys.name,
+      .base_lr = base_lr,
+      .total_steps = total_steps,
+      .warmup_steps = keys.warmup_steps,
+      .decay_ratio = keys.decay_ratio,
+      .min_lr_factor = keys.min_lr_factor};
   schedule.validate();
   return schedule;
 }

@@ -2,7 +2,7 @@
 
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/optimizer_keys.h"
 
 #include <memory>
 #include <vector>
@@ -11,11 +11,14 @@ namespace flatshard {
 
 /// Returns the optimizer that [optimizer] describes. @throws Error{config}.
 std::unique_ptr<Optimizer> make_optimizer(
-    const Config& config,
+    const config::Optimizer& keys,
     const std::vector<ParamGroup*>& groups);
 
 /// Returns the learning rate of each step, by [lr_scheduler]. @throws
 /// Error{config}.
-LrSchedule lr_schedule(const Config& config);
+LrSchedule lr_schedule(
+    const config::LrScheduler& keys,
+    double base_lr,
+    std::int64_t total_steps);
 
 }  // namespace flatshard

@@ -74,7 +74,7 @@ TrainState make_train_state(
     const std::shared_ptr<Mesh>& mesh,
     std::int64_t num_microbatches) {
   TrainState state;
-  models::MoeOptions moe = moe_options(config);
+  models::MoeOptions moe = moe_options(config.moe, config.debug.force_balance);
   const config::Parallelism& p = config.parallelism;
   if (config::expert_ranks(p) > 1) {
     state.exchange = make_exchange(config, model, *mesh);
@@ -106,7 +106,12 @@ TrainState make_train_state(
           .moe = moe,
           .ranks = state.ranks});
   if (config.lora.enabled()) {
-    state.lora = add_adapters(state.model, config, mesh->device());
+    state.lora = add_adapters(
+        state.model,
+        lora_config(config),
+        {.seed = static_cast<std::uint64_t>(config.run.seed),
+         .local_batch_size = config.training.local_batch_size},
+        mesh->device());
   }
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
@@ -123,7 +128,7 @@ TrainState make_train_state(
   if (const Float8Choice float8(config, model); float8.enabled()) {
     state.float8 = float8.describe(*state.runtime);
   }
-  state.optimizer = make_optimizer(config, state.runtime->groups());
+  state.optimizer = make_optimizer(config.optimizer, state.runtime->groups());
   if (config.optimizer.overlap) {
     state.optimizer->set_stream(
         make_stream(mesh->device(), "optimizer", options.runtime.streams));

@@ -25,27 +25,30 @@ namespace {
 
 constexpr std::int64_t kLongestByDefault = 4096;
 
-Config evaluation_config(
+DataOptions data_options(
     const EvaluateOptions& options,
     const StoredModel& stored) {
   const std::int64_t longest = stored.shape.max_seq_len;
-  Config config;
-  config.training.seq_len = options.seq_len > 0
-                                ? options.seq_len
-                                : std::min(longest, kLongestByDefault);
+  const std::int64_t seq_len = options.seq_len > 0
+                                   ? options.seq_len
+                                   : std::min(longest, kLongestByDefault);
   FLATSHARD_CHECK(
-      config.training.seq_len <= longest,
+      seq_len <= longest,
       config,
       "--seq-len: expected at most the model's max_seq_len, {}, got {}",
       longest,
-      config.training.seq_len);
-  config.validation.sequences = options.sequences;
-  config.validation.freq = 1;
-  config.data.validation = {{.path = options.data}};
-  config.data.packing = options.packing.value_or(stored.packing);
-  config.data.documents_per_sample =
-      data::default_max_documents(config.training.seq_len);
-  return config;
+      seq_len);
+  const data::Packing packing = options.packing.value_or(stored.packing);
+  return {
+      .validation = {{.path = options.data}},
+      .packing =
+          {.packing = packing,
+           .seq_len = seq_len,
+           .max_documents = packing == data::Packing::documents
+                                ? data::default_max_documents(seq_len)
+                                : 0},
+      .vocab_size = stored.shape.vocab_size,
+      .validation_sequences = options.sequences};
 }
 
 /// Sequences of one forward, and what it found.
@@ -62,11 +65,11 @@ class Measurement {
  public:
   /// @param set  the caller's.
   Measurement(
-      const Config& config,
+      const data::PackingOptions& packing,
       const ValidationSet& set,
       models::Llama model)
-      : seq_len_(config.training.seq_len),
-        is_packed_(config.data.packing == data::Packing::documents),
+      : seq_len_(packing.seq_len),
+        is_packed_(packing.packing == data::Packing::documents),
         set_(set),
         model_(std::move(model)) {}
 
@@ -147,10 +150,9 @@ std::optional<double> bits_per_byte(
 Evaluated evaluate(const EvaluateOptions& options) {
   StoredModel stored = open_model(options.model, options.step);
   stored.use_dtype(options.dtype);
-  const Config config = evaluation_config(options, stored);
+  const DataOptions reads = data_options(options, stored);
   // Quick checks come before the weights.
-  const std::vector<ValidationSet> sets =
-      open_validation_sets(config, stored.shape.vocab_size);
+  const std::vector<ValidationSet> sets = open_validation_sets(reads);
   std::unique_ptr<DocumentLosses> documents;
   std::unique_ptr<data::TextCodec> codec;
   if (options.per_document) {
@@ -161,7 +163,7 @@ Evaluated evaluate(const EvaluateOptions& options) {
     documents = std::make_unique<DocumentLosses>(corpus);
   }
   Measurement measurement(
-      config,
+      reads.packing,
       sets.front(),
       load_model(stored, choose_device(options.device, {})));
   const std::int64_t count = sets.front().num_sequences;
@@ -179,8 +181,8 @@ Evaluated evaluate(const EvaluateOptions& options) {
   Evaluated found{
       .model = stored.what,
       .sequences = count,
-      .seq_len = config.training.seq_len,
-      .packing = config.data.packing,
+      .seq_len = reads.packing.seq_len,
+      .packing = reads.packing.packing,
       .dtype = std::string(config::word_of(stored.compute)),
       .metrics = summarize(sets, /*step=*/0, sums),
       .documents = {}};

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "flatshard/format/safetensors.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/setup/float8_choice.h"
 
 namespace flatshard {
@@ -20,9 +20,8 @@ namespace flatshard {
 /// deepseek-ai/DeepSeek-V3.
 class Float8Export {
  public:
-  /// @param config  of the run: what its [float8] left in bfloat16 stays so.
-  Float8Export(const Config& config, const models::ModelConfig& model)
-      : choice_(config, model) {}
+  /// @param choice  of the run: what it left in bfloat16 stays so.
+  explicit Float8Export(Float8Choice choice) : choice_(std::move(choice)) {}
 
   /// Adds a tensor to what the folder holds. Linear layers of blocks become
   /// FP8: matrices `model.layers.*_proj.weight`.

@@ -247,7 +247,7 @@ std::string export_hf(const ExportOptions& options) {
       "--fp8: experts are exported as they are stored; export without --fp8");
   // Also when the family has none: before anything is written.
   models::to_hf_json(model, "bfloat16");
-  Float8Export fp8(config, model);
+  Float8Export fp8(Float8Choice(config, model));
   const Parameters parameters =
       has_adapters && options.merge
           ? merged_parameters(from, trained)
@@ -319,10 +319,16 @@ std::string export_hf(const ExportOptions& options) {
     if (is_adapter) {
       write_file_atomic(
           partial / models::kPeftConfig,
-          peft_config_text(trained, model));
+          peft_config_text(
+              lora_config(trained),
+              trained.model.init_from,
+              model));
     } else {
-      const models::SpecialTokens tokens =
-          export_tokenizer(config, model, partial);
+      const models::SpecialTokens tokens = export_tokenizer(
+          tokenizer_corpus(config.data.train),
+          config.model.init_from,
+          model,
+          partial);
       const std::string json = models::to_hf_json(model, dtype, tokens);
       write_file_atomic(
           partial / "config.json",

@@ -34,8 +34,7 @@ struct TrainedOn {
   }
 };
 
-std::optional<TrainedOn> trained_on(const Config& config) {
-  const std::string path = tokenizer_corpus(config);
+std::optional<TrainedOn> trained_on(const std::string& path) {
   if (path.empty()) {
     return std::nullopt;
   }
@@ -100,11 +99,11 @@ models::SpecialTokens write_of_corpus(
 }  // namespace
 
 models::SpecialTokens export_tokenizer(
-    const Config& config,
+    const std::string& corpus_folder,
+    const std::filesystem::path& started_from,
     const models::ModelConfig& model,
     const std::filesystem::path& to) {
-  const fs::path started_from = config.model.init_from;
-  const auto corpus = trained_on(config);
+  const auto corpus = trained_on(corpus_folder);
   const bool has_own =
       !started_from.empty() && !data::tokenizer_files(started_from).empty();
   const bool takes_own = has_own && (!corpus || fits(started_from, *corpus));

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
 
@@ -17,7 +17,8 @@ namespace flatshard {
 /// @return the token ids for config.json; none without a tokenizer.
 /// @throws Error{io}, Error{format} naming the file.
 models::SpecialTokens export_tokenizer(
-    const Config& config,
+    const std::string& corpus,
+    const std::filesystem::path& init_from,
     const models::ModelConfig& model,
     const std::filesystem::path& to);
 

@@ -37,45 +37,52 @@ bool RunFile::exists_in(const fs::path& output_dir) const {
   }
 }
 
-std::vector<RunFile> run_files(const Config& config) {
+RunFiles run_files(const Config& config) {
   using Kind = RunFile::Kind;
   using When = RunFile::When;
-  std::vector<RunFile> files{
-      {kRunConfig},
-      {kRunMetrics},
-      {kSources, Kind::folder},
-      {kTensorboardFolder, Kind::folder}};
-  if (is_below(config.checkpoint.folder)) {
-    files.push_back({config.checkpoint.folder, Kind::checkpoints});
-  }
-  if (is_below(config.profiling.folder)) {
-    files.push_back({config.profiling.folder, Kind::folder, When::during});
-  }
-  files.push_back({kRunLog, Kind::file, When::during});
-  files.push_back({kRunReport, Kind::file, When::during});
-  files.push_back({kRunWeights, Kind::file, When::end});
-  files.push_back({models::kPeftWeights, Kind::file, When::end});
-  files.push_back({models::kPeftConfig, Kind::file, When::end});
-  files.push_back({kRunExport, Kind::folder, When::end});
-  return files;
+  const bool trains_adapters = config.lora.enabled();
+  const bool weights = config.run.save_weights && !trains_adapters;
+  const bool adapters = config.run.save_weights && trains_adapters;
+  const fs::path checkpoints = config.checkpoint.folder;
+  const fs::path profile = config.profiling.folder;
+  const fs::path output_dir = config.run.output_dir;
+  RunFiles all{
+      .output_dir = output_dir,
+      .checkpoints = output_dir / checkpoints,
+      .owns_checkpoints = checkpoints.is_relative(),
+      .files = {
+          {kRunConfig},
+          {kRunMetrics},
+          {kSources, Kind::folder},
+          {kTensorboardFolder, Kind::folder},
+          {checkpoints, Kind::checkpoints},
+          {profile, Kind::folder, When::during},
+          {kRunLog, Kind::file, When::during},
+          {kRunReport, Kind::file, When::during},
+          {kRunWeights, Kind::file, When::end, weights},
+          {models::kPeftWeights, Kind::file, When::end, adapters},
+          {models::kPeftConfig, Kind::file, When::end, adapters},
+          {kRunExport,
+           Kind::folder,
+           When::end,
+           config.checkpoint.export_hf_at_end}}};
+  std::erase_if(all.files, [](const RunFile& file) {
+    return !is_below(file.name);
+  });
+  return all;
 }
 
-fs::path save_config(const Config& config) {
-  const fs::path folder = config.run.output_dir;
+fs::path save_config(const fs::path& output_dir, const std::string& text) {
   std::error_code error;
-  fs::create_directories(folder, error);
+  fs::create_directories(output_dir, error);
   FLATSHARD_CHECK(
       !error,
       io,
       "cannot make run.output_dir {}: {}",
-      folder.string(),
+      output_dir.string(),
       error.message());
-  write_file_atomic(folder / kRunConfig, to_toml(config));
-  return folder / kRunConfig;
-}
-
-fs::path checkpoint_folder(const Config& config) {
-  return fs::path(config.run.output_dir) / config.checkpoint.folder;
+  write_file_atomic(output_dir / kRunConfig, text);
+  return output_dir / kRunConfig;
 }
 
 }  // namespace flatshard

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -37,20 +38,28 @@ struct RunFile {
   std::filesystem::path name;  ///< below run.output_dir
   Kind kind = Kind::file;
   When when = When::start;
+  bool written = true;  ///< a run of this config writes it
 
   bool exists_in(const std::filesystem::path& output_dir) const;
 };
 
-/// Lists everything that a run of this config writes below run.output_dir,
-/// except run.lock. Those of `start` are first. Folders elsewhere are left out.
-std::vector<RunFile> run_files(const Config& config);
+/// Everything that a run writes.
+struct RunFiles {
+  std::filesystem::path output_dir;  ///< run.output_dir
+  /// checkpoint.folder, below run.output_dir unless it is absolute.
+  std::filesystem::path checkpoints;
+  bool owns_checkpoints = true;  ///< they are below run.output_dir
+  /// Everything below run.output_dir except run.lock. Those of `start` are
+  /// first. Folders elsewhere are left out.
+  std::vector<RunFile> files;
+};
 
-/// Writes to_toml to `<output_dir>/config.toml`, making the folder.
-std::filesystem::path save_config(const Config& config);
+RunFiles run_files(const Config& config);
 
-/// Returns where a run's checkpoints are: checkpoint.folder, below
-/// run.output_dir unless it is absolute.
-std::filesystem::path checkpoint_folder(const Config& config);
+/// Writes a config's text to `<output_dir>/config.toml`, making the folder.
+std::filesystem::path save_config(
+    const std::filesystem::path& output_dir,
+    const std::string& text);
 
 /// The config among the texts of a run's checkpoint (Manifest::state).
 inline constexpr std::string_view kConfigState = "config";

@@ -102,23 +102,21 @@ fs::path find_sources(const fs::path& inside) {
 
 }  // namespace
 
-void save_run_sources(const Config& config) {
-  const fs::path folder = fs::path(config.run.output_dir) / kSources;
-  const std::string corpus = tokenizer_corpus(config);
-  const std::string& init_from = config.model.init_from;
-  const std::string& hf_config = config.model.hf_config;
+void save_run_sources(const fs::path& output_dir, const RunSources& sources) {
+  const fs::path folder = output_dir / kSources;
+  const auto& [corpus, init_from, hf_config] = sources;
   if (corpus.empty() && init_from.empty() && hf_config.empty()) {
     return;
   }
   make_folder(folder);
   if (!corpus.empty()) {
     replace(folder / kSourceCorpus, [&](const fs::path& to) {
-      save_corpus(corpus, to);
+      save_corpus(sources.corpus, to);
     });
   }
   if (!init_from.empty()) {
     replace(folder / kSourceInitFrom, [&](const fs::path& to) {
-      save_init_from(init_from, to);
+      save_init_from(sources.init_from, to);
     });
   }
   std::error_code error;
@@ -137,7 +135,7 @@ Config with_own_sources(Config config, const fs::path& inside) {
   if (folder.empty()) {
     return config;
   }
-  if (!tokenizer_corpus(config).empty() &&
+  if (!tokenizer_corpus(config.data.train).empty() &&
       fs::exists(folder / kSourceCorpus / "meta.json", error)) {
     config.data.train = {{.path = (folder / kSourceCorpus).string()}};
   }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 #include "flatshard/train/config/run_config.h"
 
@@ -16,9 +17,18 @@ namespace flatshard {
 /// Their folder below run.output_dir.
 inline constexpr const char* kSources = "sources";
 
-/// Writes them, in place of existing ones. A file that cannot be read any more
-/// stays as it is stored. @throws Error{io}.
-void save_run_sources(const Config& config);
+/// The files and folders that a config names; empty: none.
+struct RunSources {
+  std::string corpus;     ///< see tokenizer_corpus
+  std::string init_from;  ///< model.init_from
+  std::string hf_config;  ///< model.hf_config
+};
+
+/// Writes copies below `output_dir`, in place of existing ones. A file that
+/// cannot be read any more stays as it is stored. @throws Error{io}.
+void save_run_sources(
+    const std::filesystem::path& output_dir,
+    const RunSources& sources);
 
 /// Returns a stored run's config with its own copies in place of its former
 /// paths. data.train is then the one corpus whose tokenizer the run has.

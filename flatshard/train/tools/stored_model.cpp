@@ -152,7 +152,7 @@ StoredModel of_run(const fs::path& run) {
                   file->read(entry, part);
                 });
           },
-      .corpus = tokenizer_corpus(config),
+      .corpus = tokenizer_corpus(config.data.train),
       .packing = config.data.packing};
   return with_base(std::move(model), trained);
 }
@@ -171,7 +171,7 @@ StoredModel of_checkpoint(const fs::path& folder) {
             const at::NoGradGuard no_grad;
             out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
           },
-      .corpus = tokenizer_corpus(config),
+      .corpus = tokenizer_corpus(config.data.train),
       .packing = config.data.packing};
   const auto base = manifest->state.find(std::string(kBaseState));
   return with_base(
@@ -238,8 +238,8 @@ fs::path find_checkpoint(const fs::path& path, std::int64_t step) {
   return step_folder(folder, *found);
 }
 
-std::string tokenizer_corpus(const Config& config) {
-  for (const data::SourceChoice& choice : config.data.train) {
+std::string tokenizer_corpus(const std::vector<data::SourceChoice>& train) {
+  for (const data::SourceChoice& choice : train) {
     if (!choice.is_random()) {
       return choice.path;
     }

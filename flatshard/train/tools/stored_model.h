@@ -8,9 +8,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "flatshard/data/packing/packing.h"
 #include "flatshard/data/text_codec.h"
+#include "flatshard/data/token_source.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/models/llama.h"
 #include "flatshard/models/lora_config.h"
@@ -43,7 +45,7 @@ Config checkpoint_config(
 
 /// Returns the corpus folder whose tokenizer the run's tokens are of: the first
 /// of data.train; empty when all are random tokens.
-std::string tokenizer_corpus(const Config& config);
+std::string tokenizer_corpus(const std::vector<data::SourceChoice>& train);
 
 /// Returns a weight or buffer of a checkpoint as it is stored, whole, checked
 /// by its digests.

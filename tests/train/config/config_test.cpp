@@ -723,7 +723,7 @@ TEST(Config, FilesAreReadAndSaved) {
                       fmt::format("flatshard-config-{}", ::getpid());
   Config config = parse_config(kSmall, "r");
   config.run.output_dir = (folder / "deep/run").string();
-  const auto saved = save_config(config);
+  const auto saved = save_config(config.run.output_dir, to_toml(config));
   EXPECT_EQ(saved, folder / "deep/run/config.toml");
   EXPECT_EQ(to_toml(load_config(saved)), to_toml(config));
   std::filesystem::remove_all(folder);

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
+#include "flatshard/train/config/run_config.h"
 #include "tests/data/small_corpus.h"
 #include "tests/support/temp_folder.h"
 
@@ -18,6 +21,10 @@ data::Loader open(const Config& config) {
           /*seed=*/1,
           /*vocab_size=*/1000),
       {.seq_len = kSeqLen, .global_batch_size = 4, .vocab_size = 1000}};
+}
+
+std::vector<DataEpochs> epochs_of(const Config& config) {
+  return data_epochs(config.data.train, open(config), config.training.steps);
 }
 
 class Epochs : public ::testing::Test {
@@ -49,7 +56,7 @@ class Epochs : public ::testing::Test {
 
 TEST_F(Epochs, OfOneDataset) {
   config_.data.train = {{.path = path("a")}};
-  const auto found = data_epochs(config_, open(config_));
+  const auto found = epochs_of(config_);
   ASSERT_EQ(found.size(), 1U);
   EXPECT_EQ(found[0].samples, 6);
   EXPECT_EQ(found[0].steps, 1.5);
@@ -64,7 +71,7 @@ TEST_F(Epochs, OfAMixtureByItsWeights) {
   config_.data.train = {
       {.path = path("a"), .weight = 1},
       {.path = path("b"), .weight = 3}};
-  const auto found = data_epochs(config_, open(config_));
+  const auto found = epochs_of(config_);
   ASSERT_EQ(found.size(), 2U);
   // A quarter of 4 samples a step, and three quarters.
   EXPECT_NEAR(found[0].steps, 6.0, 1e-6);
@@ -75,7 +82,7 @@ TEST_F(Epochs, OfAMixtureByItsWeights) {
 
 TEST_F(Epochs, RandomTokensHaveNone) {
   config_.data.train = {{.path = "random"}};
-  EXPECT_TRUE(data_epochs(config_, open(config_)).empty());
+  EXPECT_TRUE(epochs_of(config_).empty());
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "flatshard/train/run/advice.h"
 
+#include "flatshard/train/run/from_config.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -11,13 +13,17 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 constexpr std::int64_t kGB = std::int64_t{1} << 30;
+constexpr std::int64_t kBfloat16 = 2;  ///< bytes
 
 std::string advice_for(
     const Config& config,
     std::int64_t table_nbytes = 0,
     std::int64_t capacity_nbytes = 0) {
   const models::ModelConfig model = models::preset("llama3_8b");
-  return advice(config, model, table_nbytes, capacity_nbytes);
+  return advice(
+      run_options(config, model).advice,
+      table_nbytes,
+      capacity_nbytes);
 }
 
 TEST(Advice, ShortRunsGetNone) {
@@ -63,7 +69,7 @@ TEST(Advice, MemoryThatComesNearTheGpus) {
   // docs/dev/bench_log.md: the forward of this shape adds 25.1 GiB.
   EXPECT_NEAR(
       static_cast<double>(
-          activation_nbytes(config, models::preset("llama3_8b"))) /
+          activation_nbytes(models::preset("llama3_8b"), 8192, kBfloat16)) /
           kGB,
       25.1,
       0.05);
@@ -83,25 +89,23 @@ TEST(Advice, MemoryThatComesNearTheGpus) {
 }
 
 TEST(Advice, ExpertsCountWhereATokenGoes) {
-  const Config config;
   models::ModelConfig model = models::preset("mixtral_8x7b");
-  const std::int64_t two = activation_nbytes(config, model);
+  const std::int64_t two = activation_nbytes(model, 2048, kBfloat16);
   model.moe.experts_per_token = 3;
   model.validate();
   const std::int64_t ffn = model.moe.ffn_dim;
   EXPECT_EQ(
-      activation_nbytes(config, model) - two,
+      activation_nbytes(model, 2048, kBfloat16) - two,
       model.layers * (2 * ffn + model.dim) * 2 * 2048);
 }
 
 TEST(Advice, NormsBehindPartsAndOfQueriesKeepTheirInputs) {
-  const Config config;
   models::ModelConfig model = models::preset("llama3_8b");
-  const std::int64_t plain = activation_nbytes(config, model);
+  const std::int64_t plain = activation_nbytes(model, 2048, kBfloat16);
   model.block.norms = models::NormPlacement::both;
   model.block.attention.qk_norm = models::QkNorm::head;
   EXPECT_EQ(
-      activation_nbytes(config, model) - plain,
+      activation_nbytes(model, 2048, kBfloat16) - plain,
       model.layers * (2 * 4096 + 4096 + 1024) * 2 * 2048);
 }
 

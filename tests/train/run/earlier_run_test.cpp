@@ -32,11 +32,11 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   };
   Config config;
   config.run.output_dir = folder.string();
-  EXPECT_EQ(keep_earlier_run(config), "");
+  EXPECT_EQ(keep_earlier_run(run_files(config)), "");
   write("metrics.jsonl", "rows");
   write("report.html", "page");
   write("model.safetensors", "weights");
-  const auto first = keep_earlier_run(config);
+  const auto first = keep_earlier_run(run_files(config));
   EXPECT_EQ(first, folder / "earlier/1");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
   EXPECT_EQ(content("earlier/1/report.html"), "page");
@@ -45,9 +45,9 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
   write("metrics.jsonl", "later rows");
   write("config.toml", "later");
-  EXPECT_EQ(keep_earlier_run(config), folder / "earlier/2");
+  EXPECT_EQ(keep_earlier_run(run_files(config)), folder / "earlier/2");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
-  restore_earlier_run(folder / "earlier/2", config);
+  restore_earlier_run(folder / "earlier/2", run_files(config));
   EXPECT_EQ(content("metrics.jsonl"), "later rows");
   EXPECT_EQ(content("config.toml"), "later");
   EXPECT_FALSE(std::filesystem::exists(folder / "earlier/2"));
@@ -61,19 +61,25 @@ TEST(EarlierRun, InputsThatWouldMoveAreRefused) {
   Config config;
   config.run.output_dir = folder.string();
   config.model.init_from = (folder / "hf").string();
-  EXPECT_NO_THROW(refuse_inputs_that_move(config));  // nothing is there
+  EXPECT_NO_THROW(refuse_inputs_that_move(
+      run_files(config),
+      config.model.init_from));  // nothing is there
   std::filesystem::create_directories(folder / "hf");
   std::filesystem::create_directories(folder / "base");
   for (const char* input : {"hf", "hf/", "hf/part", "base/../hf"}) {
     config.model.init_from = (folder / input).string();
     EXPECT_THAT(
-        testing::message_of([&] { refuse_inputs_that_move(config); }),
+        testing::message_of([&] {
+          refuse_inputs_that_move(run_files(config), config.model.init_from);
+        }),
         HasSubstr("choose another run.output_dir"))
         << input;
   }
   for (const char* input : {"base", "hfbase", "earlier/1/hf"}) {
     config.model.init_from = (folder / input).string();
-    EXPECT_NO_THROW(refuse_inputs_that_move(config)) << input;
+    EXPECT_NO_THROW(
+        refuse_inputs_that_move(run_files(config), config.model.init_from))
+        << input;
   }
   std::filesystem::remove_all(folder);
 }
@@ -89,7 +95,7 @@ TEST(EarlierRun, NothingOfItIsLost) {
     std::ofstream(folder / name) << "of the earlier run";
   };
   std::vector<std::filesystem::path> written;
-  for (const RunFile& file : run_files(config)) {
+  for (const RunFile& file : run_files(config).files) {
     switch (file.kind) {
       case RunFile::Kind::file:
         written.push_back(file.name);
@@ -115,13 +121,13 @@ TEST(EarlierRun, NothingOfItIsLost) {
     EXPECT_THAT(written, ::testing::Contains(std::filesystem::path(name)));
   }
   write("notes.txt");  // is the user's
-  const auto kept = keep_earlier_run(config);
+  const auto kept = keep_earlier_run(run_files(config));
   for (const auto& name : written) {
     EXPECT_FALSE(std::filesystem::exists(folder / name)) << name;
     EXPECT_TRUE(std::filesystem::exists(kept / name)) << name;
   }
   EXPECT_TRUE(std::filesystem::exists(folder / "notes.txt"));
-  restore_earlier_run(kept, config);
+  restore_earlier_run(kept, run_files(config));
   for (const auto& name : written) {
     EXPECT_TRUE(std::filesystem::exists(folder / name)) << name;
   }
@@ -134,7 +140,8 @@ TEST(EarlierRun, ResultsThatAreNoRunsAreNotOverwritten) {
   Config config;
   config.run.output_dir = folder.string();
   const auto refusal = [&] {
-    return testing::message_of([&] { refuse_foreign_files(config); });
+    return testing::message_of(
+        [&] { refuse_foreign_files(run_files(config)); });
   };
   std::filesystem::create_directories(folder / "hf");
   std::ofstream(folder / "adapter_config.json") << "{}";
@@ -152,6 +159,18 @@ TEST(EarlierRun, ResultsThatAreNoRunsAreNotOverwritten) {
   std::ofstream(folder / "metrics.jsonl") << "rows";
   EXPECT_EQ(refusal(), "no error");
   std::filesystem::remove_all(folder);
+}
+
+TEST(RunFiles, ThePageHasEach) {
+  std::ifstream file(FLATSHARD_DOCS "/guides/checkpoints.md");
+  std::string table(std::istreambuf_iterator<char>(file), {});
+  table.erase(0, table.find("| file or folder |"));
+  table.erase(table.find("\n\n"));
+  for (const RunFile& row : run_files(Config()).files) {
+    const std::string name =
+        row.name.string() + (row.kind == RunFile::Kind::file ? "" : "/");
+    EXPECT_THAT(table, HasSubstr("`" + name + "`"));
+  }
 }
 
 }  // namespace

@@ -100,7 +100,7 @@ struct Rank {
       : shape(model_config(config)),
         mesh(context.mesh(mesh_axes(config))),
         state(make_train_state(config, shape, mesh, 1)),
-        loads(config, state.model, state.exchange, mesh) {}
+        loads(config.moe.balance_rate, state.model, state.exchange, mesh) {}
 
   void train(int step) {
     const auto seed =

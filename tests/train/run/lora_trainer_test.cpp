@@ -7,6 +7,7 @@
 #include "flatshard/format/safetensors.h"
 #include "flatshard/models/peft.h"
 #include "flatshard/train/data/batches.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/run/microbatches.h"
 #include "flatshard/train/run/trainer.h"
 #include "flatshard/train/setup/memory_check.h"
@@ -136,9 +137,9 @@ AdapterRun train_adapters(
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config));
-    data::Loader loader = open_train_loader(config, shape);
+    data::Loader loader = open_train_loader(run_options(config, shape).data);
     const auto data_mesh = mesh->data_mesh();
-    Batches batches(config, data_mesh, loader);
+    Batches batches(run_options(config, shape).batches, data_mesh, loader);
     TrainState state = make_train_state(config, shape, mesh, microbatches);
     if (drops_main) {
       keep_float8_alone(frozen_groups(*state.runtime));
@@ -162,7 +163,11 @@ AdapterRun train_adapters(
       result.losses[static_cast<std::size_t>(step)] +=
           loss.item<double>() / world;
     }
-    save_adapter(config, shape, state.runtime->groups(), folder.path());
+    save_adapter(
+        peft_config_text(lora_config(config), config.model.init_from, shape),
+        shape,
+        state.runtime->groups(),
+        folder.path());
   });
   result.adapters = read_floats(folder / models::kPeftWeights);
   return result;
@@ -297,7 +302,8 @@ TEST(Adapters, AloneHaveGradientsAndOptimizerState) {
          // The shapes need no padding between parameters.
          "model.dim=64"});
     const models::ModelConfig shape = model_config(config);
-    const std::int64_t shards = config.parallelism.strategy.name() == "zero3" ? 2 : 1;
+    const std::int64_t shards =
+        config.parallelism.strategy.name() == "zero3" ? 2 : 1;
     const std::int64_t trained = num_trainable_parameters(config, shape);
     run_ranks(2, [&](RankContext& context) {
       const auto mesh = context.mesh(mesh_axes(config));

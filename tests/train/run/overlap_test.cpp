@@ -6,6 +6,7 @@
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/run/expert_loads.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/run/microbatches.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
@@ -100,11 +101,18 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config));
-    data::Loader loader = open_train_loader(config, shape);
-    Batches batches(config, mesh->data_mesh(), loader);
+    data::Loader loader = open_train_loader(run_options(config, shape).data);
+    Batches batches(
+        run_options(config, shape).batches,
+        mesh->data_mesh(),
+        loader);
     TrainState state =
         make_train_state(config, shape, mesh, batches.num_microbatches());
-    ExpertLoads loads(config, state.model, state.exchange, mesh);
+    ExpertLoads loads(
+        config.moe.balance_rate,
+        state.model,
+        state.exchange,
+        mesh);
     Microbatches microbatches(
         state.model,
         state.runtime,

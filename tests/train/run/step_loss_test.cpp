@@ -7,6 +7,7 @@
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/run/evaluation.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/run/microbatches.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
@@ -164,8 +165,8 @@ Outcome train(
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config));
-    data::Loader loader = open_train_loader(config, shape);
-    Batches batches(config, mesh, loader);
+    data::Loader loader = open_train_loader(run_options(config, shape).data);
+    Batches batches(run_options(config, shape).batches, mesh, loader);
     ASSERT_EQ(batches.num_microbatches(), microbatches);
     TrainState state = make_train_state(config, shape, mesh, microbatches);
     Microbatches steps(
@@ -196,8 +197,8 @@ Outcome train(
     }
     const ValidationMetrics validation =
         Evaluation(
-            config,
-            open_validation_sets(config, shape.vocab_size),
+            run_options(config, shape).evaluation,
+            open_validation_sets(run_options(config, shape).data),
             mesh,
             state.model)
             .run(kSteps);
@@ -329,8 +330,8 @@ TEST(MaskedLoss, AValidationWithoutTrainedTokensIsAnError) {
   const models::ModelConfig shape = model_config(config);
   TrainState state = make_train_state(config, shape, mesh, 1);
   Evaluation evaluation(
-      config,
-      open_validation_sets(config, shape.vocab_size),
+      run_options(config, shape).evaluation,
+      open_validation_sets(run_options(config, shape).data),
       mesh,
       state.model);
   EXPECT_THAT(

@@ -1,6 +1,7 @@
 // Tests the objects of a training step, each separately on one rank.
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/metrics/step_meter.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/run/nonfinite_guard.h"
 #include "flatshard/train/run/signal_requests.h"
 
@@ -31,11 +32,14 @@ TEST(Batches, HoldsAllMicrobatchesOfAStepAtAddressesThatStay) {
   const Config config = config_of_batches();
   models::ModelConfig model;
   model.vocab_size = 100;
-  data::Loader loader = open_train_loader(config, model);
+  data::Loader loader = open_train_loader(run_options(config, model).data);
   const data::Loader reference = loader;
   data::Loader moved = loader;
   moved.advance();
-  Batches batches(config, Mesh::single(at::kCPU), loader);
+  Batches batches(
+      run_options(config, model).batches,
+      Mesh::single(at::kCPU),
+      loader);
   ASSERT_EQ(batches.num_microbatches(), 3);
   const void* address = batches.tokens(1).data_ptr();
   for (const data::Loader& expected : {reference, moved}) {
@@ -62,7 +66,7 @@ TEST(Batches, ErrorsNameTheOption) {
   models::ModelConfig model;
   model.vocab_size = 100;
   try {
-    open_train_loader(config, model);
+    open_train_loader(run_options(config, model).data);
     FAIL();
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("[data.train]"));
@@ -85,9 +89,7 @@ TEST(SignalRequests, AreTakenOnce) {
 }
 
 NonfiniteGuard guard_of(config::OnNonfinite action) {
-  Config config;
-  config.training.on_nonfinite = action;
-  return {config, {.mesh = Mesh::single(at::kCPU)}};
+  return {action, {.mesh = Mesh::single(at::kCPU)}};
 }
 
 const at::Tensor& nan_norm() {
