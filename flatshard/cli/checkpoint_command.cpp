@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kFolderHelp =
-    "output_dir of a run, its folder of checkpoints, or one of them "
+    "output_dir of a run, its checkpoint directory, or one checkpoint "
     "(.../step-100)";
 
 double gigabytes(std::uint64_t nbytes) {
@@ -111,7 +111,7 @@ void verify(const std::string& folder, int num_threads) {
           .count();
   const std::uint64_t nbytes = total_nbytes(manifest);
   fmt::print(
-      "{} is whole: {} files, {:.3f} GB, every digest right ({:.2f} GB/s)\n",
+      "{}: OK ({} files, {:.3f} GB, all checksums match, {:.2f} GB/s)\n",
       path.string(),
       manifest.files.size(),
       gigabytes(nbytes),
@@ -139,30 +139,37 @@ void add_checkpoint_command(CLI::App& program) {
     return command;
   };
 
-  add("list", "The checkpoints of a folder, one a line")->callback([arguments] {
-    list(arguments->folder);
-  });
+  add("list", "List the checkpoints of a directory, one per line")
+      ->callback([arguments] { list(arguments->folder); });
 
-  CLI::App* inspector = add("inspect", "Print the contents of one checkpoint");
-  inspector->add_flag("--tensors", arguments->tensors, "Every tensor as well");
+  CLI::App* inspector = add("inspect", "Print the contents of a checkpoint");
+  inspector->add_flag(
+      "--tensors",
+      arguments->tensors,
+      "Also print every tensor");
   inspector->add_flag(
       "--config",
       arguments->config,
-      "The config of the run that wrote it as well");
+      "Also print the config of the run that wrote it");
   inspector->callback([arguments] {
     inspect(arguments->folder, arguments->tensors, arguments->config);
   });
 
   CLI::App* verifier =
-      add("verify", "Read every byte of one checkpoint and check its digest");
-  verifier->add_option("--threads", arguments->threads, "Readers [all cores]")
+      add("verify", "Read every byte of a checkpoint and compare checksums");
+  verifier
+      ->add_option(
+          "--threads",
+          arguments->threads,
+          "Number of reader threads [all cores]")
       ->check(CLI::Range(1, 1024));
   verifier->callback(
       [arguments] { verify(arguments->folder, arguments->threads); });
 
-  CLI::App* pruner =
-      add("prune", "Remove old checkpoints; the one that `latest` names stays");
-  pruner->add_option("--keep", arguments->keep, "How many to keep")
+  CLI::App* pruner = add(
+      "prune",
+      "Remove old checkpoints; the one that `latest` points to is always kept");
+  pruner->add_option("--keep", arguments->keep, "Number of checkpoints to keep")
       ->required()
       ->check(CLI::PositiveNumber);
   pruner->callback([arguments] {
@@ -179,34 +186,35 @@ void add_checkpoint_command(CLI::App& program) {
 void add_export_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "export",
-      "Write the weights of a checkpoint as a Hugging Face folder");
+      "Export the weights of a checkpoint to a Hugging Face model directory");
   const auto options = std::make_shared<ExportOptions>();
   command
       ->add_option(
           "--run",
           options->run,
-          "output_dir of a run, its folder of checkpoints, or one of them "
+          "output_dir of a run, its checkpoint directory, or one checkpoint "
           "(.../step-100)")
       ->required();
-  command->add_option("--step", options->step, "Which step [the latest]")
+  command->add_option("--step", options->step, "Step to export [the latest]")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--to", options->to, "The folder to make")->required();
+  command->add_option("--to", options->to, "Output directory")->required();
   command
       ->add_option(
           "--dtype",
           options->dtype,
-          "float32, bfloat16 or float16 [as stored]")
+          "Data type of the exported weights: float32, bfloat16 or float16 [as "
+          "stored]")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   command->add_flag(
       "--fp8",
       options->fp8,
-      "Linear layers as F8_E4M3 with weight_scale_inv, 128 x 128 blocks; the "
-      "rest as bfloat16");
+      "Export linear layers as F8_E4M3 with weight_scale_inv (128 x 128 "
+      "blocks), all other weights as bfloat16");
   command->add_flag(
       "--merge",
       options->merge,
-      "A run with adapters: the base model's weights with the adapters added "
-      "[the adapters alone, as peft loads them]");
+      "For a run with adapters: export the base model with the adapters merged "
+      "into it [only the adapters, in PEFT format]");
   command->footer(
       "Example:\n  flatshard export --run outputs/run --to outputs/hf --dtype "
       "bfloat16");

@@ -78,9 +78,9 @@ complete -o default -F _flatshard flatshard
 void add_completion_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "completion",
-      "Print a script that makes a shell complete commands, options and keys");
+      "Print a shell completion script for commands, options and config keys");
   const auto shell = std::make_shared<std::string>();
-  command->add_option("shell", *shell, "bash or zsh")
+  command->add_option("shell", *shell, "Shell: bash or zsh")
       ->required()
       ->check(CLI::IsMember({"bash", "zsh"}));
   command->footer(

@@ -16,8 +16,8 @@ namespace flatshard {
 void add_config_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "config",
-      "Print a whole training config to start from, with the meaning of each "
-      "key");
+      "Print a complete training config to start from, with a description of "
+      "each key");
   struct Arguments {
     std::string preset;
     std::vector<std::string> overrides;
@@ -28,14 +28,13 @@ void add_config_command(CLI::App& program) {
           "preset",
           arguments->preset,
           fmt::format(
-              "A built-in shape: {}",
+              "Built-in architecture: {}",
               fmt::join(models::preset_names(), ", ")))
       ->required();
   command->add_option(
       "--set",
       arguments->overrides,
-      "section.key=value to print in place of the default; may be given "
-      "several times");
+      "Override a key (section.key=value); can be repeated");
   command->footer("Example:\n  flatshard config llama3_1b > run.toml");
   command->callback([arguments] {
     const std::string start = to_toml(starting_config(arguments->preset));

@@ -58,7 +58,7 @@ void add_output(CLI::App& command, PythonOptions& options) {
       .add_option(
           "--output,-o",
           options.output,
-          "The corpus folder to make; it appears only when it is whole")
+          "Output directory for the dataset; created only once complete")
       ->required();
 }
 
@@ -71,92 +71,94 @@ void add_writing(
   command.add_option(
       "--shard-tokens",
       options.count,
-      "Tokens after which a new file begins [268435456]");
+      "Maximum number of tokens per file [268435456]");
   command.add_flag(
       "--force",
       options.flag,
-      "Replace an older corpus at --output");
+      "Replace an existing dataset at --output");
 }
 
 void add_prepare(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "prepare",
-      "Tokenize text files into a corpus folder for training");
+      "Tokenize text files into a dataset for training");
   const auto options = std::make_shared<PythonOptions>();
   command
       ->add_option(
           "--input,-i",
           options->inputs,
-          "Files, folders or globs (quote them: 'texts/**/*.txt'; ** is any "
-          "number of folders): text, JSON rows (.jsonl, .ndjson, .json; one a "
-          "line or one list) and CSV, each as it is or in .gz or .zst, "
-          "Parquet, "
-          "Arrow, and folders that datasets' save_to_disk wrote. A text is one "
-          "document, and so is each row")
+          "Files, directories or glob patterns (quote them: 'texts/**/*.txt'; "
+          "** matches any number of directories): text, JSON rows (.jsonl, "
+          ".ndjson, .json; one per line or one list) and CSV, optionally "
+          "compressed (.gz, .zst), Parquet, Arrow, and directories written by "
+          "save_to_disk of datasets. Each text file and each row is one "
+          "document")
       ->required();
   add_output(*command, *options);
   command->add_option(
       "--tokenizer,-t",
       options->text,
-      "'bytes' (a byte is a token, 256 ends a document, vocabulary 257), or a "
-      "Hugging Face tokenizer: its folder or its tokenizer.json (needs Python "
-      "with the tokenizers package) [bytes]");
+      "Tokenizer: 'bytes' (one token per byte, 256 ends a document, vocabulary "
+      "size 257), or a Hugging Face tokenizer directory or tokenizer.json "
+      "(requires Python with the tokenizers package) [bytes]");
   command->add_option(
       "--text-field",
       options->text,
-      "Field of JSON rows, and column of CSV, Parquet and Arrow (the latter "
-      "two need Python with the pyarrow package), that has the documents "
+      "Field of JSON rows, or column of CSV, Parquet and Arrow (the latter two "
+      "require Python with the pyarrow package), that contains the documents "
       "[text]");
   command->add_option(
       "--format",
       options->text,
-      "Kind of the files: auto (by their first bytes and names), text (bytes "
-      "that are not UTF-8 become U+FFFD), json, parquet, arrow, csv, or bytes "
-      "(each byte as it is, for --tokenizer bytes) [auto]");
+      "File format: auto (detected from content and name), text (bytes that "
+      "are not valid UTF-8 become U+FFFD), json, parquet, arrow, csv, or bytes "
+      "(raw bytes, for --tokenizer bytes) [auto]");
   command->add_flag(
       "--chat",
       options->flag,
-      "Each row of JSON is a conversation, which the tokenizer's chat template "
-      "writes: the field messages (a list of role and content), or prompt and "
-      "completion; tools if there are any (needs Python with the transformers "
-      "and jinja2 packages)");
+      "Treat each JSON row as a conversation and format it with the "
+      "tokenizer's chat template. Rows have messages (a list of role and "
+      "content), or prompt and completion, and optionally tools (requires "
+      "Python with the transformers and jinja2 packages)");
   command->add_option(
       "--train-on",
       options->text,
-      "With --chat, the tokens whose loss is taken: assistant (the assistant's "
-      "messages), last (the last of them) or all [assistant]");
+      "With --chat, which tokens contribute to the loss: assistant (all "
+      "assistant messages), last (the last assistant message), or all "
+      "[assistant]");
   command->add_option(
       "--chat-template-kwargs",
       options->text,
-      "With --chat, variables of the chat template as a JSON object, for "
-      "example '{\"enable_thinking\": false}'. Variables in the field "
-      "chat_template_kwargs of a row take precedence [none]");
+      "With --chat, variables for the chat template as a JSON object, for "
+      "example '{\"enable_thinking\": false}'. The field chat_template_kwargs "
+      "of a row overrides them [none]");
   command->add_flag(
       "--parse-special",
       options->flag,
-      "Take control tokens that a text spells out (<|endoftext|>) as these "
-      "tokens and not as text");
+      "Parse control tokens that are spelled out in a text (<|endoftext|>) as "
+      "tokens instead of text");
   command->add_option(
       "--validation-fraction",
       options->number,
-      "Share of the documents that become the validation split, chosen by the "
-      "hash of their names; of a single document, its end [0.05]");
+      "Fraction of the documents in the validation split, selected by the hash "
+      "of their names; for a single document, its last part [0.05]");
   command->add_option(
       "--end-of-document",
       options->text,
-      "Text of the token that ends a document, for a tokenizer.json "
-      "[the folder's eos_token, or <|end_of_text|>, <|endoftext|>, </s> or "
-      "<eos>, whichever it has]");
+      "Text of the end-of-document token, for a tokenizer.json [eos_token of "
+      "the tokenizer directory, or the first of <|end_of_text|>, "
+      "<|endoftext|>, </s>, <eos> in the vocabulary]");
   command->add_option(
       "--begin-of-document,--bos",
       options->text,
-      "Text of a token to put before each document, for a tokenizer.json, or "
-      "none [what AutoTokenizer puts before a text, if anything]");
+      "Text of the token to insert before each document, for a tokenizer.json, "
+      "or none [the token that AutoTokenizer inserts, if any]");
   add_writing(
       *command,
       *options,
-      "Python that reads the files [$FLATSHARD_PYTHON, else .venv/bin/python "
-      "here or next to the program, else python3]");
+      "Python interpreter that reads the files [$FLATSHARD_PYTHON, or "
+      ".venv/bin/python in the current directory or next to the program, or "
+      "python3]");
   command->footer("Example:\n"
                   "  flatshard data prepare --input 'texts/**/*.txt' --output "
                   "corpora/texts\n"
@@ -170,50 +172,52 @@ void add_prepare(CLI::App& data) {
 void add_import(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "import",
-      "Make a corpus folder of tokens that another program has written");
+      "Create a dataset from token files that another program has written");
   const auto options = std::make_shared<PythonOptions>();
   command
       ->add_option(
           "--input,-i",
           options->inputs,
-          "Token files, folders or globs: nanoGPT's and llm.c's .bin, "
-          "Megatron's .bin with its .idx, NumPy's .npy")
+          "Token files, directories or glob patterns: .bin of nanoGPT and "
+          "llm.c, .bin with .idx of Megatron, .npy of NumPy")
       ->required();
   command->add_option(
       "--validation",
       options->validation,
-      "The same for the validation split [documents of --input]");
+      "Token files for the validation split [a fraction of the documents of "
+      "--input]");
   add_output(*command, *options);
   command
       ->add_option(
           "--tokenizer,-t",
           options->text,
-          "The Hugging Face tokenizer that the tokens are of (its folder or "
-          "its tokenizer.json), or none with --vocab-size and "
-          "--end-of-document")
+          "Tokenizer that produced the tokens (a Hugging Face directory or "
+          "tokenizer.json), or none with --vocab-size and --end-of-document")
       ->required();
   command->add_option(
       "--vocab-size",
       options->count,
-      "Every token is below this [the tokenizer's]");
+      "Vocabulary size; every token must be smaller [the tokenizer's "
+      "vocabulary size]");
   command->add_option(
       "--end-of-document",
       options->text,
-      "Text or id of the token that ends a document [the tokenizer's own]");
+      "Text or id of the end-of-document token [eos_token of the tokenizer]");
   command->add_option(
       "--dtype",
       options->text,
-      "Type of the tokens of files without a header: uint16, uint32, int64 or "
-      "another type of integers [uint16]");
+      "Integer type of tokens in files without a header, such as uint16, "
+      "uint32 or int64 [uint16]");
   command->add_option(
       "--validation-fraction",
       options->number,
-      "Without --validation: the share of the documents for that split [0.05]");
+      "Without --validation: fraction of the documents in the validation split "
+      "[0.05]");
   add_writing(
       *command,
       *options,
-      "Python with the numpy package, and tokenizers for a tokenizer, as for "
-      "data prepare");
+      "Python interpreter with the numpy package, and with tokenizers for a "
+      "tokenizer, as for data prepare");
   command->footer(
       "Example:\n"
       "  flatshard data import --input train.bin --validation val.bin "
@@ -225,40 +229,43 @@ void add_import(CLI::App& data) {
 void add_show(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "show",
-      "Print a sample as training sees it, with what is trained highlighted");
+      "Print a training sample, with the tokens that contribute to the loss "
+      "highlighted");
   struct Show {
     std::string folder;
     data::ShowOptions options;
     std::string packing = "documents";
   };
   const auto show = std::make_shared<Show>();
-  command->add_option("folder", show->folder, "A corpus folder")->required();
+  command->add_option("folder", show->folder, "Dataset directory")->required();
   command->add_option(
       "--sample",
       show->options.sample,
-      "Number of the sample, in the order of the corpus [0]");
+      "Index of the sample, in dataset order [0]");
   command->add_option(
       "--split",
       show->options.split,
-      "train or validation [train]");
+      "Split: train or validation [train]");
   command->add_option(
       "--seq-len",
       show->options.packing.seq_len,
-      "Tokens of a sample, as training.seq_len [2048]");
+      "Number of tokens per sample, as training.seq_len [2048]");
   command
       ->add_option(
           "--packing",
           show->packing,
-          "documents or stream, as data.packing [documents]")
+          "How samples are formed, as data.packing: documents or stream "
+          "[documents]")
       ->check(CLI::IsMember({"documents", "stream"}));
   command->add_option(
       "--documents-per-sample",
       show->options.packing.max_documents,
-      "As data.documents_per_sample [seq_len / 64, at least 16]");
+      "Maximum number of documents per sample, as data.documents_per_sample "
+      "[seq_len / 64, but at least 16]");
   command->add_option(
       "--python",
       show->options.python,
-      "Python with the tokenizers package, as for data prepare");
+      "Python interpreter with the tokenizers package, as for data prepare");
   command->footer(
       "Trained tokens are green on a terminal, and between [[ and ]] "
       "elsewhere.\n"
@@ -276,9 +283,9 @@ void add_show(CLI::App& data) {
 void add_info(CLI::App& data) {
   CLI::App* command = data.add_subcommand(
       "info",
-      "Show what a corpus folder holds, and check that it is whole");
+      "Describe a dataset and check that it is complete");
   const auto folder = std::make_shared<std::string>();
-  command->add_option("folder", *folder, "A corpus folder")->required();
+  command->add_option("folder", *folder, "Dataset directory")->required();
   command->callback([folder] {
     const data::CorpusMeta meta = data::CorpusMeta::load(*folder);
     for (const data::SplitMeta& split : meta.splits) {
@@ -291,9 +298,8 @@ void add_info(CLI::App& data) {
 }  // namespace
 
 void add_data_command(CLI::App& program) {
-  CLI::App* data = program.add_subcommand(
-      "data",
-      "Prepare and inspect the token files that training reads");
+  CLI::App* data =
+      program.add_subcommand("data", "Prepare and inspect datasets");
   data->require_subcommand(1);
   add_prepare(*data);
   add_import(*data);

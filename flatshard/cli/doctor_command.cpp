@@ -223,7 +223,7 @@ int run_doctor(std::vector<std::string> argv) {
   const int ranks = spawn_local_ranks(kRanks, argv);
   if (ranks != 0) {
     fmt::print(
-        "does not work: {} ranks, which ended with {}: see the error above\n",
+        "does not work: {} ranks exited with {}: see the error above\n",
         kRanks,
         ranks);
   }
@@ -237,9 +237,9 @@ void add_doctor_command(
     const std::vector<std::string>& argv) {
   CLI::App* command = program.add_subcommand(
       "doctor",
-      "Try what this build can do on this machine: a step on the CPU and on "
-      "each kind of GPU, two ranks, copies between GPUs. Ends with 1 and the "
-      "reason when something does not work");
+      "Check the installation: run a training step on the CPU and on each type "
+      "of GPU, test two ranks, and test copies between GPUs. Exits with 1 and "
+      "the reason on failure");
   const auto as_rank = std::make_shared<std::string>();
   command
       ->add_option("--as-rank", *as_rank)  // of the doctor itself
@@ -261,7 +261,7 @@ void add_doctor_command(
 void add_info_command(CLI::App& program, const std::string& version) {
   CLI::App* command = program.add_subcommand(
       "info",
-      "Show the versions of this build, and the machine with its GPUs");
+      "Print the versions of this build, the machine and its GPUs");
   command->callback([version] {
     print_fact("flatshard", version);
     print_machine();

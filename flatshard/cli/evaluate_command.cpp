@@ -15,7 +15,7 @@ namespace {
 std::string to_text(const Evaluated& found) {
   std::string text = fmt::format(
       "weights        {}\nsequences      {} of {} tokens, packing {}, {}\nloss "
-      "          {:.4f} nats a token\nperplexity     {:.4f}\n",
+      "          {:.4f} nats per token\nperplexity     {:.4f}\n",
       found.model,
       found.sequences,
       found.seq_len,
@@ -35,8 +35,8 @@ std::string to_text(const Evaluated& found) {
 void add_evaluate_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "evaluate",
-      "Measure the loss of a run's weights, of a checkpoint or of a Hugging "
-      "Face folder on the validation split of a corpus");
+      "Evaluate the loss of a run, a checkpoint or a Hugging Face model on the "
+      "validation split of a dataset");
   struct Arguments {
     EvaluateOptions options;
     std::string packing;
@@ -49,58 +49,66 @@ void add_evaluate_command(CLI::App& program) {
       ->add_option(
           "--run,--hf",
           options.model,
-          "output_dir of a run (its last weights, or of an interrupted one the "
-          "latest checkpoint), a checkpoint (.../step-100) or a Hugging Face "
-          "folder")
+          "output_dir of a run (its final weights, or the latest checkpoint if "
+          "it was interrupted), a checkpoint (.../step-100) or a Hugging Face "
+          "model directory")
       ->required();
-  command->add_option("--step", options.step, "Checkpoint of that step")
+  command->add_option("--step", options.step, "Step of the checkpoint to load")
       ->check(CLI::NonNegativeNumber);
-  command->add_option("--data", options.data, "Corpus folder")->required();
+  command->add_option("--data", options.data, "Dataset directory")->required();
   command
       ->add_option(
           "--sequences",
           options.sequences,
-          "How many sequences from the split's begin; -1: all [-1]")
+          "Number of sequences to evaluate, from the start of the split; -1: "
+          "all [-1]")
       ->check(CLI::PositiveNumber | CLI::IsMember({-1}));
   command
       ->add_option(
           "--seq-len",
           options.seq_len,
-          "Tokens of a sequence [the model's longest, at most 4096]")
+          "Number of tokens per sequence [the maximum of the model, but at "
+          "most 4096]")
       ->check(CLI::PositiveNumber);
   command
       ->add_option(
           "--batch-size",
           options.batch_size,
-          "Sequences of one forward [1]")
+          "Number of sequences per forward [1]")
       ->check(CLI::PositiveNumber);
   command
       ->add_option(
           "--packing",
           arguments->packing,
-          "How documents become sequences, stream or documents [the run's "
-          "data.packing; stream for a Hugging Face folder]")
+          "How sequences are formed: stream or documents [data.packing of the "
+          "run, or stream for a Hugging Face model]")
       ->check(CLI::IsMember({"stream", "documents"}));
   command->add_option(
       "--per-document",
       arguments->per_document,
-      "Write a line of JSON for each document to this file: index, tokens, "
-      "loss, bytes; also counts bits per byte for any tokenizer");
+      "Write one line of JSON per document to this file: index, tokens, loss, "
+      "bytes. Also reports bits per byte for any tokenizer");
   command->add_option(
       "--python",
       options.python,
-      "Python with the tokenizers package, for --per-document with a "
-      "tokenizer.json [$FLATSHARD_PYTHON, else .venv/bin/python here or next "
-      "to the program, else python3]");
+      "Python interpreter with the tokenizers package, for --per-document with "
+      "a tokenizer.json [$FLATSHARD_PYTHON, or .venv/bin/python in the current "
+      "directory or next to the program, or python3]");
   command
       ->add_option(
           "--dtype",
           options.dtype,
-          "Of weights and activations; auto is the run's precision.compute, "
-          "and float32 for a Hugging Face folder [auto]")
+          "Data type of weights and activations. auto: precision.compute of "
+          "the run, or float32 for a Hugging Face model [auto]")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
-  command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
-  command->add_flag("--json", arguments->json, "Print one line of JSON");
+  command->add_option(
+      "--device",
+      options.device,
+      "Device: auto, cpu or cuda [auto]");
+  command->add_flag(
+      "--json",
+      arguments->json,
+      "Print the result as one line of JSON");
   command->footer("Examples:\n  flatshard evaluate --run outputs/run --data "
                   "corpora/texts\n  flatshard evaluate --hf models/base --data "
                   "corpora/texts --per-document losses.jsonl");

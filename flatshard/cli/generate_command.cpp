@@ -40,7 +40,7 @@ std::vector<std::string> lines_of(
   FLATSHARD_CHECK(
       !lines.empty(),
       config,
-      "{}: expected a text in each line of {}, got none",
+      "{}: {} contains no text; write one prompt per line",
       option,
       path);
   return lines;
@@ -54,8 +54,7 @@ std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
       chat || (arguments.messages.empty() && additions.system.empty() &&
                additions.template_kwargs.empty()),
       config,
-      "--messages, --system and --chat-template-kwargs belong to chats; add "
-      "--chat");
+      "--messages, --system and --chat-template-kwargs require --chat");
   if (!arguments.messages.empty()) {
     return read_chat_rows(arguments.messages, additions);
   }
@@ -66,8 +65,7 @@ std::vector<std::string> prompts_of(const GenerateArguments& arguments) {
   FLATSHARD_CHECK(
       !chat || !prompts.front().empty(),
       config,
-      "--chat: expected a user's message; give --prompt, --prompts or "
-      "--messages");
+      "--chat requires a user message: give --prompt, --prompts or --messages");
   for (std::string& prompt : prompts) {
     prompt = chat ? chat_row(additions, prompt) : prompt;
   }
@@ -80,86 +78,87 @@ void add_inputs(CLI::App& command, GenerateArguments& arguments) {
       .add_option(
           "--run,--hf",
           options.run,
-          "output_dir of a run (its last weights, or of an interrupted one the "
-          "latest checkpoint), a checkpoint (.../step-100) or a Hugging Face "
-          "folder")
+          "output_dir of a run (its final weights, or the latest checkpoint if "
+          "it was interrupted), a checkpoint (.../step-100) or a Hugging Face "
+          "model directory")
       ->required();
-  command.add_option("--step", options.step, "Checkpoint of that step")
+  command.add_option("--step", options.step, "Step of the checkpoint to load")
       ->check(CLI::NonNegativeNumber);
   CLI::Option* prompt = command.add_option(
       "--prompt",
       options.prompt,
-      "Text to continue; with --chat, a message of the user");
+      "Text to continue, or with --chat a user message");
   CLI::Option* prompts =
       command
           .add_option(
               "--prompts",
               arguments.prompts,
-              "A file with such a text in each line, in place of --prompt")
+              "File with one prompt per line, instead of --prompt")
           ->excludes(prompt);
   command.add_flag(
       "--chat",
       options.chat,
-      "Put messages through the tokenizer's own chat template, and print the "
-      "assistant's answer; needs the Python package transformers");
+      "Format messages with the tokenizer's chat template and print the answer "
+      "of the assistant (requires the Python package transformers)");
   command
       .add_option(
           "--messages",
           arguments.messages,
-          "With --chat: a JSON file with a list of messages, or JSON lines "
-          "with \"messages\", one conversation each")
+          "With --chat: JSON file with a list of messages, or JSON lines with "
+          "\"messages\", one conversation per line")
       ->excludes(prompt)
       ->excludes(prompts);
   command.add_option(
       "--system",
       arguments.additions.system,
-      "With --chat: a system message in front of the others");
+      "With --chat: system message, placed before all others");
   command.add_option(
       "--chat-template-kwargs",
       arguments.additions.template_kwargs,
-      "With --chat: variables of the chat template as a JSON object, for "
-      "example '{\"enable_thinking\": false}'. Variables in the field "
-      "chat_template_kwargs of a conversation take precedence [none]");
+      "With --chat: variables for the chat template as a JSON object, for "
+      "example '{\"enable_thinking\": false}'. The field chat_template_kwargs "
+      "of a conversation overrides them [none]");
   command.add_flag(
       "--parse-special",
       options.parse_special,
-      "Take control tokens that the prompt spells out (<|im_start|>) as these "
-      "tokens and not as text");
+      "Parse control tokens that are spelled out in the prompt (<|im_start|>) "
+      "as tokens instead of text");
   command.add_option(
       "--corpus",
       options.corpus,
-      "Corpus folder whose tokenizer is used [the run's data.train, or the "
-      "Hugging Face folder's own]");
+      "Dataset directory whose tokenizer to use [data.train of the run, or the "
+      "tokenizer of the Hugging Face model]");
   command.add_option(
       "--python",
       options.python,
-      "Python with the tokenizers package, for a tokenizer.json "
-      "[$FLATSHARD_PYTHON, else .venv/bin/python here or next to the program, "
-      "else python3]");
+      "Python interpreter with the tokenizers package, for a tokenizer.json "
+      "[$FLATSHARD_PYTHON, or .venv/bin/python in the current directory or "
+      "next to the program, or python3]");
 }
 
 void add_sampling(CLI::App& command, GenerateOptions& options) {
   command.add_option(
       "--max-new-tokens",
       options.max_new_tokens,
-      "Tokens to add at most [200]");
+      "Maximum number of tokens to generate [200]");
   command.add_option(
       "--temperature",
       options.temperature,
-      "0 takes the likeliest token, 1 the model's own distribution [0.8]");
+      "Sampling temperature: 0 always selects the most likely token, 1 samples "
+      "from the model's distribution [0.8]");
   command.add_option(
       "--top-k",
       options.top_k,
-      "Draw among the k likeliest; 0: all [0]");
+      "Sample from the k most likely tokens; 0: from all [0]");
   command.add_option(
       "--top-p",
       options.top_p,
-      "Draw among the likeliest tokens whose probabilities add up to this; 1: "
-      "all [1]");
+      "Sample from the most likely tokens whose probabilities sum to this "
+      "value; 1: from all [1]");
   command.add_option(
       "--seed",
       options.seed,
-      "Of the draws of each prompt, which do not depend on the others [0]");
+      "Random seed, applied to each prompt independently [0]");
 }
 
 }  // namespace
@@ -167,8 +166,8 @@ void add_sampling(CLI::App& command, GenerateOptions& options) {
 void add_generate_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "generate",
-      "Continue texts or answer chats with the weights of a run, a checkpoint "
-      "or a Hugging Face folder");
+      "Generate text or chat answers with a run, a checkpoint or a Hugging "
+      "Face model");
   const auto arguments = std::make_shared<GenerateArguments>();
   GenerateOptions& options = arguments->options;
   add_inputs(*command, *arguments);
@@ -176,16 +175,19 @@ void add_generate_command(CLI::App& program) {
   command->add_option(
       "--batch-size",
       options.batch_size,
-      "Prompts that run at a time; each keeps the keys and values of its "
-      "tokens [8]");
+      "Number of prompts to generate in parallel; the KV cache grows with it "
+      "[8]");
   command
       ->add_option(
           "--dtype",
           options.dtype,
-          "Of weights, keys and values; auto is the run's precision.compute, "
-          "and float32 for a Hugging Face folder [auto]")
+          "Data type of weights and KV cache. auto: precision.compute of the "
+          "run, or float32 for a Hugging Face model [auto]")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16"}));
-  command->add_option("--device", options.device, "auto, cpu or cuda [auto]");
+  command->add_option(
+      "--device",
+      options.device,
+      "Device: auto, cpu or cuda [auto]");
   command->footer(
       "Examples:\n  flatshard generate --run outputs/run --prompt \"Once upon "
       "a time\"\n  flatshard generate --run outputs/run --prompts prompts.txt "

@@ -13,20 +13,22 @@ namespace flatshard {
 void add_norms_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "norms",
-      "Show the norms of weights and gradients that a run logged "
+      "Print the norms of weights and gradients that a run logged "
       "(diagnostics.norms_freq)");
   const auto options = std::make_shared<NormsReportOptions>();
   command->add_option("--run", options->run, "output_dir of the run")
       ->required();
-  command->add_option("--step", options->step, "Which step [the last]")
+  command->add_option("--step", options->step, "Step to print [the last]")
       ->check(CLI::PositiveNumber);
   command
       ->add_option(
           "--sort",
           options->sort,
-          "model, weight, grad or ratio (grad / weight), largest first [model]")
+          "Sort order: model, or by weight, grad or ratio (grad / weight) with "
+          "the largest first [model]")
       ->check(CLI::IsMember({"model", "weight", "grad", "ratio"}));
-  command->add_option("--top", options->top, "Rows to show; 0: all [0]")
+  command
+      ->add_option("--top", options->top, "Number of rows to print; 0: all [0]")
       ->check(CLI::NonNegativeNumber);
   command->footer(
       "Example:\n  flatshard norms --run outputs/run --sort ratio --top 20");

@@ -151,7 +151,7 @@ void plan(PlanArguments arguments) {
         "8");
   }
   if (arguments.machines.ranks == 0) {
-    throw_plan_usage("expected --ranks: how many GPUs the run is planned for");
+    throw_plan_usage("plan requires --ranks, the number of GPUs of the run");
   }
   PlannedMachines& machines = arguments.machines;
   machines.gpu = plan::find_gpu(arguments.gpu);
@@ -163,8 +163,8 @@ void plan(PlanArguments arguments) {
   if (arguments.sweep) {
     if (!arguments.svg.empty() || tokens) {
       throw_plan_usage(
-          "--sweep prints tables of many plans: leave --svg and --tokens out, "
-          "or plan one of them without --sweep");
+          "--sweep compares many configurations, so it cannot be combined with "
+          "--svg or --tokens; use these without --sweep");
     }
     const Sweep found = sweep(config, machines);
     fmt::print(
@@ -206,68 +206,71 @@ void run_plan(
 void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
   CLI::App* command = program.add_subcommand(
       "plan",
-      "Print what a run needs before it starts: the bytes of a rank, the time "
-      "of a step, GPU-hours");
+      "Estimate the requirements of a run before it starts: memory per rank, "
+      "step time and GPU-hours");
   const auto arguments = std::make_shared<PlanArguments>();
   command->add_option(
       "config",
       arguments->config,
-      "The run as a TOML file, a Hugging Face folder, or a preset such as "
+      "Config file (TOML), Hugging Face model directory, or preset such as "
       "llama3_8b");
   command->add_option(
       "--set",
       arguments->overrides,
-      "section.key=value, over the file's; may be given several times");
-  command
-      ->add_option(
-          "--ranks",
-          arguments->machines.ranks,
-          "GPUs that the run is planned for")
+      "Override a key of the config (section.key=value); can be repeated");
+  command->add_option("--ranks", arguments->machines.ranks, "Number of GPUs")
       ->check(CLI::Range(1, 1 << 20));
   command
       ->add_option(
           "--ranks-per-host",
           arguments->machines.ranks_per_host,
-          "GPUs of a host, which NVLink joins; the network joins hosts [8]")
+          "Number of GPUs per host; NVLink connects the GPUs of a host, and "
+          "the network connects hosts [8]")
       ->check(CLI::Range(1, 1 << 20));
   command->add_option(
       "--gpu",
       arguments->gpu,
-      "h100, h200, b200, a100, or a file that --calibrate wrote [h100]");
+      "GPU: h100, h200, b200, a100, or a file written by --calibrate [h100]");
   command->add_option(
       "--tokens",
       arguments->tokens,
-      "Print GPU-hours and days for so many tokens, such as 15T or 300B");
+      "Also print GPU-hours and days to train on this many tokens, such as 15T "
+      "or 300B");
   command->add_flag(
       "--sweep",
       arguments->sweep,
-      "Try strategies, replicas, recompute, batches, FP8 and expert degrees, "
-      "and print what fits, the fastest first, and what does not");
+      "Try strategies, replicas, activation checkpointing, batch sizes, FP8 "
+      "and expert parallelism. Print the configurations that fit, fastest "
+      "first, and those that do not");
   command->add_option(
       "--svg",
       arguments->svg,
-      "Draw the streams of the step into this file");
-  command->add_flag("--json", arguments->json, "Print one JSON object");
+      "Draw the timeline of the step to this file");
+  command->add_flag(
+      "--json",
+      arguments->json,
+      "Print the result as one JSON object");
   const std::vector<CLI::Option*> of_plans = command->get_options();
   const CLI::Option* calibrate = command->add_flag(
       "--calibrate",
       arguments->calibrate,
-      "Measure this machine's GPU and links into a table for --gpu");
+      "Measure the GPU and the links of this machine and write a file for "
+      "--gpu");
   command
       ->add_option(
           "--nproc",
           arguments->nproc,
-          "With --calibrate: ranks to measure links between, one for each GPU "
-          "[1]")
+          "With --calibrate: number of ranks to measure links between, one per "
+          "GPU [1]")
       ->check(CLI::Range(1, 1024));
   command->add_option(
       "--device",
       arguments->device,
-      "With --calibrate: auto, cpu or cuda [auto]");
+      "With --calibrate: device, auto, cpu or cuda [auto]");
   command->add_option(
       "-o,--output",
       arguments->output,
-      "With --calibrate: file for the table [standard output]");
+      "With --calibrate: output file [standard output]");
   command->footer(
       "Examples:\n"
       "  flatshard plan llama3_8b --ranks 8\n"
@@ -283,8 +286,8 @@ void add_plan_command(CLI::App& program, const std::vector<std::string>& argv) {
     refuse_unused(
         arguments->calibrate ? of_plans : of_calibration,
         arguments->calibrate
-            ? "has no effect with --calibrate; leave one of them out"
-            : "needs --calibrate; leave it out to plan a run");
+            ? "has no effect with --calibrate; remove one of the two"
+            : "requires --calibrate; remove it to plan a run");
     run_plan(*arguments, argv);
   });
 }

@@ -46,23 +46,20 @@ void report_runs(ReportArguments& arguments) {
 void add_report_command(CLI::App& program) {
   CLI::App* command = program.add_subcommand(
       "report",
-      "Make a page of what runs measured: one HTML file that needs no network");
+      "Create a self-contained HTML report of one or more runs");
   const auto arguments = std::make_shared<ReportArguments>();
   command->add_option("--run", arguments->options.run, "output_dir of a run")
       ->required();
   command->add_option(
       "--compare",
       arguments->options.compare,
-      "output_dir of each run to compare it with");
+      "output_dir of each run to compare with");
   command->add_option(
       "-o,--to,--output",
       arguments->output,
-      "File to write [report.html in the folder of --run; with --json standard "
-      "output]");
-  command->add_flag(
-      "--json",
-      arguments->json,
-      "Write all series as JSON, for programs");
+      "Output file [report.html in the directory of --run, or standard output "
+      "with --json]");
+  command->add_flag("--json", arguments->json, "Write all series as JSON");
   command->footer("Examples:\n"
                   "  flatshard report --run outputs/run\n"
                   "  flatshard report --run outputs/b --compare outputs/a --to "

@@ -112,7 +112,7 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
   const char* name = stop_signal_name(stop.signal);
   if (!stop.saved) {
     log_info(
-        "stopped by {} after step {}; nothing was saved, since "
+        "stopped by {} after step {}; no checkpoint was saved because "
         "checkpoint.interval = 0",
         name,
         stop.step);
@@ -121,8 +121,8 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
   const bool by_others =
       launched_by_environment() && !launched_by_this_program();
   log_info(
-      "stopped by {} after step {}, which has a checkpoint; continue{} "
-      "with:\n  {}",
+      "stopped by {} after step {}, which has a checkpoint; resume{} with:\n  "
+      "{}",
       name,
       stop.step,
       by_others ? ", under the same launcher," : "",
@@ -208,9 +208,8 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       launched_by_environment() &&
       (launched_by_this_program() || !in_slurm_batch_script());
   if (arguments.max_restarts > 0 && !launched && arguments.nproc <= 1) {
-    throw_usage(
-        "--max-restarts starts the ranks of --nproc again: add --nproc, or "
-        "leave it out");
+    throw_usage("--max-restarts requires --nproc, because it restarts the "
+                "ranks that --nproc started; add --nproc or remove it");
   }
   std::vector<std::string> notes;
   const Config config = load_config(arguments.config, overrides, &notes);
@@ -229,8 +228,8 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
     FLATSHARD_CHECK(
         arguments.max_restarts == 0 || config.checkpoint.interval > 0,
         config,
-        "--max-restarts goes back to checkpoints, and checkpoint.interval is "
-        "0, so there are none");
+        "--max-restarts requires checkpoints to restart from; set "
+        "checkpoint.interval to 1 or more");
     const int code = spawn(arguments, config, argv);
     if (code != 0) {
       throw CLI::RuntimeError(code);
@@ -274,7 +273,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   }
   if (env.rank == 0) {
     log_info(
-        "the run is in {}; continue with:\n  {}",
+        "the run is in {}; next:\n  {}",
         config.run.output_dir,
         fmt::join(next_commands(config, shell_word(argv.front())), "\n  "));
   }
@@ -304,45 +303,46 @@ void report_failure(const std::exception& error) {
 void add_train_command(
     CLI::App& program,
     const std::vector<std::string>& argv) {
-  CLI::App* command = program.add_subcommand(
-      "train",
-      "Train a model, sharded over all ranks of the job");
+  CLI::App* command =
+      program.add_subcommand("train", "Train a model on all ranks of the job");
   const auto arguments = std::make_shared<TrainArguments>();
-  command->add_option("config", arguments->config, "The run as a TOML file");
+  command->add_option("config", arguments->config, "Config file (TOML)");
   command
       ->add_option(
           "--nproc",
           arguments->nproc,
-          "Ranks to start on this machine [1]; ignored under torchrun and srun")
+          "Number of ranks to start on this machine [1]; ignored under "
+          "torchrun and srun")
       ->check(CLI::Range(1, 1024));
   command->add_option(
       "--set",
       arguments->overrides,
-      "section.key=value, over the file's; may be given several times");
+      "Override a key of the config (section.key=value); can be repeated");
   command->add_option(
       "--device",
       arguments->device,
-      "auto, cpu or cuda [auto]");
+      "Device: auto, cpu or cuda [auto]");
   command->add_flag(
       "--resume",
       arguments->resume,
-      "Continue from the run's latest checkpoint; without one, start");
+      "Resume from the latest checkpoint, or start from scratch if there is "
+      "none");
   command
       ->add_option(
           "--max-restarts",
           arguments->max_restarts,
-          "With --nproc: start all ranks again so often when one fails, from "
-          "the latest checkpoint [0]")
+          "Number of times to restart all ranks from the latest checkpoint "
+          "after a failure (with --nproc) [0]")
       ->check(CLI::Range(0, 1000000));
   command->add_flag(
       "--profile",
       arguments->profile,
-      "Write a Chrome trace of one step (profiling.step) and print where the "
-      "GPU's time went, without one the CPU's");
+      "Profile one step (profiling.step): write a Chrome trace and print a "
+      "summary of GPU time (CPU time without a GPU)");
   command->add_flag(
       "--help-config",
       arguments->help_config,
-      "Print every key of the config with its default and meaning");
+      "Print every config key with its default and description");
   command->footer("Examples:\n"
                   "  flatshard train examples/demo.toml --nproc 2\n"
                   "  torchrun --no-python --nproc_per_node 8 flatshard train "

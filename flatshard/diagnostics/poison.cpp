@@ -190,9 +190,9 @@ std::vector<std::shared_ptr<void>> protected_ranges(
         {begin + offsets[i],
          begin + end,
          fmt::format(
-             "[{}] usage error: parameter {} was read or written while unit "
-             "{} is released; use it only inside the forward of its unit, "
-             "called through its holder, or go by Runtime::groups()",
+             "[{}] usage error: parameter {} was read or written while unit {} "
+             "is resharded; use it only inside the forward of its unit, called "
+             "through its holder, or use Runtime::groups()",
              who,
              parameters[i].name,
              parameters[i].unit)});

@@ -163,13 +163,13 @@ std::string slurm_conflict(int nproc) {
         "or give --nproc to start the ranks on this node",
         tasks);
   }
-  return nodes == "1" ? std::string()
-                      : fmt::format(
-                            "--nproc {} starts ranks on one node, but this "
-                            "Slurm job has {}; leave it out and put srun "
-                            "before flatshard",
-                            nproc,
-                            nodes);
+  return nodes == "1"
+             ? std::string()
+             : fmt::format(
+                   "--nproc {} starts ranks on one node, but this Slurm job "
+                   "has {}; remove it and start flatshard with srun",
+                   nproc,
+                   nodes);
 }
 
 bool launched_by_environment() {

@@ -140,7 +140,7 @@ void GpuReader::check_all_read() const {
     const std::string near = near_name(leaf, read_);
     FLATSHARD_THROW(
         format,
-        "{}: there is no key {} in a table of a GPU{}",
+        "{}: unknown key {} in a GPU file{}",
         origin_,
         leaf,
         near.empty() ? "" : fmt::format("; did you mean {}?", near));

@@ -204,7 +204,7 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
   const std::string gpu = (folder / "gpu.toml").string();
   for (const auto& [words, says] : std::map<std::string, std::string>{
            {"plan", "flatshard plan run.toml --ranks 8"},
-           {"plan llama3_8b", "expected --ranks"},
+           {"plan llama3_8b", "requires --ranks"},
            {"plan llama3_8b --ranks 0", "--ranks"},
            {"plan nothing --ranks 8", "or a preset (llama3_1b, "},
            {"plan llama38b --ranks 8",
@@ -236,7 +236,8 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
            {"plan llama3_70b --ranks 4096 --set parallelism.granularity=tensor",
             "padding"},
            {"plan llama3_8b --ranks 8 --svg /none/x.svg", "'/none/x.svg'"},
-           {"plan llama3_8b --ranks 8 --sweep --tokens 1T", "leave --svg"},
+           {"plan llama3_8b --ranks 8 --sweep --tokens 1T",
+            "--svg or --tokens"},
            {"plan llama3_8b --rank 8", "did you mean '--ranks'?"}}) {
     const auto result = run(words);
     EXPECT_NE(result.code, 0) << words;

@@ -280,7 +280,7 @@ TEST_F(Program, TextsToContinueComeFromAFile) {
   const auto empty = folder_.write("empty.txt", "\n\n");
   const Result nothing = run("generate --run x --prompts " + empty.string());
   EXPECT_EQ(nothing.code, 1);
-  EXPECT_THAT(nothing.output, HasSubstr("expected a text in each line"));
+  EXPECT_THAT(nothing.output, HasSubstr("contains no text"));
   EXPECT_EQ(run("generate --run x --prompt a --prompts b").code, 2);
 }
 
@@ -442,13 +442,13 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
   };
   const Result plain = train("0");
   ASSERT_EQ(plain.code, 0) << plain.output;
-  EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
+  EXPECT_THAT(plain.output, Not(HasSubstr("stay unsharded")));
   const std::string expected = weights();
   ASSERT_FALSE(expected.empty());
   // The embedding and six blocks. The head begins the backward.
   const Result kept = train("1");
   ASSERT_EQ(kept.code, 0) << kept.output;
-  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));
+  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay unsharded"));
   EXPECT_TRUE(weights() == expected);
 
   const Result little = train("0.00001");

@@ -16,57 +16,60 @@ constexpr UsedIf kDelays{
 
 const ConfigKey kDiagnosticsKeys[] = {
     KEY(profiling.enabled,
-        "write a Chrome trace of one step",
+        "Write a Chrome trace of one step.",
         .conflicts =
             {{{"profiling.step", "training.steps"},
               WHEN(c.profiling.step > c.training.steps),
               "the step comes after the last one, so there would be no "
               "trace"}}),
     KEY(profiling.step,
-        "the step to trace, counted from 1",
+        "Step to trace, starting at 1.",
         .range = {1, kMaxSteps},
         .used_if = {kTraces}),
     KEY(profiling.folder,
-        "where traces go, below run.output_dir",
+        "Directory for traces, relative to run.output_dir.",
         .is_path = true,
         .used_if = {kTraces}),
 
     KEY(diagnostics.norms_freq,
-        "steps between rows with the norm of every parameter and gradient in "
-        "metrics.jsonl, shown by 'flatshard norms'; 0: never",
+        "Write the norm of every parameter and gradient to metrics.jsonl every "
+        "N steps. 'flatshard norms' prints them. 0 disables it.",
         .range = {.max = kMaxSteps}),
     KEY(diagnostics.nan_check,
-        "look for NaN and infinite values in gradients (before and after their "
-        "reduction) and weights; the first one ends the run by name"),
+        "Check gradients (before and after their reduction) and weights for "
+        "NaN and infinite values. The run stops at the first one and reports "
+        "the parameter."),
     KEY(diagnostics.overlap_check,
-        "check that no two buffers in use share memory, at the start and "
-        "whenever a slot is taken"),
+        "Check that no two buffers in use share memory, at startup and "
+        "whenever a buffer is taken from the pool."),
     KEY(diagnostics.poison,
-        "released weights point at memory that cannot be read (CPU: the run "
-        "ends by the parameter's name) or at NaN (GPU); released slots are "
-        "filled with NaN"),
+        "Make use-after-reshard visible: resharded weights point to "
+        "inaccessible memory on CPUs (the run stops and names the parameter) "
+        "and to NaN on GPUs. Released buffers are filled with NaN."),
     KEY(diagnostics.strict,
-        "check the life cycle of every module, and after each step that all "
-        "ranks ran the same ones in the same order"),
+        "Check the life cycle of every module, and after each step that all "
+        "ranks ran the same modules in the same order."),
 
     KEY(debug.comm_delay_us,
-        "CPU only: longest random delay before each queued task; finds missing "
-        "waits",
+        "CPU only: maximum random delay in microseconds before each queued "
+        "task. Finds missing waits.",
         .range = {.max = 10000000}),
-    KEY(debug.comm_delay_seed, "of those delays", .used_if = {kDelays}),
+    KEY(debug.comm_delay_seed,
+        "Seed for the random delays of comm_delay_us.",
+        .used_if = {kDelays}),
     KEY(debug.deterministic,
-        "only deterministic kernels: a run is bitwise reproducible, at some "
-        "cost in speed"),
+        "Use only deterministic kernels. Runs become bitwise reproducible and "
+        "somewhat slower."),
     KEY(debug.spoil_gradient_step,
-        "put a NaN into a gradient of rank 0 in this step, once: to try "
-        "training.on_nonfinite; 0: never",
+        "Put a NaN into a gradient of rank 0 in this step, once, to try "
+        "training.on_nonfinite. 0 disables it.",
         .range = {.max = kMaxSteps}),
     KEY(debug.emulate_graphs,
-        "CPU only: what would be replayed as a CUDA graph runs again instead",
+        "CPU only: run again what a CUDA graph would replay.",
         .used_if = {kHasGraphs}),
     KEY(debug.force_balance,
-        "experts are chosen in turn and not by score, for measuring: all get "
-        "equally many tokens"),
+        "Assign tokens to experts round-robin instead of by score, so that all "
+        "get the same number of tokens. For benchmarks."),
 };
 
 }  // namespace

@@ -16,13 +16,14 @@ namespace {
 
 const ConfigKey kExecutionKeys[] = {
     KEY(activation_checkpoint.mode,
-        "activations that the backward computes again instead of keeping them"),
+        "Activation checkpointing: which activations the backward recomputes "
+        "instead of storing them."),
 
     KEY(cuda_graph.impl,
-        "record each block once and replay its forward and its backward as one "
-        "launch each (unit), or forward and backward of the whole step, with "
-        "its collectives, as one (full_iteration); for small models, whose "
-        "kernels the host cannot launch as fast as the GPU runs them",
+        "Parts of the step to capture as CUDA graphs. unit: the forward and "
+        "the backward of each block, one launch each. full_iteration: the full "
+        "forward and backward with their collectives, one launch. Useful for "
+        "small models, whose kernels run faster than the host can launch them.",
         .conflicts =
             {{{"diagnostics.strict"},
               WHEN(c.diagnostics.strict),
@@ -33,16 +34,16 @@ const ConfigKey kExecutionKeys[] = {
               "\"unit\""},
              {{"parallelism.copy_engines"},
               WHEN(c.cuda_graph.whole_step() && c.parallelism.copies()),
-              "copies between the memory of GPUs are not recorded; use "
-              "\"none\", which \"auto\" means here"},
+              "copies between the memory of GPUs are not captured; use "
+              "\"none\" (\"auto\" selects it here)"},
              {{"diagnostics.nan_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.nan_check),
-              "it watches what is inside of a step, where a replay stops for "
-              "nobody"},
+              "this check hooks into the step, and a replayed CUDA graph runs "
+              "no hooks; disable one of the two"},
              {{"diagnostics.overlap_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.overlap_check),
-              "it watches what is inside of a step, where a replay stops for "
-              "nobody"},
+              "this check hooks into the step, and a replayed CUDA graph runs "
+              "no hooks; disable one of the two"},
              {{"diagnostics.poison"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.poison),
               "a replay does not poison the weights that it releases"},
@@ -51,20 +52,20 @@ const ConfigKey kExecutionKeys[] = {
                   !c.cuda_graph.whole_step() && c.cuda_graph.modules.empty() &&
                   c.activation_checkpoint.mode ==
                       models::ActivationCheckpoint::selective),
-              "a block cannot be recorded with a recomputation inside; record "
-              "attn alone (cuda_graph.modules), or use \"full\" or \"none\""}}),
+              "a block cannot be captured with a recomputation inside; capture "
+              "only attn (cuda_graph.modules), or use \"full\" or \"none\""}}),
     KEY(cuda_graph.modules,
-        "parts of blocks to record instead of whole ones: attn, mlp, and of "
-        "blocks with experts moe_router and moe_preprocess, with commas "
-        "between",
+        "Parts of blocks to capture instead of full blocks, as a "
+        "comma-separated list: attn, mlp, and for blocks with experts "
+        "moe_router and moe_preprocess.",
         .used_if = {kHasGraphs}),
     KEY(cuda_graph.warmup_steps,
-        "steps before anything is recorded",
+        "Number of steps before the first capture.",
         .range = {1, kMaxSteps},
         .used_if = {kHasGraphs}),
     KEY(cuda_graph.on_miss,
-        "if a block or step cannot be replayed: run it without a graph, which "
-        "is counted and logged once for each reason, or end the run",
+        "Action if a block or step cannot be replayed: run it eagerly "
+        "(counted, and logged once per reason), or stop the run.",
         .used_if = {kHasGraphs}),
 };
 

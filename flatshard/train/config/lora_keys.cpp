@@ -12,9 +12,9 @@ constexpr UsedIf kHasAdapters{
 
 const ConfigKey kLoraKeys[] = {
     KEY(lora.rank,
-        "train adapters of this rank instead of the model's weights, which are "
+        "LoRA rank. The adapters are trained, and the model's weights are "
         "frozen in precision.compute or float8.recipe (see "
-        "docs/guides/lora.md); 0: train the weights",
+        "docs/guides/lora.md). 0: train the model's weights.",
         .range = {.max = 1 << 16},
         .conflicts =
             {{{"moe.balance_rate"},
@@ -30,34 +30,33 @@ const ConfigKey kLoraKeys[] = {
              {{"checkpoint.export_hf_at_end"},
               WHEN(c.lora.enabled() && c.checkpoint.export_hf_at_end),
               "the run ends with an adapter in its output_dir; use false, and "
-              "`flatshard export --merge` for whole weights"}}),
+              "`flatshard export --merge` for full weights"}}),
     KEY(lora.alpha,
-        "adapters count alpha / rank times",
+        "LoRA alpha. Adapter outputs are scaled by alpha / rank.",
         .range = {.min = 1e-9},
         .used_if = {kHasAdapters}),
     KEY(lora.dropout,
-        "probability with which an element of an adapter's input is zeroed in "
-        "training",
+        "Dropout probability of the adapter inputs during training.",
         .range = {.max = 0.999},
         .used_if = {kHasAdapters}),
     KEY(lora.targets,
-        "layers with an adapter, by the last part of their names in "
-        "transformers and with commas between them, for example \"q_proj, "
-        "v_proj\"; all-linear: every linear layer of the blocks",
+        "Layers that get an adapter: a comma-separated list of the last part "
+        "of their names in transformers, for example \"q_proj, v_proj\". "
+        "all-linear: every linear layer of the blocks.",
         .used_if = {kHasAdapters}),
     KEY(lora.exclude,
-        "layers of lora.targets without an adapter: last parts of their names, "
-        "or shell patterns of whole names, with commas between them",
+        "Layers of lora.targets that get no adapter: a comma-separated list of "
+        "the last part of their names, or of shell patterns of full names.",
         .used_if = {kHasAdapters}),
     KEY(lora.init,
-        "values that A begins with; B begins with zeros",
+        "Initialization of the LoRA A matrices. B is initialized to zeros.",
         .used_if = {kHasAdapters}),
     KEY(lora.rslora,
-        "adapters count alpha / sqrt(rank) times",
+        "Rank-stabilized LoRA: scale adapter outputs by alpha / sqrt(rank).",
         .used_if = {kHasAdapters}),
     KEY(lora.init_from_adapter,
-        "a folder with peft's adapter_model.safetensors to start from; rank, "
-        "alpha, targets and rslora have to be its own",
+        "PEFT adapter directory to initialize from. rank, alpha, targets and "
+        "rslora must match the adapter.",
         .is_path = true,
         .used_if = {kHasAdapters}),
 };

@@ -30,30 +30,33 @@ bool scales_rope(const Config& c) {
 
 const ConfigKey kModelKeys[] = {
     KEY(model.family,
-        "model family; auto: that of preset, hf_config or init_from, else "
-        "llama; moe: experts with any router, not for Hugging Face",
+        "Model family. auto: the family of preset, hf_config or init_from, or "
+        "llama if none of them is set. moe: experts with any router "
+        "configuration; it cannot be exported to Hugging Face.",
         .choices = family_choices()),
     KEY(model.init_from,
-        "a Hugging Face folder whose weights to start from, but for what "
-        "checkpoint.exclude names; its config.json gives the shape unless "
-        "preset, hf_config or dim does",
+        "Hugging Face model directory to initialize from. Parameters that "
+        "match checkpoint.exclude are not loaded. Its config.json defines the "
+        "architecture unless preset, hf_config or dim is set.",
         .is_path = true),
     KEY(model.hf_config,
-        "a Hugging Face config.json to take the model's shape from; keys set "
-        "here besides it replace its values",
+        "Hugging Face config.json that defines the architecture. Keys that are "
+        "set in [model] override its values.",
         .is_path = true),
     KEY(model.preset,
-        "a built-in shape by name, e.g. llama3_8b; keys set here besides it "
-        "replace its values",
+        "Name of a built-in architecture, for example llama3_8b. Keys that are "
+        "set in [model] override its values.",
         .conflicts =
             {{{"model.hf_config"},
               WHEN(!c.model.preset.empty() && !c.model.hf_config.empty()),
               "both give the shape and contradict each other; give one of "
               "them"}}),
-    KEY(model.dim, "width of the residual stream", .range = {1, 1 << 20}),
-    KEY(model.layers, "number of blocks", .range = {1, 10000}),
+    KEY(model.dim,
+        "Hidden size (width of the residual stream).",
+        .range = {1, 1 << 20}),
+    KEY(model.layers, "Number of transformer blocks.", .range = {1, 10000}),
     KEY(model.heads,
-        "attention heads",
+        "Number of attention heads.",
         .range = {1, 1 << 14},
         .conflicts =
             {{{"model.dim"},
@@ -62,23 +65,25 @@ const ConfigKey kModelKeys[] = {
               "the width must be a multiple of the heads; or set "
               "model.head_dim"}}),
     KEY(model.kv_heads,
-        "key and value heads (grouped-query attention); unset: heads",
+        "Number of key and value heads (grouped-query attention). Default: "
+        "heads.",
         .range = {1, 1 << 14},
         .conflicts =
             {{{"model.heads"},
               WHEN(leaves_rest(c.model.heads, c.model.kv_heads)),
               "the heads must be a multiple of the key and value heads"}}),
     KEY(model.head_dim,
-        "width of a head; unset: dim / heads",
+        "Size of an attention head. Default: dim / heads.",
         .range = {1, 4096}),
     KEY(model.ffn_dim,
-        "width inside the feed-forward block",
+        "Hidden size of the feed-forward layers.",
         .range = {1, 1 << 22}),
     KEY(model.vocab_size,
-        "number of tokens; at least the corpus' (257 for byte tokens)",
+        "Vocabulary size. Must be at least the vocabulary size of the dataset "
+        "(257 for byte tokens).",
         .range = {1, 1 << 30}),
     KEY(model.max_seq_len,
-        "longest sequence; unset: training.seq_len",
+        "Maximum sequence length. Default: training.seq_len.",
         .range = {1, kMaxTokens},
         .conflicts =
             {{{"training.seq_len"},
@@ -86,105 +91,115 @@ const ConfigKey kModelKeys[] = {
                   c.training.seq_len >
                   c.model.max_seq_len.value_or(c.training.seq_len)),
               "the sequences of the run are longer"}}),
-    KEY(model.rope_theta, "base of the rotary embedding", .range = {1, 1e15}),
+    KEY(model.rope_theta,
+        "Base of the rotary position embedding (RoPE).",
+        .range = {1, 1e15}),
     KEY(model.rope_scaling,
-        "how rotations are stretched for sequences longer than those of the "
-        "pretraining; auto: as in preset or hf_config"),
+        "RoPE scaling method for sequences longer than the pretraining "
+        "context. auto: the method of preset or hf_config."),
     KEY(model.rope_factor,
-        "how many times longer sequences may be; max_seq_len becomes so much "
-        "longer unless it is set",
+        "RoPE scaling factor. max_seq_len is multiplied by it unless it is set "
+        "explicitly.",
         .range = {.min = 1, .max = 1e6},
         .used_if =
             {{"model.rope_scaling",
               scales_rope,
               "model.rope_scaling = llama3, linear, dynamic or yarn"}}),
     KEY(model.rope_original_seq_len,
-        "longest sequence of the pretraining; unset: max_seq_len of preset or "
-        "hf_config",
+        "Context length of the pretraining, for RoPE scaling. Default: "
+        "max_seq_len of preset or hf_config.",
         .range = {1, kMaxTokens},
         .used_if =
             {{"model.rope_scaling",
               scales_rope,
               "model.rope_scaling = llama3, linear, dynamic or yarn"}}),
     KEY(model.local_rope_theta,
-        "base of the rotary embedding in blocks with a sliding window; unset: "
-        "as the family has it",
+        "Base of RoPE in blocks with a sliding window. Default: the family's "
+        "value.",
         .range = {1, 1e15}),
-    KEY(model.norm_eps, "epsilon of the RMS norms", .range = {.max = 1}),
+    KEY(model.norm_eps, "Epsilon of the RMSNorm layers.", .range = {.max = 1}),
     KEY(model.initializer_range,
-        "standard deviation of matrices that are trained from scratch; unset: "
-        "0.02, or as in hf_config",
+        "Standard deviation of the initial weight matrices. Default: 0.02, or "
+        "the value in hf_config.",
         .range = {.max = 1}),
-    KEY(model.tie_embeddings, "the head uses the embedding's weights"),
+    KEY(model.tie_embeddings,
+        "Share the weights of the token embedding and the output head."),
     KEY(model.qk_norm,
-        "RMS norms of queries and keys; unset: as the family has it"),
+        "Apply RMSNorm to queries and keys. Default: the family's value."),
     KEY(model.attention_bias,
-        "the projections of attention have biases; unset: as the family has "
-        "it"),
+        "Add biases to the attention projections. Default: the family's "
+        "value."),
     KEY(model.mlp_bias,
-        "the projections of the feed-forward part have biases; for the family "
-        "llama"),
+        "Add biases to the feed-forward projections. Llama only."),
     KEY(model.sliding_window,
-        "a token attends to so many tokens, itself included; unset: as the "
-        "family has it",
+        "Sliding-window size in tokens, including the current token. Default: "
+        "the family's value.",
         .range = {1, kMaxTokens}),
     KEY(model.sliding_window_pattern,
-        "every so many-th block attends to all tokens, the others have the "
-        "sliding window; 1: no block has it; unset: as the family has it",
+        "Every N-th block uses full attention; all others use the sliding "
+        "window. 1 disables the window. Default: the family's value.",
         .range = {1, 10000}),
     KEY(model.query_pre_attn_scalar,
-        "scores of attention are divided by its square root; unset: head_dim, "
-        "or as the family has it",
+        "Attention scores are divided by the square root of this number. "
+        "Default: head_dim, or the family's value.",
         .range = {.max = 1e6}),
     KEY(model.attention_soft_cap,
-        "scores of attention become cap * tanh(score / cap); 0: they stay; for "
-        "the family gemma2",
+        "Soft cap for attention scores: cap * tanh(score / cap). 0 disables "
+        "it. Gemma 2 only.",
         .range = {.max = 1e6}),
     KEY(model.final_soft_cap,
-        "logits become cap * tanh(logit / cap); 0: they stay; for Gemma",
+        "Soft cap for the logits: cap * tanh(logit / cap). 0 disables it. "
+        "Gemma only.",
         .range = {.max = 1e6}),
     KEY(model.plain_attention,
-        "on GPUs attention may use plain operations where no kernel fits: soft "
-        "caps, and windows and sinks in float32; slower, and all probabilities "
-        "are kept for the backward"),
+        "Allow unfused attention on GPUs if no fused kernel supports the "
+        "configuration (soft caps, and windows and sinks in float32). Slower, "
+        "and stores all attention probabilities for the backward pass."),
     KEY(model.num_experts,
-        "experts in place of a block's feed-forward part",
+        "Number of experts per block, which replace the feed-forward layer.",
         .range = {1, 1 << 16}),
     KEY(model.experts_per_token,
-        "experts that a token goes to; unset: 2",
+        "Number of experts that each token is routed to. Default: 2.",
         .range = {1, 1 << 16}),
     KEY(model.moe_ffn_dim,
-        "width inside an expert; unset: ffn_dim",
+        "Hidden size of an expert. Default: ffn_dim.",
         .range = {1, 1 << 22}),
     KEY(model.shared_experts,
-        "additional experts that every token goes to",
+        "Number of shared experts, which process every token.",
         .range = {.max = 1 << 10}),
     KEY(model.dense_layers,
-        "blocks at the front that have no experts",
+        "Number of blocks at the start of the model without experts.",
         .range = {.max = 10000}),
     KEY(model.router_score,
-        "how experts are scored: softmax over all, or each by a sigmoid; auto: "
-        "softmax, or as in preset or hf_config"),
+        "Scoring function of the router: softmax over all experts, or a "
+        "sigmoid per expert. auto: the function of preset or hf_config, "
+        "otherwise softmax."),
     KEY(model.router_normalize,
-        "the weights of a token's experts add up to router_scale; unset: true"),
-    KEY(model.router_scale, "factor of the weights; unset: 1"),
+        "Normalize the routing weights of a token to sum to router_scale. "
+        "Default: true."),
+    KEY(model.router_scale,
+        "Scaling factor of the routing weights. Default: 1."),
     KEY(model.router_groups,
-        "groups of experts, of which a token keeps router_kept_groups",
+        "Number of expert groups for group-limited routing. Each token is "
+        "routed within router_kept_groups of them.",
         .range = {1, 1 << 16}),
     KEY(model.router_kept_groups,
-        "groups whose experts a token may go to; unset: 1",
+        "Number of expert groups that a token can be routed to. Default: 1.",
         .range = {1, 1 << 16}),
 
     KEY(moe.aux_loss,
-        "coefficient of the load-balancing loss of each layer, which is 1 when "
-        "experts get equally many tokens"),
-    KEY(moe.z_loss, "coefficient of the mean square of the router's logsumexp"),
+        "Coefficient of the load-balancing loss of each layer. The loss is 1 "
+        "if all experts get the same number of tokens."),
+    KEY(moe.z_loss,
+        "Coefficient of the router z-loss, the mean squared logsumexp of the "
+        "router logits."),
     KEY(moe.balance_rate,
-        "how far a bias of each expert's score moves each step against its "
-        "load, e.g. 0.001; for model.family = moe"),
+        "Update rate of the per-expert routing bias (auxiliary-loss-free load "
+        "balancing), for example 0.001. Requires model.family = moe."),
     KEY(moe.expert_capacity_factor,
-        "an expert takes at most so many times its even share of a "
-        "microbatch's tokens on a rank, those that weigh most; 0: all"),
+        "Capacity factor: an expert processes at most this multiple of the "
+        "average number of tokens per expert, per rank and microbatch. Tokens "
+        "with the lowest routing weights are dropped. 0: no limit."),
 };
 
 void check_model(const Config& config) {

@@ -20,45 +20,46 @@ constexpr UsedIf kOfDecays{
     "linear, cosine and wsd"};
 
 const ConfigKey kOptimizerKeys[] = {
-    KEY(optimizer.name, "optimizer"),
-    KEY(optimizer.lr, "peak learning rate"),
+    KEY(optimizer.name, "Optimizer."),
+    KEY(optimizer.lr, "Peak learning rate."),
     KEY(optimizer.beta1,
-        "adamw: decay of the first moment",
+        "AdamW: decay rate of the first moment.",
         .range = {.max = 1},
         .used_if = {kOfAdamW}),
     KEY(optimizer.beta2,
-        "adamw: decay of the second moment",
+        "AdamW: decay rate of the second moment.",
         .range = {.max = 1},
         .used_if = {kOfAdamW}),
     KEY(optimizer.eps,
-        "adamw: added to the denominator",
+        "AdamW: term added to the denominator.",
         .used_if = {kOfAdamW}),
     KEY(optimizer.weight_decay,
-        "decoupled weight decay of the weights that have it"),
+        "Decoupled weight decay, for the weights that are decayed."),
     KEY(optimizer.momentum,
-        "sgd: momentum",
+        "SGD: momentum.",
         .range = {.max = 1},
         .used_if = {kOfSgd}),
     KEY(optimizer.overlap,
-        "update on a separate stream, in parallel with the next forward: a "
-        "unit's gather waits for its own weights only"),
+        "Update the weights on a separate stream, in parallel with the next "
+        "forward. The all-gather of a unit waits only for the update of that "
+        "unit."),
 
-    KEY(lr_scheduler.name, "shape of the learning rate after warm-up"),
+    KEY(lr_scheduler.name, "Learning-rate schedule after the warmup."),
     KEY(lr_scheduler.warmup_steps,
-        "steps over which the learning rate rises linearly",
+        "Number of steps of linear warmup.",
         .range = {.max = kMaxSteps},
         .conflicts =
             {{{"training.steps"},
               WHEN(c.lr_scheduler.warmup_steps > c.training.steps),
               "the warm-up is longer than the run"}}),
     KEY(lr_scheduler.decay_ratio,
-        "share of the steps, at the end, over which the learning rate falls; "
-        "unset: linear and cosine fall from the end of warm-up, wsd over the "
-        "last 0.2",
+        "Fraction of the steps, at the end of the run, over which the learning "
+        "rate decays. Default: linear and cosine decay from the end of the "
+        "warmup, wsd over the last 0.2.",
         .range = {.max = 1},
         .used_if = {kOfDecays}),
     KEY(lr_scheduler.min_lr_factor,
-        "the learning rate at the end, as a share of optimizer.lr",
+        "Final learning rate, as a fraction of optimizer.lr.",
         .range = {.max = 1},
         .used_if = {kOfDecays}),
 };

@@ -80,7 +80,7 @@ constexpr UsedIf kShards{
 constexpr UsedIf kReshards{
     "parallelism.reshard_after_forward",
     WHEN(c.parallelism.reshard_after_forward),
-    "runs that release weights after forward"};
+    "runs that reshard weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
     WHEN(expert_ranks(c.parallelism) > 1),
@@ -105,29 +105,29 @@ constexpr UsedIf kOverlaps{
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),
-     "backwards that interleave are no single graph; use \"unit\" "
-     "with cuda_graph.modules, or \"none\""},
+     "interleaved backwards are not a single graph; use \"unit\" with "
+     "cuda_graph.modules, or \"none\""},
     {{"cuda_graph.impl", "cuda_graph.modules"},
      WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
-     "blocks run in pieces; name parts in cuda_graph.modules (attn, "
-     "moe_router, mlp)"},
+     "blocks run in parts; list the parts to capture in cuda_graph.modules "
+     "(attn, moe_router, mlp)"},
     {{"cuda_graph.impl", "float8.recipe"},
      WHEN(c.cuda_graph.enabled() && c.float8.recipe),
-     "the FP8 planes of two microbatches are at other addresses; leave one "
-     "out"},
+     "the FP8 planes of two microbatches have different addresses; remove one "
+     "of the two"},
     {{"diagnostics.strict"},
      WHEN(c.diagnostics.strict),
-     "it watches the calls of modules, and pieces of blocks are none"},
+     "it checks the calls of modules, and parts of blocks are not modules"},
     {{"parallelism.memory_budget"},
      WHEN(c.parallelism.memory_budget > 0),
-     "units that stay gathered are planned for one microbatch at a "
-     "time; leave it at 0"}};
+     "units that stay unsharded are planned for one microbatch at a time; use "
+     "0"}};
 
 const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.strategy,
-        "parts that are sharded: zero0 nothing (no_shard), zero1 the "
-        "optimizer's state (optim), zero2 gradients too (optim_grads), zero3 "
-        "weights too (optim_grads_params)",
+        "Sharding strategy: zero0 shards nothing (no_shard), zero1 the "
+        "optimizer states (optim), zero2 also the gradients (optim_grads), "
+        "zero3 also the weights (optim_grads_params).",
         .conflicts =
             {{{"parallelism.data_parallel_replicate_degree"},
               WHEN(
@@ -136,8 +136,8 @@ const ConfigKey kParallelismKeys[] = {
               "the strategy needs an outer axis; set the degree to 2 or more, "
               "or use zero3"}}),
     KEY(parallelism.data_parallel_replicate_degree,
-        "outer mesh axis: copies of the sharded group; -1: the rest of the "
-        "ranks",
+        "Number of replicas of the sharded model (outer mesh axis). -1: all "
+        "remaining ranks.",
         .range = {.min = 1, .max = kMaxRanks, .or_minus_one = true},
         .conflicts =
             {{{"parallelism.data_parallel_shard_degree"},
@@ -146,44 +146,45 @@ const ConfigKey kParallelismKeys[] = {
                   c.parallelism.data_parallel_shard_degree == -1),
               "only one of them can be the rest of the ranks"}}),
     KEY(parallelism.data_parallel_shard_degree,
-        "inner mesh axis: ranks that a weight is sharded over; -1: the rest of "
-        "the ranks",
+        "Number of ranks that weights are sharded over (inner mesh axis). -1: "
+        "all remaining ranks.",
         .range = {.min = 1, .max = kMaxRanks, .or_minus_one = true}),
     KEY(parallelism.tensor_parallel_degree,
-        "neighbouring ranks that share each layer and read the same samples: "
-        "matrices are cut among them, activations between the layers are cut "
-        "by tokens; divides the ranks, model.heads, kv_heads, ffn_dim and "
-        "training.seq_len (docs/guides/tensor_parallel.md)",
+        "Tensor-parallel size. The ranks of a group read the same samples, "
+        "split each weight matrix, and split activations along the sequence "
+        "between layers. Must divide the number of ranks, model.heads, "
+        "kv_heads, ffn_dim and training.seq_len (see "
+        "docs/guides/tensor_parallel.md).",
         .range = {.min = 1, .max = kMaxRanks}),
     KEY(parallelism.tensor_parallel_comm,
-        "how the ranks of tensor_parallel_degree exchange activations: by "
-        "collectives, or by copies between the ranks' memory, which on GPUs "
-        "take no SM, overlap with products and need all of these ranks on one "
-        "host; auto: copies of bfloat16 layers where NVLink joins them",
+        "How tensor-parallel ranks exchange activations: by collectives, or by "
+        "peer-to-peer copies. On GPUs the copies occupy no SM, overlap with "
+        "matmuls, and require all ranks of the group on one host. auto: copies "
+        "for bfloat16 layers if NVLink connects the ranks.",
         .used_if = {kSharesLayers},
         .conflicts =
             {{{"cuda_graph.impl"},
               WHEN(
                   c.cuda_graph.enabled() && c.parallelism.shares_layers() &&
                   c.parallelism.copies_activations()),
-              "copies between the memory of GPUs are not recorded; use "
+              "copies between the memory of GPUs are not captured; use "
               "\"collective\""}}),
     KEY(parallelism.context_parallel_degree,
-        "1: context parallelism is not supported",
+        "Context-parallel size. Only 1 is supported.",
         .range = {1, kMaxRanks}),
     KEY(parallelism.pipeline_parallel_degree,
-        "1: pipeline parallelism is not supported",
+        "Pipeline-parallel size. Only 1 is supported.",
         .range = {1, kMaxRanks}),
     KEY(parallelism.expert_parallel_degree,
-        "ranks that divide the experts of each layer among them, and exchange "
-        "tokens; divides data_parallel_shard_degree",
+        "Expert-parallel size: number of ranks that the experts of each layer "
+        "are distributed over. Must divide data_parallel_shard_degree.",
         .range = {1, kMaxRanks}),
     KEY(parallelism.expert_tensor_parallel_degree,
-        "neighbouring ranks that have a part of the width of each expert, "
-        "inside of those of expert_parallel_degree; 1 or a multiple of "
-        "tensor_parallel_degree; divides model.moe_ffn_dim and, with "
-        "expert_parallel_degree, the ranks of a shard "
-        "(docs/guides/moe.md)",
+        "Expert-tensor-parallel size: number of adjacent ranks that split the "
+        "width of each expert, within the ranks of expert_parallel_degree. "
+        "Must be 1 or a multiple of tensor_parallel_degree, and must divide "
+        "model.moe_ffn_dim. Times expert_parallel_degree it must divide the "
+        "ranks of a shard (see docs/guides/moe.md).",
         .range = {.min = 1, .max = kMaxRanks},
         .conflicts =
             {{{"parallelism.token_exchange"},
@@ -193,63 +194,66 @@ const ConfigKey kParallelismKeys[] = {
               "not supported: copies bring a row to one rank; use "
               "\"collective\""}}),
     KEY(parallelism.token_exchange,
-        "how tokens are exchanged by the ranks of expert_parallel_degree: by "
-        "collectives, or by copies between the ranks' memory, which on GPUs "
-        "take no SM and need all ranks on one host; auto: collective",
+        "How tokens are dispatched to experts: by collectives, or by "
+        "peer-to-peer copies. On GPUs the copies occupy no SM and require all "
+        "ranks on one host. auto: collective.",
         .used_if = {kDividesExperts}),
     KEY(parallelism.overlap_expert_parallel,
-        "run the backward of one microbatch in parallel with the forward of "
-        "the next, so that the tokens of one are exchanged while the other "
-        "computes; needs experts and 2 microbatches or more "
-        "(docs/guides/moe.md)",
+        "Overlap the backward of one microbatch with the forward of the next "
+        "(1F1B), so that the tokens of one are dispatched while the other "
+        "computes. Requires experts and at least 2 microbatches (see "
+        "docs/guides/moe.md).",
         .conflicts = kPieces),
     KEY(parallelism.microbatches_in_flight,
-        "microbatches whose forward has begun and whose backward has not "
-        "ended: with 3 or more, forwards before the first backward run in "
-        "pairs and hide each other's token exchanges; each microbatch above 2 "
-        "adds the activations of one",
+        "Maximum number of microbatches between the start of their forward and "
+        "the end of their backward. With 3 or more, forwards before the first "
+        "backward run in pairs and hide each other's token dispatch. Each "
+        "microbatch above 2 adds the activations of one microbatch.",
         .range = {.min = 2, .max = 1 << 10},
         .used_if = {kOverlaps}),
     KEY(parallelism.delay_wgrad,
-        "compute weight gradients after those of inputs, during the token "
-        "exchange, with overlap_expert_parallel or without it; keeps their "
-        "inputs for longer",
+        "Compute weight gradients after input gradients, during the token "
+        "dispatch, with or without overlap_expert_parallel. The inputs of the "
+        "layers are kept longer.",
         .used_if = {kExchangesTokens},
         .conflicts = kPieces),
     KEY(parallelism.prefetch,
-        "units gathered ahead of the one that computes",
+        "Number of units to all-gather ahead of the one that computes.",
         .range = {.max = 1 << 20}),
     KEY(parallelism.reshard_after_forward,
-        "release weights after forward and gather them again for backward",
+        "Reshard weights after forward and all-gather them again for backward.",
         .used_if = {kShardsWeights}),
     KEY(parallelism.post_forward_ranks,
-        "neighbouring ranks, such as those of a host, that weights stay "
-        "sharded among from forward to backward, so that the backward's "
-        "all-gather stays among them; divides data_parallel_shard_degree, and "
-        "adds its part of the weights to the memory; 0: as sharded",
+        "Number of adjacent ranks to reshard to after forward, for example the "
+        "ranks of one host, so that the backward all-gather stays within the "
+        "group. Must divide data_parallel_shard_degree. The group's shard of "
+        "the weights is kept in memory in addition. 0: reshard to all ranks.",
         .range = {.min = 0, .max = kMaxRanks},
         .used_if = {kShardsWeights, kReshards},
         .conflicts =
             {{{"parallelism.post_forward_ranks"},
               WHEN(c.parallelism.post_forward_ranks == 1),
-              "one rank has whole weights; set "
+              "one rank has the full weights; set "
               "parallelism.reshard_after_forward = false"},
              {{"float8.recipe"},
               WHEN(c.parallelism.post_forward_ranks > 0 && c.float8.recipe),
-              "forward and backward gather different planes of FP8 weights; "
-              "leave one out"}}),
+              "forward and backward all-gather different planes of FP8 "
+              "weights; remove one of the two"}}),
     KEY(parallelism.memory_budget,
-        "GiB on each rank that the memory table printed at start may come to: "
-        "as many units as fit stay gathered from forward to backward; 0: none",
+        "Memory budget per rank in GiB, for the memory table printed at "
+        "startup. As many units as fit stay unsharded between forward and "
+        "backward. 0: reshard all units.",
         .used_if = {kShardsWeights, kReshards}),
     KEY(parallelism.keep_compute_weights,
-        "ZeRO-3: keep a shard in precision.compute in addition to main "
-        "weights; false saves its memory and casts before every gather",
+        "ZeRO-3: keep a shard in precision.compute in addition to the main "
+        "weights. If false, the main weights are cast before every all-gather, "
+        "and no memory is used for that shard.",
         .used_if = {kShardsWeights}),
     KEY(parallelism.copy_engines,
-        "transfers by copies between GPUs instead of collectives on their SMs: "
-        "gathers of the forward, or all gathers and reductions (256 MiB "
-        "more); all ranks on one host. auto: all where NVLink joins them",
+        "Use peer-to-peer copies by the GPUs' copy engines instead of "
+        "collectives on SMs: for the all-gathers of the forward, or for all "
+        "all-gathers and reductions (256 MiB more). Requires all ranks on one "
+        "host. auto: all of them if NVLink connects the ranks.",
         .used_if = {kShards},
         .conflicts =
             {{{"parallelism.strategy"},
@@ -257,27 +261,29 @@ const ConfigKey kParallelismKeys[] = {
                   c.parallelism.copy_engines ==
                       CopyEngines{.gathers = CopyEngines::Gathers::forward} &&
                   c.parallelism.strategy->keeps_whole_weights()),
-              "the strategy gathers no weights in forward; use none or all"},
+              "the strategy does not all-gather weights in forward; use none "
+              "or all"},
              {{"parallelism.keep_compute_weights"},
               WHEN(
                   c.parallelism.copies() &&
                   !c.parallelism.keep_compute_weights),
               "compute weights are copied, and are not kept; choose one"}}),
     KEY(parallelism.granularity,
-        "parts that a rank boundary may not cut: element, row, dim0 (a slice "
-        "along the first dimension), block:N (N rows), chunk (each tensor as "
-        "torch.chunk cuts it) or tensor"),
+        "Sharding granularity, the smallest piece that is never split across "
+        "ranks: element, row, dim0 (a slice along the first dimension), "
+        "block:N (N rows), chunk (the split of torch.chunk for each tensor) or "
+        "tensor."),
     KEY(parallelism.max_padding,
-        "a layout with a larger share of padding is refused"),
+        "Maximum fraction of padding. A layout with more padding is an error."),
 
     KEY(comm.timeout_s,
-        "seconds after which a rank that is silent or late for a collective is "
-        "named and the run ends; longer than the longest pause between two "
-        "collectives (checkpoints, evaluation)",
+        "Timeout in seconds for collectives and heartbeats. On a timeout, the "
+        "run stops and reports the late rank. Set it above the longest time "
+        "between two collectives (checkpoints, evaluation).",
         .range = {1, 1e6}),
     KEY(comm.watcher,
-        "compare what the ranks do; without it a hang ends only where the "
-        "backend has a timeout (Gloo)"),
+        "Detect hangs and mismatched collectives. If disabled, a hang ends "
+        "only if the backend times out (Gloo)."),
 };
 
 void check_parallelism(const Config& config) {

@@ -11,18 +11,19 @@ constexpr UsedIf kHasFloat8{
     "runs with FP8 weights; set float8.recipe"};
 
 const ConfigKey kPrecisionKeys[] = {
-    KEY(precision.compute, "dtype of weights and activations"),
-    KEY(precision.reduce, "dtype in which gradients are reduced"),
-    KEY(precision.main_params, "dtype of the optimizer's weights"),
-    KEY(precision.main_grads, "dtype of accumulated gradients"),
+    KEY(precision.compute, "Data type of weights and activations."),
+    KEY(precision.reduce, "Data type in which gradients are reduced."),
+    KEY(precision.main_params,
+        "Data type of the main weights, which the optimizer updates."),
+    KEY(precision.main_grads, "Data type of accumulated gradients."),
     KEY(precision.scaling,
-        "how gradients of ranks are averaged: mean in the collective, scaled "
-        "before a sum, or per token"),
+        "How gradients are averaged over ranks: mean in the collective, scaled "
+        "before a sum, or per token."),
 
     KEY(float8.recipe,
-        "weights of linear layers are gathered and multiplied in FP8, see "
-        "docs/guides/fp8.md: a scale for each tensor, each row and column, "
-        "each 128 x 128, or each 32 elements",
+        "FP8 recipe for linear layers: weights are all-gathered and multiplied "
+        "in FP8 (see docs/guides/fp8.md). Scales are per tensor, per row and "
+        "column, per 128 x 128 block, or per 32 elements.",
         .conflicts =
             {{{"precision.compute"},
               WHEN(c.precision.compute != at::kBFloat16),
@@ -35,16 +36,17 @@ const ConfigKey kPrecisionKeys[] = {
               "no graph recomputes FP8 weights; use \"full_iteration\", or "
               "another mode"}}),
     KEY(float8.exclude,
-        "parameters that stay in precision.compute: shell patterns of their "
-        "names with commas between them",
+        "Parameters that stay in precision.compute: a comma-separated list of "
+        "shell patterns of their names.",
         .used_if = {kHasFloat8}),
     KEY(float8.keep_first_last,
-        "the first and the last block stay in precision.compute",
+        "Keep the first and the last block in precision.compute.",
         .used_if = {kHasFloat8}),
     KEY(float8.column_plane,
-        "weights for the gradient of a layer's input: made of the gathered "
-        "rows (derived), or quantized from main weights and gathered "
-        "separately (stored; rowwise and mxfp8). auto: derived",
+        "Source of the columnwise FP8 weights for the input gradient. derived: "
+        "requantize the all-gathered rowwise weights. stored: quantize the "
+        "main weights and all-gather separately (rowwise and mxfp8 only). "
+        "auto: derived.",
         .used_if = {kHasFloat8},
         .conflicts =
             {{{"float8.recipe"},
@@ -52,17 +54,16 @@ const ConfigKey kPrecisionKeys[] = {
                   c.float8.column_plane == ColumnPlane::stored &&
                   !(c.float8.recipe &&
                     float8::has_power_of_two_scales(*c.float8.recipe))),
-              "stored is for rowwise and mxfp8, since rows and columns of the "
-              "others hold the same numbers; use auto"}}),
+              "stored is for rowwise and mxfp8, because rowwise and columnwise "
+              "data of the other recipes are the same numbers; use auto"}}),
     KEY(float8.gather_parts,
-        "weights that a backward all-gathers for a recomputation in addition "
-        "to a stored column plane: the whole unit's rows, the recomputed "
-        "layers' rows, or all "
-        "planes layer by layer",
+        "Weights that the backward all-gathers for recomputation in addition "
+        "to the stored columnwise weights: the rows of the full unit, the rows "
+        "of the recomputed layers, or all weights layer by layer.",
         .used_if = {kHasFloat8}),
     KEY(float8.emulate,
-        "GPUs that do not multiply the recipe decode it to bfloat16, which is "
-        "no faster than bfloat16; CPUs always do",
+        "Emulate the recipe on GPUs that do not support it, by dequantizing to "
+        "bfloat16. Not faster than bfloat16. Always on for CPUs.",
         .used_if = {kHasFloat8}),
 };
 

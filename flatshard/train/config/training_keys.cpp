@@ -20,101 +20,111 @@ constexpr UsedIf kSaves{
 
 const ConfigKey kTrainingKeys[] = {
     KEY(run.output_dir,
-        "folder for config.toml, metrics.jsonl and weights, of one run at a "
-        "time",
+        "Output directory of the run, for config.toml, metrics.jsonl, "
+        "checkpoints and weights. Used by one run at a time.",
         .is_path = true),
     KEY(run.seed,
-        "of the weights, the data order and dropout; the same seed gives the "
-        "same run on any number of ranks"),
+        "Random seed for weight initialization, data order and dropout. The "
+        "same seed gives the same run on any number of ranks."),
     KEY(run.save_weights,
-        "write model.safetensors when the run ends; off for benchmarks"),
+        "Write model.safetensors when the run ends. Turn it off for "
+        "benchmarks."),
 
     KEY(data.train,
-        "corpus folder made by 'flatshard data prepare', or \"random\" for "
-        "random tokens (benchmarks); or a mixture: [{ path = \"a\", weight = "
-        "0.7 }, { path = \"b\", weight = 0.3 }], whose weights are shares of "
-        "the sequences"),
+        "Dataset directory created by 'flatshard data prepare', or \"random\" "
+        "for random tokens (benchmarks). A mixture is a list such as [{ path = "
+        "\"a\", weight = 0.7 }, { path = \"b\", weight = 0.3 }], with weights "
+        "as fractions of the sequences."),
     KEY(data.validation,
-        "corpus folder whose validation split is used, or a mixture; empty: "
-        "that of data.train",
+        "Dataset directory whose validation split is used, or a mixture. If "
+        "empty, the validation split of data.train is used.",
         .used_if = {kValidates}),
 
     KEY(data.packing,
-        "stream: samples are cut from one stream of tokens; documents: samples "
-        "are filled with whole documents, which attention keeps apart and "
-        "whose positions begin at 0"),
+        "How samples are formed. stream: split one continuous stream of tokens "
+        "into samples. documents: fill each sample with complete documents; "
+        "attention does not cross documents, and positions restart at 0 in "
+        "each."),
     KEY(data.documents_per_sample,
-        "the most documents of one sample; memory and graphs have room for so "
-        "many; -1: training.seq_len / 64, at least 16",
+        "Maximum number of documents packed into one sample. Buffers and CUDA "
+        "graphs are sized for it. -1: training.seq_len / 64, but at least 16.",
         .range = {.min = 1, .max = kMaxTokens, .or_minus_one = true},
         .used_if =
             {{"data.packing",
               WHEN(c.data.packing == data::Packing::documents),
               "data.packing = \"documents\""}}),
 
-    KEY(training.steps, "optimizer steps of the run", .range = {1, kMaxSteps}),
-    KEY(training.seq_len, "tokens per sequence", .range = {1, kMaxTokens}),
+    KEY(training.steps, "Number of optimizer steps.", .range = {1, kMaxSteps}),
+    KEY(training.seq_len,
+        "Sequence length in tokens.",
+        .range = {1, kMaxTokens}),
     KEY(training.local_batch_size,
-        "sequences per microbatch and rank",
+        "Number of sequences per microbatch and rank.",
         .range = {1, 1 << 20}),
     KEY(training.global_batch_size,
-        "sequences per step over all ranks; gradients are accumulated over "
-        "global_batch_size / (local_batch_size * ranks) microbatches; -1: one "
-        "microbatch, or as in the checkpoint that the run resumes from",
+        "Number of sequences per optimizer step over all ranks. Gradients are "
+        "accumulated over global_batch_size / (local_batch_size * ranks) "
+        "microbatches. -1: one microbatch, or the value stored in the "
+        "checkpoint that the run resumes from.",
         .range = {.min = 1, .max = kMaxBatch, .or_minus_one = true}),
     KEY(training.max_norm,
-        "gradients are scaled down to this global 2-norm; 0: no clipping"),
+        "Maximum global 2-norm of the gradients. Larger gradients are scaled "
+        "down to it. 0 disables clipping."),
     KEY(training.on_nonfinite,
-        "when a gradient is NaN or infinite: stop, naming it (looked at in "
-        "logged steps), skip the update, or rewind to the last checkpoint and "
-        "leave that data out",
+        "Action on a NaN or infinite gradient: stop and report the parameter "
+        "(checked on logged steps), skip the update, or rewind to the last "
+        "checkpoint and skip the data of that step.",
         .conflicts =
             {{{"checkpoint.interval"},
               WHEN(
                   c.training.on_nonfinite == OnNonfinite::rewind &&
                   c.checkpoint.interval == 0),
-              "a rewind goes back to a checkpoint, and there are none; set the "
-              "interval to 1 or more"}}),
+              "a rewind requires checkpoints; set the interval to 1 or more"}}),
 
     KEY(validation.freq,
-        "steps between validations; 0: never",
+        "Validate every N steps. 0 disables validation.",
         .range = {.max = kMaxSteps}),
     KEY(validation.sequences,
-        "sequences of training.seq_len tokens per validation, the first ones "
-        "of the split; -1: the whole split",
+        "Number of sequences of training.seq_len tokens per validation, from "
+        "the start of the split. -1: the full split.",
         .range = {-1, kMaxSteps},
         .used_if = {kValidates}),
 
     KEY(checkpoint.interval,
-        "steps between checkpoints, from which `--resume` continues; one more "
-        "after the last step; 0: none",
+        "Save a checkpoint every N steps, and after the last step. `--resume` "
+        "continues from the latest one. 0 disables checkpoints.",
         .range = {.max = kMaxSteps}),
     KEY(checkpoint.keep_latest_k,
-        "older checkpoints are removed when a new one is whole; 0: keep all",
+        "Number of most recent checkpoints to keep. Older ones are removed "
+        "once a new one is complete. 0 keeps all.",
         .range = {.max = kMaxSteps},
         .used_if = {kSaves}),
     KEY(checkpoint.async,
-        "write in parallel with training; off: training waits for the disk",
+        "Write checkpoints in parallel with training. If false, training waits "
+        "for the disk.",
         .used_if = {kSaves}),
     KEY(checkpoint.folder,
-        "where checkpoints are, below run.output_dir",
+        "Directory for checkpoints, relative to run.output_dir.",
         .is_path = true),
     KEY(checkpoint.load_step,
-        "the step to resume from; -1: the latest with --resume, else none",
+        "Step to resume from. -1: the latest checkpoint with --resume, "
+        "otherwise none.",
         .range = {-1, kMaxSteps}),
     KEY(checkpoint.exclude,
-        "parts that are not loaded from a checkpoint or from model.init_from: "
-        "shell patterns of parameter names, `optimizer`, `loader`, with commas "
-        "between them"),
+        "Parts that are not loaded from a checkpoint or from model.init_from: "
+        "a comma-separated list of shell patterns of parameter names, "
+        "`optimizer` and `loader`."),
     KEY(checkpoint.export_hf_at_end,
-        "write the last checkpoint as a Hugging Face folder, "
-        "<run.output_dir>/hf",
+        "Export the last checkpoint to a Hugging Face model directory, "
+        "<run.output_dir>/hf.",
         .used_if = {kSaves}),
 
-    KEY(metrics.log_freq, "steps between log lines", .range = {1, kMaxSteps}),
+    KEY(metrics.log_freq,
+        "Log metrics every N steps.",
+        .range = {1, kMaxSteps}),
     KEY(metrics.tensorboard,
-        "also write what is measured as TensorBoard event files, to "
-        "<run.output_dir>/tensorboard"),
+        "Also write metrics as TensorBoard event files, to "
+        "<run.output_dir>/tensorboard."),
 };
 
 void check_checkpoint_folder(const Config& config) {
