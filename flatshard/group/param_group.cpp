@@ -233,13 +233,6 @@ void ParamGroup::use_division() {
   gradients_.replan();  // the plans had another operation
 }
 
-void ParamGroup::set_attribute(
-    std::int64_t parameter,
-    std::string key,
-    std::string value) {
-  parameters_.at(parameter).attributes[std::move(key)] = std::move(value);
-}
-
 void ParamGroup::set_part(
     std::int64_t parameter,
     TensorSlice slice,

@@ -79,10 +79,6 @@ class ParamGroup {
   /// ParamGroupOptions::sums_only, from the next reduction on. Equal on all
   /// ranks.
   void set_sums_only(bool sums_only);
-  /// Sets an attribute of a parameter, e.g. {"weight_decay", "none"};
-  /// optimizers read them when they are made.
-  void
-  set_attribute(std::int64_t parameter, std::string key, std::string value);
   /// From now on checkpoints do not depend on the parameter. It keeps its
   /// place.
   void drop(std::int64_t parameter) {
