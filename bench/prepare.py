@@ -1,14 +1,12 @@
 """Tokens per second and peak memory of `flatshard data prepare`, alternating with
 `datasets.map` and, with --other, with another build of the program.
 
-    bench/prepare.py build/flatshard --work /tmp/prepare --megabytes 1000 \\
-        [--texts FOLDER] [--other PROGRAM] [--rounds 3]
+python3 bench/prepare.py build/flatshard --work outputs/prepare --megabytes 1000
 
 JSON lines and a byte-pair tokenizer of 128,000 words are made once in --work, of the
 texts below --texts (*.py, *.txt, *.md, *.rst). It needs `pip install 'flatshard[data]'
 datasets` in this Python."""
 
-import argparse
 import json
 import os
 import resource
@@ -19,6 +17,8 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+
+from harness.command_line import Parser
 
 MAP = """
 import sys
@@ -117,13 +117,15 @@ def memory_of(pid):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("program")
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--megabytes", type=int, default=1000)
+    parser = Parser(__doc__)
+    parser.add_argument("program", help="the trainer")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="a folder for its files"
+    )
+    parser.add_argument("--megabytes", type=int, default=1000, help="of JSON lines")
     parser.add_argument("--texts", default=sysconfig.get_paths()["purelib"])
     parser.add_argument("--other", help="another build of the program")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
     options = parser.parse_args()
     work = options.work
     work.mkdir(exist_ok=True)

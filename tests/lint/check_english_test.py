@@ -18,7 +18,7 @@ LOADER.exec_module(check_english)
 IN_PAGES = {
     "so": ("restarts so often", "restarts often"),
     "that": ("The files are peft's.", "PEFT's files are small."),
-    "gather": ("as many units stay unsharded", "units are all-gathered"),
+    "gather": ("as many units stay gathered", "units are all-gathered"),
     "release": ("a weight is released", "a release of torch"),
     "product": ("multiplied in one product", "multiplied in one matmul"),
     "cut": ("matrices are cut among ranks", "matrices are split"),
@@ -35,7 +35,7 @@ IN_PAGES = {
     "begin": ("each document's begin", "each document's start"),
     "spelling": ("neighbouring ranks", "neighboring ranks"),
     "share": ("all but for the last", "all except the last"),
-    "is": ("it is not a directory", "there is no folder; it is no longer used"),
+    "is": ("it is no folder", "there is no folder; it is no longer used"),
     "corpus": ("the corpus is damaged", "the folder corpora/texts"),
 }
 IN_TEXTS = {
