@@ -187,7 +187,9 @@ def try_init_from(program, folder, corpus, of_bytes):
     ).save_pretrained(start)
     out, said = export(program, folder, "started", corpus, f'init_from = "{start}"')
     tokenizer, model = load_and_generate(out)
-    expect("no tokenizer" not in said and "differs from the tokenizer" not in said, said)
+    expect(
+        "no tokenizer" not in said and "differs from the tokenizer" not in said, said
+    )
     chat = [{"role": "user", "content": "hi"}]
     expect(
         tokenizer.apply_chat_template(chat, tokenize=False) == "user: hi\n",
