@@ -55,7 +55,7 @@ void on_all_ranks(Mesh& mesh, F&& work) {
       FLATSHARD_CHECK(
           all[rank].item<std::int64_t>() == 0,
           io,
-          "rank {} could not read the checkpoint, so no rank loads it",
+          "rank {} could not read the checkpoint, so no rank takes it",
           rank);
     }
   }
@@ -178,8 +178,8 @@ class Loader {
     FLATSHARD_CHECK(
         role != manifest_.tensors.end(),
         format,
-        "{}: the checkpoint has no '{}', but {} has it; the checkpoint was "
-        "written by another optimizer or model, or without an optimizer",
+        "{}: the checkpoint has no '{}', which {} has; it was written by "
+        "another optimizer or model, or without one",
         folder_.string(),
         owned.role,
         owned.names.front());

@@ -74,8 +74,8 @@ std::vector<MemoryRow> memory_rows(
       {"slot pool",
        runtime.executor().slots().pool().arena_nbytes(),
        fmt::format(
-           "communication buffers for {} all-gathers and reductions; peak "
-           "usage {}{}",
+           "{} uses of gathered weights and gradient slots share it; the most "
+           "alive at once is {}{}",
            plan.num_keys(),
            human(plan.peak_nbytes()),
            post_forward > 0 ? fmt::format(
@@ -101,7 +101,7 @@ std::vector<MemoryRow> memory_rows(
     rows.push_back(
         {"poison",
          nbytes,
-         "NaN that resharded parameters point to (diagnostics.poison)"});
+         "NaN that released parameters point at (diagnostics.poison)"});
   }
   if (waiting.inner > 0) {
     rows.push_back({"inner gradients", waiting.inner, "before the outer axes"});

@@ -81,8 +81,7 @@ void check_options(const Quantizer& q, const PlaneOptions& options) {
   FLATSHARD_CHECK(
       !options.amax.defined() || takes_amax,
       config,
-      "amax cannot be given for recipe {}, because its blocks are local; give "
-      "scales",
+      "amax: expected none for recipe {}, whose blocks are local; give scales",
       to_string(q.recipe));
   FLATSHARD_CHECK(
       !options.scales.defined() || !takes_amax,

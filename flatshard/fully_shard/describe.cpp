@@ -95,17 +95,17 @@ void check_not_sharded(const nn::NamedParameter& p) {
   FLATSHARD_CHECK(
       !owner || !owner->retired,
       usage,
-      "parameter {} has no values: an earlier fully_shard sharded it in {}, "
-      "and the Runtime that it returned was destroyed together with the "
-      "weights. Create the model again, or keep the Runtime",
+      "expected parameter {} to have values, got one that fully_shard had "
+      "sharded before, in {}: the Runtime that it returned is gone, and the "
+      "weights with it. Make the model anew, or keep the Runtime",
       p.name,
       owner->unit);
   FLATSHARD_CHECK(
       !owner,
       usage,
-      "parameter {} is already sharded, in {} of an earlier fully_shard; call "
-      "it once, for the outermost module, with all modules that are unsharded "
-      "together in FullyShardOptions::units",
+      "expected parameter {} not to be sharded yet, got one of {} of an "
+      "earlier fully_shard; call it once, for the outermost module, with all "
+      "modules that are gathered as a whole in FullyShardOptions::units",
       p.name,
       owner->unit);
 }
@@ -267,8 +267,8 @@ std::vector<UnitDescription> describe(
       options.group.post_forward_ranks == 0 ||
           num_sharded_axes(strategy.parameter) > 0,
       config,
-      "post_forward_ranks = {} has no effect with strategy {}, because every "
-      "rank has the full weights; set it to 0, or use zero3",
+      "post_forward_ranks = {} has no effect with strategy {}, whose weights "
+      "are whole on every rank; leave it 0, or take zero3",
       options.group.post_forward_ranks,
       strategy.name);
   std::vector<UnitDescription> units;

@@ -32,8 +32,8 @@ void check_graph_options(
   FLATSHARD_CHECK(
       device.is_cuda() || options.graphs.emulate_on_cpu,
       config,
-      "GraphOptions::enabled (cuda_graph.impl) requires a mesh of GPUs, got "
-      "{}: CPUs have no CUDA graphs",
+      "GraphOptions::enabled (cuda_graph.impl): expected a mesh of GPUs, got "
+      "{}: there are no CUDA graphs on a CPU",
       device.str());
   FLATSHARD_CHECK(
       options.graphs.warmup_steps >= 1,
@@ -50,7 +50,7 @@ void check_graph_options(
           !options.graphs.regions.contains("block"),
       config,
       "GraphOptions::regions: expected either block or parts of blocks, got "
-      "both: a block includes its parts");
+      "both: a whole block holds its parts");
   FLATSHARD_CHECK(
       !options.slots_on_demand,
       config,
@@ -59,8 +59,8 @@ void check_graph_options(
   FLATSHARD_CHECK(
       !options.debug.strict,
       config,
-      "GraphOptions::enabled cannot be combined with DebugOptions::strict, "
-      "because a replay does not call the inner modules that strict checks");
+      "GraphOptions::enabled with DebugOptions::strict, which watches the "
+      "calls of inner modules: a replay makes none");
   if (options.graphs.whole_step) {
     check_whole_step(options);
   }

@@ -33,8 +33,8 @@ class KeptConstants : public nn::RegionRunner {
           !options.recompute || !options.recompute->preserve_rng,
           usage,
           "region {} of {} is recomputed with the random numbers of its "
-          "forward (RecomputeOptions::preserve_rng), and one graph cannot draw "
-          "them twice",
+          "forward (RecomputeOptions::preserve_rng), which one graph cannot "
+          "draw twice",
           name,
           owner.name());
       kept_.insert(

@@ -100,7 +100,7 @@ void ParamGroup::check_slices() const {
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
         "model share it; give it a sub-mesh without the axis along which it is "
-        "split",
+        "cut",
         p.names.front());
   }
 }
@@ -128,15 +128,15 @@ void ParamGroup::check_float8() const {
       device.is_cpu() || own.float8->emulate ||
           float8::multiplies(recipe, device),
       config,
-      "{}: {}; use another recipe, or emulate = true (not faster than "
-      "bfloat16)",
+      "{}: {}; take another recipe, or emulate = true, which is no faster than "
+      "bfloat16",
       name(),
       float8::why_not_multiplied(recipe, device));
   FLATSHARD_CHECK(
       !own.float8->stored_columns || float8::has_power_of_two_scales(recipe),
       config,
-      "{}: stored_columns is not supported with {}, because its rowwise and "
-      "columnwise data are the same numbers; use derived columns",
+      "{}: expected derived columns with {}, whose rows and columns hold the "
+      "same numbers, got stored_columns",
       name(),
       float8::to_string(recipe));
   for (const GroupParameter& p : parameters_) {

@@ -92,8 +92,7 @@ TensorSlice TensorSlice::with(Cut cut) const {
   FLATSHARD_CHECK(
       place == more.cuts_.end() || place->dim != cut.dim,
       config,
-      "slice: dimension {} is already split; expected at most one split per "
-      "dimension",
+      "slice: dimension {} is cut already; expected one cut of each",
       cut.dim);
   more.cuts_.insert(place, std::move(cut));
   return more;
@@ -135,7 +134,7 @@ TensorSlice TensorSlice::take(
         range.begin >= end && range.end >= range.begin && range.end <= whole,
         config,
         "slice of dimension {}: expected ascending ranges within the {} of the "
-        "full tensor, got [{}, {})",
+        "whole tensor, got [{}, {})",
         dim,
         whole,
         range.begin,

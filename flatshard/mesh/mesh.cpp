@@ -136,7 +136,7 @@ Communicator& Mesh::neighbours(int axis, std::int64_t size, Purpose purpose) {
       size >= 1 && this->axis(axis).size % size == 0,
       config,
       "mesh {}: expected a divisor of the {} ranks of axis '{}' for groups of "
-      "adjacent ranks, got {}",
+      "neighbours, got {}",
       to_string(),
       this->axis(axis).size,
       this->axis(axis).name,

@@ -74,7 +74,8 @@ void refuse_other_keys(const HfReader& reader, const nlohmann::json& json) {
         is_off(value) || std::ranges::count(kHarmlessKeys, key) > 0 ||
             std::ranges::count(kComparedKeys, key) > 0,
         format,
-        "{}: '{}' is {}, which is not supported; use an adapter without it",
+        "{}: '{}' is {}, which is not supported; expected an adapter without "
+        "it",
         reader.file(),
         key,
         value.dump());
@@ -178,7 +179,7 @@ void check_peft_json(
     FLATSHARD_CHECK(
         found == want,
         config,
-        "{}: expected lora.{} = {} (its '{}'), got {}",
+        "{}: expected lora.{} = {}, which is its '{}', got {}",
         path.string(),
         ours,
         found,

@@ -25,8 +25,8 @@ std::vector<int> Nodes::append(Node node, int num_outputs) {
     FLATSHARD_CHECK(
         value >= 0 && value < num_values_,
         usage,
-        "node {} of a block: expected inputs below {} (the outputs of earlier "
-        "nodes), got {}",
+        "node {} of a block: expected inputs below {}, which earlier nodes "
+        "make, got {}",
         node.name,
         num_values_,
         value);
@@ -120,8 +120,7 @@ void Nodes::run(
     FLATSHARD_CHECK(
         outputs.size() == node.outputs.size(),
         usage,
-        "node {} of a block: expected the {} outputs that it was added with, "
-        "got {}",
+        "node {} of a block: expected {} outputs, as it was added with, got {}",
         node.name,
         node.outputs.size(),
         outputs.size());

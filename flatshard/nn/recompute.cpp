@@ -52,8 +52,8 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     FLATSHARD_CHECK(
         versions_of(args) == versions,
         usage,
-        "checkpoint: the function modified its inputs in place, so its "
-        "recomputation would see other values; let it work on a copy");
+        "checkpoint: the function wrote into its inputs (an in-place "
+        "operation), which its second run would see; let it work on a copy");
     if (preserve_rng) {
       keep_moved(recipe->states);
     }

@@ -15,9 +15,8 @@ BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime, bool tells_graphs)
   FLATSHARD_CHECK(
       !core_.options.debug.strict,
       usage,
-      "a backward pass cannot be combined with debug.strict, because strict "
-      "checks the calls of modules and a pass makes none; set debug.strict = "
-      "false");
+      "a backward pass: expected debug.strict = false, which watches the calls "
+      "of modules; a pass has none");
   FLATSHARD_CHECK(
       !runtime_->graphs().enabled() ||
           (tells_graphs && runtime_->graphs().regions()),

@@ -99,7 +99,7 @@ class PageCommunicator : public Communicator {
       FLATSHARD_CHECK(
           theirs == nbytes,
           comm,
-          "all_gather on '{}': rank {} of the group sends {} bytes, this rank "
+          "all_gather on '{}': rank {} of the group gives {} bytes, this one "
           "{}; all ranks must gather the same sizes in the same order",
           name(),
           peer,
@@ -136,8 +136,7 @@ class PageCommunicator : public Communicator {
   [[noreturn]] void refuse() const {
     FLATSHARD_THROW(
         usage,
-        "communicator '{}' uses the hosts' shared pages: it supports only "
-        "all-gathers",
+        "communicator '{}' is the hosts' shared pages: it gathers only",
         name());
   }
 

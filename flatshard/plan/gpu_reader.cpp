@@ -140,7 +140,7 @@ void GpuReader::check_all_read() const {
     const std::string near = near_name(leaf, read_);
     FLATSHARD_THROW(
         format,
-        "{}: unknown key {} in a GPU file{}",
+        "{}: there is no key {} in a table of a GPU{}",
         origin_,
         leaf,
         near.empty() ? "" : fmt::format("; did you mean {}?", near));

@@ -171,7 +171,7 @@ void Scheduler::check_exists(UnitId unit) const {
   FLATSHARD_CHECK(
       unit >= 0 && unit < std::ssize(units_),
       usage,
-      "a policy names unit {}, which does not exist; the model has {} units",
+      "a policy names unit {}, which does not exist; there are {}",
       unit,
       units_.size());
 }

@@ -100,7 +100,7 @@ Scheduler::Task& Scheduler::task_of_gradient(const ScheduleEvent& event) {
   FLATSHARD_CHECK(
       task != tasks_.end(),
       internal,
-      "unit {} got a gradient in graph task {} that never started",
+      "unit {} got a gradient in graph task {} that never began",
       units_[event.unit].name,
       event.task);
   return task->second;

@@ -442,13 +442,13 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
   };
   const Result plain = train("0");
   ASSERT_EQ(plain.code, 0) << plain.output;
-  EXPECT_THAT(plain.output, Not(HasSubstr("stay unsharded")));
+  EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
   const std::string expected = weights();
   ASSERT_FALSE(expected.empty());
   // The embedding and six blocks. The head begins the backward.
   const Result kept = train("1");
   ASSERT_EQ(kept.code, 0) << kept.output;
-  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay unsharded"));
+  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));
   EXPECT_TRUE(weights() == expected);
 
   const Result little = train("0.00001");

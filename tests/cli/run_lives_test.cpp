@@ -162,7 +162,7 @@ TEST_F(RunLives, OtherDataAreRefusedByName) {
   EXPECT_THAT(
       other.output,
       AllOf(
-          HasSubstr("was trained on another dataset"),
+          HasSubstr("data.train: expected the corpus that"),
           HasSubstr("(then corpus)"),
           HasSubstr("checkpoint.exclude = \"loader\"")));
   EXPECT_EQ(snapshot(folder_ / "run"), files);
@@ -171,7 +171,7 @@ TEST_F(RunLives, OtherDataAreRefusedByName) {
   fs::rename(folder_ / "other", folder_ / "corpus");
   EXPECT_THAT(
       in_folder(train(resume)).output,
-      HasSubstr("was trained on another dataset"));
+      HasSubstr("data.train: expected the corpus that"));
   // The same tokens elsewhere are the same corpus.
   const Result moved = in_folder(train("--resume --set data.train=old"));
   EXPECT_EQ(moved.code, 0) << moved.output;
@@ -311,7 +311,7 @@ TEST_F(RunLives, ASlurmBatchScriptIsSeenAtOnce) {
   const Result without =
       in_folder(slurm + "\"$PROGRAM\" train run.toml --device cpu");
   EXPECT_EQ(without.code, 2) << without.output;
-  EXPECT_THAT(without.output, HasSubstr("start flatshard with srun"));
+  EXPECT_THAT(without.output, HasSubstr("put srun before flatshard"));
   const Result with = in_folder(slurm + train("", 2));
   EXPECT_EQ(with.code, 0) << with.output;
   EXPECT_THAT(with.output, HasSubstr("2 ranks of CPU"));

@@ -107,7 +107,7 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     first.storage.point_at(elsewhere.data());
     EXPECT_THAT(
         memory_error([&] { check->parameters_pointed(unit, view); }),
-        AllOf(HasSubstr(first.name), HasSubstr("outside the slot")));
+        AllOf(HasSubstr(first.name), HasSubstr("outside of the slot")));
     unit.pointers().clear();
   });
 }

@@ -193,7 +193,7 @@ TEST_F(FaultsNccl, WholeStepsWithADeviceThatDoesNotCome) {
   expect_all(
       c,
       AllOf(
-          HasSubstr(culprit(c) + " is late: its device has not reached"),
+          HasSubstr(culprit(c) + " is late: its device has not come to"),
           kWaitsForBlock0));
 }
 
@@ -204,7 +204,7 @@ TEST_F(FaultsNccl, ADeviceThatDoesNotComeIsNamed) {
   expect_all(
       c,
       AllOf(
-          HasSubstr(culprit(c) + " is late: its device has not reached step 3"),
+          HasSubstr(culprit(c) + " is late: its device has not come to step 3"),
           HasSubstr("dp.gather #")));
 }
 

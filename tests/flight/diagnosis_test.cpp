@@ -282,7 +282,7 @@ TEST(FlightDiagnosis, ADeviceThatDoesNotComeIsNamed) {
   EXPECT_EQ(verdict.code, ErrorCode::timeout);
   EXPECT_THAT(
       verdict.text,
-      HasSubstr("rank 1 of 3 is late: its device has not reached step 7, unit "
+      HasSubstr("rank 1 of 3 is late: its device has not come to step 7, unit "
                 "b: all_gather of 64 Float (dp #5); ranks 0, 2 wait there for "
                 "2.9 s"));
 }
@@ -292,7 +292,7 @@ TEST(FlightDiagnosis, NobodyLateIsTheNetwork) {
   EXPECT_THAT(
       diagnose(views, 2s).text,
       AllOf(
-          HasSubstr("every rank is alive and reached the same collective"),
+          HasSubstr("every rank is alive and came to the same collective"),
           HasSubstr("ranks 0-1 wait for 2.9 s in step 7, unit b")));
   std::vector<RankView> troubled = views;
   troubled[1].state.status = RankStatus::troubled;

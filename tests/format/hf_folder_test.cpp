@@ -231,7 +231,7 @@ TEST(HfFolder, OtherFormsSayWhatToDo) {
     folder.write(name, "");
     EXPECT_THAT(refused(folder.path()), HasSubstr(says)) << name;
   }
-  EXPECT_THAT(refused("/no/such/folder"), HasSubstr("it is not a directory"));
+  EXPECT_THAT(refused("/no/such/folder"), HasSubstr("it is no folder"));
 }
 
 TEST(HfFolder, BadIndexesAreRefused) {

@@ -349,7 +349,7 @@ TEST(ReadPlan, AFileThatEndsEarlyIsAnError) {
       refused([&] {
         read_chunks(stored.folder.path(), stored.manifest, chunks, out, 1);
       }),
-      HasSubstr("it is truncated"));
+      HasSubstr("it is cut off"));
 }
 
 // A file that is no multiple of what direct I/O writes, from memory that is

@@ -177,7 +177,7 @@ TEST_F(FamilyConfigs, Gemma3) {
       HasSubstr("hidden_activation"));
   EXPECT_THAT(
       refusal(R"({"model_type": "gemma3"})"),
-      HasSubstr("use the text model, gemma3_text"));
+      HasSubstr("expected the text model, gemma3_text"));
 }
 
 TEST_F(FamilyConfigs, GptOss) {

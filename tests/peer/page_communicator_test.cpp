@@ -123,7 +123,7 @@ TEST(PageCommunicator, RefusesByName) {
               at::ones({n}, at::kChar));
         }),
         HasSubstr(fmt::format(
-            "rank {} of the group sends {} bytes, this rank {}",
+            "rank {} of the group gives {} bytes, this one {}",
             1 - context.rank,
             2 - context.rank,
             n)));

@@ -611,7 +611,7 @@ def test_cpus_are_refused(mesh, monkeypatch):
         pytest.skip("of CPUs")
     monkeypatch.delenv("FLATSHARD_EMULATE_CUDA_GRAPHS")
     with pytest.raises(
-        ValueError, match="cuda_graph: requires a mesh of GPUs, got cpu"
+        ValueError, match="cuda_graph: expected a mesh of GPUs, got cpu"
     ):
         fully_shard(Mlp().blocks[0], mesh=mesh, cuda_graph=True)
 

@@ -294,7 +294,7 @@ def test_cpus(mesh, monkeypatch):
         pytest.skip("of CPUs")
     monkeypatch.delenv("FLATSHARD_EMULATE_CUDA_GRAPHS")
     block = fully_shard(Body(lambda b, x: b.inner(x)), mesh=mesh)
-    refused(ValueError, "make_graphed_callables: requires a mesh of GPUs", block, mesh)
+    refused(ValueError, "make_graphed_callables: expected a mesh of GPUs", block, mesh)
 
 
 def test_offloading_and_lists(mesh):

@@ -151,7 +151,7 @@ TEST(Misuse, ARuntimeThatIsGone) {
       return AllOf(
           HasSubstr("parameter " + parameter),
           HasSubstr("of unit " + unit + " "),
-          HasSubstr("Runtime that fully_shard returned was destroyed"),
+          HasSubstr("Runtime that fully_shard returned is gone"),
           HasSubstr("keep it"));
     };
     EXPECT_THAT(message_of([&] { loss.backward(); }), named("", "root"));
@@ -280,7 +280,7 @@ TEST(Misuse, AWeightGradientAfterItsBackward) {
         return AllOf(
             HasSubstr(std::string("parameter ") + parameter),
             HasSubstr("of unit cell1 "),
-            HasSubstr("outside a backward"));
+            HasSubstr("outside of a backward"));
       };
       CellImpl& cell = *twin.sharded->cells[1];
       EXPECT_THAT(

@@ -232,7 +232,7 @@ TEST(Pitfalls, B57_ViewsFollowTheirParameter) {
         return view.sum().item<double>() != view.sum().item<double>();
       } catch (const c10::Error& e) {
         EXPECT_THAT(e.what(), HasSubstr("gain of "));
-        EXPECT_THAT(e.what(), HasSubstr("is resharded"));
+        EXPECT_THAT(e.what(), HasSubstr("is released"));
         return true;
       }
     };

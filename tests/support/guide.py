@@ -69,7 +69,7 @@ class Guide:
     def evaluation(self, beginning):
         """The loss of the page's next evaluation, and the samples that it measured."""
         said = self.run(beginning)
-        loss = re.search(r"^loss +([\d.]+) nats a token$", said, re.M)
+        loss = re.search(r"^loss +([\d.]+) nats per token$", said, re.M)
         samples = re.search(r"^sequences +(.*)$", said, re.M)
         expect(loss and samples, said)
         return {"loss": float(loss[1]), "samples": samples[1]}

@@ -71,9 +71,8 @@ const Family& family_of(const ModelConfig& config) {
   FLATSHARD_CHECK(
       config.family != "deepseek_v3",
       config,
-      "model.family: deepseek_v3 is not supported, because it has multi-head "
-      "latent attention; the family moe has its router with grouped-query "
-      "attention");
+      "model.family: deepseek_v3 has multi-head latent attention, which is not "
+      "supported; the family moe has its router on grouped-query attention");
   const Family* const family = find_family(config.family);
   FLATSHARD_CHECK(
       family != nullptr,

@@ -34,16 +34,16 @@ const ConfigKey kExecutionKeys[] = {
               "\"unit\""},
              {{"parallelism.copy_engines"},
               WHEN(c.cuda_graph.whole_step() && c.parallelism.copies()),
-              "copies between the memory of GPUs are not captured; use "
-              "\"none\" (\"auto\" selects it here)"},
+              "copies between the memory of GPUs are not recorded; use "
+              "\"none\", which \"auto\" means here"},
              {{"diagnostics.nan_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.nan_check),
-              "this check hooks into the step, and a replayed CUDA graph runs "
-              "no hooks; disable one of the two"},
+              "it watches what is inside of a step, where a replay stops for "
+              "nobody"},
              {{"diagnostics.overlap_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.overlap_check),
-              "this check hooks into the step, and a replayed CUDA graph runs "
-              "no hooks; disable one of the two"},
+              "it watches what is inside of a step, where a replay stops for "
+              "nobody"},
              {{"diagnostics.poison"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.poison),
               "a replay does not poison the weights that it releases"},
@@ -52,8 +52,8 @@ const ConfigKey kExecutionKeys[] = {
                   !c.cuda_graph.whole_step() && c.cuda_graph.modules.empty() &&
                   c.activation_checkpoint.mode ==
                       models::ActivationCheckpoint::selective),
-              "a block cannot be captured with a recomputation inside; capture "
-              "only attn (cuda_graph.modules), or use \"full\" or \"none\""}}),
+              "a block cannot be recorded with a recomputation inside; record "
+              "attn alone (cuda_graph.modules), or use \"full\" or \"none\""}}),
     KEY(cuda_graph.modules,
         "Parts of blocks to capture instead of full blocks, as a "
         "comma-separated list: attn, mlp, and for blocks with experts "

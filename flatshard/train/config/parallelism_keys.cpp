@@ -80,7 +80,7 @@ constexpr UsedIf kShards{
 constexpr UsedIf kReshards{
     "parallelism.reshard_after_forward",
     WHEN(c.parallelism.reshard_after_forward),
-    "runs that reshard weights after forward"};
+    "runs that release weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
     WHEN(expert_ranks(c.parallelism) > 1),
@@ -105,23 +105,23 @@ constexpr UsedIf kOverlaps{
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),
-     "interleaved backwards are not a single graph; use \"unit\" with "
+     "backwards that interleave are no single graph; use \"unit\" with "
      "cuda_graph.modules, or \"none\""},
     {{"cuda_graph.impl", "cuda_graph.modules"},
      WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
-     "blocks run in parts; list the parts to capture in cuda_graph.modules "
-     "(attn, moe_router, mlp)"},
+     "blocks run in pieces; name parts in cuda_graph.modules (attn, "
+     "moe_router, mlp)"},
     {{"cuda_graph.impl", "float8.recipe"},
      WHEN(c.cuda_graph.enabled() && c.float8.recipe),
-     "the FP8 planes of two microbatches have different addresses; remove one "
-     "of the two"},
+     "the FP8 planes of two microbatches are at other addresses; leave one "
+     "out"},
     {{"diagnostics.strict"},
      WHEN(c.diagnostics.strict),
-     "it checks the calls of modules, and parts of blocks are not modules"},
+     "it watches the calls of modules, and pieces of blocks are none"},
     {{"parallelism.memory_budget"},
      WHEN(c.parallelism.memory_budget > 0),
-     "units that stay unsharded are planned for one microbatch at a time; use "
-     "0"}};
+     "units that stay gathered are planned for one microbatch at a time; leave "
+     "it at 0"}};
 
 const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.strategy,
@@ -167,7 +167,7 @@ const ConfigKey kParallelismKeys[] = {
               WHEN(
                   c.cuda_graph.enabled() && c.parallelism.shares_layers() &&
                   c.parallelism.copies_activations()),
-              "copies between the memory of GPUs are not captured; use "
+              "copies between the memory of GPUs are not recorded; use "
               "\"collective\""}}),
     KEY(parallelism.context_parallel_degree,
         "Context-parallel size. Only 1 is supported.",
@@ -233,12 +233,12 @@ const ConfigKey kParallelismKeys[] = {
         .conflicts =
             {{{"parallelism.post_forward_ranks"},
               WHEN(c.parallelism.post_forward_ranks == 1),
-              "one rank has the full weights; set "
+              "one rank has whole weights; set "
               "parallelism.reshard_after_forward = false"},
              {{"float8.recipe"},
               WHEN(c.parallelism.post_forward_ranks > 0 && c.float8.recipe),
-              "forward and backward all-gather different planes of FP8 "
-              "weights; remove one of the two"}}),
+              "forward and backward gather different planes of FP8 weights; "
+              "leave one out"}}),
     KEY(parallelism.memory_budget,
         "Memory budget per rank in GiB, for the memory table printed at "
         "startup. As many units as fit stay unsharded between forward and "
@@ -261,8 +261,7 @@ const ConfigKey kParallelismKeys[] = {
                   c.parallelism.copy_engines ==
                       CopyEngines{.gathers = CopyEngines::Gathers::forward} &&
                   c.parallelism.strategy->keeps_whole_weights()),
-              "the strategy does not all-gather weights in forward; use none "
-              "or all"},
+              "the strategy gathers no weights in forward; use none or all"},
              {{"parallelism.keep_compute_weights"},
               WHEN(
                   c.parallelism.copies() &&

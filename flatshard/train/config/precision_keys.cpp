@@ -54,8 +54,8 @@ const ConfigKey kPrecisionKeys[] = {
                   c.float8.column_plane == ColumnPlane::stored &&
                   !(c.float8.recipe &&
                     float8::has_power_of_two_scales(*c.float8.recipe))),
-              "stored is for rowwise and mxfp8, because rowwise and columnwise "
-              "data of the other recipes are the same numbers; use auto"}}),
+              "stored is for rowwise and mxfp8, since rows and columns of the "
+              "others hold the same numbers; use auto"}}),
     KEY(float8.gather_parts,
         "Weights that the backward all-gathers for recomputation in addition "
         "to the stored columnwise weights: the rows of the full unit, the rows "

@@ -79,7 +79,8 @@ const ConfigKey kTrainingKeys[] = {
               WHEN(
                   c.training.on_nonfinite == OnNonfinite::rewind &&
                   c.checkpoint.interval == 0),
-              "a rewind requires checkpoints; set the interval to 1 or more"}}),
+              "a rewind goes back to a checkpoint, and there are none; set the "
+              "interval to 1 or more"}}),
 
     KEY(validation.freq,
         "Validate every N steps. 0 disables validation.",

@@ -67,8 +67,8 @@ std::vector<ValidationSet> open_validation_sets(const DataOptions& options) {
       FLATSHARD_CHECK(
           wanted != -1 || !choices[i].is_random(),
           config,
-          "validation.sequences = -1 is the full split, and random tokens have "
-          "no end; set a number");
+          "validation.sequences = -1 is the whole split, and random tokens "
+          "have no end; give a number");
       data::Loader loader(
           sources[i].source,
           {.seq_len = options.packing.seq_len,

@@ -513,7 +513,7 @@ TEST(Config, ContradictionsAreNamed) {
        "parallelism.post_forward_ranks is set, but "
        "parallelism.reshard_after_forward = \"false\""},
       {{"parallelism.post_forward_ranks=1"},
-       "one rank has the full weights; set parallelism.reshard_after_forward = "
+       "one rank has whole weights; set parallelism.reshard_after_forward = "
        "false"},
       {{"parallelism.post_forward_ranks=2", "float8.recipe=rowwise"},
        "parallelism.post_forward_ranks = 2 with float8.recipe = \"rowwise\""},

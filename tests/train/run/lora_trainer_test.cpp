@@ -469,7 +469,7 @@ TEST_F(LoraTrainerTest, ResumesOnNoOtherBase) {
       message_of([&] { train("run", with_adapters(hf), /*resume=*/true); }),
       AllOf(
           HasSubstr("model.init_from: expected the base model"),
-          HasSubstr("set the directory that the run started from")));
+          HasSubstr("name the folder that it began with")));
   EXPECT_THAT(
       message_of([&] { loss_of(run("run") / "checkpoints" / "step-4"); }),
       HasSubstr("expected the base model of the adapters"));
@@ -616,7 +616,7 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
             {fmt::format("model.family={}", family),
              "model.num_experts=4",
              fmt::format("lora.targets={}", target)}),
-        HasSubstr("includes the experts or their router, which is not "
+        HasSubstr("takes in the experts or their router, which is not "
                   "supported"));
   }
 }

@@ -334,7 +334,7 @@ TEST_F(MoeTrainer, WhatDoesNotFitIsRefusedByName) {
           {"cuda_graph.impl=unit",
            "cuda_graph.modules=attn,mlp",
            "debug.emulate_graphs=true"}),
-      HasSubstr("cuda_graph.modules: mlp is a part of blocks without experts"));
+      HasSubstr("cuda_graph.modules: mlp is that of blocks without experts"));
   EXPECT_THAT(
       refusal({"model.preset=llama3_1b"}),
       HasSubstr("model.family: expected llama"));
