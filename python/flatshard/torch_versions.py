@@ -142,6 +142,11 @@ def hooks_of_tensor(tensor):
     return {name: hooks for name, hooks in found.items() if hooks}
 
 
+def gradient_hooks(tensor):
+    """Returns the hooks of register_hook."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def has_accumulation_hooks(tensor):
     """Returns whether it has hooks of register_post_accumulate_grad_hook."""
     return bool(tensor._post_accumulate_grad_hooks)

@@ -16,6 +16,7 @@ from flatshard._tensor.shard_values import same_cuts
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import (
     choose_inputs_by,
+    gradient_hooks,
     in_backward,
     leaf_of_edge,
     plain_attributes,
@@ -70,7 +71,7 @@ def _gradients(run, inputs, leaves, of_shards, of_wholes):
             if gradient is not None:
                 p, shard = of_shards[i], leaves[i]
                 rows = Rows.apply(_mean(gradient, p).to(shard.dtype), shard.detach())
-                means[i] = rows, list((shard._backward_hooks or {}).values())
+                means[i] = rows, gradient_hooks(shard)
     for i, (mean, hooks) in means.items():
         for hook in hooks:
             changed = hook(mean)
