@@ -430,7 +430,7 @@ TEST_F(TrainerTest, GeneratesFromWhatARunLeaves) {
   EXPECT_THAT(refused(run() / "hf", 2), HasSubstr("which has no steps"));
   EXPECT_THAT(
       refused(folder_ / "corpus"),
-      HasSubstr("a checkpoint (.../step-100) or a Hugging Face model directory"));
+      HasSubstr("a checkpoint (.../step-100) or a Hugging Face folder"));
   std::filesystem::remove_all(checkpoints);
   EXPECT_THAT(refused(run()), HasSubstr("has neither model.safetensors"));
 }
