@@ -236,7 +236,8 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
            {"plan llama3_70b --ranks 4096 --set parallelism.granularity=tensor",
             "padding"},
            {"plan llama3_8b --ranks 8 --svg /none/x.svg", "'/none/x.svg'"},
-           {"plan llama3_8b --ranks 8 --sweep --tokens 1T", "--svg or --tokens"},
+           {"plan llama3_8b --ranks 8 --sweep --tokens 1T",
+            "--svg or --tokens"},
            {"plan llama3_8b --rank 8", "did you mean '--ranks'?"}}) {
     const auto result = run(words);
     EXPECT_NE(result.code, 0) << words;
