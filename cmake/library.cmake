@@ -195,17 +195,17 @@ function(flatshard_test name)
     math(EXPR parts "1 + ${seconds} / 40")
     math(EXPR seconds "${seconds} / ${parts}")
     foreach(part RANGE 1 ${parts})
-      set(slow ${name}_slow)
+      set(test ${name}_slow)
       if(part GREATER 1)
-        string(APPEND slow _${part})
+        string(APPEND test _${part})
       endif()
       math(EXPR index "${part} - 1")
-      _flatshard_ctest(${slow} ${name} ${A_TIMEOUT})
+      _flatshard_ctest(${test} ${name} ${A_TIMEOUT})
       set_property(
-        TEST ${slow} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=${cases}"
+        TEST ${test} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=${cases}"
         "GTEST_TOTAL_SHARDS=${parts}" "GTEST_SHARD_INDEX=${index}")
       # The longest begin first.
-      set_tests_properties(${slow} PROPERTIES COST ${seconds})
+      set_tests_properties(${test} PROPERTIES COST ${seconds})
     endforeach()
   endif()
 endfunction()

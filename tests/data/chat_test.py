@@ -373,6 +373,10 @@ def test_halves_of_surrogate_pairs_and_nesting(chats):
     whole, _ = encoder.encode("chats.jsonl:7", text.replace("cat", "c\\ufffdt"))
     assert encoder.encode("a", text.replace("cat", "c\\ud83dt"))[0] == whole
     assert encoder.encode("a", text.replace("cat", "c\\udc00t"))[0] == whole
+    inner = {"prompt": json.dumps([user("c\ud83dt")]), "completion": "sat"}
+    ids, _ = encoder.encode("a", json.dumps(inner))  # JSON text in a field
+    inner["prompt"] = [user("c\ufffdt")]
+    assert encoder.encode("a", json.dumps(inner))[0] == ids
     deep = "[" * 100_000 + "]" * 100_000
     with pytest.raises(Failure, match="chats.jsonl:7: expected JSON .* inside each"):
         encoder.encode("chats.jsonl:7", text[:-1] + f', "more": {deep}}}')

@@ -10,7 +10,7 @@ from flatshard._data.hf_messages import (
     ASSISTANT,
     Conversation,
     parsed_object,
-    repaired,
+    read_json,
 )
 from flatshard._data.hf_rendering import REASONING, Rendering, lost_calls
 
@@ -55,6 +55,7 @@ class ChatEncoder:
         self.tokenizer = load_tokenizer(path)
         self.train_on = train_on
         self.control = [t for t in self.tokenizer.all_special_tokens if t]
+        self.control_ids = set(self.tokenizer.all_special_ids)
         self.variables = parsed_object(variables or {}, "--chat-template-kwargs")
         self.check_variables(self.variables, "--chat-template-kwargs")
         self.warnings = []  # that are still to be reported
@@ -75,9 +76,11 @@ class ChatEncoder:
 
     def of_row(self, where, text, encode):
         try:
-            chat = Conversation(repaired(json.loads(text)))
+            chat = Conversation(read_json(text))
             self.check_variables(chat.variables, "'chat_template_kwargs'")
-            rendering = Rendering(self.tokenizer, chat, self.variables)
+            rendering = Rendering(
+                self.tokenizer, self.control_ids, chat, self.variables
+            )
             self.look_for_losses(where, chat, rendering)
             self.look_for_control(where, chat)
             return encode(chat, rendering)
@@ -139,8 +142,8 @@ class ChatEncoder:
         message = {"role": ASSISTANT, "content": answer}
         text = rendering.write([*rendering.messages, message])
         rest = text[text.rindex(answer) + len(answer) :] if answer in text else ""
-        control = set(self.tokenizer.all_special_ids)
-        return next((id for id in rendering.ids(rest) if id in control), None)
+        ids = rendering.ids(rest)
+        return next((id for id in ids if id in self.control_ids), None)
 
     def look_for_control(self, where, chat):
         """Warns of the first control token that a message spells out."""

@@ -2,9 +2,9 @@
 text, objects in place of JSON text, no null."""
 
 import json
-import re
 
 from flatshard._data.failures import Failure
+from flatshard._data.json_rows import without_halves
 
 ASSISTANT = "assistant"
 # Keys of a message that decide whether it is trained. Templates do not see them.
@@ -12,8 +12,6 @@ FLAGS = ("weight", "train", "training", "trainable", "loss")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 USED = ("tools", "chat_template_kwargs")
 QUESTIONS = ("instruction", "question", "query", "prompt", "problem", "input")
-# Halves of surrogate pairs, which no encoding of text has.
-HALVES = re.compile("[\ud800-\udfff]")
 ANSWERS = ("output", "response", "answer", "completion", "solution", "target")
 
 
@@ -22,10 +20,14 @@ def shown(value):
     return text if len(text) <= 80 else text[:80] + "..."
 
 
+def read_json(text):
+    """Returns the value of a JSON text, without halves of surrogate pairs."""
+    return repaired(json.loads(text))
+
+
 def repaired(value):
-    """Returns what JSON holds, with U+FFFD for each half of a surrogate pair."""
     if isinstance(value, str):
-        return HALVES.sub("\ufffd", value)
+        return without_halves(value)
     if isinstance(value, list):
         return [repaired(item) for item in value]
     if isinstance(value, dict):
@@ -42,7 +44,7 @@ def parsed(value, what):
     if not isinstance(value, str):
         return value
     try:
-        return repaired(json.loads(value))
+        return read_json(value)
     except ValueError as error:
         raise Failure(
             f"expected JSON in {what}, got {shown(value)}: {error}"
@@ -152,7 +154,7 @@ def messages_of(value, field, role):
             value = parsed(value, f"'{field}'")
         else:
             try:
-                found = json.loads(value)
+                found = read_json(value)
             except ValueError:
                 found = None
             is_list = isinstance(found, list) and found

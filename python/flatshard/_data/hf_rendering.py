@@ -28,8 +28,9 @@ def common(a, b):
 class Rendering:
     """A conversation that the chat template has written, and its tokens."""
 
-    def __init__(self, tokenizer, chat, variables):
+    def __init__(self, tokenizer, control_ids, chat, variables):
         self.tokenizer = tokenizer
+        self.control_ids = control_ids
         self.tools = chat.tools
         self.variables = {**variables, **chat.variables}
         self.source = tokenizer.get_chat_template(tools=chat.tools)
@@ -166,9 +167,9 @@ class Rendering:
         rest = text[end:]
         if after is None:
             found = self.encoded(rest)
-            control = set(self.tokenizer.all_special_ids)
             ends = zip(found["input_ids"], found["offset_mapping"], strict=True)
-            return end + next((stop for id, (_, stop) in ends if id in control), 0)
+            stops = (stop for id, (_, stop) in ends if id in self.control_ids)
+            return end + next(stops, 0)
         if rest.startswith(after):
             return end + len(after)
         # The rest may begin with a part of a token of `after`.
@@ -236,12 +237,11 @@ class Rendering:
                 for at, end in ((at, self.end_of(at)) for at in chosen)
             ]
         mask = [int(is_all)] * len(self.token_ids)
-        control = set(self.tokenizer.all_special_ids)
         for first, end in spans:
             last = bisect.bisect_left(self.starts, end)
             # Some control tokens take the spaces before them, which are the message's.
             if last > first and self.stops[last - 1] > end:
-                last -= self.token_ids[last - 1] in control
+                last -= self.token_ids[last - 1] in self.control_ids
             for token in range(first, last):
                 mask[token] = int(not is_all)
         return self.token_ids, mask

@@ -24,6 +24,12 @@ except ImportError:
         return _DECODE.decode(line.decode())
 
 
+def without_halves(text):
+    """Returns the text with U+FFFD for each half of a surrogate pair, which no encoding
+    of text has."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
 class Problem(Exception):
     """Why a text is not a JSON object, and where."""
 
@@ -227,7 +233,7 @@ class JsonRows:
         if isinstance(value, tuple):
             what = f"expected text in the field '{self.field}', got {value[0]}"
             self.fail(what, line_at(begin))
-        return _SURROGATE.sub("\ufffd", value or "").encode(), scanner.at
+        return without_halves(value or "").encode(), scanner.at
 
     def describe_missing(self, names, lists):
         hint = ""
