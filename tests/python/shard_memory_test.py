@@ -66,6 +66,32 @@ def test_tied_parameters_have_one_address(mesh):
     assert len(keys) == len(list(model.parameters()))
 
 
+def end(tensor):
+    """The address after the last element, as transformers and safetensors compute it."""
+    return tensor.view(-1)[-1].data_ptr() + tensor.element_size()
+
+
+def test_addresses_of_views_are_those_of_the_shard(mesh, world):
+    model = small()
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=mesh)
+    for p in model.parameters():
+        local = p.to_local()
+        last = p.view(-1)[-1]
+        assert storage_key(last) == storage_key(p)
+        assert storage_key(p.t()) == storage_key(p)
+        assert p.t().data_ptr() == p.data_ptr()
+        assert end(p) == end(p.detach())
+        # The last row is on one rank.
+        nbytes = local.numel() * local.element_size()
+        ends = [None] * world
+        torch.distributed.all_gather_object(ends, (end(p) - p.data_ptr(), nbytes))
+        assert any(found == size for found, size in ends if size)
+        assert all(0 < found <= max(size, p.element_size()) for found, size in ends)
+    tied = [p.detach() for p in (model[0].weight, model[1].weight)]
+    assert end(tied[0]) == end(tied[1])
+
+
 def test_optimizers_find_their_parameters_by_address(mesh, rank):
     """As accelerate does when it prepares a model a second time."""
     model = shard(Mlp(), fully_shard, mesh=mesh)

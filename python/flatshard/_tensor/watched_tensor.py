@@ -68,13 +68,13 @@ class WatchedTensor(DTensor):
     def data_ptr(self):
         if _is_asked_by_torch():
             return super().data_ptr()
-        local = self._local_tensor
+        local = base_of(self)._local_tensor
         return local.data_ptr() or local.untyped_storage().data_ptr()
 
     def untyped_storage(self):
         if _is_asked_by_torch():
             return super().untyped_storage()
-        return self._local_tensor.untyped_storage()
+        return base_of(self)._local_tensor.untyped_storage()
 
     @property
     def grad(self):
