@@ -62,24 +62,24 @@ class Checkpointer {
       std::vector<ParamGroup*> groups,
       const Optimizer* optimizer,
       CheckpointOptions options);
-  /// Waits for the saves that were begun. Their errors are logged.
+  /// Waits for all pending saves. Their errors are logged.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  /// Begins to save what the current stream has computed so far. Blocks only
-  /// while both buffers are being written. Collective, and in the same order
-  /// on all ranks.
+  /// Starts to save what the current stream has computed so far. Blocks only
+  /// while both buffers are being written. Collective, and in the same order on
+  /// all ranks.
   ///
   /// @param state  stored with the tensors; rank 0's counts.
   void save(std::int64_t step, std::map<std::string, std::string> state);
 
-  /// Lets later work of the current stream begin when the copies are done: call
-  /// it before weights or optimizer state change. Does not block the host on a
+  /// Makes later work of the current stream wait for the copies. Call it
+  /// before weights or optimizer state change. Does not block the host on a
   /// GPU.
   void wait_for_copies();
 
-  /// Blocks until every save that was begun has ended.
+  /// Blocks until every pending save has finished.
   void wait();
 
   /// Returns the results that came since the last call, oldest first.

@@ -12,7 +12,7 @@ namespace flatshard {
 std::string safetensors_dtype(at::ScalarType dtype);
 
 /// Returns the inverse for weights. @param what  for the message.
-/// @throws Error{format} for what is no floating-point dtype, naming `what`.
+/// @throws Error{format} naming `what` if it is not a floating-point dtype.
 at::ScalarType scalar_type(std::string_view dtype, std::string_view what);
 
 }  // namespace flatshard

@@ -122,7 +122,7 @@ bool equal_bytes(const HfFolder::Found& a, const HfFolder::Found& b) {
   return true;
 }
 
-/// Finds what holds the parameters, and what of a folder does not.
+/// Matches parameters to stored tensors, and finds the unused tensors.
 class Match {
  public:
   Match(const HfFolder& weights, const InitWeightsOptions& options)

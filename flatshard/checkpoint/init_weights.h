@@ -13,8 +13,8 @@
 namespace flatshard {
 
 struct InitWeightsOptions {
-  /// Returns the folder's entries for a parameter, by its whole shape. A tied
-  /// parameter is looked for under each of its names, the main one first.
+  /// Returns the folder's entries for a parameter, by its unsharded shape. A
+  /// tied parameter is looked up under each of its names, the main one first.
   StoredEntriesOf entries_of;
   /// See HfFolder.
   std::string base_prefix;
@@ -32,17 +32,17 @@ struct InitWeightsOptions {
 struct UnusedWeights {
   /// Tensors and files, by name.
   std::vector<std::string> names;
-  /// Second names of tied parameters whose values differ from the first name's,
-  /// which were read. Rank 0 looks.
+  /// Second names of tied parameters whose stored values differ from the values
+  /// that were read (under the first name). Checked on rank 0.
   std::vector<std::string> other_values;
 };
 
-/// Fills the main weights of this rank from a Hugging Face folder, whatever
-/// float dtypes it has. Each rank reads what it owns, a piece at a time: no
-/// rank ever holds the model. Host memory grows by a piece of 64 MiB, and by
-/// one more where a GPU's weights have another dtype than the folder. Optimizer
-/// state stays. Blocks. Collective where ranks read each other's weights (copy
-/// gathers).
+/// Fills the main weights of this rank from a Hugging Face folder of any float
+/// dtypes. Each rank reads what it owns in pieces, so no rank ever stores the
+/// full model. Host memory grows by a piece of 64 MiB. Weights on a GPU in
+/// another dtype than the folder need one more piece. Optimizer state is
+/// unchanged. Blocks. Collective if ranks read each other's weights (copy
+/// all-gathers).
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
 /// @throws Error{io} or Error{format} naming the tensor: missing from the

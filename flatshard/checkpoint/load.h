@@ -15,7 +15,7 @@
 namespace flatshard {
 
 struct LoadOptions {
-  /// The ranks that load together. Null: those of the model's mesh.
+  /// The ranks that load together. Null: the ranks of the model's mesh.
   std::shared_ptr<Mesh> mesh;
   /// Shell patterns over parameter names such as "lm_head.*": these are neither
   /// looked for in the checkpoint nor changed in the model, and what the
@@ -36,10 +36,10 @@ struct LoadedCheckpoint {
   double read_seconds = 0;        ///< this rank's, with all checks
 };
 
-/// Reads a checkpoint into the shards of this rank, whatever world size, mesh
-/// and strategy it was written with: names, shapes and dtypes have to be equal,
-/// and nothing else. Each rank reads only what it owns, in whole digest blocks.
-/// Collective; blocks.
+/// Reads a checkpoint into the shards of this rank. Names, shapes and dtypes
+/// must match; world size, mesh and strategy of the writer may differ. Each
+/// rank reads only what it owns, in complete digest blocks. Collective;
+/// blocks.
 ///
 /// Everything is read and checked, on all ranks, before the first element of
 /// the model changes. Until then it is in host memory: as many bytes as this
@@ -50,8 +50,8 @@ struct LoadedCheckpoint {
 /// @param optimizer  null: weights only; the checkpoint's optimizer state is
 ///   ignored.
 /// @throws Error{io} or Error{format} on every rank, naming file, tensor, what
-/// was expected and what was found: a tensor that is missing or too many, of
-/// another shape or dtype, a damaged, cut off or foreign file.
+/// was expected and what was found: a missing or unexpected tensor, another
+/// shape or dtype, a damaged, truncated or foreign file.
 LoadedCheckpoint load_checkpoint(
     const std::filesystem::path& folder,
     const std::vector<ParamGroup*>& groups,

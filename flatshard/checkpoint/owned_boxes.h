@@ -12,7 +12,7 @@
 
 namespace flatshard {
 
-/// The role of tensors that every rank holds as a whole.
+/// The role of tensors that are replicated on every rank.
 inline constexpr std::string_view kBufferRole = "buffer";
 
 /// A tensor that is not sharded, e.g. a module's buffer: rank 0's values are
@@ -22,7 +22,7 @@ struct WholeTensor {
   at::Tensor tensor;  ///< contiguous
 };
 
-/// A box of one tensor of a checkpoint that this rank holds.
+/// A box of one checkpoint tensor that this rank stores.
 struct OwnedBox {
   std::string role;                 ///< kWeightRole, or an optimizer state
   std::vector<std::string> names;   ///< the main name first; tied ones follow
@@ -32,20 +32,20 @@ struct OwnedBox {
   at::Tensor values;
 };
 
-/// Weights, optimizer state and whole tensors of this rank. Every tensor
-/// occurs, with n = 0 when the rank holds nothing of it.
+/// Returns weights, optimizer state and replicated tensors of this rank. Every
+/// tensor occurs, with n = 0 if the rank stores no element of it.
 ///
 /// @param optimizer  null: weights only.
-/// @throws Error{usage} for a whole tensor that is not contiguous.
+/// @throws Error{usage} for a replicated tensor that is not contiguous.
 std::vector<OwnedBox> owned_boxes(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,
     const std::vector<WholeTensor>& whole = {});
 
-/// The same without what other ranks hold as well: replicas share what they
-/// hold evenly, so that all ranks together hold every element once.
+/// The same with replicated elements divided evenly among their replicas, so
+/// that all ranks together write every element once.
 ///
-/// @param rank  of this one among all of them; 0 writes the whole tensors.
+/// @param rank  of this process among all; 0 writes the replicated tensors.
 std::vector<OwnedBox> boxes_to_write(
     const std::vector<ParamGroup*>& groups,
     const Optimizer* optimizer,

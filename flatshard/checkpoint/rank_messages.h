@@ -27,7 +27,7 @@ class RankMessages {
       const std::string& key,
       const std::string& what,
       std::chrono::milliseconds timeout);
-  /// Drops a message that nobody will ask for again.
+  /// Drops a message that no rank will request again.
   void forget(const std::string& key);
 
  private:

@@ -14,7 +14,7 @@ namespace flatshard {
 namespace {
 
 /// Returns the tensor's name in a safetensors file: with its role, unless that
-/// is the weight, and with the box, unless it is the whole tensor.
+/// is the weight, and with the box, unless it is the full tensor.
 std::string entry_name(const OwnedBox& owned) {
   const std::string name = owned.role == kWeightRole
                                ? owned.names.front()
@@ -94,7 +94,7 @@ void ShardImage::add_file(
   }
   heads_.push_back({nbytes_, layout.head()});
   part_.files.push_back({name, layout.nbytes(), {}});
-  // Each file begins where direct I/O can.
+  // Align the start of each file for direct I/O.
   constexpr auto kAlign = static_cast<std::int64_t>(kDirectAlignment);
   nbytes_ += static_cast<std::int64_t>(layout.nbytes());
   nbytes_ = round_up(nbytes_, kAlign);

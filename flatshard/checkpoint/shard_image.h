@@ -14,16 +14,16 @@
 
 namespace flatshard {
 
-/// The files that one rank writes of a checkpoint, byte for byte as they will
-/// stand on disk, in one host buffer: boxes are copied to their places in it,
-/// and the buffer goes to the disk as it is.
+/// The files that one rank writes of a checkpoint, byte for byte as on disk, in
+/// one host buffer: boxes are copied to their offsets in it, and the buffer is
+/// written unchanged.
 ///
-/// The places depend on the model and the mesh alone, so they are made once.
+/// The offsets depend only on the model and the mesh and are computed once.
 class ShardImage {
  public:
   /// @param boxes  what this rank writes; the tensors must stay.
-  /// @param max_file_nbytes  a file that would grow longer is followed by
-  ///   another one; a box is never cut.
+  /// @param max_file_nbytes  a new file starts before a file would exceed it; a
+  ///   box is never split.
   ShardImage(
       std::vector<OwnedBox> boxes,
       int rank,

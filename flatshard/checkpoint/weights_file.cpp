@@ -17,7 +17,7 @@
 namespace flatshard {
 namespace {
 
-/// Returns the boxes of one tensor that each rank of a group holds, by rank.
+/// Returns the boxes of one tensor that each rank of a group stores, by rank.
 /// Collective.
 std::vector<std::vector<Rectangle>> all_gather_boxes(
     Communicator& group,
@@ -52,10 +52,10 @@ std::vector<std::vector<Rectangle>> all_gather_boxes(
   return boxes;
 }
 
-/// Puts the slices that the ranks of a model hold of one tensor together.
+/// Assembles one tensor from the slices of the ranks of a model.
 /// Collective over the model's mesh.
 /// @param mine  this rank's slice.
-/// @return  the whole tensor on the host; undefined where `wanted` is false.
+/// @return  the full tensor on the host; undefined where `wanted` is false.
 at::Tensor join_slices(
     Communicator& world,
     const GroupParameter& parameter,

@@ -15,13 +15,13 @@
 namespace flatshard {
 
 /// Writes the main weights of all groups to one safetensors file, under the
-/// parameters' names. Collective over the model's mesh: rank 0 writes, all
-/// gather. At most one group is whole in memory at a time. A tied parameter is
-/// written once, under its main name. Blocks.
+/// parameters' names. Collective over the model's mesh: all ranks all-gather,
+/// rank 0 writes. At most one group is unsharded in memory at a time. A tied
+/// parameter is written once, under its main name. Blocks.
 ///
 /// The file appears under its name only when it is complete.
-/// @param entries_of  what the file has of a parameter, by its whole shape;
-///   empty: one entry of its name.
+/// @param entries_of  the file's entries for a parameter, by its unsharded
+///   shape; empty: one entry of its name.
 /// @param whole  written after the parameters, rank 0's values.
 /// @throws Error{io} on the rank that writes.
 void save_weights(
@@ -31,7 +31,7 @@ void save_weights(
     const StoredEntriesOf& entries_of = {},
     const std::vector<WholeTensor>& whole = {});
 
-/// A safetensors file of whole tensors that is open for reading.
+/// A safetensors file of unsharded tensors that is open for reading.
 class WeightsFile {
  public:
   explicit WeightsFile(const std::filesystem::path& path);
@@ -40,7 +40,7 @@ class WeightsFile {
   /// Fills `out` (any float dtype, CPU or CUDA) with the tensor `name` of the
   /// file. @throws Error{format} when it is missing or of another shape.
   void read(const std::string& name, const at::Tensor& out) const;
-  /// The same for an entry, whose shape `out` has.
+  /// The same for an entry. `out` has the shape of the entry.
   void read(const StoredEntry& entry, const at::Tensor& out) const;
   const std::map<std::string, std::string>& metadata() const;
 

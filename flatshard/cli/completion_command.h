@@ -4,7 +4,7 @@
 
 namespace flatshard {
 
-/// Adds `completion`, which prints what makes a shell complete the commands and
+/// Adds `completion`. It prints a shell script that completes the commands and
 /// options of `program`, and the config's keys after --set.
 void add_completion_command(CLI::App& program);
 

@@ -17,8 +17,8 @@
 namespace flatshard {
 namespace {
 
-/// The options that a module of the Python package reads. Here they have their
-/// types and their help; what they mean stands there alone.
+/// Options that a module of the Python package parses. Only their types and
+/// help are defined here; the module defines their semantics.
 struct PythonOptions {
   std::vector<std::string> inputs;
   std::vector<std::string> validation;
@@ -52,7 +52,7 @@ void run_python(
   data::exec_python(options.python, module, arguments);
 }
 
-/// Adds where the corpus is written to.
+/// Adds the option for the output folder of the dataset.
 void add_output(CLI::App& command, PythonOptions& options) {
   command
       .add_option(
@@ -62,7 +62,7 @@ void add_output(CLI::App& command, PythonOptions& options) {
       ->required();
 }
 
-/// Adds how the corpus is written.
+/// Adds the options for writing the dataset.
 void add_writing(
     CLI::App& command,
     PythonOptions& options,

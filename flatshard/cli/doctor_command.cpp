@@ -26,7 +26,7 @@ namespace flatshard {
 namespace {
 
 constexpr int kRanks = 2;
-// Losses are about 4; products of bfloat16 and FP8 round otherwise on a GPU.
+// Losses are about 4; bfloat16 and FP8 matmuls round differently on a GPU.
 constexpr double kLossTolerance = 0.05;
 
 void print_fact(const std::string& name, const std::string& value) {
@@ -104,7 +104,7 @@ void try_gpu(const GpuKind& kind, Problems& problems) {
   }
 }
 
-// Tries memory that ranks share, which copies between GPUs need. Collective.
+// Tests memory shared by ranks, as copies between GPUs use it. Collective.
 void try_peer_memory(Communicator& group) {
   constexpr std::int64_t kNbytes = std::int64_t{4} << 20;
   std::unique_ptr<PeerMemory> memory;
@@ -213,8 +213,8 @@ int examine() {
   return problems.found().empty() ? 0 : 1;
 }
 
-// This process loads no torch, whose threads would take the signals of the
-// ranks that it waits for.
+// This process must not load torch, because torch's threads could receive the
+// signals of the ranks that it waits for.
 int run_doctor(std::vector<std::string> argv) {
   argv.emplace_back("--as-rank");
   argv.emplace_back("alone");

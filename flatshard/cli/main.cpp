@@ -47,7 +47,7 @@ std::string suggestion(
              : fmt::format("; did you mean '{}'?", near);
 }
 
-/// CLI11 calls a word that is no subcommand an unexpected argument.
+/// CLI11 reports an unknown subcommand as an unexpected argument.
 /// @return what is wrong; empty: nothing.
 std::string unknown_command(const CLI::App& program, int argc, char** argv) {
   const CLI::App* command = &program;

@@ -4,9 +4,9 @@
 
 namespace flatshard {
 
-/// Has every option and argument of the program that is a path begin at the
-/// home folder when it begins with `~`: shells leave `--to=~/x` and quoted
-/// words as they are. Call it when all commands exist.
+/// Expands a leading `~` to the home folder in every path option and argument
+/// of the program, because shells leave `--to=~/x` and quoted words unchanged.
+/// Call it after all commands were added.
 void expand_home_in_paths(CLI::App& program);
 
 }  // namespace flatshard

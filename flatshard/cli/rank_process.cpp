@@ -38,10 +38,10 @@ void prepare_rank_process() {
   // the process.
   setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", 0);
   setenv("TORCH_NCCL_ENABLE_MONITORING", "0", 0);
-  // Its watchdog would write to the store, which may be the one that hangs.
+  // Its watchdog would write to the store, and the store may be what hangs.
   setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", 0);
-  // CUDA's queues of launches, read when it starts: as they are, they hold less
-  // than a step, and the host waits for the GPU in the middle of it.
+  // Launch queues of CUDA, read at its start. The default is shorter than a
+  // training step, so the host would wait for the GPU in the middle of it.
   setenv("CUDA_SCALE_LAUNCH_QUEUES", "4x", 0);
   quiet_torch();
 }

@@ -45,8 +45,8 @@ struct TrainArguments {
   bool help_config = false;
 };
 
-/// Returns which file config.toml of a run is: another one when a new run has
-/// begun.
+/// Identifies the file config.toml of a run. The value changes when a new run
+/// has started.
 std::pair<std::uint64_t, std::int64_t> config_file(const Config& config) {
   struct stat info {};
   const auto path = std::filesystem::path(config.run.output_dir) / kRunConfig;
@@ -71,7 +71,7 @@ int spawn(
     if (code == 0 || signalled || restarts == arguments.max_restarts) {
       return code;
     }
-    // Until the run has begun the checkpoints there are an earlier run's.
+    // Before the run has started, the checkpoints are from an earlier run.
     if (!resumes && config_file(config) != before) {
       resumes = true;
       argv.emplace_back("--resume");
@@ -284,7 +284,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
 }  // namespace
 
 void report_failure(const std::exception& error) {
-  // Peers hear of a failure by a closed connection, maybe before the rank that
+  // Peers detect a failure by a closed connection, maybe before the rank that
   // failed has reported its error.
   constexpr int kPatienceMs = 1000;
   const auto* ours = dynamic_cast<const Error*>(&error);

@@ -55,15 +55,15 @@ FileReader open_sized(
   return file;
 }
 
-// The words [begin, begin + out.size()) of a file.
+// Reads words `[begin, begin + out.size())` of a file into `out`.
 template <class T>
 void read_words(
     const FileReader& file,
     std::int64_t begin,
     std::span<std::int64_t> out) {
   // The words are read into the end of `out` and widened from the front. Word i
-  // never begins before the end of out[i - 1], so none is overwritten before
-  // its turn.
+  // is never stored before the end of `out[i - 1]`, so no word is overwritten
+  // before it is widened.
   const std::span<std::byte> words =
       std::as_writable_bytes(out).last(out.size() * sizeof(T));
   file.read_at(begin * static_cast<std::int64_t>(sizeof(T)), words);

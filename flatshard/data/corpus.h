@@ -22,7 +22,7 @@ std::int64_t token_nbytes(TokenType type);
 /// CorpusMeta::tokenizer of tokens whose tokenizer is not known.
 inline constexpr const char* kNoTokenizer = "none";
 
-/// One split (`train` or `validation`) of a corpus.
+/// One split (`train` or `validation`) of a tokenized dataset.
 struct SplitMeta {
   std::string name;
   std::int64_t num_tokens = 0;  ///< end-of-document tokens included
@@ -40,19 +40,19 @@ struct SplitMeta {
   std::string document_file() const;                ///< "train.documents.bin"
 };
 
-/// The content of meta.json of a corpus folder.
+/// The content of meta.json in a dataset folder.
 ///
 /// The folder, format version 1 (2 with masks), as `flatshard data prepare`
 /// writes it:
 ///   meta.json                    this
-///   train-00000.bin, ...         the split's tokens one after the other; each
+///   train-00000.bin, ...         the tokens of the split, concatenated. Each
 ///                                document ends with `end_of_document` and
-///                                may begin with `begin_of_document`
+///                                may start with `begin_of_document`
 ///   train.documents.bin          uint64[num_documents + 1]: first token of
 ///                                each document, then num_tokens
-///   train-00000.mask.bin, ...    a byte for each token of that shard: 1 where
-///                                its loss is taken, 0 where it is not. None:
-///                                the loss of every token is taken
+///   train-00000.mask.bin, ...    one byte per token of that shard: 1 if it
+///                                contributes to the loss, else 0. Without
+///                                these files, every token contributes
 ///   validation-00000.bin, ...    the same for the validation split
 ///   tokenizer.json               a copy, when the tokenizer was such a file,
 ///                                and the files next to it when it was a
@@ -61,7 +61,7 @@ struct CorpusMeta {
   TokenType token_type = TokenType::uint16;
   std::int64_t vocab_size = 0;       ///< every token is below this
   std::int64_t end_of_document = 0;  ///< the token that ends a document
-  /// The token that begins each document; most corpora have none.
+  /// The token that starts each document. Most datasets have none.
   std::optional<std::int64_t> begin_of_document;
   std::string tokenizer;   ///< "bytes", "tokenizer.json" or kNoTokenizer
   std::string input_hash;  ///< of the texts or tokens, and the files' names
@@ -79,7 +79,7 @@ struct CorpusMeta {
   static CorpusMeta load(const std::filesystem::path& folder);
 };
 
-/// One split of a prepared corpus, whose files stay open. Immutable and safe to
+/// One split of a tokenized dataset, with its files open. Immutable and safe to
 /// read from several threads.
 class Corpus {
  public:
@@ -105,20 +105,20 @@ class Corpus {
   /// @throws as document_begin; Error{format} where they do not ascend.
   void document_begins(std::int64_t first, std::span<std::int64_t> out) const;
 
-  /// Copies tokens [begin, begin + out.size()) as int64.
-  /// @throws Error{usage} when that leaves the split, Error{io} when a file was
-  /// cut off since.
+  /// Copies tokens `[begin, begin + out.size())` as int64.
+  /// @throws Error{usage} for tokens outside the split, Error{io} if a file was
+  /// truncated after it was opened.
   void read(std::int64_t begin, std::span<std::int64_t> out) const;
 
   bool has_mask() const { return split_.trained_tokens.has_value(); }
-  /// Copies the mask of tokens [begin, begin + out.size()), which must have
-  /// one. @throws as `read`; Error{format} for bytes other than 0 and 1.
+  /// Copies the mask of tokens `[begin, begin + out.size())`. Requires
+  /// has_mask(). @throws as `read`; Error{format} for bytes other than 0 and 1.
   void read_mask(std::int64_t begin, std::span<std::uint8_t> out) const;
 
  private:
   Corpus() = default;
   /// Calls fn(shard, first token there, first element of the range, count) for
-  /// each part of [begin, begin + count). @throws Error{usage}.
+  /// each part of `[begin, begin + count)`. @throws Error{usage}.
   template <class F>
   void for_each_part(std::int64_t begin, std::int64_t count, F&& fn) const;
 

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-// The writer of corpora for other languages: the library _corpus.so of the
-// Python package, which python/flatshard/_data/core.py loads. A function that
-// fails returns 0 or null, and flatshard_error() has the text.
+// C interface of the dataset writer: the library _corpus.so of the Python
+// package, loaded by python/flatshard/_data/core.py. A function that fails
+// returns 0 or null, and flatshard_error() returns the text of the error.
 
 extern "C" {
 
@@ -15,8 +15,8 @@ const char* flatshard_error();
 /// Returns the hash of what `hash` is of, and then of bytes.
 std::uint64_t
 flatshard_mix(std::uint64_t hash, const void* bytes, std::int64_t nbytes);
-/// Returns a number in [0, 1) of a document's name alone. Validation has the
-/// documents below a fraction.
+/// Returns a number in [0, 1) that depends only on the name of a document.
+/// Documents below a fraction belong to the validation split.
 double flatshard_draw(const char* name, std::int64_t nbytes);
 
 /// find_tokenizer, and printable without lines. The text is valid until the
@@ -27,7 +27,7 @@ const char* flatshard_printable(const char* text, std::int64_t nbytes);
 /// StagedFolder::check.
 int flatshard_check_output(const char* output, int force);
 
-/// Begins a corpus.
+/// Creates a dataset writer.
 /// @param tokenizer  a tokenizer.json, see copy_tokenizer; or "".
 /// @param settings  JSON: the integers vocab_size, end_of_document,
 ///   begin_of_document (null: none) and shard_tokens, the texts tokenizer and
@@ -50,12 +50,12 @@ int flatshard_corpus_add(
     std::int64_t count,
     const std::uint8_t* mask,
     int trains_end);
-/// Puts the corpus in its place. @return the content of meta.json, valid until
-/// the corpus is closed.
+/// Moves the dataset to its final path. @return the content of meta.json, valid
+/// until the writer is closed.
 const char* flatshard_corpus_commit(void* corpus);
-/// Returns the `summary` of a corpus that is committed, valid until the corpus
-/// is closed.
+/// Returns the `summary` of a committed dataset, valid until the writer is
+/// closed.
 const char* flatshard_corpus_summary(void* corpus);
-/// Ends the corpus; what was not committed is removed.
+/// Closes the writer. A dataset that was not committed is removed.
 void flatshard_corpus_close(void* corpus);
 }

@@ -56,8 +56,8 @@ void rename_folder(const fs::path& from, const fs::path& to) {
       error.message());
 }
 
-/// Brings back a corpus that a killed process had put aside and not replaced,
-/// and removes what else such processes left.
+/// Restores a dataset that a killed process had moved away and not replaced,
+/// and removes all other leftovers of such processes.
 void clean_up(const fs::path& target) {
   std::vector<fs::path> rest = left_behind(target, "tmp");
   for (const fs::path& old : left_behind(target, "old")) {

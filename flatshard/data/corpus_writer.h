@@ -18,7 +18,7 @@ class ContentHash;
 /// Writes the token files of one split, document by document.
 class SplitWriter {
  public:
-  /// @param shard_tokens  tokens after which a new shard file begins.
+  /// @param shard_tokens  maximum number of tokens per shard file.
   /// @param masked  tokens have a mask.
   SplitWriter(
       std::filesystem::path folder,
@@ -59,16 +59,16 @@ class SplitWriter {
   std::unique_ptr<ContentHash> mask_hash_;
 };
 
-/// A folder that appears under its name only when it is whole: it is filled
-/// under a temporary name next to it and renamed by `commit`. The destructor
-/// removes it when there was no commit. Folders of earlier processes of this
-/// host that were killed are removed first.
+/// A folder that appears under its name only once it is complete: files are
+/// written under a temporary name next to it, and `commit` renames it. The
+/// destructor removes it if there was no commit. Leftover folders of earlier
+/// processes of this host that were killed are removed first.
 class StagedFolder {
  public:
   /// Returns the absolute path of `target`, after a check of its existing
   /// content.
-  /// @throws Error{usage} when it exists and `force` is false, or is not a
-  /// corpus folder (nothing else is ever deleted).
+  /// @throws Error{usage} if it exists and `force` is false, or if it is not a
+  /// dataset folder (nothing else is ever deleted).
   static std::filesystem::path check(std::filesystem::path target, bool force);
 
   /// @throws what `check` throws.
@@ -94,14 +94,14 @@ struct CorpusOptions {
   bool force = false;  ///< replace an older corpus of that name
 };
 
-/// Writes a corpus folder, document by document. It appears with `commit`.
+/// Writes a dataset folder document by document. `commit` makes it visible.
 class CorpusWriter {
  public:
   /// @param meta  without token type and splits.
   /// @throws what StagedFolder throws; Error{io} for a full disk.
   CorpusWriter(const CorpusOptions& options, CorpusMeta meta);
 
-  /// Begins a document of validation or of train.
+  /// Starts a document of the validation or the train split.
   void begin_document(bool to_validation);
   /// Appends tokens of the document, as SplitWriter::append.
   void append(
@@ -124,8 +124,8 @@ class CorpusWriter {
   SplitWriter validation_;
 };
 
-/// Returns a number in [0, 1) of a document's name alone. Validation has the
-/// documents whose number is below a fraction.
+/// Returns a number in [0, 1) that depends only on the name of a document.
+/// Documents whose number is below a fraction belong to the validation split.
 double document_draw(std::string_view name);
 
 }  // namespace flatshard::data

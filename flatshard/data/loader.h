@@ -20,7 +20,7 @@ struct LoaderOptions {
   std::int64_t documents_per_sample = 0;
 };
 
-/// Which part of a step one call of `Loader::read` wants.
+/// Selects the part of a step that one call of `Loader::read` returns.
 struct BatchSlot {
   int rank = 0;
   int world = 1;
@@ -54,8 +54,8 @@ struct LoaderState {
 ///
 /// Sample g of a run (g counts from 0 over all steps) is sequence
 /// permutation(seed, epoch)(g mod n) of the source. It has n sequences, and
-/// epoch = g div n. A step holds the next `global_batch_size` samples. So a
-/// step's samples depend on the seed and the step alone, never on the number of
+/// epoch = g div n. A step consists of the next `global_batch_size` samples.
+/// Its samples depend only on the seed and the step, never on the number of
 /// ranks or the local batch.
 ///
 /// With several sources, Mixture chooses the source of sample g and that
@@ -63,14 +63,14 @@ struct LoaderState {
 /// permutations and epochs. Its sequences are numbered after the sequences of
 /// the source before.
 ///
-/// Assignment is rank-major: with M = global_batch_size / (local_batch *
-/// world) microbatches, rank r reads samples (r * M + m) * local_batch + i of
-/// the step in microbatch m. N ranks with one microbatch each therefore hold
-/// the same batches as one rank's N microbatches, in rank order.
+/// Assignment is rank-major: with M = global_batch_size / (local_batch * world)
+/// microbatches, rank r reads samples (r * M + m) * local_batch + i of the step
+/// in microbatch m. N ranks with one microbatch each therefore read the same
+/// batches as one rank with N microbatches, in rank order.
 class Loader {
  public:
-  /// @throws Error{config} when a number is not positive, when the source has
-  /// no whole sequence, or when its vocabulary is larger than the model's.
+  /// @throws Error{config} if a number is not positive, if the source has no
+  /// full sequence, or if its vocabulary is larger than the model's vocabulary.
   Loader(std::shared_ptr<const TokenSource> source, LoaderOptions options);
   /// The same with sequences of several sources, by their weights.
   Loader(std::vector<WeightedSource> sources, LoaderOptions options);
@@ -121,8 +121,8 @@ class Loader {
   void advance() { samples_consumed_ += options_.global_batch_size; }
 
   LoaderState state() const;
-  /// @throws Error{config} when the state belongs to another seed, sequence
-  /// length, corpus or mixture, naming both values.
+  /// @throws Error{config} if the state belongs to another seed, sequence
+  /// length, dataset or data mix, naming both values.
   void restore(const LoaderState& state);
 
  private:

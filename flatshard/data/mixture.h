@@ -5,9 +5,9 @@
 
 namespace flatshard::data {
 
-/// In which order several sources take turns: of any n samples in a row each
-/// source gives its share, give or take one for each source before it. A
-/// function of the sample's number alone, so nothing has to be remembered.
+/// Order in which several sources are sampled. Any prefix of n samples contains
+/// each source in proportion, to within one sample for each source before it. A
+/// function of the sample index only, so it has no state to save.
 ///
 /// Source 0 against all others, then source 1 against the rest, and so on: of
 /// two sides with the shares f and 1 - f, the first has floor(n f + 1/2) of the
@@ -30,7 +30,7 @@ class Mixture {
   /// @param sample  in [0, 2^62).
   Turn operator()(std::int64_t sample) const;
 
-  /// Returns each source's share of all samples, in units of 2^-32.
+  /// Returns the fraction of each source in all samples, in units of 2^-32.
   const std::vector<std::int64_t>& shares() const { return shares_; }
 
  private:

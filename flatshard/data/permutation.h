@@ -5,8 +5,8 @@
 namespace flatshard::data {
 
 /// A pseudo-random permutation of [0, size) that needs no memory: a balanced
-/// Feistel network over the next power of four, whose round function is
-/// Philox, with cycle walking back into the range.
+/// Feistel network over the next power of four with Philox as its round
+/// function, and with cycle walking back into the range.
 /// Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
 /// CT-RSA 2002.
 class Permutation {

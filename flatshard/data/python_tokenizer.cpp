@@ -79,9 +79,9 @@ std::optional<std::filesystem::path> program_folder() {
 }
 
 /// Returns the first arguments of Python for a module of the package: _run.py
-/// next to a build's programs, or above the folder that an installed package
-/// has the program in. Elsewhere, as in an editable installation, the package
-/// that Python finds, which imports torch.
+/// next to the programs of a build, or above the program in an installed
+/// package. Elsewhere, as in an editable installation, Python finds the package
+/// itself, and that imports torch.
 std::vector<std::string> module_arguments(const std::string& module) {
   const std::filesystem::path folder = program_folder().value_or("");
   std::error_code error;

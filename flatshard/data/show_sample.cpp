@@ -35,9 +35,9 @@ struct ShownDocument {
   }
 };
 
-/// Returns the documents of a sample: a token is trained where it is the target
-/// of the token before. The last target is shown too, unless it is the
-/// beginning of another document.
+/// Returns the documents of a sample. A token is trained if it is the target of
+/// the token before. The last target is shown too, unless it starts another
+/// document.
 std::vector<ShownDocument> documents_of(
     const TokenSource& source,
     const ShowOptions& options,

@@ -19,8 +19,8 @@ struct ShowOptions {
 
 /// Returns a sample as text: a line for each document, then the document with
 /// its trained tokens highlighted.
-/// @throws Error{config} for a sample that the corpus has not; what
-/// Corpus::open and TextCodec::open throw.
+/// @throws Error{config} if the dataset has no such sample; what `Corpus::open`
+/// and TextCodec::open throw.
 std::string show_sample(
     const std::filesystem::path& corpus,
     const ShowOptions& options);

@@ -25,7 +25,7 @@ struct ChatPrompts {
   std::vector<std::int64_t> ends;
 };
 
-/// Text to tokens and back, with the tokenizer that a corpus was made with.
+/// Encodes and decodes text with the tokenizer of a dataset.
 class TextCodec {
  public:
   virtual ~TextCodec() = default;
@@ -50,14 +50,14 @@ class TextCodec {
       const std::vector<std::int64_t>& tokens) const;
   /// Puts conversations through the tokenizer's own chat template. Runs Python
   /// once, with transformers.
-  /// @param rows  JSON objects as `flatshard data prepare --chat` reads them,
-  ///   whose last message is not the assistant's.
+  /// @param rows  JSON objects as `flatshard data prepare --chat` reads them;
+  ///   the last message must not have the role of the assistant.
   /// @throws Error{config} for a tokenizer without a template, Error{format}
-  /// for a row that is no conversation.
+  /// for a row that is not a conversation.
   virtual ChatPrompts chat_prompts(const std::vector<std::string>& rows) const;
-  /// Returns the token after which a text is over.
+  /// Returns the token that ends a text.
   virtual std::int64_t end_of_document() const = 0;
-  /// Returns the token that a text begins with, if any; `encode` does not add
+  /// Returns the token that starts a text, if any. `encode` does not add
   /// it.
   virtual std::optional<std::int64_t> begin_of_document() const {
     return std::nullopt;
@@ -70,8 +70,8 @@ class TextCodec {
   /// Byte tokens: needs nothing.
   static std::unique_ptr<TextCodec> bytes();
   /// @param tokenizer  a tokenizer.json; each call runs Python once.
-  /// @param end_of_document, begin_of_document  ids of those tokens, from a
-  ///   corpus' meta.json.
+  /// @param end_of_document, begin_of_document  ids of those tokens, from the
+  ///   meta.json of a dataset.
   static std::unique_ptr<TextCodec> tokenizer_json(
       std::filesystem::path tokenizer,
       std::int64_t end_of_document,
@@ -84,7 +84,7 @@ class TextCodec {
       std::filesystem::path tokenizer,
       std::vector<std::int64_t> eos,
       CodecOptions options = {});
-  /// Returns the codec of a corpus folder.
+  /// Returns the codec of a dataset folder.
   static std::unique_ptr<TextCodec> open(
       const std::filesystem::path& corpus,
       CodecOptions options = {});

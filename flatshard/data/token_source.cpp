@@ -11,7 +11,7 @@
 namespace flatshard::data {
 namespace {
 
-// "As many as anyone wants": far beyond any run, and still exact in a double.
+// Unlimited in practice: beyond any run, and still exact in a double.
 constexpr std::int64_t kRandomSequences = std::int64_t{1} << 48;
 
 }  // namespace
@@ -128,7 +128,7 @@ std::string tokenizer_json(const SourceChoice& corpus) {
   return std::string(file.text());
 }
 
-/// A token must mean the same in all corpora.
+/// A token id must have the same meaning in all datasets.
 void check_same_tokenizer(const SourceChoice& a, const SourceChoice& b) {
   const CorpusMeta one = CorpusMeta::load(a.path);
   const CorpusMeta other = CorpusMeta::load(b.path);

@@ -13,7 +13,7 @@
 
 namespace flatshard::data {
 
-/// Where TokenSource::tokens_are_bytes: tokens from here on are no bytes.
+/// If TokenSource::tokens_are_bytes, larger token ids are not bytes of text.
 inline constexpr std::int64_t kNumBytes = 256;
 
 /// A target without loss: what the loss ignores.
@@ -61,18 +61,18 @@ class TokenSource {
   virtual std::string describe() const = 0;
   /// Returns whether each token below kNumBytes is a byte of text.
   virtual bool tokens_are_bytes() const { return false; }
-  /// Returns a value that identifies its tokens; empty where they are made
-  /// anew. May read 16 MiB.
+  /// Returns a value that identifies its tokens; empty if they are generated on
+  /// the fly. May read 16 MiB.
   virtual CorpusIdentity identity() const { return {}; }
   /// Returns whether targets may be kIgnoredTarget.
   virtual bool ignores_targets() const { return false; }
-  /// Returns how many sequences have ignored targets alone. Reads the mask of
+  /// Returns how many sequences have only ignored targets. Reads the mask of
   /// the split, if there is one.
   virtual std::int64_t num_untrained(std::int64_t /*seq_len*/) const {
     return 0;
   }
-  /// Returns how documents fill the sequences; unset: they are cut from a
-  /// stream.
+  /// Returns how documents fill the sequences; unset if sequences are slices of
+  /// a token stream.
   virtual std::optional<PackingReport> packing() const { return std::nullopt; }
 };
 
@@ -84,11 +84,11 @@ void read_run(const Corpus& corpus, std::int64_t first, const Sequence& out);
 /// Returns whether `read_run` of these tokens has a target that is trained.
 bool has_trained_target(const Corpus& corpus, const Piece& run);
 
-/// The token stream of a corpus split cut into sequences: documents follow one
-/// another with their end-of-document token between them, and sequence i is
-/// tokens [i * seq_len, (i + 1) * seq_len]. Neighbours share one token: the
-/// last target of one is the first input of the next. The rest of the stream
-/// that fills no sequence is left out.
+/// The token stream of a dataset split, divided into sequences: documents
+/// follow one another with their end-of-document token between them, and
+/// sequence i is tokens [i * seq_len, (i + 1) * seq_len]. Adjacent sequences
+/// share one token: the last target of one is the first input of the next. The
+/// remainder that does not fill a sequence is dropped.
 class CorpusSource : public TokenSource {
  public:
   explicit CorpusSource(std::shared_ptr<const Corpus> corpus);
@@ -110,8 +110,8 @@ class CorpusSource : public TokenSource {
   std::shared_ptr<const Corpus> corpus_;
 };
 
-/// Uniform random tokens for benchmarks: sequence i depends on (seed, i)
-/// alone.
+/// Uniform random tokens for benchmarks. Sequence i depends only on (seed,
+/// i).
 class RandomTokens : public TokenSource {
  public:
   RandomTokens(std::uint64_t seed, std::int64_t vocab_size);
@@ -140,12 +140,12 @@ struct WeightedSource {
   double weight = 1;
 };
 
-/// Opens the split of each corpus.
+/// Opens the split of each dataset.
 ///
-/// @param vocab_size  the model's; the range of random tokens.
-/// @throws Error{config} when there is none, when corpora have different
-/// tokenizers, or for random tokens with Packing::documents; what Corpus::open
-/// throws.
+/// @param vocab_size  of the model; the range of random tokens.
+/// @throws Error{config} for an empty list, for datasets with different
+/// tokenizers, or for random tokens with Packing::documents; what
+/// `Corpus::open` throws.
 std::vector<WeightedSource> open_token_sources(
     const std::vector<SourceChoice>& choices,
     const std::string& split,

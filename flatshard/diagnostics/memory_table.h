@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// One line of the memory table: what holds how many bytes of this rank's
-/// device, and why.
+/// One line of the memory table: a role, how many bytes of this rank's device
+/// it uses, and why.
 struct MemoryRow {
   std::string role;
   std::int64_t nbytes = 0;
@@ -18,13 +18,13 @@ struct MemoryRow {
 };
 
 /// Returns the bytes by role on this rank: main weights, compute weights,
-/// gradients, optimizer state, the slot pool and graphs. Gradient buffers that
-/// are allocated with the first backward are counted with the size that they
-/// will have. Activations and what NCCL or the driver take are not in it.
+/// gradients, optimizer state, communication buffers and graphs. Gradient
+/// buffers that the first backward allocates are included with their later
+/// size. Activations and memory of NCCL or the driver are not included.
 ///
 /// @param optimizer_nbytes  Optimizer::state_nbytes().
-/// @param graphs  the captured graphs; empty: the graphs of regions, which the
-///   Runtime has. StepGraph::stats has the graphs of steps.
+/// @param graphs  the captured graphs; empty: the graphs of regions, from the
+///   Runtime. `StepGraph::stats` returns the graphs of steps.
 std::vector<MemoryRow> memory_rows(
     const Runtime& runtime,
     std::int64_t optimizer_nbytes,

@@ -10,10 +10,10 @@ namespace flatshard {
 /// Finds NaN and infinite values and names the parameter, what of it is wrong,
 /// the rank and the first element.
 ///
-/// Gradients are looked at where this rank has its whole gradient of a unit,
-/// just before the unit's reduction: afterwards the mean has spread over the
-/// ranks and its origin is lost. One pass over the gradient per unit, and the
-/// host waits for it.
+/// Gradients are checked once this rank has the full gradient of a unit, just
+/// before the unit's reduction: afterwards the mean has spread over the ranks
+/// and its origin is lost. One pass over the gradient per unit, and the host
+/// waits for it.
 ///
 /// Every check throws Error{usage} on the rank that has the value.
 class NanCheck : public GradientObserver {

@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// 2-norms of one whole parameter, over all of its shards.
+/// 2-norms of one unsharded parameter, over all of its shards.
 struct ParameterNorm {
   std::string name;
   double weight = 0;           ///< of the main weights
@@ -20,9 +20,9 @@ struct ParameterNorm {
 /// gradients belong to, and gradients are those before clipping.
 ///
 /// Each rank sums the squares of its shards (in float32 or wider, added in
-/// float64); one all-reduce then serves all parameters. Elements that several
-/// ranks hold (HSDP's outer axis, ZeRO-0) count once. Frozen parameters are in
-/// the list. Collective; blocks the host.
+/// float64); one all-reduce then serves all parameters. Replicated elements
+/// (HSDP's outer axis, ZeRO-0) count once. Frozen parameters are included.
+/// Collective; blocks the host.
 std::vector<ParameterNorm> parameter_norms(const Runtime& runtime);
 
 /// Returns a table, one line per parameter: weight, gradient, gradient /

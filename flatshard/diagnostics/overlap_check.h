@@ -38,11 +38,11 @@ void check_placement(
 
 /// Finds buffers that overlap.
 ///
-/// When installed: the persistent buffers of all groups, the places of the
-/// parameters in their slots, and the plan of the slots. While training: every
-/// slot that is taken is compared with those that are held, and every
-/// parameter with the slot of its unit. It keeps its own book and does not
-/// trust the pool's.
+/// On install: checks the persistent buffers of all groups, the offsets of the
+/// parameters in their slots, and the plan of the slots. While training:
+/// compares every slot that is acquired with the slots in use, and every
+/// parameter with the slot of its unit. It tracks slots independently and does
+/// not rely on the pool's records.
 class OverlapCheck : public SlotObserver {
  public:
   /// Checks `runtime` now and watches it from now on.

@@ -37,7 +37,7 @@ struct PoisonSpec {
   std::size_t nbytes = 0;
 };
 
-/// Address space of one runtime's released parameters.
+/// Address space of one runtime's resharded parameters.
 struct Region {
   void* base = nullptr;
   std::size_t nbytes = 0;
@@ -217,8 +217,8 @@ std::vector<std::shared_ptr<void>> nan_block(
   return {parameters.size(), std::shared_ptr<void>(block, block->data_ptr())};
 }
 
-/// Returns addresses for released parameters to point at, one per spec. Each
-/// shared pointer keeps what it points at alive.
+/// Returns addresses for resharded parameters, one per spec. Each shared
+/// pointer keeps its memory alive.
 /// @param who  goes before the message, e.g. "rank 3/8".
 std::vector<std::shared_ptr<void>> make_poison(
     at::Device device,

@@ -13,8 +13,8 @@ namespace flatshard {
 /// stream.
 void fill_with_nan(const SlotView& slot);
 
-/// DebugOptions::poison: released slots are filled with NaN, and released
-/// parameters point at memory that shows each use.
+/// DebugOptions::poison: fills freed slots with NaN, and points resharded
+/// parameters at memory that makes each use visible.
 ///
 /// CPU: address space without memory. Touching it is a segmentation fault, and
 /// a handler writes the parameter's name to standard error. The process then
@@ -24,7 +24,7 @@ class Poison : public SlotObserver, public StepObserver {
  public:
   /// Called before the first forward of `runtime`.
   static void install(const std::shared_ptr<Runtime>& runtime);
-  /// Returns the size of the block that released parameters point at: 0 on the
+  /// Returns the size of the block that resharded parameters point at: 0 on the
   /// CPU and without DebugOptions::poison.
   static std::int64_t nbytes(const Runtime& runtime);
 

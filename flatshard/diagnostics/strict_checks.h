@@ -27,9 +27,9 @@ namespace flatshard {
 /// blocks the host.
 class StrictChecks : public StepObserver, public GradientObserver {
  public:
-  /// Called before the first forward of `runtime`, whose units have modules.
+  /// Called before the first forward of `runtime`. Its units have modules.
   /// @throws Error{config} without modules, Error{usage} for a module that owns
-  ///   parameters and is no nn::Module.
+  ///   parameters and does not derive from nn::Module.
   static void install(const std::shared_ptr<Runtime>& runtime);
 
   explicit StrictChecks(RuntimeCore& core);
@@ -54,7 +54,7 @@ class StrictChecks : public StepObserver, public GradientObserver {
 
   RuntimeCore& core_;  ///< owns this, among its observers
   std::vector<std::string> names_;
-  /// Outermost forwards that want a backward and had none: call -> unit.
+  /// Outermost forwards that need a backward and had none: call -> unit.
   std::map<CallId, UnitId> waiting_;
   std::vector<bool> ran_;  ///< per unit, since the weights changed
   std::vector<nn::HookHandle> hooks_;

@@ -15,7 +15,7 @@ namespace {
 /// The places of each rank's rows, on the side of the tokens and on the side of
 /// the experts.
 struct CollectivePlan : StreamExchangePlan {
-  /// The rows that dispatch takes: by expert, for each part of their width.
+  /// The rows that dispatch sends: by expert, for each part of their width.
   std::vector<RowsOfPeer> at_home;
   /// The rows that combine delivers, before the parts are added up: part i of
   /// the width has the rows [i * num_sent, (i + 1) * num_sent).
@@ -39,7 +39,7 @@ CollectiveExchange::CollectiveExchange(
                   static_cast<std::int64_t>(sizeof(int)),
               this->group().device())
               .view(at::kInt)) {
-  // Connects the pairs of ranks, which would stall the first step.
+  // Connects the pairs of ranks, so that the first step does not stall.
   plan(
       at::ones(
           {num_experts},

@@ -9,8 +9,8 @@
 namespace flatshard {
 
 // Rows of a few bytes, such as a routing weight each, between where they are
-// computed and the windows of the ranks that routed them: for so little, a copy
-// of each run takes longer than a kernel that finds each row.
+// computed and the windows of the ranks that routed them. For rows this small,
+// copying each run is slower than a kernel that finds each row.
 
 constexpr std::int64_t kMaxNarrowNbytes = 16;
 

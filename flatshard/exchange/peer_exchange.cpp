@@ -17,10 +17,10 @@
 namespace flatshard {
 namespace {
 
-// So that halves begin where wide copies can.
+// Aligns the halves for wide copies.
 constexpr std::int64_t kHalfAlignment = 256;
 
-// So that parts begin where narrow rows can.
+// Aligns the parts for narrow rows.
 constexpr std::int64_t kPartAlignment = 4;
 
 std::int64_t nbytes_of_row(const at::Tensor& rows) {
@@ -366,7 +366,7 @@ std::vector<BytesCopy> PeerExchange::expert_copies(
           addresses_.device());
     }
   }
-  // The ranks begin with their next one each, so that no two read from one.
+  // Each rank starts with the next rank, so that no two read from one peer.
   const int rank = windows_->rank();
   std::vector<BytesCopy> copies;
   for (int i = 1; i <= windows_->size(); ++i) {

@@ -9,27 +9,27 @@
 namespace flatshard {
 
 struct PeerExchangeOptions {
-  /// Bytes of the largest transfer of a rank: the rows that it routes, which
-  /// are tokens * experts_per_token, times the bytes of one and of what goes
-  /// with it (of a Moe: its float32 weight). Tensors that do not fit together
-  /// travel one after the other, with a fence each. Equal on all ranks. Twice
-  /// as much memory is held. 0: `start` makes the windows, and makes them again
-  /// when a transfer of any rank needs more. Then the host waits for all ranks.
+  /// Bytes of the largest transfer of a rank: its routed rows (tokens *
+  /// experts_per_token), times the bytes of one row and its extra data (for a
+  /// Moe: its float32 weight). Tensors that do not fit together are sent one
+  /// after the other, with a fence each. Equal on all ranks. Allocates twice
+  /// this size. 0: `start` makes the windows, and makes them again if a
+  /// transfer of any rank needs more. Then the host waits for all ranks.
   std::int64_t window_nbytes = 0;
   ExchangeOptions exchange;
 };
 
-/// Exchanges tokens by copies through memory that the ranks share, which on
-/// GPUs are the copy engines'. Delivers the bits of CollectiveExchange.
+/// Exchanges tokens by peer-to-peer copies through shared memory (on GPUs by
+/// the copy engines). Results are bitwise identical to CollectiveExchange.
 ///
-/// Each rank has a window for the rows that it routes, by expert. In a dispatch
-/// it fills its own window, and the ranks of the experts read there. In a
-/// combine these write there, and it reads its own. So a window never holds
-/// more than its rank's own rows, however many of them go to one rank. Tensors
-/// of one transfer are stored there one after the other. Windows have two
-/// halves, used in turn, and a fence stands between writing and reading. One
-/// fence for each transfer is enough: a rank that is past it has read the data
-/// that the transfer before left in the other half.
+/// Each rank has a window for the rows that it routes, by expert. For a
+/// dispatch it fills its own window, and the ranks of the experts read from
+/// there. For a combine they write there, and it reads its own. So a window
+/// never contains more than its rank's own rows, however many of them go to one
+/// rank. Tensors of one transfer are stored there one after the other. Windows
+/// have two halves, used in turn, with a fence between writing and reading. One
+/// fence for each transfer is enough: a rank past it has read the data that the
+/// transfer before left in the other half.
 ///
 /// Tokens (nn::TransferInput) are permuted straight into the window and, where
 /// their expert is here, to the place of its rows. They are added up from the
@@ -43,8 +43,8 @@ class PeerExchange : public StreamExchange {
   ///
   /// @param group        for nothing else; its fences are used, so give it
   ///   make_peer_communicator's on GPUs.
-  /// @param hosts        the same ranks on their hosts; gathers 4 bytes for
-  ///   each expert (make_page_communicator).
+  /// @param hosts the same ranks on their hosts; all-gathers 4 bytes for each
+  ///   expert (make_page_communicator).
   /// @param num_experts  of a layer, on all ranks together.
   /// @throws Error{config} when they do not divide by the ranks, for ranks that
   ///   share an expert, or as PeerMemory::create.
@@ -95,8 +95,8 @@ class PeerExchange : public StreamExchange {
     char* at_home = nullptr;
     char* at_experts = nullptr;
     std::int64_t in_window = 0;  ///< begins there, of each rank
-    /// At home it has a row for each token, and kernels take this rank's rows
-    /// from and to the window.
+    /// On the source rank it has a row for each token, and kernels copy this
+    /// rank's rows from and to the window.
     bool of_tokens = false;
     bool is_narrow = false;  ///< see are_narrow; not of tokens
   };
@@ -136,7 +136,7 @@ class PeerExchange : public StreamExchange {
       const Plan& plan,
       const std::vector<Part>& parts,
       bool leaves) const;
-  /// [num_rows, dim] of `like`'s dtype at the begin of this rank's window,
+  /// [num_rows, dim] of `like`'s dtype at the start of this rank's window,
   /// where rows of tokens are.
   at::Tensor
   rows_in_window(int half, std::int64_t num_rows, const at::Tensor& like) const;

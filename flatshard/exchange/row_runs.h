@@ -8,7 +8,7 @@ namespace flatshard {
 
 /// Numbers that kernels read of RowRuns, one table after the other.
 struct RunTables {
-  /// @param ends_by_rank  ends of each run, instead of each expert's
+  /// @param ends_by_rank  ends of each run, instead of ends of each expert
   RunTables(
       std::int64_t num_ranks,
       std::int64_t experts_per_rank,

@@ -103,7 +103,7 @@ class StreamExchange::Transfer : public nn::RowTransfer {
     done_.record(exchange.stream());
   }
 
-  // Nobody asked for the rows, but their memory is still under way.
+  // The rows were never received, but their memory may still be in use.
   ~Transfer() override {
     if (exchange_ == nullptr) {
       return;
@@ -312,8 +312,8 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
     throw;
   }
   if (input.after && direction == Direction::combine) {
-    // These rows were made for the transfer alone. Dispatched rows may be in
-    // memory of a graph, which replays write again unless it is held.
+    // These rows were made only for the transfer. Dispatched rows may be in
+    // memory of a graph, and replays overwrite it unless it is referenced.
     rows = {};
   }
   return std::make_unique<Transfer>(*this, std::move(rows), out);

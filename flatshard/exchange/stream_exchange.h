@@ -15,8 +15,8 @@ namespace flatshard {
 
 struct ExchangeOptions {
   /// Each expert computes the rows of each rank separately, in the order of the
-  /// ranks. Sums over rows are then the ranks' sums, added up: two ranks give
-  /// the bits of one that takes their tokens as two microbatches.
+  /// ranks, and adds up the ranks' sums over rows. Two ranks are then bitwise
+  /// identical to one rank with their tokens as two microbatches.
   bool groups_by_rank = false;
   /// Ranks that have an equal part of the width of the same experts: a row goes
   /// to all of them, and what they send back is added up, in rank order.
@@ -47,14 +47,14 @@ struct StreamExchangePlan : nn::ExchangePlan {
 /// are exchanged on a separate stream, in parallel with compute. The host waits
 /// once for each plan (finish_plan), until the counts of all ranks have
 /// arrived: after the router, and not after later work. A dispatch finishes a
-/// plan that was only begun. Before that wait it queues the work that needs
-/// only this rank's counts (begin_dispatch).
+/// pending plan. Before that wait it queues the work that needs only this
+/// rank's counts (begin_dispatch).
 class StreamExchange : public nn::TokenExchange {
  public:
   nn::ExchangePlanPtr begin_plan(
       const at::Tensor& counts,
       std::int64_t num_rows) final;
-  /// Plans are finished in the order in which they were begun, on all ranks.
+  /// Plans are finished in the order in which they were started, on all ranks.
   /// @throws Error{usage} when more rows are counted than there are, or a later
   ///   plan was finished before.
   void finish_plan(const nn::ExchangePlanPtr& plan) final;
@@ -95,8 +95,8 @@ class StreamExchange : public nn::TokenExchange {
   /// Makes the plan of what is known now.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
   /// Called by a dispatch of tokens before the host waits for other ranks:
-  /// queues what needs no counts but this rank's. This one permutes the tokens
-  /// on the current stream.
+  /// queues work that depends only on this rank's counts. The default permutes
+  /// the tokens on the current stream.
   /// @param input  becomes what is left to transfer.
   virtual void begin_dispatch(
       const nn::ExchangePlanPtr& plan,
@@ -105,9 +105,9 @@ class StreamExchange : public nn::TokenExchange {
   virtual void reserve(
       const nn::ExchangePlanPtr& /*plan*/,
       const nn::TransferInput& /*input*/) {}
-  /// Returns whether `transfer` takes tokens like these
-  /// (TransferInput::tokens). Else they are permuted before it, and added up
-  /// after it.
+  /// Returns whether `transfer` accepts tokens like these
+  /// (TransferInput::tokens). Otherwise they are permuted before it, and added
+  /// up after it.
   virtual bool takes_tokens(const at::Tensor& /*tokens*/) const {
     return false;
   }

@@ -16,9 +16,9 @@ namespace detail {
 class FlightRing;
 }
 
-/// The collectives that a graph holds, and how far the replay that runs has
-/// come: numbers that the graph itself writes, since events in a graph cannot
-/// be asked. Belongs to a FlightRecorder and to the owner of the graph.
+/// The collectives in a graph, and the progress of the current replay: numbers
+/// that the graph itself writes, since events in a graph cannot be queried.
+/// Belongs to a FlightRecorder and to the owner of the graph.
 class CapturedCollectives {
  public:
   /// @param num_tracks  communicators that are watched.
@@ -27,7 +27,7 @@ class CapturedCollectives {
   /// The collectives of one communicator.
   struct Track {
     std::vector<CollectiveSignature> signatures;
-    // How many of them the device has come to, and how many it has done.
+    // How many of them the device has started, and how many it has completed.
     std::unique_ptr<StreamWord> begun;
     std::unique_ptr<StreamWord> ended;
   };
@@ -45,8 +45,8 @@ class CapturedCollectives {
   bool is_over(const Replay& replay) const;
   /// It is the one whose numbers the words are.
   bool runs(const Replay& replay);
-  /// Returns the number of a track's collectives that the device has come to,
-  /// or has done.
+  /// Returns how many collectives of a track the device has started, or has
+  /// completed.
   std::uint32_t num_begun(const Replay& replay, std::size_t track);
   std::uint32_t num_ended(const Replay& replay, std::size_t track);
 

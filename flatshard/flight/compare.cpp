@@ -127,8 +127,8 @@ struct Parting {
 // The programs of all ranks queue the same collectives in the same order. So
 // one of two ranks has queued less than the other on all groups that they
 // share, or both are at the same place. Two ranks that are each ahead on one
-// group have taken different paths. Only waiting ranks are compared, since the
-// others may still advance.
+// group have diverged. Only waiting ranks are compared, since the others may
+// still advance.
 std::optional<Parting> find_parting(std::span<const RankView> views) {
   std::vector<std::pair<const RankView*, Progress>> waiting;
   for (const RankView& view : views) {

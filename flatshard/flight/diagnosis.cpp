@@ -38,7 +38,7 @@ std::string last_seen(const FlightState& state) {
       to_string(last.entry->state));
 }
 
-// The collective that most ranks wait in: what a missing rank holds up.
+// The collective that most ranks wait in, blocked by a missing rank.
 struct Stuck {
   std::string group;
   std::int64_t seq = -1;
@@ -172,8 +172,8 @@ struct Late {
   bool waits_elsewhere = false;
 };
 
-// Finds a rank that did not come to a stuck collective. One that waits nowhere
-// is the cause. One that waits elsewhere is held up itself.
+// Finds a rank that did not reach a stuck collective. A rank that waits nowhere
+// is the cause. A rank that waits elsewhere is blocked itself.
 std::optional<Late> find_latest(std::span<const RankView> views) {
   std::optional<Late> best;
   const auto groups = members_of_groups(views);
@@ -238,8 +238,8 @@ std::string late_text(const Late& late, std::size_t world) {
            : "");
 }
 
-// All ranks have launched the collective. Some devices wait in it for others,
-// which earlier work holds up.
+// All ranks have launched the collective. Some devices wait in it for other
+// devices that are still busy with earlier work.
 std::optional<Verdict> find_held_device(std::span<const RankView> views) {
   const auto groups = members_of_groups(views);
   for (const Stuck& stuck : stuck_groups(views)) {

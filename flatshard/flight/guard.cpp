@@ -85,7 +85,7 @@ void FlightWatcher::abort_all() {
       }
     }
     // These run in parallel with the aborts. Dropping a graph may wait for its
-    // replay, which an abort ends, and the abort then waits for the graph.
+    // replay. An abort ends the replay, then waits for the graph.
     std::vector<std::thread> beside;
     for (const auto& action : actions) {
       beside.emplace_back([&action] {

@@ -92,8 +92,8 @@ bool FlightWatcher::dumps_are_here() {
   });
 }
 
-// A rank is found missing before the others have come to where it holds them
-// up. The verdict names what they do, so it gives them some time to come there.
+// A missing rank is detected before the others have reached the collective that
+// it blocks. The verdict names what they do, so wait until they get there.
 bool FlightWatcher::others_wait() {
   if (!missing_since_) {
     missing_since_ = Clock::now();

@@ -52,7 +52,7 @@ struct FlightRecorderOptions {
 /// named by a verdict. All ranks read it, with every rank's state. The watcher
 /// then aborts the communicators. A thread that waits in a collective, or calls
 /// the next one, gets the verdict as an Error. Nothing ends the process. An
-/// abort that hangs holds up nobody: see OnStuckAbort.
+/// abort that hangs does not block the process: see OnStuckAbort.
 ///
 /// Thread-safe. Construction and destruction are collective: rank 0 stays until
 /// the others have left or have seen that it leaves, two seconds at most.
@@ -68,7 +68,7 @@ class FlightRecorder : public CollectiveObserver {
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  /// Step of collectives outside of a CollectiveScope that has its own.
+  /// Step of collectives outside a CollectiveScope that sets a step.
   void set_step(std::int64_t step);
 
   /// Reports to the other ranks at once that this one leaves with an exception.
@@ -77,8 +77,8 @@ class FlightRecorder : public CollectiveObserver {
   /// @throws the verdict for such an error.
   void publish_failure(const std::string& message);
 
-  // Graphs that hold collectives: what is launched while the current stream
-  // records is the graph's, and is launched by each replay.
+  // Graphs with collectives: a collective launched while the current stream
+  // records belongs to the graph, and each replay launches it.
 
   /// Called before the recording.
   std::shared_ptr<CapturedCollectives> make_captured();
@@ -92,7 +92,7 @@ class FlightRecorder : public CollectiveObserver {
       std::int64_t step);
   /// Called once a verdict exists, in parallel with the communicators' aborts,
   /// from a separate thread, for as long as the returned handle exists. NCCL's
-  /// abort waits until the graphs are gone that hold its collectives.
+  /// abort waits until all graphs with its collectives are gone.
   using WithAbort = std::shared_ptr<std::function<void()>>;
   [[nodiscard]] WithAbort with_abort(std::function<void()> action);
 

@@ -11,7 +11,7 @@ namespace {
 constexpr std::int64_t kCheckpointEvery = 64;
 constexpr std::size_t kNumCheckpoints = 16;
 
-// FNV-1a: the same on every machine, which std::hash does not promise.
+// FNV-1a: the same on every machine. std::hash does not guarantee this.
 std::uint64_t mix(std::uint64_t hash, std::string_view bytes) {
   for (const char c : bytes) {
     hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;

@@ -15,9 +15,9 @@
 
 namespace flatshard::detail {
 
-/// The collectives of one rank: a ring per communicator. Each call holds a lock
-/// for the write of one entry. CUDA events are recorded outside of it, because
-/// a full launch queue blocks them.
+/// The collectives of one rank: a ring per communicator. Each call locks a
+/// mutex while it writes one entry. CUDA events are recorded outside the lock,
+/// because a full launch queue blocks them.
 class FlightRing {
  public:
   FlightRing(at::Device device, int capacity)
@@ -33,9 +33,9 @@ class FlightRing {
   void launched(FlightRecorder::Ticket ticket);
   void completed(FlightRecorder::Ticket ticket);
 
-  // Graphs that hold collectives. Collectives that begin on a stream that
-  // records, between the second and the third, belong to the graph and run with
-  // each replay.
+  // Graphs with collectives. Collectives that start on a stream that records,
+  // between the second and the third, belong to the graph and run with each
+  // replay.
 
   /// Called before the recording.
   std::shared_ptr<CapturedCollectives> make_captured();
@@ -44,7 +44,7 @@ class FlightRing {
   /// Last in it, or after it has failed.
   void end_capture(bool failed);
   /// The graph was launched, and with it its collectives.
-  /// @param done  the launch is over.
+  /// @param done  marks the end of the launch.
   void replayed(
       const std::shared_ptr<CapturedCollectives>& captured,
       std::int64_t step,

@@ -24,8 +24,8 @@ std::map<std::string, std::vector<const RankView*>> members_of_groups(
 std::optional<Verdict> find_difference(std::span<const RankView> views);
 /// Finds the same when the rings have advanced since: only the hashes show it.
 std::optional<Verdict> find_diverged(std::span<const RankView> views);
-/// Returns the ranks that wait for each other in different groups, which the
-/// programs of all ranks come to in one order.
+/// Returns the ranks that wait for each other in different groups, although the
+/// programs of all ranks reach these groups in one order.
 std::optional<Verdict> find_parted(std::span<const RankView> views);
 
 }  // namespace flatshard::detail

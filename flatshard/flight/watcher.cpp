@@ -379,7 +379,7 @@ void FlightWatcher::close(const std::optional<std::string>& failure) {
     if (!thread.joinable()) {
       return;
     }
-    // The last owner may be the abort thread, which held a communicator.
+    // The last owner may be the abort thread: it owned a communicator.
     if (done && thread.get_id() != std::this_thread::get_id()) {
       thread.join();
     } else {

@@ -20,10 +20,10 @@ namespace flatshard::detail {
 /// The threads of a FlightRecorder and what they share with it.
 ///
 /// The store thread publishes this rank's state and reads the others'. A read
-/// from a store whose host is stopped or cut off never returns, so the guard
-/// thread watches the store thread. The abort thread, which starts with the
-/// verdict, aborts the communicators. It may hang, too, and the guard reports
-/// that.
+/// from a store whose host is stopped or unreachable never returns, so the
+/// guard thread watches the store thread. The abort thread starts with the
+/// verdict and aborts the communicators. It may hang, too, and the guard
+/// reports that.
 class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
  public:
   FlightWatcher(
@@ -35,8 +35,8 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
 
   /// Waits until all ranks are here, then starts the threads.
   void start();
-  /// Leaves, or fails with `failure`, and ends the threads. A thread that the
-  /// network holds is left behind with what it shares.
+  /// Leaves, or fails with `failure`, and ends the threads. A thread that is
+  /// blocked by the network is detached with the state that it shares.
   void close(const std::optional<std::string>& failure);
 
   int rank() const { return rank_; }
@@ -52,8 +52,8 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   bool concluded() const { return concluded_; }
   std::optional<Verdict> verdict() const;
   /// Returns the verdict, once the communicators are aborted: until then the
-  /// abort thread holds them, and a program that ends should not end under it.
-  /// An abort that hangs is not waited for longer than `abort_patience_`.
+  /// abort thread uses them, and the program should not end during an abort.
+  /// Waits at most `abort_patience_` for an abort that hangs.
   std::optional<Verdict> final_verdict();
   /// Publishes `verdict` unless there is one already; returns the one that
   /// all ranks read.
@@ -74,7 +74,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   void publish();
   void read(int rank);
   void read_all();
-  /// Takes the state that a rank published last.
+  /// Stores the state that a rank published last.
   static void take(RankView& view, FlightState state);
   bool others_wait();
   bool leader_left();
@@ -88,7 +88,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   void leave();
   void wait_for_tick();
   std::string key(int rank) const;
-  /// Every call into the store: the guard sees when one does not come back.
+  /// Wraps every call into the store, so the guard sees one that hangs.
   template <class F>
   auto ask(F&& function) {
     const auto answered = c10::make_scope_exit([&] {
@@ -113,7 +113,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   const FlightRecorderOptions options_;
   const Milliseconds tick_;
   /// A collective or a silence of this length is a fault: a little less than
-  /// the timeout, so that the verdict comes within it.
+  /// the timeout, so that the verdict arrives before it.
   const Milliseconds stalled_after_;
   /// The same when a collective has already failed somewhere.
   const Milliseconds settle_;
@@ -144,7 +144,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   Clock::time_point last_answer_ = Clock::now();
   FlightState leader_;  ///< rank 0 as last read, for the guard
 
-  // Only the store thread's.
+  // Used only by the store thread.
   std::vector<RankView> views_;
   std::vector<Clock::time_point> last_beat_;
   std::int64_t dump_request_ = 0;

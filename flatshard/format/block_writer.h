@@ -12,14 +12,14 @@ namespace flatshard {
 /// No supported file system asks for more.
 inline constexpr std::size_t kDirectAlignment = 4096;
 
-/// Writes a whole new file from memory and waits until the disk has it.
+/// Writes a new file from memory and waits until it is on disk.
 ///
 /// Goes past the page cache where the file system can (O_DIRECT): a checkpoint
 /// would push everything else out of it, and the copy into it costs as much as
 /// the disk. Blocks.
 ///
-/// @param bytes  begins at a multiple of kDirectAlignment for that; elsewhere
-///   the page cache is used.
+/// @param bytes  written with O_DIRECT if their address is a multiple of
+///   kDirectAlignment; else through the page cache.
 /// @return the digest of each kDigestBlock bytes.
 /// @throws Error{io} naming the file; what was written stays.
 std::vector<std::uint64_t> write_digested(

@@ -49,8 +49,8 @@ void check_renamed(int result, const fs::path& from, const fs::path& to) {
       std::strerror(errno));
 }
 
-/// Under another name first: a folder that is half removed must not look like
-/// a whole one.
+/// Renames the folder before removing it: a partly removed folder must not look
+/// like a complete one.
 void remove_checkpoint(const fs::path& path) {
   fs::path away = path;
   away += fmt::format("{}{}", kRemoved, ::getpid());

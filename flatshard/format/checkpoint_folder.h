@@ -17,27 +17,27 @@ namespace flatshard {
 //   <folder>/step-300.partial-<id>/  being written, or left by a process that
 //                                    died while it did
 //
-// A folder named step-N is whole: it gets that name in one rename, when every
-// byte is on disk.
+// A folder named step-N is complete: it gets that name in one rename, once
+// every byte is on disk.
 
 /// `<folder>/step-N`.
 std::filesystem::path step_folder(
     const std::filesystem::path& folder,
     std::int64_t step);
 
-/// Returns where step N is written before it is whole. `id` is the writing
-/// run's own.
+/// Returns where step N is written before it is complete. `id` is unique to the
+/// writing run.
 std::filesystem::path partial_folder(
     const std::filesystem::path& folder,
     std::int64_t step,
     std::string_view id);
 
-/// Returns the steps of the whole checkpoints, ascending; none when there is no
-/// folder.
+/// Returns the steps of the complete checkpoints, ascending; empty if there is
+/// no folder.
 std::vector<std::int64_t> list_checkpoints(const std::filesystem::path& folder);
 
-/// Returns the step that `latest` names; without one, or when its checkpoint is
-/// gone, the last whole one.
+/// Returns the step that `latest` names. If it is missing or its checkpoint is
+/// gone, returns the last complete one.
 std::optional<std::int64_t> latest_checkpoint(
     const std::filesystem::path& folder);
 

@@ -9,11 +9,11 @@
 
 namespace flatshard {
 
-/// Files are digested in blocks of this many bytes, so that a reader who wants
-/// a part of a file can check just that part.
+/// Files are digested in blocks of this many bytes, so that a reader of a part
+/// of a file checks only that part.
 inline constexpr std::uint64_t kDigestBlock = std::uint64_t{1} << 20;
 
-/// XXH3-64. It finds damage, not malice: anyone can make a file that fits.
+/// XXH3-64. Detects damage, not tampering, because it is not cryptographic.
 /// Source: https://github.com/Cyan4973/xxHash, the library itself.
 std::uint64_t digest(std::span<const std::byte> bytes);
 

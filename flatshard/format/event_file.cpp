@@ -23,7 +23,7 @@ constexpr std::array<std::uint32_t, 256> make_crc_table() {
   return table;
 }
 
-/// A CRC of data that itself holds CRCs is weak, hence the mask.
+/// A CRC of data that itself contains CRCs is weak, hence the mask.
 std::uint32_t masked_crc32c(std::string_view bytes) {
   constexpr std::uint32_t kMaskDelta = 0xa282ead8;
   return std::rotr(crc32c(bytes), 15) + kMaskDelta;

@@ -20,15 +20,15 @@ std::uint32_t crc32c(std::string_view bytes);
 /// Source: tensorflow/core/lib/io/record_writer.h.
 std::string tf_record(std::string_view data);
 
-/// A TensorBoard event file: TFRecords that hold Event messages in the wire
-/// format of protocol buffers. Each event is handed to the operating system
-/// before the call returns, whole or not at all.
+/// A TensorBoard event file: TFRecords with Event messages in the wire format
+/// of protocol buffers. Each event is passed to the operating system before the
+/// call returns, completely or not at all.
 /// Source: tensorflow/core/util/event.proto, framework/summary.proto.
 class EventFile {
  public:
   using Scalars = std::vector<std::pair<std::string, double>>;
 
-  /// Makes a new file in `folder`, which exists. Its name sorts after the names
+  /// Creates a new file in an existing `folder`. Its name sorts after the names
   /// of earlier attempts, since TensorBoard reads the files in that order.
   /// @param wall_time  seconds since 1970 (UTC).
   /// @param attempt  counts the starts of the run from 1.

@@ -15,8 +15,8 @@
 namespace flatshard {
 
 // A folder of weights as Hugging Face writes it: model.safetensors, or
-// model-00001-of-0000N.safetensors with model.safetensors.index.json, which
-// maps each tensor to its file.
+// model-00001-of-0000N.safetensors with model.safetensors.index.json as the map
+// from each tensor to its file.
 
 inline constexpr std::string_view kHfSingleName = "model.safetensors";
 
@@ -30,7 +30,7 @@ inline constexpr std::string_view kHfSingleName = "model.safetensors";
 /// Source: transformers, modeling_utils.py, _get_resolved_checkpoint_files.
 class HfFolder {
  public:
-  /// A tensor and the file that holds it.
+  /// A tensor and the file that contains it.
   struct Found {
     const SafetensorsReader* file;
     const SafetensorsEntry* entry;
@@ -46,13 +46,13 @@ class HfFolder {
     }
   };
 
-  /// @param base_prefix  the beginning of names, "model.". A folder of the
-  ///   model without its head leaves it out of all of them, and is read as if
-  ///   it did not. Empty: names are as they are.
+  /// @param base_prefix  the prefix of names, "model.". A folder of the model
+  ///   without its head leaves it out of all names, and is read as if it did
+  ///   not. Empty: names are used unchanged.
   /// @param single_name  of the one file; another one has no index.
   /// @throws Error{io} or Error{format} naming the file. Neither form exists,
-  /// the index names a file that is missing or outside of the folder, or none
-  /// of its files has a named tensor.
+  /// the index names a file that is missing or outside the folder, or none of
+  /// its files has a named tensor.
   explicit HfFolder(
       const std::filesystem::path& folder,
       std::string_view base_prefix = {},

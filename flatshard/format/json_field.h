@@ -62,7 +62,7 @@ class JsonField {
     }
   }
 
-  /// [begin, end].
+  /// A pair `[begin, end]`.
   std::pair<std::int64_t, std::int64_t> range() const {
     std::vector<std::int64_t> numbers;
     each([&](const JsonField& item) { numbers.push_back(item.count()); });

@@ -80,7 +80,7 @@ std::uint64_t nbytes_of(const Rectangle& box, std::uint64_t item_nbytes) {
   return static_cast<std::uint64_t>(box.numel()) * item_nbytes;
 }
 
-/// Appends a piece to its tensor's pieces, whose shape and dtype are known.
+/// Appends a piece to a tensor whose shape and dtype are already parsed.
 void parse_piece(
     const Field& field,
     const std::vector<StoredFile>& files,

@@ -61,8 +61,8 @@ struct Manifest {
   std::vector<StoredFile> files;
   /// Role, then the parameter's name in the unsharded model.
   std::map<std::string, std::map<std::string, StoredTensor>> tensors;
-  /// How often the optimizer updated each parameter; of one that ranks hold
-  /// slices of, the most of them.
+  /// Number of optimizer updates of each parameter. If ranks store slices of
+  /// one parameter, the maximum over them.
   std::map<std::string, std::int64_t> updates;
   /// The run's other state, each a separate text (JSON or TOML).
   std::map<std::string, std::string> state;
@@ -81,7 +81,7 @@ std::string to_json(const Manifest& manifest);
 /// overlap, file names do not leave the folder.
 ///
 /// @param origin  the file's name, for messages.
-/// @param complete  false: what one rank wrote, whose pieces leave gaps.
+/// @param complete  false for the part of one rank, because it leaves gaps.
 /// @throws Error{format} naming `origin`, the tensor or file, and what was
 /// expected.
 Manifest parse_manifest(
@@ -93,8 +93,8 @@ Manifest parse_manifest(
 /// Error{io}.
 Manifest read_manifest(const std::filesystem::path& folder);
 
-/// Returns one manifest of what several ranks wrote. Step, mesh, strategy and
-/// state are the first one's.
+/// Merges what several ranks wrote. Step, mesh, strategy and state come from
+/// the first manifest.
 /// @throws Error{format} when the parts disagree on a tensor or leave a gap.
 Manifest merge_manifests(const std::vector<Manifest>& parts);
 

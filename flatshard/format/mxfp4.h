@@ -15,17 +15,17 @@ namespace flatshard {
 /// Reads matrices of experts that are stored as MXFP4: numbers of four bits
 /// (E2M1), of which 32 share a scale, a power of two.
 ///
-/// A tensor NAME is a pair there: NAME_blocks [experts, out, in / 32, 16] with
-/// two numbers a byte, the lower half first, and NAME_scales [experts, out, in
-/// / 32], exponents plus 127. Here it is a tensor of bfloat16 [experts, in,
-/// out], which holds these numbers exactly. So transformers reads them, too.
+/// A tensor NAME is stored as a pair: NAME_blocks [experts, out, in / 32, 16]
+/// with two numbers per byte, the lower half first, and NAME_scales [experts,
+/// out, in / 32], exponents plus 127. Here it is a bfloat16 tensor [experts,
+/// in, out], as in transformers. bfloat16 represents these numbers exactly.
 /// Source: OCP Microscaling Formats (MX) Specification 1.0.
 class Mxfp4Tensors {
  public:
   static constexpr std::string_view kBlocks = "_blocks";
   static constexpr std::string_view kScales = "_scales";
 
-  /// One of the two tensors of a pair, and the file that holds it.
+  /// One of the two tensors of a pair, and the file that contains it.
   struct Part {
     const SafetensorsReader* file = nullptr;
     const SafetensorsEntry* entry = nullptr;
@@ -41,9 +41,9 @@ class Mxfp4Tensors {
   /// @throws Error{format} for shapes that do not belong together.
   const Pair& add(const std::string& name, Part blocks, Part scales);
 
-  /// Fills `out` with bytes of pair.entry from byte `begin` on. Keeps the last
-  /// expert that it unpacked, since reads follow one another. Threads may call
-  /// it, and take turns.
+  /// Fills `out` with bytes of pair.entry from byte `begin` on. Caches the last
+  /// unpacked expert, since reads are sequential. Thread-safe: concurrent calls
+  /// are serialized.
   void read(const Pair& pair, std::uint64_t begin, std::span<std::byte> out);
 
  private:

@@ -255,7 +255,7 @@ void check_files(
     const StoredFile& stored =
         manifest.files.at(static_cast<std::size_t>(index));
     const auto path = folder / stored.name;
-    // First: a longer message than the reader's.
+    // Checked first: this message is more detailed than the one of the reader.
     const auto nbytes = static_cast<std::uint64_t>(FileReader(path).nbytes());
     FLATSHARD_CHECK(
         nbytes == stored.nbytes,

@@ -10,15 +10,15 @@
 
 namespace flatshard {
 
-/// A box of a stored tensor that a reader wants from byte `destination` of its
-/// memory on, in row-major order.
+/// A requested box of a stored tensor. It is stored in row-major order at byte
+/// `destination` of the reader's memory.
 struct WantedBox {
   const StoredTensor* tensor = nullptr;
   Rectangle box;
   std::uint64_t destination = 0;
 };
 
-/// One read: whole digest blocks of one file, and what goes where of them.
+/// One read of complete digest blocks of one file, and the copies out of it.
 struct ReadChunk {
   struct Copy {
     std::uint64_t source = 0;  ///< from the begin of the file
@@ -36,9 +36,9 @@ struct ReadChunk {
   bool operator==(const ReadChunk&) const = default;
 };
 
-/// Returns the reads that bring the wanted boxes: by file, then by place. Only
-/// digest blocks that hold wanted bytes are read, and each once, unless wanted
-/// boxes overlap.
+/// Returns the reads for the requested boxes, ordered by file, then by offset.
+/// Only digest blocks that contain requested bytes are read, and each only
+/// once, unless boxes overlap.
 ///
 /// @param max_nbytes  of one read; a multiple of kDigestBlock.
 std::vector<ReadChunk> plan_reads(

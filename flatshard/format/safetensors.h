@@ -39,8 +39,8 @@ struct SafetensorsHeader {
 /// https://huggingface.co/docs/safetensors: u64 length of the header, the
 /// header as JSON, then the data that its offsets point into.
 ///
-/// @param begin  what the file begins with: its header, if it has a sound one.
-/// @param nbytes  of the whole file.
+/// @param begin  the first bytes of the file: its header, if that is valid.
+/// @param nbytes  size of the file.
 /// @throws Error{format} naming `file`, the tensor and what is wrong with it.
 SafetensorsHeader parse_safetensors(
     std::span<const std::byte> begin,
@@ -68,12 +68,12 @@ class SafetensorsReader {
   bool contains(std::string_view name) const;
   /// @throws Error{format} naming the nearest tensor of the file.
   const SafetensorsEntry& entry(std::string_view name) const;
-  /// Returns the tensor's first byte, from the begin of the file.
+  /// Returns the offset of the tensor's first byte from the start of the file.
   std::uint64_t offset(const SafetensorsEntry& entry) const {
     return header_.data_begin + entry.begin;
   }
   /// Fills `out` with the tensor's bytes from byte `begin` on.
-  /// @throws Error{io} when the file was cut off since.
+  /// @throws Error{io} if the file was truncated after it was opened.
   void read(
       const SafetensorsEntry& entry,
       std::uint64_t begin,
@@ -102,8 +102,8 @@ class SafetensorsWriter {
   /// Removes the temporary file when `finish` was not called.
   ~SafetensorsWriter();
 
-  /// Writes bytes of a tensor, `offset` bytes from its begin. Each byte is to
-  /// be written once.
+  /// Writes bytes of a tensor, `offset` bytes from its start. Each byte must be
+  /// written once.
   void write(
       std::string_view name,
       std::span<const std::byte> bytes,

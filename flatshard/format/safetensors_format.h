@@ -5,9 +5,9 @@
 
 namespace flatshard {
 
-/// The key of the header that holds text instead of a tensor.
+/// The key of the header that contains text instead of a tensor.
 inline constexpr std::string_view kSafetensorsMetadata = "__metadata__";
-/// The original refuses longer headers, so files with one are no use.
+/// The reference implementation rejects longer headers.
 inline constexpr std::uint64_t kSafetensorsMaxHeader = 100'000'000;
 
 }  // namespace flatshard

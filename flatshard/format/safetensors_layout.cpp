@@ -82,7 +82,7 @@ bool safetensors_nbytes(
     const std::vector<std::int64_t>& shape,
     std::int64_t item_nbytes,
     std::uint64_t& nbytes) {
-  // A zero anywhere makes the whole empty, whatever the others are.
+  // A zero in any dimension makes the tensor empty, whatever the others are.
   std::int64_t product = item_nbytes;
   bool overflow = false;
   bool empty = false;

@@ -47,7 +47,7 @@ class SafetensorsLayout {
 
   /// Returns the length of the header and the header: bytes [0, head().size()).
   const std::string& head() const { return head_; }
-  /// Returns the bytes of the whole file.
+  /// Returns the size of the file in bytes.
   std::uint64_t nbytes() const { return nbytes_; }
   const std::map<std::string, Slot, std::less<>>& slots() const {
     return slots_;

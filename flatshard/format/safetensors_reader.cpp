@@ -13,8 +13,8 @@ namespace {
 
 using nlohmann::json;
 
-/// Parses the header and refuses a tensor named twice, which the JSON library
-/// alone would let pass.
+/// Parses the header and rejects duplicate tensor names. The JSON library does
+/// not report duplicates.
 json parse_header(std::string_view text, const std::string& file) {
   std::set<std::string> names;
   std::string twice;
@@ -135,8 +135,8 @@ bool is_sound_length(std::uint64_t header_nbytes, std::uint64_t file_nbytes) {
          header_nbytes <= file_nbytes - 8;
 }
 
-// Returns the header with its length before it, or the length alone when it
-// cannot be one, or what there is of a shorter file.
+// Returns the length of the header and the header. Returns only the length if
+// it is invalid, and the available bytes of a shorter file.
 std::vector<std::byte> read_begin(const FileReader& file) {
   const auto nbytes = static_cast<std::uint64_t>(file.nbytes());
   std::vector<std::byte> begin(std::min<std::uint64_t>(nbytes, 8));

@@ -16,7 +16,7 @@ struct RankEnvironment {
   bool launcher_serves_store = false;
   /// How often torchrun has restarted the ranks. Its store outlives them.
   int restart_count = 0;
-  /// The numbers are Slurm's.
+  /// The numbers come from Slurm.
   bool from_slurm = false;
   /// A listening socket on master_port inherited from the launcher; -1: none.
   int master_listen_fd = -1;
@@ -32,9 +32,9 @@ bool launched_by_environment();
 /// @param nproc  as it was given; 0: it was not.
 std::string slurm_conflict(int nproc);
 
-/// Returns true when this process is the batch script of a Slurm job, whose
-/// tasks srun has not started: SLURM_NTASKS then counts ranks that nobody
-/// starts.
+/// Returns true if this process is the batch script of a Slurm job, before srun
+/// has started its tasks: SLURM_NTASKS then counts ranks that were never
+/// started.
 bool in_slurm_batch_script();
 
 /// Returns true in a rank that spawn_local_ranks started.

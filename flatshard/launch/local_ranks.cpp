@@ -76,8 +76,8 @@ class SignalGate {
 
 std::atomic<int> launchers_notice_fd = -1;  // of the process that starts ranks
 
-// A pipe with one byte in it: the process that takes it is the one that writes
-// a message of the whole job.
+// A pipe with one byte in it: the process that reads the byte is the one that
+// writes a message for the entire job.
 class Token {
  public:
   Token() {
@@ -164,7 +164,7 @@ class LocalRanks {
       Rank& rank,
       const std::vector<std::string>& argv,
       const LoopbackListener& listener) {
-    // All memory is taken before the fork.
+    // All memory is allocated before the fork.
     auto variables = rank_variables(
         rank.index,
         static_cast<int>(ranks_.size()),
@@ -265,8 +265,8 @@ class LocalRanks {
       if (exit_code_ == 0) {
         exit_code_ = 128 + signal;
       }
-      // Also what came from the terminal or to the whole group, which the ranks
-      // have already: to them a signal of this process is the one that counts.
+      // Also if the terminal or process group already delivered it to the
+      // ranks: they act only on the signal that comes from this process.
       const bool first = !std::exchange(signalled_, true);
       // A terminal that closes may send several.
       const bool counts = signal != SIGHUP;
@@ -356,7 +356,7 @@ bool claim_failure_report(int patience_ms) {
   }
   char byte = 0;
   const ssize_t n = ::read(fd, &byte, 1);
-  // Anything but an empty pipe is no reason to be silent.
+  // Stay silent only if the pipe is empty. Any other failure may write.
   return n == 1 || (n < 0 && errno != EAGAIN);
 }
 

@@ -34,9 +34,9 @@ bool claim_output_notice();
 /// last message. A rank that has reported it itself (claim_failure_report)
 /// prevents that. Ranks die with this process, also when it is killed.
 ///
-/// Lines that other ranks than 0 write to standard error get "[rank N] " before
-/// them, unless they begin with "[rank N/" themselves. Rank 0's lines pass
-/// unchanged.
+/// "[rank N] " is prepended to the lines that ranks other than 0 write to
+/// standard error, unless they already start with "[rank N/". Lines of rank 0
+/// pass unchanged.
 /// A terminal stays its own: its last message is not repeated.
 ///
 /// @param signalled  if not null: whether SIGINT, SIGTERM or SIGHUP came, so

@@ -12,7 +12,7 @@ class RankStderr {
   /// Serves a rank that writes to this process's own itself.
   RankStderr() = default;
   /// @param read_end  of the pipe; does not block.
-  /// @param prefixed  whole lines are passed on, each with the rank's number.
+  /// @param prefixed  forward complete lines, each with the rank's number.
   RankStderr(int rank, Fd read_end, bool prefixed)
       : rank_(rank), read_end_(std::move(read_end)), prefixed_(prefixed) {}
 

@@ -86,7 +86,7 @@ __device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
                            : p.decays[run_of(p.ends, p.num_ranges, i)];
 }
 
-// Returns the run that element i is in, or else one of its neighbours.
+// Returns the run that contains element i, or else an adjacent run.
 __device__ const float8::FlatRun& run_at(
     const Float8Pointers& p,
     std::int64_t i) {
@@ -174,8 +174,8 @@ __device__ void find_amax(
   std::uint32_t found =
       max(max(magnitude(w.x), magnitude(w.y)),
           max(magnitude(w.z), magnitude(w.w)));
-  // Consecutive elements of whole rows share an amax if the first and the last
-  // do.
+  // Consecutive elements of complete rows share an amax if the first and the
+  // last element do.
   if (is_one_run && run.block_rows <= 1 &&
       amax_of(run, begin) == amax_of(run, last)) {
     found = float8::kernels::block_max(found, scratch);
@@ -184,7 +184,7 @@ __device__ void find_amax(
     }
     return;
   }
-  // A warp has 128 neighbours, mostly of one block.
+  // A warp has 128 adjacent elements, mostly of one block.
   std::int64_t to = -1;
   if (at < numel) {
     const float8::FlatRun& own = is_one_run ? run : run_at(p, at);
@@ -201,9 +201,9 @@ __device__ void find_amax(
   }
 }
 
-// Every operation rounds separately, as on a CPU. The compiler would choose
-// which products to fuse by what else the kernel writes, and the same weights
-// would get other digits.
+// Every operation rounds separately, as on a CPU. Otherwise the compiler would
+// contract multiply-adds depending on the rest of the kernel, and the same
+// weights would round differently.
 __device__ float times(float a, float b) {
   return __fmul_rn(a, b);
 }

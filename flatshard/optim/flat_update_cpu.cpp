@@ -107,7 +107,7 @@ __attribute__((optimize("O3"))) void sgd_block(
   }
 }
 
-// Calls block(w, grad, at, n, weight_decay) over the shard, cut at the decay
+// Calls block(w, grad, at, n, weight_decay) over the shard, split at the decay
 // ranges, with w and grad as float32 in cache.
 template <class Block>
 void for_blocks(const FlatUpdate& u, Block block) {

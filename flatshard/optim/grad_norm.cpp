@@ -52,7 +52,7 @@ GradNorm grad_norm_and_scale(
     if (!group->trainable() || !group->gradients().reduced().exists()) {
       continue;
     }
-    // Replicas hold the same values: each counts for its part.
+    // Replicas store the same values, so each counts 1 / replicas of them.
     parts.push_back(sum_of_squares(group->gradients().reduced().local())
                         .div_(static_cast<double>(group->replicas().count))
                         .to(options));

@@ -22,7 +22,7 @@ struct GradNorm {
 ///
 /// @param groups    of one model; each may be on a part of its mesh.
 /// @param max_norm  0 or less: only the norm is computed, and the factor is
-///   undefined, which Optimizer::step takes for 1.
+///   undefined. Optimizer::step treats an undefined factor as 1.
 [[nodiscard]] GradNorm grad_norm_and_scale(
     const std::vector<ParamGroup*>& groups,
     double max_norm);

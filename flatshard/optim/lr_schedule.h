@@ -16,10 +16,10 @@ namespace flatshard {
 ///     linear, wsd        factor = 1 - (1 - m) p
 ///     cosine             factor = m + (1 - m) (1 + cos(pi p)) / 2
 ///
-/// `constant` has D = 0. `linear` and `cosine` have D = S - W, that is no
-/// stable phase, or D = round(decay_ratio * S) when that is set. `wsd`
-/// (warm-up, stable, decay) has D = round(decay_ratio * S), by default a fifth
-/// of the run. A decay_ratio above 0 gives at least one step.
+/// `constant` has D = 0. `linear` and `cosine` have D = S - W (no stable
+/// phase), or D = round(decay_ratio * S) if decay_ratio is set. `wsd` (warm-up,
+/// stable, decay) has D = round(decay_ratio * S), by default a fifth of the
+/// run. A decay_ratio above 0 gives at least one step.
 ///
 /// So the last step of the warm-up has base_lr, and the last step of the run
 /// m * base_lr, as in torchtitan. transformers has s / W and (s - (S - D)) / D:

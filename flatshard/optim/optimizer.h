@@ -21,7 +21,7 @@ inline constexpr const char* kWeightDecayAttribute = "weight_decay";
 /// shards only: one kernel per group, whatever the number of parameters.
 ///
 /// Groups without a gradient since the last zero_grad (their unit did not run)
-/// are left alone, like parameters whose `.grad` is None in PyTorch.
+/// are skipped, like parameters whose `.grad` is None in PyTorch.
 class Optimizer {
  public:
   /// Frozen groups are skipped. The groups must outlive the optimizer.
@@ -30,11 +30,11 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// Updates run on `stream` from the next step on, in parallel with work
-  /// queued after it: the next forward begins while later units are still
-  /// updated. Gathers wait for their own unit's weights. Other users of
-  /// weights, states or the arguments of `step` call wait() first. Null: on the
-  /// current stream.
+  /// Runs updates on `stream` from the next step on, in parallel with work
+  /// queued after it: the next forward starts while later units are still
+  /// updated. All-gathers wait only for the weights of their own unit. Other
+  /// users of weights, states or the arguments of `step` must call wait()
+  /// first. Null: on the current stream.
   void set_stream(std::shared_ptr<Stream> stream) {
     stream_ = std::move(stream);
   }

@@ -2,7 +2,7 @@
 
 namespace flatshard {
 
-/// The numbers of one update. Kernels take them as they are.
+/// Scalars of one update, passed to kernels by value.
 struct AdamWStep {
   float lr = 0;
   float beta1 = 0;

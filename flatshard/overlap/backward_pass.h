@@ -15,9 +15,9 @@ class Runtime;
 struct RuntimeCore;
 
 /// Forward and backward of one microbatch, for a schedule that runs modules in
-/// pieces and marks when units begin and end: no tensor is watched, and the
-/// backward may consist of any number of runs of the autograd engine. Each unit
-/// runs once.
+/// pieces and marks the start and end of each unit: no tensor is watched, and
+/// the backward may consist of any number of runs of the autograd engine. Each
+/// unit runs once.
 ///
 ///     const auto pass = std::make_unique<BackwardPass>(runtime);
 ///     pass->forward_begin(unit) ... pass->forward_end(unit)
@@ -27,7 +27,7 @@ struct RuntimeCore;
 ///
 /// Between open and close, runs of the engine belong to this pass, and forwards
 /// of another pass may continue. One backward is open at a time. A pass that is
-/// destroyed before its close is given up: the next root forward drops the
+/// destroyed before its close is abandoned: the next root forward drops the
 /// gradients of the step, as after an exception.
 class BackwardPass {
  public:
@@ -42,13 +42,13 @@ class BackwardPass {
 
   // Forward ------------------------------------------------------------------
 
-  /// Gathers the unit's weights and lets the caller read its parameters.
+  /// Unshards the unit's weights and lets the caller read its parameters.
   /// @throws Error{usage} if the unit ran in this pass already.
   void forward_begin(UnitId unit);
-  /// Ends the forward of the unit that began last: its weights go, unless they
-  /// are kept.
-  /// @param more_follow  another pass runs the unit next, or has begun to: its
-  ///   weights stay for it.
+  /// Ends the forward of the unit that started last and reshards its weights,
+  /// unless they are kept.
+  /// @param more_follow  another pass runs the unit next, or has started to:
+  ///   its weights stay unsharded for it.
   void forward_end(UnitId unit, bool more_follow = false);
 
   // Backward -----------------------------------------------------------------
@@ -63,7 +63,7 @@ class BackwardPass {
   /// @throws Error{usage} while a backward of another pass is open, or a
   ///   forward of this one.
   void open_backward(const Options& options);
-  /// Gathers what the unit's backward reads; reduces units before it.
+  /// Unshards what the unit's backward reads; reduces units before it.
   void backward_begin(UnitId unit);
   /// Its forward runs once more from here to recompute_end.
   void recompute_begin(UnitId unit);
@@ -83,7 +83,7 @@ class BackwardPass {
   /// Weight gradients that are still delayed are computed first.
   void close_backward();
 
-  /// Weight gradients that are put off now.
+  /// Number of weight gradients that are delayed now.
   std::size_t num_late() const { return backward_.late.size(); }
 
  private:

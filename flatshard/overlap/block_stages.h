@@ -11,8 +11,8 @@ namespace flatshard {
 /// The nodes of a block by the node of an OverlapPlan that runs them. Nodes
 /// that the dispatch depends on are `attend`. Other nodes that depend on
 /// neither exchange are `shared`, on one of them `experts`, on both `merge`. A
-/// block without an exchange is `attend` alone. Nodes that a recompute keeps
-/// are apart, and run with `attend`.
+/// block without an exchange has only `attend`. Nodes that a recompute keeps
+/// are separate, and run with `attend`.
 class BlockStages {
  public:
   static constexpr PlanNode kKept = PlanNode::embed;  ///< no block has that
@@ -23,8 +23,8 @@ class BlockStages {
     std::vector<int> outputs;  ///< tensors that are read outside, or the result
   };
 
-  /// @throws Error{usage} for another number of exchanges than none or two, one
-  ///   of which takes what depends on the other's rows.
+  /// @throws Error{usage} unless there are zero exchanges or two, and the
+  ///   second one depends on the rows of the first.
   explicit BlockStages(const nn::Nodes& nodes);
 
   const Stage& of(PlanNode node) const { return stages_[index(node)]; }

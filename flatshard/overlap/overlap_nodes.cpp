@@ -12,8 +12,8 @@
 namespace flatshard {
 namespace {
 
-// The last of the nodes that a plan runs again. A backward needs the rows that
-// come before the experts' last product, and nothing after it.
+// The last of the nodes that a plan runs again. A backward needs the input rows
+// of the experts' last matmul, and nothing after it.
 constexpr PlanNode kLastRecomputed = PlanNode::experts;
 
 // Runs a piece without a graph. Its results are the same tensors, and each of
@@ -258,7 +258,7 @@ void OverlapRunner::begin_backward(const PlanStep& step) {
         {.is_last = is_last,
          .interleaved = options_.in_flight > 1 && !is_last});
   }
-  // The root's begins with its head and ends with its embedding.
+  // The root's backward starts with its head and ends with its embedding.
   if (step.node != PlanNode::embed && step.layer != m.begun) {
     m.begun = step.layer;
     m.pass->backward_begin(unit_of(step));

@@ -15,15 +15,15 @@
 namespace flatshard {
 
 /// A model as an OverlapPlan runs it: blocks in pieces, each block a unit, and
-/// the modules before and after them. None of its functions calls a unit
-/// through its holder, which would be another forward of it.
+/// the modules before and after them. No function may call a unit through its
+/// holder, because that would be another forward of the unit.
 struct OverlapModel {
   UnitId root = 0;
-  /// Where embedding and head are units; unset: they are the root's, which is
-  /// gathered from a step's first microbatch to its last.
+  /// Whether embedding and head are units. Unset: they belong to the root, so
+  /// they stay unsharded from a step's first microbatch to its last.
   std::optional<PlanUnits::Ends> ends;
   std::vector<UnitId> layers;
-  /// -> what the first block takes.
+  /// -> the input of the first block.
   std::function<at::Tensor(int microbatch)> embed;
   /// One call of a block, with one input and one result; asked for once in each
   /// microbatch. See BlockStages for what it may consist of.

@@ -14,8 +14,8 @@ struct ReportOptions {
   std::string charts = "[]";         ///< JSON of the page's charts
 };
 
-/// Returns all that the runs measured as JSON, which docs/guides/report.md
-/// describes.
+/// Returns all measurements of the runs as JSON. docs/guides/report.md
+/// describes the format.
 /// Logs a warning for each line that is skipped.
 /// @throws Error{io, format} naming --run or --compare.
 std::string report_json(const ReportOptions& options);

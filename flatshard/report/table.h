@@ -16,8 +16,8 @@ class Table {
   using Column = std::vector<double>;
   using Row = std::map<std::string, double>;
 
-  /// Appends a row. It replaces the rows of its step and of later steps, which
-  /// were trained again.
+  /// Appends a row. It replaces the rows of its step and of later steps,
+  /// because those steps were trained again.
   void append(std::int64_t step, const Row& row);
 
   std::size_t num_rows() const { return steps_.size(); }

@@ -15,7 +15,7 @@
 namespace flatshard {
 namespace {
 
-// So that halves and rows begin where wide loads can.
+// Aligns halves and rows for wide loads.
 constexpr std::int64_t kWindowAlignment = 256;
 
 /// Returns the bytes of a rank in a window.
@@ -42,7 +42,7 @@ class PeerTensorParallel::Gather : public nn::PendingGather {
     sizes.at(0) *= ranks.size();
     whole_ = at::empty(sizes, part.options());
     ranks.wait_for_compute();
-    // The ranks begin with the one after each, so that no two write to one.
+    // Each rank starts with the next rank, so that no two write to one peer.
     for (int i = 1; i < ranks.size(); ++i) {
       const int to = (ranks.rank() + i) % ranks.size();
       ranks.submit_copy(ranks.window(to) + row * ranks.rank(), part);
@@ -126,8 +126,8 @@ class PeerTensorParallel::Scatter : public nn::PendingScatter {
   }
 
  private:
-  // The order of two addends does not matter, and ATen's kernel, unlike that of
-  // sum_rows, takes the whole GPU.
+  // The order of two addends does not matter, and ATen's kernel uses all of the
+  // GPU (sum_rows does not).
   static void add_up(
       at::Tensor sum,
       const at::Tensor& own,

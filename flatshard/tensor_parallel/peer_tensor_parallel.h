@@ -11,27 +11,27 @@
 namespace flatshard {
 
 struct PeerTensorParallelOptions {
-  /// Bytes of the largest tensor of all ranks' tokens. Twice as much memory is
-  /// held. A larger tensor makes the windows again, which the host waits for.
-  /// Equal on all ranks.
+  /// Bytes of the largest tensor of all ranks' tokens. Allocates twice this
+  /// size. A larger tensor makes the windows again, and the host waits for
+  /// that. Equal on all ranks.
   std::int64_t window_nbytes = 0;
   /// Options of the stream that copies.
   StreamOptions stream;
 };
 
-/// Tensor parallelism by copies through memory that the ranks share, which on
-/// GPUs are the copy engines'. Parts travel one by one, so that products of
-/// some parts and copies of others overlap.
+/// Tensor parallelism by peer-to-peer copies through shared memory (on GPUs by
+/// the copy engines). Parts are copied one by one, so that matmuls of some
+/// parts overlap copies of others.
 ///
 /// Each rank has a window, to which its peers copy their parts of an all-gather
 /// and their addends of a reduce-scatter. It sums the addends in rank order,
 /// float16 and bfloat16 in float32 with one rounding.
 ///
 /// All copies run on one stream. A fence separates writing windows from reading
-/// them: an all-gather has one for each peer, a reduce-scatter has one. Windows
-/// have two halves, which transfers alternate between, and a transfer begins
-/// after what compute has queued. So past its fence all peers have read the
-/// data that the transfer before left in the other half.
+/// them: an all-gather has one for each peer, a reduce-scatter has one.
+/// Transfers alternate between the two halves of a window, and a transfer
+/// starts after what compute has queued. So past its fence all peers have read
+/// the data that the transfer before left in the other half.
 ///
 /// The counts of fences do not repeat, so CUDA graphs cannot record transfers.
 class PeerTensorParallel : public nn::TensorParallel {
@@ -71,7 +71,7 @@ class PeerTensorParallel : public nn::TensorParallel {
   class Gather;
   class Scatter;
 
-  /// Takes the next half of the windows for a tensor of each rank.
+  /// Selects the next half of the windows for a tensor of each rank.
   /// @param nbytes  of one of these tensors
   /// @return        bytes from one to the next in a window
   std::int64_t begin_transfer(std::int64_t nbytes);
@@ -84,7 +84,7 @@ class PeerTensorParallel : public nn::TensorParallel {
   /// @param like  has the dtype and the number of elements of a row
   /// @return      [size, numel]
   at::Tensor rows_in_window(std::int64_t row, const at::Tensor& like) const;
-  /// Begins a reduce-scatter of a whole tensor.
+  /// Starts a reduce-scatter of a full tensor.
   /// @param overlaps  compute has other work than to wait for the sum
   std::unique_ptr<nn::PendingTensor> send_all(
       const at::Tensor& addend,

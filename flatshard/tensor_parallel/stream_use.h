@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// A stream's use of tensors, whose memory compute may use again after it. If
-/// nobody waited for it, the destructor does. Declare it after the tensors.
+/// A stream's use of tensors. Compute may reuse their memory after it. The
+/// destructor waits if no caller did. Declare it after the tensors.
 class StreamUse {
  public:
   StreamUse() = default;

@@ -9,10 +9,10 @@
 
 namespace flatshard::data {
 
-/// The documents of a corpus split, packed into sequences. Neighbouring
-/// documents are packed together, a window of 2048 at a time. A sequence is
-/// packed again whenever it is read, so memory holds a number for each window
-/// and nothing for each document.
+/// The documents of a dataset split, packed into sequences. Adjacent documents
+/// are packed together in windows of 2048. A sequence is packed again each time
+/// it is read, so memory contains one number for each window and nothing for
+/// each document.
 class PackedDocuments : public TokenSource {
  public:
   /// Packs all documents once, to count the sequences.

@@ -20,8 +20,8 @@ struct PackingOptions {
   std::int64_t max_documents = 0;
 };
 
-/// Returns the number of documents that a sequence of this length holds at most
-/// unless data.documents_per_sample gives another number.
+/// Returns the default maximum number of documents in a sequence of this length
+/// (data.documents_per_sample overrides it).
 std::int64_t default_max_documents(std::int64_t seq_len);
 
 /// A part of a document in a sequence, most often all of the document: `length`
@@ -33,10 +33,10 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// How some documents fill sequences. A document of n tokens has n - 1 pairs of
-/// token and target. A document with seq_len pairs or more is cut: it fills
-/// whole sequences, and the rest is a piece like a short document. Pieces are
-/// packed by best fit, the longest first.
+/// Packs a window of documents into sequences. A document of n tokens has n - 1
+/// pairs of token and target. A document with seq_len pairs or more is split:
+/// it fills complete sequences, and its rest is packed like a short document.
+/// Pieces are packed by best fit, the longest first.
 class PackedWindow {
  public:
   /// @param begins  the first token of each document, then the end of the last.
@@ -52,7 +52,7 @@ class PackedWindow {
   std::int64_t num_pairs() const { return num_pairs_; }
 
  private:
-  /// A document that fills whole sequences.
+  /// A document that fills one or more complete sequences.
   struct Long {
     std::int64_t first = 0;           ///< its first token
     std::int64_t first_sequence = 0;  ///< it fills
