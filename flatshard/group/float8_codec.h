@@ -15,12 +15,12 @@ namespace flatshard {
 /// Rows for the forward and columns for the backward, in FP8; kComputePlane is
 /// empty.
 ///
-/// A plane is bytes. Its layout is the group's. With sharded scales (mxfp8)
-/// each segment's scales follow it there, so that they are cut where their
-/// elements are and travel in the same launch. The other recipes have few
+/// A plane is bytes, in the layout of the group. With sharded scales (mxfp8)
+/// each segment's scales follow it there, so that scales and elements are
+/// sharded together and sent in the same launch. The other recipes have few
 /// scales, and each rank has all of them (Float8Scales): the largest magnitudes
 /// are reduced over the ranks (max, so exact) before anything is quantized. So
-/// the bytes of a plane equal one rank's, in any number of shards.
+/// a plane has the same bytes as on one rank, for any number of shards.
 ///
 /// | recipe     | rows, and columns where stored  | columns, derived          |
 /// |------------|---------------------------------|---------------------------|
@@ -81,7 +81,7 @@ class Float8Codec : public Codec {
       const Piece& piece,
       const at::Tensor& to,
       std::int64_t to_begin) const;
-  /// Returns sharded scales, which come after the data of their segment.
+  /// Returns sharded scales. They are stored after the data of their segment.
   at::Tensor view_sharded_scales(
       const Plane& plane,
       const PlanePart& part,

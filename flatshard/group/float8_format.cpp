@@ -15,7 +15,7 @@ namespace {
 
 // Slices of a unit are few (PlaneSet). Two planes have parts.
 constexpr std::int64_t kMaxParts = 24;
-// Views of sharded scales begin at a multiple of so many.
+// Views of sharded scales start at a multiple of this.
 constexpr std::int64_t kScaleAlignment = 16;
 
 // Returns the number of scales of a plane [outer, inner], in the order of

@@ -13,18 +13,18 @@
 namespace flatshard {
 
 /// How the weights of a group become FP8. Two planes are read: rows by the
-/// forward's products, columns by the products for the gradient of the input.
-/// See docs/guides/fp8.md.
+/// matmuls of the forward, columns by the matmuls for the gradient of the
+/// input. See docs/guides/fp8.md.
 struct Float8Format {
   float8::Recipe recipe = float8::Recipe::tensorwise;
   /// The rounding of scales that are powers of two (rowwise and mxfp8).
   float8::Rounding rounding = float8::Rounding::up;
-  /// Columns are quantized from main weights and gathered. Otherwise each rank
-  /// makes them of the rows that it gathered. It applies to rowwise and mxfp8;
-  /// with the other recipes both planes hold the same numbers.
+  /// Columns are quantized from main weights and all-gathered. Otherwise each
+  /// rank derives them from the rows that it all-gathered. Applies to rowwise
+  /// and mxfp8; with the other recipes both planes contain the same numbers.
   bool stored_columns = false;
-  /// Unless whole units are gathered each parameter is a part
-  /// (UnitSpec::part_nbytes), which costs padding for each.
+  /// Unless full units are all-gathered, each parameter is a part
+  /// (UnitSpec::part_nbytes), at the cost of padding for each.
   GatherParts gather_parts = GatherParts::recomputed;
 
   /// Where the GPU does not multiply the recipe: decode and multiply in
@@ -63,7 +63,7 @@ struct Float8Format {
   Float8Shape shape_of(const std::vector<TensorSpec>& weights) const;
 
   /// Returns why a parameter of this shape stays in Precision::compute, e.g.
-  /// "20 columns are no multiple of 16"; empty when it can be FP8.
+  /// "20 columns are not a multiple of 16"; empty when it can be FP8.
   std::string why_not(std::span<const std::int64_t> shape) const;
 
   bool operator==(const Float8Format&) const = default;

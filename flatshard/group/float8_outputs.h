@@ -17,10 +17,10 @@ struct Float8Outputs {
   /// CUDA: the bytes of `runs`.
   at::Tensor device_runs;
   /// float32: max(amax, a block's largest magnitude) at the places of the runs;
-  /// NaN stays NaN. Undefined: not wanted.
+  /// NaN stays NaN. Undefined: not requested.
   at::Tensor amax;
-  /// mxfp8 (E4M3) of each 32 elements, and their E8M0 scales: memory of one
-  /// byte an element, filled at the places of the runs. Undefined: not wanted.
+  /// mxfp8 (E4M3) of each 32 elements, and their E8M0 scales: one byte per
+  /// element, filled at the places of the runs. Undefined: not requested.
   at::Tensor data;
   at::Tensor scales;
   float8::Rounding rounding = float8::Rounding::up;

@@ -23,8 +23,8 @@ at::Tensor largest_magnitude(const at::Tensor& x, std::int64_t dim) {
       at::kFloat);
 }
 
-// Finds the amax of blocks of so many rows and columns, in rows from `begin`
-// on. A block that other ranks have rows of gets the amax of this rank's rows.
+// Finds the amax of blocks of the recipe's size, in rows from `begin` on. A
+// block with rows on other ranks gets the amax of this rank's rows.
 void find_amax_of_blocks(
     const at::Tensor& x,
     std::int64_t begin,

@@ -62,8 +62,8 @@ class Float8Scales {
  private:
   at::Tensor view(const at::Tensor& all, float8::Axis axis, std::int64_t i)
       const;
-  /// Returns the places where the scales of a parameter's rows and columns
-  /// begin.
+  /// Returns the start offsets of the scales of a parameter's rows and of its
+  /// columns.
   const std::array<std::int64_t, 2>& offsets(std::int64_t i) const {
     return context_.plan.shape.float8->scale_offsets[i];
   }

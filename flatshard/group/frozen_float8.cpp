@@ -25,7 +25,7 @@ void drop_main_weights(ParamGroup& group) {
   const at::NoGradGuard no_grad;
   const WeightPlanes::Gather first = weights.plan_gather();
   if (first.refresh) {
-    // This call encodes. The data that it gathers is not needed.
+    // This call encodes. The data that it all-gathers is not needed.
     const at::Tensor out =
         weights.resident()
             ? at::Tensor()
@@ -42,7 +42,7 @@ void drop_main_weights(ParamGroup& group) {
   weights.main().local().storage().unsafeGetStorageImpl()->set_data_ptr(
       at::DataPtr(nullptr, weights.main().local().device()));
   weights.main().local().storage().unsafeGetStorageImpl()->set_nbytes(0);
-  // The next gather waits for what was encoded here.
+  // The next all-gather waits for what was encoded here.
   weights.progress().advance(
       *current_stream(group.mesh()->device()),
       /*float8_begun=*/false);

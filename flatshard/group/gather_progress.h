@@ -6,9 +6,9 @@
 
 namespace flatshard {
 
-/// The version of weights that change, and up to which version somebody has
-/// gathered them. One comparison then finds recent changes. It is on the host
-/// alone, except for the event after the last change.
+/// The version of weights that change, and the latest version that was
+/// all-gathered. One comparison then finds recent changes. All of it is on the
+/// host, except for the event after the last change.
 class GatherProgress {
  public:
   /// Rises with every change of the weights.
@@ -24,22 +24,22 @@ class GatherProgress {
     bool float8_begun = false;  ///< by the last change
     bool is_first_copy = false;
   };
-  /// Plans one gather more. It reports each change once.
-  /// @param by_copies  of what the peers hold.
+  /// Plans one more all-gather. It reports each change once.
+  /// @param by_copies  copies of the peers' shards.
   Step next(bool by_copies);
-  /// A gather that was planned may not have been carried out.
+  /// A planned all-gather may not have been carried out.
   void mark_stale() { gathered_ = copied_ = 0; }
 
-  // A graph of steps uses this: recorded gathers begin anew and wait for
-  // nothing that is not recorded.
+  // A graph of steps uses this: recorded all-gathers start from a reset state
+  // and wait for nothing that is not recorded.
 
-  /// Resets the state, as if nothing was gathered and all writes had arrived.
-  /// @return what was forgotten, for `restore`.
+  /// Resets the state: nothing was all-gathered and all writes have arrived.
+  /// @return the former state, for `restore`.
   GatherProgress forget();
   /// Undoes `forget`. The version stays.
   void restore(const GatherProgress& forgotten);
-  /// Returns whether all gathers of this version are planned, as far as this
-  /// goes.
+  /// Returns whether the host has planned all all-gathers of this version that
+  /// this object counts.
   bool is_gathered() const { return gathered_ == version_; }
   void mark_gathered() { gathered_ = version_; }
 

@@ -155,7 +155,7 @@ at::Tensor GradientPipeline::reduce_inner(
   if (r.adds.local) {
     const at::Tensor local = local_.buffer.local();
     add_scaled(local, slot, 1.0, /*add=*/true);
-    // A sum of microbatches, which float16 may not hold.
+    // A sum of microbatches: it may overflow float16.
     source = (before == 1 ? local : local.div_(before)).to(wire);
   } else if (before != 1) {
     slot.div_(before);
@@ -200,7 +200,7 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
     }
     return;
   }
-  // Read at once, so a rank alone needs no copy of it. A hook may keep it.
+  // Read at once, so a single rank needs no copy of it. A hook may keep it.
   const at::Tensor reduced =
       r.last->is_identity() && !hook_ ? source : r.last->run(source);
   if (hook_) {

@@ -44,8 +44,8 @@ class GradientPipeline {
     inner,  ///< over the inner axes, where it waits for the step's last one
     rest,   ///< over all axes
     outer,  ///< over all axes, the outer one last and by reduce_outer
-    /// The same where there is no inner axis and nothing waits: reduce_outer
-    /// takes the slot itself.
+    /// The same without an inner axis and without waiting gradients:
+    /// reduce_outer reads the slot itself.
     outer_of_slot,
   };
 
@@ -61,7 +61,7 @@ class GradientPipeline {
     Adds adds;
     bool widen = false;  ///< convert the existing gradient from the reduce
                          ///< dtype first
-    /// The ways that are taken, in this order; null: none. Kept here.
+    /// The redistributions to run, in this order; null: none. Kept here.
     const Redistribution* inner = nullptr;    ///< to what waits in between
     const Redistribution* outside = nullptr;  ///< over all but the outer axis
     const Redistribution* last = nullptr;     ///< reduce_outer's, if by_outer
@@ -85,11 +85,11 @@ class GradientPipeline {
   /// set. Collective; inside Stream::submit, on the reduce stream.
   /// @param slot  [layout.numel()] reduce dtype, this rank's gradient; padding
   ///   is zero. Overwritten; see Path::outer_of_slot.
-  /// @return  what reduce_outer takes; undefined where there is nothing to do.
+  /// @return  the input of reduce_outer; undefined where nothing is to do.
   at::Tensor reduce_inner(const at::Tensor& slot, const Reduction& reduction);
-  /// Does the rest, over the outer axis of HSDP and HFSDP, which is often a
-  /// slower network. On a separate stream and communicator it does not hold
-  /// back the inner axes' next reduction. Collective; inside Stream::submit.
+  /// Does the rest, over the outer axis of HSDP and HFSDP, often a slower
+  /// network. On a separate stream and communicator it does not delay the inner
+  /// axes' next reduction. Collective; inside Stream::submit.
   void reduce_outer(const at::Tensor& inner, const Reduction& reduction);
   /// Returns whether the outer axis is reduced apart from the inner ones, in
   /// all groups of a model alike: a communicator has one stream.
@@ -143,8 +143,8 @@ class GradientPipeline {
   /// The mesh, or how gradients are divided, is another one now.
   void replan();
 
-  // Graphs of steps use this: a replay repeats the device's work and not the
-  // host's.
+  // Graphs of steps use this: a replay repeats the device's work, but not the
+  // host work.
 
   /// Indices of parameters, each with a 1; empty without any.
   using IndexSet = std::vector<std::uint8_t>;

@@ -15,51 +15,51 @@
 
 namespace flatshard {
 
-/// How a group holds its weights and gradients: what a program chooses for all
-/// groups of a model.
+/// How a group stores its weights and gradients: the options that a program
+/// sets for all groups of a model.
 struct ParamGroupOptions {
   Precision precision;
   GradScaling scaling = GradScaling::mean;
   /// Gradients are divided by this as well: for experts, the number of slices.
   /// A gradient that stays in Precision::reduce is divided there.
   double grad_divisor = 1;
-  /// Collectives only ever sum: means and divisors are taken afterwards, in
+  /// Collectives only ever sum: means and divisors are applied afterwards, in
   /// Precision::reduce.
   bool sums_only = false;
-  /// The gradient of a step's only reduction stays in Precision::reduce, which
-  /// holds the received values exactly. A second one widens it to main_grads
-  /// first. Optimizers have to read any dtype then, as Flatshard's do.
+  /// The gradient of a step's only reduction stays in Precision::reduce, since
+  /// this dtype represents the received values exactly. A second one widens it
+  /// to main_grads first. So optimizers must read any dtype, as Flatshard's do.
   bool grads_in_reduce_dtype = false;
-  /// false: main weights are cast into the gathered slot before each gather and
+  /// false: main weights are cast into the slot before each all-gather and
   /// nothing of compute's dtype is stored in between. Saves its bytes and costs
-  /// a pass over the main weights per gather. Only where all of these are: main
-  /// weights of another dtype, and weights cut like the optimizer's (ZeRO-3, on
-  /// a single rank too); elsewhere it has no effect. Not with copy engines.
+  /// a pass over the main weights per all-gather. Requires main weights of
+  /// another dtype, and weights sharded like the optimizer's (ZeRO-3, on a
+  /// single rank too); elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
-  /// Without keep_compute_weights they are still kept where a rank has the
-  /// whole group, so that a gather there costs nothing.
+  /// Without keep_compute_weights they are still kept where a rank has the full
+  /// group, so that an all-gather there costs nothing.
   bool keep_whole_compute_weights = false;
   /// Between a forward and its backward, weights stay sharded among this many
-  /// neighbouring ranks, e.g. the ranks of a host. These belong to the
-  /// innermost axis that weights are sharded on. The backward's all-gather runs
-  /// among these. A divisor of the axis' ranks. Takes 1 / post_forward_ranks of
+  /// adjacent ranks, e.g. the ranks of a host. They belong to the innermost
+  /// axis that weights are sharded on. The backward's all-gather runs only
+  /// among them. A divisor of the axis' ranks. Uses 1 / post_forward_ranks of
   /// each unit's weights meanwhile. 0: they stay sharded over all ranks. Where
   /// weights are not sharded it has no effect. See also
   /// UnitPolicy::keep_post_forward.
   std::int64_t post_forward_ranks = 0;
   /// Main weights and reduced gradients are stored in host memory, and so is
   /// the optimizer's state; updates run on the CPU. Compute weights that are
-  /// kept stay on the device. Without them each gather begins with a copy of
-  /// this rank's main weights. Needs no communication of the host's own.
+  /// kept stay on the device. Without them each all-gather starts with a copy
+  /// of this rank's main weights. Needs no host communication.
   bool offload = false;
   /// With offload, that host memory is pinned, so copies run in parallel with
   /// kernels.
   bool pin_memory = true;
-  /// false: the program gathers separate values for these parameters, which
-  /// have gradients here and no weights: nothing of them has memory.
+  /// false: the program all-gathers separate values for these parameters. This
+  /// group only has their gradients, and allocates no memory for weights.
   bool has_weights = true;
   std::int64_t alignment = kLayoutAlignment;  ///< see FlatLayout::build
-  /// The weights are gathered as FP8 planes; absent: as Precision::compute.
+  /// The weights are all-gathered as FP8 planes; absent: as Precision::compute.
   /// GroupParameter::float8 sets it for single parameters.
   std::optional<Float8Format> float8 = std::nullopt;
 
@@ -93,7 +93,7 @@ struct GroupContext {
   bool trainable = true;
   bool peers_read = false;  ///< GroupSpec::peers_read
   ParamGroupOptions options;
-  /// The ParamGroup's, in the order of the layout; their names may change.
+  /// The ParamGroup's parameters, in layout order; their names may change.
   const std::vector<GroupParameter>* parameters = nullptr;
   /// GroupPlan(shape_of(context)): what follows from all of the above.
   GroupPlan plan;

@@ -19,8 +19,8 @@ namespace flatshard {
 /// One parameter, from the module tree to its group.
 struct GroupParameter {
   std::vector<std::string> names;  ///< the main name first
-  /// The shape of this rank's tensor as it is stored, which is cut along its
-  /// first dimension. `tensor` may show its dimensions in another order.
+  /// The shape of this rank's tensor as stored and sharded along its first
+  /// dimension. `tensor` may show its dimensions in another order.
   std::vector<std::int64_t> shape;
   /// Set values differ from the model's.
   ParameterPlacement placement;
@@ -41,12 +41,12 @@ struct GroupParameter {
   std::map<std::string, std::string> attributes;
   /// No module has it any more: checkpoints leave it out.
   bool dropped = false;
-  /// Ranks outside of the model's mesh with the same part:
+  /// Ranks outside the model's mesh with the same part:
   /// ParamGroup::set_part.
   Replicas outside;
   /// The one that modules compute with; may be on meta. make_unit_contents
   /// moves it into the unit. Its strides belong to `shape` in some order of
-  /// dimensions: so a tensor that is cut along another dimension than its first
+  /// dimensions: a tensor that is split along a dimension other than its first
   /// is stored with that dimension first.
   at::Tensor tensor;
 

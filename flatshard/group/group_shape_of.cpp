@@ -27,8 +27,8 @@ MeshShape shape_of(const Mesh& mesh, const Mesh& whole) {
   return shape;
 }
 
-// The granularity of a weight that is FP8. Chunks of rows stay where scales let
-// rows be cut anywhere.
+// The granularity of an FP8 weight. Chunks of rows stay if the scales allow a
+// split between any two rows.
 Granularity granularity_of(
     const Granularity& asked,
     const Float8Format& format) {

@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// Draws the initial values of parameters. A value depends on the seed, the
-/// parameter's name and the element's index alone. So every world size and
+/// Draws the initial values of parameters. A value depends only on the seed,
+/// the parameter's name and the element's index. So every world size and
 /// strategy gets the same weights, each rank draws only what it owns, and
 /// nothing is broadcast.
 ///
@@ -21,7 +21,7 @@ class Initializer {
  public:
   explicit Initializer(std::uint64_t seed) : seed_(seed) {}
 
-  /// Writes elements [begin, begin + out.numel()) of the flattened parameter.
+  /// Writes out.numel() elements of the flattened parameter, from `begin` on.
   ///
   /// @param out  [n] contiguous, any float dtype, CPU or CUDA. The values are
   ///   drawn in float32 on the CPU, so they do not depend on the device.
@@ -33,7 +33,7 @@ class Initializer {
   /// Writes the elements of a box of the parameter, in the order of the box.
   ///
   /// @param out  [n] as above; n is the number of the box's elements.
-  /// @param runs  the box in the whole parameter.
+  /// @param runs  the box in the unsharded parameter.
   void fill(
       const at::Tensor& out,
       std::string_view name,

@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// Ranks that hold the same elements: how many they are, and which of them this
-/// one is.
+/// Ranks that store the same elements: how many they are, and the index of this
+/// one.
 struct Replicas {
   std::int64_t index = 0;
   std::int64_t count = 1;
@@ -35,7 +35,7 @@ struct NamedShard {
   std::vector<std::int64_t> whole_shape() const {
     return slice.whole_shape(shape);
   }
-  /// Returns the boxes of the whole tensor that `tensor` is, one after another.
+  /// Returns the boxes of the full tensor that `tensor` is, one after another.
   std::vector<Rectangle> boxes() const {
     return slice.boxes(shape, begin, begin + tensor.numel());
   }

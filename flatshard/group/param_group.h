@@ -22,13 +22,13 @@ struct GroupSpec {
   std::vector<GroupParameter> parameters;  ///< at least one
   std::shared_ptr<Mesh> mesh;
   Strategy strategy;  ///< for the axes of `mesh`
-  /// The mesh of the whole model, of which the group's may be a part: norms,
+  /// The mesh of the full model, possibly larger than the group's: norms,
   /// checkpoints and exports count over it. Null: the group's own.
   std::shared_ptr<Mesh> model_mesh = nullptr;
   bool trainable = true;
   /// Compute weights are stored where the copy engines of the other ranks read
-  /// them: see Gather::from_peers. Needs all ranks on one host. Where weights
-  /// are not sharded it has no effect.
+  /// them: see WeightPlanes::Gather::from_peers. Requires all ranks on one
+  /// host. Where weights are not sharded it has no effect.
   bool peers_read = false;
 };
 
@@ -58,13 +58,13 @@ class ParamGroup {
   const FlatLayout& layout() const { return *context_.plan.layout; }
   const std::vector<GroupParameter>& parameters() const { return parameters_; }
   const std::shared_ptr<Mesh>& mesh() const { return context_.mesh; }
-  /// Returns the whole model's.
+  /// Returns the full model's mesh.
   const std::shared_ptr<Mesh>& model_mesh() const {
     return context_.model_mesh;
   }
-  /// Communicates through the model's mesh `mesh` and its part that is the
-  /// group's from now on. It has the axes of the one before (Mesh::same_as).
-  /// While no gather and no reduction runs.
+  /// From now on, communicates through the model's mesh `mesh` and through the
+  /// group's part of it. It has the axes of the one before (Mesh::same_as).
+  /// Call it while neither an all-gather nor a reduction runs.
   void use_model_mesh(std::shared_ptr<Mesh> mesh);
   bool trainable() const { return context_.trainable; }
 
@@ -84,10 +84,10 @@ class ParamGroup {
   void drop(std::int64_t parameter) {
     parameters_.at(parameter).dropped = true;
   }
-  /// Places the parameter among ranks outside of the model's mesh, as Python's
-  /// tensor parallelism has them: it is `slice` of a tensor that all of them
-  /// hold, of which the ranks of `outside` have the same slice. Checkpoints
-  /// hold that tensor.
+  /// Places the parameter among ranks outside the model's mesh, as in Python's
+  /// tensor parallelism: it is `slice` of a tensor that all of them share. The
+  /// ranks of `outside` have the same slice of it. Checkpoints contain that
+  /// tensor.
   /// @throws Error{config} when the parameter cannot be this slice.
   void set_part(std::int64_t parameter, TensorSlice slice, Replicas outside);
 
@@ -95,7 +95,7 @@ class ParamGroup {
   /// copies of the weights are over.
   GradientPipeline::Reduction plan_reduction(bool collective, bool is_last);
 
-  /// The ranks of the model's mesh that hold the same elements of the main
+  /// The ranks of the model's mesh that store the same elements of the main
   /// weights.
   Replicas replicas() const;
   /// Returns this rank's part of each parameter, in the main weights.

@@ -17,9 +17,9 @@ namespace flatshard {
 /// the model.
 struct ParameterPlacement {
   /// The ranks that share the parameter: the model's mesh or a sub-mesh of it.
-  /// Ranks that differ in the model's other axes hold other slices. Without
-  /// `slice` they hold the same values, and the program has to keep them equal.
-  /// No two ranks hold slices that overlap and are not the same.
+  /// Ranks that differ in the model's other axes have other slices. Without
+  /// `slice` they have the same values, and the program has to keep them equal.
+  /// Two ranks' slices never overlap unless they are the same.
   std::shared_ptr<Mesh> mesh;
   /// The strategy for the axes of `mesh`. Not set: the model's by its name, for
   /// these axes. For hsdp and its like the model's outer axis has to be one of
@@ -31,12 +31,12 @@ struct ParameterPlacement {
   std::optional<double> grad_divisor;
   /// The part of a larger tensor that this rank's parameter is. Initial values,
   /// checkpoints and exported weights belong to the larger one, so that they do
-  /// not depend on how it was cut.
+  /// not depend on how it was split.
   std::optional<TensorSlice> slice;
 
-  /// Returns the placement of a parameter of which each coordinate of `axes`
-  /// has another slice, which the ranks of the mesh's other axes share.
-  /// Gradients are the mean over these; the caller sets everything else.
+  /// Returns the placement of a parameter with another slice at each coordinate
+  /// of `axes`. The ranks of the mesh's other axes share a slice. Gradients are
+  /// the mean over these; the caller sets everything else.
   /// @throws Error{config} when there is no other axis.
   static ParameterPlacement cut_over(
       const Mesh& mesh,
@@ -50,8 +50,8 @@ struct ParameterPlacement {
   along(const Mesh& mesh, const std::string& axis, std::int64_t whole);
 
   /// Returns this placement with unset values from `rest`. A strategy is for
-  /// the axes of its mesh, so one of `rest` is not taken where `mesh` is set
-  /// and another.
+  /// the axes of its mesh, so the strategy of `rest` is not used where `mesh`
+  /// is set and differs.
   ParameterPlacement or_else(const ParameterPlacement& rest) const;
 };
 

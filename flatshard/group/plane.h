@@ -20,7 +20,7 @@ namespace flatshard {
 struct Plane : PlaneShape {
   at::ScalarType dtype = at::kFloat;  ///< of the elements of `layout`
 
-  /// [local] parameter placement. Undefined: nothing is stored between gathers.
+  /// [local] parameter placement. Undefined: not stored between all-gathers.
   FlatBuffer resting;
   std::unique_ptr<PeerBuffer> peers;  ///< owns `resting`, where peers copy it
   /// The slice of `resting` that belongs to main weights; mostly a view. It has
@@ -57,20 +57,20 @@ class Codec {
       const FlatBuffer& main,
       const at::Tensor& to) = 0;
   /// All stored planes are encoded, on every rank.
-  /// @param all_encoded  false: nothing is stored, each gather encodes.
+  /// @param all_encoded  false: nothing is stored, each all-gather encodes.
   /// @throws Error{usage} naming a parameter that cannot be encoded.
   virtual void end(
       [[maybe_unused]] const FlatBuffer& main,
       [[maybe_unused]] bool all_encoded) {}
 
-  /// Makes `part` of a plane of what was gathered of its source.
+  /// Derives `part` of a plane from the all-gathered data of its source.
   virtual void derive(
       const Plane& plane,
       PartId part,
       const Plane& source,
       const at::Tensor& from,
       const at::Tensor& to) const;
-  /// Returns a parameter in a slot that holds `part` of the plane.
+  /// Returns a parameter in a slot that contains `part` of the plane.
   /// @param slot  [part.nbytes] bytes, of the plane's dtype.
   virtual float8::Plane view(
       const Plane& plane,

@@ -10,8 +10,8 @@ namespace flatshard {
 namespace {
 
 // Returns the innermost axis of data that shards over several ranks, or -1.
-// Ranks that share layers are no neighbours: parts of a layer are not sharded
-// over them.
+// Axes of ranks that share layers are skipped, because parts of a layer are not
+// sharded over them.
 int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
   for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
     if (placements[axis].is_shard() && mesh.axis(axis).size > 1 &&

@@ -12,17 +12,17 @@
 
 namespace flatshard {
 
-/// One rank's slice of a group's gathered compute weights, as it is kept from a
-/// forward to its backward (ParamGroupOptions::post_forward_ranks). Neighbours
-/// on the innermost sharded axis of data have all slices together, as many as
-/// the option sets. So the backward's all-gather stays among them, such as
-/// inside of a host.
+/// One rank's slice of a group's all-gathered compute weights, as it is kept
+/// from a forward to its backward (ParamGroupOptions::post_forward_ranks).
+/// Adjacent ranks on the innermost sharded axis of data, as many as the option
+/// sets, have all slices together. So the backward's all-gather stays among
+/// them, for example inside a host.
 ///
 /// It has the place of the slice. Its memory is the Executor's slot.
 class PostForwardShard {
  public:
   /// Returns null when the group's weights are sharded over no more ranks than
-  /// these. Makes the group of neighbours, so: in the same order on all ranks.
+  /// these. Creates a process group, so call it in the same order on all ranks.
   /// @param context  with post_forward_ranks, of a group whose weights are
   ///   sharded.
   /// @throws Error{config} naming the option where it does not fit the mesh.
@@ -30,12 +30,12 @@ class PostForwardShard {
 
   /// Returns the number of elements of the slice.
   std::int64_t numel() const { return numel_; }
-  /// Copies the slice out of the whole weights, on the current stream.
+  /// Copies the slice out of the full weights, on the current stream.
   /// @param whole  [layout.numel()]
   /// @param shard  [numel()] of the same dtype; overwritten.
   void save(const at::Tensor& whole, const at::Tensor& shard) const;
-  /// All-gathers the neighbours' slices. Called inside Stream::submit, see
-  /// queue_collectives.
+  /// All-gathers the slices of the adjacent ranks. Called inside
+  /// Stream::submit, see queue_collectives.
   /// @param shard  [numel()]
   /// @param whole  [layout.numel()] of the same dtype; overwritten.
   void gather(const at::Tensor& shard, const at::Tensor& whole) const;

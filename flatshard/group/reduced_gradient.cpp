@@ -61,7 +61,7 @@ void ReducedGradient::drop() {
   owner_ = Owner::none;
   given_.reset();
   if (context_.options.offload && reduced_.defined()) {
-    // Pinning it anew takes longer than a step.
+    // Pinning it again is slower than a step.
     kept_host_memory_ = std::move(reduced_);
   }
   reduced_ = {};

@@ -10,9 +10,9 @@
 
 namespace flatshard {
 
-/// The gradient that a group's optimizer takes, [shard] like main: whose memory
-/// it is, in which dtype, and what of it is kept between steps. Its values come
-/// from GradientPipeline, on the reduce stream.
+/// The gradient that a group's optimizer reads, [shard] like main: who owns its
+/// memory, its dtype, and what is kept between steps. Its values come from
+/// GradientPipeline, on the reduce stream.
 class ReducedGradient {
  public:
   /// @param context  outlives this.
@@ -28,12 +28,12 @@ class ReducedGradient {
   const FlatBuffer& buffer() const;
   at::Tensor local() const { return buffer().local(); }
 
-  /// Leaves it to the other holders of its tensor: it is gone when the last of
-  /// them drops it. Between steps, when users see gradients as tensors of
-  /// theirs. One in host memory stays, since pinning it anew takes longer than
-  /// a step.
+  /// Leaves it to the other owners of its tensor: it is freed when the last of
+  /// them drops it. Called between steps, when users see gradients as their own
+  /// tensors. A gradient in host memory stays, since pinning it again is slower
+  /// than a step.
   void give_up();
-  /// Takes back what is left of it: before a reduction and before buffer().
+  /// Recovers what is left of it: before a reduction and before buffer().
   void take_back();
   /// It is gone; what was accumulated without a reduction joins the next one.
   void drop();

@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// Returns whether drop_main_weights released it, after all of it was encoded.
+// Returns whether drop_main_weights freed it, after all of it was encoded.
 bool is_dropped(const FlatBuffer& main) {
   return main.local().numel() > 0 && main.local().storage().nbytes() == 0;
 }
@@ -59,7 +59,7 @@ WeightPlanes::WeightPlanes(const GroupContext& context)
     }
   }
   if (storage().main_is_compute()) {
-    // A separate version counter, which only writes to main move.
+    // A separate version counter that only writes to main advance.
     const FlatBuffer& shard = planes_[kComputePlane].shard;
     main_ = FlatBuffer::wrap(
         shard.local().variable_data(),
@@ -240,8 +240,8 @@ void WeightPlanes::derive(
   codec_->derive(derived, part, planes_[derived.source], from, to);
 }
 
-// This runs on the host, and not on the stream that gathers. A transport that
-// needs a separate communicator connects its ranks.
+// Runs on the host, not on the stream that all-gathers. A transport that needs
+// a separate communicator connects its ranks.
 void WeightPlanes::plan_ways() {
   codec_->plan();
   const Strategy& strategy = context_.strategy;

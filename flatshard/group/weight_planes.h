@@ -21,15 +21,15 @@ namespace flatshard {
 
 /// The weights of a ParamGroup: their planes, and what keeps them equal.
 ///
-/// | weights       | dtype       | placement | hold                           |
+/// | weights       | dtype       | placement | contents                       |
 /// |---------------|-------------|-----------|--------------------------------|
 /// | main          | main_params | optimizer | what the optimizer updates     |
-/// | compute       | compute     | parameter | what is gathered for kernels;  |
+/// | compute       | compute     | parameter | all-gathered for kernels;      |
 /// |               |             |           | see keep_compute_weights       |
 /// | rows, columns | FP8         | parameter | with ParamGroupOptions::float8 |
-/// |               |             |           | instead of compute; made anew  |
-/// |               |             |           | by the first gather after a    |
-/// |               |             |           | change, or begun by the update |
+/// |               |             |           | instead of compute; encoded    |
+/// |               |             |           | again by the next all-gather   |
+/// |               |             |           | or started by the update       |
 ///
 /// All planes but main are made of it by a Codec. When main and compute have
 /// one dtype they share memory, as they do in a frozen group. With
@@ -37,8 +37,8 @@ namespace flatshard {
 /// is in host memory and shares none. Without ParamGroupOptions::has_weights
 /// main is on the meta device, and there are no planes.
 ///
-/// GatherProgress has the version of them that was gathered, and WeightReaders
-/// the possible readers. They are written by WeightWrite, and by nobody else.
+/// GatherProgress has the version of them that was all-gathered, and
+/// WeightReaders the possible readers. Only WeightWrite writes them.
 class WeightPlanes {
  public:
   /// @param context  outlives this.
@@ -72,29 +72,29 @@ class WeightPlanes {
   /// StoragePlan::encodes: a writer fills float8_outputs() or nothing.
   bool encodes_at_gather() const { return storage().encodes; }
   bool resident() const { return storage().resident(); }
-  /// Returns whether no slot holds the plane: Plane::resting has all of it.
+  /// Returns whether all of the plane is in Plane::resting and needs no slot.
   bool rests_whole(PlaneId plane) const {
     return context_.plan.rests_whole(plane);
   }
   bool has_refresh() const { return storage().has_refresh(); }
 
-  /// How one gather runs: decided on the host, carried out later on the gather
-  /// stream.
+  /// How one all-gather runs: decided on the host, carried out later on the
+  /// gather stream.
   struct Gather {
-    /// No gather since the last change of the weights: GatherProgress::wait.
+    /// The first all-gather after a change of weights: GatherProgress::wait.
     bool is_first = false;
     /// First bring the stored planes up to date with main. Collective.
     bool refresh = false;
     /// Refresh: the optimizer wrote float8_outputs together with main.
     bool float8_begun = false;
-    /// Copies of the peers' shards, which on GPUs copy engines make; else an
+    /// Copies of the peers' shards, by copy engines on GPUs; else an
     /// all-gather, a collective.
     bool from_peers = false;
-    /// Before the copies: the peers have written theirs. Collective.
+    /// Before the copies: all peers have finished writing. Collective.
     bool fence = false;
   };
-  /// Call it once per gather and then carry that out: what it plans for a
-  /// change of the weights it does not plan again.
+  /// Call it once per all-gather and then carry that out: a change of the
+  /// weights is planned only once.
   /// @param from_peers  where the peers can read; equal on all ranks.
   Gather plan_gather(bool from_peers = false);
   /// Carries it out for a stored plane, or for one part of it. Inside
@@ -106,14 +106,14 @@ class WeightPlanes {
       PartId part,
       const at::Tensor& out,
       const Gather& gather);
-  /// Makes a derived plane, or one part of it, of what was gathered of its
+  /// Derives a plane, or one part of it, from the all-gathered data of its
   /// source. On the current stream.
   void derive(
       PlaneId plane,
       PartId part,
       const at::Tensor& from,
       const at::Tensor& to) const;
-  /// Parameter `i` of the group in a slot that holds `part` of the plane.
+  /// Parameter `i` of the group in a slot that contains `part` of the plane.
   float8::Plane view(
       PlaneId plane,
       PartId part,
@@ -122,13 +122,13 @@ class WeightPlanes {
     return codec_->view(planes_[plane], part, i, slot);
   }
 
-  /// Their version, and up to which one they were gathered.
+  /// Their version, and the latest version that was all-gathered.
   GatherProgress& progress() { return progress_; }
   std::int64_t version() const { return progress_.version(); }
   WeightReaders& readers() { return readers_; }
 
-  /// When somebody else wrote main (in place, through a tensor operation),
-  /// makes the other planes anew and returns true. On the current stream.
+  /// If another writer changed main (in place, through a tensor operation),
+  /// encodes the other planes again and returns true. On the current stream.
   bool adopt_foreign_writes();
   /// Called when somebody else wrote main in a way that no tensor's version
   /// shows.
@@ -162,7 +162,7 @@ class WeightPlanes {
   void refresh(bool float8_begun);
   void plan_ways();
   const Redistribution& way_of(const Plane& plane, PartId part);
-  /// Returns null when nobody copies these weights.
+  /// Returns null when no peer copies these weights.
   const PeerBuffer* peers() const;
 
   const GroupContext& context_;

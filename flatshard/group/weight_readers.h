@@ -13,14 +13,14 @@ class WeightReaders {
   /// them any more, and the host may write main. A backward's reductions prove
   /// that for the peers (peers_have_read); this is a fence where there was none
   /// since the last copies. Collective then. WeightWrite calls it. A program
-  /// that writes weights by hand, which peers read, calls it as well, on all
-  /// ranks.
+  /// that writes weights by hand calls it as well, on all ranks, if peers read
+  /// them.
   void wait();
   /// Blocks until main, in host memory, may be overwritten.
   void wait_for_uploads() const { uploaded_.synchronize(); }
 
-  /// Marks that peers copy what `weights` holds from here on, which outlives
-  /// this.
+  /// Marks that peers copy the contents of `weights` from here on. `weights`
+  /// outlives this.
   void peers_copy(const PeerBuffer& weights) { copied_ = &weights; }
   /// Every rank's gradient needed its copies, so they are done.
   void peers_have_read() { copied_ = nullptr; }

@@ -21,15 +21,15 @@ class WeightWrite {
  public:
   /// The one that brings the compute weights up to date.
   enum class Cast {
-    /// `end` casts main, on the stream of the write. FP8 planes are made by the
-    /// next gather.
+    /// `end` casts main, on the stream of the write. FP8 planes are encoded by
+    /// the next all-gather.
     here,
     /// The writer of main wrote compute_shard() as well, and float8_outputs().
     by_writer,
   };
 
-  /// Takes what others wrote before and waits until nobody reads the old
-  /// values: later work of `stream` may write. Queues on the current stream.
+  /// Adopts foreign writes and waits until the old values are no longer read:
+  /// later work of `stream` may write. Queues on the current stream.
   WeightWrite(std::vector<ParamGroup*> groups, Stream& stream);
   WeightWrite(const WeightWrite&) = delete;
   WeightWrite& operator=(const WeightWrite&) = delete;

@@ -63,7 +63,7 @@ at::Tensor attention_by_blocks(
     at::Tensor scores = at::matmul(
         q.narrow(2, begin, end - begin),
         k.narrow(2, first, end - first).transpose(2, 3));
-    // Not float64's.
+    // float64 scores stay float64.
     scores = scores.to(at::promote_types(scores.scalar_type(), at::kFloat));
     scores = scores * scale;
     if (args.soft_cap > 0) {
@@ -152,7 +152,7 @@ struct FlashCall {
   std::optional<double> scale;
 };
 
-// Source: the gradients of a softmax with one more score, whose value is 0.
+// Source: the gradients of a softmax over one more score with the value 0.
 struct SinkFlashFunction : torch::autograd::Function<SinkFlashFunction> {
   enum Input { kQ, kK, kV, kSinks };
 
@@ -379,7 +379,7 @@ at::Tensor causal_attention(
   } else if (!has_kernel) {
     out = plain_attention(q, k, v, args);
   } else {
-    // ATen's CPU kernel wants equal head counts. On CUDA its choice may too.
+    // ATen's CPU kernel requires equal head counts. Its CUDA choice may, too.
     const std::int64_t group = q.size(2) / k.size(2);
     out = at::scaled_dot_product_attention(
               q.transpose(1, 2),

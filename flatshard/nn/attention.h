@@ -9,15 +9,15 @@ namespace flatshard::nn {
 
 struct AttentionArgs {
   double scale = 0.0;  ///< of scores; 0: 1 / sqrt(head_dim)
-  /// A token attends to so many tokens, itself included; 0: to all before it.
+  /// Sliding window in tokens, including the token itself. 0: no window.
   std::int64_t window = 0;
-  /// Scores become cap * tanh(scores / cap); 0: they stay.
+  /// Soft cap for the scores: cap * tanh(scores / cap). 0 disables it.
   double soft_cap = 0.0;
   /// Uses plain operations on GPUs where no kernel fits.
   bool plain = false;
-  /// [heads], q's dtype: each head's score without a value, which every token
-  /// attends to. So weights of values add up to less than 1.
-  /// Undefined: none. Gets a gradient.
+  /// [heads], q's dtype: an extra score per head that every token attends to
+  /// and that has no value. So the weights of the values add up to less than 1.
+  /// Undefined: no sinks. Gets a gradient.
   at::Tensor sinks;
 };
 
@@ -31,10 +31,10 @@ struct FlashSequences {
   std::int64_t max_length = 0;
 };
 
-/// Causal FlashAttention; args.soft_cap is not read. The kernels support no
+/// Causal FlashAttention; args.soft_cap is not read. The kernels do not support
 /// sinks. With l the logsumexp of a row's scores and s the sink, the result is
-/// theirs times exp(l - l'), l' = log(exp(l) + exp(s)). Their backward reads
-/// this result and l'.
+/// the kernel's output times exp(l - l'), l' = log(exp(l) + exp(s)). The
+/// backward kernel reads this result and l'.
 /// @param q, k, v    [batch, seq, heads, head_dim], and with `sequences`
 /// [tokens,
 ///   heads, head_dim]
@@ -57,10 +57,10 @@ at::Tensor softmax_with_sinks(
     const at::Tensor& scores,
     const at::Tensor& sinks);
 
-/// causal_attention by plain operations, which keep the probabilities of all
+/// causal_attention by plain operations. They keep the probabilities of all
 /// blocks of queries for the backward.
-/// @param document  int [batch, seq]: a token attends to those with its number
-/// alone. Undefined: all have the same.
+/// @param document  int [batch, seq]: a token attends only to tokens with the
+/// same number. Undefined: all tokens have the same number.
 /// @return          as q is
 /// @throws Error{config} on a GPU without args.plain.
 at::Tensor plain_attention(
@@ -83,12 +83,12 @@ bool are_grouped_heads(
 /// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
 /// @return      [batch, seq, heads * head_dim], contiguous
 ///
-/// CUDA, 16-bit, head_dim a multiple of 8: cuDNN up to head_dim 128, which
-/// takes these strides and fewer kv heads as they are. FlashAttention up to
+/// CUDA, 16-bit, head_dim a multiple of 8: cuDNN up to head_dim 128, because it
+/// accepts these strides and fewer kv heads as they are. FlashAttention up to
 /// head_dim 256, for a window below seq, and for sinks. Else what ATen chooses.
 ///
 /// No kernel has soft caps, and none has windows or sinks for float32. Plain
-/// operations then take blocks of queries one after another; they keep the
+/// operations then process one block of queries at a time. They keep the
 /// probabilities of all blocks for the backward, batch * heads * seq * (window
 /// or seq) elements. On a GPU this needs `plain`.
 /// @throws Error{config} naming `plain` where no kernel fits.

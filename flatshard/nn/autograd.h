@@ -14,7 +14,7 @@ class TensorParallel;
 
 // Helpers of this folder's autograd Functions.
 
-/// State of a node of a layer besides tensors.
+/// State of a layer's node, except tensors.
 struct NodeState : torch::CustomClassHolder {
   std::vector<ModuleContextPtr> contexts;                 ///< of its modules
   c10::intrusive_ptr<torch::CustomClassHolder> adapters;  ///< AdapterCalls
@@ -23,7 +23,7 @@ struct NodeState : torch::CustomClassHolder {
   double eps = 0;     ///< of a norm
 };
 
-/// One entry for all of it: each takes host time.
+/// One entry for all of the node's state, because each one costs host time.
 constexpr const char* kNodeState = "node";
 
 /// Returns what the node keeps; null: nothing.
@@ -67,7 +67,7 @@ inline void refuse_create_graph(const char* layer) {
       layer);
 }
 
-/// Returns an argument that may be undefined in the form that a Function takes.
+/// Returns an argument that may be undefined in the form a Function accepts.
 inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
 }

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-// Plain loops over float32 rows for the CPU; no torch here, so that this file
-// alone is compiled for several instruction sets.
+// Plain loops over float32 rows for the CPU. Torch is not included here, so
+// that only this file is compiled for several instruction sets.
 namespace flatshard::nn::cpu {
 
 /// y = x * rstd * w and rstd = 1 / sqrt(mean(x^2) + eps) for rows of dim.

@@ -44,7 +44,7 @@ void cross_entropy_rows(
 
 // Caps logits in place.
 // Returns the slopes to multiply their gradient by, undefined without a cap or
-// where nobody wants them.
+// if the caller does not need them.
 at::Tensor cap_in_place(at::Tensor& logits, double cap, bool wants_slope) {
   if (cap <= 0.0) {
     return {};
@@ -55,7 +55,7 @@ at::Tensor cap_in_place(at::Tensor& logits, double cap, bool wants_slope) {
   return slope;
 }
 
-// Targets that are no index of a part of the vocabulary.
+// Markers for targets that are not an index of this part of the vocabulary.
 struct TargetMarks {
   explicit TargetMarks(std::int64_t ignore_index)
       : elsewhere(ignore_index == -1 ? -3 : -1),

@@ -5,8 +5,8 @@
 
 namespace flatshard::nn {
 
-// The cross-entropy of a chunk of logits, without autograd. Arguments are
-// those of cuda::cross_entropy, which computes it where it supports them.
+// The cross-entropy of a chunk of logits, without autograd. The arguments equal
+// the arguments of cuda::cross_entropy, used where it supports them.
 
 /// @param soft_cap  see LossOptions
 void chunk_cross_entropy(
@@ -18,8 +18,8 @@ void chunk_cross_entropy(
     const cuda::CrossEntropyArgs& args,
     double soft_cap);
 
-/// Returns targets as part_cross_entropy takes them: indices of this rank's
-/// part of the vocabulary, or negative. Ignored ones stay.
+/// Returns targets as part_cross_entropy expects them: indices into this rank's
+/// part of the vocabulary, or negative. Ignored targets are unchanged.
 at::Tensor targets_of_part(
     const at::Tensor& targets,
     const LossOptions& options);

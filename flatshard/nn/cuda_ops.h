@@ -12,7 +12,7 @@
 /// stream; nothing blocks the host.
 namespace flatshard::nn::cuda {
 
-/// Returns whether the kernels take this tensor (CUDA, float32 or bfloat16).
+/// Returns whether the kernels support this tensor (CUDA, float32 or bfloat16).
 bool supports(const at::Tensor& tensor);
 /// Returns whether attention on this GPU is cuDNN's
 /// (GpuFeature::cudnn_attention).
@@ -94,8 +94,8 @@ struct CrossEntropyArgs {
   std::int64_t ignore_index = -100;
   bool lse_is_given = false;  ///< read `lse` instead of computing it
   bool write_gradient = false;
-  /// The logits are a part of the vocabulary's: a target outside of them
-  /// belongs to another part, and `loss` gets the logit at the target, or 0.
+  /// The logits cover a part of the vocabulary: a target outside it belongs to
+  /// another part, and `loss` gets the logit at the target, or 0.
   bool is_part = false;
 };
 /// Cross-entropy of one chunk of logits.

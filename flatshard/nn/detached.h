@@ -10,14 +10,14 @@
 
 namespace flatshard::nn {
 
-/// A piece of a forward that is cut off from the rest of its graph, so that a
+/// A piece of a forward that is detached from the rest of its graph, so that a
 /// schedule can run its backward separately: one run of the autograd engine
-/// over this piece alone. Gradients of parameters arrive as always, while
-/// gradients of inputs are handed out.
+/// over only this piece. Gradients of parameters arrive as always, while
+/// gradients of inputs are returned.
 ///
-/// When pieces run one after the other, gradients are bitwise equal to the
-/// uncut graph's in two cases. No tensor inside of a piece has more than two
-/// readers, or the piece's outputs are read by one operation each.
+/// When pieces run one after the other, gradients are bitwise equal to those
+/// from the unsplit graph in two cases. No tensor inside a piece has more than
+/// two readers, or the piece's outputs are read by one operation each.
 ///
 /// It keeps the inputs and outputs that the piece's operations keep, and no
 /// more.
@@ -26,8 +26,8 @@ class DetachedNode {
   using Body = std::function<TensorList(const TensorList& inputs)>;
 
   /// Runs `body` with gradients over tensors that share the inputs' memory, and
-  /// keeps its graph. Inputs whose gradient is wanted have requires_grad set,
-  /// as do the outputs.
+  /// keeps its graph. Inputs that need a gradient have requires_grad set, as do
+  /// the outputs.
   /// @return  the outputs without their graph.
   TensorList forward(const TensorList& inputs, const Body& body);
 
@@ -49,7 +49,7 @@ class DetachedNode {
   };
   struct CutFunction;
 
-  /// One for each input; null where no gradient is wanted.
+  /// One for each input; null where no gradient is needed.
   std::vector<c10::intrusive_ptr<Arrival>> arrivals_;
   /// One for each output; without a function where there is no gradient.
   torch::autograd::edge_list outputs_;

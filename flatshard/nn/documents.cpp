@@ -184,7 +184,7 @@ at::Tensor lengths_of_tokens(const Documents& documents) {
   const at::Tensor& offsets = documents.offsets;
   const at::Tensor tokens =
       at::arange(documents.positions.numel(), offsets.options());
-  // An emulated graph records with offsets of zeros, which hold no token.
+  // An emulated graph records with offsets of zeros: no document has a token.
   const at::Tensor end =
       at::searchsorted(offsets, tokens, /*out_int32=*/false, /*right=*/true)
           .clamp_max(offsets.numel() - 1);

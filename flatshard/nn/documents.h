@@ -12,7 +12,7 @@
 namespace flatshard::nn {
 
 /// Documents that share the sequences of a batch: attention stays within each,
-/// and each begins at position 0. They follow one another through the rows of
+/// and each starts at position 0. They follow one another through the rows of
 /// the batch, and none crosses the end of a row. Padding is a document, too.
 struct Documents {
   /// int32 [n + 1]: the first token of each document, counted through all rows,
@@ -20,10 +20,10 @@ struct Documents {
   /// size serves batches with fewer documents.
   at::Tensor offsets;
   at::Tensor positions;  ///< int32 [batch * seq]: of each token
-  /// Tokens of the longest document, or more: kernels are launched for so many.
+  /// Length of the longest document, or more. Kernels are launched for it.
   std::int64_t max_length = 0;
-  /// bool [batch * seq]: whether a token is padding, which routers of experts
-  /// leave out. Undefined: no token is.
+  /// bool [batch * seq]: whether a token is padding. Routers of experts skip
+  /// padding. Undefined: no token is padding.
   at::Tensor padding;
 
   /// @param lengths  of the documents; their sum is the number of tokens.
@@ -75,10 +75,10 @@ at::Tensor lengths_of_tokens(const Documents& documents);
 /// @param k, v  [batch, seq, kv_heads, head_dim]; heads % kv_heads == 0
 /// @return      [batch, seq, heads * head_dim], contiguous
 ///
-/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention, whose
-/// work is that of the documents alone. Else on CUDA: a mask of seq * seq
-/// elements for each row, and the work of whole rows, in plain operations with
-/// soft caps or sinks. On CPUs: one document after the other.
+/// CUDA, 16-bit, head_dim <= 256 and a multiple of 8: FlashAttention. Its work
+/// depends only on the documents. Else on CUDA: a mask of seq * seq elements
+/// for each row, and the work of full rows, in plain operations with soft caps
+/// or sinks. On CPUs: one document after the other.
 /// @throws Error{config} naming `plain` for soft caps on a GPU, and for sinks
 /// where FlashAttention does not fit.
 at::Tensor document_attention(

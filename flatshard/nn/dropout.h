@@ -7,8 +7,8 @@
 namespace flatshard::nn {
 
 /// Zeroes elements with probability p in training and scales the rest by
-/// 1 / (1 - p). Draws from `generator`, or from the device's default one,
-/// which ranks that are threads of one process share.
+/// 1 / (1 - p). Draws from `generator`, or from the device's default generator.
+/// Ranks that are threads of one process share the default one.
 class DropoutImpl : public Module {
  public:
   explicit DropoutImpl(

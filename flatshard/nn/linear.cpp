@@ -21,7 +21,7 @@ ModuleContextPtr unless_hooked(
 }
 
 // With `ranks` the layer is row-parallel: x has all tokens, y and its gradient
-// have this rank's.
+// have this rank's tokens.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   enum Input { kX, kWeight, kBias, kResidual, kFactors };
 

@@ -17,10 +17,10 @@ using torch::autograd::variable_list;
 
 // Weights that read one input; x is input 0, then the weights, then no biases
 // or one for each weight, then the factors of adapters. With `ranks` x has this
-// rank's tokens, and the node keeps those. The backward gathers them once more
+// rank's tokens, and the node keeps those. The backward all-gathers them again
 // while it computes the gradient of x, and reduce-scatters that while it
-// computes the weights'. In forward the first product begins before all tokens
-// have arrived. The others are too small for that or need not wait.
+// computes the weight gradients. In forward the first matmul starts before all
+// tokens have arrived. The others are too small for that or need not wait.
 struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
   static variable_list forward(
       AutogradContext* ctx,
@@ -72,7 +72,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     return out;
   }
 
-  // `grads` is a reference. A gradient is released once it is quantized.
+  // `grads` is a reference. A gradient is freed once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     variable_list saved = ctx->get_saved_variables();
     AdapterBackward adapters(ctx, saved);
@@ -82,7 +82,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     const std::size_t first_factor =
         first_bias + (has_biases ? grads.size() : 0);
     adapters.set_places({.edge = first_factor, .out = first_factor});
-    // And the contexts, the adapters' calls, and whose tokens are gathered.
+    // And the contexts, the adapters' calls, and the ranks to all-gather from.
     variable_list out(first_factor + adapters.num_factors() + 3);
     const std::vector<ModuleContextPtr>& contexts = node_state(ctx).contexts;
     const TensorParallelPtr ranks = saved_ranks(ctx);

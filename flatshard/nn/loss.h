@@ -17,17 +17,17 @@ struct LossOptions {
 
   LossReduction reduction = LossReduction::mean;
   std::int64_t ignore_index = kIgnoreIndex;
-  /// 0: forward keeps the logits' gradient, [tokens, vocab] in the compute
-  /// dtype, and backward is two matrix products, the weight's straight into
-  /// its sink. Otherwise at most this many tokens' logits exist at a time and
-  /// backward computes them again (one more head product, no such memory).
+  /// 0: forward keeps the gradient of the logits, [tokens, vocab] in the
+  /// compute dtype, and backward is two matmuls; one writes into the weight's
+  /// sink. Otherwise at most this many tokens' logits exist at a time, and
+  /// backward computes them again (one more head matmul, without that memory).
   std::int64_t chunk_tokens = 0;
   /// Logits become cap * tanh(logits / cap), by plain operations that need one
   /// more tensor of a chunk's logits; 0: they stay.
   double soft_cap = 0.0;
-  /// Each of these ranks has a part of the vocabulary, as `part_of` cuts it,
-  /// for all tokens; null: the weight is whole. The ranks exchange two float32
-  /// numbers of each token, and never logits.
+  /// Each of these ranks has a part of the vocabulary, split as by `part_of`,
+  /// for all tokens; null: the weight is unsharded. The ranks exchange two
+  /// float32 numbers per token, and never logits.
   TensorParallelPtr ranks = nullptr;
   std::int64_t vocab = 0;  ///< with `ranks`: on all of them together
 };
@@ -36,7 +36,7 @@ struct LossOptions {
 at::Tensor soft_capped(const at::Tensor& logits, double cap);
 
 /// Computes the cross-entropy of `hidden weight^T` in float32, without float32
-/// logits of the whole sequence and without a gradient tensor in addition to
+/// logits of the entire sequence and without a gradient tensor in addition to
 /// the logits.
 ///
 /// @param hidden   [..., dim]

@@ -146,7 +146,7 @@ void add_input_gradient(
 
 namespace {
 
-// out = g^T x, or out += g^T x, in a dtype that products write.
+// out = g^T x, or out += g^T x, in a dtype that matmuls can write.
 void wgrad_product(
     at::Tensor& out,
     bool accumulate,
@@ -181,7 +181,7 @@ void write_matmul_wgrad(
     return;
   }
   if (!recipe && dtype == at::kFloat && grad.is_cuda()) {
-    // Sums of 16-bit products are float32 anyway.
+    // Sums of 16-bit matmuls are float32 anyway.
     const at::Tensor gt = g.tensor().t();
     accumulate ? at::addmm_out(grad, grad, gt, x.tensor(), at::kFloat)
                : at::mm_out(grad, gt, x.tensor(), at::kFloat);

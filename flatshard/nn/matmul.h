@@ -9,17 +9,17 @@
 
 namespace flatshard::nn {
 
-// The matrix products that layers with a weight [out, in] have in common.
+// The matmuls that layers with a weight [out, in] have in common.
 
 /// @throws Error{usage} when x is not [..., in] or has another dtype, or when
 /// the weight has no memory.
 void check_linear_input(const at::Tensor& x, const at::Tensor& weight);
 
-// The products of layers. A weight that `context`'s WeightSource holds in FP8
+// The matmuls of layers. A weight that `context`'s WeightSource stores in FP8
 // is multiplied in FP8: the other operand is quantized by the weight's recipe,
 // sums are float32, biases and residuals are added in the rows' dtype.
 
-/// x W^T (+ bias) (+ residual), added inside the product.
+/// x W^T (+ bias) (+ residual), added inside the matmul.
 ///
 /// @param x         [rows, in]
 /// @param bias      [out] or undefined
@@ -33,7 +33,7 @@ at::Tensor matmul_forward(
     const at::Tensor& bias = {},
     const at::Tensor& residual = {});
 
-/// y += x W^T in place, inside the product.
+/// y += x W^T in place, inside the matmul.
 ///
 /// @param y  [rows, out]
 void add_matmul(
@@ -42,8 +42,8 @@ void add_matmul(
     const at::Tensor& weight,
     const ModuleContextPtr& context);
 
-/// dx += g W. An undefined dx is set. Differentiable when gradient mode is on,
-/// which FP8 weights refuse.
+/// dx += g W. An undefined dx is set. Differentiable when gradient mode is on.
+/// FP8 weights do not support gradient mode.
 ///
 /// @param g  [rows, out]
 void add_input_gradient(
@@ -62,24 +62,24 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& g,
     const MatmulRows& x);
 
-/// Returns how all these weights are held in FP8; absent: not all are, or not
-/// alike.
+/// Returns the FP8 recipe that all these weights share; absent: some are not
+/// FP8, or the recipes differ.
 /// @param contexts  by weight; may be null.
 std::optional<float8::Recipe> common_recipe(
     at::ArrayRef<at::Tensor> weights,
     at::ArrayRef<ModuleContextPtr> contexts);
 
-/// Returns whether products of the weight are FP8's.
+/// Returns whether the weight's matmuls run in FP8.
 /// @param context  may be null.
 bool is_float8(const at::Tensor& weight, const ModuleContextPtr& context);
 
-/// Returns the gradient of a result, as [rows, out]. For a row-parallel layer's
-/// result it is gathered from all ranks. Where products in parts are worth it,
-/// the gradient of the layer's input is computed with it.
+/// Returns the gradient of a result, as [rows, out]. For the result of a
+/// row-parallel layer it is all-gathered from all ranks. If splitting the
+/// matmul is worth it, the gradient of the layer's input is computed with it.
 ///
 /// @param ranks  null: grad has all rows.
 /// @param grad   [..., out]
-/// @param dx     set to grad W, or left undefined; null: not wanted.
+/// @param dx     set to grad W, or left undefined; null: not needed.
 at::Tensor gathered_gradient(
     const TensorParallelPtr& ranks,
     const at::Tensor& grad,

@@ -10,9 +10,9 @@
 
 namespace flatshard::nn {
 
-/// The common operand of several products of one node, in addition to their
+/// The common operand of several matmuls of one node, in addition to their
 /// weights: activations, or their gradient. A plane that is quantized for one
-/// product serves the others.
+/// matmul serves the others.
 class MatmulRows {
  public:
   enum class Kind { activation, gradient };
@@ -46,14 +46,14 @@ class MatmulRows {
   /// Returns the divisor of a plane that sums over rows.
   static std::int64_t multiple_for(float8::Recipe weights);
 
-  /// Undefined where there are planes alone.
+  /// Undefined where there are only planes.
   const at::Tensor& tensor() const { return rows_; }
   std::int64_t num_rows() const { return num_rows_; }
   at::TensorOptions options() const { return options_; }
-  /// [rows, n], for products that sum over n.
+  /// [rows, n], for matmuls that sum over n.
   /// @param weights  the recipe of the weight it is multiplied by.
   const float8::Operand& row(float8::Recipe weights) const;
-  /// [n, rows], filled up with zeros, for products that sum over the rows.
+  /// [n, rows], padded with zeros, for matmuls that sum over the rows.
   const float8::Operand& column(float8::Recipe weights) const;
   /// Returns the largest magnitude, once a tensorwise plane was made; else
   /// undefined.

@@ -44,8 +44,8 @@ class Module : public torch::nn::Module {
   Module(const Module&) = delete;
   Module& operator=(const Module&) = delete;
 
-  /// Registers a float32 parameter on the meta device: it has a shape and no
-  /// memory until `set_parameter_data`, which keeps the tensor object. So a
+  /// Registers a float32 parameter on the meta device: it has a shape but no
+  /// memory until `set_parameter_data`. That call keeps the tensor object, so a
   /// layer may keep the returned tensor as a member.
   at::Tensor declare_parameter(
       std::string name,
@@ -60,7 +60,7 @@ class Module : public torch::nn::Module {
       const Module& owner,
       const std::string& owner_name);
 
-  /// Takes this module's own parameters (names without dots).
+  /// Accepts this module's own parameters (names without dots).
   /// @throws Error{usage} for a name that was not declared here.
   const ParameterInfo& parameter_info(const std::string& name) const;
   /// Returns the same, or null for an unknown name or one that was registered
@@ -86,21 +86,21 @@ class Module : public torch::nn::Module {
   /// of an error hook itself is logged.
   HookHandle add_forward_error_hook(ErrorHook hook);
 
-  /// The sink for this module's own parameters (not its children's), held
-  /// weakly; nullptr removes it. Also reaches graphs that exist already.
+  /// The sink for this module's own parameters (not its children's), as a weak
+  /// reference; nullptr removes it. Also reaches graphs that exist already.
   void set_wgrad_sink(const std::shared_ptr<WgradSink>& sink);
-  /// Gives this module's own layers the FP8 planes of their weights; held
-  /// weakly.
+  /// Gives this module's own layers the FP8 planes of their weights. The
+  /// reference is weak.
   void set_weight_source(const std::shared_ptr<WeightSource>& source);
-  /// Hears of recomputations that this module owns; held weakly.
+  /// Is notified of recomputations that this module owns. A weak reference.
   void set_recompute_listener(
       const std::shared_ptr<RecomputeListener>& listener);
 
-  /// Runs the regions that this module owns (nn/region.h); held weakly.
+  /// Runs the regions that this module owns (nn/region.h). A weak reference.
   void set_region_runner(const std::shared_ptr<RegionRunner>& runner);
 
-  /// Explicit generators this module's own forward draws from (not its
-  /// children's); recomputation replays them.
+  /// Explicit generators that this module's own forward draws from, without its
+  /// children. Recomputation replays them.
   virtual std::vector<at::Generator> own_generators() const { return {}; }
 
   /// Returns the context that autograd nodes of layers keep.
@@ -113,7 +113,7 @@ class Module : public torch::nn::Module {
   std::size_t num_forward_hooks() const {
     return pre_hooks_.size() + hooks_.size() + error_hooks_.size();
   }
-  /// Nobody wants to see the result of a call.
+  /// Returns true if only pre-forward hooks are registered.
   bool has_only_pre_hooks() const {
     return hooks_.empty() && error_hooks_.empty();
   }
@@ -155,9 +155,9 @@ struct NamedParameter {
   torch::nn::Module* owner = nullptr;
 };
 
-/// Returns all parameters below `root` in registration order, own before
-/// children's. A tied one appears under each of its names (the first is its
-/// main name).
+/// Returns all parameters below `root` in registration order, a module's own
+/// before its children's. A tied one appears under each of its names (the first
+/// is its main name).
 std::vector<NamedParameter> named_parameters(torch::nn::Module& root);
 
 using ParameterFill =

@@ -6,7 +6,7 @@
 
 namespace flatshard::nn {
 
-/// Returns `root` and the nn::Modules inside of it, parents first.
+/// Returns `root` and the nn::Modules inside it, parents first.
 std::vector<Module*> modules_below(Module& root);
 
 /// Returns the generators of these modules in addition to default ones, each

@@ -99,7 +99,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
     return results;
   }
 
-  // `grads` is a reference. A gradient is released once it is quantized.
+  // `grads` is a reference. A gradient is freed once it is quantized.
   static variable_list backward(AutogradContext* ctx, variable_list& grads) {
     refuse_create_graph("RMSNorm");
     variable_list saved = ctx->get_saved_variables();

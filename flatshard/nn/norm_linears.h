@@ -12,13 +12,13 @@ struct NormLinears {
   std::vector<at::Tensor> outs;  ///< one [..., out_i] per layer
 };
 
-/// Computes linears(norm(x + delta), layers), which keeps its input for
-/// backward and not the normalized values: the norm's backward writes those
-/// once more, bit for bit, over the gradient that it has read. Costs one write
-/// of [..., dim] and saves as much memory from here to the backward. Some norms
-/// and layers are called one by one instead: those with hooks after their
-/// forward, layers of which only some have a bias, and column-parallel layers,
-/// which gather the normalized values.
+/// Computes linears(norm(x + delta), layers) and keeps its input for backward,
+/// not the normalized values: the norm's backward writes those once more, bit
+/// for bit, over the gradient that it has read. Costs one write of [..., dim]
+/// and saves as much memory from here to the backward. The norm and layers are
+/// called one by one if they have hooks after their forward, or if only some
+/// layers have a bias. So are column-parallel layers, because they all-gather
+/// the normalized values.
 ///
 /// @param x      [..., dim]
 /// @param delta  like x, or undefined: then sum is x, and no copy of it.

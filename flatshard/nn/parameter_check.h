@@ -41,7 +41,7 @@ inline void check_has_memory(
   }
 }
 
-/// The product of x and the weight has one dtype, or autocast makes it so.
+/// The matmul of x and the weight has one dtype, or autocast makes it so.
 /// @throws ParameterMismatch
 void check_same_dtype(
     const char* layer,

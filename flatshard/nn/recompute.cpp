@@ -83,8 +83,8 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
     TensorList args = ctx->get_saved_variables();
-    // It is held, since a listener finds an argument that a module returns as
-    // it is by this node.
+    // The accumulators stay alive because a listener identifies an argument
+    // that a module returns unchanged by its node.
     using torch::autograd::impl::grad_accumulator;
     std::vector<decltype(grad_accumulator(args[0]))> accumulators;
     for (at::Tensor& arg : args) {

@@ -20,11 +20,11 @@ using RecomputeFn = std::function<TensorList(const TensorList&)>;
 /// (nested) graph task. Parameters that fn reads get their gradients in that
 /// task.
 ///
-/// Before the second run the listener of `owner` hears recompute_begin. fn's
+/// Before the second run the listener of `owner` gets recompute_begin. fn's
 /// captures must outlive the graph, and `owner` is kept alive. fn must return
 /// the same shapes each time. Its outputs are differentiable tensors.
 /// @throws Error{usage} when fn writes into its inputs; in backward under
-/// create_graph or with an inputs= list, which a nested backward cannot honour.
+/// create_graph or with an inputs= list: a nested backward supports neither.
 /// Source: Chen et al., arXiv:1604.06174.
 TensorList checkpoint(
     Module& owner,

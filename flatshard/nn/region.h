@@ -38,16 +38,16 @@ class RegionRunner {
 /// may be recorded once and replayed (CUDA graphs). `owner` hands it to its
 /// RegionRunner; without one it costs a branch.
 ///
-/// fn draws its kernels from shapes alone: no value of a tensor decides on the
+/// Only the shapes determine fn's kernels: no value of a tensor decides on the
 /// host what runs. It reads inputs, constants and parameters, writes none of
 /// them in place, and is the same function in every call: it captures nothing
-/// but `owner` and objects that exist as long.
+/// except `owner` and objects that exist as long.
 ///
-/// @param owner   not kept: it exists as long as calls, and backwards of calls,
-///   come. Whose parameters and generators fn may use.
+/// @param owner   not kept: it must outlive calls and backwards of calls. fn
+///   may use its parameters and generators.
 /// @param name    within the unit, e.g. "attn"; a literal.
 /// @param inputs  defined tensors.
-/// @return        fn's, differentiable.
+/// @return        the outputs of fn, differentiable.
 TensorList region(
     Module& owner,
     const char* name,

@@ -34,10 +34,10 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(
 
 struct RmsNormOptions {
   double eps = 1e-5;
-  /// Rows are multiplied by 1 + weight, in float32; weights begin as zeros.
+  /// Rows are multiplied by 1 + weight, in float32; weights start as zeros.
   bool adds_one = false;
-  /// Each of these ranks has an equal part of a row's columns; null: rows are
-  /// here. The mean is over all of them, by plain operations.
+  /// Each of these ranks has an equal part of a row's columns, and the mean
+  /// covers all parts, by plain operations. Null: this rank has full rows.
   TensorParallelPtr ranks = nullptr;
 };
 
@@ -45,7 +45,7 @@ struct RmsNormOptions {
 /// rank's part.
 class RmsNormImpl : public Module, public HasParts {
  public:
-  /// @param dim  of whole rows.
+  /// @param dim  of unsharded rows.
   explicit RmsNormImpl(std::int64_t dim, RmsNormOptions options = {});
   explicit RmsNormImpl(std::int64_t dim, double eps)
       : RmsNormImpl(dim, RmsNormOptions{.eps = eps}) {}
@@ -58,7 +58,7 @@ class RmsNormImpl : public Module, public HasParts {
   double eps() const { return options_.eps; }
   /// Returns the factor of rows: the weight, or 1 + weight.
   at::Tensor scale() const;
-  /// Takes the gradient of `scale`; null where autograd gives it to the weight.
+  /// Context that gets the gradient of `scale`; null if autograd delivers it.
   ModuleContextPtr scale_context() const;
   ParameterParts parts() const override;
 

@@ -27,9 +27,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> rms_norm_rows(
 /// @param dsum  added to dx, may be undefined.
 /// @param x     what was normalized, sum where there was one.
 /// @param y     when given, becomes rms_norm_rows' y again, bit for bit; may be
-///              in dy's memory, which is overwritten then.
+///              in dy's memory and then overwrites it.
 /// @param wants_weight  of a frozen weight: false.
-/// @return (dx [rows, dim], dw for deliver_norm_wgrad, which is defined with
+/// @return (dx [rows, dim], dw for deliver_norm_wgrad, defined with
 ///   wants_weight)
 std::tuple<at::Tensor, at::Tensor> rms_norm_rows_backward(
     const at::Tensor& dy,

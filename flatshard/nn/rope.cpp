@@ -102,8 +102,8 @@ double theta_for(const RopeOptions& options, std::int64_t seq_len) {
          std::pow(s.factor * longer - (s.factor - 1.0), dim / (dim - 2.0));
 }
 
-// Returns which share of a rotation stays. The rest is slowed down by the
-// factor.
+// Returns the fraction of a frequency that stays unscaled. The rest is divided
+// by the factor.
 double kept_by_llama3(const RopeScaling& s, double frequency) {
   // Turns within the original context: many stay, few are stretched.
   const double turns = static_cast<double>(s.original_max_positions) *
@@ -116,7 +116,7 @@ double kept_by_llama3(const RopeScaling& s, double frequency) {
 double kept_by_yarn(const RopeOptions& options, std::int64_t i) {
   const RopeScaling& s = *options.scaling;
   const auto dim = static_cast<double>(options.head_dim);
-  // The rotation that makes so many turns.
+  // The rotation that makes this many turns.
   const auto rotation_of = [&](double turns) {
     return dim *
            std::log(
@@ -214,7 +214,7 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
       cos_.defined() && cos_.device() == device && frequencies_ == frequencies;
   if (!serves || cos_.size(0) < seq_len) {
     const at::NoGradGuard no_grad;
-    // A sequence that grows token by token computes it a few times alone.
+    // So a sequence that grows token by token computes it only a few times.
     const std::int64_t length =
         serves ? std::max(seq_len, 2 * cos_.size(0)) : seq_len;
     const std::vector<double> f = rope_frequencies(options_, seq_len);

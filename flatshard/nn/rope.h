@@ -52,7 +52,7 @@ struct RopeOptions {
 double yarn_attention_factor(double factor);
 
 /// Angle per position of each of the head_dim / 2 pairs.
-/// @param seq_len  of the sequence, which dynamic and longrope depend on.
+/// @param seq_len  sequence length, used by dynamic and longrope scaling.
 /// Source: RoFormer, arXiv:2104.09864; scaling: Llama 3.1 model card.
 std::vector<double> rope_frequencies(
     const RopeOptions& options,

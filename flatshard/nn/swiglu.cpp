@@ -22,7 +22,7 @@ at::Tensor clamped_product(const at::Tensor& gate, const at::Tensor& up) {
          (up.clamp(-kClampedSiluLimit, kClampedSiluLimit) + 1);
 }
 
-// Returns (dgate, dup) for the product's gradient d.
+// Returns (dgate, dup) for d, the gradient of the gated value.
 std::tuple<at::Tensor, at::Tensor> clamped_backward(
     const at::Tensor& d,
     const at::Tensor& gate,
@@ -53,8 +53,8 @@ at::Tensor product_of(
   return at::silu(gate) * up;
 }
 
-// Returns (dgate, dup) for the product's gradient d. A single pass can also
-// write the product over d: then `product` becomes d, else it does not change.
+// Returns (dgate, dup) for d, the gradient of the gated value. One pass can
+// also write this value over d: then `product` becomes d, else it is unchanged.
 std::tuple<at::Tensor, at::Tensor> backward_of(
     GateActivation activation,
     const at::Tensor& d,
@@ -104,7 +104,7 @@ struct GatedFunction : torch::autograd::Function<GatedFunction> {
   }
 };
 
-// Returns the product as FP8, quantized where it is computed.
+// Returns the gated value as FP8, quantized where it is computed.
 MatmulRows float8_product(
     const at::Tensor& gate,
     const at::Tensor& up,
@@ -121,9 +121,9 @@ MatmulRows float8_product(
       rows};
 }
 
-// Returns how the product is made as FP8 where it is computed; absent: it is a
-// tensor, which the matrix product quantizes.
-// @param weights  none: an adapter reads the product in its own dtype.
+// Returns the recipe for quantizing the gated value where it is computed;
+// absent: it is a tensor, and the matmul quantizes it.
+// @param weights  none: an adapter reads the gated value in its own dtype.
 std::optional<float8::Recipe> product_recipe(
     GateActivation activation,
     at::TensorList weights,
@@ -133,7 +133,7 @@ std::optional<float8::Recipe> product_recipe(
 }
 
 // With `ranks` the layer is row-parallel: gate and up have all tokens, the
-// result and its gradient have this rank's.
+// result and its gradient have this rank's tokens.
 struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
   enum Input { kGate, kUp, kWeight, kResidual, kFactors };
 

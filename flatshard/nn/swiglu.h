@@ -31,9 +31,9 @@ inline std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
   return gated_gradients(GateActivation::silu, dy, gate, up);
 }
 
-/// layer(gated(activation, gate, up), residual) without keeping the product of
-/// gate and up, the largest activation of a block: the pass of the backward
-/// that reads both writes it again.
+/// layer(gated(activation, gate, up), residual) without keeping the gated
+/// value, the largest activation of a block: the pass of the backward that
+/// reads both gate and up writes it again.
 ///
 /// @param gate, up  [..., in]
 /// @param residual  [..., out] or undefined

@@ -17,7 +17,7 @@ namespace flatshard::nn {
 using TensorList = std::vector<at::Tensor>;
 
 /// Specialize to true for a class that `for_each_tensor` may skip. Only types
-/// that are not trivially copyable need it: no other type can hold a tensor.
+/// that are not trivially copyable need it: no other type can contain a tensor.
 template <class T>
 inline constexpr bool holds_no_tensors = std::is_trivially_copyable_v<T>;
 template <>
@@ -27,8 +27,8 @@ inline constexpr bool holds_no_tensors<std::string> = true;
 
 namespace visit_detail {
 
-// Ends ordinary lookup, so that the call below finds user overloads by
-// argument-dependent lookup alone.
+// Ends ordinary lookup, so that the call below finds user overloads only by
+// argument-dependent lookup.
 void for_each_tensor() = delete;
 
 template <class T, class F>
@@ -97,15 +97,15 @@ inline namespace customization {
 
 /// for_each_tensor(value, fn): calls `fn(const at::Tensor&)` for each defined
 /// tensor in `value`, in order. It handles tensors, optionals, variants, pairs,
-/// tuples and every range (vector, array, map, span), nested at will. A class
-/// of yours takes part through a function of the same name in its namespace:
+/// tuples and every range (vector, array, map, span), nested at will. To
+/// support a custom class, define a function of the same name in its namespace:
 ///
 ///     template <class F>
 ///     void for_each_tensor(const Batch& b, F&& fn) {
 ///       flatshard::nn::for_each_tensor(b.tokens, fn);
 ///     }
 ///
-/// A class that could hold a tensor and has no such function does not compile.
+/// A class that could contain tensors and has no such function cannot compile.
 inline constexpr visit_detail::ForEachTensor for_each_tensor{};
 
 }  // namespace customization

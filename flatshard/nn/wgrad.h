@@ -25,15 +25,15 @@ struct WgradTarget {
 /// reads: the layer's input and its output's gradient.
 using LateWgrad = std::function<void(at::Tensor& grad, bool accumulate)>;
 
-/// Takes weight gradients directly from a layer's backward, so that they need
-/// no separate tensor and no copy.
+/// Receives weight gradients directly from a layer's backward, so that they
+/// need no separate tensor and no copy.
 class WgradSink {
  public:
   virtual ~WgradSink() = default;
-  /// Called in backward just before the gradient of `parameter` is written
-  /// (same TensorImpl as the module's). For nullopt the layer returns a defined
-  /// gradient as usual; else it writes into the target and returns an undefined
-  /// one. Layers do not ask for parameters that need no gradient.
+  /// Called in backward just before the gradient of `parameter` (same
+  /// TensorImpl as the module's) is written. For nullopt the layer returns a
+  /// defined gradient as usual; else it writes into the target and returns an
+  /// undefined one. Layers do not call this for frozen parameters.
   virtual std::optional<WgradTarget> begin_wgrad(
       const at::Tensor& parameter) = 0;
   /// The write was queued on the current stream. One call for each
@@ -52,7 +52,7 @@ class WgradSink {
   }
 };
 
-/// Hears of recomputation; see nn/recompute.h.
+/// Is notified of recomputation; see nn/recompute.h.
 class RecomputeListener {
  public:
   virtual ~RecomputeListener() = default;
@@ -63,7 +63,7 @@ class RecomputeListener {
 class RegionRunner;
 class WeightSource;
 
-/// Autograd nodes of a module's layers reach it by this. All are held weakly: a
+/// How autograd nodes of a module's layers reach it. All references are weak: a
 /// graph or a module never keeps a runtime alive.
 struct ModuleContext : torch::CustomClassHolder {
   std::weak_ptr<RegionRunner> region_runner;  ///< see nn/region.h
@@ -76,11 +76,11 @@ using ModuleContextPtr = c10::intrusive_ptr<ModuleContext>;
 /// Hands the gradient of `parameter` to the context's sink.
 ///
 /// @param context  may be null: then there is no sink.
-/// @param compute  () -> tensor, the gradient; used when nobody takes it, and
-///                 under create_graph.
+/// @param compute  () -> tensor, the gradient; used if the sink has no target,
+///                 and under create_graph.
 /// @param write    (at::Tensor& grad, bool accumulate) -> void, queues the
 ///                 write or the addition into `grad`.
-/// @return the gradient, or an undefined tensor when the sink took it.
+/// @return the gradient, or an undefined tensor if the sink got it.
 template <class Compute, class Write>
 at::Tensor deliver_wgrad(
     const ModuleContextPtr& context,
@@ -108,7 +108,7 @@ at::Tensor deliver_wgrad(
   return {};
 }
 
-/// Puts the gradient of `parameter` off where the context's sink wants that.
+/// Defers the gradient of `parameter` if the context's sink requests it.
 ///
 /// @param make  () -> LateWgrad
 /// @return whether it is delayed; then the layer returns an undefined gradient.

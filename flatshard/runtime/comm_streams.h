@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// How long compute waits for gathers and reductions; two timing events per
+/// How long compute waits for all-gathers and reductions; two timing events per
 /// wait on a GPU. Off at first.
 class ExposedWaits {
  public:
@@ -26,13 +26,13 @@ class ExposedWaits {
   bool measures_ = false;
 };
 
-/// The streams in addition to compute on which a Runtime gathers and reduces,
-/// each a separate queue. So none waits for another without an Event. Several
-/// Runtimes may share them.
+/// The streams in addition to compute on which a Runtime all-gathers and
+/// reduces, each a separate queue. So none waits for another without an Event.
+/// Several Runtimes may share them.
 class CommStreams {
  public:
   /// @param has_outer  some gradients are reduced over an outer axis too (HSDP,
-  ///   HFSDP), which a slow network must not let hold back the inner one.
+  ///   HFSDP); its slow network must not delay the reductions of the inner one.
   CommStreams(at::Device device, StreamOptions options, bool has_outer);
 
   const std::shared_ptr<Stream>& gather() const { return gather_; }
@@ -52,7 +52,7 @@ class CommStreams {
   void fork();
   /// Blocks until all their work is done.
   void synchronize();
-  /// The same of the reductions alone.
+  /// The same, only for the reductions.
   void synchronize_reductions();
   /// Blocks likewise, and forgets what their work threw.
   void reset() noexcept;

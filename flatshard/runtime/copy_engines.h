@@ -11,9 +11,9 @@ namespace flatshard {
 
 class Unit;
 
-/// Gives the groups of `units` a mesh like `mesh`, the model's, that has peer
-/// memory where their gathers and reductions need it. `mesh` itself and its
-/// other users stay as they are. Collective where anything is asked for.
+/// Gives the groups of `units` a mesh like `mesh` (the model's mesh) that has
+/// peer memory where their all-gathers and reductions need it. `mesh` itself
+/// and its other users are unchanged. Collective where anything is requested.
 /// @param stream  of the copies.
 /// @return  that mesh; `mesh` where nothing is asked for.
 /// @throws Error{config, memory} as PeerMemory::create.

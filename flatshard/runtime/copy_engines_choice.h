@@ -8,17 +8,17 @@ namespace flatshard {
 /// collectives. On GPUs copy engines make them, and leave the SMs to what
 /// computes. All ranks of each group on one host.
 ///
-/// A gather by copies involves no peer, so only a later collective proves to a
-/// rank that its weights were read: a backward's reductions do, and where there
-/// were none (after an evaluation) WeightReaders::wait. Optimizers and
+/// An all-gather by copies involves no peer, so only a later collective proves
+/// to a rank that its weights were read: a backward's reductions do, and where
+/// there were none (after an evaluation) WeightReaders::wait. Optimizers and
 /// checkpoints call it before they write. Every other writer of weights does,
 /// too.
 struct CopyEngines {
   enum class Gathers { none, forward, all };
   /// Not with ParamGroupOptions::keep_compute_weights = false.
   Gathers gathers = Gathers::none;
-  /// Reduce-scatters go through about so many bytes on each rank, for each
-  /// group of ranks that has any; 0: they are collectives.
+  /// Reduce-scatters use a buffer of about this many bytes on each rank, for
+  /// each group of ranks that has any; 0: they are collectives.
   std::int64_t reductions_nbytes = 0;
 
   /// On eight GPUs that makes pieces of 16 MiB from each to each.

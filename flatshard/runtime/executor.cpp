@@ -124,8 +124,8 @@ void Executor::execute(const Action& action) {
         release(*units_[action.unit], action);
         break;
       case ActionKind::acquire_grads:
-        // On demand at the first write: the root's would come back to where the
-        // logits are.
+        // On demand at the first write: else the root's slot would exist at the
+        // same time as the logits.
         if (!options_.slots_on_demand &&
             units_[action.unit]->gradients().writes_in_place()) {
           grads_slot(*units_[action.unit]);

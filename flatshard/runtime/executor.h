@@ -37,34 +37,34 @@ class Executor {
 
   /// @throws Error with rank, step, unit and action as its context.
   void execute(const Action& action);
-  /// Called after a unit's reduction: observers that want its gradients get
-  /// them. Their exceptions are theirs and get no context.
+  /// Called after a unit's reduction: passes its gradients to the observers
+  /// that request them. Exceptions of observers get no context.
   void tell_reduced(Unit& unit);
-  /// Returns whether the unit's weights may be read on compute: it waits for
-  /// their gather, or they are stored whole.
+  /// Returns whether the unit's weights may be read on compute: compute waits
+  /// for their all-gather, or every rank stores all of them.
   bool has_weights(const Unit& unit) const {
     return states_[unit.id()].weights[kComputePlane].awaited || unit.resident();
   }
-  /// `p` in its plane, or in the part that has it, which is awaited. Valid
-  /// until that is released.
+  /// `p` in its plane, or in the awaited part that has it. Valid until that is
+  /// resharded.
   float8::Plane awaited(const Unit& unit, const UnitParameter& p, PlaneId plane)
       const;
-  /// Returns where layers write the unit's gradients: taken now if it is not
-  /// yet.
+  /// Returns where layers write the unit's gradients. Allocates the slot if it
+  /// does not exist yet.
   SlotView grads_slot(Unit& unit);
 
-  /// A forward without a backward is over: nobody reads the weights any more
-  /// that others write.
+  /// A forward without a backward has ended: weights that others write are no
+  /// longer read.
   void end_evaluation();
-  /// Where nothing is gathered, compute itself reads what was written.
+  /// Where nothing is all-gathered, compute itself reads what was written.
   void wait_for_written_weights();
-  /// Called when the outermost backward is over: with
-  /// RuntimeOptions::unused_grads_stay_undefined, groups of which no rank got a
-  /// gradient have none, and groups learn of which parameters some rank got
-  /// one. Collective then.
+  /// Called when the outermost backward has finished: with
+  /// RuntimeOptions::unused_grads_stay_undefined, groups without a gradient on
+  /// any rank have none, and each group finds out which parameters got a
+  /// gradient on some rank. Collective then.
   void drop_unused_grads();
 
-  // Graphs of steps use these, while nothing is held.
+  // Graphs of steps use these, while no slot is in use.
 
   /// Nothing waits any more for points in what was queued.
   void forget_queued();
@@ -88,12 +88,12 @@ class Executor {
   const PlannedSlots& slots() const { return slots_; }
 
  private:
-  /// A plane of one unit, or a part of one, while it is gathered.
+  /// A plane of one unit, or a part of one, while it is unsharded.
   struct WeightSlot {
     Slot slot;     ///< resident units have none
     Event filled;  ///< the gather, or the derivation, is done
-    /// So is what the gather stream derived of it or, of post-forward shards,
-    /// gathered.
+    /// The same for what the gather stream derived of it or all-gathered from
+    /// post-forward shards.
     Event read_by_gather;
     bool awaited = false;  ///< compute waits for `filled`
   };
@@ -166,8 +166,8 @@ class Executor {
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   Event all_outer_reduced_;
-  /// The slots with slots_on_demand: compute, which frees them, waits for their
-  /// reductions only when it takes the next one, or at the join.
+  /// The slots with slots_on_demand. Compute frees them, and waits for their
+  /// reductions only when it allocates the next one, or at the join.
   std::vector<Drained> drained_;
   /// In this backward.
   std::vector<ReducedGroup> reduced_groups_;

@@ -1,4 +1,4 @@
-// The part of the Executor that gathers weights and later frees their slots.
+// The part of the Executor that unshards weights and later frees their slots.
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/memory.h"
@@ -35,8 +35,8 @@ SlotView Executor::acquire_weights(
 }
 
 void Executor::gather(Unit& unit, const Action& action) {
-  // A program that unshards may write next, which no forward or backward
-  // fences.
+  // A program that unshards may write next, and no forward or backward fences
+  // that write.
   const CopyEngines::Gathers asked = options_.copy_engines.gathers;
   const bool from_peers = !(action.by_program && options_.foreign_writes) &&
                           (asked == CopyEngines::Gathers::all ||
@@ -102,7 +102,7 @@ void Executor::derive(Unit& unit, const Action& action) {
       .filled.record(*streams_->gather());
 }
 
-// On compute, which has the weights until now and may have written them.
+// On compute: it has the weights until now and may have written them.
 void Executor::save_post_forward(Unit& unit, const Action& action) {
   const auto compute = streams_->compute();
   const SlotView shards = acquire_weights(unit, action, compute);

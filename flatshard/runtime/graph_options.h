@@ -9,14 +9,14 @@
 namespace flatshard {
 
 /// Regions of units (nn/region.h) as CUDA graphs: their forward is one launch,
-/// and so is their backward. Gathers, reductions and hooks stay outside. Or
+/// and so is their backward. All-gathers, reductions and hooks stay outside. Or
 /// whole steps.
 struct GraphOptions {
   bool enabled = false;
   /// Not regions but forward and backward of a step as one graph, with all
-  /// gathers and reductions: for programs that run their steps by StepGraph.
+  /// collectives: for programs that run their steps by StepGraph.
   bool whole_step = false;
-  /// Names of the regions: "block" for whole blocks, or their parts such as
+  /// Names of the regions: "block" for full blocks, or their parts such as
   /// "attn" and "mlp".
   std::set<std::string> regions = {"block"};
   /// Steps that run eagerly before anything is captured, and again after
@@ -26,7 +26,7 @@ struct GraphOptions {
   /// eagerly, is counted, and each reason is logged once.
   bool miss_is_error = false;
   /// Debugging: checks of each captured graph whether its kernels touch memory
-  /// outside of the graphs, the unit's parameters and gradients, inputs and
+  /// outside the graphs, the unit's parameters and gradients, inputs and
   /// declared constants. Findings are logged and in GraphStats. Graphs keep
   /// their nodes in host memory then.
   bool audit = false;

@@ -16,8 +16,8 @@
 namespace flatshard {
 
 // The events of a Runtime that others may see: see Runtime::add_observer. All
-// functions are called on the host, in launch order and with the runtime's lock
-// held unless the function's comment states otherwise: an observer must not
+// functions are called on the host, in launch order and under the runtime's
+// lock unless the function's comment states otherwise: an observer must not
 // call the runtime. Its exceptions end the forward or backward that runs.
 
 /// Which memory units have, and when.
@@ -25,12 +25,12 @@ class SlotObserver {
  public:
   virtual ~SlotObserver() = default;
 
-  /// `unit` holds `slot` from here on, for `key`.
+  /// `unit` owns `slot` from here on, for `key`.
   virtual void
   slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
   /// `unit` gives `slot` back.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
-  /// Returns whether to call slot_unused, which costs waits between streams.
+  /// Returns whether to call slot_unused, at the cost of waits between streams.
   virtual bool wants_unused_slots() const { return false; }
   /// Nothing reads or writes `slot` any more, and kernels that go to the
   /// current stream come before its next use. May be called on the thread of a
@@ -47,7 +47,7 @@ class SlotObserver {
       const std::vector<SlotLifetime>& lifetimes) {}
 };
 
-/// Where forwards and backwards begin and end.
+/// Where forwards and backwards start and end.
 class StepObserver {
  public:
   virtual ~StepObserver() = default;
@@ -57,26 +57,26 @@ class StepObserver {
   /// Runtime::finish_step. Called without the lock, so that ranks may wait for
   /// each other.
   virtual void step_ends() {}
-  /// The program calls `unit` outside of a backward, and nothing of the forward
-  /// has begun. Called without the lock, like step_ends.
+  /// The program calls `unit` outside a backward, before any work of the
+  /// forward has started. Called without the lock, like step_ends.
   virtual void unit_called(const Unit& unit) {}
-  /// The forward of `unit` begins, or a recompute of it.
+  /// The forward of `unit` starts, or a recompute of it.
   virtual void unit_forward_begins(const Unit& unit) {}
   /// An outermost forward of `unit` ended, and the backward of `call` can
   /// follow.
   virtual void expects_backward(const Unit& unit, CallId call) {}
-  /// A forward or an unshard of the program's is to begin, and none is open:
-  /// weights that others wrote are taken next.
+  /// A forward or an unshard by the program is about to start, and none is
+  /// open: weights that others wrote are adopted next.
   virtual void forward_begins() {}
-  /// The same forward, once they were taken: another step begins in it if
+  /// The same forward, after they were adopted: another step starts in it if
   /// `weights_changed`.
-  /// @param at_rest  no slot is held and no backward is open.
+  /// @param at_rest  no slot is in use and no backward is open.
   virtual void root_forward_begins(bool weights_changed, bool at_rest) {}
-  /// An outermost backward begins; gradients of earlier ones may be there.
+  /// An outermost backward starts; gradients of earlier ones may exist.
   virtual void backward_begins() {}
-  /// The backward of `call`, a forward of `unit`, begins.
+  /// The backward of `call`, a forward of `unit`, starts.
   virtual void backward_began(Unit& unit, CallId call) {}
-  /// The outermost backward is over: compute waits for its reductions.
+  /// The outermost backward has ended: compute waits for its reductions.
   virtual void backward_ended() {}
   /// All units are resharded and the step's gradients are gone: something
   /// failed.
@@ -89,19 +89,19 @@ class GradientObserver {
   virtual ~GradientObserver() = default;
 
   /// The gradient of `parameter` is complete on this rank, and the runtime has
-  /// not taken it yet.
+  /// not consumed it yet.
   virtual void gradient_arrived(
       const Unit& unit,
       const UnitParameter& parameter) {}
-  /// `slot` holds this rank's whole gradient of `unit`. Its reduction is queued
-  /// next. Kernels run here go to the current stream, after the gradient's.
+  /// `slot` contains this rank's full gradient of `unit`. Its reduction is
+  /// queued next. Kernels run here go to the current stream, after its kernels.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
   /// Returns whether to call gradients_reduced, for which the host waits on
   /// CPUs and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
-  /// The groups of `unit` have their reduced gradients, for kernels that go to
-  /// the current stream, which is that of the reductions on a GPU. In a
-  /// backward that continues; the unit's own is over.
+  /// The groups of `unit` have their reduced gradients, for kernels on the
+  /// current stream (on a GPU the reduce stream). The backward continues, but
+  /// the unit's own has ended.
   virtual void gradients_reduced(Unit& unit) {}
 };
 

@@ -16,12 +16,12 @@
 namespace flatshard {
 
 /// The places of the units' weights and gradients while they have some: each
-/// use has its planned place in one arena. Observers hear of plans and of uses
-/// that begin.
+/// use has its planned place in one arena. Observers are notified of plans and
+/// of uses that start.
 class PlannedSlots {
  public:
   /// @param observers  outlive this.
-  /// @param on_demand  no arena: each use takes separate memory.
+  /// @param on_demand  no arena: each use allocates separate memory.
   PlannedSlots(
       at::Device device,
       std::size_t num_units,
@@ -33,10 +33,10 @@ class PlannedSlots {
         pool_(device),
         last_(num_units) {}
 
-  /// Gives each use its place, as `actions` need them. While nothing is held.
+  /// Gives each use its place, as `actions` need them. While no slot is in use.
   void plan(std::span<const UnitSpec> specs, std::span<const Action> actions);
-  /// Returns whether a step needed slots that the plan does not have, and
-  /// nothing is held now.
+  /// Returns whether a step needed slots that the plan does not have, and no
+  /// slot is in use now.
   bool should_replan() const;
   /// Returns the number of calls of `plan` so far.
   std::int64_t num_plans() const { return num_plans_; }

@@ -44,7 +44,7 @@ Runtime::~Runtime() {
   }
   for (auto& unit : core_.units) {
     for (UnitParameter& p : unit->parameters()) {
-      // The memory goes with this object. Python's units report that
+      // The memory is freed with this object; Python's units report that
       // themselves.
       unit->module() != nullptr ? p.storage.retire() : p.storage.clear();
     }

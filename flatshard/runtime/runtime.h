@@ -19,10 +19,10 @@ namespace flatshard {
 
 class ModelGraphs;
 
-/// A sharded model while it trains: the lock around a RuntimeCore, which
-/// carries out forwards, backwards and steps, and the functions for training
-/// loops and layers. Functions for few callers are in separate classes:
-/// `gathers()`, `calls()`, `graphs()`.
+/// A sharded model while it trains: the lock around a RuntimeCore that carries
+/// out forwards, backwards and steps, and the functions for training loops and
+/// layers. Functions for few callers are in separate classes: `gathers()`,
+/// `calls()`, `graphs()`.
 ///
 /// Made by `fully_shard`. Call it from one thread at a time; autograd may call
 /// it from its own. A destroyed Runtime leaves hooks that do nothing.
@@ -59,33 +59,33 @@ class Runtime : public nn::WgradSink,
   UnitId unit_of(const nn::Module& module) const;
   /// Forward hooks that this has on a module.
   std::size_t num_hooks_on(const nn::Module& module) const;
-  /// Controls which units are gathered, how long they stay, and gathers on
-  /// request.
+  /// Controls which units are unsharded, how long they stay so, and all-gathers
+  /// on request.
   GatherControl& gathers() { return gathers_; }
 
-  /// Returns all trainable groups, in order of units: what an optimizer takes.
-  /// The Runtime owns them.
+  /// Returns all trainable groups, in order of units: the input of an
+  /// optimizer. The Runtime owns them.
   std::vector<ParamGroup*> groups() const;
   /// Returns the same and the frozen ones, in order of units: for checkpoints,
   /// exports and other readers and writers of weights.
   std::vector<ParamGroup*> all_groups() const;
   void zero_grad();
-  /// Ends every open forward and backward after an exception, releases all
-  /// weights, drops the gradients of the step and forgets errors of the
+  /// Recovers from an exception: abandons all open forwards and backwards,
+  /// reshards all units, discards the step's gradients and clears errors of the
   /// streams. Collective order is safe again when all ranks call it. The next
   /// root forward after a failed backward or a failed collective does it
-  /// automatically. Blocks until the work of the communication streams is over.
+  /// automatically. Blocks until the communication streams are idle.
   void reset();
   /// Blocks until all queued work of this runtime's streams is done.
   void synchronize();
-  /// Call after the optimizer's step: observers hear of it. It is collective
-  /// and blocks the host with DebugOptions::strict.
+  /// Call after the optimizer's step: notifies observers. It is collective and
+  /// blocks the host with DebugOptions::strict.
   void finish_step();
 
   /// Serves callers that run modules themselves.
   UnitCalls& calls() { return calls_; }
   /// Returns the CUDA graphs of its regions and steps; see
-  /// graphs/model_graphs.h, whose `add_graphs` fully_shard calls.
+  /// graphs/model_graphs.h. fully_shard calls its `add_graphs`.
   ModelGraphs& graphs() const { return *graphs_; }
   void set_graphs(std::shared_ptr<ModelGraphs> graphs) {
     graphs_ = std::move(graphs);
@@ -103,15 +103,15 @@ class Runtime : public nn::WgradSink,
   const Scheduler& scheduler() const { return core_.step.scheduler; }
   /// Slots, their plan and their addresses.
   const Executor& executor() const { return core_.executor; }
-  /// Returns how long compute waits for gathers and reductions.
+  /// Returns how long compute waits for all-gathers and reductions.
   ExposedWaits& exposed_waits() { return core_.executor.streams().exposed(); }
   RuntimeTrace trace() const;
   void clear_trace();
   /// The step that error messages name: Executor::step.
   void set_step(std::int64_t step);
-  /// Adds an observer, which is a SlotObserver, a StepObserver, a
-  /// GradientObserver or several of these (observer.h). An empty list costs
-  /// nothing.
+  /// Adds an observer: a SlotObserver, a StepObserver, a
+  /// GradientObserver or several of these (observer.h). An empty list
+  /// costs nothing.
   template <class Observer>
   void add_observer(const std::shared_ptr<Observer>& observer) {
     const std::lock_guard lock(core_.mutex);
@@ -128,7 +128,7 @@ class Runtime : public nn::WgradSink,
   // Hooks on modules of nn::Module; runtime_modules.cpp.
   static void hook_modules(const std::shared_ptr<Runtime>& runtime);
 
-  // The requests of layers; runtime_layers.cpp. Each takes the lock.
+  // The requests of layers; runtime_layers.cpp. Each locks the mutex.
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;

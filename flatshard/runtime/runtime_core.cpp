@@ -14,8 +14,8 @@
 namespace flatshard {
 namespace {
 
-// A step that is longer than this (an evaluation over a whole corpus between
-// two updates) repeats itself. Its beginning is enough to plan slots.
+// A step that is longer than this (an evaluation over an entire dataset between
+// two updates) repeats itself. Its start is enough to plan slots.
 constexpr std::size_t kMaxStepActions = 1 << 16;
 
 std::vector<UnitSpec> specs_of(
@@ -108,7 +108,7 @@ void RuntimeCore::begin_step(std::int64_t generation) {
   executor.wait_for_written_weights();
   feed({.kind = EventKind::weights_changed});
   if (executor.slots().should_replan()) {
-    // The next step is taken to do what the last one did.
+    // The next step is assumed to repeat the last one.
     executor.slots().plan(step.scheduler.units(), step.actions);
   }
   step.actions.clear();
@@ -151,8 +151,8 @@ void RuntimeCore::task_begins() {
   for (const auto& unit : units) {
     show(unit->id());  // kept since the forward, or always there
   }
-  // A write since the forward raises the generation, which then differs from
-  // the call's.
+  // A write since the forward raises the generation. Then it differs from the
+  // call's generation.
   adopt_foreign_writes();
 }
 

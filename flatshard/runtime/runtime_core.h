@@ -26,8 +26,8 @@ struct RuntimeTrace {
 /// out the answers. Users are Runtime, its roles, and callers that run a step
 /// in another way: StepGraph and BackwardPass.
 ///
-/// A caller that calls or reads anything of it that may change holds `mutex`.
-/// The three functions that hooks of autograd call take it themselves.
+/// A caller that calls or reads anything of it that may change locks `mutex`.
+/// The three functions that hooks of autograd call lock it themselves.
 struct RuntimeCore : public AutogradListener {
   using Units = std::vector<std::unique_ptr<Unit>>;
 
@@ -63,12 +63,12 @@ struct RuntimeCore : public AutogradListener {
   /// The next step's slots are planned as if its units ran once each, in their
   /// order.
   void plan_next_step();
-  /// Writes to weights that nobody announced are taken over.
+  /// Adopts writes to weights that were not announced.
   void adopt_foreign_writes();
   /// Waits for a plane of a parameter that has no values: the part that has it
-  /// is gathered, and compute waits for it.
-  /// @return  the parameter in it; valid until that is released.
-  /// @throws Error{usage} outside of the unit's forward and backward.
+  /// is all-gathered, and compute waits for it.
+  /// @return  the parameter in it; valid until that is resharded.
+  /// @throws Error{usage} outside the unit's forward and backward.
   float8::Plane await_plane(ParameterRef ref, PlaneId plane);
   /// An action was carried out.
   void record(const Action& action);

@@ -1,4 +1,4 @@
-// Hooks on modules of C++: they report when the forward of a unit begins, ends
+// Hooks on modules of C++: they report when the forward of a unit starts, ends
 // and fails.
 #include "flatshard/autograd/explain_dtype.h"
 #include "flatshard/nn/module.h"

@@ -11,21 +11,21 @@ namespace flatshard {
 
 /// How a Runtime runs a step: what a program chooses for a model.
 struct RuntimeOptions {
-  /// Units gathered ahead.
+  /// Units unsharded ahead.
   int prefetch = 1;
-  /// false: weights stay gathered from forward to backward.
+  /// false: weights stay unsharded from forward to backward.
   bool reshard_after_forward = true;
-  /// If this sets gathers, the groups have GroupSpec::peers_read, which
+  /// If this sets gathers, the groups have GroupSpec::peers_read, as
   /// fully_shard ensures.
   CopyEngines copy_engines;
   /// Weights are written by programs that do not call WeightReaders::wait
   /// (WeightPlanes::mark_foreign_write reports it afterwards): a forward
   /// without a backward ends when no copy engine reads weights any more.
   bool foreign_writes = false;
-  /// Each gather and each reduction allocates its slot and frees it afterwards.
-  /// Otherwise a plan gives it a place in one arena that exists all the time.
-  /// Addresses change from step to step. The end of a forward, where
-  /// activations and logits are at their largest, holds no slot of a gradient.
+  /// Each all-gather and each reduction allocates its slot and frees it
+  /// afterwards. Otherwise a plan gives it a place in one arena that exists all
+  /// the time. Addresses change from step to step. At the end of a forward,
+  /// where activations and logits are largest, no gradient slot exists.
   bool slots_on_demand = false;
   /// After a backward GradientPipeline::contributed returns the parameters of
   /// which some rank got a gradient. A group of which no rank got any has none,
@@ -41,8 +41,8 @@ struct RuntimeOptions {
   /// fully_shard attaches the observers that carry these out.
   DebugOptions debug;
   GraphOptions graphs;
-  /// Streams of several Runtimes on one device, which then share the memory
-  /// that torch's allocator keeps for each stream. Null: its own.
+  /// Streams that several Runtimes on one device share, and with them the
+  /// memory that torch's allocator keeps for each stream. Null: its own.
   std::shared_ptr<CommStreams> shared_streams;
 
   /// Returns the policy of units for which the program sets no other one.

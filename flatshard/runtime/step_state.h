@@ -15,7 +15,7 @@ struct StepState {
   Scheduler scheduler;
   bool is_last_microbatch = true;
   bool sync_gradients = true;
-  /// The sum of the units' UnitWeights::generation that the step began with.
+  /// The sum of the units' UnitWeights::generation at the start of the step.
   std::int64_t generation = -1;
   /// Since the weights last changed.
   std::vector<Action> actions;

@@ -33,29 +33,29 @@ class UnitCalls {
       bool runs_later = false);
   /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
-  /// Inside of the forward of `unit`: the program keeps these tensors, of the
-  /// middle of it, and may call backward on them alone.
+  /// Inside the forward of `unit`: the program keeps these intermediate tensors
+  /// and may call backward only on them.
   void keeps_inner(UnitId unit, const nn::TensorList& tensors);
   /// Returns whether a forward is open, of any unit.
   bool in_forward() const;
-  /// Called before a forward of `unit` inside of another: somebody wrote its
-  /// weights since that one began (WeightPlanes::mark_foreign_write). Weights
-  /// that were gathered ahead are gathered again.
+  /// Called before a forward of `unit` inside another: its weights were written
+  /// since that one started (WeightPlanes::mark_foreign_write). Weights that
+  /// were unsharded ahead are all-gathered again.
   void weights_written(UnitId unit);
-  /// Called when somebody wrote the gathered weights of `unit`, while they were
-  /// there to be read, and the same values to its main weights. It is no write
-  /// between a forward and its backward. Equal on all ranks.
+  /// Called after a write to the unsharded weights of `unit`, while they could
+  /// be read, and of the same values to its main weights. It does not count as
+  /// a write between a forward and its backward. Equal on all ranks.
   void gathered_written(UnitId unit);
 
   /// The plane that `use` reads of an FP8 parameter, or the part that has it,
-  /// is gathered, and compute waits for it.
+  /// is all-gathered, and compute waits for it.
   /// @return  where its data are.
-  /// @throws Error{usage} outside of the unit's forward and backward.
+  /// @throws Error{usage} outside the unit's forward and backward.
   const void* await_plane(const at::Tensor& parameter, nn::PlaneUse use);
 
-  /// Steps consist of passes with these events from now on, and so many
-  /// gradient slots exist at once: lays out the arena for them. Between two
-  /// steps, equal on all ranks.
+  /// Steps consist of passes with these events from now on, with this many
+  /// gradient slots at once: lays out the arena for them. Between two steps,
+  /// equal on all ranks.
   void plan_passes(
       const std::vector<ScheduleEvent>& events,
       int max_grad_slots);

@@ -25,11 +25,11 @@ struct Action {
   UnitId unit = kNoUnit;
   PlaneId plane = 0;             ///< of a gather, derive, await or release
   Phase phase = Phase::forward;  ///< of a gather or derive: for which use
-  /// For a reduction: its backward began as the step's last.
+  /// For a reduction: its backward started as the step's last.
   bool is_last = true;
   PartId part = kWhole;  ///< of a gather, derive, await or release
-  /// For a gather: from the slices of UnitSpec::post_forward, among the ranks
-  /// that have all of them; else from the stored shards.
+  /// For a gather: all-gather the slices of UnitSpec::post_forward among the
+  /// ranks that have all of them; else the stored shards.
   bool from_post_forward = false;
   bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
 
@@ -38,10 +38,10 @@ struct Action {
 
 std::string_view to_string(ActionKind kind);
 
-/// e.g. "gather(2) await(1) join"; backward gathers are written gather'(2).
-/// Plane 0 goes without saying. Another one of unit 2 is written gather(2.1),
-/// and its part 3 gather(2.1:3). A gather from UnitSpec::post_forward is
-/// written gather'(2 post_forward).
+/// e.g. `gather(2) await(1) join`; backward gathers are written `gather'(2)`.
+/// Plane 0 is implied. Another plane of unit 2 is written `gather(2.1)`, and
+/// its part 3 `gather(2.1:3)`. A gather from UnitSpec::post_forward is written
+/// `gather'(2 post_forward)`.
 std::string to_string(std::span<const Action> actions);
 
 }  // namespace flatshard

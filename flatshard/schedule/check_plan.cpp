@@ -49,8 +49,8 @@ void check_before(
       to_string(earlier));
 }
 
-// In each unit the first microbatch begins before the second one and ends
-// before it. Both end before the next unit begins.
+// In each unit the first microbatch starts before the second one and ends
+// before it. Both end before the next unit starts.
 void check_pair(
     const PlanPositions& at,
     int layers,
@@ -156,8 +156,8 @@ std::vector<PlanWait> plan_waits(
     int layers,
     const OverlapPlanOptions& options) {
   const PlanPositions at = plan_positions(plan);
-  // For each stream, the position up to which a step can assume that all is
-  // over.
+  // For each stream, the position up to which a step can assume that all work
+  // has finished.
   using Clock = std::array<int, 2>;
   std::vector<Clock> clocks(plan.size());
   std::array<Clock, 2> now{Clock{-1, -1}, Clock{-1, -1}};

@@ -18,24 +18,24 @@ using TaskId = std::int64_t;
 
 inline constexpr UnitId kNoUnit = -1;
 
-/// The purpose of gathered weights. A recompute is part of the backward.
+/// The purpose of unsharded weights. A recompute is part of the backward.
 enum class Phase { forward, backward };
 
-/// A program's choices for one unit, which may change between two steps.
+/// A program's choices for one unit. They may change between two steps.
 struct UnitPolicy {
   bool reshard_after_forward = true;
-  /// false: the weights stay gathered after the backward too, until they
-  /// change or a `reshard` event comes.
+  /// false: the weights stay unsharded after the backward too, until they
+  /// change or a `reshard` event arrives.
   bool reshard_after_backward = true;
   /// false: no kernel of the backward reads the weights, so they are not
-  /// gathered for it.
+  /// all-gathered for it.
   bool unshard_in_backward = true;
-  /// Units to gather ahead instead of the predicted ones.
+  /// Units to unshard ahead instead of the predicted ones.
   std::optional<std::vector<UnitId>> forward_prefetch;
   std::optional<std::vector<UnitId>> backward_prefetch;
-  /// Planes that the backward reads and the forward does not stay gathered
-  /// after the backward, until the weights change: later microbatches neither
-  /// gather nor derive them again.
+  /// Planes that only the backward reads stay unsharded after the backward,
+  /// until the weights change: later microbatches neither all-gather nor derive
+  /// them again.
   bool keep_backward_planes = false;
   /// If it is resharded after forward, the unit keeps UnitSpec::post_forward,
   /// where it has one. false: it is resharded over all ranks.
@@ -54,36 +54,36 @@ struct UnitPolicy {
 struct UnitSpec {
   std::string name;
   UnitId parent = kNoUnit;  ///< the enclosing unit
-  /// For each plane, the slot that holds it gathered. 0: never gathered. Empty:
-  /// no plane ever is.
+  /// For each plane, the size of its slot. 0: it is never unsharded. Empty: no
+  /// plane is.
   std::vector<std::int64_t> weights_nbytes;
   std::int64_t grad_nbytes = 0;  ///< 0: no trainable parameter
   /// The planes that kernels of the forward read. A recompute is one.
   PlaneSet forward_reads = PlaneSet::all();
-  /// The planes that kernels of the backward read. Where a part of the unit is
+  /// The planes that kernels of the backward read. If a part of the unit is
   /// recomputed in its backward, that part's planes are among them. All of them
-  /// stay until the unit's backward is over.
+  /// stay until the unit's backward has finished.
   PlaneSet backward_reads = PlaneSet::all();
-  /// For each plane, the plane of a lower number that it is made of on each
-  /// rank, once that is gathered. kStored, or no entry: it is gathered itself.
+  /// For each plane, the lower-numbered plane that each rank derives it from,
+  /// once that one is unsharded. kStored, or no entry: it is all-gathered.
   std::vector<PlaneId> derived_from;
   /// For each plane, the bytes of its parts, as many as its source plane has.
-  /// No entry, or an empty one: only gathered whole.
+  /// No entry, or an empty one: it is only all-gathered as one piece.
   std::vector<std::vector<std::int64_t>> part_nbytes;
   GatherParts gather_parts = GatherParts::recomputed;
   /// Planes whose kernels ask for them (EventKind::read). Compute waits for
   /// them only then, and what a recompute reads of them is learned.
   PlaneSet on_request;
-  /// The gathered weights stay unsharded (ZeRO-1 and ZeRO-2): gathered once
-  /// after each change of the weights, never released.
+  /// The weights stay unsharded (ZeRO-1 and ZeRO-2): all-gathered once after
+  /// each change of the weights, never resharded.
   bool resident = false;
-  /// The plane that holds this rank's slice of plane 0 between a forward and
-  /// its backward: derived of plane 0 when that is released, and the source of
-  /// plane 0's gather as long as it exists. No kernel reads it. kNoPlane: plane
-  /// 0 is always gathered from the stored shards.
+  /// The plane with this rank's slice of plane 0 between a forward and its
+  /// backward: derived from plane 0 when that is resharded, and the source of
+  /// plane 0's all-gather as long as it exists. No kernel reads it. kNoPlane:
+  /// plane 0 is always all-gathered from the stored shards.
   PlaneId post_forward = kNoPlane;
-  /// Resident: planes that are released all the same, such as planes that are
-  /// made of stored ones. They have no parts.
+  /// Resident: planes that are resharded all the same, such as planes that are
+  /// derived from stored ones. They have no parts.
   PlaneSet transient;
   UnitPolicy policy;
   /// Gradients are stored sharded (ZeRO-2 and ZeRO-3): every microbatch
@@ -101,11 +101,11 @@ struct UnitSpec {
     return planes() &
            (phase == Phase::forward ? forward_reads : backward_reads);
   }
-  /// Slices that are never released.
+  /// Slices that are never resharded.
   PlaneSet resting() const {
     return resident ? PlaneSet::all() - transient : PlaneSet();
   }
-  /// Returns the planes that are ever gathered, or made of such ones.
+  /// Returns the planes that are ever unsharded, or derived from such ones.
   PlaneSet planes() const {
     PlaneSet planes;
     for (std::size_t plane = 0; plane < weights_nbytes.size(); ++plane) {
@@ -173,14 +173,14 @@ struct ScheduleEvent {
   /// forward_end: a backward can follow.
   bool needs_backward = false;
   /// forward_end: other modules of the unit are to run in this forward, or
-  /// another microbatch's forward of it, with the same gathered weights.
+  /// another microbatch's forward of it, with the same unsharded weights.
   bool more_follow = false;
-  /// backward_begin: this backward makes a separate graph (create_graph), which
+  /// backward_begin: this backward makes a separate graph (create_graph) that
   /// reads the weights: they stay until they change.
   bool makes_graph = false;
-  /// backward_begin: some input wants a gradient, inputs_done will come.
+  /// backward_begin: some input needs a gradient, inputs_done will follow.
   bool waits_for_inputs = false;
-  /// wgrad_deferred: so many, each to end with a separate wgrad_done.
+  /// wgrad_deferred: how many, each to end with a separate wgrad_done.
   int count = 0;
   /// wgrad_done: it is one of those.
   bool deferred = false;
@@ -201,9 +201,9 @@ struct ScheduleEvent {
   bool sync = true;
   /// task_begin: how many parameters of which units will get a gradient.
   std::vector<std::pair<UnitId, int>> expected;
-  /// task_begin: how many calls of which units will begin their backward. The
+  /// task_begin: how many calls of which units will start their backward. The
   /// same on all ranks, whichever parameters get gradients: a unit that is
-  /// called again is neither reduced nor released in between.
+  /// called again is neither reduced nor resharded in between.
   std::vector<std::pair<UnitId, int>> calls;
   /// task_begin: false when the caller chose what gets gradients and no
   /// parameter is among it (the same on all ranks): nothing is reduced.

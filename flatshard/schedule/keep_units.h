@@ -8,12 +8,12 @@
 
 namespace flatshard {
 
-/// Turns memory into speed: which units to leave gathered from forward to
+/// Turns memory into speed: which units to leave unsharded from forward to
 /// backward (UnitPolicy::reshard_after_forward = false), so that their second
-/// gather disappears. It keeps as many as possible while the slots of a plain
-/// step stay within `nbytes`, from the one that runs last on: its weights are
-/// held the shortest. Units of which each plane is gathered once anyway are not
-/// among them.
+/// all-gather disappears. It keeps as many as possible while the slots of a
+/// plain step stay within `nbytes`. It starts with the unit that runs last,
+/// because its weights stay for the shortest time. Excludes units with planes
+/// that are all-gathered only once anyway.
 ///
 /// @return  empty when the slots exceed `nbytes` without any.
 std::vector<UnitId> choose_kept_units(

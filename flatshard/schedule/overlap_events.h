@@ -38,9 +38,9 @@ struct PlanUnits {
   UnitId unit_of(const PlanStep& step) const;
 };
 
-/// Returns the events of a Scheduler while `plan` runs. A unit's forward is
-/// over with the last node that reads weights. Its backward begins with its
-/// first step and ends with the attend node's. No step's end is a task's.
+/// Returns the events of a Scheduler while `plan` runs. A unit's forward ends
+/// with the last node that reads weights. Its backward starts with its first
+/// step and ends with the attend node. A step's end is never a task's end.
 std::vector<ScheduleEvent> plan_events(
     const OverlapPlan& plan,
     const PlanUnits& units,

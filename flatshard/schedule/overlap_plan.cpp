@@ -13,8 +13,8 @@
 namespace flatshard {
 namespace {
 
-// A step of a pair of layers, which the backward of one microbatch and the
-// forward of another take.
+// A step of a pair of layers: the backward of one microbatch and the forward of
+// another run through it.
 struct Choice {
   PlanPass pass;
   PlanNode node;

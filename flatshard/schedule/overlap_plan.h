@@ -15,8 +15,8 @@ enum class PlanPass {
   wgrad,      ///< W: gradients of weights
 };
 
-/// The pieces of a model between which rows of tokens travel. A dense layer is
-/// `attend` alone; `embed` and `head` belong to no layer.
+/// The pieces of a model between which tokens are dispatched. A dense layer is
+/// only `attend`; `embed` and `head` belong to no layer.
 enum class PlanNode {
   embed,
   attend,    ///< norm, attention, router, permutation; of a dense layer, all
@@ -49,11 +49,11 @@ struct PlanStep {
 using OverlapPlan = std::vector<PlanStep>;
 
 struct OverlapPlanOptions {
-  /// Microbatches whose forward has begun and whose backward has not ended. The
+  /// Microbatches with a started forward and an unfinished backward. The
   /// backward of one runs in parallel with the forward of the last of them. 1:
   /// one microbatch follows the other. 2: no backward runs in parallel with the
-  /// first forward, so its exchanges are exposed. From 3 on the forwards before
-  /// the first backward run in pairs, and hide theirs.
+  /// first forward, so its all-to-alls are exposed. From 3 on the forwards
+  /// before the first backward run in pairs, and hide their all-to-alls.
   int in_flight = 2;
   /// Weight gradients are separate steps, after the gradients of inputs, so
   /// that they can hide an exchange.
@@ -71,8 +71,8 @@ struct OverlapPlanOptions {
 /// forwards come first.
 ///
 /// A list schedule: a policy gives the steps of each pair a priority, and a
-/// step that another one depends on comes before it. The policy of B0 and F1
-/// takes layers in pairs, the last of B0 with the first of F1:
+/// step that another one depends on runs before it. The policy of B0 and F1
+/// processes layers in pairs, the last of B0 with the first of F1:
 ///
 ///   exchange  combine.B | dispatch.F   dispatch.B | combine.F
 ///   compute   attend.F  | experts.B W  experts.F  | attend.B W
@@ -84,7 +84,7 @@ struct OverlapPlanOptions {
 /// the many copies of an exchange. All ranks have the same plan, so their
 /// exchanges meet in the same order.
 ///
-/// Two forwards take the same layer, which is gathered once for both:
+/// Two forwards run the same layer, so it is all-gathered once for both:
 ///
 ///   exchange  combine.1 | dispatch.0 | dispatch.1 | combine.0
 ///   compute   attend.0  | attend.1   | experts.0  | experts.1
@@ -100,7 +100,7 @@ OverlapPlan overlap_plan(
     const OverlapPlanOptions& options = {});
 
 /// Returns whether this microbatch's forward is the first of a pair: in each
-/// layer the second forward follows, before the next layer begins.
+/// layer the second forward follows, before the next layer starts.
 bool is_first_of_pair(
     int microbatch,
     int microbatches,
@@ -111,7 +111,7 @@ std::string to_string(const PlanStep& step);
 std::string to_string(const OverlapPlan& plan);
 std::string_view to_string(PlanNode node);
 
-/// Returns the steps that have to be over before `step` of such a plan begins.
+/// Returns the steps that must finish before `step` of such a plan starts.
 std::vector<PlanStep> plan_dependencies(
     const PlanStep& step,
     int layers,
@@ -129,8 +129,8 @@ void check_plan(
     int microbatches,
     const OverlapPlanOptions& options = {});
 
-/// The step at `waiter` waits for that at `earlier`, which is on the other
-/// stream. Positions in the plan.
+/// The step at `waiter` waits for the step at `earlier` on the other stream.
+/// Positions in the plan.
 struct PlanWait {
   int waiter = 0;
   int earlier = 0;

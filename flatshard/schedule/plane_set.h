@@ -6,14 +6,14 @@
 
 namespace flatshard {
 
-/// One representation of a unit's weights among those that are gathered for
+/// One representation of a unit's weights among those that are all-gathered for
 /// it, e.g. rows for the forward and columns for the backward. From 0, and the
 /// same number for a group of the unit (WeightPlanes::planes).
 using PlaneId = int;
-/// The plane that parameters point at while their unit is gathered. Every unit
+/// The plane that parameters point at while their unit is unsharded. Every unit
 /// has it.
 inline constexpr PlaneId kComputePlane = 0;
-/// PlaneId of no plane: where a plane comes from that is gathered itself.
+/// PlaneId of no plane: the source of a plane that is all-gathered itself.
 inline constexpr PlaneId kStored = -1;
 /// UnitSpec::post_forward of units that have none.
 inline constexpr PlaneId kNoPlane = -1;
@@ -23,7 +23,7 @@ using PartId = int;
 /// All of a plane, in one slot.
 inline constexpr PartId kWhole = -1;
 
-/// In which pieces planes are gathered that consist of parts.
+/// The pieces in which planes that consist of parts are all-gathered.
 enum class GatherParts {
   unit,        ///< whole planes only
   recomputed,  ///< whole planes, but of a plane that the backward does not read

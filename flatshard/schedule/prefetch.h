@@ -8,15 +8,15 @@
 
 namespace flatshard {
 
-/// Returns the units that a step gathers first, in their order. The next step
-/// can find them gathered.
+/// Returns the units that a step unshards first, in their order. The next step
+/// can find them unsharded.
 /// @param actions  of the step.
 /// @param prefetch  SchedulerOptions::prefetch.
 std::vector<UnitId> first_gathered(
     std::span<const Action> actions,
     int prefetch);
 
-/// Returns the event that gathers such a unit ahead of the next step.
+/// Returns the event that unshards such a unit ahead of the next step.
 ScheduleEvent prefetch_event(UnitId unit);
 
 }  // namespace flatshard

@@ -208,8 +208,8 @@ void Scheduler::weights_changed(Actions& out) {
   }
 }
 
-// Weights that were gathered ahead, or kept, are older. Weights with which a
-// forward or backward of the unit computes stay until that ends.
+// Weights that were unsharded ahead, or kept, are older. Weights that a forward
+// or backward of the unit computes with stay until that ends.
 void Scheduler::unit_written(UnitId unit, Actions& out) {
   UnitState& state = state_[unit];
   if (!in_forward(unit) && state.open_recomputes == 0 &&
@@ -284,8 +284,8 @@ std::vector<UnitId> Scheduler::ahead(
     Phase phase) const {
   std::vector<UnitId> units;
   const auto wanted = [&](UnitId unit) {
-    // Resident weights need no gather: ahead of its backward such a unit would
-    // only derive planes, and hold them for longer.
+    // Resident weights need no all-gather: ahead of its backward such a unit
+    // would only derive planes, and keep them for longer.
     return !units_[unit].reads(phase).empty() &&
            (phase == Phase::forward ||
             (units_[unit].policy.unshard_in_backward &&

@@ -12,7 +12,7 @@
 namespace flatshard {
 
 struct SchedulerOptions {
-  /// Units gathered ahead of the one that computes.
+  /// Units unsharded ahead of the one that computes.
   int prefetch = 1;
   /// Gradient slots of leaf units that may exist at once: one is filled while
   /// the other is reduced.
@@ -21,7 +21,7 @@ struct SchedulerOptions {
   bool operator==(const SchedulerOptions&) const = default;
 };
 
-/// Decides what is gathered, released and reduced, and in which order.
+/// Decides what is unsharded, resharded and reduced, and in which order.
 ///
 /// Pure: events in, actions out, no tensors and no time. Every rank feeds the
 /// same events and so launches the same collectives in the same order. Three
@@ -42,7 +42,7 @@ class Scheduler {
   /// SchedulerOptions::max_grad_slots, from the next event on.
   void set_max_grad_slots(int max_grad_slots);
 
-  /// Takes one event and returns the actions it causes, in launch order.
+  /// Processes one event and returns the actions it causes, in launch order.
   /// @throws Error{usage} when the event cannot follow the ones before it,
   /// naming the unit.
   std::vector<Action> on(const ScheduleEvent& event);
@@ -56,14 +56,14 @@ class Scheduler {
   const std::vector<UnitSpec>& units() const { return units_; }
   const SchedulerOptions& options() const { return options_; }
 
-  /// Returns whether only resident weights are gathered, no forward or backward
-  /// is open and no gradient waits to be reduced. Units that `unshard`
-  /// gathered, or that their policy keeps, may be there.
+  /// Returns whether only resident weights are unsharded, no forward or
+  /// backward is open and no gradient waits to be reduced. Ignores units that
+  /// `unshard` unsharded or that their policy keeps.
   bool resting() const;
   /// Returns names of the units that are not idle, for an error message.
   std::vector<std::string> busy_units() const;
   /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
-  /// gathered or whose gather is queued.
+  /// unsharded or have a queued all-gather.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
   /// Returns the number of units of which some plane is.
   int num_gathered() const;
@@ -111,14 +111,14 @@ class Scheduler {
     bool kept = false;  ///< gathered on demand: may outlive a backward
     /// A graph of second derivatives may read the weights.
     bool read_by_graph = false;
-    /// Stays gathered for modules of the unit that are still to run in this
+    /// Stays unsharded for modules of the unit that are still to run in this
     /// forward.
     bool waits = false;
     bool needs_backward = false;     ///< its last forward, while it waits
     bool ahead_of_forward = false;   ///< prefetched, and has not begun
     bool ahead_of_backward = false;  ///< likewise
-    /// The last call for which it stayed gathered at the end of its forward,
-    /// and whose backward has not begun. Backwards of earlier calls begin
+    /// The last call after which it stayed unsharded at the end of its forward,
+    /// and that has not started its backward. Backwards of earlier calls start
     /// before.
     std::optional<CallId> kept_call;
     int open_recomputes = 0;
@@ -144,7 +144,7 @@ class Scheduler {
       const std::vector<UnitId>& order,
       std::size_t from,
       UnitId unit);
-  /// Returns the units to gather ahead, in order.
+  /// Returns the units to unshard ahead, in order.
   std::vector<UnitId> ahead(
       const std::vector<UnitId>& order,
       std::size_t position,
@@ -153,41 +153,41 @@ class Scheduler {
   void prefetch(const std::vector<UnitId>& units, Phase phase, Actions& out);
 
   // Planes and their parts; scheduler_planes.cpp. A set is one of slices.
-  /// Gathers the slices that are missing; `phase` is their purpose.
+  /// All-gathers the slices that are missing; `phase` is their purpose.
   void gather(UnitId unit, PlaneSet slices, Phase phase, Actions& out);
-  /// Awaits the slices that nobody asks for at their turn.
+  /// Awaits the slices that no kernel asks for at their turn.
   void await(UnitId unit, PlaneSet slices, Actions& out);
   void await_slices(UnitId unit, PlaneSet slices, Actions& out);
-  /// Releases the slices that are gathered.
+  /// Reshards the slices that are unsharded.
   void release(UnitId unit, PlaneSet slices, Actions& out);
   void read(const ScheduleEvent& event, Actions& out);
   /// Returns the planes that `phase` reads, in the pieces in which they are
-  /// gathered.
+  /// all-gathered.
   PlaneSet wanted(UnitId unit, Phase phase) const;
   PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
-  /// Returns the pieces in which these slices, which were asked for, are
-  /// gathered.
+  /// Returns the pieces in which the requested slices are
+  /// all-gathered.
   PlaneSet learned(UnitId unit, PlaneSet asked) const;
   /// Returns the planes that stay after a backward by
   /// UnitPolicy::keep_backward_planes.
   PlaneSet kept_planes(UnitId unit) const;
-  /// Returns the planes without a reader when a forward or a recompute is over
-  /// and the unit stays for its backward.
+  /// Returns the planes without a reader when a forward or a recompute has
+  /// finished and the unit stays for its backward.
   PlaneSet unread_in_backward(UnitId unit) const;
-  /// Returns whether a unit that is released after a forward keeps its slice of
-  /// the weights for the backward (UnitSpec::post_forward).
+  /// Returns whether a unit that is resharded after a forward keeps its slice
+  /// of the weights for the backward (UnitSpec::post_forward).
   bool keeps_post_forward(UnitId unit) const;
-  /// Makes that slice of the gathered plane.
+  /// Makes that slice of the unsharded plane.
   void save_post_forward(UnitId unit, Actions& out);
-  /// Serves a unit that stays for its backward: makes its planes from planes
-  /// that are still gathered, and releases those that it does not read.
+  /// Serves a unit that stays for its backward: derives its planes from planes
+  /// that are still unsharded, and reshards those that it does not read.
   void keep_for_backward(UnitId unit, Actions& out);
 
   // Forwards, their order, recomputes; scheduler_forward.cpp.
   void forward_begin(const ScheduleEvent& event, Actions& out);
   void forward_end(const ScheduleEvent& event, Actions& out);
-  /// Adds the unit, but once for calls in which nothing else is gathered
-  /// between them, such as those of two microbatches.
+  /// Adds the unit, but only once for calls without another all-gather between
+  /// them, for example calls of two microbatches.
   void record(std::vector<UnitId>& order, UnitId unit);
   void outer_forward_begin(UnitId unit);
   void outer_forward_end(UnitId unit, bool needs_backward, Actions& out);
@@ -196,7 +196,7 @@ class Scheduler {
   const std::vector<UnitId>& forward_order() const;
   void recompute_begin(const ScheduleEvent& event, Actions& out);
   void recompute_end(const ScheduleEvent& event, Actions& out);
-  /// Releases what was there for a recompute alone, once none is open.
+  /// Reshards what was unsharded only for a recompute, once none is open.
   /// @param still_read  not these.
   void end_recompute(UnitId unit, PlaneSet still_read, Actions& out);
 
@@ -209,25 +209,25 @@ class Scheduler {
   void task_end(const ScheduleEvent& event, Actions& out);
   void release_after_backward(UnitId unit, Actions& out);
   void end_backward(UnitId unit, Actions& out);
-  /// Returns the planes that the other microbatch wants of a unit whose
-  /// backward ends.
+  /// Returns the planes that the other microbatch needs of a unit at the end of
+  /// the unit's backward.
   PlaneSet wanted_by_others(UnitId unit) const;
   Task& task_of_gradient(const ScheduleEvent& event);
   /// More of its calls, or gradients, are to come in a running backward.
   bool is_pending(UnitId unit) const;
   bool awaits_deferred(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
-  /// The queued units whose backwards have begun are due; `current` still
+  /// The queued units with a started backward are due; `current` still
   /// computes.
   void reduce_ready(UnitId current, Actions& out);
   /// Reduces the units that are due, in order, as far as their gradients have
   /// come.
   void reduce_due(Actions& out);
-  /// Returns whether all calls of its backward have begun.
+  /// Returns whether all calls of its backward have started.
   bool has_begun(UnitId unit) const;
   void reduce(UnitId unit, Actions& out);
-  /// Returns whether both the `microbatch` event and the unit's policy want a
-  /// reduction.
+  /// Returns whether both the `microbatch` event and the unit's policy request
+  /// a reduction.
   bool syncs(UnitId unit) const;
   bool is_last(UnitId unit) const;
   void drain_down_to(std::size_t num_slots, Actions& out);
@@ -259,8 +259,8 @@ class Scheduler {
   /// for its last gradient, and for the units before it.
   std::vector<UnitId> due_;
   std::deque<UnitId> reducing_;  ///< reduced, not yet drained
-  /// The last `microbatch` event, and its state when the outermost backward
-  /// began, to which a reduction belongs.
+  /// The last `microbatch` event, and its state at the start of the outermost
+  /// backward: a reduction belongs to that state.
   struct Microbatch {
     bool is_last = true;
     bool sync = true;

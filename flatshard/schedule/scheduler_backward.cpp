@@ -44,7 +44,7 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
     count_down(task->second.calls, u);
   }
   UnitState& state = state_[u];
-  // Its recompute is over, also when an early stop hid the end.
+  // Its recompute has ended, also when an early stop hid the end.
   state.open_recomputes = 0;
   state.kept = false;
   state.read_by_graph |= event.makes_graph;
@@ -166,8 +166,8 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
       end_backward(u, out);
     }
   }
-  // After the releases: a root's weights and its gradients, in the slot and
-  // reduced, need not exist at once.
+  // After the units are resharded: a root's weights and its gradients, in the
+  // slot and reduced, need not exist at once.
   while (!grad_queue_.empty()) {
     reduce(due_.empty() ? grad_queue_.front() : due_.front(), out);
   }

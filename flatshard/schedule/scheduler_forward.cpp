@@ -42,8 +42,8 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       units_[u].name);
   open_forwards_.pop_back();
   record(recorded_ends_, u);
-  // The unit that runs last begins the backward, so keeping it saves a gather.
-  // A unit outside of the recorded order may be anywhere.
+  // The unit that runs last starts the backward, so keeping it saves an
+  // all-gather. A unit outside the recorded order may be anywhere.
   const std::vector<UnitId>& order = forward_order();
   const bool runs_last =
       forward_position_ >= order.size() &&
@@ -82,8 +82,8 @@ void Scheduler::record(std::vector<UnitId>& order, UnitId unit) {
 
 void Scheduler::recompute_begin(const ScheduleEvent& event, Actions& out) {
   // No prefetch: the next unit in a recompute is not the next unit in a
-  // forward. Planes that the unit's backward reads too are not gathered once
-  // more.
+  // forward. Planes that the unit's backward reads too are not all-gathered
+  // once more.
   UnitState& state = state_[event.unit];
   ++state.open_recomputes;
   const UnitSpec& spec = units_[event.unit];
@@ -140,7 +140,7 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
   }
   for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
     // A unit that waited for a module that did not run may have lent its
-    // weights to others, whose backward reads them too.
+    // weights to others, and their backward reads them too.
     state_[v].ahead_of_forward = false;
     const bool waited_in_vain =
         std::exchange(state_[v].waits, false) && !state_[v].needs_backward;

@@ -65,7 +65,7 @@ void Scheduler::await_slices(UnitId unit, PlaneSet slices, Actions& out) {
          .plane = plane,
          .part = part});
   });
-  // Compute has waited for the gather, so it may take the slice's memory.
+  // Compute has waited for the all-gather, so it may reuse the slice's memory.
   if (const PlaneId slice = units_[unit].post_forward;
       slice != kNoPlane && state.awaited.contains(0)) {
     release(unit, {slice}, out);
@@ -142,8 +142,8 @@ PlaneSet Scheduler::learned(UnitId unit, PlaneSet asked) const {
   if (asked.empty() || spec.gather_parts == GatherParts::module) {
     return asked;
   }
-  // The source of a plane that the backward derives is gathered whole in any
-  // case, and so are planes that are read as a whole.
+  // Planes that are read as one piece are all-gathered as one piece. So are
+  // sources of planes that the backward derives.
   PlaneSet sources;
   spec.reads(Phase::backward).for_each([&](PlaneId plane) {
     if (const PlaneId source = spec.source(plane); source != kStored) {

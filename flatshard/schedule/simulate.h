@@ -27,7 +27,7 @@ std::vector<Action> simulate_step(
     const std::vector<UnitSpec>& units,
     SchedulerOptions options);
 
-/// Returns the bytes that `actions` gather: of the whole planes and of the
+/// Returns the bytes that `actions` all-gather: the bytes of full planes and of
 /// parts, not of derived planes.
 std::int64_t gathered_nbytes(
     const std::vector<UnitSpec>& units,

@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// The use of a slot. The gather for the forward and the one for the backward
-/// are different uses and may have different offsets.
+/// The use of a slot. The all-gathers for the forward and for the backward are
+/// different uses and may have different offsets.
 enum class SlotRole { forward_weights, backward_weights, gradients };
 
 struct SlotKey {
@@ -33,12 +33,12 @@ struct SlotLifetime {
 };
 
 /// Fixed offsets in one arena, such that uses at the same time never overlap.
-/// Because the offset depends on the key alone, addresses are stable while a
+/// Because the offset depends only on the key, addresses are stable while a
 /// program repeats its events.
 class SlotPlan {
  public:
-  /// Slots, and what stands in them, begin at multiples of so many bytes: a
-  /// cache line, and enough for any vector load and for NCCL.
+  /// Slots, and their contents, start at multiples of this many bytes: a cache
+  /// line, and enough for any vector load and for NCCL.
   static constexpr std::int64_t kAlignment = 256;
 
   SlotPlan() = default;
@@ -62,8 +62,8 @@ class SlotPlan {
   std::int64_t peak_nbytes_ = 0;
 };
 
-/// Reads the lifetimes of slots off a list of actions. Gathers of resident
-/// units use no slot. Uses that are still open at the end last to its end.
+/// Reads the lifetimes of slots off a list of actions. Resident units need no
+/// slot. Uses that are still open at the end last to its end.
 std::vector<SlotLifetime> slot_lifetimes(
     std::span<const UnitSpec> units,
     std::span<const Action> actions);

@@ -110,7 +110,7 @@ std::int64_t GroupPlan::nbytes_behind(std::int64_t first, std::int64_t count)
     const {
   std::int64_t nbytes = 0;
   for (std::int64_t i = first; i < first + count; ++i) {
-    // Each begins at 16 bytes.
+    // Each one starts at a multiple of 16 bytes.
     nbytes += round_up(layout->spec(i).shape[1], kScaleMultiple) *
               static_cast<std::int64_t>(sizeof(float));
   }

@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// Neighbouring segments of a plane's layout that are gathered together: all of
-/// it, or a run that can be gathered alone.
+/// Adjacent segments of a plane's layout that are all-gathered together: all of
+/// it, or a run that can be all-gathered separately.
 struct PlanePart {
   std::int64_t first_parameter = 0;
   std::int64_t num_parameters = 0;
@@ -25,10 +25,10 @@ struct PlanePart {
 /// GroupPlan::planes is its PlaneId.
 struct PlaneShape {
   std::string_view name;
-  /// The plane that each rank derives it from, once that is gathered. kStored:
-  /// it is encoded from main weights and gathered.
+  /// The unsharded plane that each rank derives it from. kStored: it is encoded
+  /// from main weights and all-gathered.
   PlaneId source = kStored;
-  /// Its readers: products that sum over a weight's rows, over its columns, or
+  /// Its readers: matmuls that sum over a weight's rows, over its columns, or
   /// both.
   bool in_forward = true;
   bool in_backward = true;
@@ -95,7 +95,7 @@ struct GroupPlan {
     return plane < static_cast<PlaneId>(planes.size()) &&
            !planes[plane].empty();
   }
-  /// Returns whether no slot holds the plane, since a rank stores all of it.
+  /// Returns whether the plane needs no slot, since a rank stores all of it.
   bool rests_whole(PlaneId plane) const {
     return storage.resident() && planes[plane].stored();
   }

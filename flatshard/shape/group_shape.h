@@ -27,7 +27,7 @@ struct ElementSizes {
 /// The mesh of a group as numbers, outermost axis first.
 struct MeshShape {
   std::vector<std::int64_t> sizes;
-  /// How many ranks of the model are between neighbours of each axis.
+  /// Number of model ranks between adjacent ranks of each axis.
   std::vector<std::int64_t> strides;
   std::int64_t model_ranks = 1;  ///< of the whole model's mesh
   /// The first axis is also the first one of the model's mesh.
@@ -44,7 +44,7 @@ struct MeshShape {
   bool operator==(const MeshShape&) const = default;
 };
 
-/// Each row of float32 scales has a multiple of so many.
+/// The size of a row of float32 scales is a multiple of this.
 inline constexpr std::int64_t kScaleMultiple = 4;
 
 /// How the weights of a group become FP8, as numbers.
@@ -53,14 +53,14 @@ struct Float8Shape {
   /// Each plane has its own scales in each segment, one for each `block`
   /// elements; 0: each rank has all scales.
   std::int64_t sharded_scales_block = 0;
-  /// The places where the scales of each parameter's rows and columns begin,
+  /// The offsets where the scales of each parameter's rows and columns start,
   /// among the scales that every rank has.
   std::vector<std::array<std::int64_t, 2>> scale_offsets;
   std::int64_t num_scales = 0;  ///< float32, those that every rank has
-  /// Columns are quantized from main weights and gathered. Otherwise each rank
-  /// makes them of the rows that it gathered.
+  /// Columns are quantized from main weights and all-gathered. Otherwise each
+  /// rank derives them from the rows that it all-gathered.
   bool stored_columns = false;
-  /// Derived columns have their own scales, which follow them in the slot.
+  /// Derived columns have their own scales, stored after them in the slot.
   bool scales_behind_columns = false;
   GatherParts gather_parts = GatherParts::recomputed;
 };
@@ -75,7 +75,7 @@ struct GroupShape {
   ElementSizes sizes;
   /// Main weights have the dtype of compute weights.
   bool main_has_compute_dtype = false;
-  /// false: weights in the compute dtype or FP8 alone, without gradients.
+  /// false: only weights in the compute dtype or FP8, without gradients.
   bool trainable = true;
   // ParamGroupOptions explains these.
   bool keep_compute_weights = true;

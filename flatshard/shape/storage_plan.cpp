@@ -19,7 +19,7 @@ bool same_elements(
 }
 
 // Returns whether a rank has less than all. Weights that are made for each
-// gather are not stored on a single rank either.
+// all-gather are not stored on a single rank either.
 bool any_sharded(
     const Placements& placements,
     const std::vector<std::int64_t>& sizes,
@@ -40,8 +40,8 @@ StoragePlan::Outer outer_of(const GroupShape& shape) {
     return Outer::together;
   }
   if (mesh.num_ranks() == mesh.sizes.front()) {
-    // Without inner ranks in the model the outer axis' communicator is the
-    // whole mesh's, and other groups use it on the reduce stream.
+    // Without inner ranks in the model the outer axis has the communicator of
+    // the full mesh, and other groups use it on the reduce stream.
     return mesh.model_ranks > mesh.num_ranks() ? Outer::alone : Outer::together;
   }
   // ZeRO-1 over two axes is one reduce-scatter over all ranks.

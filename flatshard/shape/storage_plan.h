@@ -6,8 +6,8 @@
 
 namespace flatshard {
 
-/// The memory of a group on a rank between gathers, and the stages in which its
-/// gradient is reduced. They follow from the group's shape alone, so the
+/// The memory of a group on a rank between all-gathers, and the stages in which
+/// its gradient is reduced. They follow only from the group's shape, so the
 /// runtime and the planner share them. tests/shape/storage_plan_test.cpp has
 /// the table of all combinations.
 struct StoragePlan {
@@ -18,7 +18,7 @@ struct StoragePlan {
     device,   ///< separate memory
     host,     ///< separate memory of the host
   };
-  /// The planes that are gathered.
+  /// The planes that are all-gathered.
   enum class Planes {
     made,     ///< nothing is stored: each gather makes its shard
     sharded,  ///< each rank stores a shard
@@ -28,18 +28,18 @@ struct StoragePlan {
   enum class Outer {
     together,  ///< with the inner axes, or there is none
     after,     ///< after the inner axes, on a separate stream
-    /// On that stream as well, and there are no inner axes: the group's whole
+    /// On that stream as well, and there are no inner axes: the group's full
     /// mesh is the outer axis.
     alone,
   };
 
   Main main = Main::absent;
   Planes planes = Planes::whole;
-  /// More ranks store planes than main weights: the first gather after a change
-  /// spreads them (ZeRO-1/2, HFSDP).
+  /// More ranks store planes than main weights: the first all-gather after a
+  /// change spreads them (ZeRO-1/2, HFSDP).
   bool spreads = false;
-  /// The first gather after a change encodes the planes (FP8), since that may
-  /// ask other ranks. Otherwise the writer of main weights does.
+  /// The first all-gather after a change encodes the planes (FP8), since that
+  /// may need other ranks. Otherwise the writer of main weights does.
   bool encodes = false;
   Outer outer = Outer::together;
   /// Between the microbatches of a step the gradient is a sum over some axes
@@ -49,13 +49,13 @@ struct StoragePlan {
   bool operator==(const StoragePlan&) const = default;
 
   bool main_is_compute() const { return main == Main::compute; }
-  /// Returns whether the planes that are gathered are stored whole on every
-  /// rank.
+  /// Returns whether every rank stores all of the planes that are otherwise
+  /// all-gathered.
   bool resident() const { return planes == Planes::whole; }
-  /// Returns whether planes are stored between gathers.
+  /// Returns whether planes are stored between all-gathers.
   bool rests() const { return planes != Planes::made; }
-  /// Returns whether the first gather after a change of the weights does more
-  /// than to gather.
+  /// Returns whether the first all-gather after a change of the weights has
+  /// more work than the all-gather.
   bool has_refresh() const { return spreads || encodes; }
   /// Returns whether the outer axis is reduced apart from the inner ones, on a
   /// separate stream.

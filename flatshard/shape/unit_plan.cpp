@@ -94,7 +94,7 @@ void UnitLayout::find_parts(
           most);
     });
   }
-  // One part is the whole.
+  // A single part is the same as no parts.
   if (parts.size() < 2 || parts.size() > most) {
     parts.clear();
   }

@@ -23,7 +23,7 @@ struct UnitLayout {
   /// @param unit  its name, for a warning.
   UnitLayout(const std::string& unit, std::span<const GroupPlan* const> groups);
 
-  /// A part of the unit's planes: a part of one group's.
+  /// A part of the unit's planes is a part of one group's planes.
   struct Part {
     std::size_t group = 0;
     PartId part = kWhole;
@@ -49,8 +49,8 @@ struct UnitLayout {
   void add_post_forward_plane(std::span<const GroupPlan* const> groups);
   void add_gradients(std::span<const GroupPlan* const> groups);
 
-  /// The bytes of resident compute planes that a gather brings up to date. They
-  /// have no slot.
+  /// The bytes of resident compute planes that an all-gather brings up to date.
+  /// They have no slot.
   std::int64_t refreshed_nbytes_ = 0;
 };
 

@@ -21,7 +21,7 @@ bool is_wide(const at::Tensor& t) {
          reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
-// The planes of a tensor [rows, columns], and what kernels take of them.
+// The requested planes of a tensor [rows, columns], and the kernels' arguments.
 struct WantedPlanes {
   WantedPlanes(
       std::int64_t rows,

@@ -5,11 +5,11 @@
 /// float8_fused.h on CUDA, for bfloat16. Built twice, as cuda_ops.h is.
 namespace flatshard::nn::cuda {
 
-/// Returns whether the kernels take rows like these: CUDA, bfloat16, rows
-/// divisible by 8 that begin at multiples of 16 bytes.
+/// Returns whether the kernels support these rows: CUDA, bfloat16, row sizes
+/// divisible by 8, and rows that start at multiples of 16 bytes.
 bool quantizes(const at::Tensor& rows);
 
-/// Returns whether a contiguous tensor begins at a multiple of 16 bytes.
+/// Returns whether a contiguous tensor starts at a multiple of 16 bytes.
 bool is_aligned(const at::Tensor& tensor);
 
 Float8RowsAndColumns quantize_swiglu(
@@ -25,8 +25,8 @@ Float8RowsAndColumns quantize_swiglu_gradient(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted);
 
-/// Makes tensorwise planes of two contiguous tensors side by side, by
-/// wanted.amax.
+/// Quantizes two contiguous tensors side by side into tensorwise planes, with
+/// the scale of `wanted.amax`.
 Float8RowsAndColumns quantize_side_by_side(
     const at::Tensor& left,
     const at::Tensor& right,

@@ -99,8 +99,8 @@ Float8RowsAndColumns swiglu_backward_float8(
     const auto [dgate, dup] = swiglu_gradients(dy, gate, up);
     return planes_of(at::cat({dgate, dup}, 1), quantizer, wanted);
   }
-  // One scale for all wants amax first: finding it where the values are stored
-  // moves less than computing them twice.
+  // A single scale needs amax first: finding it where the values are stored
+  // moves less memory than computing them twice.
   const auto [dgate, dup, amax] = swiglu_backward_amax(dy, gate, up);
   Float8Wanted known = wanted;
   known.amax = amax.amax();

@@ -4,13 +4,13 @@
 
 #include "flatshard/float8/quantize.h"
 
-// Inputs of FP8 products, quantized where they are computed. On CUDA in
-// bfloat16 it never is in memory as bfloat16; elsewhere it is made first, and
+// Inputs of FP8 matmuls, quantized where they are computed. On CUDA in bfloat16
+// the input is never stored as bfloat16. Elsewhere it is computed first, and
 // the planes are the same. No autograd here.
 namespace flatshard::nn {
 
-/// The row plane and the transposed column plane of one tensor, as far as they
-/// were wanted.
+/// The row plane and the transposed column plane of one tensor, if they were
+/// requested.
 struct Float8RowsAndColumns {
   float8::Plane rows;
   float8::Plane columns;
@@ -34,8 +34,8 @@ Float8RowsAndColumns swiglu_float8(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted = {});
 
-/// Returns the planes of [dgate | dup] [tokens, 2 ffn], the gradient of one
-/// product's result.
+/// Returns the planes of [dgate | dup] [tokens, 2 ffn], the gradient of the
+/// result of one matmul.
 Float8RowsAndColumns swiglu_backward_float8(
     const at::Tensor& dy,
     const at::Tensor& gate,
@@ -74,7 +74,7 @@ NormFloat8 rms_norm_float8(
     const Float8Wanted& wanted = {});
 
 /// Does the same in the backward: for the normalized values, given by `sum` and
-/// `rstd`. The bytes equal the forward's.
+/// `rstd`. The bytes equal the bytes of the forward.
 Float8RowsAndColumns rms_norm_float8_again(
     const at::Tensor& sum,
     const at::Tensor& rstd,

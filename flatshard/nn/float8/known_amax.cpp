@@ -10,7 +10,7 @@
 namespace flatshard::nn {
 namespace {
 
-// A weak reference keeps another tensor from being taken for one that is gone.
+// The weak reference keeps a new tensor from matching one that was freed.
 struct Known {
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   std::int64_t offset;

@@ -12,8 +12,8 @@ namespace flatshard::nn {
 /// that was written since counts for nothing.
 void note_amax(const at::Tensor& gradient, at::Tensor amax);
 
-/// Returns the amax of the same values in the same memory, once; undefined when
-/// nobody noted it. Forgets it.
+/// Returns the amax of the same values in the same memory, and forgets it.
+/// Undefined if none was noted.
 at::Tensor take_known_amax(const at::Tensor& gradient);
 
 /// Forgets all of this thread: before and after a separate graph is recorded.

@@ -24,7 +24,7 @@ __device__ inline float warp_sum(float v) {
   return v;
 }
 
-/// Sum over the block, given to every thread. `scratch` holds 33 floats and
+/// Returns the sum over the block to every thread. `scratch` has 33 floats and
 /// may be reused at once.
 __device__ inline float block_sum(float v, float* scratch) {
   v = warp_sum(v);

@@ -4,10 +4,10 @@
 
 #include "flatshard/float8/kernels/kernels.h"
 
-/// Values that are quantized where they are computed, and never stored in
-/// bfloat16: what they are computed from, as bfloat16 in device memory. Rows
-/// begin so many elements apart. They are divisible by 8, and begin at
-/// multiples of 16 bytes.
+/// Values that are quantized where they are computed and are never stored in
+/// bfloat16. Each struct has the bfloat16 inputs in device memory and the
+/// strides of their rows in elements. Row sizes are divisible by 8, and rows
+/// start at multiples of 16 bytes.
 namespace flatshard::nn::kernels {
 
 /// silu(gate) * up [rows, columns]
@@ -42,8 +42,8 @@ struct NormValues {
   std::int64_t columns;
 };
 
-/// Works as float8::kernels::quantize_tiles, to e4m3. Gradients of SwiGLU take
-/// no tensorwise recipe.
+/// Works as float8::kernels::quantize_tiles, to e4m3. SwiGLU gradients do not
+/// support tensorwise recipes.
 void quantize_values(
     const SwigluValues& values,
     const float8::kernels::Quantize& args,

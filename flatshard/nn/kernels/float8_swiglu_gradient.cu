@@ -23,8 +23,8 @@ struct SwigluGradientSource : SwigluGradientValues {
     Eights dy, gate, up;
   };
 
-  /// Both gradients of what dy, gate and up are in column c, if no tile of
-  /// theirs has columns of both.
+  /// Whether both gradients in column c can be computed from one load of dy,
+  /// gate and up: no tile has columns of both.
   __host__ __device__ bool whole_halves() const {
     return columns % (2 * float8::kernels::kTile) == 0;
   }
@@ -52,7 +52,7 @@ struct SwigluGradientSource : SwigluGradientValues {
     dup.set(of_up);
   }
 
-  // The tiles of gate and up are neighbours. Both read dy and gate.
+  // The tiles of gate and up are adjacent because both read dy and gate.
   __device__ int tile_of_block() const {
     const int block = static_cast<int>(blockIdx.x);
     const int half = static_cast<int>(gridDim.x) / 2;

@@ -11,7 +11,7 @@
 /// contiguous. 16-byte loads are used where pointers and row lengths allow.
 namespace flatshard::nn::kernels {
 
-/// Longest row that rms_norm_* take.
+/// Longest row that the rms_norm_* kernels support.
 constexpr std::int64_t kMaxNormDim = 16384;
 
 struct RmsNormForward {

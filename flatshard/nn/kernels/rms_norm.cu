@@ -131,7 +131,7 @@ int rms_norm_backward_blocks_per_multiprocessor(Dtype dtype, std::int64_t dim) {
   if (is_short(dim, wide_pack)) {
     return 4;
   }
-  // A multiprocessor has registers for so many. Fewer leave its memory idle.
+  // A multiprocessor has registers for this many. Fewer leave its memory idle.
   constexpr int kThreads = 1024;
   return std::clamp(kThreads / divide_up(dim, wide_pack), 2, 8);
 }

@@ -222,9 +222,9 @@ __global__ void __launch_bounds__(1024)
 
 // -- short rows ---------------------------------------------------------------
 
-// Rows of so few packs, such as a head's, are shared by the lanes of a part of
-// a warp: with a block for each row a GPU waits for memory instead of filling
-// it.
+// Rows of few packs, such as the row of a head, are shared by the lanes of a
+// part of a warp. With one block per row, a GPU waits for memory instead of
+// using its bandwidth.
 constexpr int kShortThreads = 256;
 
 template <int Lanes>

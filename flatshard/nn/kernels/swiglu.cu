@@ -53,7 +53,7 @@ __device__ inline void backward_pack(
   found[1] = larger(found[1], stored_amax<T>(u));
 }
 
-// The thread after the last whole pack handles the rest one by one.
+// The thread after the last full pack handles the rest one by one.
 template <class T, int N, class F>
 __device__ inline void for_each_pack(std::int64_t numel, F&& run) {
   const std::int64_t pack =
@@ -105,7 +105,7 @@ __global__ void swiglu_backward_kernel(
 
 constexpr int kThreads = 256;
 
-// Calls run<N, whether amax is wanted>(grid).
+// Calls run<N, whether amax is needed>(grid).
 template <class T, class Run>
 void launch(std::int64_t numel, bool wide, const float* amax, Run&& run) {
   constexpr int kN = kWide<T>;

@@ -44,7 +44,7 @@ void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
   }
 }
 
-// out = scale * a b, scaled inside the product.
+// out = scale * a b, scaled inside the matmul.
 void scaled_product(
     at::Tensor out,
     double scale,

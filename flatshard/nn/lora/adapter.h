@@ -33,9 +33,9 @@ FLATSHARD_MODULE(LoraFactor);
 
 /// The addend of a Linear to its result: scale * dropout(x) A^T B^T.
 ///
-/// A column-parallel layer cuts B as its weight, a row-parallel layer A. The
-/// other factor is whole on each rank, and its gradient is the sum over the
-/// ranks. Source: Hu et al., arXiv:2106.09685.
+/// A column-parallel layer splits B like its weight, a row-parallel layer
+/// splits A. The other factor is replicated on each rank, and its gradient is
+/// the sum over the ranks. Source: Hu et al., arXiv:2106.09685.
 struct Adapter {
   LoraFactor a{nullptr};  ///< [rank, in]
   LoraFactor b{nullptr};  ///< [out, rank]
@@ -64,8 +64,8 @@ class AdapterCalls : public torch::CustomClassHolder {
       const std::vector<const Adapter*>& layers);
 
   const std::vector<Call>& all() const { return calls_; }
-  /// Returns whether several that read the same x and have the same scale:
-  /// their A are one factor of products.
+  /// Returns whether several adapters read the same x with the same scale:
+  /// their A form one factor of a matmul.
   bool are_joint() const;
 
  private:
@@ -81,7 +81,7 @@ std::vector<at::Tensor> adapter_factors(
 /// A of all layers multiply the input as one matrix.
 class AdapterForward {
  public:
-  /// @param calls    may be null: every product is the base's alone then.
+  /// @param calls    may be null: then only the base layers are multiplied.
   /// @param factors  as adapter_factors returns them.
   /// @param x        [rows, in], what all layers of the node read.
   AdapterForward(
@@ -92,8 +92,8 @@ class AdapterForward {
   /// y += the adapter of the layer, if it has one. An undefined y is set.
   /// @param y  [rows, out]
   void add(std::size_t layer, at::Tensor& y) const;
-  /// Computes matmul_forward of x with the layer's adapter. The product of the
-  /// base adds to the adapter's where nothing else is added: that costs no
+  /// Computes matmul_forward of x with the layer's adapter. The base matmul
+  /// adds to the adapter's result where nothing else is added: that costs no
   /// separate pass over the result.
   at::Tensor matmul(
       std::size_t layer,
@@ -124,7 +124,7 @@ class AdapterForward {
 /// The part that adapters have in a node's backward.
 class AdapterBackward {
  public:
-  /// Takes what AdapterForward saved off the end of `saved`.
+  /// Pops the tensors that AdapterForward saved from the end of `saved`.
   AdapterBackward(
       torch::autograd::AutogradContext* ctx,
       torch::autograd::variable_list& saved);
@@ -133,25 +133,25 @@ class AdapterBackward {
   explicit operator bool() const { return calls_ != nullptr; }
   std::size_t num_factors() const { return 2 * parts_.size(); }
 
-  /// Where the first factor is among the node's edges, which count defined
-  /// tensors only, and among the gradients that it returns.
+  /// The place of the first factor among the node's edges, where only defined
+  /// tensors count, and among the gradients that it returns.
   struct Places {
     std::size_t edge;
     std::size_t out;
   };
   void set_places(const Places& places) { places_ = places; }
 
-  /// Takes the gradients [..., out] of all layers' results, undefined where
+  /// Reads the gradients [..., out] of all layers' results, undefined where
   /// there is none, and delivers the gradients of B.
   void begin(at::TensorList g, torch::autograd::variable_list& out);
   /// dx += the adapters' part, after `begin`. An undefined dx is set if there
-  /// is a part: the layers' products then add to it.
+  /// is a part, so the layers' matmuls then add to it.
   /// @param dx  [rows, in]
   void add_input_gradient(at::Tensor& dx) const;
   /// `end` will read the layer's input, if its result has a gradient.
   bool wants_input(std::size_t layer) const;
   /// Delivers the gradients of A.
-  /// @param x  [..., in], what the layers read; not used where none wants it.
+  /// @param x  [..., in], the layers' input; unused if no A needs a gradient.
   void end(const at::Tensor& x, torch::autograd::variable_list& out) const;
 
  private:

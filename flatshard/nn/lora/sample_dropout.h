@@ -17,7 +17,7 @@ class SampleDropout {
   ///   sample. A number below 0 leaves the row as it is, for an evaluation. The
   ///   program overwrites it before a forward and keeps it to the backward's
   ///   end. The address stays, so that CUDA graphs read it.
-  /// @throws Error{config} for p outside of (0, 1).
+  /// @throws Error{config} for p outside (0, 1).
   SampleDropout(double p, std::uint64_t seed, at::Tensor samples);
 
   /// @param x    [batch * seq, n], float32 or bfloat16, the sequences one after

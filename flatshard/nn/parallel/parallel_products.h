@@ -6,16 +6,16 @@
 
 namespace flatshard::nn {
 
-// Matrix products of the tokens of all ranks, without a graph. Where the ranks'
-// parts travel one by one (TensorParallel::start_gather_of_parts), the product
-// of a part runs while others travel.
+// Matmuls of the tokens of all ranks, without a graph. Where the ranks' parts
+// are sent one by one (TensorParallel::start_gather_of_parts), the matmul of a
+// part runs while others are in flight.
 
 struct GatheredProduct {
   at::Tensor rows;     ///< [size * n, in], of all ranks
   at::Tensor product;  ///< [size * n, out]
 };
 
-/// Gathers rows and multiplies them, its own ones first.
+/// All-gathers rows and multiplies them, starting with this rank's rows.
 ///
 /// @param part    [n, in] contiguous
 /// @param matrix  [in, out]
@@ -26,8 +26,8 @@ GatheredProduct gather_and_multiply(
     const at::Tensor& matrix,
     const at::Tensor& bias = {});
 
-/// Multiplies, sums the products over the ranks and keeps this rank's rows,
-/// whose product comes last. The sum is reduce_scatter's.
+/// Multiplies, sums the results over the ranks and keeps this rank's rows.
+/// Their matmul runs last. The sum is the same as with reduce_scatter.
 ///
 /// @param rows    [size * n, in]
 /// @param matrix  [in, out]

@@ -18,7 +18,7 @@ using torch::autograd::variable_list;
 
 enum class Transfer { gather, scatter, sum };
 
-// The state that the node keeps. A gradient takes the opposite direction.
+// The state that the node keeps. A gradient is sent in the opposite direction.
 struct RanksHandle : torch::CustomClassHolder {
   RanksHandle(TensorParallelPtr kept, Transfer direction)
       : ranks(std::move(kept)), transfer(direction) {}

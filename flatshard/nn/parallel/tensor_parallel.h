@@ -20,35 +20,35 @@ class PendingTensor {
   virtual at::Tensor finish() = 0;
 };
 
-/// An all-gather that is under way, whose parts come one by one.
+/// An all-gather in flight with parts that arrive one by one.
 class PendingGather : public PendingTensor {
  public:
-  /// Returns the part of rank `rank`, for kernels on the current stream, which
-  /// wait for no later part: the parts of the ranks before this one come in
-  /// turn. Valid until another transfer starts.
+  /// Returns the part of rank `rank`, for kernels on the current stream. These
+  /// do not wait for later parts: the parts of the ranks before this one arrive
+  /// in turn. Valid until another transfer starts.
   virtual at::Tensor part(int rank) = 0;
 };
 
-/// A reduce-scatter that is under way, whose addends leave one by one.
+/// A reduce-scatter in flight with addends that are sent one by one.
 class PendingScatter : public PendingTensor {
  public:
   /// Returns where this rank writes its addend to the part of rank `rank`:
   /// contiguous.
   virtual at::Tensor addend(int rank) = 0;
-  /// Takes the addend that kernels on the current stream have written. `finish`
-  /// comes after all of them.
+  /// Sends the addend that kernels on the current stream have written. `finish`
+  /// is called after all of them.
   virtual void send(int rank) = 0;
 };
 
-/// Moves activations between the ranks that hold parts of the same layers
+/// Moves activations between the ranks that have parts of the same layers
 /// (tensor parallelism). All ranks of a group read the same tokens.
 ///
-/// Between the layers each rank holds an equal run of the tokens (sequence
+/// Between the layers each rank has an equal run of the tokens (sequence
 /// parallelism): rank r has the rows [r * n / size, (r + 1) * n / size) of the
 /// flattened [batch, seq]. Norms and residuals need no other tokens, and a run
 /// of rows is contiguous for any batch size, so that no transfer permutes.
 ///
-/// Layers that are not cut have a null pointer instead, which costs a branch.
+/// Unsplit layers have a null pointer instead, at the cost of a branch.
 /// Source: Korthikanti et al., arXiv:2205.05198.
 class TensorParallel {
  public:
@@ -63,7 +63,7 @@ class TensorParallel {
   // These functions make no graph. The results are for kernels on the current
   // stream.
 
-  /// Gathers the parts of all ranks, in rank order.
+  /// All-gathers the parts of all ranks, in rank order.
   /// @param part  [n, ...] contiguous
   /// @return      [size * n, ...]
   virtual at::Tensor all_gather(const at::Tensor& part) = 0;
@@ -81,8 +81,8 @@ class TensorParallel {
   virtual std::unique_ptr<PendingTensor> start_reduce_scatter(
       const at::Tensor& addend) = 0;
 
-  // The same with parts that travel one by one, in parallel with the products
-  // of others. Null: parts travel together alone.
+  // The same with parts that are sent one by one, in parallel with the matmuls
+  // of other parts. Null: parts are only sent together.
 
   virtual std::unique_ptr<PendingGather> start_gather_of_parts(
       const at::Tensor& /*part*/) {
@@ -109,8 +109,8 @@ using TensorParallelPtr = std::shared_ptr<TensorParallel>;
 /// @throws Error{usage} when the ranks do not divide seq.
 at::Tensor own_tokens(const TensorParallelPtr& ranks, const at::Tensor& x);
 
-/// Gathers the tokens of all ranks: an all-gather in forward, a reduce-scatter
-/// of the gradients in backward.
+/// All-gathers the tokens of all ranks in forward. The backward is a
+/// reduce-scatter of the gradients.
 ///
 /// @param x  [batch, seq / size, dim] or [tokens / size, dim]
 /// @return   [batch, seq, dim] or [tokens, dim]; x itself for null `ranks`.
@@ -134,15 +134,15 @@ std::vector<std::int64_t> sizes_of_part(
     const TensorParallel& ranks,
     at::IntArrayRef sizes);
 
-/// Sums x over the ranks, in rank order, on all of them: small tensors alone,
-/// since all addends are gathered. The gradient is the sum of the ranks'
-/// gradients.
+/// Sums x over the ranks, in rank order, on all of them. Only for small
+/// tensors, since all addends are all-gathered. The gradient is the sum of the
+/// ranks' gradients.
 at::Tensor sum_over_ranks(const TensorParallelPtr& ranks, const at::Tensor& x);
 
-/// Gathers the columns of all ranks, without a graph. Ranks may have different
-/// numbers of columns.
+/// All-gathers the columns of all ranks, without a graph. Ranks may have
+/// different numbers of columns.
 /// @param x      [..., n]
-/// @param whole  columns of all ranks, cut as `part_of` does
+/// @param whole  columns of all ranks, split as by `part_of`
 /// @return       [..., whole]; x itself for null `ranks`.
 at::Tensor gather_columns(
     const TensorParallelPtr& ranks,
@@ -157,7 +157,7 @@ struct IndexPart {
   std::int64_t size() const { return end - begin; }
 };
 
-/// This rank's part of [0, whole); all of it for null `ranks`. The parts'
+/// This rank's part of [0, `whole`); all of it for null `ranks`. The parts'
 /// sizes differ by at most one.
 IndexPart part_of(const TensorParallelPtr& ranks, std::int64_t whole);
 /// Returns the same for ranks that divide `whole`.
@@ -168,14 +168,14 @@ IndexPart equal_part_of(
     std::int64_t whole,
     const char* what);
 
-/// A parameter that is the part [part.begin, part.end) of a larger one along a
-/// dimension.
+/// A parameter that is the part [`part.begin`, `part.end`) of a larger one
+/// along a dimension.
 struct ParameterPart {
   std::int64_t dim = 0;
   std::int64_t whole = 0;  ///< size of the larger parameter along `dim`
   IndexPart part;
 };
-/// Makes a parameter that is whole the part of it, whatever memory it has.
+/// Makes an unsharded parameter this part of it, whatever memory it has.
 void keep_part(const at::Tensor& parameter, const ParameterPart& part);
 /// The key is the parameter's name.
 using ParameterParts = std::map<std::string, ParameterPart>;
@@ -188,7 +188,7 @@ class HasParts {
 };
 
 /// Collects the parts below `root`, by dotted names. A parameter that is not
-/// among them is whole on each rank.
+/// among them is unsharded on each rank.
 ParameterParts parts_below(torch::nn::Module& root);
 
 }  // namespace flatshard::nn
