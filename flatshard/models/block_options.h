@@ -23,13 +23,13 @@ enum class NormPlacement {
   both,    ///< x + norm(f(norm(x)))
 };
 
-/// The differences of one family's attention from another's. A leaf value.
+/// Family-specific options of attention. A leaf value.
 struct AttentionOptions {
   bool qkv_bias = false;
   bool output_bias = false;
   QkNorm qk_norm = QkNorm::none;
-  /// A token of blocks with a window attends to so many tokens, itself
-  /// included; 0: no block has a window.
+  /// Sliding-window size in tokens, including the current token, for blocks
+  /// with a window; 0: no block has a window.
   std::int64_t window = 0;
   /// Block i has the window where [i % size] is true; empty: every block has.
   std::vector<bool> window_pattern;
@@ -48,7 +48,7 @@ struct AttentionOptions {
   bool operator==(const AttentionOptions&) const = default;
 };
 
-/// The differences of one family's blocks from another's. A leaf value.
+/// Family-specific options of a block. A leaf value.
 struct BlockOptions {
   NormPlacement norms = NormPlacement::before;
   bool norms_add_one = false;  ///< see nn::RmsNormOptions

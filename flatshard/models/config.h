@@ -18,8 +18,8 @@ struct MoeConfig {
   std::int64_t num_experts = 0;  ///< 0: none, all blocks are dense
   std::int64_t experts_per_token = 2;
   std::int64_t ffn_dim = 0;  ///< of an expert; 0: ModelConfig::ffn_dim
-  /// Experts that every token goes to: one feed-forward part of so many times
-  /// ffn_dim.
+  /// Experts that process every token: one feed-forward part with this many
+  /// times ffn_dim.
   std::int64_t shared_experts = 0;
   std::int64_t dense_layers = 0;  ///< so many blocks at the front have none
   nn::RouterScore router_score = nn::RouterScore::softmax;
@@ -27,7 +27,7 @@ struct MoeConfig {
   double router_scale = 1.0;
   std::int64_t router_groups = 1;
   std::int64_t router_kept_groups = 1;
-  /// The choice of experts adds a bias, which training balances loads by.
+  /// The choice of experts adds a bias that training updates to balance loads.
   bool router_bias = false;
 
   bool operator==(const MoeConfig&) const = default;
@@ -95,8 +95,8 @@ std::vector<std::string_view> preset_names();
 ModelConfig preset(std::string_view name);
 
 /// Reads a Hugging Face config.json of any family.
-/// @throws Error{io} when it cannot be read, and Error{format} when it is no
-/// JSON or a field is missing or of the wrong type. Error{config} means an
+/// @throws Error{io} if it cannot be read, and Error{format} if it is not JSON
+/// or a field is missing or of the wrong type. Error{config} means an
 /// architecture or a setting that is not supported.
 ModelConfig from_hf_json(const std::filesystem::path& path);
 
@@ -113,19 +113,19 @@ struct SpecialTokens {
 /// @throws Error{io}, Error{format} as `from_hf_json`.
 SpecialTokens special_tokens_from_hf_json(const std::filesystem::path& path);
 
-/// Returns the content of a config.json for weights of this shape, which
-/// `from_hf_json` and transformers read.
+/// Returns the content of a config.json for weights of this shape, in a form
+/// that `from_hf_json` and transformers read.
 /// @param dtype  torch's name of the weights' dtype, e.g. "bfloat16".
-/// @param tokens  unset ones are null: without the key transformers would take
-///   its own ids.
+/// @param tokens  unset ones are written as null: without the key, transformers
+///   would use its own default ids.
 /// @throws Error{config} for the family moe.
 std::string to_hf_json(
     const ModelConfig& config,
     std::string_view dtype,
     const SpecialTokens& tokens = {});
 
-/// Returns the content of a generation_config.json, which `generate` of
-/// transformers begins and ends texts by.
+/// Returns the content of a generation_config.json: the tokens that `generate`
+/// of transformers puts before a text and stops at.
 std::string to_generation_json(const SpecialTokens& tokens);
 
 }  // namespace flatshard::models

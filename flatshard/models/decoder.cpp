@@ -112,7 +112,7 @@ at::Tensor Decoder::step(std::int64_t first_row, std::int64_t end_row) {
   std::vector<std::int64_t> positions;
   for (std::int64_t row = first_row; row < end_row; ++row) {
     const auto& sequence = tokens_[static_cast<std::size_t>(row)];
-    // A row without a sequence computes on its first slot, and nobody reads it.
+    // A row without a sequence computes on its first slot. It is never read.
     tokens.push_back(sequence.empty() ? 0 : sequence.back());
     positions.push_back(std::max<std::int64_t>(
         0,

@@ -14,10 +14,10 @@ namespace flatshard::models {
 /// Runs a model over sequences that grow token by token. Keys and values of
 /// earlier tokens are kept, so a token costs a forward of one token.
 ///
-/// The weights are whole and on one device; no backward follows. Its memory is
-/// allocated at once: 2 * rows * slots * kv_heads * head_dim elements of the
-/// weights' dtype in each block. There slots is max_tokens, and in blocks with
-/// a window at most that window.
+/// The weights are unsharded and on one device; no backward follows. The KV
+/// cache is allocated at once: 2 * rows * slots * kv_heads * head_dim elements
+/// of the weights' dtype in each block. There slots is max_tokens, and in
+/// blocks with a window at most that window.
 class Decoder {
  public:
   struct Options {
@@ -29,7 +29,7 @@ class Decoder {
   /// @throws Error{usage} for bad options.
   Decoder(Llama model, const Options& options);
 
-  /// Begins the sequence of a row, in place of an earlier one.
+  /// Starts the sequence of a row, in place of an earlier one.
   /// @param tokens  at least one; the last max_tokens are used.
   /// @return  [vocab], the logits of the token that follows.
   at::Tensor begin(std::int64_t row, std::span<const std::int64_t> tokens);

@@ -9,8 +9,8 @@
 namespace flatshard::models {
 namespace {
 
-// Returns how many tokens a token attends to in a block, on average over a
-// sequence: without a window half of the sequence.
+// Returns the average number of tokens that one token attends to in a block,
+// over a sequence: without a window half of the sequence.
 double attended_tokens(
     const ModelConfig& c,
     std::int64_t layer,
@@ -79,7 +79,7 @@ Counts count_parameters(const ModelConfig& c) {
   return counts;
 }
 
-// Returns those of as many experts of each block as a token goes to.
+// Returns the parameters of the experts that one token activates.
 std::int64_t active_experts(const ModelConfig& c, const Counts& counts) {
   return c.moe.num_experts == 0
              ? 0

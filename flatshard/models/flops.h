@@ -6,7 +6,7 @@
 
 namespace flatshard::models {
 
-/// Returns the number of parameters of the whole model; tied embeddings count
+/// Returns the number of parameters of the full model; tied embeddings count
 /// once.
 std::int64_t num_parameters(const ModelConfig& config);
 
@@ -17,16 +17,16 @@ std::int64_t num_active_parameters(const ModelConfig& config);
 /// parallelism divides these.
 std::int64_t num_expert_parameters(const ModelConfig& config);
 
-/// Active parameters that take part in matrix products: all but the input
-/// embedding (a tied one does, as the head).
+/// Active parameters that are used in matmuls: all but the input embedding (a
+/// tied one is used, as the head).
 std::int64_t num_matmul_parameters(const ModelConfig& config);
 
 enum class FlopsConvention {
-  /// torchtitan's: 6 N + 12 L heads head_dim T, with N without the input
-  /// embedding and attention counted as if it were not causal. Used for mfu.
-  /// Blocks with a window count twice the work of a causal kernel, as the
-  /// others
-  /// do.
+  /// Convention of torchtitan: 6 N + 12 L heads head_dim T, with
+  /// N without the input embedding and attention counted as if
+  /// it were not causal. Used for mfu. Blocks with a window
+  /// count twice the work of a causal kernel, like all other
+  /// blocks.
   full_attention,
   /// The work that causal kernels do: half of the attention term.
   causal,

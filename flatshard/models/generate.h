@@ -13,8 +13,8 @@ namespace flatshard::models {
 struct GenerationOptions {
   std::int64_t max_new_tokens = 128;
   SampleOptions sample;
-  /// Each prompt draws from a separate sequence of numbers that begins with
-  /// this seed. So its text does not depend on the prompts that run with it.
+  /// Random seed. Each prompt draws from a separate sequence of numbers, so its
+  /// text does not depend on the prompts that run with it.
   std::uint64_t seed = 0;
   std::int64_t batch_size = 8;            ///< prompts that run at a time
   std::vector<std::int64_t> stop_tokens;  ///< each ends it, and is returned
@@ -30,7 +30,7 @@ struct GenerationOptions {
 using Generated = std::function<
     void(std::size_t prompt, const std::vector<std::int64_t>& tokens)>;
 
-/// Continues prompts of any lengths. A row of the batch that has ended takes
+/// Continues prompts of any lengths. A row of the batch that has ended starts
 /// the next prompt. Waits for the device at every token.
 ///
 /// @param prompts    of at least one token each.

@@ -13,9 +13,9 @@
 namespace flatshard::models {
 
 // Parameters have Hugging Face's names, except for
-// - the final norm, which belongs to the head module (one unit):
+// - the final norm. It belongs to the head module (one unit):
 //   `lm_head.norm.weight` here and `model.norm.weight` there;
-// - experts, which are one tensor here, as transformers 5 has them in memory:
+// - experts. They are one tensor here, as in memory of transformers 5:
 //   `mlp.experts.gate_up_proj` [E, 2 f, d] and `mlp.experts.down_proj`
 //   [E, d, f]. There each expert is an entry: `mlp.experts.N.gate_proj.weight`
 //   and so on, in Mixtral `block_sparse_moe.experts.N.w1.weight`;
@@ -30,12 +30,12 @@ std::vector<StoredEntry> hf_entries(
     const std::string& name,
     const std::vector<std::int64_t>& shape);
 
-/// The beginning of the names of a model's tensors, except for its head's.
+/// Prefix of the names of a model's tensors, except for tensors of its head.
 inline constexpr std::string_view kHfBasePrefix = "model.";
 
-/// Returns whether a Hugging Face folder's tensor without a parameter here
-/// changes nothing that the model computes. Such tensors are buffers that are
-/// computed anew (rotary embeddings, causal masks), scales of a KV cache, and
+/// Returns whether a Hugging Face folder's tensor without a parameter here has
+/// no effect on the model's outputs. Such tensors are buffers that are
+/// recomputed (rotary embeddings, causal masks), scales of a KV cache, and
 /// counters. Others belong to other modules than the model and its head, such
 /// as heads of other tasks.
 bool is_unneeded_hf_entry(std::string_view name, std::size_t num_dims);

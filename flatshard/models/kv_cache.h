@@ -15,7 +15,7 @@ struct CacheStep {
   std::int64_t num_rows = 1;
   /// Tokens of the longest of these sequences, with the added ones.
   std::int64_t length = 0;
-  /// int32 [num_rows], of the added tokens; undefined: a sequence begins.
+  /// int32 [num_rows], of the added tokens; undefined: a sequence starts.
   at::Tensor positions;
 
   bool begins() const { return !positions.defined(); }
@@ -34,13 +34,13 @@ class KvCache {
   /// Allocates 2 * rows * slots * kv_heads * head_dim elements.
   KvCache(const Shape& shape, const at::TensorOptions& options);
 
-  /// Stores the keys and values of a step, and attends to all that are stored.
-  /// A step that begins a sequence is causal_attention. Others multiply in
-  /// float32, by plain operations that read each key and value once for all
-  /// heads of a group.
+  /// Stores the keys and values of a step, and attends to all stored ones. A
+  /// step that starts a sequence is causal_attention. Other steps run matmuls
+  /// in float32, unfused, and read each key and value once for all heads of a
+  /// group.
   ///
-  /// @param q     [num_rows, seq, heads, head_dim]; seq is 1 unless the step
-  ///   begins a sequence
+  /// @param q [num_rows, seq, heads, head_dim]; seq is 1 unless the step starts
+  ///   a sequence
   /// @param k, v  [num_rows, seq, kv_heads, head_dim], already rotated
   /// @param args  a window is at least `slots`, or 0.
   /// @return      [num_rows, seq, heads * head_dim]

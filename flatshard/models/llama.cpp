@@ -154,7 +154,7 @@ at::Tensor LlamaBlockImpl::extend(
   return feed_forward(in, attention, &record);
 }
 
-// No region: how many rows an expert has is no shape.
+// No region: the number of rows of an expert is not a static shape.
 at::Tensor LlamaBlockImpl::run_with_experts(
     const at::Tensor& x,
     const nn::Documents& documents) {

@@ -26,8 +26,8 @@ struct LlamaOptions {
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
-  /// The ranks that share the model's layers and read the same tokens; null:
-  /// each rank has whole layers. Every parameter is then the part that
+  /// The tensor-parallel ranks that split each layer and read the same tokens;
+  /// null: layers are not split. Every parameter is then the part that
   /// nn::parts_below names.
   nn::TensorParallelPtr ranks = nullptr;
 };
@@ -62,8 +62,8 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
       nn::RmsNormImpl* norm,
       KvCache& cache,
       const CacheStep& step);
-  /// Returns the inputs of the forward of x that are no parameters: the rotary
-  /// table, and the samples of dropout.
+  /// Returns the non-parameter inputs of the forward of x: the rotary table,
+  /// and the samples of dropout.
   nn::TensorList constants(const at::Tensor& x);
   nn::ParameterParts parts() const override;
 
@@ -93,7 +93,7 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
 
   nn::AttentionArgs args() const;
 
-  /// Tokens of a whole sequence, where a rank has `tokens` of them.
+  /// Tokens of a full sequence if a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
     return ranks_ ? tokens * ranks_->size() : tokens;
   }
@@ -184,15 +184,15 @@ FLATSHARD_MODULE(LlamaBlock);
 /// Final norm and output head, one module so that it is one unit.
 class LlamaHeadImpl : public nn::Module, public nn::HasParts {
  public:
-  /// @param tied  the embedding whose weight is the head's, or null.
+  /// @param tied  the embedding that shares its weight with the head, or null.
   LlamaHeadImpl(
       const ModelConfig& config,
       const nn::EmbeddingImpl* tied,
       nn::LossOptions loss,
       nn::TensorParallelPtr ranks = nullptr);
-  /// Returns the loss for targets int64 [batch, seq]: a float32 scalar, equal
-  /// on all ranks that share the head. For undefined targets it returns logits
-  /// [batch, seq, vocab], which have no gradient where ranks share the head.
+  /// Returns the loss for targets int64 [batch, seq]: a float32 scalar, the
+  /// same on all ranks that share the head. For undefined targets it returns
+  /// logits [batch, seq, vocab], without a gradient if ranks share the head.
   at::Tensor forward(const at::Tensor& hidden, const at::Tensor& targets);
   nn::ParameterParts parts() const override;
 
@@ -224,7 +224,7 @@ class LlamaBodyImpl : public nn::Module {
 };
 FLATSHARD_MODULE(LlamaBody);
 
-/// A router and its name in the model, without a parameter's.
+/// A router and its name in the model, without a parameter's name.
 struct RouterOf {
   std::string name;
   RouterImpl* router;  ///< the model's
@@ -233,10 +233,10 @@ struct RouterOf {
   std::string bias_name() const { return name + ".e_score_correction_bias"; }
 };
 
-/// A decoder-only transformer of any family, from Llama on. Built without
-/// memory (see nn::Module); parameter names are Hugging Face's but for those
-/// that hf_names.h lists. Initialization: normal(0, 0.02), o_proj and down_proj
-/// scaled by 1 / sqrt(2 * layers), norms 1. Source: Llama 3, arXiv:2407.21783.
+/// A decoder-only transformer of any family. Built without memory (see
+/// nn::Module); parameters have Hugging Face's names, except as listed in
+/// hf_names.h. Initialization: normal(0, 0.02), o_proj and down_proj scaled by
+/// 1 / sqrt(2 * layers), norms 1. Source: Llama 3, arXiv:2407.21783.
 class LlamaImpl : public nn::Module {
  public:
   /// @throws Error{config} for an invalid config.
@@ -244,23 +244,23 @@ class LlamaImpl : public nn::Module {
 
   /// tokens, targets int64 [batch, seq] -> loss by LossOptions. Returns logits
   /// for undefined targets. Call through the holder so that hooks run.
-  /// @param documents  of the tokens, which attention keeps apart; undefined:
+  /// @param documents  of the tokens, to separate them in attention; undefined:
   ///   each row is one.
   at::Tensor forward(
       const at::Tensor& tokens,
       const at::Tensor& targets = {},
       const nn::Documents& documents = {});
 
-  /// Returns the modules that are naturally gathered together, in forward
-  /// order: embedding, each block, head. They hold all parameters.
+  /// Returns the modules that are usually unsharded together, in forward order:
+  /// embedding, each block, head. They contain all parameters.
   std::vector<std::shared_ptr<nn::Module>> unit_modules();
 
   /// Returns the routers of the blocks that have experts, in order.
   std::vector<RouterOf> routers();
 
   // The forward in pieces, for schedules (embed, each block's nodes(), head)
-  // and for Decoder. Hooks of these modules do not run: a schedule marks what
-  // begins and ends.
+  // and for Decoder. Hooks of these modules do not run: a schedule marks the
+  // start and end of each.
 
   at::Tensor embed(const at::Tensor& tokens);
   std::vector<LlamaBlock>& blocks() { return body_->layers(); }
@@ -270,7 +270,7 @@ class LlamaImpl : public nn::Module {
   const ModelConfig& config() const { return config_; }
 
  private:
-  /// Returns `result`. Where it is a loss, the routers hear of its gradient.
+  /// Returns `result`. If it is a loss, its gradient is passed to routers.
   at::Tensor with_loss_gradient(
       const at::Tensor& result,
       const at::Tensor& targets) const;

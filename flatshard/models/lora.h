@@ -10,10 +10,10 @@
 #include <string_view>
 #include <vector>
 
-// LoRA of a model of any family: which linear layers have an adapter. A layer
-// is named as its module in transformers. Several of our layers may be one
-// module there (Phi-3's qkv_proj). Then their adapters share A, and their B are
-// rows of the module's.
+// LoRA of a model of any family: the linear layers that have an adapter. A
+// layer is named as its module in transformers. Several of our layers may be
+// one module there (Phi-3's qkv_proj). Then their adapters share A, and each B
+// is a slice of rows of the module's B.
 // Source: Hu et al., arXiv:2106.09685.
 namespace flatshard::models {
 
@@ -21,8 +21,8 @@ namespace flatshard::models {
 ///
 /// @param dropout  of the adapters' inputs; null: none.
 /// @return the names of the modules with an adapter, as transformers has them.
-/// @throws Error{config} naming the key: for a target that no layer has, and
-///   for experts, embeddings and heads, which are not supported.
+/// @throws Error{config} naming the key: for a target that matches no layer,
+///   and for experts, embeddings and heads (not supported).
 std::vector<std::string> add_lora(
     LlamaImpl& model,
     const LoraConfig& lora,

@@ -11,7 +11,7 @@ namespace flatshard::models {
 /// The target that means every linear layer of the blocks.
 inline constexpr std::string_view kAllLinear = "all-linear";
 
-/// How adapters begin. B is always zero.
+/// Initialization of the A matrices. B is initialized to zeros.
 enum class LoraInit {
   kaiming_uniform,  ///< A as torch initializes nn.Linear: peft's default
   gaussian,         ///< A normal with deviation 1 / rank: peft's "gaussian"
@@ -28,11 +28,11 @@ struct LoraConfig {
   LoraInit init = LoraInit::kaiming_uniform;
   /// Last parts of modules' names, or kAllLinear.
   std::vector<std::string> targets{std::string(kAllLinear)};
-  /// Last parts of modules' names, or shell patterns of whole names.
+  /// Last parts of module names, or shell patterns of full module names.
   std::vector<std::string> exclude;
 
   bool enabled() const { return rank > 0; }
-  /// Returns the factor of an adapter's product.
+  /// Returns the scaling factor of an adapter's output.
   double scale() const {
     const auto r = static_cast<double>(rank);
     return alpha / (rslora ? std::sqrt(r) : r);

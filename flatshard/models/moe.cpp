@@ -238,7 +238,7 @@ void MoeImpl::append_nodes(
         return nn::TensorList{
             scored[1],
             rows,
-            // A separate reader, whose gradient comes separately.
+            // A separate reader, so that its gradient arrives separately.
             rows.view(rows.sizes()),
             nn::permute_weights(routing.weights, record->permutation)};
       });

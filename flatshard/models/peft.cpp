@@ -29,8 +29,8 @@ StoredEntry base_entry(
   return hf_entries(config, layer + std::string(kPlainWeight), shape).front();
 }
 
-// Keys of adapter_config.json that change no result of an adapter whose tensors
-// are those of lora.targets, whatever their values are.
+// Keys of adapter_config.json that never change the result of an adapter if its
+// tensors match lora.targets, whatever their values are.
 constexpr std::string_view kHarmlessKeys[] = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -54,7 +54,7 @@ constexpr std::string_view kComparedKeys[] =
     {"bias", "init_lora_weights", "lora_alpha", "peft_type", "r", "use_rslora"};
 
 // Initializations that only draw A and B. Others change the weights of the base
-// model, which the adapter then belongs to.
+// model, so the adapter is valid only with the changed weights.
 constexpr std::string_view kHarmlessInits[] = {"eva", "gaussian", "orthogonal"};
 
 // A value that turns its key off: false, null, or an empty list, object or
@@ -66,8 +66,8 @@ bool is_off(const nlohmann::json& value) {
          (value.is_structured() && value.empty());
 }
 
-// Refuses every key that may change results and that adapters here do not
-// have, those of later versions of peft included.
+// Rejects every key that may change results and is not supported here,
+// including keys of later versions of PEFT.
 void refuse_other_keys(const HfReader& reader, const nlohmann::json& json) {
   for (const auto& [key, value] : json.items()) {
     FLATSHARD_CHECK(

@@ -14,8 +14,8 @@ namespace flatshard::models {
 inline constexpr const char* kPeftWeights = "adapter_model.safetensors";
 inline constexpr const char* kPeftConfig = "adapter_config.json";
 
-/// Returns the tensors of adapter_model.safetensors that hold a parameter of
-/// an adapter: all of one, or rows of a B that several layers share.
+/// Returns the tensors of adapter_model.safetensors for an adapter parameter:
+/// an entire tensor, or rows of a B that several layers share.
 StoredEntriesOf peft_entries_of(const ModelConfig& config);
 
 /// Returns adapter_config.json.
@@ -28,7 +28,7 @@ std::string to_peft_json(
 
 /// Checks that the adapter of an adapter_config.json is one that `lora`
 /// describes: its rank and scale, and nothing that adapters here do not have.
-/// @throws Error{format, config} naming the file, its key and Flatshard's.
+/// @throws Error{format, config} naming the file, its key and our key.
 void check_peft_json(const std::filesystem::path& path, const LoraConfig& lora);
 
 }  // namespace flatshard::models

@@ -11,20 +11,20 @@
 
 namespace flatshard::models {
 
-/// How experts are trained. Their shape is ModelConfig's.
+/// Training options of experts. Their shapes are in ModelConfig.
 struct MoeOptions {
   double aux_loss = 0.0;  ///< see nn::route
   double z_loss = 0.0;
-  /// Above 0: an expert takes at most so many times its even share of a
-  /// microbatch's tokens of this rank. 0: it takes all that come.
+  /// Capacity factor: an expert accepts at most this multiple of the average
+  /// tokens per expert, per rank and microbatch. 0: no limit.
   double capacity_factor = 0.0;
   bool force_balance = false;  ///< see nn::balanced_choice
   /// Where tokens go; null: all experts are here.
   std::shared_ptr<nn::TokenExchange> exchange;
-  /// Experts that this module holds; 0: all.
+  /// Experts of this module; 0: all.
   std::int64_t local_experts = 0;
-  /// Width of the part of each expert that this module holds, which divides the
-  /// model's; 0: all of it. `exchange` adds up the results of the parts.
+  /// Width of this module's part of each expert. It must divide the width of
+  /// the model; 0: all of it. `exchange` adds up the results of the parts.
   std::int64_t local_ffn_dim = 0;
   /// That share the shared experts, and route a part of the tokens each; see
   /// LlamaOptions::ranks.
@@ -39,10 +39,10 @@ struct RouterLoad {
   std::int64_t measured = 0;  ///< forwards that balance is the sum of
 };
 
-/// Scores tokens and chooses their experts: parameters weight [experts, dim]
-/// and, with BlockOptions::mlp_bias, bias [experts], which scores contain. The
-/// bias of the choice is no parameter: training moves it by the load, see
-/// `update_bias`.
+/// Scores tokens and chooses their experts. Parameters are weight [experts,
+/// dim] and, with BlockOptions::mlp_bias, bias [experts], a part of the scores.
+/// The bias of the choice is not a parameter: training updates it by the load,
+/// see `update_bias`.
 class RouterImpl : public nn::Module {
  public:
   RouterImpl(
@@ -75,8 +75,8 @@ class RouterImpl : public nn::Module {
   /// Returns the choices of training forwards since the last call; undefined
   /// tensors when there was none.
   RouterLoad take_load();
-  /// Called by the layer: so many choices were kept of its last routing. Counts
-  /// them where a backward follows.
+  /// Called by the layer with the number of choices that were kept of its last
+  /// routing. Counts them if a backward follows.
   void count_kept(const at::Tensor& kept);
 
  private:

@@ -20,7 +20,7 @@ struct SampleOptions {
 };
 
 /// Draws the next token of each sequence by inverting the cumulative
-/// distribution: a row's token depends on that row and its number alone.
+/// distribution: a token depends only on its row and the row's uniform.
 ///
 /// @param logits    [rows, vocab], any float dtype and device
 /// @param uniforms  of each row, in [0, 1); not read at temperature 0

@@ -11,7 +11,7 @@
 namespace flatshard::nn::cuda {
 namespace {
 
-// Kernels of experts have a rule, or a number of them alone.
+// Kernels of experts have a rule, or only a number of experts.
 template <class Kernel>
 void check_limits(const Kernel& kernel) {
   RouterRule rule;

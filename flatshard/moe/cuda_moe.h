@@ -13,10 +13,10 @@ namespace flatshard::nn::cuda {
 
 /// Launches a kernel on the current stream of `device`, of which its pointers
 /// are.
-/// @throws Error{config} for more experts or groups than it takes.
+/// @throws Error{config} for more experts or groups than it supports.
 void launch(const kernels::MoeKernel& kernel, at::Device device);
 
-/// torch's grouped product; 2-D and 3-D operands as torch._grouped_mm has them.
+/// Grouped matmul of torch; 2-D and 3-D operands as in torch._grouped_mm.
 /// @param out  overwritten, except for rows after the last end.
 void grouped_mm(
     const at::Tensor& a,
@@ -24,8 +24,8 @@ void grouped_mm(
     const at::Tensor& ends,
     at::Tensor& out);
 
-/// Returns the dtype of rows that kernels take.
-/// @throws Error{internal} for rows that they do not take.
+/// Returns the dtype of rows.
+/// @throws Error{internal} for rows that the kernels do not support.
 inline kernels::Dtype dtype_of(const at::Tensor& rows) {
   FLATSHARD_CHECK(
       rows.is_cuda() && rows.is_contiguous() &&

@@ -10,7 +10,7 @@
 namespace flatshard::nn {
 namespace {
 
-// [rows, out]: of each row its expert's. Rows after the last end have any.
+// [rows, out]: each row's expert bias. Rows after the last end are arbitrary.
 at::Tensor bias_of_rows(
     const at::Tensor& bias,
     std::int64_t num_rows,

@@ -23,8 +23,8 @@ void add_expert_bias_dots(
     const at::Tensor& g,
     const Groups& groups);
 
-/// Delivers grad[e] = the sum of factors[r] * g[r]: a product, which needs no
-/// number of rows on the host.
+/// Delivers grad[e] = the sum of factors[r] * g[r] as a matmul, so it does not
+/// need the number of rows on the host.
 at::Tensor deliver_bias_sums(
     const ModuleContextPtr& context,
     const at::Tensor& bias,

@@ -7,7 +7,7 @@ namespace flatshard::nn {
 enum class ExpertLayout {
   /// gate_up [experts, 2 * ffn, dim], gate first, and down [experts, dim, ffn].
   stacked,
-  /// gate_up [experts, dim, 2 * ffn], whose columns are gate and up in turn,
+  /// gate_up [experts, dim, 2 * ffn] with alternating columns of gate and up,
   /// and down [experts, ffn, dim].
   interleaved,
 };

@@ -4,7 +4,7 @@
 
 namespace flatshard::nn {
 
-/// How rows of gate and up become one product.
+/// How to multiply activated rows of gate by rows of up.
 struct Gate {
   GateActivation activation;
   bool in_turn;  ///< the columns of gate and up; else all of gate are first

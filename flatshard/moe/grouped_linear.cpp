@@ -87,8 +87,8 @@ struct LayerCall {
     return layer.is_in_out() ? grouped_forward(g, layer.weight, groups)
                              : grouped_input_gradient(g, layer.weight, groups);
   }
-  // Sets out[at] to the gradient of the weight and out[at + 1] to the bias's,
-  // unless a sink takes them.
+  // Sets out[at] to the weight gradient and out[at + 1] to the bias gradient,
+  // unless a gradient sink receives them.
   // @param x        () -> the rows that were multiplied
   // @param factors  of each row, by which its bias was multiplied; undefined: 1
   template <class X>

@@ -10,13 +10,13 @@
 
 namespace flatshard::nn {
 
-// Products of groups of rows, each group with a separate weight. Rows after the
+// Grouped matmuls: each group of rows has a separate weight. Rows after the
 // last end are neither read nor written: in results they are uninitialized.
 //
-// bfloat16 on GPUs of sm_9x and sm_10x: torch's grouped product, for fewer than
-// 1024 groups and sizes that are multiples of 8 elements. Nothing blocks the
-// host. Elsewhere, and with several groups for each expert, there is one
-// product after the other. The host waits for `ends` then, unless they are on
+// bfloat16 on GPUs of sm_9x and sm_10x: torch's grouped matmul, for fewer
+// than 1024 groups and sizes that are multiples of 8 elements. Nothing blocks
+// the host. Otherwise, and with several groups for each expert, one matmul
+// runs after the other. The host waits for `ends` then, unless they are on
 // the CPU.
 
 /// Which rows are whose.
@@ -55,8 +55,8 @@ at::Tensor grouped_linear(
     const Groups& groups,
     const ModuleContextPtr& context = {});
 
-/// grouped_linear(permute_rows(x, permutation), ...), which keeps x for the
-/// backward and not the rows, of which there are slots times as many.
+/// grouped_linear(permute_rows(x, permutation), ...), except that it saves x
+/// for the backward and not the rows (slots times as many).
 ///
 /// @param x  [tokens, in]
 /// @return   [tokens * slots, out]
@@ -67,10 +67,10 @@ at::Tensor permute_grouped_linear(
     const Groups& groups,
     const ModuleContextPtr& context = {});
 
-/// y[r] = (gated(gate[r], up[r]) W[e]^T + b[e]) * row_weights[r], which keeps
-/// neither its result nor the product of gate and up: the weight of a row is
-/// multiplied in front of the linear layer, which gives the same and needs no
-/// [rows, out] in the backward.
+/// y[r] = (gated(gate[r], up[r]) W[e]^T + b[e]) * row_weights[r]. Saves neither
+/// its result nor gate times up: the weight of a row is applied before the
+/// linear layer. The result is the same, and the backward needs no tensor of
+/// [rows, out].
 ///
 /// @param activation   on CUDA one pass each way, but plain operations for
 ///   gelu_tanh

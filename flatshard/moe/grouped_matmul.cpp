@@ -8,7 +8,7 @@
 namespace flatshard::nn {
 namespace {
 
-// torch's kernel accepts at most so many groups.
+// Maximum number of groups of torch's kernel.
 constexpr std::int64_t kMaxGroups = 1023;
 
 bool is_aligned(const at::Tensor& t) {
@@ -60,8 +60,8 @@ void loop_weight_gradient(
         const at::Tensor gt = g.slice(0, begin, end).t();
         const at::Tensor rows = x.slice(0, begin, end);
         if (!first) {
-          // Bit for bit what other ranks' products add up to, which addmm is
-          // not: it adds pieces of a product of many rows one by one.
+          // Bitwise identical to the sum of other ranks' matmuls. addmm is not:
+          // it adds pieces of a matmul of many rows one by one.
           out.add_(at::mm(gt, rows));
         } else if (accumulate) {
           at::addmm_out(out, out, gt, rows);

@@ -6,10 +6,10 @@
 
 namespace flatshard::nn {
 
-// The three products of grouped layers, without autograd.
+// The three matmuls of grouped layers, without autograd.
 
-/// Calls fn(expert, first of its group, begin, end) for each group in order;
-/// waits for `ends` when they are on a GPU.
+/// Calls fn(expert, is_first_of_expert, `begin`, end) for each group in order;
+/// waits for `ends` if they are on a GPU.
 void for_each_group(
     const Groups& groups,
     const std::function<void(

@@ -22,8 +22,8 @@ struct Node {
   /// Modules whose weights `body` reads.
   std::vector<const Module*> reads;
   Body body;  ///< null: the node exchanges its inputs with other ranks
-  /// The route of an exchange, which starts when this can be called: it returns
-  /// the decision of a node before it.
+  /// The route of an exchange. The exchange starts once this can be called,
+  /// because it returns the decision of an earlier node.
   std::function<RowRoute()> route;
   int addend = -1;  ///< see Nodes::exchange
   /// A block that is recomputed keeps what this node has computed. Nodes before

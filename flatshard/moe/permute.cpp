@@ -24,7 +24,7 @@ at::Tensor gather_rows(const at::Tensor& x, const Permutation& permutation) {
   return out;
 }
 
-// On CPUs, and for dtypes that the kernel does not take.
+// On CPUs, and for dtypes that the kernel does not support.
 at::Tensor sum_of_slots(
     const at::Tensor& rows,
     const at::Tensor& inverse,

@@ -17,7 +17,7 @@ struct Permutation {
   std::int64_t tokens() const { return inverse.size(0); }
   std::int64_t slots() const { return inverse.size(1); }
   std::int64_t rows() const { return order.size(0); }
-  /// Returns rows [begin, end) alone; `inverse` covers all rows.
+  /// Returns only rows `[begin, end)`; `inverse` covers all rows.
   Permutation part(std::int64_t begin, std::int64_t end) const {
     return {order.slice(0, begin, end), inverse, drops};
   }
@@ -35,7 +35,7 @@ Permutation sort_by_expert(const at::Tensor& experts, const at::Tensor& counts);
 /// @return         int32 [num_experts]
 at::Tensor count_experts(const at::Tensor& experts, std::int64_t num_experts);
 
-/// The rows of tokens whose experts a router outside of this folder chose.
+/// The rows of tokens for experts that an external router chose.
 struct ExpertOrder {
   Permutation permutation;
   at::Tensor counts;  ///< int32 [num_experts]

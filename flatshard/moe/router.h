@@ -17,8 +17,8 @@ struct RouterOptions {
   bool normalize = true;
   double epsilon = 0.0;  ///< added to the sum that normalizes
   double scale = 1.0;
-  /// Experts come in so many groups of neighbours, of which a token keeps the
-  /// `kept_groups` whose two best experts score highest together.
+  /// Number of groups of adjacent experts. A token keeps the `kept_groups`
+  /// groups whose two best experts have the highest sum of scores.
   std::int64_t groups = 1;
   std::int64_t kept_groups = 1;
   /// Coefficients of what the router's backward adds to the gradient.
@@ -33,9 +33,9 @@ struct RouterOptions {
   void check(std::int64_t num_experts) const;
 };
 
-/// The gradient of the loss that the auxiliary losses are added to: a model's
-/// head writes it when its backward begins, routers read it in theirs. So a
-/// loss that is divided by the number of microbatches divides them as well.
+/// Gradient of the loss that auxiliary losses are added to. A model's head
+/// writes it at the start of its backward, routers read it in their backward.
+/// So a loss divided by the number of microbatches divides them as well.
 struct LossGradient : torch::CustomClassHolder {
   at::Tensor value;  ///< [] float32; undefined: 1
 };
@@ -59,10 +59,10 @@ struct Routing {
   }
 };
 
-/// How `route` takes a call's tokens.
+/// Options of one call of `route`.
 struct RouteOptions {
-  /// Of an earlier call for the same tokens, or null: its experts are taken,
-  /// and only the weights are new.
+  /// Result of an earlier call for the same tokens, or null: its experts are
+  /// reused, and only the weights are new.
   const Routing* chosen = nullptr;
   LossGradientPtr loss_gradient;  ///< null: 1
   /// bool [tokens]: tokens that the counts and the auxiliary losses leave out;
@@ -70,14 +70,14 @@ struct RouteOptions {
   at::Tensor padding;
 };
 
-/// Chooses experts by score + bias and weighs them by score alone. Among equal
-/// ones the lowest index wins, and a NaN wins against nobody, so each token has
-/// experts_per_token different experts whatever its logits are.
+/// Chooses experts by score + bias and weighs them only by score. Among equal
+/// scores the lowest index wins, and a NaN never wins, so each token has
+/// experts_per_token different experts for any logits.
 ///
 /// The gradient of `weights` is differentiated through the scores. The
-/// auxiliary losses of RouterOptions add theirs in the same pass:
-/// - aux_loss * E * sum_e f_e P_e, with f_e the share of all choices that fell
-///   on expert e and P_e the mean of its probability. It is 1 when balanced.
+/// auxiliary losses of RouterOptions add their gradients in the same pass:
+/// - aux_loss * E * sum_e f_e P_e, with f_e the fraction of all choices that
+///   chose expert e and P_e the mean of its probability. It is 1 when balanced.
 ///   Probabilities are softmax scores, or sigmoid scores over their sum.
 /// - z_loss * mean of logsumexp(logits)^2.
 ///
@@ -112,14 +112,14 @@ at::Tensor without_padding(
 /// none.
 at::Tensor num_counted(const at::Tensor& counts, const RouterOptions& options);
 
-/// Returns the choices with num_experts for tokens that are padding, which have
-/// no rows then. The counts have none of them already.
+/// Returns the choices with num_experts for padding tokens, so that they have
+/// no rows. The counts have none of them already.
 Routing drop_padding(const Routing& routing, const at::Tensor& padding);
 
-/// Drops what is beyond an expert's capacity: `factor` times its even share of
-/// the choices that are counted, rounded up. The tokens that weigh least are
-/// dropped, of equal ones the later. Their expert becomes num_experts; weights
-/// stay as they are.
+/// Drops choices beyond the capacity of an expert: `factor` times the average
+/// of the counted choices per expert, rounded up. The tokens with the lowest
+/// weights are dropped first, of equal ones the later. Their expert becomes
+/// num_experts; weights are unchanged.
 /// @param drops  whether choices of num_experts are among them: the number of
 ///   choices is computed on the device then.
 Routing
@@ -134,7 +134,7 @@ Routing balanced_choice(
     std::int64_t experts_per_token,
     at::Device device);
 
-/// Returns `loss` itself, which passes its gradient to `to` when its backward
+/// Returns `loss` unchanged and passes its gradient to `to` when its backward
 /// runs.
 at::Tensor tell_gradient(const at::Tensor& loss, const LossGradientPtr& to);
 

@@ -41,8 +41,8 @@ struct RouterBackward {
   /// [num_experts], read where aux is not 0 or there is padding: how often each
   /// was chosen.
   const std::int32_t* counts = nullptr;
-  /// [tokens] or null: tokens whose losses are 0. The mean is over the others,
-  /// whose number is the sum of `counts` over experts_per_token.
+  /// [tokens] or null: tokens whose losses are 0. The mean uses the other
+  /// tokens: the sum of `counts` over experts_per_token.
   const bool* padding = nullptr;
   /// One element, or null: 1. It is the gradient of the loss that aux and z are
   /// added to.

@@ -63,8 +63,8 @@ template <class Capacity>
 Routing drop_beyond(const Routing& routing, const Capacity& capacity) {
   const at::NoGradGuard no_grad;
   const at::Tensor experts = routing.experts.flatten();
-  // The order is by expert, and within one by weight: the second sort keeps the
-  // first's.
+  // Sorts by expert, and by weight within an expert: the second sort keeps the
+  // order of the first.
   const at::Tensor by_weight = std::get<1>(at::sort(
       routing.weights.detach().flatten(),
       /*stable=*/true,

@@ -20,10 +20,10 @@ namespace flatshard::nn {
 struct ExchangePlan : torch::CustomClassHolder {
   /// int32 [experts here * groups_per_expert], on the rows' device: the end of
   /// each group of rows among the rows that dispatch delivers. Experts are in
-  /// their order; rows after the last end belong to nobody and hold anything.
+  /// their order; rows after the last end are unused and arbitrary.
   at::Tensor ends;
-  /// Above 1: the rows of an expert come in so many groups, by the rank that
-  /// sent them, and each group is a separate product.
+  /// Above 1: the rows of an expert are in this many groups, by the rank that
+  /// sent them, and each group is a separate matmul.
   std::int64_t groups_per_expert = 1;
   std::int64_t num_sent = 0;      ///< rows that dispatch takes
   std::int64_t num_received = 0;  ///< rows that dispatch delivers
@@ -33,19 +33,19 @@ using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;
 /// The tensors that are exchanged in one transfer.
 struct TransferInput {
   /// The tensors follow one another, each contiguous and with a row for each
-  /// row of the plan. One that is undefined, which it is on all ranks, stays
-  /// so.
+  /// row of the plan. An undefined tensor stays undefined, and must be
+  /// undefined on all ranks.
   TensorList rows;
-  /// Set: at home the first tensor, which is defined, has a row [dim] for each
-  /// token. A dispatch takes [tokens, dim], as if permute_rows had made rows of
-  /// them. A combine delivers [tokens, dim], as if sum_rows_of_tokens had added
-  /// up the arrived rows. An exchange may spare a pass over the rows so.
+  /// Set: the first tensor must be defined. A dispatch sends its [tokens, dim]
+  /// as if permute_rows had made rows of them. A combine delivers [tokens, dim]
+  /// as if sum_rows_of_tokens had added up the arrived rows. This may save a
+  /// pass over the rows.
   std::optional<Permutation> tokens;
   /// The sums of a combine of tokens are added to this, like
   /// sum_rows_of_tokens' addend. The result has its shape.
   at::Tensor addend;
   /// The event that the transfer waits for. Unset: all that the current stream
-  /// has queued. A plan that was only begun is finished before it.
+  /// has queued. A pending plan is finished before it.
   std::optional<Event> after = {};
 };
 
@@ -87,9 +87,9 @@ class TokenExchange {
   /// thread of begin_plan, and of several plans in their order; does nothing
   /// when it is finished.
   virtual void finish_plan(const ExchangePlanPtr& /*plan*/) {}
-  /// Queues a transfer on the current stream or on another, and returns. Among
-  /// several that are under way, those that started first finish first, on all
-  /// ranks alike. A dispatch finishes a plan that was only begun.
+  /// Queues a transfer on the current stream or on another, and returns.
+  /// Transfers finish in the order in which they were started, on all ranks. A
+  /// dispatch finishes a pending plan.
   virtual std::unique_ptr<RowTransfer> start(
       const ExchangePlanPtr& plan,
       Direction direction,
@@ -107,7 +107,7 @@ class LocalExchange : public TokenExchange {
       const TransferInput& input) override;
 };
 
-// Serves exchanges that move rows alone. No graph.
+// For exchanges that only move rows. No graph.
 
 /// Returns the rows that are sent: of tokens, permuted.
 TensorList rows_of(
@@ -120,7 +120,7 @@ TensorList result_of(
     const TransferInput& input,
     TensorList rows);
 
-/// A transfer of rows, which takes their gradients the other way.
+/// A transfer of rows. Their gradients are sent in the other direction.
 struct RowRoute {
   std::shared_ptr<TokenExchange> exchange;
   ExchangePlanPtr plan;
@@ -146,8 +146,8 @@ inline TokenExchange::Direction back(TokenExchange::Direction direction) {
              : TokenExchange::Direction::dispatch;
 }
 
-/// Does start and finish in one. The gradients of `rows` take the other way,
-/// all of them together. The gradient of `addend` is the result's.
+/// Does start and finish in one. The gradients of `rows` are sent back, all of
+/// them together. The gradient of `addend` is the gradient of the result.
 ///
 /// @param route   kept by the graph.
 /// @param addend  see TransferInput; undefined: none.

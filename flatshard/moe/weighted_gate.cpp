@@ -12,7 +12,7 @@
 namespace flatshard::nn {
 namespace {
 
-// Plain operations make a dozen float tensors of so many elements at most.
+// Plain operations make a dozen float tensors of at most this many elements.
 constexpr std::int64_t kPlainElements = std::int64_t{1} << 22;
 
 bool has_kernel(const Gate& gate, const at::Tensor& gate_up) {
@@ -45,7 +45,7 @@ void run_gate_kernel(
       gate_up.device());
 }
 
-// A view of the gate's columns, or with 1 of the up's.
+// Returns a view of the columns of gate, or with 1 of the columns of up.
 at::Tensor
 half_of(const Gate& gate, const at::Tensor& gate_up, std::int64_t which) {
   const std::int64_t width = gate_up.size(1) / 2;

@@ -36,8 +36,8 @@ Bound bound_of(const Estimate& estimate) {
   return products >= passes ? Bound::compute : Bound::memory_bandwidth;
 }
 
-/// Returns the memory table of a job. Gradients come and go with the
-/// activations, so they are no part of the sum.
+/// Returns the memory table of a job. Gradients are allocated and freed with
+/// the activations, so they are not part of the sum.
 Estimate
 table_of(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu) {
   Estimate estimate{

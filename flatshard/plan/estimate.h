@@ -34,21 +34,21 @@ struct Estimate {
   bool fits() const { return peak_nbytes <= room_nbytes; }
 };
 
-/// Share of a GPU's memory that a plan leaves to the driver, NCCL, cuBLAS and
-/// the allocator's fragments.
+/// Fraction of a GPU's memory that a plan leaves to the driver, NCCL, cuBLAS
+/// and allocator fragmentation.
 inline constexpr double kReserve = 0.05;
 
 /// Prices a job on a GPU.
 Estimate estimate(const Job& job, const Gpu& gpu);
 
-/// Prices a job as `estimate`, but a job whose memory table alone does not fit
-/// is not priced: its peak is that table's sum.
+/// Prices a job as `estimate`. A job whose memory table already does not fit is
+/// not priced: its peak is the sum of that table.
 Estimate estimate_if_table_fits(const Job& job, const Gpu& gpu);
 
 /// Returns the GPU-hours for a number of tokens.
 double gpu_hours(const Estimate& estimate, double tokens);
 
-/// Returns the days that so many GPU-hours take on all ranks of a job.
+/// Returns the days for this many GPU-hours on all ranks of a job.
 double days_of(const Job& job, double gpu_hours);
 
 /// Returns "512", "1.5B" or "15T" as a number. @throws Error{config} for other

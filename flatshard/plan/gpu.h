@@ -11,7 +11,7 @@
 
 namespace flatshard::plan {
 
-/// One of the three products of a linear layer. Their operands have different
+/// One of the three matmuls of a linear layer. Their operands have different
 /// layouts, so their rates differ.
 enum class Product { forward, dgrad, wgrad };
 inline constexpr std::size_t kNumProducts = 3;
@@ -31,7 +31,7 @@ struct Curve {
   bool operator==(const Curve&) const = default;
 };
 
-/// TFLOP/s of products [m, k] x [k, n] over a grid of shapes.
+/// TFLOP/s of matmuls [m, k] x [k, n] over a grid of shapes.
 struct ProductRates {
   std::vector<double> m, n, k;  ///< ascending
   std::vector<double> tflops;   ///< [m][n][k]
@@ -52,8 +52,8 @@ struct AttentionRates {
   bool operator==(const AttentionRates&) const = default;
 };
 
-/// GB/s of a collective by its bytes: the bytes of the whole buffer, of which
-/// each rank receives or sends all but its own part.
+/// GB/s of a collective by its bytes: the bytes of the full buffer. Each rank
+/// receives or sends all but its own part of it.
 struct LinkRates {
   Curve all_gather;
   Curve reduce_scatter;
@@ -66,7 +66,7 @@ struct LinkRates {
   bool operator==(const LinkRates&) const = default;
 };
 
-/// Compute and transfers take so many times their time alone while both run.
+/// Slowdown of compute and transfers while both run.
 struct Contention {
   double collectives = 1;         ///< compute, in parallel with NCCL
   double copies = 1;              ///< compute, with copy engines
@@ -106,14 +106,14 @@ struct Gpu {
   double network_hop_us = 0;  ///< one step of a ring between hosts
   Contention contention;
 
-  /// Returns the seconds of a product. An empty `recipe` is bfloat16.
+  /// Returns the seconds of a matmul. An empty `recipe` is bfloat16.
   double product_seconds(
       Product product,
       double m,
       double n,
       double k,
       std::string_view recipe = {}) const;
-  /// Returns the seconds of the products of `groups` experts with m rows each.
+  /// Returns the seconds of a grouped matmul: `groups` experts, m rows each.
   double grouped_seconds(
       Product product,
       double groups,
@@ -128,8 +128,8 @@ struct Gpu {
       double heads,
       double seq_len,
       std::int64_t head_dim) const;
-  /// Returns the seconds of a pass over so many bytes. @throws Error{internal}
-  /// for a kind that is none of kPasses.
+  /// Returns the seconds of a pass over this many bytes. @throws
+  /// Error{internal} for a kind that is none of kPasses.
   double pass_seconds(std::string_view kind, double nbytes) const;
 
   bool operator==(const Gpu&) const = default;
@@ -148,7 +148,7 @@ inline constexpr std::array<std::string_view, 10> kPasses{
     "quantize",
     "engine_copy"};
 
-/// Returns the FLOPs of causal attention: 2 products in the forward, 5 in the
+/// Returns the FLOPs of causal attention: 2 matmuls in the forward, 5 in the
 /// backward.
 double attention_flops(
     bool backward,
@@ -166,7 +166,7 @@ std::vector<std::string_view> gpu_names();
 std::string_view table_of_device(std::string_view device_name);
 
 /// Returns a table by its name, else reads the file of that path.
-/// @throws Error{config} for neither, Error{format} for a file that is no
+/// @throws Error{config} for neither, Error{format} for a file that is not a
 /// table, naming the key.
 Gpu find_gpu(const std::string& name_or_path);
 
@@ -176,7 +176,7 @@ Gpu find_gpu(const std::string& name_or_path);
 /// @throws Error{format} naming the key.
 Gpu parse_gpu(std::string_view text, const std::string& origin);
 
-/// Returns a table as TOML, which `parse_gpu` reads back to an equal one.
+/// Returns a table as TOML. `parse_gpu` reads it back to an equal table.
 std::string to_toml(const Gpu& gpu);
 
 }  // namespace flatshard::plan

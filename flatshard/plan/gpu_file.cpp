@@ -123,8 +123,8 @@ class Writer {
     out << toml::value<std::string>(value);
     line(path, out.str());
   }
-  // Rates that were not measured are left out: a reader takes them from the
-  // base.
+  // Rates that were not measured are left out: a reader falls back to the base
+  // table.
   void operator()(const std::string& path, double value) {
     if (value > 0) {
       line(path, fmt::format("{:.5g}", value));

@@ -29,7 +29,7 @@ class GpuReader {
   std::vector<std::string> names(const char* path) const;
   /// Returns whether the file excludes the base's tables below `key`.
   bool excludes(const char* key);
-  /// Throws for a key that nobody read.
+  /// Throws for a key that was not read.
   void check_all_read() const;
 
  private:

@@ -5,7 +5,7 @@
 
 namespace flatshard::plan {
 
-/// A table of flatshard/plan/gpus/, which CMake puts into the program.
+/// A table of flatshard/plan/gpus/. CMake embeds it in the program.
 struct GpuTable {
   std::string_view name;
   std::string_view text;

@@ -58,14 +58,14 @@ struct Job {
   std::int64_t exchange_ranks = 1;
   std::int64_t exchange_stride = 1;  ///< of the model's ranks between them
   bool copy_exchange = false;
-  /// Neighbouring ranks that share layers. Kernel::exchange is between them.
+  /// Adjacent ranks that share layers. Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
 
   std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
   bool clips = true;                  ///< the norm of all gradients is taken
   bool graphs = false;                ///< units run as CUDA graphs
-  /// Memory of a rank that is no unit's, by role.
+  /// Memory of a rank that belongs to no unit, by role.
   std::map<std::string, std::int64_t> other_nbytes;
 
   double tokens_per_rank = 0;  ///< of a step

@@ -10,8 +10,8 @@
 
 namespace flatshard::plan {
 
-/// Work of the compute stream that a Gpu has a price for: a product, the
-/// products of a layer's experts, a product with a factor of an adapter,
+/// Work of the compute stream that a Gpu has a price for: a matmul, the grouped
+/// matmul of a layer's experts, a matmul with a factor of an adapter,
 /// attention, or a pass over memory. Or the place among such work at which the
 /// ranks of tensor parallelism exchange activations.
 struct Kernel {
@@ -103,9 +103,9 @@ struct Kernel {
     return kind == Kind::transfer || kind == Kind::finish;
   }
 
-  /// Returns the seconds of compute: 0 for transfers, whose ranks a Job has.
+  /// Returns the seconds of compute: 0 for transfers (see Job for their ranks).
   double seconds(const Gpu& gpu) const;
-  /// FLOPs of products and attention; 0 for passes and transfers.
+  /// FLOPs of matmuls and attention; 0 for passes and transfers.
   double flops() const;
   /// Returns its class in a summary: GEMM, attention, or the pass.
   std::string_view label() const;

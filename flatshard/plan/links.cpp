@@ -52,8 +52,8 @@ seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group) {
   double between = 0;
   double latency = 0;
   if (group.hosts() > 1) {
-    // An all-to-all's bytes are a rank's own, while a ring's bytes are a
-    // host's.
+    // The bytes of an all-to-all are per rank, while the bytes of a ring are
+    // per host.
     const double ports = transfer == Transfer::all_to_all ? 1 : per_host;
     between = passes * nbytes * (hosts - 1) / hosts /
               (ports * gpu.network_gb_s * kBytesPerGb);

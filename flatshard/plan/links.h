@@ -25,15 +25,15 @@ Group group_of(
 
 enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 
-/// Returns the seconds of a collective of `nbytes`: the whole buffer, for an
+/// Returns the seconds of a collective of `nbytes`: the full buffer, for an
 /// all-to-all the bytes that one rank sends. Inside a host it uses the measured
 /// rate, between hosts the network of all GPUs of the group on a host. The
 /// longer of both counts, with the latency of each step of a ring.
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group);
 
-/// Returns the seconds of a gather by copy engines: what peers have, and a
-/// rank's own piece. The group is on one host.
+/// Returns the seconds of an all-gather by copy engines: the pieces of all
+/// peers, and a rank's own piece. The group is on one host.
 double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
 /// Returns the seconds of a reduce-scatter by copy engines, with the sums.

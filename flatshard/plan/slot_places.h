@@ -18,7 +18,7 @@ class SlotPlaces {
 
   const SlotPlan& plan() const { return places_; }
 
-  /// Takes the place of a slot. @return the operations that it waits for.
+  /// Allocates a slot. @return the operations that it waits for.
   std::vector<int>
   acquire(const SlotKey& key, std::int64_t nbytes, std::int64_t& place) {
     std::vector<int> waits;

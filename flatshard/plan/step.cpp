@@ -9,7 +9,7 @@ namespace flatshard::plan {
 namespace {
 
 /// Returns how many microbatches are simulated; more are extrapolated. The last
-/// two of them begin while as many others are in flight.
+/// two of them start while as many others are in flight.
 int most_simulated(const OverlapPlanOptions& overlap) {
   return std::max(4, overlap.in_flight + 2);
 }
@@ -37,7 +37,7 @@ StepPlan simulate(
   const int first = steps.second;
   const std::vector<Operation>& all = steps.operations;
   const std::vector<Span> spans = run_streams(all, gpu.contention);
-  // A step ends with the optimizer, which is the last on compute.
+  // A step ends with the optimizer, the last operation on compute.
   double begin = 0;
   double end = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -98,7 +98,7 @@ plan_step(const Job& job, const std::vector<UnitPlan>& units, const Gpu& gpu) {
   if (job.microbatches <= most) {
     return simulate(job, job.microbatches, units, gpu);
   }
-  // Every further microbatch takes as long as one microbatch more.
+  // Every further microbatch adds the same time.
   const StepPlan before = simulate(job, most - 1, units, gpu);
   StepPlan step = simulate(job, most, units, gpu);
   const double more = job.microbatches - most;

@@ -11,7 +11,7 @@
 namespace flatshard::plan {
 
 /// One training step of a Job on a Gpu: the Scheduler's actions and the nodes
-/// of the model on streams, with begin and end.
+/// of the model on streams, with start and end times.
 struct StepPlan {
   double seconds = 0;          ///< device or host, whichever takes longer
   double device_seconds = 0;   ///< of the streams
@@ -26,13 +26,13 @@ struct StepPlan {
   std::map<std::string, double> transfers;
 
   std::int64_t slot_nbytes = 0;  ///< of the arena that the step needs
-  /// Activations, gradients and what a backward makes at the moment of the
-  /// step at which a rank holds most.
+  /// Peak bytes on a rank over the step: activations, gradients and temporaries
+  /// of a backward.
   std::int64_t peak_nbytes = 0;
   std::int64_t activation_nbytes = 0;  ///< of these, activations at most
 
-  /// The operations of the step, at times from its beginning on. One that
-  /// began in the step before, such as a prefetch, has a negative begin.
+  /// The operations of the step, with times relative to its start. One that
+  /// started in the step before, such as a prefetch, has a negative start.
   std::vector<Operation> operations;
   std::vector<Span> spans;  ///< by operation
   /// Microbatches that `operations` shows; the others repeat them.

@@ -18,8 +18,8 @@ namespace {
 
 constexpr double kMicroSecond = 1e-6;
 
-/// Returns whether a plan has a place for every slot that these actions take:
-/// else the runtime plans anew.
+/// Returns whether a plan has a place for every slot that these actions
+/// acquire: else the runtime makes a new plan.
 bool has_all_places(
     const SlotPlan& plan,
     const std::vector<SlotLifetime>& lifetimes) {
@@ -77,7 +77,7 @@ class StepWriter {
     return static_cast<int>(job_.plan_units.layers.size());
   }
 
-  /// Returns the actions that gather the first units for the next step.
+  /// Returns the actions that unshard the first units for the next step.
   std::vector<Action> prefetch(Scheduler& scheduler) const {
     std::vector<Action> actions;
     for (const UnitId unit : first_units_) {
@@ -97,7 +97,7 @@ class StepWriter {
     std::vector<Action> prefetched;
     std::vector<Action> actions;
     for (int step = 0; step < 2; ++step) {
-      // The prefetched uses begin before the step that is planned.
+      // The prefetched uses start before the step that is planned.
       actions = prefetched;
       const auto add = [&](const std::vector<Action>& more) {
         actions.insert(actions.end(), more.begin(), more.end());
@@ -208,8 +208,8 @@ class StepWriter {
     record_.add_host_seconds(host_seconds(step));
   }
 
-  /// Ends an operation of compute where ranks exchange activations, and begins
-  /// the next one, which may wait for them.
+  /// Ends an operation of compute where ranks exchange activations, and starts
+  /// the next one. The next one may wait for them.
   /// @param under_way  transfers that overlap, the oldest first.
   void
   share(const Kernel& at, Operation& operation, std::vector<int>& under_way) {

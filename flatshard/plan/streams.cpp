@@ -64,7 +64,7 @@ std::vector<Span> run_streams(
     });
   };
   while (num_over < operations.size()) {
-    // An operation without duration ends at once, and may let others begin.
+    // An operation without duration ends at once, and may unblock others.
     for (bool again = true; again;) {
       again = false;
       for (Queue& queue : queues) {
@@ -147,7 +147,7 @@ std::vector<Span> run_streams(
       }
       const double total = operations[queue.running].seconds;
       queue.left -= step * rates[s];
-      // Rounding must not leave a remainder that takes no time.
+      // Rounding must not leave a remainder that rounds to no time.
       if (queue.left <= 1e-12 * total) {
         spans[queue.running].end = now;
         over[queue.running] = true;

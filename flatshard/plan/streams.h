@@ -28,7 +28,7 @@ struct Operation {
   Link link = Link::none;
   bool leaves_host = false;  ///< a transfer over the network
   double seconds = 0;        ///< alone
-  /// A transfer takes so many seconds while compute runs; 0: as many as alone.
+  /// Seconds of a transfer while compute runs; 0: unchanged.
   double beside_compute = 0;
   std::vector<int> waits;  ///< operations that have to end before
   std::string what;        ///< e.g. "forward", "all-gather"
@@ -44,12 +44,12 @@ struct Span {
   bool operator==(const Span&) const = default;
 };
 
-/// Runs operations on streams that never wait for their host: one begins when
-/// its stream is free and its waits are over. Kernels of several streams share
-/// the GPU evenly, as if they ran one after the other. Compute and transfers
-/// are slower while both run, and transfers over one link share it.
-/// @param contention  whose part for compute counts. Operation::beside_compute
-///   has the transfers' part.
+/// Runs operations on streams that never wait for their host: one starts when
+/// its stream is free and its waits have ended. Kernels of several streams
+/// share the GPU evenly, as if they ran one after the other. Compute and
+/// transfers are slower while both run, and transfers over one link share it.
+/// @param contention  used for compute. For transfers, see
+///   Operation::beside_compute.
 ///
 /// @return  by operation.
 /// @throws Error{internal} when operations wait for each other.

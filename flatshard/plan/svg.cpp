@@ -25,7 +25,7 @@ constexpr double kThin = 3;         ///< pixels of a bar that may join others
 constexpr double kSmallest = 0.6;   ///< pixels of a bar that is drawn
 constexpr double kCharacter = 6.4;  ///< pixels, about
 constexpr double kZoom = 12;
-/// Where the enlarged part begins, as a share of the step.
+/// Start of the enlarged part, as a fraction of the step.
 constexpr double kZoomFrom = 0.62;
 
 /// A kind of operations: CSS class, and its text in the legend.
@@ -174,7 +174,7 @@ class Picture {
         [&](const Operation& operation) { return operation.stream == stream; });
   }
 
-  /// The host's, and one for each lane.
+  /// Row of the host, and one row for each lane.
   std::size_t num_rows() const { return 1 + lanes_.size(); }
 
   void line(double x, double y, std::string_view style, std::string_view text) {
@@ -240,7 +240,7 @@ class Picture {
         y + 21);
   }
 
-  /// Neighbours of one kind that are drawn as one bar.
+  /// Adjacent operations of one kind that are drawn as one bar.
   struct Bar {
     double from = 0;
     double to = 0;
@@ -299,7 +299,7 @@ class Picture {
   }
 
   void draw_bar(const Bar& bar, double y) {
-    // A thin gap parts neighbours that are wide enough for one.
+    // A thin gap separates adjacent bars that are wide enough for one.
     const double width = std::max(
         kSmallest,
         bar.to - bar.from - (bar.to - bar.from > 4 ? 1 : 0));

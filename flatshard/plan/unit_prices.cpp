@@ -7,7 +7,7 @@
 namespace flatshard::plan {
 namespace {
 
-/// Returns the ranks of some axes of a group's mesh, which are neighbours.
+/// Returns the (adjacent) ranks of some axes of a group's mesh.
 template <class Chosen>
 Group group_over(const GroupShape& shape, const Job& job, Chosen&& chosen) {
   std::int64_t size = 1;

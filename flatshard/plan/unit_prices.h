@@ -10,7 +10,7 @@ inline double as_double(std::int64_t n) {
   return static_cast<double>(n);
 }
 
-/// Seconds of a gather.
+/// Seconds of an all-gather.
 struct Gathers {
   double by_collective = 0;
   double by_copies = 0;
@@ -34,7 +34,7 @@ struct UnitPrices {
   double outer = 0;
   double outer_early = 0;  ///< likewise, in a microbatch that is not the last
   double accumulate = 0;
-  /// Whether ranks of several hosts take part.
+  /// Whether the ranks are on several hosts.
   bool gathers_leave_host = false;
   bool reductions_leave_host = false;
   bool outer_leaves_host = false;

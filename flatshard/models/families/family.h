@@ -39,7 +39,7 @@ struct FusedTensor {
   std::vector<FusedPart> parts;
 };
 
-/// How the names of files differ from Flatshard's, within a block.
+/// Differences between stored names and Flatshard's names, within a block.
 struct FamilyNames {
   std::vector<Rename> renames;
   ExpertNames experts;
@@ -103,18 +103,18 @@ void refuse_key(
     bool found,
     const char* key,
     const char* what);
-/// Refuses what only the family moe has: shared experts and other routers than
-/// those that take the largest of all softmax scores.
+/// Rejects what only the family moe supports: shared experts, and routers other
+/// than top-k over all softmax scores.
 void check_plain_experts(const ModelConfig& config);
-/// check_plain_experts, and refuses all but experts of the width ffn_dim in
-/// every block, whose weights add up to 1 for each token.
+/// check_plain_experts; also requires experts of width ffn_dim in every block,
+/// with weights that add up to 1 for each token.
 void check_uniform_experts(const ModelConfig& config);
 /// Checks what the family has of experts, and each option that its `free_keys`
 /// leave out.
 void check_family(const ModelConfig& config);
 
-/// Sets AttentionOptions' biases by attention_bias, which all four projections
-/// of a block have or lack.
+/// Sets the biases of AttentionOptions from attention_bias. It covers all four
+/// projections of a block.
 void read_attention_bias(const HfReader& reader, ModelConfig& config);
 
 const Family& gemma2_family();
@@ -128,7 +128,7 @@ const Family& phi3_family();
 const Family& qwen2_family();
 const Family& qwen3_family();
 const Family& qwen3_moe_family();
-/// Experts with any router, which no config.json describes.
+/// Experts with any router. No config.json describes this family.
 const Family& moe_family();
 
 }  // namespace flatshard::models

@@ -60,7 +60,7 @@ void write_gemma(const ModelConfig& config, nlohmann::ordered_json& json) {
   const double scalar = attention.query_pre_attn_scalar > 0.0
                             ? attention.query_pre_attn_scalar
                             : static_cast<double>(config.head_dim);
-  // transformers 5 refuses 256.0 where it wants an integer.
+  // transformers 5 rejects 256.0 because it requires an integer.
   if (const auto whole = std::llround(scalar);
       static_cast<double>(whole) == scalar) {
     json["query_pre_attn_scalar"] = whole;

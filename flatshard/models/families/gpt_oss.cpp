@@ -80,7 +80,7 @@ void read_gpt_oss(const HfReader& reader, ModelConfig& config) {
   config.moe = {
       .num_experts = reader.need<std::int64_t>("num_local_experts"),
       .experts_per_token = reader.need<std::int64_t>("num_experts_per_tok")};
-  // Without the key transformers takes the published models'.
+  // Without the key, transformers uses the values of the public models.
   if (reader.has(kRopeScaling) || reader.is_null(kRopeScaling) ||
       reader.has("rope_parameters")) {
     config.rope_scaling.reset();

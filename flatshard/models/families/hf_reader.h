@@ -80,7 +80,7 @@ class HfReader {
         json_.at(key).dump());
   }
 
-  /// Reads the object of a key, which is present.
+  /// Reads the object of a key. The key must be present.
   HfReader inside(const char* key) const {
     return {file_ + ": " + key, json_.at(key)};
   }
@@ -90,7 +90,7 @@ class HfReader {
   const nlohmann::json& json_;
 };
 
-/// @throws Error{io} when the file cannot be read, Error{format} when it is no
+/// @throws Error{io} if the file cannot be read, Error{format} if it is not a
 /// JSON object.
 nlohmann::json read_json_object(const std::filesystem::path& path);
 

@@ -43,7 +43,7 @@ std::vector<Preset> olmo2_presets() {
 void write_olmo2(const ModelConfig& config, nlohmann::ordered_json& json) {
   json["attention_bias"] = config.block.attention.qkv_bias;
   if (config.rope_scaling) {
-    // Its class takes these two keys and no others.
+    // The transformers class accepts only these two keys.
     nlohmann::ordered_json& rope = json["rope_scaling"];
     rope = {{"type", rope["rope_type"]}, {"factor", rope["factor"]}};
   }

@@ -10,8 +10,8 @@
 struct CUstream_st;
 
 /// CUDA kernels of Mixture of Experts, each by its arguments: raw pointers of
-/// one device, contiguous rows. No torch and nothing of CUDA's here, so that a
-/// build without CUDA reads it as well. See cuda_moe.h, which launches them.
+/// one device, contiguous rows. Uses neither torch nor CUDA headers, so that a
+/// build without CUDA can include it. See cuda_moe.h for the launches.
 namespace flatshard::nn::kernels {
 
 /// The limits of the router and the sort.
@@ -19,8 +19,8 @@ constexpr std::int64_t kMaxExperts = 1024;
 /// Its scores have to fit shared memory next to them.
 constexpr std::int64_t kMaxRouterGroups = 256;
 
-/// How often each expert occurs. Numbers outside of [0, num_experts) are not
-/// counted.
+/// Counts how often each expert occurs. Numbers outside [0, num_experts) are
+/// not counted.
 struct CountExperts {
   const std::int32_t* experts;  ///< [pairs]
   std::int32_t* counts;         ///< [num_experts], overwritten
@@ -28,7 +28,7 @@ struct CountExperts {
   std::int64_t num_experts;
 };
 
-/// Pairs that a block of the sort takes.
+/// Pairs per block of the sort.
 constexpr std::int64_t kSortPairs = 256;
 
 /// See Permutation.

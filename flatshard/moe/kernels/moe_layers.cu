@@ -21,7 +21,7 @@ struct SiluGate {
   }
 };
 
-// GateActivation::clamped_silu. Comparisons keep a NaN, which fminf drops.
+// GateActivation::clamped_silu. Comparisons keep a NaN; fminf drops it.
 struct ClampedGate {
   static constexpr auto kFactor = static_cast<float>(kClampedSiluFactor);
   static constexpr auto kLimit = static_cast<float>(kClampedSiluLimit);
@@ -48,7 +48,7 @@ struct ClampedGate {
   }
 };
 
-// Columns [column, column + N) of gate and of up; `row` holds both.
+// Columns [column, column + N) of gate and of up, both from `row`.
 template <bool InTurn, class T, int N>
 __device__ inline void load_gate_up(
     const T* row,

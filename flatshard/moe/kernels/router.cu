@@ -21,8 +21,8 @@ struct Candidate {
   int index;  // -1: none
 };
 
-// Returns the larger, of equal ones the first. A NaN is no larger than
-// anything, so the first candidate stays where nothing is larger.
+// Returns the larger candidate, or the first of equal ones. A NaN never
+// compares larger, so the first candidate stays if nothing is larger.
 __device__ inline Candidate better(Candidate a, Candidate b) {
   if (a.index < 0) {
     return b;
@@ -40,7 +40,7 @@ __device__ inline float comparable(float v) {
   return isnan(v) ? -INFINITY : v;
 }
 
-// Returns the best of values[0, n) among those with taken[i] == 0, for all
+// Returns the best of values[0, n) among those with `taken[i] == 0`, for all
 // lanes.
 __device__ inline int
 warp_best(const float* values, const char* taken, int n, int lane) {
@@ -123,7 +123,7 @@ warp_scores(const RouterRule& rule, const float* logits, float* out, int lane) {
   return 0.0F;
 }
 
-// Leaves taken[e] = 0 for experts of the kept groups alone.
+// Leaves `taken[e] = 0` only for experts of the kept groups.
 __device__ inline void
 keep_groups(const RouterRule& rule, Scratch s, int lane) {
   const int size = static_cast<int>(rule.num_experts / rule.groups);
