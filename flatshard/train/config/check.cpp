@@ -92,7 +92,7 @@ std::vector<UnusedKey> find_unused(const Config& config) {
   return found;
 }
 
-/// Returns the steps that a warm-up may take in addition to the decay.
+/// Returns the maximum number of warm-up steps that fit before the decay.
 std::int64_t longest_warmup(const Config& config) {
   const LrSchedule::Kind kind = config.lr_scheduler.name;
   const bool has_decay =

@@ -37,8 +37,8 @@ std::string_view word_of(const T& value) {
 /// A member whose values have words, whatever its type.
 struct WordField {
   std::function<std::string()> get;
-  /// @return false when there is no such word. @throws Error{config} for text
-  /// that is no value, where `words` is empty.
+  /// @return false if the word is unknown. @throws Error{config} for text that
+  /// is not a value, where `words` is empty.
   std::function<bool(std::string_view word)> set;
   /// Returns all; empty when there are too many to list.
   std::function<std::vector<std::string_view>()> words;
@@ -108,7 +108,7 @@ struct Overloaded : Cases... {
 template <class... Cases>
 Overloaded(Cases...) -> Overloaded<Cases...>;
 
-/// Keys of related sections, and their checks that are no columns of a row.
+/// Keys of related sections, and their checks that are not columns of a row.
 struct KeyTable {
   std::span<const ConfigKey> keys;
   void (*check)(const Config&) = nullptr;  ///< @throws Error{config}
@@ -120,7 +120,7 @@ std::string_view type_name(const ConfigField& field);
 /// Returns the value as TOML; empty when it is unset.
 std::string value_text(const ConfigField& field);
 
-/// Returns the value as `--set` takes it, without quotes.
+/// Returns the value in the form that `--set` accepts, without quotes.
 std::string plain_text(const ConfigField& field);
 
 /// Checks a value against its key's choices or range.

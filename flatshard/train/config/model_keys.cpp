@@ -7,7 +7,7 @@
 namespace flatshard::config {
 namespace {
 
-/// Returns whether both are given and `whole` is no multiple of `part`.
+/// Returns whether both are set and `whole` is not a multiple of `part`.
 bool leaves_rest(
     const std::optional<std::int64_t>& whole,
     const std::optional<std::int64_t>& part) {

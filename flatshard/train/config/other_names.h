@@ -7,9 +7,9 @@
 // Names of config keys in other trainers.
 namespace flatshard::config {
 
-/// Returns what to give instead of a key of that name of Hugging Face's
-/// TrainingArguments, torchtitan, axolotl, DeepSpeed or nanoGPT: "give
-/// optimizer.lr". Empty for other names.
+/// Returns a hint for a key name of Hugging Face's TrainingArguments,
+/// torchtitan, axolotl, DeepSpeed or nanoGPT: "give optimizer.lr". Empty for
+/// other names.
 std::string hint_for_other_name(std::string_view name);
 
 /// Returns all names that have a hint.

@@ -83,8 +83,8 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
   return sources;
 }
 
-/// Returns an integer, also written as 1e4 or 10000.0: what a floating-point
-/// number holds exactly.
+/// Returns an integer, also written as 1e4 or 10000.0: any floating-point
+/// number that represents an integer exactly.
 std::optional<std::int64_t> read_integer(const toml::node& node) {
   constexpr double kLargest = 0x1p53;
   const auto real = node.value_exact<double>();
@@ -151,8 +151,8 @@ void set_field(
   config::check_value(key, field, where);
 }
 
-/// A key of a hundred thousand dots becomes as many tables in one another,
-/// whose end takes that many calls on the stack.
+/// A key of a hundred thousand dots becomes that many nested tables, and their
+/// destructors would overflow the stack.
 void check_line_lengths(std::string_view text, const std::string& origin) {
   constexpr std::size_t kLongest = 10000;
   for (std::size_t line = 1; !text.empty(); ++line) {
@@ -303,7 +303,7 @@ Config load_config(
   const bool is_file = std::filesystem::is_regular_file(path, error);
   std::ifstream file(path, std::ios::binary);
   std::ostringstream text;
-  // Nothing is read from an empty file, which sets the stream's failbit.
+  // Reading nothing from an empty file would set the stream's failbit.
   FLATSHARD_CHECK(
       is_file && file && (file.peek() == EOF || text << file.rdbuf()),
       io,

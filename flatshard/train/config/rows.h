@@ -33,8 +33,8 @@ ConfigField field_of(T& member) {
 /// A condition on the config `c`.
 #define WHEN(...) [](const Config& c) -> bool { return __VA_ARGS__; }
 
-// Far above what anyone trains, and low enough that no product of them
-// overflows and no cast to int cuts.
+// Far above any realistic run, and low enough that multiplying them does not
+// overflow and a cast to int does not truncate.
 inline constexpr double kMaxSteps = 1e12;
 inline constexpr double kMaxTokens = 1 << 24;
 inline constexpr double kMaxBatch = 1 << 30;

@@ -20,9 +20,9 @@
 
 namespace flatshard {
 
-/// A training run as a TOML file describes it: a member for each section, whose
-/// members are its keys. `config_keys()` has the texts. Empty optionals are
-/// unset; -1 means "derived", and `resolve_config` fills it in.
+/// A training run as a TOML file describes it: one member per section, with the
+/// keys of the section as members. `config_keys()` has the texts. Empty
+/// optionals are unset; -1 means "derived", and `resolve_config` fills it in.
 struct Config {
   config::Run run;
   config::Model model;
@@ -53,8 +53,8 @@ std::span<const ConfigKey> config_keys();
 ///
 /// @param origin     the file's name for messages ("run.toml:12:8: ...").
 /// @param overrides  "section.key=value" each, applied in order. The value is
-///                   TOML; for keys that hold text the quotes may be left out.
-///                   A value without use is a note and no error.
+///                   TOML; quotes of text values may be omitted. A value
+///                   without use is a note, not an error.
 /// @param notes      if not null: gets the overrides' other changes, a sentence
 ///                   each.
 /// @throws Error{config}: not TOML, unknown section or key (naming the nearest
@@ -85,12 +85,12 @@ std::set<std::string> graph_regions(const Config& config);
 /// of local_batch_size * world. @throws Error{config} with both sides.
 Config resolve_config(const Config& config, std::int64_t world);
 
-/// Returns the whole config as TOML, defaults included; `parse_config` reads it
-/// back to an equal one. Unset keys are comments.
+/// Returns the complete config as TOML, defaults included; `parse_config` reads
+/// it back to an equal one. Unset keys are comments.
 std::string to_toml(const Config& config);
 
-/// Returns the whole config as TOML to start a file from: above each key its
-/// meaning. Keys with their default are comments, except those that most runs
+/// Returns the complete config as a TOML template, with a description above
+/// each key. Keys with their default are comments, except those that most runs
 /// set. `parse_config` reads it back to an equal one.
 std::string to_commented_toml(const Config& config);
 

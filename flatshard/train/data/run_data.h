@@ -13,7 +13,7 @@ namespace flatshard {
 /// that resumes from the checkpoint compares. Rank 0 has one.
 class RunData {
  public:
-  /// Reads a sample of each corpus.
+  /// Reads a sample of each dataset.
   /// @param train  the datasets of the loader.
   RunData(
       const std::vector<data::SourceChoice>& train,
@@ -25,8 +25,8 @@ class RunData {
   /// Compares with what a checkpoint has. Logs a warning that names
   /// data.validation, or data.train, when validation reads other data.
   /// @param origin  the checkpoint, for messages.
-  /// @throws Error{config} naming data.train when its corpora have other
-  /// contents; Error{format} when the text is damaged.
+  /// @throws Error{config} naming data.train if its datasets have other
+  /// contents; Error{format} if the text is damaged.
   void check(
       const std::string& saved,
       bool continues_training_data,

@@ -7,10 +7,10 @@
 
 namespace flatshard {
 
-/// Logs a warning for each corpus of data.train that has samples without a
-/// trained token, with their number: prompts that fill them. Reads the masks of
-/// data.train, and of validation sets up to the first trained token.
-/// @throws Error{config} naming the corpus when no sample has a trained token.
+/// Logs a warning with the number of samples without a trained token (filled by
+/// prompts) for each dataset of data.train. Reads the masks of data.train, and
+/// of validation sets up to the first trained token.
+/// @throws Error{config} naming the dataset if no sample has a trained token.
 void check_trained_samples(
     const std::vector<data::SourceChoice>& train,
     const data::Loader& loader,

@@ -11,9 +11,9 @@
 
 namespace flatshard {
 
-/// Sequences that every validation of a run reads: the first ones of a corpus'
-/// validation split, whatever the batch and the number of ranks. A mixture has
-/// a set for each corpus, with its share of the sequences.
+/// Sequences that every validation of a run reads: the first ones of a
+/// validation split, for any batch size and number of ranks. A data mix has one
+/// set per dataset, with its fraction of the sequences.
 struct ValidationSet {
   std::string path;     ///< the corpus
   double share = 1;     ///< in the loss of the mixture; their sum is 1
@@ -40,8 +40,8 @@ struct ValidationSet {
       data::DocumentLengths* documents = nullptr) const;
 };
 
-/// Empty unless the run validates. @throws like data::open_token_sources, by
-/// the option's name; Error{config} for the whole of random tokens.
+/// Empty unless the run validates. @throws as data::open_token_sources, with
+/// the name of the option; Error{config} to validate on all of random tokens.
 std::vector<ValidationSet> open_validation_sets(const DataOptions& options);
 
 /// The loss of a mixture is the mean of its sets' by their shares.

@@ -17,7 +17,7 @@ struct Chart {
   bool settles = false;      ///< a long run's first steps may be cut off
   bool counts = false;       ///< numbers have letters: 12.3K
   std::string_view without;  ///< no chart for runs that have this metric
-  /// Also a line for each metric whose key begins so.
+  /// Also a line for each metric whose key starts with this prefix.
   std::string_view parts;
   /// A key of the config, or a metric and its label, as a line across.
   std::string_view reference_key;

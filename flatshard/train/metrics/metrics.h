@@ -71,9 +71,9 @@ struct StepMetrics {
 
 /// Returns "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
 ///  memory: 49.66GiB(52.28%)  tps: 11,699 (5,850/rank)  tflops: 338.79
-///  mfu: 34.26%", in one line. Memory is the reserved memory and its share of
-/// the device's. tps are tokens per second, of all ranks and of one when there
-/// are several. tflops are a rank's, and mfu is N/A without a peak. A model
+///  mfu: 34.26%", in one line. Memory is reserved memory, also as a fraction of
+/// device memory. tps are tokens per second, in total and per rank if there are
+/// several ranks. tflops are per rank, and mfu is N/A without a peak. A model
 /// with experts adds "  experts: load 1.31x  dropped 0.00%  balance 1.0412",
 /// and where tokens are exchanged "  exchange 1.2ms", the wait of compute for
 /// them. A step without a trained token has "loss: none".
@@ -86,14 +86,14 @@ struct ValidationMetrics {
   /// For byte tokens: all sequences' loss in bits, over the bytes among their
   /// targets (the ends of documents are none).
   std::optional<double> bits_per_byte;
-  /// Each corpus' folder and loss, for a mixture.
+  /// Folder and loss of each dataset, for a data mix.
   std::vector<std::pair<std::string, double>> parts;
 
   double perplexity() const;  ///< exp(loss)
 };
 
 /// "step: 10  validation_loss: 1.8342  perplexity: 6.2604
-///  bits_per_byte: 2.6532", in one line; the last for byte tokens alone.
+///  bits_per_byte: 2.6532", in one line; the last only for byte tokens.
 std::string format_validation(const ValidationMetrics& metrics);
 
 }  // namespace flatshard

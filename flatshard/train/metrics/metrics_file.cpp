@@ -24,7 +24,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-/// Calls `see` with each line of a file and the object that it holds.
+/// Calls `see` with each line of a file and the parsed object of the line.
 void for_each_row(
     const std::filesystem::path& path,
     const std::function<void(const std::string&, const Json&)>& see) {
@@ -105,7 +105,7 @@ Json take_nonfinite(Json& value) {
   return texts;
 }
 
-/// Returns a row as a line. Names may hold bytes that are not UTF-8.
+/// Returns a row as a line. Names may contain bytes that are not UTF-8.
 std::string to_line(Json row) {
   Json texts = take_nonfinite(row);
   if (!texts.is_null()) {

@@ -16,15 +16,15 @@ struct HostOperator;   // train/metrics/host_operators.h
 struct ParameterNorm;  // diagnostics/norms.h
 struct StepProfile;    // diagnostics/step_profile.h
 
-/// Appends one JSON object a line to metrics.jsonl. Every line is on its way to
-/// the file when the call returns, whole or not at all.
+/// Appends one JSON object per line to metrics.jsonl. Each line is passed to
+/// the file when the call returns, completely or not at all.
 /// docs/reference/log_and_metrics.md describes all rows and fields.
 ///
-/// Every row has "step", "time" (UTC, ISO 8601) and "attempt", which counts how
-/// often the run was begun: 1, and one more each time that the file is appended
-/// to. A row whose step was or will be trained again has "overtaken": true. A
-/// number that is not finite is null, and "not_finite" has its text at the same
-/// place.
+/// Every row has "step", "time" (UTC, ISO 8601) and "attempt". "attempt"
+/// counts the starts of the run: 1, plus one each time that the file is
+/// appended to. A row whose step was or will be trained again has "overtaken":
+/// true. A number that is not finite is null, and "not_finite" has its text at
+/// the same place.
 class MetricsFile {
  public:
   using Mode = AppendFile::Mode;
@@ -56,7 +56,7 @@ class MetricsFile {
       std::int64_t step,
       const std::string& what,
       std::optional<std::int64_t> goes_on_after);
-  /// A row {"step", "checkpoint_s"}: the checkpoint of `step` is whole.
+  /// A row {"step", "checkpoint_s"}: the checkpoint of `step` is complete.
   void write_checkpoint(std::int64_t step, double seconds);
   /// A row {"step", "checkpoint_error"}.
   void write_checkpoint_error(std::int64_t step, const std::string& error);

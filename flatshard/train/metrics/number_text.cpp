@@ -25,7 +25,7 @@ std::string format_count(std::int64_t value) {
   constexpr std::array<const char*, 5> kUnits = {"", "K", "M", "B", "T"};
   auto number = static_cast<double>(value);
   std::size_t unit = 0;
-  // A number that would be rounded to 1000 takes the next unit.
+  // Use the next unit for a number that would be rounded to 1000.
   while (number >= 999.995 && unit + 1 < kUnits.size()) {
     number /= 1000;
     ++unit;

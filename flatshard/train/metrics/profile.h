@@ -21,7 +21,7 @@ class TraceRecorder {
   /// are named by their purpose.
   /// @return what ran on the GPU; empty without one.
   StepProfile stop(const std::filesystem::path& path);
-  /// Returns the operators that took the host's time, ordered by their self
+  /// Returns the operators that used the host's time, ordered by their self
   /// time, after `stop`. The work of other threads is among them as far as
   /// torch's profiler follows these: the backward is, the queues of a CPU's
   /// streams are not.

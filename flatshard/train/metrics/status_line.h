@@ -32,7 +32,7 @@ class StatusLine {
 
   bool enabled() const { return enabled_; }
   void update(const Progress& progress);
-  /// Takes the line away, so that a log line can be written in its place.
+  /// Clears the line, so that a log line can be written in its place.
   void clear();
 
   /// Returns the text of `update` for a terminal of `width` columns.

@@ -25,7 +25,7 @@ class StepMeter {
 
   explicit StepMeter(const Work& work) : work_(work) {}
 
-  /// Forgets all steps and begins to count anew.
+  /// Resets all statistics.
   void restart();
   void begin_step();
   void end_step();
@@ -35,7 +35,7 @@ class StepMeter {
   decltype(auto) data(F&& work) {
     return timed(data_ms_, std::forward<F>(work));
   }
-  /// Runs `work`, which waits for the device: that is not the host's time.
+  /// Runs `work` and does not count its wait for the device as host time.
   template <class F>
   decltype(auto) device_wait(F&& work) {
     return timed(wait_ms_, std::forward<F>(work));

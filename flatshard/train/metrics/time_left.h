@@ -6,8 +6,8 @@
 
 namespace flatshard {
 
-/// The time that a run still takes, as a line of the log once a minute: for
-/// output that is no terminal, where there is no StatusLine.
+/// The remaining time of a run, logged once a minute: for output that is not a
+/// terminal, because it has no StatusLine.
 class TimeLeft {
  public:
   /// Returns the line; empty when the last one is less than a minute ago, and
@@ -18,7 +18,7 @@ class TimeLeft {
   double last_s_ = 0;
 };
 
-/// Returns the seconds that the rest of the steps takes; 0 before the first.
+/// Returns the estimated seconds of the remaining steps; 0 before the first.
 double seconds_left(const Progress& progress);
 
 }  // namespace flatshard

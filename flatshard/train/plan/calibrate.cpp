@@ -1,4 +1,4 @@
-// Measures one GPU except for products, and calls the other measurements.
+// Measures one GPU except for matmuls, and calls the other measurements.
 #include "flatshard/train/plan/calibrate.h"
 
 #include "flatshard/device/device_name.h"
@@ -150,7 +150,7 @@ void calibrate_passes(
   rate("quantize", 1.5 * nbytes_of({wide}), [&] {
     float8::quantize(wide, {.recipe = float8::Recipe::rowwise});
   });
-  // The logits come of a product, and are read and written once more.
+  // The logits are the output of a matmul, then read and written once more.
   const std::int64_t vocab = device.is_cpu() ? 512 : 131072;
   const std::int64_t rows = std::min<std::int64_t>(tokens, 4096);
   const at::Tensor head = normal_bf16(device, {vocab, 16});

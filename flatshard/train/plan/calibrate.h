@@ -12,7 +12,7 @@ namespace flatshard {
 
 /// How long and at which sizes `calibrate` measures.
 struct CalibrateOptions {
-  /// Sizes of the grid of products, on each of the three axes.
+  /// Sizes of the grid of matmuls, on each of the three axes.
   std::vector<std::int64_t> products;
   std::vector<std::int64_t> float8;      ///< likewise, of FP8 products
   std::vector<std::int64_t> group_rows;  ///< of an expert

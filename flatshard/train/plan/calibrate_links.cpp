@@ -30,7 +30,7 @@ at::Tensor floats(at::Device device, std::int64_t nbytes) {
       at::TensorOptions(device).dtype(at::kBFloat16));
 }
 
-/// Returns the median over rounds that all ranks begin together.
+/// Returns the median over rounds that all ranks start together.
 template <class Call>
 double seconds_together(Mesh& mesh, Call&& call) {
   std::vector<double> seconds;
@@ -42,20 +42,20 @@ double seconds_together(Mesh& mesh, Call&& call) {
   return seconds[kRounds / 2];
 }
 
-/// Returns the bytes that a rank receives, of a whole buffer.
+/// Returns the bytes that a rank receives of a full buffer.
 double received(const Mesh& mesh, std::int64_t nbytes) {
   return static_cast<double>(nbytes) * (mesh.size() - 1) / mesh.size();
 }
 
-/// How many times longer products and transfers take while both run.
+/// Slowdown of matmuls and transfers while both run.
 struct Slowdown {
   double products = 1;
   double transfers = 1;
 };
 
-/// Runs `transfers` transfers in parallel with `products` products. The smaller
+/// Runs `transfers` transfers in parallel with `products` matmuls. The smaller
 /// group ends first, so that all its time overlaps the other.
-/// @return  the seconds of a product and of a transfer.
+/// @return  the seconds of a matmul and of a transfer.
 template <class Transfer>
 std::pair<double, double> run_together(
     Mesh& mesh,

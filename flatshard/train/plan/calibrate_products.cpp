@@ -1,4 +1,4 @@
-// Measures products of matrices: in bfloat16, of experts, and in FP8.
+// Measures matmuls: in bfloat16, of experts, and in FP8.
 #include "flatshard/float8/matmul.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/train/plan/calibrate.h"
@@ -68,7 +68,7 @@ void calibrate_products(
   const Scratch a(device, most);
   const Scratch b(device, most);
   const Scratch c(device, most);
-  // Operands have the layouts that the products of nn::Linear give them.
+  // Operands have the same layouts as in the matmuls of nn::Linear.
   const auto run =
       [&](Product product, std::int64_t m, std::int64_t n, std::int64_t k) {
         at::Tensor out = c.matrix(m, n);

@@ -8,9 +8,9 @@
 
 namespace flatshard {
 
-/// Measures calls as a training step runs them. Before each call of a GPU goes
-/// a large product, which is not measured: it evicts the call's operands from
-/// the cache, and keeps the GPU at the clock to which its power limits it.
+/// Measures calls as a training step runs them. On a GPU, a large untimed
+/// matmul runs before each call: it evicts the call's operands from the cache,
+/// and keeps the GPU at the clock to which its power limits it.
 class CallTimer {
  public:
   /// @param seconds  how long calls are measured at least, within limits.

@@ -80,7 +80,7 @@ void LayerKernels::adapter(
     bool has_input_gradient) const {
   const double r = d(config_.lora.rank);
   const bool drops = config_.lora.dropout > 0;
-  // A row of so many numbers is read or written.
+  // Bytes of reading or writing one row of this width and one of the rank.
   const auto moved = [&](double width) { return size_ * rows * (width + r); };
   const Kernel dropout = Kernel::memory("copy", 2 * size_ * rows * k);
   if (drops) {
@@ -129,7 +129,7 @@ void LayerKernels::norm(NodeWork& node, bool with_delta) const {
   const double row = d(own_tokens_) * d(model_.dim) * size_;
   node.forward.push_back(Kernel::memory("norm", (with_delta ? 4 : 2) * row));
   // dy, gradient of the sum and input in; dx out, and the result again unless
-  // layers that gather it kept it.
+  // layers that all-gather it kept it.
   node.backward.push_back(Kernel::memory("norm", (sharing_ > 1 ? 4 : 5) * row));
 }
 

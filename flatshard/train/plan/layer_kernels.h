@@ -46,7 +46,7 @@ class LayerKernels {
 
   /// Adds the kernels of a linear layer [rows, in] -> [rows, out]. In FP8 its
   /// gradient is quantized, and its input once more for the weight's gradient.
-  /// @param module  of a layer; empty: the head's, which is never in FP8.
+  /// @param module  of a layer; empty for the head, because it is never FP8.
   void product(
       plan::NodeWork& node,
       const std::string& module,
@@ -67,7 +67,7 @@ class LayerKernels {
   /// Returns the bytes that autograd saves for the adapters of these layers.
   std::int64_t adapters_saved(
       std::initializer_list<std::string_view> modules) const;
-  /// Adds the products of `groups` experts [m, in] -> [m, out].
+  /// Adds the matmuls of `groups` experts [m, in] -> [m, out].
   void grouped(
       plan::NodeWork& node,
       double groups,

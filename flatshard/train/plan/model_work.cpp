@@ -41,7 +41,7 @@ class ModelWork : LayerKernels {
     layer.saved_nbytes = attention_saved() + mlp_saved;
     layer.transient_nbytes = dense_transient(ffn_dim);
     if (selective()) {
-      // The feed-forward part keeps its input alone.
+      // The feed-forward part saves only its input.
       NodeWork again;
       put_together(mlp, again);
       node.recompute = again.forward;
@@ -86,7 +86,7 @@ class ModelWork : LayerKernels {
     NodeWork& returning = here ? node : layer.nodes[PlanNode::combine];
     leaving.forward.push_back(Kernel::memory("permute", moved));
     if (parts > 1) {
-      // What the parts of an expert return of a row is added up.
+      // Adds up the partial results of the parts of an expert for each row.
       const double added = size_ * d(model_.dim) * d(rows + sent);
       leaving.backward.push_back(Kernel::memory("sum", added));
       returning.forward.push_back(Kernel::memory("sum", added));
@@ -154,7 +154,7 @@ class ModelWork : LayerKernels {
     norm(head[0].work, /*with_delta=*/false);
     NodeWork& loss = head[1].work;
     if (sharing_ > 1) {
-      // The loss waits for a gather of its own, and a reduction after it.
+      // The loss waits for a separate all-gather, and a reduction after it.
       loss.forward.push_back(Kernel::exchange(Transfer::all_gather, wide));
     }
     product(loss, {}, tokens_, rows, model_.dim);
@@ -183,8 +183,8 @@ class ModelWork : LayerKernels {
     return config_.activation_checkpoint.mode ==
            models::ActivationCheckpoint::selective;
   }
-  /// Returns how many numbers of a token a norm keeps, with those that layers
-  /// keep to gather its result again.
+  /// Returns the width that a norm saves per token, including what layers save
+  /// to all-gather its result again.
   std::int64_t norm_width() const {
     return (sharing_ > 1 ? 2 : 1) * model_.dim;
   }
@@ -196,9 +196,9 @@ class ModelWork : LayerKernels {
     if (sharing_ == 1) {
       return bytes(3 * ffn_dim + 2 * dim);
     }
-    // The backward of down makes the gathered gradient and three tensors of the
-    // width. The backward of gate and up makes their gradients, the input's
-    // gradient, and gathers the input again.
+    // The backward of down makes the all-gathered gradient and three tensors of
+    // the width. The backward of gate and up makes their gradients, the input's
+    // gradient, and all-gathers the input again.
     return std::max(
         bytes(3 * ffn_dim + dim) + own_bytes(dim),
         bytes(2 * ffn_dim + 2 * dim) + own_bytes(2 * dim));
@@ -229,8 +229,8 @@ class ModelWork : LayerKernels {
     swiglu(stages[1].work, tokens_, width);
     stages[2].reads = Stage::Reads::columns;
     product(stages[2].work, module + ".down_proj", tokens_, model_.dim, width);
-    // The product is added to the residual, which is copied there first, or the
-    // sum of all ranks' products is.
+    // Adds the output, or the sum over all ranks, to the residual. Without
+    // tensor parallelism the residual is copied first.
     const double row = d(own_tokens_) * d(model_.dim) * size_;
     stages[3].work.forward.push_back(
         sharing_ == 1 ? Kernel::memory("copy", 2 * row)

@@ -14,10 +14,10 @@ namespace flatshard {
 /// the layers of flatshard/models run on CUDA. Sizes of activations are the
 /// sizes that autograd saves.
 ///
-/// Layers whose weights are in FP8 and have adapters alike are of one kind. A
-/// run with adapters freezes the other weights, and the first layer of each
-/// such kind, whose input has no gradient, is another kind.
-/// Reads Job::copy_activations.
+/// Layers with the same FP8 weights and the same adapters are of one kind. A
+/// run with adapters freezes the other weights. The input of the first layer of
+/// each such kind has no gradient, so that layer is another kind. Reads
+/// Job::copy_activations.
 /// @param config   resolved.
 /// @param float8   the recipes of the weights in FP8, by their names.
 /// @param adapted  the names of the weights whose linear layers have adapters.

@@ -10,8 +10,8 @@
 namespace flatshard {
 
 /// The modules of a model as a rank has them, on the meta device. Plans can
-/// share one whose configs differ neither in the model nor in the degrees of
-/// tensor and expert parallelism: making it takes most of the time of a plan.
+/// share one if their configs differ neither in the model nor in the degrees of
+/// tensor and expert parallelism. Making it is most of the time of a plan.
 struct PlannedModel {
   /// @param config  resolved.
   PlannedModel(const Config& config, const models::ModelConfig& shape);

@@ -99,7 +99,7 @@ std::vector<const FlatLayout*> layouts_of(const std::vector<UnitPlan>& units) {
   return layouts;
 }
 
-/// Keeps the units gathered for which parallelism.memory_budget has room.
+/// Keeps as many units unsharded as parallelism.memory_budget has room for.
 void spend_memory_budget(
     const Config& config,
     const std::vector<UnitPlan>& units,
@@ -208,7 +208,7 @@ plan::Job plan_job(
   const std::int64_t width = config.parallelism.expert_tensor_parallel_degree;
   const std::int64_t experts = config::expert_ranks(config.parallelism);
   if (experts > 1) {
-    // What a rank routes of its samples' rows, to each part of an expert.
+    // Routed rows of a rank's samples, for each part of an expert.
     const std::int64_t rows = config.training.local_batch_size *
                               config.training.seq_len *
                               model.moe.experts_per_token;

@@ -21,7 +21,7 @@ struct PlannedHost {
 /// make_train_state would make, and the work of its model.
 ///
 /// @param config   resolved for `ranks`.
-/// @param modules  those of an equal model; null: it is made.
+/// @param modules  of an equal model; null: they are made.
 /// @throws Error{config} for what the trainer refuses too, and for copies
 ///   between hosts.
 plan::Job plan_job(

@@ -36,7 +36,7 @@ std::shared_ptr<Mesh> planned_mesh(const Config& config) {
       std::move(options));
 }
 
-/// Counts the gradients of a unit's parameters for which `counts` holds.
+/// Counts the gradients of a unit's parameters that satisfy `counts`.
 template <class Counts>
 int num_gradients(const UnitShape& unit, Counts&& counts) {
   int num = 0;

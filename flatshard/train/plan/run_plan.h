@@ -36,10 +36,10 @@ struct RunPlan {
   plan::Estimate estimate;
 };
 
-/// Returns the config of a preset as `flatshard plan PRESET` takes it: random
-/// tokens, bfloat16 compute and reductions, 8192 tokens a sequence or as many
-/// as the model takes.
-/// @throws Error{config} for a name that is no preset.
+/// Returns the config of a preset for `flatshard plan PRESET`: random tokens,
+/// bfloat16 compute and reductions, and sequences of 8192 tokens or the model's
+/// maximum length.
+/// @throws Error{config} for a name that is not a preset.
 Config config_of_preset(
     const std::string& preset,
     const std::vector<std::string>& overrides = {});

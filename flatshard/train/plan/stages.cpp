@@ -14,17 +14,17 @@ void append(Kernels& to, const Kernels& more) {
   to.insert(to.end(), more.begin(), more.end());
 }
 
-/// Returns the product of a part of the rows.
+/// Returns the matmul of a part of the rows.
 Kernel with_rows(Kernel product, double rows) {
   product.m = rows;
   return product;
 }
 
-/// Appends kernels with a gather before them or a scatter after them. The first
-/// or the last of them is a product. A gather by copies overlaps with the
-/// product of the rank's own rows, and the rest of the product waits for it. A
-/// scatter by copies overlaps with the product of these rows, which is the
-/// last; see nn::gather_and_multiply.
+/// Appends kernels with an all-gather before them or a reduce-scatter after
+/// them. The first or the last of them is a matmul. An all-gather by copies
+/// overlaps the matmul of the rank's own rows, and the other rows wait for it.
+/// A reduce-scatter by copies overlaps the matmul of the rank's own rows, so
+/// that one runs last; see nn::gather_and_multiply.
 void put_transfer(
     Kernel transfer,
     const Kernels& kernels,

@@ -17,7 +17,7 @@ struct Stage {
 
   Reads reads = Reads::part;
   plan::NodeWork work;
-  /// Where `reads` is tokens: whether the backward gathers them again, for
+  /// Where `reads` is tokens: whether the backward all-gathers them again, for
   /// gradients of weights, and sums the gradient of its input.
   bool gathers_again = true;
   bool has_input_gradient = true;
@@ -29,12 +29,12 @@ void append_stages(const Stages& stages, plan::NodeWork& node);
 
 /// Appends stages of layers that ranks share, with the exchanges of
 /// nn::linears, nn::gated_linear and nn::Embedding. Kernels of the backward are
-/// in its order, those of weights among them.
+/// in its order, including kernels of weight gradients.
 ///
-/// @param nbytes    of the activations of all ranks, which an exchange gathers
-///   or scatters.
-/// @param parts     copies overlap with a product's first or last part of so
-///   many; 1: exchanges take no parts of products.
+/// @param nbytes of the activations of all ranks, for one all-gather or
+///   reduce-scatter.
+/// @param parts copies overlap the first or last of this many parts of a
+///   matmul; 1: matmuls are not split.
 void append_shared_stages(
     const Stages& stages,
     double nbytes,

@@ -14,7 +14,7 @@ namespace flatshard {
 namespace {
 
 constexpr std::int64_t kLargestBatch = 16;
-/// So many of the fastest choices are tried in FP8 as well.
+/// Number of the fastest choices that are also tried in FP8.
 constexpr std::size_t kTriedInFloat8 = 6;
 
 Config config_of(const Config& config, const RunChoice& choice) {
@@ -80,7 +80,7 @@ class Sweeper {
     for (const std::int64_t degree : tensor_degrees()) {
       for (const RunChoice& choice : layouts_over(degree)) {
         all.push_back(choice);
-        // Frozen weights are no reason to run blocks in pieces.
+        // With frozen weights, running blocks in pieces has no benefit.
         if (choice.expert_degree * choice.expert_tensor_degree > 1 &&
             !config_.lora.enabled()) {
           all.push_back(choice);
@@ -170,9 +170,9 @@ class Sweeper {
     return degrees;
   }
 
-  /// Returns how ranks divide the experts. Their width is cut by the ranks that
-  /// share layers, or by two, where the degree of experts is the largest: below
-  /// it that degree exchanges fewer rows.
+  /// Returns how ranks divide the experts. Their width is split over the ranks
+  /// that share layers, or over two, only at the largest expert degree: below
+  /// it, a larger expert degree exchanges fewer rows.
   std::vector<RunChoice> expert_choices(
       std::int64_t tensor_degree,
       std::int64_t ranks) const {

@@ -11,7 +11,7 @@ namespace flatshard {
 namespace {
 
 constexpr std::int64_t kLongRunSteps = 500;
-// More than so many checkpoints are worth a word.
+// More checkpoints than this are reported.
 constexpr std::int64_t kManyCheckpoints = 5;
 // The remainder goes to NCCL, the driver, cuBLAS and memory that the allocator
 // cannot use.
@@ -113,7 +113,7 @@ std::int64_t activation_nbytes(
       hidden = (moe.experts_per_token + moe.shared_experts) * expert_dim;
       copies = moe.experts_per_token * model.dim;
     }
-    // Gate and up; their product is computed again.
+    // Gate and up; gate times up is recomputed.
     per_token += attention + 2 * hidden + copies;
   }
   // The inputs of the last norm and the head, and the gradient of the logits.

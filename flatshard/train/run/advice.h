@@ -7,9 +7,9 @@
 
 namespace flatshard {
 
-/// Returns the bytes that one rank's forward keeps for its backward in one
-/// microbatch without recompute. An estimate of a GPU's: 25.1 GiB for
-/// Llama-3-8B at seq_len 8192, as measured (docs/dev/bench_log.md, Memory).
+/// Returns the bytes that one rank's forward saves for its backward in one
+/// microbatch without recompute. An estimate for GPUs: 25.1 GiB for Llama-3-8B
+/// at seq_len 8192, as measured (docs/dev/bench_log.md, Memory).
 /// @param tokens        of the microbatch.
 /// @param element_size  bytes of an element of the compute dtype.
 std::int64_t activation_nbytes(
@@ -29,8 +29,8 @@ struct AdviceOptions {
 };
 
 /// Returns a line for each default that users regret: in runs of more than 500
-/// steps no warm-up, no checkpoints, or all of them kept; and memory that comes
-/// near the GPU's. Empty when there is none.
+/// steps no warm-up, no checkpoints, or all of them kept; and memory close to
+/// the capacity of the GPU. Empty if there is none.
 /// @param table_nbytes     the memory table's sum, of one rank.
 /// @param capacity_nbytes  of a rank's GPU; 0: a CPU.
 std::string advice(

@@ -8,10 +8,10 @@
 // The files of a run that a new one finds in its output folder.
 namespace flatshard {
 
-/// @throws Error{config} when the new run would overwrite files that are no
-/// earlier run's in its output folder: checkpoints of another run in an
-/// absolute checkpoint.folder, or results that this run writes at its end in a
-/// folder without a run.
+/// @throws Error{config} if the new run would overwrite files in its output
+/// folder that do not belong to an earlier run: checkpoints of another run in
+/// an absolute checkpoint.folder, or results that this run writes at its end in
+/// a folder without a run.
 void refuse_foreign_files(const RunFiles& files);
 
 /// @throws Error{config} when model.init_from is a result of the earlier run
@@ -22,13 +22,13 @@ void refuse_inputs_that_move(
     const std::string& init_from);
 
 /// Moves the files of an earlier run in run.output_dir to
-/// `<output_dir>/earlier/<n>`, n counting from 1: nothing of it remains to be
-/// taken for the new run's.
+/// `<output_dir>/earlier/<n>`, n counting from 1. None of them can then be
+/// mistaken for a file of the new run.
 ///
 /// @return that folder, empty when there was nothing to keep.
 /// @throws Error{io}; like refuse_foreign_files.
 std::filesystem::path keep_earlier_run(const RunFiles& files);
-/// Puts it back where the new run wrote nothing yet, and removes the folder.
+/// Restores files that the new run has not written yet, removes the folder.
 void restore_earlier_run(
     const std::filesystem::path& kept,
     const RunFiles& files) noexcept;

@@ -40,7 +40,7 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
       {},
       at::TensorOptions().dtype(at::kDouble).device(mesh_->device()));
   ValidationSet::Counts counts;
-  // All ranks take part in each batch, also where the last one is short.
+  // All ranks run each batch, also if the last one is short.
   for (std::int64_t begin = 0; begin < set.num_sequences;
        begin += local_batch_ * mesh_->size()) {
     const std::int64_t mine = begin + local_batch_ * mesh_->rank();
@@ -76,7 +76,7 @@ nn::Documents Evaluation::documents_of(std::int64_t count) const {
   if (count == local_batch_ || !drops_tokens_) {
     return {};
   }
-  // The rows that the loss ignores take no room of experts.
+  // Rows that the loss ignores do not count toward expert capacity.
   return {
       .padding = at::arange(local_batch_, buffers_.tokens().options())
                      .ge(count)

@@ -50,7 +50,7 @@ class Evaluation {
     ValidationSet::Counts counts;
   };
   Sums sum_of(const ValidationSet& set);
-  /// @param count  the rows that the loss reads, of a whole batch.
+  /// @param count  the rows of a batch that the loss reads.
   nn::Documents documents_of(std::int64_t count) const;
 
   const std::int64_t freq_;

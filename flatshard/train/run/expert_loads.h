@@ -25,7 +25,7 @@ class ExpertLoads {
       std::shared_ptr<StreamExchange> exchange,
       std::shared_ptr<Mesh> mesh);
 
-  /// Returns the biases, which belong to a checkpoint.
+  /// Returns the biases, to be saved in checkpoints.
   std::vector<WholeTensor> buffers() const;
 
   void begin_step(bool logged);

@@ -19,7 +19,7 @@ namespace flatshard {
 struct MicrobatchOptions {
   /// Runs as one StepGraph; see GraphOptions::whole_step.
   bool as_graph = false;
-  /// In pieces of blocks, which are the Runtime's units; see OverlapRunner.
+  /// In pieces of blocks. The Runtime's units are blocks; see OverlapRunner.
   std::optional<OverlapPlanOptions> overlap;
   /// Gets the numbers of each microbatch's samples before its forward, int64
   /// [local_batch_size] on the device; undefined: nothing reads them.

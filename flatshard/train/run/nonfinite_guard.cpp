@@ -13,8 +13,8 @@
 namespace flatshard {
 namespace {
 
-/// Returns the first text of all ranks that is not empty, cut at a length that
-/// any parameter's name leaves room in.
+/// Returns the first text of all ranks that is not empty, truncated to a length
+/// with room for any parameter name.
 std::string first_text(Mesh& mesh, const std::string& mine) {
   constexpr std::int64_t kLength = 512;
   const at::Tensor text = at::zeros({kLength}, at::kChar);
@@ -40,9 +40,9 @@ std::string first_text(Mesh& mesh, const std::string& mine) {
   return "";
 }
 
-/// Returns which gradient is not finite, in the words of the first rank that
-/// holds one; the same text on all ranks, empty when none does. Collective;
-/// blocks.
+/// Returns which gradient is not finite, as reported by the first rank with
+/// such a gradient; the same text on all ranks, empty if there is none.
+/// Collective; blocks.
 std::string name_nonfinite_gradient(const Runtime& runtime, Mesh& mesh) {
   std::string mine;
   try {
@@ -108,7 +108,7 @@ void NonfiniteGuard::check_kept(std::int64_t step) {
 }
 
 std::int64_t NonfiniteGuard::give_up(std::int64_t step) {
-  // So many in a row are no accident of the data.
+  // More than this many in a row are not caused by the data.
   constexpr std::int64_t kMostInARow = 10;
   const std::string what =
       name_nonfinite_gradient(*parts_.runtime, *parts_.mesh);

@@ -35,11 +35,11 @@ class NonfiniteGuard {
 
   NonfiniteGuard(config::OnNonfinite action, Parts parts);
 
-  /// Returns whether the optimizer may take the gradient of `step`; the same on
+  /// Returns whether the optimizer may use the gradient of `step`; the same on
   /// all ranks.
   /// @param norm  [] float32 on the device: the global gradient norm.
-  /// @param now   look at it and at all that were kept before, which blocks the
-  ///   host. Otherwise, unless the run is to continue after it, it is kept.
+  /// @param now check it and all norms kept before, blocking the host.
+  ///   Otherwise, unless the run is to continue after it, it is kept.
   /// @throws Error{usage} when one that was kept is not finite.
   bool accepts(std::int64_t step, const at::Tensor& norm, bool now);
 
@@ -49,11 +49,11 @@ class NonfiniteGuard {
   /// @throws Error{usage} naming the first step whose gradient is not finite.
   void check_kept(std::int64_t step);
 
-  /// Drops the gradient of `step`, which was not accepted. Collective; blocks.
-  /// @return the step after which the run continues: `step`, or that of the
-  ///   checkpoint whose state it has now, with new data.
-  /// @throws Error{usage} naming the parameter, when the run is to stop, has no
-  ///   checkpoint yet, or gave up too many steps in a row.
+  /// Drops the gradient of `step` after it was rejected. Collective; blocks.
+  /// @return the step after which the run continues: `step`, or the step of the
+  ///   checkpoint that was loaded, with new data.
+  /// @throws Error{usage} naming the parameter, if the run is to stop, has no
+  ///   checkpoint yet, or dropped too many steps in a row.
   std::int64_t give_up(std::int64_t step);
 
  private:

@@ -51,7 +51,7 @@ SpeedOfLight speed_of_light(
     const models::ModelConfig& model,
     const StepWork& work,
     std::optional<double> peak_flops) {
-  // Ranks that share layers divide the products and the heads of a sequence.
+  // Ranks that share layers divide the matmuls and the heads of a sequence.
   const auto tokens = static_cast<double>(work.sequences * work.seq_len) /
                       static_cast<double>(work.ranks_per_layer);
   const double products =

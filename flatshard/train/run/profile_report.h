@@ -13,9 +13,9 @@
 
 namespace flatshard {
 
-/// The trace of one step, on rank 0, and a table of
-/// where its time went: the GPU's against the speed of light, without one the
-/// host's.
+/// The trace of one step, on rank 0, and a summary of its time: GPU
+/// time compared with the speed of light, or host time without a
+/// GPU.
 class ProfileReport {
  public:
   struct Options {
@@ -23,8 +23,8 @@ class ProfileReport {
     std::filesystem::path folder;
   };
 
-  /// @param output  where rank 0 prints; null on the others, which record
-  ///   nothing.
+  /// @param output  where rank 0 prints; null on the other ranks, because they
+  ///   record nothing.
   /// @param light  what to compare the GPU's time with.
   ProfileReport(
       const Options& options,

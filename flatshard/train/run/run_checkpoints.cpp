@@ -31,7 +31,7 @@ constexpr std::string_view kLoaderState = "loader";
 constexpr std::string_view kScheduleState = "lr_scheduler";
 constexpr std::string_view kRandomState = "random";
 constexpr std::string_view kDataState = "data";
-// Words of checkpoint.exclude that are no parameters.
+// Words of checkpoint.exclude that are not parameters.
 constexpr std::string_view kOptimizerWord = "optimizer";
 constexpr std::string_view kLoaderWord = "loader";
 
@@ -88,8 +88,8 @@ data::LoaderState loader_state(const std::string& text) {
   return state;
 }
 
-/// Returns a text when the checkpoint has another number of experts, which
-/// explains a missing router. Unset when it has that many, or the number is
+/// Returns an explanation for a missing router if the checkpoint has another
+/// number of experts. Unset if the numbers are equal, or the number is
 /// unknown.
 std::optional<std::string> other_experts(
     const fs::path& folder,

@@ -52,8 +52,8 @@ class RunCheckpoints {
   void set_base(std::string digests) { base_ = std::move(digests); }
 
   /// Loads the checkpoint of `step`: weights, optimizer, the loader's place.
-  /// Collective. @throws like load_checkpoint; Error{config} when the run has
-  /// another seed, sequence length or corpus. Logs a warning for other
+  /// Collective. @throws like load_checkpoint; Error{config} if the run has
+  /// another seed, sequence length or dataset. Logs a warning for other
   /// validation data.
   void load(std::int64_t step);
 
@@ -61,7 +61,7 @@ class RunCheckpoints {
   bool enabled() const { return checkpointer_ != nullptr; }
   /// Returns whether a regular one is due after this step.
   bool due(std::int64_t step) const;
-  /// Begins to save the state after `step`. With checkpoint.async off, waits.
+  /// Starts to save the state after `step`. With checkpoint.async off, waits.
   void save(std::int64_t step);
   /// Call before the optimizer changes anything.
   void before_update();
@@ -69,7 +69,7 @@ class RunCheckpoints {
   void report();
   /// Waits for all saves. @throws the error of the last one, if it failed.
   void finish();
-  /// Returns the last step whose checkpoint is whole.
+  /// Returns the last step with a complete checkpoint.
   std::optional<std::int64_t> last_saved() const { return last_saved_; }
 
   std::int64_t staging_nbytes() const;

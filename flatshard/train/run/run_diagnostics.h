@@ -22,7 +22,7 @@ class RunDiagnostics {
 
   /// Has the checks watch the runtime.
   /// @param rank    the first one's gradient is spoilt.
-  /// @param output  rank 0's, open when norms are written; null on the others.
+  /// @param output  on rank 0, open when norms are written; null on others.
   RunDiagnostics(
       const Options& options,
       std::shared_ptr<Runtime> runtime,
@@ -35,7 +35,7 @@ class RunDiagnostics {
   /// Between the backward and the optimizer: NaNs, and every
   /// diagnostics.norms_freq steps the norms of all parameters. Collective.
   void check_gradients(std::int64_t step);
-  /// Called after the optimizer's step, which it waits for if it looks: NaNs.
+  /// Called after the optimizer's step. If it checks for NaN, it waits for it.
   void check_weights(Optimizer& optimizer) const;
 
  private:

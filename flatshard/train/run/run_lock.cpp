@@ -40,7 +40,7 @@ std::string read_text(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// Returns when the process began; empty when there is none.
+/// Returns the start time of the process; empty if there is none.
 std::string start_ticks(std::int64_t process) {
   const ProcessStat stat = process_stat(process);
   return stat.state == 0 ? "" : std::to_string(stat.start_ticks);
@@ -112,8 +112,8 @@ std::optional<Holder> read_holder(const fs::path& path) {
   return holder;
 }
 
-/// Returns whether the file system belongs to one host, whose kernel has every
-/// process with a lock.
+/// Returns whether the file system belongs to one host, so that the kernel of
+/// this host has every process with a lock.
 bool is_local(int fd) {
   constexpr std::array<std::uint32_t, 9> kLocal = {
       0xEF53,      // ext2 to ext4
@@ -134,7 +134,7 @@ bool is_local(int fd) {
              static_cast<std::uint32_t>(info.f_type)) != kLocal.end();
 }
 
-/// Opened anew each time: that asks the server of a network file system.
+/// Reopens the file each time, so that a network file system is queried.
 std::pair<std::int64_t, std::int64_t> last_touch(const fs::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   struct stat info {};
@@ -166,15 +166,15 @@ bool same_file(int fd, const fs::path& path) {
          open_one.st_dev == named.st_dev && open_one.st_ino == named.st_ino;
 }
 
-/// It may be another run's, since somebody may have removed this one's by hand.
+/// The file may belong to another run if this run's file was deleted by hand.
 void remove_own_file(int fd, const fs::path& path) {
   if (same_file(fd, path)) {
     ::unlink(path.c_str());
   }
 }
 
-/// Returns whether the process that the file names still runs, which the lock
-/// cannot show.
+/// Returns whether the process that the file names still runs, if the lock
+/// cannot show it.
 bool lives(
     const Holder& holder,
     const fs::path& path,

@@ -9,14 +9,14 @@
 
 namespace flatshard {
 
-/// Keeps a folder to one run at a time: `<folder>/run.lock`, which names host,
-/// process and start time of the run that holds it.
+/// Limits a folder to one run at a time by `<folder>/run.lock`. The file names
+/// host, process and start time of the run that owns the lock.
 ///
-/// The kernel keeps the holder where it can (flock, which NFS passes to its
-/// server): a process that died, however it did, holds nothing. On a file
-/// system whose locks other hosts may not see, the holder touches the file. A
-/// process that finds another host's name in it waits for the next touch.
-/// Without one, that process is gone.
+/// If possible, the kernel tracks the owner (flock; NFS passes it to its
+/// server): a process that died in any way has no lock. On a file system whose
+/// locks other hosts may not see, the owner touches the file. A process that
+/// finds another host's name in it waits for the next touch. Without one, that
+/// process is gone.
 class RunLock {
  public:
   struct Options {
@@ -25,13 +25,13 @@ class RunLock {
     std::chrono::milliseconds patience{0};
     /// How often the holder touches the file. Others wait for four of them.
     std::chrono::milliseconds touch_every{5000};
-    /// False: as on a file system whose locks hold on one host only.
+    /// False: as on a file system whose locks work on one host only.
     bool trust_locks = true;
   };
 
-  /// Takes the lock; makes the folder when there is none.
+  /// Acquires the lock and creates the folder if it does not exist.
   /// @throws Error{usage} naming host, process and start time of the run that
-  /// holds it; Error{io} when the folder or the file cannot be made.
+  /// owns the lock; Error{io} if the folder or the file cannot be created.
   RunLock(const std::filesystem::path& folder, const Options& options);
   explicit RunLock(const std::filesystem::path& folder)
       : RunLock(folder, Options()) {}
@@ -41,8 +41,8 @@ class RunLock {
   RunLock(const RunLock&) = delete;
   RunLock& operator=(const RunLock&) = delete;
 
-  /// Removes the file of this process's lock, if it holds one: for a process
-  /// that ends without destructors. From any thread.
+  /// Removes the lock file if this process owns it, for a process that ends
+  /// without destructors. From any thread.
   static void remove_file_at_exit() noexcept;
 
   const std::filesystem::path& path() const { return path_; }

@@ -36,8 +36,8 @@ class RunOutput {
   /// Touches no file: `open` does.
   RunOutput() = default;
 
-  /// Opens the files, when all that can fail has gone well on all ranks. Those
-  /// of an earlier run are put aside, unless this one continues with it. Once.
+  /// Opens the files after all fallible setup has succeeded on all ranks. Moves
+  /// files of an earlier run away, unless this run continues it. Call once.
   /// @param resumed  the run that this one continues has files
   ///   already; rows of steps after `start.done` are marked as overtaken.
   /// @throws Error{io} naming run.output_dir; earlier files are back then.
@@ -55,7 +55,7 @@ class RunOutput {
   void nonfinite(std::int64_t step, const std::string& what, std::int64_t last);
   /// Reports the same where the run ends; its caller prints the reason.
   void stopped_by_nonfinite(std::int64_t step, const std::string& what);
-  /// The checkpoint of `step` is whole, or failed.
+  /// The checkpoint of `step` is complete, or failed.
   void checkpoint(std::int64_t step, double seconds);
   void checkpoint_error(std::int64_t step, const std::string& error);
   /// Where the time of a traced step went.
@@ -66,7 +66,7 @@ class RunOutput {
   /// are written.
   void requested(const Requests& requests, std::int64_t step, bool saves);
 
-  /// Begins the line at the bottom of a terminal, and elsewhere a line of the
+  /// Starts the line at the bottom of a terminal, and elsewhere a line of the
   /// log once a minute: `done` steps of `total`.
   /// @param planned_step_s  see Progress.
   void begin_progress(

@@ -35,8 +35,8 @@ std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
   return value;
 }
 
-/// Returns the latest checkpoint whose files are all there, with their sizes: a
-/// copy may have been cut off. Logs a warning for each later one.
+/// Returns the latest checkpoint with all files in their full size: a copy may
+/// have been truncated. Logs a warning for each later one.
 std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
   const auto latest = latest_checkpoint(folder);
   auto steps = list_checkpoints(folder);

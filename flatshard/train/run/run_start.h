@@ -9,7 +9,7 @@
 
 namespace flatshard {
 
-/// Where a run begins.
+/// Start point of a run.
 struct RunStart {
   /// The step whose checkpoint it continues from; unset: from scratch.
   std::optional<std::int64_t> checkpoint;
@@ -27,11 +27,11 @@ struct StartOptions {
 };
 
 /// Starts from checkpoint.load_step, or with `resume` from the latest
-/// checkpoint. Nothing is left when that is past training.steps. The same holds
-/// when it is just there and metrics.jsonl shows that everything after the last
-/// step was written. Rank 0 looks, all ranks get its answer. Collective.
-/// @throws Error{io} when load_step has no checkpoint; like
-/// refuse_foreign_files on rank 0.
+/// checkpoint. Nothing is left if that is past training.steps, or if it is at
+/// training.steps and metrics.jsonl shows that everything after the last step
+/// was written. Rank 0 decides for all ranks. Collective.
+/// @throws Error{io} if load_step has no checkpoint; like refuse_foreign_files
+/// on rank 0.
 RunStart find_start(const StartOptions& options, bool resume, Mesh& mesh);
 
 /// [training]'s batch sizes of a run.
@@ -42,8 +42,8 @@ struct BatchSizes {
 };
 
 /// Returns the sequences per step for a run that continues from the checkpoint
-/// of `step` in `checkpoints`: as many as before when the config leaves the
-/// number to the ranks, else the config's. Collective.
+/// of `step` in `checkpoints`: unchanged if the config derives the number from
+/// the ranks, else the number in the config. Collective.
 /// @throws Error{config} when these ranks cannot train on it.
 std::int64_t global_batch_from(
     std::int64_t step,

@@ -39,7 +39,7 @@ std::string active_text(const models::ModelConfig& model) {
                    with_commas(models::num_active_parameters(model)));
 }
 
-/// Returns a line for each corpus whose documents are packed.
+/// Returns a line for each dataset with packed documents.
 std::vector<std::string> packing_lines(const RunSummary& summary) {
   std::vector<std::string> lines;
   const auto& sources = summary.loader.sources();

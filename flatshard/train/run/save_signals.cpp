@@ -44,8 +44,8 @@ void on_stop_signal(int signal, siginfo_t* info, void*) {
   if (signal == SIGHUP) {
     return;
   }
-  // The launcher passes on what comes to the whole group, and decides which
-  // signal is the second one.
+  // The launcher forwards signals that were sent to the process group, and
+  // decides which signal is the second one.
   const bool counts =
       launcher == 0 || (info->si_code <= 0 && info->si_pid == launcher);
   const std::int64_t now = now_ns();

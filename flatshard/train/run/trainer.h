@@ -67,15 +67,15 @@ class Trainer {
 
   // -- trainer_setup.cpp: before the first step
 
-  /// Rank 0 takes the run's folder, without touching a file of it.
+  /// Rank 0 locks the run's folder, without touching a file of it.
   void lock_folder(int restart_count);
-  /// Builds everything that takes part in a step.
+  /// Builds everything that is used in a step.
   void build(std::vector<ValidationSet> validation_sets);
-  /// Returns the state at the begin of this attempt. On rank 0, after `build`.
+  /// Returns the state at the start of this attempt. On rank 0, after `build`.
   StartMetrics start_metrics() const;
   /// Loads the checkpoint to continue from, or the weights of model.init_from.
   void load_weights(bool resume);
-  /// Takes the weights of model.init_from, for parameters that no checkpoint
+  /// Loads the weights of model.init_from, for parameters that no checkpoint
   /// has.
   void take_weights();
 
@@ -84,14 +84,14 @@ class Trainer {
   /// Runs `work`; its exceptions are reported to the other ranks.
   void watched(const std::function<void()>& work);
   std::optional<Stop> train();
-  /// Unset when the gradient is not to be taken; see NonfiniteGuard.
+  /// Unset if the gradient is rejected; see NonfiniteGuard.
   std::optional<TrainedStep> train_step(std::int64_t step, bool logged);
   /// Rank 0 opens the run's files when all ranks have come so far, and no rank
   /// continues before. Collective; once.
   void open_output();
   /// Collective; blocks.
   void log_step(std::int64_t step, const TrainedStep& trained);
-  /// Returns the requests of signals, which rank 0 decides. Collective; blocks.
+  /// Returns the requests of signals, as rank 0 sees them. Collective; blocks.
   Requests take_requests(std::int64_t step);
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);

@@ -28,7 +28,7 @@
 namespace flatshard {
 namespace {
 
-// Longer than a rank takes to notice that its peers are gone.
+// Longer than the time until a rank notices that its peers are gone.
 constexpr std::chrono::seconds kRestartPatience(60);
 
 Config resolve_for_training(const Config& config, int world) {
@@ -283,7 +283,7 @@ StartMetrics Trainer::start_metrics() const {
 }
 
 void Trainer::load_weights(bool resume) {
-  // Checkpoints of adapters do not hold the weights that they belong to.
+  // Checkpoints of adapters do not contain the base model's weights.
   if (!start_.checkpoint || state_.lora) {
     take_weights();
   }

@@ -14,10 +14,10 @@ std::vector<std::string> step_kinds();
 
 /// Trains one of `step_kinds` for a step of AdamW, sharded over the mesh, on
 /// tokens that all ranks have alike.
-/// @return the loss of the first forward, the same on any number of ranks but
-///   for rounding.
-/// @throws Error when the loss is no number or the step does not lower it, and
-///   whatever the step throws. Collective.
+/// @return the loss of the first forward, the same on any number of ranks
+///   except for rounding.
+/// @throws Error if the loss is NaN or the step does not lower it, and whatever
+///   the step throws. Collective.
 double try_step(const std::shared_ptr<Mesh>& mesh, const std::string& kind);
 
 }  // namespace flatshard

@@ -9,9 +9,9 @@
 
 namespace flatshard {
 
-/// Returns the number of bytes that a rank holds at least at the end of a
-/// backward: its part of main weights, gradients and optimizer state. The
-/// config is resolved.
+/// Returns the minimum memory in bytes of a rank at the end of a backward: its
+/// part of main weights, gradients and optimizer state. The config is
+/// resolved.
 std::int64_t least_memory(
     const Config& config,
     const models::ModelConfig& model,

@@ -69,7 +69,7 @@ std::optional<nn::RopeType> rope_type_of(config::RopeScalingChoice choice) {
   }
 }
 
-// And max_seq_len, which grows with the factor.
+// Also sets max_seq_len, because it grows with the factor.
 void override_rope(models::ModelConfig& model, const config::Model& m) {
   override_with(model.rope_theta, m.rope_theta);
   override_with(model.local_rope_theta, m.local_rope_theta);

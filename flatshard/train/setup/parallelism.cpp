@@ -24,7 +24,7 @@ bool divides_experts(const config::Parallelism& p) {
   return p.expert_parallel_degree > 1;
 }
 
-// Along which the width of experts is cut.
+// Axes over which the width of experts is split.
 std::vector<std::string> width_axes(const config::Parallelism& p) {
   std::vector<std::string> axes;
   if (p.expert_tensor_parallel_degree > p.tensor_parallel_degree) {
@@ -124,7 +124,7 @@ CopyEngines copy_engines_of(
   if (config.cuda_graph.whole_step()) {
     return {};
   }
-  // Reductions alone gain nothing, so not where weights are not gathered.
+  // Only copied reductions gain nothing, so require all-gathers of weights.
   const Strategy strategy = Strategy::named(
       strategy_name(config),
       static_cast<int>(mesh_axes(config).size()));

@@ -25,10 +25,10 @@ namespace flatshard {
 /// 1 turns zero1, zero2 and zero3 into their HSDP forms.
 std::string strategy_name(const Config& config);
 
-/// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep} in
-/// place of the last; with tensor parallelism tp as the innermost. Where
-/// experts are cut, too, their width is cut over tp and an axis etp before it,
-/// which has the ranks that expert_tensor_parallel_degree has more. The config
+/// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep}
+/// in place of the last; with tensor parallelism tp as the innermost. If
+/// experts are split, too, their width is split over tp and an axis etp
+/// before it. etp has expert_tensor_parallel_degree / tp ranks. The config
 /// is resolved.
 std::vector<MeshAxis> mesh_axes(const Config& config);
 
@@ -43,8 +43,8 @@ std::shared_ptr<Mesh> make_mesh(
 
 /// Returns the config's choice, and for auto the one that was measured to be
 /// fastest (docs/performance.md).
-/// @param linked  returns whether NVLink joins all ranks; called for auto
-/// alone.
+/// @param linked  returns whether NVLink joins all ranks; only called for
+/// auto.
 CopyEngines copy_engines_of(
     const Config& config,
     const std::function<bool()>& linked);
@@ -70,8 +70,8 @@ std::shared_ptr<StreamExchange> make_exchange(
 /// Returns whether the ranks that share layers copy activations to each other.
 /// For auto it is the faster choice by measurements: copies of layers without
 /// FP8 weights, adapters and graphs (docs/guides/tensor_parallel.md).
-/// @param linked  returns whether NVLink joins these ranks; called for auto
-///   alone.
+/// @param linked  returns whether NVLink joins these ranks; only called for
+///   auto.
 bool copies_activations(
     const Config& config,
     const std::function<bool()>& linked);
@@ -83,7 +83,7 @@ std::int64_t tensor_window_nbytes(
     const models::ModelConfig& model);
 
 /// Returns the ranks that share this rank's layers, along the axis tp; null:
-/// each rank has whole layers. Collective.
+/// layers are not split. Collective.
 nn::TensorParallelPtr tensor_parallel_ranks(
     const Config& config,
     const models::ModelConfig& model,

@@ -16,8 +16,8 @@ namespace {
 constexpr const char* kHowToGetCuda = "build it with FLATSHARD_CUDA=on, or "
                                       "install a wheel with cu in its version";
 
-/// Returns whether the kernel has an NVIDIA GPU, which a build for CPUs cannot
-/// ask for.
+/// Returns whether the kernel has an NVIDIA GPU. Works in CPU builds, where
+/// torch cannot be asked.
 bool machine_has_gpu() {
   std::error_code error;
   for (const auto& entry : std::filesystem::directory_iterator("/dev", error)) {

@@ -14,9 +14,9 @@ namespace flatshard {
 /// device.
 at::Device choose_device(const std::string& name, const RankEnvironment& env);
 
-/// Peak of a rank's device in FLOP/s for the products of this run, for mfu;
-/// unset when it is not known.
-/// @param compute  the dtype of the products.
+/// Peak of a rank's device in FLOP/s for the matmuls of this run, for mfu;
+/// unset if it is unknown.
+/// @param compute  the dtype of the matmuls.
 std::optional<double> peak_flops(at::ScalarType compute, at::Device device);
 
 }  // namespace flatshard

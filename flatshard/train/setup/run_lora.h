@@ -31,18 +31,18 @@ struct RunLora {
   void begin_evaluation() const;
 };
 
-/// Returns the number of parameters that a run trains: the model's, or its
-/// adapters'.
+/// Returns the number of parameters that a run trains: all, or only the
+/// parameters of its adapters.
 std::int64_t num_trainable_parameters(
     const Config& config,
     const models::ModelConfig& model);
 
-/// Floating-point operations of the matrix products of a token: 6 for each
-/// parameter that is trained, 4 for each that is frozen.
+/// Floating-point operations of the matmuls per token: 6 for each trained
+/// parameter, 4 for each frozen parameter.
 double matmul_flops_per_token(
     const Config& config,
     const models::ModelConfig& model);
-/// models::flops_per_token of a run: those, and attention's.
+/// models::flops_per_token of a run: the same plus FLOPs of attention.
 double trained_flops_per_token(
     const Config& config,
     const models::ModelConfig& model);
@@ -61,10 +61,10 @@ RunLora add_adapters(
     const AdapterDropout& dropout,
     at::Device device);
 
-/// Returns the groups of a run with adapters that its checkpoints do not hold.
+/// Returns the groups of a run with adapters that are not in checkpoints.
 std::vector<ParamGroup*> frozen_groups(const Runtime& runtime);
 
-/// Gives back the memory of frozen groups except for FP8. Collective.
+/// Frees the memory of frozen groups except for FP8. Collective.
 void keep_float8_alone(const std::vector<ParamGroup*>& frozen);
 
 /// Starts from the adapter in `folder`, lora.init_from_adapter. Each rank reads
@@ -83,8 +83,8 @@ std::string peft_config_text(
     const std::string& base,
     const models::ModelConfig& model);
 
-/// Writes adapter_model.safetensors and adapter_config.json into `folder`,
-/// which exists. Collective: rank 0 writes.
+/// Writes adapter_model.safetensors and adapter_config.json into an existing
+/// `folder`. Collective: rank 0 writes.
 /// @param peft_config  see peft_config_text.
 void save_adapter(
     const std::string& peft_config,

@@ -14,7 +14,7 @@
 namespace flatshard {
 namespace {
 
-/// Keeps as many units gathered as parallelism.memory_budget has room for.
+/// Keeps as many units unsharded as parallelism.memory_budget has room for.
 /// Collective. @return how many.
 int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
   const std::int64_t mine = total_nbytes(memory_rows(state));

@@ -32,8 +32,8 @@ struct TrainState {
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 
-  /// Returns the groups that checkpoints hold: all groups, or with LoRA the
-  /// adapters' alone.
+  /// Returns the groups that checkpoints contain: all groups, or with LoRA only
+  /// the groups of adapters.
   std::vector<ParamGroup*> saved_groups() const {
     return lora ? runtime->groups() : runtime->all_groups();
   }
@@ -45,8 +45,8 @@ std::vector<MemoryRow> memory_rows(
     const TrainState& state,
     const std::optional<GraphStats>& graphs = {});
 
-/// Returns the bytes that parallelism.memory_budget leaves for more gathered
-/// units.
+/// Returns the bytes that parallelism.memory_budget leaves to keep more units
+/// unsharded.
 /// @param total  the largest memory table of a rank with no unit kept.
 /// @throws Error{config} when it is less than `total`.
 std::int64_t left_of_memory_budget(const Config& config, std::int64_t total);
@@ -54,8 +54,8 @@ std::int64_t left_of_memory_budget(const Config& config, std::int64_t total);
 /// Builds it from the config, with weights from the seed. Collective. The
 /// config is resolved.
 /// @param num_microbatches  of a step on each rank.
-/// @throws Error{config} naming the key, also when parallelism.memory_budget is
-/// less than what the run takes without it.
+/// @throws Error{config} naming the key, also if parallelism.memory_budget is
+/// less than the run needs without it.
 TrainState make_train_state(
     const Config& config,
     const models::ModelConfig& model,

@@ -8,15 +8,15 @@ namespace flatshard {
 
 /// Additions to conversations.
 struct ChatAdditions {
-  /// The text of a message in front of those that begin with no system message;
+  /// The text of a system message, prepended to conversations without one;
   /// empty: none.
   std::string system;
-  /// Variables of the chat template, below those of the row: JSON text of an
-  /// object; empty: none.
+  /// Variables of the chat template (a row's variables override them): JSON
+  /// text of an object; empty: none.
   std::string template_kwargs;
 };
 
-/// Returns a conversation that a user begins, as a JSON row of messages.
+/// Returns a conversation that a user starts, as a JSON row of messages.
 /// @throws Error{config} naming --chat-template-kwargs.
 std::string chat_row(const ChatAdditions& additions, const std::string& user);
 

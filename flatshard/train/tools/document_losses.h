@@ -27,7 +27,7 @@ struct DocumentLoss {
 /// Adds up the losses of tokens by the documents that they are of.
 class DocumentLosses {
  public:
-  /// @throws what Corpus::document_begins throws.
+  /// @throws what `Corpus::document_begins` throws.
   explicit DocumentLosses(std::shared_ptr<const data::Corpus> corpus);
 
   /// Adds a sequence. @param pieces   of the split that it consists of, see
@@ -41,11 +41,11 @@ class DocumentLosses {
   /// Python once for each four million tokens.
   void count_bytes(const data::TextCodec& codec);
 
-  /// Returns the documents that have a token whose loss is taken, in order.
+  /// Returns the documents with a token that contributes to the loss, in order.
   std::vector<DocumentLoss> documents() const;
 
  private:
-  /// Tokens [begin, end) of a document whose losses are taken.
+  /// Tokens `[begin, end)` of a document that contribute to the loss.
   struct Run {
     std::int64_t begin = 0;
     std::int64_t end = 0;

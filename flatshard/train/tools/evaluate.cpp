@@ -63,7 +63,7 @@ struct MeasuredBatch {
 /// Runs a stored model over the sequences of a set.
 class Measurement {
  public:
-  /// @param set  the caller's.
+  /// @param set  must outlive this object.
   Measurement(
       const data::PackingOptions& packing,
       const ValidationSet& set,

@@ -43,8 +43,8 @@ struct Evaluated {
   std::vector<DocumentLoss> documents;  ///< with per_document
 };
 
-/// Measures the loss of stored weights on a corpus. One process; the model is
-/// held whole.
+/// Measures the loss of stored weights on a dataset. One process; the model is
+/// not sharded.
 /// @throws Error{io, config, format} naming the option.
 Evaluated evaluate(const EvaluateOptions& options);
 

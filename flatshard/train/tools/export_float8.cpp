@@ -86,7 +86,7 @@ std::string Float8Export::with_quantization(
       {"quant_method", "fp8"},
       {"weight_block_size", {float8::kBlock, float8::kBlock}}};
   if (!kept_.empty()) {
-    // A list takes the place of transformers' own, which is the head.
+    // A list replaces the default of transformers, and that is the head.
     auto& names = quantization["modules_to_not_convert"];
     names = kept_;
     names.push_back("lm_head");

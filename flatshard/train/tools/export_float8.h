@@ -23,10 +23,10 @@ class Float8Export {
   /// @param choice  of the run: what it left in bfloat16 stays so.
   explicit Float8Export(Float8Choice choice) : choice_(std::move(choice)) {}
 
-  /// Adds a tensor to what the folder holds. Linear layers of blocks become
+  /// Adds a tensor to the tensors of the folder. Linear layers of blocks become
   /// FP8: matrices `model.layers.*_proj.weight`.
-  /// @param parameters  whose values the tensor holds; it stays bfloat16 where
-  ///   one of them does.
+  /// @param parameters  stored in the tensor; it stays bfloat16 if one of them
+  ///   does.
   void add(
       const SafetensorsSpec& tensor,
       const std::vector<std::string>& parameters,

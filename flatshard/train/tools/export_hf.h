@@ -12,8 +12,8 @@ struct ExportOptions {
   std::filesystem::path to;   ///< must not exist, or be an empty folder
   std::string dtype;          ///< torch's name; empty: as stored
   bool fp8 = false;           ///< linear layers by Float8Export
-  /// For a run with adapters: whole weights with the adapters added, instead of
-  /// the adapters in peft's format.
+  /// For a run with adapters: full weights with the adapters added, instead of
+  /// the adapters in PEFT format.
   bool merge = false;
   std::uint64_t max_file_nbytes = 5'000'000'000;
   int num_threads = 4;
@@ -22,8 +22,8 @@ struct ExportOptions {
 /// Writes the weights of a checkpoint as a Hugging Face folder: config.json,
 /// model.safetensors (or numbered files with their index), the tokenizer and
 /// generation_config.json (see export_tokenizer). For a run with adapters it is
-/// the folder of an adapter that peft loads, or with `merge` a model. The
-/// folder appears when it is whole. One tensor at a time is in memory.
+/// an adapter folder in PEFT format, or with `merge` a model. The folder
+/// appears once it is complete. One tensor at a time is in memory.
 /// @return what was written, for the user.
 /// @throws Error{io}, Error{format}, Error{config}.
 std::string export_hf(const ExportOptions& options);

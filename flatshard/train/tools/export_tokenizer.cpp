@@ -22,7 +22,7 @@ std::string text_of(const fs::path& path) {
   return std::string(file.text());
 }
 
-/// The corpus whose tokens the model was trained on.
+/// The dataset that the model was trained on.
 struct TrainedOn {
   fs::path folder;
   data::CorpusMeta meta;
@@ -69,7 +69,7 @@ models::SpecialTokens write_of_corpus(
     const models::ModelConfig& model,
     const fs::path& to) {
   const data::CorpusMeta& meta = corpus.meta;
-  // A document begins after the end of the one before it.
+  // A document starts after the end of the one before it.
   const std::int64_t first =
       meta.begin_of_document.value_or(meta.end_of_document);
   if (meta.tokenizer != "bytes") {

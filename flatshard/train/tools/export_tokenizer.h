@@ -7,13 +7,13 @@
 
 namespace flatshard {
 
-/// Writes the files that AutoTokenizer and `generate` want next to a run's
-/// weights: the tokenizer's files and generation_config.json.
+/// Writes the files that AutoTokenizer and `generate` require next to the
+/// weights of a run: the tokenizer's files and generation_config.json.
 ///
-/// They come from model.init_from, chat template included, when it has the
-/// tokenizer that the corpus was made with. Otherwise they are the corpus' own,
-/// and for byte tokens an equal tokenizer.json. Warns when there is neither, or
-/// when the two differ.
+/// They come from model.init_from, chat template included, if its tokenizer is
+/// the tokenizer of the dataset. Otherwise they come from the dataset, and for
+/// byte tokens an equal tokenizer.json is written. Warns if there is neither,
+/// or if the two differ.
 /// @return the token ids for config.json; none without a tokenizer.
 /// @throws Error{io}, Error{format} naming the file.
 models::SpecialTokens export_tokenizer(

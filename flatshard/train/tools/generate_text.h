@@ -24,15 +24,15 @@ struct GenerateOptions {
   /// The dtype of weights and of kept keys and values: auto is the run's
   /// precision.compute, and float32 for a Hugging Face folder.
   std::string dtype = "auto";
-  /// The corpus whose tokenizer is used; empty: the run's data.train, or the
-  /// Hugging Face folder's own.
+  /// The dataset whose tokenizer is used; empty: the run's data.train, or the
+  /// tokenizer of the Hugging Face folder.
   std::string corpus;
   std::string python;  ///< for a tokenizer.json; see data::find_python
   /// Control tokens that the prompt spells out become these tokens.
   bool parse_special = false;
-  /// Prompts are conversations, JSON rows as chat_rows.h makes them. They go
-  /// through the tokenizer's own chat template, and the assistant's answers
-  /// alone are returned. An answer ends at the token that ends it in the
+  /// Prompts are conversations, JSON rows as chat_rows.h makes them. They are
+  /// rendered by the tokenizer's chat template, and only the assistant's
+  /// answers are returned. An answer ends at the token that ends it in the
   /// template, too.
   bool chat = false;
 };
@@ -42,7 +42,7 @@ struct GenerateOptions {
 std::string generate_text(const GenerateOptions& options);
 
 /// The same for several prompts in place of `options.prompt`, `batch_size` at a
-/// time. Each draws from the seed anew.
+/// time. The seed is applied to each prompt independently.
 /// @param got  receives each prompt with what follows, in their order.
 void generate_texts(
     const GenerateOptions& options,

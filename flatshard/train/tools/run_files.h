@@ -49,7 +49,7 @@ struct RunFiles {
   /// checkpoint.folder, below run.output_dir unless it is absolute.
   std::filesystem::path checkpoints;
   bool owns_checkpoints = true;  ///< they are below run.output_dir
-  /// Everything below run.output_dir except run.lock. Those of `start` are
+  /// Everything below run.output_dir except run.lock, with files of `start`
   /// first. Folders elsewhere are left out.
   std::vector<RunFile> files;
 };

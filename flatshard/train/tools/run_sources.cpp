@@ -46,7 +46,7 @@ void save_init_from(const fs::path& from, const fs::path& to) {
   }
 }
 
-/// Makes `to` anew with `save`; what cannot be read leaves it as it was.
+/// Writes `to` again with `save`; on a read error it stays unchanged.
 void replace(
     const fs::path& to,
     const std::function<void(const fs::path&)>& save) {

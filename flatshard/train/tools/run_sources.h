@@ -10,8 +10,8 @@
 //   sources/config.json   model.hf_config
 //   sources/init_from/    config.json, generation_config.json and the tokenizer
 //                         of model.init_from
-//   sources/corpus/       meta.json and the tokenizer of data.train's first
-//                         corpus, without its tokens
+//   sources/corpus/       meta.json and the tokenizer of the first dataset of
+//                         data.train, without its tokens
 namespace flatshard {
 
 /// Their folder below run.output_dir.
@@ -30,8 +30,8 @@ void save_run_sources(
     const std::filesystem::path& output_dir,
     const RunSources& sources);
 
-/// Returns a stored run's config with its own copies in place of its former
-/// paths. data.train is then the one corpus whose tokenizer the run has.
+/// Returns a stored run's config with paths to the run's own copies. data.train
+/// is then only the dataset that provides the run's tokenizer.
 /// @param inside  the run's folder, or one below it, such as a checkpoint.
 Config with_own_sources(Config config, const std::filesystem::path& inside);
 

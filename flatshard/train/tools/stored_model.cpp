@@ -306,7 +306,7 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
       is_run ? run_weights(load_config(path / kRunConfig)) : kRunWeights;
   const fs::path weights = path / file;
   // A run that resumed from its end and was interrupted still has the weights
-  // of that end. Never by a file's time, which changes when it is copied.
+  // of that end. Does not use a file's time, because copying changes it.
   if (is_run && step < 0 && fs::exists(weights, error) &&
       (!latest || metrics_say_ended(
                       path / kRunMetrics,
@@ -345,7 +345,7 @@ std::unique_ptr<data::TextCodec> open_hf_codec(
           path.string())) {
     return data::TextCodec::bytes();
   }
-  // generate() of transformers goes by generation_config.json when there is
+  // generate() of transformers uses generation_config.json if there is
   // one.
   auto tokens = models::special_tokens_from_hf_json(folder / kHfConfig);
   std::error_code error;

@@ -38,18 +38,18 @@ std::filesystem::path find_checkpoint(
     std::int64_t step = -1);
 
 /// Returns the config that a training run left in its checkpoint.
-/// @throws Error{format} when it is another one's.
+/// @throws Error{format} if it is not a checkpoint of a training run.
 Config checkpoint_config(
     const std::filesystem::path& folder,
     const Manifest& manifest);
 
-/// Returns the corpus folder whose tokenizer the run's tokens are of: the first
-/// of data.train; empty when all are random tokens.
+/// Returns the dataset folder with the tokenizer of the run: the first of
+/// data.train; empty if all are random tokens.
 std::string tokenizer_corpus(const std::vector<data::SourceChoice>& train);
 
-/// Returns a weight or buffer of a checkpoint as it is stored, whole, checked
-/// by its digests.
-/// @param name  the parameter's name, or the buffer's.
+/// Returns a weight or buffer of a checkpoint as it is stored, unsharded,
+/// checked by its digests.
+/// @param name  the name of the parameter or buffer.
 at::Tensor read_weight(
     const std::filesystem::path& folder,
     const Manifest& manifest,
@@ -82,11 +82,11 @@ struct StoredModel {
 /// @throws Error{io} naming --run and what it may be.
 StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
 
-/// Returns the model with its weights on a device, whole.
+/// Returns the model with its unsharded weights on a device.
 models::Llama load_model(const StoredModel& stored, at::Device device);
 
-/// Returns the tokenizer of a Hugging Face folder, which begins texts as
-/// AutoTokenizer does. @throws Error{config} when it has no tokenizer.json.
+/// Returns the tokenizer of a Hugging Face folder. It starts texts as
+/// AutoTokenizer does. @throws Error{config} if it has no tokenizer.json.
 std::unique_ptr<data::TextCodec> open_hf_codec(
     const std::filesystem::path& folder,
     const data::CodecOptions& options);
