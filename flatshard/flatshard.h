@@ -19,7 +19,7 @@
 #include "flatshard/launch/local_ranks.h"
 #include "flatshard/mesh/mesh.h"
 
-// FP8 tensors and their products.
+// FP8 tensors and their matmuls.
 #include "flatshard/float8/matmul.h"
 #include "flatshard/float8/quantize.h"
 

@@ -22,22 +22,22 @@ struct UnitCall {
   std::int64_t generation = 0;
   /// Position among all forwards, in the order of their ends.
   std::int64_t end = -1;
-  /// Nodes that made its outputs: its backward begins before theirs.
+  /// Nodes that made its outputs: its backward starts before they run.
   std::vector<WeakNodePtr> output_nodes;
-  /// Inputs whose gradient a hook announces, and whether some wanted input
+  /// Inputs whose gradient a hook announces, and whether some needed input
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
   bool has_unwatched_input = false;
-  /// The leaves of a recompute, which exist no longer than it.
+  /// The leaves of a recompute. They exist no longer than it.
   std::vector<const c10::TensorImpl*> leaf_inputs;
-  /// Per graph task in which this call's backward began: inputs still to come.
+  /// Per graph task in which this call's backward started: inputs to come.
   std::map<TaskId, int> inputs_left;
 };
 
 /// A backward that runs, from its first event on.
 ///
-/// Calls begin their backward in the reverse order of their forwards' ends: a
-/// call begins together with all later ones that did not begin yet. The engine
+/// Calls start their backward in the reverse order of their forwards' ends: a
+/// call starts together with all later ones that have not started. The engine
 /// keeps to that order (it runs the youngest node that is ready), except for a
 /// unit that returns its own input: the gradient of that tensor may be complete
 /// much later. Whether a unit does so may depend on the rank, while the order
@@ -47,13 +47,13 @@ struct BackwardTask {
   std::vector<std::shared_ptr<UnitCall>> to_begin;  ///< the next one last
 };
 
-/// A tensor that units take or give, with one hook for all of them.
+/// A tensor that is an input or output of units, with one hook for all of them.
 ///
-/// When its gradient is complete, what happened to it in forward is undone
-/// backwards: a call that took it is over, and then the call that gave it
-/// begins. A unit that returns its own input did both, and an enclosing unit
-/// may give the very tensor that its last child gave. So the order of hooks
-/// would not do.
+/// When its gradient is complete, the forward's uses of the tensor are undone
+/// in reverse: a call that read it has ended, and then the call that returned
+/// it starts. A unit that returns its own input did both, and an enclosing unit
+/// may return the same tensor as its last child. So the order of hooks would
+/// not do.
 struct WatchedTensor {
   struct Use {
     std::shared_ptr<UnitCall> call;

@@ -25,11 +25,11 @@ struct ParameterRef {
 
 /// The owner of an AutogradEvents: the Runtime.
 ///
-/// The owner has the lock, AutogradEvents has none. Autograd's hooks come on
+/// The owner has the lock, AutogradEvents has none. Autograd's hooks run on
 /// threads of the engine and call the first three functions without it. Each of
-/// these takes the lock and calls the function of AutogradEvents that it names.
-/// All others are called by AutogradEvents, under the lock that its caller
-/// holds. Exceptions from them end the forward or backward that runs.
+/// these locks it and calls the function of AutogradEvents that it names.
+/// AutogradEvents calls all others under the lock of its caller. Exceptions
+/// from them end the forward or backward that runs.
 class AutogradListener {
  public:
   virtual ~AutogradListener() = default;
@@ -43,14 +43,14 @@ class AutogradListener {
 
   /// Passes an event to the Scheduler.
   virtual void feed(const ScheduleEvent& event) = 0;
-  /// A forward begins and nothing is known of it yet. May call
+  /// A forward starts and nothing is known of it yet. May call
   /// AutogradEvents::reset, if it is an outermost one.
   /// @param outermost  no other forward is open, and no backward runs.
   virtual void forward_begins(UnitId unit, bool outermost) = 0;
   /// A backward's first event came and nothing is known of it yet. May call
   /// AutogradEvents::reset.
   virtual void task_begins() = 0;
-  /// The backward of a call begins.
+  /// The backward of a call starts.
   virtual void backward_begins(UnitId unit, CallId call) = 0;
 };
 
@@ -65,15 +65,15 @@ class AutogradEvents {
 
   /// @param units, listener  outlive this.
   AutogradEvents(const Units& units, AutogradListener& listener);
-  /// Takes the hooks off the accumulators. The hooks of tensors do nothing any
-  /// more once the `hooks` of install_hooks are gone.
+  /// Removes the hooks from the accumulators. The hooks of tensors do nothing
+  /// any more once the `hooks` of install_hooks are gone.
   ~AutogradEvents();
   AutogradEvents(const AutogradEvents&) = delete;
   AutogradEvents& operator=(const AutogradEvents&) = delete;
 
   /// Watches the accumulators of all trained parameters. Once.
-  /// @param hooks  the listener, as hooks hold it.
-  /// @throws Error{usage} for a parameter that is no leaf.
+  /// @param hooks  the listener; hooks have this weak pointer.
+  /// @throws Error{usage} for a parameter that is not a leaf.
   void install_hooks(std::weak_ptr<AutogradListener> hooks);
 
   /// While it exists, parameters have accumulators that belong to the current
@@ -100,20 +100,20 @@ class AutogradEvents {
       bool runs_later = false);
   /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
-  /// A backward may begin with the gradients of these `tensors`, which the open
-  /// forward of `unit` made, and not with its outputs' gradients.
+  /// A backward may start with the gradients of these `tensors` of the open
+  /// forward of `unit`, and not with the gradients of its outputs.
   void watch_inner(UnitId unit, const nn::TensorList& tensors);
   /// The calls of `unit` computed with the weights that it has now.
   void stamp(UnitId unit);
 
   // Backwards ----------------------------------------------------------------
 
-  /// Reports that the running backward begins, if this is its first event.
+  /// Reports that the running backward starts, if this is its first event.
   /// @param arrived  the parameter whose gradient is that event, or null.
   /// @param first  the tensor whose gradient is that event, or null. The engine
-  ///   does not count the node that a backward begins with among its own.
+  ///   does not count the first node of a backward among its own.
   /// @return  the graph task.
-  /// @throws Error{usage} when a parameter got a gradient outside of backwards.
+  /// @throws Error{usage} when a parameter got a gradient outside a backward.
   TaskId enter_task(
       const UnitParameter* arrived = nullptr,
       const WatchedTensor* first = nullptr);
@@ -125,39 +125,39 @@ class AutogradEvents {
   /// A layer is to write the gradient of `parameter`.
   /// @return  the parameter; null: not one of the units', frozen, or not asked
   ///   for by the backward that runs.
-  /// @throws Error{usage} outside of a backward.
+  /// @throws Error{usage} outside a backward.
   const ParameterRef* wgrad_begins(const at::Tensor& parameter);
   /// Ends a graph task.
-  /// @return  whether the outermost backward is over. False also for one that a
-  ///   reset dropped.
+  /// @return  whether the outermost backward has ended. False also for one that
+  ///   a reset dropped.
   bool task_end(TaskId task);
 
-  /// Handles units whose caller reports their begins and ends.
+  /// Handles units whose caller reports their starts and ends.
   class Passes {
    public:
     explicit Passes(AutogradEvents& events) : events_(events) {}
     Passes(const Passes&) = delete;
     Passes& operator=(const Passes&) = delete;
 
-    /// Begins the forward of a unit, of which no tensor is watched.
+    /// Starts the forward of a unit without watched tensors.
     std::shared_ptr<UnitCall> begin_call(UnitId unit);
     /// @param more_follow  see ScheduleEvent::more_follow
     void end_call(UnitCall& call, bool more_follow);
     /// From here to its task_end all runs of the engine are one backward.
-    /// @param units  each begins its backward in it once.
+    /// @param units  each starts its backward in it once.
     /// @param alive  expires without a task_end when something threw.
     TaskId open(
         const std::vector<UnitId>& units,
         bool interleaved,
         std::weak_ptr<void> alive);
     void begin_backward(UnitCall& call);
-    /// Takes an event of a call inside the open pass: recompute_begin,
+    /// Handles an event of a call inside the open pass: recompute_begin,
     /// recompute_end, inputs_done.
     void event(EventKind kind, const UnitCall& call);
     /// A layer keeps the gradient of `parameter` for later.
     void put_off(ParameterRef parameter);
     void late_wgrad_done(ParameterRef parameter);
-    /// Forgets forwards and backwards of passes, which are not to be ended.
+    /// Forgets forwards and backwards of passes that will not be ended.
     void give_up();
 
    private:
@@ -178,7 +178,7 @@ class AutogradEvents {
 
   /// Returns whether the calling thread is in a backward.
   static bool in_backward();
-  /// Returns whether a forward is open that is no recompute.
+  /// Returns whether a forward is open that is not a recompute.
   bool in_forward() const;
   /// Returns whether a forward or a recompute is open, of any unit or of
   /// `unit`.
@@ -194,8 +194,8 @@ class AutogradEvents {
   const ParameterRef* find(const at::Tensor& tensor) const;
 
  private:
-  /// Held: autograd keeps it weakly, and without it no hook fires. Null:
-  /// frozen.
+  /// An owning pointer: autograd has a weak one, and without it no hook fires.
+  /// Null: frozen.
   struct Accumulator {
     NodePtr node;
     std::uintptr_t hook_id = 0;

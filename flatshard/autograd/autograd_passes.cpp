@@ -1,4 +1,4 @@
-// Passes: the caller reports the begins and ends of units, in place of hooks.
+// Passes: the caller reports the starts and ends of units, in place of hooks.
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
 
@@ -25,7 +25,7 @@ void AutogradEvents::Passes::end_call(UnitCall& call, bool more_follow) {
   const auto found = std::ranges::find(open, &call, [](const auto& other) {
     return other.get();
   });
-  // Another microbatch's forward of the unit may have begun since.
+  // Another microbatch's forward of the unit may have started since.
   const bool is_innermost =
       found != open.end() && std::all_of(found, open.end(), [&](auto& other) {
         return other->unit == call.unit;

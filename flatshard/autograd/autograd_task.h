@@ -12,7 +12,7 @@ namespace flatshard {
 /// engine (torch/csrc/autograd/engine.cpp, graph_task.h).
 namespace autograd_task {
 
-/// Id of the graph task that runs on this thread, -1 outside of any backward.
+/// Id of the graph task that runs on this thread, -1 outside any backward.
 std::int64_t current_id();
 
 /// Returns whether the running graph task will run `node`. Known exactly at the

@@ -17,7 +17,7 @@ namespace flatshard {
 /// One flat tensor with a layout, a dtype, a device and placements: this rank's
 /// part of a group of tensors on a mesh.
 ///
-/// The local tensor is 1-D. Without sharded axes it is the whole flat space in
+/// The local tensor is 1-D. Without sharded axes it is the full flat space in
 /// its order. Else it is, for each segment of the layout, the rank's part of
 /// that segment, one after the other.
 ///
@@ -34,7 +34,7 @@ class FlatBuffer {
       Placements placements,
       at::ScalarType dtype);
 
-  /// Takes memory that exists, such as a slot of an arena.
+  /// Wraps memory that exists, such as a slot of an arena.
   /// @param local  [local_numel] contiguous. On another device than the mesh's
   ///   only transitions without communication work.
   static FlatBuffer wrap(
@@ -57,11 +57,11 @@ class FlatBuffer {
   std::int64_t nbytes() const {
     return defined() ? static_cast<std::int64_t>(local_.nbytes()) : 0;
   }
-  /// Returns which parts of the flat space this rank holds, one range per
+  /// Returns which parts of the flat space this rank stores, one range per
   /// segment.
   const std::vector<LocalRange>& local_ranges() const { return ranges_; }
 
-  /// Returns the number of elements that one rank holds with these placements.
+  /// Returns the number of elements per rank with these placements.
   static std::int64_t local_numel(
       const FlatLayout& layout,
       const Mesh& mesh,
@@ -69,8 +69,8 @@ class FlatBuffer {
 
   /// Returns this rank's part of tensor `i`, as runs of the local tensor.
   std::vector<Piece> local_pieces(std::int64_t i) const;
-  /// Tensor `i` with its shape: a view, for buffers that hold everything
-  /// (no axis larger than 1 is sharded).
+  /// Tensor `i` with its shape: a view, for buffers with all elements (no axis
+  /// larger than 1 is sharded).
   at::Tensor view(std::int64_t i) const;
 
   /// This buffer with other placements. Runs its collectives at once in the
@@ -90,8 +90,8 @@ class FlatBuffer {
   /// | same      | same      | itself, or a copy into `out`                 |
   ///
   /// The source keeps its values unless `out` shares its memory. One step, or a
-  /// reduce-scatter followed by an all-reduce, takes no temporary memory (the
-  /// Gloo backend's own staging aside). Other chains do between steps.
+  /// reduce-scatter followed by an all-reduce, allocates no temporary memory
+  /// (the Gloo backend's own staging aside). Other chains do between steps.
   ///
   /// @param purpose  whose communicators carry it.
   /// @param out  null: allocates. Else same mesh, layout, dtype, device and the

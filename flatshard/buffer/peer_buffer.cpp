@@ -35,7 +35,7 @@ PeerBuffer::PeerBuffer(
       mesh,
       std::move(placements));
 
-  // Each rank begins with the next rank, so that no two ranks read from the
+  // Each rank starts with the next rank, so that no two ranks read from the
   // same one.
   for (int i = 1; i <= memory_->size(); ++i) {
     const int rank = (memory_->rank() + i) % memory_->size();
@@ -46,7 +46,7 @@ PeerBuffer::PeerBuffer(
       if (range.numel == 0) {
         continue;
       }
-      // All parts of a segment have the size of this rank's.
+      // All parts of a segment have the same size as this rank's part.
       const std::int64_t segment = range.offset - memory_->rank() * range.numel;
       parts_.push_back(
           {.segment = static_cast<std::int64_t>(s),

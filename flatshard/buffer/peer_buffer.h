@@ -10,8 +10,8 @@
 
 namespace flatshard {
 
-/// A sharded FlatBuffer whose local part the other ranks of its gather can
-/// read: each rank copies the whole together on its own, where
+/// A sharded FlatBuffer with a local part that the other ranks of its
+/// all-gather can read: each rank copies all parts together on its own, where
 /// FlatBuffer::redistribute runs an all-gather. The bytes are the same.
 class PeerBuffer {
  public:
@@ -26,22 +26,22 @@ class PeerBuffer {
       at::ScalarType dtype);
 
   const FlatBuffer& local() const { return local_; }
-  /// Fences through the communicators of `mesh` from now on, which has the axes
-  /// of the one before.
+  /// Fences through the communicators of `mesh` from now on. It has the axes of
+  /// the one before.
   void use_mesh(Mesh& mesh);
 
   /// Later copies of every rank see what every rank wrote before its own call.
   /// Collective; inside Stream::submit.
   void fence() const { group_->fence(); }
-  /// Later writes of every rank come after the copies that each rank's stream
+  /// Later writes of every rank happen after the copies that each rank's stream
   /// had before its own call. Collective; inside Stream::submit, and on any
-  /// stream: it is no collective of the group that gathers.
+  /// stream: it is not a collective of the group that all-gathers.
   void fence_writes() const { writes_->fence(); }
   /// Copies all ranks' parts. Inside Stream::submit; not a collective.
   /// @param out  [layout.numel()] of the buffer's dtype; overwritten.
   void copy_whole(const at::Tensor& out) const;
-  /// The same of some neighbouring segments of the layout.
-  /// @param out  theirs, one after the other; overwritten.
+  /// The same for some adjacent segments of the layout.
+  /// @param out  their data, one after the other; overwritten.
   void copy_segments(
       std::int64_t first,
       std::int64_t count,

@@ -61,8 +61,8 @@ std::shared_ptr<Mesh> with_peer_memory(
     std::span<const PeerUse> uses,
     PeerMeshOptions options) {
   options.stream.high_priority = true;
-  // The memory for the reductions of each group, by axes of `mesh`. A gather's
-  // fences are in both.
+  // The memory for the reductions of each group, by axes of `mesh`. The fences
+  // of an all-gather are in both.
   std::map<std::pair<std::vector<int>, Purpose>, std::int64_t> groups;
   const auto axes_in_mesh = [&](const Mesh& of, const std::vector<int>& axes) {
     std::vector<int> found;

@@ -18,9 +18,9 @@ struct PeerUse {
 };
 
 struct PeerMeshOptions {
-  /// Weights are gathered through PeerBuffers, which fence.
+  /// Weights are all-gathered through PeerBuffers, and these fence.
   bool gathers = false;
-  /// Gradients are reduce-scattered by copies through about so many bytes on
+  /// Gradients are reduce-scattered by copies through about this many bytes on
   /// each rank, for each group of ranks that reduce-scatters; 0: they are not.
   std::int64_t reductions_nbytes = 0;
   StreamOptions stream;
@@ -30,9 +30,9 @@ struct PeerMeshOptions {
 /// or by way of the inner axes.
 std::vector<std::vector<int>> scattered_axes(const Strategy& strategy);
 
-/// `mesh`, where what these strategies gather and reduce goes through memory
-/// that the ranks share: make_peer_communicator for each group that does.
-/// `mesh` itself and its users stay as they are. Collective.
+/// `mesh` with the all-gathers and reductions of these strategies through
+/// memory that the ranks share: make_peer_communicator for each such group.
+/// `mesh` itself and its users are unchanged. Collective.
 /// @throws Error{config, memory} as PeerMemory::create.
 std::shared_ptr<Mesh> with_peer_memory(
     std::shared_ptr<Mesh> mesh,

@@ -33,8 +33,8 @@ std::vector<at::Tensor> parts(
   return result;
 }
 
-// Returns the parts of `whole`, one of each segment, that a rank with the
-// ranges `inner` holds.
+// Returns the parts of `whole`, one of each segment, for a rank with the ranges
+// `inner`.
 std::vector<at::Tensor> matching_parts(
     const at::Tensor& whole,
     const std::vector<LocalRange>& outer,

@@ -18,7 +18,7 @@ namespace flatshard {
 ///
 /// FlatBuffer::redistribute plans and checks for each call. A training step
 /// repeats the same redistribution for every unit. It is planned when the unit
-/// first needs it, which leaves the host the collectives alone.
+/// first needs it, so later the host only launches the collectives.
 class Redistribution {
  public:
   /// Makes the communicators that it needs and the mesh has not, so: same order
@@ -32,15 +32,15 @@ class Redistribution {
       const Placements& to,
       Purpose purpose);
 
-  /// Returns the number of elements that this rank holds before and after.
+  /// Returns this rank's number of elements before and after.
   std::int64_t from_numel() const { return from_.numel; }
   std::int64_t to_numel() const { return last().numel; }
   /// Otherwise the values stay where they are, or are a slice of them.
   bool communicates() const;
   /// Adds those that carry it to `groups`.
   void add_groups(std::vector<Communicator*>& groups) const;
-  /// Returns whether every rank would have with itself alone what it has
-  /// already.
+  /// Returns whether every rank would only communicate with itself and keep all
+  /// that it has.
   bool is_identity() const;
 
   /// Runs the collectives at once in the calling context, so call it inside
@@ -56,7 +56,7 @@ class Redistribution {
   at::Tensor run(const at::Tensor& in) const;
 
  private:
-  /// The part of a tensor that a rank holds under some placements.
+  /// A rank's part of a tensor under some placements.
   struct LocalPart {
     std::int64_t numel = 0;
     std::vector<LocalRange> ranges;  ///< one per segment

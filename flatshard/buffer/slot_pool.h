@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-/// Memory that one use holds for a while. Move it back with
+/// Memory that belongs to one use for a while. Move it back with
 /// SlotPool::release.
 struct Slot {
   void* data = nullptr;
@@ -21,9 +21,9 @@ struct Slot {
   bool held() const { return data != nullptr; }
 };
 
-/// Gives out ranges of one arena whose offsets were planned, so that the same
-/// use has the same address in every step. A use outside of the plan, or whose
-/// range is taken, gets a separate buffer and never a wrong slot.
+/// Allocates ranges of one arena at planned offsets, so that the same use has
+/// the same address in every step. A use outside the plan, or with a range in
+/// use, gets a separate buffer and never a wrong slot.
 ///
 /// Streams: a range is reused without blocking the host. `acquire` makes the
 /// stream that fills the slot wait for the last use of whatever lay there.
@@ -31,7 +31,7 @@ class SlotPool {
  public:
   explicit SlotPool(at::Device device) : device_(device) {}
 
-  /// Allocates the arena. Only while nothing is held.
+  /// Allocates the arena. Only while no slot is in use.
   void set_arena(std::int64_t nbytes);
 
   /// @param offset  planned, or -1.
@@ -48,16 +48,16 @@ class SlotPool {
   release(Slot& slot, Event last_use, const std::shared_ptr<Stream>& filler);
 
   /// Forgets the uses that a next tenant of each range has to wait for. Only
-  /// while the device is idle; needed after an error, which those events would
-  /// repeat.
+  /// while the device is idle; needed after an error, because those events
+  /// would repeat it.
   void forget_uses();
 
   std::int64_t arena_nbytes() const {
     return arena_.defined() ? arena_.numel() : 0;
   }
-  /// Returns the bytes of held slots outside the arena.
+  /// Returns the bytes of slots in use outside the arena.
   std::int64_t dynamic_nbytes() const { return dynamic_nbytes_; }
-  /// Returns the most bytes that were ever held at once.
+  /// Returns the peak number of bytes in use.
   std::int64_t peak_held_nbytes() const { return peak_held_nbytes_; }
   int num_held() const { return num_held_; }
   /// Returns how many slots had to be allocated outside the arena so far.

@@ -116,8 +116,8 @@ std::vector<TransitionStep> plan_transition(
     step.after = now;
   };
 
-  // Reductions and local cuts take shards from the innermost axis outwards.
-  // Both sharded lists are suffixes, so a gather never occurs together with
+  // Reductions and local slices shard from the innermost axis outwards. Both
+  // sharded lists are suffixes, so an all-gather never occurs together with
   // them.
   for (int axis = num_axes; axis-- > 0;) {
     const auto kind = change_of_axis(from, to, axis);

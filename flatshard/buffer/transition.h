@@ -27,7 +27,7 @@ struct TransitionStep {
 std::string to_string(TransitionStep::Kind kind);
 /// Returns whether ranks exchange data; else the step is local.
 bool communicates(TransitionStep::Kind kind);
-/// Returns whether a rank holds as many elements after the step as before.
+/// Returns whether a rank has as many elements after the step as before.
 bool keeps_size(TransitionStep::Kind kind);
 
 /// Returns the steps from one list of placements to another, in the order in
@@ -43,7 +43,7 @@ bool keeps_size(TransitionStep::Kind kind);
 /// | Partial(sum) | all-reduce | reduce-scatter | refused      | -            |
 ///
 /// Axes become sharded from the innermost outwards, then partial axes are
-/// reduced (on the small shard), then axes are gathered.
+/// reduced (on the small shard), then axes are all-gathered.
 ///
 /// @throws Error{usage} with both lists when the lengths differ, a pair is
 ///   refused, or the sharded axes of a list are not its innermost ones.

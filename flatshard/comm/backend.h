@@ -16,8 +16,8 @@ BackendHandle make_gloo_backend(
     int rank,
     int size,
     const CommunicatorOptions& options);
-/// Held while a Gloo collective is launched, not while it is waited for. There
-/// is one for the process, since different threads launch gathers and
+/// Locked while a Gloo collective is launched, not while it is waited for.
+/// There is one for the process, since different threads launch all-gathers and
 /// reductions. c10d's own flight recorder keeps a map of all groups and inserts
 /// into it without a lock (FlightRecorder::record, torch 2.11).
 std::mutex& gloo_launch_mutex();
@@ -44,7 +44,7 @@ void cuda_sum_rows(
     const at::Tensor& own,
     double scale);
 
-/// Returns whether cuda_add_scaled takes these; see sum_rows.h.
+/// Returns whether cuda_add_scaled supports these; see sum_rows.h.
 bool cuda_adds(const at::Tensor& into, const at::Tensor& from);
 void cuda_add_scaled(
     const at::Tensor& into,

@@ -40,7 +40,7 @@ class CollectiveObserver {
   virtual Ticket begin(int track, CollectiveSignature signature) = 0;
   /// It is on the current CUDA stream.
   virtual void launched(Ticket ticket) = 0;
-  /// It is over: the call blocked the host.
+  /// It has finished: the call blocked the host.
   virtual void completed(Ticket ticket) = 0;
   /// Throws when what the device computed cannot be trusted any more.
   virtual void check() const = 0;
@@ -48,7 +48,7 @@ class CollectiveObserver {
   /// A collective threw `error`: what to throw for it, with its context.
   virtual Error explain(const Error& error) = 0;
   /// Returns the error for ranks of a group that compared their next
-  /// collectives and differ by `text`, which all of them throw.
+  /// collectives and differ by `text`. All of them throw it.
   virtual Error explain_difference(
       const std::string& text,
       const Communicator& communicator,

@@ -10,7 +10,7 @@ namespace flatshard {
 class CollectiveScope {
  public:
   CollectiveScope(std::int64_t step, std::string_view unit);
-  /// The step is the observer's.
+  /// The observer sets the step.
   explicit CollectiveScope(std::string_view unit) : CollectiveScope(-1, unit) {}
   ~CollectiveScope();
   CollectiveScope(const CollectiveScope&) = delete;

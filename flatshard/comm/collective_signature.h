@@ -21,7 +21,7 @@ struct CollectiveSignature {
   at::ScalarType dtype = at::ScalarType::Undefined;
   /// The ReduceOp of a reduction, the root of a broadcast, else 0.
   int detail = 0;
-  /// Its purpose, e.g. "layers.7"; empty when nobody set one.
+  /// Its purpose, e.g. "layers.7"; empty if none was set.
   std::string unit;
 
   bool operator==(const CollectiveSignature&) const = default;
@@ -47,7 +47,7 @@ std::string describe(const CollectiveSignature& signature);
 std::string place_of(std::int64_t step, const CollectiveSignature& signature);
 
 /// Returns the difference of ranks that issue different collectives at the same
-/// place, `at`, for instance "dp.gather #12". Empty when they agree.
+/// place, `at`, for instance `dp.gather #12`. Empty when they agree.
 std::optional<std::string> find_difference(
     const std::string& at,
     std::span<const IssuedCollective> issued);

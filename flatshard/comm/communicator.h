@@ -16,8 +16,8 @@
 
 namespace flatshard {
 
-/// Rows [begin, begin + rows) of a tensor, along dimension 0, that go to a rank
-/// of the group or come from it.
+/// Rows [`begin`, `begin + rows`) of a tensor, along dimension 0, that are sent
+/// to a rank of the group or received from it.
 struct RowsOfPeer {
   int peer = 0;
   std::int64_t begin = 0;
@@ -30,7 +30,7 @@ struct RowsOfPeer {
 /// Tensors are contiguous and on `device()`. Calls belong inside
 /// `queue_collectives`: NCCL queues on the current CUDA stream and does not
 /// block the host. Gloo blocks the calling thread until the data has arrived. A
-/// call outside of a stream comes after all that was queued before it.
+/// call outside a stream runs after all that was queued before it.
 ///
 /// A reduction gives all ranks bitwise identical results. Gloo sums in rank
 /// order, reduced float types in float32 with one rounding at the end. `avg`
@@ -51,7 +51,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// rank).
   const std::shared_ptr<LaunchOrder>& launch_order() const { return order_; }
 
-  /// Gathers every rank's `in` into `out` in rank order.
+  /// All-gathers every rank's `in` into `out` in rank order.
   ///
   /// @param out [size * n] any dtype; overwritten.
   /// @param in  [n] same dtype. May alias `out` only at this rank's own slice.
@@ -77,19 +77,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Reduces `inout` over all ranks in place.
   void all_reduce(const at::Tensor& inout, ReduceOp op);
 
-  /// Overwrites `tensor` with rank `root`'s.
+  /// Overwrites `tensor` with the values of rank `root`.
   void broadcast(const at::Tensor& tensor, int root);
 
-  /// Sends rows to each rank and takes rows from each, in one launch. The ranks
-  /// may send different numbers of them, none included, this one itself too.
+  /// Sends rows to each rank, itself included, and receives rows from each, in
+  /// one launch. The numbers of rows may differ, and may be 0.
   ///
   /// @param out       [rows, ...] any dtype; rows in `receives` are
   /// overwritten.
   /// @param in        [rows, ...] same dtype, as many bytes a row. Must not
   ///   overlap `out`.
-  /// @param receives  parts of `out`, which do not overlap.
-  /// @param sends     parts of `in`. The parts that rank a sends to rank b are,
-  ///   in their order, as long as the parts that b receives from a in theirs.
+  /// @param receives  parts of `out` that do not overlap.
+  /// @param sends     parts of `in`. The parts that rank a sends to rank b have
+  ///   the lengths of the parts that b receives from a, in the same order.
   ///   Parts without rows do not count.
   void all_to_all(
       const at::Tensor& out,
@@ -101,8 +101,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void barrier();
 
   /// Orders the ranks' streams as barrier() orders hosts: data that a rank
-  /// wrote to PeerMemory before its fence has arrived for the others past
-  /// theirs.
+  /// wrote to PeerMemory before its fence has arrived for the other ranks after
+  /// their fence.
   void fence();
 
   /// Called after a failure, when ranks may have got to different places of
@@ -127,8 +127,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
  protected:
   Communicator(int rank, int size, std::string name, at::Device device);
-  /// Shares the order with `other`, which this one wraps: both launch on the
-  /// same group.
+  /// Shares the order with `other`, the wrapped communicator: both launch on
+  /// the same group.
   void share_launch_order(const Communicator& other) { order_ = other.order_; }
 
   using Tensors = std::vector<at::Tensor>;
@@ -148,7 +148,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Returns the collectives that the ranks of the group are about to launch,
   /// in rank order, where they differ and that would end the process. Empty
   /// when all agree, or the backend does not need the comparison. `mine` is
-  /// this rank's.
+  /// this rank's collective.
   virtual std::vector<IssuedCollective> find_mismatch(
       const IssuedCollective& mine) {
     return {};
@@ -157,7 +157,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// A barrier of `c` that its log and observer do not see.
   static void barrier_of(Communicator& c) { c.do_barrier(); }
 
-  /// E.g. "rank 1/4 | dp.gather | all_gather".
+  /// E.g. `rank 1/4 | dp.gather | all_gather`.
   std::string where(CollectiveKind kind) const;
 
  private:
@@ -197,7 +197,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 };
 
 /// Aborts all of them at once, each from a separate thread: NCCL's abort waits
-/// for the device, on which a collective of another group may wait for ever.
+/// for the device, and there a collective of another group may wait forever.
 /// Errors are logged.
 void abort_together(
     const std::vector<std::shared_ptr<Communicator>>& communicators);

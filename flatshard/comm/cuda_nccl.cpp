@@ -54,10 +54,10 @@ ncclDataType_t nccl_dtype(const at::Tensor& tensor) {
 
 constexpr auto kEndPatience = std::chrono::seconds(2);
 
-// Aborts `backend`, unless that is done, and destroys it on a separate thread,
-// which is abandoned when it takes long. The destructor joins torch's watchdog
-// thread, and that sleeps for a minute after an error of NCCL, or waits for a
-// store whose host hangs. Source: Watchdog::runLoop in torch's
+// Aborts `backend`, unless that is done, and destroys it on a separate thread.
+// The thread is abandoned after a timeout. The destructor joins torch's
+// watchdog thread. That sleeps for a minute after an error of NCCL, or waits
+// for a store on a host that hangs. Source: Watchdog::runLoop in torch's
 // ProcessGroupNCCL.cpp.
 void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
   std::promise<void> ended;
@@ -82,7 +82,7 @@ void end_apart(NcclHandle backend, bool aborted, const std::string& name) {
 // c10d connects the ranks, and ends the group. The collectives go straight to
 // NCCL, on the current stream. c10d's own would each cost the host some tens of
 // us more for its work objects, its flight recorder and its dispatch
-// (docs/performance.md). Nobody uses those here: Communicator records, and
+// (docs/performance.md). Those are not used here: Communicator records, and
 // streams order.
 class NcclCommunicator : public Communicator {
  public:
@@ -114,8 +114,8 @@ class NcclCommunicator : public Communicator {
     backend_->abort();
   }
 
-  // NCCL connects an algorithm's peers at its first use, which would stall
-  // the first step and allocate then.
+  // NCCL connects an algorithm's peers at its first use. That would stall the
+  // first step and allocate then.
   void warm_up() {
     const auto options = at::TensorOptions(device());
     const at::Tensor one = at::zeros({1}, options);
@@ -190,7 +190,7 @@ class NcclCommunicator : public Communicator {
     const auto* from = static_cast<const char*>(in.const_data_ptr());
     auto* to = static_cast<char*>(out.data_ptr());
     const auto kind = CollectiveKind::all_to_all;
-    // A launch of one part alone, whose other end is elsewhere, is a group too.
+    // A single send or receive to or from another rank is a group too.
     run(kind,
         sends.size() + receives.size(),
         [&](std::size_t i, auto c, auto s) {
@@ -229,7 +229,7 @@ class NcclCommunicator : public Communicator {
     for (std::size_t i = 0; i < n && first == ncclSuccess; ++i) {
       first = launch(i, comm, stream);
     }
-    // A group that was begun has to end, or the thread stays in it.
+    // A group that was started has to end, or the thread stays in it.
     const ncclResult_t end = ncclGroupEnd();
     check(kind, comm, first == ncclSuccess ? end : first);
   }
@@ -284,10 +284,10 @@ void check_indexed(const std::string& name, at::Device device) {
       device.str());
 }
 
-// In a graph NCCL would register the buffers of its collectives, which takes
-// all ranks of a group to capture alike and to replay alike: a rank that runs
-// one step without its graph would wait for ever. Read by NCCL once; a user's
-// own value stays.
+// In a graph NCCL would register the buffers of its collectives. All ranks of a
+// group would have to capture and replay alike: a rank that runs one step
+// without its graph would wait forever. Read by NCCL once; a value that the
+// user set stays.
 void keep_buffers_out_of_graphs() {
   ::setenv("NCCL_GRAPH_REGISTER", "0", /*overwrite=*/0);
 }

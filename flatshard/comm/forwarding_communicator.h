@@ -7,9 +7,9 @@
 
 namespace flatshard {
 
-/// Passes every collective on to another communicator of the same ranks, whose
-/// log and observer do not see it. A derived class overrides what it does
-/// itself. An abort does not reach the other communicator.
+/// Passes every collective on to another communicator of the same ranks without
+/// its log and observer. A derived class overrides what it does itself. An
+/// abort does not reach the other communicator.
 class ForwardingCommunicator : public Communicator {
  protected:
   ForwardingCommunicator(std::shared_ptr<Communicator> group, std::string name);

@@ -41,10 +41,10 @@ std::string own_address(const StoreHandle& store) {
              : address_towards(tcp->getHost(), tcp->getPort());
 }
 
-// A thread that begins while this exists does not preempt others when it wakes.
-// Gloo's event loop tries for the lock of a connection again and again. With
-// more ranks than cores, the thread that holds it has often been preempted by
-// the loop that its own message woke. Loops then take more time than all else.
+// A thread that starts while this exists does not preempt others when it wakes.
+// Gloo's event loop tries to lock a connection again and again. With more ranks
+// than cores, the thread with the lock has often been preempted by the loop
+// that its own message woke. Loops then need more time than all else.
 class CalmThreads {
  public:
   CalmThreads() : is_plain_(::sched_getscheduler(0) == SCHED_OTHER) {

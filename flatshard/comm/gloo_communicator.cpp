@@ -15,12 +15,12 @@
 namespace flatshard::detail {
 namespace {
 
-// Up to this size an all-reduce is one gather and a local sum: one round trip
-// instead of two.
+// Up to this size an all-reduce is one all-gather and a local sum: one round
+// trip instead of two.
 constexpr std::int64_t kSmallAllReduceNumel = 4096;
 
 // Gloo moves bytes here, and Flatshard computes the sums. Every dtype works.
-// Addends are taken in rank order, so N ranks equal one rank that accumulates N
+// Addends are added in rank order, so N ranks equal one rank that accumulates N
 // microbatches. float16 and bfloat16 round once. Gloo's own reduce-scatter is
 // an all-reduce and would move twice as much.
 class GlooCommunicator : public Communicator {
@@ -82,7 +82,7 @@ class GlooCommunicator : public Communicator {
         [&] { return backend_->broadcast(tensors, options); });
   }
 
-  // Gloo takes what is for a rank in one piece.
+  // Gloo requires the rows for a rank in one piece.
   void do_all_to_all(at::Tensor out, at::Tensor in, Parts receives, Parts sends)
       override {
     const auto by_peer = [](const RowsOfPeer& a, const RowsOfPeer& b) {

@@ -29,9 +29,9 @@ class LaunchOrder {
  public:
   using Orders = std::vector<std::shared_ptr<LaunchOrder>>;
 
-  /// A place in each of some orders, all taken at one moment: two threads that
-  /// took places in the same two orders one by one could wait for each other.
-  /// Dropping it, begun or not, lets later turns begin.
+  /// A turn in each of some orders, all drawn at one moment: two threads that
+  /// drew turns in the same two orders one by one could wait for each other.
+  /// Dropping it, started or not, lets later turns start.
   class Turn {
    public:
     /// @param orders  each of them once.
@@ -49,12 +49,12 @@ class LaunchOrder {
     std::vector<std::int64_t> numbers_;
   };
 
-  /// Returns whether the calling thread has begun its turn.
+  /// Returns whether the calling thread has started its turn.
   bool is_mine() const;
 
-  /// Returns how many turns of each order were taken, all counted at one
-  /// moment; 0 for null. Programs that queue the same collectives take the same
-  /// turns. So one of two ranks has taken fewer than the other, or both are at
+  /// Returns how many turns of each order were drawn, all counted at one
+  /// moment; 0 for null. Programs that queue the same collectives draw the same
+  /// turns. So one of two ranks has drawn fewer than the other, or both are at
   /// the same place.
   static std::vector<std::int64_t> num_taken(const Orders& orders);
 
@@ -70,7 +70,7 @@ class LaunchOrder {
   std::thread::id holder_;
 };
 
-/// Submits `work`, which launches collectives of `groups` and of no others. It
+/// Submits `work` that launches collectives of `groups` and of no others. It
 /// launches after all that was queued for these groups before, on this stream
 /// or on others. The order is the same on each rank when the ranks' programs
 /// are.

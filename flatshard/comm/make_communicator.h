@@ -24,7 +24,7 @@ std::shared_ptr<Communicator> make_communicator(
     at::Device device,
     CommunicatorOptions options = {});
 
-/// One rank: gathering, reducing and broadcasting copy; nothing is scaled.
+/// One rank: collectives copy, and nothing is scaled.
 std::shared_ptr<Communicator> make_self_communicator(
     const std::string& name,
     at::Device device);

@@ -62,7 +62,7 @@ namespace {
       context);
 }
 
-/// Logs what is waited for, when that takes long.
+/// Logs a long wait and its reason.
 class WaitNotice {
  public:
   WaitNotice(std::string text, std::chrono::milliseconds silence)

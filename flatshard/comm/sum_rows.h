@@ -6,14 +6,14 @@
 
 namespace flatshard {
 
-/// out = rows added in their order; `avg` multiplies by 1 / size, `max` takes
-/// the largest instead. float16 and
-/// bfloat16 add up in float32 and round once. On the current stream.
+/// out = rows added in their order; `avg` multiplies by 1 / size, `max` returns
+/// the largest instead. float16 and bfloat16 add up in float32 and round once.
+/// On the current stream.
 ///
 /// @param out   [n]. CUDA: float32, bfloat16 or float16.
 /// @param rows  [size, n] same dtype; each row is contiguous.
 void sum_rows(const at::Tensor& out, const at::Tensor& rows, ReduceOp op);
-/// Does not read row `rank`: `own`, [n] of the same dtype, takes its place.
+/// Does not read row `rank`: `own`, [n] of the same dtype, replaces it.
 void sum_rows(
     const at::Tensor& out,
     const at::Tensor& rows,
@@ -23,8 +23,8 @@ void sum_rows(
 
 /// into = scale * from, or into + scale * from, as at::Tensor::add_ rounds it.
 /// On the current stream. On CUDA, contiguous tensors with a float32 `into` and
-/// a float32, bfloat16 or float16 `from` take one pass at the memory's speed.
-/// ATen's kernel of two dtypes does not reach it.
+/// a float32, bfloat16 or float16 `from` need one pass at memory bandwidth.
+/// ATen's kernel for two dtypes does not reach it.
 ///
 /// @param into  [n]
 /// @param from  [n], of any dtype

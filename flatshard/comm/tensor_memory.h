@@ -9,8 +9,8 @@ inline const char* begin_of(const at::Tensor& tensor) {
   return static_cast<const char*>(tensor.const_data_ptr());
 }
 
-/// Returns whether both are contiguous, begin at one place and have as many
-/// elements.
+/// Returns whether both are contiguous, start at the same address and have as
+/// many elements.
 inline bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return begin_of(a) == begin_of(b) && a.numel() == b.numel();
 }

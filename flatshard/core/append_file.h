@@ -16,10 +16,10 @@ class AppendFile {
   AppendFile& operator=(const AppendFile&) = delete;
   ~AppendFile();
 
-  /// Hands a record to the operating system, whole or not at all: a record
-  /// that does not fit the disk is taken back.
+  /// Writes a record to the operating system, all of it or nothing: a record
+  /// that does not fit the disk is undone.
   void append(std::string_view record);
-  /// Opens the path again, after another file took its place.
+  /// Opens the path again, after another file replaced it.
   void reopen();
 
   const std::filesystem::path& path() const { return path_; }

@@ -10,13 +10,13 @@ namespace flatshard {
 /// A file that stays open and is read at places. Move-only; safe to read from
 /// several threads.
 ///
-/// Unlike a MappedFile it survives a file that is cut off while it is in use:
+/// Unlike a MappedFile it survives a file that is truncated while it is in use:
 /// that is an error here, and a SIGBUS there. One that is removed can still be
 /// read.
 class FileReader {
  public:
   FileReader() = default;
-  /// @throws Error{io} when it cannot be opened or is no regular file.
+  /// @throws Error{io} when it cannot be opened or is not a regular file.
   explicit FileReader(const std::filesystem::path& path);
   FileReader(FileReader&& other) noexcept;
   FileReader& operator=(FileReader&& other) noexcept;

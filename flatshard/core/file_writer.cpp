@@ -101,7 +101,7 @@ void FileWriter::flush() {
 
 void FileWriter::close() {
   flush();
-  // EINVAL and EROFS: a pipe or a device, which has nothing to sync.
+  // EINVAL and EROFS: a pipe or a device. These have nothing to sync.
   if (::fsync(fd_) != 0 && errno != EINVAL && errno != EROFS) {
     throw_write_error(path_);
   }

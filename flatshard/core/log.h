@@ -15,7 +15,7 @@ LogLevel log_level();
 /// Sets the text put before each line, e.g. "rank 3/8". One per process.
 void set_log_prefix(std::string_view prefix);
 
-/// Writes one line to standard error, whole lines only, from any thread.
+/// Writes one line to standard error, never interleaved, from any thread.
 void log_line(LogLevel level, std::string_view text);
 
 template <class... Args>

@@ -7,8 +7,8 @@
 
 namespace flatshard {
 
-/// A whole file mapped read-only into memory. Move-only; an empty file maps to
-/// an empty span.
+/// An entire file mapped read-only into memory. Move-only; an empty file maps
+/// to an empty span.
 class MappedFile {
  public:
   MappedFile() = default;

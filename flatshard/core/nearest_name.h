@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// Returns how many insertions, deletions, replacements and swaps of neighbours
-/// turn `a` into `b` (optimal string alignment distance).
+/// Returns how many insertions, deletions, replacements and swaps of adjacent
+/// characters turn `a` into `b` (optimal string alignment distance).
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> before(b.size() + 1);
   std::vector<std::size_t> last(b.size() + 1);

@@ -6,8 +6,8 @@
 
 namespace flatshard {
 
-/// Philox4x32-10, a counter-based generator: the i-th block depends on nothing
-/// but (key, i), so any rank can draw any element of any tensor alone.
+/// Philox4x32-10, a counter-based generator: the i-th block depends only on
+/// (key, i), so any rank can draw any element of any tensor independently.
 /// Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3",
 /// SC 2011.
 class Philox {

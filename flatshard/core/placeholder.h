@@ -5,8 +5,8 @@
 
 namespace flatshard {
 
-/// Throws Error{format} when a file is Git LFS's placeholder, which stays until
-/// the content is downloaded.
+/// Throws Error{format} when a file is a Git LFS placeholder. Such a file stays
+/// until the content is downloaded.
 /// @param head  the file's first bytes, `kPlaceholderHead` of them when it has
 ///   as many.
 void refuse_placeholder(

@@ -24,7 +24,7 @@ std::string boot_id() {
 }
 
 // /proc/PID/stat: "pid (name) state ppid ...", where the start time is field
-// 22. The name may hold spaces and parentheses.
+// 22. The name may contain spaces and parentheses.
 ProcessStat process_stat(std::int64_t pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
   const std::string text{std::istreambuf_iterator<char>(file), {}};

@@ -14,7 +14,7 @@ std::string boot_id();
 /// The kernel's present state of a process.
 struct ProcessStat {
   char state = 0;  ///< 0: there is no such process
-  /// When it began, in ticks since boot, which identifies it among users of the
+  /// Start time in ticks since boot. Identifies the process among users of the
   /// same pid.
   std::int64_t start_ticks = 0;
 };

@@ -11,10 +11,10 @@
 namespace flatshard {
 
 /// Calls worker(i) once for each i below `num_items`, on at most `num_threads`
-/// threads, this one among them. Each has a separate worker, which
-/// `make_worker()` makes there, and takes the next item when it is done with
-/// one. Returns when all are done.
-/// @throws what a worker threw first; items that were not begun then are left.
+/// threads, this one among them. Each thread makes its own worker by
+/// `make_worker()`, and the worker fetches one item after the other. Returns
+/// when all are done.
+/// @throws what a worker threw first; items that were not started are left.
 template <class MakeWorker>
 void share_work(
     std::size_t num_items,

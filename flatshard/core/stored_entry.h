@@ -30,15 +30,15 @@ struct StoredEntry {
     }
     return whole;
   }
-  /// Returns the first element, from the begin of the tensor.
+  /// Returns the first element, from the start of the tensor.
   std::int64_t begin() const {
     return is_whole() ? 0 : first_row * (numel() / shape.front());
   }
   bool operator==(const StoredEntry&) const = default;
 };
 
-/// The entries that hold a parameter of this name and shape, one after another
-/// and each as it is in the parameter. Most parameters are one entry.
+/// The entries of a parameter of this name and shape, one after another and
+/// each as it is in the parameter. Most parameters are one entry.
 using StoredEntriesOf = std::function<std::vector<StoredEntry>(
     const std::string& name,
     const std::vector<std::int64_t>& shape)>;

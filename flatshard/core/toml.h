@@ -6,7 +6,7 @@
 
 namespace flatshard {
 
-/// toml++ makes assertions about its input that do not always hold, such as for
+/// toml++ makes assertions about its input that can fail, such as for
 /// "a.\xff = 1". A malformed file has to be an error, with and without NDEBUG.
 struct TomlAssertion : std::logic_error {
   using std::logic_error::logic_error;

@@ -18,8 +18,8 @@ constexpr int kAny = 1000;
 constexpr std::string_view kEmulated =
     "planes are decoded to bfloat16 with emulate = true, else refused";
 
-// Sources: cuBLASLt's scale modes (13.0), ScaledBlas.cpp and GroupedBlas.cpp
-// of torch 2.11, and sdp_utils.cpp, which prefers cuDNN on sm_9x and sm_10x.
+// Sources: cuBLASLt's scale modes (13.0), ScaledBlas.cpp and GroupedBlas.cpp of
+// torch 2.11, and sdp_utils.cpp (it prefers cuDNN on sm_9x and sm_10x).
 constexpr std::array<GpuFeatureRow, 8> kFeatures = {{
     {GpuFeature::bfloat16, "bfloat16", 80, kAny, kAny, "refused"},
     {GpuFeature::float8_tensorwise,
@@ -244,7 +244,7 @@ int compute_capability(at::Device device) {
       config,
       "expected a GPU, got device '{}'",
       device.str());
-  // Asked for each product; a GPU without an index is the current one.
+  // Called for each matmul; a GPU without an index is the current one.
   static std::array<std::atomic<int>, 128> known{};
   if (!device.has_index()) {
     return pretended_sm(
@@ -266,7 +266,7 @@ void check_gpu(at::Device device) {
   if (!device.is_cuda()) {
     return;
   }
-  // Asked for each stream that is taken, and GPUs do not change.
+  // Called for each stream request, and GPUs do not change.
   static std::array<std::atomic<bool>, 128> fit{};
   const std::size_t index = device.has_index() ? device.index() : 0;
   if (fit.at(index).load(std::memory_order_relaxed)) {

@@ -45,8 +45,8 @@ bool gpu_is_asked(int sm, GpuFeature feature);
 std::string gpus_with(GpuFeature feature);
 /// Returns a line for each feature: what a GPU of this compute capability does.
 std::string describe_gpu_features(int sm);
-/// Returns the whole table in Markdown, a column for each GPU that `all` builds
-/// for.
+/// Returns the full table in Markdown, with one column for each GPU that `all`
+/// builds for.
 std::string gpu_features_markdown();
 
 /// Returns whether code for `architectures` ("80-real,90a,120", CMake's names)
@@ -58,7 +58,7 @@ std::string_view built_for_gpus();
 /// Returns why a GPU cannot be used, for an error; empty: it can.
 ///
 /// @param name    the driver's name of the GPU.
-/// @param sm      its compute capability as Flatshard takes it.
+/// @param sm      the compute capability that Flatshard uses for it.
 /// @param real    its compute capability.
 std::string why_gpu_is_unfit(
     std::string_view name,
@@ -67,7 +67,7 @@ std::string why_gpu_is_unfit(
     std::string_view architectures);
 /// `sm`, or the lower one that FLATSHARD_PRETEND_SM names in `text`.
 /// @param text  null or empty: nothing is pretended.
-/// @throws Error{config} for a text that is no compute capability.
+/// @throws Error{config} for a text that is not a compute capability.
 int pretended_sm(int sm, const char* text);
 
 /// Returns the compute capability of a GPU, or FLATSHARD_PRETEND_SM where that

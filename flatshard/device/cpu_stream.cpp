@@ -110,7 +110,7 @@ class CpuStream : public Stream {
     std::shared_ptr<Event::State> point;
   };
 
-  // Shared with the thread, which may outlive the stream object.
+  // Shared with the thread, because it may outlive the stream object.
   struct Worker {
     std::string name;
     StreamOptions options;

@@ -5,9 +5,9 @@
 
 namespace flatshard::detail {
 
-/// Returns a function of the driver, found at run time: the program also runs
-/// where there is no driver. Null: there is none, or it is older than `version`
-/// (12040 is CUDA 12.4), which also selects the form of the function.
+/// Returns a driver function, found at run time: the program also runs without
+/// a driver. Null: there is no driver, or it is older than `version` (12040 is
+/// CUDA 12.4). `version` also selects the form of the function.
 template <class Pointer>
 Pointer find_driver_function(const char* name, unsigned version) {
   void* function = nullptr;

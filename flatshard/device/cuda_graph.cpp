@@ -49,9 +49,9 @@ std::vector<const void*> words_of_generator(at::Generator generator) {
   return {state.seed_.ptr, state.offset_.ptr};
 }
 
-// Structs that kernels take have padding that nobody fills. It contains what
-// was on the stack, such as addresses that others had. An audit cannot
-// distinguish those from the kernel's own.
+// Structs that kernels receive have uninitialized padding. It contains what was
+// on the stack, such as addresses of other kernels. An audit cannot distinguish
+// those from the kernel's own.
 [[gnu::noinline]] void overwrite_stack() {
   constexpr std::size_t kNbytes = 256 * 1024;
   volatile unsigned char bytes[kNbytes];
@@ -173,7 +173,7 @@ class CudaGraph final : public DeviceGraph {
         }
         begin += block.size;
       }
-      // Outside of the pool that stream has the workspace of cuBLAS alone.
+      // Outside the pool that stream only has the workspace of cuBLAS.
       if (segment.owner_private_pool_id == pool_->id() ||
           segment.stream == stream) {
         memory.allow(segment.address, segment.total_size);
@@ -250,7 +250,7 @@ class CudaGraphPool final : public GraphPool {
   std::int64_t reserved() const { return memory_stats(device_).reserved_bytes; }
 
   // cuBLAS allocates a workspace for each thread and stream at their first
-  // product. Had it come out of the pool, the pool would exist as long as the
+  // matmul. If it came out of the pool, the pool would exist as long as the
   // process.
   void warm_up() {
     if (std::exchange(warm_, true)) {

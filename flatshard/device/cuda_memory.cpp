@@ -48,7 +48,7 @@ MemoryStats cuda_memory_stats(at::Device device) {
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(index);
   const auto& allocated = stats.allocated_bytes[0];  // 0: all pools together
   const auto& reserved = stats.reserved_bytes[0];
-  // Held from a run's beginning to its end, so a part of every peak.
+  // Allocated from a run's start to its end, so part of every peak.
   const std::int64_t outside = outside_allocator(index);
   return {
       .allocated_bytes = allocated.current + outside,
@@ -92,7 +92,7 @@ void copy_cuda_bytes(std::span<const BytesCopy> copies, at::Device device) {
   if (to.empty()) {
     return;
   }
-  // The stream that all others wait for takes no batches.
+  // The stream that all others wait for does not accept batches.
   if (stream.stream() != nullptr) {
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;

@@ -21,7 +21,7 @@ namespace {
 // Spinning cycles per microsecond; a delay needs no better clock.
 constexpr std::int64_t kCyclesPerUs = 1500;
 
-// Turns torch's CUDA errors into Flatshard's, without its backtrace.
+// Turns torch's CUDA errors into Flatshard errors, without torch's backtrace.
 template <class F>
 auto with_cuda_errors(const std::string& where, F&& function) {
   try {
@@ -50,12 +50,12 @@ at::Device checked_device(at::Device device) {
   return indexed;
 }
 
-// Events that nobody holds any more, per GPU: to make and destroy one takes the
-// host longer than to record it.
+// Unused events, per GPU: creating and destroying an event costs the host more
+// time than recording it.
 class FreeEvents {
  public:
   static FreeEvents& of(at::Device device) {
-    // Never destroyed: static objects elsewhere may hold events.
+    // Never destroyed: static objects elsewhere may own events.
     static auto* const all =
         new std::array<FreeEvents, C10_COMPILE_TIME_MAX_GPUS>();
     return all->at(device.index());
@@ -85,9 +85,9 @@ class FreeEvents {
   std::vector<cudaEvent_t> events_;
 };
 
-// Not at::cuda::CUDAEvent, which asks at each record and wait whether the
-// stream is being captured: that takes the host half as long again, and only
-// events that are shared with other libraries' graphs need it.
+// Not at::cuda::CUDAEvent. It checks at each record and wait whether the stream
+// is being captured: that adds half to the host time, and only events that are
+// shared with other libraries' graphs need it.
 class CudaEventState final : public Event::State {
  public:
   explicit CudaEventState(at::Device device)
@@ -122,8 +122,8 @@ class CudaEventState final : public Event::State {
     });
   }
   bool query() override {
-    // The flight recorder asks from its own thread, which must not spoil a
-    // graph that another thread captures.
+    // The flight recorder asks from its own thread. It must not spoil a graph
+    // that another thread captures.
     const c10::cuda::CUDAStreamCaptureModeGuard not_global{
         cudaStreamCaptureModeThreadLocal};
     return with_cuda_errors("event", [&] {

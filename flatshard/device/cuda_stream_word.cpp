@@ -14,8 +14,8 @@
 namespace flatshard::detail {
 namespace {
 
-// Host memory that all GPUs reach. It is never given back: to free it waits for
-// the device, which a fault may have stopped.
+// Host memory that all GPUs reach. It is never freed: freeing waits for the
+// device and would block after a fault.
 class FreeWords {
  public:
   static FreeWords& all() {

@@ -11,13 +11,13 @@
 
 namespace flatshard {
 
-/// Work of a device that was recorded once and is launched as a whole.
+/// Device work that was recorded once and is launched as one unit.
 ///
 /// CUDA: an executable CUDA graph. Capture executes nothing: kernels are
-/// recorded with the addresses that their tensors have, so what is read may be
-/// filled later. A replay costs the host one launch and goes to the current
-/// stream. CPU: the function itself, which each replay runs again into the same
-/// output tensors; for tests of what is built on graphs.
+/// recorded with the addresses that their tensors have, so inputs may be filled
+/// later. A replay costs the host one launch and goes to the current stream.
+/// CPU: the function itself. Each replay runs it again into the same output
+/// tensors; for tests of what is built on graphs.
 class DeviceGraph {
  public:
   /// The work that is recorded. Its tensors are the graph's outputs. Some may
@@ -30,7 +30,7 @@ class DeviceGraph {
   /// Queues the work on the current stream.
   virtual void replay() = 0;
   /// Looks at the addresses that the graph's kernels have. CPU: at nothing.
-  /// @param declared  memory outside of the pool that they may touch.
+  /// @param declared  memory outside the pool that they may touch.
   /// @throws Error{usage} when the pool is not for audits.
   virtual GraphAudit audit(const std::vector<at::Tensor>& declared) const = 0;
 };
@@ -38,10 +38,10 @@ class DeviceGraph {
 /// The memory that graphs share. Tensors that a capture keeps (its outputs,
 /// autograd's saved tensors) keep their place during later captures. Memory
 /// that was freed within a capture serves the next one, also for the tensors
-/// that it keeps. So replays of one pool must not overlap in time, and a replay
-/// overwrites the results of graphs captured later: a program that replays in
-/// another order than the captures' makes sure that nobody reads those any
-/// more.
+/// that it keeps. So replays of one pool must not overlap in time, and a
+/// replay overwrites the results of graphs captured later: a program that
+/// replays in another order than the captures' makes sure that those are no
+/// longer read.
 class GraphPool {
  public:
   virtual ~GraphPool() = default;
@@ -53,10 +53,10 @@ class GraphPool {
   virtual std::unique_ptr<DeviceGraph> capture(
       DeviceGraph::Work work,
       const std::vector<at::Generator>& generators = {}) = 0;
-  /// Gives back what the device's allocator keeps for nobody, before the first
-  /// of several captures: their memory is none of it.
+  /// Frees the unused memory that the device's allocator caches. Call it before
+  /// the first of several captures: their memory is not part of it.
   virtual void make_room() = 0;
-  /// Returns the bytes taken from the device for the graphs, freed ones
+  /// Returns the bytes that the graphs allocated on the device, freed ones
   /// included.
   virtual std::int64_t nbytes() const = 0;
 };

@@ -21,7 +21,7 @@ bool GraphMemory::holds(
     const Ranges& ranges,
     std::uint64_t word,
     bool end_too) {
-  // Ranges of tensors overlap, so those that begin earlier count as well.
+  // Ranges of tensors overlap, so those that start earlier count as well.
   for (auto next = ranges.upper_bound(word); next != ranges.begin();) {
     --next;
     if (word < next->second || (end_too && word == next->second)) {

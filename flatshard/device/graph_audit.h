@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// The addresses in the nodes of a graph. A kernel's parameters may have room
-/// that nobody fills, so an address that is found need not be the kernel's.
+/// The addresses in the nodes of a graph. A kernel's parameters may have
+/// uninitialized room, so an address found there need not belong to the kernel.
 struct GraphAudit {
   std::int64_t nodes = 0;  ///< kernels, copies and fills that were looked at
   /// Words of their parameters that are addresses of the device's allocator.

@@ -72,8 +72,8 @@ class GraphRecording : public at::cuda::CUDAGraph {
     }
   }
 
-  // A generator that is left in the middle of a capture refuses to draw.
-  // Newer versions have a state for each capture, which goes with the graph.
+  // A generator that is left in the middle of a capture throws when it draws.
+  // Newer versions have a state per capture that is destroyed with the graph.
   void stop_drawing() noexcept {
     for (const auto& [generator, increment] : captured_generator_states_) {
       stop_drawing(*generator);
@@ -101,7 +101,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
         // It had already ended.
       }
       try {
-        // Not released: a pool that nobody uses any more takes no recordings.
+        // The pool is kept: an unused pool accepts no recordings.
         at::getHostAllocator(at::kCUDA)->end_allocate_to_pool(mempool_id_);
       } catch (const std::exception&) {
         // See above.

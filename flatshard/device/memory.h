@@ -17,10 +17,10 @@ struct MemoryStats {
 };
 
 /// CUDA: torch's caching allocator and the bytes given to
-/// count_memory_outside_allocator. NCCL's and the driver's own is in neither.
-/// CPU: the resident set of the process from /proc (allocated = reserved = now,
-/// peak = its high-water mark, which cannot be reset); zeros where /proc is
-/// missing.
+/// count_memory_outside_allocator. Memory of NCCL and the driver is in
+/// neither. CPU: the resident set of the process from /proc (allocated =
+/// reserved = now, peak = its high-water mark, not resettable); zeros where
+/// /proc is missing.
 MemoryStats memory_stats(at::Device device);
 
 /// Host memory for large copies and direct I/O: [nbytes] uint8, page-aligned
@@ -28,9 +28,9 @@ MemoryStats memory_stats(at::Device device);
 /// pinned, so that copies from and to that device run in parallel with its
 /// kernels.
 ///
-/// The pages are the process's own and not the driver's, because the kernel
-/// does no direct I/O from the latter.
-/// @throws Error{memory} when the machine cannot give it.
+/// The process owns the pages, not the driver, because the kernel does no
+/// direct I/O from driver memory.
+/// @throws Error{memory} when the machine cannot provide it.
 at::Tensor host_buffer(std::int64_t nbytes, at::Device device);
 
 /// Copies between two places of `device`, of peers whose memory is mapped
@@ -49,16 +49,16 @@ struct BytesCopy {
 };
 
 /// The same for many that may run in any order: what one of them writes, no
-/// other one reads or writes. CUDA 13 on: a single call of the driver, which a
-/// graph that is captured cannot have.
+/// other one reads or writes. CUDA 13 on: a single call of the driver. A
+/// captured graph cannot contain that call.
 void copy_bytes(std::span<const BytesCopy> copies, at::Device device);
 
-/// The memory of `tensor`, which another stream may have allocated, is not used
-/// again before what the current stream has queued by its end. CUDA only.
+/// Keeps the memory of `tensor` from reuse until the queued work of the current
+/// stream ends, even if another stream allocated it. CUDA only.
 void keep_for_current_stream(const at::Tensor& tensor);
 
-/// `nbytes` more (or, negative, fewer) are held on a GPU that its allocator
-/// does not see: memory_stats adds them.
+/// `nbytes` more (or, negative, fewer) are allocated on a GPU outside its
+/// allocator: memory_stats adds them.
 void count_memory_outside_allocator(at::Device device, std::int64_t nbytes);
 
 }  // namespace flatshard

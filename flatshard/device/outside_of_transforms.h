@@ -6,8 +6,8 @@
 namespace flatshard {
 
 /// While it exists, tensor operations of this thread belong to no transform of
-/// torch.func (jvp, vjp, vmap): weights that are gathered inside of one belong
-/// to the model, and not to the function that is transformed.
+/// torch.func (jvp, vjp, vmap): weights that are unsharded inside one belong to
+/// the model, and not to the function that is transformed.
 class OutsideOfTransforms {
  private:
   c10::impl::ExcludeDispatchKeyGuard guard_{c10::DispatchKeySet(

@@ -11,9 +11,9 @@
 
 namespace flatshard {
 
-/// Calls f(from, to) for parts that make up [begin, end), each on a separate
-/// thread: as many as host_threads(), none for less than `grain`. Returns when
-/// all are done. `f` must not throw.
+/// Calls f(from, to) for parts that make up [`begin`, `end`), each on a
+/// separate thread: as many as host_threads(), none for less than `grain`.
+/// Returns when all are done. `f` must not throw.
 ///
 /// at::parallel_for does this in code that was compiled with OpenMP. In other
 /// code it is a loop.

@@ -12,8 +12,8 @@ namespace flatshard {
 class Stream;
 
 struct StreamOptions {
-  /// CUDA: take a stream of the high-priority pool. CPU: no effect on order
-  /// or result; worker threads have no priority.
+  /// CUDA: use a stream of the high-priority pool. CPU: no effect on order or
+  /// result; worker threads have no priority.
   bool high_priority = false;
   /// Used by tests: a random delay of 0..max_delay_us microseconds goes before
   /// each submitted task (CPU: the worker sleeps, CUDA: a spinning kernel).
@@ -38,8 +38,8 @@ class Event {
 
   /// The point after all work submitted to `stream` so far. Never blocks.
   void record(Stream& stream);
-  /// Later work of `waiter` starts after this point. Blocks the host only
-  /// when `waiter` is the CPU compute stream, whose work is the host's.
+  /// Later work of `waiter` starts after this point. Blocks the host only when
+  /// `waiter` is the CPU compute stream, because the host runs its work.
   void wait(Stream& waiter) const;
   /// Blocks the host until the point is reached. Rethrows the first exception
   /// of the recorded stream when that came before the point.

@@ -7,8 +7,8 @@
 
 namespace flatshard {
 
-/// A number that streams write and the host reads: how far work has come,
-/// also work of a graph, whose events the host cannot ask. Starts at 0.
+/// A number that streams write and the host reads: the progress of work, also
+/// of work in a graph, because the host cannot query its events. Starts at 0.
 class StreamWord {
  public:
   virtual ~StreamWord() = default;

@@ -6,9 +6,9 @@
 
 namespace flatshard {
 
-/// Measures how long stretches of the compute stream take, without blocking
-/// the host. CUDA: pairs of timing events on the current stream. CPU: the
-/// host's clock.
+/// Measures how long stretches of the compute stream last, without blocking the
+/// host. CUDA: pairs of timing events on the current stream. CPU: the host's
+/// clock.
 class StreamTimer {
  public:
   virtual ~StreamTimer() = default;

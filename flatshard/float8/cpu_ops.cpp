@@ -26,8 +26,8 @@ std::uint32_t magnitude_bits(c10::BFloat16 value) {
   return static_cast<std::uint32_t>(value.x & 0x7fffU) << 16;
 }
 
-// Returns the largest magnitudes of blocks as bits, which order as magnitudes
-// do, NaN last: one row of blocks after the other.
+// Returns the largest magnitudes of blocks as bits: one row of blocks after the
+// other. The bits order as magnitudes do, NaN last.
 template <class T>
 std::vector<std::uint32_t> block_amax(
     const T* x,

@@ -21,7 +21,7 @@ namespace flatshard::float8::cuda {
 namespace {
 
 constexpr int kCandidates = 8;
-// Above this many bytes of results no other memory is taken to try algorithms.
+// Above this many result bytes, no extra memory is allocated for trials.
 constexpr std::int64_t kMostTrialBytes = std::int64_t{1} << 30;
 
 cudaDataType_t type_of(const at::Tensor& t) {
@@ -145,7 +145,7 @@ struct Call {
   MatrixLayout a, b, c, d;
 };
 
-// Returns the heuristic's, best first; none for what cuBLASLt does not support.
+// Returns the algorithms of cuBLASLt's heuristic, best first; may be empty.
 std::vector<cublasLtMatmulAlgo_t> candidates(
     const Problem& q,
     const Call& call) {
@@ -205,8 +205,8 @@ bool may_wait() {
   return status == cudaStreamCaptureStatusNone;
 }
 
-// Returns the fastest algorithm. A trial writes to `out`, or to other memory
-// when the product adds to `out`.
+// Returns the fastest algorithm. A trial writes to `out`, or to other memory if
+// the matmul adds to `out`.
 std::optional<cublasLtMatmulAlgo_t>
 choose(const Problem& q, const Call& call, const Product& p, bool& sure) {
   const auto found = candidates(q, call);

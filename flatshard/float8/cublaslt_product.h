@@ -6,7 +6,7 @@
 
 namespace flatshard::float8::cuda {
 
-/// One side of a product as cuBLASLt gets it.
+/// One operand of a matmul in cuBLASLt's form.
 struct Side {
   at::Tensor data;    ///< [outer, inner]
   at::Tensor scales;  ///< undefined for bfloat16
@@ -22,13 +22,13 @@ struct Product {
   bool fast;
 };
 
-/// Runs a product on the current stream with cuBLASLt's fastest algorithm,
-/// found at the first call of its kind.
+/// Runs a matmul on the current stream with cuBLASLt's fastest algorithm, found
+/// at the first call of its kind.
 /// @return false when it has none.
 /// @throws Error{cuda}
 bool run_product(const Product& product);
 
-/// Returns whether cuBLASLt has FP8 products with these scale modes on a GPU.
+/// Returns whether cuBLASLt has FP8 matmuls with these scale modes on a GPU.
 bool has_product(std::int32_t mode_a, std::int32_t mode_b, at::Device device);
 
 }  // namespace flatshard::float8::cuda

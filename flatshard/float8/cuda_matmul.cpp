@@ -34,8 +34,8 @@ std::int32_t mode_of(Recipe recipe) {
   return -1;
 }
 
-// Products of 1x128 blocks want some numbers of rows in a: rows of zeros are
-// added, and dropped again.
+// Matmuls of 1x128 blocks require certain numbers of rows in a: rows of zeros
+// are added, and dropped again.
 bool run_with_more_rows(const Product& p) {
   const std::int64_t m = p.a.data.size(0);
   const std::int64_t more = round_up(m, kBlock);

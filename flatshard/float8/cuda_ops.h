@@ -5,8 +5,8 @@
 #include "flatshard/float8/grid.h"
 
 /// The functions of quantize.h on CUDA. Built twice: cuda_ops.cpp with CUDA,
-/// no_cuda_ops.cpp without, whose functions throw Error{config}. Tensors are
-/// contiguous and on one GPU; work goes to the current stream, and nothing
+/// no_cuda_ops.cpp without, where the functions throw Error{config}. Tensors
+/// are contiguous and on one GPU; work goes to the current stream, and nothing
 /// blocks the host.
 namespace flatshard::float8::cuda {
 

@@ -9,7 +9,7 @@
 // computed where they are quantized. Exists with CUDA only.
 namespace flatshard::float8::cuda {
 
-/// Returns null for a plane that is not wanted.
+/// Returns null for a plane that is not requested.
 kernels::PlanePointers pointers_of(const PlaneView* view);
 
 /// Kernels that find largest magnitudes: into one zero; into a zero for each

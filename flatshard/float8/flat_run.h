@@ -4,9 +4,9 @@
 
 namespace flatshard::float8 {
 
-/// A run of a flat shard that is a part of one weight [rows, columns], and what
-/// becomes of it in FP8. Plain numbers, which kernels read. `begin`, `end`,
-/// `first` and `columns` are multiples of 16, with mxfp8 of 32.
+/// A run of a flat shard that is a part of one weight [rows, columns], and its
+/// FP8 destination. Plain numbers for kernels. `begin`, `end`, `first` and
+/// `columns` are multiples of 16, with mxfp8 of 32.
 struct FlatRun {
   std::int64_t begin = 0;    ///< in the shard
   std::int64_t end = 0;      ///< the first element after it

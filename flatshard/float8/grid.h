@@ -33,7 +33,7 @@ struct PlaneView {
   void* scales() const { return plane.scales.data_ptr(); }
 };
 
-/// Returns the grid of `scales`, which are laid out by Plane.
+/// Returns the grid of `scales` in the layout of Plane.
 ScaleGrid scale_grid(
     Recipe recipe,
     Axis axis,

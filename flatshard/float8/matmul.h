@@ -9,24 +9,24 @@
 
 namespace flatshard::float8 {
 
-/// A plane [outer, inner] in a product that sums over inner: a row plane, or a
+/// A plane [outer, inner] in a matmul that sums over inner: a row plane, or a
 /// transposed column plane.
 struct Operand {
   Plane plane;
   Recipe recipe = Recipe::tensorwise;
 };
 
-/// Returns the feature that a GPU needs for FP8 products of this recipe.
+/// Returns the feature that a GPU needs for FP8 matmuls of this recipe.
 GpuFeature feature_of(Recipe recipe);
 
 struct MatmulOptions {
   /// Adds to out (beta 1) instead of overwriting it.
   bool accumulate = false;
-  /// out = addend + product in one pass; [m, n] of out's dtype, not with
+  /// out = addend + matmul in one pass; [m, n] of out's dtype, not with
   /// accumulate.
   at::Tensor addend;
-  /// Tensor cores keep fewer bits of sums; for forward products. tensorwise and
-  /// rowwise only, no effect on the others and on the CPU.
+  /// Tensor cores keep fewer bits of sums; for matmuls of the forward.
+  /// tensorwise and rowwise only, no effect on the others and on the CPU.
   bool fast_accumulation = false;
   /// On a GPU that does not multiply the recipe (`multiplies`) planes are
   /// decoded to bfloat16 and multiplied so. Decoding is exact where scales are
@@ -36,10 +36,10 @@ struct MatmulOptions {
 };
 
 /// out[m, n] = sum over k of a[m, k] * b[n, k], with both operands' scales;
-/// sums in float32. A product may be rounded to a bfloat16 out's dtype before
+/// sums in float32. The result may be rounded to a bfloat16 out's dtype before
 /// it is added there.
 ///
-/// | product        | a [m, k]               | b [n, k]                |
+/// | matmul         | a [m, k]               | b [n, k]                |
 /// |----------------|------------------------|-------------------------|
 /// | y = x w^T      | x, rows                | w, rows                 |
 /// | dx = dy w      | dy, rows               | w, columns              |
@@ -63,7 +63,7 @@ void matmul(
 
 /// Returns whether the GPU multiplies this recipe in FP8, by the table of
 /// device/capability.h and, where that leaves it open, by cuBLASLt's answer.
-/// False for the CPU, where products are emulated.
+/// False for the CPU, where matmuls are emulated.
 bool multiplies(Recipe recipe, at::Device device);
 /// Returns the text of errors: which GPU this is, and which ones multiply the
 /// recipe in FP8.

@@ -9,7 +9,7 @@
 // Tensors to FP8 and back, on the CPU and on CUDA with the same bytes.
 namespace flatshard::float8 {
 
-/// Along which dimension of a tensor [rows, columns] a product will sum: its
+/// The dimension of a tensor [rows, columns] that a matmul will sum over: its
 /// rows' elements (a weight [out, in] in the forward pass), or its columns'
 /// (the same weight in the gradient of the input).
 enum class Axis : std::uint8_t { row, column };
@@ -29,9 +29,9 @@ enum class Axis : std::uint8_t { row, column };
 /// | mxfp8           | [outer, inner/32]       | inner/32, 1; see          |
 /// |                 | float8_e8m0fnu          | swizzle_mx_scales         |
 ///
-/// A column plane that stays in the tensor's order (`transpose` false) has the
-/// shapes above, and strides in which scales of neighbouring columns are
-/// neighbours.
+/// A column plane that stays in the tensor's order (`transpose` false) has
+/// the shapes above, and strides in which scales of adjacent columns are
+/// adjacent.
 struct Plane {
   at::Tensor data;    ///< float8_e4m3fn or float8_e5m2
   at::Tensor scales;  ///< see above
@@ -39,7 +39,7 @@ struct Plane {
 
 struct PlaneOptions {
   Axis axis = Axis::row;
-  /// Axis::column: data is the transpose [columns, rows], as Hopper's products
+  /// Axis::column: data is the transpose [columns, rows], as matmuls on Hopper
   /// need it. False: data is [rows, columns].
   bool transpose = true;
   /// Transposed data gets rows of a multiple of this length, filled up with
@@ -63,7 +63,7 @@ Plane quantize(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
-/// Runs quantize into existing memory, such as a flat buffer's.
+/// Runs quantize into existing memory, such as the memory of a flat buffer.
 /// @param out  data and scales of the shapes, strides and dtypes that quantize
 ///             gives; data may be uint8.
 void quantize_into(

@@ -7,8 +7,8 @@
 
 namespace flatshard::float8 {
 
-/// Which elements share a scale, and what kind of number it is. In a product
-/// of [outer, inner] operands the inner dimension is summed over.
+/// Which elements share a scale, and what kind of number it is. In a matmul of
+/// [outer, inner] operands the inner dimension is summed over.
 enum class Recipe : std::uint8_t {
   tensorwise,       ///< the whole tensor; float32, largest / amax
   rowwise,          ///< a row of inner elements; float32, a power of two
@@ -44,7 +44,7 @@ struct RecipeTraits {
   /// Where a weight is sharded, its scales are sharded like its elements.
   /// false: each rank has all scales.
   bool scales_are_sharded = false;
-  /// Rows and columns of a weight, and the tokens that a product sums over, are
+  /// Rows and columns of a weight, and the tokens that a matmul sums over, are
   /// multiples of it.
   std::int64_t multiple = 16;
   /// The format of gradients of activations.
@@ -54,8 +54,8 @@ struct RecipeTraits {
   Recipe activations = Recipe::tensorwise;
   bool for_weights = true;
 
-  /// Returns whether one scale serves the whole tensor, so its largest
-  /// magnitude comes first.
+  /// Returns whether one scale serves the entire tensor, so that its largest
+  /// magnitude must be found first.
   FLATSHARD_HOST_DEVICE constexpr bool has_one_scale() const {
     return block_outer == 0 && block_inner == 0;
   }

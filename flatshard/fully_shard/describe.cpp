@@ -118,8 +118,8 @@ Strategy strategy_of(const FullyShardOptions& options, const Mesh& mesh) {
 }
 
 /// Returns the strategy of a placement that has its own mesh, nothing when it
-/// uses the model's.
-/// @param mesh  the model's.
+/// uses the model mesh.
+/// @param mesh  of the model.
 std::optional<Strategy> strategy_of(
     const ParameterPlacement& placement,
     const Mesh& mesh,
@@ -143,7 +143,7 @@ std::optional<Strategy> strategy_of(
 }
 
 /// @param choice  of its unit; may be null.
-/// @param mesh  the model's.
+/// @param mesh  of the model.
 ParameterPlacement placement_of(
     const std::string& name,
     const UnitChoice* choice,

@@ -17,11 +17,11 @@ struct GroupDescription {
 
 /// Returns the groups of the parameters of `unit`: one for all that share
 /// trainability, precision and placement, the trainable ones first.
-/// @param unit  its mesh is the model's; mesh and strategy serve the parameters
+/// @param unit  has the model's mesh; mesh and strategy serve the parameters
 ///   whose placement sets nothing else. Trainability is each tensor's own, or
 ///   GroupParameter::trainable.
-/// @throws Error{usage} for a trainable tensor of a type outside of Precision,
-///   naming it. Frozen ones may have any.
+/// @throws Error{usage} for a trainable tensor of a type outside Precision. The
+///   error names it. Frozen ones may have any.
 std::vector<GroupDescription> describe_groups(
     GroupSpec unit,
     const ParamGroupOptions& options);

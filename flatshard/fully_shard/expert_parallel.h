@@ -26,13 +26,13 @@ struct ExpertPart {
 ///   first, else a parameter [experts, dim, width].
 TensorSlice expert_slice(std::string_view name, const ExpertPart& part);
 
-/// Returns the placement of experts' parameters, of which each coordinate of
-/// `axes` has another slice, and computes the tokens of all ranks along these
-/// axes. They are sharded over the other axes, and their gradient is the mean
-/// over all ranks that read different samples (AxisRole).
+/// Returns the placement of experts' parameters. Each coordinate of `axes` has
+/// another slice, and computes the tokens of all ranks along these axes. They
+/// are sharded over the other axes, and their gradient is the mean over all
+/// ranks that read different samples (AxisRole).
 ///
-/// @param mesh   the model's; needs an axis in addition to `axes`.
-/// @param slice  this rank's, see expert_slice
+/// @param mesh   of the model; needs an axis in addition to `axes`.
+/// @param slice  of this rank, see expert_slice
 /// @throws Error{config, usage} for a mesh without these axes.
 ParameterPlacement expert_placement(
     const Mesh& mesh,

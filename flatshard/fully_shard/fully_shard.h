@@ -27,7 +27,7 @@ struct UnitChoice {
 };
 
 struct FullyShardOptions {
-  /// Modules that are gathered and released as a whole, e.g. the blocks.
+  /// Modules that are unsharded and resharded as one unit, e.g. the blocks.
   /// Parameters below none of them belong to the root. Order does not matter.
   std::vector<nn::Module*> units;
   /// Units, the root among them if you like, that differ from the model: each
@@ -49,34 +49,34 @@ struct FullyShardOptions {
       const std::string& name,
       const std::vector<std::int64_t>& shape)>
       float8_of;
-  /// Parameters that stay as they are: not sharded, not gathered, not reduced.
+  /// Parameters that stay as they are: not sharded, all-gathered or reduced.
   std::function<bool(const std::string& name)> ignore;
   /// Padding that is accepted, as a fraction of the model's elements. Padding
-  /// of less than 64 MiB a rank always is.
+  /// of less than 64 MiB per rank is always accepted.
   double max_padding = kDefaultMaxPadding;
   /// The seed of the values that parameters without memory start from.
   std::uint64_t seed = 0;
-  /// How weights and gradients are held: dtypes, scaling, offloading, padding.
+  /// Storage of weights and gradients: dtypes, scaling, offloading, padding.
   ParamGroupOptions group;
   /// How a step runs: prefetching, copy engines, memory, debugging.
   RuntimeOptions runtime;
 };
 
 /// Shards every parameter below `root` over `mesh` and installs the hooks that
-/// gather, release and reduce around forward and backward. Collective.
+/// unshard, reshard and reduce around forward and backward. Collective.
 ///
-/// Parameters on the meta device get their first values from their InitSpec.
-/// Others keep theirs, which have to be equal on all ranks. Afterwards the
-/// parameters have data only while their unit is gathered; optimizers take
+/// Parameters on the meta device are initialized by their InitSpec. Others keep
+/// their values. These must be equal on all ranks. Afterwards the parameters
+/// have data only while their unit is unsharded; optimizers update
 /// `Runtime::groups()`.
 ///
 /// A parameter with several names (tied weights) has one place. When several
 /// units use it, it belongs to the closest unit around all of them.
 ///
-/// The module holds the Runtime only weakly: keep the result. Destroying it
-/// frees all memory and leaves the parameters without data.
+/// The module has only a weak pointer to the Runtime: keep the result.
+/// Destroying it frees all memory and leaves the parameters without data.
 ///
-/// Called once, for the outermost module. Outside of its unit's forward and
+/// Called once, for the outermost module. Outside its unit's forward and
 /// backward a parameter has a shape and no data. A program that reads or writes
 /// it, or calls a module with it and not its unit, gets an exception that names
 /// both.

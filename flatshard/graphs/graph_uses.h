@@ -11,7 +11,7 @@ namespace flatshard {
 /// Memory that a recording freed serves the next one, also for the tensors that
 /// it keeps. So a replay overwrites the memory of graphs recorded *later*. It
 /// overwrites nothing in use when graphs are replayed in the order of their
-/// recording, which is the order of a step. Any other order is seen here.
+/// recording, the order of a step. This class detects any other order.
 class GraphUses {
  public:
   /// Returns the number of the next recording.
@@ -20,7 +20,7 @@ class GraphUses {
   bool blocks(std::int64_t number);
   /// A replay of that graph: what it wrote is in use as long as the token.
   std::shared_ptr<void> begin(std::int64_t number);
-  /// Rises with each begin.
+  /// Rises with each call of `begin`.
   std::int64_t clock() const { return clock_; }
   /// Since then a graph recorded before `number` was replayed.
   bool began_before(std::int64_t number, std::int64_t since) const;

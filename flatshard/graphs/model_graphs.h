@@ -39,8 +39,8 @@ class ModelGraphs {
 };
 
 /// Once, before the first step of a Runtime: it gets the graphs that its
-/// GraphOptions ask for, which may be none.
-/// @throws Error{config} for options that graphs do not go with, by name.
+/// GraphOptions ask for, possibly none.
+/// @throws Error{config} that names an option that is incompatible with graphs.
 void add_graphs(const std::shared_ptr<Runtime>& runtime);
 
 }  // namespace flatshard

@@ -17,7 +17,7 @@ bool has_modes(
 /// While it exists, `modules` are in `modes`.
 class ModesScope {
  public:
-  /// @param modules  parents before what is inside of them; outlive this.
+  /// @param modules  parents before the modules inside them; outlive this.
   ModesScope(
       const std::vector<nn::Module*>& modules,
       const std::vector<bool>& modes);

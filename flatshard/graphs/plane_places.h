@@ -38,7 +38,7 @@ class PlanePlaces : public nn::WeightSource {
     const void* data = nullptr;
   };
 
-  /// Returns null when it is no FP8 parameter of the unit.
+  /// Returns null when it is not an FP8 parameter of the unit.
   const UnitParameter* find(const at::Tensor& parameter) const;
 
   UnitSlots slots_;

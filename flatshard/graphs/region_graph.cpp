@@ -333,7 +333,7 @@ GraphAudit RegionGraph::audit(const TargetSink& targets) const {
 }
 
 nn::TensorList RegionGraph::grads_of_inputs(TargetSink& sink) {
-  // An amax that another region found of a gradient is no part of this graph.
+  // An amax that another region found of a gradient is not part of this graph.
   nn::forget_known_amax();
   const auto forget = c10::make_scope_exit([] { nn::forget_known_amax(); });
   const ContextScope layers(owner_.contexts, nullptr, backward_planes_);

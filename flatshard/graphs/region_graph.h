@@ -22,7 +22,7 @@ class Runtime;
 
 /// The owner of a region's code.
 struct RegionOwner {
-  /// Null: a program in another language, whose regions are not recomputed.
+  /// Null: a program in another language, without recomputed regions.
   nn::Module* module = nullptr;
   /// The contexts of the layers that may ask for a WgradSink.
   std::vector<nn::ModuleContextPtr> contexts;
@@ -34,11 +34,11 @@ struct RegionOwner {
 /// graphs, and the memory that these read and write.
 ///
 /// The kernels of a graph have fixed addresses: of static inputs, outputs and
-/// saved tensors, which are here, and of the unit's parameters and gradients,
-/// which have places in the plan of slots. Both are compared before each
-/// replay, and no memory in use is overwritten. The caller runs a forward
-/// eagerly that cannot be replayed. A backward runs the recorded autograd graph
-/// kernel by kernel then.
+/// saved tensors, stored here, and of the unit's parameters and gradients, with
+/// places in the plan of slots. Both are compared before each replay, and no
+/// memory in use is overwritten. The caller runs a forward eagerly that cannot
+/// be replayed. A backward runs the recorded autograd graph kernel by kernel
+/// then.
 class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
  public:
   /// One input, as the last eager call had it.
@@ -59,17 +59,17 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     nn::TensorList constants;
     bool recompute = false;
     bool preserve_rng = false;  ///< it draws the same numbers then
-    /// The forward ran within a backward, with the weights gathered for it.
+    /// The forward ran within a backward, with the weights unsharded for it.
     bool in_backward = false;
     std::vector<Input> inputs;
   };
-  /// The one region that takes an output; null: another consumer.
+  /// The only region that consumes an output; null: another consumer.
   struct Consumer {
     std::shared_ptr<RegionGraph> region;
     std::size_t input = 0;
   };
-  /// Misses. The first two are mended by another capture, which copies what
-  /// came from elsewhere.
+  /// Misses. Another capture fixes the first two, because it copies what came
+  /// from elsewhere.
   static constexpr const char* kOtherInput = "an input comes from elsewhere";
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";
@@ -179,7 +179,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   std::int64_t backward_number_ = 0;
   nn::TensorList grad_outputs_;  ///< static; undefined: needs none
   /// For each output, the region whose input's gradient it is, where the two
-  /// share memory. That one holds this one by its `chained_`.
+  /// share memory. That region owns this one by its `chained_`.
   std::vector<std::weak_ptr<RegionGraph>> chained_grads_;
   std::vector<const void*> backward_addresses_;
   std::shared_ptr<PlanePlaces> backward_planes_;

@@ -34,7 +34,7 @@ void check_graph_options(
 /// The first steps run eagerly and are watched: which regions run, on what
 /// inputs, and the places of the unit's weights and gradients. Then all are
 /// captured at once, between two steps, and replayed from there on. Capture
-/// executes nothing, so it needs no gathered weights: parameters point at the
+/// executes nothing, so weights need not be unsharded: parameters point at the
 /// places that the plan of slots has for them.
 class RegionGraphs : public nn::RegionRunner,
                      public SlotObserver,
@@ -42,7 +42,7 @@ class RegionGraphs : public nn::RegionRunner,
                      public std::enable_shared_from_this<RegionGraphs> {
  public:
   /// @param units  outlive this.
-  /// @param runtime  gives weights, and takes gradients.
+  /// @param runtime  provides weights, and receives gradients.
   RegionGraphs(
       const std::vector<std::unique_ptr<Unit>>& units,
       at::Device device,
@@ -50,9 +50,9 @@ class RegionGraphs : public nn::RegionRunner,
       std::weak_ptr<Runtime> runtime);
   ~RegionGraphs() override;
 
-  /// A forward of the root begins. After a change of the weights the first one
-  /// in gradient mode begins another step, and captures when enough was seen.
-  /// @param at_rest  no slot is held and no backward is open.
+  /// A forward of the root starts. After a change of the weights the first one
+  /// in gradient mode starts another step, and captures when enough was seen.
+  /// @param at_rest  no slot is in use and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest) override;
   /// Steps have several microbatches under way at once, each with separate
   /// graphs, until the returned handle is gone; otherwise all have the same.

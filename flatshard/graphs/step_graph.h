@@ -17,24 +17,24 @@ struct StepEffects;
 struct StepStamp;
 
 /// Forward and backward of all microbatches of a step as one graph, with the
-/// gathers and reductions in it. Clipping, optimizer, evaluation and
+/// all-gathers and reductions in it. Clipping, optimizer, evaluation and
 /// checkpoints stay outside, between two steps.
 ///
 /// The first steps run eagerly. Then all ranks capture, or none does: capture
 /// runs nothing, so the step that captures is replayed as well. A replay costs
 /// the host a launch. The step's changes on the host (which gradients exist,
-/// which units are gathered, which actions ran) are kept from the capture and
+/// which units are unsharded, which actions ran) are kept from the capture and
 /// applied. A step that differs from the captured one runs eagerly and is
 /// counted. The reason why it differs is the same on all ranks.
 ///
-/// One thread at a time. It ends before the mesh of its Runtime does, whose
-/// communicators wait for it.
+/// One thread at a time. Destroy it before the mesh of its Runtime, because the
+/// mesh's communicators wait for it.
 class StepGraph {
  public:
   /// Forward and backward of a step. It reads no data from elsewhere than
   /// `inputs` and memory that stays, and decides nothing on the host by the
-  /// values of tensors. It sets the Runtime's microbatch flags itself, and
-  /// leaves weights alone. Returns tensors, such as the loss.
+  /// values of tensors. It sets the Runtime's microbatch flags itself, and does
+  /// not change weights. Returns tensors, such as the loss.
   using Work = std::function<nn::TensorList(const nn::TensorList& inputs)>;
 
   /// @param runtime  made with GraphOptions::whole_step, of units with modules.
@@ -47,7 +47,7 @@ class StepGraph {
   /// Runs `work`, in one way or the other, on the current stream and the
   /// Runtime's streams. Collective. Blocks the host when it captures.
   /// @param inputs  copied, unless it is the same memory in every step.
-  /// @return  what work returned, detached and the caller's.
+  /// @return  what work returned, detached and owned by the caller.
   nn::TensorList run(const nn::TensorList& inputs);
 
   /// Drops the graph; another is captured after another warm-up. Between two

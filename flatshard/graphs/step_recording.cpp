@@ -16,9 +16,9 @@ StepGraph::Recording::Recording(Runtime& runtime, const StepEffects* first)
       state_(core_.step),
       measures_exposed_(core_.executor.streams().exposed().measures()) {
   const std::lock_guard lock(core_.mutex);
-  // Weights that are kept unsharded count as gathered once they were spread,
-  // also by an evaluation since. The graph is for steps in which nobody did
-  // that.
+  // Weights that are kept unsharded count as unsharded once they were spread,
+  // also by an evaluation since. The graph is for steps without such an
+  // evaluation.
   before_.on({.kind = EventKind::weights_changed});
   if (first != nullptr) {
     before_ = first->before;
@@ -93,7 +93,7 @@ StepEffects StepGraph::Recording::end() {
   return effects;
 }
 
-// Host alone: the recording may have failed.
+// Only on the host, because the recording may have failed.
 void StepGraph::Recording::restore() {
   constants_.end();
   accumulators_.reset();

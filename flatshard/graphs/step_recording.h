@@ -23,7 +23,7 @@ struct StepEffects {
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
   Scheduler before;           ///< as the step found it
-  /// The state after the step. Its actions belong to this step alone.
+  /// The state after the step. Its actions belong only to this step.
   StepState after;
   std::vector<ScheduleEvent> events;  ///< for RuntimeOptions::trace
   nn::TensorList constants;           ///< of regions

@@ -10,7 +10,7 @@ namespace flatshard {
 
 class Runtime;
 
-/// The conditions of a step's capture, which a replay has to find again.
+/// The conditions of a step's capture. A replay has to find them again.
 struct StepStamp {
   // Another one of these, and what was captured is dropped.
   std::int64_t num_plans = 0;
@@ -26,10 +26,10 @@ struct StepStamp {
   static StepStamp of(
       const Runtime& runtime,
       const std::vector<nn::Module*>& modules);
-  /// Returns the difference of `now`, which explains an eager step; empty:
+  /// Returns the difference of `now`, the reason for an eager step; empty:
   /// none.
   std::string difference(const StepStamp& now) const;
-  /// Returns why no step that begins now can be a graph's; empty: it can.
+  /// Returns why a step that starts now cannot be captured; empty: it can.
   /// @throws Error{usage} when a parameter has another storage.
   static std::string obstacle(const Runtime& runtime);
 };

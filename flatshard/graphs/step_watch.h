@@ -16,9 +16,9 @@ namespace flatshard {
 /// The work of regions in the step that runs, eagerly: their graphs are made
 /// from it.
 ///
-/// The order of forwards and backwards becomes the order of the recordings. An
-/// input whose memory another region wrote, and an output whose gradient one
-/// region alone gives, will be the same static tensor in both graphs.
+/// The order of forwards and backwards becomes the order of the recordings.
+/// Inputs in memory that another region wrote, and outputs with a gradient from
+/// only one region, will be the same static tensor in both graphs.
 class StepWatch : public std::enable_shared_from_this<StepWatch> {
  public:
   struct Run {
@@ -36,8 +36,8 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
     current_slots_ = std::move(slots);
   }
 
-  /// A forward of the region begins: `graph` learns `call`.
-  /// @param call  without its inputs, which are found here.
+  /// A forward of the region starts: `graph` learns `call`.
+  /// @param call  without its inputs, because they are found here.
   void forward_begins(
       const std::shared_ptr<RegionGraph>& graph,
       RegionGraph::Call call,
@@ -50,11 +50,11 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
 
   /// Returns the forwards and backwards, each once, in the order of the step.
   const std::vector<Run>& order() const { return order_; }
-  /// Returns the single consumer of each output, which so gives its gradient.
+  /// Returns the single consumer of each output, the source of its gradient.
   std::vector<RegionGraph::Consumer> consumers_of(
       const std::shared_ptr<RegionGraph>& graph) const;
 
-  /// Called when another step begins.
+  /// Called when another step starts.
   void forget();
   void stop() { stopped_ = true; }
   void start() { stopped_ = false; }

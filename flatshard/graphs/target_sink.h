@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// Takes the gradients of parameters to places that are known beforehand.
+/// Writes the gradients of parameters to places that are known beforehand.
 class TargetSink final : public nn::WgradSink {
  public:
   void add(const at::Tensor& parameter, nn::WgradTarget target);

@@ -53,8 +53,8 @@ UnitSlots::Place UnitSlots::place(
   if (unit_.weights().rests(plane)) {
     return {};
   }
-  // The forward's unsharded weights may serve the backward, unless that
-  // gathered a part of them again.
+  // The forward's unsharded weights may serve the backward, unless the backward
+  // all-gathered a part of them again.
   for (const bool backward : {true, false}) {
     for (const PartId part : {kWhole, unit_.weights().part_of(p)}) {
       const auto found = float8_.find({plane, part});

@@ -25,10 +25,10 @@ class UnitSlots {
   /// Returns the present slots, for a region that runs now: where microbatches
   /// interleave, another one may have its own.
   UnitSlots current() const;
-  /// Called when another step begins.
+  /// Called when another step starts.
   void forget();
-  /// Returns whether the unit can be pointed at its weights' place, which the
-  /// next step has.
+  /// Returns whether the next step has a place for the unit's weights, so that
+  /// the unit can be pointed at it.
   bool planned() const;
 
   /// Points the unit's parameters at their places in a forward or in a
@@ -42,7 +42,7 @@ class UnitSlots {
   /// Returns the memory of an FP8 parameter in a forward or in a backward.
   /// @throws Error{usage} when nothing did.
   Place place(const UnitParameter& p, PlaneId plane, bool in_backward) const;
-  /// Returns where the unit's gradients will be; new ones, which nobody wrote.
+  /// Returns where the unit's gradients will be; new ones, not written yet.
   TargetSink targets() const;
 
  private:

@@ -14,7 +14,7 @@ namespace flatshard {
 namespace {
 
 // A graph that the recorder's thread may destroy. A thread that launches a
-// replay may wait for the device with the lock held, until the abort ends its
+// replay may wait for the device under the lock, until the abort ends its
 // wait.
 struct HeldGraph {
   std::mutex mutex;

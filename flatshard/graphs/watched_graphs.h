@@ -8,12 +8,12 @@ namespace flatshard {
 
 class FlightRecorder;
 
-/// Returns a pool for graphs that hold collectives: the recorder counts these
-/// at each replay, and a verdict drops the graphs, without which NCCL's abort
-/// would wait for ever. A replay after that throws the verdict.
+/// Returns a pool for graphs that contain collectives: the recorder counts
+/// these at each replay, and a verdict drops the graphs, because NCCL's abort
+/// would otherwise wait forever. A replay after that throws the verdict.
 ///
 /// @param pool    on a GPU. A CPU's graph runs its collectives one by one.
-/// @param flight  null: nobody watches, and the result is `pool`.
+/// @param flight  null: no watcher, and the result is `pool`.
 std::shared_ptr<GraphPool> watch_collectives(
     std::shared_ptr<GraphPool> pool,
     at::Device device,

@@ -10,8 +10,8 @@
 
 namespace flatshard::detail {
 
-// Sizes come from users, so sums and products that leave 64 bits are errors
-// with the name of what was being sized, not undefined behaviour.
+// Sizes are user input, so a sum or a multiplication that overflows 64 bits is
+// an error that names the size, not undefined behavior.
 
 inline std::int64_t
 checked_mul(std::int64_t a, std::int64_t b, std::string_view what) {

@@ -27,7 +27,7 @@ std::string tensor_text(const TensorSpec& spec) {
 }
 
 /// Returns the tensors and padding of the flat space in flat order; padding is
-/// cut at the ends of segments.
+/// split at the ends of segments.
 std::vector<Entry> entries_of(const FlatLayout& layout) {
   std::vector<Entry> entries;
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {

@@ -40,7 +40,7 @@ void check_spec(const TensorSpec& spec) {
 }
 
 /// The start of the tensor is a multiple of this, and so are the places where a
-/// boundary may cut it. Chunks begin where their segment does.
+/// boundary may split it. Chunks start where their segment does.
 std::int64_t aligned_granule(
     const TensorSpec& spec,
     std::int64_t numel,

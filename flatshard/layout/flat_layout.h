@@ -11,33 +11,33 @@
 
 namespace flatshard {
 
-/// One tensor that wants a place in a flat space.
+/// A tensor to be placed in a flat space.
 struct TensorSpec {
   std::string name;
   std::vector<std::int64_t> shape;
   Granularity granularity = {};
   /// Tensors of different parts share no segment, so that each part can be
-  /// gathered alone.
+  /// all-gathered separately.
   std::int64_t part = 0;
 };
 
 /// The default alignment of a layout, in elements: every tensor and every shard
-/// starts at a multiple of it. 16 keeps gathered bf16 tensors on 32 bytes and
-/// FP8 ones on 16.
+/// starts at a multiple of it. 16 keeps all-gathered bf16 tensors on 32 bytes
+/// and FP8 ones on 16.
 inline constexpr std::int64_t kLayoutAlignment = 16;
 
-/// A part of the flat space that is cut into equal shards: shard s holds
+/// A part of the flat space that is split into equal shards: shard s is
 /// [offset + s * shard_numel, offset + (s + 1) * shard_numel).
 struct Segment {
-  /// Holds tensors of granularity `tensor`, of which none is cut.
+  /// Contains tensors of granularity `tensor`; none of them is split.
   bool whole_tensors = false;
   /// Elements; shard boundaries are multiples of it counted from `offset`.
   std::int64_t granule = 0;
   std::int64_t offset = 0;
   std::int64_t numel = 0;
   std::int64_t shard_numel = 0;
-  /// Where this segment's part begins in the local buffer of one shard, which
-  /// is the concatenation of that shard's parts of all segments.
+  /// Where this segment's part starts in the local buffer of one shard. The
+  /// buffer concatenates that shard's parts of all segments.
   std::int64_t local_offset = 0;
 };
 
@@ -48,8 +48,8 @@ struct FlatRange {
   bool operator==(const FlatRange&) const = default;
 };
 
-/// `count` neighbouring shards: what a rank holds when its buffer is sharded on
-/// fewer axes than the layout was cut for.
+/// `count` adjacent shards: a rank's part if its buffer is sharded on fewer
+/// axes than the layout was split for.
 struct ShardSpan {
   std::int64_t first = 0;
   std::int64_t count = 1;
@@ -64,28 +64,28 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// Where each tensor of a group is in one flat index space, which range
-/// each shard owns, and how much is padding. Integers only, immutable.
+/// Where each tensor of a group is in one flat index space, each shard's range,
+/// and the amount of padding. Integers only, immutable.
 ///
 /// Every tensor is contiguous in the flat space. It starts at a multiple of its
 /// granule g from the segment's start, where g = lcm(elements of one granule,
 /// alignment). A segment's shard is a multiple of the largest granule in it,
-/// which is a multiple of all others. So no boundary cuts a granule.
-/// - element(n): one segment per n, in practice one for the whole layout.
+/// and this is a multiple of all others. So no boundary splits a granule.
+/// - element(n): one segment per n, in practice one for the entire layout.
 /// - row, block(rows): one segment per distinct granule; padding is at most
 ///   sum(granules) * num_shards / numel where the widths are multiples of the
 ///   alignment. (A common segment would force its shard to the least common
 ///   multiple.) Tensors of a finer granule move into the segment of a coarser
 ///   one that is a multiple of it where that makes no shard longer: they fill
 ///   the room that the coarse rows leave.
-/// - chunk: one segment per tensor, of its granules alone: its start is
-/// aligned,
-///   the shards that cut it need not be. Where they are not, a segment without
-///   tensors follows, which brings the next one and its shards to an alignment.
-/// - tensor: one segment; tensors go, largest first, to the shard that holds
-///   least so far.
-/// A layout has at least one segment. Segments stand in the order of their
-/// first tensors; inside one, coarse granules come first, else the given order.
+/// - chunk: one segment per tensor, with only its granules. Its start is
+///   aligned, the shards that split it need not be. If not, a segment without
+///   tensors follows and brings the next one and its shards to an alignment.
+/// - tensor: one segment; tensors go, largest first, to the shard with the
+///   fewest elements so far.
+/// A layout has at least one segment. Segments are in the order of their first
+/// tensors. Inside a segment, coarse granules are first, otherwise the tensors
+/// are in the given order.
 class FlatLayout {
  public:
   /// @param specs  unique non-empty names, no negative sizes. Scalars, empty
@@ -96,15 +96,15 @@ class FlatLayout {
       std::int64_t num_shards,
       std::int64_t alignment = kLayoutAlignment);
 
-  /// Returns this layout for elements of one byte that have a scale of one byte
-  /// for each `block` of them, as MXFP8 has for 32: each segment is followed by
-  /// a segment of its scales, cut at the same places. Tensor i keeps its
+  /// Returns this layout for one-byte elements with a one-byte scale for each
+  /// `block` of them, as MXFP8 has for 32: each segment is followed by a
+  /// segment of its scales, split at the same places. Tensor i keeps its
   /// number. Its scales are tensor num_tensors() + i.
-  /// @throws Error{config} where a boundary, or a tensor, is no multiple of
-  ///   `block`.
+  /// @throws Error{config} where a boundary, or a tensor, is not a multiple
+  ///   of `block`.
   FlatLayout with_scales(std::int64_t block) const;
-  /// Returns the layout of some neighbouring segments alone, without the
-  /// tensors: for a Redistribution of them.
+  /// Returns the layout of only some adjacent segments, without the tensors:
+  /// for a Redistribution of them.
   FlatLayout of_segments(std::int64_t first, std::int64_t count) const;
 
   /// Returns the number of elements of the flat space, padding included; equals
@@ -140,12 +140,12 @@ class FlatLayout {
   std::vector<Piece> shard_pieces(std::int64_t i, std::int64_t shard) const {
     return shard_pieces(i, ShardSpan{shard, 1});
   }
-  /// Returns the same for the local buffer of several neighbouring shards,
-  /// which holds for each segment their parts in order.
+  /// Returns the same for the local buffer of several adjacent shards. For each
+  /// segment the buffer contains the shards' parts in order.
   std::vector<Piece> shard_pieces(std::int64_t i, ShardSpan shards) const;
 
   /// Returns a readable memory map: segments, tensors and padding with their
-  /// flat ranges, then what each shard holds (the first 16 shards).
+  /// flat ranges, then the contents of each shard (the first 16 shards).
   std::string describe() const;
 
  private:

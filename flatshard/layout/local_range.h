@@ -18,19 +18,19 @@ struct LocalRange {
 };
 
 // `axis_sizes` and `coordinate` have one entry per placement, outermost axis
-// first. The innermost axis is cut first: over sharded axes (outer, inner) the
-// shard index is inner * outer_size + outer, so gathering the outer axis alone
-// gives each rank its contiguous inner shard. Replicated and partial axes hold
-// the whole range. All functions throw Error{usage} for lists that do not fit
-// together, for sharded axes that are not the innermost ones, and for
+// first. The innermost axis is split first. Over sharded axes (outer, inner)
+// the shard index is inner * outer_size + outer. So an all-gather over only the
+// outer axis gives each rank its contiguous inner shard. Replicated and partial
+// axes have the full range. All functions throw Error{usage} for lists that do
+// not fit together, for sharded axes that are not the innermost ones, and for
 // indivisible shards.
 
-/// In how many equal parts a buffer with these placements is cut.
+/// The number of equal parts of a buffer with these placements.
 std::int64_t num_parts(
     const Placements& placements,
     std::span<const std::int64_t> axis_sizes);
 
-/// Returns the shards that the rank at `coordinate` holds: neighbours, one of
+/// Returns the shards of the rank at `coordinate`: adjacent shards, one of
 /// `num_parts` equal groups.
 ShardSpan shard_span(
     std::int64_t num_shards,

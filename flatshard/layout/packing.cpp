@@ -48,7 +48,7 @@ void FlatLayout::add_segment(const Bundle& bundle, std::int64_t shard_numel) {
 }
 
 /// One bundle per part and distinct granule, one per part for all tensors that
-/// stay whole, and one for each chunked tensor.
+/// stay on one rank, and one for each chunked tensor.
 std::vector<FlatLayout::Bundle> FlatLayout::bundles(
     std::int64_t alignment) const {
   std::vector<Bundle> bundles;

@@ -36,7 +36,7 @@ FlatLayout with_shards(const FlatLayout& layout, std::int64_t num_shards) {
   return FlatLayout::build(std::move(specs), num_shards);
 }
 
-// Returns the number of elements that no boundary may cut.
+// Returns the number of elements that no boundary may split.
 std::int64_t uncut_numel(const FlatLayout& layout, std::int64_t i) {
   const TensorSpec& spec = layout.spec(i);
   return spec.granularity.kind() == Granularity::Kind::tensor

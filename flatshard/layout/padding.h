@@ -17,15 +17,15 @@ inline constexpr double kDefaultMaxPadding = 0.05;
 /// ratio means nothing for small models.
 inline constexpr std::int64_t kNegligiblePaddingNbytes = 64LL << 20;
 
-/// Describes the padding of a model when it is worth a word: more than
+/// Describes the padding of a model if it is significant: more than
 /// `max_padding` of the model's elements and more than `negligible_nbytes` on a
-/// rank. Names the tensor that is hardest to cut and the largest number of
-/// shards whose padding is acceptable.
+/// rank. Names the tensor that is hardest to split and the largest number of
+/// shards with acceptable padding.
 ///
 /// @param layouts  of all groups of parameters.
 /// @param element_nbytes  of the main weights.
-/// @param name_of  the name of a tensor of a layout, which may have changed
-///   since the layout was built; null: the layout's.
+/// @param name_of  the name of a tensor of a layout; it may have changed
+///   since the layout was built. Null: the name in the layout.
 /// @throws Error{config} for a negative max_padding.
 std::optional<std::string> describe_excessive_padding(
     std::span<const FlatLayout* const> layouts,

@@ -14,9 +14,9 @@ enum class ReduceOp {
 
 std::string to_string(ReduceOp op);
 
-/// How a flat buffer is on one mesh axis: every rank holds the same values
+/// How a flat buffer is stored on one mesh axis: every rank has the same values
 /// (replicate), its own contiguous part (shard), or an addend of the values
-/// over the whole range (partial).
+/// over the full range (partial).
 class Placement {
  public:
   static Placement replicate() { return {Kind::replicate, ReduceOp::sum}; }
@@ -54,7 +54,7 @@ int num_sharded_axes(const Placements& placements);
 
 /// Returns whether the sharded axes are the innermost ones (none and all
 /// count). Only then is each rank's part of a segment one contiguous range,
-/// because the innermost axis is cut first.
+/// because the innermost axis is split first.
 bool shards_are_suffix(const Placements& placements);
 
 }  // namespace flatshard

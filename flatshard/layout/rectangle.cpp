@@ -10,7 +10,7 @@ class Coverer {
  public:
   explicit Coverer(std::span<const std::int64_t> shape) : shape_(shape) {}
 
-  /// Covers [begin, end) of the sub-tensor whose leading indices are `fixed_`.
+  /// Covers the range of the sub-tensor with the leading indices `fixed_`.
   void cover(std::int64_t begin, std::int64_t end) {
     if (begin >= end) {
       return;
@@ -47,7 +47,7 @@ class Coverer {
   }
 
   /// The box of `count` indices from `index` on in the first free dimension,
-  /// whole in all further ones.
+  /// and all indices of further dimensions.
   void add(std::int64_t index, std::int64_t count) {
     Rectangle box{fixed_, std::vector<std::int64_t>(fixed_.size(), 1)};
     if (fixed_.size() < shape_.size()) {

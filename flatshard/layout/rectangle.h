@@ -28,10 +28,10 @@ struct Rectangle {
 /// E.g. "[0:2, 5:9]", as Python's slices; "[]" of a scalar.
 std::string to_string(const Rectangle& box);
 
-/// The boxes that cover exactly the elements [begin, end) of a row-major
+/// The boxes that cover exactly the elements [`begin`, `end`) of a row-major
 /// tensor, in flat order: each box is contiguous in the tensor, and there are
 /// at most max(1, 2 * ndim - 1).
-/// @throws Error{usage} when the range is outside of the tensor.
+/// @throws Error{usage} when the range is outside the tensor.
 std::vector<Rectangle> rectangles(
     std::span<const std::int64_t> shape,
     std::int64_t begin,

@@ -25,7 +25,7 @@ Placement placement_of(char letter, ReduceOp op) {
                          : Placement::replicate();
 }
 
-// Axis 0 is the outer one; of one axis alone it is an inner one.
+// Axis 0 is the outer one; a single axis is an inner one.
 Placements placements_of(
     std::string_view letters,
     bool has_outer,

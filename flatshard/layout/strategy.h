@@ -43,8 +43,8 @@ struct Strategy {
 
   int num_axes() const { return static_cast<int>(parameter.size()); }
 
-  /// Into how many shards the flat space must be cut: the product of the sizes
-  /// of the axes that the optimizer state is sharded on (no list is sharded
+  /// The number of shards of the flat space: the product of the sizes of
+  /// the axes that the optimizer state is sharded on (no list is sharded
   /// more).
   /// @param axis_sizes  ranks per mesh axis, outermost first.
   std::int64_t num_shards(std::span<const std::int64_t> axis_sizes) const;
@@ -65,8 +65,8 @@ struct Strategy {
 struct StrategyName {
   std::string_view name;
   std::string_view other_name;  ///< Megatron-FSDP's; empty: none
-  /// The strategy that keeps what is sharded within the inner axes and holds
-  /// replicas along axis 0; empty: it is about an outer axis already.
+  /// The strategy that keeps shards within the inner axes and replicates them
+  /// along axis 0; empty: the strategy has an outer axis already.
   std::string_view with_replicas;
   /// A letter for the outer and one for the inner axes: Replicate, Partial,
   /// Shard.
@@ -75,7 +75,7 @@ struct StrategyName {
   std::string_view optimizer;
 
   bool needs_outer_axis() const { return with_replicas.empty(); }
-  /// Returns whether every rank keeps whole weights.
+  /// Returns whether every rank keeps unsharded weights.
   bool keeps_whole_weights() const { return parameter == "RR"; }
   bool shards_nothing() const { return optimizer == "RR"; }
 };

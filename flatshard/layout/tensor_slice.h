@@ -9,7 +9,7 @@
 
 namespace flatshard {
 
-/// The indices [begin, end) of one dimension.
+/// The indices [`begin`, `end`) of one dimension.
 struct IndexRange {
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -23,23 +23,23 @@ struct IndexRange {
 /// indices. So it is one box of the larger tensor, or several that are stored
 /// together: of gate and up in one tensor, a rank has a box of each.
 ///
-/// The shape of the rank's tensor is no part of it. One slice serves all
-/// tensors that are cut alike, such as the weights of all experts.
+/// The slice does not include the shape of the rank's tensor. One slice serves
+/// all tensors that are split alike, such as the weights of all experts.
 class TensorSlice {
  public:
-  /// Nothing is cut.
+  /// Nothing is split.
   TensorSlice() = default;
 
-  /// Cuts `dim`, too: the larger tensor has `sections` equally long sections
+  /// Splits `dim`, too: the larger tensor has `sections` equally long sections
   /// along it, and this slice the `part`-th of `parts` equal parts of each.
-  /// @throws Error{config} when `part` is not below `parts`, or `dim` was cut.
+  /// @throws Error{config} when `part` is not below `parts`, or `dim` is split.
   TensorSlice cut(
       std::int64_t dim,
       std::int64_t part,
       std::int64_t parts,
       std::int64_t sections = 1) const;
-  /// Cuts `dim`, too: of the `whole` indices of the larger tensor this slice
-  /// has `ranges`, which ascend.
+  /// Splits `dim`, too: of the `whole` indices of the larger tensor this slice
+  /// has `ranges`, in ascending order.
   /// @throws Error{config} when they do not, or leave the dimension.
   TensorSlice take(
       std::int64_t dim,
@@ -55,8 +55,8 @@ class TensorSlice {
       std::span<const std::int64_t> shape) const;
   /// Returns whether the rank's tensor is all of the larger one.
   bool is_whole(std::span<const std::int64_t> shape) const;
-  /// Returns the boxes of the larger tensor that the elements [begin, end) of
-  /// the flattened rank's tensor are. They stand in the order of these
+  /// Returns the boxes of the larger tensor that are the elements [`begin`,
+  /// `end`) of the flattened rank's tensor. They are in the order of these
   /// elements, and each box is contiguous in the rank's tensor. For a slice
   /// that is one box there are at most max(1, 2 * ndim - 1).
   std::vector<Rectangle> boxes(
@@ -71,7 +71,7 @@ class TensorSlice {
     std::int64_t dim = 0;
     std::int64_t whole = 0;  ///< indices of the larger tensor, or parts
     std::vector<IndexRange> ranges;
-    /// Ranges and `whole` count equal parts, whose length follows from the
+    /// Ranges and `whole` count equal parts. Their length follows from the
     /// rank's tensor.
     bool counts_parts = false;
 

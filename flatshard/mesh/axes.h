@@ -30,7 +30,7 @@ AxisSet all_axes(std::size_t count);
 /// @throws Error{config} for names that repeat, sizes below 1, no such rank.
 void check_axes(const std::vector<MeshAxis>& axes, int rank);
 std::int64_t num_ranks(const std::vector<MeshAxis>& axes);
-/// Returns the number of ranks that differ in the chosen axes alone.
+/// Returns the number of ranks that differ only in the chosen axes.
 std::int64_t product(
     const std::vector<MeshAxis>& axes,
     std::span<const int> chosen);
@@ -38,7 +38,7 @@ std::int64_t product(
 std::vector<std::int64_t> coordinates_of(
     const std::vector<MeshAxis>& axes,
     std::int64_t rank);
-/// Shard order: the innermost axis is cut first and counts most.
+/// Shard order: the innermost axis is split first and counts most.
 std::int64_t shard_index(
     const std::vector<MeshAxis>& axes,
     const std::vector<std::int64_t>& coordinates,

@@ -13,8 +13,8 @@ namespace flatshard {
 /// Named axes over ranks, outermost first, and where this rank is on them.
 ///
 /// Rank r has coordinates as in C order: the last axis varies fastest. The
-/// ranks of a group over several axes are in shard order, which is the other
-/// way round: the innermost axis is cut first, so
+/// ranks of a group over several axes are in shard order, the reverse: the
+/// innermost axis is split first, so
 /// index = inner * outer_size + outer.
 class MeshCoordinates {
  public:

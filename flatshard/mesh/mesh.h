@@ -21,7 +21,7 @@
 namespace flatshard {
 
 /// The use of a communicator. Reductions have their own, so that a waiting one
-/// does not hold back a gather, and so has the exchange of tokens.
+/// does not delay an all-gather, and so has the exchange of tokens.
 enum class Purpose { gather, reduce, exchange };
 
 std::string_view to_string(Purpose purpose);
@@ -63,7 +63,7 @@ struct MeshGroup {
 };
 
 /// Ranks along named axes (MeshCoordinates), and a communicator for each set of
-/// axes and purpose. Its ranks are the group's, in shard order.
+/// axes and purpose. A communicator's ranks are in shard order.
 ///
 /// Axes of size 1 never communicate.
 class Mesh : public MeshCoordinates {
@@ -88,16 +88,16 @@ class Mesh : public MeshCoordinates {
 
   at::Device device() const;
 
-  /// Returns the group over `axes` (ascending, at least one) that holds this
-  /// rank. A set of axes that `create` did not build is built now,
-  /// collectively: ask for it once at build time, in the same order on all
-  /// ranks.
+  /// Returns this rank's group over `axes` (ascending, at least one). A
+  /// set of axes that `create` did not build is built now,
+  /// collectively: ask for it once at build time, in the same order on
+  /// all ranks.
   Communicator& communicator(std::span<const int> axes, Purpose purpose);
   Communicator& communicator(int axis, Purpose purpose);
-  /// Returns the group of the `size` neighbouring ranks along `axis` among
-  /// which this rank is: each `size` of them in the axis' order are one. Made
-  /// at its first use, collectively: ask for it at build time, in the same
-  /// order on all ranks.
+  /// Returns this rank's group of `size` adjacent ranks along `axis`: each
+  /// `size` ranks in the order of the axis are one. Created at its first
+  /// use, collectively: ask for it at build time, in the same order on all
+  /// ranks.
   /// @throws Error{config} unless `size` divides the axis' size.
   Communicator& neighbours(int axis, std::int64_t size, Purpose purpose);
   /// Returns all groups for `purpose` that were made so far, also over axes
@@ -129,7 +129,7 @@ class Mesh : public MeshCoordinates {
   /// Returns the store of `create`: for messages outside the order of
   /// collectives, under a separate prefix. Null when there was none.
   const StoreHandle& store() const;
-  /// Returns the bytes that the communicators of with_communicators hold on the
+  /// Returns the bytes that the communicators of with_communicators use on the
   /// device.
   std::int64_t communicator_nbytes() const;
   /// Communicator::restart for all of them.

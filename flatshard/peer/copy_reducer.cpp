@@ -11,7 +11,7 @@ namespace flatshard {
 namespace {
 
 constexpr int kHalves = 2;
-// So that rows begin where wide loads can.
+// So that rows start where wide loads can.
 constexpr std::int64_t kRowAlignment = 256;
 
 std::int64_t row_nbytes(std::int64_t nbytes, std::int64_t size) {
@@ -66,7 +66,7 @@ void CopyReducer::copy_piece(
   const auto* const slices = static_cast<const char*>(in.const_data_ptr());
   const std::int64_t slice = in.numel() / size;
   const std::int64_t row = (half * size + rank) * row_nbytes_;
-  // The ranks begin with their next one each, so that no two write to one.
+  // Each rank starts with the next one, so that no two write to the same one.
   for (int i = 1; i < size; ++i) {
     const int peer = (rank + i) % size;
     copy_bytes(

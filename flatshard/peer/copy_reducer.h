@@ -12,11 +12,11 @@
 namespace flatshard {
 
 /// Reduce-scatters by copies: each rank writes every peer's slice of its input
-/// into that peer's memory. It sums the slices that came into its own, in rank
+/// into that peer's memory. It sums the slices in its own memory, in rank
 /// order, float16 and bfloat16 in float32 with one rounding. On GPUs copy
-/// engines move the data, and the SMs are needed for the sum alone.
+/// engines move the data, and the SMs are needed only for the sum.
 ///
-/// The input goes in pieces, which alternate between two halves of the memory.
+/// The input is sent in pieces that alternate between two halves of the memory.
 /// A separate stream copies piece k + 1 while the caller's sums piece k. One
 /// fence per piece, after its copies and after the sum of the piece before, is
 /// then enough: a rank past the fence of piece k has summed piece k - 1, so its

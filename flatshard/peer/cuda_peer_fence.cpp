@@ -21,8 +21,8 @@ namespace {
 using Operation = CUstreamBatchMemOpParams;
 
 constexpr std::int64_t kCountNbytes = 64;  // each writer has a cache line
-// Greater than every count that a peer has written, also for the driver's
-// comparison, which uses the sign of a difference.
+// Greater than every count that a peer has written, also for the driver: it
+// compares by the sign of a difference.
 constexpr std::uint32_t kReleased = std::uint32_t{1} << 30;
 
 // The memory of rank r has the counts that r's peers write for it.

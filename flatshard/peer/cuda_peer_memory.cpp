@@ -19,8 +19,8 @@
 namespace flatshard::detail {
 namespace {
 
-// A handle stands for the whole block that the driver took the memory from,
-// which is the memory itself when it fills its pages.
+// A handle stands for the driver's entire block around the memory. The block is
+// the memory itself when it fills its pages.
 constexpr std::int64_t kPageNbytes = std::int64_t{2} << 20;
 
 // A rank's description of its memory, sent as bytes.
@@ -88,7 +88,7 @@ class IpcMemory : public PeerMemory {
 
   bool allocate() {
     if (cudaMalloc(&own_, static_cast<std::size_t>(nbytes_)) != cudaSuccess) {
-      // The allocator may hold free memory.
+      // The allocator may cache free memory.
       (void)cudaGetLastError();
       c10::cuda::CUDACachingAllocator::emptyCache();
       if (cudaMalloc(&own_, static_cast<std::size_t>(nbytes_)) != cudaSuccess) {

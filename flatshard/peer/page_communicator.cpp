@@ -15,7 +15,7 @@ namespace flatshard {
 namespace {
 
 constexpr std::int64_t kPageHalves = 2;
-// A reader's cache line holds nothing that the writer writes meanwhile.
+// A reader's cache line contains nothing that the writer writes meanwhile.
 constexpr std::int64_t kLineNbytes = 64;
 // Beyond it the host leaves its core to others between two looks.
 constexpr int kBusyLooks = 2000;
@@ -53,7 +53,7 @@ class PageCommunicator : public Communicator {
             *group_,
             kLineNbytes + kPageHalves * half_nbytes_)) {}
 
-  // A rank may have published rounds that others have not come to.
+  // A rank may have published rounds that others have not reached.
   void restart() override {
     barrier_of(*group_);  // nobody looks any more
     num_published_ = 0;

@@ -18,9 +18,9 @@ struct PageCommunicatorOptions {
 /// Connects the hosts of the ranks of `group`, also of ranks on GPUs, through
 /// pages that their processes share: for small numbers that the hosts exchange
 /// often. A rank writes its own and reads its peers' when they have arrived,
-/// which takes no device and no network.
+/// without a device or a network.
 ///
-/// Tensors are on the CPU. It gathers, and refuses all other collectives.
+/// Tensors are on the CPU. It all-gathers, and refuses all other collectives.
 /// Collective.
 ///
 /// @param group  connects the ranks, now and in restart().

@@ -61,7 +61,7 @@ class PeerCommunicator : public ForwardingCommunicator {
     }
   }
 
-  // Streams that wait in a fence would hold up the group's own abort.
+  // Streams that wait in a fence would delay the group's own abort.
   void do_abort() override {
     if (fence_ != nullptr) {
       fence_->release();

@@ -20,8 +20,8 @@ struct PeerCommunicatorOptions {
 /// Connects the ranks of `group` through memory that they share. Fences between
 /// GPUs are a PeerFence where the ranks can have one. Reduce-scatters of
 /// float32, bfloat16 and float16 are copies into peers' memory and sums there.
-/// All else is `group`'s, which sees nothing of it and is not ended by an abort
-/// of this one. Belongs to the model that asked for it. Collective.
+/// `group` handles all else. It does not see these, and an abort of this one
+/// does not end it. Belongs to the model that asked for it. Collective.
 ///
 /// @return  `group` itself where it has one rank.
 /// @throws Error{config, memory} as PeerMemory::create.

@@ -2,10 +2,10 @@
 
 namespace flatshard {
 
-/// A fence between the ranks' GPU streams that is no kernel: each rank's stream
-/// writes a count to where its peers look, and waits until theirs have come as
-/// far. That takes the host one call of the driver. The counts are in host
-/// memory that the processes share.
+/// A fence between the ranks' GPU streams without a kernel: each rank's stream
+/// writes a count for its peers, and waits until the peers' counts have reached
+/// the same value. That costs the host one call of the driver. The counts are
+/// in host memory that the processes share.
 ///
 /// Fences of one rank come one after another, whichever streams they are in.
 class PeerFence {

@@ -21,7 +21,7 @@
 namespace flatshard {
 namespace {
 
-// Describes a rank's pages to other ranks, which get its bytes.
+// Describes a rank's pages to other ranks. They receive its bytes.
 struct PageHandle {
   std::int64_t host = 0;           ///< of the running kernel
   std::int64_t pid_namespace = 0;  ///< in which `pid` counts
@@ -48,8 +48,8 @@ struct Descriptor {
   const int fd;
 };
 
-// Pages without a name, which go with the last process that has them; peers
-// open them through /proc.
+// Pages without a name. They are freed with the last process that has them;
+// peers open them through /proc.
 class SharedPages : public PeerMemory {
  public:
   SharedPages(Communicator& group, std::int64_t nbytes)
@@ -118,7 +118,7 @@ class SharedPages : public PeerMemory {
   std::int64_t nbytes_;
 };
 
-// A group of one rank has nobody to share with.
+// A group of one rank shares its memory with no other rank.
 class OwnMemory : public PeerMemory {
  public:
   OwnMemory(Communicator& group, std::int64_t nbytes) : PeerMemory(group) {

@@ -14,14 +14,14 @@ namespace flatshard {
 /// Returns a number that processes on one host have in common.
 std::int64_t host_identity();
 
-/// Memory of one size on every rank of a group, which all of them can read and
-/// write. A rank's writes are visible to its peers after a fence: a collective
-/// of the group that follows the write on the writer and precedes the read on
-/// the reader. The same goes for overwriting what a peer reads.
+/// Memory of one size on every rank of a group. All of them can read and write
+/// it. A rank's writes are visible to its peers after a fence: a collective of
+/// the group that follows the write on the writer and precedes the read on the
+/// reader. The same applies to overwriting data that a peer reads.
 ///
 /// CPU: pages that the processes share. CUDA: memory that the GPUs map from
-/// each other's processes (CUDA IPC), so that copies between them are the copy
-/// engines' and take no SM. Data that a dead rank has written stays readable.
+/// each other's processes (CUDA IPC), so that copies between them use the copy
+/// engines and no SM. Data that a dead rank has written stays readable.
 class PeerMemory {
  public:
   /// Zeroed. Collective.

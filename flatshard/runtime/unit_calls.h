@@ -21,9 +21,9 @@ class UnitCalls {
   /// @param inputs  tensors that go into the module, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);
   /// @param outputs  tensors that come out of it, as they are.
-  /// @param more_follow  the unit is one of several modules, of which others
-  ///   are to run in this forward: its weights stay gathered for them, until
-  ///   the outermost forward ends.
+  /// @param more_follow  other modules of the unit will run in this forward:
+  ///   the unit's weights stay unsharded for them, until the outermost forward
+  ///   ends.
   /// @param runs_later  what came out may compute with the unit's weights, or
   ///   have a backward, that no tensor of `outputs` shows.
   void forward_end(

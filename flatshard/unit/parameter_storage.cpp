@@ -8,8 +8,8 @@
 namespace flatshard {
 namespace {
 
-// The flag by which a StorageImpl refuses reads. torch sets it for good, while
-// the memory of a parameter comes back. An explicit instantiation may name a
+// The flag by which a StorageImpl refuses reads. torch never clears it, while
+// the memory of a parameter returns. An explicit instantiation may name a
 // private member.
 template <bool c10::StorageImpl::*flag>
 struct RefusalFlag {
@@ -70,7 +70,7 @@ ParameterStorage::ParameterStorage(
   nbytes_ = parameter_.numel() * c10::elementSize(dtype);
   // A tensor of these sizes over a storage that never had memory.
   storage_ = storage_without_memory(nbytes_, device);
-  // It is as large, so that views of it can be taken. Access to their data
+  // It has the same size, so that views of it can be made. Access to their data
   // raises an error.
   refusing_ = at::Storage(c10::intrusive_ptr<c10::StorageImpl>(
       c10::make_intrusive<RefusingStorage>(nbytes_, device)));

@@ -18,17 +18,17 @@ struct ParameterOwner {
   bool float8 = false;   ///< it has FP8 planes and no values
 };
 
-/// The storage of one gathered parameter: a separate StorageImpl that points
-/// into a slot while the unit is gathered and at nothing while it is resharded.
-/// The tensor object stays, and views that autograd saved follow.
+/// The storage of one unsharded parameter: a separate StorageImpl that points
+/// into a slot while the unit is unsharded and at nothing while it is
+/// resharded. The tensor object stays, and views that autograd saved follow.
 ///
-/// While it is resharded, or hidden, the tensor itself shows another storage,
-/// which throws when its data are read or written and names the parameter:
+/// While it is resharded, or hidden, the tensor itself shows another storage.
+/// That throws when its data are read or written and names the parameter:
 /// kernels would follow the null pointer. Older views throw while it is
-/// resharded, and are valid again after the next gather.
+/// resharded, and are valid again after the next all-gather.
 ///
-/// Each has its own storage, since autograd and AOTAutograd take tensors that
-/// share one for aliases of each other.
+/// Each has its own storage, since autograd and AOTAutograd treat tensors that
+/// share one as aliases of each other.
 class ParameterStorage {
  public:
   ParameterStorage() = default;
@@ -51,10 +51,10 @@ class ParameterStorage {
 
   /// Sets the name for the error of a read while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
-  /// Sets the whole text of that error.
+  /// Sets the full text of that error.
   void set_access_error(const std::string& text) const;
 
-  /// Marks that it has FP8 planes and never data, which the error reports. From
+  /// Marks that it has FP8 planes and never data, as the error reports. From
   /// here on nothing below changes what it shows.
   void refuse_as_float8() const;
   /// It is not one of those.
@@ -67,14 +67,14 @@ class ParameterStorage {
   /// The parameter refuses to be read and written from now on, or no longer.
   /// Its data stay where they are. Two pointers are exchanged; nothing else.
   /// An empty parameter has no data at any time, and is never pointed at them
-  /// when its unit has nothing else to gather: it stays as it is.
+  /// when its unit has nothing else to all-gather: it stays as it is.
   void hide() const { show(nbytes_ > 0 ? refusing_ : storage_); }
   void show() const {
     if (has_values()) {
       show(storage_);
     }
   }
-  /// Clears it for good, views as well: the memory goes with the Runtime.
+  /// Clears it permanently, views as well: the Runtime frees the memory.
   void retire() const;
   /// Where the cleared parameter points, for debugging; see
   /// diagnostics/poison.h.

@@ -14,14 +14,14 @@ namespace nn {
 class Module;
 }
 
-/// One module whose weights are gathered and released together: its parameters,
-/// the groups that shard them, and the contents of its slots. The Scheduler
-/// decides the time of each action. The Executor has slots, and the progress of
-/// the streams.
+/// One module whose weights are unsharded and resharded together: its
+/// parameters, the groups that shard them, and the contents of its slots. The
+/// Scheduler decides the time of each action. The Executor has slots, and the
+/// progress of the streams.
 class Unit {
  public:
-  /// @param module  null: somebody else than its hooks reports to the Runtime
-  ///   when its forward begins and ends.
+  /// @param module  null: another caller than its hooks notifies the Runtime
+  ///   when its forward starts and ends.
   Unit(
       UnitId id,
       std::string name,

@@ -27,7 +27,7 @@ class UnitGradients {
   std::int64_t nbytes() const { return layout_.slots.grad_nbytes; }
   /// Returns the gradient of `parameter` inside the slot.
   at::Tensor view(const SlotView& slot, const UnitParameter& parameter) const;
-  /// [layout.numel()] the whole flat gradient of group `group` inside the slot.
+  /// [layout.numel()] the full flat gradient of group `group` inside the slot.
   at::Tensor flat(const SlotView& slot, std::size_t group) const;
   /// Returns where a layer writes the gradient of parameter `index`, and
   /// whether it adds to what an earlier call of the layer wrote.

@@ -21,7 +21,7 @@ struct UnitParameter {
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;
 
-  /// Returns the offset in bytes from the begin of the group's flat buffer of
+  /// Returns the offset in bytes from the start of the group's flat buffer of
   /// `dtype`.
   std::int64_t offset(const ParamGroup& group, at::ScalarType dtype) const {
     return group.layout().tensor_offset(index) *

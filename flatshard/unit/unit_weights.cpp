@@ -190,7 +190,7 @@ nn::Float8Weight UnitWeights::operand(
     float8::Plane view) const {
   const Plane& of_group = groups_[p.group]->weights().planes()[plane];
   if (of_group.stored() && !of_group.in_forward) {
-    // The exchange keeps the order of the rows, while products read the
+    // The exchange keeps the order of the rows, while matmuls read the
     // transpose.
     view.data = float8::transpose_bytes(view.data);
     view.scales = view.scales.contiguous();

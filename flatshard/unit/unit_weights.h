@@ -12,7 +12,7 @@
 
 namespace flatshard {
 
-/// The gathered weights of a unit: the planes of its groups joined, their
+/// The unsharded weights of a unit: the planes of its groups joined, their
 /// places in slots, and the code that fills a slot.
 class UnitWeights {
  public:
@@ -26,19 +26,19 @@ class UnitWeights {
   const UnitSpec& planes() const { return layout_.slots; }
   /// Returns whether layers ask for some of the planes.
   bool has_planes_on_request() const { return !planes().on_request.empty(); }
-  /// Returns the bytes of the slot that holds a plane, or a part of one, of all
-  /// groups that are not resident.
+  /// Returns the bytes of the slot for a plane, or a part of one, of all groups
+  /// that are not resident.
   std::int64_t nbytes(PlaneId plane, PartId part) const {
     return planes().nbytes(plane, part);
   }
-  /// Returns the bytes of the slot that holds this rank's post-forward shards;
-  /// 0: it has none.
+  /// Returns the bytes of the slot for this rank's post-forward shards; 0: it
+  /// has none.
   std::int64_t post_forward_nbytes() const {
     return planes().post_forward == kNoPlane
                ? 0
                : planes().weights_nbytes[planes().post_forward];
   }
-  /// Returns whether all groups' weights are stored whole on every rank.
+  /// Returns whether every rank stores all weights of all groups.
   bool resident() const { return planes().resident; }
   /// Returns whether the plane has no slot.
   bool rests(PlaneId plane) const {
@@ -47,13 +47,13 @@ class UnitWeights {
   /// Rises with every change of the weights.
   std::int64_t generation() const;
 
-  /// Returns where a parameter begins in the slot of kComputePlane, in bytes.
+  /// Returns where a parameter starts in the slot of kComputePlane, in bytes.
   std::int64_t offset(const UnitParameter& parameter) const;
-  /// Gathers a plane of all groups, or a part of one, into `slot`. Inside
+  /// All-gathers a plane of all groups, or a part of one, into `slot`. Inside
   /// Stream::submit.
   /// @param gathers  by group; those that are not in the plane are not used.
-  /// @param shards  the slot of UnitSpec::post_forward, from which groups that
-  /// have such a shard are gathered; null: from the stored shards.
+  /// @param shards  the slot of UnitSpec::post_forward: the source for groups
+  /// with such a shard; null: the stored shards.
   void gather_into(
       const SlotView& slot,
       PlaneId plane,
@@ -63,7 +63,7 @@ class UnitWeights {
   /// Fills the slot of UnitSpec::post_forward, on the current stream.
   /// @param slot  the slot of kComputePlane.
   void save_post_forward(const SlotView& slot, const SlotView& shards) const;
-  /// Makes a derived plane, or a part of it, of its gathered source.
+  /// Derives a plane, or a part of it, from its unsharded source.
   void derive_into(
       const SlotView& slot,
       PlaneId plane,
@@ -76,16 +76,16 @@ class UnitWeights {
 
   /// Absent: the parameter points at its values.
   std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
-  /// Returns the plane of a product with the parameter, which has a recipe.
+  /// Returns the plane of a matmul with the parameter. It must have a recipe.
   PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
   /// The parameter as it is in a slot.
-  /// @param slot  that holds `part` of the plane; resident groups use none.
+  /// @param slot  contains `part` of the plane; resident groups use none.
   float8::Plane view(
       const UnitParameter& parameter,
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
-  /// Returns the same as one product reads it.
+  /// Returns the same as one matmul reads it.
   nn::Float8Weight operand(
       const UnitParameter& parameter,
       PlaneId plane,

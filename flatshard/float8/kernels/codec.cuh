@@ -21,7 +21,7 @@ __host__ __device__ inline bool aligned16(const void* p) {
   return aligned(p, 16);
 }
 
-/// Eight neighbours of a row, in memory order.
+/// Eight adjacent values of a row, in memory order.
 template <class T>
 struct Eight;
 
@@ -170,7 +170,7 @@ __device__ inline std::uint32_t largest_of(const Eight<T>& v) {
   return peaks_of(v).largest();
 }
 
-/// Over groups of `Lanes` neighbouring lanes; every lane gets it.
+/// Over groups of `Lanes` adjacent lanes; every lane gets it.
 template <int Lanes>
 __device__ inline std::uint32_t lanes_max(std::uint32_t v) {
 #pragma unroll
@@ -180,7 +180,7 @@ __device__ inline std::uint32_t lanes_max(std::uint32_t v) {
   return v;
 }
 
-/// Over the block, given to every thread; `scratch` holds 32.
+/// Over the block, returned to every thread; `scratch` has 32 elements.
 __device__ inline std::uint32_t block_max(
     std::uint32_t v,
     std::uint32_t* scratch) {

@@ -49,7 +49,7 @@ void quantize_tiles(const Values& x, const Quantize& args, cudaStream_t stream);
 /// tensorwise, row plane: any number of elements in a row.
 void quantize_flat(const Values& x, const Quantize& args, cudaStream_t stream);
 
-/// Longest row that quantize_rows takes.
+/// Longest row that quantize_rows supports.
 constexpr std::int64_t kMaxRow = 32768;
 /// rowwise, row plane, in one pass and with the rows' own amax.
 void quantize_rows(const Values& x, const Quantize& args, cudaStream_t stream);

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr std::int64_t kStep = std::int64_t{kThreads} * 8;
   std::uint32_t found = 0;
   constexpr std::int64_t kChunk = kStep * kUnroll;
-  // From the end: the next quantization of the tensor, from its beginning,
-  // finds in the cache what was read last.
+  // From the end: the next quantization of the tensor starts at its first
+  // element and finds in the cache what was read last.
   for (std::int64_t chunk = (numel - 1) / kChunk - blockIdx.x; chunk >= 0;
        chunk -= gridDim.x) {
     const std::int64_t base = chunk * kChunk;

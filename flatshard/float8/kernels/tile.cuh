@@ -2,16 +2,16 @@
 
 #include "flatshard/float8/kernels/codec.cuh"
 
-// A tile of 128 x 128 values, whatever they come from: a thread holds 8 rows of
-// 8 columns, a warp 16 rows of 128.
+// A tile of 128 x 128 values from any source: a thread has 8 rows of 8 columns,
+// a warp 16 rows of 128.
 namespace flatshard::float8::kernels {
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kTile = 128;
 
-/// A source gives eight values of a row: `load` begins it, `finish` makes them
-/// of it, so that loads of several rows are under way before the first is used.
+/// A source returns eight values of a row: `load` starts the loads, `finish`
+/// computes the values, so that loads of several rows are in flight before the
 template <class T>
 struct MemorySource {
   using Value = T;
@@ -43,8 +43,8 @@ bool wide_rows(const T* x, std::int64_t columns) {
 }
 
 /// Returns the tile that a block has in a row of tiles. A source may choose
-/// another order, so that data shared by neighbouring blocks is read from
-/// memory once.
+/// another order, so that data shared by adjacent blocks is read from memory
+/// once.
 template <class Source>
 __device__ inline int tile_of_block(const Source& source) {
   if constexpr (requires { source.tile_of_block(); }) {
@@ -138,7 +138,7 @@ struct ColumnPeaks {
     __syncthreads();
   }
 
-  /// Takes the peaks of a thread's 8 columns in Warps warps from its own on.
+  /// Returns the peaks of a thread's 8 columns in Warps warps from its own on.
   template <int Warps, class T>
   __device__ Peaks<T> take(const TilePlace& at) const {
     const int first = at.warp / Warps * Warps;

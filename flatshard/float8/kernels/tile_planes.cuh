@@ -100,7 +100,7 @@ __device__ inline void column_factors(
   }
 }
 
-/// Stores eight codes to neighbouring bytes, of which `num` exist.
+/// Stores eight codes to adjacent bytes; only `num` of them exist.
 __device__ inline void
 store_eight(std::uint8_t* to, uint2 codes, std::int64_t num, bool wide) {
   if (num >= 8 && wide) {

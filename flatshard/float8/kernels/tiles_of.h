@@ -4,7 +4,7 @@
 
 namespace flatshard::float8::kernels {
 
-/// quantize_tiles of values of T. A file for each T: they take long to compile.
+/// quantize_tiles of values of T. A file per T, because each compiles slowly.
 template <class T>
 void quantize_tiles_of(
     const Values& x,
