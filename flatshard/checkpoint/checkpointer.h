@@ -25,7 +25,7 @@ struct CheckpointOptions {
   std::filesystem::path folder;  ///< holds step-N, one folder each
   std::int64_t keep_latest = 0;  ///< older ones are removed; 0: keep all
   std::uint64_t max_file_nbytes = std::uint64_t{4} << 30;
-  /// How long ranks wait for one another when all have written.
+  /// Timeout for ranks to wait for one another after all have written.
   std::chrono::milliseconds timeout = std::chrono::minutes(30);
   /// Tensors of the model in addition to its groups. The tensors must stay.
   std::vector<WholeTensor> whole_tensors;

@@ -40,7 +40,7 @@ void on_all_ranks(Mesh& mesh, F&& work) {
     error = std::current_exception();
   }
   if (mesh.size() > 1) {
-    // For each rank: 1 when it failed.
+    // One flag per rank: 1 if it failed.
     const at::Tensor failed = at::zeros(
         {mesh.size()},
         at::TensorOptions().dtype(at::kLong).device(mesh.device()));

@@ -17,9 +17,9 @@ namespace flatshard {
 struct LoadOptions {
   /// The ranks that load together. Null: the ranks of the model's mesh.
   std::shared_ptr<Mesh> mesh;
-  /// Shell patterns over parameter names such as "lm_head.*": these are neither
-  /// looked for in the checkpoint nor changed in the model, and what the
-  /// checkpoint has of them is ignored.
+  /// Shell patterns over parameter names such as "lm_head.*": these parameters
+  /// are neither required in the checkpoint nor changed in the model. Their
+  /// data in the checkpoint is ignored.
   std::vector<std::string> exclude;
   /// Threads of this rank that read and check; 0: this machine's cores over
   /// the ranks of the mesh, from 2 to 16.
@@ -38,8 +38,8 @@ struct LoadedCheckpoint {
 
 /// Reads a checkpoint into the shards of this rank. Names, shapes and dtypes
 /// must match; world size, mesh and strategy of the writer may differ. Each
-/// rank reads only what it owns, in complete digest blocks. Collective;
-/// blocks.
+/// rank reads only what it owns, in complete digest blocks. Collective; blocks
+/// until all ranks have loaded.
 ///
 /// Everything is read and checked, on all ranks, before the first element of
 /// the model changes. Until then it is in host memory: as many bytes as this

@@ -21,7 +21,7 @@ namespace flatshard {
 /// The offsets depend only on the model and the mesh and are computed once.
 class ShardImage {
  public:
-  /// @param boxes  what this rank writes; the tensors must stay.
+  /// @param boxes  to be written by this rank; the tensors must stay alive.
   /// @param max_file_nbytes  a new file starts before a file would exceed it; a
   ///   box is never split.
   ShardImage(

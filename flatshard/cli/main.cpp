@@ -48,7 +48,7 @@ std::string suggestion(
 }
 
 /// CLI11 reports an unknown subcommand as an unexpected argument.
-/// @return what is wrong; empty: nothing.
+/// @return the error text; empty if there is no error.
 std::string unknown_command(const CLI::App& program, int argc, char** argv) {
   const CLI::App* command = &program;
   std::string path;
@@ -104,7 +104,7 @@ std::string describe(const CLI::ParseError& error, const CLI::App& program) {
       word.starts_with('-') ? suggestion(word, names) : "");
 }
 
-/// Returns the usage of a command that needs a subcommand and has none; empty
+/// Returns the usage of a command if a required subcommand is missing; empty
 /// for other arguments.
 std::string usage_of_group(const CLI::App& program, int argc, char** argv) {
   const CLI::App* command = &program;

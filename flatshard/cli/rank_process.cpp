@@ -20,8 +20,8 @@ class LoggedWarnings : public c10::WarningHandler {
 
 /// c10d writes a dozen lines of C++ frames whenever the process that serves its
 /// store ends. By then the errors of ranks have named that process. Warnings
-/// that torch means for its users stay, and TORCH_CPP_LOG_LEVEL brings all
-/// back.
+/// that torch means for its users stay. Set TORCH_CPP_LOG_LEVEL to see all of
+/// them.
 void quiet_torch() {
   static LoggedWarnings warnings;
   if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) {

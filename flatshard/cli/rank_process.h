@@ -2,8 +2,8 @@
 
 namespace flatshard {
 
-/// Settings of torch, NCCL and CUDA in a process that is a rank, where the
-/// environment has none. Before the first call into CUDA.
+/// Sets defaults of torch, NCCL and CUDA for a process that is a rank, unless
+/// the environment sets them. Call it before the first call into CUDA.
 void prepare_rank_process();
 
 }  // namespace flatshard

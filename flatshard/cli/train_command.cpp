@@ -204,7 +204,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   if (!conflict.empty()) {
     throw_usage(conflict);
   }
-  // In a batch script of Slurm --nproc is what starts ranks.
+  // In a batch script of Slurm, only --nproc starts ranks.
   const bool launched =
       launched_by_environment() &&
       (launched_by_this_program() || !in_slurm_batch_script());

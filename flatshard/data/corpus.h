@@ -13,7 +13,7 @@
 
 namespace flatshard::data {
 
-/// How a token is stored: little-endian unsigned words.
+/// Storage format of a token: little-endian unsigned words.
 enum class TokenType { uint16, uint32 };
 
 std::string_view to_string(TokenType type);

@@ -25,7 +25,7 @@ struct OpenCorpus {
       : writer(options, std::move(corpus)) {}
 
   CorpusWriter writer;
-  // Of commit.
+  // Result of commit.
   std::string meta;
   std::string summary;
 };

@@ -15,7 +15,7 @@ class Permutation {
   Permutation(std::uint64_t key, std::int64_t size);
 
   std::int64_t size() const { return size_; }
-  /// Returns where index i goes; a bijection of [0, size).
+  /// Returns the image of index i; a bijection of [0, size).
   std::int64_t operator()(std::int64_t i) const;
 
  private:

@@ -23,7 +23,7 @@ std::string find_python(const std::string& wanted);
     const std::string& module,
     const std::vector<std::string>& arguments);
 
-/// How to reach a tokenizer.json.
+/// Options to run a tokenizer.json.
 struct PythonTokenizerOptions {
   std::string python;  ///< see find_python
   std::filesystem::path tokenizer;

@@ -75,7 +75,7 @@ class JsonCodec : public TextCodec {
     std::vector<std::int64_t> all = prompt;
     all.insert(all.end(), tokens.begin(), tokens.end());
     const auto texts = decode_all({prompt, all, tokens}, false);
-    // Where the tokens change the prompt's own text, it stays as it was typed.
+    // If the tokens change the prompt's own text, keep it as it was typed.
     return std::string(text) + (texts[1].starts_with(texts[0])
                                     ? texts[1].substr(texts[0].size())
                                     : texts[2]);

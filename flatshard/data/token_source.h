@@ -16,15 +16,15 @@ namespace flatshard::data {
 /// If TokenSource::tokens_are_bytes, larger token ids are not bytes of text.
 inline constexpr std::int64_t kNumBytes = 256;
 
-/// A target without loss: what the loss ignores.
+/// A target that the loss ignores.
 inline constexpr std::int64_t kIgnoredTarget = -100;
 
 /// The documents of some sequences, one sequence after the other.
 struct DocumentLengths {
-  /// Of each document. The sum over a sequence is seq_len: padding counts as a
-  /// document.
+  /// Length of each document. The sum over a sequence is seq_len: padding
+  /// counts as a document.
   std::vector<std::int64_t> lengths;
-  /// Of each sequence: how many tokens at its end are padding.
+  /// Number of padding tokens at the end of each sequence.
   std::vector<std::int64_t> padding;
 
   bool operator==(const DocumentLengths&) const = default;

@@ -18,8 +18,8 @@ std::vector<Fact> build_facts();
 /// Returns the host: system, name, threads, memory. Starts no CUDA.
 Fact host_fact();
 /// Returns the host, the driver, each GPU with its memory and compute
-/// capability, and how each GPU reaches the others' memory. Starts CUDA when
-/// there is a GPU.
+/// capability, and the links between GPUs. Starts CUDA if there is a
+/// GPU.
 std::vector<Fact> machine_facts();
 
 /// GPUs with one name and compute capability.
@@ -28,7 +28,7 @@ struct GpuKind {
   int sm = 0;  ///< as compute_capability
   std::vector<int> gpus;
 };
-/// In the order of their first GPU; none without a GPU.
+/// Ordered by their first GPU; empty without a GPU.
 std::vector<GpuKind> gpu_kinds();
 /// "GPUs 0, 1 (NVIDIA H100, sm_90)" and a line for each feature.
 std::string describe(const GpuKind& kind);

@@ -7,8 +7,8 @@
 
 namespace flatshard {
 
-/// Finds NaN and infinite values and names the parameter, what of it is wrong,
-/// the rank and the first element.
+/// Finds NaN and infinite values and reports the parameter, its tensor (weight
+/// or gradient), the rank and the first element.
 ///
 /// Gradients are checked once this rank has the full gradient of a unit, just
 /// before the unit's reduction: afterwards the mean has spread over the ranks

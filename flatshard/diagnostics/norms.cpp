@@ -10,7 +10,7 @@
 namespace flatshard {
 namespace {
 
-// Where each partial norm is added: an index into the sums of squares.
+// Index into the sums of squares for each partial norm.
 struct Parts {
   std::vector<at::Tensor> pieces;
   std::vector<std::int64_t> rows;

@@ -219,7 +219,7 @@ std::vector<std::shared_ptr<void>> nan_block(
 
 /// Returns addresses for resharded parameters, one per spec. Each shared
 /// pointer keeps its memory alive.
-/// @param who  goes before the message, e.g. "rank 3/8".
+/// @param who  prefix of the message, e.g. "rank 3/8".
 std::vector<std::shared_ptr<void>> make_poison(
     at::Device device,
     const std::string& who,

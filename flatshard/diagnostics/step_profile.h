@@ -22,7 +22,7 @@ struct KernelClass {
   std::int64_t kernels = 0;
 };
 
-/// Where the time of one step on one GPU went.
+/// Time breakdown of one step on one GPU.
 struct StepProfile {
   double span_ms = 0;     ///< from the first kernel's begin to the last's end
   double compute_ms = 0;  ///< a kernel that computes runs

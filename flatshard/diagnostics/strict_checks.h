@@ -48,7 +48,7 @@ class StrictChecks : public StepObserver, public GradientObserver {
   static void hook_owners(const std::shared_ptr<StrictChecks>& checks);
   /// A module that owns parameters of `unit` is called.
   void module_called(UnitId unit, const std::string& module) const;
-  /// Compares with all ranks what they do next; see compare_next.
+  /// Compares the next actions of all ranks; see compare_next.
   void check_next(UnitId next);
   void check_backwards();
 
@@ -60,8 +60,8 @@ class StrictChecks : public StepObserver, public GradientObserver {
   std::vector<nn::HookHandle> hooks_;
 };
 
-/// All ranks report what they do next, the forward of a unit or the end of the
-/// step (kNoUnit), before they do it. When they differ, throws Error{usage} on
+/// All ranks report their next action, the forward of a unit or the end of the
+/// step (kNoUnit), before they run it. If they differ, throws Error{usage} on
 /// all of them that names the two. Collective; blocks the host.
 ///
 /// @param names  of all units.

@@ -116,8 +116,8 @@ void PeerExchange::begin_dispatch(
   ready.wait(stream());
   stream().submit(
       [this, tokens, permutation = *input.tokens, stay_begin, stay_end, end] {
-        // The half of this dispatch. Peers have read what was there: the fence
-        // of the transfer before came first on this stream.
+        // The half of this dispatch. Peers have read its old content: the fence
+        // of the previous transfer came first on this stream.
         const at::Tensor window = rows_in_window(1 - half_, end, tokens);
         for (const auto& [first, last] :
              {std::pair(std::int64_t{0}, stay_begin),
@@ -155,9 +155,9 @@ void PeerExchange::reserve(
         window_nbytes_);
     needed = round_up(needed, kPartAlignment) + num_rows * row;
   }
-  // The size is the same on all ranks, each of which has the largest number of
-  // rows of any. Windows that peers still read stay until every rank has come
-  // here.
+  // The size is the same on all ranks: each uses the largest number of rows
+  // over all ranks. Windows that peers still read stay until every rank has
+  // reached this point.
   if (grows_ && needed > window_nbytes_) {
     Event idle;
     idle.record(stream());

@@ -36,7 +36,7 @@ struct PeerExchangeOptions {
 /// window and from the places where this rank's experts left them. So rows that
 /// stay are not copied, and others once, from one rank to the other.
 ///
-/// The counts go from host to host, through pages that the processes share.
+/// Counts are sent from host to host through shared pages.
 class PeerExchange : public StreamExchange {
  public:
   /// Collective.
@@ -154,7 +154,7 @@ class PeerExchange : public StreamExchange {
   at::Tensor addresses_;                 ///< int64: of windows_, by rank
   int half_ = 0;                         ///< of the last transfer
   std::shared_ptr<Stream> counts_;       ///< counts leave the device here
-  /// int32, pinned: counts of all experts, then what a plan uploads.
+  /// int32, pinned: counts of all experts, then the upload of a plan.
   at::Tensor host_;
 };
 

@@ -28,10 +28,10 @@ struct RunTables {
   }
 };
 
-/// Which rows arrive at the experts of one rank. At home, at the rank that
-/// routed them, rows are ordered by expert. At the experts they are ordered by
-/// expert, too, and by rank within one expert. The rows that one rank routed to
-/// one expert are a run.
+/// The rows that arrive at the experts of one rank. On the source rank (where
+/// they were routed) rows are ordered by expert. At the experts they are
+/// ordered by expert, too, and by rank within one expert. The rows that one
+/// rank routed to one expert are a run.
 class RowRuns {
  public:
   struct Run {

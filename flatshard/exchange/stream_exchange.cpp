@@ -290,7 +290,7 @@ std::unique_ptr<nn::RowTransfer> StreamExchange::start(
   Event ready;
   if (input.after) {
     ready = *input.after;
-    // The stream allocates, because compute still uses what it has freed.
+    // Allocates on the stream, because compute still uses memory it freed.
     work = [this, plan, direction, rows, out] {
       for (const at::Tensor& sent : rows.rows) {
         keep(sent);

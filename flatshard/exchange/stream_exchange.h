@@ -18,8 +18,8 @@ struct ExchangeOptions {
   /// ranks, and adds up the ranks' sums over rows. Two ranks are then bitwise
   /// identical to one rank with their tokens as two microbatches.
   bool groups_by_rank = false;
-  /// Ranks that have an equal part of the width of the same experts: a row goes
-  /// to all of them, and what they send back is added up, in rank order.
+  /// Number of ranks that split the width of the same experts equally: a row is
+  /// sent to all of them, and their results are summed in rank order.
   std::int64_t ranks_per_expert = 1;
   /// Options of the stream on which rows are exchanged.
   StreamOptions stream;
@@ -35,13 +35,13 @@ struct StreamExchangePlan : nn::ExchangePlan {
   bool is_finished = false;
 };
 
-/// Exchanges tokens between the ranks of a group, each of which has as many
-/// experts: rank r those from r * experts / ranks on. How they do is for the
-/// classes that derive from it.
+/// Exchanges tokens between the ranks of a group. Each rank has the same number
+/// of experts: rank r starts at r * experts / ranks. Derived classes implement
+/// the transport.
 ///
 /// With n ranks per expert, the first ranks / n ranks divide the experts for
-/// the first part of their width. The next as many divide them for the second
-/// part, and so on. A Mesh orders the ranks over {ep, etp} like this.
+/// the first part of their width. The next ranks / n ranks divide them for the
+/// second part, and so on. A Mesh orders the ranks over {ep, etp} like this.
 ///
 /// Rows arrive by expert, and within one expert in the order of the ranks. They
 /// are exchanged on a separate stream, in parallel with compute. The host waits
@@ -67,8 +67,8 @@ class StreamExchange : public nn::TokenExchange {
   void measure(bool measures) { measures_ = measures; }
   /// Returns the time measured since the last call, in ms. Blocks the host.
   double wait_and_take_exposed_ms() { return timer_->wait_and_take_ms(); }
-  /// Called after a failure: blocks until what is under way has ended, and
-  /// forgets what it threw.
+  /// Called after a failure: blocks until pending work has ended, and clears
+  /// its errors.
   void reset() noexcept { stream_->reset(); }
   /// Called after a failure, when ranks may have got to different places: all
   /// of them call it while compute is idle.
@@ -92,12 +92,12 @@ class StreamExchange : public nn::TokenExchange {
   /// Starts the copy of the counts to the host, after `counted`, and records
   /// `known` after it. The host has room for the counts of one plan.
   virtual void send_counts(StreamExchangePlan& plan) = 0;
-  /// Makes the plan of what is known now.
+  /// Completes the plan from the counts of all ranks.
   virtual void finish(const nn::ExchangePlanPtr& plan) = 0;
   /// Called by a dispatch of tokens before the host waits for other ranks:
   /// queues work that depends only on this rank's counts. The default permutes
   /// the tokens on the current stream.
-  /// @param input  becomes what is left to transfer.
+  /// @param input  becomes the input that is left to transfer.
   virtual void begin_dispatch(
       const nn::ExchangePlanPtr& plan,
       nn::TransferInput& input);
@@ -111,8 +111,8 @@ class StreamExchange : public nn::TokenExchange {
   virtual bool takes_tokens(const at::Tensor& /*tokens*/) const {
     return false;
   }
-  /// Returns the work of the stream that brings `input` to `out`. All tensors
-  /// are defined.
+  /// Returns the stream's work that transfers `input` to `out`. All tensors are
+  /// defined.
   virtual std::function<void()> transfer(
       const nn::ExchangePlanPtr& plan,
       Direction direction,

@@ -85,7 +85,7 @@ std::optional<Verdict> detail::find_diverged(std::span<const RankView> views) {
 
 namespace {
 
-// How far a rank's program is on each of its groups, by the group's name.
+// Progress of a rank's program on each of its groups, by group name.
 using Progress = std::vector<std::pair<std::string_view, std::int64_t>>;
 
 Progress progress_of(const RankView& view) {

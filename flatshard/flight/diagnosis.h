@@ -42,7 +42,7 @@ Verdict diagnose(
     std::span<const RankView> views,
     std::chrono::milliseconds stalled_after);
 
-/// Returns whether two ranks of a group disagree on what they did up to a
+/// Returns whether two ranks of a group disagree on their history up to a
 /// common checkpoint.
 bool checkpoints_differ(std::span<const RankView> views);
 

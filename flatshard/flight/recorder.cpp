@@ -36,7 +36,7 @@ class FlightRecorder::Impl : public detail::FlightWatcher {
  public:
   using FlightWatcher::FlightWatcher;
 
-  /// See CollectiveScope::step. A number below 0 stands for the recorder's
+  /// See CollectiveScope::step. A number below 0 means the recorder's
   /// step.
   std::int64_t step_or_own(std::int64_t given) const {
     return given >= 0 ? given : step();

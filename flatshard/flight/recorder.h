@@ -27,7 +27,7 @@ struct FlightRecorderOptions {
   /// A rank that is silent, or late for a collective, for this long is named
   /// and the communicators are aborted.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
-  /// How long the ranks wait for each other at creation.
+  /// Timeout for ranks to wait for each other at creation.
   std::chrono::milliseconds connect_timeout = std::chrono::minutes(5);
   /// Collectives that each communicator remembers.
   int capacity = 1024;
@@ -112,8 +112,8 @@ class FlightRecorder : public CollectiveObserver {
   Ticket begin(int track, CollectiveSignature signature) override;
   void launched(Ticket ticket) override;
   void completed(Ticket ticket) override;
-  /// Throws the verdict when there is one. A host that waited for the device
-  /// calls it before it trusts what it reads.
+  /// Throws the verdict if there is one. A host that waited for the device
+  /// calls it before it trusts the data that it reads.
   void check() const override;
   /// Waits for the verdict and returns that; without one in time, `error`.
   Error explain(const Error& error) override;

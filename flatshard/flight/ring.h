@@ -66,8 +66,8 @@ class FlightRing {
     Event before;
     Event after;
     bool on_stream = false;
-    // In a graph this replaces the events: the launch, and which of the track's
-    // collectives in it.
+    // Replaces the events of a collective in a graph: the launch, and the
+    // number of the collective on its track.
     std::shared_ptr<CapturedCollectives> captured;
     std::shared_ptr<const CapturedCollectives::Replay> replay;
     std::uint32_t index = 0;

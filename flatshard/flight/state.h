@@ -39,8 +39,8 @@ struct FlightTrack {
   std::string group;  ///< equal on the ranks of a group and on no others
   std::string name;   ///< the communicator's
   std::int64_t num_launched = 0;
-  /// How far the program is on it: grows where the program queues collectives,
-  /// so for all tracks in the order of the program. On GPUs `num_launched`.
+  /// Progress of the program on this track: grows when the program queues a
+  /// collective, so for all tracks in program order. On GPUs `num_launched`.
   std::int64_t num_queued = 0;
   std::vector<FlightCheckpoint> checkpoints;
   std::vector<FlightEntry> entries;  ///< the newest, ascending
@@ -68,7 +68,7 @@ struct FlightState {
   int rank = 0;
   std::string host;
   std::int64_t pid = 0;
-  /// Where `pid` means this process: boot and pid namespace.
+  /// Scope in which `pid` is valid: boot and pid namespace.
   std::string process_space;
   std::int64_t process_start = 0;  ///< identifies it among users of the same
                                    ///< pid

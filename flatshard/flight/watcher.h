@@ -17,7 +17,7 @@
 
 namespace flatshard::detail {
 
-/// The threads of a FlightRecorder and what they share with it.
+/// The threads of a FlightRecorder and the state that they share with it.
 ///
 /// The store thread publishes this rank's state and reads the others'. A read
 /// from a store whose host is stopped or unreachable never returns, so the
@@ -117,7 +117,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   const Milliseconds stalled_after_;
   /// The same when a collective has already failed somewhere.
   const Milliseconds settle_;
-  /// How long a caller waits for the communicators to end.
+  /// Maximum wait of a caller for the communicators to end.
   const Milliseconds abort_patience_;
   StoreHandle store_;
   FlightRing ring_;

@@ -48,7 +48,7 @@ class DirectFile {
       std::size_t part = bytes.size();
       if (direct_) {
         part = part / kDirectAlignment * kDirectAlignment;
-        // The end of the file, or what a short write left.
+        // The end of the file, or the rest of a short write.
         if (part == 0 || offset % kDirectAlignment != 0) {
           use_page_cache();
           part = bytes.size();

@@ -21,7 +21,7 @@ inline constexpr std::size_t kDirectAlignment = 4096;
 /// @param bytes  written with O_DIRECT if their address is a multiple of
 ///   kDirectAlignment; else through the page cache.
 /// @return the digest of each kDigestBlock bytes.
-/// @throws Error{io} naming the file; what was written stays.
+/// @throws Error{io} naming the file; a partly written file stays.
 std::vector<std::uint64_t> write_digested(
     const std::filesystem::path& path,
     std::span<const std::byte> bytes);

@@ -68,7 +68,7 @@ class HfFolder {
   const std::vector<std::string>& passed_over() const { return passed_over_; }
 
  private:
-  /// Where a tensor is.
+  /// Place of a tensor in the files.
   struct Place {
     std::size_t file = 0;
     std::string stored_name;
@@ -88,9 +88,9 @@ class HfFolder {
   std::vector<std::string> passed_over_;
 };
 
-/// Names the files of a folder that is to be written and which tensor goes
-/// where: in the given order, a new file when one would grow past
-/// `max_file_nbytes`.
+/// Assigns tensors to the files of a new folder in the given order, with a
+/// new file whenever one would exceed `max_file_nbytes`. Also names the
+/// files.
 struct HfFile {
   std::string name;
   std::vector<SafetensorsSpec> tensors;

@@ -11,8 +11,8 @@
 
 namespace flatshard::detail {
 
-/// A JSON value on its way in: every access reports what it expected, and
-/// where.
+/// A JSON value to be parsed: errors of every access contain the expected type
+/// and the path of the value.
 class JsonField {
  public:
   JsonField(const nlohmann::json& value, std::string where)

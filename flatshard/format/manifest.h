@@ -54,7 +54,7 @@ struct StoredTensor {
 /// The contents of a checkpoint, from its manifest.json.
 struct Manifest {
   std::int64_t step = 0;
-  // How it was written. Nothing depends on it when it is read.
+  // Configuration of the writer, for information only; not used on load.
   std::string mesh;  ///< e.g. "{dp: 8}"
   /// E.g. "zero3", or of groups that differ "zero1 (2 of 9 groups), ...".
   std::string strategy;

@@ -13,7 +13,7 @@
 namespace flatshard {
 
 /// Reads matrices of experts that are stored as MXFP4: numbers of four bits
-/// (E2M1), of which 32 share a scale, a power of two.
+/// (E2M1), in blocks of 32 with one scale, a power of two.
 ///
 /// A tensor NAME is stored as a pair: NAME_blocks [experts, out, in / 32, 16]
 /// with two numbers per byte, the lower half first, and NAME_scales [experts,

@@ -126,7 +126,7 @@ void read_chunk(
   }
 }
 
-/// Where a safetensors entry is in its file.
+/// Place of a safetensors entry in its file.
 struct EntryPlace {
   std::uint64_t offset = 0;
   std::uint64_t nbytes = 0;

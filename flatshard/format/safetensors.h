@@ -56,7 +56,7 @@ class SafetensorsReader {
   explicit SafetensorsReader(const std::filesystem::path& path);
 
   const std::filesystem::path& path() const { return file_.path(); }
-  /// In the order of the data.
+  /// Returns the entries in the order of the data.
   const std::vector<SafetensorsEntry>& entries() const {
     return header_.entries;
   }

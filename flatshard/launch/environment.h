@@ -14,7 +14,7 @@ struct RankEnvironment {
   std::uint16_t master_port = 0;
   /// torchrun already serves the store at master_addr:master_port.
   bool launcher_serves_store = false;
-  /// How often torchrun has restarted the ranks. Its store outlives them.
+  /// Number of restarts by torchrun. Its store outlives the ranks.
   int restart_count = 0;
   /// The numbers come from Slurm.
   bool from_slurm = false;

@@ -16,17 +16,17 @@ class RankStderr {
   RankStderr(int rank, Fd read_end, bool prefixed)
       : rank_(rank), read_end_(std::move(read_end)), prefixed_(prefixed) {}
 
-  /// To wait for; -1 once the rank has closed it.
+  /// File descriptor to wait for; -1 once the rank has closed it.
   int fd() const { return read_end_.get(); }
 
   /// Passes on what there is, and when the rank has closed its end the rest of
   /// a line as well. Does not wait.
   void pass_on();
 
-  /// From the last line that reports an error, with the indented lines below
-  /// it, or else the last line: a library's warnings may come after the error.
-  /// This is the newest message that was passed on; empty when there was
-  /// nothing.
+  /// Returns the newest forwarded message: from the last line that reports an
+  /// error, with the indented lines below it, or else the last line. A
+  /// library's warnings may come after the error. Empty if there was no
+  /// output.
   std::string last_message() const;
 
  private:

@@ -2,7 +2,7 @@
 
 namespace flatshard::models {
 
-/// Which activations of a block are computed again in backward.
+/// Which activations of a block are recomputed in the backward.
 enum class ActivationCheckpoint {
   none,
   full,       ///< the whole block; only its input is kept

@@ -16,7 +16,7 @@ enum class QkNorm {
   projection,  ///< of all heads together
 };
 
-/// Where attention and the feed-forward part of a block have RMSNorms.
+/// Placement of RMSNorms around attention and the feed-forward part.
 enum class NormPlacement {
   before,  ///< x + f(norm(x))
   after,   ///< x + norm(f(x))

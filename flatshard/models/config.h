@@ -76,7 +76,7 @@ struct ModelConfig {
 
 /// Checks that `size` ranks can share the layers of a model.
 /// @param option  that gave their number, for the message.
-/// @throws Error{config} naming what they do not divide.
+/// @throws Error{config} naming the size that they do not divide.
 void check_tensor_parallel(
     const ModelConfig& config,
     std::int64_t size,

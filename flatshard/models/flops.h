@@ -10,7 +10,7 @@ namespace flatshard::models {
 /// once.
 std::int64_t num_parameters(const ModelConfig& config);
 
-/// Returns the same with as many experts of each block as a token goes to.
+/// Returns the same with only the experts that one token activates.
 std::int64_t num_active_parameters(const ModelConfig& config);
 
 /// Returns the number of parameters of routed experts, in all layers: expert

@@ -28,7 +28,7 @@ std::int64_t KvCache::nbytes() const {
 void KvCache::fill(std::int64_t row, const at::Tensor& k, const at::Tensor& v) {
   const std::int64_t seq = k.size(0);
   const std::int64_t kept = std::min(seq, slots_);
-  // The last tokens go around the end of the slots.
+  // The last tokens wrap around the end of the slots.
   const std::int64_t first_slot = (seq - kept) % slots_;
   const std::int64_t before_end = std::min(kept, slots_ - first_slot);
   const auto store = [&](const at::Tensor& to, const at::Tensor& from) {

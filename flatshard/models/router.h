@@ -19,15 +19,15 @@ struct MoeOptions {
   /// tokens per expert, per rank and microbatch. 0: no limit.
   double capacity_factor = 0.0;
   bool force_balance = false;  ///< see nn::balanced_choice
-  /// Where tokens go; null: all experts are here.
+  /// Exchange for token dispatch and combine; null: all experts are local.
   std::shared_ptr<nn::TokenExchange> exchange;
   /// Experts of this module; 0: all.
   std::int64_t local_experts = 0;
   /// Width of this module's part of each expert. It must divide the width of
   /// the model; 0: all of it. `exchange` adds up the results of the parts.
   std::int64_t local_ffn_dim = 0;
-  /// That share the shared experts, and route a part of the tokens each; see
-  /// LlamaOptions::ranks.
+  /// Ranks that share the shared experts, and route a part of the tokens each;
+  /// see LlamaOptions::ranks.
   nn::TensorParallelPtr ranks = nullptr;
 };
 

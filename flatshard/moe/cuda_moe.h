@@ -11,8 +11,8 @@
 /// cuda_moe.cpp with CUDA, no_cuda_moe.cpp without (they throw).
 namespace flatshard::nn::cuda {
 
-/// Launches a kernel on the current stream of `device`, of which its pointers
-/// are.
+/// Launches a kernel on the current stream of `device`. Its pointers must be on
+/// that device.
 /// @throws Error{config} for more experts or groups than it supports.
 void launch(const kernels::MoeKernel& kernel, at::Device device);
 

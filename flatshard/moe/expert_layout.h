@@ -2,8 +2,8 @@
 
 namespace flatshard::nn {
 
-/// How the weights of experts, each a gated feed-forward part of width ffn, are
-/// arranged.
+/// Memory layout of the weights of experts. Each expert is a gated feed-forward
+/// part of width ffn.
 enum class ExpertLayout {
   /// gate_up [experts, 2 * ffn, dim], gate first, and down [experts, dim, ffn].
   stacked,

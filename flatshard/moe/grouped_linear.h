@@ -19,7 +19,7 @@ namespace flatshard::nn {
 // runs after the other. The host waits for `ends` then, unless they are on
 // the CPU.
 
-/// Which rows are whose.
+/// Assigns rows to experts.
 struct Groups {
   at::Tensor ends;  ///< int32 [experts * per_expert]; see ExchangePlan::ends
   std::int64_t per_expert = 1;

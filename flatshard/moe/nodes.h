@@ -26,8 +26,8 @@ struct Node {
   /// because it returns the decision of an earlier node.
   std::function<RowRoute()> route;
   int addend = -1;  ///< see Nodes::exchange
-  /// A block that is recomputed keeps what this node has computed. Nodes before
-  /// it are kept as well.
+  /// A recomputed block saves the results of this node. Nodes before it are
+  /// saved as well.
   bool is_kept = false;
 
   bool is_exchange() const { return body == nullptr; }
@@ -61,7 +61,7 @@ class Nodes {
       std::vector<const Module*> reads,
       Node::Body body);
   /// Adds a node that exchanges rows: an output for each input.
-  /// @param addend  number of a tensor that is added to what arrives, as
+  /// @param addend  number of a tensor that is added to the received rows, as
   ///   TransferInput::addend. Its gradient is the gradient of the sum. -1:
   ///   none.
   std::vector<int> exchange(
@@ -71,16 +71,16 @@ class Nodes {
       int addend = -1);
   /// Marks the node that was added last; see Node::is_kept.
   void keep_last() { list_.back().is_kept = true; }
-  /// Keeps what bodies refer to.
+  /// Keeps state alive that bodies refer to.
   void keep(std::shared_ptr<void> state) { kept_.push_back(std::move(state)); }
 
   /// Runs all nodes in their order, in one graph.
-  /// @return  what the last one gives.
+  /// @return  the outputs of the last one.
   TensorList run(TensorList inputs) const;
   /// Runs some nodes in their order.
-  /// @param values  by number: what they read. The nodes' results are added,
-  ///   and values are dropped that no node of `which` still reads, unless they
-  ///   are in `wanted`.
+  /// @param values  input values, by number. The nodes' results are added, and
+  ///   values that no node of `which` still reads are dropped, unless they are
+  ///   in `wanted`.
   void run(
       const std::vector<int>& which,
       const std::vector<int>& wanted,

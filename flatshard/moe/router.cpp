@@ -30,7 +30,7 @@ RouterRule rule_of(const RouterOptions& options, std::int64_t num_experts) {
       .scale = static_cast<float>(options.scale)};
 }
 
-// The state of a node in addition to logits. No gradient goes into it.
+// The state of a node in addition to logits. It gets no gradient.
 struct RouterState : torch::CustomClassHolder {
   RouterOptions options;
   LossGradientPtr loss_gradient;

@@ -21,7 +21,7 @@ struct RouterOptions {
   /// groups whose two best experts have the highest sum of scores.
   std::int64_t groups = 1;
   std::int64_t kept_groups = 1;
-  /// Coefficients of what the router's backward adds to the gradient.
+  /// Coefficients of losses whose gradients the router's backward adds.
   double aux_loss = 0.0;
   double z_loss = 0.0;
   /// Each of these ranks routes an equal part of the tokens, and the gradients
@@ -29,7 +29,7 @@ struct RouterOptions {
   /// Null: all tokens are here.
   TensorParallelPtr ranks = nullptr;
 
-  /// @throws Error{config} naming the member and what it had to be.
+  /// @throws Error{config} naming the member and its valid values.
   void check(std::int64_t num_experts) const;
 };
 
@@ -41,16 +41,16 @@ struct LossGradient : torch::CustomClassHolder {
 };
 using LossGradientPtr = c10::intrusive_ptr<LossGradient>;
 
-/// Which experts each token goes to.
+/// The chosen experts of each token.
 struct Routing {
-  /// int32 [tokens, experts_per_token], the best first. num_experts stands for
-  /// none: the token was dropped there.
+  /// int32 [tokens, experts_per_token], the best first. num_experts marks a
+  /// dropped token.
   at::Tensor experts;
   at::Tensor weights;  ///< float32 [tokens, experts_per_token]
   /// int32 [num_experts]: tokens for each expert, without padding
   at::Tensor counts;
 
-  /// Hooks of modules see what has a gradient.
+  /// Lets hooks of modules see the tensors that have a gradient.
   template <class F>
   friend void for_each_tensor(const Routing& routing, F&& fn) {
     if (routing.weights.defined()) {

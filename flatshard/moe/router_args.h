@@ -10,7 +10,7 @@ enum class RouterScore {
   sigmoid,  ///< each expert for itself
 };
 
-/// How scores become weights, and which experts may be chosen.
+/// Rules to compute weights from scores, and to choose experts.
 struct RouterRule {
   std::int64_t num_experts = 0;
   std::int64_t experts_per_token = 0;

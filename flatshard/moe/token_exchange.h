@@ -14,9 +14,9 @@
 
 namespace flatshard::nn {
 
-/// How the rows of one routing are exchanged: made once, in the forward, and
-/// used by its backward and by a recompute as well. An exchange adds what it
-/// needs.
+/// Describes the exchange of the rows of one routing: made once, in the
+/// forward, and used by its backward and by a recompute as well. Exchanges
+/// derive from it to add their own data.
 struct ExchangePlan : torch::CustomClassHolder {
   /// int32 [experts here * groups_per_expert], on the rows' device: the end of
   /// each group of rows among the rows that dispatch delivers. Experts are in

@@ -143,7 +143,7 @@ __device__ std::int64_t divide(std::int64_t a, std::int64_t b) {
              : static_cast<std::uint32_t>(a) / static_cast<std::uint32_t>(b);
 }
 
-// Returns where the largest magnitude of the block goes that element i is in.
+// Returns the index of the amax of the block that contains element i.
 __device__ std::int64_t amax_of(const float8::FlatRun& run, std::int64_t i) {
   if (run.block_rows == 0) {
     return run.amax;

@@ -41,8 +41,8 @@ class Optimizer {
   /// Later work of the current stream comes after the updates of the last step.
   void wait() const;
 
-  /// One update with learning rate `lr`, after what the current stream has
-  /// queued.
+  /// Runs one update with learning rate `lr`, after all work queued on the
+  /// current stream.
   ///
   /// @param grad_scale  [] float32 on the device, multiplied into every
   ///   gradient (the clip factor); undefined for 1.
@@ -75,7 +75,7 @@ class Optimizer {
   /// has the size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;
-  /// Returns the same by parameter: what checkpoints save and load.
+  /// Returns the same by parameter, for checkpoints to save and load.
   virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
   state_shards(std::size_t group) const;
   const std::vector<ParamGroup*>& groups() const { return groups_; }

@@ -25,7 +25,7 @@ void add_once(std::vector<int>& to, int value) {
 /// Returns the node of a plan for each node of a block.
 std::vector<PlanNode> plan_nodes(const nn::Nodes& nodes) {
   const auto& list = nodes.list();
-  // How many exchanges each node depends on, itself included.
+  // Number of exchanges that each node depends on, itself included.
   std::vector<int> depths;
   std::vector<bool> feeds_dispatch(list.size(), false);
   int num_exchanges = 0;

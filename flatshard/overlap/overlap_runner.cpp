@@ -37,7 +37,7 @@ OverlapRunner::OverlapRunner(
       static_cast<int>(model_.layers.size()),
       microbatches,
       options_);
-  // Refuses what it does not support.
+  // Rejects unsupported options.
   BackwardPass(runtime_, /*tells_graphs=*/true);
   PlanUnits units{
       .root = model_.root,

@@ -25,8 +25,8 @@ struct OverlapModel {
   std::vector<UnitId> layers;
   /// -> the input of the first block.
   std::function<at::Tensor(int microbatch)> embed;
-  /// One call of a block, with one input and one result; asked for once in each
-  /// microbatch. See BlockStages for what it may consist of.
+  /// One call of a block, with one input and one result; called once per
+  /// microbatch. See BlockStages for the supported nodes.
   std::function<nn::Nodes(int microbatch, int layer)> nodes;
   /// -> [] the loss to be differentiated: scaled, if microbatches are averaged.
   std::function<at::Tensor(int microbatch, const at::Tensor& tokens)> head;
@@ -78,7 +78,7 @@ class OverlapRunner {
   void run_stage(Layer& layer, PlanNode node, PlanPass pass, bool with_graph);
   void run_stage_backward(Layer& layer, PlanNode node);
   static void add_gradient(Layer& layer, int value, const at::Tensor& gradient);
-  /// Where an exchange gives that tensor, or its gradient: reads what arrived.
+  /// If an exchange produces the tensor, or its gradient: receives the rows.
   void receive_rows(Layer& layer, int value);
   void receive_gradients(Layer& layer, int value);
   void begin_backward(const PlanStep& step);

@@ -14,7 +14,7 @@ namespace flatshard::plan {
 namespace {
 
 constexpr double kGibBytes = 1024.0 * 1024.0 * 1024.0;
-/// Waiting for transfers counts as what bounds a step from this share on.
+/// Fraction of a step from which waiting for transfers counts as its bound.
 constexpr double kExposedShare = 0.1;
 
 Bound bound_of(const Estimate& estimate) {

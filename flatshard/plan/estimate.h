@@ -19,7 +19,7 @@ enum class Bound {
 };
 std::string_view to_string(Bound bound);
 
-/// A Job on a Gpu: bytes, time, and what follows from them.
+/// Results for a Job on a Gpu: bytes, time, and derived figures.
 struct Estimate {
   std::vector<RoleBytes> memory;  ///< the memory table at the start
   std::int64_t peak_nbytes = 0;   ///< with activations, at most

@@ -14,7 +14,7 @@ namespace {
 constexpr double kTera = 1e12;
 constexpr double kGiga = 1e9;
 
-/// Where a size is between two entries of an axis.
+/// Position of a size between two entries of an axis.
 struct Place {
   std::size_t low = 0;
   std::size_t high = 0;

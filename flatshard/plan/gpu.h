@@ -76,9 +76,9 @@ struct Contention {
   bool operator==(const Contention&) const = default;
 };
 
-/// A GPU as a row of rates, and the links and the host that go with it. A leaf
-/// value. Rates are calibrate's measurements, or data sheet figures times
-/// fractions that were measured elsewhere; `source` names which.
+/// A GPU as a row of rates, with its links and its host. A leaf value. Rates
+/// are calibrate's measurements, or data sheet figures times fractions that
+/// were measured elsewhere; `source` describes which.
 struct Gpu {
   std::string name;    ///< e.g. "NVIDIA H100 80GB HBM3"
   std::string source;  ///< the source of the measurement, or "not measured:

@@ -33,8 +33,8 @@ struct LayerWork {
   bool operator==(const LayerWork&) const = default;
 };
 
-/// A training run as numbers: what the planner needs of a config and a model,
-/// and nothing of how they were given.
+/// A training run as numbers: the planner's input, independent of the formats
+/// of configs and models.
 struct Job {
   std::int64_t ranks = 1;
   std::int64_t ranks_per_host = 8;

@@ -5,7 +5,7 @@
 namespace flatshard::plan {
 namespace {
 
-/// Inserts what the kernels of a position read on request, before them.
+/// Inserts events for reads on request of a position, before its kernels.
 void insert_reads(
     const std::vector<UnitSpec>& specs,
     std::vector<ScheduleEvent>& events) {

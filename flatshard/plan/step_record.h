@@ -34,7 +34,7 @@ class StepRecord {
       compute_waits_.push_back(operation);
     }
   }
-  /// Returns what the next operation of the compute stream waits for.
+  /// Returns the operations that the next compute operation waits for.
   std::vector<int> take_compute_waits() {
     return std::exchange(compute_waits_, {});
   }

@@ -6,16 +6,16 @@
 
 namespace flatshard::plan {
 
-/// The operations of two steps that follow each other, of which the second one
-/// is as all later ones are.
+/// The operations of two consecutive steps. The second one represents all later
+/// steps.
 struct WrittenSteps {
   std::vector<Operation> operations;
   int second = 0;    ///< the first operation of the second step
   StepPlan summary;  ///< of that step, what needs no streams: host, memory
 };
 
-/// Writes the operations of a Job: what the Executor does with streams and
-/// slots, on paper.
+/// Writes the operations of a Job: models how the Executor uses streams and
+/// slots.
 WrittenSteps write_steps(
     const Job& job,
     int microbatches,

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kNone = -1;
 
-/// A stream's operations, and what is left of the one that runs.
+/// The operations of a stream, and the remaining time of the current one.
 struct Queue {
   std::vector<int> operations;
   std::size_t next = 0;

@@ -103,7 +103,7 @@ std::string_view style_of(std::string_view what) {
   return style;
 }
 
-/// 1, 2 or 5 times a power of ten: what ticks of an axis are apart.
+/// Returns the spacing of axis ticks: 1, 2 or 5 times a power of ten.
 double tick_of(double range) {
   constexpr double kTicks = 10;
   const double rough = range / kTicks;

@@ -9,8 +9,8 @@
 
 namespace flatshard::plan {
 
-/// Queues the operations of the Scheduler's actions: what the Executor does
-/// with streams and slots, on paper. It does not own the references.
+/// Queues the operations of the Scheduler's actions: models how the Executor
+/// uses streams and slots. It does not own the references.
 class UnitOperations {
  public:
   /// @param slowed_gpu  with_slowed_links(gpu).

@@ -125,8 +125,8 @@ class UnitPricer {
         .replicated = over(false),
         .by_copies = job_.copy_reductions && scattered.size > 1};
   }
-  /// In a reduction by copies a kernel sums every rank's slice of what this
-  /// rank keeps, while engines copy the next piece. Only the rest of the
+  /// In a reduction by copies a kernel sums the slices of all ranks for this
+  /// rank's part, while engines copy the next piece. Only the rest of the
   /// measured time is copies.
   double summing_seconds(const Reduction& over, double nbytes) const {
     return over.by_copies ? gpu_.pass_seconds(
@@ -162,8 +162,8 @@ class UnitPricer {
     const auto is_inner = [&](std::size_t axis) {
       return !storage.has_outer_stage() || axis > 0;
     };
-    // Where a sum over the inner axes waits, the last microbatch reduces it
-    // over the others.
+    // If a sum over the inner axes is pending, the last microbatch reduces it
+    // over the other axes.
     const Reduction early = reduction_over(shape, [&](std::size_t axis) {
       return is_inner(axis) && shape.strategy.gradient[axis].is_shard();
     });

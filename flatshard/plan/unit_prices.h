@@ -16,7 +16,7 @@ struct Gathers {
   double by_copies = 0;
 };
 
-/// Seconds of a unit's collectives, by what they are for.
+/// Seconds of a unit's collectives, by purpose.
 struct UnitPrices {
   Gathers compute;  ///< of all stored planes of this kind
   Gathers float8;

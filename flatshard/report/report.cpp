@@ -194,7 +194,7 @@ std::string dump(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-/// JSON that may stand in a script element: with no `<` there is no end of it.
+/// Escapes JSON for a script element: without `<` nothing can close it.
 std::string for_script(std::string json) {
   std::string text;
   text.reserve(json.size());
@@ -224,7 +224,7 @@ std::string report_page(const ReportOptions& options) {
   Json data = build(options, Detail::drawn);
   data["charts"] = Json::parse(options.charts);
   std::string page = kPageHtml;
-  // From the end on: what is put in is not searched.
+  // Starts from the end, so that inserted text is not searched.
   replace(
       page,
       R"(<script src="page.js"></script>)",

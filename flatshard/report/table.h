@@ -29,9 +29,9 @@ class Table {
   std::map<std::string, Column> columns_;
 };
 
-/// A table with fewer rows. Each row stands for a range of rows of another one:
-/// `mean` has their means, `min` and `max` their extremes. Columns that only
-/// grow, such as the time, have the value of the last of these rows in all
+/// A table with fewer rows. Each row represents a range of rows of another
+/// table: `mean` has their means, `min` and `max` their extremes. Columns that
+/// only grow, such as the time, have the value of the last of these rows in all
 /// three.
 struct Downsampled {
   std::vector<std::int64_t> steps;

@@ -7,7 +7,7 @@
 
 namespace flatshard::data {
 
-/// How a split becomes sequences.
+/// Method of turning a split into sequences.
 enum class Packing {
   stream,     ///< one stream of tokens, cut without regard to documents
   documents,  ///< sequences are filled with whole documents
@@ -68,7 +68,7 @@ class PackedWindow {
   std::int64_t num_pairs_ = 0;
 };
 
-/// How well documents fill the sequences of a split.
+/// Statistics of the packing of a split.
 struct PackingReport {
   std::int64_t num_documents = 0;
   std::int64_t num_cut = 0;  ///< documents that are longer than a sequence

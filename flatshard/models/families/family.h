@@ -76,8 +76,8 @@ struct Family {
   bool has_experts = false;
   FamilyNames names;
   std::vector<Preset> presets;
-  /// Reads what the family adds to the keys that all families have; null:
-  /// nothing.
+  /// Reads family-specific keys, in addition to the keys that all families
+  /// have; null if there are none.
   void (*read)(const HfReader& reader, ModelConfig& config) = nullptr;
   /// Writes what `read` reads; null: nothing.
   void (*write)(const ModelConfig& config, nlohmann::ordered_json& json) =
@@ -96,8 +96,8 @@ const Family* find_family(std::string_view name);
 /// Returns the family of a model. @throws Error{config} listing all.
 const Family& family_of(const ModelConfig& config);
 
-/// @throws Error{config} that names the key, what the family has and what to do
-/// instead, if `found`.
+/// @throws Error{config} that names the key, what the family supports and what
+/// to do instead, if `found`.
 void refuse_key(
     const ModelConfig& config,
     bool found,
@@ -109,8 +109,8 @@ void check_plain_experts(const ModelConfig& config);
 /// check_plain_experts; also requires experts of width ffn_dim in every block,
 /// with weights that add up to 1 for each token.
 void check_uniform_experts(const ModelConfig& config);
-/// Checks what the family has of experts, and each option that its `free_keys`
-/// leave out.
+/// Checks that the family supports the experts, and each option that is not in
+/// its `free_keys`.
 void check_family(const ModelConfig& config);
 
 /// Sets the biases of AttentionOptions from attention_bias. It covers all four

@@ -94,7 +94,7 @@ void read_one(
         .type = RopeType::dynamic,
         .factor = factor,
         .original_max_positions = config.max_seq_len};
-    // Longer ones are what it is for.
+    // RoPE scaling extends the context beyond the original length.
     config.max_seq_len = static_cast<std::int64_t>(
         factor * static_cast<double>(config.max_seq_len));
   } else if (type == "yarn") {

@@ -1,7 +1,7 @@
 #include "flatshard/moe/kernels/moe.h"
 #include "flatshard/nn/kernels/common.cuh"
 
-// Which pairs of tokens and experts go where.
+// Orders pairs of tokens and experts.
 namespace flatshard::nn::kernels {
 namespace {
 
@@ -33,7 +33,7 @@ __global__ void count_experts_kernel(CountExperts args) {
   }
 }
 
-// bases[block][e]: how many pairs of the block go to e.
+// bases[block][e]: number of pairs of the block that are routed to e.
 __global__ void sort_count_kernel(SortByExpert args) {
   extern __shared__ std::int32_t found[];
   const int n = static_cast<int>(args.num_experts) + 1;

@@ -24,7 +24,7 @@ const std::vector<KeyTable>& key_tables() {
   return tables;
 }
 
-// In the order of config.toml and of the help text.
+// Same order as config.toml and the help text.
 constexpr std::string_view kSections[] = {
     "run",         "model",       "moe",       "lora",
     "data",        "training",    "optimizer", "lr_scheduler",

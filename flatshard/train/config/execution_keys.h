@@ -39,7 +39,7 @@ struct CudaGraph {
   bool whole_step() const { return impl == CudaGraphImpl::full_iteration; }
 };
 
-/// Also of keys of other sections.
+/// Also used by keys of other sections.
 extern const UsedIf kHasGraphs;
 
 /// [activation_checkpoint] and [cuda_graph].

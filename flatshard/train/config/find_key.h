@@ -5,7 +5,7 @@
 
 #include "flatshard/train/config/key.h"
 
-// Keys by the names that a user gives, and what was meant by a wrong one.
+// Looks up keys by name, and suggests corrections for unknown names.
 namespace flatshard::config {
 
 bool is_section(std::string_view section);
@@ -21,7 +21,7 @@ const ConfigKey& find_key(
     std::string_view name,
     const std::string& where);
 
-/// Returns "; give ..." for a key that stands in no section.
+/// Returns "; give ..." for a key without a section.
 std::string hint_without_section(std::string_view name);
 
 }  // namespace flatshard::config

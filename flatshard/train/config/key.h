@@ -63,8 +63,8 @@ struct ValueRange {
   bool or_minus_one = false;  ///< -1 has a special meaning
 };
 
-/// A condition without which a key has no effect. A key that is set then is an
-/// error, or goes back to its default when --set names the chooser.
+/// A condition that a key requires to have an effect. Otherwise a key that is
+/// set is an error, or is reset to its default if --set names the chooser.
 struct UsedIf {
   std::string_view chooser;  ///< the key that the condition is about
   bool (*holds)(const Config&);
@@ -131,7 +131,7 @@ void check_value(
     const ConfigField& field,
     const std::string& where);
 
-/// Checks text that is to be one of the key's words, of which it has some.
+/// Checks text against the words of the key. The key must have words.
 /// @throws Error{config} naming them and the nearest one.
 void check_word(
     const ConfigKey& key,
@@ -142,17 +142,17 @@ void check_word(
 /// 007 and True. Anything else is returned unchanged.
 std::string typed_value(const std::string& value, const ConfigField& field);
 
-/// Returns what the user wrote, in a length that a message can bear.
+/// Returns the user's text, shortened to fit in an error message.
 std::string shortened(std::string_view text);
 
 bool differs_from_default(const Config& config, const ConfigKey& key);
 void set_to_default(Config& config, const ConfigKey& key);
 
-/// Applies the effects of --set on the rest of the config: keys without use go
-/// back to their defaults, and a warm-up or a trace becomes shorter or earlier
-/// to fit fewer steps.
+/// Applies the effects of --set on the rest of the config: keys without effect
+/// are reset to their defaults, and a warm-up or a trace becomes shorter or
+/// earlier to fit fewer steps.
 /// @param overridden  full names of the keys that --set gave; they stay.
-/// @return what was changed and why, a sentence each.
+/// @return what was changed and why, one sentence per change.
 std::vector<std::string> settle_overrides(
     Config& config,
     const std::set<std::string_view>& overridden);

@@ -7,7 +7,7 @@
 
 namespace flatshard::config {
 
-/// How ranks exchange tokens, or activations of tensor parallelism.
+/// Transport for tokens, or for activations of tensor parallelism.
 enum class TransferKind { automatic, collective, copies };
 
 template <>

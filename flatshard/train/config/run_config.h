@@ -72,17 +72,17 @@ Config load_config(
     const std::vector<std::string>& overrides = {},
     std::vector<std::string>* notes = nullptr);
 
-/// Checks what does not depend on the number of ranks. `parse_config` has done
-/// this already. @throws Error{config}.
+/// Runs the checks that do not depend on the number of ranks. `parse_config`
+/// has already run them. @throws Error{config}.
 void validate_config(const Config& config);
 
 /// Returns the regions of a block that cuda_graph.modules names: "block" when
 /// it is empty. @throws Error{config} for a name that no model has.
 std::set<std::string> graph_regions(const Config& config);
 
-/// Fills in what depends on the number of ranks (shard degree, global batch)
-/// and checks it: replicate * shard == world, and global_batch_size a multiple
-/// of local_batch_size * world. @throws Error{config} with both sides.
+/// Fills in the values that depend on the number of ranks (shard degree, global
+/// batch) and checks them: replicate * shard == world, and global_batch_size a
+/// multiple of local_batch_size * world. @throws Error{config} with both sides.
 Config resolve_config(const Config& config, std::int64_t world);
 
 /// Returns the complete config as TOML, defaults included; `parse_config` reads

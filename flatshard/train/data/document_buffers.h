@@ -35,7 +35,7 @@ class DocumentBuffers {
   nn::Documents documents(std::int64_t microbatch) const;
 
  private:
-  /// How much of its part a microbatch uses.
+  /// The used part of a microbatch's buffers.
   struct Used {
     std::int64_t num_documents = 0;
     std::int64_t max_length = 0;

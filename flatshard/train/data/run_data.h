@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// Which data a run reads, by content: a checkpoint has it as a text, and a run
-/// that resumes from the checkpoint compares. Rank 0 has one.
+/// Identifies the data of a run by content. A checkpoint stores it as text, and
+/// a run that resumes from the checkpoint compares it. Only on rank 0.
 class RunData {
  public:
   /// Reads a sample of each dataset.
@@ -22,8 +22,8 @@ class RunData {
 
   std::string to_json() const;
 
-  /// Compares with what a checkpoint has. Logs a warning that names
-  /// data.validation, or data.train, when validation reads other data.
+  /// Compares with the data of a checkpoint. Logs a warning that names
+  /// data.validation, or data.train, if validation reads other data.
   /// @param origin  the checkpoint, for messages.
   /// @throws Error{config} naming data.train if its datasets have other
   /// contents; Error{format} if the text is damaged.

@@ -28,7 +28,7 @@ class TokenBuffers {
   /// have run. @throws what `fill` throws; the verdict on a rank that failed.
   void load(const Fill& fill);
 
-  /// On the device.
+  /// Tokens on the device.
   const at::Tensor& tokens() const { return tokens_; }
   const at::Tensor& targets() const { return targets_; }
 

@@ -37,7 +37,7 @@ constexpr Chart kCharts[] = {
     {.title = "Model FLOPs utilization",
      .unit = "% of the GPU's peak",
      .has_zero = true},
-    // Where the peak is known the utilization has the same shape.
+    // If the peak is known, the utilization has the same shape.
     {.title = "Model FLOP/s",
      .unit = "TFLOP/s per rank",
      .has_zero = true,

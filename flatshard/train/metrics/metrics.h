@@ -8,8 +8,8 @@
 
 namespace flatshard {
 
-/// How tokens were spread over experts in one step, over all ranks and
-/// microbatches. The worst layer counts.
+/// Distribution of tokens over experts in one step, over all ranks and
+/// microbatches. Values of the worst layer.
 struct ExpertMetrics {
   double load = 1;     ///< the busiest expert's tokens over the mean's
   double dropped = 0;  ///< share of all choices
@@ -20,7 +20,7 @@ struct ExpertMetrics {
   std::optional<double> exchange_ms;
 };
 
-/// How often a run reads one of its datasets.
+/// Number of epochs of a run over one of its datasets.
 struct DataEpochs {
   std::string path;          ///< of the dataset
   std::int64_t samples = 0;  ///< sequences of seq_len tokens
@@ -49,7 +49,7 @@ struct StartMetrics {
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
   std::int64_t steps = 0;  ///< of the whole run; 0: not shown
-  /// Mean over the trained tokens of the global batch; unset: it has none.
+  /// Mean over the trained tokens of the global batch; unset without any.
   std::optional<double> loss;
   double grad_norm = 0;  ///< global 2-norm before clipping
   double lr = 0;
@@ -83,8 +83,8 @@ std::string format_step(const StepMetrics& metrics);
 struct ValidationMetrics {
   std::int64_t step = 0;
   double loss = 0;  ///< nats, mean over the tokens of the sequences
-  /// For byte tokens: all sequences' loss in bits, over the bytes among their
-  /// targets (the ends of documents are none).
+  /// For byte tokens: total loss of all sequences in bits, over the bytes among
+  /// their targets (ends of documents are not bytes).
   std::optional<double> bits_per_byte;
   /// Folder and loss of each dataset, for a data mix.
   std::vector<std::pair<std::string, double>> parts;

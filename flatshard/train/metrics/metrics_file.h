@@ -44,7 +44,7 @@ class MetricsFile {
   /// "tokens_per_step", "environment": {name: text}}}.
   void write_start(const StartMetrics& metrics);
   void write(const StepMetrics& metrics);
-  /// A row {"step", "ended": true}: what comes after the last step is on disk.
+  /// A row {"step", "ended": true}: all final output of the run is on disk.
   void write_ended(std::int64_t step);
   /// A row {"step", "cuda_graph": {"captures", "forward_replays",
   /// "backward_replays", "step_replays", "nbytes", "fallbacks": {reason:

@@ -63,7 +63,7 @@ std::vector<HostOperator> by_own_time(
   }
   std::map<std::string, HostOperator> by_name;
   for (auto& [thread, calls] : threads) {
-    // A caller comes before what it calls.
+    // A caller is sorted before its callees.
     std::sort(calls.begin(), calls.end(), [](const Call& a, const Call& b) {
       return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns
                                       : a.end_ns > b.end_ns;

@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// Records what runs between `start` and `stop` on the host and the GPU with
-/// torch's profiler (Kineto). One per process at a time.
+/// Records host and GPU activity between `start` and `stop` with torch's
+/// profiler (Kineto). One per process at a time.
 class TraceRecorder {
  public:
   explicit TraceRecorder(at::Device device) : device_(device) {}
@@ -22,9 +22,9 @@ class TraceRecorder {
   /// @return what ran on the GPU; empty without one.
   StepProfile stop(const std::filesystem::path& path);
   /// Returns the operators that used the host's time, ordered by their self
-  /// time, after `stop`. The work of other threads is among them as far as
-  /// torch's profiler follows these: the backward is, the queues of a CPU's
-  /// streams are not.
+  /// time, after `stop`. Includes other threads only if torch's profiler tracks
+  /// them: it tracks the thread of the backward, but not the queues of a CPU's
+  /// streams.
   const std::vector<HostOperator>& host_operators() const {
     return host_operators_;
   }

@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// How far a run has come.
+/// Progress of a run.
 struct Progress {
   std::int64_t done = 0;  ///< steps
   std::int64_t total = 0;

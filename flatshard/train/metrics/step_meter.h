@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// Where the time of the steps between two log lines went, on this rank's host,
-/// and what throughput that is.
+/// Breakdown of the host time of this rank between two log lines, and the
+/// throughput.
 class StepMeter {
  public:
   /// The work of a step.

@@ -11,7 +11,7 @@ namespace flatshard {
 /// The folder of event files below run.output_dir.
 inline constexpr const char* kTensorboardFolder = "tensorboard";
 
-/// Writes what a run measures as scalars for TensorBoard, with one event file
+/// Writes the metrics of a run as scalars for TensorBoard, with one event file
 /// for each attempt.
 class TensorboardLog {
  public:

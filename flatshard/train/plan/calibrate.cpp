@@ -245,7 +245,7 @@ void calibrate_host(at::Device device, plan::Gpu& gpu) {
   };
   gpu.host_forward_us = median(forwards) / kLayers;
   gpu.host_backward_us = median(backwards) / kLayers;
-  // A graph's launch is a small part of what it replaces.
+  // A graph's launch is a small part of the launches that it replaces.
   constexpr double kOfForward = 0.2;
   gpu.host_graph_us = kOfForward * gpu.host_forward_us;
 }

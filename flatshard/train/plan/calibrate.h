@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-/// How long and at which sizes `calibrate` measures.
+/// Duration and sizes of the measurements of `calibrate`.
 struct CalibrateOptions {
   /// Sizes of the grid of matmuls, on each of the three axes.
   std::vector<std::int64_t> products;
@@ -33,7 +33,7 @@ class CallTimer;
 /// Measures the rates of this rank's device, and with several ranks the rates
 /// of the links between them. Unmeasured rates (the network) stay 0.
 /// Collective.
-/// @param report  called with what comes next, on every rank.
+/// @param report  called with the next measurement, on every rank.
 plan::Gpu calibrate(
     Mesh& mesh,
     const CalibrateOptions& options,

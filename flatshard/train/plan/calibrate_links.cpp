@@ -129,7 +129,7 @@ void calibrate_links(
   const at::Tensor whole = floats(device, most);
   const at::Tensor other = floats(device, most);
   const at::Tensor shard = floats(device, most / ranks);
-  // Where GPUs cannot reach each other's memory nothing is copied so.
+  // Without peer access between the GPUs, these copies are not used.
   const bool copies = device.is_cpu() || PeerMemory::has_fast_links(world);
   const auto memory =
       copies ? PeerMemory::create(world, most / ranks) : nullptr;

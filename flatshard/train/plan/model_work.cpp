@@ -289,8 +289,8 @@ class ModelWork : LayerKernels {
     return stages;
   }
 
-  /// Input, rotated queries and keys, values, result, its log-sum-exp, and what
-  /// the norm divided by.
+  /// Input, rotated queries and keys, values, result, its log-sum-exp, and the
+  /// divisor of the norm.
   std::int64_t attention_saved() const {
     const std::int64_t heads = model_.heads / sharing_;
     const std::int64_t kv_heads = model_.kv_heads / sharing_;

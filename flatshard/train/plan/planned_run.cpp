@@ -179,7 +179,7 @@ plan::Job plan_job(
     // A selective recompute runs kernels that a node's backward already has.
     job.overlap.recompute =
         config.activation_checkpoint.mode == models::ActivationCheckpoint::full;
-    // As OverlapRunner asks for.
+    // The same value as in OverlapRunner.
     job.scheduler.max_grad_slots = 3;
   } else {
     job.overlap = {

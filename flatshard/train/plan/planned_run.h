@@ -22,8 +22,8 @@ struct PlannedHost {
 ///
 /// @param config   resolved for `ranks`.
 /// @param modules  of an equal model; null: they are made.
-/// @throws Error{config} for what the trainer refuses too, and for copies
-///   between hosts.
+/// @throws Error{config} as the trainer does, and for copies between
+///   hosts.
 plan::Job plan_job(
     const Config& config,
     const models::ModelConfig& model,

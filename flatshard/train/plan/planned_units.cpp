@@ -15,7 +15,7 @@
 namespace flatshard {
 namespace {
 
-/// Where rank 0 is among ranks that do not run: nothing communicates.
+/// Makes the mesh of rank 0 without the other ranks: never communicates.
 std::shared_ptr<Mesh> planned_mesh(const Config& config) {
   MeshOptions options{
       .make_communicator =

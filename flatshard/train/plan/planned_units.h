@@ -21,7 +21,7 @@ struct PlannedUnits {
 ///
 /// @param config  resolved.
 /// @param microbatches  of a step: with one, gradients are not accumulated.
-/// @throws Error{config} for what the trainer refuses too.
+/// @throws Error{config} as the trainer does.
 PlannedUnits planned_units(
     const Config& config,
     const models::ModelConfig& model,

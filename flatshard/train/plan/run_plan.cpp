@@ -246,7 +246,7 @@ std::optional<double> planned_step_seconds(
   const std::string_view table =
       device.is_cuda() ? plan::table_of_device(cuda_device_name(device))
                        : std::string_view();
-  // Where a rank sees only its own GPU, it cannot count how many share a host.
+  // A rank that sees only its own GPU cannot count the GPUs of its host.
   if (table.empty() || (ranks > 1 && num_cuda_devices() == 1)) {
     return std::nullopt;
   }

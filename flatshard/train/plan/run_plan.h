@@ -14,7 +14,7 @@
 
 namespace flatshard {
 
-/// Which machines a run is planned for.
+/// The machines that a run is planned for.
 struct PlannedMachines {
   std::int64_t ranks = 1;
   std::int64_t ranks_per_host = 8;

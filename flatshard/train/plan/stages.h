@@ -17,7 +17,7 @@ struct Stage {
 
   Reads reads = Reads::part;
   plan::NodeWork work;
-  /// Where `reads` is tokens: whether the backward all-gathers them again, for
+  /// If `reads` is tokens: whether the backward all-gathers them again, for
   /// gradients of weights, and sums the gradient of its input.
   bool gathers_again = true;
   bool has_input_gradient = true;

@@ -225,7 +225,7 @@ class Sweeper {
     try {
       Config changed = config_of(config_, choice);
       if (choice.overlap && changed.training.global_batch_size == -1) {
-        // Two microbatches are the least that can be under way at once.
+        // At least two microbatches are needed to overlap them.
         changed.training.global_batch_size =
             2 * choice.local_batch_size *
             changed.parallelism.num_data_ranks(machines_.ranks);

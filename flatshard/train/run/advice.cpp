@@ -13,8 +13,8 @@ namespace {
 constexpr std::int64_t kLongRunSteps = 500;
 // More checkpoints than this are reported.
 constexpr std::int64_t kManyCheckpoints = 5;
-// The remainder goes to NCCL, the driver, cuBLAS and memory that the allocator
-// cannot use.
+// The remainder is used by NCCL, the driver, cuBLAS and memory that the
+// allocator cannot use.
 constexpr double kUsableShare = 0.9;
 
 double gib(std::int64_t nbytes) {

@@ -14,8 +14,8 @@
 
 namespace flatshard {
 
-/// The loads of a model's experts over all ranks: what a run reports of them,
-/// and the biases that balance them. Does nothing for a model without experts.
+/// The loads of a model's experts over all ranks: their metrics, and the biases
+/// that balance them. Does nothing for a model without experts.
 class ExpertLoads {
  public:
   /// @param balance_rate  by which a step moves the biases; 0: there are none.

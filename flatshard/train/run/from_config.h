@@ -29,9 +29,9 @@ struct RunOptions {
   AdviceOptions advice;
 };
 
-/// Maps the keys of a resolved config to these options: this function answers
-/// which object uses a key. The Trainer itself reads what its loop needs, and
-/// `setup` what makes the model.
+/// Maps the keys of a resolved config to these options: this function defines
+/// which object uses a key. The Trainer itself reads the keys of its loop, and
+/// `setup` reads the keys that define the model.
 RunOptions run_options(const Config& config, const models::ModelConfig& model);
 
 }  // namespace flatshard

@@ -15,11 +15,11 @@
 
 namespace flatshard {
 
-/// How a step's microbatches follow each other.
+/// Schedule of the microbatches of a step.
 struct MicrobatchOptions {
   /// Runs as one StepGraph; see GraphOptions::whole_step.
   bool as_graph = false;
-  /// In pieces of blocks. The Runtime's units are blocks; see OverlapRunner.
+  /// Runs blocks in pieces. The Runtime's units are blocks; see OverlapRunner.
   std::optional<OverlapPlanOptions> overlap;
   /// Gets the numbers of each microbatch's samples before its forward, int64
   /// [local_batch_size] on the device; undefined: nothing reads them.

@@ -301,7 +301,7 @@ bool RunLock::try_take(const Options& options, std::string& holder) {
         std::strerror(error));
   }
   if (!has_lock) {
-    // Two may have come at once: the last one's text stays.
+    // Two processes may arrive at once: the text of the last one stays.
     std::this_thread::sleep_for(kPollEvery);
     if (read_text(path_) != text) {
       return give_up(read_holder(path_).value_or(Holder{}).to_string());

@@ -20,10 +20,10 @@ namespace flatshard {
 class RunLock {
  public:
   struct Options {
-    /// How long to wait for a run that is about to end: a restart may come
-    /// before the last of its predecessor is gone.
+    /// Maximum wait for a run that is about to end: a restart may come before
+    /// the last process of its predecessor has exited.
     std::chrono::milliseconds patience{0};
-    /// How often the holder touches the file. Others wait for four of them.
+    /// Interval at which the owner touches the file. Others wait for four.
     std::chrono::milliseconds touch_every{5000};
     /// False: as on a file system whose locks work on one host only.
     bool trust_locks = true;

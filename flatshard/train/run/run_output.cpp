@@ -141,8 +141,8 @@ void RunOutput::checkpoint_error(std::int64_t step, const std::string& error) {
   try {
     metrics_->write_checkpoint_error(step, error);
   } catch (const Error& full) {
-    // The disk that had no room for the checkpoint may have none for this. The
-    // run continues without the checkpoint, and does so without the row.
+    // The disk that was full for the checkpoint may be full for this row, too.
+    // The run continues without the checkpoint, so also without the row.
     log_warning("{}", full.message());
   }
 }

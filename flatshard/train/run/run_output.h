@@ -58,7 +58,7 @@ class RunOutput {
   /// The checkpoint of `step` is complete, or failed.
   void checkpoint(std::int64_t step, double seconds);
   void checkpoint_error(std::int64_t step, const std::string& error);
-  /// Where the time of a traced step went.
+  /// Reports the time breakdown of a traced step.
   void profile(std::int64_t step, const StepProfile& profile);
   void profile(std::int64_t step, const std::vector<HostOperator>& operators);
 

@@ -261,7 +261,7 @@ void Trainer::finish(const std::optional<Stop>& stop) {
   }
   if (config_.checkpoint.export_hf_at_end) {
     const auto to = std::filesystem::path(config_.run.output_dir) / kRunExport;
-    // Of this run, when it was resumed: a new run moves an earlier run's away.
+    // Exists if this run was resumed: a new run moves an earlier run away.
     std::filesystem::remove_all(to);
     output_->print(export_hf(
         {.run = step_folder(

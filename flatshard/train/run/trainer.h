@@ -30,7 +30,7 @@ namespace flatshard {
 /// metrics.jsonl, model.safetensors at the end. All ranks write checkpoints.
 class Trainer {
  public:
-  /// How a run was stopped.
+  /// The reason why a run stopped.
   struct Stop {
     int signal = 0;         ///< SIGINT, SIGTERM or SIGHUP
     std::int64_t step = 0;  ///< the last one that was trained

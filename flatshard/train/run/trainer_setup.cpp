@@ -50,8 +50,8 @@ InitWeightsOptions init_options(
       .base_prefix = std::string(models::kHfBasePrefix),
       .unneeded =
           [layers](const std::string& name, std::size_t num_dims) {
-            // Fewer layers than the folder has, when that is what was asked
-            // for.
+            // Fewer layers than in the folder are allowed if the config asks
+            // for fewer.
             const auto layer = models::layer_of_hf_entry(name);
             return (layers >= 0 && layer && *layer >= layers) ||
                    models::is_unneeded_hf_entry(name, num_dims);

@@ -13,7 +13,7 @@ namespace flatshard {
 std::vector<std::string> step_kinds();
 
 /// Trains one of `step_kinds` for a step of AdamW, sharded over the mesh, on
-/// tokens that all ranks have alike.
+/// the same tokens on all ranks.
 /// @return the loss of the first forward, the same on any number of ranks
 ///   except for rounding.
 /// @throws Error if the loss is NaN or the step does not lower it, and whatever

@@ -42,7 +42,7 @@ std::int64_t least_memory(
            shards;
   }
   const std::int64_t experts = models::num_expert_parameters(model);
-  // Also where nothing else is sharded each rank has only its experts.
+  // Each rank stores only its experts, even if nothing else is sharded.
   const std::int64_t expert_shards =
       std::max(shards, config::expert_ranks(config.parallelism));
   return (all - experts) * each / shards + experts * each / expert_shards;

@@ -17,8 +17,8 @@
 #include <string>
 #include <vector>
 
-// How a run is spread over its ranks, from [parallelism] to the library's
-// words.
+// Maps [parallelism] to meshes, strategies and other options of the
+// library.
 namespace flatshard {
 
 /// Returns the name in Strategy::named for this mesh: a replicate degree above
@@ -104,7 +104,7 @@ std::optional<OverlapPlanOptions> overlap_options(
     const Config& config,
     const models::ModelConfig& model);
 
-/// Returns everything but what depends on the model: units, placements, FP8.
+/// Returns the options without model-dependent ones (units, placements, FP8).
 /// @param copy_engines  the result of choose_copy_engines.
 FullyShardOptions shard_options(
     const Config& config,

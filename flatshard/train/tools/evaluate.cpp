@@ -51,7 +51,7 @@ DataOptions data_options(
       .validation_sequences = options.sequences};
 }
 
-/// Sequences of one forward, and what it found.
+/// Sequences of one forward, and their losses.
 struct MeasuredBatch {
   std::vector<std::int64_t> tokens;
   std::vector<std::int64_t> targets;

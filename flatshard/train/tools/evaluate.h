@@ -23,8 +23,8 @@ struct EvaluateOptions {
   std::int64_t batch_size = 1;  ///< sequences of one forward
   /// Unset: the run's data.packing, and stream for a Hugging Face folder.
   std::optional<data::Packing> packing;
-  /// Also measures each document, and counts the bytes of any tokenizer's
-  /// tokens.
+  /// Also measures each document, and counts the bytes of the tokens of any
+  /// tokenizer.
   bool per_document = false;
   std::string python;  ///< for a tokenizer.json; see data::find_python
   std::string device = "auto";

@@ -20,7 +20,7 @@ namespace flatshard {
 /// deepseek-ai/DeepSeek-V3.
 class Float8Export {
  public:
-  /// @param choice  of the run: what it left in bfloat16 stays so.
+  /// @param choice  of the run: weights that it kept in bfloat16 stay so.
   explicit Float8Export(Float8Choice choice) : choice_(std::move(choice)) {}
 
   /// Adds a tensor to the tensors of the folder. Linear layers of blocks become

@@ -245,7 +245,7 @@ std::string export_hf(const ExportOptions& options) {
       !options.fp8 || model.moe.num_experts == 0,
       config,
       "--fp8: experts are exported as they are stored; export without --fp8");
-  // Also when the family has none: before anything is written.
+  // Throws if the family has no Hugging Face format, before any write.
   models::to_hf_json(model, "bfloat16");
   Float8Export fp8(Float8Choice(config, model));
   const Parameters parameters =

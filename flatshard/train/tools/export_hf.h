@@ -24,7 +24,7 @@ struct ExportOptions {
 /// generation_config.json (see export_tokenizer). For a run with adapters it is
 /// an adapter folder in PEFT format, or with `merge` a model. The folder
 /// appears once it is complete. One tensor at a time is in memory.
-/// @return what was written, for the user.
+/// @return a summary of the written files, for the user.
 /// @throws Error{io}, Error{format}, Error{config}.
 std::string export_hf(const ExportOptions& options);
 

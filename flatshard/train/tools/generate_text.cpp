@@ -52,7 +52,7 @@ std::vector<std::int64_t> tokens_of(
   return tokens;
 }
 
-/// Prompts as tokens, and how what follows them becomes text.
+/// Tokenized prompts, and the conversion of generated tokens to text.
 class PromptTexts {
  public:
   PromptTexts(

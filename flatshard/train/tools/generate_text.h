@@ -38,12 +38,12 @@ struct GenerateOptions {
 };
 
 /// Continues `options.prompt` with the weights of a run.
-/// @return the prompt and what follows, as text.
+/// @return the prompt and its continuation, as text.
 std::string generate_text(const GenerateOptions& options);
 
 /// The same for several prompts in place of `options.prompt`, `batch_size` at a
 /// time. The seed is applied to each prompt independently.
-/// @param got  receives each prompt with what follows, in their order.
+/// @param got  receives each prompt with its continuation, in order.
 void generate_texts(
     const GenerateOptions& options,
     const std::vector<std::string>& prompts,

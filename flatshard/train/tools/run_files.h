@@ -19,7 +19,7 @@ inline constexpr const char* kRunWeights = "model.safetensors";
 inline constexpr const char* kRunExport = "hf";
 /// The page that `flatshard report` writes.
 inline constexpr const char* kRunReport = "report.html";
-/// Where output continues that nothing reads any more; see keep_output_in.
+/// Receives further output that no process reads; see keep_output_in.
 inline constexpr const char* kRunLog = "output.log";
 
 /// A file or folder that a run writes.

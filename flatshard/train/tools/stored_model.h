@@ -31,8 +31,8 @@ std::filesystem::path checkpoints_of(const std::filesystem::path& path);
 /// Returns the step-N folder that `path` means: itself, or one of the
 /// checkpoints of a run's output_dir or of a folder of checkpoints.
 /// @param step  -1: the latest.
-/// @throws Error{io} when there is none; Error{config} for a step of what is
-/// one checkpoint already.
+/// @throws Error{io} if there is none; Error{config} for a step if the path is
+/// a single checkpoint.
 std::filesystem::path find_checkpoint(
     const std::filesystem::path& path,
     std::int64_t step = -1);
@@ -69,7 +69,7 @@ struct StoredModel {
   /// Adapters that `read` has in addition to the weights; not enabled: none.
   models::LoraConfig lora;
   std::string corpus;  ///< whose tokenizer it has; may be empty
-  /// How its documents became sequences.
+  /// How its documents were packed into sequences.
   data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
 
@@ -79,7 +79,7 @@ struct StoredModel {
 };
 
 /// @param step  of a checkpoint; -1: the finished run's weights, or the latest.
-/// @throws Error{io} naming --run and what it may be.
+/// @throws Error{io} naming --run and the kinds of paths that it accepts.
 StoredModel open_model(const std::filesystem::path& path, std::int64_t step);
 
 /// Returns the model with its unsharded weights on a device.
