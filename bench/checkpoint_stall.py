@@ -24,7 +24,7 @@ def stalls(output, interval, steps):
     usual = statistics.median(
         ms for step, ms in step_ms.items() if step > 4 and step % interval > 2
     )
-    # A save is begun after step n, so what it costs is in step n + 1 and on.
+    # A save starts after step n, so it slows down step n + 1 and the steps after it.
     return usual, [
         sum(step_ms.get(step + i, usual) - usual for i in (1, 2, 3))
         for step in range(interval, steps, interval)

@@ -3,10 +3,10 @@
 
 bench/fault_times.py build/flatshard --ranks 3 --timeout-s 5 20
 
-Starts the ranks of one training run on this machine by environment variables, lets them
-train, and kills or stops one of them. There is no launcher, which would end them
-itself. With --device cuda each rank has its own GPU. Graphs are replayed when the fault
-comes with e.g. --set cuda_graph.impl=unit.
+Starts the ranks of one training run on this machine through environment variables, lets
+them train, and kills or stops one of them. No launcher is used, because it would end
+the other ranks itself. With --device cuda, each rank has its own GPU. Set e.g. --set
+cuda_graph.impl=unit to inject the fault while CUDA graphs are replayed.
 """
 
 import os
@@ -36,7 +36,7 @@ def free_port():
 
 
 def start(args, timeout, logs):
-    """Returns the processes of the ranks, which write to `logs`."""
+    """Starts one process per rank, with logs in `logs`, and returns the processes."""
     settings = [f"run.output_dir={args.out / 'run'}", f"comm.timeout_s={timeout}"]
     settings += [*SETTINGS, *args.set]
     device = f"--device={args.device}"

@@ -29,7 +29,7 @@ def shard(model, keep=0):
 
 
 def use_float8(model, recipe):
-    """Takes torchao's layers everywhere but in the head. To be called before `shard`."""
+    """Converts all layers except the head to torchao FP8. Call before `shard`."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = (
@@ -81,7 +81,8 @@ def adamw(model):
 def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
     """Measures steps on random tokens, prints them on rank 0 and leaves the ranks.
 
-    Gradients are reduced with a step's last microbatch, which is FSDP2's faster way.
+    Gradients are reduced only with a step's last microbatch because FSDP2 is faster
+    that way.
     """
     angles = rotary(args.seq, head_dim, rope_base, device)
     generator = torch.Generator(device).manual_seed(dist.get_rank())

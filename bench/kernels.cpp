@@ -1,6 +1,6 @@
-// Measures CUDA kernels on the shapes of models: a line of JSON for each, with
-// the bytes that it has to move at least. bench/kernels.py adds PyTorch's.
-// `flatshard plan --calibrate` measures products of matrices.
+// Measures CUDA kernels on the shapes of models. Prints a line of JSON for each
+// with the minimum bytes moved. bench/kernels.py adds PyTorch's kernels.
+// `flatshard plan --calibrate` measures matmuls.
 // usage: flatshard_kernels [tokens]
 #include <ATen/Functions.h>
 #include <fmt/format.h>
@@ -61,8 +61,8 @@ using Tensors = std::vector<Tensor>;
 using Make = std::function<Tensors()>;
 using Call = std::function<void(Tensors&)>;
 
-/// Returns what one of many calls takes the first GPU, in microseconds: the
-/// median over seven rounds of 20 calls, after one that warms up.
+/// Returns the GPU time of one call in microseconds: the median over seven
+/// rounds of 20 calls, after one warm-up round.
 /// @param call  gets 0 to num_sets - 1, again and again.
 double microseconds(
     std::int64_t num_sets,
@@ -85,9 +85,9 @@ double microseconds(
   return rounds[rounds.size() / 2];
 }
 
-/// Measures `call` and prints a line of JSON. It takes so many sets of tensors
-/// from `make` that none is still in a cache when its turn comes.
-/// @param most  sets.
+/// Measures `call` and prints a line of JSON. `make` is called for enough sets
+/// of tensors that a set has left the caches when it is used again.
+/// @param most  maximum number of sets.
 void time(
     const std::string& op,
     const std::string& shape,
@@ -111,7 +111,7 @@ void time(
   std::fflush(stdout);
 }
 
-/// Makes so many tensors of random bfloat16.
+/// Makes `count` tensors of random bfloat16.
 Make normal(int count, std::vector<std::int64_t> shape) {
   return [=] {
     Tensors made;
@@ -323,7 +323,7 @@ void measure_float8(std::int64_t rows, std::int64_t columns) {
       16);
 }
 
-// Measures kernels that quantize what they compute. A tensor holds the inputs
+// Measures kernels that quantize what they compute. A tensor stores the inputs
 // side by side, and bytes count all passes that a recipe needs.
 void measure_fused(std::int64_t tokens) {
   constexpr std::int64_t kDim = 4096;
@@ -349,7 +349,7 @@ void measure_fused(std::int64_t tokens) {
       nn::swiglu_float8(both[0], both[1], {recipe});
     });
     const auto backward = [=](const Tensor& x) {
-      // Tensorwise takes contiguous halves.
+      // Tensorwise requires contiguous halves.
       const auto both =
           twice ? x.view({2, tokens, kFfn}).unbind() : x.split(kFfn, 1);
       nn::swiglu_backward_float8(dy, both[0], both[1], {recipe});

@@ -1,12 +1,12 @@
-"""Flatshard's CUDA kernels and PyTorch's, eager and compiled, on shapes of models.
+"""Times CUDA kernels of Flatshard and PyTorch (eager and compiled) on model shapes.
 
 python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 
-Prints a table with the microseconds of each kernel and PyTorch's times. It also has the
-GB/s that Flatshard's reaches with the bytes that the operation has to move at least, as
-a share of a copy's. One GPU, bfloat16, 8192 tokens, minutes. `--only swiglu` measures
-PyTorch's for some operations. `flatshard plan --calibrate` measures products of
-matrices.
+Prints a table with the microseconds of each kernel and of PyTorch. It also has the
+bandwidth that Flatshard's kernel reaches, as a fraction of the bandwidth of a copy. The
+bandwidth counts the bytes that the operation has to move at least. One GPU, bfloat16,
+8192 tokens, minutes. `--only swiglu` measures PyTorch for some operations. `flatshard
+plan --calibrate` measures matmuls.
 """
 
 import functools
@@ -200,7 +200,7 @@ def sum_rows(rows, source, first):
 
 
 def expert_products(x, act, up, down, dgate_up, dy, ends):
-    """Runs both products of a layer of experts and all their gradients."""
+    """Runs both matmuls of a layer of experts and all their gradients."""
     product = functools.partial(torch._grouped_mm, offs=ends)
     return (
         *(product(x, up), product(act, down)),
@@ -285,8 +285,7 @@ def float8_cases(tokens):
 
 
 def expert_cases(tokens):
-    """Returns the parts of a layer of experts, whose products are
-    `torch._grouped_mm`'s."""
+    """Returns the parts of a layer of experts, with `torch._grouped_mm`."""
     logits = normal(tokens, EXPERTS, dtype=torch.float32)
     experts = logits.topk(PER_TOKEN, -1).indices.flatten()
     source = experts.argsort(stable=True) // PER_TOKEN
@@ -310,12 +309,12 @@ def expert_cases(tokens):
 
 
 def microseconds(function, sets, calls=20, rounds=7):
-    """Returns what one call takes the first GPU: the median over rounds of 20 calls.
+    """Returns the GPU time of one call: the median over rounds of 20 calls.
 
     A first round warms up and compiles.
 
     Args:
-        sets: tuples of arguments, which alternate from call to call.
+        sets: tuples of arguments, used in turn from call to call.
     """
 
     def once():

@@ -1,14 +1,14 @@
-"""Programs that train with FSDP2 through a library, which bench/libraries.py measures.
+"""Programs that train with FSDP2 through a library. bench/libraries.py measures them.
 
 torchrun --nproc-per-node 1 bench/libraries_train.py trainer
 torchrun --nproc-per-node 1 bench/libraries_train.py trainer --compile
 torchrun --nproc-per-node 1 bench/libraries_train.py sft
 torchrun --nproc-per-node 1 bench/libraries_train.py accelerate
 
-Random weights and data; nothing is downloaded. Below `python -m flatshard.as_fsdp2` the
+Random weights and data; nothing is downloaded. Under `python -m flatshard.as_fsdp2` the
 same programs train on Flatshard. Rank 0 prints a line of JSON: the time of a step, peak
-memory, the loss, and the library that sharded the model. A step lasts
-from the end of the step before to its end.
+memory, the loss, and the library that sharded the model. The time of a step is measured
+from the end of the previous step to its own end.
 """
 
 import json
@@ -59,7 +59,7 @@ def library_of(model):
 
 
 def ranks_as_gpus():
-    """Lets accelerate shard on CPUs, which it does for accelerators only."""
+    """Lets accelerate shard on CPUs. It normally shards on accelerators only."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -94,7 +94,7 @@ def timed(trainer_class, clock):
 
 
 def usual_arguments(args, folder, **more):
-    """Returns arguments of TrainingArguments: its defaults, but for what disturbs."""
+    """Returns TrainingArguments that do not disturb the measurement."""
     return {
         "output_dir": folder,
         "max_steps": args.warmup + args.steps,
@@ -260,7 +260,7 @@ def main():
     )
     parser.add_argument("case", choices=CASES)
     args = parser.parse_args()
-    # This folder has a kernels.py, which libraries would take for the package.
+    # This folder has a kernels.py, and libraries would import it for the package.
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     if args.tiny:
         args.seq = min(args.seq, 64)

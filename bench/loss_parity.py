@@ -3,10 +3,10 @@
 python3 bench/loss_parity.py --nproc 2
 
 Both start from the same folder: Hugging Face's Llama of 1B shapes with random weights.
-The text has as many sequences as a step takes. So every step of both sees all of them, in
-whatever order, and the mean loss over ranks is of the same tokens. bf16 compute and
-reduction, float32 main weights, AdamW whose learning rate grows from step to step,
-clipping at 1. The exit status is 1 when a loss differs by more than --bound.
+The text has exactly one global batch of sequences. So every step of both sees all of
+them, in whatever order, and the mean loss over ranks is of the same tokens. bf16
+compute and reduction, float32 main weights, AdamW whose learning rate grows from step
+to step, clipping at 1. The exit status is 1 when a loss differs by more than --bound.
 """
 
 import argparse

@@ -1,14 +1,14 @@
 """Reads a Chrome trace of a step that ran two microbatches at once: how much of the
-token exchange ran in parallel with compute, and what each node took.
+token exchange ran in parallel with compute, and how long each node ran.
 
 python3 bench/overlap_trace.py --at-least 0.8 TRACE.json
 
-An exchange is counted where the schedule has compute of another microbatch to hide
-it: forwards of all but the first microbatch, backwards of all but the last. A copy
-(or kernel of a collective) is hidden when a compute kernel of the other microbatch
-runs at some moment of it. Times are means per step of the plan: of compute the sum
-of its kernels, of an exchange from its first copy to its last. Weight gradients that are not delayed
-are in the backward's.
+An exchange is counted where the schedule has compute of another microbatch to hide it:
+forwards of all but the first microbatch, backwards of all but the last. A copy (or
+kernel of a collective) is hidden when a compute kernel of the other microbatch runs at
+some moment of it. Times are means per step of the plan: of compute the sum of its
+kernels, of an exchange from its first copy to its last. Weight gradients that are not
+delayed are counted in the backward.
 
 A run of one rank has no exchanges, and its other nodes are the same at any degree.
 Fails when fewer copies than SHARE, of 1, are hidden, or when there are none and SHARE
@@ -36,7 +36,7 @@ def events_of(path):
 
 
 def span_of(event):
-    """Returns when an event begins and ends, in microseconds."""
+    """Returns the start and end of an event in microseconds."""
     return event["ts"], event["ts"] + event["dur"]
 
 
@@ -128,7 +128,7 @@ def node_times(work, compute):
 
 
 def read(path):
-    """Prints what a trace shows. Returns the share of hidden copies, or None."""
+    """Prints what a trace shows. Returns the fraction of hidden copies, or None."""
     events = events_of(path)
     steps = read_steps(events)
     if not steps:

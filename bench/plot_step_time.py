@@ -3,8 +3,8 @@
 python3 bench/plot_step_time.py outputs/compare/compare.json --to step_time.svg
 
 A panel for each sequence length has FSDP2's fastest setting and Flatshard. A line shows
-what the GEMMs, attention and other kernels of a step take on one GPU that does nothing
-else. Needs matplotlib.
+the time of the GEMMs, attention, and other kernels of a step on an otherwise idle GPU.
+Needs matplotlib.
 """
 
 import json

@@ -9,9 +9,9 @@ eager and with what its forward calls compiled. --reduce-overhead adds both with
 torch recorded in the warm-up and again after it.
 
 Prints a table: the median step (forward, backward, AdamW) in ms, its range, the host's
-part, the peak of allocated memory and the last loss. Writes all of it as JSON. A way
+part, the peak of allocated memory and the last loss. Writes all of it as JSON. A case
 that fails is a row with its error, and the exit status is 1. Without a GPU the sizes
-are tiny, which tries the script and measures nothing.
+are tiny: the script runs, and its times mean nothing.
 """
 
 import functools
@@ -77,7 +77,7 @@ class TransformerBlock(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, and a head: parameters of the root, which is a unit, too."""
+    """Blocks and a head. The root is a unit, too, with the head's parameters."""
 
     def __init__(self, block, num_blocks, channels):
         super().__init__()

@@ -4,9 +4,9 @@ PYTHONPATH=build/python torchrun --nproc-per-node 1 bench/python_moe.py
 
 Shapes of Qwen3-30B-A3B with few layers, random weights and tokens, `grouped_mm` experts
 of transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW.
-"compiled": blocks are. "experts": flatshard.expert_parallel over --ep ranks. "overlap":
-overlap_microbatches also runs the microbatches of a step. "own AdamW":
-flatshard.optim's. Each pair runs both ways, the first one first in every other pair,
+"compiled": blocks are compiled. "experts": flatshard.expert_parallel over --ep ranks.
+"overlap": overlap_microbatches also runs the microbatches of a step. "own AdamW": AdamW
+of flatshard.optim. Each pair runs both ways, the first one first in every other pair,
 each with a new model. Prints the median step of each run, the ratio second / first of
 each pair and the median ratio; --out has all of it as JSON. `--tiny` is for CPUs: it
 shows that the script works, and nothing about speed.

@@ -2,9 +2,10 @@
 
 python3 bench/tensor_parallel.py
 
-PyTorch is bench/tensor_parallel_peer.py: `parallelize_module` with SequenceParallel, blocks
-and loss compiled, with and without overlapped products. Flatshard, by collectives and by
-copies, is compared with the faster. One machine and one call, one library after the other.
+PyTorch is bench/tensor_parallel_peer.py: `parallelize_module` with SequenceParallel,
+blocks and loss compiled, with and without overlapped matmuls. Flatshard, by collectives
+and by copies, is compared with the faster of the two. All runs are on one machine in
+one call, one library after the other.
 """
 
 from pathlib import Path

@@ -2,10 +2,10 @@
 
 torchrun --nproc-per-node 2 bench/tensor_parallel_peer.py --seq 8192 --tp 2
 
-`parallelize_module` with SequenceParallel cuts embedding, blocks, norms, head and loss
-as torchtitan does, and FSDP2 shards them over the other ranks. The model, optimizer and
-precision are the same as in bench/fsdp2_llama.py. `--library flatshard` shards the same
-module with Flatshard's `fully_shard`. Prints one line of JSON on rank 0.
+`parallelize_module` with SequenceParallel splits embedding, blocks, norms, head and
+loss as torchtitan does, and FSDP2 shards them over the other ranks. The model,
+optimizer and precision are the same as in bench/fsdp2_llama.py. `--library flatshard`
+shards the same module with Flatshard's `fully_shard`. Rank 0 prints one line of JSON.
 """
 
 import json
@@ -98,7 +98,7 @@ class Llama(nn.Module):
 
 
 def cut(model, mesh):
-    """Cuts the model over the ranks of `mesh`, activations by tokens between layers."""
+    """Splits the model over `mesh`, and activations between layers by tokens."""
     tokens = Shard(1)
     outer = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),

@@ -6,7 +6,7 @@ The variants are batches, recomputation, sizes of the model, ZeRO stages and a m
 the host bounds. Each has a row of a table: the median step time, the host's part and the
 peak of allocated memory. `bench/compare.py` compares with FSDP2.
 
---by has alternatives, which are tried one after the other. Each of them is some settings.
+--by lists alternatives to try one after the other. Each of them is one or more settings.
 With several --by all combinations are tried, and the last --by changes the fastest:
 
 python3 bench/variants.py --nproc 2 --only "8B, ZeRO-3" \\

@@ -1,6 +1,6 @@
 """The build backend of `pip install .` is scikit-build-core, after a check of the tools
-that the build needs. pip shows in one line what is missing. It fetches nvcc where CUDA
-code is wanted and no toolkit of torch's CUDA is installed (cuda_choice.py)."""
+that the build needs. pip shows in one line what is missing. It fetches nvcc if CUDA
+code is requested and no toolkit of torch's CUDA is installed (cuda_choice.py)."""
 
 import os
 import shutil
@@ -68,7 +68,7 @@ def get_requires_for_build_wheel(config_settings=None):
 get_requires_for_build_editable = get_requires_for_build_wheel
 
 
-# Checked again: with --no-build-isolation nobody asks for requirements.
+# Checked again, because pip skips the requirements with --no-build-isolation.
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     check_packages()
     return backend.build_wheel(wheel_directory, config_settings, metadata_directory)

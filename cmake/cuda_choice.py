@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# nvcc, its middle end, the headers that it includes automatically, and the runtime's.
+# nvcc, its middle end, the headers that it includes automatically, and CUDA's runtime.
 PACKAGES = (
     "nvidia-cuda-nvcc",
     "nvidia-nvvm",
@@ -31,7 +31,7 @@ CPU_ONLY = "FLATSHARD_CUDA=off builds for CPUs only"
 
 @dataclass
 class Choice:
-    """`build` holds whether CUDA code is built. Without `nvcc` it cannot be, yet."""
+    """`build`: whether to build CUDA code. If `nvcc` is None, it is installed first."""
 
     build: bool
     nvcc: Path | None
@@ -163,8 +163,8 @@ def install(torch, python):
         sys.exit(f"flatshard: {choice.reason}; {how_to_install(cuda)}. {CPU_ONLY}.")
     folder = fetched_folder(cuda)
     print(f"flatshard: {choice.reason}; installing it into {folder} (0.3 GB)")
-    # The folder appears at the end, since the remains of an interrupted call would look
-    # whole.
+    # The folder is renamed at the end, because the remains of an interrupted
+    # installation would look like a complete one.
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]

@@ -1,6 +1,6 @@
-// The part of fmt that is not a template, compiled once: header-only it costs
-// each file that formats anything three seconds. The fmt is the one in torch's
-// wheel, which brings headers alone.
+// The part of fmt that is not a template, compiled once: header-only, it adds
+// three seconds to each file that formats anything. torch's wheel has this fmt,
+// with headers only.
 #include <fmt/format-inl.h>
 
 FMT_BEGIN_NAMESPACE

@@ -1,1 +1,1 @@
-// Holds the precompiled header; see cmake/pch.h.
+// Source file of the precompiled header; see cmake/pch.h.

@@ -2,7 +2,7 @@
 //
 // The list ends here, since gcc keeps the templates that a header's inline
 // functions call until the end of each file. It instantiates them there,
-// whether or not the file uses them. Modules alone (cmake/pch_module.h) cost
+// whether or not the file uses them. Module headers (cmake/pch_module.h) cost
 // each file two seconds, autograd functions as much.
 #pragma once
 #include <ATen/ATen.h>

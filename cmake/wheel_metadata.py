@@ -15,13 +15,12 @@ import cuda_choice  # noqa: E402
 
 __all__ = ["dynamic_metadata"]
 
-# build_backend.py clears it for a source distribution, which fits every torch.
+# build_backend.py clears it for a source distribution because that fits every torch.
 for_wheel = True
 
 
 def torch_folder():
-    """Returns the torch package of the Python that runs the build, which is not
-    imported."""
+    """Finds the torch package of the Python that runs the build. Does not import it."""
     return Path(find_spec("torch").submodule_search_locations[0])
 
 

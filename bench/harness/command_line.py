@@ -42,7 +42,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the options of one benchmark, whose docstring describes it."""
+    """Parses the options of one benchmark and prints its docstring as the help text."""
 
     def __init__(self, doc, **more):
         super().__init__(description=doc, formatter_class=_Formatter, **more)

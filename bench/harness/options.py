@@ -1,5 +1,4 @@
-"""`fully_shard` with every option as a keyword, as tests and benchmarks that vary options
-want it."""
+"""`fully_shard` with every option as a keyword, for tests and benchmarks."""
 
 from dataclasses import fields
 

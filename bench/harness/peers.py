@@ -17,7 +17,7 @@ def library(name):
 
 
 def shard_function(name):
-    """Returns fully_shard. Flatshard's takes each of its options as a keyword here."""
+    """Returns fully_shard. Flatshard's accepts each of its options as a keyword."""
     if name != "flatshard":
         return library(name).fully_shard
     return importlib.import_module(".options", __package__).fully_shard
@@ -74,7 +74,7 @@ def llama_config(sizes, **more):
 
 
 def restore_rotary(model, device):
-    """Computes a Llama's frequencies, which to_empty left without values."""
+    """Computes a Llama's rotary frequencies. to_empty left them uninitialized."""
     rotary, config = model.model.rotary_emb, model.config
     dim = config.hidden_size // config.num_attention_heads
     exponents = torch.arange(0, dim, 2, device=device).float() / dim
@@ -91,7 +91,7 @@ LLAMA_SIZES = {
 
 
 def adamw(model, core=False):
-    """Returns torch's fused AdamW, or with `core` Flatshard's."""
+    """Returns torch's fused AdamW, or Flatshard's AdamW with `core`."""
     if core:
         return importlib.import_module("flatshard").optim.AdamW(
             model.parameters(), lr=1e-4

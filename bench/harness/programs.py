@@ -15,7 +15,7 @@ class RunFailed(SystemExit):
 
 
 def run(command, log, check=True):
-    """Returns the standard output of `command`, whose whole output is kept in `log`."""
+    """Returns the standard output of `command`. `log` stores stdout and stderr."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         done = subprocess.run(

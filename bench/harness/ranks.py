@@ -12,10 +12,11 @@ def usual_device():
 
 
 def join(kind="cuda", own_device=False, **options):
-    """Takes this rank's GPU and joins the process group over NCCL, or Gloo on CPUs.
+    """Selects this rank's GPU and joins the process group over NCCL, or Gloo on CPUs.
 
     Args:
-        own_device: names the GPU to NCCL, which connects before the first collective.
+        own_device: passes the GPU to NCCL, so that it connects before the first
+        collective.
         options: of init_process_group.
 
     Returns:

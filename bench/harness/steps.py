@@ -77,7 +77,7 @@ def time_steps(step, args, together=False):
 
 
 def rounded(found, digits=1):
-    """Returns a dict whose numbers, also in lists, have so many digits."""
+    """Returns a dict with all numbers, also in lists, rounded to `digits` digits."""
     if isinstance(found, dict):
         return {key: rounded(value, digits) for key, value in found.items()}
     if isinstance(found, list):
@@ -91,7 +91,7 @@ def measure(forward, optimizer, args, microbatches=1, backward=torch.Tensor.back
     Args:
         forward: returns the loss.
         microbatches: how many forwards and backwards a step has.
-        backward: takes the loss.
+        backward: called with the loss.
 
     Returns:
         what `time_steps` returns in JSON's types, with the host's median ms in forwards,

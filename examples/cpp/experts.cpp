@@ -142,7 +142,7 @@ int train(const std::string& folder, bool overlaps) {
                                 ? at::Device(at::kCUDA, env.local_rank)
                                 : at::Device(at::kCPU);
   const int ep = env.world_size % 2 == 0 ? 2 : 1;
-  // Neighbours divide the experts. Ranks along edp have the same ones.
+  // Adjacent ranks split the experts. Ranks along edp have the same ones.
   const auto axes =
       std::vector<MeshAxis>{{"edp", env.world_size / ep}, {"ep", ep}};
   const auto mesh =
@@ -224,7 +224,7 @@ int train(const std::string& folder, bool overlaps) {
     optimizer.zero_grad();
   }
   const double after = evaluate(model, *mesh);
-  // Whole layers of experts, whatever the degree.
+  // The checkpoint stores unsharded expert layers, whatever the degree.
   Checkpointer checkpointer(
       mesh,
       runtime->all_groups(),

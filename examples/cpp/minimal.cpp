@@ -1,4 +1,4 @@
-// The smallest program that trains a sharded model, which README.md quotes.
+// The smallest program that trains a sharded model. README.md quotes it.
 //   torchrun --no-python --nproc_per_node 2 build-example/minimal
 #include <flatshard/flatshard.h>
 

@@ -1,5 +1,5 @@
 // A custom schedule: the backward of one microbatch and the forward of the next
-// take turns, block by block, as where one hides the waits of the other. Losses
+// alternate block by block, so that one can hide the waits of the other. Losses
 // and weights equal the results of one microbatch after the other.
 //   build-example/own_schedule           by the schedule
 //   build-example/own_schedule plain     one after the other
@@ -48,7 +48,7 @@ struct Microbatch {
         x(std::move(input)),
         target(at::sin(2 * x)) {}
 
-  // Begins the root's forward, which keeps it unsharded from here to the loss.
+  // Starts the root's forward, so that it stays unsharded until the loss.
   void begin_forward() {
     pass->forward_begin(root());
     x = first.forward({x}, [&](const nn::TensorList& in) {

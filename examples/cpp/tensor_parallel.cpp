@@ -1,6 +1,6 @@
 // A custom module whose layers two ranks share, with data parallelism.
 // docs/guides/tensor_parallel.md walks through it.
-//   build-example/tensor_parallel 1     one rank has whole layers
+//   build-example/tensor_parallel 1     one rank, unsharded layers
 //   build-example/tensor_parallel 4     two pairs share layers: the same losses
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -32,7 +32,7 @@ FLATSHARD_MODULE(Net);
 int train() {
   const RankEnvironment env = rank_environment_from_env();
   const int tp = env.world_size % 2 == 0 ? 2 : 1;
-  // Neighbours share layers, and read the same samples.
+  // Adjacent ranks share layers, and read the same samples.
   const auto axes = std::vector<MeshAxis>{
       {"dp", env.world_size / tp},
       {"tp", tp, AxisRole::model}};

@@ -1,6 +1,6 @@
 // A transformer without experts that learns to predict the next token, fully
 // sharded; docs/get_started/quickstart_cpp.md#a-transformer walks through it.
-// It includes single headers, which compile faster than flatshard/flatshard.h.
+// It includes single headers: they compile faster than flatshard/flatshard.h.
 //   build-example/transformer        one rank
 //   build-example/transformer 2      two ranks on this host
 #include <ATen/ATen.h>

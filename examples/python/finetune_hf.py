@@ -53,15 +53,15 @@ else:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    # `verbose=False` avoids a warning that this is longer than the model's context,
-    # since it is cut below.
+    # `verbose=False` avoids a warning that the text is longer than the model's context.
+    # The text is split into samples below.
     tokens = torch.tensor(tokenizer(texts, verbose=False)["input_ids"])
 if len(tokens) <= args.seq:
     raise SystemExit(f"--text: expected more than {args.seq} tokens, got {len(tokens)}")
 model.train()
 
-# transformers names the class of a model's blocks, whatever the attribute is called
-# that holds them: model.model.layers, model.transformer.h, ...
+# transformers names the class of a model's blocks. It works for any attribute name:
+# model.model.layers, model.transformer.h, ...
 blocks = set(model._no_split_modules or [])
 policy = flatshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if cuda else None)
 for module in list(model.modules()):

@@ -4,9 +4,9 @@ forward of the next, layer by layer, each layer in two pieces.
     torchrun --nproc-per-node 2 examples/python/one_f_one_b.py
 
 It ends with the largest difference between its weights and the weights of plain
-accumulation, which is 0. Here both microbatches run on one stream. Where rows of tokens
-are exchanged between two pieces, this order hides the exchange under the other
-microbatch's compute.
+accumulation. The difference is 0. Here both microbatches run on one stream. Where rows
+of tokens are exchanged between two pieces, this order hides the exchange under the
+other microbatch's compute.
 """
 
 import torch
@@ -141,7 +141,7 @@ def plain(model, batches):
 
 
 def train(step, batches_of, steps=3, **options):
-    """Losses and whole weights after some steps of AdamW."""
+    """Returns the losses and the full weights after some steps of AdamW."""
     torch.manual_seed(0)
     model = shard(Model(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,5 +1,5 @@
-// Tests AutogradEvents alone: no Runtime, no Scheduler, no stream. A listener
-// writes down what it hears.
+// Tests AutogradEvents without a Runtime, Scheduler or stream. A listener
+// records the events.
 #include "flatshard/autograd/autograd_events.h"
 #include "flatshard/core/error.h"
 #include "flatshard/fully_shard/unit_contents.h"
@@ -137,7 +137,7 @@ TEST(AutogradEvents, HooksInEventsOut) {
             "begin 1",
             "end 1"));
     y.sum().backward();
-    // `spare` of each unit is no part of it.
+    // `spare` of each unit does not contribute to the loss.
     EXPECT_THAT(
         watched.listener->take(),
         ElementsAre(
@@ -158,7 +158,7 @@ TEST(AutogradEvents, HooksInEventsOut) {
   });
 }
 
-// One tensor is given by a call and taken by the next one of the same unit.
+// One call returns a tensor, and the unit's next call consumes it.
 TEST(AutogradEvents, ATensorIsUndoneBackwards) {
   testing::run_ranks(1, [](const RankContext& context) {
     WatchedUnits watched(context, 1);
@@ -181,8 +181,8 @@ TEST(AutogradEvents, ATensorIsUndoneBackwards) {
   });
 }
 
-// A backward may begin with a unit's own output, as a checkpoint's does. The
-// engine does not count the node that it begins with.
+// A backward may start at a unit's own output, as in activation checkpointing.
+// The engine does not count its root node.
 TEST(AutogradEvents, R3_AllCallsOfABackwardAreCounted) {
   testing::run_ranks(1, [](const RankContext& context) {
     for (const bool with_loss : {true, false}) {

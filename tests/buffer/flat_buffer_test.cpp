@@ -86,7 +86,7 @@ TEST(FlatBuffer, ViewNeedsTheWholeSpace) {
         HasSubstr("tensor 'weight' can be seen whole only when no axis is "
                   "sharded; use local_pieces"));
   });
-  // An axis of size 1 cuts nothing.
+  // An axis of size 1 shards nothing.
   const FlatBuffer all(make_layout(1), Mesh::single(at::kCPU), {S}, at::kFloat);
   EXPECT_EQ(all.view(0).sizes(), (at::IntArrayRef{6, 10}));
 }

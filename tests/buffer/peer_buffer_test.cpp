@@ -1,4 +1,4 @@
-// Copies of what the peers hold give the bytes of an all-gather.
+// Copies from the peers' shards equal an all-gather.
 #include "flatshard/buffer/peer_buffer.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +30,7 @@ TEST_P(PeerBuffers, CopiesEqualAnAllGather) {
     world *= static_cast<int>(axes[a].size);
     num_shards *= placements[a].is_shard() ? static_cast<int>(axes[a].size) : 1;
   }
-  // Elements, rows, and both, which makes several segments.
+  // Elements, rows, and mixes of granularities, so several segments.
   const std::vector<std::vector<Granularity>> granularities{
       {Granularity::element(), Granularity::element()},
       {Granularity::row(), Granularity::row()},
@@ -49,7 +49,7 @@ TEST_P(PeerBuffers, CopiesEqualAnAllGather) {
         const Placements everywhere(axes.size(), R);
         const at::Tensor got = at::full({layout->numel()}, -1, dtype);
         for (int round = 1; round <= 3; ++round) {
-          // Equal on ranks that hold the same elements.
+          // Ranks with the same elements write the same values.
           const at::Tensor& local = buffer.local().local();
           std::int64_t begin = 0;
           for (const LocalRange& range : buffer.local().local_ranges()) {

@@ -264,7 +264,7 @@ TEST(Redistribute, GathersInPlace) {
     own.redistribute({R, R}, Purpose::gather, &whole);
     expect_result(whole, {S, S}, {R, R}, "in place");
 
-    // The outer axis alone gives the contiguous inner shard.
+    // Gathering over the outer axis only gives the contiguous inner shard.
     const FlatBuffer inner = own.redistribute({R, S}, Purpose::gather);
     expect_result(inner, {S, S}, {R, S}, "outer axis");
   });
@@ -421,7 +421,7 @@ TEST(Redistribute, B5_RefusesSharedMemoryThatWouldCorrupt) {
         message_of([&] { source.redistribute({S}, Purpose::reduce, &slice); }),
         HasSubstr("redistribute from [Partial(avg)] to [Shard]: `out` must "
                   "not overlap the source's memory"));
-    // A gather whose source is the other rank's slice.
+    // An all-gather whose source is the other rank's slice.
     const FlatBuffer whole =
         FlatBuffer::wrap(source.local(), layout, mesh, {R});
     const FlatBuffer other = FlatBuffer::wrap(
@@ -432,7 +432,7 @@ TEST(Redistribute, B5_RefusesSharedMemoryThatWouldCorrupt) {
     EXPECT_THAT(
         message_of([&] { other.redistribute({R}, Purpose::gather, &whole); }),
         HasSubstr("must not overlap"));
-    // With several segments a shard has no contiguous place in the whole.
+    // With several segments a shard is not contiguous in the full buffer.
     const auto segments = two_segments(2);
     const FlatBuffer all(segments, mesh, {R}, at::kFloat);
     const FlatBuffer part = FlatBuffer::wrap(

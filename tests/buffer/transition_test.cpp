@@ -65,7 +65,7 @@ TEST(Transition, SeveralAxes) {
   EXPECT_EQ(steps_of({S, S}, {R, S}), "all_gather(0)");
   // ZeRO-1 under an outer axis.
   EXPECT_EQ(steps_of({R, R}, {R, S}), "slice(1)");
-  // Mixed: cut from the innermost axis outwards, reduce small, gather last.
+  // Mixed: slice from the inner axis outward, reduce small, all-gather last.
   EXPECT_EQ(steps_of({R, PA}, {S, S}), "reduce_scatter(1) slice(0)");
   EXPECT_EQ(steps_of({PA, R}, {S, S}), "slice(1) reduce_scatter(0)");
   EXPECT_EQ(steps_of({PA, S}, {R, R}), "all_reduce(0) all_gather(1)");

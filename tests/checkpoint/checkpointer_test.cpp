@@ -194,7 +194,7 @@ TEST(Checkpointer, AFailureOfOneRankIsOneOfAll) {
   const fs::path shared = folder / "shared";
   const fs::path lost = folder / "lost";
   run_ranks(3, [&](RankContext& context) {
-    // Rank 2 writes elsewhere, and that place is taken away.
+    // Rank 2 writes to another folder, and the folder disappears.
     const bool unlucky = context.rank == 2;
     Saver saver(context, unlucky ? lost : shared);
     saver.mesh->world().barrier();
@@ -225,8 +225,8 @@ TEST(Checkpointer, AFailureOfOneRankIsOneOfAll) {
   }
 }
 
-// Rank 0 gives up while it waits for the parts of the others, which wait for
-// its verdict and have more patience.
+// Rank 0 times out while it waits for the parts of the other ranks. They wait
+// for its verdict with a longer timeout.
 TEST(Checkpointer, AFailureOfRank0EndsTheWaitOfTheOthers) {
   const TempFolder folder;
   run_ranks(3, [&](RankContext& context) {
@@ -369,7 +369,7 @@ TEST(LoadCheckpoint, LeavesOutWhatIsExcluded) {
   });
 }
 
-// The other rank needs nothing of the damaged file, and takes nothing either.
+// The other rank reads nothing from the damaged file and must not load either.
 TEST(LoadCheckpoint, DamageOnOneRankStopsAll) {
   const TempFolder folder;
   write_checkpoint(2, folder.path());

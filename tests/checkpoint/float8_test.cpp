@@ -1,4 +1,4 @@
-// FP8 weights begin from files as others do, and their planes match one rank's.
+// FP8 weights load from files as others do; planes equal one rank's planes.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/load.h"
@@ -36,7 +36,7 @@ std::vector<StoredEntry> same(
   return {{name, shape}};
 }
 
-// The planes of the same weights, which other initial values take the place of.
+// The planes of the same weights, where loading replaces other initial values.
 void expect_planes_of_one_rank(
     const std::function<void(ParamGroup&, const std::shared_ptr<Mesh>&)>&
         load) {

@@ -1,5 +1,5 @@
-// Weights that tensor and expert parallelism cut: what is drawn, saved,
-// exported and loaded is the whole tensors', whatever the grid.
+// Weights split by tensor and expert parallelism are initialized, saved,
+// exported and loaded as the full tensors on any grid.
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/load.h"
@@ -41,8 +41,8 @@ struct Grid {
   }
 };
 
-/// Returns one of each kind: cut by rows, by columns, in two sections, unevenly
-/// and not at all; experts by their number and their width.
+/// Returns one of each kind: split by rows, by columns, in two sections,
+/// unevenly and not at all; experts by their number and their width.
 std::vector<SomeGroup> specs(const Mesh& mesh) {
   const std::int64_t tp = mesh.axis(mesh.axis_index("tp")).size;
   const std::int64_t ep = mesh.axis(mesh.axis_index("ep")).size;
@@ -214,7 +214,7 @@ TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
       EXPECT_THAT(model.groups.wrong(), IsEmpty());
       model.export_to(folder / "again.safetensors");
 
-      // The same weights from a folder of Hugging Face's.
+      // The same weights from a Hugging Face folder.
       model.groups.fill_with(-1);
       init_weights(
           hf.path(),
@@ -299,7 +299,7 @@ TEST(Grids, ReadACheckpointOfVersion1) {
   for (const std::int64_t tp : {1, 3}) {
     run_ranks(static_cast<int>(2 * tp), [&](RankContext& context) {
       const auto mesh = context.mesh({{"dp", 2}, {"tp", tp}});
-      // The weight [7, 3, 3] is cut in its last dimension.
+      // The weight [7, 3, 3] is split in its last dimension.
       const SomeGroups model(
           {{.parameters =
                 {{.names = {"layer.weight"},

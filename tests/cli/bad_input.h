@@ -45,9 +45,9 @@ struct Result {
   }
 };
 
-// `shell` may hold $PROGRAM.
-/// Returns where a program that may be cut off leaves its counts of lines, if
-/// it counts any: a file that is broken takes no other program's counts.
+// `shell` may contain `$PROGRAM`.
+/// Returns where a program that may be killed writes its line counts, if any. A
+/// broken file then affects no other program's counts.
 inline std::string counts_of_cut_off() {
   return (std::filesystem::temp_directory_path() / "flatshard_counts").string();
 }
@@ -131,7 +131,7 @@ inline void prepare_corpus(
   ASSERT_EQ(prepared.code, 0) << prepared.output;
 }
 
-// A corpus and a finished run over it, made once for all tests.
+// A dataset and a finished run on it, created once for all tests.
 class BadInput : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -187,7 +187,7 @@ class BadInput : public ::testing::Test {
     return result.output;
   }
 
-  // Fails after it began to write: the earlier run was put aside as a whole,
+  // Fails after it started to write: the complete earlier run was moved away,
   // and no temporary file stays.
   void expect_earlier_run_kept() const {
     const auto now = snapshot(folder_ / "run");
@@ -223,7 +223,7 @@ class BadInput : public ::testing::Test {
     const fs::path shard =
         folder_ / "corpus" / meta.find_split("train")->shard_file(0);
     std::fstream file(shard, std::ios::in | std::ios::out | std::ios::binary);
-    // In the middle, which no neighbour shares.
+    // In the middle, where the token belongs to a single sequence.
     file.seekp((sequences.front() * 33 + 16) * 2);
     file.write("\xff\xff", 2);
   }

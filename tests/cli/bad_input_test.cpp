@@ -182,7 +182,7 @@ TEST_F(BadInput, ConfigsThatAreNoConfigs) {
         (folder_ / file).string()));
     expect_one_error(result);
   }
-  // 300 letters are no file name.
+  // A file name cannot have 300 letters.
   expect_one_error(sh("\"$PROGRAM\" train " + std::string(300, 'a')));
 }
 

@@ -79,8 +79,8 @@ log_freq = 1
   }
 
   /// Returns lines of a shell: `command` as $pid, until its log has `text` or
-  /// it ended. An earlier command's log is gone before: its text is not this
-  /// one's.
+  /// it ended. An earlier command's log is removed first, so its text is not
+  /// found.
   /// @param max_tries  10 ms each.
   std::string start(
       const std::string& command,
@@ -207,7 +207,7 @@ TEST_F(Checkpoints, ARunThatFailsAtItsStartMovesNothing) {
     EXPECT_EQ(failed.errors().size(), 1u) << failed.output;
     EXPECT_EQ(snapshot(folder_ / "run"), files) << change;
   }
-  // A restart is no reason to continue from another run's checkpoints.
+  // A restart does not resume from another run's checkpoints.
   const Result again =
       run("run", 2, "--max-restarts 1 --set model.init_from=/nowhere");
   EXPECT_THAT(again.output, HasSubstr("restart 1 of 1, from the first step"));
@@ -250,7 +250,7 @@ TEST_F(Checkpoints, ASecondRunInTheFolderIsRefused) {
             ::testing::EndsWith("\n1\n")));
   }
   EXPECT_FALSE(fs::exists(folder_ / "shared" / "earlier"));
-  // A killed process holds nothing, although its file still exists.
+  // A killed process releases its lock, although the file still exists.
   EXPECT_THAT(first.output, HasSubstr("\"process\":"));
   const Result next = run("shared", 2, "--set training.steps=2");
   EXPECT_EQ(next.code, 0) << next.output;
@@ -600,7 +600,7 @@ TEST_F(Checkpoints, AFolderThatIsReadOnlyEndsNoStep) {
       result.output,
       HasSubstr(fmt::format("cannot make {}/step-3", folder.string())));
   EXPECT_EQ(losses("run").size(), 8u) << result.output;
-  // Only the last one's failure is the run's.
+  // Only the failure of the last checkpoint fails the run.
   EXPECT_EQ(result.code, 1) << result.output;
   ASSERT_EQ(result.errors().size(), 1u) << result.output;
   EXPECT_THAT(

@@ -31,7 +31,7 @@ class DataCommand : public ::testing::Test {
   static std::string run(std::vector<std::string> arguments) {
     CLI::App program("flatshard");
     add_data_command(program);
-    // CLI11 takes them from the back.
+    // CLI11 parses the arguments from the back.
     std::reverse(arguments.begin(), arguments.end());
     ::testing::internal::CaptureStdout();
     try {

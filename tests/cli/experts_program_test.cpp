@@ -69,7 +69,7 @@ log_freq = 1
   }
 
   /// Returns the results of a run, without their times. The balance is a mean
-  /// over microbatches and ranks, whose order varies.
+  /// over microbatches and ranks in an order that varies.
   std::vector<std::string> rows(
       const std::string& name,
       bool with_balance = true) const {
@@ -150,7 +150,7 @@ TEST_F(ExpertRuns, TwoRanksGiveTheBitsOfOne) {
       read(folder_ / "one/model.safetensors"));
 }
 
-// The storage of weights, the time of gathers, recomputation, observers: no
+// Weight storage, the time of all-gathers, recomputation, and observers: no
 // digit of a loss or a norm depends on them.
 TEST_F(ExpertRuns, OptionsOfTheRuntimeChangeNoLoss) {
   const Result plain = run("plain", "");
@@ -228,8 +228,8 @@ TEST_F(ExpertRuns, WhatDoesNotDivideIsNamed) {
   }
 }
 
-// Scores that are no numbers choose some experts, and the rows are exchanged as
-// any others. The run ends with the name of the tensor that is not finite.
+// Scores that are not finite still select experts, and rows are exchanged as
+// usual. The run ends with the name of the tensor that is not finite.
 TEST_F(ExpertRuns, ARouterThatIsNotFiniteIsNamed) {
   const Result whole = run("whole", "--set training.steps=1");
   ASSERT_EQ(whole.code, 0) << whole.output;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs the commands of docs/guides/finetune.md, and so examples/finetune_chat.toml, on
-a tiny model, and the commands of docs/guides/generate.md. Chats become a corpus with
+a tiny model, and the commands of docs/guides/generate.md. Chats become a dataset with
 masks, two ranks train on them, and run and export answer as they were taught.
 
 Exits with 77 (skipped) without transformers.
@@ -80,8 +80,7 @@ def write_model(folder):
 
 
 def write_chats(path):
-    """Writes questions of any length with one of two answers, which the first letter
-    decides."""
+    """Writes questions of any length. The first letter selects one of two answers."""
     rows = []
     for i in range(160):
         first = "ab"[i % 2]
@@ -146,14 +145,14 @@ def follow(guide, folder):
     after = guide.loss("evaluate --run")
     expect(before > 4 and after < 0.2, f"from {before} to {after}")
     documents = guide.rows("losses.jsonl")
-    # An answer and the token that ends it, which is no text.
+    # An answer and the token that ends it. That token has no text.
     kinds = {(row["tokens"], row["bytes"]) for row in documents}
     expect(kinds == {(4, 3), (3, 2)}, f"documents {kinds}")
     tokens = sum(row["tokens"] for row in documents)
     mean = sum(row["loss"] * row["tokens"] for row in documents) / tokens
     expect(abs(mean - after) < 1e-4, f"documents have {mean}, all {after}")
 
-    # Its question begins with neither letter.
+    # Its question starts with neither letter.
     said = guide.run("generate --run outputs/finetune_chat --chat --prompt")
     expect(len(said.splitlines()) >= 1, said)
     messages = [{"role": "user", "content": "ayy"}]
@@ -187,7 +186,7 @@ def follow_generate(guide, folder):
         for i, answer in enumerate(("yes", "no", "yes"), start=1)
     ]
     expect(said.startswith("".join(answers)), said)
-    # The template begins the question with b.
+    # The template starts the question with b.
     said = guide.run("generate --hf models/chat --chat --prompt")
     expect(said.splitlines()[0] == "no", said)
 

@@ -9,7 +9,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Blocks of 512 bytes. The limit holds for every file the program writes.
+// Blocks of 512 bytes. The limit applies to every file the program writes.
 std::string limit(int blocks) {
   return fmt::format(
       "export GCOV_PREFIX='{}'\nulimit -f {}\n",

@@ -33,7 +33,7 @@ COMMAND = re.compile(
     r"flatshard |torchrun |python3? |make |scripts/|bench/|cmake |pip |git |"
     r"tensorboard |srun |build[\w/-]+ |[A-Z]\w*=\S+ "
 )
-# The beginning of a command, and the program that runs it.
+# The first words of a command, and the program that runs it.
 ELSEWHERE = {
     "MASTER_ADDR=": "shellcheck reads the script",
     "build-example/": "tests/install/cpp_guide_test.py",

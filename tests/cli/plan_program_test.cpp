@@ -105,7 +105,7 @@ TEST(PlanProgram, PlansLayersThatRanksShare) {
   const json plan = json::parse(result.output);
   EXPECT_EQ(plan.at("tensor_parallel_degree"), 4);
   EXPECT_EQ(plan.at("microbatches"), 1);
-  // 4 bytes of each parameter on 16 ranks: 4 cut the matrices, 4 shard them.
+  // 4 bytes per parameter on 16 ranks: TP splits the matrices by 4, DP by 4.
   EXPECT_NEAR(
       plan.at("memory_bytes").at("main weights").get<double>(),
       8030261248 / 4.0,
@@ -123,8 +123,8 @@ TEST(PlanProgram, PlansLayersThatRanksShare) {
           HasSubstr("  tensor parallelism ")));
 }
 
-// A rank has its shard of a frozen base in bfloat16, and the rest for adapters
-// alone.
+// A rank has its shard of a frozen base in bfloat16. The rest of its memory is
+// for adapters only.
 TEST(PlanProgram, PlansAdapters) {
   const std::string words = "plan llama3_8b --ranks 2 --set lora.rank=16";
   const auto text = run(words);
@@ -165,7 +165,7 @@ TEST(PlanProgram, SweepsTheWidthOfExperts) {
   EXPECT_THAT(widths, ::testing::IsSupersetOf({1, 2}));
 }
 
-// 405B on 4096 ranks takes seconds, on one core.
+// 405B on 4096 ranks needs seconds, on one core.
 TEST(PlanProgram, SweepsTheLargest) {
   const auto result = run("plan llama3_405b --ranks 4096 --sweep --json");
   ASSERT_EQ(result.code, 0) << result.output;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The commands of docs/guides/pretrain.md, and so examples/pretrain_1b.toml, on a tiny
-model: texts become a corpus, two ranks train on it from random weights, resume, and the
-export has the loss of the run.
+model: texts become a dataset, two ranks train on it from random weights, resume, and
+the export has the loss of the run.
 
 Exits with 77 (skipped) without tokenizers.
 

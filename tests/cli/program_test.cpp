@@ -316,7 +316,7 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   EXPECT_THAT(two.output, HasSubstr("saved "));
   const std::string metrics = read(folder_ / "run" / "metrics.jsonl");
   EXPECT_THAT(metrics, HasSubstr("\"step\":12"));
-  // Rank 0 alone writes: the start, steps 1, 4, 8 and 12, validations 6 and 12,
+  // Only rank 0 writes: the start, steps 1, 4, 8 and 12, validations 6 and 12,
   // the end.
   EXPECT_EQ(std::count(metrics.begin(), metrics.end(), '\n'), 8);
 
@@ -445,7 +445,7 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
   EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
   const std::string expected = weights();
   ASSERT_FALSE(expected.empty());
-  // The embedding and six blocks. The head begins the backward.
+  // The embedding and six blocks. The backward starts with the head.
   const Result kept = train("1");
   ASSERT_EQ(kept.code, 0) << kept.output;
   EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));

@@ -17,7 +17,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
 
-// Two corpora of equally many tokens, in one folder for all tests.
+// Two datasets with the same number of tokens, in one folder for all tests.
 class RunLives : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -37,7 +37,7 @@ class RunLives : public ::testing::Test {
   }
   static void TearDownTestSuite() { delete shared_; }
 
-  /// A config with paths below the working folder, which is `folder_`.
+  /// The paths in the config are relative to the working folder, `folder_`.
   RunLives() {
     folder_.write(
         "run.toml",
@@ -172,7 +172,7 @@ TEST_F(RunLives, OtherDataAreRefusedByName) {
   EXPECT_THAT(
       in_folder(train(resume)).output,
       HasSubstr("data.train: expected the corpus that"));
-  // The same tokens elsewhere are the same corpus.
+  // The same tokens elsewhere are the same dataset.
   const Result moved = in_folder(train("--resume --set data.train=old"));
   EXPECT_EQ(moved.code, 0) << moved.output;
   const Result anew = in_folder(
@@ -241,7 +241,7 @@ TEST_F(RunLives, GenerateTakesTheLastStepWhateverTheTimes) {
           20) +
       "kill -TERM $pid; wait $pid; touch run/model.safetensors; " + generate);
   EXPECT_EQ(longer.output, "1\n");
-  // A new run in the folder has none of the earlier one's.
+  // A new run in the folder has no results of the earlier run.
   const Result anew = in_folder(
       start(
           train("--set training.steps=100000 --set checkpoint.interval=0 "

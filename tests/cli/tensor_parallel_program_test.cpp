@@ -146,7 +146,7 @@ TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
   expect_same("recomputed", "one");
 }
 
-// Weights and optimizer state equal the whole tensors'.
+// Weights and optimizer state equal the unsharded tensors.
 TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
   const std::string constant = "--set lr_scheduler.name=constant ";
   const Result whole = run("whole", 1, constant);
@@ -173,7 +173,7 @@ TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
   EXPECT_EQ(generated.code, 0) << generated.output;
 }
 
-// Attention and shared experts are cut over tp, experts divided over ep, and
+// Attention and shared experts are split over tp, experts over ep, and
 // their width over etp. The ranks of etp read the same samples with tp and
 // other ones without it. With a capacity, each rank drops rows of its
 // microbatch.
@@ -215,8 +215,8 @@ TEST_F(TensorParallelRuns, ModelsWithExpertsHaveTheNumbersOfOneRank) {
   expect_same("grid_drops", "one_drops");
 }
 
-// A checkpoint of ep 2 with etp 2 has whole experts: training continues at one
-// rank, and what reads runs has one process.
+// A checkpoint of ep 2 with etp 2 stores full experts: training resumes on one
+// rank, and programs that read runs have one process.
 TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   const std::string options =
       "--set model.family=qwen3_moe --set model.num_experts=4 --set "
@@ -246,7 +246,7 @@ TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
 }
 
 // FP8 weights of the other layers, while experts stay in bfloat16. Ranks that
-// divide experts also cut them, or are replicas of others.
+// divide experts also split their width, or are replicas of others.
 TEST_F(TensorParallelRuns, Fp8RunsWithExpertsHaveTheNumbersOfWholeOnes) {
   const std::string fp8 = std::string(kExperts) +
                           "--set float8.recipe=mxfp8 --set "

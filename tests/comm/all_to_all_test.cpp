@@ -33,7 +33,7 @@ Counts draw_counts(std::mt19937& random, int world, int parts) {
       std::vector<std::vector<std::int64_t>>(
           world,
           std::vector<std::int64_t>(parts)));
-  // Half of them are empty, and sometimes all of a rank's.
+  // Half of them are empty, and sometimes a rank sends none at all.
   for (auto& from : counts) {
     const bool silent = random() % 5 == 0;
     for (auto& to : from) {
@@ -110,7 +110,7 @@ TEST_P(RandomCounts, RowsArriveAsTheyWereSent) {
   });
 }
 
-// It neither sends nor receives, and still takes its place.
+// It neither sends nor receives, but still joins the collective.
 TEST(AllToAll, M7_ARankWithoutRowsTakesPart) {
   run_ranks(3, [](RankContext& context) {
     const auto communicator = connect(context);
@@ -128,7 +128,7 @@ TEST(AllToAll, M7_ARankWithoutRowsTakesPart) {
         EXPECT_EQ(out[static_cast<std::int64_t>(i)].item<int>(), parts[i].peer);
       }
     }
-    // All have launched as many, and the next one is everybody's.
+    // All have launched equally many, and all join the next one.
     EXPECT_EQ(context.log->records().size(), 3);
     const at::Tensor sum = at::ones({1});
     communicator->all_reduce(sum, ReduceOp::sum);

@@ -361,8 +361,8 @@ TEST(Communicator, APeerThatLeavesIsACommError) {
   }
 }
 
-// With more ranks than cores it would preempt the thread that holds the lock
-// for which it then tries again and again.
+// With more ranks than cores it would preempt the thread with the lock that the
+// loop then tries to acquire again and again.
 TEST(Communicator, GloosEventLoopPreemptsNobody) {
   if (::sched_getscheduler(0) != SCHED_OTHER) {
     GTEST_SKIP() << "this program has a scheduling policy of its own";

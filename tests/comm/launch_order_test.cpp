@@ -27,8 +27,8 @@ std::shared_ptr<Stream> slow_stream(const char* name, int rank) {
        .max_delay_us = 2000});
 }
 
-// Ranks whose streams are late in turn would otherwise add up the values of
-// different calls, or wait for each other for ever.
+// Otherwise, ranks whose streams are late in turn would add up the values of
+// different calls, or wait for each other forever.
 TEST(LaunchOrder, StreamsLaunchAsTheyWereQueued) {
   constexpr int kRanks = 3;
   run_ranks(kRanks, [](RankContext& context) {

@@ -20,7 +20,7 @@ using ::testing::HasSubstr;
 using testing::RankContext;
 using testing::RankOutcome;
 
-// A bound loopback port; with nobody listening connections are refused.
+// A bound loopback port. If it is not listening, connections are refused.
 class Port {
  public:
   explicit Port(bool listening) {
@@ -192,8 +192,8 @@ TEST(TcpStore, MissingRanksAreATimeout) {
        .master_port = port});
   EXPECT_EQ(error.code(), ErrorCode::timeout);
   EXPECT_THAT(error.what(), HasSubstr("expected 2 ranks within 300 ms"));
-  // Said while it waits, from both sides; of Slurm's ranks why they are so
-  // many.
+  // Both sides print this while they wait. For ranks of Slurm, the message also
+  // gives the source of the number of ranks.
   for (const int rank : {0, 1}) {
     ::testing::internal::CaptureStderr();
     try {

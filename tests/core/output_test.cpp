@@ -30,7 +30,7 @@ std::string read(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// Runs `work` in a child whose standard output nobody reads.
+/// Runs `work` in a child whose standard output has no reader.
 /// @return its status, as waitpid has it.
 int with_gone_reader(const std::function<void()>& work) {
   int ends[2];

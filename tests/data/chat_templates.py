@@ -1,5 +1,5 @@
-"""Chat templates in the shapes of published ones, and a tokenizer that joins
-newlines as theirs do."""
+"""Chat templates in the shapes of published ones, and a tokenizer that joins newlines
+as the published tokenizers do."""
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -64,13 +64,13 @@ QWEN3 = (
     "{%- if enable_thinking is defined and not enable_thinking %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
-# Qwen3.5: the prompt begins the reasoning, and a question is needed.
+# Qwen3.5: the prompt starts the reasoning, and a question is required.
 QWEN35 = (
     "{%- if messages | selectattr('role', 'eq', 'user') | list | length == 0 %}"
     "{{- raise_exception('No user query found in messages.') }}{%- endif %}"
     + QWEN3.replace("{{- '<|assistant|>\\n' }}", "{{- '<|assistant|>\\n<think>\\n' }}")
 )
-# DeepSeek-R1: no answer keeps its reasoning, the prompt begins it, a content that is
+# DeepSeek-R1: no answer keeps its reasoning, the prompt starts it, a content that is
 # null means calls, and arguments are text.
 R1 = (
     "{{ bos_token }}"
@@ -135,7 +135,7 @@ TEMPLATES = {
 
 def make_tokenizer():
     tokenizer = Tokenizer(models.BPE())
-    # As Qwen's: newlines are one word with the spaces before them.
+    # As in Qwen's tokenizer, newlines are one word with the spaces before them.
     words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,4 +1,4 @@
-// Chats as prompts, and samples of corpora shown.
+// Chats as prompts, and samples of datasets shown.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

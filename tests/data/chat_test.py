@@ -402,7 +402,7 @@ def test_marks_give_the_mask_of_transformers(chats):
 
 
 def test_marks_around_what_no_token_has(chats):
-    # A token of words has neither the newline nor the space that begin a message.
+    # A token of words has neither the newline nor the space at the start of a message.
     words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     words.normalizer = normalizers.BertNormalizer()
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,4 +1,4 @@
-"""Chats from JSON rows to a corpus with masks, and corpora of tokenizers."""
+"""Chats from JSON rows to a dataset with masks, and datasets of tokenizers."""
 
 import json
 import subprocess
@@ -91,7 +91,7 @@ def test_a_template_without_an_end_gets_one(chats):
 
 
 def test_errors_name_file_and_line(chats):
-    # In a list, the line of the row's beginning.
+    # In a list, the line on which the row starts.
     rows = '[{"prompt": "a", "completion": "b"},\n\n{"prompt": "a"}]'
     write(chats, {"chats.jsonl": rows, "a.txt": "text"})
     text = problem(chats, chats / "chats.jsonl", **options(chats))

@@ -1,5 +1,5 @@
-"""The tests of data preparation need the package's Python files and the writer of
-corpora alone, as the program does: neither torch nor the extension."""
+"""The tests of data preparation need only the package's Python files and the dataset
+writer, as the program does: neither torch nor the extension."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Makes corpora and reads them."""
+"""Creates and reads datasets."""
 
 import contextlib
 import gzip
@@ -29,14 +29,15 @@ def options_of(module, folder, inputs, more):
 
 
 def made(folder, *inputs, **more):
-    """Returns the Survey and meta.json of a corpus at folder/out, which is replaced."""
+    """Returns the Survey and meta.json of a dataset at folder/out, after replacing
+    it."""
     options = options_of(prepare, folder, inputs, {"force": True, **more})
     survey, meta, _ = prepare.prepare(options)
     return survey, meta
 
 
 def problem(folder, *inputs, module=prepare, code="format", **more):
-    """Returns the text of the error, after which there is no corpus."""
+    """Returns the text of the error, and checks that no dataset remains."""
     function = getattr(module, module.__name__.rpartition(".")[2])
     before = {path.name for path in folder.iterdir()}
     with pytest.raises(Failure) as caught:

@@ -8,7 +8,7 @@
 
 namespace flatshard {
 
-/// Returns the message of the Error that `call` throws, which must have `code`.
+/// Returns the message of the Error with `code` that `call` must throw.
 template <class Call>
 std::string error_message(ErrorCode code, Call&& call) {
   try {

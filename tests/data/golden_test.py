@@ -1,4 +1,4 @@
-"""Corpora of each kind of input have the bytes that version 0.2.0 first wrote: format,
+"""Datasets of each kind of input have the bytes that version 0.2.0 first wrote: format,
 hashes, splits, and order of documents."""
 
 import hashlib
@@ -131,7 +131,7 @@ HASHES = {
 
 
 def hash_of(folder):
-    """Returns a digest of the names and the content of a corpus' files."""
+    """Returns a digest of the names and the content of a dataset's files."""
     found = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix == ".bin" or path.name == "meta.json":

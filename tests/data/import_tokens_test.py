@@ -154,7 +154,7 @@ def test_text_is_refused(tmp_path, documents, problem):
 
 
 def test_headers_of_llm_c(tmp_path, documents, problem):
-    # Documents begin with the token that ends one.
+    # In these files, documents start with the end-of-text token.
     write(tmp_path, {"a.bin": llm_c(20240520, [9, 1, 2, 9, 3])})
     write(tmp_path, {"b.bin": llm_c(20240801, [9, 70])})
     found, lines = documents("*.bin")

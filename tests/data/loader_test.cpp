@@ -231,7 +231,7 @@ TEST(Mixture, SharesHoldAtEveryLength) {
           << i;
     }
   }
-  // Far out, and exactly: both sides of two are neighbours.
+  // Far out, the pattern still repeats exactly every three samples.
   const Mixture two({1, 2});
   constexpr std::int64_t kFar = (std::int64_t{1} << 61) + 12345;
   for (std::int64_t i = kFar; i < kFar + 100; ++i) {
@@ -367,7 +367,7 @@ TEST(Loader, ErrorsNameBothNumbers) {
 }
 
 TEST(Loader, ATokenBeyondTheVocabularyIsAnError) {
-  // Claims 3 tokens, gives more: a damaged corpus.
+  // A damaged dataset: claims 3 tokens, returns more.
   const auto source = std::make_shared<CountingSource>(2, 3);
   const Loader loader(
       source,

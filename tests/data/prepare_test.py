@@ -1,4 +1,4 @@
-"""Corpora of byte tokens: documents, splits, errors, and what a call leaves."""
+"""Datasets of byte tokens: documents, splits, errors, and what a call leaves."""
 
 import os
 import signal
@@ -119,7 +119,7 @@ def test_binary_files_of_folders_are_skipped(tmp_path):
         "0.png (binary), 1.png (binary) and 3 more"
     )
     assert texts(tmp_path / "out") == [b"text"]
-    # One that is named is an error, and can be wanted.
+    # An explicitly named file is an error, unless --format bytes accepts it.
     (tmp_path / "out/meta.json").rename(tmp_path / "meta.json")
     text = problem(tmp_path, tmp_path / "in/0.png", output=tmp_path / "named")
     assert "in/0.png" in text and "--format bytes" in text
@@ -249,7 +249,7 @@ def test_the_summary(tmp_path):
     )
     arguments = ["-i", tmp_path / "in/b.txt", "--force", "-o"]
     text = output_of(prepare, *arguments, tmp_path / "out", "--validation-fraction=0")
-    # Half of a character, which 48 tokens end in.
+    # The text ends in half of a character because 48 tokens are shown.
     assert f"first document   mo\\tre\\x01{'é' * 21} ...\n" in text
 
 
@@ -265,7 +265,7 @@ def test_an_interrupted_call_leaves_the_old_corpus(tmp_path, how):
     numbered(tmp_path, 3)
     made(tmp_path, tmp_path / "in")
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    # It waits before the corpus is whole.
+    # It waits before the dataset is complete.
     script = (
         "import sys, time\n"
         "from tests.data import conftest\n"

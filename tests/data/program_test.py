@@ -1,4 +1,4 @@
-"""The commands of the program, which run the same Python."""
+"""The commands of the program. They run the same Python code."""
 
 import os
 import re
@@ -35,13 +35,13 @@ def test_prepare_is_the_module(program, tmp_path):
     assert texts(tmp_path / "out") == [b"some text", b"more"]
     shown = program("data", "show", tmp_path / "out", "--seq-len", 20).stdout
     assert "s[[ome text<|endoftext|>]]" in shown
-    # An error is one line, and its exit code the program's.
+    # An error is one line, with the program's exit code.
     done = program("data", "prepare", *arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch("error: usage error: .* exists; give --force .*\n", done.stderr)
     done = program("data", "prepare", *arguments, "--force")
     assert done.returncode == 0
-    # By the module alone.
+    # With the module only.
     run = [sys.executable, BUILD / "python/flatshard/_run.py", "prepare"]
     same = subprocess.run([*run, *arguments, "--force"], capture_output=True, text=True)
     assert same.stdout == done.stdout
@@ -97,7 +97,7 @@ def test_nobody_reads_the_summary(program, tmp_path):
 
 def test_a_python_without_packages(program, tmp_path):
     write(tmp_path, {"in/a.txt": "some text", "python": "", "tokenizer.json": "{}"})
-    # An interpreter without site packages, which byte tokens need none of.
+    # An interpreter without site packages. Byte tokens need none of them.
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -S -I \"$@\"\n")
     python.chmod(0o755)

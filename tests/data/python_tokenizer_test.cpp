@@ -85,7 +85,7 @@ TEST(PythonTokenizer, EncodesAndDecodesWithTheTokenizerOfACorpus) {
   writer.commit();
   const auto codec = TextCodec::open(temp / "out", {.python = kPython});
   EXPECT_EQ(codec->end_of_document(), 0);
-  // A prompt begins as a document does.
+  // A prompt starts as a document does.
   EXPECT_EQ(codec->begin_of_document(), 1);
   for (const char* text : {"the cat", "on the mat sat \xc3\xa9"}) {
     const auto tokens = codec->encode(text);

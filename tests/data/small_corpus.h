@@ -56,9 +56,9 @@ inline CorpusMeta write_small_corpus(
   return meta;
 }
 
-/// Writes a corpus of byte tokens, as `flatshard data prepare` does: a single
-/// text gives its end to validation, else about `validation_fraction` of the
-/// texts go there and at least one.
+/// Writes a dataset of byte tokens, as `flatshard data prepare` does. The end
+/// of a single text becomes validation data. Of several texts, about
+/// `validation_fraction` do, and at least one.
 inline CorpusMeta write_byte_corpus(
     const std::filesystem::path& folder,
     const std::vector<std::string>& texts,

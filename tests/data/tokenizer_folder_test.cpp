@@ -85,8 +85,8 @@ TEST(TokenizerFolder, GeneratedTextIsDecodedWithItsPrompt) {
   ASSERT_EQ(bytes.size(), 3U);
   EXPECT_EQ(codec->decode_after("a", codec->encode("a"), bytes), "a é");
   EXPECT_EQ(codec->decode_after("", {2}, {bytes[1], bytes[2], 2}), "é");
-  // One that is cut off takes nothing with it, nor does the end of another one
-  // change the prompt.
+  // An incomplete character does not remove text next to it, and the end of
+  // another character does not change the prompt.
   EXPECT_EQ(
       codec->decode_after(
           "a",

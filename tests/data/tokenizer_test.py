@@ -235,6 +235,6 @@ def test_files_that_are_no_json_are_named(tmp_path):
     (tmp_path / "pointer.json").write_text("version https://git-lfs.github.com/spec/")
     with pytest.raises(Failure, match="pointer.json: it is a Git LFS pointer"):
         Encoder(str(tmp_path / "pointer.json"))
-    # A file of another name stands alone.
+    # Configs in the same folder are read only for a file named tokenizer.json.
     bpe().save(str(tmp_path / "mine.json"))
     Encoder(str(tmp_path / "mine.json"))

@@ -49,8 +49,8 @@ TEST(MemoryStats, OtherDevicesAreRefusedByName) {
   }
 }
 
-// It runs on a separate stream, which takes them in one call, and on the
-// default one.
+// Runs once on a separate stream that copies all in one call, and once on the
+// default stream.
 TEST(CopyBytes, ManyAtOnceAmongThemEmptyOnes) {
   const at::Device device =
       cuda_available() ? at::Device(at::kCUDA, 0) : at::Device(at::kCPU);

@@ -42,7 +42,7 @@ std::string usage_error(const std::function<void()>& action) {
   return "nothing was thrown";
 }
 
-// Returns another tensor over the same memory, which owns nothing.
+// Returns another, non-owning tensor over the same memory.
 at::Tensor floats_at(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), at::kFloat);
 }
@@ -170,7 +170,7 @@ TEST(Strict, ASubmoduleCalledWithoutItsUnit) {
             HasSubstr("module cell2.up was called"),
             HasSubstr("unit cell2"),
             HasSubstr("call the unit through its holder")));
-    // The same by way of `->forward`, which runs no hooks of the cell.
+    // The same through `->forward`. That runs no hooks of the cell.
     twin.sharded->body = [](LabImpl& lab, at::Tensor x) {
       return lab.cells[1]->forward(lab.cells[0](x));
     };

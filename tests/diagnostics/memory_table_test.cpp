@@ -198,7 +198,7 @@ TEST(MemoryTable, Text) {
   EXPECT_THAT(text, HasSubstr("3.0 MiB  why"));
   EXPECT_THAT(text, HasSubstr("5.00 GiB  because"));
   EXPECT_THAT(text, HasSubstr("sum"));
-  // The host's memory is not in the sum of the device's.
+  // The host's memory is not included in the total of the device.
   const std::string both =
       to_string(rows, {{"checkpoint", std::int64_t{7} << 30, "two buffers"}});
   EXPECT_THAT(both, ::testing::StartsWith(text));

@@ -87,7 +87,7 @@ TEST(NanCheck, GradientsThatLayersWriteIntoTheSlot) {
     NanCheck::install(twin.runtime);
     twin.run_sharded(forward_backward);
     twin.sharded->fail = true;
-    // Row 3 of [12, 12] begins at element 36.
+    // Row 3 of [12, 12] starts at element 36.
     EXPECT_THAT(
         usage_error([&] { twin.run_sharded(forward_backward); }),
         AllOf(
@@ -100,7 +100,7 @@ TEST(NanCheck, GradientsThatLayersWriteIntoTheSlot) {
   });
 }
 
-// A weight that is cut by columns: the element is the whole weight's.
+// A weight sharded by columns: the index is an index of the full weight.
 TEST(NanCheck, ASliceNamesTheElementOfTheWholeWeight) {
   run_ranks(2, [](RankContext& context) {
     const auto mesh = context.mesh({{"dp", 1}, {"tp", 2}});

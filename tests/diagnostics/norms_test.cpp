@@ -40,7 +40,7 @@ int world_of(const NormsCase& c) {
   return world;
 }
 
-// Every rank has the same batch, so the mean equals one rank's.
+// Every rank has the same batch, so the mean equals the result of one rank.
 std::vector<ParameterNorm> norms_of(const NormsCase& c, std::size_t* launches) {
   std::vector<ParameterNorm> result;
   std::mutex mutex;

@@ -32,7 +32,7 @@ TEST(OverlapCheck, RangesThatShareAByteAreNamed) {
         check_disjoint({{"b", 15, 20}, {"a", 0, 16}}, "the slot");
       }),
       HasSubstr("the slot: a [0x0, 0x10) and b [0xf, 0x14) overlap"));
-  // c is inside of a, and b follows.
+  // c is inside a, and b follows.
   EXPECT_THAT(
       memory_error([] {
         check_disjoint({{"a", 0, 100}, {"b", 100, 110}, {"c", 90, 95}}, "x");

@@ -1,4 +1,4 @@
-// Reading a released parameter with DebugOptions::poison ends the process and
+// Reading a resharded parameter with DebugOptions::poison ends the process and
 // names the parameter. Ranks are processes here, since they die.
 #include "tests/runtime/twin.h"
 #include "tests/support/temp_folder.h"

@@ -43,8 +43,8 @@ TEST(StepProfile, KernelsAreToldByTheirNames) {
 }
 
 TEST(StepProfile, SaysWhatIsExposedAndWhatIsIdle) {
-  // Two kernels overlap, one gather overlaps them and ends later, then comes a
-  // gap, and one kernel more.
+  // Two kernels overlap, one all-gather overlaps them and ends later, then
+  // comes a gap, and one kernel more.
   const StepProfile profile = profile_step(
       {kernel("nvjet", 0, 10, 7),
        kernel("nvjet", 4, 12, 8),
@@ -73,7 +73,7 @@ TEST(StepProfile, WhatCopiesToPeersOrSumsWhatCameIsCommunication) {
        kernel("sum_rows_kernel", 20, 21, 34),
        kernel("add_scaled_kernel", 21, 22, 34),
        kernel("Memcpy DtoD (Device -> Device)", 22, 23, 7),
-       // Sums of experts' rows are no communication.
+       // Sums of experts' rows are not communication.
        kernel("sum_token_rows_kernel", 23, 24, 7)});
   EXPECT_DOUBLE_EQ(profile.compute_ms, 12);
   EXPECT_DOUBLE_EQ(profile.exposed_ms, 12);

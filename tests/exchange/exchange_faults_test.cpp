@@ -32,7 +32,7 @@ constexpr int kFaultStep = 3;
 // The watcher compares what 64 collectives have in common.
 constexpr int kSteps = 24;
 
-/// A step of a rank of the test, which goes wrong on one in kFaultStep.
+/// The actions of a rank in each step. The culprit's differ in kFaultStep.
 struct Step {
   std::function<void()> before_plan = [] {};
   std::function<void()> before_dispatch = [] {};
@@ -58,7 +58,7 @@ void exchange_tokens(TokenExchange& exchange, int rank, int step, Step what) {
   EXPECT_TRUE(back.equal(sent));
 }
 
-/// An exchange of either kind, and what holds its communicators.
+/// An exchange of either kind, and the owner of its communicators.
 struct Connected {
   std::shared_ptr<Mesh> watched;
   std::unique_ptr<TokenExchange> exchange;
@@ -137,7 +137,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Bool(),
     [](const auto& info) { return info.param ? "copies" : "collective"; });
 
-// The watcher compares what ranks launched; sizes that differ are no fault.
+// The watcher compares the ranks' launches. Sizes that differ are not an error.
 TEST_P(ExchangeFaults, M6_UnevenRowsAreNone) {
   for (const RankOutcome& outcome :
        run_with({}, copies(), HasSubstr("no error"))) {

@@ -1,4 +1,4 @@
-// Tokens between GPUs: the collective over NCCL against a gather of all rows,
+// Tokens between GPUs: the collective over NCCL against an all-gather of rows,
 // and copies against the collective. One rank per GPU, or two that share one
 // (scripts/share_gpu); without GPUs it skips itself.
 #include <ATen/ATen.h>

@@ -254,7 +254,7 @@ TEST(Exchange, TokensArePermutedBeforeTheOtherRanksHaveCounted) {
         permuted.set_value();
       };
     } else {
-      // Where rank 0 waits for the counts first, both would wait for ever.
+      // If rank 0 waited for the counts first, both would wait forever.
       EXPECT_EQ(
           is_permuted.wait_for(std::chrono::seconds(20)),
           std::future_status::ready);

@@ -181,8 +181,8 @@ TEST_P(Copies, M8_DeliverTheBitsOfTheCollective) {
   });
 }
 
-// Past a fence rank 1 reads only when rank 0 has come to the next one, and so
-// has written what goes with that.
+// After a fence, rank 1 reads only when rank 0 has reached the next one, and so
+// has written the data of its next phase.
 class SlowReader : public ForwardingCommunicator {
  public:
   SlowReader(
@@ -330,7 +330,7 @@ TEST(PeerExchange, M9_RowsLeaveBeforeTheOtherRanksHaveCounted) {
         begun.set_value();
       };
     } else {
-      // Where rank 0 waits for the counts first, both would wait for ever.
+      // If rank 0 waited for the counts first, both would wait forever.
       EXPECT_EQ(
           has_begun.wait_for(std::chrono::seconds(20)),
           std::future_status::ready);
@@ -349,7 +349,7 @@ TEST(PeerExchange, M9_RowsLeaveBeforeTheOtherRanksHaveCounted) {
   });
 }
 
-// Windows that do not fit are made again, and then hold all rows.
+// Windows that are too small are reallocated, and then have room for all rows.
 TEST(PeerExchange, M9_APlanThatIsOnlyBegunDispatchesTheSameRows) {
   run_ranks(2, [](RankContext& context) {
     const auto group = group_for(context, "copies");

@@ -12,8 +12,8 @@
 
 namespace flatshard::testing {
 
-/// begin_plan and finish_plan give what plan gives, of several begun plans each
-/// its own, and refuse to finish a plan after a later one.
+/// begin_plan and finish_plan give the same plan as plan. Several plans may be
+/// open at once, but a plan cannot be finished after a later one.
 ///
 /// @return such a plan of `counts`, finished.
 inline nn::ExchangePlanPtr expect_plans_in_parts(
@@ -35,7 +35,7 @@ inline nn::ExchangePlanPtr expect_plans_in_parts(
   exchange.finish_plan(all);
   EXPECT_EQ(none->num_received, 0);
   EXPECT_TRUE(all->ends.equal(whole->ends));
-  // One that is never finished is in nobody's way.
+  // One that is never finished does not block others.
   const auto earlier = exchange.begin_plan(counts, num_rows);
   const auto last = exchange.begin_plan(counts, num_rows);
   exchange.finish_plan(last);

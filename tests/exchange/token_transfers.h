@@ -20,7 +20,7 @@ struct PlannedExchange {
 ///
 /// @param counts  int32 [experts] of both plans; rows after their sum are
 ///   dropped.
-/// @param dtype   of tokens, which have 5 columns
+/// @param dtype   data type of the tokens, [rows, 5]
 inline void expect_equal_exchanges(
     const PlannedExchange& expected,
     const PlannedExchange& got,

@@ -4,8 +4,8 @@
 `flatshard train --resume` runs under `torchrun --max-restarts 2` on two ranks of this
 machine. SIGKILL ends rank 1 in mid-run, and rank 0 in the run that torchrun starts
 again. Each time the other rank has to name the lost one. The next run has to continue
-from the last checkpoint that was whole. At the end the weights have to equal, bit for
-bit, the weights of two ranks that were left alone.
+from the last complete checkpoint. At the end the weights have to equal, bit for bit,
+the weights of two undisturbed ranks.
 
 Tried with both ways in which torchrun brings its ranks together: a fixed port
 (static) and --standalone (c10d). Exits with 77 (skipped) where PYTHON has no
@@ -29,9 +29,9 @@ from small_run import CONFIG, Failure, prepare_corpus
 SKIPPED = 77
 STEPS = 60
 INTERVAL = 5
-# A rank is killed when the checkpoint of so many steps of its attempt is whole.
+# A rank is killed when its attempt has a complete checkpoint of this many more steps.
 AHEAD = 2 * INTERVAL
-# Checkpoints have two buffers: at most so many are written during later steps.
+# Checkpoints have two buffers: up to two are written during later steps.
 BEING_WRITTEN = 2
 # Killed in this order, one per attempt.
 CULPRITS = [1, 0]
@@ -127,7 +127,7 @@ class Job:
         return attempts
 
     def checkpoint(self):
-        """The step of the last checkpoint that is whole, 0 without any."""
+        """Returns the step of the last complete checkpoint, or 0."""
         try:
             latest = (self.output / "checkpoints" / "latest").read_text()
         except FileNotFoundError:
@@ -213,7 +213,7 @@ def check_steps(job, left):
                 f"after step {before[-1]} it went on with {after[0]}, not from the "
                 f"checkpoint of step {checkpoint}"
             )
-        # The steps after the last save, and the steps of the saves not yet whole.
+        # The steps after the last save, and the steps of the incomplete saves.
         most = (1 + BEING_WRITTEN) * INTERVAL
         if checkpoint % INTERVAL != 0 or not 0 <= again <= most:
             raise Failure(

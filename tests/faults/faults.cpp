@@ -26,8 +26,8 @@ namespace {
 constexpr std::int64_t kDim = 16;
 constexpr int kBlocks = 3;
 
-// Called before the step; what the other ranks then wait for is its first
-// gather.
+// Called before the step, so the other ranks wait for the first all-gather of
+// the step.
 void do_wrong(Fault fault, ToyModel& model, const Mesh& mesh) {
   auto& blocks = model->blocks();
   switch (fault) {
@@ -140,8 +140,8 @@ void train(
   EXPECT_TRUE(!graph || graph->stats().step_replays == c.steps - 1);
 }
 
-// Returns the path to which this process, which is one rank, writes its
-// message.
+// Returns the path of the message file of this process (one
+// rank).
 std::filesystem::path& report_path() {
   static std::filesystem::path path;
   return path;

@@ -71,7 +71,7 @@ TEST(FaultsGloo, WholeSteps) {
       AllOf(HasSubstr("rank 2 of 3 is missing"), kWaitsForBlock0));
 }
 
-// They come to the collective only after the watcher has found it dead.
+// They reach the collective only after the watcher has found it dead.
 TEST(FaultsGloo, AKilledRankIsNamedWithWhatTheOthersComeTo) {
   const FaultCase c{
       .fault = Fault::kill,
@@ -243,8 +243,8 @@ std::vector<FaultReport> run_on_mesh(
   });
 }
 
-// Each waits in a group that the other does not come to, so only the order of
-// the program can be compared.
+// Each waits in a group that the other does not reach, so only the order of the
+// program can be compared.
 TEST(FaultsGloo, RanksThatWaitForEachOtherInTwoGroupsAreToldAtOnce) {
   const auto began = std::chrono::steady_clock::now();
   const auto reports = run_on_mesh([](Mesh& mesh, const at::Tensor& all) {

@@ -1,7 +1,7 @@
-// The same faults over NCCL. Ranks are forked, so this process never touches a
-// GPU. Up to four ranks, one per GPU; with less than two GPUs it skips itself.
-// Or FLATSHARD_FAULT_RANKS of them, which share the GPUs, one is enough, as if
-// on several hosts.
+// The same faults over NCCL. Ranks are forked because this process must never
+// touch a GPU. Up to four ranks, one per GPU; with less than two GPUs it skips
+// itself. Or FLATSHARD_FAULT_RANKS of them, and these share the GPUs, one is
+// enough, as if on several hosts.
 #include "flatshard/core/error.h"
 #include "tests/faults/faults.h"
 #include "tests/support/gpu_ranks.h"
@@ -105,7 +105,7 @@ TEST_F(FaultsNccl, AKilledRankIsNamed) {
           kWaitsForBlock0));
 }
 
-// Streams wait for memory then, not in a kernel of NCCL's.
+// Streams wait for memory then, not in an NCCL kernel.
 TEST_F(FaultsNccl, AKilledOrStoppedRankIsNamedBesideCopies) {
   for (const Fault fault : {Fault::none, Fault::kill, Fault::stop}) {
     FaultCase c = with(fault);
@@ -200,7 +200,7 @@ TEST_F(FaultsNccl, WholeStepsWithADeviceThatDoesNotCome) {
 // The same without graphs.
 TEST_F(FaultsNccl, ADeviceThatDoesNotComeIsNamed) {
   const FaultCase c = with(Fault::device_hang);
-  // Its gathers run ahead on a separate stream, up to where one waits.
+  // Its all-gathers run ahead on a separate stream, up to one that waits.
   expect_all(
       c,
       AllOf(

@@ -41,7 +41,7 @@ class Failure(Exception):
 
 
 def prepare_corpus(program, folder):
-    """Writes a text below `folder` and returns the corpus made of it."""
+    """Writes a text below `folder` and returns the dataset made of it."""
     texts = folder / "texts"
     texts.mkdir()
     lines = (f"line {i % 10} of a text, {i * i % 101}\n" for i in range(4000))

@@ -1,19 +1,18 @@
 #!/usr/bin/env python3
-"""Kills a training run again and again, and compares it with one left alone.
+"""Kills a training run again and again, and compares it with an undisturbed one.
 
 Two runs are disturbed, each until it has been started RESTARTS times:
 
-  constant  two ranks, always: its weights have to equal, bit for bit, the weights
-            of the run left alone
+  constant  two ranks, always: its weights have to equal, bit for bit, the weights of
+            the undisturbed run
   changing  one, two or three ranks in turn: its losses have to agree within
             what float32 sums of another order differ by
 
 A disturbance is a signal or a full disk. SIGKILL goes to a rank or to the launcher, and
 SIGTERM to the launcher. SIGSTOP goes to a rank, with SIGCONT a little later or for good
-(the others name it after comm.timeout_s). The disk is a small tmpfs that holds the
-checkpoints. After each one every existing checkpoint is verified. Equal losses in every
-step prove that no sample was lost or repeated, which the loader's position at the end
-confirms.
+(the others name it after comm.timeout_s). The checkpoints are on a small tmpfs. After
+each disturbance every existing checkpoint is verified. Equal losses in every step prove
+that no sample was lost or repeated. The loader's position at the end confirms it.
 
 usage: soak.py PROGRAM [--restarts N] [--seed N] [--keep]
 """
@@ -38,7 +37,7 @@ INTERVAL = 7
 GLOBAL_BATCH = 6
 # 900 steps of float32 in another order of summation; seen: 1e-6.
 TOLERANCE = 1e-3
-# Nothing takes longer, on a busy machine either: a run that hangs fails.
+# Even a busy machine finishes in this time: a run that hangs fails.
 LIMIT_S = 600
 
 

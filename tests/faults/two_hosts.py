@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Two hosts on one machine: two network namespaces and a cable between them.
 
-One rank of `flatshard train` runs on each, started by plain environment
-variables and by torchrun. Training works; then the cable is cut in mid-step,
-and both ranks have to end with a message that names the other.
+One rank of `flatshard train` runs on each, started by plain environment variables and
+by torchrun. Training works; then the cable is unplugged in mid-step, and both ranks
+have to end with a message that names the other.
 
 Each host has its own hostname and process table as well, so nothing but the
 cable connects them. Needs root, or rights to make namespaces; exits with 77

@@ -135,7 +135,7 @@ TEST_F(CapturedCollectivesTest, AGraphSaysHowFarItIs) {
   EXPECT_EQ(states(ring_, 0, 3), "completed completed completed");
 }
 
-// The host is a replay ahead: what the graph wrote last is the first one's.
+// The host is a replay ahead: the graph's last numbers are from the first one.
 TEST_F(CapturedCollectivesTest, NumbersAreThoseOfTheReplayThatRuns) {
   Launch first;
   Launch second;

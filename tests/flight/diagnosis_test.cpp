@@ -180,7 +180,7 @@ TEST(FlightDiagnosis, TheFirstDifferenceIsNamed) {
 TEST(FlightDiagnosis, TheLateRankIsTheOneThatWaitsNowhere) {
   const std::vector<RankView> views{
       waiting(0),
-      // Held up in another group by rank 2.
+      // Rank 2 blocks it in another group.
       rank(
           1,
           {track({entry(4, "a", kDone, 3000)}),
@@ -274,7 +274,7 @@ TEST(FlightDiagnosis, WhoeverEndedItsRunComesNoMore) {
   EXPECT_FALSE(waits_for_who_left(views));
 }
 
-// All have launched it. The device of one does not come to it.
+// All have launched it. The device of one does not reach it.
 TEST(FlightDiagnosis, ADeviceThatDoesNotComeIsNamed) {
   std::vector<RankView> views{waiting(0), waiting(1), waiting(2)};
   views[1].state.tracks[0].entries[1].state = kScheduled;

@@ -43,7 +43,7 @@ CollectiveSignature signature(std::string unit, std::int64_t numel = 8) {
 // Its abort returns when the test lets it, as NCCL's with a stopped peer.
 class StuckCommunicator : public Communicator {
  public:
-  /// @param began  set when the abort begins; may be null.
+  /// @param began  set when the abort starts; may be null.
   explicit StuckCommunicator(
       std::shared_future<void> let_go,
       std::promise<void>* began = nullptr)
@@ -176,7 +176,7 @@ TEST(FlightRecorder, AFailureIsToldAtOnce) {
   });
 }
 
-// It may come from another rank's end, so nobody is blamed before a look.
+// Another rank may have caused it, so all are compared before one is blamed.
 TEST(FlightRecorder, ADeviceErrorIsComparedFirst) {
   run_ranks(2, [](RankContext& context) {
     const auto flight = recorder(context, {.timeout = 1s});
@@ -240,7 +240,7 @@ TEST(FlightRecorder, AnErrorIsExplainedByTheRankThatCausedIt) {
   });
 }
 
-// The verdict still comes, the program gets it, and nothing waits for ever for
+// The verdict still arrives, the program gets it, and nothing waits forever for
 // the abort.
 TEST(FlightRecorder, AnAbortThatHangsHoldsUpNobody) {
   std::promise<void> let_go;
@@ -268,7 +268,7 @@ TEST(FlightRecorder, AnAbortThatHangsHoldsUpNobody) {
   let_go.set_value();
 }
 
-// To drop a graph may wait for an abort, which then waits for the graph.
+// Dropping a graph may wait for an abort, and the abort then for the graph.
 TEST(FlightRecorder, ActionsRunBesideTheAborts) {
   run_ranks(2, [](const RankContext& context) {
     std::promise<void> aborts;

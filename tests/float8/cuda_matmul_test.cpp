@@ -2,16 +2,16 @@
 #include "flatshard/device/stream.h"
 #include "products.h"
 
-// cuBLASLt's products against float64. Skips itself without a GPU.
+// cuBLASLt's matmuls against float64. Skips itself without a GPU.
 namespace flatshard::float8 {
 namespace {
 
-// Hopper's tensor cores cut sums of FP8 products to 13 bits. Without fast
+// Hopper's tensor cores truncate sums of FP8 products to 13 bits. Without fast
 // accumulation that happens four times, for 32 products each, before the sum of
 // 128 is added in float32: 4 * 2^-13.
 constexpr double kSums = 0x1p-11;
 constexpr double kFastSums = 0x1p-9;
-// Decoded operands whose scales are no powers of two are rounded to bfloat16.
+// Decoded operands whose scales are not powers of two are rounded to bfloat16.
 constexpr double kDecoded = 2 * 0x1p-9;
 
 class Float8Matmul : public ::testing::Test {
@@ -28,7 +28,7 @@ class Float8Matmul : public ::testing::Test {
     return (fast ? kFastSums : kSums) + (rounded ? kDecoded : 0.0);
   }
 
-  // An algorithm may round a bfloat16 product before it adds it.
+  // An algorithm may round a bfloat16 result before it accumulates it.
   static at::Tensor with_a_rounding_more(
       const Exact& want,
       at::ScalarType dtype,

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-// Bytes of CUDA's kernels against the CPU's. Skips itself without a GPU.
+// Bytes of the CUDA kernels against the CPU. Skips itself without a GPU.
 namespace flatshard::float8 {
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-// The CPU's products against float64 of what the operands decode to.
+// The CPU's matmuls against float64 matmuls of the decoded operands.
 namespace flatshard::float8 {
 namespace {
 
@@ -61,7 +61,7 @@ TEST(Matmul, TheThreeProductsOfALayer) {
     const auto [dy_rows, dy_columns] = quantize_both(dy, {rows}, multiple);
     const auto [w_rows, w_columns] = quantize_both(w, {recipe});
     const auto near = [](const at::Tensor& got, const at::Tensor& want) {
-      // Products of two operands with 2^-4 of error in each term at most.
+      // Both operands have errors of up to 2^-4 in each term.
       EXPECT_LE(((got - want).norm() / want.norm()).item<double>(), 0.05);
     };
     at::Tensor y = at::empty({77, 128});

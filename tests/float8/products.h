@@ -6,7 +6,7 @@
 #include "check.h"
 #include "flatshard/float8/matmul.h"
 
-// Products of quantized operands, and the same in float64.
+// Matmuls of quantized operands, and the same in float64.
 namespace flatshard::float8 {
 
 /// Recipes of a and b that multiply.

@@ -209,7 +209,7 @@ TEST(Quantize, GivenAmaxAndScales) {
       rows.data,
       quantize(x, {Recipe::rowwise}).data.narrow(1, 0, 64),
       "rowwise");
-  // Scales of blocks that other ranks hold too.
+  // Scales of blocks that other ranks store too.
   const at::Tensor given =
       at::full({64, 4}, 130, at::kByte).view(at::kFloat8_e8m0fnu);
   const Plane mx = quantize(x, {Recipe::mxfp8}, {.scales = given});

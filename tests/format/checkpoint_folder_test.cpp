@@ -18,7 +18,7 @@ using ::testing::IsEmpty;
 
 class CheckpointFolder : public ::testing::Test {
  protected:
-  /// Writes a partial checkpoint that holds `text`.
+  /// Writes a partial checkpoint with `text` as its manifest.
   void write_partial(std::int64_t step, const std::string& text) {
     const fs::path partial = partial_folder(folder(), step, "id");
     fs::create_directories(partial);

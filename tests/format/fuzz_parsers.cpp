@@ -26,7 +26,7 @@ void parse(std::span<const std::byte> bytes, bool manifest) {
   }
   for (const auto& [role, tensors] : parsed.tensors) {
     for (const auto& [name, tensor] : tensors) {
-      // A corner of the tensor: plans of huge ones take memory.
+      // A corner of the tensor: plans of huge ones use too much memory.
       WantedBox wanted{&tensor, Rectangle::whole(tensor.shape), 0};
       for (std::int64_t& length : wanted.box.length) {
         length = std::min<std::int64_t>(length, 64);

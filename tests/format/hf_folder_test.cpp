@@ -179,7 +179,7 @@ TEST(HfFolder, UnpacksMxfp4) {
   EXPECT_EQ(found.entry->nbytes(), 2U * kExperts * kIn * kOut);
   std::vector<std::uint16_t> values(kExperts * kIn * kOut);
   const auto bytes = std::as_writable_bytes(std::span(values));
-  // Pieces that end within an expert, and begin within another.
+  // Pieces that end inside one expert and start inside another.
   const std::size_t middle = 2U * kIn * kOut - 10;
   found.read(middle, bytes.subspan(middle));
   found.read(0, bytes.first(middle));

@@ -16,8 +16,8 @@ using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// Returns two files, three tensors: one in two pieces, one whole, one empty.
-/// The pieces are cut between columns.
+/// Returns two files, three tensors: one in two pieces, one in one piece, one
+/// empty. The pieces are split between columns.
 Manifest example() {
   Manifest manifest;
   manifest.step = 7;

@@ -19,7 +19,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// A checkpoint with one weight of random bytes, cut over several files.
+/// A checkpoint with one weight of random bytes, split over several files.
 struct Stored {
   TempFolder folder;
   Manifest manifest;
@@ -64,7 +64,7 @@ void write(Stored& stored, const std::vector<std::int64_t>& cuts) {
   EXPECT_EQ(parse_manifest(to_json(stored.manifest), "x"), stored.manifest);
 }
 
-/// Returns elements [begin, end) of the weight.
+/// Returns the elements [`begin`, `end`) of the weight.
 WantedBox wanted_range(
     const Stored& stored,
     std::int64_t begin,
@@ -134,7 +134,7 @@ TEST(ReadPlan, ReadsRandomRanges) {
   }
 }
 
-// Pieces and wanted boxes of a tensor of three dimensions that are cut anyhow.
+// Random pieces and random requested boxes of a tensor of three dimensions.
 TEST(ReadPlan, ReadsRandomBoxes) {
   std::mt19937_64 random(13);
   const auto below = [&](std::int64_t n) {
@@ -352,8 +352,8 @@ TEST(ReadPlan, AFileThatEndsEarlyIsAnError) {
       HasSubstr("it is cut off"));
 }
 
-// A file that is no multiple of what direct I/O writes, from memory that is
-// aligned for it and from memory that is not.
+// A file size that is not a multiple of direct I/O's block size. Once from
+// memory that is aligned for it and once from memory that is not.
 TEST(WriteDigested, WritesAnyLength) {
   const TempFolder folder;
   constexpr std::size_t kMost = 3 * kDigestBlock;

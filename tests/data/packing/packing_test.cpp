@@ -25,7 +25,7 @@ PackingOptions packing_of(std::int64_t seq_len, std::int64_t max_documents) {
       .max_documents = max_documents};
 }
 
-/// Returns the begins of documents with so many tokens.
+/// Returns the start offsets of documents with these numbers of tokens.
 std::vector<std::int64_t> begins_of(const std::vector<std::int64_t>& tokens) {
   std::vector<std::int64_t> begins{0};
   for (const std::int64_t n : tokens) {
@@ -48,8 +48,8 @@ TEST(PackedWindow, FillsSequencesByBestFit) {
 }
 
 TEST(PackedWindow, CutsDocumentsThatAreLongerThanASequence) {
-  // 19 pairs: two sequences and a rest of 3, which shares one with 5 pairs.
-  // A document of 8 pairs is whole.
+  // 19 pairs: two full sequences and a rest of 3. The rest shares a sequence
+  // with 5 pairs. A document of 8 pairs is not split.
   const PackedWindow packed(begins_of({20, 6, 9}), packing_of(8, 4));
   ASSERT_EQ(packed.num_sequences(), 4);
   EXPECT_THAT(packed.pieces(0), ElementsAre(Piece{0, 8}));
