@@ -50,12 +50,12 @@ class PeerBuffer {
  private:
   struct Part {
     std::int64_t segment = 0;
-    std::int64_t offset = 0;  ///< bytes, in the whole
+    std::int64_t offset = 0;  ///< bytes, in the full buffer
     const char* source = nullptr;
     std::int64_t nbytes = 0;
   };
 
-  std::vector<int> axes_;  ///< of the gather
+  std::vector<int> axes_;  ///< of the all-gather
   std::shared_ptr<Communicator> group_;
   std::shared_ptr<Communicator> writes_;
   std::unique_ptr<PeerMemory> memory_;

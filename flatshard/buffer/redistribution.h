@@ -63,7 +63,7 @@ class Redistribution {
   };
   struct Step {
     TransitionStep change;
-    Communicator* group = nullptr;  ///< the mesh's; null: local
+    Communicator* group = nullptr;  ///< owned by the mesh; null: local
     LocalPart after;
   };
 

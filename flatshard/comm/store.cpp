@@ -169,7 +169,7 @@ StoreHandle make_tcp_store(
     StoreOptions options) {
   detail::ignore_broken_pipes();
   if (environment.world_size == 1) {
-    return make_local_store(options);  // nobody else asks
+    return make_local_store(options);  // there are no clients
   }
   FLATSHARD_CHECK(
       !environment.master_addr.empty() && environment.master_port != 0,

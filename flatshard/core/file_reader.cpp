@@ -38,7 +38,7 @@ FileReader::FileReader(const std::filesystem::path& path) : path_(path) {
         path,
         {head.data(), static_cast<std::size_t>(std::max<ssize_t>(n, 0))});
   } catch (...) {
-    ::close(fd_);  // an object that was never whole has no destructor
+    ::close(fd_);  // an unfinished object has no destructor
     throw;
   }
 }

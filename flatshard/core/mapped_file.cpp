@@ -47,7 +47,7 @@ MappedFile::MappedFile(const std::filesystem::path& path) {
   try {
     refuse_placeholder(path, text().substr(0, kPlaceholderHead));
   } catch (...) {
-    unmap();  // an object that was never whole has no destructor
+    unmap();  // an unfinished object has no destructor
     throw;
   }
 }

@@ -85,7 +85,7 @@ void move_to_log(int fd, int error, Fallback& to) {
 void open_standard_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(fd, F_GETFD) == -1 && errno == EBADF) {
-      ::open("/dev/null", O_RDWR);  // takes the lowest one that is free
+      ::open("/dev/null", O_RDWR);  // uses the lowest free descriptor
     }
   }
 }

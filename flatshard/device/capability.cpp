@@ -83,7 +83,7 @@ std::string dotted(int sm) {
 // 103 of "103a-real".
 struct Architecture {
   int sm = 0;
-  char suffix = 0;  ///< 'a' runs on this one alone, 'f' on its family
+  char suffix = 0;  ///< 'a' runs only on this one, 'f' on its family
   bool machine_code = true;
   bool ptx = true;
 };

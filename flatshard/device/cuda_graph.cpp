@@ -168,7 +168,7 @@ class CudaGraph final : public DeviceGraph {
       }
       std::uint64_t begin = segment.address;
       for (const auto& block : segment.blocks) {
-        if (block.allocated) {  // what is free is nobody's
+        if (block.allocated) {  // free blocks have no owner
           memory.add_managed(begin, block.size);
         }
         begin += block.size;

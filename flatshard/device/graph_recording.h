@@ -58,7 +58,7 @@ class GraphRecording : public at::cuda::CUDAGraph {
     if (graph != nullptr) {
       cudaGraphDestroy(graph);
     }
-    cudaGetLastError();  // the capture's, which is over
+    cudaGetLastError();  // clears the error of the capture
     stop_allocating();
     stop_drawing();
   }

@@ -9,11 +9,11 @@ namespace flatshard {
 
 /// Bytes of one device's memory.
 struct MemoryStats {
-  std::int64_t allocated_bytes = 0;       ///< held by tensors in use
+  std::int64_t allocated_bytes = 0;       ///< allocated by tensors in use
   std::int64_t peak_allocated_bytes = 0;  ///< highest since the last reset
-  std::int64_t reserved_bytes = 0;        ///< taken from the device
+  std::int64_t reserved_bytes = 0;        ///< allocated on the device
   std::int64_t peak_reserved_bytes = 0;
-  std::int64_t capacity_bytes = 0;  ///< of the whole device or machine
+  std::int64_t capacity_bytes = 0;  ///< of the device or machine
 };
 
 /// CUDA: torch's caching allocator and the bytes given to

@@ -15,7 +15,7 @@ struct FlatRun {
 
   // The place of largest magnitudes: block (r, c) of the weight has element
   // amax + r * amax_stride + c.
-  std::int64_t block_rows = 0;  ///< 0: one for the whole weight
+  std::int64_t block_rows = 0;  ///< 0: one for the entire weight
   std::int64_t block_columns = 0;
   std::int64_t amax = 0;
   std::int64_t amax_stride = 0;

@@ -10,7 +10,7 @@ namespace flatshard::float8 {
 /// Which elements share a scale, and what kind of number it is. In a matmul of
 /// [outer, inner] operands the inner dimension is summed over.
 enum class Recipe : std::uint8_t {
-  tensorwise,       ///< the whole tensor; float32, largest / amax
+  tensorwise,       ///< the entire tensor; float32, largest / amax
   rowwise,          ///< a row of inner elements; float32, a power of two
   blockwise,        ///< 128 x 128; float32, largest / amax
   blockwise_1x128,  ///< 128 inner elements; float32, largest / amax

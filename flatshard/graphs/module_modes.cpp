@@ -42,7 +42,7 @@ void ModesScope::set(
     return;
   }
   for (std::size_t i = 0; i < modules.size(); ++i) {
-    modules[i]->train(modes[i]);  // and what is inside, which comes later
+    modules[i]->train(modes[i]);  // also children; they follow later
   }
 }
 

@@ -170,7 +170,7 @@ void RegionGraph::capture_forward(
         chained ? input.source->outputs_[input.source_output].variable_data()
                 : at::empty_strided(input.sizes, input.strides, input.options);
     if (!chained && !memory.is_floating_point()) {
-      without_repeats(memory).zero_();  // indices, which a CPU's capture uses
+      without_repeats(memory).zero_();  // indices: a CPU capture reads them
     }
     memory.set_requires_grad(input.requires_grad && with_grad_);
     inputs_.push_back(std::move(memory));
@@ -201,7 +201,7 @@ nn::TensorList RegionGraph::differentiate(
     TargetSink& sink) {
   const auto done = c10::make_scope_exit([&] {
     if (call_.recompute) {
-      live_.clear();  // the accumulators are held by then
+      live_.clear();  // the accumulators have owners by then
     }
   });
   const ContextScope layers(owner_.contexts, &sink, nullptr);

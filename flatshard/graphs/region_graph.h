@@ -83,7 +83,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   struct Options {
     std::string name;
     RegionOwner owner;
-    std::weak_ptr<Runtime> runtime;   ///< gives weights, and takes gradients
+    std::weak_ptr<Runtime> runtime;   ///< gives weights, receives gradients
     std::shared_ptr<GraphUses> uses;  ///< of all graphs of the pool
     bool with_grad = false;           ///< a backward follows its forward
     OnBackward on_backward;

@@ -19,7 +19,7 @@ struct RegionGraph::Open : torch::CustomClassHolder {
   std::shared_ptr<RegionGraph> region;
   std::int64_t number = 0;
   std::vector<bool> is_leaf;    // by input
-  GeneratorStates states;       // before the forward; a recomputation's
+  GeneratorStates states;       // before the forward; for a recompute
   std::shared_ptr<void> waits;  // for its backward
   std::shared_ptr<void> use;    // null: its backward was
   std::int64_t clock = 0;       // at the forward

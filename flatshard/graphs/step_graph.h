@@ -81,7 +81,7 @@ class StepGraph {
   nn::TensorList inputs_;  ///< static
   std::unique_ptr<StepEffects> effects_;
   std::unique_ptr<StepStamp> stamp_;
-  std::size_t num_outputs_ = 0;  ///< of the graph's; then come gradients
+  std::size_t num_outputs_ = 0;  ///< outputs of the graph; gradients follow
   std::unique_ptr<DeviceGraph> graph_;
   bool captured_ = false;
   int num_steps_ = 0;  ///< since the last drop

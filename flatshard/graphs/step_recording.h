@@ -19,7 +19,7 @@ struct StepEffects {
   struct Group {
     GradientPipeline::Contents gradients;
     bool is_gathered = false;
-    bool was_gathered = false;  ///< at its begin
+    bool was_gathered = false;  ///< at its start
   };
   std::vector<Group> groups;  ///< as Runtime::all_groups
   Scheduler before;           ///< as the step found it

@@ -66,7 +66,7 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
     std::size_t output = 0;
   };
   struct Producer {
-    WeakNodePtr node;  ///< another one may come to its address
+    WeakNodePtr node;  ///< its address may be reused
     std::shared_ptr<RegionGraph> graph;
     std::size_t output = 0;
   };

@@ -99,7 +99,7 @@ class WatchedGraph final : public DeviceGraph {
       return;
     }
     if (flight != nullptr) {
-      flight->check();  // throws the verdict that took the graph
+      flight->check();  // throws the verdict that dropped the graph
     }
     FLATSHARD_THROW(internal, "a graph with collectives is gone");
   }

@@ -207,7 +207,7 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
     hook_(reduced);
   }
   if (division.on_wire != 1) {
-    reduced.div_(division.on_wire);  // of memory that nobody reads any more
+    reduced.div_(division.on_wire);  // of memory that is no longer read
   }
   add_to_reduced(reduced, r.adds.reduced);
 }

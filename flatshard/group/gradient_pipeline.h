@@ -64,7 +64,7 @@ class GradientPipeline {
     /// The redistributions to run, in this order; null: none. Kept here.
     const Redistribution* inner = nullptr;    ///< to what waits in between
     const Redistribution* outside = nullptr;  ///< over all but the outer axis
-    const Redistribution* last = nullptr;     ///< reduce_outer's, if by_outer
+    const Redistribution* last = nullptr;     ///< for reduce_outer, if by_outer
 
     /// reduce_outer ends it.
     bool by_outer() const {
@@ -179,7 +179,7 @@ class GradientPipeline {
   };
   /// The ranks over which it is reduced so far.
   enum class Stage {
-    unreduced,  ///< nothing: it is this rank's
+    unreduced,  ///< none: only this rank's gradient
     inner,      ///< what waits between microbatches
     outside,    ///< all but the outer axis
     rest,       ///< all

@@ -23,7 +23,7 @@ struct Replicas {
 struct NamedShard {
   std::vector<std::string> names;   ///< the main name first; tied ones follow
   std::vector<std::int64_t> shape;  ///< of this rank's parameter
-  TensorSlice slice;                ///< what that is of the whole tensor
+  TensorSlice slice;                ///< its part of the full tensor
   std::int64_t begin = 0;           ///< first owned element of it, flattened
   std::int64_t local_offset = 0;    ///< where that is in the flat shard
   at::Tensor tensor;                ///< [n], n >= 0 elements from `begin`

@@ -18,7 +18,7 @@ namespace flatshard {
 /// Properties of a group that are not the program's choices
 /// (ParamGroupOptions).
 struct GroupSpec {
-  std::string name;                        ///< for messages, e.g. the unit's
+  std::string name;                        ///< for messages, e.g. the unit name
   std::vector<GroupParameter> parameters;  ///< at least one
   std::shared_ptr<Mesh> mesh;
   Strategy strategy;  ///< for the axes of `mesh`

@@ -47,10 +47,10 @@ class PostForwardShard {
       std::vector<LocalRange> slices,
       std::vector<LocalRange> segments);
 
-  Communicator& neighbours_;  ///< the mesh's
+  Communicator& neighbours_;  ///< owned by the mesh
   std::int64_t numel_;
   std::vector<LocalRange> slices_;    ///< one per segment
-  std::vector<LocalRange> segments_;  ///< whole
+  std::vector<LocalRange> segments_;  ///< full segments
 };
 
 }  // namespace flatshard

@@ -93,7 +93,7 @@ ReducedGradient::Space ReducedGradient::make_space(bool is_last) {
     return space;
   }
   if (kept_host_memory_.defined() &&
-      kept_host_memory_.local().use_count() == 1) {  // nobody kept the last's
+      kept_host_memory_.local().use_count() == 1) {  // no other owner
     reduced_ = std::exchange(kept_host_memory_, {});
   }
   if (!reduced_.defined()) {

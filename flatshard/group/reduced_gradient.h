@@ -66,7 +66,7 @@ class ReducedGradient {
   enum class Owner {
     none,    ///< there is none
     us,      ///< `reduced_`
-    others,  ///< `given_`, for as long as they hold it
+    others,  ///< `given_`, for as long as they keep it
   };
   void check_owned() const;
   FlatBuffer wrap(at::Tensor tensor) const;

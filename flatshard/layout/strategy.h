@@ -64,7 +64,7 @@ struct Strategy {
 /// One row of the table of named strategies.
 struct StrategyName {
   std::string_view name;
-  std::string_view other_name;  ///< Megatron-FSDP's; empty: none
+  std::string_view other_name;  ///< in Megatron-FSDP; empty: none
   /// The strategy that keeps shards within the inner axes and replicates them
   /// along axis 0; empty: the strategy has an outer axis already.
   std::string_view with_replicas;

@@ -160,7 +160,7 @@ class Mesh : public MeshCoordinates {
       map<std::pair<std::vector<int>, Purpose>, std::shared_ptr<Communicator>>;
 
   std::shared_ptr<Root> root_;  // the communicators, shared by sub-meshes
-  Groups own_;                  // with_communicators: instead of the root's
+  Groups own_;                  // with_communicators: replace the root's ones
   std::vector<int> root_axes_;
 };
 

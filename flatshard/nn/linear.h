@@ -27,8 +27,8 @@ at::Tensor linear(
 
 /// How a linear layer is split over the ranks of a TensorParallel.
 enum class LinearCut {
-  column,  ///< by output features: reads all tokens, which it gathers
-  row,     ///< by input features: its results are summed and scattered
+  column,  ///< by output features: all-gathers the input tokens
+  row,     ///< by input features: its results are reduce-scattered
 };
 
 struct LinearOptions {
@@ -42,7 +42,7 @@ struct LinearOptions {
 struct AdapterOptions {
   std::int64_t rank = 0;
   double scale = 1.0;
-  InitSpec a_init;                               ///< B begins with zeros
+  InitSpec a_init;                               ///< B starts with zeros
   std::shared_ptr<const SampleDropout> dropout;  ///< null: none
   std::uint64_t dropout_key = 0;
 };

@@ -133,7 +133,7 @@ void Module::check_memory(const TensorList& inputs) {
     if (has_inputs) {
       refuse_without_memory(p.name, name(), p.tensor);
     }
-    return;  // shapes alone are asked for
+    return;  // only shapes were requested
   }
   has_memory_ = true;
 }

@@ -13,10 +13,10 @@ namespace flatshard::nn {
 
 /// How rotations are slowed down for longer sequences than in pretraining.
 enum class RopeType {
-  llama3,    ///< slow rotations alone, Llama 3.1
+  llama3,    ///< only slow rotations, Llama 3.1
   linear,    ///< all rotations, by `factor`
   dynamic,   ///< a larger theta once a sequence is longer than the original
-  yarn,      ///< slow rotations alone; arXiv:2309.00071
+  yarn,      ///< only slow rotations; arXiv:2309.00071
   longrope,  ///< a separate factor for each rotation; arXiv:2402.13753
 };
 
@@ -31,7 +31,7 @@ struct RopeScaling {
   /// and up to which it slows one down by `factor`.
   double beta_fast = 32.0;
   double beta_slow = 1.0;
-  bool truncate = true;  ///< yarn rounds these bounds to whole rotations
+  bool truncate = true;  ///< yarn rounds these bounds to full turns
   /// cos and sin are multiplied by it: yarn and longrope.
   double attention_factor = 1.0;
   /// The factors of longrope, head_dim / 2 each: for sequences up to the

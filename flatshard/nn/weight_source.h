@@ -10,8 +10,8 @@ namespace flatshard::nn {
 
 /// Which matmul reads a weight [out, in].
 enum class PlaneUse {
-  fprop,  ///< x W^T, which sums over in: rows
-  dgrad,  ///< dY W, which sums over out: columns
+  fprop,  ///< x W^T, a sum over in: rows
+  dgrad,  ///< dY W, a sum over out: columns
 };
 
 /// A weight in FP8, as one of its matmuls reads it.

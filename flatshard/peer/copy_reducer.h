@@ -66,7 +66,7 @@ class CopyReducer {
   at::Tensor typed_;  ///< memory_, as the dtype of the last call
   std::shared_ptr<Stream> copies_;
   Event arrived_;  ///< in the stream of the copies: past the last fence
-  Event summed_;   ///< in the caller's: the last sum
+  Event summed_;   ///< in the stream of the caller: the last sum
   int half_ = 0;
 };
 

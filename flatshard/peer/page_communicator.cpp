@@ -55,7 +55,7 @@ class PageCommunicator : public Communicator {
 
   // A rank may have published rounds that others have not reached.
   void restart() override {
-    barrier_of(*group_);  // nobody looks any more
+    barrier_of(*group_);  // no rank reads any more
     num_published_ = 0;
     std::atomic_ref(header(rank()).num_published).store(0);
     barrier_of(*group_);

@@ -69,7 +69,7 @@ class PeerCommunicator : public ForwardingCommunicator {
   }
 
  private:
-  std::unique_ptr<PeerFence> fence_;      ///< null: the group's
+  std::unique_ptr<PeerFence> fence_;      ///< null: the group fences
   std::unique_ptr<CopyReducer> reducer_;  ///< null: the group reduces
 };
 

@@ -91,7 +91,7 @@ class Executor {
   /// A plane of one unit, or a part of one, while it is unsharded.
   struct WeightSlot {
     Slot slot;     ///< resident units have none
-    Event filled;  ///< the gather, or the derivation, is done
+    Event filled;  ///< the all-gather or derivation is done
     /// The same for what the gather stream derived of it or all-gathered from
     /// post-forward shards.
     Event read_by_gather;

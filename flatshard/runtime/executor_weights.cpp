@@ -161,7 +161,7 @@ void Executor::release(Unit& unit, const Action& action) {
   const bool staged = held.read_by_gather.recorded();
   const bool tells_unused = observers_.want_unused_slots();
   if (!held.awaited && (!staged || tells_unused)) {
-    held.filled.wait(*stream);  // a prefetch that nobody used
+    held.filled.wait(*stream);  // a prefetch that was not used
   }
   observers_.slots.tell(
       [&](SlotObserver& o) { o.slot_released(unit, held.slot); });

@@ -62,7 +62,7 @@ void GatherControl::unshard(UnitId unit, bool awaits) {
 void GatherControl::prefetch_forward() {
   const std::lock_guard lock(core_.mutex);
   if (core_.options.graphs.whole_step) {
-    return;  // a graph gathers everything itself
+    return;  // a graph has its own all-gathers
   }
   const std::vector<UnitId> first =
       first_gathered(core_.step.actions, core_.options.prefetch);

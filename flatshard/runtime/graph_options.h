@@ -44,7 +44,7 @@ struct GraphStats {
   /// Forwards and backwards of regions, or steps, that ran eagerly after the
   /// warm-up, by reason.
   std::map<std::string, std::int64_t> fallbacks;
-  std::int64_t nbytes = 0;  ///< taken from the device for the graphs
+  std::int64_t nbytes = 0;  ///< allocated on the device for the graphs
   /// The number of addresses in the kernels of captured graphs, with
   /// GraphOptions::audit.
   std::int64_t audited_addresses = 0;

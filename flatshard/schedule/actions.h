@@ -10,7 +10,7 @@ namespace flatshard {
 
 enum class ActionKind {
   gather,         ///< queue the all-gather of one plane of a unit's weights
-  derive,         ///< queue what makes a plane of one that is gathered
+  derive,         ///< queue the derivation of a plane from an unsharded one
   await,          ///< compute waits for it; parameters point at the slot
   release,        ///< the slot may be reused after the queued compute
   acquire_grads,  ///< a gradient slot is needed from here on
@@ -23,11 +23,11 @@ enum class ActionKind {
 struct Action {
   ActionKind kind{};
   UnitId unit = kNoUnit;
-  PlaneId plane = 0;             ///< of a gather, derive, await or release
+  PlaneId plane = 0;             ///< of gather, derive, await or release
   Phase phase = Phase::forward;  ///< of a gather or derive: for which use
   /// For a reduction: its backward started as the step's last.
   bool is_last = true;
-  PartId part = kWhole;  ///< of a gather, derive, await or release
+  PartId part = kWhole;  ///< of gather, derive, await or release
   /// For a gather: all-gather the slices of UnitSpec::post_forward among the
   /// ranks that have all of them; else the stored shards.
   bool from_post_forward = false;

@@ -154,8 +154,8 @@ enum class EventKind {
   read,  ///< a kernel of `unit` is to read `part` of `plane`
   weights_changed,
   unit_written,  ///< weights of `unit`, inside a forward around it
-  unshard,       ///< gather now; the next forward, backward or reshard releases
-  reshard,       ///< release, unless a forward or backward of the unit is open
+  unshard,       ///< unshard now; the next forward, backward or reshard frees
+  reshard,       ///< reshard, unless a forward or backward of the unit is open
   microbatch,
   reset,
 };

@@ -23,7 +23,7 @@ struct PlanUnits {
     UnitId head = 0;
   };
   UnitId root = 0;
-  std::optional<Ends> ends;  ///< unset: both are the root's
+  std::optional<Ends> ends;  ///< unset: both belong to the root
   std::vector<UnitId> layers;
   std::vector<LayerGrads> layer_grads;  ///< as many
   int embed_grads = 0;

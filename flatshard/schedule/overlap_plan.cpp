@@ -18,7 +18,7 @@ namespace {
 struct Choice {
   PlanPass pass;
   PlanNode node;
-  int layers_before = 0;  ///< of the layer that the backward took before
+  int layers_before = 0;  ///< of the layer that the backward ran before
 };
 
 // The steps of a pair by priority. Others come where a step needs them.

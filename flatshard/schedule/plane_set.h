@@ -25,10 +25,10 @@ inline constexpr PartId kWhole = -1;
 
 /// The pieces in which planes that consist of parts are all-gathered.
 enum class GatherParts {
-  unit,        ///< whole planes only
-  recomputed,  ///< whole planes, but of a plane that the backward does not read
-               ///< the parts that a recompute asked for in the backward before
-  module,      ///< part by part, each awaited when it is asked for
+  unit,        ///< entire planes only
+  recomputed,  ///< entire planes; if the backward does not read one, only
+               ///< the parts that a recompute read in the last backward
+  module,      ///< part by part, each awaited on request
 };
 
 /// Planes of one unit, and parts of planes: UnitSpec::slice numbers both.

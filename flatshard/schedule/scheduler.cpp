@@ -202,8 +202,8 @@ void Scheduler::weights_changed(Actions& out) {
         units_[u].name);
     state_[u].read_by_graph = false;
     release(u, PlaneSet::all(), out);
-    state_[u].present = {};  // weights that stay gathered: again, into the same
-                             // place
+    state_[u].present = {};  // weights that stay unsharded: again, in the
+                             // same place
     state_[u].awaited = {};
   }
 }

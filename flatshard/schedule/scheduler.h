@@ -103,19 +103,19 @@ class Scheduler {
 
   struct UnitState {
     // Sets of slices: planes, and parts of planes.
-    PlaneSet present;   ///< gathered, or the gather is queued
+    PlaneSet present;   ///< unsharded, or queued
     PlaneSet awaited;   ///< of these, what compute waits for
     PlaneSet saved;     ///< of these, what was derived for the backward
     Asked asked;        ///< in the running backward
     Asked learned;      ///< in the one before
-    bool kept = false;  ///< gathered on demand: may outlive a backward
+    bool kept = false;  ///< unsharded on demand: may outlive a backward
     /// A graph of second derivatives may read the weights.
     bool read_by_graph = false;
     /// Stays unsharded for modules of the unit that are still to run in this
     /// forward.
     bool waits = false;
     bool needs_backward = false;     ///< its last forward, while it waits
-    bool ahead_of_forward = false;   ///< prefetched, and has not begun
+    bool ahead_of_forward = false;   ///< prefetched, and not started
     bool ahead_of_backward = false;  ///< likewise
     /// The last call after which it stayed unsharded at the end of its forward,
     /// and that has not started its backward. Backwards of earlier calls start
@@ -254,7 +254,7 @@ class Scheduler {
   std::vector<UnitId> open_forwards_;  ///< a stack
   std::map<TaskId, Task> tasks_;
   std::set<TaskId> unreduced_tasks_;
-  std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of begin
+  std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of start
   /// The units that are reduced next, in this order on all ranks: each waits
   /// for its last gradient, and for the units before it.
   std::vector<UnitId> due_;

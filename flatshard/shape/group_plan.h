@@ -17,8 +17,8 @@ struct PlanePart {
   std::int64_t first_segment = 0;
   std::int64_t num_segments = 0;
   std::int64_t offset = 0;  ///< of the first element, in the plane's layout
-  std::shared_ptr<const FlatLayout> layout;  ///< of these segments alone
-  std::int64_t nbytes = 0;                   ///< of the slot that holds it
+  std::shared_ptr<const FlatLayout> layout;  ///< of only these segments
+  std::int64_t nbytes = 0;                   ///< of its slot
 };
 
 /// One representation of a group's weights for kernels to read. Its index in
@@ -38,7 +38,7 @@ struct PlaneShape {
   /// Null: the plane has nothing of this group.
   std::shared_ptr<const FlatLayout> layout;
   PlanePart whole;
-  std::vector<PlanePart> parts;  ///< by PartId; none: only gathered whole
+  std::vector<PlanePart> parts;  ///< by PartId; none: no all-gather by parts
 
   bool empty() const { return layout == nullptr; }
   bool stored() const { return !empty() && source == kStored; }
@@ -51,7 +51,7 @@ struct PlaneShape {
 struct GroupBytes {
   std::int64_t main = 0;  ///< without those that drop_main_weights drops
   std::int64_t compute = 0;
-  std::int64_t resting = 0;    ///< of `compute`: planes between gathers
+  std::int64_t resting = 0;    ///< of `compute`: planes between all-gathers
   std::int64_t gradients = 0;  ///< for the optimizer
   /// Gradients between the microbatches of a step: not yet reduced over the
   /// outer axes, or not at all. A unit's reductions decide which there are.

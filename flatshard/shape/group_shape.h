@@ -14,7 +14,7 @@ namespace flatshard {
 
 /// Bytes of an element of each representation of weights and gradients.
 struct ElementSizes {
-  std::int64_t main = 4;  ///< a frozen group's: as `compute`
+  std::int64_t main = 4;  ///< in a frozen group: as `compute`
   std::int64_t compute = 2;
   std::int64_t reduce = 4;
   /// The gradient has this size between the backward and the optimizer.
@@ -29,7 +29,7 @@ struct MeshShape {
   std::vector<std::int64_t> sizes;
   /// Number of model ranks between adjacent ranks of each axis.
   std::vector<std::int64_t> strides;
-  std::int64_t model_ranks = 1;  ///< of the whole model's mesh
+  std::int64_t model_ranks = 1;  ///< in the mesh of the full model
   /// The first axis is also the first one of the model's mesh.
   bool has_outer_axis = true;
 

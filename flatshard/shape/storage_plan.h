@@ -20,9 +20,9 @@ struct StoragePlan {
   };
   /// The planes that are all-gathered.
   enum class Planes {
-    made,     ///< nothing is stored: each gather makes its shard
+    made,     ///< nothing is stored: made for each all-gather
     sharded,  ///< each rank stores a shard
-    whole,    ///< each rank stores all of them, and nothing is gathered
+    whole,    ///< each rank stores all of them, without all-gathers
   };
   /// The reduction over the outermost axis of the model's mesh.
   enum class Outer {

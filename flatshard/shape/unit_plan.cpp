@@ -128,7 +128,7 @@ void UnitLayout::add_plane(
     }
   }
   if (slots.on_request.contains(plane)) {
-    nbytes = std::max(nbytes, SlotPlan::kAlignment);  // 0: never gathered
+    nbytes = std::max(nbytes, SlotPlan::kAlignment);  // 0: never unsharded
     for (const Part& part : parts) {
       slots.part_nbytes[plane].push_back(
           groups[part.group]->planes[plane].part(part.part).nbytes);

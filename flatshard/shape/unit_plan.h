@@ -36,7 +36,7 @@ struct UnitLayout {
   std::vector<std::vector<std::int64_t>> offsets;
   /// The same in the slot of gradients, by group.
   std::vector<std::int64_t> grad_offsets;
-  std::vector<Part> parts;  ///< none: planes are gathered whole only
+  std::vector<Part> parts;  ///< none: planes are all-gathered as one
 
   /// Returns the description for the Scheduler.
   UnitSpec spec(std::string name, UnitId parent, UnitPolicy policy) const;

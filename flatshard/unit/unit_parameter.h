@@ -16,7 +16,7 @@ namespace flatshard {
 /// One parameter of a unit.
 struct UnitParameter {
   std::string name;
-  at::Tensor tensor;  ///< the module's
+  at::Tensor tensor;  ///< owned by the module
   std::size_t group = 0;
   std::int64_t index = 0;  ///< in the group's layout
   ParameterStorage storage;

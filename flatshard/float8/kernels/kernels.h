@@ -22,7 +22,7 @@ struct Values {
 
 /// Where one plane of a tensor goes; strides as in grid.h.
 struct PlanePointers {
-  std::uint8_t* data = nullptr;  ///< null: this plane is not wanted
+  std::uint8_t* data = nullptr;  ///< null: this plane is not requested
   std::int64_t row_stride = 0;
   std::int64_t column_stride = 0;
   void* scales = nullptr;

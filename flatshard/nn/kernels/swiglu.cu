@@ -44,7 +44,7 @@ __device__ inline void backward_pack(
     g[i] = gradient.gate;
     u[i] = gradient.up;
   }
-  if (product != nullptr) {  // may be dy, which was read above
+  if (product != nullptr) {  // may be dy: it was read above
     store<T, N>(product + at, p);
   }
   store<T, N>(dgate + at, g);

@@ -43,14 +43,14 @@ struct Adapter {
   std::shared_ptr<const SampleDropout> dropout;  ///< null: none
   /// The draws of the dropout; adapters with the same A have the same.
   std::uint64_t dropout_key = 0;
-  std::int64_t dropout_column = 0;  ///< of the whole input, where x begins
+  std::int64_t dropout_column = 0;  ///< start of x in the full input
 };
 
 /// The adapters of the layers that one autograd node calls.
 class AdapterCalls : public torch::CustomClassHolder {
  public:
   struct Call {
-    std::size_t layer;  ///< of the node's
+    std::size_t layer;  ///< its number in the node
     double scale;
     ModuleContextPtr a_context, b_context;
     std::shared_ptr<const SampleDropout> dropout;
@@ -168,7 +168,7 @@ class AdapterBackward {
   torch::autograd::AutogradContext* ctx_;
   AdapterCallsPtr calls_;
   std::vector<Part> parts_;
-  at::Tensor low_;           ///< as AdapterForward's
+  at::Tensor low_;           ///< as in AdapterForward
   at::Tensor low_gradient_;  ///< like low_; undefined before any gradient
   Places places_{};
 };
