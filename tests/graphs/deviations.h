@@ -12,7 +12,7 @@
 
 namespace flatshard::testing {
 
-/// Does `act` before one step alone.
+/// Runs `act` before one step only.
 inline GraphHooks before_step(
     int step,
     std::function<void(GraphTraining&)> act) {

@@ -1,5 +1,5 @@
-// Measures the memory that graphs touch and hold, on a GPU, and skips itself
-// without one.
+// Measures the memory that graphs access and allocate, on a GPU, and skips
+// itself without one.
 #include "flatshard/device/graph.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/device/stream.h"
@@ -99,7 +99,7 @@ TEST_F(GraphMemoryOnGpu, OtherMemoryIsReported) {
   }
 }
 
-// Regions with dropout have no model of their own, and the others are Llama's.
+// The model with dropout is a custom one; the other model is Llama.
 TEST_F(GraphMemoryOnGpu, ModelsOfTheMatrixAreClean) {
   for (const bool dropout : {false, true}) {
     testing::GraphCase c{.dropout = dropout, .steps = 5, .audit = true};
@@ -144,8 +144,8 @@ TEST_F(GraphMemoryOnGpu, ComeBackWithTheModel) {
   for (int model = 0; model < kMore; ++model) {
     train(/*dim=*/256, /*declared=*/true);
   }
-  // A small segment may hold memory that stays in use. A pool for each would be
-  // more.
+  // A small segment may contain memory that stays in use. One memory pool per
+  // model would be more.
   EXPECT_LT(
       reserved_nbytes(gpu_ranks().device),
       before + (kMore + 1) * stats.nbytes / 2);

@@ -55,8 +55,8 @@ TEST_P(GraphParity, B55_EqualsEagerBitForBit) {
   expect_replays(c, graphs);
 }
 
-// Hooks, gathers and reductions stay outside: what a backward recomputes has
-// the weights that were gathered for it.
+// Hooks, all-gathers and reductions stay outside: a recompute in backward uses
+// the weights that were unsharded for it.
 TEST(Graphs, B65_LaunchesTheSameActions) {
   GraphCase c{
       .regions = {"attn"},
@@ -80,8 +80,8 @@ struct Deviation {
   GraphHooks hooks;
   /// The reason of the fallback that it causes, or null.
   const char* reason = nullptr;
-  /// The step needs slots that the plan has no place for, so another plan is
-  /// made; or memory that regions shared is a user's.
+  /// The step needs buffers that the plan has no place for, so another plan is
+  /// created; or a user keeps memory that regions shared.
   int captures_again = 0;
   bool recompute = false;
 };
@@ -433,7 +433,7 @@ TEST(Graphs, WhatTheyDoNotGoWithIsRefusedByName) {
   });
 }
 
-// The whole matrix on one rank: build/tests/graphs_test
+// The full matrix on one rank: build/tests/graphs_test
 // --gtest_also_run_disabled_tests --gtest_filter='*WholeMatrix*'
 TEST(GraphMatrix, DISABLED_WholeMatrix) {
   for (GraphCase c : testing::all_graph_cases(1)) {

@@ -90,7 +90,7 @@ class GraphBlockImpl : public nn::Module {
 };
 FLATSHARD_MODULE(GraphBlock);
 
-// A model with dropout, which models::Llama lacks.
+// A model with dropout, because models::Llama has none.
 class GraphModelImpl : public nn::Module {
  public:
   GraphModelImpl(bool recompute, std::optional<at::Generator> generator) {
@@ -380,7 +380,7 @@ std::vector<GraphCase> all_step_cases(int world) {
 namespace {
 
 std::vector<GraphCase> pairwise(const std::vector<GraphCase>& all) {
-  // Greedy: whichever next case of the whole matrix has the most new pairs.
+  // Greedy: the next case of the full matrix that has the most new pairs.
   const auto values = [](const GraphCase& c) {
     return std::vector<int>{
         static_cast<int>(c.regions.size()) * 2 +

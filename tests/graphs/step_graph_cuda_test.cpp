@@ -1,4 +1,4 @@
-// The whole matrix of step_graph_test.cpp on GPUs, one rank for each; without a
+// The full matrix of step_graph_test.cpp on GPUs, one rank for each; without a
 // GPU it skips itself. With one GPU, scripts/share_gpu lets two ranks share it,
 // and --gtest_filter='Pairs/*:*OnGpus*' leaves out the cases that add little.
 #include "flatshard/device/graph.h"

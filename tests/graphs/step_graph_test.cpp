@@ -85,8 +85,8 @@ struct StepDeviation {
   int eager_steps = 0;           ///< after the warm-up
   int captures = 1;
   bool dropout = false;
-  /// Where weights are stored whole they are gathered already, which means
-  /// nothing to a replay; it refreshes them once more.
+  /// If weights are stored unsharded, the action has all-gathered them. A
+  /// replay ignores that and refreshes them once more.
   bool gathers_before = false;
 };
 
@@ -527,7 +527,7 @@ TEST(StepGraphs, WhatTheyDoNotGoWithIsRefusedByName) {
   });
 }
 
-// The whole matrix on one rank: build/tests/graphs_step_test
+// The full matrix on one rank: build/tests/graphs_step_test
 // --gtest_also_run_disabled_tests --gtest_filter='*WholeMatrix*'
 TEST(StepGraphMatrix, DISABLED_WholeMatrix) {
   for (GraphCase c : testing::all_step_cases(1)) {

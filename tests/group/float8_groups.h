@@ -84,7 +84,7 @@ inline at::Tensor copy_of(const at::Tensor& t) {
   return t.contiguous().clone();
 }
 
-// Returns all bytes of both planes by parameter, gathered whole and in parts.
+// Returns all bytes of both planes by parameter, as a unit and in parts.
 inline Bytes gathered(ParamGroup& group, bool from_peers = false) {
   WeightPlanes& weights = group.weights();
   const std::vector<Plane>& planes = weights.planes();
@@ -139,7 +139,7 @@ inline void
 expect_same(const Bytes& got, const Bytes& want, const std::string& what) {
   EXPECT_FALSE(got.empty());
   for (const auto& [name, tensor] : got) {
-    // Parts hold what the whole has.
+    // Parts have the bytes of the complete plane.
     const std::string key = name.substr(0, name.find(" in parts")) +
                             (name.ends_with(".scales") &&
                                      name.find(" in parts") != std::string::npos

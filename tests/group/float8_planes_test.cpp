@@ -281,7 +281,7 @@ TEST(Float8Planes, F1_RestInAByteAWeightAndItsShareOfTheScales) {
     };
     const auto [tensorwise, numel] = of({.recipe = Recipe::tensorwise});
     EXPECT_EQ(tensorwise, numel + 3 * 16);  // and three scales
-    // Scales of mxfp8 are cut with their elements.
+    // Scales of mxfp8 are sharded with their elements.
     const auto [mx, mx_numel] = of({.recipe = Recipe::mxfp8});
     EXPECT_EQ(mx, mx_numel + mx_numel / 32);
     const auto [both, both_numel] =
@@ -335,7 +335,7 @@ TEST(Float8Planes, ANanOfAnyRankIsInTheScalesOfAll) {
   for (const auto& [recipe, width] :
        {std::pair{Recipe::tensorwise, 64},
         {Recipe::rowwise, 64},
-        // So wide that at::amax over rows takes vectors of blocks.
+        // So wide that at::amax over rows processes blocks as vectors.
         {Recipe::blockwise, 64 * 128}}) {
     for (const int world : {2, 3}) {
       for (int bad = 0; bad < world; ++bad) {

@@ -1,4 +1,4 @@
-// Which way gradients take, by strategy and microbatch.
+// The steps of a gradient's reduction, by strategy and microbatch.
 #include "flatshard/group/gradient_pipeline.h"
 
 #include "tests/group/groups.h"

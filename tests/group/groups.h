@@ -31,7 +31,7 @@ struct GroupCase {
     }
     return all;
   }
-  /// Returns how many parts a buffer with these placements is cut into.
+  /// Returns the number of shards of a buffer with these placements.
   std::int64_t parts(const Placements& placements) const {
     std::int64_t product = 1;
     for (std::size_t i = 0; i < mesh.size(); ++i) {
@@ -118,8 +118,8 @@ inline at::Tensor initial(const GroupParameter& p) {
   return values;
 }
 
-/// Returns the sum of |x| over the elements of a whole flat tensor that are
-/// padding.
+/// Returns the sum of |x| over the padding elements of a full flat
+/// tensor.
 inline double padding_sum(const FlatLayout& layout, const at::Tensor& flat) {
   double sum = 0;
   for (const FlatRange& range : layout.padding_ranges()) {

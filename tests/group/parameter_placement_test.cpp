@@ -13,7 +13,7 @@ namespace {
 using ::testing::ElementsAre;
 
 // Each slice gets the gradients of all ranks of the axis, and the mean covers
-// the other ranks alone.
+// only the other ranks.
 TEST(Placements, M12_WhatIsCutAlongAnAxisHasTheSumOfItsRanks) {
   run_ranks(4, [](RankContext& context) {
     const auto mesh = context.mesh({{"edp", 2}, {"ep", 2}});

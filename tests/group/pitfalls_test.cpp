@@ -49,8 +49,8 @@ TEST(Pitfalls, B34_WeightsOfFourDimensionsAreCutAtRows) {
   }
 }
 
-// Four ranks with the data of one batch hold one expert each: it sees the
-// tokens of all, its gradient is a sum over four ranks' losses.
+// Four ranks read the data of one batch and have one expert each. An expert
+// sees the tokens of all, so its gradient is a sum over four ranks' losses.
 TEST(Pitfalls, B41_ExpertsDivideByTheRanksThatShareTheirTokens) {
   struct Case {
     double divisor;

@@ -60,7 +60,7 @@ struct CodecOnOneRank {
     return context.plan.layout->num_tensors();
   }
 
-  // Returns every plane whole, in memory as a slot has it.
+  // Returns every plane unsharded, in memory laid out like a buffer.
   std::vector<at::Tensor> encoded() {
     codec->begin(main, /*begun=*/false);
     std::vector<at::Tensor> slots;
@@ -229,9 +229,9 @@ TEST(Codec, EncodesWhatQuantizeGives) {
   }
 }
 
-// Derived columns are the rows' values, transposed: the same bytes, or encoded
-// from them, which loses nothing with scales that are powers of two but for
-// what underflows.
+// Derived columns are the rows' values, transposed. They are the same bytes, or
+// re-encoded values. With power-of-two scales, re-encoding is lossless except
+// for underflow.
 TEST(Codec, DerivesTheValuesOfTheSource) {
   for (const Float8Format& format : formats()) {
     if (format.stored_columns) {

@@ -39,7 +39,7 @@ std::unique_ptr<ParamGroup> make_sliced_group(
       Initializer(testing::kGroupSeed));
 }
 
-// Each rank's slice alone, of weights that are numbered, and all of them again.
+// Only each rank's slice, of weights that are numbered, and all slices again.
 TEST(PostForwardShard, NeighboursHaveAllSlices) {
   struct Case {
     testing::GroupCase group;
@@ -67,12 +67,12 @@ TEST(PostForwardShard, NeighboursHaveAllSlices) {
         const at::Tensor whole = at::arange(n, at::kFloat);
         const at::Tensor slice = at::full({shard->numel()}, -1.0);
         shard->save(whole, slice);
-        // A group of neighbours has each number once.
+        // A group of adjacent ranks has each number once.
         const at::Tensor gathered = at::full({n}, -1.0);
         shard->gather(slice, gathered);
         EXPECT_TRUE(gathered.equal(whole));
         EXPECT_TRUE(whole.equal(at::arange(n, at::kFloat)));
-        // The result is the neighbours' data, and nothing of others.
+        // The result has data of the adjacent ranks only.
         slice.fill_(context.rank);
         shard->gather(slice, gathered);
         EXPECT_EQ(

@@ -58,7 +58,7 @@ at::Tensor gradient(
   return flat.to(dtype);
 }
 
-// Checks one rank's part of a whole flat tensor, by its shards.
+// Checks one rank's part of a full flat tensor, by its shards.
 void expect_grad(const ParamGroup& group, const at::Tensor& whole) {
   const at::Tensor& local = group.gradients().reduced().local();
   const at::Tensor covered = at::zeros({local.numel()});
@@ -201,8 +201,8 @@ TEST(Division, OtherDtypesAreAveragedUnlessOnlySumsAreAskedFor) {
   EXPECT_EQ(sum.at_rest, 1);
 }
 
-// 40000 + 40000 is more than float16 holds: the sum over ranks, and the sum of
-// one rank's microbatches.
+// 40000 + 40000 overflows float16: the sum over ranks, and the sum of one
+// rank's microbatches.
 TEST(Reduction, LargeFloat16GradientsDoNotOverflow) {
   for (const double divisor : {0.0, 2.0}) {  // 0: the mean
     run_ranks(2, [&](RankContext& context) {
@@ -406,7 +406,7 @@ TEST(Reduction, AnOffloadedGradientIsNotLent) {
   });
 }
 
-// Pinned memory is made once, and a user's gradient is the user's.
+// Pinned memory is allocated once. A gradient that the user kept stays valid.
 TEST(Reduction, AnOffloadedGradientUsesItsMemoryAgainUnlessSomebodyKeptIt) {
   run_ranks(2, [](RankContext& context) {
     const auto group = make_offloaded(context.mesh());

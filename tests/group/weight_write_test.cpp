@@ -20,8 +20,8 @@ std::int64_t num_fences(const CollectiveLog& log) {
   });
 }
 
-// This state follows an evaluation, in whose gathers peers copied and no
-// reduction came.
+// This is the state after an evaluation: peers copied in its all-gathers, and
+// no reduction followed.
 TEST(WeightWrite, WaitsOnceForPeersThatCopied) {
   run_ranks(2, [](RankContext& context) {
     context.log = std::make_shared<CollectiveLog>();
@@ -90,7 +90,7 @@ TEST(WeightWrite, EachOneIsAVersionThatTheOtherPlanesHave) {
     EXPECT_TRUE(compute.eq(3).all().item<bool>());
     EXPECT_FALSE(weights.adopt_foreign_writes());
 
-    // Others' writes are taken before, since the plane has its own version.
+    // The write first adopts writes by others: the plane has its own version.
     weights.main().local().fill_(4);
     version = weights.version();
     try {

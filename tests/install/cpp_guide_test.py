@@ -165,7 +165,7 @@ assert len(said[0]) == 6 and said[0][4] < said[0][1], said
 # Sums of float32 in another order, and four printed digits.
 assert all(abs(a - b) < 5e-4 for row in said for a, b in zip(row, said[0])), said
 
-# A transformer, whose ranks draw their own rows.
+# A transformer. Its ranks draw their own rows.
 for ranks in ("1", "2"):
     done = subprocess.run(
         [transformer, ranks], capture_output=True, text=True, timeout=120

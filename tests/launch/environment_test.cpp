@@ -158,7 +158,7 @@ TEST(RankEnvironment, TheBatchScriptOfASlurmJobIsNoRank) {
         AllOf(
             HasSubstr("SLURM_NTASKS = 8"),
             HasSubstr("put srun before flatshard, or give --nproc")));
-    // On one node --nproc is all it takes.
+    // On one node, --nproc is sufficient.
     EXPECT_EQ(slurm_conflict(8), "");
     EXPECT_EQ(slurm_conflict(4), "");
   }

@@ -23,7 +23,7 @@ volatile std::sig_atomic_t terminated = 0;
   }
 }
 
-// One write per line, so that the ranks' lines stay whole.
+// One write per line, so that lines of several ranks do not mix.
 void say(const std::string& text) {
   const std::string line = text + "\n";
   if (write(STDOUT_FILENO, line.data(), line.size()) < 0) {

@@ -94,7 +94,7 @@ class Helper {
     }
   }
 
-  // Until the program and all that hold its output are gone.
+  // Waits until the program and all writers of its output have exited.
   Result finish() {
     char c = 0;
     while (read(out_[0], &c, 1) == 1) {
@@ -217,7 +217,7 @@ TEST(SpawnLocalRanks, TheLastMessageComesWithTheFailure) {
 
 // The possible remains of a run: processes that carry its tag, files in its
 // TMPDIR, shared memory, sockets that listen at its port. Other programs may
-// take the port itself as soon as it is free.
+// bind the port itself as soon as it is free.
 class Traces {
  public:
   Traces()
@@ -368,8 +368,8 @@ TEST(SpawnLocalRanks, ASecondSignalEndsRanksThatDoNotListen) {
   EXPECT_EQ(deaf.finish().signal, 0);
 }
 
-// A terminal that closes may send several; what the ranks do about the first
-// one takes its time.
+// A terminal that closes may send several signals while the ranks still handle
+// the first one.
 TEST(SpawnLocalRanks, HangingUpTwiceEndsNobody) {
   Helper helper(2, "hung_up");
   helper.wait_for_lines(2);
@@ -414,7 +414,7 @@ TEST(SpawnLocalRanks, RanksDieWithTheirParent) {
   Helper helper(2, "orphan");
   helper.wait_for_lines(2);
   helper.send(SIGKILL);
-  // Ends only when no rank holds the pipes any more.
+  // Returns only once no rank has the pipes open.
   EXPECT_EQ(helper.finish().signal, SIGKILL);
 }
 

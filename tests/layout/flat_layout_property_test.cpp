@@ -1,5 +1,5 @@
 // Random layouts of every granularity: nothing overlaps, nothing is lost, no
-// boundary cuts a granule, padding stays within its bound.
+// boundary splits a granule, padding stays within its bound.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -121,8 +121,8 @@ void check_segments(const FlatLayout& layout, std::int64_t alignment) {
   ASSERT_EQ(local_offset, layout.shard_numel());
 }
 
-/// Each tensor's pieces over all shards are its elements in order. They are cut
-/// only between granules and have the places of the shard's flat range.
+/// Each tensor's pieces over all shards are its elements in order. They are
+/// split only between granules and have the places of the shard's flat range.
 void check_pieces(const FlatLayout& layout, std::int64_t count) {
   for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
     const TensorSpec& spec = layout.spec(i);
@@ -233,7 +233,7 @@ TEST(FlatLayoutProperty, RowPaddingKeepsTheFormula) {
     const FlatLayout layout = FlatLayout::build(specs, num_shards);
     check_layout(layout, 16);
     ASSERT_LE(layout.segments().size(), widths.size());
-    // Each segment alone pads less than one row per shard.
+    // Each segment pads less than one row per shard.
     ASSERT_LT(
         layout.padding_numel(),
         num_shards * std::accumulate(widths.begin(), widths.end(), 0LL));

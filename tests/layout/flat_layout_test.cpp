@@ -259,7 +259,7 @@ TEST(FlatLayout, RefusesSizesBeyond64Bits) {
       config,
       "flat space: 4611686018427387904 * 2 elements do not fit",
       build({{"a", {1, huge}, Granularity::row()}}, 2));
-  // A zero-size dim wins, and nobody asks for the width of its rows.
+  // A zero-size dim wins, and the width of its rows is not computed.
   EXPECT_EQ(
       FlatLayout::build({{"a", {0, huge}, Granularity::block(8)}}, 1).numel(),
       0);

@@ -84,7 +84,7 @@ inline std::vector<PaddingCase> padding_cases() {
        {{256, 2048, 7168}, {256, 2048, 7168}, {256, 7168, 2048}}}};
 }
 
-/// Padding over data of FSDP2, which pads each parameter on dim 0 to a
+/// Padding relative to data in FSDP2. It pads dim 0 of each parameter to a
 /// multiple of the ranks.
 inline double per_parameter_padding(
     const PaddingCase& unit,

@@ -35,7 +35,7 @@ TEST(Padding, B59_RowSegmentsKeepTheirBound) {
   }
 }
 
-// A stack of experts is cut at the rows of its matrices, not between experts.
+// A stack of experts is split at rows of its matrices, not between experts.
 TEST(Padding, B60_StacksOfExpertsPadLittle) {
   for (const std::int64_t ranks : {8, 48, 512}) {
     const FlatLayout layout = FlatLayout::build(
@@ -62,7 +62,7 @@ std::optional<std::string> describe(
       negligible_nbytes);
 }
 
-// 64 rows over 96 ranks: 32 of them have padding alone.
+// 64 rows over 96 ranks: 32 of them have only padding.
 TEST(Padding, ExcessIsDescribedWithTheDegreeThatFits) {
   const std::vector<TensorSpec> specs = {{"a", {64, 1024}, Granularity::row()}};
   EXPECT_FALSE(describe(specs, 64));

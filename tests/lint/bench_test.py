@@ -79,7 +79,7 @@ def script_of(words):
 
 
 def split_blocks(text):
-    """Returns the blocks without a language, and the text outside of all blocks."""
+    """Returns the blocks without a language, and the text outside all blocks."""
     blocks, outside, fence = [], [], None
     for line in text.splitlines(keepends=True):
         if line.startswith("```"):
@@ -105,7 +105,7 @@ def commands(text):
     for quoted in re.findall(r"`([^`]+)`", outside):
         if found := COMMAND.fullmatch(quoted.strip()):
             words = shlex.split(found[1])
-            # The name alone is no command; N is any number.
+            # The bare name is not a command; N is any number.
             yield ["1" if w == "N" else w for w in words] + ["--help"][len(words) - 1 :]
 
 

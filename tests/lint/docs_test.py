@@ -15,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-# Folders that paths in pages begin at.
+# Folders that paths in pages may be relative to.
 STARTS = (".", "flatshard", "python/flatshard", "docs", "tests")
 FILE = re.compile(r"`([a-z0-9_./]+/[a-z0-9_]+\.(?:h|cpp|cu|py|toml|sh))`")
 LINK = re.compile(r"\]\(([^)#:\s]*)(#[^)\s]*)?\)")

@@ -15,7 +15,8 @@ FILES = ("scripts", "cmake", "requirements.txt", "pyproject.toml")
 
 
 class Scripts(unittest.TestCase):
-    """Each on a copy of the scripts, whose .venv is a stand-in that runs this Python."""
+    """Each test uses a copy of the scripts, with a stand-in for .venv that runs this
+    Python."""
 
     def setUp(self):
         self.root = Path(tempfile.mkdtemp())
@@ -42,7 +43,7 @@ class Scripts(unittest.TestCase):
             )
 
     def call(self, *command, **environment):
-        """The status, and the lines that `command` prints of Flatshard's."""
+        """Returns the status, and the lines that Flatshard's scripts print."""
         kept = ("PATH", "HOME", "LANG")
         env = {k: os.environ[k] for k in kept if k in os.environ}
         env["PIP_CONFIG_FILE"] = os.devnull
@@ -89,7 +90,7 @@ class Scripts(unittest.TestCase):
             )
 
     def test_no_network(self):
-        # A version that nobody has, whatever runs this test.
+        # A version that does not exist, whatever runs this test.
         self.make_venv(".venv-torch-2.12.99", installed=False)
         for _ in range(2):
             self.expect(
@@ -104,7 +105,7 @@ class Scripts(unittest.TestCase):
         self.make_venv()
         self.assertEqual(self.call("scripts/bootstrap")[0], 0)
         shutil.rmtree(self.root / ".venv/lib/python3/site-packages/torch")
-        # A whole `python3 -m venv` would take seconds.
+        # A real `python3 -m venv` would need seconds.
         self.program("bin/python3", 'mkdir -p "$3/bin"; exit 1')
         for _ in range(2):
             said = self.expect("'python3 -m venv .venv' failed", "scripts/bootstrap")

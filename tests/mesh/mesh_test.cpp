@@ -139,7 +139,7 @@ TEST(Mesh, DataMeshHasTheAxesAlongWhichSamplesDiffer) {
     EXPECT_EQ(data->size(), 4);
     EXPECT_EQ(data->rank(), context.rank / 2);
     const int tp = context.rank % 2;
-    // In shard order: the innermost axis is cut first.
+    // In shard order: the innermost axis is split first.
     EXPECT_EQ(
         members(data->world(), mesh->rank()),
         (std::vector{tp, 4 + tp, 2 + tp, 6 + tp}));

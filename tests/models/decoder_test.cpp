@@ -1,4 +1,4 @@
-// Tokens that run one by one against whole sequences.
+// Tokens that run one by one against full sequences.
 #include "flatshard/models/decoder.h"
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@ namespace {
 constexpr std::int64_t kDecodedVocab = 31;
 constexpr std::int64_t kDecodedContext = 24;
 constexpr std::int64_t kDecodedWindow = 5;
-// Products of one row and of many, over 40 elements in 3 layers.
+// Matmuls of one row and of many, over 40 elements in 3 layers.
 const double kDecodedTolerance = testing::sum_tolerance(
     {.addends = 40, .in_a_row = testing::sums_of_forward(3)});
 
@@ -73,7 +73,7 @@ std::vector<std::int64_t> decoded_tokens(std::int64_t count, int seed) {
   return tokens;
 }
 
-/// Returns the logits after a whole sequence, without a cache.
+/// Returns the logits after a full sequence, without a cache.
 at::Tensor whole_logits(Llama& model, const std::vector<std::int64_t>& tokens) {
   const at::NoGradGuard no_grad;
   const at::Device device = model->parameters().front().device();
@@ -89,7 +89,7 @@ double decoded_error(const at::Tensor& got, const at::Tensor& want) {
 }
 
 /// Feeds tokens of three sequences of unequal lengths one by one, and compares
-/// each answer with a forward of the whole sequence.
+/// each answer with a forward of the full sequence.
 void expect_whole_answers(Llama& model, double tolerance) {
   constexpr std::int64_t kMost = kDecodedContext;
   const std::vector<std::int64_t> lengths{4, 9, 1};

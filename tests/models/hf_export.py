@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The files of `flatshard export` are the ones that transformers' users expect.
 
-Exports of runs on bytes, on a corpus of a tokenizer.json, and of runs that began from
-a Hugging Face folder with a chat template: AutoTokenizer and AutoModelForCausalLM load
-each, and `generate` answers with ids of the vocabulary. Then
+Exports of runs on bytes, on a dataset of a tokenizer.json, and of runs that started
+from a Hugging Face folder with a chat template: AutoTokenizer and AutoModelForCausalLM
+load each, and `generate` answers with ids of the vocabulary. Then
 examples/python/finetune_hf.py trains an export for one more step and saves it with its
-tokenizer, and a GPT-2, whose blocks are called otherwise.
+tokenizer. It also trains a GPT-2 because the name of its blocks differs.
 
 Exits with 77 (skipped) without transformers.
 
@@ -88,7 +88,7 @@ def load_and_generate(folder):
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False)
     text = tokenizer.decode(out[0], skip_special_tokens=True)
     expect(text.startswith("the cat"), f"{folder.name}: generated {text!r}")
-    # The prompt is only the token that begins a text.
+    # The prompt is only the token at the start of a text.
     expect(model.generate(max_new_tokens=2).shape[0] == 1, f"{folder.name}: no prompt")
     return tokenizer, model
 
@@ -160,7 +160,7 @@ def try_tokenizer_json(program, folder):
 
 
 def try_init_from(program, folder, corpus, of_bytes):
-    """Its files come back as they were, unless the corpus has another tokenizer."""
+    """Its files are exported unchanged, unless the dataset has another tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     start = folder / "start"

@@ -3,17 +3,17 @@
 
 Runs with the installed transformers, 4.57 or 5.17. transformers makes a small random
 model of each family, and saves it in several files. `flatshard train` starts from each
-folder (model.init_from) on two ranks and takes one step with learning rate zero on a
-corpus of one sequence. Its loss and the norm of every gradient have to be those that
+folder (model.init_from) on two ranks and runs one step with learning rate zero on a
+dataset of one sequence. Its loss and the norm of every gradient have to be those that
 transformers computes. LOGITS_PROGRAM (build/tests/llama_logits) gives the logits and
 the gradients' elements on one rank. `flatshard export` then writes a folder that
-transformers loads, with identical logits, and whose tensors are byte for byte those
-that it began with. Both continue the sequence by the same tokens.
+transformers loads, with identical logits, and whose tensors are byte for byte the
+initial ones. Both continue the sequence by the same tokens.
 
 With --gpu instead: the models that route no tokens, wider, answer in bfloat16 on a GPU.
-The logits of LOGITS_PROGRAM and of transformers are both compared with transformers' in
-float32 on the CPU, from the same weights. Ours may be as far from them as theirs, see
-BF16_FACTOR.
+The reference is transformers in float32 on the CPU, with the same weights. The logits
+of LOGITS_PROGRAM and the bfloat16 logits of transformers are both compared with it. Our
+error may be as large as the error of transformers, see BF16_FACTOR.
 
 Exits with 77 (skipped) without transformers, and with --gpu without a GPU.
 
@@ -39,9 +39,8 @@ SEQ_LEN = 96
 TOLERANCE = 4 * 2.4 * math.sqrt(SEQ_LEN * 2 * (13 * 3 + 3)) * 2.0**-24
 # Both sides round the same values to bfloat16 at nearly the same places, so their
 # errors are random with the same variance. Ours rounds at fewer places (norm with
-# residual and SwiGLU are one kernel each) and sums matrix products in another order.
-# Half as much again is room for that, and the error of another formula is many times as
-# large.
+# residual and SwiGLU are one kernel each) and sums matmuls in another order. Half as
+# much again is room for that, and the error of another formula is many times as large.
 BF16_FACTOR = 1.5
 # A logit is rounded itself: by half a unit of eight bits, at most.
 BF16_UNIT = 2.0**-9
@@ -71,7 +70,7 @@ interval = 1
 norms_freq = 1
 """
 
-# Keys of a case that are no keys of transformers' config.
+# Keys of a case that transformers' config does not have.
 FAMILY = "family"
 # These keys become rope_parameters in config.json, as transformers 5 writes them.
 VERSION_5 = "version 5"
@@ -389,7 +388,7 @@ def some_bytes():
 
 
 def prepare(program, folder):
-    """A corpus of one sequence; it and its tokens."""
+    """Returns a dataset of one sequence, and its tokens."""
     import torch
 
     text = some_bytes()
@@ -414,7 +413,7 @@ def change_weights(model):
             if parameter.dim() > 1 and not name.endswith("bias"):
                 parameter.mul_(3)
                 continue
-            # Norms before layers may begin with ones or with zeros.
+            # The weights of norms before layers may be initialized to ones or to zeros.
             larger = 2 if "norm" in name and "_norm." not in name else 0
             parameter.add_(larger + 0.2 * torch.randn_like(parameter))
 
@@ -476,7 +475,7 @@ def try_case(program, logits_program, folder, data, name, options):
     compare(f"{name}: the loss", ours.pop("loss").item(), loss.item(), loss.item())
     if set(ours) != set(theirs):
         sys.exit(f"FAILED {name}: {sorted(ours)} are not {sorted(theirs)}")
-    # The largest element of each parameter here, which all experts are one of.
+    # The largest element of each parameter here. All experts are one parameter.
     scales = {}
     for key, grad in theirs.items():
         for name_here, part in split_as_here(model.config, key, grad):
@@ -487,8 +486,8 @@ def try_case(program, logits_program, folder, data, name, options):
         apart = (ours[key] - grad).abs().max().item()
         parts = [part for part, _ in split_as_here(model.config, key, grad)]
         if name == "gpt_oss" and key.endswith("k_proj.bias"):
-            # Also compared with its weight's: tokens cancel in it, and their rounding
-            # does not.
+            # Also compared with the gradient of its weight: tokens cancel in the bias,
+            # and their rounding does not.
             parts += [part.removesuffix("bias") + "weight" for part in parts]
         scale = max(scales.get(part, 0.0) for part in parts)
         furthest = max(furthest, apart / scale)
@@ -533,7 +532,7 @@ def try_logits(program, device, folder, name, options):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    # Heads of 64 elements, which GPUs have kernels for.
+    # Heads of 64 elements, because GPUs have kernels for them.
     model = make_model(options, hidden_size=256, intermediate_size=448)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -550,7 +549,8 @@ def try_logits(program, device, folder, name, options):
     (folder / "tokens").write_text(" ".join(map(str, tokens[0].tolist())))
     with torch.no_grad():
         exact = model(tokens).logits[0]
-        # Not model.bfloat16(), which would round the rotation's frequencies.
+        # Not model.bfloat16(), because it would round the frequencies of the rotary
+        # embedding.
         theirs = AutoModelForCausalLM.from_pretrained(
             folder / name, dtype=torch.bfloat16, attn_implementation="eager"
         )

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Which weights a run begins with, compared with what transformers loads.
+"""The initial weights of a run, compared with the weights that transformers loads.
 
 transformers writes a small Llama, and each case changes the folder as users' folders
 are changed: buffers that older versions saved, an index next to the single file, a head
-that is stored although it is tied, no head, other dtypes. `flatshard train` begins with
-it (model.init_from) and takes one step with learning rate zero, so its
-model.safetensors has the initial weights. transformers loads the same tensors from the
-same folder.
+that is stored although it is tied, no head, other dtypes. `flatshard train` starts from
+it (model.init_from) and runs one step with learning rate zero, so its model.safetensors
+has the initial weights. transformers loads the same tensors from the same folder.
 
 Exits with 77 (skipped) without transformers.
 
@@ -134,7 +133,7 @@ def several_dtypes(folder):
 
 
 def mxfp4(folder):
-    """Experts of four bits, as those of gpt-oss are published."""
+    """Experts of four bits, in the format of the published gpt-oss weights."""
     torch.manual_seed(1)
     config = GptOssConfig(
         hidden_size=64,

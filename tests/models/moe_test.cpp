@@ -117,7 +117,7 @@ TEST_P(MoeModel, LossLogitsAndGradientsMatchPlainTorch) {
   const at::Tensor loss = model(ids, targets);
   (loss / 3).backward();
   (reference.loss(ids, targets) / 3).backward();
-  // Against float64: forward and backward of 2 layers, products over 40.
+  // Against float64: forward and backward of 2 layers, matmuls over 40.
   const double tolerance = testing::sum_tolerance(
       {.addends = 40, .in_a_row = testing::sums_of_steps(2, 1)});
   EXPECT_LE(moe_error(loss, reference.cross_entropy()), tolerance);
@@ -254,7 +254,7 @@ TEST(MoeRecompute, IsBitwiseTheSameAndCountsOnce) {
   }
 }
 
-// Scores that tie but for the last bit may come out the other way the second
+// Scores that differ only in the last bit may be ordered differently the second
 // time. Here the router's weight changes in between, so all of them do.
 TEST(Pitfalls, M1_ARecomputeNeverRoutesAgain) {
   for (const auto mode :
@@ -324,7 +324,7 @@ TEST(Pitfalls, M10_ARecomputePlansNoExchangeAgain) {
     model(moe_tokens(1), moe_tokens(2)).backward();
     EXPECT_EQ(exchange->num_plans, 2);  // of as many layers
     EXPECT_EQ(exchange->num_waits, 0);
-    // Rows go with their weights, results come back, and both gradients.
+    // Rows are dispatched with weights, results combined, and both gradients.
     EXPECT_GE(exchange->num_transfers, 2 * 4);
   }
 }

@@ -3,11 +3,11 @@
 
 transformers makes a small random model of each family and peft an adapter of it whose A
 and B are both random. `flatshard train` starts from both folders (model.init_from,
-lora.init_from_adapter) on two ranks. It takes one step of plain SGD with learning rate
+lora.init_from_adapter) on two ranks. It runs one step of plain SGD with learning rate
 1, so that the adapter's change is its gradient. Loss and gradients have to be those
 that transformers and peft compute in float32. peft then loads the adapter that the run
 wrote. Its logits have to equal the logits of the folder that `flatshard export --merge`
-writes. A second run begins with an adapter that Flatshard initialized and has learning
+writes. A second run starts with an adapter that Flatshard initialized and has learning
 rate 0. With its adapter, peft has the logits of the base.
 
 Exits with 77 (skipped) without transformers or peft.
@@ -131,7 +131,7 @@ def logits_of(model, tokens):
 
     exact = copy.deepcopy(model).double()
     if hasattr(exact, "set_experts_implementation"):
-        # torch's grouped product, which transformers 5 takes, has no float64.
+        # transformers 5 uses torch's grouped matmul, and that has no float64.
         exact.set_experts_implementation("eager")
     with torch.no_grad():
         return exact(tokens[:, :-1]).logits
@@ -195,7 +195,7 @@ def try_case(program, folder, data, name, options):
     apart = (logits_of(again, tokens) - logits).abs().max().item()
     compare(f"{name}: merged logits", apart, 0.0, logits.abs().max().item())
 
-    # B begins with zeros.
+    # B is initialized to zeros.
     train(program, folder, name, corpus, f"{name}-new", 0, rslora)
     fresh = logits_of(with_peft(folder / name, folder / f"{name}-new"), tokens)
     apart = (fresh - base_logits).abs().max().item()

@@ -9,7 +9,7 @@
 #include <functional>
 #include <random>
 
-// The CUDA kernels of routers and experts against the CPU's, or float64 on it.
+// The CUDA kernels of routers and experts against the CPU, or float64 on it.
 // Skips itself without a GPU.
 namespace flatshard::nn {
 namespace {
@@ -147,7 +147,7 @@ TEST_F(CudaExperts, SortAndRowsMatchTheCpu) {
   }
 }
 
-// Rows after the last end hold NaN, which shows in results that read them.
+// Rows after the last end contain NaN, so a result that reads them is NaN.
 TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
   struct Case {
     std::vector<std::int32_t> counts;
@@ -233,7 +233,7 @@ TEST_F(CudaExperts, GroupedLayersMatchTheCpu) {
 
 // Runs `layer` on the GPU and, in float32, on the CPU. Returns the largest
 // error of its result and of its inputs' gradients, relative to each. Rows of
-// inputs with `rows` of them count up to `kept`; those after it hold NaN.
+// inputs with `rows` of them count up to `kept`; later rows contain NaN.
 double error_of(
     const std::function<at::Tensor(const TensorList&, at::Device)>& layer,
     const TensorList& inputs,
@@ -291,7 +291,7 @@ double tolerance_of(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 8 * epsilon(dtype) : kCudaTolerance;
 }
 
-// In sizes that the kernel of products takes, and in others.
+// In sizes that the grouped matmul kernel supports, and in others.
 TEST_F(CudaExperts, LayersWithBiasesMatchTheCpu) {
   for (const auto& [in, out] : {std::pair{64, 48}, std::pair{12, 7}}) {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kFloat}) {
@@ -395,7 +395,7 @@ TEST_F(CudaExperts, WeightGradientsGoStraightIntoTheSink) {
     const auto context = c10::make_intrusive<ModuleContext>();
     context->wgrad_sink = sink;
     grouped_linear(x, w, {ends}, context).backward(g);
-    // Also where an expert has no rows and its slot held NaN.
+    // Also where an expert has no rows and its gradient buffer contained NaN.
     EXPECT_TRUE(at::equal(sink->grad(w).to(at::kBFloat16), plain));
     grouped_linear(x, w, {ends}, context).backward(g);
     EXPECT_LE(

@@ -14,7 +14,7 @@
 
 #include <random>
 
-// Permutation, exchange and products of groups, on the CPU.
+// Permutation, exchange and grouped matmuls, on the CPU.
 namespace flatshard::nn {
 namespace {
 
@@ -94,7 +94,7 @@ TEST(Permutations, M3_RowsAndSumsAreEachOthersGradients) {
       EXPECT_TRUE(at::equal(rows[r], x[p.order[r].item<std::int64_t>() / 3]));
     }
     at::Tensor g = at::randn({60, 6}, seeded(4)).to(dtype);
-    // Nobody may read the gradient of rows that were dropped.
+    // The gradient of rows that were dropped must not be read.
     g.slice(0, kept).fill_(std::nan(""));
     rows.backward(g);
     const at::Tensor sum = sum_rows_of_tokens(g, p);
@@ -179,8 +179,8 @@ struct Rows {
 
 class Grouped : public ::testing::TestWithParam<Rows> {
  protected:
-  // A weight's matrices begin at multiples of 64 bytes: the order in which a
-  // product adds up depends on that.
+  // A weight's matrices start at multiples of 64 bytes: the summation order of
+  // a matmul depends on that.
   static constexpr std::int64_t kIn = 8;
   static constexpr std::int64_t kOut = 6;
   std::int64_t num_experts() const {
@@ -405,7 +405,7 @@ TEST(GroupedLinears, GroupsOfOneExpertAreProductsOfTheirOwn) {
   EXPECT_TRUE(at::equal(w.grad()[1], second));
 }
 
-// With so many rows an addmm would add the second product in pieces.
+// With this number of rows, addmm would add the second matmul in pieces.
 TEST(GroupedLinears, M11_GroupsOfManyRowsAddUpAsRanksDo) {
   constexpr std::int64_t kRows = 700;
   const Groups groups{int_tensor({kRows, 2 * kRows}), 2};

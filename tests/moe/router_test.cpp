@@ -98,8 +98,8 @@ TEST(Router, TheBiasChoosesAndDoesNotWeigh) {
 }
 
 TEST(Router, M4_AGroupThatIsLeftOutIsNotChosenForAScoreBelowZero) {
-  // The first group is kept, whose second expert is the worst of all. Every
-  // score + bias is below zero.
+  // The first group is kept, although its second expert is the worst of all.
+  // Every score + bias is below zero.
   const at::Tensor bias = at::tensor({-1.0F, -5.0F, -3.5F, -3.5F});
   const Routing routing = route(
       at::zeros({1, 4}),
@@ -154,8 +154,8 @@ TEST(Router, M2_AuxiliaryLossesFollowTheLosssGradient) {
   EXPECT_TRUE(at::allclose(gradient(4) * 4, gradient(1), 1e-6, 1e-9));
 }
 
-// Padding takes no part: the losses, the counts and the choices that stay are
-// those of the other tokens alone.
+// Padding has no effect: the losses, the counts and the remaining choices are
+// the same as with only the other tokens.
 TEST_P(Routers, LeaveOutPadding) {
   const RouterOptions o = options();
   const at::Tensor logits =
@@ -164,7 +164,7 @@ TEST_P(Routers, LeaveOutPadding) {
   const at::Tensor tokens = padding.logical_not().nonzero().squeeze(1);
   const at::Tensor alone =
       logits.detach().index_select(0, tokens).requires_grad_();
-  // Padding has no rows, so no gradient comes to its weights.
+  // Padding has no rows, so its weights receive no gradient.
   const at::Tensor dweights = at::randn({37, o.experts_per_token}, seeded(5))
                                   .masked_fill(padding.unsqueeze(1), 0.0);
 

@@ -33,7 +33,7 @@ inline at::Tensor attention_by_formula(
   }
   scores = scores.masked_fill(seen.logical_not(), -INFINITY);
   if (args.sinks.defined()) {
-    // One more key, whose value is 0.
+    // One more key, with value 0.
     const at::Tensor sinks = args.sinks.view({1, -1, 1, 1});
     scores =
         at::cat({scores, sinks.expand({q.size(0), q.size(2), seq, 1})}, -1);

@@ -21,7 +21,7 @@ inline double epsilon(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? 0x1p-8 : 0x1p-24;
 }
 
-/// A sink that gives every parameter a buffer of the wanted dtype, filled with
+/// A sink that gives every parameter a buffer of the given dtype, filled with
 /// NaN so that a write which should overwrite but adds shows.
 class FakeSink : public WgradSink {
  public:

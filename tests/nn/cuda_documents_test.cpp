@@ -28,7 +28,7 @@ TEST_P(CudaDocuments, AttentionIsTheCpusOneByOne) {
   const auto leaf = [&](std::int64_t heads, std::int64_t head_dim) {
     return at::randn({3, kSeq, heads, head_dim}, generator).to(GetParam());
   };
-  // bfloat16: probabilities, products and gradients are rounded.
+  // bfloat16: probabilities, matmuls and gradients are rounded.
   const double tolerance = GetParam() == at::kFloat ? 1e-5 : 0x1p-6;
   for (const std::int64_t head_dim : {64, 128}) {
     const at::Tensor q = leaf(6, head_dim);

@@ -17,8 +17,8 @@
 
 #include <random>
 
-// Every CUDA path against float64 on the CPU, over random shapes with odd
-// sizes and rows that 16-byte loads cannot take. Skips itself without a GPU.
+// Every CUDA path against float64 on the CPU, over random shapes with odd sizes
+// and rows that 16-byte loads do not support. Skips itself without a GPU.
 namespace flatshard::nn {
 namespace {
 
@@ -152,7 +152,7 @@ TEST_P(CudaKernels, AddRmsNormAndTheSink) {
       const auto [sum, y] = add_rms_norm(x, d, w, 1e-5, context);
       torch::autograd::backward({sum, y}, {gs, gy});
       we.mutable_grad() = xe.mutable_grad() = at::Tensor();
-      // The oracle sees the rounded sum, which is what the kernel normalizes.
+      // The reference reads the rounded sum, as the kernel normalizes that.
       const at::Tensor se = exact(sum);
       const at::Tensor ye = plain_norm(se, we);
       torch::autograd::backward(
@@ -215,7 +215,7 @@ TEST_P(CudaKernels, Swiglu) {
     expect_close(y, ye, "y");
     expect_close(gate.grad(), ge.grad(), "dgate");
     expect_close(up.grad(), ue.grad(), "dup");
-    // The product again, over the gradient that it was read from.
+    // The output again, written over the gradient that it was computed from.
     at::Tensor d = g.clone();
     const auto [dgate, dup] =
         cuda::swiglu_backward(d, gate.detach(), up.detach(), &d);
@@ -223,7 +223,7 @@ TEST_P(CudaKernels, Swiglu) {
     EXPECT_TRUE(at::equal(dup, up.grad()));
     EXPECT_TRUE(at::equal(d, y));
   }
-  // A start that 16-byte loads cannot take.
+  // A start address that 16-byte loads do not support.
   const at::Tensor gate = leaf({1001}), up = leaf({1001});
   expect_close(
       swiglu(gate.narrow(0, 1, 1000), up.narrow(0, 1, 1000)),
@@ -269,7 +269,7 @@ TEST_P(CudaKernels, CrossEntropy) {
         none,
         lse,
         {.lse_is_given = true, .write_gradient = true});
-    // exp(x - lse) here, exp(x - max) / sum there: equal but for rounding.
+    // exp(x - lse) here, exp(x - max) / sum there: equal except for rounding.
     expect_close(again, le.grad(), "dlogits from the given lse");
   }
 }
@@ -320,8 +320,8 @@ TEST_P(CudaKernels, AttentionWithGroupedHeads) {
   }
 }
 
-// FlashAttention takes windows in 16 bits, and heads that are wider than
-// cuDNN's.
+// FlashAttention has 16-bit window sizes, and supports wider heads than
+// cuDNN.
 TEST_P(CudaKernels, AttentionWithWindows) {
   for (const std::int64_t head_dim : {64, 256}) {
     for (const std::int64_t window : {0, 1, 33, 129, 130}) {

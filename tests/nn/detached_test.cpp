@@ -57,7 +57,7 @@ struct ToyStack {
   }
   static at::Tensor input(int m) { return values(100 + m, {kRows, kDim}); }
 
-  // Returns the loss without cuts.
+  // Returns the loss of an undivided graph.
   double plain(int m) const {
     at::Tensor h = input(m);
     for (const ToyLayer& layer : layers) {
@@ -69,8 +69,8 @@ struct ToyStack {
     return loss.item<double>();
   }
 
-  // Returns the loss with a cut at every node. `failing` is the forward that
-  // throws, or the number of forwards and the backward.
+  // Returns the loss with a detached node for each part. `failing` is the
+  // forward that throws, or the number of forwards and the backward.
   double cut(int m, int failing = -1) const {
     int step = 0;
     const auto next = [&] {
@@ -174,7 +174,7 @@ TEST(DetachedNode, TheGraphGoesWithItsBackwardAlsoWhenThatThrows) {
   EXPECT_THROW(node.backward({at::ones({3})}), Error);
 }
 
-// An input and an output that no operation saves are nobody's.
+// An input and an output that no operation saves are not kept alive.
 TEST(DetachedNode, KeepsNothingThatItsOperationsDoNot) {
   DetachedNode node;
   at::Tensor x = at::ones({3}).set_requires_grad(true);

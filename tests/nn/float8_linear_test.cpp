@@ -1,5 +1,5 @@
-// Layers whose weights a WeightSource holds in FP8, against the products of the
-// operands that they quantize.
+// Layers with FP8 weights from a WeightSource, against matmuls of the operands
+// that they quantize.
 #include "flatshard/core/error.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/norm_linears.h"
@@ -82,7 +82,7 @@ class Float8Linears : public ::testing::TestWithParam<Recipe> {
 // Two operands with 3 bits of mantissa: 2^-4 / sqrt(3) each, rounded to
 // nearest; gradients of tensorwise have 2 bits.
 constexpr double kMostError = 0.06;
-// The distance of the same products without FP8.
+// The difference from the same matmuls without FP8.
 constexpr double kLeastError = 0.01;
 
 TEST_P(Float8Linears, ProductsAreThoseOfFp8Operands) {
@@ -145,7 +145,7 @@ TEST_P(Float8Linears, LayersThatReadOneInputAgreeWithEachByItself) {
   for (std::size_t i = 0; i < 4; ++i) {
     EXPECT_TRUE(together[i].equal(apart[i])) << i;
   }
-  // Two gradients that add up inside a product round once.
+  // Two gradients that are accumulated inside a matmul are rounded once.
   EXPECT_LT(error(together[4], apart[4]), 5e-3);
 }
 

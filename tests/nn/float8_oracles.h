@@ -30,7 +30,7 @@ struct Float8Inputs {
     const auto draw = [&](at::IntArrayRef sizes) {
       return at::randn(sizes, generator).to(dtype).to(device);
     };
-    // Halves of one tensor, as one product gives them.
+    // Halves of one tensor, as one matmul returns them.
     const at::Tensor both = draw({rows, 2 * dim});
     gate = both.narrow(1, 0, dim);
     up = both.narrow(1, dim, dim);
@@ -55,7 +55,7 @@ struct Float8Inputs {
   at::Tensor gate, up, dy, weight;
 };
 
-/// Checks that rows alone and columns alone, by the amax that making both
+/// Checks that only rows and only columns, with the amax that computing both
 /// found, equal the planes of both. A norm is checked in its backward as well.
 inline void expect_single_planes(
     const Float8Inputs& in,
@@ -89,8 +89,8 @@ inline void expect_single_planes(
   });
 }
 
-/// Each value within FP8's half unit in the last place, and bfloat16's, of
-/// what float32 gives.
+/// Each value within half a unit in the last place of FP8 and of bfloat16 of
+/// the float32 result.
 inline void expect_near(
     const Float8RowsAndColumns& planes,
     const at::Tensor& want,

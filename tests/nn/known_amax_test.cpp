@@ -28,7 +28,7 @@ TEST(KnownAmax, F10_CountsForNothingOnceTheTensorIsWritten) {
   note_amax(x, scalar(1));
   x.mul_(3);
   EXPECT_FALSE(take_known_amax(x).defined());
-  // Another tensor may take the place of a former one.
+  // Another tensor may be allocated at the address of a former one.
   for (int i = 0; i < 100; ++i) {
     at::Tensor gone = at::ones({4, 16});
     note_amax(gone, scalar(7));

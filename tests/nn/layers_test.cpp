@@ -330,11 +330,11 @@ TEST_P(Layers, SwigluLinearMatchesPlainAutograd) {
   expect_close(up.grad(), ue.grad());
   expect_close(down->weight().grad(), we.grad());
   expect_close(r.grad(), re.grad());
-  // Only the weight: the product is needed, the gradient of it is not.
+  // Only the weight: the activation is needed, its gradient is not.
   down->weight().mutable_grad() = at::Tensor();
   swiglu_linear(gate.detach(), up.detach(), *down, r.detach()).backward(g);
   expect_close(down->weight().grad(), we.grad());
-  // Hooks see the product as the layer's result.
+  // Hooks see the activation as the layer's input.
   const auto hook = down->add_forward_hook(
       [&](Module&, const TensorList& inputs, const TensorList&) {
         expect_close(inputs.at(0), at::silu(ge) * ue);
@@ -418,7 +418,7 @@ TEST_P(Layers, AttentionWithSinks) {
   }
 }
 
-// Documents that begin inside and at the border of a block of queries.
+// Documents that start inside and at the border of a block of queries.
 TEST_P(Layers, PlainAttentionStaysWithinDocuments) {
   constexpr std::int64_t kLengths[] = {70, 80, 149, 1};
   const at::Tensor document = at::repeat_interleave(

@@ -40,7 +40,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Logits are rounded once to the compute dtype at a size of up to 8 (dim 16,
 // unit variance). So probabilities are off by 8 half-ulps, with three roundings
 // more on the way. Chunks add into a gradient of that dtype: one each.
-// In float32: logits, two sums of the softmax, and the gradients' products.
+// In float32: logits, two sums of the softmax, and the gradients' matmuls.
 double loss_tolerance(at::ScalarType dtype) {
   return dtype == at::kBFloat16
              ? 16 * epsilon(dtype)

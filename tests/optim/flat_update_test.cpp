@@ -33,7 +33,7 @@ std::vector<UpdateCase> cases() {
       {1000, at::kHalf, {{7, 0.5F}, {1000, 0.0F}}},
       {1024, at::kFloat, {{1024, 0.1F}}, 0.25},
       {1025, at::kBFloat16, {{1, 0.0F}, {1024, 0.3F}, {1025, 0.0F}}, 0.5},
-      // Cut between threads, and inside a block of the loop.
+      // Split between threads, and inside a block of the loop.
       {70001, at::kFloat, {{40000, 0.2F}, {40001, 0.0F}, {70001, 0.4F}}}};
 }
 

@@ -138,8 +138,8 @@ Bytes after_two_steps(Optimizer& optimizer, ParamGroup& group) {
   return gathered(group);
 }
 
-// Planes that begin in the update are those that a gather makes of the same
-// main weights.
+// Planes written during the update equal the planes that an all-gather
+// quantizes from the same main weights.
 TEST(AdamWFloat8, PlanesOfAnUpdateAreThoseOfAForeignWrite) {
   const std::vector<GroupCase> cases{
       {"zero3", {1}},

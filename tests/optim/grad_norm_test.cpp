@@ -17,7 +17,7 @@ struct ClipCase {
   std::vector<MeshAxis> axes;
 };
 
-// The gradient of rank r is (r + 1) times this: bf16 holds it exactly.
+// The gradient of rank r is (r + 1) times this: it is exact in bf16.
 at::Tensor base(const ParamGroup& group) {
   return whole_gradient(group, at::full({40}, 2), at::full({25}, -1));
 }
@@ -56,8 +56,8 @@ TEST(GradNorm, B22_EveryElementCountsOnceWhateverIsReplicated) {
   }
 }
 
-// Tensor parallelism cuts one weight by rows and one by columns, and all ranks
-// share one. Each rank of tp computed a part of its gradient.
+// Tensor parallelism splits one weight by rows and one by columns, and all
+// ranks share one. Each rank of tp computed a part of its gradient.
 TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
   const at::Tensor cut = at::arange(1, 25).view({4, 6}).to(at::kFloat);
   const at::Tensor shared = at::full({7}, 4, at::kFloat);
@@ -142,7 +142,7 @@ TEST(GradNorm, G1_EveryElementCountsOnceOnEveryGrid) {
       EXPECT_NEAR(clip.norm.item<double>(), want, want * 1e-6)
           << c.strategy << " dp " << c.dp << " tp " << c.tp;
       if (c.strategy == "zero3") {
-        // A weight that is not cut over tp is sharded over dp and tp.
+        // A weight that is not split over tp is sharded over dp and tp.
         EXPECT_EQ(all.back()->layout().num_shards(), c.dp * c.tp);
         EXPECT_EQ(all.front()->layout().num_shards(), c.dp);
       }

@@ -37,7 +37,7 @@ inline std::unique_ptr<ParamGroup> make_group(
       Initializer(5));
 }
 
-/// Returns a whole gradient: `values` in both parameters, padding zero.
+/// Returns a full gradient: `values` in both parameters, padding zero.
 inline at::Tensor whole_gradient(
     const ParamGroup& group,
     const at::Tensor& weight,

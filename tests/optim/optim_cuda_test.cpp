@@ -17,8 +17,8 @@ struct KernelCase {
   std::vector<DecayRange> decay;
 };
 
-// More elements than one launch has threads, decay cuts inside a vector of
-// four, runs of one element.
+// More elements than one launch has threads, decay that changes inside a vector
+// of four, runs of one element.
 std::vector<KernelCase> kernel_cases() {
   return {
       {16, {{16, 0.1F}}},

@@ -110,7 +110,7 @@ TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
   EXPECT_TRUE(group->weights().compute_shard().equal(
       group->weights().main().local().to(at::kBFloat16)));
   EXPECT_GT(group->weights().version(), generation);
-  // The optimizer's own write is no foreign one.
+  // The optimizer's own write does not count as a foreign write.
   EXPECT_FALSE(group->weights().adopt_foreign_writes());
 }
 
@@ -137,7 +137,7 @@ TEST(Optimizer, GroupsWithoutGradientAreLeftAlone) {
   for (const auto& [name, state] : adamw.state(1)) {
     EXPECT_EQ(state.abs().sum().item<double>(), 0) << name;
   }
-  // Its bias correction begins with its own first step.
+  // Its bias correction starts with its own first step.
   reduce_constant(*idle, 1);
   const at::Tensor b = bias(*idle).clone();
   adamw.step(0.01);

@@ -53,7 +53,7 @@ TEST(BlockStages, FollowFromTheEdgesOfTheNodes) {
       {routed[0], mixed[1]},
       {side[0], late[0]});
   expect_stage(PlanNode::experts, {5, 6}, rows, second);
-  // The exchange reads an addend, which has no separate gradient there.
+  // The exchange reads an addend. The addend has no separate gradient there.
   expect_stage(PlanNode::combine, {7}, second, back);
   expect_stage(PlanNode::merge, {8}, {back[0], late[0], 0}, {stages.result()});
   EXPECT_TRUE(stages.is_read(side[0], PlanNode::experts, PlanNode::merge));

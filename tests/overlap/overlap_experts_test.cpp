@@ -23,7 +23,7 @@ std::vector<MoeOverlapCase> whole_matrix() {
           const bool gathers = std::string(strategy) == "zero3";
           cases.push_back(
               {.strategy = strategy,
-               // Experts that are gathered, and such that stay.
+               // Experts that are all-gathered or stay unsharded.
                .edp = ep == 2 && gathers ? 2 : 1,
                .ep = ep,
                .copies = (bits + microbatches + number / 8) % 2 == 0,
@@ -179,8 +179,8 @@ TEST(OverlapSelective, RecomputesWhatFollowsAttention) {
   }
 }
 
-// Weights that the program unsharded hold more slots than the plan has: in that
-// step some are at other addresses.
+// Weights that the program unsharded use more buffers than the plan has: in
+// that step some are at other addresses.
 TEST(OverlapGraphsThat, FindASlotElsewhereRunEagerly) {
   MoeOverlapCase c{
       .layers = 6,
@@ -308,8 +308,8 @@ TEST(OverlapExchange, RanksExchangeWhatThePlanSays) {
           }
         }
         EXPECT_EQ(got, want) << "rank " << context.rank;
-        // Each gather of a layer's unit is one of its dense weights and one of
-        // its experts.
+        // Each unshard of a layer's unit is an all-gather of its dense weights
+        // and an all-gather of its experts.
         int planned = 0;
         for (const Action& action : trainer.runtime->trace().actions) {
           planned += action.kind == ActionKind::gather ? 1 : 0;

@@ -23,7 +23,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Bool(),
     [](const auto& info) { return info.param ? "copies" : "collective"; });
 
-// The backward of the first microbatch has begun, and the second's forward.
+// The backward of microbatch 1 and the forward of microbatch 2 have started.
 TEST_P(OverlapFaults, ARankKilledInMidScheduleIsNamed) {
   constexpr int kCulprit = 1;
   const MoeOverlapCase c{

@@ -91,8 +91,8 @@ TEST(OverlapGradients, AnExpertIsUsedOnlyInTheLastMicrobatch) {
   }
 }
 
-// The tied weight belongs to the root, whose backward is open from the head to
-// the embedding.
+// The tied weight belongs to the root. The root's backward is open from the
+// head to the embedding.
 TEST(OverlapGradients, ATiedHeadHasOneGradient) {
   for (MoeOverlapCase c : uneven_cases()) {
     c.change_model = [](models::ModelConfig& model) {
@@ -103,7 +103,7 @@ TEST(OverlapGradients, ATiedHeadHasOneGradient) {
   }
 }
 
-// Their gradients are computed in the backward, those of weights after it.
+// Their gradients are computed in the backward, weight gradients after it.
 TEST(OverlapGradients, ExpertsWithBiasesAndSinks) {
   for (MoeOverlapCase c : uneven_cases()) {
     c.options.shared_experts = false;
@@ -184,7 +184,7 @@ TEST(OverlapGradients, EveryParameterIsReducedOnceInABackward) {
             const auto num_parameters =
                 static_cast<int>(of->parameters().size());
             // The tied weight gets one in the head's run of the engine, and one
-            // in the embedding's. It is the root's only parameter.
+            // in the embedding's run. It is the root's only parameter.
             const int runs = tied && unit == root ? 2 : 1;
             EXPECT_EQ(gradients[unit], 3 * runs * num_parameters) << unit;
             if (num_parameters > 0) {

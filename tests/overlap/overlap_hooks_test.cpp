@@ -1,7 +1,7 @@
 // A schedule that runs modules in pieces has to act for the runtime at certain
 // moments. There is one test for each row of the table in the description of
-// Megatron-FSDP's 1F1B support. A test's name begins with the hook's. A pass is
-// driven by hand, without an OverlapRunner.
+// Megatron-FSDP's 1F1B support. The hook's name is the first part of the test's
+// name. A pass is driven by hand, without an OverlapRunner.
 #include "flatshard/core/error.h"
 #include "flatshard/nn/detached.h"
 #include "flatshard/overlap/backward_pass.h"
@@ -21,7 +21,7 @@ using ::testing::HasSubstr;
 
 constexpr int kNode = 3;
 
-// One microbatch of two blocks, whole blocks as pieces.
+// One microbatch of two blocks, each block as one piece.
 struct HandDriven {
   explicit HandDriven(
       const RankContext& context,

@@ -1,5 +1,5 @@
-// Measures the memory of a step of two microbatches in addition to plain
-// accumulation's.
+// Measures the additional memory of a step of two microbatches over plain
+// accumulation.
 #include "flatshard/schedule/slot_plan.h"
 #include "tests/overlap/overlap_moe.h"
 
@@ -115,7 +115,7 @@ class CountingAllocator : public c10::Allocator {
     default_copy_data(to, from, n);
   }
 
-  /// Above what is held now, the most that `work` held at once.
+  /// Returns the peak memory of `work` above the memory allocated before it.
   std::int64_t most_during(const std::function<void()>& work) {
     std::int64_t rest = 0;
     {
@@ -194,9 +194,9 @@ TEST(OverlapMemory, OneLayersActivationsMore) {
   c10::SetCPUAllocator(before, 1);
   EXPECT_GT(layer, 0);
   EXPECT_LE(both, plain + layer);
-  // The inputs of delayed products, of one layer.
+  // The inputs of one layer's delayed weight gradients.
   EXPECT_LE(late, plain + 2 * layer);
-  // Each layer but one keeps its input alone.
+  // All layers but one keep only their input.
   EXPECT_LT(recomputed, plain - 4 * layer);
 }
 

@@ -62,7 +62,7 @@ MoeOverlapTrainer::MoeOverlapTrainer(
   if (options.ep > 1 || options.exchanges_alone) {
     make_exchange(streams);
   }
-  // The runner cuts blocks at exchanges, also without ranks to exchange with.
+  // The runner splits blocks at exchanges, even if there are no other ranks.
   std::shared_ptr<nn::TokenExchange> of_layers = exchange;
   if (!exchange && options.with_runner) {
     of_layers =

@@ -60,7 +60,7 @@ class NotedExchange : public nn::LocalExchange {
 };
 
 // On a GPU, memory of another stream waits for compute before it is used again,
-// and memory of compute for the other stream. Then a step would hold the
+// and memory of compute for the other stream. Otherwise, a step would keep the
 // activations of many microbatches.
 TEST(OverlapMoe, RowsThatStayAreAllocatedOnCompute) {
   const auto local = std::make_shared<NotedExchange>();

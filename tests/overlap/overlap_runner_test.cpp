@@ -91,7 +91,7 @@ TEST(OverlapRunner, P8_EqualsPlainAccumulationPairwise) {
   }
 }
 
-// The whole matrix: --gtest_also_run_disabled_tests.
+// The full matrix: --gtest_also_run_disabled_tests.
 TEST(OverlapRunner, DISABLED_EqualsPlainAccumulationInTheWholeMatrix) {
   for (const OverlapCase& c : whole_matrix()) {
     expect_equal_to_plain(c);

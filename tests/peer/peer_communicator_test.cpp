@@ -18,7 +18,7 @@ TEST(PeerCommunicator, ReducesToTheGroupsBits) {
   for (const int world : {2, 3}) {
     run_ranks(world, [](RankContext& context) {
       const auto plain = context.gloo("plain");
-      // Rows of 256 bytes: the larger ones take many pieces.
+      // Rows of 256 bytes: the larger ones are split into many pieces.
       const auto copies = make_peer_communicator(
           plain,
           {.reductions_nbytes = 1,
@@ -49,7 +49,7 @@ TEST(PeerCommunicator, ReducesToTheGroupsBits) {
   }
 }
 
-// Rows go as over the group itself, which sees nothing of it.
+// Rows are sent as over the group itself, without its collectives.
 TEST(PeerCommunicator, PassesRowsOn) {
   run_ranks(3, [](RankContext& context) {
     const auto plain = context.gloo("plain");

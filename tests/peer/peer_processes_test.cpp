@@ -1,4 +1,4 @@
-// Peer memory between processes, which is what it is for.
+// Peer memory between processes: its main use.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <signal.h>

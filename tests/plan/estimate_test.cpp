@@ -25,7 +25,7 @@ TEST(Memory, CountsBytesByHand) {
   EXPECT_EQ(table.at("compute weights"), 4 * 1000 * 2);
   EXPECT_EQ(table.at("gradients"), 4 * 1000 * 2);
   EXPECT_EQ(table.at("optimizer state"), 4 * 1000 * 8);
-  // At most 2 gathered units and 2 gradient slots of 4000 bytes, aligned to
+  // At most 2 unsharded units and 2 gradient buffers of 4000 bytes, aligned to
   // 4096, at once.
   EXPECT_EQ(table.at("slot pool"), 4 * 4096);
 }

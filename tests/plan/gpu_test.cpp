@@ -27,7 +27,7 @@ TEST(Curve, InterpolatesInTheLogarithmOfTheSize) {
   EXPECT_DOUBLE_EQ(curve.at(2), 15);
   EXPECT_DOUBLE_EQ(curve.at(8), 30);
   EXPECT_DOUBLE_EQ(curve.at(1000), 40);
-  // Half the size takes the time of the least one, so half the rate.
+  // Half the size has the same time as the smallest size, so half the rate.
   EXPECT_DOUBLE_EQ(curve.at(0.5), 5);
 }
 
@@ -56,7 +56,7 @@ TEST(Kernel, PricesByHand) {
   EXPECT_DOUBLE_EQ(
       Kernel::experts(Product::wgrad, 3, 100, 200, 50).seconds(gpu),
       6e-6);
-  // 2 products of 2 T^2 / 2 d, of 4 heads.
+  // 2 matmuls of 2 T^2 / 2 d, of 4 heads.
   EXPECT_DOUBLE_EQ(
       Kernel::attention(false, 1, 4, 1000, 128).flops(),
       2 * 4 * 1e6 * 128);
@@ -91,7 +91,7 @@ TEST(Gpu, TablesOfDataSheetsSaySo) {
     }
   }
   EXPECT_TRUE(find_gpu("a100").float8.empty());
-  // Twice the peak takes half the time.
+  // Twice the peak rate is half the time.
   EXPECT_NEAR(
       find_gpu("h100").product_seconds(Product::forward, 8192, 8192, 8192) /
           find_gpu("b200").product_seconds(Product::forward, 8192, 8192, 8192),

@@ -13,7 +13,7 @@ namespace {
 
 constexpr double kGb = 1e9;
 
-/// Passes that take so many seconds each on round_gpu().
+/// Forwards and backwards of these numbers of seconds each on round_gpu().
 Job timed_job(int layers, std::int64_t ranks, double forward, double backward) {
   Job job = small_job(layers, ranks);
   NodeWork& node = job.layer_kinds[0].nodes[PlanNode::attend];
@@ -26,8 +26,8 @@ StepPlan step_of(const Job& job, const Gpu& gpu = round_gpu()) {
   return plan_step(job, plan_units(job), gpu);
 }
 
-/// Returns a GPU whose gather of a whole unit takes `gather` seconds, and whose
-/// reduction takes `reduce`.
+/// Returns a GPU with a time of `gather` seconds for a unit's all-gather, and
+/// of `reduce` seconds for its reduction.
 Gpu with_links(double ranks, double gather, double reduce) {
   Gpu gpu = round_gpu();
   const double moved = 2 * 1000 * (ranks - 1);
@@ -50,10 +50,10 @@ TEST(StepPlan, OneRankIsItsCompute) {
   EXPECT_NEAR(step.exposed_seconds, 0, 1e-4);
 }
 
-// Gathers are one unit ahead, so those that are shorter than a forward are
-// hidden. Exposed are the first gather, the backward's first one and the last
-// reduction, which nothing follows. The optimizer and the head, which run in
-// parallel with the two gathers, take no time here.
+// All-gathers run one unit ahead, so an all-gather shorter than a forward is
+// hidden. The first all-gather, the backward's first one and the last reduction
+// are exposed: there is nothing to overlap them with. The optimizer and the
+// head run in parallel with the two all-gathers, in no time here.
 TEST(StepPlan, HidesTransfersThatAreShorterThanCompute) {
   const Job job = timed_job(4, 4, 1, 2);
   const StepPlan step = step_of(job, with_links(4, 0.5, 0.5));
@@ -62,13 +62,13 @@ TEST(StepPlan, HidesTransfersThatAreShorterThanCompute) {
   EXPECT_NEAR(step.device_seconds, 13.5, 1e-3);
 }
 
-// Gathers of 3 s take as long as the forward. In the backward 3 of the 4 units
-// are gathered again, each in parallel with the reduction of an earlier one.
+// All-gathers of 3 s are as long as the forward. In backward, 3 of the 4 units
+// are all-gathered again, each in parallel with an earlier reduction.
 TEST(StepPlan, FollowsTheLinkWhereThatIsSlower) {
   const Job job = timed_job(4, 4, 1, 2);
   const StepPlan fast = step_of(job, with_links(4, 0.5, 0.5));
   const StepPlan slow = step_of(job, with_links(4, 3, 0.5));
-  // The forward: a gather after the other, then the last forward.
+  // The forward: one all-gather after the other, then the last forward.
   EXPECT_GT(slow.device_seconds, 4 * 3 + 1 + 3 * 3);
   EXPECT_GT(slow.device_seconds, fast.device_seconds);
   EXPECT_NEAR(slow.compute_seconds, fast.compute_seconds, 1e-3);
@@ -113,8 +113,8 @@ TEST(StepPlan, SumsOfCopiedReductionsShareTheGpuWithCompute) {
   EXPECT_NEAR(summed.device_seconds, copied.device_seconds + 3 * 0.5, 1e-3);
 }
 
-// The gathers and reductions on the streams are those that the Scheduler
-// answers to the events of a plain step.
+// The all-gathers and reductions on the streams are the Scheduler's answers to
+// the events of a plain step.
 TEST(StepPlan, HasTheSchedulersActions) {
   const Job job = timed_job(5, 4, 1, 2);
   const auto units = plan_units(job);
@@ -204,7 +204,7 @@ TEST(StepPlan, EachMicrobatchInFlightKeepsItsActivations) {
   }
 }
 
-/// Gathers and reductions of activations of 4 GB among 4 ranks, 3 s each on
+/// All-gathers and reductions of activations of 4 GB among 4 ranks, 3 s each on
 /// round_gpu(), around layers of one rank.
 Job shared_job(const Kernels& forward) {
   Job job = small_job(2, 1);
@@ -238,8 +238,8 @@ TEST(StepPlan, ComputeWaitsForActivationsOfOtherRanks) {
   EXPECT_NEAR(step.transfers.at("TP reduce-scatter"), 6, 1e-6);
 }
 
-// nn::linears works the same way: the inputs are gathered in parallel with the
-// product before them, and the reduction with the product after it.
+// nn::linears works the same way: the inputs are all-gathered in parallel with
+// the previous matmul, and the reduction with the next matmul.
 TEST(StepPlan, ComputeGoesOnUntilItNeedsTheActivations) {
   const auto start = [](Transfer transfer) {
     return Kernel::exchange(transfer, 4 * kGb, /*overlaps=*/true);
@@ -259,7 +259,7 @@ TEST(StepPlan, ComputeGoesOnUntilItNeedsTheActivations) {
   const StepPlan hidden = step_with(3, 3);
   EXPECT_NEAR(hidden.device_seconds, 2 * (3 + 3 + 1), 1e-3);
   EXPECT_NEAR(hidden.exposed_tensor_seconds, 0, 1e-3);
-  // 1 s of the gather is left, and 2 s of the reduction.
+  // 1 s of the all-gather is left, and 2 s of the reduction.
   const StepPlan exposed = step_with(2, 1);
   EXPECT_NEAR(exposed.device_seconds, 2 * (2 + 1 + 1 + 2 + 1), 1e-3);
   EXPECT_NEAR(exposed.exposed_tensor_seconds, 2 * (1 + 2), 1e-3);

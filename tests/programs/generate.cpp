@@ -200,8 +200,8 @@ class Generator {
   bool several_ = false;
 };
 
-// Appends to `out` a copy of `program` for each cut inside `node`, which is
-// found in it by `path`.
+// Appends to `out` copies of `program`, each with one simplification inside the
+// `node` at `path`.
 void cut_nodes(
     const json& program,
     const json::json_pointer& path,

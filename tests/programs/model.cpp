@@ -149,8 +149,8 @@ Bundle NodeImpl::forward(Bundle in) {
     }
   }
   if (is_root_) {
-    // A hook that fails on the very output runs before the backward of any
-    // unit began: nothing is dropped then, as nothing was added.
+    // A hook that fails on the output itself runs before the backward of any
+    // unit: nothing is dropped then, as nothing was added.
     in.x = in.x * 1.0;
   }
   return in;
@@ -182,7 +182,7 @@ void NodeImpl::run(Op& op, Bundle& in) {
       x = x * op.p.mean();
     } else if (
         situation_->has_dead_calls || situation_->fail_backward == op.number) {
-      // A separate tensor: the hook that throws is not the former one's.
+      // A separate tensor: the failing hook must not be on the previous one.
       x = x * 1.0;
     }
   } else if (kind == "child") {

@@ -30,8 +30,8 @@ struct Situation {
   int step = 0;
   int microbatch = 0;
   int rank = 0;
-  /// Whether a unit's outputs want gradients may not differ between ranks. The
-  /// inputs ensure that when only some ranks use parameters.
+  /// Whether a unit's outputs require gradients may not differ between ranks.
+  /// The inputs ensure that when only some ranks use parameters.
   bool inputs_want_grad = false;
   /// Nor may it depend on the rank whether a call is dead, as it would with a
   /// unit that returns its own input on some.
@@ -46,8 +46,8 @@ struct Situation {
 ///     {"unit": true, "ops": [{"op": "linear"}, {"op": "child", "a": 0}],
 ///      "children": [{...}]}
 ///
-/// `a` and `b` name children by index. Each operation takes and gives a Bundle;
-/// docs are next to their names in model.cpp.
+/// `a` and `b` name children by index. Each operation maps a Bundle to a
+/// Bundle; docs are next to their names in model.cpp.
 class NodeImpl : public nn::Module {
  public:
   NodeImpl(
@@ -88,10 +88,10 @@ struct ProgramModel {
   explicit ProgramModel(const nlohmann::json& program);
 
   /// The first model, and by "link" the others:
-  ///   chain     each takes what the one before gives
+  ///   chain     each gets the output of the one before
   ///   back      the same, then the first one again
-  ///   detached  each takes the same without its gradient, and adds to it
-  ///   sum       all take `in`
+  ///   detached  each gets the same without its gradient, and adds to it
+  ///   sum       all get `in`
   Bundle operator()(Bundle in);
   /// Returns the prefix of a model's parameters.
   static std::string prefix_of(std::size_t model);

@@ -26,7 +26,7 @@ namespace flatshard::testing {
 nlohmann::json
 random_program(std::uint64_t seed, int world, int num_models = 1);
 
-/// Smaller programs, each with one thing less; the largest cuts first.
+/// Smaller programs, each with one simplification; the largest ones first.
 std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program);
 
 int world_of(const nlohmann::json& program);
@@ -42,8 +42,8 @@ struct ProgramResult {
 };
 
 /// Runs a program on this rank, sharded over `mesh` and plain, and compares the
-/// gradients before and the weights after every step. `log` is the mesh's. An
-/// unintended exception of the sharded model is a problem too.
+/// gradients before and the weights after every step. `log` is the log of the
+/// mesh. An unintended exception of the sharded model is a problem too.
 ProgramResult run_program(
     const nlohmann::json& program,
     const std::shared_ptr<Mesh>& mesh,

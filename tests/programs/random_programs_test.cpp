@@ -1,6 +1,6 @@
 // Random training programs, sharded and plain. Under ctest: some hundreds. Run
-// by hand, it takes any number, and with --shrink a failing one becomes the
-// smallest program that still fails; see --help.
+// by hand, any number, and with --shrink a failing one becomes the smallest
+// program that still fails; see --help.
 #include "tests/programs/found.h"
 #include "tests/programs/program.h"
 #include "tests/support/case_name.h"
@@ -202,7 +202,7 @@ json shrink(const std::string& self, json program) {
   return program;
 }
 
-// The programs run in a separate process, which may crash or hang.
+// The programs run in a separate process because they may crash or hang.
 int find_and_shrink(
     const std::string& self,
     int world,
