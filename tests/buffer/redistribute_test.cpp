@@ -264,7 +264,7 @@ TEST(Redistribute, GathersInPlace) {
     own.redistribute({R, R}, Purpose::gather, &whole);
     expect_result(whole, {S, S}, {R, R}, "in place");
 
-    // Gathering over the outer axis only gives the contiguous inner shard.
+    // All-gathering over the outer axis gives the contiguous inner shard.
     const FlatBuffer inner = own.redistribute({R, S}, Purpose::gather);
     expect_result(inner, {S, S}, {R, S}, "outer axis");
   });

@@ -250,7 +250,7 @@ TEST_F(Checkpoints, ASecondRunInTheFolderIsRefused) {
             ::testing::EndsWith("\n1\n")));
   }
   EXPECT_FALSE(fs::exists(folder_ / "shared" / "earlier"));
-  // A killed process releases its lock, although the file still exists.
+  // A killed process has no lock any more, although the file still exists.
   EXPECT_THAT(first.output, HasSubstr("\"process\":"));
   const Result next = run("shared", 2, "--set training.steps=2");
   EXPECT_EQ(next.code, 0) << next.output;

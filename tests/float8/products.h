@@ -42,7 +42,7 @@ inline Exact exact(const Operand& a, const Operand& b) {
   return {x.mm(y), x.abs().mm(y.abs())};
 }
 
-/// |got - want| <= of_sums * sums of magnitudes + half an ulp of got's dtype.
+/// `|got - want|` <= of_sums * sums of magnitudes + half an ulp of got's dtype.
 inline void expect_product(
     const at::Tensor& got,
     const at::Tensor& want,

@@ -8,7 +8,7 @@
 
 namespace flatshard::nn {
 
-/// Returns the largest |got - want|, relative to the largest |want|.
+/// Returns the largest `|got - want|`, relative to the largest `|want|`.
 inline double relative_error(const at::Tensor& got, const at::Tensor& want) {
   const at::Tensor w = want.detach().to(at::kDouble);
   const at::Tensor g = got.detach().to(at::kDouble);

@@ -272,7 +272,8 @@ def test_states_with_other_numbers_of_steps(mesh, rank):
 
 
 def test_gradients_that_no_backward_made(mesh, rank):
-    """Set by the program before any backward, and those of one unit after some."""
+    """Gradients set by the program before any backward, and gradients of one unit after
+    some."""
     results = []
     for kind in KINDS:
         model, optimizer = made(kind, mesh)

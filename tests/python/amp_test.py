@@ -13,8 +13,9 @@ from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.training import data, full_state, shard
 
-# With AdamW's own eps (1e-8) a gradient that is almost zero makes a whole update of its
-# rounding. That rounding depends on the order of sums, and so on ranks and kernels.
+# With AdamW's default eps (1e-8), a gradient that is almost zero turns its rounding
+# error into a full-sized update. That rounding depends on the order of sums, and so on
+# ranks and kernels.
 EPS = {"eps": 1e-4}
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, EPS),

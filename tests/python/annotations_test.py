@@ -1,4 +1,4 @@
-"""Every public function has type annotations, which resolve."""
+"""Every public function has type annotations, and they resolve."""
 
 import inspect
 import typing

@@ -114,7 +114,7 @@ def test_1f1b_with_three_slots_of_gradients(mesh):
 
 
 def forward_in_pieces(model, steps, x):
-    """Pieces of the whole model. The last one's output is the loss."""
+    """Runs the full model in pieces. The output of the last one is the loss."""
     pieces = []
 
     def run(function, x):

@@ -124,7 +124,7 @@ TORCHS = {
     "plain": (torch.optim.SGD, {}),
     "flatshard": (flatshard.optim.AdamW, {}),
 }
-# They keep numbers for each parameter, which are not like it.
+# They keep numbers for each parameter whose shapes differ from the parameter's shape.
 REFUSED = {"nadam": "mu_product", "asgd": "eta|ax|mu"}
 
 

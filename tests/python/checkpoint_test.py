@@ -93,7 +93,7 @@ def test_other_numbers_of_ranks(folder, mesh, rank, world):
         name: optimizer_a.state[p]["exp_avg"].full_tensor()
         for name, p in a.named_parameters()
     }
-    # One mesh of one rank for each, with the whole model on it.
+    # Each rank has a mesh of one rank with the full model on it.
     alone = [DeviceMesh(DEVICE, [r]) for r in range(world)][rank]
     b, optimizer_b = made(adam, alone, seed=1)
     checkpoint.load(folder, b, optimizer_b)
@@ -265,7 +265,7 @@ def test_shards_are_plain_safetensors(optimizer, folder, mesh, rank, world):
 
 
 class Unusual(torch.optim.SGD):
-    """Keeps a number that nobody could put into a tensor file."""
+    """Keeps a number that cannot be stored in a tensor file."""
 
     def step(self, closure=None):
         super().step(closure)

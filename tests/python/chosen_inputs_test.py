@@ -262,7 +262,7 @@ def test_hooks_of_several_gradients(before, mesh, rank):
 
 
 def test_gradients_of_torchs_dtensors_stay_as_they_are(mesh, rank, world):
-    """Next to a parameter, and alone: a partial sum is summed where it is used."""
+    """With and without a parameter: a partial sum is summed where it is used."""
     model = shard(stack(), mesh)
     ones = on_device(torch.ones(4))
     cut = DTensor.from_local(on_device(torch.eye(4)), mesh, [Shard(0)])

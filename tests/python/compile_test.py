@@ -1,5 +1,5 @@
-"""torch.compile over and inside sharded modules: the graphs hold no trace of
-sharding, so they are compiled once and give what eager code gives."""
+"""torch.compile over and inside sharded modules: the graphs contain no trace of
+sharding, so they are compiled once and give the results of eager code."""
 
 import copy
 
@@ -162,7 +162,7 @@ def fp8_blocks(mesh, mode):
 
 
 def test_graphs_of_torch_leave_fp8_products_out():
-    """They would hold the planes of one step: torch has to run around them."""
+    """They would capture the planes of one step: torch has to run around them."""
     for name in ("float8_linear", "float8_linear_backward"):
         operator = getattr(torch.ops.flatshard, name).default
         assert torch.Tag.cudagraph_unsafe in operator.tags

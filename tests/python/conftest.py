@@ -50,10 +50,9 @@ _calm = set()
 def calm_gloo():
     """Gloo's event loops do not preempt those that send to them.
 
-    A loop tries for the lock of a connection again and again. If there are more ranks
-    than cores, the thread that holds it has often been preempted by the loop that its
-    message woke. That cost half of the time. The loops among Gloo's threads have no
-    name.
+    A loop tries to lock a connection again and again. If there are more ranks than
+    cores, the thread that owns the lock is often preempted by the loop that its message
+    woke. That cost half of the time. The loops among Gloo's threads have no name.
     """
     main = os.getpid()
     own = Path(f"/proc/{main}/task/{main}/comm").read_text()

@@ -1,4 +1,4 @@
-"""copy_engines: gathers and reductions by copies between the ranks' memory."""
+"""copy_engines: all-gathers and reductions by copies between the ranks' memory."""
 
 import pytest
 import torch
@@ -57,8 +57,8 @@ def test_beside_other_options(options, mesh, rank, world):
     for model in models:
         optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
         train(model, rank, accumulation=2, optimizer=optimizer)
-    # The core's kernel that also writes compute weights is another one, which rounds
-    # some products elsewhere.
+    # The core's kernel that also writes compute weights is another one. It rounds some
+    # intermediate values elsewhere.
     assert_alike(models, BF16, world, exact=DEVICE == "cpu")
 
 

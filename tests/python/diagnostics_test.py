@@ -35,7 +35,8 @@ def test_norms_are_those_of_one_process(strategy, mesh, rank, world):
             assert found[name].grad is None
         else:
             assert found[name].grad == pytest.approx(p.grad.norm().item(), rel=1e-4)
-    # The gradients are still the program's: they accumulate and go.
+    # The gradients still belong to the program: they accumulate, and zero_grad drops
+    # them.
     before = model.head.weight.grad.full_tensor().clone()
     model.loss(torch.Generator().manual_seed(rank)).backward()
     torch.testing.assert_close(model.head.weight.grad.full_tensor(), 2 * before)

@@ -1,5 +1,5 @@
-"""Checks the report of `python -m flatshard.doctor` on a machine, and how it ends. Its
-steps are taken for granted here, but for one; wheel_test.sh runs all of it."""
+"""Checks the report of `python -m flatshard.doctor` on a machine, and its exit status.
+Its steps, except for one, are replaced here; wheel_test.sh runs all of it."""
 
 import re
 

@@ -118,7 +118,7 @@ class Scaled(torch.Tensor):
 
 
 class OfTorchao(torch.Tensor):
-    """A stand-in for torchao's, which tests/python/torchao_test.py has."""
+    """A stand-in for torchao's class. tests/python/torchao_test.py has the real one."""
 
     __module__ = "torchao.float8.fsdp_utils"
 

@@ -19,7 +19,7 @@ ROWS = 12
 
 
 class Rounded(torch.Tensor):
-    """Float32 that is gathered as bfloat16. Operations compute with the float32
+    """Float32 that is all-gathered as bfloat16. Operations compute with the float32
     values."""
 
     @staticmethod
@@ -120,8 +120,8 @@ class RoundedLinear(nn.Linear):
 
 
 def nets(kind, make):
-    """A model of layers of `kind` whose weights `make` makes anew, and the model of the
-    same values before that."""
+    """Returns a model of layers of `kind` whose weights are replaced by `make`, and the
+    model with the same values before that."""
     torch.manual_seed(1)
     plain = nn.Sequential(kind(6, ROWS), nn.Tanh(), kind(ROWS, ROWS), kind(ROWS, ROWS))
     plain = on_device(plain)

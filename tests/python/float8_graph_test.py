@@ -25,7 +25,7 @@ BLOCKS = 3
 
 
 class HalfRecomputing(Block):
-    """The first of its products runs again in the backward."""
+    """Its first matmul runs again in the backward."""
 
     def first(self, x):
         return torch.relu(self.up(self.norm(x)))
@@ -54,7 +54,8 @@ def pair(fp8, mesh, block=Block, cuda_graph=True, **options):
 
 
 def both(fp8, mesh, rank, block=Block, options=None, **training):
-    """Trains both, whose bits have to be equal. The stats, and the models."""
+    """Trains both. Their results have to be bitwise equal. Returns the stats and
+    models."""
     eager, graphs = pair(fp8, mesh, block, **(options or {}))
     assert_same(train(eager, rank, **training), train(graphs, rank, **training))
     return flatshard.cuda_graph_stats(graphs), (eager, graphs)
@@ -84,7 +85,7 @@ def test_parts(kind, parts, mesh, rank, world):
     fp8 = policy(*KINDS[kind], gather_parts=parts)
     stats, _ = both(fp8, mesh, rank)
     assert_replays(stats, REPLAYED * BLOCKS)
-    # The first backward teaches what a recomputation gathers: plans come later.
+    # The first backward shows which all-gathers a recompute needs: plans come later.
     stats, _ = both(fp8, mesh, rank, HalfRecomputing, steps=STEPS + 2)
     late = REPLAYED if world > 1 else REPLAYED + 2
     assert_replays(stats, late * BLOCKS)
@@ -94,7 +95,7 @@ def test_microbatches_and_columns_that_stay(mesh, rank):
     for keep in (False, True):
         fp8 = policy("tensorwise", keep_column_plane=keep)
         stats, _ = both(fp8, mesh, rank, microbatches=3)
-        # Slots that outlive a step are planned anew after the first.
+        # Buffers that outlive a step are planned again after the first.
         late = REPLAYED - 1 if keep else REPLAYED
         assert_replays(stats, late * BLOCKS * 3)
 

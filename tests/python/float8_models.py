@@ -1,4 +1,4 @@
-"""Small models whose weights every FP8 recipe takes, and how they are trained."""
+"""Small models whose weights every FP8 recipe supports, and how they are trained."""
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Recomputing(Block):
-    """Its products run again in the backward."""
+    """Its matmuls run again in the backward."""
 
     reentrant = False
 
@@ -104,7 +104,7 @@ def shard(model, mesh, fp8, **options):
 
 
 def one_rank(world):
-    """A mesh of this rank alone."""
+    """Returns a mesh with only this rank."""
     return named_mesh(copies=world, alone=1)["alone"]
 
 

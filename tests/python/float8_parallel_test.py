@@ -1,4 +1,4 @@
-"""FP8 weights of layers that tensor parallelism cuts."""
+"""FP8 weights of layers that tensor parallelism splits."""
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_ranks_are_bitwise_one_with_their_microbatches(recipe, dp, world):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_a_column_parallel_layer_has_the_numbers_of_the_whole(recipe, dp, world):
-    """Its rows have scales of their own. The bias is cut with it."""
+    """Its rows have scales of their own. The bias is split with it."""
     results = []
     for mesh in (named_mesh(dp=dp, tp=TP), named_mesh(copies=world, dp=1)):
         torch.manual_seed(0)

@@ -89,7 +89,7 @@ def test_equals_the_cast_of_torch_where_that_is_defined():
 
 
 def test_one_scale_over_all_ranks(rank, world):
-    """Shards quantized with the largest amax are the shards of the whole."""
+    """Shards quantized with the largest amax equal the shards of the full tensor."""
     whole = values(16 * world, 64)
     mine = whole[16 * rank : 16 * (rank + 1)]
     largest = float8.amax(mine).view(torch.int32)

@@ -178,7 +178,7 @@ class Odd(nn.Module):
 
     def forward(self, x):
         twice = self.layer(x) + self.layer(x)
-        # Nobody asks for the gradient of this input.
+        # The gradient of this input is not needed.
         stepped = self.last(torch.floor(4 * twice))
         empty = self.layer(x[:0])
         return stepped + self.layer(x[0]) + empty.sum()
@@ -186,7 +186,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_F15_a_layer_that_is_called_in_odd_ways(backend, mesh, rank, world):
-    """Compilers join equal calls and drop those whose results nobody needs."""
+    """Compilers join equal calls and drop those whose results are not needed."""
     if backend == "inductor" and world > 2:
         pytest.skip("what it compiles is that of two ranks, and takes long")
     torch._dynamo.reset()
@@ -308,7 +308,7 @@ def test_what_was_quantized_is_not_taken_for_what_was_written(mesh, rank):
             results.append(m(x))
     assert torch.equal(*results)
     assert inputs_of(model) == (4, 2)
-    # Nor for another call's, or where nobody counts writes.
+    # Nor for another call's input, or if torch counts no writes.
     with torch.inference_mode():
         assert torch.equal(model(x), results[0])
     assert inputs_of(model) == (10, 2)
@@ -361,7 +361,7 @@ def test_a_model_that_is_deleted_is_gone(mesh, rank):
     assert kept[0]() is None
 
 
-# -- a program that goes another way ----------------------------------------------------
+# -- programs that use FP8 layers in other ways -----------------------------------------
 
 
 class Reads(Block):

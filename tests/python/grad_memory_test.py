@@ -104,7 +104,7 @@ def test_one_buffer_next_to_others(mesh, rank, world):
 
 
 def test_a_flat_buffer(mesh, rank, world):
-    """A buffer of all local gradients, which a program reduces or clips as one."""
+    """A buffer of all local gradients, for programs that reduce or clip them as one."""
     plain, model = pair(mesh)
     parameters = list(model.parameters())
     sizes = [p.to_local().numel() for p in parameters]
@@ -129,7 +129,7 @@ def test_a_flat_buffer(mesh, rank, world):
 
 
 def test_swapped_gradients(mesh, rank, world):
-    """Gradients of two losses, which PCGrad and the like keep apart."""
+    """Gradients of two losses, kept apart as in PCGrad and similar methods."""
     plain, model = pair(mesh)
     sets = []
     for step in range(2):
@@ -187,7 +187,7 @@ def test_a_kept_gradient_stays(kept, mesh, rank, world):
 
 
 def test_a_gradient_that_comes_back(mesh, rank, world):
-    """It was taken away for a backward that did not reach its parameter."""
+    """It was set to None for a backward that did not reach its parameter."""
     plain, model = pair(mesh)
     backward(plain, model, rank, world, 0)
     ours, theirs = model[0].weight.grad, plain[0].weight.grad

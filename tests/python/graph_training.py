@@ -15,7 +15,7 @@ from bench.harness.options import fully_shard
 DIM, HEADS, VOCAB, BLOCKS, SEQ = 16, 2, 29, 3, 6
 STEPS, WARMUP = 6, 3
 REPLAYED = STEPS - WARMUP  # steps
-# On several ranks slots may be planned anew after the first step.
+# On several ranks buffers may be planned again after the first step.
 LATE = (REPLAYED - 1, REPLAYED)
 
 
@@ -124,7 +124,8 @@ def assert_same(a, b):
 
 
 def both(make, mesh, rank, options=None, **training):
-    """Trains both, whose bits have to be equal. The stats, and the model."""
+    """Trains both. Their results have to be bitwise equal. Returns the stats and the
+    model."""
     eager, graphs = pair(make, mesh, **(options or {}))
     assert_same(train(eager, rank, **training), train(graphs, rank, **training))
     return flatshard.cuda_graph_stats(graphs), graphs

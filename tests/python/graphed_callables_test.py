@@ -89,7 +89,7 @@ def test_what_it_returns(mesh):
 @pytest.mark.parametrize("warmup", (1, 2, 4))
 def test_warm_up_steps(warmup, mesh, rank):
     stats, _ = trained_pair(mesh, rank, warmup=warmup)
-    # On several ranks slots may be planned anew after the first step.
+    # On several ranks buffers may be planned again after the first step.
     late = (1, 2) if warmup == 1 else (0,)
     assert STEPS - warmup - stats["forward_replays"] / BLOCKS in (0, *late)
 
@@ -150,7 +150,7 @@ def test_calls_unlike_the_sample_stay_eager(sample, reason, mesh, rank):
 
 
 def test_the_sample_says_what_is_captured(mesh, rank):
-    """Not the last step of the warm-up, which has another shape."""
+    """Not the last step of the warm-up, because that has another shape."""
 
     def before(model, step):
         return {"batch": 3} if step == WARMUP - 1 else {}

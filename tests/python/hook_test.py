@@ -160,7 +160,7 @@ def test_what_is_refused(mesh, world):
 
 
 def steps_in_backward(model, kind=torch.optim.AdamW, **options):
-    """Each parameter has an optimizer, which its hook steps."""
+    """Gives each parameter an optimizer and a hook that steps it."""
     optimizers = {}
 
     def hook(p):

@@ -1,4 +1,4 @@
-"""The host's work in each step: how often it takes the slow ways, not how long."""
+"""The host's work in each step: the number of slow paths, not their time."""
 
 from collections import namedtuple
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Backwards that begin in the middle of a unit: losses of a feature that a forward hook
-took, and gradients that are asked for with torch.autograd.grad."""
+"""Backwards that start in the middle of a unit: losses of a feature that a forward hook
+recorded, and gradients requested with torch.autograd.grad."""
 
 import copy
 
@@ -84,7 +84,7 @@ def test_losses_of_features(names, when, also_output, strategy, mesh, rank, worl
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2"])
 def test_gradients_of_the_last_layer(strategy, mesh, rank, world):
-    """The adaptive weight of VQGAN, which is a ratio of two gradients' norms."""
+    """The adaptive weight of VQGAN: the ratio of the norms of two gradients."""
     plain = stack()
     model = shard(copy.deepcopy(plain), mesh, strategy=strategy)
     inputs = [

@@ -19,8 +19,8 @@ from tests.python.training import STRATEGIES, distance, full_state, shard, train
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 WIDE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Products in another order: gradients of bfloat16 differ by a unit in the last place,
-# and AdamW makes more of that where they are small.
+# Matmuls sum in another order: bfloat16 gradients differ by a unit in the last place,
+# and AdamW amplifies that where they are small.
 BOUND = {None: SMALL_MODEL, torch.bfloat16: 3e-2}
 
 
@@ -107,7 +107,7 @@ def test_trains_as_without(strategy, precision, mesh, rank):
     assert distance(*states) < BOUND[precision.param_dtype]
 
 
-# The head's weight is the embedding's.
+# The head shares the embedding's weight.
 @pytest.mark.parametrize(
     "make, others",
     [
@@ -192,7 +192,7 @@ def test_recomputed(reentrant, mesh, rank):
 
 
 def test_autocast_compiled_and_evaluated(mesh, rank):
-    """Where the usual way is taken, and once more where it is not."""
+    """Where the usual code path applies, and once more where it does not."""
     models = pair(Mlp, mesh)
     for model in models:
         with torch.autocast(DEVICE, torch.bfloat16):

@@ -63,7 +63,7 @@ def folder(tmp_path_factory, rank, world):
 
 
 def written(name, folder, rank, world, **options):
-    """The model of one process, which is in the folder, too."""
+    """Returns the model of one process. Rank 0 also writes it to the folder."""
     family, sizes = MODELS[name]
     model_class, config_class = kind_of(family)
     torch.manual_seed(0)

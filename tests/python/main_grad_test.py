@@ -137,7 +137,7 @@ def check_trains_alike(plain, model, rank, **training):
 
 
 def test_B10_main_grad_begins_with_zeros_and_adds_up(mesh, rank):
-    """Over uses in a backward and over microbatches, in memory that held other things."""
+    """Over uses in a backward and over microbatches, in memory with leftover values."""
     plain, model = pair(Stack, mesh)
     check_trains_alike(plain, model, rank, accumulation=3, sync_last_only=True)
 

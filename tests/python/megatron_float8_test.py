@@ -1,4 +1,4 @@
-"""FP8 options of Megatron-FSDP, both versions: what they gather, and when."""
+"""FP8 options of Megatron-FSDP, both versions: what they all-gather, and when."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ from tests.python.float8_models import Block, Mlp, shard, train
 from tests.python.training import distance, full_state
 
 ROWS, COLUMNS = 1, 2
-# The padding of parts that are cut evenly over three ranks; cases that must be
+# The padding of parts that are split evenly over three ranks; cases that must be
 # distinguished differ by half.
 PADDING = 0.2
 
@@ -26,7 +26,7 @@ def traced(monkeypatch):
 
 
 class HalfRecomputing(Block):
-    """The first of its products runs again in the backward."""
+    """Its first matmul runs again in the backward."""
 
     def first(self, x):
         return torch.relu(self.up(self.norm(x)))
@@ -63,8 +63,8 @@ def second_version(mesh, fp8, block=Block):
 
 
 def step(model, rank, microbatches=1):
-    """Returns the actions of each microbatch of the second step, which uses the order
-    of the first."""
+    """Returns the actions of each microbatch of the second step. That step uses the
+    order of the first."""
     optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         take_trace(model)
@@ -125,7 +125,7 @@ def test_F3_fine_grained_gathers_can_be_turned_on_and_off(mesh, rank, world):
         (actions,) = step(model, rank)
         # The last block keeps its rows for the backward.
         found[option] = [a for a in actions if a.unit == "blocks.0"]
-    # The data gathered in the forward are the same, in more pieces or fewer.
+    # The data all-gathered in the forward are the same, in more pieces or fewer.
     rows = gathered(found[False], "forward", ROWS)
     columns = gathered(found[False], "backward", COLUMNS)
     if world == 1:
@@ -180,7 +180,7 @@ def test_F16_the_transpose_cache(recipe, strategy, mesh, rank, world):
             assert rows[0] == rows[1] == rows[2] > 0
         losses.append(train(model, [rank]))
     assert losses[0] == losses[1]
-    # Stored planes are gathered once in any case.
+    # Stored planes are all-gathered once in any case.
     rest = recipe == "mxfp8" and (strategy == 2 or world == 1)
     assert made[0] == ([2, 0, 0] if rest else [2, 2, 2])
     assert made[1] == [2, 0, 0]

@@ -251,7 +251,7 @@ def test_process_post_backward_gradients__delayed_ones_count_once(mesh):
     assert all(map(torch.equal, gradients(model), expected))
 
 
-# -- as a whole ------------------------------------------------------------------------
+# -- full training steps ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
@@ -344,7 +344,7 @@ def test_expt_device_mesh__experts_rest_on_it(world):
     fully_shard(same[0].experts, mesh=mesh["edp"])
     fully_shard(same[0], mesh=dp)
     fully_shard(same, mesh=dp)
-    # Slices of the whole one: each rank of "ep" has two of four experts.
+    # Slices of the full tensor: each rank of "ep" has two of four experts.
     assert model[0].experts.up.shape[0] == 2 * mesh["ep"].size()
     for m in (model, same):
         m(batches_of(0)[0][:, :8]).square().sum().backward()

@@ -29,8 +29,8 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """Row i of [experts, rows, DIM] goes to expert i. Their width may be cut over `etp`,
-    whose ranks have the same rows, or other ones."""
+    """Row i of [experts, rows, DIM] goes to expert i. Their width may be split over
+    `etp`. Ranks of `etp` have the same rows, or other ones."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def shares_layers(edp, ep):
 
 
 def shares_experts(edp, ep):
-    """Ranks of etp share experts alone, and read other samples."""
+    """Ranks of etp share only experts, and read other samples."""
     mesh = named_mesh(edp=edp, ep=ep, etp=2)
     dp = mesh["edp", "ep", "etp"]._flatten("dp")
     model = made()

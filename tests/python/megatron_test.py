@@ -308,7 +308,7 @@ def test_v2_dtypes(policy, main, mesh):
 
 
 def test_v2_axes_of_a_larger_mesh(world, rank):
-    """The axes that are not named hold copies that do not depend on each other."""
+    """Along the axes that are not named, copies are independent of each other."""
     mesh = init_device_mesh(DEVICE, (world, 1), mesh_dim_names=("dp", "tp"))
     lists = ONE_AXIS["optim_grads_params"]
     expected = None

@@ -30,7 +30,8 @@ def nbytes(storage):
 
 
 def live():
-    """(number of tensors, bytes of their storages), what cycles hold included."""
+    """Returns (number of tensors, bytes of their storages), including those in
+    cycles."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
     inner = [t._local_tensor for t in tensors if hasattr(t, "_local_tensor")]
@@ -84,14 +85,15 @@ def test_nothing_grows_over_many_steps(name, strategy, mesh, rank, world):
         if number % 50 == 9:
             torch.nn.utils.get_total_norm(list(model.parameters()))
             counts.append(live())
-    # Less is possible: what threads of earlier tests still held at first.
+    # Less is possible: threads of earlier tests may have kept some tensors at first.
     for column in zip(*counts):
         assert list(column) == sorted(column, reverse=True), counts
 
 
 def test_a_step_leaves_no_object_behind(mesh, rank):
-    """None at all, nor cycles for the collector: all that a forward and a backward
-    make goes with them. (torch's optimizers keep plans of DTensor operations.)"""
+    """No objects and no cycles for the collector: everything that a forward and a
+    backward create is freed with them. (torch's optimizers keep plans of DTensor
+    operations.)"""
     model = shard(Body(plain), fully_shard, mesh=mesh)
     model.loss = lambda generator: model(data(rank)).square().mean()
     optimizer = flatshard.optim.AdamW(model.parameters())
@@ -143,7 +145,7 @@ def test_a_deleted_model_is_gone_after_training(name, compiled, mesh, rank):
         del weight, optimizer, model
         if compiled:
             # nn.Module.compile() makes a cycle of any module: it keeps its own bound
-            # method. But no cache may hold the model for ever.
+            # method. But no cache may keep the model alive forever.
             gc.collect()
         left = [what for what, ref in watched.items() if ref() is not None]
         assert left == []
@@ -158,7 +160,7 @@ def test_a_forward_whose_loss_is_dropped_holds_nothing(mesh, rank):
         out = model(data(rank))
         watched = [weakref.ref(model), weakref.ref(state_of(model)), weakref.ref(out)]
         del model
-        # The graph does not hold the model.
+        # The graph does not keep the model alive.
         assert watched[0]() is None and watched[1]() is None
         del out
         assert watched[2]() is None

@@ -150,7 +150,7 @@ def test_deep_copies_of_parameters_have_what_these_have(strategy, dim, mesh):
         if copied.grad is not None:
             grads = whole([copied.grad]), whole([parameter.grad])
             torch.testing.assert_close(*grads, rtol=0, atol=0)
-        # The piece alone, not the unit's flat memory.
+        # Only the piece, not the unit's flat memory.
         local = copied.to_local()
         assert local.untyped_storage().nbytes() == local.nbytes
     copied = copy.deepcopy(model[0].weight)

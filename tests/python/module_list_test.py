@@ -141,7 +141,7 @@ def test_weights_of_a_list_stay_for_all_its_modules(mesh, rank):
     with torch.no_grad():
         for order in ("norm body head body", "norm", "body"):
             model(data(rank), order)
-    # Whole from the first of them to the last, and no longer than the forward.
+    # Unsharded from the first of them to the last, and no longer than the forward.
     assert seen == [False, True, False, False, False, False]
 
 
@@ -170,7 +170,7 @@ class WithHead(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_list_reaches_beyond_the_root(tied, reshard, mesh, rank):
-    """One of its modules is inside of the outermost wrapped module, one is not."""
+    """One of its modules is inside the outermost wrapped module, one is not."""
     results = []
     for function in (fully_shard, fsdp2):
         torch.manual_seed(0)

@@ -61,7 +61,7 @@ def test_unused_unit_and_unused_parameter(mesh, rank, world):
 
 
 class Skips(Block):
-    """Its parameters are gathered and get no gradient."""
+    """Its parameters are all-gathered and get no gradient."""
 
     used = False
 
@@ -96,7 +96,7 @@ def test_units_without_a_gradient_have_none_as_under_fsdp2(mesh, rank):
 
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_unit_with_a_gradient_on_one_rank(hooked, mesh, rank, world):
-    """FSDP2 of torch 2.11 waits for ever: the other ranks do not reduce."""
+    """FSDP2 of torch 2.11 waits forever: the other ranks do not reduce."""
     torch.manual_seed(0)
     model = skipping_model()
     single = copy.deepcopy(model)

@@ -69,7 +69,7 @@ def test_unshard_before_the_first_forward(mesh, rank, world):
             if handle:
                 handle.wait()
             assert torch.equal(block.up.weight, whole["blocks.1.up.weight"])
-        # The whole model's units are unsharded, and it trains like any other.
+        # All units of the model are unsharded, and it trains like any other.
         model(data(rank)).square().mean().backward()
         assert all(p.grad is not None for p in model.parameters())
 

@@ -20,7 +20,7 @@ def test_dropped_gradients_give_their_memory_back(mesh, rank):
     values = kept._local_tensor.clone()
     model.zero_grad()
     model(2 * data(rank)).sum().backward()
-    # The user's tensor stays the user's, and the core fills new memory.
+    # The user's tensor keeps its values, and the core fills new memory.
     assert model.head.weight.grad is not kept
     assert torch.equal(kept._local_tensor, values)
     core = state_of(model).core
@@ -159,7 +159,7 @@ def test_a_unit_called_alone_after_a_step(mesh, rank):
     assert distance(*states) < SMALL_MODEL
 
 
-# -- looks, which are no writes, and writes inside of a forward ------------------------
+# -- reads (they do not count as writes), and writes inside a forward ----------------
 
 
 @pytest.mark.parametrize(

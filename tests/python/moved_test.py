@@ -1,5 +1,5 @@
 """Sharded modules that move to another device and back, before the first forward and
-between steps. Without GPUs the other device is meta, which keeps no values."""
+between steps. Without GPUs the other device is meta, so its values are lost."""
 
 import copy
 

@@ -99,7 +99,7 @@ def test_extremes_of_a_parameter(dim, mesh, world):
 
 
 def test_finite_extremes(mesh, world):
-    """They are those of the whole tensor."""
+    """They equal the extremes of the full tensor."""
     for dim in (0, 1):
         if dim and 36 % world:
             continue

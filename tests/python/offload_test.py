@@ -1,7 +1,8 @@
 """CPUOffloadPolicy: sharded parameters, gradients and optimizer state in host memory.
 
-Where the device is a CPU as well, every bit has to equal a run without offloading. On a
-GPU the operations are the same but for what optimizers and norms compute on the CPU.
+If the device is also a CPU, every bit has to equal a run without offloading. On a GPU
+the operations are the same except for optimizers and norms, because they run on the
+CPU.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Outputs that hold tensors where pytree does not look: distributions, objects of the program,
-closures, iterators."""
+"""Outputs with tensors where pytree does not look: distributions, objects of the
+program, closures, iterators."""
 
 import collections
 import copy
@@ -208,7 +208,7 @@ def test_what_runs_later_is_refused_below_the_root(name, mesh, rank):
 
 
 def test_what_runs_later_beside_a_tensor(mesh, rank, world):
-    """It need not use parameters, so it is no error."""
+    """It need not use parameters, so this is not an error."""
 
     def result(m, h):
         y = m.mean(h)

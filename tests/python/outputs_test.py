@@ -27,7 +27,7 @@ class Frozen:
 
 @dataclass
 class Derived:
-    """A field that __init__ does not take, and one that it changes."""
+    """A field that __init__ does not accept, and one that __post_init__ changes."""
 
     hidden: torch.Tensor
     count: int = field(default=0, init=False)
@@ -64,7 +64,7 @@ OUTPUTS = {
 
 
 class Wraps(Block):
-    """A block that takes and gives one of OUTPUTS."""
+    """A block that accepts and returns one of OUTPUTS."""
 
     def __init__(self, name):
         super().__init__(DIM, 17)
@@ -95,7 +95,8 @@ def test_any_nesting_trains(name, mesh, rank, world):
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_any_nesting_is_cast(name, mesh, rank):
-    """Inputs to the parameters' dtype, outputs to theirs; the rest stays."""
+    """Inputs to the dtype of the parameters, outputs to output_dtype; the rest
+    stays."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, output_dtype=torch.float32
     )
@@ -118,8 +119,8 @@ def test_any_nesting_is_cast(name, mesh, rank):
 
 
 def test_an_output_that_nobody_can_look_into_is_right_or_an_error(mesh, rank, world):
-    """That the backward of such a unit begins is not seen: its parameters may be
-    released, and reading them must not give a wrong gradient."""
+    """The start of such a unit's backward is not seen: its parameters may be resharded,
+    and reading them must not give a wrong gradient."""
 
     class Hides(Block):
         def forward(self, x):

@@ -1,5 +1,5 @@
-"""Parameters of a unit that stays unsharded after its forward, used outside of it, as with
-FSDP2: a head that is called once the model returned its features."""
+"""Parameters of a unit that stays unsharded after its forward, used outside the
+forward, as with FSDP2: a head that is called once the model returned its features."""
 
 import copy
 
@@ -52,7 +52,7 @@ WAYS = {
     "chunks": lambda model, h: torch.cat([model.head(part) for part in h.chunk(2)]),
     "checkpoint": lambda model, h: checkpoint(model.head, h, use_reentrant=False),
     "view": lambda model, h: h @ model.head.weight.t(),
-    # A view of a shard is no parameter.
+    # A view of a shard is not a parameter.
     "unshard": lambda model, h: (model.unshard(), h @ model.head.weight.t())[1],
 }
 
@@ -81,7 +81,7 @@ def test_a_head_outside_of_the_forward(way, method, tied, mesh, rank):
 
 
 def whole(value):
-    """The tensor of a DTensor, or `value` itself, which assert_close does not compare."""
+    """Returns the tensor of a DTensor, or `value` itself, for assert_close."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -218,7 +218,7 @@ def test_an_optimizer_of_unsharded_parameters(mesh, rank):
 
 @pytest.mark.parametrize("then", ["reshard", "forward", "state_dict"])
 def test_a_write_after_the_forward_is_kept(then, mesh, rank):
-    """One to unsharded parameters, before a forward releases them."""
+    """A write to unsharded parameters, before a forward reshards them."""
     model = shard(flatshard, Model(False), mesh)
     model(ids(rank))
     with torch.no_grad():

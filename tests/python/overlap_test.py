@@ -133,7 +133,7 @@ WHOLE = list(itertools.product(STRATEGIES, [2, 3, 5], BOTH, BOTH, WITH_SHARED, [
     WHOLE if os.environ.get("FLATSHARD_WHOLE_MATRIX") == "1" else PAIRWISE,
 )
 def test_matrix(strategy, n, delays, recomputes, family, ep, world):
-    """FLATSHARD_WHOLE_MATRIX=1 runs all combinations, which takes minutes."""
+    """FLATSHARD_WHOLE_MATRIX=1 runs all combinations and needs minutes."""
     replicas = 2 if strategy == "hsdp" else 1
     if world not in (1, 2, 4) or world % (ep * replicas):
         pytest.skip("for another number of ranks")
@@ -358,7 +358,7 @@ def test_collectives_are_those_of_the_schedule_on_all_ranks(ep, world, monkeypat
     is_layer = re.compile(r"model\.layers\.\d").fullmatch
     reduced = [a.unit for a in launched if a.kind == "reduce" and is_layer(a.unit)]
     assert sorted(reduced) == sorted(3 * [f"model.layers.{n}" for n in range(6)])
-    # Both microbatches compute, each with a layer ahead; none is gathered on demand.
+    # Both microbatches compute, each a layer ahead; none is all-gathered on demand.
     gathered, most = set(), 0
     for before, action in zip([None, *trace], trace):
         if action.kind == "gather" and is_layer(action.unit):

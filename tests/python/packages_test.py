@@ -44,8 +44,8 @@ def test_packages_import_what_stands_below_them():
 
 
 def imports_of(path, modules):
-    """Returns the modules of the package that a file imports, also in functions. Imports
-    for types alone do not count."""
+    """Returns the modules of the package that a file imports, also in functions.
+    Imports only for types do not count."""
     tree = ast.parse(path.read_text())
     for_types = {
         id(inner)

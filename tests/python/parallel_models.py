@@ -48,7 +48,8 @@ def make():
 
 
 def parallel(model, tp, sequence=False, logits="whole"):
-    """Cuts the model over `tp`, with `sequence` the tokens between its layers, too."""
+    """Splits the model over `tp`, and with `sequence` also the tokens between its
+    layers."""
     for block in model.blocks:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         if sequence:

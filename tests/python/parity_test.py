@@ -2,8 +2,8 @@
 data: bitwise equal at two ranks in float32, where sums have one order, else within
 a small multiple of the rounding of sums in another order.
 
-On GPUs a product's kernel depends on how its matrices are aligned. Rows of 13 in a
-flat buffer are not aligned as FSDP2's are.
+On GPUs a matmul's kernel depends on the alignment of its matrices. Rows of 13 in a flat
+buffer are not aligned as in FSDP2.
 """
 
 import copy
@@ -32,15 +32,15 @@ BF16_FORWARDS = {"mlp": (3 * 3 + 2, 4 * 5), "llama": (13 * 2 + 3, 2 * 9)}
 
 
 def is_exact(world):
-    # A rank's products have the shapes of the plain model's, so they run the same kernels.
-    # The gradients of two ranks have one sum.
+    # A rank's matmuls have the same shapes as in the plain model, so they run the same
+    # kernels. The gradients of two ranks have one sum.
     return world <= 2 and DEVICE == "cpu"
 
 
 def bf16_bound(world):
-    # Products come from another kernel on a GPU. Where sums are taken in another order,
-    # some weight in twenty thousand rounds to another bfloat16 by the second step: on
-    # which machines depends on the order of their own kernels' sums.
+    # Matmuls run another kernel on a GPU. If sums have another order, some weight in
+    # twenty thousand rounds to another bfloat16 by the second step: on which machines
+    # depends on the order of their own kernels' sums.
     return BOUND if is_exact(world) else BF16_BOUND
 
 

@@ -30,7 +30,7 @@ def sharded(mesh, kind, recomputes=False, rank_of_adapters=16, filters=True):
         task_type="CAUSAL_LM",
     )
     model = peft.get_peft_model(llama().model, config)
-    # peft begins with zeros there, which would hide the gradients of lora_A.
+    # peft initializes lora_B to zeros. That would hide the gradients of lora_A.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -108,7 +108,7 @@ def test_it_trains_as_one_rank_does(kind, recomputes, mesh, rank, world):
 
 
 def test_the_base_is_gathered_as_fp8_and_made_once(mesh, rank, world, monkeypatch):
-    """Rows for the forward, columns for the backward, none made anew by a step."""
+    """Rows for the forward, columns for the backward, none recreated by a step."""
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
     model = sharded(mesh, "rowwise stored")
     train(model, [rank], steps=1)
@@ -161,7 +161,7 @@ def test_adapters_may_be_fp8_themselves(mesh, rank):
 
 
 def test_merging_names_what_it_reads(mesh):
-    """peft adds adapters to the weights of the base, which a forward does not have."""
+    """peft adds adapters to the weights of the base. A forward does not have them."""
     model = sharded(mesh, "rowwise")
     layer = model.base_model.model.model.layers[0]
     model.unshard(), layer.unshard()

@@ -32,7 +32,7 @@ def with_adapters():
         r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(llama().model, config)
-    # peft begins with zeros there, which would hide the gradients of lora_A.
+    # peft initializes lora_B to zeros. That would hide the gradients of lora_A.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -98,7 +98,7 @@ def test_state_of_the_adapters(mesh, rank, folder):
         inside = name.replace(".weight", ".default.weight")
         assert torch.equal(value.full_tensor(), whole[inside])
 
-    # torch's way: only what is trained, whole on rank 0.
+    # torch's way: only trained parameters, unsharded on rank 0.
     options = StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
     )

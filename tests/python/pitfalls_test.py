@@ -1,5 +1,6 @@
-"""The pitfalls of docs/dev/regressions.md that can occur in the Python layer. The names
-begin with their numbers; scripts/mutate brings each back and sees the test fail."""
+"""The pitfalls of docs/dev/regressions.md that can occur in the Python layer. Test
+names start with their numbers; scripts/mutate brings each back and sees the test
+fail."""
 
 import copy
 import gc

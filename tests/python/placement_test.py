@@ -1,4 +1,4 @@
-"""Where parameters are cut: as torch.chunk cuts, and along other dimensions."""
+"""How parameters are split: like torch.chunk, and along other dimensions."""
 
 import copy
 
@@ -21,7 +21,7 @@ STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, and `wide` and `deep`, which 12 do."""
+    """Sizes that no number of ranks divides, except for `wide` and `deep` (12)."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def sharded(plain, units=True, **options):
 
 
 def check_pieces(model, plain):
-    """Compares with the cuts of torch.distributed.tensor."""
+    """Compares with the placements of torch.distributed.tensor."""
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         expected = distribute_tensor(q.detach(), p.device_mesh, p.placements)
         assert torch.equal(p.to_local(), expected.to_local()), name

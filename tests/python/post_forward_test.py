@@ -1,5 +1,5 @@
 """`reshard_after_forward` as a number: between forward and backward parameters are
-sharded over that many neighbouring ranks. Nothing else changes, so every bit equals the
+sharded over that many adjacent ranks. Nothing else changes, so every bit equals the
 result with True."""
 
 import contextlib
@@ -22,7 +22,7 @@ from tests.python.graph_training import both as both_graphed
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import data, distance, full_state, refused, shard, train
 
-# The plane of the core that holds the slices, after the groups' planes.
+# The core's plane for the slices, after the groups' planes.
 SLICES = 1
 
 
@@ -89,7 +89,7 @@ def both(rank, make=Mlp, mesh=None, training=None, **options):
 @pytest.mark.parametrize("training", [{}, {"accumulation": 2}])
 def test_every_bit_is_that_of_true(options, training, mesh, rank, four):
     model = both(rank, mesh=mesh, training=training, **options)
-    # The last block and the root stay whole: the backward begins with them.
+    # The last block and the root stay unsharded: the backward starts with them.
     assert set(kept(model)) == {"blocks.0", "blocks.1"}
 
 

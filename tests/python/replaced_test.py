@@ -1,5 +1,5 @@
-"""Parameters and modules that are replaced after fully_shard: taken where FSDP2 takes
-them, otherwise an error names them."""
+"""Parameters and modules that are replaced after fully_shard: accepted where FSDP2
+accepts them, otherwise an error names them."""
 
 import pytest
 import torch
@@ -112,8 +112,8 @@ def test_taken_with_the_placements_of_the_strategy(name, strategy, request, mesh
 
 @pytest.mark.parametrize("seen", [False, True])
 def test_pieces_with_the_placements_of_the_shard(seen, mesh, rank):
-    """`seen`: torch has cached the result of operations on Shard(0), and takes it for
-    the placements of shards, which equal Shard(0)."""
+    """`seen`: torch has cached the result of operations on Shard(0). It uses that for
+    the placements of shards because they equal Shard(0)."""
     model = two_linears()
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -328,7 +328,7 @@ def test_ties_of_two_units_are_named(change, meta, mesh, rank):
 
 
 def test_pieces_of_one_tensor_are_no_tie(mesh, rank):
-    """Loaders cut parameters out of one tensor."""
+    """Loaders split one tensor into parameters."""
     model = two_linears()
     fully_shard(model[0], mesh=mesh), fully_shard(model, mesh=mesh)
     pieces = [layer.weight.to_local().numel() for layer in model]
@@ -346,7 +346,7 @@ def test_pieces_of_one_tensor_are_no_tie(mesh, rank):
 
 
 def averaged(parameter, world):
-    """Reduces the gradients of a parameter outside of the package."""
+    """Reduces the gradients of a parameter outside the package."""
 
     def hook(p):
         dist.all_reduce(p.grad)

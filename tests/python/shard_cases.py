@@ -1,5 +1,5 @@
-"""Operations on sharded tensors for tests: each a function of two tensors of one shape,
-cut differently, and a vector."""
+"""Operations on sharded tensors for tests: each a function of two tensors of one shape
+with different shardings, and a vector."""
 
 import random
 
@@ -13,7 +13,8 @@ from tests.python.device import on_device
 
 
 def _histc(tensor):
-    # CUDA's adds counts in no fixed order, which torch refuses though they are exact.
+    # CUDA's histc adds counts in no fixed order. torch refuses that, though they are
+    # exact.
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -22,7 +23,8 @@ def _histc(tensor):
         torch.use_deterministic_algorithms(deterministic)
 
 
-# The tensors t and o have one shape [rows, columns] and different cuts; v is [columns].
+# The tensors t and o have one shape [rows, columns] and different shards; v is
+# [columns].
 FUNCTIONS = {
     "mul": lambda t, o, v: t * o,
     "scaled": lambda t, o, v: (2 - t / 3) * v,
@@ -125,7 +127,7 @@ FUNCTIONS = {
     "complex": lambda t, o, v: torch.view_as_real(torch.complex(t, o).conj() * 1j),
     "bits": lambda t, o, v: t.detach().view(torch.int32),
 }
-# Written in place: t, whose rows no gradient needs.
+# Operations that write to t in place, in rows that no gradient needs.
 WRITES = {
     "mul_": lambda t, o, v: t.mul_(2).add_(o, alpha=0.5),
     "transposed": lambda t, o, v: t.T.mul_(v[:, None]),
@@ -176,7 +178,7 @@ WRITES = {
 
 
 class Case:
-    """Tensors of random shape and cuts, whole and sharded."""
+    """Tensors of random shape and shard sizes, full and sharded."""
 
     def __init__(self, mesh, seed):
         self.mesh = mesh

@@ -1,5 +1,5 @@
-"""The memory of a shard, as libraries ask for it: an address that no other parameter has,
-and a storage that holds its rows only, also where a rank has none."""
+"""The memory of a shard, as libraries query it: an address that no other parameter has,
+and a storage with its rows only, also where a rank has none."""
 
 import io
 

@@ -1,5 +1,5 @@
-"""Operations on sharded tensors against the same operations on whole tensors: values,
-gradients, writes. Random shapes and cuts, also with ranks that have no rows."""
+"""Operations on sharded tensors against the same operations on full tensors: values,
+gradients, writes. Random shapes and shard sizes, also with ranks that have no rows."""
 
 import copy
 import io
@@ -102,7 +102,7 @@ def test_views_see_later_writes(mesh):
 
 
 def test_chains_of_operations(mesh):
-    """Random chains, whose tensors are results of others."""
+    """Random chains: operations on the results of other operations."""
     names = [
         n for n in FUNCTIONS if n not in ("complex", "bits", "allclose", "nonzero")
     ]

@@ -1,4 +1,4 @@
-"""Training code of users over sharded parameters against the same code over whole ones:
+"""Training code of users over sharded parameters against the same code over full ones:
 optimizers of torch, penalties, clipping, averages, saved states."""
 
 import copy
@@ -36,7 +36,7 @@ def network(bias=True):
 
 
 def twins(mesh, **options):
-    """A whole model and a sharded one."""
+    """Returns an unsharded model and a sharded one."""
     whole = network(**options)
     sharded = copy.deepcopy(whole)
     for layer in (sharded[0], sharded[2]):
@@ -103,7 +103,7 @@ OPTIMIZERS = {
         {"lr": torch.tensor(0.01), "fused": True},
     ),
 }
-# Newton-Schulz iterations in bfloat16, whose errors are 2^-8, times lr and steps.
+# Newton-Schulz iterations in bfloat16 have errors of 2^-8, times lr and steps.
 WIDER = {"muon": {"rtol": 0, "atol": 3 * 0.1 * 2**-6}}
 
 

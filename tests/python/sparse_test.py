@@ -30,7 +30,8 @@ class Bag(nn.Module):
 
 
 class Sparse(torch.autograd.Function):
-    """A program's own function, whose gradient has rows of zeros left out."""
+    """A custom function of the program with a gradient that leaves out rows of
+    zeros."""
 
     @staticmethod
     def forward(ctx, weight, ids):

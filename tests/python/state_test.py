@@ -1,5 +1,5 @@
 """Optimizers, clipping, state dicts and distributed checkpoints of torch on the result
-of `fully_shard`, and the core's AdamW compared with torch's."""
+of `fully_shard`, and the core's AdamW compared with torch.optim.AdamW."""
 
 import copy
 import io
@@ -34,7 +34,7 @@ from tests.python.training import distance, full_state, shard, train
 
 @pytest.fixture(params=["uneven", "first rank alone", "last rank alone"])
 def pair(request, mesh, world, rank):
-    """A tensor and the same one, cut unevenly; or one rank has all rows."""
+    """Returns a tensor and the same one, sharded unevenly; or one rank has all rows."""
     rows = 4 * world
     full = on_device(torch.arange(1.0, 1 + 3 * rows)).reshape(rows, 3)
     cuts = {
@@ -259,7 +259,7 @@ def test_state_of_the_cores_adamw_travels(mesh, rank):
     train(a, rank, steps=2, optimizer=core)
     b, plain = fresh(torch.optim.AdamW)
     b.load_state_dict(a.state_dict())
-    # torch's optimizers take the very tensors that they are given.
+    # torch's optimizers keep the given tensors themselves.
     plain.load_state_dict(copy.deepcopy(core.state_dict()))
     c, again = fresh(flatshard.optim.AdamW)
     c.load_state_dict(a.state_dict())

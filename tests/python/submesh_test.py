@@ -1,4 +1,4 @@
-"""A mesh that is part of a larger one: only its ranks take part."""
+"""A mesh that is part of a larger one: only its ranks participate."""
 
 import copy
 
@@ -105,7 +105,7 @@ def test_three_dimensions_are_refused(cube):
 
 
 def test_a_mesh_of_some_ranks(world, rank):
-    """One that is not part of a larger one, made by its ranks alone."""
+    """A mesh that is not part of a larger one, created only by its ranks."""
     if world < 3:
         pytest.skip("needs 3 ranks")
     members = [0, world - 1]

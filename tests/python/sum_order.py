@@ -1,5 +1,5 @@
-"""How far results may be apart that add the same numbers in another order: the rule of
-tests/support/sum_order.h, which has its derivation."""
+"""Bounds the difference of results that add the same numbers in another order. The rule
+is derived in tests/support/sum_order.h."""
 
 import math
 import os

@@ -40,7 +40,7 @@ def sharded(model, grid, optimizer, sequence=False, **options):
 
 
 def states(optimizer):
-    """The whole tensors of the optimizer's state, and its numbers."""
+    """Returns the full tensors of the optimizer's state, and its numbers."""
     found = []
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -95,7 +95,7 @@ def test_any_grid_reads_any_other(optimizer, sequence, folder, world):
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero0"])
 def test_replicas_are_written_once(strategy, folder, world, rank):
-    """The files hold each element once, whoever has it."""
+    """The files store each element once, whichever ranks have it."""
     grid = grids(world)[0]
     model, optimizer, own = sharded(make(), grid, adam, True, strategy=strategy)
     train(model, [own], 1, optimizer)
@@ -110,7 +110,7 @@ def test_replicas_are_written_once(strategy, folder, world, rank):
 
 
 def test_a_load_that_fails_changes_no_rank(folder, world, rank):
-    """Also not of other data-parallel groups than that of the rank that failed."""
+    """Nor ranks of other data-parallel groups than the failed rank's group."""
     grid = grids(world)[0]
     saved, _, _ = sharded(make(), grid, adam)
     checkpoint.save(folder, 1, saved)

@@ -1,11 +1,11 @@
 """cuda_graph=True for blocks whose parameters are DTensors over another mesh dimension.
 
-A graph holds the collectives of a block's layers, and the all-gathers and reductions of
-its weights stay outside, as in the trainer:
+A graph contains the collectives of a block's layers, and the all-gathers and reductions
+of its weights stay outside, as in the trainer:
 
 - A recording makes new DTensors of the weights. The DTensors of eager steps lead to
   accumulators of another stream.
-- Hooks of parallelize_module are recorded. Other hooks inside of a block make it eager.
+- Hooks of parallelize_module are recorded. Other hooks inside a block make it eager.
 - Asynchronous results are awaited at the block's arguments, results and their
   gradients, so a recording's streams join at its end.
 - All ranks watch the same steps, so they record in the same order.
@@ -73,7 +73,7 @@ def train(model, mesh, steps=STEPS, microbatches=1, loss=loss_of, before=None):
 
 
 def both(make, mesh, options=None, **training):
-    """Trains eagerly and with graphs, whose bits have to be equal. Returns the stats."""
+    """Trains eagerly and with graphs, with bitwise equal results. Returns the stats."""
     found = []
     for graphs in (False, True):
         torch.manual_seed(0)
@@ -97,7 +97,7 @@ def float8_loss(model, seed):
 
 def assert_replays(stats, each_step=BLOCKS, steps=STEPS):
     assert stats["fallbacks"] == {}
-    # On several ranks slots may be planned anew after the first steps.
+    # On several ranks buffers may be planned again after the first steps.
     replays = [each_step * (steps - WARMUP - late) for late in range(3)]
     assert stats["forward_replays"] in replays
     assert stats["backward_replays"] == stats["forward_replays"]
@@ -196,7 +196,7 @@ SCATTERS = RowwiseParallel(output_layouts=Shard(1))
 
 
 def stack(mesh, blocks, plan):
-    """Returns a model of blocks, which `plan` cuts."""
+    """Returns a model of blocks that `plan` splits."""
     tp = mesh["tp"]
     model = on_device(Stack(blocks))
     for block in model.blocks:
@@ -216,7 +216,8 @@ def cut_attentions(mesh, recomputes, dropout):
 
 
 def linear_blocks(mesh):
-    """Arguments, results and their gradients are those of asynchronous collectives."""
+    """Arguments, results and their gradients are results of asynchronous
+    collectives."""
     layers = [
         (nn.Linear(DIM, 2 * DIM), nn.ReLU(), nn.Linear(2 * DIM, DIM))
         for _ in range(BLOCKS)
@@ -233,7 +234,7 @@ def test_attention(recomputes, dropout, world):
 
 
 def test_graphs_are_dropped_before_a_process_group_ends(world):
-    """NCCL would wait for them for ever. The next steps capture again."""
+    """NCCL would wait for them forever. The next steps capture again."""
     _, _, mesh = next(meshes(world))
     model = shard(cut(mesh), True, mesh)
     group = dist.new_group()
@@ -315,7 +316,7 @@ def test_graphed_callables(world):
 
 @pytest.mark.parametrize("recipe", ("tensorwise", "rowwise"))
 def test_fp8(recipe, world):
-    """The scales are those of eager training."""
+    """The scales equal the scales of eager training."""
     if world % 2:
         pytest.skip("needs an even number of ranks")
     mesh = named_mesh(dp=world // 2, tp=2)
@@ -330,7 +331,7 @@ def test_fp8(recipe, world):
 
 
 def test_hooks_of_the_program_stay_eager(world):
-    """Those of parallelize_module that come later are watched anew."""
+    """New hooks of parallelize_module are watched again."""
     _, _, mesh = next(meshes(world))
     calls = []
     handles = []
@@ -351,7 +352,7 @@ def test_hooks_of_the_program_stay_eager(world):
 
 
 class Whole(nn.Module):
-    """One block that takes a DTensor, or returns one."""
+    """One block that accepts a DTensor, or returns one."""
 
     def __init__(self, mesh, takes):
         super().__init__()
@@ -388,7 +389,7 @@ def test_dtensors_between_blocks_stay_eager(takes, reason, world):
 
 
 def test_a_checkpoint_that_draws_numbers_stays_eager(world):
-    """A graph of the backward cannot draw those of the forward again."""
+    """A graph of the backward cannot draw the random numbers of the forward again."""
     if DEVICE == "cpu":
         pytest.skip("of GPUs")
     _, _, mesh = next(meshes(world))

@@ -108,7 +108,7 @@ def gradients_of_both(dp, mesh, sequence):
 
 
 def test_clipping(world):
-    """Elements count once, also of what several ranks hold."""
+    """Elements count once, even if several ranks store them."""
     for dp, _, mesh in meshes(world):
         reference, model = gradients_of_both(dp, mesh, True)
         norms = [
@@ -121,7 +121,8 @@ def test_clipping(world):
 
 
 def test_norms_of_plain_parameters_and_dtensors(world):
-    """Without SequenceParallel they are on two meshes, and torch takes one at a time."""
+    """Without SequenceParallel they are on two meshes, and torch supports one at a
+    time."""
     for dp, _, mesh in meshes(world):
         reference, model = gradients_of_both(dp, mesh, False)
         parts = [
@@ -162,7 +163,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer, world):
-    """The updates, and the whole state, are those of one process."""
+    """The updates, and the full state, equal the results of one process."""
     for dp, _, mesh in meshes(world):
         reference, model = make(), parallel(make(), mesh["tp"], sequence=True)
         shard(model, fully_shard, mesh=mesh["dp"])
@@ -218,7 +219,7 @@ def compile_blocks(model):
 
 
 def test_loss_by_vocabulary(world):
-    """loss_parallel: the logits stay cut over the vocabulary."""
+    """loss_parallel: the logits stay sharded over the vocabulary."""
     for dp, _, mesh in meshes(world):
         reference, model = make(), parallel(make(), mesh["tp"], True, logits="cut")
         shard(model, fully_shard, mesh=mesh["dp"])

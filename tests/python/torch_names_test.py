@@ -23,7 +23,7 @@ from flatshard._tensor.shard_views import ShardedView
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, named_mesh
 
-# In a build folder it consists of links, which rglob does not follow.
+# In a build folder it consists of links. rglob does not follow them.
 PACKAGE = pathlib.Path(flatshard.__file__).resolve().parent
 # Private names of Python's own library.
 _PYTHONS = {"_exit", "_getframe"}
@@ -318,7 +318,8 @@ def operators_that_are_counted(mesh):
 
 @expects("_execution_engine")
 def callbacks_of_a_backward(mesh):
-    """A callback may queue another, which comes after those that were queued before it."""
+    """A callback may queue another one. That runs after all callbacks queued before
+    it."""
     seen = []
 
     def hook(grad):

@@ -101,7 +101,7 @@ def test_mxfp8_bytes(rounding, mode):
 
 
 def test_zeros():
-    """Scales of what holds nothing may differ; values do not."""
+    """Scales of all-zero blocks may differ; values do not."""
     weight = on_device(torch.zeros(32, 64))
     for recipe in ("tensorwise", "rowwise", "mxfp8"):
         data, scales = float8.quantize(weight, recipe)
@@ -116,8 +116,8 @@ def with_layers_of_torchao(model, **options):
 
 
 def test_losses_go_together(mesh, rank):
-    """Compares its layers, which cast bfloat16 weights after the gather, with FP8
-    weights."""
+    """Compares torchao's layers with FP8 weights. Its layers cast bfloat16 weights
+    after the all-gather."""
     torch.manual_seed(0)
     model = Mlp()
     theirs = with_layers_of_torchao(copy.deepcopy(model), emulate=True)
@@ -236,7 +236,7 @@ def test_int8_weights_train_as_with_fsdp2(config, mesh, rank, world):
 
 
 def test_weights_that_are_gathered_in_fp8(mesh, rank, world):
-    """Compares one step's losses and gradients with the same layers alone."""
+    """Compares one step's losses and gradients with the same unsharded layers."""
     options = {"enable_fsdp_float8_all_gather": True, "emulate": True}
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(48, 48, bias=False), nn.Linear(48, 48, bias=False))

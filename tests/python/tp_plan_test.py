@@ -40,7 +40,7 @@ def saved(folder, rank, tied):
 def load(folder, tp, monkeypatch):
     options = {"tp_plan": "auto", "dtype": torch.float32}
     if hasattr(modeling_utils, "initialize_tensor_parallelism"):
-        # transformers 4 takes the number of a CPU for a GPU's.
+        # transformers 4 uses the number of a CPU as the number of a GPU.
         cpu = torch.device("cpu")
         monkeypatch.setattr(
             modeling_utils,

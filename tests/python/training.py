@@ -42,8 +42,8 @@ def train(
     sync_last_only=False,
     around=lambda is_last: contextlib.nullcontext(),
 ):
-    """Losses of this rank. Every rank sees separate batches. Microbatches run inside of
-    `around(is_last)`."""
+    """Returns the losses of this rank. Every rank sees separate batches. Microbatches
+    run inside `around(is_last)`."""
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
@@ -64,7 +64,7 @@ def train(
 
 
 def full_state(model):
-    """Returns whole tensors on the tests' device, also of shards on the CPU."""
+    """Returns full tensors on the tests' device, also of shards on the CPU."""
     return {
         name: on_device(t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
         for name, t in model.state_dict().items()
@@ -104,7 +104,7 @@ def data(rank, step=0):
 
 
 def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):
-    """Trains `model` sharded and, on every rank, whole with all ranks' data."""
+    """Trains `model` sharded and, on every rank, unsharded with all ranks' data."""
 
     def plain_act(m, x):
         m(x).square().mean().backward()

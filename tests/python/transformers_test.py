@@ -52,7 +52,7 @@ def test_generate_between_steps(name, reshard, mesh, rank, world):
         expected = single.model.generate(ids, **options)
         assert torch.equal(found, expected)
         seen.append(expected)
-        # A forward without gradients between backward and step leaves them alone.
+        # A forward without gradients between backward and step does not change them.
         for a, b in zip(wrapper.parameters(), single.parameters()):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad)
         ours.step(), ours.zero_grad()

@@ -17,7 +17,7 @@ from tests.python.training import data, full_state, shard
 
 
 class TwoWays(Block):
-    """Has a layer more, which it uses or not."""
+    """Has one more layer that it may use or not."""
 
     used = False
 

@@ -116,7 +116,7 @@ def test_a_view_of_a_unit_that_stays_unsharded(view, how, mesh, rank, world):
 
 @pytest.mark.parametrize("view", ["row", "transpose", "detached"])
 def test_views_of_a_root(view, mesh, world):
-    """Taken after the forward, while the root stays unsharded."""
+    """Created after the forward, while the root stays unsharded."""
     model = fully_shard(on_device(nn.Linear(4, 4)), mesh=mesh)
     x = on_device(torch.ones(2, 4))
     out = model(x)

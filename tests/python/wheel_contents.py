@@ -17,7 +17,7 @@ wheel = zipfile.ZipFile(path)
 names = set(wheel.namelist())
 minor = ".".join(version("torch").split(".")[:2])
 
-# It fits one minor version of torch, which its name and its metadata for pip have.
+# It fits one minor version of torch. Its name and its metadata for pip contain that.
 name, label, python, *_ = path.name.split("-")
 assert name == "flatshard" and re.fullmatch(rf".+\+(cpu|cu\d+)torch{minor}", label), (
     path
@@ -44,8 +44,8 @@ assert names - extension == wanted, names ^ wanted
 assert len(extension) == 1, extension
 assert wheel.read(script).startswith(b"#!python\n")
 
-# Each library that they need is the system's, or comes with pip's packages, and the
-# program finds those next to its package.
+# The libraries that they need are from the system or from pip's packages. The program
+# finds the latter next to its package.
 SYSTEM = (
     r"(libstdc\+\+|libm|libgcc_s|libc|libpthread|libdl|librt|libgcov|ld-linux.*)\.so.*"
 )

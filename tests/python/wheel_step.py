@@ -1,5 +1,5 @@
-"""One step of an installed package on several ranks: gradients are the mean of the
-ranks', and AdamW moves the parameters. wheel_test.sh runs it outside of the checkout.
+"""One step of an installed package on several ranks: gradients are the mean over the
+ranks, and AdamW moves the parameters. wheel_test.sh runs it outside the checkout.
 
 usage: wheel_step.py FOLDER    that the package has to come from
 """

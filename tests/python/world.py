@@ -16,7 +16,7 @@ import time
 
 # How long the other ranks may continue when one has died.
 GRACE_S = 70
-# A failed rank shows the last so many bytes of its stderr below Python.
+# Number of bytes of a failed rank's stderr below Python that are shown.
 SHOWN_BYTES = 16000
 
 

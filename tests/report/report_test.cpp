@@ -15,7 +15,7 @@ using nlohmann::json;
 
 class Report : public ::testing::Test {
  protected:
-  /// Makes a run with so many steps. @return its folder.
+  /// Writes a run with this number of steps. @return its folder.
   std::string run(
       const std::string& name,
       int steps,

@@ -220,7 +220,7 @@ TEST(Contract, OrderThatChangesEveryStep) {
   });
 }
 
-// Runs without the root, which would mark where a forward begins and ends.
+// Runs without the root, so nothing marks the start and end of a forward.
 TEST(Contract, BlocksThatAreCalledOneByOne) {
   run_ranks(2, [](const RankContext& context) {
     Twin twin(context);
@@ -289,8 +289,8 @@ TEST(Contract, R30_InPlaceOnInputsAndOutputs) {
           }
           return x * l.scale;
         };
-        // A view, whose node leaves the graph with the writes above; and it is
-        // not the last cell, which stays gathered.
+        // A view: the writes above remove its node from the graph. It is not on
+        // the last cell, because that stays unsharded.
         lab.cells[0]->body = [](CellImpl& c, at::Tensor x) {
           return c.standard(x).view({-1, 12});
         };
@@ -351,7 +351,7 @@ TEST(Contract, GradientsOfChosenParameters) {
   for_strategies([](const RankContext& context, FullyShardOptions options) {
     Twin twin(context, {}, options);
     twin.step(forward_backward);
-    // grad() hands out this rank's own gradient, whole.
+    // grad() returns this rank's own unsharded gradient.
     std::vector<std::vector<at::Tensor>> grads;
     const auto ask = [&](Lab& model, const Twin& t, int) {
       const at::Tensor loss = model(t.input(t.rank)).square().mean();
@@ -366,7 +366,7 @@ TEST(Contract, GradientsOfChosenParameters) {
     }
     twin.expect_rest();
     twin.runtime->zero_grad();
-    // backward(inputs) accumulates into the chosen ones alone.
+    // backward(inputs) accumulates only into the chosen parameters.
     twin.step([](Lab& model, const Twin& t, int rank) {
       t.loss(model(t.input(rank)))
           .backward(

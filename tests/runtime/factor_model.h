@@ -11,7 +11,7 @@
 
 namespace flatshard::testing {
 
-/// x + linear(x) * factor, where factor is no parameter.
+/// x + linear(x) * factor, where factor is not a parameter.
 class FactorBlockImpl : public nn::Module {
  public:
   FactorBlockImpl(std::int64_t dim, at::Tensor factor, bool declared)
@@ -36,7 +36,7 @@ class FactorBlockImpl : public nn::Module {
         {x},
         options)[0];
   }
-  /// The region waits for the device, which no recording can.
+  /// The region waits for the device, so it cannot be recorded.
   bool waits = false;
 
   /// In which modes the region's function ran, for all blocks of a thread.

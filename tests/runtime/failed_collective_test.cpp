@@ -1,4 +1,4 @@
-// A collective that fails on all ranks is an error of that step alone. After it
+// A collective that fails on all ranks is an error of only that step. After it
 // every unit is resharded, no stream keeps the error, and the next steps are
 // right.
 #include "tests/runtime/twin.h"
@@ -58,7 +58,7 @@ class FusedCommunicator : public ForwardingCommunicator {
   std::shared_ptr<Fuse> fuse_;
 };
 
-// Gathers and reductions run on separate threads, each with its own fuse.
+// All-gathers and reductions run on separate threads, each with its own fuse.
 struct FusedMesh {
   explicit FusedMesh(RankContext context) {
     context.make_communicator = [this](auto&&... group) {

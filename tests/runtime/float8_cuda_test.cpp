@@ -48,7 +48,7 @@ Float8Run train_on_gpus(Float8Case c, const std::string& name) {
   const std::shared_ptr<Mesh> mesh = gpus(test_name() + name);
   train_float8_rank(c, mesh, mutex, run);
   // A process has its own shards, NaN elsewhere. Which rows it has depends on
-  // the parts that are gathered.
+  // the parts that are all-gathered.
   for (auto& [parameter, values] : run.weights) {
     const at::Tensor all = at::from_blob(
         values.data(),
@@ -63,8 +63,8 @@ Float8Run train_on_gpus(Float8Case c, const std::string& name) {
   return run;
 }
 
-// The planes are the same bytes, so only products and attention round
-// otherwise.
+// The planes are bitwise equal, so only matmuls and attention round
+// differently.
 TEST_P(Float8Gpus, LossesAreThoseOfTheCpu) {
   const Float8Run gpu = train_on_gpus({.format = GetParam()}, "");
   Float8Case on_cpu{.format = GetParam()};
@@ -76,7 +76,7 @@ TEST_P(Float8Gpus, LossesAreThoseOfTheCpu) {
   }
 }
 
-// The time of gathers changes no bit, with torch's deterministic kernels.
+// The time of all-gathers changes no bit, with torch's deterministic kernels.
 TEST_P(Float8Gpus, PartsAndRecomputationChangeNothing) {
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
   const Float8Run plain = train_on_gpus({.format = GetParam()}, "plain");

@@ -1,4 +1,4 @@
-// A Llama with FP8 weights: N ranks against one, whatever is gathered when.
+// A Llama with FP8 weights: N ranks against one, for any all-gathers.
 #include "tests/runtime/float8_training.h"
 
 #include <ATen/ATen.h>
@@ -21,16 +21,16 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(float8_formats()),
     [](const auto& info) { return name_of_format(info.param); });
 
-// A microbatch has the same shapes on either side, so its products have the
-// same kernels, and two gradients have one sum. Scales follow from maxima,
-// which have no order.
+// A microbatch has the same shapes on either side, so its matmuls have the same
+// kernels, and two gradients have one sum. Scales follow from maxima: those do
+// not depend on the order.
 TEST_P(Float8Formats, TwoRanksAreBitwiseOneWithTwoMicrobatches) {
   const Float8Run one = train_float8({.format = GetParam(), .microbatches = 2});
   const Float8Run two =
       train_float8({.format = GetParam(), .mesh = {2}, .max_delay_us = 300});
   expect_same_run(two, one);
   EXPECT_LT(one.losses.at({2, 0}), one.losses.at({0, 0}));
-  // It is FP8, and near to bfloat16: products are off by 2^-4 / sqrt(k) or so,
+  // It is FP8, and near to bfloat16: matmuls are off by 2^-4 / sqrt(k) or so,
   // of logits that are small at first.
   static const Float8Run bf16 = train_float8({.microbatches = 2});
   EXPECT_NE(one.losses.at({0, 0}), bf16.losses.at({0, 0}));
@@ -75,13 +75,13 @@ TEST(Float8Training, EveryStrategyComputesTheSame) {
     const Float8Run run =
         train_float8({.format = format, .strategy = strategy, .mesh = {2, 2}});
     for (const auto& [at, loss] : four.losses) {
-      // The sums of four gradients are taken in another order.
+      // Four gradients are summed in another order.
       EXPECT_NEAR(run.losses.at(at), loss, at.first == 0 ? 0 : 2e-2);
     }
   }
 }
 
-// The time of gathers changes no bit.
+// The time of all-gathers changes no bit.
 class Float8Columns : public ::testing::TestWithParam<bool> {};
 INSTANTIATE_TEST_SUITE_P(DerivedAndStored, Float8Columns, ::testing::Bool());
 
@@ -150,7 +150,7 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   EXPECT_EQ(
       gathered(none, Phase::backward, kColumnPlane),
       Float8Case::kLayers * (kAttention + kMlp));
-  // Down's product is recomputed for nothing but its shape.
+  // The down projection is recomputed only for its shape, without a matmul.
   const Float8Run some = run(ActivationCheckpoint::selective);
   EXPECT_EQ(
       gathered(some, Phase::backward, kRowPlane),
@@ -178,8 +178,8 @@ TEST(Float8Training, F3_ASelectiveRecomputeGathersItsRowsAndNoMore) {
   }
 }
 
-// On one rank rows are stored. Columns are made of them for each backward and
-// released with it.
+// On one rank rows are stored. Each backward derives columns from them and
+// frees them at its end.
 TEST(Float8Training, RestingRowsAreTransposedForEachBackward) {
   for (const auto& [strategy, ranks] :
        {std::pair{"zero3", 1}, std::pair{"zero2", 2}}) {

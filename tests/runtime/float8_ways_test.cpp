@@ -151,8 +151,8 @@ TEST(Float8WaysMatrix, DISABLED_WholeMatrix) {
   }
 }
 
-// Blocks, and halves of blocks; of each recipe, and of each way of planes into
-// slots. One microbatch: the second one's backward adds, which no replay does.
+// Blocks and halves of blocks, for each recipe and each way to fill buffers
+// with planes. One microbatch: backwards that accumulate cannot be replayed.
 std::vector<WayCase> region_cases() {
   std::vector<WayCase> all;
   const auto formats = float8_formats();

@@ -26,8 +26,8 @@ using testing::RankContext;
 using testing::run_ranks;
 using testing::Twin;
 
-// One rank, whose weights are always whole, and two; weights that are stored
-// sharded and weights that are stored whole.
+// One rank with weights that are always unsharded, and two; weights that are
+// stored sharded and weights that are stored unsharded.
 void for_ranks(
     const std::function<void(const RankContext&, FullyShardOptions)>& test) {
   struct Case {
@@ -78,7 +78,7 @@ TEST(Misuse, AForwardWithoutItsHooks) {
       twin.sharded->body = body;
       twin.runtime->reset();
     }
-    // In the whole model its units run, while its own parameter is resharded.
+    // In the full model its units run, while its own parameter is resharded.
     EXPECT_THAT(
         message_of([&] { twin.sharded->forward(twin.input(0)); }),
         HasSubstr("parameter scale of unit root "));
@@ -232,7 +232,7 @@ TEST(Misuse, AForwardBeforeFullyShard) {
   EXPECT_THAT(
       message_of([&] { lab->cells[1]->up->forward(x); }),
       named("weight"));
-  // Shapes alone may be asked for.
+  // Only shapes may be computed.
   EXPECT_EQ(
       at::linear(x.to(at::kMeta), lab->cells[1]->up->weight()).sizes(),
       x.sizes());
@@ -269,7 +269,7 @@ TEST(Misuse, AnotherDtypeThanTheWeights) {
   });
 }
 
-// Layers that delay the products of weight gradients do this.
+// Layers that delay weight gradients do this.
 TEST(Misuse, AWeightGradientAfterItsBackward) {
   for (const int world : {1, 2}) {
     run_ranks(world, [](const RankContext& context) {

@@ -91,7 +91,7 @@ void add_cases(int edp, int ep, MoeExchange exchange, std::vector<MoeRun>& to) {
   }
 }
 
-// The whole matrix, about 8 minutes on two cores:
+// The full matrix, about 8 minutes on two cores:
 // --gtest_also_run_disabled_tests
 // --gtest_filter='*WholeMatrix'. Prints its progress on standard output.
 TEST(MoeMatrix, DISABLED_EqualsOneRankInTheWholeMatrix) {

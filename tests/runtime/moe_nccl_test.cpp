@@ -87,8 +87,8 @@ void MoeOnGpus::expect_same_with_graphs(MoeRun run) {
   const MoeDistance distance = distance_here(got, want);
   EXPECT_EQ(distance.largest, 0) << distance.where;
   if (gpu_ranks().rank() == 0) {
-    // A step's forwards and backwards of all six regions, and the order of rows
-    // of two, which has no backward.
+    // A step's forwards and backwards of all six regions, and the row order of
+    // two regions without a backward.
     EXPECT_GE(got.num_replays, run.microbatches * 14);
   }
 }

@@ -30,13 +30,13 @@ struct MoeRun {
   MoeExchange exchange = MoeExchange::none;
   /// The ranks along the last axis of the mesh divide the width of experts.
   bool cuts_width = false;
-  /// One product over the tokens of two ranks is rounded to bfloat16 once, two
-  /// microbatches' products twice: only float32 can be bitwise identical.
+  /// One matmul over the tokens of two ranks is rounded to bfloat16 once, the
+  /// matmuls of two microbatches twice: only float32 can be bitwise identical.
   bool float32 = exchange != MoeExchange::none;
   bool aux_loss = true;  ///< and z loss
   bool bias = true;      ///< of the routers, moved by the load after each step
-  /// See ExchangeOptions::groups_by_rank: else an expert's rows are one
-  /// product.
+  /// See ExchangeOptions::groups_by_rank: otherwise, an expert's rows are one
+  /// matmul.
   bool groups_by_rank = true;
   std::uint64_t delay_seed = 3;
   /// After one step, of `regions`.
@@ -56,9 +56,9 @@ struct MoeResult {
   std::int64_t num_replays = 0;  ///< forwards and backwards of one rank
 };
 
-/// One rank's part of `train_moe`, on any mesh and device. Its sequences'
-/// losses and what it owns of the weights go into `result`; norms and biases
-/// are rank 0's.
+/// One rank's part of `train_moe`, on any mesh and device. Adds its sequences'
+/// losses and its shards of the weights to `result`; norms and biases are from
+/// rank 0.
 void train_moe_rank(
     const MoeRun& run,
     const std::shared_ptr<Mesh>& mesh,

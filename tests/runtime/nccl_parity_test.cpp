@@ -102,8 +102,8 @@ TEST_P(NcclParity, EqualsOneRankWithMicrobatches) {
 
 class NcclSchedule : public NcclParity {};
 
-// NCCL really launches the Scheduler's answers to the same events, and gathered
-// weights have the same addresses from step 3 on.
+// NCCL really launches the Scheduler's answers to the same events, and
+// unsharded weights have the same addresses from step 3 on.
 TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
   const auto log = std::make_shared<CollectiveLog>();
   const auto mesh = gpu_ranks().mesh(
@@ -147,7 +147,7 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
       EXPECT_EQ(addresses, expected) << "step " << step;
     }
   }
-  // The trace of one step that began and ended with idle units.
+  // The trace of one step, with all units idle before and after it.
   const RuntimeTrace trace = runtime->trace();
   Scheduler scheduler(
       runtime->scheduler().units(),
@@ -175,8 +175,8 @@ TEST_P(NcclSchedule, LaunchesWhatTheSchedulerSaysAtStableAddresses) {
 
 class NcclPitfalls : public NcclParity {};
 
-// The optimizer's kernels come long after the host has queued the next
-// forward: its gathers must wait for them.
+// The optimizer's kernels run long after the host has queued the next forward:
+// its all-gathers must wait for them.
 TEST_P(NcclPitfalls, B7_GathersWaitForTheOptimizersKernels) {
   const auto mesh = gpu_ranks().mesh(
       {{"dp", gpu_ranks().world()}},

@@ -355,7 +355,7 @@ TEST(Parity, KeepingWeightsGatheredChangesNothing) {
   EXPECT_EQ(weight_distance(expected, train_toy(c)), 0);
 }
 
-// Weights that stay sharded among neighbours from forward to backward.
+// Weights that stay sharded among adjacent ranks from forward to backward.
 TEST(Parity, PostForwardShardsChangeNoBit) {
   struct Variant {
     const char* strategy;

@@ -226,7 +226,7 @@ TEST(Pitfalls, B57_ViewsFollowTheirParameter) {
     Twin twin(context, {}, options);
     at::Tensor view;
     // While a unit is resharded its parameters' storage refuses reads: each
-    // gather points it at memory anew, at whichever address that has.
+    // all-gather points it at memory again, at whichever address that has.
     const auto rests = [&] {
       try {
         return view.sum().item<double>() != view.sum().item<double>();
@@ -279,7 +279,7 @@ TEST(Pitfalls, B63_TwoRuntimesShareNothing) {
   });
 }
 
-// -- reading released parameters ---------------------------------------------
+// -- reading resharded parameters --------------------------------------------
 
 TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
   run_ranks(2, [](const RankContext& context) {
@@ -312,7 +312,7 @@ TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
   });
 }
 
-// A child that is a separate unit is released while its parent computes.
+// A child that is a separate unit is resharded while its parent computes.
 TEST(Pitfalls, B18_AParentThatReadsAUnitsParameterIsToldSo) {
   run_ranks(2, [](const RankContext& context) {
     Twin twin(context);
@@ -327,7 +327,7 @@ TEST(Pitfalls, B18_AParentThatReadsAUnitsParameterIsToldSo) {
     EXPECT_THAT(message, HasSubstr("share_parameter"));
     twin.sharded->body = body;
     twin.step(forward_backward);
-    // Registered by the parent too, it is the parent's.
+    // If the parent registers it too, it belongs to the parent.
   });
   check(
       [](LabImpl& lab) {

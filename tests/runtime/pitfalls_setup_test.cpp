@@ -80,7 +80,7 @@ TEST(Pitfalls, B8_FirstValuesAreThoseOfOneRank) {
   });
 }
 
-// Ranks that hold the same weights without sharding them together.
+// Ranks that store the same weights without sharding them together.
 TEST(Pitfalls, B9_ReplicasOutsideTheMeshStartEqual) {
   constexpr std::uint64_t kSeed = 12;
   run_ranks(4, [](const RankContext& context) {

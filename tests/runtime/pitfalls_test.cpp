@@ -42,7 +42,7 @@ std::int64_t count(const Twin& twin, ActionKind kind, UnitId unit) {
 }
 
 // Returns the most units between `begin` and `end` actions at any time. The
-// root, which is open the whole time, does not count.
+// root does not count because it is open all the time.
 int most_at_once(const Twin& twin, ActionKind begin, ActionKind end) {
   int now = 0;
   int most = 0;
@@ -347,7 +347,7 @@ TEST(Pitfalls, B53_StepsStartWithoutGradients) {
   });
 }
 
-// Cell 2 runs only inside the backward, where nobody differentiates it.
+// Cell 2 runs only inside the backward, and has no backward itself.
 TEST(Pitfalls, R9_AForwardInsideABackward) {
   check(
       [](LabImpl& lab) {

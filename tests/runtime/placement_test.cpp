@@ -1,5 +1,5 @@
-// Parameters that are stored on a part of the mesh: experts, of which the ranks
-// along one axis hold other slices. All against the same model on one process.
+// Parameters stored on a part of the mesh: experts. Along one axis, ranks have
+// different slices. All against the same model on one process.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -35,7 +35,7 @@ constexpr std::uint64_t kExpertSeed = 5;
 constexpr double kExpertLr = 1e-2;
 constexpr double kMaxNorm = 0.3;
 
-/// Returns how far weights may be from those of one process, and norms relative
+/// Returns the tolerance of weights against one process, and of norms relative
 /// to its norms: only the sums over ranks and microbatches have another order.
 /// AdamW divides a gradient by its own size, and the smallest of N gradients is
 /// about 1 / N of their addends.
@@ -66,7 +66,7 @@ class ExpertBlockImpl : public nn::Module {
         InitSpec::normal(0, 0.3F));
   }
 
-  /// @param begin  of the experts that are used, in this block's.
+  /// @param begin  first expert that is used, as an index into this block.
   at::Tensor
   forward(const at::Tensor& x, std::int64_t begin, std::int64_t count) {
     const at::Tensor h = x + at::tanh(up_(x));

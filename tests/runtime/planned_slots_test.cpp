@@ -41,7 +41,7 @@ struct SlotsFixture {
     observers.add(counts);
     slots.emplace(at::kCPU, 1, observers, on_demand);
   }
-  /// A gather for the forward, its release, and a gradient slot.
+  /// An all-gather for the forward, its reshard, and a gradient buffer.
   void plan() {
     UnitSpec spec = unit->spec(kNoUnit, {});
     spec.weights_nbytes = {kNbytes};

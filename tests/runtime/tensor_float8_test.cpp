@@ -115,9 +115,9 @@ TEST_P(TensorParallelFloat8, IsNearOneRankWithFloat8) {
   EXPECT_LE(of_ranks.largest, 2 * of_float8.largest) << of_ranks.where;
 }
 
-// Planes of parts are gathered as planes of whole weights: ranks that read
+// Planes of parts are all-gathered like planes of full weights: ranks that read
 // different samples equal one that reads them one after the other. Gradients of
-// weights that are not cut are sums of four addends, in another order.
+// weights that are not split are sums of four addends, in another order.
 TEST_P(TensorParallelFloat8, DataRanksHaveTheBitsOfMicrobatches) {
   TensorRun run = GetParam();
   if (run.data_ranks() != 2) {

@@ -41,7 +41,7 @@ class TensorParallelOnGpus : public ::testing::Test {
     return result;
   }
 
-  // Compares the values that this rank has with `want`, which has all.
+  // Compares the values of this rank with `want`, the values of all ranks.
   static void expect_near_reference(const TensorRun& run) {
     const TensorResult got = train(run);
     const TensorResult want = train(tensor_reference(run));
@@ -77,7 +77,7 @@ class TensorParallelOnGpus : public ::testing::Test {
     EXPECT_EQ(got.losses, want.losses);
     EXPECT_EQ(got.norms, want.norms);
     for (const auto& [name, values] : want.weights) {
-      // NaN is another rank's.
+      // NaN marks the values of other ranks.
       EXPECT_EQ(
           std::memcmp(
               got.weights.at(name).data(),

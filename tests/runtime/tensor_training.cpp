@@ -25,7 +25,7 @@ namespace {
 
 constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
 constexpr std::int64_t kTensorSeq = 12;
-// FP8 takes its halves.
+// Its halves fit the block sizes of FP8.
 constexpr const char* kWide = "wide";
 
 using TensorModels =

@@ -297,7 +297,7 @@ TEST(TensorParallelPitfalls, G4_AllPartsOfExpertsTrain) {
 }
 
 // Ranks that are late by other times give bitwise identical results in every
-// run. With so many tokens some have another sum in another order.
+// run. With this many tokens, another order would change some sums.
 TEST(TensorParallelPitfalls, G8_SumsHaveOneOrder) {
   TensorRun run{.dp = 2, .tp = 4, .batch = 16, .steps = 8};
   const TensorResult first = train_tensor(run);

@@ -1,6 +1,6 @@
-// The runtime's actions, seen through its trace: recompute gathers once, the
-// trace replays in a fresh Scheduler, the collectives launched are the
-// scheduler's, addresses repeat.
+// The runtime's actions, seen through its trace: a recompute all-gathers once,
+// the trace replays in a fresh Scheduler, the collectives launched match the
+// scheduler, addresses repeat.
 #include "tests/runtime/twin.h"
 
 #include "flatshard/nn/recompute.h"
@@ -30,7 +30,7 @@ std::int64_t count_gathers(const Runtime& runtime, UnitId unit, Phase phase) {
       Action{.kind = ActionKind::gather, .unit = unit, .phase = phase});
 }
 
-// checkpoint inside each cell, with a trainable parameter outside of it.
+// checkpoint inside each cell, with a trainable parameter outside it.
 void checkpoint_inside(LabImpl& lab) {
   for (auto& cell : lab.cells) {
     cell->body = [](CellImpl& c, at::Tensor x) {

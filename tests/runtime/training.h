@@ -81,7 +81,7 @@ struct TrainingResult {
 };
 
 /// One rank's part of `train_toy`, on any mesh and device. Adds this rank's
-/// losses to `result.losses`, which has one entry per step.
+/// losses to `result.losses` (one entry per step).
 void train_rank(
     const TrainingCase& options,
     const std::shared_ptr<Mesh>& mesh,
@@ -102,7 +102,7 @@ void collect_weights(
     std::mutex& mutex,
     std::map<std::string, std::vector<float>>& weights);
 
-/// Returns the tolerance of losses, norms and weights of `c` over so many ranks
+/// Returns the tolerance of losses, norms and weights of `c` over `world` ranks
 /// against one rank, relative to the largest. All ranks multiply matrices of
 /// the shapes that one rank has, so with the same kernels: only the sums over
 /// ranks and microbatches have another order.

@@ -54,7 +54,7 @@ class LabImpl : public nn::Module {
 FLATSHARD_MODULE(Lab);
 
 /// One model twice: sharded over the ranks of a test, and plain. The plain one
-/// runs the programs of all ranks, so its gradients are the mean's.
+/// runs the programs of all ranks, so its gradients are gradients of the mean.
 class Twin {
  public:
   /// The work of one rank with a model in one microbatch. `scale` has to be
@@ -67,7 +67,7 @@ class Twin {
       FullyShardOptions options = {},
       std::shared_ptr<Mesh> mesh = nullptr);
 
-  /// [4, dim] values that depend on step, rank and `index` alone.
+  /// [4, dim] values that depend only on step, rank and `index`.
   at::Tensor input(int rank, int index = 0) const;
   /// Backward of the mean square, in the scale of the model that runs.
   void backward(const at::Tensor& out) const;
@@ -85,9 +85,9 @@ class Twin {
   }
   void expect_same_gradients() const;
   void expect_rest() const;
-  /// Weights may stay gathered after a backward, until they change.
+  /// Weights may stay unsharded after a backward, until they change.
   bool may_keep_weights = false;
-  /// Returns the group that holds a parameter.
+  /// Returns the group of a parameter.
   ParamGroup& group_of(const std::string& parameter) const;
 
   int rank;
@@ -103,9 +103,9 @@ class Twin {
   double scale_ = 1;
 };
 
-/// Returns how far values of a Twin's two models may be apart, when the largest
-/// has this size. Each rank's matrices have the shapes of the plain model's,
-/// but other addresses, on which the kernels' order of sums depends.
+/// Returns the tolerance between values of a Twin's two models, when the
+/// largest has this size. The matrices of each rank have the plain model's
+/// shapes, but other addresses, and the kernels' order of sums depends on them.
 double twin_tolerance(double size);
 
 /// Runs `test` on several strategies and numbers of ranks.

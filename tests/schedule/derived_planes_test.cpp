@@ -1,4 +1,4 @@
-// Planes that are made of others after the gather.
+// Planes that are derived from others after the all-gather.
 #include "flatshard/core/error.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/slot_plan.h"
@@ -26,7 +26,7 @@ TEST(DerivedPlanes, GoldenStepStagesTheRowsForTheColumns) {
       "gather(1) gather(2) await(1) release(1) "
       "gather(3) await(2) release(2) "
       // The unit that runs last derives its columns from the rows that are
-      // still gathered.
+      // still unsharded.
       "await(3) derive(3.1) release(3) "
       "gather'(2) derive'(2.1) release(2) acquire_grads(3) await(3.1) "
       "release(3.1) "
@@ -69,7 +69,7 @@ TEST(DerivedPlanes, PlanesOfTheBackwardMayStayUntilTheWeightsChange) {
         EXPECT_EQ(of_phase(units, first, Phase::forward), rows);
         EXPECT_TRUE(s.resting());
         EXPECT_EQ(s.num_gathered(), 3);
-        // The next microbatch gathers rows for its forward and no more.
+        // The next microbatch only all-gathers rows for its forward.
         const auto second = step();
         EXPECT_EQ(
             gathered_nbytes(units, second),
@@ -139,7 +139,7 @@ TEST(DerivedPlanes, ResidentUnitsReleaseWhatIsTransient) {
         EXPECT_TRUE(a.kind != ActionKind::release || a.plane == kColumn);
       }
       EXPECT_TRUE(s.resting());
-      // This unit's alone: no gather that would be worth doing ahead.
+      // Only this unit's columns: no all-gather is worth prefetching.
       EXPECT_EQ(
           SlotPlan::build(slot_lifetimes(units, actions)).arena_nbytes(),
           kAllColumns + 2 * kGrads);

@@ -11,8 +11,8 @@
 
 namespace flatshard::testing {
 
-// Units with rows, which forwards and recomputes read, and columns, which the
-// rest of a backward reads. Layers ask for both. docs/guides/fp8.md has the
+// Units with rows, read by forwards and recomputes, and columns, read by
+// the rest of a backward. Layers ask for both. docs/guides/fp8.md has the
 // table.
 
 inline constexpr PlaneId kRow = 0;

@@ -140,7 +140,7 @@ TEST(Interleaved, P1_EveryPlanStaysWithinFourUnitsAndGathersAhead) {
   }
 }
 
-// The inputs of products whose weight gradients come later are held until then.
+// The inputs of matmuls with delayed weight gradients are kept until then.
 TEST(Interleaved, WeightGradientsOfOneLayerAreLateAtOnce) {
   for (const PlanCase& c : testing::plan_cases()) {
     if (!c.options.delay_wgrad) {
@@ -176,12 +176,12 @@ TEST(Interleaved, AtTheCrossingOneGatherServesBoth) {
     run_step(s, c);
     return run_step(s, c).gathers;
   };
-  // Each layer twice a microbatch, less one for each time that a forward's last
-  // layer begins a backward, and two where backward and forward meet.
+  // Each layer twice per microbatch, less one for each time that a forward's
+  // last layer starts a backward, and two where backward and forward meet.
   EXPECT_EQ(gathers(48, 3), 2 * 48 * 3 - 3 - 2 * 2);
   EXPECT_EQ(gathers(5, 4), 2 * 5 * 4 - 4 - 3);
   EXPECT_EQ(gathers(4, 1), 2 * 4 - 1);
-  // A pair of forwards gathers each of five layers once for both.
+  // A pair of forwards all-gathers each of five layers once for both.
   EXPECT_LE(gathers(5, 5, 3), gathers(5, 5) - 5);
 }
 
@@ -321,8 +321,8 @@ TEST(Interleaved, KeptUnitsStayFromTheirForwardToTheirBackward) {
   Scheduler s(units, kThreeSlots);
   run_step(s, c);
   const Counts counts = run_step(s, c);
-  // Gathered by the first forward, and kept until the last backward. Only the
-  // first layer is resharded between a backward and the next forward of it.
+  // All-gathered by the first forward, and kept until the last backward. Only
+  // the first layer is resharded between a backward and its next forward.
   EXPECT_LE(counts.gathers, 4 + 2);
   EXPECT_EQ(counts.on_demand, 0);
 }
@@ -347,7 +347,7 @@ TEST(Interleaved, UnitsAreGatheredFromTheirSlices) {
           PlaneSet& planes = there[a.unit];
           if (a.kind == ActionKind::gather || a.kind == ActionKind::derive) {
             EXPECT_FALSE(planes.contains(a.plane));
-            // A slice is made of a whole plane.
+            // A slice is derived from a full plane.
             EXPECT_EQ(a.plane == 1, a.kind == ActionKind::derive);
             EXPECT_EQ(
                 a.kind == ActionKind::derive ? planes.contains(0)
@@ -389,7 +389,7 @@ TEST(Interleaved, EachPhaseKeepsTheOthersPlanes) {
       for (const Action& a : s.on(event)) {
         if (a.unit > 0 && a.kind == ActionKind::gather) {
           EXPECT_TRUE(alive.emplace(std::pair(a.unit, a.plane), 1).second);
-          // A backward's plane is never gathered when its kernels begin.
+          // A backward's plane is all-gathered before its kernels start.
           EXPECT_TRUE(
               a.unit != event.unit || event.kind != EventKind::backward_begin ||
               a.unit == 4)
@@ -418,7 +418,7 @@ TEST(Interleaved, ResetRestsEverything) {
   }
 }
 
-// Slots of a plan: what its gathers and gradients need at once.
+// Buffers of a plan: for all-gathers and gradients in flight at once.
 TEST(Interleaved, TheArenaHoldsFourUnitsAndThreeGradients) {
   for (const PlanCase& c : testing::plan_cases()) {
     if (c.layers != 16) {

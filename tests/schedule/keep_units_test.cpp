@@ -47,7 +47,7 @@ TEST(KeepUnits, TheLastOnesThatFit) {
   auto units = full_blocks(8);
   const std::int64_t least = arena(units);
   const auto before = num_gathers(units);
-  // The last block, 8, begins the backward and is kept anyway.
+  // The backward starts with the last block, 8, so it is kept anyway.
   const auto kept = choose_kept_units(units, kOptions, least + 2 * kUnit);
   ASSERT_FALSE(kept.empty());
   EXPECT_EQ(kept.front(), 7);
@@ -77,7 +77,7 @@ TEST(KeepUnits, NoneWithoutRoom) {
 TEST(KeepUnits, ASmallOneWhereALargeOneDoesNotFit) {
   auto units = full_blocks(6);
   units[2].weights_nbytes = units[3].weights_nbytes = {50 * kUnit};
-  // Room for both at once, as when 3 is gathered ahead, and for one small unit
+  // Room for both at once, as when 3 is prefetched, and for one small unit
   // more.
   const auto kept = choose_kept_units(units, kOptions, arena(units) + kUnit);
   EXPECT_THAT(kept, ElementsAre(5, 4, 3, 1));

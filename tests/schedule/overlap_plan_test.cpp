@@ -214,8 +214,8 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
       message(overlap_plan(2, 3, more), options),
       HasSubstr("F1.embed before F0.head"));
   EXPECT_THAT(message(plan, more), HasSubstr("F0.attend(0) before F1.embed"));
-  // The second forward sends its rows before the first one, which was counted
-  // first.
+  // The second forward sends its rows before the first one. The counts were
+  // sent in the other order.
   auto sent = overlap_plan(2, 3, more);
   const auto dispatch_of = [&](int microbatch) {
     return std::ranges::find(

@@ -1,4 +1,4 @@
-// Planes that are gathered in parts.
+// Planes that are all-gathered in parts.
 #include "flatshard/core/error.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/slot_plan.h"
@@ -48,7 +48,7 @@ TEST(Parts, GoldenStepGathersTheRowsOfTheRecomputedPartBesideTheColumns) {
       "reduce(1) drain(2) drain(1) join");
 }
 
-// docs/guides/fp8.md: what a step of `n` units gathers, exactly.
+// docs/guides/fp8.md: the all-gathers of a step of `n` units, exactly.
 TEST(Parts, F4_AStepGathersWhatTheTableSays) {
   constexpr int n = 4;
   const std::vector<PartId> all{0, 1, 2};
@@ -57,7 +57,7 @@ TEST(Parts, F4_AStepGathersWhatTheTableSays) {
                             const std::vector<PartId>& recomputed) {
     const auto units = fp8_units(n, columns, parts);
     const auto actions = second_step(units, recomputed);
-    // A forward gathers the rows once and no column.
+    // A forward all-gathers the rows once and no column.
     EXPECT_EQ(of_phase(units, actions, Phase::forward), n * kAllRows);
     for (const Action& a : actions) {
       if (a.kind == ActionKind::gather && a.phase == Phase::forward) {
@@ -68,13 +68,13 @@ TEST(Parts, F4_AStepGathersWhatTheTableSays) {
   };
   for (const GatherParts parts :
        {GatherParts::unit, GatherParts::recomputed, GatherParts::module}) {
-    // Derived: rows alone are gathered, with a recompute and without.
+    // Derived: only rows are all-gathered, with a recompute and without.
     for (const auto& recomputed : {std::vector<PartId>{}, {1}, all}) {
       EXPECT_EQ(
           backward(Columns::derived, parts, recomputed),
           (n - 1) * kAllRows);
     }
-    // Stored, no recompute: columns alone.
+    // Stored, no recompute: only columns.
     EXPECT_EQ(backward(Columns::stored, parts, {}), n * kAllColumns);
     // Stored, all recomputed: both. The last unit's rows stay.
     EXPECT_EQ(
@@ -197,8 +197,8 @@ TEST(Parts, ResetRestsAll) {
   }
 }
 
-// Whatever is recomputed, nothing is gathered twice, read before it came or
-// released unread, and all is released.
+// For any recompute, nothing is all-gathered twice, read before it arrived or
+// freed unread, and everything is freed.
 TEST(Parts, EachIsThereWhenItIsRead) {
   for (const Columns columns : {Columns::derived, Columns::stored}) {
     for (const auto parts :

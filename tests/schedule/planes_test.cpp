@@ -1,5 +1,5 @@
-// Units with two planes: rows, which the forward reads, and columns. The
-// backward reads one of them or both.
+// Units with two planes: rows for the forward, and columns. The backward reads
+// one of them or both.
 #include "flatshard/core/error.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/scheduler.h"
@@ -54,7 +54,7 @@ std::vector<ScheduleEvent> step_events(const std::vector<UnitSpec>& units) {
   return plain_step_events(units, num_grads);
 }
 
-// -- gathers of planes
+// -- all-gathers of planes
 // ---------------------------------------------------------
 
 TEST(Planes, GoldenStepWhoseBackwardReadsTheOtherPlane) {
@@ -64,7 +64,7 @@ TEST(Planes, GoldenStepWhoseBackwardReadsTheOtherPlane) {
       "gather(1) gather(2) await(1) release(1) "
       "gather(3) await(2) release(2) "
       "await(3) release(3) "
-      // backward: the root's gathers the last unit's columns ahead.
+      // backward: the backward of the root prefetches the last unit's columns.
       "gather'(3.1) "
       "gather'(2.1) await(3.1) acquire_grads(3) release(3.1) "
       "gather'(1.1) await(2.1) reduce(3) acquire_grads(2) release(2.1) "
@@ -132,8 +132,8 @@ TEST(Planes, APlaneWithoutBytesIsNeverGathered) {
   EXPECT_EQ(step_of(units), step_of(with_one));
 }
 
-// Follows a step event by event: what is awaited, and that nothing is gathered
-// twice or released in use.
+// Follows a step event by event: what is awaited, and that nothing is
+// all-gathered twice or freed while in use.
 TEST(Planes, EachPhaseHasWhatItReadsForAsLongAsItRuns) {
   for (const PlaneSet reads : {PlaneSet{kRows}, PlaneSet{kColumns}, kBoth}) {
     const auto units = two_planes(5, reads);

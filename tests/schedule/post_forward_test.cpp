@@ -62,7 +62,7 @@ TEST(PostForward, GoldenStep) {
       "reduce(1) drain(2) drain(1) join");
 }
 
-// Only what has a slice is gathered from one, and no slice outlives the step.
+// Only planes with a slice are all-gathered from it; slices end with the step.
 TEST(PostForward, EverySliceIsMadeBeforeAndReleasedAfterItsGather) {
   for (const int prefetch : {0, 1, 2, 5}) {
     std::vector<int> slices(5);
@@ -144,7 +144,7 @@ TEST(PostForward, ThePolicyDecides) {
   }
 }
 
-// Unit 2 was in no backward: its slice goes with that backward's end.
+// Unit 2 was in no backward: its slice is freed at that backward's end.
 TEST(PostForward, AUnitWithoutABackwardRests) {
   Scheduler s(sliced_blocks(3), {.prefetch = 0});
   feed(s, {.kind = EventKind::forward_begin, .unit = 0, .call = 0});
@@ -176,7 +176,7 @@ TEST(PostForward, AUnitWithoutABackwardRests) {
   EXPECT_TRUE(s.resting());
 }
 
-// A checkpoint's recompute is the gather of its unit's backward.
+// The recompute of a checkpoint uses the all-gather of its unit's backward.
 TEST(PostForward, ARecomputeGathersFromTheSlice) {
   Scheduler s(sliced_blocks(2), {.prefetch = 0});
   feed(s, {.kind = EventKind::forward_begin, .unit = 0, .call = 0});

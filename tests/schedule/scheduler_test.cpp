@@ -39,7 +39,7 @@ TEST(Scheduler, GoldenStepOfZero3) {
       "gather(3) await(2) release(2) "
       "gather(4) await(3) release(3) "
       "await(4) "
-      // backward: unit 4 is gathered still, 3 goes ahead of its kernels
+      // backward: unit 4 is still unsharded, 3 is queued before its kernels
       "gather'(3) acquire_grads(4) release(4) "
       "gather'(2) await(3) reduce(4) acquire_grads(3) release(3) "
       "gather'(1) await(2) reduce(3) drain(4) acquire_grads(2) release(2) "
@@ -47,7 +47,7 @@ TEST(Scheduler, GoldenStepOfZero3) {
       "reduce(1) drain(2) drain(1) join");
 }
 
-// Its whole weights and its reduced gradient are never there at once: with an
+// Its unsharded weights and its reduced gradient never exist at once: with an
 // embedding in it, it is the largest unit.
 TEST(Scheduler, ARootsWeightsGoBeforeItsReduction) {
   auto units = four_blocks();
@@ -114,7 +114,7 @@ TEST(Scheduler, AsManyGradientSlotsLiveAsItMay) {
   EXPECT_THROW(changed.set_max_grad_slots(0), Error);
 }
 
-// An event announces the microbatch of the backwards that begin after it.
+// An event announces the microbatch of the backwards that start after it.
 TEST(Scheduler, B46_MicrobatchesWithoutSyncAreAccumulated) {
   const auto units = four_blocks();
   Scheduler s(units, {.prefetch = 1});
@@ -245,7 +245,7 @@ TEST(Scheduler, UnitThatRunsAgainIsNoPrefetch) {
       text.clear();
     }
   }
-  // The second step takes the last call first. Unit 3 is gathered ahead of
+  // The second step runs the last call first. Unit 3 is all-gathered before
   // both.
   EXPECT_EQ(text, "await(3) gather(1) await(1) gather(3) await(1) ");
 }
@@ -505,7 +505,7 @@ TEST(Scheduler, UnitsThatStayAfterTheBackwardRest) {
   EXPECT_EQ(s.gathered_planes(2), PlaneSet{0});
   EXPECT_TRUE(s.gathered_planes(1).empty());
   EXPECT_TRUE(s.resting());
-  // New weights are gathered anew.
+  // New weights are all-gathered again.
   EXPECT_EQ(run(s, {.kind = weights_changed}), "release(2)");
 }
 
@@ -520,7 +520,7 @@ TEST(Scheduler, UnitsWhoseBackwardReadsNoWeightsAreNotGathered) {
 
 // Unit 2 runs before unit 1. A rank that uses the parameters of 2 passes the
 // gradient on after the gradients of 1. Another one may do so before they
-// exist. Units 1 and 2 are due when the backward of 3 begins. A rank that does
+// exist. Units 1 and 2 are due when the backward of 3 starts. A rank that does
 // not use the parameter of 2 has all of its gradients by then, and still waits
 // for 1.
 TEST(Scheduler, WhatIsCompleteWaitsForWhatWasDueBeforeIt) {
@@ -631,7 +631,7 @@ TEST(Scheduler, UnshardGathersAndReshardReleases) {
   EXPECT_EQ(run(s, {.kind = reshard, .unit = 2}), "");
   EXPECT_EQ(run(s, {.kind = unshard, .unit = 2, .awaits = false}), "gather(2)");
   EXPECT_EQ(run(s, {.kind = unshard, .unit = 2}), "await(2)");
-  // The next use takes them over, and an open forward keeps them.
+  // The next use owns them now, and an open forward keeps them.
   s.on({.kind = forward_begin, .unit = 2, .call = 1});
   EXPECT_EQ(run(s, {.kind = reshard, .unit = 2}), "");
   EXPECT_EQ(
@@ -640,7 +640,7 @@ TEST(Scheduler, UnshardGathersAndReshardReleases) {
   EXPECT_TRUE(s.resting());
 }
 
-// The Executor gathers what a program may write next by a collective.
+// The Executor uses a collective for weights that a program may write next.
 TEST(Scheduler, AGatherKnowsThatTheProgramAskedForIt) {
   for (const bool by_program : {false, true}) {
     Scheduler s(four_blocks(), {.prefetch = 1});

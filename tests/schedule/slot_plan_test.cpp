@@ -39,14 +39,14 @@ TEST(SlotPlan, EqualUnitsNeedAsManySlotsAsLiveAtOnce) {
     const auto lifetimes = slot_lifetimes(units, actions);
     const SlotPlan plan = SlotPlan::build(lifetimes);
     expect_no_overlap(plan, lifetimes);
-    // 1 + prefetch gathered, 2 gradient slots.
+    // 1 + prefetch weight buffers, 2 gradient buffers.
     EXPECT_EQ(plan.peak_nbytes(), (3 + prefetch) * kUnit);
     EXPECT_EQ(plan.arena_nbytes(), plan.peak_nbytes());
   }
 }
 
 TEST(SlotPlan, GradientsThatComeAsTensorsNeedTheirSlotLater) {
-  // A root that is gathered all the time, as large as ten blocks.
+  // A root that is unsharded all the time, as large as ten blocks.
   auto units = blocks(12);
   units[0].weights_nbytes = {10 * kUnit};
   units[0].grad_nbytes = 10 * kUnit;
@@ -59,8 +59,8 @@ TEST(SlotPlan, GradientsThatComeAsTensorsNeedTheirSlotLater) {
     expect_no_overlap(plan, lifetimes);
     return plan.arena_nbytes();
   };
-  // The root's gradients are next to its weights and blocks from its backward's
-  // begin on, or only when the blocks are through.
+  // The root's gradients are next to its weights and blocks from the start of
+  // its backward on, or only when the blocks are through.
   EXPECT_GE(arena(true), 22 * kUnit);
   EXPECT_LE(arena(false), 21 * kUnit);
 }

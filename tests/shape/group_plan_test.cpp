@@ -141,8 +141,8 @@ TEST(UnitPlan, GroupsFollowEachOtherInSlots) {
   EXPECT_FALSE(layout.slots.resident);
 }
 
-// The scheduler gathers resident weights where that spreads them, without a
-// slot.
+// The scheduler all-gathers resident weights where that spreads them, without a
+// buffer.
 TEST(UnitPlan, SpreadWeightsAreGatheredWithoutASlot) {
   const UnitPlan unit({.name = "unit", .groups = {matrices("zero1", {2})}});
   EXPECT_TRUE(unit.spec.resident);
@@ -158,7 +158,7 @@ TEST(UnitPlan, PartsAreThePartsOfAllGroups) {
   EXPECT_EQ(unit.spec.num_parts(1), 4);
   EXPECT_EQ(unit.spec.num_parts(2), 4);
   EXPECT_TRUE(unit.spec.transient.contains(2));
-  // One part is the whole.
+  // A single part covers everything.
   const GroupShape one = rowwise(matrices("zero3", {2}, 1), false);
   EXPECT_EQ(UnitPlan({.name = "unit", .groups = {one}}).spec.num_parts(1), 0);
 }

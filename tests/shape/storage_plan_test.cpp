@@ -19,7 +19,7 @@ GroupShape shape_of(const std::string& strategy, const Sizes& sizes) {
   return shape;
 }
 
-/// Returns the shapes of all strategies on meshes with and without neighbours.
+/// Returns the shapes of all strategies on meshes, also with adjacent ranks.
 std::vector<GroupShape> shapes() {
   std::vector<GroupShape> all;
   for (const StrategyName& row : strategy_names()) {
@@ -27,7 +27,7 @@ std::vector<GroupShape> shapes() {
       if (row.needs_outer_axis() && sizes.size() == 1) {
         continue;
       }
-      // The group's mesh is the model's, or all but its inner axis.
+      // The group's mesh is the mesh of the model, or all but its inner axis.
       for (const std::int64_t more : {1, 2}) {
         GroupShape shape = shape_of(std::string(row.name), sizes);
         shape.mesh.model_ranks *= more;

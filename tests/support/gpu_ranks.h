@@ -33,8 +33,8 @@ struct GpuRanks {
 /// can use.
 const GpuRanks& gpu_ranks();
 
-/// main of a GoogleTest program over NCCL. Alone it starts itself once for
-/// each GPU of the machine; under torchrun or Slurm it is one of their ranks.
+/// main of a GoogleTest program over NCCL. By default, it starts itself once
+/// per GPU of the machine; under torchrun or Slurm it is one of their ranks.
 int gpu_ranks_main(int argc, char** argv);
 
 }  // namespace flatshard::testing

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.program import expect
 
 ROOT = Path(__file__).resolve().parents[2]
-# A guide's first commands: they need a network, or take minutes.
+# A guide's first commands: they need a network, or minutes.
 SETUP = ("git clone", "scripts/build", "hf download")
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.M | re.S)
 
@@ -32,8 +32,8 @@ class Guide:
             (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, beginning):
-        """Runs the next command of the page, which has to begin so; returns what it
-        printed."""
+        """Runs the next command of the page and returns what it printed. The command
+        has to start with `beginning`."""
         expect(self.commands, f"the page ends before '{beginning}'")
         command = self.commands.pop(0)
         expect(

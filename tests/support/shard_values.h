@@ -8,8 +8,8 @@
 namespace flatshard::testing {
 
 /// Calls `visit(part, values)` for each run of a shard's elements: a view of
-/// the whole tensor and one of `shard.tensor`.
-/// @param whole  contiguous, of as many elements as the whole tensor.
+/// the full tensor and one of `shard.tensor`.
+/// @param whole  contiguous, of as many elements as the full tensor.
 template <class F>
 void for_each_part(
     const NamedShard& shard,
@@ -30,7 +30,7 @@ void for_each_part(
   }
 }
 
-/// Returns the values of a whole tensor that a shard has to hold, flattened.
+/// Returns the values of a full tensor that belong to a shard, flattened.
 inline at::Tensor part_of(const NamedShard& shard, const at::Tensor& whole) {
   std::vector<at::Tensor> parts{whole.new_empty({0})};
   for_each_part(
@@ -42,7 +42,7 @@ inline at::Tensor part_of(const NamedShard& shard, const at::Tensor& whole) {
   return at::cat(parts);
 }
 
-/// Writes what a shard holds to its place in a whole tensor.
+/// Writes the values of a shard to its place in a full tensor.
 inline void put_into(const NamedShard& shard, const at::Tensor& whole) {
   for_each_part(
       shard,

@@ -1,5 +1,5 @@
-// LD_PRELOAD=this: positioned writes into a checkpoint's folder do not come
-// back before the file SLOW_DISK_UNTIL exists, as on a disk that hangs.
+// LD_PRELOAD=this: positioned writes into a checkpoint's folder do not return
+// before the file SLOW_DISK_UNTIL exists, as on a disk that hangs.
 #include <dlfcn.h>
 #include <unistd.h>
 

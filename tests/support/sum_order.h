@@ -27,14 +27,14 @@ struct Sums {
 };
 
 /// Returns the number of sums in a row in a transformer's forward. A layer has
-/// 13: two norms, the product with q, k or v, their norm, rotation, scores,
+/// 13: two norms, the matmul with q, k or v, their norm, rotation, scores,
 /// softmax, values, output, up, down, two residual additions. A final norm, the
 /// logits and the loss follow. A backward has as many.
 constexpr int sums_of_forward(std::int64_t layers) {
   return static_cast<int>(13 * layers + 3);
 }
 
-/// Returns the same number for so many steps of training, each a forward and a
+/// Returns the same number for `steps` steps of training, each a forward and a
 /// backward. The weights hand the errors of a step to the next one.
 constexpr int sums_of_steps(std::int64_t layers, int steps) {
   return 2 * sums_of_forward(layers) * steps;
@@ -42,7 +42,7 @@ constexpr int sums_of_steps(std::int64_t layers, int steps) {
 
 /// Returns how many times the largest expected difference a tolerance is. The
 /// variable FLATSHARD_TEST_MARGIN sets another value: a suite that passes with
-/// 1 has the whole margin left.
+/// 1 has the full margin left.
 inline double sum_margin() {
   const char* const text = std::getenv("FLATSHARD_TEST_MARGIN");
   return text == nullptr ? 4 : std::atof(text);

@@ -23,8 +23,8 @@ namespace {
 /// A rank's data for its peers in one collective.
 struct Outgoing {
   std::vector<char> bytes;
-  /// Rank r takes from [r] up to [r + 1]. When it is empty, each rank takes
-  /// all.
+  /// Rank r reads from [r] up to [r + 1]. When it is empty, each rank reads all
+  /// bytes.
   std::vector<std::size_t> begins;
 
   std::span<const char> of(int rank) const {
@@ -36,8 +36,8 @@ struct Outgoing {
 };
 
 /// The state that the ranks of a group share. A rank fills its `Outgoing`,
-/// meets the others, and reads theirs. There are two of each, used in turn: a
-/// rank that has met the others once more has read what they filled before.
+/// meets the others, and reads their data. There are two of each, used in turn:
+/// a rank that has met the others once more has read the previous data.
 class Meeting {
  public:
   Meeting(int size, std::chrono::milliseconds timeout)
@@ -174,7 +174,7 @@ class ThreadBackend : public c10d::Backend {
     mine.begins = std::move(begins);
   }
 
-  /// Takes the data of ranks [first, last) for this one, once all have come.
+  /// Copies the data of ranks [first, last) to `out`, once all have arrived.
   void take(const at::Tensor& out, int first, int last) {
     meeting_->meet();
     auto* to = static_cast<char*>(out.mutable_data_ptr());
@@ -212,8 +212,8 @@ class ThreadBackend : public c10d::Backend {
   int turn_ = 0;
 };
 
-/// Rank 0 makes it. Its address goes through the store, which ranks in other
-/// processes cannot reach, and all have it before any continues.
+/// Rank 0 creates it. Its address is shared through the store. Ranks in other
+/// processes cannot reach that, and all have it before any continues.
 std::shared_ptr<Meeting> join(
     const StoreHandle& store,
     int rank,

@@ -13,8 +13,8 @@ namespace flatshard::testing {
 /// collective over loopback is the kernel's work: without it
 /// runtime_parity_test takes 25 s of a core instead of 185.
 ///
-/// @throws what it does over Gloo: Error{timeout} when a peer does not come
-///   within options.timeout, Error{comm} when one is gone or has aborted.
+/// @throws as over Gloo: Error{timeout} when a peer does not arrive within
+///   options.timeout, Error{comm} when one is gone or has aborted.
 std::shared_ptr<Communicator> make_thread_communicator(
     StoreHandle store,
     int rank,

@@ -1,4 +1,4 @@
-// Copies against collectives, whole transfers and products in parts.
+// Copies against collectives, for full transfers and matmuls in parts.
 #include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 
 #include <ATen/ATen.h>
@@ -18,7 +18,7 @@ namespace {
 using testing::RankContext;
 using testing::run_ranks;
 
-// Products of a part of the rows have other kernels of the CPU than those of
+// On CPUs, a matmul of a part of the rows runs other kernels than a matmul of
 // all. Their sums have 16 addends of about one, and then one of each rank.
 const double kSameProduct =
     testing::sum_tolerance({.addends = 16, .in_a_row = 2, .size = 4});
@@ -44,7 +44,7 @@ TEST_P(CopiedActivations, WholeTransfersHaveTheBitsOfCollectives) {
     BothWays ranks(context);
     auto generator = at::detail::createCPUGenerator(context.rank + 1);
     for (int round = 0; round < 12; ++round) {
-      // Windows grow in some rounds, and sizes are no multiple of an alignment.
+      // Windows grow in some rounds, and sizes are not aligned.
       const std::int64_t n = 1 + 5 * (round % 4) + round / 4;
       const at::ScalarType dtype = round % 3 == 0   ? at::kBFloat16
                                    : round % 3 == 1 ? at::kFloat
@@ -67,7 +67,7 @@ TEST_P(CopiedActivations, WholeTransfersHaveTheBitsOfCollectives) {
           << round;
       EXPECT_TRUE(gather->finish().equal(ranks.collective.all_gather(part)))
           << round;
-      // Nobody takes these results.
+      // These results are not used.
       ranks.copies.start_all_gather(part);
       ranks.copies.start_reduce_scatter(addend);
     }
@@ -108,7 +108,7 @@ TEST_P(CopiedActivations, ProductsInPartsAreThoseOfTheWhole) {
   });
 }
 
-// The product of a rank's own part needs no peer.
+// The matmul of a rank's own part needs no peer.
 TEST(CopiedActivationsInParts, OwnPartsDoNotWaitForPeers) {
   std::promise<void> is_read;
   run_ranks(2, [&](RankContext& context) {

@@ -103,7 +103,7 @@ TEST(UnitGradients, LayersOverwriteFirstAndThenAdd) {
     EXPECT_FALSE(g.gradients.target(g.slot, 1).accumulate);
     g.gradients.finish(g.slot);
     EXPECT_TRUE(g.of(0).equal(at::full({3}, 2.0F)));
-    // Another backward begins with nothing.
+    // Another backward starts without gradients.
     EXPECT_FALSE(g.gradients.target(g.slot, 0).accumulate);
   });
 }

@@ -1,8 +1,8 @@
 """Runs PyTorch's own FSDP2 tests on this machine's CPUs, with Flatshard.
 
-CHECKOUT is a checkout of PyTorch, or a folder with its test/distributed. The tests come
-from the checkout, and their helpers from the installed torch (torch.testing, which
-wants `pip install expecttest`). A test has 1 to 4 ranks, which are processes over Gloo.
+CHECKOUT is a checkout of PyTorch, or a folder with its test/distributed. The tests are
+from the checkout. Their helpers are from the installed torch (torch.testing requires
+`pip install expecttest`). A test has 1 to 4 ranks: processes over Gloo.
 
 Prints a line for each test, then the failures, grouped by their first error line, and the
 counts. Ends with 0 also where tests fail, since many read FSDP2's internals.

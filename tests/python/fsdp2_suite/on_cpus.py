@@ -71,7 +71,7 @@ def _stand_in(torch):
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
     torch.accelerator.set_device_index = nothing
-    # Whether a test may run: some want eight ranks whatever there is.
+    # Whether a test may run: some require eight ranks whatever there is.
     torch.accelerator.device_count = lambda: 64
     for name in ("Event", "device_count", "manual_seed", "empty_cache", "set_device"):
         setattr(torch.cpu, name, stand_ins[name])
@@ -171,7 +171,7 @@ def set_timeout(seconds):
 
 
 def swap(options):
-    """Puts Flatshard's names where test modules import FSDP2's.
+    """Replaces FSDP2's names with Flatshard's where test modules import them.
 
     Args:
         options: of fully_shard, for all calls.

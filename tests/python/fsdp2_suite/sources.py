@@ -44,7 +44,7 @@ class _OnCpu(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node):
-        # DistributedDataParallel takes them for GPUs alone.
+        # DistributedDataParallel accepts them only for GPUs.
         node.keywords = [k for k in node.keywords if k.arg != "device_ids"]
         names_gpu = (
             node.args

@@ -17,7 +17,7 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 SWAP = [sys.executable, "-m", "flatshard.as_fsdp2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 NEVER = "flatshard.as_fsdp2: fully_shard was never called: nothing ran on Flatshard"
-# The variables of the rank that runs these tests are not those of the programs.
+# The programs must not inherit these variables from the rank that runs the tests.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 

@@ -7,7 +7,7 @@ import torch
 
 
 def ranks_as_gpus():
-    """Lets accelerate shard on CPUs, which it does for accelerators only."""
+    """Lets accelerate shard on CPUs. It normally shards on accelerators only."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -24,7 +24,7 @@ def ranks_as_gpus():
 
 
 def reset_accelerate():
-    """Lets the next Accelerator of this process take other settings."""
+    """Lets the next Accelerator of this process use other settings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
 

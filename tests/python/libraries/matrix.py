@@ -39,7 +39,7 @@ LIBRARIES = (
     "bitsandbytes",
     "torchao",
 )
-# CI runs these, which take a few seconds each.
+# CI runs these. Each needs a few seconds.
 QUICK = (
     r"accelerate_cases\.(plain|tied|accumulate|bf16|hsdp|cpu_ram_efficient_loading"
     r"|prepare_twice|save_state_sharded|save_state_full|lora)$"

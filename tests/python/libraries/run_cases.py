@@ -22,7 +22,7 @@ import time
 import traceback
 from pathlib import Path
 
-# A case ends when its ranks have not after so many seconds.
+# Time limit of a case in seconds.
 LIMIT_S = 240
 # How long the other ranks may continue when one has failed.
 GRACE_S = 10
@@ -44,7 +44,7 @@ def run_rank(case, rank, ranks, folder, log):
 
     error = None
     try:
-        # A store in a file: no port that another case could have taken.
+        # A store in a file: no port that another case could use.
         store = dist.FileStore(f"{folder}/store", ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         found = case(f"{folder}/work")

@@ -23,7 +23,7 @@ def with_adapters():
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(layer.self_attn, name)
             quantized = Nf4Linear(linear.in_features, linear.out_features, bias=False)
-            # Small blocks, which two ranks divide.
+            # Small blocks, so that two ranks can split them.
             weight = to_nf4(linear.weight.detach(), block_size=8, scaler_block_size=8)
             quantized.weight = nn.Parameter(weight, requires_grad=False)
             setattr(layer.self_attn, name, quantized)

@@ -788,7 +788,7 @@ keep_latest_k = 3
       "checkpoint.interval=0\n"
       "training.on_nonfinite = \"stop\" instead of \"rewind\", since --set "
       "checkpoint.interval=0 leaves nothing to rewind to");
-  // A decay takes its fifth of the steps.
+  // A decay lasts a fifth of the steps.
   EXPECT_EQ(
       notes_of({"training.steps=10"}),
       "lr_scheduler.warmup_steps = 8 instead of 30, since --set "

@@ -30,7 +30,7 @@ class MalformedConfigs {
     return static_cast<std::size_t>(pick(text.size() + 1));
   }
 
-  // Begin of a random line.
+  // Returns the start of a random line.
   std::size_t line(const std::string& text) {
     const auto at = text.rfind('\n', place(text));
     return at == std::string::npos ? 0 : at + 1;

@@ -73,7 +73,7 @@ TEST_F(Epochs, OfAMixtureByItsWeights) {
       {.path = path("b"), .weight = 3}};
   const auto found = epochs_of(config_);
   ASSERT_EQ(found.size(), 2U);
-  // A quarter of 4 samples a step, and three quarters.
+  // A quarter of the 4 samples of each step, and three quarters.
   EXPECT_NEAR(found[0].steps, 6.0, 1e-6);
   EXPECT_NEAR(found[0].epochs, 2.0, 1e-6);
   EXPECT_EQ(found[1].samples, 20);

@@ -75,7 +75,7 @@ std::int64_t measured(
     const std::int64_t own = kTokens / (ranks ? ranks->size() : 1);
     return at::ones({1, own, shape.dim}, at::kBFloat16);
   };
-  // The rotary table is the model's.
+  // The rotary table belongs to the model.
   model->blocks().front()(input());
   const at::Tensor x = input().requires_grad_();
   const auto live = std::make_shared<LiveBytes>();
@@ -176,8 +176,8 @@ double flops_of(const plan::LayerWork& layer) {
   return sum;
 }
 
-// Products of frozen weights have no gradient of the weight, and in the first
-// layer those that read its input have none of the input.
+// Matmuls of frozen weights have no weight gradient. In the first layer, those
+// that read its input have no input gradient either.
 TEST(Work, AdaptersTrainWithoutTheFlopsOfTheBase) {
   constexpr std::int64_t kRank = 8;
   constexpr std::int64_t kDim = 64;

@@ -74,7 +74,7 @@ Config config_of(const Case& of) {
 
 plan::Job job_of(const Case& of) {
   const Config config = config_of(of);
-  // Copies are what auto takes on GPUs, and collectives on CPUs.
+  // auto selects copies on GPUs, and collectives on CPUs.
   return plan_job(
       config,
       model_config(config),
@@ -364,7 +364,7 @@ TEST(PlannedCopies, OfActivationsAreWhatAutoTakesOverNvlink) {
       shared_job({"parallelism.tensor_parallel_comm=collective"}).layer_kinds);
 }
 
-// Products in parts have the FLOPs of whole ones.
+// Matmuls in parts have the FLOPs of undivided ones.
 TEST(PlannedCopies, OfActivationsOverlapWithPartsOfProducts) {
   const auto work = [](const std::string& comm) {
     const plan::Job job =

@@ -1,4 +1,4 @@
-// Runs whose samples hold whole documents.
+// Runs whose samples consist of complete documents.
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_writer.h"
@@ -143,7 +143,7 @@ TEST_F(PackedRun, GraphsChangeNoBit) {
   }
 }
 
-/// Writes a corpus of 3 chats: prompts of 100 tokens, and answers of
+/// Writes a dataset of 3 chats: prompts of 100 tokens, and answers of
 /// `num_trained` tokens.
 void write_chats(const std::filesystem::path& folder, int num_trained) {
   constexpr int kPrompt = 100;
@@ -272,7 +272,7 @@ TEST_F(PackedRun, IsEvaluatedByDocument) {
   for (const DocumentLoss& found : packed.documents) {
     const std::int64_t begin = corpus->document_begin(found.index);
     const std::int64_t length = corpus->document_begin(found.index + 1) - begin;
-    // Every token but the first is a target. The last is no byte.
+    // Every token but the first is a target. The last is not a byte.
     EXPECT_EQ(found.tokens, length - 1);
     EXPECT_EQ(found.bytes, length - 2);
     if (length <= 32) {
@@ -282,7 +282,7 @@ TEST_F(PackedRun, IsEvaluatedByDocument) {
       const double alone =
           model(all.narrow(1, 0, length - 1), all.narrow(1, 1, length - 1))
               .item<double>();
-      // Products of one document's rows or of a sample's.
+      // Matmuls of the rows of one document or of a sample.
       const double tolerance = testing::sum_tolerance(
           {.addends = 64,  // the width of a layer
            .in_a_row = testing::sums_of_forward(/*layers=*/2),

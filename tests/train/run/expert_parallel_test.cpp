@@ -254,7 +254,7 @@ TEST(ExpertCheckpoints, PassThroughOtherDegreesBitForBit) {
   }
 }
 
-// The seed alone makes them.
+// They depend only on the seed.
 TEST(ExpertFiles, WeightsAreTheSameForAnyDegree) {
   const TempFolder folder;
   std::string want;

@@ -1,4 +1,4 @@
-// Every family trains sharded, with recompute, and comes back from its files.
+// Every family trains sharded, with recompute, and reloads from its files.
 #include "flatshard/checkpoint/init_weights.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/format/safetensors.h"
@@ -124,7 +124,7 @@ class TrainFamilies : public ::testing::TestWithParam<std::string> {
           file,
           {},
           models::hf_entries_of(shape));
-      // Another model takes them from that file.
+      // Another model loads them from that file.
       TrainState other = make_train_state(
           config,
           shape,
@@ -205,7 +205,7 @@ TEST_P(TrainFamilies, GraphsAndFloat8Weights) {
        "float8.emulate=true"});
   for (std::size_t i = 0; i < plain.losses.size(); ++i) {
     EXPECT_NE(float8.losses[i], plain.losses[i]) << i;
-    // Products of values with 3 bits of mantissa, of a loss near ln(61).
+    // Matmuls of values with 3 bits of mantissa, of a loss near ln(61).
     EXPECT_NEAR(float8.losses[i], plain.losses[i], 0.1) << i;
   }
 }

@@ -77,7 +77,7 @@ TEST_F(Float8Trainer, DiagnosticsLookAtFp8WeightsToo) {
   EXPECT_EQ(with("watched", true), losses);
 }
 
-// Checkpoints hold main weights, whatever they were gathered as.
+// Checkpoints store main weights, whichever dtype was all-gathered.
 TEST_F(Float8Trainer, ACheckpointGoesOnWithAnotherRecipe) {
   const auto go_on = [&](int steps, const std::string& recipe) {
     return train(

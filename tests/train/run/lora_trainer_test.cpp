@@ -1,5 +1,5 @@
 // Runs that train adapters: the same on any grid of ranks, with a base that has
-// no gradients, and with files that hold the adapters alone.
+// no gradients, and with files of only the adapters.
 #include "flatshard/core/error.h"
 #include "flatshard/diagnostics/memory_table.h"
 #include "flatshard/format/checkpoint_folder.h"
@@ -380,7 +380,7 @@ log_freq = 4
     ::testing::internal::GetCapturedStdout();
   }
 
-  /// A Hugging Face folder to begin with.
+  /// A Hugging Face folder to start from.
   fs::path base() const {
     train(
         "base",
@@ -621,7 +621,7 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
   }
 }
 
-// The keys are those of peft 0.21. A key of a later version may change results.
+// The keys of peft 0.21. A key of a later version may change results.
 TEST(AdapterFolder, RefusesKeysThatChangeResults) {
   const TempFolder folder;
   const auto refusal = [&](const std::string& more) {

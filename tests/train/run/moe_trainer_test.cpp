@@ -147,8 +147,8 @@ TEST_F(MoeTrainer, ForcedBalanceAndRunsWithoutExperts) {
   EXPECT_FALSE(even.rows[1]["experts"].contains("bias"));
 }
 
-// Attention is in FP8, experts and routers in bfloat16, which the first lines
-// report.
+// Attention is in FP8, experts and routers in bfloat16. The first log lines
+// report it.
 TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
   const Outcome run = train(
       "run",

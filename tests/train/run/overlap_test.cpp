@@ -132,7 +132,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
       state.runtime->finish_step();
       state.runtime->gathers().prefetch_forward();
       {
-        // A validation, whose forwards are of whole modules.
+        // A validation: its forwards run complete modules.
         const at::NoGradGuard no_grad;
         state.model(
             batches.tokens(0),
@@ -192,7 +192,7 @@ void write_short_documents(const std::filesystem::path& folder) {
   std::ofstream(folder / "meta.json") << meta.to_json();
 }
 
-/// Compares runs that differ by padding alone: sums in another order.
+/// Compares runs that differ only by padding: sums in another order.
 void expect_close(const OverlapOutcome& got, const OverlapOutcome& want) {
   // A weight's gradient adds the 96 tokens of a batch.
   const double tolerance =
@@ -268,7 +268,7 @@ TEST(OverlapTraining, EqualsTheRunWithoutItWhereTokensTravel) {
   }
 }
 
-// Ranks that share layers exchange activations inside of pieces, and tokens
+// Ranks that share layers exchange activations inside pieces, and tokens
 // between them.
 TEST(OverlapTraining, EqualsTheRunWithoutItWhereRanksShareLayers) {
   for (const char* batch : {"4", "6"}) {
@@ -380,7 +380,7 @@ TEST(OverlapTraining, DelaysWeightGradientsWithoutTwoMicrobatchesAtOnce) {
   }
 }
 
-// Two of four ranks have the same experts, and gather and reduce them apart
+// Two of four ranks have the same experts, and all-gather and reduce them apart
 // from all other weights.
 TEST(OverlapTraining, GoesWithExpertsThatTwoRanksCopyToEachOther) {
   const Overrides travels{
@@ -398,7 +398,7 @@ TEST(OverlapTraining, GoesWithStrategiesAndWeightsThatStay) {
         Overrides{"parallelism.reshard_after_forward=false"},
         Overrides{"parallelism.prefetch=2", "optimizer.overlap=true"},
         Overrides{"parallelism.copy_engines=all"},
-        // Weights and slots that are released are NaN.
+        // Weights and buffers that are freed become NaN.
         Overrides{"diagnostics.poison=true"},
         Overrides{"parallelism.keep_compute_weights=false"}}) {
     SCOPED_TRACE(how.front());
@@ -418,8 +418,8 @@ Overrides graphs_of_regions() {
       "debug.emulate_graphs=true"};
 }
 
-// Each microbatch has separate graphs, which are replayed from the second step
-// on: three attentions, a dense layer, two routers, two shared experts.
+// Each microbatch has separate graphs, replayed from the second step on: three
+// attentions, a dense layer, two routers, two shared experts.
 TEST(OverlapTraining, GoesWithGraphsOfRegions) {
   const OverlapOutcome want = train_overlapping(2, {kOverlap});
   for (const Overrides& how :
@@ -434,7 +434,7 @@ TEST(OverlapTraining, GoesWithGraphsOfRegions) {
   }
 }
 
-// The first two forwards run in a pair, the third one alone if four are in
+// The first two forwards run as a pair, the third one separately if four are in
 // flight. A tied head, recompute, copies, graphs and FP8.
 TEST(OverlapTraining, GoesWithThreeInFlightAndMore) {
   const Overrides batch{"training.global_batch_size=10"};  // five microbatches
@@ -469,7 +469,7 @@ TEST(OverlapTraining, GoesWithThreeInFlightAndMore) {
   EXPECT_THAT(got.graphs.fallbacks, IsEmpty());
 }
 
-// Experts stay in bfloat16. The others' planes are gathered whole or by parts.
+// Experts stay in bfloat16. Other planes are all-gathered per unit or in parts.
 TEST(OverlapTraining, GoesWithFloat8Planes) {
   const Overrides rowwise{"float8.recipe=rowwise", "float8.emulate=true"};
   const OverlapOutcome want = train_overlapping(2, rowwise);

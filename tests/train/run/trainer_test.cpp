@@ -30,8 +30,8 @@ namespace {
 using nlohmann::json;
 using ::testing::HasSubstr;
 
-/// Returns how far losses may be after so many steps, with other numbers of
-/// sequences in a product: sums over at most 352 tokens of a step or
+/// Returns the tolerance of losses after `steps` steps, with other numbers of
+/// sequences in a matmul: sums over at most 352 tokens of a step or
 /// validation.
 double loss_tolerance(int steps) {
   return testing::sum_tolerance(
@@ -268,7 +268,7 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
   }
   data::write_byte_corpus(folder_ / "squares", {varied}, 0.1);
   const auto validate = [&](std::vector<std::string> overrides) {
-    // The seed's weights, which are the same.
+    // The initial weights of the seed: they are the same.
     overrides.insert(
         overrides.end(),
         {"data.train=" + (folder_ / "squares").string(),
@@ -296,7 +296,7 @@ TEST_F(TrainerTest, ValidationDoesNotDependOnTheBatch) {
         loss_tolerance(1))
         << batch[0];
   }
-  // The whole split, whose end of document is no byte.
+  // The complete split. Its end-of-document token is not a byte.
   const auto split = data::Corpus::open(folder_ / "squares", "validation");
   const std::int64_t whole = (split->num_tokens() - 1) / 32;
   const json all = validate({"validation.sequences=-1"});
@@ -604,8 +604,8 @@ TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
   EXPECT_EQ(least("hfsdp"), whole / 8);
 }
 
-// One default through both doors (docs/reference/defaults.md): copy
-// engines aside, which the trainer chooses by what links there are.
+// Library and trainer have the same defaults (docs/reference/defaults.md),
+// except for copy engines: the trainer chooses them by the links.
 TEST(Defaults, AreThoseOfTheLibrary) {
   const FullyShardOptions library;
   const FullyShardOptions trainer = shard_options(Config{}, {});
