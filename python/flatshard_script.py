@@ -41,7 +41,7 @@ def main():
         if old := os.environ.get("LD_LIBRARY_PATH"):
             paths.append(old)
         os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-    # Tokenizers need it, since they are Python's.
+    # Tokenizers need it, since they run in Python.
     os.environ.setdefault("FLATSHARD_PYTHON", sys.executable)
     os.execv(program, [str(program), *sys.argv[1:]])
 

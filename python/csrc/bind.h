@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-// The binding has no logic: it translates types, releases the GIL around
+// The binding has no logic: it translates types, drops the GIL around
 // everything that may wait, and shows the nouns of the core to Python. One
 // bind_<folder> per folder of flatshard/ that Python sees.
 namespace flatshard::python {
@@ -26,8 +26,8 @@ void bind_machine(py::module_& m);
 /// Called after bind_comm.
 void bind_moe(py::module_& m);
 
-/// A shared object that may wait for threads of the runtime when it dies: those
-/// threads may want the GIL, so it is released for that long.
+/// A shared object that may wait for threads of the runtime when it dies: these
+/// threads may need the GIL, so it is dropped for that long.
 template <class T>
 class Released {
  public:

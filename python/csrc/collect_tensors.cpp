@@ -20,8 +20,8 @@ const py::object& pytree() {
   return *module;
 }
 
-// Inside of a transform of torch.func a tensor wraps another, which has the
-// graph of what is outside.
+// Inside a transform of torch.func a tensor wraps another. The other one has
+// the graph of what is outside.
 void add_tensor(const at::Tensor& tensor, nn::TensorList& out) {
   out.push_back(tensor);
   if (auto* const wrapper = at::functorch::maybeGetTensorWrapper(tensor)) {

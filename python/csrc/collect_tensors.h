@@ -10,7 +10,7 @@ namespace flatshard::python {
 /// Collects the tensors inside `object`: a tensor, any nesting of tuples,
 /// lists, dicts and dataclasses, and the containers of torch.utils._pytree
 /// (ModelOutput). In order. Called with the GIL.
-/// @param opaque  takes the objects of other types, which may hold tensors,
+/// @param opaque  gets the objects of other types. They may contain tensors,
 /// too.
 void collect_tensors(
     py::handle object,

@@ -123,7 +123,7 @@ at::Tensor backward(
     dx = at::empty({0}, grad.options());
   }
   if (x) {
-    // Nobody asked for the result.
+    // The result is not needed.
     nn::deliver_matmul_wgrad(
         parameter.context,
         parameter.tensor,

@@ -11,8 +11,8 @@
 
 namespace flatshard::python {
 
-// Linear layers with FP8 weights as operators of torch, which torch.compile
-// keeps as they are:
+// Linear layers with FP8 weights as operators of torch. torch.compile keeps
+// them as they are:
 //
 //   flatshard::float8_linear(x, weight, bias) -> y
 //   flatshard::float8_linear_backward(grad, x, weight, needs_input) -> dx
@@ -42,7 +42,7 @@ class Float8Weights {
 };
 
 /// Runs flatshard::float8_linear for a caller whose tensors show writes by
-/// their versions, which tensors of compiled code do not: layers with the same
+/// their versions (tensors of compiled code do not): layers with the same
 /// input quantize it once.
 at::Tensor float8_linear_sharing(
     const at::Tensor& x,

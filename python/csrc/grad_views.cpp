@@ -90,7 +90,7 @@ void GradViews::reclaim() {
       continue;
     }
     const Indices& members = members_[g];
-    // Hooks take the gradient of the backward that begins, and no other.
+    // Hooks get only the gradient of the backward that starts.
     if (std::ranges::none_of(
             members,
             [&](std::size_t i) { return grad_of(i).defined(); }) ||
@@ -191,7 +191,7 @@ void GradViews::show_parameter(std::size_t i) {
     return;
   }
   const at::NoGradGuard no_grad;
-  // Read by the attribute, which cuts what autograd put there.
+  // Read by the attribute, because it shards what autograd put there.
   const py::object users = py::cast(shards_[i]).attr("grad");
   users.attr("add_")(beside_(shards_[i], unit_->grad(i).value()));
 }

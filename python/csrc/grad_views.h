@@ -16,9 +16,9 @@ namespace flatshard::python {
 ///
 /// Users may drop a `.grad`, replace it or keep it, as they may with any. So
 /// between a backward and the next one the memory belongs to the `.grad`s, and
-/// goes with the last of a group (zero_grad()).
+/// is freed with the last of a group (zero_grad()).
 ///
-/// Called with the GIL, between two backwards or while one begins or ends.
+/// Called with the GIL, between two backwards or while one starts or ends.
 class GradViews {
  public:
   /// @param shards  of the unit's parameters, in their order.
@@ -32,8 +32,8 @@ class GradViews {
       py::object beside,
       py::object rows_of);
 
-  /// The groups have their gradients for a reader: the values of the `.grad`s,
-  /// whoever owns these; none where no `.grad` is left.
+  /// Gives the groups their gradients for a reader: the values of the `.grad`s,
+  /// whatever owns these; none where no `.grad` is left.
   void take();
   /// The groups own their gradients again, for a reduction to add to. Those
   /// that users dropped or replaced since the last one are zeros.
@@ -41,14 +41,14 @@ class GradViews {
   /// reclaim(), and which gradients there will be is not known yet.
   void begin_backward();
   /// Gives each shard its gradient, or adds it in place to the tensor that a
-  /// user put there, and releases it; then calls the hooks that show_reduced
+  /// user put there, and frees it; then calls the hooks that show_reduced
   /// left. After a backward.
   void show();
   /// The unit's gradients were reduced in a backward that continues: shows them
-  /// and calls the hooks, on the current stream. Those of which this rank had
-  /// none wait for show(): only then it is known whether others had one.
+  /// and calls the hooks, on the current stream. Gradients that this rank did
+  /// not have wait for show(): only then it is known whether others had one.
   void show_reduced();
-  /// Lets the `.grad`s alone keep the gradients from here on.
+  /// Lets only the `.grad`s keep the gradients from here on.
   void release();
   /// No shard has a gradient any more. Tensors that users put into `.grad` stay
   /// there, with zeros.
@@ -68,12 +68,13 @@ class GradViews {
   const at::Tensor& grad_of(std::size_t parameter) const {
     return shards_[parameter].grad();
   }
-  /// Nobody froze it since it was sharded, or it was unfrozen again.
+  /// Returns whether it was not frozen since it was sharded, or was unfrozen
+  /// again.
   bool is_trained(std::size_t parameter) const {
     return shards_[parameter].requires_grad();
   }
-  /// Hooks of register_hook take the gradient of this backward, before it is
-  /// added to others.
+  /// Passes the gradient of this backward to hooks of register_hook, before it
+  /// is added to others.
   void run_tensor_hooks(std::size_t parameter);
   /// `.grad` is what show_one made.
   bool is_own(std::size_t parameter) const;

@@ -9,12 +9,12 @@
 
 namespace flatshard::python {
 
-/// Which of its two faces a parameter shows in its modules: the whole one while
-/// its unit computes, the shard (a DTensor) otherwise, with its gradient after
-/// a backward.
+/// Which of its two faces a parameter shows in its modules: the unsharded one
+/// while its unit computes, the shard (a DTensor) otherwise, with its gradient
+/// after a backward.
 ///
-/// Belongs to the runtime as an observer, which calls it with its lock held and
-/// mostly without the GIL. It never calls the runtime.
+/// Belongs to the runtime as an observer. The runtime calls it while it has its
+/// lock, and mostly without the GIL. It never calls the runtime.
 class ParameterViews : public StepObserver,
                        public GradientObserver,
                        public SlotObserver {
@@ -25,16 +25,16 @@ class ParameterViews : public StepObserver,
     py::object name;
     py::object whole;
     py::object shard;
-    /// None, or the maker of another tensor of gathered memory, which modules
-    /// see instead of `whole`: its attribute `tensor`. Has `point` and `clear`,
-    /// see SlotObserver, and `renew`, called when a forward begins to show it.
+    /// None, or the maker of another tensor of unsharded memory. Modules see
+    /// its attribute `tensor` instead of `whole`. Has `point` and `clear`, see
+    /// SlotObserver, and `renew`, called when a forward starts to show it.
     py::object shown;
 
     py::object face(bool whole_one) const;
   };
 
-  /// The views of each unit. The unit's module owns the gradients' views, which
-  /// own the runtime.
+  /// The views of each unit. The unit's module owns the gradients' views, and
+  /// these own the runtime.
   struct UnitViews {
     std::vector<Place> places;
     std::weak_ptr<GradViews> grads;
@@ -58,24 +58,24 @@ class ParameterViews : public StepObserver,
     may_be_kept,  ///< see set_keeps
   };
   void unit_ended(UnitId unit, After after = After::sharded);
-  /// Called before the whole parameters of `unit` are released, with the GIL
+  /// Called before the unsharded parameters of `unit` are freed, with the GIL
   /// and without the runtime's lock: calls whole_written(unit, wholes) with
-  /// those that somebody wrote since they show.
+  /// the parameters that were written since they show.
   void tell_whole_writes(UnitId unit);
-  /// A step begins: the shards show of units whose whole parameters show since
-  /// a forward, and take over writes to those.
+  /// A step starts: shows the shards of units whose unsharded parameters show
+  /// since a forward, and copies writes to those to the shards.
   void end_all_kept();
-  /// Outside of any forward: after unshard and reshard.
+  /// Outside any forward: after unshard and reshard.
   void show(UnitId unit, bool whole);
   /// Returns whether a forward is open.
   bool in_forward() const;
-  /// Whether the whole parameters of `unit` show after a forward, as long as
-  /// they have memory: until its backward, a reshard or the next step.
+  /// Whether the unsharded parameters of `unit` show after a forward, as long
+  /// as they have memory: until its backward, a reshard or the next step.
   void set_keeps(UnitId unit, bool keeps) { units_.at(unit).keeps = keeps; }
-  /// The whole parameters of `unit` always have memory.
+  /// The unsharded parameters of `unit` always have memory.
   void set_resident(UnitId unit) { units_.at(unit).is_resident = true; }
-  /// A capture calls the unit's modules, or did: the whole ones show. Called
-  /// with the GIL, while no forward and no backward is open.
+  /// A capture calls the unit's modules, or did: the unsharded parameters show.
+  /// Called with the GIL, while no forward and no backward is open.
   void capture(UnitId unit, bool captures);
   bool captures() const { return captures_; }
   bool runs_hooks() const { return runs_hooks_; }
@@ -87,8 +87,8 @@ class ParameterViews : public StepObserver,
   /// Returns whether somebody put another tensor into a place. Called with the
   /// GIL.
   bool shows_others() const;
-  /// Returns whether somebody froze a parameter, or unfroze one, and the whole
-  /// one does not follow yet.
+  /// Returns whether a parameter was frozen or unfrozen, and the unsharded one
+  /// does not follow yet.
   bool trains_others() const;
 
   // The functions of StepObserver, GradientObserver and SlotObserver.
@@ -103,8 +103,8 @@ class ParameterViews : public StepObserver,
   void parameters_pointed(Unit& unit, const SlotView& slot) override;
   void parameters_cleared(Unit& unit) override;
 
-  /// @throws Error{usage} inside of a hook that these views call, or of a
-  ///   capture, which must not call the runtime: that waits for them.
+  /// @throws Error{usage} inside a hook that these views call, or inside a
+  ///   capture. They must not call the runtime, because it waits for them.
   void check_no_hook() const;
 
  private:
@@ -118,10 +118,10 @@ class ParameterViews : public StepObserver,
     bool is_resident = false;
     bool keeps = false;
     bool is_kept = false;  ///< they show since a forward
-    /// requires_grad of the whole ones, when they began to be kept.
+    /// requires_grad of the unsharded ones, when they started to be kept.
     std::vector<bool> trained;
-    /// The unsharded tensors of the places, and their versions when they began
-    /// to show.
+    /// The unsharded tensors of the places, and their versions when they
+    /// started to show.
     std::vector<at::Tensor> wholes;
     std::vector<std::uint32_t> versions;
     /// A hook may have dropped the gradients of the backward that runs.
@@ -130,7 +130,7 @@ class ParameterViews : public StepObserver,
     std::vector<py::object> shown;   ///< of the places, each once
   };
   void set(State& state, bool whole);
-  /// The shards take over what became of requires_grad.
+  /// Copies changes of requires_grad to the shards.
   void end_kept(State& state);
   void call_shown(Unit& unit, const char* function);
   void end_waits();

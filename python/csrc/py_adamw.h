@@ -13,7 +13,7 @@
 
 namespace flatshard::python {
 
-/// The core's AdamW over the groups of some units, which it keeps alive.
+/// The core's AdamW over the groups of some units. It keeps the units alive.
 class PyAdamW {
  public:
   explicit PyAdamW(std::vector<std::shared_ptr<PyUnit>> units)

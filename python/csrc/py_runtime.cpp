@@ -29,8 +29,8 @@ std::vector<ParameterViews::UnitViews> views_of(
   return views;
 }
 
-/// Returns whether a function of torch.func runs, whose tensors wrap the
-/// caller's.
+/// Returns whether a function of torch.func runs. Its tensors wrap the tensors
+/// of the caller.
 bool in_transform() {
   const c10::DispatchKeySet keys =
       c10::impl::tls_local_dispatch_key_set().included_;
@@ -102,7 +102,7 @@ PyRuntime::PyRuntime(
              rows->forget(true);  // a graph has its own
              if (!captures) {
                // autograd restores an error of Python before it throws it. A
-               // capture that fails is no error.
+               // capture that fails is not an error.
                PyErr_Clear();
              }
            }});

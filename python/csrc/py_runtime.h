@@ -48,18 +48,18 @@ class PyRuntime {
       Callbacks callbacks,
       const RuntimeOptions& options);
 
-  /// With the GIL. Absent: the operation is torch's, since somebody else than
-  /// autograd would see it, there is something to cast, or the weight is no
-  /// whole parameter. In C++, since each layer asks in each forward.
+  /// With the GIL. Absent: use torch's operation, since something other than
+  /// autograd would see it, there is something to cast, or the weight is not an
+  /// unsharded parameter. In C++, since each layer asks in each forward.
   std::optional<at::Tensor>
   linear(py::handle x, py::handle weight, py::handle bias) const;
 
-  /// Returns where the gradient of a whole parameter is reduced, zeroed if
-  /// nothing came yet; what a backward does not ask for is thrown away. In a
+  /// Returns where the gradient of an unsharded parameter is reduced, zeroed if
+  /// nothing was added yet; what a backward does not ask for is discarded. In a
   /// backward.
   at::Tensor main_grad(const at::Tensor& weight) const;
 
-  /// Returns whether the gradient of a whole parameter should be delayed; see
+  /// Returns whether the gradient of an unsharded parameter is delayed; see
   /// nn::WgradSink. In a backward, without the GIL.
   bool defers(const at::Tensor& weight) const;
   /// @param write  called with where the gradient goes, and whether it is added
@@ -96,21 +96,21 @@ class PyRuntime {
   void reshard(UnitId unit);
   /// See ParameterViews::set_keeps.
   void set_keeps(UnitId unit, bool keeps) { views_->set_keeps(unit, keeps); }
-  /// Modules show the shards of `unit` outside of its forward and backward. Its
-  /// whole parameters stay where they are. Not a collective.
+  /// Makes modules show the shards of `unit` outside its forward and backward.
+  /// Its unsharded parameters stay where they are. Not a collective.
   void show_shards(UnitId unit);
   /// Returns UnitCalls::backward_pass.
   std::unique_ptr<PyBackwardPass> backward_pass() const;
   /// Name, 2-norm of the weight, and of the gradient if there is one.
   using Norm = std::tuple<std::string, double, std::optional<double>>;
   std::vector<Norm> parameter_norms();
-  /// Kind, unit, plane, part (-1: whole), "forward" or "backward", bytes of a
-  /// gather. Returns the actions since the last call.
+  /// Kind, unit, plane, part (-1: all), "forward" or "backward", bytes of an
+  /// all-gather. Returns the actions since the last call.
   using TracedAction =
       std::tuple<std::string, std::string, int, int, std::string, std::int64_t>;
   std::vector<TracedAction> take_trace();
   /// Keeps the actions until take_trace. Otherwise they are kept until the
-  /// forward or unshard that ran them returns, or the next one begins, unless a
+  /// forward or unshard that ran them returns, or the next one starts, unless a
   /// TorchDispatchMode is active.
   void set_keeps_trace(bool keeps) { keeps_trace_ = keeps; }
   /// SharedRows::counts.

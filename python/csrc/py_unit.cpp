@@ -17,8 +17,8 @@ bool is_computed_with(at::ScalarType dtype) {
   return at::isFloatingType(dtype) && c10::elementSize(dtype) > 1;
 }
 
-// Returns the number of elements of one slice along the first dimension: what a
-// DTensor may cut.
+// Returns the number of elements of one slice along the first dimension. A
+// DTensor may be split between slices.
 std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
   return Granularity::dim0().granule_numel(shape);
 }
@@ -58,8 +58,8 @@ PyUnit::PyUnit(
       placement.grad_divisor = static_cast<double>(num_slices);
     }
     if (shape.empty()) {
-      // A parameter without a dimension for a DTensor to cut: every rank holds
-      // and updates all of it, and its gradient is all-reduced.
+      // A parameter without a dimension for a DTensor to split: every rank
+      // stores and updates all of it, and its gradient is all-reduced.
       placement.strategy = Strategy::named(
           "zero0",
           (options.part ? *options.part : *mesh).num_axes());
@@ -134,7 +134,7 @@ bool PyUnit::is_whole(const ParamGroup& group) {
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
   const PlaceInGroup& place = places_.at(i);
   // It has a separate storage, since a program that saves or stages a tensor
-  // takes its storage, and finds shared tensors by the storage's address. Also
+  // uses its storage, and finds shared tensors by the storage's address. Also
   // without rows it keeps `flat`.
   char* const begin =
       place.nowhere

@@ -12,7 +12,7 @@
 
 namespace flatshard::python {
 
-/// One unit as Python holds it: first on its own, then as part of a Runtime.
+/// One unit as Python sees it: first separate, then as part of a Runtime.
 /// Parameters have the order of `Unit::parameters`.
 class PyUnit {
  public:
@@ -30,23 +30,23 @@ class PyUnit {
     bool trainable = true;
     std::int64_t apart = 0;  ///< GroupParameter::apart
     bool has_weights = true;
-    /// dim0: cut between slices along the first dimension, which a DTensor can
-    /// express; chunk: as torch.chunk cuts; tensor: never cut.
+    /// dim0: split between slices along the first dimension, as a DTensor can
+    /// express; chunk: as torch.chunk; tensor: never split.
     Granularity granularity;
   };
 
-  /// dim, indices of the larger tensor, and which: [begin, end).
+  /// dim, size of the larger tensor, and the indices [start, end).
   using Cut =
       std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
   struct Options {
     std::string strategy;  ///< see Strategy::named
-    /// Its precision, which is each parameter's, and keep_compute_weights are
-    /// not set.
+    /// Its precision (each parameter has one) and keep_compute_weights are not
+    /// set.
     ParamGroupOptions group;
     /// Some layers call PyRuntime::linear.
     bool grads_in_place = false;
-    /// The peers' copy engines read compute weights, which are kept for it.
+    /// The peers' copy engines read compute weights, so these are kept.
     bool peers_read = false;
     /// The format of the members that are FP8.
     std::optional<Float8Format> float8;
@@ -76,17 +76,17 @@ class PyUnit {
   std::size_t num_groups() const { return groups_.size(); }
   ParamGroup& group_at(std::size_t g) const { return *groups_.at(g); }
 
-  /// [rows, ...] this rank's slices of parameter i inside `flat`, which is laid
-  /// out like the main weights. Shares its memory.
+  /// [rows, ...] this rank's slices of parameter i inside `flat`, a tensor with
+  /// the layout of the main weights. Shares its memory.
   at::Tensor rows_of(std::size_t i, const at::Tensor& flat) const;
   at::Tensor shard(std::size_t i) const;
   /// Returns nothing before the first reduction since the gradients were
   /// dropped.
   std::optional<at::Tensor> grad(std::size_t i) const;
-  /// Returns where the shards of parameter i begin along its first dimension,
+  /// Returns where the shards of parameter i start along its first dimension,
   /// and the end; empty: every rank has all of it.
   std::vector<std::int64_t> cuts(std::size_t i) const;
-  /// Returns the shard of parameter i that each rank of the mesh holds; ranks
+  /// Returns the shard of parameter i that each rank of the mesh stores; ranks
   /// by their coordinates, the last axis fastest.
   std::vector<std::int64_t> shard_of_ranks(std::size_t i) const;
 
@@ -106,7 +106,7 @@ class PyUnit {
   void set_names(
       const std::string& unit,
       const std::vector<std::vector<std::string>>& names);
-  /// Sets the error of reading whole(i), or a view of it, while it has no
+  /// Sets the error of reading `whole(i)`, or a view of it, while it has no
   /// memory. After set_names, before `adopt`.
   void set_access_error(std::size_t i, const std::string& text) const {
     contents_.parameters.at(i).storage.set_access_error(text);
@@ -143,7 +143,7 @@ class PyUnit {
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 
-/// @throws Error{usage} when it is no torch.dtype.
+/// @throws Error{usage} when it is not a torch.dtype.
 at::ScalarType dtype_of(const py::object& dtype);
 
 /// Returns the groups of the units, in their order.

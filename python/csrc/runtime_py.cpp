@@ -9,7 +9,7 @@
 namespace flatshard::python {
 namespace {
 
-// runtime: takes the weight's gradient where it is reduced; may be null.
+// runtime: reduces the weight's gradient in place; may be null.
 at::Tensor linear_cross_entropy(
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -24,7 +24,7 @@ at::Tensor linear_cross_entropy(
       runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
 }
 
-// Threads of a CPU's streams may want the GIL for what they have queued.
+// Threads of a CPU's streams may need the GIL for what they have queued.
 void delete_without_gil(CommStreams* streams) {
   if (PyGILState_Check() != 0) {
     const py::gil_scoped_release no_gil;
@@ -57,7 +57,7 @@ void bind_runtime(py::module_& m) {
           py::arg("audit"),
           py::arg("emulate_on_cpu"));
   // Python's optimizers write weights and report that afterwards, and
-  // parameters without a gradient have none, as torch's.
+  // parameters without a gradient have none, as in torch.
   py::class_<CommStreams, std::shared_ptr<CommStreams>>(
       m,
       "CommStreams",

@@ -51,7 +51,7 @@ bool has_post_hooks(const at::Tensor& shard) {
 void run_post_hooks(const at::Tensor& tensor) {
   if (torch::autograd::impl::post_acc_grad_hooks(tensor) != nullptr) {
     const py::object shard = py::cast(tensor);
-    // Not by the hooks' own operator: it takes what a hook returns for a
+    // Not by the hooks' own operator: it treats what a hook returns as a
     // tensor.
     const py::object hooks = shard.attr("_post_accumulate_grad_hooks");
     if (!hooks.is_none()) {

@@ -27,12 +27,13 @@ class SharedRows {
   Rows of(const at::Tensor& x, bool in_backward);
   /// Forgets the inputs of forwards, or all.
   void forget(bool backwards_too);
-  /// Returns how many inputs there were, and how many calls found theirs.
+  /// Returns the number of inputs, and the number of calls that found theirs
+  /// quantized.
   std::pair<std::int64_t, std::int64_t> counts() const;
 
  private:
   struct Slot {
-    /// Its address is nobody else's as long as this is here.
+    /// No other tensor has its address as long as this exists.
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> input{
         c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     const void* data = nullptr;

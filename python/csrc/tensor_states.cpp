@@ -64,7 +64,7 @@ TensorStates::state_shards(std::size_t group) const {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
   const std::vector<NamedShard> shards = groups()[group]->main_shards();
   const std::vector<States>& states = states_[group];
-  // Cut between rows, a parameter is one piece on a rank.
+  // Split between rows, a parameter is one piece on a rank.
   std::set<std::string> names;
   for (std::size_t i = 0; i < shards.size(); ++i) {
     if (!shards[i].dropped) {

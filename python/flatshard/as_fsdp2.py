@@ -10,12 +10,12 @@ For example:
     python -m flatshard.as_fsdp2  python lightning_program.py
 
 In COMMAND and in all Python processes that it starts, fully_shard and the other public
-names of torch.distributed.fsdp are Flatshard's. At its end rank 0 prints a line to
+names of torch.distributed.fsdp refer to Flatshard. At its end rank 0 prints a line to
 stderr, such as
 
     flatshard.as_fsdp2: 7 units, zero3
 
-or that fully_shard was never called. The exit status is COMMAND's. In a program, call
+or that fully_shard was never called. The exit status is the status of COMMAND. In a program, call
 flatshard.as_fsdp2.install() before the library is imported.
 """
 
@@ -30,20 +30,20 @@ _FOLDER = str(Path(__file__).parent / "_as_fsdp2")
 
 
 def install(**options: object) -> None:
-    """Lets FSDP2's names in this process be Flatshard's.
+    """Makes FSDP2's names in this process refer to Flatshard.
 
-    Call it before anything takes a name of torch.distributed.fsdp, such as accelerate,
+    Call it before anything imports a name of torch.distributed.fsdp, such as accelerate,
     and in every rank. The command `python -m flatshard.as_fsdp2` does it in all processes.
 
     Args:
-        options: strategy, as fully_shard's. granularity and check_same_values, as
-            ShardOptions'. copy_engines and prefetch, as ModelOptions'. They are defaults
+        options: strategy, as in fully_shard. granularity and check_same_values, as in
+            ShardOptions. copy_engines and prefetch, as in ModelOptions. They are defaults
             for every call of fully_shard. require=True: the program exits with 1 if it
             never called fully_shard.
 
     Raises:
         TypeError, ValueError: an option that Flatshard does not have, or its value.
-        RuntimeError: modules have taken names before, listing them.
+        RuntimeError: modules have imported names before, listing them.
     """
     if _FOLDER not in sys.path:
         sys.path.append(_FOLDER)

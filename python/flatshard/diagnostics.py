@@ -22,7 +22,7 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
 
     Between a backward and the optimizer's step the gradients are the gradients of that
     step, before clipping if that comes later. One all-reduce serves all parameters. A
-    parameter that several ranks hold counts once. Collective; blocks the host.
+    parameter that several ranks store counts once. Collective; blocks the host.
 
     Args:
         model: the outermost module that fully_shard wrapped.
@@ -61,7 +61,7 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
 
 def report_nan_in_param_grad(model: nn.Module, enabled: bool = True) -> None:
     """Looks for NaN and infinite values in the gradients of each unit before they are
-    reduced, while their origin is still visible. It begins with the next backward.
+    reduced, while their origin is still visible. It starts with the next backward.
 
     The backward of the rank that has one raises a RuntimeError with the parameter's
     name, the first element and their number. The other ranks wait for this one in the
@@ -84,12 +84,12 @@ class TracedAction:
     Attributes:
         kind: "gather", "derive", "await", "release", "reduce" and others, see
             docs/internals/overview.md.
-        unit: its name; "" for what is none's.
+        unit: its name; "" for an action of no unit.
         plane: 0: weights; 1 and 2: rows and columns of FP8 weights. The last: slices that
             reshard_after_forward keeps, where it is a number.
         part: number of the weight in its plane; -1: all of it.
-        phase: of a gather or derive: "forward" or "backward", for which it was.
-        nbytes: of a gather: of the gathered slot.
+        phase: of a "gather" or derive: "forward" or "backward", the pass that it was for.
+        nbytes: of a "gather": size of the unsharded slot in bytes.
     """
 
     kind: str
@@ -101,9 +101,9 @@ class TracedAction:
 
 
 def take_trace(model: nn.Module) -> list[TracedAction]:
-    """Returns the actions of the core since the last call, where
+    """Returns the actions of the core since the last call, if
     FLATSHARD_TRACE_STEPS=1 was in the environment when the model ran first; else
-    nothing. It is kept until it is taken.
+    nothing. Actions are kept until the next call.
 
     Args:
         model: the outermost module that fully_shard wrapped.

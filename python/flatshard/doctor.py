@@ -19,7 +19,7 @@ import torch.distributed as dist
 import flatshard
 from flatshard import _C
 
-# How long two ranks may take to meet and to train a step.
+# Timeout for two ranks to connect and to train a step.
 RANKS_S = 180
 
 
@@ -56,15 +56,15 @@ def notes():
 
 
 def try_step(device, ranks=1):
-    """One step of a tiny model with FP8 weights, which bfloat16 stands in for where the
-    device has no such products.
+    """Trains one step of a tiny model with FP8 weights, emulated in bfloat16 where the
+    device has no FP8 matmuls.
 
     Args:
         device: torch.device.
-        ranks: of the process group, whose ranks all call this.
+        ranks: number of ranks of the process group; all of them call this.
 
     Raises:
-        RuntimeError: a loss or a weight is no number, or the loss does not fall.
+        RuntimeError: a loss or a weight is NaN, or the loss does not fall.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

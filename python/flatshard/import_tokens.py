@@ -1,5 +1,5 @@
 """Makes a dataset folder of tokens that another program has written: `python -m
-flatshard.import_tokens`, which is `flatshard data import`."""
+flatshard.import_tokens`, or `flatshard data import`."""
 
 import os
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def find_vocabulary(options, tokenizer):
 
 
 def find_documents(file, vocabulary, hash):
-    """Returns (begin, end) of the documents that are not empty, without their
+    """Returns (start, end) of the documents that are not empty, without their
     end-of-document tokens, and the hash of `hash` and of the tokens.
 
     Documents come from Megatron's index, or end after each end-of-document token."""
@@ -122,7 +122,7 @@ def import_tokens(options):
     """Writes a dataset folder of tokens that another program has made. Empty documents
     are left out.
 
-    @return a line for each file, and lines that describe the corpus."""
+    @return a line for each file, and lines that describe the dataset."""
     from flatshard._data.token_files import TokenFile
 
     check_fraction(options)

@@ -36,8 +36,8 @@ class AdamW(torch.optim.Optimizer):
     """torch.optim.AdamW for parameters that `fully_shard` sharded.
 
     It writes the sharded parameters and their all-gathered form in one pass. Its state
-    (`exp_avg`, `exp_avg_sq`, `step`) equals torch.optim.AdamW's, so state dicts of one
-    load into the other. Each step reads the options in `param_groups` and `state`, so
+    (`exp_avg`, `exp_avg_sq`, `step`) is the same as in torch.optim.AdamW, so state dicts of
+    one load into the other. Each step reads the options in `param_groups` and `state`, so
     changes of them take effect as in torch.optim.AdamW.
 
     Args:
@@ -118,7 +118,7 @@ class AdamW(torch.optim.Optimizer):
         parameters = self._parameters_now()
         places = {p: _place_of(p) for p in parameters}
         follow_changes(dict.fromkeys(unit for unit, _ in places.values()))
-        # A core that is made anew may number its parameters in another order.
+        # A core that is created again may number its parameters in another order.
         places = {p: unit_of(p) for p in parameters}
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
         _check_units(units, places)
@@ -129,7 +129,7 @@ class AdamW(torch.optim.Optimizer):
         self.core = _C.AdamW(self._cores)
         self._decays = None
         given = dict(self.state)
-        # The core's state of each trained parameter, which `state` shows.
+        # The core's state of each trained parameter; `state` shows it.
         self._shown = {
             parameter: {
                 "step": torch.tensor(0.0),
@@ -198,8 +198,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Makes one update. Units without a gradient are left alone. A parameter without
-        one, in a unit that has others, counts as zeros.
+        """Makes one update. Units without gradients are not updated. In a unit with
+        gradients, a parameter without one is updated as if it were zero.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -254,8 +254,7 @@ class AdamW(torch.optim.Optimizer):
     # -- state ---------------------------------------------------------------------
 
     def _state_was_changed(self):
-        """Returns whether somebody put another state, or another number of steps, in the
-        place of the core's, or dropped it."""
+        """Returns whether the core's state or number of steps was replaced or dropped."""
         for parameter, shown in self._shown.items():
             state = self.state.get(parameter)
             if (
@@ -322,7 +321,7 @@ class AdamW(torch.optim.Optimizer):
         """
         given = {}
         # The last of the hooks sees what torch loads. It casts states to the dtype of
-        # the parameter, which may be bfloat16.
+        # the parameter, and this may be bfloat16.
         hook = self.register_load_state_dict_pre_hook(lambda _, d: given.update(d))
         before = self.state, self.param_groups
         try:
@@ -343,7 +342,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _number(value):
-    """Returns an option, which may be a tensor or a pair, as numbers."""
+    """Returns an option, possibly a tensor or a pair, as numbers."""
     if isinstance(value, (list, tuple)):
         return tuple(float(item) for item in value)
     return float(value)

@@ -1,5 +1,5 @@
-"""Tokenizes files into a dataset folder for training: `python -m flatshard.prepare`, which
-is `flatshard data prepare`."""
+"""Tokenizes files into a dataset folder for training: `python -m flatshard.prepare`, or
+`flatshard data prepare`."""
 
 from flatshard._data import core
 from flatshard._data.command import Arguments, check_fraction, run, write_corpus
@@ -111,11 +111,11 @@ def prepare(options):
     left out. A document goes to validation when the hash of its name (file#row) falls
     below `validation_fraction`. So adding files never moves one from a split to the
     other. With two or more documents and a fraction above 0 each split gets at least
-    one. A single document gives its last part to validation. Nothing appears under
-    `output` until it is whole.
+    one. A single document is split, and its last part is for validation. Nothing appears
+    under `output` until it is complete.
 
     @return a Survey of the inputs, the content of meta.json, and lines that describe the
-      corpus."""
+      dataset."""
     check_fraction(options)
     check_format(options)
     check_chat(options)

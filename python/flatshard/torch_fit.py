@@ -23,7 +23,7 @@ def build_info(folders):
 
 def installed_torch():
     """Returns (folder, version, CUDA version or "") of the torch that an import would
-    take, or None."""
+    load, or None."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         path = Path(folder) / "version.py"

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.modules import module as nn_module
 
-# They find the tensors in nested arguments. Libraries register containers with this module
-# alone, transformers its outputs.
+# They find the tensors in nested arguments. Libraries register containers only with this
+# module, such as transformers its outputs.
 from torch.utils._pytree import (  # noqa: F401
     tree_flatten,
     tree_leaves,
@@ -29,16 +29,16 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 def default_reduce_dtype(param_dtype, dtype):
     """Returns FSDP2's meaning of reduce_dtype=None for a parameter of `dtype`: up to 2.14
-    the dtype it is gathered in, since 2.15 its own."""
+    the dtype it is all-gathered in, since 2.15 its own."""
     if VERSION < (2, 15) and param_dtype is not None:
         return param_dtype
     return dtype
 
 
-# -- modules, each alone ---------------------------------------------------------------
+# -- single modules --------------------------------------------------------------------
 
-# {name: parameter or None}. The core and the package put shards and whole parameters there
-# as they are. setattr would check and register them in each forward.
+# {name: parameter or None}. The core and the package put shards and unsharded parameters
+# there as they are. setattr would check and register them in each forward.
 parameters_of = attrgetter("_parameters")
 # {name: buffer or None}. Callers put buffers there that were moved.
 buffers_of = attrgetter("_buffers")
@@ -83,7 +83,7 @@ def persistent_buffers(module):
 
 def converts_inside(context):
     """Makes a class decorator for a mixin of nn.Module. `to`, `cuda`, `to_empty` and the
-    like, which all call `_apply`, run inside of context(module, function of a tensor,
+    like all call `_apply`, and run inside context(module, function of a tensor,
     whether modules below are converted)."""
 
     def decorate(cls):
@@ -98,7 +98,7 @@ def converts_inside(context):
 
 
 def convert_all_inside(context):
-    """Lets every nn.Module convert its own parameters inside of context(module, function
+    """Lets every nn.Module convert its own parameters inside context(module, function
     of a tensor). torch has no hook for it."""
     convert = nn.Module._apply
 
@@ -111,8 +111,8 @@ def convert_all_inside(context):
 
 
 def register_as_sharded(module):
-    """Composable replicate() leaves such a module and those below it alone. torch has no
-    public function for it."""
+    """Makes composable replicate() ignore the module and the modules below it. torch has
+    no public function for it."""
     # Imported here: the package around it imports DistributedDataParallel.
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
@@ -124,15 +124,15 @@ def register_as_sharded(module):
 
 
 def grad_dtype_of(tensor):
-    """Returns the dtype that the user wants the gradient of a leaf to have; None: any."""
+    """Returns the dtype that the user requested for the gradient of a leaf; None: any."""
     return tensor.grad_dtype if tensor.requires_grad else tensor.dtype
 
 
-# `.grad` and `.requires_grad` of a tensor subclass go through __torch_function__ outside
-# of this context, at twenty times the price, for each parameter of the model.
+# Without this context, `.grad` and `.requires_grad` of a tensor subclass go through
+# __torch_function__, at twenty times the price, for each parameter of the model.
 plain_attributes = torch._C.DisableTorchFunctionSubclass
 
-# Dictionaries of hooks, from which the handles that users have remove theirs.
+# Dictionaries of hooks. The handles that users have remove hooks from them.
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -188,12 +188,12 @@ def in_backward():
 
 
 def has_saved_tensor_hooks():
-    """Returns whether hooks on saved tensors are active: a checkpoint's, or offloading's."""
+    """Returns whether hooks on saved tensors are active, of a checkpoint or offloading."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_dispatch_mode():
-    """Returns whether a TorchDispatchMode is active, which sees each operation."""
+    """Returns whether a TorchDispatchMode is active and sees each operation."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -210,7 +210,7 @@ def comm_debug_modes():
 
 
 def without_dispatch_modes():
-    """Returns a context inside of which no TorchDispatchMode sees anything."""
+    """Returns a context that hides operations from each TorchDispatchMode."""
     if not has_dispatch_mode():
         return contextlib.nullcontext()
     from torch.utils._python_dispatch import _disable_current_modes
@@ -263,7 +263,7 @@ def leaf_of_edge(edge):
     return getattr(edge.node, "variable", None)
 
 
-# Returns whether a function of torch.func runs, whose tensors wrap the caller's.
+# Returns whether a function of torch.func runs. Its tensors wrap the caller's tensors.
 in_functorch = torch._C._are_functorch_transforms_active
 
 
@@ -276,8 +276,8 @@ def is_compiled_around():
 
 
 def _set_strategy(function, callees):
-    # Not torch.compiler.disable: that imports dynamo, which takes a second, and
-    # puts a call around every call.
+    # Not torch.compiler.disable: that imports dynamo (about 1 s), and puts a call around
+    # every call.
     frames = torch._C._dynamo.eval_frame
     frames.set_code_exec_strategy(
         function.__code__,
@@ -288,19 +288,19 @@ def _set_strategy(function, callees):
 
 
 def outside_of_graphs(function):
-    """Dynamo leaves the function's frame alone and compiles what it calls."""
+    """Makes dynamo skip the function's frame and compile what it calls."""
     return _set_strategy(function, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
 
 
 def never_compiled(function):
-    """Dynamo leaves alone the function's frame and those that it calls."""
+    """Makes dynamo skip the function's frame and the frames that it calls."""
     return _set_strategy(function, torch._C._dynamo.eval_frame._FrameAction.SKIP)
 
 
 @functools.cache
 def register_effect(operator):
     """torch.compile neither leaves calls of it out nor joins two of them."""
-    # Imported here: it takes a second.
+    # Imported here, because the import is slow (about 1 s).
     from torch._library.effects import EffectType
     from torch.library import _register_effectful_op
 
@@ -345,7 +345,7 @@ class _AwaitGradient(torch.autograd.Function):
 
 
 def await_gradient(tensor):
-    """Returns a view of `tensor`, whose gradient is a plain tensor."""
+    """Returns a view of `tensor`. Its gradient is a plain tensor."""
     return _AwaitGradient.apply(tensor)
 
 
@@ -362,7 +362,7 @@ def await_leaves(leaves):
 
 def wait_for_collectives(module, args):
     """Returns the arguments of a module's forward. Where `module.compile` was called, plain
-    tensors replace the AsyncCollectiveTensors, whose collectives nothing has waited for:
+    tensors replace AsyncCollectiveTensors with collectives that nothing has waited for:
     torch 2.15 loses the gradients of those.
     """
     if module._compiled_call_impl is None:

@@ -12,7 +12,7 @@
 SETTINGS is JSON. Its keys are tokenizer (the path of a tokenizer.json), parse_special,
 keep_special and chat_template_kwargs (JSON text of an object, or "").
 
-Output begins with one line of JSON: own_begin (the tokens that the tokenizer itself puts
+Output starts with one line of JSON: own_begin (the tokens that the tokenizer itself puts
 before a text), or error. A frame is an int64 count and that many uint32 ids. Two numbers
 may stand in place of a count or a length: -1 for an error in a row, -3 for a warning.
 Each comes with an int64 length and a text after it. All numbers are little-endian.

@@ -84,7 +84,7 @@ def write_corpus(options, files, to_validation, fraction, tokens, documents, **m
     @param fraction  the part of a single document that goes to validation; 0: there is
       no such split.
     @param tokens  has vocab_size, end_of_document, begin_of_document, masked, and decode,
-      which is None where tokens have no text.
+      or None where tokens have no text.
     @return the content of meta.json, and lines that describe the dataset."""
     names = ("vocab_size", "end_of_document", "begin_of_document", "masked")
     writer = core.CorpusWriter(

@@ -1,6 +1,6 @@
 """Documents as tokens: of bytes, by a tokenizer, or chats by a chat template. Each has
-`documents(texts)`, which yields (tokens, begin, end, mask, trains_end) of (place, text)s:
-the document is tokens[begin:end]."""
+`documents(texts)`, to yield (tokens, begin, end, mask, trains_end) of (place, text)s:
+the document is `tokens[begin:end]`."""
 
 import array
 import collections

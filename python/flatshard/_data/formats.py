@@ -307,7 +307,7 @@ def format_of(path, wanted="auto"):
     """Decides how a file is read: by its first bytes, and where they leave it open by
     the end of its name. `wanted` is a name of FORMATS, or auto.
 
-    @return the format, the compression ("gzip", "zstd" or ""), and why the file is no
+    @return the format, the compression ("gzip", "zstd" or ""), and why the file is not
       text, or "". Such a file is left out when a folder or a glob has it."""
     raw = _head(raw_chunks(path, _HEAD))
     _check_no_pointer(path, raw)

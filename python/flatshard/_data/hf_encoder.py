@@ -1,5 +1,5 @@
 """A Hugging Face tokenizer as AutoTokenizer of transformers 4 reads its folder, with
-the tokenizers package alone. Transformers 5 ignores add_prefix_space, add_bos_token and
+only the tokenizers package. Transformers 5 ignores add_prefix_space, add_bos_token and
 add_eos_token of tokenizer_config.json for most classes."""
 
 import itertools
@@ -83,7 +83,7 @@ def read_json(path):
 
 
 def content(token):
-    """Returns the text of a token, which may be written as an AddedToken."""
+    """Returns the text of a token, also if it is written as an AddedToken."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -234,8 +234,7 @@ class Encoder:
                 )
 
     def set_prefix_space(self):
-        """Sets the prefix space as PreTrainedTokenizerFast does, whose default is no
-        space."""
+        """Sets the prefix space as in PreTrainedTokenizerFast. The default is without."""
         if not self.folder.config or self.tokenizer.pre_tokenizer is None:
             return
         state = json.loads(self.tokenizer.pre_tokenizer.__getstate__())

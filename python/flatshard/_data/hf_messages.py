@@ -125,8 +125,8 @@ class Conversation:
         self.flags.append(all(flags) if flags else None)
 
     def chosen(self, train_on):
-        """Returns the messages that are trained of the assistant ("assistant" or
-        "last"), or those of anyone that are not ("all")."""
+        """Returns the messages of the assistant that are trained ("assistant" or "last"),
+        or messages of all roles that are not trained ("all")."""
         if train_on == "all":
             return [at for at, flag in enumerate(self.flags) if flag is False]
         roles = [message["role"] for message in self.messages]
@@ -200,7 +200,7 @@ def text_of(content, where):
 
 def call_of(call, where):
     """Returns a call of a tool in the form that templates read: a function with a name
-    and arguments, which OpenAI's files have as JSON text."""
+    and arguments. OpenAI's files have the arguments as JSON text."""
     what = f"'tool_calls' of {where}"
     call = without_null(call)
     function = call.pop("function", None)

@@ -11,7 +11,7 @@ from flatshard._data.hf_messages import ASSISTANT, without_null
 BEGIN_TAG = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 END_TAG = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
 COMMENT = re.compile(r"\{#.*?#\}", re.S)
-# Python's words for null and for objects, which templates write by mistake.
+# Python's words for null and for objects. Templates write them by mistake.
 PYTHON_WORDS = re.compile(r"\bNone\b|\bnull\b|\{'")
 # The names that templates have for the reasoning of a message.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -44,7 +44,7 @@ class Rendering:
         self.starts = [min(first, last - 1) for first, last in found["offset_mapping"]]
 
     def write(self, messages, prompt=False, source=None):
-        """Returns the text of messages, with `prompt` up to where an answer begins."""
+        """Returns the text of messages, with `prompt` up to where an answer starts."""
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -103,7 +103,7 @@ class Rendering:
         return form
 
     def place(self, messages, at, prompt=False):
-        """Returns begin and end of the text of a message: what becomes other text with
+        """Returns start and end of the text of a message: what becomes other text with
         another content, reasoning and arguments of calls."""
         text = self.write(messages, prompt)
         other = next(c for c in map(chr, range(0xAC00, 0xD7A4)) if c not in text)
@@ -125,7 +125,7 @@ class Rendering:
         return begin, max(begin, len(text) - common(text[::-1], varied[::-1]))
 
     def prompt_before(self, at):
-        """Returns the prompt that a message answers, as far as the text begins with
+        """Returns the prompt that a message answers, as far as the text starts with
         it."""
         text = self.text
         try:
@@ -172,7 +172,7 @@ class Rendering:
             return end + next(stops, 0)
         if rest.startswith(after):
             return end + len(after)
-        # The rest may begin with a part of a token of `after`.
+        # The rest may start with a part of a token of `after`.
         most = bisect.bisect_right(self.stops, end + common(after, rest))
         return max([end, *self.stops[most - 1 : most]])
 
@@ -239,7 +239,8 @@ class Rendering:
         mask = [int(is_all)] * len(self.token_ids)
         for first, end in spans:
             last = bisect.bisect_left(self.starts, end)
-            # Some control tokens take the spaces before them, which are the message's.
+            # Some control tokens include the spaces before them, but the spaces belong to
+            # the message.
             if last > first and self.stops[last - 1] > end:
                 last -= self.token_ids[last - 1] in self.control_ids
             for token in range(first, last):

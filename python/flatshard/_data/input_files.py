@@ -243,7 +243,7 @@ def find_input_files(inputs):
 
     An input is a file, a folder (all files below it), or a glob: `*`, `?` and `[abc]`
     within a name, `**` for any number of folders. Hidden files are left out unless a
-    pattern begins with a dot. In folders, and in globs that end with `*` or `**`, files
+    pattern starts with a dot. In folders, and in globs that end with `*` or `**`, files
     that are not data are left out. Links are followed: a file or folder that several
     paths reach is read once, by a path without links if there is one.
 

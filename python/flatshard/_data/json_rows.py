@@ -25,8 +25,8 @@ except ImportError:
 
 
 def without_halves(text):
-    """Returns the text with U+FFFD for each half of a surrogate pair, which no encoding
-    of text has."""
+    """Returns the text with U+FFFD for each half of a surrogate pair, because no encoding
+    of text has halves."""
     return _SURROGATE.sub("\ufffd", text)
 
 
@@ -40,13 +40,13 @@ class Problem(Exception):
 
 class Scanner:
     """Reads one field of JSON objects. The other fields are only passed over, so they
-    may hold what no parser takes: NaN, 1e400, half of a surrogate pair."""
+    may contain what no parser accepts: NaN, 1e400, half of a surrogate pair."""
 
     def __init__(self, text, at=0):
         self.text, self.at = text, at
 
     def peek(self):
-        """Returns the next character that is no white space; "" at the end."""
+        """Returns the next character that is not white space; "" at the end."""
         self.at = _SPACE.match(self.text, self.at).end()
         return self.text[self.at : self.at + 1]
 
@@ -109,8 +109,8 @@ class Scanner:
                 return
 
     def object(self, field):
-        """Reads the object that is next. Returns the fields' names, the names of those
-        that hold a list, and what the field has: a text, None, or (a description,)."""
+        """Reads the object that is next. Returns the fields' names, the names of the
+        fields with a list, and what the field has: a text, None, or (a description,)."""
         names, lists, value = [], [], ()
         got = self.describe_next()
         if not self.take("{"):

@@ -80,8 +80,8 @@ def survey_inputs(inputs, wanted, options):
 
 
 def choose_validation(files, fraction):
-    """Returns a byte for each document of `files`: 1 for those of validation, whose
-    hash of their name falls below `fraction`. With two or more, each split gets one at
+    """Returns a byte for each document of `files`: 1 for validation, if the hash of its
+    name falls below `fraction`. With two or more, each split gets one at
     least."""
     chosen, ends = bytearray(), [(2.0, 0), (-1.0, 0)]
     for file in files:

@@ -35,7 +35,7 @@ def compression_of(path):
 
 
 def chunks(path):
-    """Yields the bytes of a file without its compression, which its first bytes decide.
+    """Yields the bytes of a file without its compression, as its first bytes decide.
     All members of a gzip file and all frames of a zstd file are read."""
     kind = compression_of(path)
     if not kind:

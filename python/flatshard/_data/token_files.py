@@ -3,7 +3,7 @@
     raw       little-endian words and nothing else (nanoGPT's train.bin)
     llm.c     256 int32: magic 20240520 (uint16) or 20240801 (uint32), version, number of
               tokens; then the tokens
-    Megatron  NAME.bin with words, and NAME.idx, which begins with "MMIDIDX" and has their
+    Megatron  NAME.bin with words, and NAME.idx. It starts with "MMIDIDX" and has their
               type, sequences and documents
     NumPy     an array of integers of any shape (np.save), row by row
 
@@ -290,7 +290,7 @@ class TokenFile:
 
 
 def layout_of(head, nbytes):
-    """Returns the format that numbers at the begin of a file show, which fit its size, or
+    """Returns the format, if numbers at the start of a file fit a format and its size, or
     "".
 
     @param head  its first bytes."""
@@ -299,7 +299,7 @@ def layout_of(head, nbytes):
     (length,) = struct.unpack_from("<Q", head)
     if 2 <= length <= nbytes - 8 and head[8:9] == b"{":
         return "safetensors; save the tokens with numpy.save"
-    # The number of items, then where each begins, and where the last ends.
+    # The number of items, then where each starts, and where the last ends.
     (count,) = struct.unpack_from("<I", head)
     last = 4 * (count + 1)
     if 1 <= count and last + 4 <= len(head):
@@ -314,7 +314,7 @@ def layout_of(head, nbytes):
 
 def likely_word_nbytes(head):
     """Returns the least width in bytes that the words of a file seem to have: 4 or 8
-    where the upper halves are those of small tokens, else 2.
+    where the upper halves look like small tokens, else 2.
 
     @param head  its first bytes as uint16."""
     # Tokens are below 2^18. Words of a few first tokens look like anything.

@@ -196,7 +196,7 @@ def mixed_precision(policy, fp8):
 
 
 def param_dtype_of(policy, tensor, name):
-    """Returns the dtype in which a parameter is gathered; None: its own."""
+    """Returns the dtype in which a parameter is all-gathered; None: its own."""
     override = getattr(policy, "param_dtype_override_fn", None)
     dtype = None if override is None else override(tensor)
     if dtype is None:
@@ -262,7 +262,7 @@ def check_granularity(granularity, strategy):
 
 def reshards(reshard_after_forward, strategy, device_mesh, fp8):
     """Returns whether parameters are resharded after the forward (None: not given), and
-    over how many neighbouring ranks (0: over all)."""
+    over how many adjacent ranks (0: over all)."""
     ranks = reshard_after_forward
     if isinstance(ranks, bool) or ranks is None:
         return ranks, 0

@@ -1,6 +1,6 @@
 """Custom schedules: a microbatch whose modules run in pieces.
 
-The program marks when the forward and the backward of a wrapped module begin and end.
+The program marks when the forward and the backward of a wrapped module start and end.
 It may run the autograd engine any number of times in between.
 """
 
@@ -21,25 +21,24 @@ class BackwardPass:
 
         mine = model.backward_pass()
         mine.begin_forward(layer)
-        ...                             # calls what is inside of the layer
+        ...                             # calls what is inside the layer
         mine.end_forward(layer)
         with mine:                      # the backward is open
             mine.begin_backward(layer)
             torch.autograd.backward(...)
             mine.end_backward(layer)
 
-    Between `begin` and `end` the layer's parameters are unsharded. Each wrapped module
-    runs once in a pass. The outermost one runs around the others if it has parameters
-    outside of them. While the backward of one pass is open, the forward of another may
-    run. Only `run` casts inputs by `mp_policy`.
+    Between `begin_` and `end_` calls the layer's parameters are unsharded. Each wrapped
+    module runs once in a pass. The outermost one runs around the others if it has
+    parameters outside them. While the backward of one pass is open, the forward of
+    another may run. Only `run` casts inputs by `mp_policy`.
 
     Collective like a forward and a backward: all ranks make the same calls in the same
-    order. A pass that is left by an exception, or dropped before its backward is over,
-    is given
-    up: the next forward begins a new step, without this step's gradients.
+    order. A pass that is left by an exception, or dropped before its backward has ended,
+    is abandoned: the next forward starts a new step, without this step's gradients.
 
     Attributes:
-        is_last, interleaved: as backward_pass took them; read when the backward opens.
+        is_last, interleaved: the arguments of backward_pass; read when the backward opens.
     """
 
     def __init__(self, root: Root, is_last: bool, interleaved: bool):
@@ -65,7 +64,7 @@ class BackwardPass:
         self._passes.began(self)
 
     def end_forward(self, module: nn.Module) -> None:
-        """Reshards the parameters of `module`, which began last."""
+        """Reshards the parameters of `module`, the one that started last."""
         self._core.forward_end(self._unit(module))
 
     @contextlib.contextmanager
@@ -84,8 +83,8 @@ class BackwardPass:
     # -- backward ------------------------------------------------------------------
 
     def __enter__(self):
-        """Opens the backward; the forwards are over. Runs of the engine belong to this
-        pass until it is left, which reduces what is not reduced yet."""
+        """Opens the backward; the forwards have ended. Runs of the engine belong to this
+        pass until it is left. Leaving it reduces what is not reduced yet."""
         self._passes.opens_backward()
         self._core.open_backward(self.is_last, self.interleaved)
         return self
@@ -160,7 +159,7 @@ class BackwardPass:
 
     def give_up(self) -> None:
         """Ends the pass without its backward. The step's gradients are dropped by the
-        next forward. Does nothing to a pass that is over."""
+        next forward. Does nothing to a pass that has ended."""
         self._core.give_up()
         self._passes.ended(self)
 

@@ -9,7 +9,7 @@ import torch
 from flatshard.torch_versions import tree_map
 
 
-# The types of most arguments of a forward. tree_map takes ten times as long for them.
+# The types of most arguments of a forward. tree_map is ten times slower for them.
 _NO_TENSORS = (type(None), bool, int, float, str)
 
 

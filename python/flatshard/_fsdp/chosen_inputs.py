@@ -49,7 +49,7 @@ def _choose(run, inputs, allow_unused, accumulate):
 
 def _cut_as(tensor, gradient):
     """Returns the result for one input. A DTensor that torch made has its gradient as it
-    is, such as a partial sum. Collective where cuts differ."""
+    is, such as a partial sum. Collective where placements differ."""
     if gradient is None or not isinstance(tensor, ShardedTensor):
         return gradient
     if isinstance(gradient, DTensor) and same_cuts(tensor, gradient):
@@ -58,7 +58,7 @@ def _cut_as(tensor, gradient):
 
 
 def _gradients(run, inputs, leaves, of_shards, of_wholes):
-    """Returns the mean of the ranks' gradients for parameters, cut as the parameter, after
+    """Returns the mean of the ranks' gradients for parameters, sharded as they are, after
     the hooks of the parameter. A graph that was computed from the shard itself, such as a
     penalty, is added."""
     asked = [i for i, p in enumerate(of_shards) if p and p.whole.requires_grad]

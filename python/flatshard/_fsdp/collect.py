@@ -17,14 +17,14 @@ TRAINABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def modules_of_unit(modules, is_unit):
     """Returns the modules whose parameters belong to a unit of `modules`: all below
-    them but what other units hold. Each once."""
+    them except the modules of other units. Each once."""
     found = {}
     for module in modules:
         _walk(module, is_unit, found)
     return list(found.values())
 
 
-# Not a function inside: one that calls itself is a cycle, which would keep the model
+# Not an inner function: if it calls itself, it is a cycle that would keep the model
 # until the garbage collector runs.
 def _walk(module, is_unit, found):
     if id(module) in found or is_unit(module):
@@ -40,7 +40,7 @@ def collect_parameters(modules, owned, ignored):
     Args:
         modules: those given to fully_shard, for names in messages.
         owned: modules_of_unit(modules).
-        ignored: ids of parameters to leave alone.
+        ignored: ids of parameters to leave as they are.
     """
     names = {}
     for number, root in enumerate(modules):

@@ -10,7 +10,7 @@ from flatshard._fsdp.options import ModelOptions, ShardOptions
 
 
 def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
-    """Sets the options of a whole model.
+    """Sets the options of a model.
 
     Call it once with the outermost module, before `fully_shard` is applied to any part
     of it. Call it after `fully_shard` only if `copy_engines` does not change. Equal on

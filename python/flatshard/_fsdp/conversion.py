@@ -19,10 +19,10 @@ _converted: set[int] = set()  # by a call that continues
 
 def converting(module, fn, recurse):
     """Lets nn.Module convert buffers and ignored parameters of `module` inside. The
-    shards stay the same objects and take the values. Where these have another dtype or
-    are on another device, the next forward makes the core's units anew. On another
-    device than the mesh's, shards have separate memory and the core's is freed. The
-    next forward raises an error unless they came back.
+    shards stay the same objects and get the values. Where these have another dtype or
+    are on another device, the next forward creates the core's units again. On a device
+    other than the mesh has, shards have separate memory and the core's memory is freed.
+    The next forward raises an error unless they are back on the mesh's device.
 
     Args:
         fn: function of a tensor that returns the converted one.
@@ -44,7 +44,7 @@ def converting(module, fn, recurse):
 
 
 def converting_part(module, fn):
-    """Does the same for the parameters that a module itself has, which need not be
+    """Does the same for the parameters that a module itself has, also if it is not
     wrapped."""
     parameters = []
     for tensor in parameters_of(module).values():
@@ -113,7 +113,7 @@ def _convert(state, p, fn):
 
 
 def _leaves(fn, state, p):
-    """Returns whether `fn` moves the parameter to another device than the mesh's."""
+    """Returns whether `fn` moves the parameter to a device other than the mesh has."""
     local = local_of(p.stored_shard)
     probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
     if p.extension is not None and probe.dtype != local.dtype:

@@ -132,7 +132,7 @@ def make_core(parameters, values, mp_policy, mesh, options):
     """Makes the Core of `parameters`.
 
     Args:
-        values: of each, whole, as the core stores them.
+        values: the unsharded value of each parameter, as the core stores it.
         mesh: _C.Mesh of the model.
         options: _C.UnitOptions.
     """
@@ -159,8 +159,8 @@ def make_core(parameters, values, mp_policy, mesh, options):
 
 
 def _error_of_access(p):
-    """Returns the error of reading a whole parameter, or a view of it, while it has no
-    memory; "" for one that never has any."""
+    """Returns the error of reading an unsharded parameter, or a view of it, while it has
+    no memory; "" for one that never has any."""
     if p.float8:
         return (
             f"parameter {p.names[0]} is held in FP8 and has no values that can be "

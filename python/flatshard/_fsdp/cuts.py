@@ -1,4 +1,4 @@
-"""Where the parameters of a fully_shard call are cut: along which dimension, over which
+"""How the parameters of a fully_shard call are split: along which dimension, over which
 mesh."""
 
 from dataclasses import dataclass, replace
@@ -13,8 +13,8 @@ from flatshard._tensor.tensor_parallel import is_tensor_parallel
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is cut: along which dimension, and over which mesh if not the
-    unit's."""
+    """How a parameter is split: along which dimension, and over which mesh if not over the
+    mesh of the unit."""
 
     dim: int
     mesh: DeviceMesh | None
@@ -30,10 +30,10 @@ def places_in(found, shard_placement_fn, mesh):
 
 
 def check_places(places, found, asked):
-    """Refuses options of a unit that do not go with where its parameters are cut.
+    """Refuses options of a unit that do not fit how its parameters are split.
 
     Returns:
-        The places, with what a strategy that cuts nothing makes of them.
+        The places, adjusted if the strategy does not shard parameters.
     """
     options, strategy, slices = asked.options, asked.strategy, asked.slices
     fp8, cuda_graph = options.fp8, options.cuda_graph
@@ -88,7 +88,7 @@ def placement_of(shard_placement_fn, tensor, name, mesh):
 
 
 def check_own_mesh(names, own, mesh, is_part):
-    """Refuses a mesh of shard_placement_fn that is no part of the unit's."""
+    """Refuses a mesh of shard_placement_fn that is not a part of the unit's mesh."""
     if not is_part:
         raise ValueError(
             f"shard_placement_fn: parameter {names[0]} should be on {own}, this "
@@ -102,7 +102,7 @@ def check_flattened(parameters, part, whole):
 
     Args:
         parameters: of a unit on a part of the model's mesh.
-        part, whole: the core's meshes: the unit's, and the model's.
+        part, whole: the core's meshes: for the unit, and for the model.
     """
     others = {name for name, _ in whole.axes} - {name for name, _ in part.axes}
     for p in parameters:
@@ -117,14 +117,14 @@ def check_flattened(parameters, part, whole):
 
 
 def cut_dim(placement, tensor, name, mesh):
-    """Returns the dimension along which a parameter is to be cut.
+    """Returns the dimension along which to split a parameter.
 
     Args:
         placement: Shard or None.
         mesh: DeviceMesh; its last dimension shards.
 
     Raises:
-        NotImplementedError: it cannot be cut so, naming the parameter.
+        NotImplementedError: it cannot be split along it, naming the parameter.
     """
     if placement is None:
         return 0

@@ -1,9 +1,9 @@
 """Parameters of tensor subclasses that choose themselves which tensors are all-gathered.
 
-FSDP2's protocol: `fsdp_pre_all_gather` of a rank's piece gives plain tensors, which are
-all-gathered, and `fsdp_post_all_gather` makes of them the tensor that modules compute
-with. The core gathers these tensors as bytes, as frozen parameters that no module
-shows. A trainable parameter has a second place in the core, for its gradient alone.
+FSDP2's protocol: `fsdp_pre_all_gather` of a rank's piece returns plain tensors to
+all-gather, and `fsdp_post_all_gather` makes of them the tensor that modules compute
+with. The core all-gathers these tensors as bytes, as frozen parameters that no module
+shows. A trainable parameter has a second place in the core, only for its gradient.
 """
 
 import inspect
@@ -39,7 +39,7 @@ def follows_protocol(tensor):
 
 def may_follow_protocol(tensor):
     """Returns whether pieces of `tensor` are of its subclass, so that the tensors they
-    choose can be gathered. Some get the protocol's functions after fully_shard."""
+    choose can be all-gathered. Some get the protocol's functions after fully_shard."""
     if follows_protocol(tensor):
         return True
     kind = type(tensor)
@@ -54,7 +54,7 @@ def may_follow_protocol(tensor):
 
 
 def is_extended(tensor):
-    """Returns whether an Extension gathers it. DTensors are not its."""
+    """Returns whether an Extension all-gathers it. DTensors have none."""
     if type(tensor) in (nn.Parameter, DTensor):
         return False
     return may_follow_protocol(tensor)
@@ -78,10 +78,10 @@ class _Leaf(torch.autograd.Function):
 
 
 class Extension:
-    """How one parameter is gathered.
+    """All-gathers one parameter.
 
     Attributes:
-        shard: as the Parameter's.
+        shard: as in the Parameter.
         tensor: what modules see while the unit computes.
     """
 
@@ -89,7 +89,7 @@ class Extension:
         """
         Args:
             p: the Parameter.
-            tensor: the user's.
+            tensor: as the user passed it.
             mesh: DeviceMesh.
         """
         self.title = p.label
@@ -97,8 +97,8 @@ class Extension:
         self.dtype = tensor.dtype
         self.requires_grad = tensor.requires_grad
         self.tensor = None
-        self.hidden = []  # the core's parameters of what is gathered
-        # Not p, which holds this object.
+        self.hidden = []  # the core's parameters of what is all-gathered
+        # Not p, because it refers to this object.
         self._module = p.sites[0][0]
         self._whole = None
         self.shard = None
@@ -117,7 +117,7 @@ class Extension:
 
     @torch.no_grad()
     def _cut(self, tensor):
-        """This rank's piece, as FSDP2 cuts: with the operations that subclasses
+        """Returns this rank's piece, split as in FSDP2: with the operations that subclasses
         implement for it."""
         ranks = self._mesh.size(self._mesh.ndim - 1)
         rank = self._mesh.get_local_rank(self._mesh.ndim - 1)
@@ -139,7 +139,7 @@ class Extension:
     # -- the core's parameters -------------------------------------------------------
 
     def members(self):
-        """Returns the core's parameters of what is gathered, which `own` takes then."""
+        """Returns the core's parameters of what is all-gathered, to pass to `own`."""
         self._ask()
         ranks = self._shard_mesh.size()
         made = []
@@ -167,7 +167,7 @@ class Extension:
         `members`.
 
         Args:
-            whole: the core's parameter that has the gradient; None for a frozen one.
+            whole: the core's parameter with the gradient; None for a frozen one.
 
         Returns:
             The number after them.
@@ -222,11 +222,11 @@ class Extension:
     # -- what modules see ------------------------------------------------------------
 
     def renew(self):
-        """Called by the core when a forward begins to show the tensor: the same one."""
+        """Called by the core when a forward starts to show the tensor: the same one."""
 
     @torch.no_grad()
     def point(self):
-        """Lets the core's parameters hold the gathered tensors."""
+        """Lets the core's parameters refer to the all-gathered tensors."""
         with torch.inference_mode(False), torch.no_grad():
             outputs = tuple(
                 hidden.view(-1).view(tensor.dtype).view(-1, *tensor.shape[1:])
@@ -256,6 +256,6 @@ class Extension:
             self.tensor = _Leaf.apply(self._whole, self._raw)
 
     def clear(self):
-        """Frees the gathered tensors."""
+        """Frees the all-gathered tensors."""
         for storage, _ in self._owned:
             storage.resize_(0)

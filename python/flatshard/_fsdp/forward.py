@@ -1,8 +1,8 @@
-"""Forwards of wrapped modules: whose root they have, and what the core hears of them.
+"""Forwards of wrapped modules: which root they have, and the events that the core gets.
 
-Everything around a unit's forward happens outside of `nn.Module.__call__`: hooks of the
-user see unsharded parameters, compiled forwards hold no trace of sharding, and an exception
-on the way is noticed.
+Everything around a unit's forward happens outside `nn.Module.__call__`: hooks of the
+user see unsharded parameters, compiled forwards contain no trace of sharding, and an
+exception on the way is noticed.
 """
 
 import weakref

@@ -48,8 +48,8 @@ def fully_shard(
 ) -> Wrapped:
     """Shards the parameters of `module` that no inner call has sharded yet.
 
-    Call it on the blocks first and on the whole model last. Each call makes one unit,
-    whose parameters are all-gathered together. Optimizers are made afterwards.
+    Call it on the blocks first and on the full model last. Each call makes one unit. The
+    parameters of a unit are all-gathered together. Create optimizers afterwards.
     Collective over the ranks of the mesh.
 
     Args:
@@ -62,27 +62,27 @@ def fully_shard(
             together with others into the enclosing module's mesh: this module's
             parameters are slices, see below.
         reshard_after_forward: False keeps parameters unsharded from forward to
-            backward. None: True, but False for the root. A number, which divides the
-            ranks that parameters are sharded over: until the backward they are sharded
-            over that many neighbouring ranks, such as the ranks of a host. The
-            backward's all-gather runs among these.
+            backward. None: True, but False for the root. A number N that divides the
+            number of ranks that parameters are sharded over: until the backward they are
+            sharded over N adjacent ranks, such as the ranks of a host. The backward's
+            all-gather runs among these.
         shard_placement_fn: function of a parameter that returns None or Shard(dim), the
-            dimension along which it is cut. Other dimensions than the first have to be
-            multiples of the ranks. Such a parameter is stored with that dimension
-            first, so the unsharded one is not contiguous. A pair with a mesh, such as
-            (Shard(0), mesh) or FSDP2's ShardPlacementResult, stores it on that one, a
-            part of `mesh`: see experts below.
-        mp_policy: MixedPrecisionPolicy, of this package or FSDP2's.
+            dimension along which to shard it. Dimensions other than the first have to be
+            multiples of the number of ranks. Such a parameter is stored with that
+            dimension first, so the unsharded one is not contiguous. A pair with a mesh,
+            such as (Shard(0), mesh) or FSDP2's ShardPlacementResult, stores it on that
+            mesh, a part of `mesh`: see experts below.
+        mp_policy: MixedPrecisionPolicy, of this package or of FSDP2.
         offload_policy: OffloadPolicy() or None: nothing; CPUOffloadPolicy(): sharded
             parameters, their gradients and optimizer state are stored on the CPU. Of this
-            package or FSDP2's.
+            package or of FSDP2.
         ignored_params: set of parameters to leave as they are on every rank.
         dp_mesh_dims: None, or FSDP2's DataParallelMeshDims that names all dimensions of
-            `mesh`. For a larger mesh, over all of which parameters are DTensors, give
-            mesh=mesh["dp"], and parameters over the other dimensions alone.
+            `mesh`. If parameters are DTensors over all of a larger mesh, give
+            mesh=mesh["dp"], and parameters over only the other dimensions.
         strategy: "zero0" (no_shard), "zero1" (optim), "zero2" (optim_grads) or "zero3"
             (optim_grads_params); both names mean the same.
-        options: ShardOptions, what FSDP2 does not have. Options of the whole model
+        options: ShardOptions, what FSDP2 does not have. Options of the full model
             (prefetch, copy engines, ...) belong to `flatshard.configure`.
 
     Tensor parallelism: parameters that are DTensors over another dimension of the same
@@ -90,23 +90,23 @@ def fully_shard(
     mesh=mesh["dp"] as FSDP2 shards them. Modules see DTensors over mesh["tp"] while their
     unit computes; parameters(), gradients and state dicts have DTensors over both.
 
-    Experts: each rank has some of a layer's. The other parameters are sharded over the
-    ranks of `dp`, and the experts over a part of them (see `flatshard.moe_meshes`):
+    Experts: each rank has some experts of a layer. The other parameters are sharded over
+    the ranks of `dp`, and the experts over a part of them (see `flatshard.moe_meshes`):
 
         fully_shard(block.experts, mesh=meshes.experts)
         fully_shard(block, mesh=meshes.dp)
 
     A parameter of `experts`, [n, ...], is then slice number meshes.ep.get_local_rank() of
-    [ep * n, ...], which is what parameters(), state dicts and checkpoints show. It
+    [ep * n, ...], the tensor in parameters(), state dicts and checkpoints. It
     joins the block's unit, with an all-gather and a reduction over "edp". Its
     gradients are divided by all ranks of "dp", as each saw the tokens of "ep" ranks.
 
     Returns:
-        `module`, which is an FSDPModule from now on.
+        `module`. It is an FSDPModule from now on.
 
     Raises:
-        ValueError: an argument that cannot work, naming it. AssertionError, as FSDP2's,
-            for a module that was sharded before and for a dimension that is none.
+        ValueError: an argument that cannot work, naming it. AssertionError, as in FSDP2,
+            for a module that was sharded before and for a dimension that does not exist.
         NotImplementedError: one that is not supported, naming it.
     """
     asked = read_arguments(
@@ -130,7 +130,7 @@ def fully_shard(
     return module
 
 
-# This is the same as FSDP2's: callers see whether, and in which unit, a module was
+# This is the same as in FSDP2: callers see whether, and in which unit, a module was
 # sharded. None: it was not.
 setattr(fully_shard, "state", state_of)
 
@@ -229,7 +229,7 @@ def _unit(asked, members, meshes, shown, slices, in_place, **of_parameters):
 
 
 def _move_buffers(modules, device_mesh):
-    """Buffers, which are not sharded, follow the parameters to the mesh's device."""
+    """Moves buffers to the mesh's device, as the parameters. They are not sharded."""
     device = device_of(device_mesh)
     if device.type == "cpu":
         return

@@ -42,13 +42,13 @@ def make_graphed_callables(
         sample_kwargs: the keyword arguments, a dict; a tuple of dicts for a tuple of
             modules; None: none.
         capture_time_hooks: None.
-        capture_error_mode: None or "thread_local", which it is.
+        capture_error_mode: None or "thread_local"; both mean the latter.
 
     Returns:
         `callables`: the modules themselves, in a tuple if they came in one.
 
     Raises:
-        TypeError: a callable is no module that fully_shard wrapped, or an argument has
+        TypeError: a callable is not a module that fully_shard wrapped, or an argument has
             another type than torch's function expects.
         ValueError: an argument that cannot work, naming it.
         RuntimeError: a forward of the model ran before.
@@ -159,8 +159,8 @@ def cuda_graph_stats(model: nn.Module) -> dict:
 
     Returns:
         dict with zeros where no unit has cuda_graph=True. It has `captures` of forwards
-        and backwards, `forward_replays`, `backward_replays`, and `nbytes`, taken from
-        the GPU for the graphs. `fallbacks` is a dict of the number of forwards and
+        and backwards, `forward_replays`, `backward_replays`, and `nbytes`, the GPU memory
+        of the graphs. `fallbacks` is a dict of the number of forwards and
         backwards that ran eagerly after the warm-up, by reason.
         FLATSHARD_AUDIT_CUDA_GRAPHS=1 counts `audited_addresses`, and `audit_findings`
         is a list of the addresses in memory of others.

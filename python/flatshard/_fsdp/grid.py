@@ -1,4 +1,4 @@
-"""The ranks that hold the parts of one model: with tensor parallelism more than those of
+"""The ranks that have the parts of one model: with tensor parallelism more ranks than in
 fully_shard's mesh."""
 
 import torch
@@ -27,7 +27,7 @@ class Ranks:
         self._of_checkpoints = None
 
     def for_checkpoints(self, units):
-        """Returns the core's mesh over all ranks that hold parts of the model.
+        """Returns the core's mesh over all ranks that have parts of the model.
         Collective."""
         if self._of_checkpoints is None:
             grid = grid_of(units)
@@ -39,7 +39,7 @@ class Ranks:
 
 def grid_of(units):
     """Returns the DeviceMesh of all dimensions over which the parameters of `units` are
-    cut or repeated; None without tensor parallelism."""
+    sharded or replicated; None without tensor parallelism."""
     parallel = [p.parallel for u in units for p in u.parameters if p.parallel]
     if not parallel:
         return None
@@ -51,14 +51,14 @@ def grid_of(units):
 
 
 def tell_parts(units, grid):
-    """Passes to the core which part of a whole tensor each parameter is, for checkpoints.
+    """Passes to the core which part of a full tensor each parameter is, for checkpoints.
 
     Returns:
         The core's mesh over all ranks of `grid`. Collective over them.
 
     Raises:
-        NotImplementedError: ranks that the core takes for holders of other experts have
-            equal values, naming the parameter.
+        NotImplementedError: ranks that have other experts according to the core have equal
+            values, naming the parameter.
     """
     for unit in units:
         within = root_names(unit.sharding.device_mesh)
@@ -88,7 +88,7 @@ def sums_over(grid, units, squares):
         squares: {name: numbers}, a sum over the ranks of fully_shard's mesh.
 
     Returns:
-        The same over all ranks. Collective over those of `grid`.
+        The same over all ranks. Collective over the ranks of `grid`.
     """
     cut = {}
     for unit in units:

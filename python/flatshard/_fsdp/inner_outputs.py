@@ -1,8 +1,8 @@
-"""Outputs of modules inside of a unit that a program takes by a forward hook: features
+"""Outputs of modules inside a unit that a program reads with a forward hook: features
 for distillation, perceptual losses, early exits.
 
-The backward of a loss of such a feature alone begins in the middle of the unit. It
-skips the unit's outputs, whose gradients otherwise announce a backward.
+The backward of a loss of only such a feature starts in the middle of the unit. It
+skips the unit's outputs, but their gradients announce a backward in other cases.
 """
 
 import weakref
@@ -14,7 +14,7 @@ class InnerOutputs:
     """Watches the modules below a root that have forward hooks.
 
     Args:
-        modules_of_units: pairs of a UnitState and a module that it holds, without the
+        modules_of_units: pairs of a UnitState and a module of the unit, without the
             modules that were given to fully_shard.
     """
 
@@ -41,13 +41,13 @@ class InnerOutputs:
         self._num_hooks = sum(map(len, self._hooks))
 
     def close(self):
-        """Takes the hooks away that were put here."""
+        """Removes the hooks that were registered here."""
         for handle in self._own.values():
             handle.remove()
         self._own.clear()
 
 
-# They cut and join activations, and keep none. A watcher next to one would break the
+# They split and join activations, and keep none. A watcher next to one would break the
 # graphs of torch.compile.
 _OF_TENSOR_PARALLELISM = (
     "torch.distributed.tensor",
@@ -56,7 +56,7 @@ _OF_TENSOR_PARALLELISM = (
 
 
 def _may_take(hook):
-    """Returns whether a forward hook may take an output out of the module."""
+    """Returns whether a forward hook may keep an output of the module."""
     return not str(getattr(hook, "__module__", "")).startswith(_OF_TENSOR_PARALLELISM)
 
 

@@ -1,6 +1,6 @@
 """The life of a unit: where in it a unit is, and which moves lead on.
 
-A Root has one, too, which begins with ROOTED. docs/internals/autograd.md shows the table.
+A Root has one, too. It starts as ROOTED. docs/internals/autograd.md shows the table.
 """
 
 import enum

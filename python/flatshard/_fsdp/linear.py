@@ -14,9 +14,9 @@ class InPlaceLinear(nn.Linear):
     """An nn.Linear whose unit reduces gradients where its backward writes them, see
     ShardOptions.grads_in_place.
 
-    Autograd would make a tensor of each weight gradient, which stays until the unit is
-    reduced and is copied then. Here the product of the backward goes to the memory that
-    is reduced, and is added to what an earlier use of the weight wrote.
+    Autograd would allocate a tensor for each weight gradient, keep it until the unit is
+    reduced, and copy it then. Here the backward's matmul writes to the memory that is
+    reduced, or adds to what an earlier use of the weight wrote.
     """
 
     def forward(self, input):
@@ -27,12 +27,12 @@ class InPlaceLinear(nn.Linear):
         linear = None if core is None else core.linear
         if linear is None:
             return functional.linear(input, self.weight, self.bias)
-        # Not self.weight, which nn.Module looks up at the price of half the operation.
+        # Not self.weight: nn.Module's lookup costs half as much as the operation.
         own = parameters_of(self)
         output = linear(input, own.get("weight"), own.get("bias"))
         if output is not None:
             return output
-        # Outside of a forward: a checkpoint's recompute has to find the same.
+        # Outside a forward: a checkpoint's recompute has to find the same.
         is_shard = isinstance(self.weight, DTensor) and input.requires_grad
         if is_shard and unit.unsharded(0) is not None:
             output = linear(input, self.weight, self.bias)
@@ -55,9 +55,9 @@ def linears_in_place(modules, parameters, wanted, slices):
     and whose gradients are written in place.
 
     Args:
-        wanted: ShardOptions.grads_in_place. None: not tied weights, whose gradient would
-            take the memory of the reduction from the first of its uses on.
-        slices: not None for a unit on a part of the model's mesh, which has none.
+        wanted: ShardOptions.grads_in_place. None: not tied weights, because their gradient
+            would need the memory of the reduction from the first of its uses on.
+        slices: not None for a unit on a part of the model's mesh. Such a unit has none.
     """
     if wanted is False or slices is not None:
         return []
@@ -87,7 +87,7 @@ def write_grads_in_place(linears, state):
 
 
 def sink_of(whole):
-    """Returns the core's Runtime that takes gradients of this whole parameter, or
+    """Returns the core's Runtime that accepts gradients of this unsharded parameter, or
     None."""
     unit = getattr(whole, "_flatshard_unit", None)
     state = None if unit is None else unit()

@@ -20,33 +20,33 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Returns cross_entropy(input @ weight.T, target), computed in float32.
 
-    `torch.nn.functional.cross_entropy` of a head's output holds the logits three times
-    when its backward begins: their log-softmax in float32, that one's gradient and
-    their own. Here they exist once, in the dtype of the input, and become their
-    gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient is written
-    where it is reduced.
+    `torch.nn.functional.cross_entropy` of a head's output stores three tensors of the
+    logits' size when its backward starts: their log-softmax in float32, its gradient, and
+    the gradient of the logits. Here the logits exist once, in the dtype of the input, and
+    become their gradient. With `ShardOptions(grads_in_place=True)` the weight's gradient is
+    written where it is reduced.
 
     Call it while the weight is unsharded: in a forward of its unit, or in a method that
     `register_fsdp_forward_method` made one. It also works without sharding.
 
     Args:
-        input: [..., dim], what the head takes.
+        input: [..., dim], the input of the head.
         weight: [vocab, dim] of input's dtype, such as `lm_head.weight`.
         target: int64, input's shape without the last dimension; each in [0, vocab)
             or `ignore_index`. On a GPU any other makes the loss NaN.
         reduction: "mean" over the targets that are not ignored (0 if there is none),
             or "sum".
-        ignore_index: the target that counts for nothing.
-        chunk_tokens: 0: [tokens, vocab] of memory from here to the backward. Else so
-            many tokens at a time, here and again in the backward: a product of the
-            head more, and no such memory.
+        ignore_index: the target that does not contribute to the loss.
+        chunk_tokens: 0: [tokens, vocab] of memory from here to the backward. Otherwise
+            the number of tokens to compute at a time, here and again in the backward: one
+            more matmul of the head, and no such memory.
 
     Returns:
         float32 scalar.
 
     Raises:
         ValueError: an argument that cannot work, naming it.
-        RuntimeError: the weight is a shard, or was released.
+        RuntimeError: the weight is a shard, or was resharded.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction: expected 'mean' or 'sum', got {reduction!r}")

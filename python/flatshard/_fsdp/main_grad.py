@@ -15,12 +15,12 @@ from flatshard.torch_versions import in_backward
 # others may have left there.
 _ASKS = ("main_grad", "grad_added_to_main_grad", "overwrite_main_grad")
 _LEFT = (*_ASKS, "get_main_grad", "zero_out_wgrad", "__fsdp_param__")
-# The attributes of TransformerEngine's modules, and of Megatron-Core's.
+# The attributes of modules of TransformerEngine, and of Megatron-Core.
 _SWITCHES = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 
 
 class MainGradParameter(nn.Parameter):
-    """A whole parameter whose gradient its module may write directly."""
+    """An unsharded parameter whose gradient its module may write directly."""
 
     # TransformerEngine and Megatron-Core ask get_main_grad() in the backward then.
     __fsdp_param__ = True
@@ -33,7 +33,7 @@ class MainGradParameter(nn.Parameter):
         reduction, or zeros if there is none yet. Additions to it count.
 
         Raises:
-            RuntimeError: outside of a backward.
+            RuntimeError: outside a backward.
         """
         name, unit = self._flatshard_main_grad
         state = unit()

@@ -26,10 +26,10 @@ from flatshard.torch_versions import (
     outside_of_graphs,
 )
 
-# Options that a number, as fully_shard's reshard_after_forward may be, is no value of.
+# Options that do not accept a number, unlike fully_shard's reshard_after_forward.
 _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 
-# Layers inside of units, such as of `layer.to_empty()`.
+# Layers inside units, such as for `layer.to_empty()`.
 convert_all_inside(converting_part)
 
 
@@ -56,7 +56,7 @@ class FSDPModule:
         """All-gathers the unit's parameters now. Collective.
 
         They stay unsharded until `reshard()`, or until the next forward or backward
-        of the unit releases them as always. Before the first forward the outermost
+        of the unit reshards them as always. Before the first forward the outermost
         module wrapped so far counts as the one whose forward that will be.
 
         Args:
@@ -91,8 +91,8 @@ class FSDPModule:
             is_last: it is the step's last: with HSDP the outer axis is reduced then,
                 with ZeRO-0 and ZeRO-1 all axes.
             interleaved: while its backward is open, the forward of the next microbatch
-                runs, whose backward comes later. Unless it is the last as well,
-                `.grad`s are complete after that one.
+                runs. That microbatch's backward runs later. Unless this one is the last
+                as well, `.grad`s are complete after the backward of the next.
 
         Raises:
             NotImplementedError: a model with cuda_graph=True.
@@ -108,7 +108,7 @@ class FSDPModule:
         unsharded, without any collective. Sets set_requires_all_reduce likewise.
 
         Args:
-            recurse: also for the units inside of this module.
+            recurse: also for the units inside this module.
         """
         self._set("sync_gradients", requires_gradient_sync, recurse)
         self._set("all_reduce", requires_gradient_sync, recurse)
@@ -120,7 +120,7 @@ class FSDPModule:
         (HSDP), or accumulate (strategies whose gradients are not sharded).
 
         Args:
-            recurse: also for the units inside of this module.
+            recurse: also for the units inside this module.
         """
         self._set("all_reduce", requires_all_reduce, recurse)
 
@@ -160,13 +160,13 @@ class FSDPModule:
         *,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
-        """Calls `hook(reduced)` with each reduced gradient of this unit, which it may
-        change in place; None for no hook. Set it between steps.
+        """Calls `hook(reduced)` with each reduced gradient of this unit. The hook may
+        change it in place; None for no hook. Set it between steps.
 
         Args:
-            hook: takes [n] reduced, the flat gradients of the rows that this rank
-                has, with padding, in the dtype of the reduction: after the
-                reductions over all mesh dimensions, before the divide factor. Runs
+            hook: function of `reduced`, a tensor [n] of the flat gradients of the rows
+                that this rank has, with padding, in the dtype of the reduction: after
+                the reductions over all mesh dimensions, before the divide factor. Runs
                 on the stream of the reductions, on CPUs on their thread. The backward
                 raises its errors.
             stream: on which `hook` runs instead. Not with replicas (HSDP), as in FSDP2.
@@ -194,7 +194,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """True: collectives that reduce this unit's gradients only ever sum, and the mean
-        is taken from the sum, in the dtype of the reduction."""
+        is computed from the sum, in the dtype of the reduction."""
         state = self._state()
         state.policy.sums_only = bool(enable)
         state.apply_to_core()
@@ -217,7 +217,7 @@ class FSDPModule:
         self, max_input_buffers: int | None, *, recurse: bool = True
     ) -> None:
         """Sets how many reductions may be under way while the next unit's gradients are
-        computed; 1 at first. More of them take a unit's gradients of memory each, and
+        computed; 1 at first. Each additional one needs memory of a unit's gradients, and
         help where reductions are slower than the backward. Call it on the root: one
         number serves all units."""
         n = max_input_buffers
@@ -253,7 +253,7 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepts True, which always holds: reductions have a separate communicator."""
+        """Accepts only True, because reductions always have a separate communicator."""
         if not enable:
             raise NotImplementedError(
                 "set_separate_reduce_scatter_group(False) is not supported: reductions "
@@ -267,16 +267,16 @@ class FSDPModule:
         )
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: ends what is open, releases all
+        """After an exception in forward or backward: ends what is open, reshards all
         weights and drops the gradients of the failed step, so that the next step starts
         clean. The next forward of the root does it automatically, too. Call it on the
-        root, on all ranks. Blocks until the communication under way is over."""
+        root, on all ranks. Blocks until the communication under way has finished."""
         root_of(self).reset()
 
     def reset_cuda_graphs(self) -> None:
         """Drops the CUDA graphs of ShardOptions(cuda_graph=True); blocks are captured
         again after another warm-up. Use it for changes that a graph cannot see: a
-        tensor that is no argument, parameter or buffer and is elsewhere now. Call it on
+        tensor that is not an argument, parameter or buffer and is elsewhere now. Call it on
         the root, between steps."""
         root_of(self).graphs.reset()
 
@@ -329,8 +329,8 @@ class FSDPModule:
         self._set("unshard_in_backward", unshard_in_backward, False)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Units to all-gather when this one's forward begins, instead of those that
-        ran next the last time."""
+        """Sets the units to all-gather when this one's forward starts, instead of the units
+        that ran next the last time."""
         self._set("forward_prefetch", _states(modules), False)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
@@ -338,7 +338,7 @@ class FSDPModule:
         self._set("backward_prefetch", _states(modules), False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Works as nn.Module's, also between a forward and its backward, where a unit
+        """Works as in nn.Module, also between a forward and its backward, where a unit
         may show unsharded parameters: their gradients are the sharded parameters'
         gradients."""
         for state in self._states_of(recurse=True):

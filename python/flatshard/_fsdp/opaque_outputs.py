@@ -1,7 +1,7 @@
 """Outputs of forwards that pytree does not look into: distributions, objects of a
 program's classes, closures, iterators.
 
-The backward of a unit begins at the gradients of its outputs, so these have to be found.
+The backward of a unit starts at the gradients of its outputs, so these have to be found.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set, ValuesView
 import torch
 from torch import nn
 
-# An object that holds more is no output. The search ends there.
+# An object that contains more is not an output. The search ends there.
 _MOST = 10_000
 
 _PLAIN = (
@@ -24,7 +24,7 @@ _BODIES = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def look_inside(units, number, objects, shows_backward):
-    """Returns the tensors in `objects`, which the forward of unit `number` returned, and
+    """Returns the tensors in `objects`, the results of the forward of unit `number`, and
     whether modules of the unit may run after it.
 
     Args:

@@ -1,5 +1,5 @@
-"""Options beyond FSDP2's: `ShardOptions` of one `fully_shard` call, and `ModelOptions` of a
-whole model."""
+"""Options that FSDP2 does not have: `ShardOptions` of one `fully_shard` call, and
+`ModelOptions` of a model."""
 
 import warnings
 from dataclasses import InitVar, dataclass
@@ -14,25 +14,25 @@ def _expect(what, name, value, fits, expected):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """Options of one `fully_shard` call, beyond FSDP2's.
+    """Options of one `fully_shard` call that FSDP2 does not have.
 
     Attributes:
         outer: what the outer of two mesh dimensions does. "replicate": replicas (HSDP).
             "optim", with ZeRO-3: the optimizer state is sharded over it as well (HFSDP),
             and parameters are DTensors over the flattened mesh.
-        granularity: where parameters are cut. "dim0": between any two slices along their
-            first dimension. "chunk": as torch.chunk cuts, so each rank has the rows
-            that it has with FSDP2, for programs that read shapes of to_local(). The
-            unit is then all-gathered by one collective for each parameter. "tensor":
-            nowhere, a rank has a parameter or not.
+        granularity: where parameters may be split. "dim0": between any two slices along
+            their first dimension. "chunk": as torch.chunk splits them, so each rank has
+            the rows that it has with FSDP2, for programs that read shapes of to_local().
+            The unit is then all-gathered by one collective per parameter. "tensor": each
+            parameter is stored on a single rank, without a split.
         grads_in_place: the backward of each nn.Linear (not of subclasses) writes weight
             gradients into the memory that is reduced, without another tensor and
-            without a copy. None: for the nn.Linear of the unit that own their weights
-            alone. True: for tied weights as well. False: for none. Compiled code, autocast
-            and unsharded weights with hooks take the usual way.
+            without a copy. None: for the nn.Linear of the unit whose weights are not tied.
+            True: for tied weights as well. False: for none. Compiled code, autocast and
+            unsharded weights with hooks use autograd's gradients.
         cuda_graph: after three steps, the forward and the backward of the module are
             captured as CUDA graphs and replayed, with bitwise identical results. Only
-            for modules that hold no other unit. Calls that cannot be replayed run
+            for modules that contain no other unit. Calls that cannot be replayed run
             eagerly, see `cuda_graph_stats`. GPUs only.
         check_same_values: the first forward compares a digest of each parameter among
             the ranks of the mesh and raises RuntimeError where they differ. Parameters
@@ -77,22 +77,22 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of a whole model, see `configure`.
+    """Options of a model, see `configure`.
 
     Attributes:
         prefetch: the number of units that are all-gathered ahead of the one that computes.
             None: 1.
         copy_engines: "all": all-gathers and reduce-scatters are copies between the ranks'
-            memory, which take no SM of a GPU, instead of collectives. All ranks have to
-            be on one host. "auto": where NVLink joins all GPUs of the mesh. "none":
-            collectives. Copies keep a shard of the unsharded weights' dtype, and 256 MiB
-            a GPU.
+            memory instead of collectives, and use no SM of a GPU. All ranks have to be on
+            one host. "auto": copies where NVLink connects all GPUs of the mesh. "none":
+            collectives. Copies need memory for a shard in the unsharded weights' dtype,
+            and 256 MiB per GPU.
         buffers_on_demand: True: memory of unsharded parameters and gradients is allocated
             when a unit needs it. False: it stays allocated, at the same addresses in
             each step, as torch.compile(mode="reduce-overhead") needs it. None: True,
             and False where a unit has cuda_graph=True.
         max_padding: the first forward warns of more padding than this fraction of the
-            model's elements, if it is more than 64 MiB a rank. None: 0.05.
+            model's elements, if it is more than 64 MiB per rank. None: 0.05.
 
     Raises:
         ValueError: a value that is not allowed, naming the option.

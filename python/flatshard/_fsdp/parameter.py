@@ -1,9 +1,9 @@
-"""One parameter of a unit, and what its shard takes from the user's tensor.
+"""One parameter of a unit, and what its shard copies from the user's tensor.
 
 A parameter has two faces. The shard is an `nn.Parameter` over a DTensor: what
-`parameters()`, optimizers and checkpoints see. The whole one is a plain `nn.Parameter`
-without memory, which the core points at gathered memory while the unit computes. The
-core swaps them in the modules' `_parameters`.
+`parameters()`, optimizers and checkpoints see. The unsharded one is a plain `nn.Parameter`
+without memory. The core points it at all-gathered memory while the unit computes, and
+swaps them in the modules' `_parameters`.
 """
 
 import weakref
@@ -25,8 +25,8 @@ from flatshard.torch_versions import (
 # The Parameter of each tensor that modules show from a forward to its backward, by id.
 _of_whole: weakref.WeakValueDictionary[int, "Parameter"] = weakref.WeakValueDictionary()
 
-# Kinds of parameters, which the core's groups keep apart. GATHERED: what a subclass of
-# a tensor gives for the all-gather. FROZEN_LATER: after fully_shard, as peft's
+# Kinds of parameters. The core has separate groups for them. GATHERED: what a subclass of
+# a tensor returns for the all-gather. FROZEN_LATER: after fully_shard, as peft's
 # disable_adapter does.
 TRAINED, FROZEN, GATHERED, FROZEN_LATER = range(4)
 
@@ -82,7 +82,7 @@ class Parameter:
         return self.shard.dtype == self.shown_dtype
 
     def stored(self, value):
-        """Returns `value` of the whole parameter as the core stores it."""
+        """Returns `value` of the unsharded parameter as the core stores it."""
         return value.movedim(self.dim, 0).contiguous() if self.dim else value
 
     @property
@@ -92,15 +92,15 @@ class Parameter:
 
     @torch.no_grad()
     def write(self, tensor):
-        """Gives the shard this rank's piece of `tensor`, plain or a DTensor. Collective
-        when that is cut otherwise."""
+        """Writes this rank's piece of `tensor`, plain or a DTensor, to the shard.
+        Collective when the tensor has other placements."""
         shard = self.stored_shard
         local_of(shard).copy_(piece_of(shard, tensor))
 
     @property
     def shown(self):
         """Returns the holder of the tensor that modules see in place of `whole`; None:
-        they see it, as an FP8 layer does, which does not read its weight."""
+        they see `whole`. So does an FP8 layer, because it does not read its weight."""
         return self.extension or (None if self.float8 else self.parallel)
 
     def is_shown(self):
@@ -111,7 +111,7 @@ class Parameter:
         return any(self.is_face(tensor) for tensor in shown)
 
     def faces(self):
-        """Returns the tensor that modules show, sharded or whole."""
+        """Returns the tensor that modules show, sharded or unsharded."""
         shown = self.extension.tensor if self.extension else None
         if self.parallel is not None:
             shown = self.parallel.made
@@ -164,8 +164,8 @@ def put_hooks(p):
 
 
 class _OfShard:
-    """A DTensor's method that a whole parameter has, too: programs that read parameters
-    work the same before and after the forward."""
+    """A DTensor's method that an unsharded parameter has, too: programs that read
+    parameters work the same before and after the forward."""
 
     def __init__(self, p, function):
         self._p = weakref.ref(p)
@@ -193,7 +193,7 @@ def parameter_of_whole(tensor):
 
 
 def subclass_of(tensor):
-    """Returns the subclass that a tensor, or what a DTensor holds, is; "" for plain
+    """Returns the subclass of a tensor, or of a DTensor's local tensor; "" for plain
     ones."""
     if isinstance(tensor, DTensor):
         tensor = local_of(tensor)

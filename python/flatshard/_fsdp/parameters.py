@@ -80,7 +80,7 @@ class Parameters:
                 )
 
     def follow_requires_grad(self):
-        """The whole parameters require gradients where the shards do."""
+        """Makes unsharded parameters require gradients where the shards do."""
         for p in self.extended:
             if p.shard.requires_grad != p.extension.requires_grad:
                 raise NotImplementedError(

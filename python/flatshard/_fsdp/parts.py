@@ -1,8 +1,8 @@
-"""Units whose mesh is a part of the model's: they join the unit around them.
+"""Units on a part of the model's mesh: they join the unit around them.
 
 Experts are sharded over fewer ranks than the block that they belong to, and other ranks
-hold other ones. The block stays one unit, which gathers and reduces them together with
-its own parameters. `parameters()` shows the tensor of all experts, cut over the block's
+have other experts. The block stays one unit. It all-gathers and reduces them together with
+its own parameters. `parameters()` shows the tensor of all experts, sharded over the block's
 mesh, and with tensor parallelism of experts over that dimension, too.
 """
 
@@ -21,7 +21,7 @@ from flatshard._tensor.writes import writes
 
 
 def find_parts(modules, core, offload, copy_engines):
-    """Returns the units inside of `modules` whose mesh is a part of `core`.
+    """Returns the units inside `modules` whose mesh is a part of `core`.
 
     Raises:
         ValueError: one that cannot join.
@@ -93,7 +93,7 @@ def join(state, parts):
 
 def _shard(state, part, p):
     """Returns the object that shows a parameter of `part`, a slice, as part of the
-    whole tensor."""
+    full tensor."""
     local = local_of(p.stored_shard)
     if p.parallel is None:
         mesh = state.sharding.device_mesh
@@ -107,7 +107,7 @@ def _shard(state, part, p):
 
 
 def _placements(part, p, mesh):
-    """Placements on `mesh` and the whole shape of a parameter that is a slice."""
+    """Returns placements on `mesh` and the full shape of a parameter that is a slice."""
     number, _ = part.sharding.slices
     rows = p.whole.shape[0]
     pieces = part.core.cuts(p.index) or [0, rows]
@@ -123,7 +123,7 @@ def _placements(part, p, mesh):
     cuts, of_ranks = [0], []
     for which in range(number):
         cuts += [which * rows + end for end in pieces[1:]]
-    # Ranks of a slice are `number` apart: "edp" is outside of "ep".
+    # Ranks of a slice are `number` apart: "edp" is outside "ep".
     for rank in range(number * holders):
         of_ranks.append((rank % number) * holders + order[rank // number])
     shape = (number * rows, *p.whole.shape[1:])
@@ -131,7 +131,7 @@ def _placements(part, p, mesh):
 
 
 class _Joined:
-    """The state of a module whose parameters the unit around it gathers."""
+    """The state of a module whose parameters the unit around it all-gathers."""
 
     def __call__(self, *args, **kwargs):
         policy = self.__dict__["_flatshard_policy"]

@@ -11,7 +11,7 @@ class Passes:
 
     Attributes:
         concern_forwards: a forward has to ask: one runs here, or there was one since the
-            last forward outside of them. A call is skipped that most models do not need.
+            last forward outside them. A call is skipped that most models do not need.
         post_optim_event: to wait for before the next all-gather, or None.
     """
 
@@ -65,7 +65,7 @@ class Passes:
             which.give_up()
 
     def refuse_between(self, module):
-        """Before a forward outside of them."""
+        """Raises an error if a forward outside them is not allowed now."""
         if self._open:
             raise RuntimeError(
                 f"{type(module).__name__} was called while a backward_pass of its model "

@@ -36,9 +36,9 @@ def _before_step(optimizer, args, kwargs):
 
 
 def _to_train(optimizer, parameter):
-    """Returns the tensor that an optimizer holds in place of `parameter`. One that was
-    made between a forward and its backward has unsharded parameters, which are replaced
-    before its first step."""
+    """Returns the tensor to put in place of an optimizer's `parameter`. An optimizer that
+    was created between a forward and its backward has unsharded parameters. They are
+    replaced before its first step."""
     if (name := former_name(parameter)) is not None:
         raise RuntimeError(
             f"{type(optimizer).__name__} was made before fully_shard: it holds "
@@ -66,10 +66,10 @@ def follow_modules(units, names):
     """Brings the units' parameters in line with what the modules show now, or changes
     nothing and raises the reason.
 
-    A DTensor in the place of a shard becomes the shard, since optimizers may hold it.
+    A DTensor in the place of a shard becomes the shard, since optimizers may refer to it.
     A place that shows another shard of its unit is tied to that. A parameter that no
-    module has any more is still gathered, and no checkpoint has it. Collective when
-    there is something to take.
+    module has any more is still all-gathered, and no checkpoint has it. Collective when
+    something was replaced.
 
     Args:
         names: the names of each module of the model, by id.
@@ -160,7 +160,7 @@ _TIE = (
 
 
 def _check_held(p, found, name, names):
-    """Refuses the shard of another unit in the place of p's."""
+    """Refuses the shard of another unit in the place of p's shard."""
     if (place := unit_of(found)) is None:
         return
     other, held = place[0], place[0].parameters[place[1]]
@@ -206,13 +206,13 @@ def _check_taken(p, found, name, kept):
 
 
 def _dim_of(placement):
-    """Returns the dimension that a placement cuts, or None. The _StridedShard of tensor
-    parallelism is no Shard by its own account."""
+    """Returns the dimension that a placement shards, or None. The _StridedShard of tensor
+    parallelism reports that it is not a Shard."""
     return getattr(placement, "dim", None)
 
 
 def _fits(found, p):
-    """Rows that are cut elsewhere come to where they belong."""
+    """Returns whether `found` can replace p: rows split elsewhere are redistributed."""
     own, mesh = p.shard.placements, p.shard.device_mesh
     return len(found.placements) == len(own) and all(
         mesh.size(dim) == 1  # all of it, whatever it is called

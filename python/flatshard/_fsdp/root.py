@@ -26,8 +26,8 @@ from flatshard.torch_versions import parameters_of, plain_attributes
 
 
 class Stale(Exception):
-    """A forward begins, and parameters were changed so that the core has to be another
-    one. Not for users: run_forward renews the root and begins again."""
+    """A forward starts, and parameters were changed so that the core has to be another
+    one. Not for users: run_forward renews the root and starts again."""
 
 
 class Root:
@@ -58,7 +58,7 @@ class Root:
         for unit, parent in zip(units, parents):
             places = _place(unit, module_names)
             tree.append(_C.TreeUnit(unit.core, parent, places, unit.core.grads))
-        # The units hold this object. They go with their modules.
+        # The units refer to this object. They are freed with their modules.
         self.life = LifeCycle(Life.ROOTED)
         self.ranks = Ranks(state.sharding.mesh, state.sharding.device_mesh)
         self.graphs = Graphs(units, options.buffers_on_demand)
@@ -81,7 +81,7 @@ class Root:
         self._apply_limits(state.policy)
 
     def _make_runtime(self, state, tree, options):
-        # The core would keep a bound method, and with it this object, for ever.
+        # The core would keep a bound method, and with it this object, forever.
         me = weakref.ref(self)
         return _C.Runtime(
             self.ranks.mesh,
@@ -107,7 +107,7 @@ class Root:
         return self.tree.units
 
     def checkpoint_mesh(self):
-        """Returns the core's mesh over all ranks that hold parts of the model.
+        """Returns the core's mesh over all ranks that have parts of the model.
         Collective."""
         return self.ranks.for_checkpoints(self.units)
 
@@ -119,8 +119,8 @@ class Root:
             None if units is None else [u.core.number for u in units]
             for units in (policy.forward_prefetch, policy.backward_prefetch)
         ]
-        # As with FSDP2, parameters() are the unsharded ones until the backward. This
-        # does not hold where these have no own values, or are no leaves.
+        # As with FSDP2, parameters() are the unsharded ones until the backward. This is
+        # not so where these have no values of their own, or are not leaves.
         special = fp8 is not None or unit.parameters.extended or self.graphs.enabled
         unit.core.set_policy(
             _C.UnitPolicy(
@@ -138,7 +138,7 @@ class Root:
         )
 
     def _apply_limits(self, policy):
-        """Applies the settings of the whole model from the root's setters."""
+        """Applies the settings of the full model from the root's setters."""
         if policy.max_input_buffers is not None:
             self.limit_input_buffers(policy.max_input_buffers)
         if policy.reports_nan:
@@ -204,7 +204,7 @@ class Root:
 
     def _before_forward(self):
         """Before a forward of any unit, or an unshard, when none is open."""
-        # Each model takes this path in each step: no call that it does not need.
+        # Each model runs this path in each step: no call that it does not need.
         tree, runtime = self.tree, self.runtime
         if not tree.has_values:
             tree.check_values(self.ranks.device_mesh)

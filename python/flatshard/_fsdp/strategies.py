@@ -27,7 +27,7 @@ class Strategy(NamedTuple):
 
 _TABLE = [Strategy(*row) for row in _C.strategies()]
 _BY_NAME = {name: row for row in _TABLE for name in (row.name, row.other_name) if name}
-# The names that fully_shard takes. The outer axis of a mesh is a separate argument.
+# The names that fully_shard accepts. The outer axis of a mesh is a separate argument.
 NAMES = [
     name
     for row in _TABLE

@@ -2,7 +2,8 @@
 
 The core launches collectives in C++, where no TorchDispatchMode sees them. An active
 CommDebugMode gets them afterwards: one all-gather for each time that a unit was
-gathered, one reduction for each time that its gradients were, with FSDP2's operators.
+all-gathered, one reduction for each time that its gradients were reduced, with FSDP2's
+operators.
 """
 
 import os
@@ -49,7 +50,7 @@ class Trace:
 
     def report_after_forward(self, unit) -> None:
         """Called after a forward of `unit`. The core keeps the last unit for the
-        backward, which gathers it while somebody counts, as with FSDP2."""
+        backward. While a mode counts, the backward all-gathers it, as with FSDP2."""
         modes = comm_debug_modes()
         if not modes:
             return
@@ -58,7 +59,7 @@ class Trace:
         self._report(modes)
 
     def report_after_backward(self) -> None:
-        """Called when an outermost backward begins."""
+        """Called when an outermost backward starts."""
         modes = comm_debug_modes()
         if modes and in_backward():
             # The core ends the backward in a separate callback that is queued later.

@@ -61,7 +61,7 @@ def walk(root):
     names of each module, by id."""
     units, parents, module_names = [], [], {}
     _visit(root, "", -1, units, parents, module_names)
-    # A list of modules is one unit, also where some of them are outside of `root`.
+    # A list of modules is one unit, also where some of them are outside `root`.
     for unit in units:  # which grows
         for number, reference in enumerate(unit.modules):
             module = reference()
@@ -96,7 +96,7 @@ def names_of(p, module_names):
 
 
 def inner_modules(units):
-    """Pairs of a unit and a module that it holds and that no unit was made of."""
+    """Returns pairs of a unit and a module in it that no unit was made of."""
     found = []
     for unit in units:
         wrapped = [m for r in unit.modules if (m := r()) is not None]
@@ -114,7 +114,7 @@ def check_units(units, parents, state):
     Args:
         units: parents first.
         parents: the number of each one's parent, -1 for the root.
-        state: the root's.
+        state: of the root.
 
     Raises:
         ValueError, NotImplementedError, RuntimeError: they do not; the text names a unit.

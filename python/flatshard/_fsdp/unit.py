@@ -144,8 +144,8 @@ class UnitState:
             yield p, data
 
     def adopt(self, p, index, data):
-        """Makes p, of a unit on a part of the mesh, parameter `index` of this unit, which
-        `data` shows."""
+        """Makes p, of a unit on a part of the mesh, parameter `index` of this unit. `data`
+        shows it."""
         former, p.index = p.shard, index
         p.hooks = hooks_of_tensor(former)
         forget_unit(former)
@@ -180,8 +180,8 @@ class UnitState:
         writes.add(self, [p.shard for p in self.parameters.all])
 
     def note_values(self, parameters=None):
-        """Parameters, by default all, have values from now on: shards that showed no
-        memory show the core's."""
+        """Records that parameters, by default all, have values from now on: shards that
+        showed no memory show the memory of the core."""
         chosen = self.parameters.all if parameters is None else list(parameters)
         for p in chosen:
             p.on_meta = False
@@ -234,8 +234,8 @@ class UnitState:
 
     def unsharded(self, index):
         """Returns the tensor that modules see of parameter `index`, where the unit
-        stays unsharded after its forward, else None. Unshards it, which is nothing to
-        do after a training forward."""
+        stays unsharded after its forward, else None. Unshards it; after a training
+        forward it is unsharded already."""
         if self.root is None or in_backward() or self.reshards:
             return None
         self.core.unshard()
@@ -249,7 +249,7 @@ class UnitState:
             self.core.show_shards()
 
     def apply_to_core(self):
-        """Passes the settings of setters to the core. One that is AWAY takes them with
+        """Passes the settings of setters to the core. A unit that is AWAY passes them to
         its next core."""
         if self.life.now is not Life.AWAY:
             self.core.apply(self.policy)

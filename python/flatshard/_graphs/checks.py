@@ -62,7 +62,7 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
 @contextlib.contextmanager
 def refuse_numbers_drawn_again():
     """In a recording on a GPU: refuses a forward that draws random numbers which a
-    checkpoint inside of it would draw again. A graph of its backward begins at another
+    checkpoint inside it would draw again. A graph of its backward starts at another
     state of the generator.
 
     Raises:
@@ -92,8 +92,8 @@ def refuse_numbers_drawn_again():
 
 
 def refuse_foreign_capture():
-    """On a GPU: a forward of a unit gathers and waits, which no other's CUDA graph may
-    hold."""
+    """On a GPU: refuses a forward of a unit while another CUDA graph is captured, because
+    it all-gathers and waits, and that graph must not contain this."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a sharded module was called while a CUDA graph is captured "

@@ -89,7 +89,7 @@ class Recorded:
         former = _show_new(parallel)
         modes = self._set_modes(module, self._modes)
         enabled, dtype, cache = self._autocast
-        # Casts of weights that others made hold other memory.
+        # Casts of weights that others made refer to other memory.
         torch.clear_autocast_cache()
         try:
             with (
@@ -109,8 +109,8 @@ class Recorded:
     @staticmethod
     @never_compiled
     def _set_modes(module, modes):
-        """Calls train() or eval() on the module and each inside of it. Returns the
-        former modes."""
+        """Calls train() or eval() on the module and each inside it. Returns the former
+        modes."""
         modules = (module, *(m for m in module.modules() if m is not module))
         if len(modules) != len(modes):
             raise RuntimeError(
@@ -237,8 +237,8 @@ class _Strange:
 
 
 def _number_tensors(leaves, tensors):
-    """Returns the leaves with numbers in `tensors`, which grows, and types next to
-    values."""
+    """Returns the leaves with numbers in `tensors`, and types next to values. Appends to
+    `tensors`."""
     places = {id(t): number for number, t in enumerate(tensors)}
     numbered = []
     for leaf in leaves:
@@ -274,7 +274,7 @@ def _autocast(device_type):
 
 
 class _Tree:
-    """The modules inside of a unit's, and their state other than its parameters."""
+    """The modules inside a unit's module, and their state other than its parameters."""
 
     @never_compiled
     def __init__(self, module, state):
@@ -345,8 +345,8 @@ class _Tree:
 class UnitGraph:
     """The forward of one module of ShardOptions(cuda_graph=True).
 
-    In the module's __dict__, so that it may hold modules below the module. It does not
-    hold the module: a deleted model is gone at once.
+    In the module's __dict__, so it may refer to modules below the module. It does not
+    refer to the module, so that a deleted model is freed at once.
     """
 
     def __init__(self, sample=None):
@@ -397,7 +397,7 @@ class UnitGraph:
             self._sample.check_used(
                 tensors, recorded.returned(tensors, outputs), state.name
             )
-        # The core takes plain tensors alone.
+        # The core accepts only plain tensors.
         state.core.graph_ran(tensors, [] if strange else outputs)
         return output
 

@@ -1,2 +1,2 @@
-"""Sharded parameters as DTensors: how they are cut, operations on them, and what counts
+"""Sharded parameters as DTensors: how they are split, operations on them, and what counts
 writes to them."""

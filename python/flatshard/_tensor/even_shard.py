@@ -1,4 +1,4 @@
-"""A DTensor with equal pieces, which torch computes with, that notices writes."""
+"""A DTensor with equal pieces that notices writes. Torch computes its operations."""
 
 import sys
 
@@ -15,8 +15,8 @@ from flatshard.torch_versions import tree_map
 
 
 class EvenShard(WatchedTensor):
-    """The shard of a parameter that is no ShardedTensor. Results of operations on it are
-    plain DTensors."""
+    """The shard of a parameter that is not a ShardedTensor. Results of operations on it
+    are plain DTensors."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class EvenShard(WatchedTensor):
 
 
 def _norms_of_two_kinds(function, tensors, *args, **kwargs):
-    """Returns the norms of a list that has shards cut between any rows, too."""
+    """Returns the norms of a list that also contains shards split between any rows."""
     norms = {}
     for kind in (True, False):
         chosen = [i for i, tensor in enumerate(tensors) if is_cut(tensor) == kind]
@@ -71,8 +71,9 @@ def _norms_of_two_kinds(function, tensors, *args, **kwargs):
 
 
 def _with_extremes(tensor):
-    """Returns `tensor`, a result, with maxima and minima over ranks taken where a NaN of
-    one rank is the result. An all-reduce of Gloo keeps it from some ranks only. Collective.
+    """Returns `tensor`, a result, with maxima and minima over ranks computed so that a NaN
+    of one rank is the result. An all-reduce of Gloo keeps it from some ranks only.
+    Collective.
     """
     if not isinstance(tensor, DTensor):
         return tensor

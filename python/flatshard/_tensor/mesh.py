@@ -1,9 +1,9 @@
 """The core's Mesh of a DeviceMesh.
 
 Flatshard makes separate communicators through the store of the default process group,
-which nothing public gives: one for gathers and one for reductions, so that neither
-waits for the other nor for the program's own collectives. Only the ranks of the mesh
-take part. They exist until the process ends.
+that no public function returns: one for all-gathers and one for reductions, so that
+neither waits for the other nor for the program's own collectives. Only the ranks of the
+mesh participate. They exist until the process ends.
 """
 
 import atexit
@@ -65,7 +65,7 @@ def core_mesh(device_mesh, timeout_s=None):
 
 
 def model_mesh(device_mesh):
-    """Returns (part, whole): core_mesh(device_mesh), and the core's mesh that it is a
+    """Returns (part, full): core_mesh(device_mesh), and the core's mesh that it is a
     part of.
 
     A dimension that was flattened together with others (`mesh["edp", "ep"]._flatten(
@@ -86,7 +86,7 @@ def core_mesh_of_all(device_mesh):
 
 
 def root_names(device_mesh, names=None):
-    """Returns the root mesh's dimensions that those of `device_mesh` with these `names`
+    """Returns the root mesh's dimensions that the dimensions `names` of `device_mesh`
     consist of. None: all of them. Empty where the meshes have no names."""
     own = (device_mesh.mesh_dim_names or ()) if names is None else names
     root = device_mesh._get_root_mesh()
@@ -102,8 +102,8 @@ def mesh_of_roots(device_mesh, names):
 
 
 def slices_of(part, whole):
-    """Returns (number, which): how many groups of ranks like `part` the mesh `whole`
-    consists of, and this rank's among them; the last axis fastest. None: they are the
+    """Returns (number, which): the number of groups of ranks like `part` in the mesh
+    `whole`, and this rank's among them; the last axis fastest. None: they are the
     same."""
     if part is whole:
         return None
@@ -177,9 +177,8 @@ def _dimensions(device_mesh):
 
 
 def _flattened(root):
-    """Returns {name: names} of the meshes that were made of neighbouring dimensions of
-    `root`, of more than one rank each. Dimensions of one rank next to these count as
-    theirs."""
+    """Returns {name: names} of the meshes that were made of adjacent dimensions of
+    `root`, of more than one rank each. Adjacent dimensions of one rank are included."""
     runs = {}
     names = root.mesh_dim_names
     for name, mesh in root._flatten_mapping.items():
@@ -261,9 +260,9 @@ _LAST_TURN = 0.05
 def _close():
     if not _meshes:
         return
-    # Before the interpreter takes torch apart; the ranks leave together.
+    # Before the interpreter finalizes torch; the ranks leave together.
     _meshes.clear()
-    # Gloo's threads want the GIL to let go of the tensors of the program's last
+    # Gloo's threads need the GIL to free the tensors of the program's last
     # collective. Once the interpreter is ending they never get it, and torch 2.11
     # ends the process there ("terminate called without an active exception").
     time.sleep(_LAST_TURN)

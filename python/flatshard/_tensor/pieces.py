@@ -1,9 +1,9 @@
-"""This rank's piece of a parameter, whichever dimension it is cut along.
+"""This rank's piece of a parameter, whichever dimension it is sharded along.
 
-The core stores and cuts rows. A parameter that is cut by rows is shown as a
-ShardedTensor. One that is cut along another dimension is stored with that dimension
-first, and shown as an EvenShard. So is one with tensor parallelism, which is cut along
-other mesh dimensions as well.
+The core stores and splits rows. A parameter that is sharded by rows is shown as a
+ShardedTensor. One that is sharded along another dimension is stored with that dimension
+first, and shown as an EvenShard. So is one with tensor parallelism, because it is sharded
+over other mesh dimensions as well.
 """
 
 import torch
@@ -21,11 +21,11 @@ from flatshard._tensor.sharded_tensor import (
 
 
 def even_shard(rows, mesh, placements, shape):
-    """Returns the DTensor of a parameter that is cut along `placements[-1].dim`.
+    """Returns the DTensor of a parameter that is sharded along `placements[-1].dim`.
 
     Args:
         rows: [slices of that dimension, ...] as the core stores them.
-        shape: of the whole tensor.
+        shape: of the full tensor.
     """
     piece = rows.movedim(0, placements[-1].dim)
     return EvenShard.wrap(piece, mesh, placements, shape, contiguous_stride(shape))
@@ -38,7 +38,7 @@ def parallel_shard(rows, parallel, placements, mesh_dim, dim):
         rows: [slices of `dim`, ...] of this rank's tensor, as the core stores them.
         parallel: the parameter's TensorParallel.
         placements: over `parallel.mesh`.
-        mesh_dim: the dimension of that mesh that fully_shard cuts over.
+        mesh_dim: the dimension of that mesh that fully_shard shards over.
     """
     piece = rows.movedim(0, dim)
     shard = EvenShard.wrap(
@@ -52,7 +52,7 @@ def on_meta(shard, as_chunks):
     """Returns what shows a parameter without values: a tensor on meta like `shard`.
 
     Args:
-        as_chunks: cut as torch.chunk cuts, since loaders read those rows of a file.
+        as_chunks: split as torch.chunk does, since loaders read those rows of a file.
     """
     local = shard._local_tensor
     if not as_chunks or row_dim(shard) is None:
@@ -68,13 +68,13 @@ def on_meta(shard, as_chunks):
 
 
 def note_cut(shard, mesh_dim, dim):
-    """Notes the cut of an EvenShard that is not only cut over the mesh's last
-    dimension."""
+    """Records how fully_shard splits an EvenShard that is not only sharded over the mesh's
+    last dimension."""
     shard._flatshard_cut = mesh_dim, dim
 
 
 def _cut_of(shard):
-    """Returns the mesh dimension that fully_shard cuts over, and the tensor's."""
+    """Returns the mesh dimension and the tensor dimension that fully_shard shards."""
     spec = shard._spec
     last = spec.mesh.ndim - 1
     noted = getattr(shard, "_flatshard_cut", None)
@@ -82,7 +82,7 @@ def _cut_of(shard):
 
 
 def make_shard(tensor, piece, former):
-    """Makes the DTensor `tensor` a shard over `piece`, cut as `former` is."""
+    """Makes the DTensor `tensor` a shard over `piece`, sharded as `former` is."""
     if isinstance(former, ShardedTensor):
         make_sharded(tensor, piece, former)
     else:
@@ -94,7 +94,7 @@ def make_shard(tensor, piece, former):
 
 
 def cut_dim(shard):
-    """Returns the dimension along which a parameter is cut."""
+    """Returns the dimension along which a parameter is sharded."""
     return _cut_of(shard)[1] if isinstance(shard, EvenShard) else 0
 
 
@@ -116,8 +116,8 @@ def state_beside(shard, rows):
 
 
 def is_laid_out_like(tensor, shard):
-    """Returns whether the pieces of `tensor`, an optimizer's state, are those of
-    `shard`."""
+    """Returns whether the pieces of `tensor`, an optimizer's state, cover the same rows as
+    the pieces of `shard`."""
     if not isinstance(tensor, DTensor) or tensor.shape != shard.shape:
         return False
     if isinstance(shard, ShardedTensor):
@@ -134,7 +134,7 @@ def rows_of(shard, tensor):
 def piece_of(shard, tensor):
     """This rank's piece of `tensor`, plain or a DTensor, of the shape of `shard`.
 
-    Collective when it is a DTensor that is cut otherwise.
+    Collective when it is a DTensor with other placements.
     """
     if isinstance(shard, ShardedTensor):
         return shard.rows_of(tensor)
@@ -145,7 +145,7 @@ def piece_of(shard, tensor):
             return local_of(tensor)
         tensor = tensor.full_tensor()
     own, _ = _cut_of(shard)
-    # fully_shard cuts what the other dimensions have left.
+    # fully_shard shards what the other dimensions have left.
     for i in [*range(own + 1, mesh.ndim), own]:
         if placements[i].is_replicate():
             continue

@@ -1,7 +1,7 @@
 """Shows collectives to torch's CommDebugMode that it cannot see.
 
-It is a TorchDispatchMode, which is not active while the operation that it passes on
-runs: collectives inside a shard's operation are reported afterwards.
+A TorchDispatchMode is not active while the operation that it passes on runs, so
+collectives inside a shard's operation are reported afterwards.
 """
 
 import torch
@@ -18,7 +18,7 @@ DTENSORS_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 class _Launched:
-    """An operator that ran already, as CommDebugMode takes one."""
+    """An operator that ran already, in the form that CommDebugMode accepts."""
 
     def __init__(self, operator):
         self._operator = operator
@@ -32,7 +32,7 @@ class _Launched:
 
 
 def report(modes, operators):
-    """CommDebugModes count `operators`, which ran already."""
+    """Makes CommDebugModes count `operators` that ran already."""
     for mode in modes:
         for operator in operators:
             mode.__torch_dispatch__(_Launched(operator), ())
@@ -42,7 +42,7 @@ _unseen: list[list] = []  # operators, one list for each operation under way
 
 
 def note(operator):
-    """A collective was launched inside of an operation on shards."""
+    """Records that a collective was launched inside an operation on shards."""
     if _unseen:
         _unseen[-1].append(operator)
 

@@ -1,4 +1,4 @@
-"""A DTensor placement whose pieces have the lengths that the core's layout cut.
+"""A DTensor placement whose pieces have the lengths of the core's layout.
 
 torch's ``Shard(0)`` assumes pieces as of ``torch.chunk`` and computes wrong values
 from others without a word (torch 2.11).
@@ -22,11 +22,11 @@ def _reaches(group, device):
 
 
 class RowShard(Shard):
-    """``Shard(0)`` whose piece s holds the rows ``cuts[s] : cuts[s + 1]``.
+    """``Shard(0)`` whose piece s has the rows ``cuts[s] : cuts[s + 1]``.
 
     Args:
         cuts: ranks + 1 ascending row numbers, the first 0, the last the number
-            of rows of the whole tensor.
+            of rows of the full tensor.
         piece_of_ranks: the piece that each rank of the mesh dimension has. None:
             the rank's number.
     """
@@ -57,7 +57,7 @@ class RowShard(Shard):
         return end - begin
 
     def window(self, first, count):
-        """Returns the cuts of rows `first : first + count`."""
+        """Returns the boundaries of rows `first : first + count`."""
         cuts = [min(max(c - first, 0), count) for c in self.cuts]
         return RowShard(cuts, self.piece_of_ranks)
 
@@ -71,7 +71,7 @@ class RowShard(Shard):
         return self.rows(rank), self.span(rank)[0]
 
     def gather(self, local, mesh, mesh_dim):
-        """Returns the whole tensor from the rows that each rank has, contiguous.
+        """Returns the full tensor from the rows that each rank has, contiguous.
         Collective."""
         group = mesh.get_group(mesh_dim)
         row = local.shape[1:]
@@ -110,8 +110,8 @@ class RowShard(Shard):
     def _replicate_to_shard(self, local, mesh, mesh_dim, shard_index):
         return self.slice(local, shard_index).clone()
 
-    # DTensor asks in many places whether a placement equals Shard(0). It must not take
-    # a plan that it cached for other cuts: see RowSpec.
+    # DTensor asks in many places whether a placement equals Shard(0). It must not use
+    # a plan that it cached for other row boundaries: see RowSpec.
 
     def __eq__(self, other):
         if isinstance(other, RowShard):

@@ -1,16 +1,16 @@
-"""The spec of a DTensor that is cut between any two rows."""
+"""The spec of a DTensor that is split between any two rows."""
 
 import torch
 from torch.distributed.tensor import DTensor
 
-# No public function makes a DTensor with other cuts than Shard's.
+# No public function creates a DTensor with other row boundaries than Shard has.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 class RowSpec(DTensorSpec):
     """The spec of a ShardedTensor. DTensor finds what it has worked out for an
-    operation by the specs of its arguments: this one equals none with other cuts,
-    nor one with Shard(0)."""
+    operation by the specs of its arguments: this one differs from specs with other
+    row boundaries and from specs with Shard(0)."""
 
     def __eq__(self, other):
         return isinstance(other, RowSpec) and super().__eq__(other)

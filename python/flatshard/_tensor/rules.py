@@ -64,8 +64,8 @@ class Rule:
 
     Attributes:
         kind: Kind.
-        forward: names of ways to compute the operation. The first that can does; after
-            the last comes the operation on whole values.
+        forward: names of ways to compute the operation. The first possible one is used;
+            the operation on full values is the fallback.
         shown: how the documentation names it; "": not.
     """
 
@@ -189,17 +189,17 @@ OVERWRITING = frozenset(
 # Names of functions and methods of torch, not of operations, from here on.
 
 # torch's optimizers call these for each parameter, without foreach: where all arguments
-# are cut alike, local tensors suffice, at half the host's time.
+# have the same row boundaries, local tensors suffice, at half the host's time.
 OF_OPTIMIZERS = frozenset(
     "add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_ copy_ zero_ add sub mul div sqrt neg "
     "abs square __truediv__ __mul__ __add__ __sub__ sqrt_ neg_ fill_".split()
 )
-# They may take a maximum or minimum over the ranks.
+# They may compute a maximum or minimum over the ranks.
 EXTREMES = frozenset(
     "max min amax amin aminmax norm vector_norm linalg_norm linalg_vector_norm "
     "_foreach_norm".split()
 )
-# Autograd's own: their arguments are no operands.
+# Autograd's own: their arguments are not operands.
 WITHOUT_OPERANDS = frozenset(("backward", "grad"))
 
 

@@ -1,8 +1,8 @@
 """Whether the ranks started from equal values.
 
 Each rank keeps some rows of what it has. When the ranks made different values, the
-model is a patchwork of them, and copies of it differ. So `fully_shard`, which sees
-whole parameters, takes a digest of each, and the first forward compares them.
+model is a patchwork of them, and copies of it differ. So `fully_shard` computes a digest
+of each unsharded parameter, and the first forward compares them.
 """
 
 import torch
@@ -35,7 +35,7 @@ def compare(units, device_mesh):
 
     Raises:
         RuntimeError: parameters whose values were not equal on all ranks when they were
-            sharded, and nobody wrote them since; the same on all ranks.
+            sharded, and were not written since; the same on all ranks.
     """
     if device_mesh.size() == 1 or not any(
         unit.sharding.check_same_values for unit in units

@@ -100,7 +100,7 @@ def named(traits, args, kwargs, name):
 
 
 def on_whole(func, traits, args, kwargs):
-    """Runs the whole operation on each rank, which is always right."""
+    """Runs the operation on full tensors on each rank. This is always right."""
     values = values_for(traits, args, kwargs)
     written = {}  # id of a value: of which tensor
 

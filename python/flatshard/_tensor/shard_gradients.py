@@ -1,7 +1,7 @@
-"""Gradients of sharded tensors: they arrive in the cuts of what they belong to.
+"""Gradients of sharded tensors: they arrive with the row boundaries of their tensors.
 
-Operations on whole values have whole gradients, equal on all ranks. `.grad` and
-`torch.autograd.grad` of a tensor that is cut return its rows of them.
+Operations on full values have full gradients, equal on all ranks. `.grad` and
+`torch.autograd.grad` of a sharded tensor return its rows of them.
 """
 
 import torch
@@ -17,7 +17,7 @@ from flatshard._tensor.shard_values import (
 
 
 def cut_as(tensor, gradient):
-    """Returns `tensor.grad`, with the cuts of `tensor`. Not collective."""
+    """Returns `tensor.grad`, with the row boundaries of `tensor`. Not collective."""
     if not is_cut(tensor):
         return gradient
     if isinstance(gradient, DTensor):
@@ -30,8 +30,8 @@ def cut_as(tensor, gradient):
 
 
 def alike(kind, name, args, kwargs):
-    """Arguments of which each has gradients in its own cuts: where the cuts differ, or
-    plain numbers (a loss) meet sharded tensors. Collective where cuts differ.
+    """Arguments of which each has gradients with its own row boundaries: where these
+    differ, or plain numbers (a loss) meet sharded tensors. Collective where they differ.
 
     Args:
         kind: ShardedTensor, the class of what is made.
@@ -47,7 +47,7 @@ def alike(kind, name, args, kwargs):
         return args, kwargs
     found = tensors_in((args, kwargs))
     mesh = next((t.device_mesh for t in found if isinstance(t, DTensor)), None)
-    # The result has the cuts of the first.
+    # The result has the row boundaries of the first.
     first = None
     if shards:
         first = shards[0] if name.endswith("_") else max(shards, key=torch.Tensor.dim)
@@ -66,7 +66,7 @@ def alike(kind, name, args, kwargs):
 
 
 class Rows(torch.autograd.Function):
-    """The rows of a tensor, whole or cut otherwise, that `source` has."""
+    """The rows of a tensor, full or with other row boundaries, that `source` has."""
 
     @staticmethod
     def forward(ctx, tensor, source):
@@ -96,7 +96,7 @@ class Replicated(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """The whole plain tensor. `kind`: the class of a gradient that each rank has whole."""
+    """The full plain tensor. `kind`: the class of a gradient that each rank has in full."""
 
     @staticmethod
     def forward(ctx, tensor, grad_placements, kind):
@@ -154,7 +154,7 @@ class Local(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
-    """A plain tensor as this rank's rows of a tensor that is cut as `source`."""
+    """A plain tensor as this rank's rows of a tensor that is sharded as `source`."""
 
     @staticmethod
     def forward(ctx, local, source):

@@ -2,11 +2,11 @@
 of rules.py.
 
 Below autograd, ``torch`` calls `dispatch` for each operation that a ``ShardedTensor``
-takes part in. Where rows of the result need rows of the arguments alone, each rank
-computes its own. Reductions over rows combine what the ranks have. Everything else is
-computed on whole values, on each rank alike. So the result equals the result of the
-same operation on whole tensors. All ranks choose the way by shapes and cuts, which are
-the same on all of them.
+is an argument of. Where rows of the result need only the same rows of the arguments,
+each rank computes its own. Reductions over rows combine what the ranks have. Everything
+else is computed on full values, on each rank alike. So the result equals the result of
+the same operation on full tensors. All ranks choose the way by shapes and row boundaries,
+because these are the same on all of them.
 """
 
 import functools
@@ -65,7 +65,7 @@ def dispatch(cls, func, types, args=(), kwargs=None):
 
 @functools.lru_cache(maxsize=None)
 def ways_of(func):
-    """Returns the ways to compute `func`, of which the first takes it that can."""
+    """Returns the ways to compute `func`. The first possible one is used."""
     names = rule_of(func, shard_calls.traits_of(func)).forward
     return [*(WAYS[name] for name in names), shard_calls.on_whole]
 
@@ -73,8 +73,8 @@ def ways_of(func):
 def register():
     """Makes `dispatch` what torch calls, also with operations that there are now.
 
-    Before torch 2.15, DTensor's own dispatch, below Python, came before a subclass's;
-    rules of operations came first.
+    Before torch 2.15, DTensor's own dispatch, below Python, ran before the dispatch of a
+    subclass; rules of operations ran first.
     """
     ShardedTensor.__torch_dispatch__ = classmethod(dispatch)
     for name in torch._C._dispatch_get_all_op_names():

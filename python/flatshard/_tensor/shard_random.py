@@ -1,6 +1,6 @@
 """Random operations on sharded tensors give the same values as on one process.
 
-Each rank draws the whole tensor from one state of the generator, the state of the
+Each rank draws the full tensor from one state of the generator, the state of the
 mesh's first rank, and keeps its rows. So rows differ between ranks, replicas agree, and
 the number of ranks makes no difference.
 """
@@ -38,8 +38,8 @@ def run(func, traits, args, kwargs):
 
 @contextmanager
 def _state_of_first_rank(mesh, generator):
-    """Draws from it. Ranks whose generator was in that state follow it; others keep
-    theirs. Collective."""
+    """Draws from it. Generators that were in that state advance; the generators of other
+    ranks stay as they are. Collective."""
     before = generator.get_state()
     state = before.clone().to(mesh.device_type)
     for dim in range(mesh.ndim):

@@ -13,7 +13,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
 def reduce(func, traits, args, kwargs):
-    """Runs reductions over rows, which combine results of the ranks' rows."""
+    """Runs reductions over rows. They combine results of the ranks' rows."""
     if traits.written:
         return NotImplemented
     source = args[0]
@@ -157,7 +157,7 @@ PARTS = {
 
 
 def foreach_norm(func, traits, args, kwargs):
-    """Computes the norms of a list, with one all-reduce for cut tensors."""
+    """Computes the norms of a list, with one all-reduce for sharded tensors."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):

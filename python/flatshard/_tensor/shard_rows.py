@@ -129,7 +129,7 @@ def by_position(func, traits, args, kwargs):
 
 
 def _one_by_one(func, traits, args, kwargs, lists):
-    """Lists of views, which may overlap: each sees what was written before."""
+    """Handles lists of views that may overlap: each sees what was written before."""
     length = len(args[0])
     if length == 1:
         return NotImplemented
@@ -167,7 +167,7 @@ def like(func, traits, args, kwargs):
 
 
 def new_values(func, traits, args, kwargs):
-    """In the shape of a shard it has its rows. In another one it is whole."""
+    """Returns a tensor with the rows of the shard if it has its shape, else a full one."""
     source, size, *others = args
     if is_cut(source) and tuple(size) == tuple(source.shape):
         local = source._local_tensor

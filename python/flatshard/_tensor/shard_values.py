@@ -1,4 +1,4 @@
-"""Values of sharded tensors as plain whole tensors, and rows of whole tensors."""
+"""Values of sharded tensors as plain full tensors, and rows of full tensors."""
 
 import sys
 import warnings
@@ -24,7 +24,7 @@ def tensors_in(value):
 
 
 def row_dim(tensor):
-    """Returns the mesh dimension over which the rows of a DTensor are cut, or None."""
+    """Returns the mesh dimension over which the rows of a DTensor are sharded, or None."""
     for dim, placement in enumerate(tensor._spec.placements):
         if isinstance(placement, RowShard):
             return dim
@@ -67,7 +67,7 @@ def own_span(tensor):
 
 
 def gather(tensor):
-    """Returns the whole value of a tensor that is cut, strided as the tensor.
+    """Returns the full value of a sharded tensor, strided as the tensor.
     Collective."""
     dim = row_dim(tensor)
     placement = tensor._spec.placements[dim]
@@ -84,9 +84,9 @@ def gather(tensor):
 
 
 class Values:
-    """The plain whole values of the tensors of one operation."""
+    """The plain full values of the tensors of one operation."""
 
-    # Names of the operations whose cost, a gather, was logged.
+    # Names of the operations whose cost, an all-gather, was logged.
     warned: set[str] = set()
 
     def __init__(self, name, mesh):
@@ -96,7 +96,7 @@ class Values:
         self._bases = {}  # id of a view: the whole value of its base
 
     def asked_for(self, tensor):
-        """Works as `of`, where the user asked for a gather."""
+        """Works as `of`, where the user asked for an all-gather."""
         self.name = None
         return self.of(tensor)
 
@@ -166,8 +166,8 @@ class Values:
             tensor._local_tensor.copy_(_placed_as(tensor, value))
 
     def check_equal(self, tensors):
-        """Plain tensors with sharded ones count as equal on all ranks, which is
-        checked. Collective.
+        """Checks that plain tensors, used with sharded ones, are equal on all ranks.
+        Collective.
 
         Raises:
             PlainMeetsShards: they are not, on all ranks alike.
@@ -185,7 +185,7 @@ class Values:
 
 
 def _level_of_caller():
-    """Returns the level of the innermost frame outside of this package and torch."""
+    """Returns the level of the innermost frame outside this package and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[
         0

@@ -2,7 +2,7 @@
 
 A view whose rows are rows of its source is a shard over the same memory. For another
 view (a transposed matrix, a flat vector, one row) no rank has its part: it is a
-``ShardedView``, which takes its values from its source when they are used.
+``ShardedView``, and its values are computed from its source when they are used.
 """
 
 import torch
@@ -18,11 +18,11 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 
 
 class ShardedView(ShardedTensor):
-    """A tensor that every rank can compute whole from a shard, `base`.
+    """A tensor that every rank can compute in full from a shard, `base`.
 
     Attributes:
-        base: a ShardedTensor that is cut.
-        frame: size, stride and offset of the view in the whole of `base`.
+        base: a ShardedTensor with a RowShard.
+        frame: size, stride and offset of the view in the full `base`.
     """
 
     __slots__ = ()
@@ -33,14 +33,14 @@ class ShardedView(ShardedTensor):
         return Values("reading a view", self.device_mesh).of(self)
 
     def data_ptr(self):
-        # Nothing is gathered: libraries compare addresses of the last elements, and all
+        # Nothing is all-gathered: libraries compare addresses of the last elements, and all
         # ranks have to find the same tensors that share memory.
         address = super().data_ptr()
         has_rows = self.base._local_tensor.numel() > 0
         return address + (self.frame[2] * self.element_size() if has_rows else 0)
 
     def __repr__(self):
-        # One rank alone prints it, so it has no values.
+        # A single rank may print it, so it has no values.
         mesh, placements = self.base.device_mesh, self.base.placements
         size = tuple(self.shape)
         return f"ShardedView(size={size}, device_mesh={mesh}, base={placements})"
@@ -110,7 +110,7 @@ def _view(base, size, stride, offset):
         if extent < width:
             return _window(base, first, size, stride, inner)
     if width and base.dim() and _rows_are_dense(base):
-        # One row, or some: the others need not be gathered.
+        # One row, or some: the others need not be all-gathered.
         rows = last // width - first + 1
         shape, strides = (rows, *base.shape[1:]), base.stride()
         base = _window(base, first, shape, strides, 0)
@@ -124,7 +124,7 @@ def _rows_are_dense(base):
 
 
 def _window(base, first, size, stride, inner):
-    """Rows of `base` from `first` on, in the shape `size`: the memory is the shard's."""
+    """Rows of `base` from `first` on, in the shape `size`, as a view of the shard."""
     dim = row_dim(base)
     mesh = base._spec.mesh
     placement = base._spec.placements[dim]
@@ -145,7 +145,7 @@ def _window(base, first, size, stride, inner):
 
 
 def _of_other_elements(func, source, args, kwargs):
-    """A view of the bytes, of real parts or of conjugates: of each row alone."""
+    """A view of the bytes, real parts or conjugates, within each row."""
     if (
         isinstance(source, ShardedView)
         or source.dim() < 2

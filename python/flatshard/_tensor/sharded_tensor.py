@@ -1,7 +1,7 @@
-"""How a shard is shown to PyTorch: a DTensor that has the places where it was cut.
+"""A shard as PyTorch sees it: a DTensor that has its row boundaries.
 
-A flat layout cuts a parameter between any two rows, so the ranks' pieces have different
-lengths. ``RowShard`` holds the cuts. shard_operations.py computes operations on a
+A flat layout splits a parameter between any two rows, so the ranks' pieces have different
+lengths. ``RowShard`` has the boundaries. shard_operations.py computes operations on a
 ``ShardedTensor``. This file has the functions that do not reach it.
 """
 
@@ -41,10 +41,10 @@ _set_data = inspect.getattr_static(torch.Tensor, "data").__set__
 
 
 class ShardedTensor(WatchedTensor):
-    """A DTensor of which a mesh dimension may be cut by a RowShard.
+    """A DTensor of which a mesh dimension may have a RowShard.
 
-    Operations on it give what the same operations on whole tensors give. Results
-    that are computed row by row have the same cuts.
+    Operations on it return what the same operations on full tensors return. Results
+    that are computed row by row have the same row boundaries.
     """
 
     __slots__ = ()
@@ -55,7 +55,7 @@ class ShardedTensor(WatchedTensor):
 
         Args:
             local: [rows of this rank, ...] tensor.
-            shape: of the whole tensor.
+            shape: of the full tensor.
         """
         is_cut = any(isinstance(p, RowShard) for p in placements)
         kind = RowSpec if is_cut else DTensorSpec
@@ -90,7 +90,7 @@ class ShardedTensor(WatchedTensor):
         return tensor
 
     def beside(self, local):
-        """Returns `local`, cut as this one is and of the same dtype, as a separate
+        """Returns `local`, sharded as this one is and of the same dtype, as a separate
         tensor without gradient. Cheap: nothing is checked."""
         return ShardedTensor.like_spec(local, self._spec)
 
@@ -101,7 +101,7 @@ class ShardedTensor(WatchedTensor):
             make_sharded(tensor, tensor._local_tensor, self)
 
     def become(self, other):
-        """Has the values of `other` from now on, which has the shape of this one."""
+        """Has the values of `other`, a tensor of the same shape, from now on."""
         self.__class__ = type(other)
         self._spec = other._spec
         if base_of(other) is not other:
@@ -146,7 +146,7 @@ class ShardedTensor(WatchedTensor):
         )
 
     def __reduce_ex__(self, protocol):
-        # A view has no separate memory, which torch's way needs.
+        # A view has no separate memory, but torch's way needs it.
         if base_of(self) is not self or self.storage_offset() != 0:
             return self.detach().clone().__reduce_ex__(protocol)
         return super().__reduce_ex__(protocol)
@@ -194,7 +194,7 @@ class ShardedTensor(WatchedTensor):
     def rows_of(self, tensor):
         """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
 
-        Collective when it is a DTensor that is cut otherwise.
+        Collective when it is a DTensor with other placements.
         """
         if isinstance(tensor, DTensor):
             if not isinstance(tensor, ShardedTensor) and is_cut(tensor):
@@ -213,8 +213,8 @@ class ShardedTensor(WatchedTensor):
         return own_rows(tensor.to(self._local_tensor.device), self)
 
     def _has_pieces_like(self, tensor):
-        """Returns whether the pieces of `tensor`, whose placements equal this one's, are
-        this one's rows on all ranks.
+        """Returns whether the pieces of `tensor`, a DTensor with equal placements, have
+        the rows of this one's pieces on all ranks.
 
         torch puts Shard(0) in the place of an equal RowShard when a DTensor goes through
         an operation, nn.Parameter's detach() for example. Collective for a DTensor.
@@ -229,7 +229,7 @@ class ShardedTensor(WatchedTensor):
         return bool(on_all.item())
 
     def like(self, tensor):
-        """Returns the DTensor `tensor`, with as many rows, cut as this one is.
+        """Returns the DTensor `tensor`, with as many rows, sharded as this one is.
         Collective."""
         return ShardedTensor.wrap(
             self.rows_of(tensor),
@@ -240,14 +240,14 @@ class ShardedTensor(WatchedTensor):
 
 
 # It has no additional slots: DTensor's class has to be assignable to it. But DCP's
-# staging, which copies a tensor slot by slot, asks the type for them.
+# staging copies a tensor slot by slot and asks the type for them.
 setattr(ShardedTensor, "__slots__", DTensor.__slots__)
 
-# clip_grad_norm_ takes the norms of all gradients of these types at once, so in one
+# clip_grad_norm_ computes the norms of all gradients of these types at once, so in one
 # collective. torch has no function that registers a type.
 _foreach_utils._foreach_supported_types.append(ShardedTensor)
 
-# torch.save names these types by the paths of version 0.2, which files keep.
+# torch.save names these types by the paths of version 0.2, because files contain them.
 for kind, name in (
     (ShardedTensor, "sharded_tensor"),
     (RowShard, "row_shard"),
@@ -267,12 +267,12 @@ def contiguous_stride(shape):
     return tuple(reversed(stride))
 
 
-# The type of torch.ops.aten.add, which has no public name.
+# The type of torch.ops.aten.add; it has no public name.
 _OPERATION = type(torch.ops.aten.add)
 
 
 def _of_elements(function, name, args, kwargs):
-    """Returns the result from local tensors, where all are cut alike; else None. The
+    """Returns the result from local tensors, where all are sharded alike; else None. The
     way through operations costs the host twice as much."""
     first = args[0] if args else None
     if type(first) is not ShardedTensor or isinstance(function, _OPERATION):
@@ -376,8 +376,8 @@ def _piece_beside(reference, value):
 
 
 def _has_activations(arguments):
-    """Returns whether shards meet plain tensors with a history, which are this rank's.
-    An attempt to compute with both would save tensors for the backward, which a
+    """Returns whether shards meet this rank's plain tensors with a history.
+    An attempt to compute with both would save tensors for the backward, and a
     checkpoint counts."""
     return any(
         tensor.requires_grad and tensor.dim() and not isinstance(tensor, DTensor)
@@ -414,7 +414,7 @@ def _place_of(shard):
 
 def _used_outside(function, args, kwargs):
     """Returns the error of a module that computes with a parameter that is not
-    gathered."""
+    unsharded."""
     shards = [t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor)]
     place = next((place for s in shards if (place := _place_of(base_of(s)))), None)
     what, unit = "a sharded tensor", "its unit"
@@ -441,7 +441,7 @@ def _used_outside(function, args, kwargs):
 
 def become(tensor, data):
     """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
-    same shape: cut, of the dtype and on the device as that one. It stays the same
+    same shape: sharded, of the dtype and on the device as that one. It stays the same
     object."""
     with plain_attributes():
         shown = data
@@ -454,7 +454,7 @@ def become(tensor, data):
 
 
 def make_sharded(tensor, local, like):
-    """Makes the DTensor `tensor` a ShardedTensor over `local`, cut as `like` is."""
+    """Makes the DTensor `tensor` a ShardedTensor over `local`, sharded as `like` is."""
     like = like if local.dtype == like.dtype else like.over(local)
     tensor._local_tensor, tensor._spec = local, like._spec
     tensor.__class__ = ShardedTensor

@@ -24,13 +24,13 @@ class TensorParallel:
         made: the tensor that modules see while the unit computes, once it has been
             needed.
         mesh: DeviceMesh of the shard: fully_shard's mesh and the parameter's own.
-        shape, stride: of the whole tensor.
+        shape, stride: of the full tensor.
     """
 
     def __init__(self, tensor, device_mesh, name):
         """
         Args:
-            tensor: the user's.
+            tensor: as the user passed it.
             device_mesh: of fully_shard.
 
         Raises:
@@ -68,7 +68,7 @@ class TensorParallel:
 
         Args:
             device_mesh: of fully_shard.
-            part, whole: the core's meshes: that one's, and the model's.
+            part, whole: the core's meshes: for `device_mesh`, and for the model.
         """
         own = self._spec.mesh
         around = meshes_around(device_mesh, part, whole, own.mesh_dim_names)
@@ -83,8 +83,8 @@ class TensorParallel:
 
         Args:
             device_mesh: of fully_shard.
-            dim: along which it is cut among the ranks of its last dimension.
-            is_cut: False: they all have the whole of it.
+            dim: along which it is split among the ranks of its last dimension.
+            is_cut: False: they all have the full tensor.
         """
         outer = [Replicate()] * (device_mesh.ndim - 1)
         inner = self._inner_placements()
@@ -96,8 +96,8 @@ class TensorParallel:
         return [*outer, own if is_cut else Replicate(), *inner]
 
     def cuts(self):
-        """Returns (dim, indices of the whole tensor, begin, end) of each dimension of
-        which the tensor that the core shards has a part: begin to end."""
+        """Returns (dim, size, start, end) of each dimension that is split: the core's
+        tensor has the indices start to end, out of `size` of the full tensor."""
         ranges = {}
         inner = self._inner_placements()
         for i, placement in enumerate(inner, self.mesh.ndim - len(inner)):
@@ -117,7 +117,8 @@ class TensorParallel:
         return root_names(mesh, [name for name, p in names if p.is_replicate()])
 
     def _inner_placements(self):
-        """Returns those over the dimensions of its mesh that are not fully_shard's."""
+        """Returns the placements over the dimensions of its mesh that fully_shard does
+        not use."""
         return [Shard(0)] * self._num_slice_dims + [*self._spec.placements]
 
     @property
@@ -153,9 +154,9 @@ class TensorParallel:
             return nn.Parameter(dtensor(self._whole.detach(), self._spec), False)
 
     def renew(self):
-        """Called by the core when a forward begins to show the tensor: another one.
+        """Called by the core when a forward starts to show the tensor: another one.
         autograd runs the youngest nodes first, so gradients of one that an earlier step
-        made would come after the backward of the whole model."""
+        made would come after the backward of the full model."""
         self.made = None
 
     def point(self):
@@ -177,7 +178,7 @@ def _joined(first, second):
 
 
 class _Shown(torch.autograd.Function):
-    """A DTensor over the core's parameter, whose gradient gets the placements of it."""
+    """A DTensor over the core's parameter. Its gradient gets the same placements."""
 
     @staticmethod
     def forward(ctx, whole, spec):

@@ -12,8 +12,8 @@ def unscale_gradients(gradients, found_inf, inverse_scale):
     """Runs the operation of GradScaler on gradients. All ranks get the same
     `found_inf`.
 
-    DTensor asks the first gradient alone over which ranks to agree, and takes no plain
-    tensors with them.
+    DTensor asks only the first gradient over which ranks to agree, and does not accept
+    plain tensors among them.
     """
     local = [g._local_tensor if isinstance(g, DTensor) else g for g in gradients]
     unscale(local, found_inf, inverse_scale)

@@ -36,7 +36,7 @@ def _is_asked_by_torch():
 
 def refuse_joint_hook(hook):
     """Refuses a hook that counts which of several tensors the engine will reach: a shard is
-    no part of autograd's graph."""
+    not part of autograd's graph."""
     name = getattr(hook, "__qualname__", "")
     if name.startswith("register_multi_grad_hook.") and "inner_hook" in name:
         raise NotImplementedError(
@@ -50,19 +50,19 @@ class WatchedTensor(DTensor):
     """A DTensor over memory of the core.
 
     A kind has `_compute(function, name, args, kwargs)`, the functions of torch, and
-    `over(local)`, a tensor over `local`, of another dtype perhaps, that is cut as this
-    one.
+    `over(local)`, a tensor over `local`, of another dtype perhaps, that is sharded as
+    this one.
     """
 
     __slots__ = ()
 
     # Optimizers and zero_grad() ask these of each parameter in each step.
-    # __torch_function__ takes ten times as long.
+    # __torch_function__ is ten times slower.
 
     is_sparse = False
 
     # Libraries find a parameter again, and parameters that share memory, by its address.
-    # That of a DTensor is 0, by which torch itself recognizes a tensor that it has to
+    # The address of a DTensor is 0. By this, torch recognizes a tensor that it has to
     # pickle and to stage by its parts.
 
     def data_ptr(self):
@@ -121,7 +121,7 @@ class WatchedTensor(DTensor):
         if function is torch.is_complex:  # as above
             return _plainly(function, types, args, kwargs or {})
         if function == _set_data:
-            # It would replace the wrapper's data, which nobody reads.
+            # It would replace the wrapper's data, and no operation reads that.
             with torch.no_grad():
                 args[0].copy_(args[1])
             return None

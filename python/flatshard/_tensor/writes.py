@@ -34,9 +34,9 @@ class Writes:
 
     Tensor versions do not show it: DTensor's operations work below the level that
     counts them. So operations in place and steps of torch's optimizers are counted.
-    `to_local()` gives a plain tensor, whose versions do show it, but not through its own
-    `.data`. Before a backward only those writes count that surely happened. Before a
-    forward every look counts, too, which costs a cast at most.
+    `to_local()` returns a plain tensor. Its versions do show writes, but not writes
+    through its own `.data`. Before a backward only those writes count that surely
+    happened. Before a forward every look counts, too. This costs at most a cast.
     """
 
     def __init__(self):
@@ -106,21 +106,21 @@ class Writes:
                 self.note_unit(unit)
 
     def note_unit(self, unit):
-        """Notes that somebody wrote parameters of this unit, or made them anew."""
+        """Records that parameters of this unit were written or replaced."""
         unit.parameters.writes.count += 1
         self.total += 1
 
     def number(self):
         """Rises with every write: to any unit (`count`, up to date from here on), or to
-        one alone (its `Seen.count`)."""
+        a single one (its `Seen.count`)."""
         self._give_up_step()
         if self.lent:
             self.note_written_looks()
         return self.total
 
     def number_with_looks(self):
-        """Rises with every look, too (a unit's `Seen.looks`), which may have been a write
-        that left no trace."""
+        """Rises with every look, too (a unit's `Seen.looks`), because a look may have been
+        a write that left no trace."""
         number = self.number() + self.looks
         self.lent.clear()
         return number

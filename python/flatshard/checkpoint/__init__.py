@@ -49,7 +49,7 @@ class Loaded:
 
 
 def _root_of(model):
-    """Raises NotImplementedError for a parameter that the files cannot hold."""
+    """Raises NotImplementedError for a parameter that the files cannot contain."""
     root = root_of(model)
     for unit in root.units:
         for p in unit.parameters.extended:
@@ -95,9 +95,9 @@ def async_save(
     state: dict | None = None,
     keep_latest: int = 0,
 ) -> "Saved":
-    """Begins to save `<folder>/step-<step>` in parallel with the training. Collective.
+    """Starts to save `<folder>/step-<step>` in parallel with the training. Collective.
 
-    Weights, persistent buffers (rank 0's) and the optimizer's state are copied to a
+    Weights, persistent buffers (of rank 0) and the optimizer's state are copied to a
     host buffer in parallel with the GPU's next work. A thread writes the buffer. The
     next `optimizer.step()` waits for the copies: until then, write to the parameters by
     no other way. There are two buffers, made by the first save, each as large as this
@@ -108,7 +108,7 @@ def async_save(
     checkpoints as they are.
 
     Args:
-        folder: holds one folder for each checkpoint.
+        folder: contains one folder for each checkpoint.
         step: a number; an older checkpoint of that number is replaced.
         model: the outermost module that `fully_shard` wrapped.
         optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
@@ -116,7 +116,7 @@ def async_save(
         state: texts to keep in addition to the tensors, by name, such as the data
             loader's
             place as JSON.
-        keep_latest: older checkpoints are removed; 0: none are.
+        keep_latest: number of checkpoints to keep; older ones are removed. 0: all are kept.
 
     Returns:
         A `Saved`.
@@ -197,7 +197,7 @@ def load(
 
 
 class Saved:
-    """A save that was begun."""
+    """A save that was started."""
 
     def __init__(self, writer: "_Writer", step: int):
         self._writer = writer
@@ -237,7 +237,7 @@ class _Writer:
         Args:
             core: the _C.Checkpointer.
             optimizer: waits for the copies before each step; may be None.
-            stored: core_optimizer's result, which the core reads.
+            stored: the result of core_optimizer, for the core to read.
         """
         self.core = core
         self._stored = stored
@@ -281,7 +281,7 @@ _writers: weakref.WeakKeyDictionary[Root, tuple[tuple, "_Writer"]] = (
 
 @atexit.register
 def _close():
-    # Before the interpreter takes torch apart: their threads end.
+    # Before the interpreter finalizes torch: their threads end.
     _writers.clear()
 
 
@@ -290,7 +290,7 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
     signature = (
         str(folder.resolve()),
         keep_latest,
-        # An id may be that of an optimizer that is gone.
+        # An id may belong to an optimizer that was freed.
         None if optimizer is None else weakref.ref(optimizer),
         optimizer.core if isinstance(optimizer, AdamW) else None,
         [tensor.data_ptr() for _, tensor in buffers],

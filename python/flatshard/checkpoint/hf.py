@@ -38,7 +38,7 @@ def load_hf(
 ) -> list[str]:
     """Reads the weights of a Hugging Face folder into a sharded model.
 
-    Each rank reads the rows that it has, so no rank holds a whole model or a whole file:
+    Each rank reads the rows that it has, so no rank stores a full model or a full file:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

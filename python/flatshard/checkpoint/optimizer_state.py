@@ -57,7 +57,8 @@ def states_of(root, optimizer):
     if optimizer is None or isinstance(optimizer, AdamW):
         return states, updates, fewer
     _check_sharded(optimizer)
-    # A unit also keeps parameters that the program tied to others, which have their names.
+    # A unit also keeps parameters that the program tied to others. The others have their
+    # names.
     updated = set()
     for unit in root.units:
         own = [_state_of(optimizer, p) for p in unit.parameters]
@@ -148,7 +149,7 @@ def _kind_of_steps(counts):
 
 
 def check_options(optimizer, groups, path):
-    """Raises an error for options of a checkpoint that `optimizer` cannot take."""
+    """Raises an error for options of a checkpoint that `optimizer` does not accept."""
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"{path}: the checkpoint's optimizer has {len(groups)} parameter groups, "

@@ -1,4 +1,4 @@
-"""Tensors in FP8, with scales as the matrix products of a GPU read them.
+"""Tensors in FP8, with scales in the layout that the matmuls of a GPU read.
 
     data, scales = flatshard.float8.quantize(weight, "blockwise")
     back = flatshard.float8.dequantize(data, scales, "blockwise")
@@ -50,24 +50,24 @@ def quantize(
     | "mxfp8" | 32 of inner | [outer, inner/32] | inner/32, 1 |
 
     up4 is the next multiple of 4. Scales are float32, and float8_e8m0fnu for "mxfp8".
-    cuBLASLt and `torch.nn.functional.scaled_mm` take these strides.
+    cuBLASLt and `torch.nn.functional.scaled_mm` accept these strides.
 
     Args:
         tensor: [rows, columns] float32 or bfloat16, on the CPU or a GPU.
         recipe: one of the table.
-        axis: along what a product will sum. "row": the elements of a row, as the
-            forward pass does with a weight [out, in]. "column": the elements of a
+        axis: the dimension that a matmul will sum over. "row": the elements of a row, as
+            the forward pass does with a weight [out, in]. "column": the elements of a
             column, as the gradient of the input does.
         rounding: of scales that are powers of two. "up": none of a block's values
             saturates (arXiv:2506.08027). "floor": OCP MX 1.0, section 6.3.
         format: "e4m3", or "e5m2" for gradients.
         transpose: for axis "column". True: data is [columns, rows]. False: data stays
-            [rows, columns], and scales of neighbouring columns are neighbours.
+            [rows, columns], and scales of adjacent columns are adjacent.
         multiple: a divisor of 128; transposed data gets rows of a multiple of this
             length, filled up with zeros. Its last block may then be short.
-        amax: tensorwise [] and rowwise [outer] float32: largest magnitudes that are
-            known, such as those over all ranks.
-        scales: the other recipes: scales to take instead of the tensor's own, laid
+        amax: tensorwise [] and rowwise [outer] float32: largest magnitudes if they are
+            known, such as over all ranks.
+        scales: the other recipes: scales to use instead of the tensor's own, laid
             out as above.
         nonfinite: "propagate": a block with Inf or NaN has a NaN scale and NaN data.
             "raise": an error instead; the host waits for the GPU.

@@ -12,8 +12,8 @@ from flatshard.torch_versions import register_effect
 class Float8Linear(nn.Linear):
     """`ShardOptions(fp8=Float8Policy(...))` turns an nn.Linear into this.
 
-    Its weight is an nn.Parameter in bfloat16 whose values cannot be read: the products
-    of forward and backward take its FP8 planes. Activations are quantized by the
+    Its weight is an nn.Parameter in bfloat16 whose values cannot be read: the matmuls
+    of forward and backward read its FP8 planes. Activations are quantized by the
     weight's recipe, and sums are float32. The weight's gradient is written where it is
     reduced, and hooks on the unsharded weight see None.
     """
@@ -40,7 +40,7 @@ class Float8Linear(nn.Linear):
                 f"{list(input.shape)}"
             )
         compiles = torch.compiler.is_compiling()
-        # A layer that takes the input of the layer before does not quantize it again.
+        # A layer with the same input as the layer before does not quantize it again.
         linear = torch.ops.flatshard.float8_linear if compiles else _C.float8_linear
         spec = self.__dict__.get("_flatshard_cut")
         if spec is not None:
@@ -48,7 +48,7 @@ class Float8Linear(nn.Linear):
         return linear(input, weight, self.bias)
 
     def __reduce_ex__(self, protocol):
-        """A copy is an nn.Linear, whose weight is a shard that belongs to no unit."""
+        """A copy is an nn.Linear. Its weight is a shard that belongs to no unit."""
         state = {k: v for k, v in vars(self).items() if k != "_flatshard_cut"}
         return object.__new__, (nn.Linear,), state
 

@@ -1,6 +1,6 @@
-"""FP8 linear layers whose weight is cut over the ranks of tensor parallelism.
+"""FP8 linear layers whose weight is sharded over the ranks of tensor parallelism.
 
-Each rank quantizes its own part, so scales are those of the part, as in the trainer.
+Each rank quantizes its own part, so scales are computed per part, as in the trainer.
 """
 
 import torch
@@ -25,7 +25,7 @@ def parallel_linear(module, input, spec, linear):
 
     Args:
         input: [..., in_features], a DTensor over the mesh of `spec`.
-        spec: DTensorSpec of the whole weight, [out_features, in_features].
+        spec: DTensorSpec of the full weight, [out_features, in_features].
         linear: function of this rank's parts of input, weight and bias.
 
     Returns:
@@ -63,8 +63,8 @@ def _own_bias(bias, placement, mesh):
 
 
 class _Share(torch.autograd.Function):
-    """An equal share of a bias for each addend of a sum over ranks. Each rank sees the
-    gradient of the whole sum."""
+    """An equal fraction of a bias for each addend of a sum over ranks. Each rank sees the
+    gradient of the full sum."""
 
     @staticmethod
     def forward(ctx, bias, ranks):

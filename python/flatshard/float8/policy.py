@@ -16,7 +16,7 @@ _OPTIONS = {
     "column_plane": ("auto", "derived", "stored"),
     "gather_parts": ("unit", "recomputed", "module"),
 }
-# The recipes whose rows and columns hold different numbers.
+# The recipes whose rows and columns have different values.
 _STORES_COLUMNS = ("rowwise", "mxfp8")
 _MAIN_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -32,17 +32,17 @@ class Float8Policy:
         recipe: who shares a scale: "tensorwise", "rowwise", "blockwise" (128 x 128) or
             "mxfp8" (32 elements, E8M0).
         module_filter_fn: function of an nn.Linear and its name below the module that is
-            sharded, as torchao's: True for those that are FP8. One that it chooses and
+            sharded, as in torchao: returns True to use FP8. A layer that it chooses and
             that cannot be FP8 raises an error with its name. None: all that can be.
         column_plane: where the weights that the backward reads come from. "derived":
             made of the rows on each rank; "stored": quantized from the main weights and
             all-gathered, for rowwise and mxfp8. "auto": derived.
-        gather_parts: the rows that a recomputation all-gathers. "unit": of the whole
+        gather_parts: the rows that a recomputation all-gathers. "unit": of the full
             unit; "recomputed": of the layers that it runs; "module": layer by layer
             always.
         keep_column_plane: the weights that the backward reads stay unsharded after it,
             until the weights change: backwards of later microbatches neither all-gather
-            nor transpose. Takes their bytes for the whole unit.
+            nor transpose. Needs memory for these weights of the full unit.
         emulate: multiply in bfloat16 where the GPU does not multiply the recipe. CPUs do
             so in any case.
 
@@ -77,7 +77,7 @@ class Float8Policy:
             )
 
     def core(self) -> _C.Float8Format:
-        """Returns the policy as the core takes it."""
+        """Returns the policy in the form that the core accepts."""
         return _C.Float8Format(
             recipe=self.recipe,
             stored_columns=self.column_plane == "stored",

@@ -46,7 +46,7 @@ def describe(model: nn.Module) -> Float8Report:
     """Reports which parameters of a sharded model are FP8, and why the others are not.
 
     Args:
-        model: a module that fully_shard wrapped, or one that holds such.
+        model: a module that fully_shard wrapped, or one that contains such.
 
     Returns:
         Float8Report.

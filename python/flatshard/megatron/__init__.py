@@ -4,11 +4,11 @@
     megatron_fsdp.experimental      flatshard.megatron.v2
 
 Two names mean different things in the two versions. `fully_shard` of this module is
-the first version's: the second's takes a mesh where that takes an optimizer.
-`fully_shard_optimizer` of this module takes the arguments of either. The second
-version's other names are here too.
+the function of the first version: its second argument is an optimizer, and in the second
+version a mesh. `fully_shard_optimizer` of this module accepts both argument lists. The
+second version's other names are here too.
 
-The functions translate arguments; what they give is `flatshard.fully_shard`'s. An
+The functions translate arguments and return what `flatshard.fully_shard` returns. An
 argument without a counterpart raises an error that names it, unless it has its default.
 """
 

@@ -7,8 +7,8 @@ from flatshard.moe.expert_parallel import is_spread
 
 
 def expert_modules(unit):
-    """Returns the outermost modules below `unit` that hold parameters of experts alone:
-    those that Megatron-Core marks by `allreduce = False`, and what
+    """Returns the outermost modules below `unit` that have only parameters of experts:
+    parameters that Megatron-Core marks by `allreduce = False`, and what
     flatshard.expert_parallel spread."""
     found = []
     for child in unit.children():

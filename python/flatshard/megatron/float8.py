@@ -13,9 +13,9 @@ class FullyShardFP8Policy:
 
     Attributes:
         enabled: whether there are any.
-        recipe: "tensorwise", "blockwise" or "mxfp8"; "rowwise" besides. "mxfp8" stores
-            rows and columns, and gathers each separately.
-        keep_transpose_cache: what the backward reads stays gathered until the weights
+        recipe: "tensorwise", "blockwise" or "mxfp8"; also "rowwise". "mxfp8" stores
+            rows and columns, and all-gathers each separately.
+        keep_transpose_cache: weights for the backward stay unsharded until they
             change, see Float8Policy.keep_column_plane.
         emulate: see Float8Policy.emulate.
     """
@@ -32,9 +32,9 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
     Args:
         policy: Megatron's MixedPrecisionPolicy.
         keep_transpose_cache: of the first version, in addition to the policy's own.
-        fine_grained: enable_fine_grained_param_gather. None: a recomputation gathers
-            the layers that it runs; True: every gather is of one layer; False: every
-            gather is of a whole unit.
+        fine_grained: enable_fine_grained_param_gather. None: a recomputation all-gathers
+            the layers that it runs; True: every all-gather is of one layer; False: every
+            all-gather is of a full unit.
 
     Raises:
         ValueError, NotImplementedError: naming the option.
@@ -66,7 +66,7 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
 
 
 def check_dtype(fp8, mp_policy, unit):
-    """FP8 supports bfloat16 alone as the other dtype."""
+    """Checks that the other dtype is bfloat16, the only one that FP8 supports."""
     if fp8 is not None and mp_policy.param_dtype != torch.bfloat16:
         raise ValueError(
             f"fp8_param_gather: expected a {type(unit).__name__} in torch.bfloat16, got "

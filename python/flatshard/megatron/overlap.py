@@ -34,8 +34,8 @@ _NAMES = (
 class ScheduleHooks:
     """The functions of a fully_shard_model that a schedule calls.
 
-    A microbatch's forward begins with the first sub-module that is called after the
-    forward before it is over; `pre_backward` ends it.
+    A microbatch's forward starts with the first sub-module that is called after the
+    forward before it has ended; `pre_backward` ends it.
     """
 
     def __init__(self, module, fine_grained):
@@ -47,8 +47,8 @@ class ScheduleHooks:
     # -- what schedules call -------------------------------------------------------
 
     def _replace_param_with_raw_if_needed(self):
-        """Before the first microbatch of a step: calls of sub-modules gather their unit
-        from here on, until the last backward is over.
+        """Before the first microbatch of a step: calls of sub-modules all-gather their
+        unit from here on, until the last backward has ended.
 
         Raises:
             ValueError: without enable_fine_grained_param_gather=True, with which
@@ -74,11 +74,11 @@ class ScheduleHooks:
         )
 
     def pre_backward(self, *, is_last=True, interleaved=True):
-        """The backward of the microbatch begins whose forward ran last.
+        """Starts the backward of the microbatch whose forward ran last.
 
         Args:
             is_last: as of FSDPModule.backward_pass.
-            interleaved: False: no other forward begins before its post_backward.
+            interleaved: False: no other forward starts before its post_backward.
 
         Returns:
             Returns the BackwardPass, for delayed weight gradients.
@@ -122,7 +122,7 @@ class ScheduleHooks:
                 tensor.register_hook(lambda _: mine.begin_backward(unit))
 
     def run(self, unit, function, args, kwargs):
-        """A unit is called as a whole: function(*args, **kwargs) is its forward."""
+        """Calls a full unit: function(*args, **kwargs) is its forward."""
         if in_backward():
             raise NotImplementedError(
                 f"a checkpoint around {type(unit).__name__}, a unit, is not supported in "
@@ -154,7 +154,7 @@ class ScheduleHooks:
 
 
 class _Microbatch(BackwardPass):
-    """A pass whose modules begin once, and end with it at the latest."""
+    """A pass whose modules start once, and end with it at the latest."""
 
     def __init__(self, root, module):
         super().__init__(root, True, True)

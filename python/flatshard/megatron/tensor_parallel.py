@@ -4,7 +4,7 @@ from flatshard._tensor.tensor_parallel import is_tensor_parallel
 
 
 def check_tensor_parallel(module, tp_dim, device_mesh, expt_mesh):
-    """Refuses a `tp_dim` that no mesh has, and parameters that are not cut over it.
+    """Refuses a `tp_dim` that no mesh has, and parameters that are not sharded over it.
 
     Args:
         device_mesh, expt_mesh: DeviceMeshes, or None.

@@ -94,24 +94,23 @@ def fully_shard_model(
         cuda_graph_mode: True: fully_shard's cuda_graph for the units of
             fsdp_unit_modules.
         keep_fp8_transpose_cache: for mixed_precision_policy's FP8 weights in the units of
-            fsdp_unit_modules: the planes that the backward reads stay gathered until
+            fsdp_unit_modules: the planes that the backward reads stay unsharded until
             the weights change.
         enable_fine_grained_param_gather: True: schedules may call sub-modules of units;
             after `_replace_param_with_raw_if_needed()` each reports that its unit is
             needed, in the forward and in the backward (see flatshard.megatron.overlap).
-            Of FP8 weights True gathers one layer at a time, False whole units, and
-            None whole units but for recomputations. Others are gathered by units.
-        expt_device_mesh: over which experts are sharded, whose parameters have
-            allreduce = False: its dimensions dp_outer_dim and dp_shard_dim, or all but
-            tp_dim if it has none of the name. It and device_mesh are of one mesh:
+            FP8 weights: True all-gathers one layer at a time, False full units, and None
+            full units except in recomputations. Others are all-gathered by units.
+        expt_device_mesh: mesh to shard experts over (modules whose parameters have
+            allreduce = False): its dimensions dp_outer_dim and dp_shard_dim, or all but
+            tp_dim if it has no dimension of the name. It and device_mesh are of one mesh:
             mesh["edp"], and mesh["edp", "ep"]._flatten("dp"). Parameters of experts
             that are DTensors over its tp_dim have parts of the experts' width (expert
             tensor parallelism). expt_fsdp_group_ag, hybrid_fsdp_expt_group: groups of
             the ranks of the dimension that shards experts, and of all of
-            expt_device_mesh. Gathers have separate communicators anyway.
+            expt_device_mesh. All-gathers have separate communicators anyway.
         grads_in_place: of flatshard.ShardOptions, for all modules but experts;
-            Megatron-FSDP
-            has no such argument. Such nn.Linear can put weight gradients off.
+            Megatron-FSDP has no such argument. Such nn.Linear can delay weight gradients.
         report_nan_in_param_grad: see flatshard.diagnostics.report_nan_in_param_grad.
 
     Raises:
@@ -184,8 +183,8 @@ def fully_shard_optimizer(
     *,
     precision_aware: bool = False,
 ) -> torch.optim.Optimizer:
-    """Gives `step` and `zero_grad` the first version's keyword arguments. Returns
-    `optimizer`, which was made from the sharded module's parameters.
+    """Adds the first version's keyword arguments to `step` and `zero_grad`. Returns
+    `optimizer`. It was created from the sharded module's parameters.
 
     Args:
         preproc_state_dict_for_dcp_ckpt: of the first version; state dicts are always
@@ -223,7 +222,7 @@ def fully_shard_optimizer(
             raise NotImplementedError("optimizer.zero_grad: zero_grad_buffer=False")
         return zero_grad(*args, **kwargs)
 
-    # Attributes of this optimizer, which hide its class's methods.
+    # Attributes of this optimizer hide its class's methods.
     vars(optimizer).update(step=new_step, zero_grad=new_zero_grad)
     return optimizer
 

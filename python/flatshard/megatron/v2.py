@@ -143,15 +143,15 @@ def fully_shard(
     """Shards the parameters of `module` that no inner call has sharded, in place.
 
     Args:
-        mesh: the mesh; the axes that `placements` does not name hold independent
-            copies, and a mesh that has any needs names for its axes.
+        mesh: the mesh; the axes that `placements` does not name have independent
+            copies, and a mesh with such axes needs names for its axes.
         placements: ZeRO-0 to 3 on one axis; on two the same with replicas over the
             first (HSDP).
         mixed_precision_policy: None: MixedPrecisionPolicy().
         grad_divisor: gradients, averaged over the ranks, are divided by it too.
 
     Raises:
-        RuntimeError: outside of fully_shard_context.
+        RuntimeError: outside fully_shard_context.
         ValueError, NotImplementedError: naming the argument.
     """
     check_module(module)
@@ -220,12 +220,12 @@ def fully_shard_optimizer(
     the core notices what an optimizer writes, and closures work.
 
     Args:
-        precision_aware: whether the optimizer takes gradients of another dtype than
-            its parameters'. They have the same here, so both values do.
+        precision_aware: whether the optimizer accepts gradients of a dtype other than the
+            dtype of its parameters. They are equal here, so both values are allowed.
 
     Raises:
-        TypeError: it holds something else than parameters.
-        ValueError: it holds parameters as they were before fully_shard.
+        TypeError: it has something other than parameters.
+        ValueError: it has parameters as they were before fully_shard.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:

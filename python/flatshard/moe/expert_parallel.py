@@ -1,8 +1,8 @@
 """Experts of transformers' Mixtral, Qwen2-MoE and Qwen3-MoE, spread over ranks.
 
 Each rank of a mesh dimension keeps some experts of every layer. The core's exchange
-sends each token to the ranks of its experts and adds up what they return, and its grouped
-products multiply. Routers, gates and all else stay transformers' own.
+sends each token to the ranks of its experts and adds up the results, and its grouped
+matmuls compute them. Routers, gates and everything else are the code of transformers.
 """
 
 import functools
@@ -19,7 +19,7 @@ from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.moe.overlap import running
 from flatshard.torch_versions import outside_of_graphs, parameters_of
 
-# Blocks of transformers 4 that hold their experts in a list, and whether they always
+# Blocks of transformers 4 that have their experts in a list, and whether they always
 # make the chosen weights add up to 1.
 _LISTS = {
     "MixtralSparseMoeBlock": True,
@@ -48,9 +48,9 @@ def expert_parallel(
     Args:
         model: a transformers model, before fully_shard; may be on the meta device.
         ep_mesh: DeviceMesh of one dimension.
-        overlap: True: steps may run by overlap_microbatches, which hides one
-            microbatch's exchange by another's computation. Calls of the model are
-            as without.
+        overlap: True: steps may run by overlap_microbatches, so that the token exchange of
+            one microbatch overlaps with the computation of another. Calls of the model do
+            not change.
         copy_engines: "all": tokens are copied between the GPUs of one host, or between
             processes on CPUs. "none": collectives exchange them. "auto": copies where
             NVLink joins the GPUs of `ep_mesh`. Results are bitwise equal.
@@ -169,7 +169,7 @@ def _exchange_of(ep_mesh, num_experts, copy_engines):
 
 
 class _Spread:
-    """Sends tokens to the ranks of their experts, and adds up what comes back."""
+    """Sends tokens to the ranks of their experts, and adds up the results."""
 
     @outside_of_graphs
     def forward(self, hidden_states, top_k_index, top_k_weights):
@@ -204,7 +204,7 @@ class _Spread:
 
 
 def _is_gated(experts):
-    """Returns whether two products with a gate in between are all that they compute."""
+    """Returns whether they compute only two matmuls with a gate in between."""
     return (
         getattr(experts, "has_gate", False)
         and not experts.has_bias
@@ -220,8 +220,8 @@ def _is_swiglu(experts):
 
 
 def _experts_of_rows(routed):
-    """Returns [num_received, 1]: the expert of each row, as transformers' forward takes
-    it."""
+    """Returns [num_received, 1]: the expert of each row, in the form that transformers'
+    forward accepts."""
     ends = routed.ends
     sizes = torch.diff(ends, prepend=ends.new_zeros(1))
     experts = torch.arange(len(ends), device=ends.device)
@@ -241,7 +241,7 @@ class _CutRouter:
 
 
 def _cut_logits(block):
-    """Cuts the logits of version 5, since blocks of version 4 do it themselves."""
+    """Truncates the logits of version 5, since blocks of version 4 do it themselves."""
     if not isinstance(block, _StackedBlock):
         block.gate.__class__ = _with_base(_CutRouter, type(block.gate))
 
@@ -264,7 +264,7 @@ class StackedExperts(nn.Module):
     """The parameters of experts with a gate, as transformers 5 has them.
 
     Parameters: gate_up_proj [experts, 2 * ffn, dim], down_proj [experts, dim, ffn].
-    The names are transformers 5's.
+    The names are as in transformers 5.
     """
 
     has_gate, has_bias, is_transposed = True, False, False

@@ -2,7 +2,7 @@
 in parallel with the forward of the next, so that tokens of one are exchanged while the other computes.
 
 The model's own forward runs, as transformers wrote it, once for each microbatch. Its
-graph is cut where it enters a layer, sends tokens to their experts or awaits them back.
+graph is split where it enters a layer, sends tokens to their experts or awaits them back.
 There the steps of the plan run that are due: pieces of the former microbatch's
 backward, each one run of the autograd engine.
 """
@@ -62,12 +62,12 @@ def overlap_microbatches(
     Args:
         model: a transformers model that expert_parallel(..., overlap=True) and then
             fully_shard were applied to, each decoder layer a unit.
-        microbatches: list of what `loss_of` takes; by default keyword arguments of the
-            model.
+        microbatches: list of second arguments of `loss_of`; by default dicts of keyword
+            arguments of the model.
         loss_of: function of the model and a microbatch that calls the model once and
             returns the loss [] to be differentiated. It may read what the model returns
-            but for hidden states and attentions of layers. None: the model's `loss`
-            over the number of microbatches.
+            except hidden states and attentions of layers. None: the model's `loss`
+            divided by the number of microbatches.
         delay_wgrad: weight gradients of nn.Linear in layers with grads_in_place=True
             come later, while gradients of tokens are exchanged. Weight gradients of
             experts come at once.
@@ -75,8 +75,8 @@ def overlap_microbatches(
     Returns:
         Losses [], without graph, one for each microbatch.
 
-    Layers with gradient checkpointing run their forward once more at the begin of their
-    backward. Their tokens are exchanged once more then, which nothing hides.
+    Layers with gradient checkpointing run their forward again at the start of their
+    backward. Their tokens are then exchanged again, and nothing hides this exchange.
 
     Raises:
         ValueError: naming what the model lacks.
@@ -304,8 +304,8 @@ class _Schedule:
 
     def _merge_backward(self, mine, number):
         layer = self._begin(mine, number)
-        # The gradient of the tokens comes with attend's as well, which has its weights
-        # and residual.
+        # Attend has its weights and residual, so its step also computes the gradient of
+        # the tokens.
         layer.to_send(
             torch.autograd.grad(
                 layer.output, layer.back, layer.result.grad, retain_graph=True

@@ -67,8 +67,8 @@ class Recompute:
         )
 
     def run(self, function):
-        """Returns function(), whose calls nobody records: transformers collects what
-        layers give in a variable of the context."""
+        """Returns function(), without recording its calls: transformers collects what
+        layers return in a variable of the context."""
         return contextvars.Context().run(self._run, function)
 
     def _run(self, function):
@@ -111,15 +111,15 @@ def without_cache(kwargs):
 
 
 def forwards_of(model):
-    """Returns forwards that somebody put into a module in place of its class's, by the
-    module's id."""
+    """Returns forwards that replace the forward of the class in a module, by the id of the
+    module."""
     return {id(m): vars(m)["forward"] for m in model.modules() if "forward" in vars(m)}
 
 
 @contextlib.contextmanager
 def with_forwards(layer, forwards):
-    """Runs with forwards_of in its modules: transformers 4 puts others there while the
-    model's forward runs, which record the results of modules."""
+    """Runs with forwards_of in its modules: while the model's forward runs, transformers 4
+    replaces them to record the results of modules."""
     changed = [
         (vars(m), vars(m)["forward"])
         for m in layer.modules()

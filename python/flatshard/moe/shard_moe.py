@@ -18,8 +18,8 @@ class MoeMeshes:
     """Meshes of a model with experts, see `moe_meshes`.
 
     Attributes:
-        dp: the mesh of all parameters but the experts'. With replicas its first
-            dimension is theirs.
+        dp: the mesh of all parameters except the experts. With replicas, they are its first
+            dimension.
         experts: of the parameters of experts: size / ep ranks, and replicas.
         ep: one dimension, of the ranks that share the experts of a layer.
     """
@@ -89,14 +89,14 @@ def shard_moe(
         overlap: True: steps may run by overlap_microbatches.
         units: modules that `fully_shard` makes units of. None: the model's decoder layers,
             by `_no_split_modules` of transformers.
-        options: ShardOptions of all units. Experts do not take fp8,
-            cuda_graph and grads_in_place.
+        options: ShardOptions of all units. Experts ignore fp8, cuda_graph and
+            grads_in_place.
         fully_shard_options: further arguments of fully_shard for all units, such as
             mp_policy. `model_options` decides how tokens are copied, as for
             parameters.
 
     Returns:
-        `model`, which is an FSDPModule from now on.
+        `model`. It is an FSDPModule from now on.
 
     Raises:
         ValueError: an argument that cannot work, naming it.

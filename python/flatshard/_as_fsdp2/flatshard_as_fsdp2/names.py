@@ -1,4 +1,4 @@
-"""FSDP2's public names resolve to Flatshard's."""
+"""Makes FSDP2's public names resolve to objects of Flatshard."""
 
 import functools
 import sys
@@ -15,7 +15,7 @@ NAMES = (
     "register_fsdp_forward_method",
     "share_comm_ctx",
 )
-# They export the same names and take them when they are imported.
+# They export the same names and bind them when they are imported.
 FORMER = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
@@ -31,8 +31,8 @@ def replace_on_use(package, find_new):
     Args:
         package: torch.distributed.fsdp, just imported. torch is not complete yet, so
             Flatshard cannot be imported.
-        find_new: takes torch's objects by name, and returns Flatshard's. Modules that it
-            imports get torch's.
+        find_new: function of a dict of torch's objects by name that returns the objects of
+            Flatshard. Modules that it imports get torch's objects.
     """
     names = vars(package)
     own = {name: names.pop(name) for name in NAMES if name in names}
@@ -90,7 +90,7 @@ def own_names(package):
 
 
 def taken_by(own):
-    """Returns the names of modules that have taken one of torch's objects already."""
+    """Returns the names of modules that have imported one of torch's objects already."""
     found = []
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in ("torch", "flatshard", "flatshard_as_fsdp2"):
@@ -102,7 +102,7 @@ def taken_by(own):
 
 
 def refuse_fsdp1(package):
-    """Lets FullyShardedDataParallel raise, which would train without Flatshard."""
+    """Makes FullyShardedDataParallel raise, because it would train without Flatshard."""
     cls = package.FullyShardedDataParallel
 
     @functools.wraps(cls.__init__)

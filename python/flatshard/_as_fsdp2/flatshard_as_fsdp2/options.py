@@ -1,4 +1,4 @@
-"""Options of a swap, which reach other processes in an environment variable."""
+"""Options of a swap. They reach other processes in an environment variable."""
 
 import json
 import os
@@ -26,7 +26,7 @@ class Options:
     require: bool = False
 
     def given(self, *names):
-        """Returns those of `names` that are set."""
+        """Returns the options among `names` that are set."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -33,7 +33,7 @@ def refuse(module_class, state_class):
 
 
 class PatchedFSDPParam:
-    """Finds patches of FSDP2's FSDPParam, which have no effect on Flatshard."""
+    """Finds patches of FSDP2's FSDPParam. They have no effect on Flatshard."""
 
     def __init__(self):
         self.cls = sys.modules[_PARAM].FSDPParam

@@ -41,7 +41,7 @@ def install(found):
     """Swaps in a process that has imported Flatshard.
 
     Raises:
-        RuntimeError: modules have taken names of FSDP2 before, or another swap did.
+        RuntimeError: modules have imported names of FSDP2 before, or another swap did.
     """
     if names.FSDP2 in sys.modules and _is_swapped(sys.modules[names.FSDP2]):
         raise RuntimeError(
