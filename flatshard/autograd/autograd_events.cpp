@@ -77,7 +77,7 @@ void AutogradEvents::hook_parameters() {
 void AutogradEvents::hook_parameter(ParameterRef ref) {
   const UnitParameter& p = parameter(ref);
   Accumulator& accumulator = accumulators_[ref.unit][ref.index];
-  // One that is frozen for a while may be trained later, by the same node.
+  // A frozen parameter may be trained later, by the same node.
   const bool requires_grad = p.tensor.requires_grad();
   if (!requires_grad && p.tensor.is_leaf()) {
     p.tensor.set_requires_grad(true);
@@ -281,7 +281,7 @@ void AutogradEvents::forget_dead_tensors() {
   std::erase_if(watched_, [](const auto& entry) {
     return entry.second->node.expired();
   });
-  // Its last owners were those tensors.
+  // Those tensors were its last owners.
   std::erase_if(calls_, [](const auto& call) { return call.expired(); });
 }
 

@@ -47,8 +47,8 @@ class AutogradListener {
   /// AutogradEvents::reset, if it is an outermost one.
   /// @param outermost  no other forward is open, and no backward runs.
   virtual void forward_begins(UnitId unit, bool outermost) = 0;
-  /// A backward's first event came and nothing is known of it yet. May call
-  /// AutogradEvents::reset.
+  /// The first event of a backward arrived and nothing is known of it yet. May
+  /// call AutogradEvents::reset.
   virtual void task_begins() = 0;
   /// The backward of a call starts.
   virtual void backward_begins(UnitId unit, CallId call) = 0;
@@ -84,14 +84,14 @@ class AutogradEvents {
 
   // Forwards -----------------------------------------------------------------
 
-  /// @param inputs  tensors that go into the unit, as they are.
+  /// @param inputs  tensors that the unit receives, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);
   struct EndedForward {
     CallId call = -1;
     bool needs_backward = false;
     bool outermost = false;  ///< as AutogradListener::forward_begins had it
   };
-  /// @param outputs  tensors that come out of it, as they are.
+  /// @param outputs  tensors that it returns, as they are.
   /// @param more_follow, runs_later  see UnitCalls::forward_end.
   EndedForward forward_end(
       UnitId unit,
@@ -123,8 +123,8 @@ class AutogradEvents {
   /// moved to UnitGradients::add.
   void parameter_done(ParameterRef parameter);
   /// A layer is to write the gradient of `parameter`.
-  /// @return  the parameter; null: not one of the units', frozen, or not asked
-  ///   for by the backward that runs.
+  /// @return  the parameter; null: not one of the units', frozen, or without a
+  ///   gradient in the backward that runs.
   /// @throws Error{usage} outside a backward.
   const ParameterRef* wgrad_begins(const at::Tensor& parameter);
   /// Ends a graph task.

@@ -6,7 +6,7 @@
 
 #include <memory>
 
-// The one place for differences of torch's versions in autograd.
+// The only place for differences between torch versions in autograd.
 namespace flatshard {
 
 /// A shared owner of a node of autograd's graph: std::shared_ptr in older
@@ -37,7 +37,7 @@ class WeakNodePtr {
   NodePtr lock() const { return node_.lock(); }
 
  private:
-  // Not every weak pointer can be made of nothing.
+  // Not every weak pointer has a default constructor.
   detail::WeakPtrOf<NodePtr>::type node_{NodePtr()};
 };
 

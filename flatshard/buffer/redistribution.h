@@ -21,10 +21,10 @@ namespace flatshard {
 /// first needs it, so later the host only launches the collectives.
 class Redistribution {
  public:
-  /// Makes the communicators that it needs and the mesh has not, so: same order
-  /// on all ranks.
+  /// Creates the communicators that it needs and the mesh lacks, so call it in
+  /// the same order on all ranks.
   /// @param purpose  whose communicators carry it.
-  /// @throws Error{usage} for a transition that plan_transition refuses.
+  /// @throws Error{usage} for a transition that plan_transition rejects.
   Redistribution(
       std::shared_ptr<const FlatLayout> layout,
       std::shared_ptr<Mesh> mesh,

@@ -7,7 +7,7 @@
 
 namespace flatshard {
 
-/// One step of a change of placements: what happens on which mesh axes.
+/// One step of a change of placements: an operation on some mesh axes.
 struct TransitionStep {
   enum class Kind {
     reduce_scatter,  ///< Partial -> Shard
@@ -30,9 +30,9 @@ bool communicates(TransitionStep::Kind kind);
 /// Returns whether a rank has as many elements after the step as before.
 bool keeps_size(TransitionStep::Kind kind);
 
-/// Returns the steps from one list of placements to another, in the order in
-/// which they run. Empty when both are equal. Any number of axes may change;
-/// axes that change in the same way do so in one step over their flattened
+/// Returns the steps from one list of placements to another, in execution
+/// order. Empty when both are equal. Any number of axes may change; axes
+/// that change in the same way do so in one step over their flattened
 /// group.
 ///
 /// | from \ to    | Replicate  | Shard          | Partial(avg) | Partial(sum) |

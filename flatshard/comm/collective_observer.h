@@ -12,8 +12,8 @@ namespace flatshard {
 
 class Communicator;
 
-/// Sees every collective of the communicators that were given to it, and may
-/// reject one or add details to an error of the backend: FlightRecorder.
+/// Observes every collective of its communicators, and may reject one or add
+/// details to an error of the backend: FlightRecorder.
 class CollectiveObserver {
  public:
   /// One collective of one communicator.

@@ -34,7 +34,7 @@ struct IssuedCollective {
   CollectiveSignature signature;
 };
 
-/// The end of a message about ranks that part, with the way out.
+/// The end of a message about ranks that diverge, with the remedy.
 inline constexpr char kSameUnitsOnAllRanks[] =
     "all ranks must run the same units in the same order, with equal sizes and "
     "dtypes. A rank that does not need a unit runs it all the same and adds "

@@ -32,9 +32,9 @@ struct RowsOfPeer {
 /// block the host. Gloo blocks the calling thread until the data has arrived. A
 /// call outside a stream runs after all that was queued before it.
 ///
-/// A reduction gives all ranks bitwise identical results. Gloo sums in rank
-/// order, reduced float types in float32 with one rounding at the end. `avg`
-/// multiplies the sum by 1 / size.
+/// A reduction returns bitwise identical results on all ranks. Gloo sums in
+/// rank order, reduced float types in float32 with one rounding at the end.
+/// `avg` multiplies the sum by 1 / size.
 ///
 /// A group of one rank copies and never scales.
 class Communicator : public std::enable_shared_from_this<Communicator> {
@@ -119,8 +119,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// Every later collective is appended to `log`; null for none.
   void set_log(std::shared_ptr<CollectiveLog> log) { log_ = std::move(log); }
 
-  /// Sees every later collective. `group` names the ranks of this communicator:
-  /// equal on them, on no others.
+  /// Observes every later collective. `group` names the ranks of this
+  /// communicator: equal on them, on no others.
   void set_observer(
       std::shared_ptr<CollectiveObserver> observer,
       const std::string& group);

@@ -94,7 +94,7 @@ class NcclCommunicator : public Communicator {
         backend_(std::move(backend)) {}
 
   // The group is shut down with its peers. After an exception they may never
-  // come, so it is aborted then.
+  // reach this, so it is aborted then.
   ~NcclCommunicator() override {
     const bool aborted = aborted_;
     if (aborted || std::uncaught_exceptions() > 0) {
@@ -108,7 +108,7 @@ class NcclCommunicator : public Communicator {
     }
   }
 
-  // May come from the watcher's thread while a collective is launched.
+  // May run on the watcher's thread while a collective is launched.
   void do_abort() override {
     aborted_ = true;
     backend_->abort();

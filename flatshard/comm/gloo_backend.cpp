@@ -18,10 +18,10 @@ namespace {
 using c10d::ProcessGroupGloo;
 using GlooDevice = std::shared_ptr<::gloo::transport::Device>;
 
-// Returns the address on which Gloo listens. It is loopback for ranks that meet
-// on this machine, since a container's hostname often does not resolve.
-// Otherwise it is the address from which this machine reaches the store. An
-// empty text lets torch choose, from the hostname.
+// Returns Gloo's listening address. It is loopback for ranks with a store on
+// this machine, since a container's hostname often does not resolve. Otherwise
+// it is this machine's address on the route to the store. An empty text lets
+// torch choose, from the hostname.
 std::string own_address(const StoreHandle& store) {
   const c10d::Store* plain = store.get();
   StoreHandle owner;

@@ -116,7 +116,7 @@ class GlooCommunicator : public Communicator {
   }
 
   // Gloo ends the process when a peer sends more than it has room for. So a
-  // message of fixed size goes first and describes what follows.
+  // message of fixed size is sent first and describes what follows.
   std::vector<IssuedCollective> find_mismatch(
       const IssuedCollective& mine) override {
     if (!compare_collectives_) {

@@ -16,15 +16,15 @@ namespace flatshard {
 
 class Communicator;
 
-/// The order in which collectives of one group are launched on a CPU: the order
-/// in which the program queued them.
+/// The launch order of collectives of one group on a CPU: the order that the
+/// program queued them in.
 ///
 /// Streams of a CPU are threads. Two streams may launch on one group, such as
-/// the gather streams of two models on one mesh. They would otherwise launch in
-/// the order in which their threads happen to run. That order differs between
-/// ranks, and the ranks would wait for each other forever. On a GPU
-/// `Stream::submit` launches at once on the calling thread. NCCL runs the
-/// launches on one communicator in launch order, whatever the streams.
+/// the all-gather streams of two models on one mesh. Their launch order would
+/// then depend on thread scheduling. It would differ between ranks, and the
+/// ranks would wait for each other forever. On a GPU `Stream::submit` launches
+/// at once on the calling thread. NCCL runs the launches on one communicator in
+/// launch order, whatever the streams.
 class LaunchOrder {
  public:
   using Orders = std::vector<std::shared_ptr<LaunchOrder>>;

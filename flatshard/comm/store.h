@@ -24,7 +24,7 @@ struct StoreOptions {
 /// local one. Ignores SIGPIPE from then on when it had its default action: a
 /// peer that dies is then an error in a collective, not this process's end.
 /// @throws Error{comm} port in use or host unknown, Error{timeout} when rank 0
-///   or other ranks do not come.
+///   or other ranks do not join.
 StoreHandle make_tcp_store(
     const RankEnvironment& environment,
     StoreOptions options = {});
@@ -32,7 +32,7 @@ StoreHandle make_tcp_store(
 /// Returns a store for ranks that are threads of one process.
 StoreHandle make_local_store(StoreOptions options = {});
 
-/// Returns the same store seen through a key prefix.
+/// Returns the same store with a prefix for all keys.
 StoreHandle make_prefix_store(const std::string& prefix, StoreHandle store);
 
 }  // namespace flatshard

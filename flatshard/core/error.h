@@ -26,7 +26,7 @@ enum class ErrorCode {
 
 std::string_view to_string(ErrorCode code);
 
-/// The one exception type of Flatshard.
+/// The only exception type of Flatshard.
 ///
 /// The message has what was expected, what was found and which option or name
 /// to change. `context` is where it happened, e.g.
@@ -39,7 +39,7 @@ class Error : public std::runtime_error {
   const std::string& message() const { return message_; }
   const std::string& context() const { return context_; }
 
-  /// Returns the same error seen from further out: `outer` goes before the
+  /// Returns the same error with more context: `outer` is prepended to the
   /// context.
   Error with_context(std::string_view outer) const;
 

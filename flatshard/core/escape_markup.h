@@ -5,7 +5,7 @@
 
 namespace flatshard {
 
-/// Returns text that may stand in HTML or XML, between tags and in attributes.
+/// Returns text that is valid in HTML or XML, between tags and in attributes.
 inline std::string escape_markup(std::string_view text) {
   std::string escaped;
   for (const char c : text) {

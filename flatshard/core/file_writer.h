@@ -18,7 +18,7 @@ class FileWriter {
   /// Closes without flushing: a writer that was not closed has failed.
   ~FileWriter();
 
-  /// Appends; goes through a buffer.
+  /// Appends; buffered.
   void write(const void* data, std::size_t nbytes);
   void write(std::string_view text) { write(text.data(), text.size()); }
   /// Writes at a separate place, past the buffer; does not move the end of the
@@ -61,7 +61,7 @@ void make_folder(const std::filesystem::path& folder);
 void sync_folder(const std::filesystem::path& folder);
 
 /// Replaces a file in one step: temporary file next to it, fsync, rename. A
-/// reader sees the old content or the new one, never a part.
+/// reader gets the old content or the new one, never a part.
 void write_file_atomic(
     const std::filesystem::path& path,
     std::string_view content);

@@ -63,8 +63,8 @@ inline bool abbreviates(std::string_view shorter, std::string_view longer) {
 
 /// Returns the candidate that a typing mistake may have turned into `name`: at
 /// most a third of its letters differ. Otherwise the only one that `name`
-/// abbreviates, or the other way around (`warmup` and `warmup_steps`). Empty
-/// when there is none. It serves errors such as "unknown X, did you mean Y?".
+/// abbreviates, or that abbreviates it (`warmup` and `warmup_steps`). Empty if
+/// neither is found. It serves errors such as "unknown X, did you mean Y?".
 template <class Range>
 std::string near_name(std::string_view name, const Range& candidates) {
   constexpr std::size_t kShortest = 4;  // letters that make a name

@@ -39,7 +39,7 @@ int write_all(int fd, std::string_view& text) {
   while (!text.empty()) {
     const ssize_t n = ::write(fd, text.data(), text.size());
     if (n < 0 && errno == EAGAIN) {
-      // Somebody who has the same pipe or terminal made it non-blocking.
+      // Another user of the same pipe or terminal made it non-blocking.
       pollfd watched{fd, POLLOUT, 0};
       ::poll(&watched, 1, -1);
       continue;

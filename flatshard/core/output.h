@@ -14,8 +14,8 @@ namespace flatshard {
 /// up in that file.
 void open_standard_streams();
 
-/// Where output continues when nothing reads it any more. Ignores SIGPIPE from
-/// here on. Such output is dropped without this call.
+/// Keeps output in a file once its reader is gone. Ignores SIGPIPE from here
+/// on. Such output is dropped without this call.
 ///
 /// @param log    appended to, made when it is first needed.
 /// @param claim  called by the process that starts to write there: true for the

@@ -22,7 +22,7 @@ void copy_cuda_bytes(
     at::Device device);
 void copy_cuda_bytes(std::span<const BytesCopy> copies, at::Device device);
 void count_cuda_memory_outside(at::Device device, std::int64_t nbytes);
-/// Pins pages of this process; false when the driver refuses.
+/// Pins pages of this process; false if the driver fails.
 bool pin_host_memory(void* begin, std::size_t nbytes);
 void unpin_host_memory(void* begin) noexcept;
 std::unique_ptr<StreamTimer> make_cuda_timer(at::Device device);

@@ -28,7 +28,7 @@ struct GpuFeatureRow {
   std::string_view name;
   int from;   ///< the lowest compute capability that has it
   int below;  ///< GPUs from this one on have it no more
-  /// GPUs from this one on are not known to have it: cuBLASLt is asked.
+  /// From this GPU on support is unknown: cuBLASLt is queried.
   int asked_from;
   std::string_view otherwise;  ///< what happens on other GPUs
 };

@@ -18,7 +18,7 @@ namespace {
 
 thread_local bool is_worker = false;
 
-// The first exception of a worker, and whether an owner has seen it.
+// The first exception of a worker, and whether an owner has received it.
 struct Failure {
   std::exception_ptr exception;
   std::atomic<bool> seen = false;

@@ -25,8 +25,8 @@ namespace flatshard::detail {
 namespace {
 
 // Returns the stream of all captures on one GPU: autograd runs a backward on
-// the stream of its forward, and cuBLAS keeps a workspace for each stream it
-// has seen.
+// the stream of its forward, and cuBLAS keeps a workspace for each stream that
+// it has used.
 c10::cuda::CUDAStream capture_stream(at::Device device) {
   static auto* const all = new std::
       array<std::optional<c10::cuda::CUDAStream>, C10_COMPILE_TIME_MAX_GPUS>();
@@ -75,9 +75,9 @@ struct OverwriteStack : torch::autograd::Function<OverwriteStack> {
   }
 };
 
-// The capture stream's memory also contains the words from which replays on
-// other streams draw. Work that is queued here must not be late for the first
-// of them.
+// The capture stream's memory also contains the words that replays on other
+// streams draw from. Work that is queued here must finish before the first of
+// them.
 void overwrite_stacks(at::Device device) {
   c10::cuda::device_synchronize();
   overwrite_stack();
@@ -87,9 +87,9 @@ void overwrite_stacks(at::Device device) {
   capture_stream(device).synchronize();
 }
 
-// A pool of torch's allocator. It exists as long as somebody uses it, and
-// cannot be used again after that. So more than its graphs use it, of which the
-// first may fail.
+// A pool of torch's allocator. It exists while it has users, and cannot be used
+// again after that. So it has users in addition to its graphs, because the
+// first graph may fail.
 class MemoryPool {
  public:
   explicit MemoryPool(at::Device device)

@@ -6,7 +6,7 @@
 
 namespace flatshard::detail {
 
-/// Looks at the parameters of each kernel, copy and fill of `graph`, and of
+/// Inspects the parameters of each kernel, copy and fill of `graph`, and of
 /// graphs inside it.
 /// @throws Error{cuda} when the driver is older than CUDA 12.4.
 GraphAudit audit_graph(cudaGraph_t graph, const GraphMemory& memory);

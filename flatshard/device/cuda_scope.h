@@ -6,9 +6,9 @@
 
 namespace flatshard::detail {
 
-/// Makes a GPU current while it exists, as c10's CUDAGuard does. That one asks
-/// the driver at its end whether its former GPU is in use, also when it never
-/// left. A step has thousands of these scopes.
+/// Makes a GPU current while it exists, as c10's CUDAGuard does. At its end,
+/// CUDAGuard asks the driver for the current GPU, even if it never changed. A
+/// step has thousands of these scopes.
 class CudaDeviceScope {
  public:
   /// @param device  without an index: the current one.

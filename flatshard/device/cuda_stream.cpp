@@ -122,8 +122,8 @@ class CudaEventState final : public Event::State {
     });
   }
   bool query() override {
-    // The flight recorder asks from its own thread. It must not spoil a graph
-    // that another thread captures.
+    // The flight recorder queries it on its own thread. It must not spoil a
+    // graph that another thread captures.
     const c10::cuda::CUDAStreamCaptureModeGuard not_global{
         cudaStreamCaptureModeThreadLocal};
     return with_cuda_errors("event", [&] {
@@ -233,7 +233,7 @@ make_cuda_stream(at::Device device, std::string name, StreamOptions options) {
 }
 
 std::shared_ptr<Stream> current_cuda_stream(at::Device device) {
-  // Asked for several times a unit, and nearly always the same.
+  // Called several times per unit, and nearly always for the same stream.
   thread_local std::shared_ptr<CudaStream> last;
   const auto now =
       c10::cuda::getCurrentCUDAStream(checked_device(device).index());

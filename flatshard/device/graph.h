@@ -29,7 +29,7 @@ class DeviceGraph {
   virtual const std::vector<at::Tensor>& outputs() const = 0;
   /// Queues the work on the current stream.
   virtual void replay() = 0;
-  /// Looks at the addresses that the graph's kernels have. CPU: at nothing.
+  /// Inspects the addresses in the graph's kernels. CPU: does nothing.
   /// @param declared  memory outside the pool that they may touch.
   /// @throws Error{usage} when the pool is not for audits.
   virtual GraphAudit audit(const std::vector<at::Tensor>& declared) const = 0;

@@ -47,7 +47,7 @@ std::vector<std::uint64_t> words_of(const void* data, std::size_t nbytes) {
 
 std::string
 describe_stray(const std::string& name, std::size_t index, std::uint64_t word) {
-  // Templates make names of thousands of characters.
+  // Names of templates can have thousands of characters.
   constexpr std::size_t kLongest = 160;
   std::string shown = c10::demangle(name.c_str());
   if (shown.size() > kLongest) {

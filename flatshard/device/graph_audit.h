@@ -18,7 +18,7 @@ struct GraphAudit {
   std::vector<std::string> strays;
 };
 
-/// Which memory a graph may touch, of all that an allocator gives out.
+/// The memory that a graph may touch, among all memory of an allocator.
 class GraphMemory {
  public:
   void add_managed(std::uint64_t begin, std::uint64_t nbytes);

@@ -9,7 +9,7 @@
 #include <exception>
 #include <utility>
 
-// The one place for differences of torch's versions in CUDA graphs.
+// The only place for differences between torch versions in CUDA graphs.
 namespace flatshard::detail {
 
 /// torch's graph while it is recorded. Older versions of torch need a list of

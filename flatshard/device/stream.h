@@ -15,9 +15,9 @@ struct StreamOptions {
   /// CUDA: use a stream of the high-priority pool. CPU: no effect on order or
   /// result; worker threads have no priority.
   bool high_priority = false;
-  /// Used by tests: a random delay of 0..max_delay_us microseconds goes before
-  /// each submitted task (CPU: the worker sleeps, CUDA: a spinning kernel).
-  /// Names, seeds and submission order decide the delays.
+  /// Used by tests: a random delay of 0..max_delay_us microseconds before each
+  /// submitted task (CPU: the worker sleeps, CUDA: a spinning kernel). Names,
+  /// seeds and submission order decide the delays.
   std::uint64_t delay_seed = 0;
   int max_delay_us = 0;
 };
@@ -42,7 +42,7 @@ class Event {
   /// `waiter` is the CPU compute stream, because the host runs its work.
   void wait(Stream& waiter) const;
   /// Blocks the host until the point is reached. Rethrows the first exception
-  /// of the recorded stream when that came before the point.
+  /// of the recorded stream if it was thrown before the point.
   void synchronize() const;
   /// Returns true when the point is reached; also when it was reached by an
   /// error.

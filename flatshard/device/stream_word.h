@@ -14,7 +14,7 @@ class StreamWord {
   virtual ~StreamWord() = default;
   /// Queued on the current stream, after earlier work; into a graph where that
   /// records. CPU: done on return.
-  /// @throws Error{cuda} when the driver refuses it.
+  /// @throws Error{cuda} when the driver reports an error.
   virtual void write(std::uint32_t value) = 0;
   /// Returns the value that the device has written by now; does not wait.
   virtual std::uint32_t read() const = 0;

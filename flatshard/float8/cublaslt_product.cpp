@@ -299,7 +299,7 @@ bool has_product(std::int32_t mode_a, std::int32_t mode_b, at::Device device) {
       .fast = false,
       .beta = false};
   const Call call(problem);
-  // The heuristic looks whether there are scales, and not into them.
+  // The heuristic only checks whether scales exist, not their values.
   const at::Tensor scales = at::ones({1}, at::TensorOptions(device));
   set(call.desc, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, scales.const_data_ptr());
   set(call.desc, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, scales.const_data_ptr());

@@ -78,8 +78,8 @@ void check_shape(const Side& a, const Side& b, Recipe recipe) {
       c10::str(b.data.sizes()));
 }
 
-// The table does not cover newer GPUs, so cuBLASLt is asked once and the answer
-// kept.
+// The table does not cover newer GPUs, so cuBLASLt is queried once and the
+// answer kept.
 bool cublaslt_has(Recipe recipe, at::Device device) {
   static std::mutex mutex;
   static std::map<std::pair<Recipe, at::DeviceIndex>, bool> answers;
@@ -127,8 +127,8 @@ void matmul(
       config,
       "{}; expected another recipe, or emulate = true",
       why_not_multiplied(a.recipe, out.device()));
-  // Decoded operands are bfloat16, and cuBLASLt refuses fast accumulation of
-  // anything but FP8.
+  // Decoded operands are bfloat16, and cuBLASLt supports fast accumulation only
+  // for FP8.
   const bool may_be_fast = !emulated && (a.recipe == Recipe::tensorwise ||
                                          a.recipe == Recipe::rowwise);
   Product p{

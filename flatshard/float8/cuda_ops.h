@@ -10,7 +10,7 @@
 /// blocks the host.
 namespace flatshard::float8::cuda {
 
-/// Fills one plane or both, of which one is null then.
+/// Fills one plane or both; the other one is null then.
 void quantize(
     const at::Tensor& x,
     const Quantizer& q,

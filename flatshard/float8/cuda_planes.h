@@ -13,14 +13,14 @@ namespace flatshard::float8::cuda {
 kernels::PlanePointers pointers_of(const PlaneView* view);
 
 /// Kernels that find largest magnitudes: into one zero; into a zero for each
-/// row and each column, of which one pointer may be null.
+/// row and each column, where one pointer may be null.
 struct AmaxKernels {
   std::function<void(float* all)> all;
   std::function<void(float* rows, float* columns)> rows_and_columns;
 };
 
-/// Gives tensorwise and rowwise planes the amax that they lack, from the
-/// values themselves.
+/// Sets the missing amax of tensorwise and rowwise planes, from the values
+/// themselves.
 /// @return memory to keep until the kernel that reads it is queued.
 at::Tensor find_amax(
     std::int64_t rows,

@@ -20,7 +20,7 @@ struct FlatRun {
   std::int64_t amax = 0;
   std::int64_t amax_stride = 0;
 
-  // mxfp8: where the first byte goes, and the first scale.
+  // mxfp8: the destination of the first byte, and of the first scale.
   std::int64_t data = 0;
   std::int64_t scales = 0;
 };

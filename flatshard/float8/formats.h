@@ -9,9 +9,9 @@
 #define FLATSHARD_HOST_DEVICE
 #endif
 
-/// The numbers of FP8 and of the scales that go with them, as integer
-/// arithmetic without torch: what the CPU computes with, and what CUDA kernels
-/// equal byte for byte.
+/// The arithmetic of FP8 numbers and their scales on integers,
+/// without torch: the CPU uses it, and CUDA kernels match it byte for
+/// byte.
 ///
 /// Sources: OCP 8-bit Floating Point Specification (OFP8) 1.0; OCP
 /// Microscaling Formats (MX) 1.0.
@@ -21,7 +21,7 @@ namespace flatshard::float8 {
 /// e5m2: largest 57344, least subnormal 2^-16, Inf 0x7c, NaN 0x7d to 0x7f.
 enum class Format : std::uint8_t { e4m3, e5m2 };
 
-/// How a scale that is a power of two comes from the largest magnitude.
+/// How a scale that is a power of two is computed from the largest magnitude.
 enum class Rounding : std::uint8_t {
   floor,  ///< OCP MX 1.0, 6.3: values above the format's largest saturate
   up,     ///< the least scale with which none saturates, arXiv:2506.08027

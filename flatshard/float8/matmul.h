@@ -53,7 +53,7 @@ struct MatmulOptions {
 /// deterministic algorithms it is the heuristic's first one.
 ///
 /// @param out  [m, n] float32 or bfloat16, rows contiguous.
-/// @throws Error{config} for what does not fit, by name.
+/// @throws Error{config} that names an unsupported argument.
 /// Queues on the current stream.
 void matmul(
     at::Tensor& out,

@@ -72,8 +72,8 @@ void quantize_into(
     const Quantizer& quantizer,
     const PlaneOptions& options = {});
 
-/// Returns memory for a plane of a tensor [rows, columns]: data and scales, of
-/// which nothing is written but what fills rows up.
+/// Returns memory for a plane of a tensor [rows, columns]: data and scales.
+/// Only the padding of rows is written.
 Plane empty_plane(
     std::int64_t rows,
     std::int64_t columns,

@@ -34,15 +34,15 @@ enum class ScaleKind : std::uint8_t {
   e8m0,               ///< a power of two in one byte
 };
 
-/// A recipe as data: code that depends on a recipe asks for one of these.
+/// A recipe as data: code that depends on a recipe reads one of these.
 struct RecipeTraits {
   /// Elements that share a scale, in a plane [outer, inner]. 0: as many as
   /// there are.
   std::int64_t block_outer = 0;
   std::int64_t block_inner = 0;
   ScaleKind scale = ScaleKind::largest_over_amax;
-  /// Where a weight is sharded, its scales are sharded like its elements.
-  /// false: each rank has all scales.
+  /// If a weight is sharded, its scales are sharded like its elements. false:
+  /// each rank has all scales.
   bool scales_are_sharded = false;
   /// Rows and columns of a weight, and the tokens that a matmul sums over, are
   /// multiples of it.

@@ -41,7 +41,7 @@ struct FullyShardOptions {
   /// Per parameter, by its main name: experts that are stored on a sub-mesh,
   /// rows for a row-wise optimizer. Empty: all as their unit.
   std::function<ParameterPlacement(const std::string& name)> placement_of;
-  /// Per parameter, by its main name: FP8 weights. Only asked for parameters
+  /// Per parameter, by its main name: FP8 weights. Only called for parameters
   /// that layers read through nn::WeightSource
   /// (nn::ParameterInfo::reads_planes) and that Float8Format::why_not accepts.
   /// Empty: none.

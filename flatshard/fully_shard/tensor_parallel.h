@@ -46,7 +46,7 @@ using TensorParallelPlan = std::map<std::string, nn::LinearCut>;
 /// The loss of a rank is an addend: the mean over all tokens divides each
 /// rank's mean by the number of ranks.
 ///
-/// @param root  as it is given to fully_shard.
+/// @param root  the module that is passed to fully_shard.
 /// @return      FullyShardOptions::placement_of; see placement_of_parts.
 /// @throws Error{config} naming an entry of the plan that no layer has, or a
 ///   dimension that the ranks do not divide.
@@ -62,10 +62,10 @@ std::function<ParameterPlacement(const std::string& name)> tensor_parallel(
 ///
 /// A split parameter is sharded over the other axes, and its gradient is the
 /// mean over them. A parameter that is replicated on each rank is sharded over
-/// all axes. Each rank of `axis` sees other tokens. So its gradient is the sum
+/// all axes. Each rank of `axis` reads other tokens. So its gradient is the sum
 /// over `axis` and the mean over the other axes, by the group's own reduction.
 ///
-/// @param root  as it is given to fully_shard.
+/// @param root  the module that is passed to fully_shard.
 /// @param mesh  of the model; needs an axis in addition to `axis`.
 /// @throws Error{config, usage} for a mesh without these axes.
 std::function<ParameterPlacement(const std::string& name)> placement_of_parts(

@@ -7,9 +7,9 @@
 
 namespace flatshard {
 
-/// Runs regions as if there were no runner, and keeps what they name as their
-/// constants while something is recorded: a table may be replaced by a longer
-/// one later, and what was recorded reads the first.
+/// Runs regions as if there were no runner, and keeps their declared constants
+/// while something is recorded: a table may be replaced by a longer one later,
+/// and the recording reads the first.
 class KeptConstants : public nn::RegionRunner {
  public:
   /// Forgets what was kept before.

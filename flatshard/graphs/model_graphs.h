@@ -9,7 +9,7 @@ namespace flatshard {
 
 class Runtime;
 
-/// The graphs of a model, if GraphOptions ask for any: `Runtime::graphs()`.
+/// The graphs of a model, if GraphOptions request any: `Runtime::graphs()`.
 class ModelGraphs {
  public:
   /// @param runtime  outlives this.
@@ -39,7 +39,7 @@ class ModelGraphs {
 };
 
 /// Once, before the first step of a Runtime: it gets the graphs that its
-/// GraphOptions ask for, possibly none.
+/// GraphOptions request, possibly none.
 /// @throws Error{config} that names an option that is incompatible with graphs.
 void add_graphs(const std::shared_ptr<Runtime>& runtime);
 

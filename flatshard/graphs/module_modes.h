@@ -9,7 +9,7 @@ namespace flatshard {
 /// train() or eval() of each of `modules`.
 std::vector<bool> modes_of(const std::vector<nn::Module*>& modules);
 
-/// Each forward asks for it, so it allocates no memory.
+/// Called in each forward, so it allocates no memory.
 bool has_modes(
     const std::vector<nn::Module*>& modules,
     const std::vector<bool>& modes);

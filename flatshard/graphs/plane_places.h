@@ -11,9 +11,9 @@ namespace flatshard {
 
 class UnitCalls;
 
-/// Where the FP8 planes of a unit are in every step: what layers get whose
-/// kernels are recorded in a graph, and which of it they read. A replay asks
-/// for the same and compares addresses.
+/// The fixed places of a unit's FP8 planes: what layers get when their kernels
+/// are recorded in a graph, and which planes they read. A replay requests the
+/// same and compares addresses.
 class PlanePlaces : public nn::WeightSource {
  public:
   /// @param slots  of the steps that were watched.

@@ -181,7 +181,7 @@ void RegionGraph::capture_forward(
   forward_ = pool.capture([this] { return run_forward(); }, owner_.generators);
   outputs_ = forward_->outputs();
   for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    // A program in another language may ask for the gradient of any output.
+    // A program in another language may request the gradient of any output.
     FLATSHARD_CHECK(
         outputs_[i].is_floating_point() ||
             (owner_.module != nullptr && is_constant_[i]),

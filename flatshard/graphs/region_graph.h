@@ -24,7 +24,7 @@ class Runtime;
 struct RegionOwner {
   /// Null: a program in another language, without recomputed regions.
   nn::Module* module = nullptr;
-  /// The contexts of the layers that may ask for a WgradSink.
+  /// The contexts of the layers that may request a WgradSink.
   std::vector<nn::ModuleContextPtr> contexts;
   /// The generators of these layers in addition to the default ones.
   std::vector<at::Generator> generators;
@@ -68,8 +68,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     std::shared_ptr<RegionGraph> region;
     std::size_t input = 0;
   };
-  /// Misses. Another capture fixes the first two, because it copies what came
-  /// from elsewhere.
+  /// Misses. Another capture fixes the first two, because it copies inputs from
+  /// elsewhere.
   static constexpr const char* kOtherInput = "an input comes from elsewhere";
   static constexpr const char* kOtherGradient =
       "the gradient of an output comes from elsewhere";
@@ -120,12 +120,12 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   GraphAudit audit(const TargetSink& targets) const;
   bool captured() const { return captured_; }
   std::size_t num_outputs() const { return outputs_.size(); }
-  /// Gives the memory back. A backward that comes later is an error.
+  /// Frees the memory. A later backward is an error.
   void drop();
 
   /// Returns why a call with `inputs` cannot be a replay; null: it can.
   const char* miss(const nn::TensorList& inputs);
-  /// Queues the forward on the current stream. After `miss` gave null.
+  /// Queues the forward on the current stream. Only after `miss` returned null.
   nn::TensorList replay(const nn::TensorList& inputs);
 
  private:
@@ -192,7 +192,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   };
   std::vector<Written> written_;
 
-  /// Inputs that came from elsewhere once, by number.
+  /// Inputs that once had memory from elsewhere, by number.
   std::set<std::size_t> copied_inputs_;
   std::set<std::size_t> copied_grads_;
 

@@ -228,7 +228,7 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
       name_);
   const std::shared_ptr<nn::WgradSink> sink = runtime_.lock();
   FLATSHARD_CHECK(sink != nullptr, usage, "{}: its Runtime is gone", name_);
-  // The slot comes first: waits for its former users stand in front of the
+  // The slot is first, because waits for its former users are queued before the
   // launch.
   std::vector<std::optional<nn::WgradTarget>> targets;
   for (const Written& w : written_) {

@@ -23,7 +23,7 @@ namespace flatshard {
 class Runtime;
 struct RuntimeOptions;
 
-/// @throws Error{config} for options that graphs do not go with, by name.
+/// @throws Error{config} that names an option incompatible with graphs.
 void check_graph_options(
     const RuntimeOptions& options,
     at::Device device,
@@ -33,7 +33,7 @@ void check_graph_options(
 ///
 /// The first steps run eagerly and are watched: which regions run, on what
 /// inputs, and the places of the unit's weights and gradients. Then all are
-/// captured at once, between two steps, and replayed from there on. Capture
+/// captured at once, between two steps, and replayed from then on. Capture
 /// executes nothing, so weights need not be unsharded: parameters point at the
 /// places that the plan of slots has for them.
 class RegionGraphs : public nn::RegionRunner,
@@ -54,14 +54,14 @@ class RegionGraphs : public nn::RegionRunner,
   /// in gradient mode starts another step, and captures when enough was seen.
   /// @param at_rest  no slot is in use and no backward is open.
   void root_forward_begins(bool weights_changed, bool at_rest) override;
-  /// Steps have several microbatches under way at once, each with separate
-  /// graphs, until the returned handle is gone; otherwise all have the same.
-  /// Drops all graphs, then and now.
-  /// @throws Error{config} for graphs that do not go with it, by name.
+  /// Steps have several microbatches in flight at once, each with separate
+  /// graphs, until the returned handle is destroyed; otherwise all share the
+  /// same graphs. Drops all graphs, then and now.
+  /// @throws Error{config} that names a kind of graph that does not support it.
   std::shared_ptr<void> interleave_microbatches();
   /// The microbatch whose regions run next; 0 unless they interleave.
   void set_microbatch(int microbatch) { microbatch_ = microbatch; }
-  /// Drops all graphs and learns again.
+  /// Drops all graphs and watches steps again.
   void reset();
   GraphStats stats() const;
 
@@ -73,7 +73,7 @@ class RegionGraphs : public nn::RegionRunner,
       const nn::RegionOptions& options) override;
 
   // Units without an nn::Module: the forward of each is one region, "block",
-  // and its caller asks here first.
+  // and its caller calls this first.
 
   struct UnitForward {
     UnitId unit = kNoUnit;
@@ -84,8 +84,8 @@ class RegionGraphs : public nn::RegionRunner,
     nn::TensorList constants;  ///< as in nn::RegionOptions
     /// Why it cannot be part of a graph now; empty: it can.
     std::string obstacle;
-    /// Its difference from the last watched forward of this unit, apart from
-    /// its inputs' shapes; empty: none.
+    /// The difference from the last watched forward of this unit, except its
+    /// inputs' shapes; empty: none.
     std::string difference;
   };
   struct UnitOutcome {
@@ -174,7 +174,7 @@ class RegionGraphs : public nn::RegionRunner,
       const UnitSlots& slots,
       bool in_backward);
   /// A recording, while the unit's parameters point at where they will be in a
-  /// forward or in a backward. Eager for good when it fails.
+  /// forward or in a backward. Permanently eager if it fails.
   void attempt(
       const StepWatch::Run& run,
       bool in_backward,

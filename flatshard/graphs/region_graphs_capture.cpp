@@ -13,7 +13,7 @@
 namespace flatshard {
 namespace {
 
-// Where ranks share layers, these exchange activations.
+// Ranks that share layers exchange activations.
 bool have_collectives(const Mesh& mesh) {
   return std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) {
     return axis.role == AxisRole::model && axis.size > 1;

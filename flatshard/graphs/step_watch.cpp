@@ -62,7 +62,7 @@ void StepWatch::forward_ended(
     const nn::TensorList& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (outputs[i].grad_fn()) {
-      // Its gradient comes just before the region's backward.
+      // The gradient arrives just before the region's backward.
       outputs[i].register_hook(std::function<void(at::Tensor)>(
           [weak = weak_from_this(), graph](const at::Tensor&) {
             const auto self = weak.lock();

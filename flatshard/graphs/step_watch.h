@@ -24,25 +24,25 @@ class StepWatch : public std::enable_shared_from_this<StepWatch> {
   struct Run {
     std::shared_ptr<RegionGraph> graph;
     bool backward = false;
-    /// Where microbatches interleave: the unit's slots when it ran. Null: the
+    /// For interleaved microbatches: the unit's slots when it ran. Null: the
     /// step's slots.
     std::shared_ptr<UnitSlots> slots;
   };
   using CurrentSlots =
       std::function<std::shared_ptr<UnitSlots>(const Unit& unit)>;
 
-  /// Asked for each run from now on.
+  /// Called for each run from now on.
   void set_current_slots(CurrentSlots slots) {
     current_slots_ = std::move(slots);
   }
 
-  /// A forward of the region starts: `graph` learns `call`.
+  /// A forward of the region starts: `graph` records `call`.
   /// @param call  without its inputs, because they are found here.
   void forward_begins(
       const std::shared_ptr<RegionGraph>& graph,
       RegionGraph::Call call,
       const nn::TensorList& inputs);
-  /// And ends. Backwards through `outputs` are seen until `stop`.
+  /// And ends. Backwards through `outputs` are watched until `stop`.
   void forward_ended(
       const std::shared_ptr<RegionGraph>& graph,
       const nn::TensorList& inputs,

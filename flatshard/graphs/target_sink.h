@@ -13,7 +13,7 @@ class TargetSink final : public nn::WgradSink {
  public:
   void add(const at::Tensor& parameter, nn::WgradTarget target);
   bool written(const at::Tensor& parameter) const;
-  /// Returns where its gradient goes; undefined: nowhere.
+  /// Returns the destination of its gradient; undefined: it has none.
   at::Tensor place(const at::Tensor& parameter) const;
   /// Adds later gradients of `parameter` to the existing one.
   std::optional<nn::WgradTarget> begin_wgrad(

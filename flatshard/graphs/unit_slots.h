@@ -11,8 +11,8 @@
 
 namespace flatshard {
 
-/// Where the slots of one unit were in the step that runs: where the plan has
-/// them in every step.
+/// The slots of one unit in the step that runs, at the same places as in the
+/// plan of every step.
 class UnitSlots {
  public:
   /// @param unit  outlives this.

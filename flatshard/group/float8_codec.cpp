@@ -90,7 +90,7 @@ void Float8Codec::encode_piece(
                            .view({rows, columns});
   float8::Quantizer quantizer = format().quantizer();
   float8::PlaneOptions options{.axis = axis, .transpose = false};
-  // Where the piece of a tensor of the plane's layout goes.
+  // Returns the destination of a tensor in the plane's layout.
   const auto place = [&](std::int64_t tensor, at::ScalarType dtype) {
     const Piece at = plane.shard.local_pieces(tensor).at(0);
     return to.narrow(0, at.local_offset - to_begin, at.numel).view(dtype);

@@ -59,9 +59,9 @@ class Float8Codec : public Codec {
       PartId part,
       std::int64_t parameter,
       const at::Tensor& slot) const override;
-  /// Returns the largest magnitudes that scales come from, or with sharded
-  /// scales the rows themselves. Null where scales need more than this rank's
-  /// rows (rowwise with stored columns), or where no rows are stored.
+  /// Returns the largest magnitudes that scales are computed from, or with
+  /// sharded scales the rows themselves. Null where scales need more than this
+  /// rank's rows (rowwise with stored columns), or where no rows are stored.
   /// @param main  float32, on the device of the planes.
   const Float8Outputs* outputs(
       const FlatBuffer& main,

@@ -27,8 +27,8 @@ struct Float8Format {
   /// (UnitSpec::part_nbytes), at the cost of padding for each.
   GatherParts gather_parts = GatherParts::recomputed;
 
-  /// Where the GPU does not multiply the recipe: decode and multiply in
-  /// bfloat16. CPUs do that in any case.
+  /// If the GPU does not support the recipe: dequantize and multiply in
+  /// bfloat16. CPUs always do that.
   bool emulate = false;
 
   float8::Quantizer quantizer() const {
@@ -49,7 +49,7 @@ struct Float8Format {
 
   // Needs of a group's layout.
 
-  /// To which part each of `num_parameters` parameters belongs.
+  /// Returns the part of each of `num_parameters` parameters.
   std::vector<std::int64_t> parts_of(std::int64_t num_parameters) const;
   /// Returns the alignment of a layout's tensors and shards, in elements;
   /// `least` or more.

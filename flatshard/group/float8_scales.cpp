@@ -13,7 +13,7 @@ namespace {
 
 using float8::Axis;
 
-// In one pass; NaN where there is one.
+// In one pass. NaN if any value is NaN.
 at::Tensor largest_magnitude(const at::Tensor& x, std::int64_t dim) {
   return at::linalg_vector_norm(
       x,
@@ -108,7 +108,7 @@ bool Float8Scales::is_finite(std::int64_t i) const {
   return of(Axis::row, i).isfinite().all().item<bool>();
 }
 
-// Only this rank's rows count, and the amax of others' rows stays 0.
+// Only this rank's rows count. The amax of other ranks' rows stays 0.
 void Float8Scales::find_amax(const FlatBuffer& main) const {
   for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
     const std::int64_t columns = context_.plan.layout->spec(i).shape[1];

@@ -35,8 +35,8 @@ class Float8Scales {
   at::Tensor of(float8::Axis axis, std::int64_t i) const {
     return view(scales_, axis, i);
   }
-  /// Returns the largest magnitudes that they come from, from `update` to
-  /// `forget_amax`.
+  /// Returns the largest magnitudes that they are computed from, between
+  /// `update` and `forget_amax`.
   at::Tensor amax(float8::Axis axis, std::int64_t i) const {
     return view(amax_, axis, i);
   }
@@ -44,7 +44,7 @@ class Float8Scales {
 
   /// Makes the communicator that `update` needs. On the host.
   void plan() { group_of_amax(context_.strategy.optimizer); }
-  /// Makes them of new main weights. Collective; on the current stream.
+  /// Computes them from new main weights. Collective; on the current stream.
   /// @param amax  like empty_amax: this rank's largest magnitudes. Undefined:
   ///   they are found in `main`.
   void update(const FlatBuffer& main, at::Tensor amax);

@@ -16,7 +16,7 @@ class GatherProgress {
   /// Work that `stream` has queued changes the weights.
   /// @param float8_begun  it makes WeightPlanes::float8_outputs() as well.
   void advance(Stream& stream, bool float8_begun);
-  /// Later work of `stream` sees what the last change wrote.
+  /// Later work of `stream` reads what the last change wrote.
   void wait(Stream& stream) const { written_.wait(stream); }
 
   struct Step {

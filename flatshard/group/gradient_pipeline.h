@@ -134,8 +134,8 @@ class GradientPipeline {
   /// axes.
   bool has_unreduced() const { return local_.is_filled || inner_.is_filled; }
 
-  /// Drops all gradients and gives their memory back. The current stream has
-  /// waited for the reductions (it has at the end of a backward).
+  /// Drops all gradients and frees their memory. The current stream has waited
+  /// for the reductions (it has at the end of a backward).
   void zero();
   /// Multiplies gradients (reduced and not) by `factor`. On the current stream.
   void scale(double factor);
@@ -151,7 +151,7 @@ class GradientPipeline {
   /// The results of a step.
   struct Contents {
     /// The memory of local, inner and reduced, and of reduced before it was
-    /// widened; undefined where there is none.
+    /// widened; undefined if not allocated.
     std::array<at::Tensor, 4> tensors;
     bool local_is_filled = false;
     bool inner_is_filled = false;
@@ -172,7 +172,7 @@ class GradientPipeline {
   Bytes nbytes() const;
 
  private:
-  /// Where gradients of microbatches add up on the way.
+  /// The buffers where gradients of microbatches are summed.
   struct Sum {
     FlatBuffer buffer;
     bool is_filled = false;

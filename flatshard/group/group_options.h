@@ -105,8 +105,8 @@ struct GroupContext {
   }
 };
 
-/// Returns the shape of a group as numbers, from which its layout, planes and
-/// storage follow. Communicates nothing and allocates nothing.
+/// Returns the shape of a group as numbers. They determine its layout, planes
+/// and storage. Communicates nothing and allocates nothing.
 /// @param context  everything but `plan`.
 GroupShape shape_of(const GroupContext& context);
 

@@ -44,7 +44,7 @@ struct GroupParameter {
   /// Ranks outside the model's mesh with the same part:
   /// ParamGroup::set_part.
   Replicas outside;
-  /// The one that modules compute with; may be on meta. make_unit_contents
+  /// The tensor that modules compute with; may be on meta. make_unit_contents
   /// moves it into the unit. Its strides belong to `shape` in some order of
   /// dimensions: a tensor that is split along a dimension other than its first
   /// is stored with that dimension first.

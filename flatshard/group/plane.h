@@ -31,13 +31,13 @@ struct Plane : PlaneShape {
 /// Returns the planes of a group's plan, without memory.
 std::vector<Plane> planes_of(const GroupContext& context);
 
-/// How the planes of one group come from its main weights. One codec makes all
-/// of them, since they may share scales. StoragePlan::encodes decides when.
+/// Computes the planes of one group from its main weights. One codec computes
+/// all of them, since they may share scales. StoragePlan::encodes decides when.
 class Codec {
  public:
   virtual ~Codec() = default;
 
-  /// Makes the communicators that `begin` needs and the mesh has not.
+  /// Creates the communicators that `begin` needs and the mesh lacks.
   /// Collective where there are any; on the host.
   virtual void plan() {}
   /// Finds what the planes of new main weights share. Collective; on the
@@ -111,7 +111,7 @@ class CastCodec : public Codec {
   const GroupContext& context_;
 };
 
-/// Returns the codec that the group's options ask for.
+/// Returns the codec for the group's options.
 std::unique_ptr<Codec> make_codec(const GroupContext& context);
 
 }  // namespace flatshard

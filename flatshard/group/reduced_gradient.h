@@ -52,7 +52,7 @@ class ReducedGradient {
   void scale(double factor);
 
   /// For graphs of steps: its memory, and its memory before it was widened;
-  /// undefined where there is none.
+  /// undefined if not allocated.
   struct Contents {
     at::Tensor reduced, in_reduce_dtype;
     bool exists = false;

@@ -31,8 +31,8 @@ namespace flatshard {
 /// |               |             |           | again by the next all-gather   |
 /// |               |             |           | or started by the update       |
 ///
-/// All planes but main are made of it by a Codec. When main and compute have
-/// one dtype they share memory, as they do in a frozen group. With
+/// All planes except main are computed from it by a Codec. If main and compute
+/// have one dtype they share memory, as they do in a frozen group. With
 /// ParamGroupOptions::offload main (a frozen group's too, in compute's dtype)
 /// is in host memory and shares none. Without ParamGroupOptions::has_weights
 /// main is on the meta device, and there are no planes.
@@ -59,10 +59,10 @@ class WeightPlanes {
   /// stored.
   const FlatBuffer& compute() const { return planes_[kComputePlane].resting; }
   /// [shard] the slice of the compute weights that belongs to `main`. The
-  /// optimizer may write it together with main. Undefined when main is that
-  /// slice or when there is none.
+  /// optimizer may write it together with main. Undefined if main is that
+  /// slice, or if no such slice is stored.
   at::Tensor compute_shard() const;
-  /// Returns null when there is none.
+  /// Returns null if the group has no post-forward shard.
   const PostForwardShard* post_forward() const { return post_forward_.get(); }
   /// Returns the outputs that the optimizer may write in its pass over main:
   /// see Codec::outputs. Null: nothing.
@@ -130,7 +130,7 @@ class WeightPlanes {
   /// If another writer changed main (in place, through a tensor operation),
   /// encodes the other planes again and returns true. On the current stream.
   bool adopt_foreign_writes();
-  /// Called when somebody else wrote main in a way that no tensor's version
+  /// Called after other code wrote main in a way that no tensor's version
   /// shows.
   void mark_foreign_write() { seen_ = main_.local()._version() - 1; }
 

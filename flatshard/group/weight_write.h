@@ -19,7 +19,7 @@ namespace flatshard {
 /// Collective where ranks read each other's weights (copy gathers).
 class WeightWrite {
  public:
-  /// The one that brings the compute weights up to date.
+  /// Selects the code that brings the compute weights up to date.
   enum class Cast {
     /// `end` casts main, on the stream of the write. FP8 planes are encoded by
     /// the next all-gather.

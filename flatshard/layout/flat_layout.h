@@ -36,7 +36,7 @@ struct Segment {
   std::int64_t offset = 0;
   std::int64_t numel = 0;
   std::int64_t shard_numel = 0;
-  /// Where this segment's part starts in the local buffer of one shard. The
+  /// The start of this segment's part in the local buffer of one shard. The
   /// buffer concatenates that shard's parts of all segments.
   std::int64_t local_offset = 0;
 };
@@ -64,8 +64,8 @@ struct Piece {
   bool operator==(const Piece&) const = default;
 };
 
-/// Where each tensor of a group is in one flat index space, each shard's range,
-/// and the amount of padding. Integers only, immutable.
+/// The place of each tensor of a group in one flat index space, each shard's
+/// range, and the amount of padding. Integers only, immutable.
 ///
 /// Every tensor is contiguous in the flat space. It starts at a multiple of its
 /// granule g from the segment's start, where g = lcm(elements of one granule,
@@ -155,7 +155,7 @@ class FlatLayout {
     std::int64_t granule = 1;
     std::int64_t segment = 0;
   };
-  /// The tensors of a segment in the order in which they are packed.
+  /// The tensors of a segment in packing order.
   struct Bundle {
     bool whole_tensors = false;
     bool one_chunked = false;  ///< one tensor of granularity `chunk`

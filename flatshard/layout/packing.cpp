@@ -167,7 +167,7 @@ std::int64_t FlatLayout::pack_whole(const Bundle& bundle) {
       largest_first.begin(),
       largest_first.end(),
       [&](auto a, auto b) { return places_[a].numel > places_[b].numel; });
-  // More shards than tensors: the rest stays empty, so no need to look at it.
+  // More shards than tensors: the rest stays empty and is skipped.
   const std::int64_t num_used = std::min<std::int64_t>(
       num_shards_,
       static_cast<std::int64_t>(tensors.size()));

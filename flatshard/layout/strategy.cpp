@@ -80,7 +80,7 @@ void check_kinds(const Strategy& strategy, const NamedList& list) {
   }
 }
 
-/// Where `from` is sharded, `to` must be sharded as well.
+/// If `from` is sharded, `to` must be sharded as well.
 void check_implies(
     const Strategy& strategy,
     const NamedList& from,

@@ -51,9 +51,9 @@ struct Strategy {
 
   /// Checks that the lists fit together, and names the list and axis that do
   /// not. There is one entry per axis. The optimizer and the parameter are
-  /// never Partial, the gradient never Replicate. An axis on which the
-  /// parameter is sharded has the gradient sharded too, and one with a sharded
-  /// gradient the optimizer. The sharded axes of each list are the innermost
+  /// never Partial, the gradient never Replicate. If an axis shards the
+  /// parameter, it also shards the gradient. If it shards the gradient, it also
+  /// shards the optimizer. The sharded axes of each list are the innermost
   /// ones.
   /// @throws Error{config}
   void validate() const;

@@ -38,7 +38,7 @@ class SliceBoxes {
       boxes_.push_back(std::move(box));
       return;
     }
-    // Where a later dimension is split into ranges, this visits one index at a
+    // If a later dimension is split into ranges, this visits one index at a
     // time. The elements of a box are contiguous.
     const bool one_by_one = dim < walked_;
     std::int64_t at = local.start[dim];

@@ -101,7 +101,7 @@ class Mesh : public MeshCoordinates {
   /// @throws Error{config} unless `size` divides the axis' size.
   Communicator& neighbours(int axis, std::int64_t size, Purpose purpose);
   /// Returns all groups for `purpose` that were made so far, also over axes
-  /// that this mesh has not: what work for that purpose may use. Empty on GPUs,
+  /// that this mesh lacks: what work for that purpose may use. Empty on GPUs,
   /// where queue_collectives has nothing to do.
   std::vector<Communicator*> communicators(Purpose purpose) const;
   /// Returns the group over all axes.
@@ -116,9 +116,9 @@ class Mesh : public MeshCoordinates {
   /// @throws Error{config} for a mesh without such an axis.
   std::shared_ptr<Mesh> data_mesh() const;
 
-  /// This mesh, where what goes over a group's axes for its purpose goes
-  /// through the communicator that is given for it: over the same ranks in the
-  /// same order. All else is shared, also with further sub-meshes. Collective.
+  /// This mesh with another communicator for each given group and purpose: over
+  /// the same ranks in the same order. All else is shared, also with further
+  /// sub-meshes. Collective.
   std::shared_ptr<Mesh> with_communicators(std::vector<MeshGroup> groups) const;
 
   /// Same axes of the same mesh.

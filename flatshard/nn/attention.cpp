@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 
 bool cudnn_takes(const at::Tensor& q) {
   const at::ScalarType dtype = q.scalar_type();
-  // Its backward adds in the order in which blocks end.
+  // Its backward adds in the order that blocks finish.
   return !at::globalContext().deterministicAlgorithms() && q.is_cuda() &&
          (dtype == at::kBFloat16 || dtype == at::kHalf) && q.size(-1) <= 128 &&
          q.size(-1) % 8 == 0 && q.size(1) > 1 &&

@@ -50,9 +50,9 @@ at::Tensor flash_attention(
 /// Returns the factor of scores; unset: the kernels' own, 1 / sqrt(head_dim).
 std::optional<double> own_scale(const AttentionArgs& args);
 
-/// Returns softmax(scores, -1), to whose sums a sink of each head adds.
+/// Returns softmax(scores, -1) with a sink of each head added to the sums.
 /// @param scores  [..., heads, queries, keys] float
-/// @param sinks   [heads] or [heads * queries], or undefined: there are none
+/// @param sinks   [heads] or [heads * queries]; undefined: no sinks
 at::Tensor softmax_with_sinks(
     const at::Tensor& scores,
     const at::Tensor& sinks);

@@ -2,8 +2,8 @@
 
 namespace flatshard::nn {
 
-// The constants of GateActivation::clamped_silu, with which the CPU, kernels
-// and configurations agree.
+// The constants of GateActivation::clamped_silu, shared by the CPU, kernels and
+// configurations.
 constexpr double kClampedSiluFactor = 1.702;
 constexpr double kClampedSiluLimit = 7.0;
 

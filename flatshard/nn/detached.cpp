@@ -11,7 +11,7 @@
 
 namespace flatshard::nn {
 
-// The identity, at which the autograd graph ends.
+// The identity. The autograd graph ends at it.
 struct DetachedNode::CutFunction : torch::autograd::Function<CutFunction> {
   // An output needs a gradient because `start` does.
   static at::Tensor forward(

@@ -34,8 +34,8 @@ class DetachedNode {
   /// Once for each forward; the graph is gone then, also after an exception.
   /// @param gradients  one entry per output; undefined where there is none.
   /// @return  one entry per input; undefined where there is none.
-  /// @throws Error{usage} without a forward, or for another number of
-  ///   gradients.
+  /// @throws Error{usage} without a forward, or if the number of gradients
+  ///   differs.
   TensorList backward(const TensorList& gradients);
 
   bool has_graph() const { return has_graph_; }

@@ -80,7 +80,7 @@ at::Tensor lengths_of_tokens(const Documents& documents);
 /// for each row, and the work of full rows, in plain operations with soft caps
 /// or sinks. On CPUs: one document after the other.
 /// @throws Error{config} naming `plain` for soft caps on a GPU, and for sinks
-/// where FlashAttention does not fit.
+/// that FlashAttention does not support.
 at::Tensor document_attention(
     const at::Tensor& q,
     const at::Tensor& k,

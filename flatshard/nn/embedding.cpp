@@ -59,8 +59,8 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   }
 };
 
-// Rows that are one part of a table: tokens of other parts give zeros, and no
-// gradient. One more row stands for them, so that they need no mask.
+// Rows that are one part of a table: tokens of other parts return zeros and get
+// no gradient. They map to one extra row, so that no mask is needed.
 struct PartEmbeddingFunction
     : torch::autograd::Function<PartEmbeddingFunction> {
   static at::Tensor forward(

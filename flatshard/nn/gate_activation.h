@@ -2,7 +2,7 @@
 
 namespace flatshard::nn {
 
-/// The function that the gate of a feed-forward part goes through.
+/// The activation function of the gate of a feed-forward part.
 enum class GateActivation {
   silu,       ///< SwiGLU
   gelu_tanh,  ///< GeGLU, with the tanh approximation of GELU

@@ -9,8 +9,8 @@
 
 namespace flatshard::nn {
 
-/// Owns one hook: the hook goes away with the handle, or at `remove()`.
-/// `keep()` gives the hook to the module for good. May outlive the module.
+/// Owns one hook: it is removed with the handle, or by `remove()`. `keep()`
+/// leaves the hook in the module permanently. May outlive the module.
 class [[nodiscard]] HookHandle {
  public:
   HookHandle() = default;

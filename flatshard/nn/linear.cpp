@@ -114,7 +114,7 @@ at::Tensor run_linear(
     const Adapter* adapter,
     const TensorParallelPtr& sums_over = nullptr) {
   check_linear_input(x, weight);
-  // Undefined tensors go as empty optionals: a Function refuses them otherwise.
+  // Undefined tensors become empty optionals, because a Function rejects them.
   return LinearFunction::apply(
       x,
       weight,

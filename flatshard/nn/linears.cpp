@@ -100,7 +100,7 @@ struct LinearsFunction : torch::autograd::Function<LinearsFunction> {
     std::vector<std::optional<MatmulRows>> g(grads.size());
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (grads[i].defined()) {
-        // Before the gradient is given up.
+        // Before the gradient is freed.
         if (has_biases && ctx->needs_input_grad(first_bias + i)) {
           out[first_bias + i] = deliver_bias_grad(
               contexts[i],

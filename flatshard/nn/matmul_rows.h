@@ -12,14 +12,14 @@ namespace flatshard::nn {
 
 /// The common operand of several matmuls of one node, in addition to their
 /// weights: activations, or their gradient. A plane that is quantized for one
-/// matmul serves the others.
+/// matmul is reused by all others.
 class MatmulRows {
  public:
   enum class Kind { activation, gradient };
 
   /// @param rows  [rows, n]
-  /// @param both  row() and column() will be asked for: one reading makes both,
-  ///   and a gradient's values are given up then.
+  /// @param both  row() and column() will be called: one pass computes both
+  ///   and then frees the values of a gradient.
   /// @param amax  [] float32, the largest magnitude when it is known.
   explicit MatmulRows(
       at::Tensor rows,

@@ -146,8 +146,8 @@ void set_parameter_data(at::Tensor parameter, const at::Tensor& data) {
       c10::str(parameter.sizes()),
       c10::str(data.sizes()));
   if (parameter.is_meta() && !data.is_meta()) {
-    // set_data refuses a change of tensor type from meta, though its own work
-    // is this same shallow copy. The set_data below then drops a gradient
+    // set_data does not allow a change of tensor type from meta, though its own
+    // work is this same shallow copy. The set_data below then drops a gradient
     // accumulator that was made for the meta device.
     parameter.unsafeGetTensorImpl()->shallow_copy_from(
         data.detach().getIntrusivePtr());

@@ -30,7 +30,7 @@ struct NormRows {
   at::Tensor rstd;
 };
 
-// Where all layers multiply in FP8, what they read is made as FP8.
+// If all layers multiply in FP8, their input is computed as FP8.
 NormRows norm_rows(
     const at::Tensor& x,
     const at::Tensor& delta,
@@ -135,7 +135,7 @@ struct NormLinearsFunction : torch::autograd::Function<NormLinearsFunction> {
       if (grads[i].defined()) {
         const bool wants = ctx->needs_input_grad(norm_edge + i);
         wants_weights |= wants || adapters.wants_input(i - 1);
-        // Before the gradient is given up.
+        // Before the gradient is freed.
         if (has_biases && ctx->needs_input_grad(norm_edge + num_weights + i)) {
           out[2 + num_weights + i] = deliver_bias_grad(
               contexts[i],

@@ -23,7 +23,7 @@ class ParameterMismatch : public Error {
   at::Tensor parameter_;
 };
 
-/// @throws ParameterMismatch with the way out, always.
+/// @throws ParameterMismatch always, with the remedy.
 /// @param name  of the parameter, in `module`.
 [[noreturn]] void refuse_without_memory(
     const std::string& name,

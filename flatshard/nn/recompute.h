@@ -33,7 +33,7 @@ TensorList checkpoint(
     RecomputeOptions options = {});
 
 /// Returns whether this thread is in the first run of a checkpointed part:
-/// without gradient mode, but a backward is to come.
+/// without gradient mode, but a backward will follow.
 bool in_checkpointed_forward();
 
 /// Returns the same for one tensor in and one out.

@@ -227,7 +227,7 @@ std::pair<at::Tensor, at::Tensor> RopeTable::get(
     frequencies_ = frequencies;
     last_ = {};
   }
-  // Every block of every microbatch asks for the same.
+  // Every block of every microbatch requests the same.
   if (!last_.first.defined() || last_.first.size(0) != seq_len) {
     const at::NoGradGuard no_grad;
     last_ = {cos_.narrow(0, 0, seq_len), sin_.narrow(0, 0, seq_len)};

@@ -27,8 +27,8 @@ struct RopeScaling {
   double high_freq_factor = 4.0;  ///< of llama3
   /// The length of the pretraining; nothing to linear.
   std::int64_t original_max_positions = 8192;
-  /// Turns within the original positions from which on yarn keeps a rotation,
-  /// and up to which it slows one down by `factor`.
+  /// Turns within the original positions: from beta_fast on yarn keeps a
+  /// rotation, up to beta_slow it slows it down by `factor`.
   double beta_fast = 32.0;
   double beta_slow = 1.0;
   bool truncate = true;  ///< yarn rounds these bounds to full turns

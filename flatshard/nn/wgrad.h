@@ -14,7 +14,7 @@ namespace flatshard::nn {
 
 class Module;
 
-/// Where a layer writes a weight gradient.
+/// The destination of a weight gradient.
 struct WgradTarget {
   at::Tensor grad;  ///< the parameter's shape; its dtype may be another one
   bool accumulate = false;  ///< true: add (beta 1); false: overwrite (beta 0)
@@ -36,13 +36,13 @@ class WgradSink {
   /// undefined one. Layers do not call this for frozen parameters.
   virtual std::optional<WgradTarget> begin_wgrad(
       const at::Tensor& parameter) = 0;
-  /// The write was queued on the current stream. One call for each
-  /// begin_wgrad that gave a target, unless the layer threw in between.
+  /// The write was queued on the current stream. Called once for each
+  /// begin_wgrad that returned a target, unless the layer threw in between.
   virtual void end_wgrad(const at::Tensor& parameter) = 0;
-  /// Returns whether the gradient of `parameter` should come after the
-  /// gradients of inputs. Layers that can put it off ask this in backward
-  /// instead of begin_wgrad. When it is true, they hand the gradient over by
-  /// `defer` and return an undefined one.
+  /// Returns whether the gradient of `parameter` should be delayed until after
+  /// the gradients of inputs. Layers that support the delay call this in
+  /// backward instead of begin_wgrad. If it is true, they hand the gradient
+  /// over by `defer` and return an undefined one.
   virtual bool defers(const at::Tensor& /*parameter*/) { return false; }
   /// Keeps `write` until that time.
   virtual void defer(const at::Tensor& /*parameter*/, LateWgrad /*write*/) {

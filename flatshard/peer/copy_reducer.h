@@ -20,7 +20,7 @@ namespace flatshard {
 /// A separate stream copies piece k + 1 while the caller's sums piece k. One
 /// fence per piece, after its copies and after the sum of the piece before, is
 /// then enough: a rank past the fence of piece k has summed piece k - 1, so its
-/// half is free for piece k + 1. All calls of a rank come from one stream.
+/// half is free for piece k + 1. All calls of a rank are on one stream.
 class CopyReducer {
  public:
   /// Collective.

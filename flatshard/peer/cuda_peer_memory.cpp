@@ -19,7 +19,7 @@
 namespace flatshard::detail {
 namespace {
 
-// A handle stands for the driver's entire block around the memory. The block is
+// A handle refers to the driver's entire block around the memory. The block is
 // the memory itself when it fills its pages.
 constexpr std::int64_t kPageNbytes = std::int64_t{2} << 20;
 
@@ -102,7 +102,7 @@ class IpcMemory : public PeerMemory {
     return true;
   }
 
-  // Returns what went wrong, or nothing.
+  // Returns the error, or an empty text.
   std::string map(const IpcHandle& handle, std::int64_t nbytes, int rank) {
     void* begin = own_;
     if (rank != this->rank()) {
@@ -128,7 +128,7 @@ class IpcMemory : public PeerMemory {
     return {};
   }
 
-  // Errors come from a device that has failed before.
+  // Errors are from a device that has failed before.
   void close() {
     const c10::cuda::CUDAGuard guard(device_);
     memory_.clear();
@@ -146,7 +146,7 @@ class IpcMemory : public PeerMemory {
   std::vector<void*> mapped_;  ///< of peers
 };
 
-// Where a rank's GPU is; sent as it is.
+// The place of a rank's GPU; sent as it is.
 struct GpuPlace {
   std::int64_t host = 0;
   std::int64_t pid = 0;

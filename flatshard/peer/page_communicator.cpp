@@ -17,7 +17,7 @@ namespace {
 constexpr std::int64_t kPageHalves = 2;
 // A reader's cache line contains nothing that the writer writes meanwhile.
 constexpr std::int64_t kLineNbytes = 64;
-// Beyond it the host leaves its core to others between two looks.
+// After this many polls the host yields its core between two polls.
 constexpr int kBusyLooks = 2000;
 constexpr auto kNap = std::chrono::microseconds(20);
 

@@ -9,7 +9,7 @@
 namespace flatshard {
 
 struct PageCommunicatorOptions {
-  /// Largest tensor that a rank gives to one all-gather.
+  /// Largest tensor that a rank contributes to one all-gather.
   std::int64_t max_nbytes = 4096;
   /// How long a rank waits for its peers in each collective.
   std::chrono::milliseconds timeout = std::chrono::minutes(5);
@@ -20,8 +20,8 @@ struct PageCommunicatorOptions {
 /// often. A rank writes its own and reads its peers' when they have arrived,
 /// without a device or a network.
 ///
-/// Tensors are on the CPU. It all-gathers, and refuses all other collectives.
-/// Collective.
+/// Tensors are on the CPU. Supports only all-gather and rejects all other
+/// collectives. Collective.
 ///
 /// @param group  connects the ranks, now and in restart().
 /// @throws Error{config} when ranks are on different hosts, Error{memory}.

@@ -21,7 +21,7 @@ struct PeerCommunicatorOptions {
 /// GPUs are a PeerFence where the ranks can have one. Reduce-scatters of
 /// float32, bfloat16 and float16 are copies into peers' memory and sums there.
 /// `group` handles all else. It does not see these, and an abort of this one
-/// does not end it. Belongs to the model that asked for it. Collective.
+/// does not end it. Belongs to the model that requested it. Collective.
 ///
 /// @return  `group` itself where it has one rank.
 /// @throws Error{config, memory} as PeerMemory::create.

@@ -7,7 +7,7 @@ namespace flatshard {
 /// the same value. That costs the host one call of the driver. The counts are
 /// in host memory that the processes share.
 ///
-/// Fences of one rank come one after another, whichever streams they are in.
+/// Fences of one rank are ordered, no matter which streams they are in.
 class PeerFence {
  public:
   virtual ~PeerFence() = default;
@@ -17,7 +17,7 @@ class PeerFence {
   /// See Communicator::fence. In the current stream; does not block the host.
   /// @throws Error{comm} after release().
   virtual void fence() = 0;
-  /// Streams of this rank stop waiting for peers, for good. From any thread,
+  /// Streams of this rank permanently stop waiting for peers. From any thread,
   /// also while the device waits.
   virtual void release() = 0;
 

@@ -84,7 +84,7 @@ class SharedPages : public PeerMemory {
   }
 
  private:
-  // Returns what went wrong, or nothing.
+  // Returns the error, or an empty text.
   std::string map(const PageHandle& handle, std::int64_t nbytes, int rank) {
     const std::string path =
         fmt::format("/proc/{}/fd/{}", handle.pid, handle.fd);

@@ -26,8 +26,8 @@ class ExposedWaits {
   bool measures_ = false;
 };
 
-/// The streams in addition to compute on which a Runtime all-gathers and
-/// reduces, each a separate queue. So none waits for another without an Event.
+/// The streams that a Runtime uses for all-gathers and reductions, each a
+/// separate queue next to compute. So none waits for another without an Event.
 /// Several Runtimes may share them.
 class CommStreams {
  public:
@@ -54,7 +54,7 @@ class CommStreams {
   void synchronize();
   /// The same, only for the reductions.
   void synchronize_reductions();
-  /// Blocks likewise, and forgets what their work threw.
+  /// Blocks as well, and discards exceptions of their work.
   void reset() noexcept;
 
  private:

@@ -15,7 +15,7 @@ class Unit;
 /// peer memory where their all-gathers and reductions need it. `mesh` itself
 /// and its other users are unchanged. Collective where anything is requested.
 /// @param stream  of the copies.
-/// @return  that mesh; `mesh` where nothing is asked for.
+/// @return  that mesh; `mesh` where nothing is requested.
 /// @throws Error{config, memory} as PeerMemory::create.
 std::shared_ptr<Mesh> use_copy_engines(
     std::shared_ptr<Mesh> mesh,

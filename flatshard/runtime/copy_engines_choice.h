@@ -21,7 +21,7 @@ struct CopyEngines {
   /// each group of ranks that has any; 0: they are collectives.
   std::int64_t reductions_nbytes = 0;
 
-  /// On eight GPUs that makes pieces of 16 MiB from each to each.
+  /// On eight GPUs, pieces between each pair of ranks are 16 MiB.
   static constexpr std::int64_t kReductionsNbytes = std::int64_t{256} << 20;
   static constexpr CopyEngines all() {
     return {Gathers::all, kReductionsNbytes};

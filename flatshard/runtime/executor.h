@@ -56,7 +56,7 @@ class Executor {
   /// A forward without a backward has ended: weights that others write are no
   /// longer read.
   void end_evaluation();
-  /// Where nothing is all-gathered, compute itself reads what was written.
+  /// If nothing is all-gathered, compute itself reads what was written.
   void wait_for_written_weights();
   /// Called when the outermost backward has finished: with
   /// RuntimeOptions::unused_grads_stay_undefined, groups without a gradient on
@@ -66,7 +66,7 @@ class Executor {
 
   // Graphs of steps use these, while no slot is in use.
 
-  /// Nothing waits any more for points in what was queued.
+  /// Resets all waits for points in queued work.
   void forget_queued();
   /// Compute waits for all weights that were written.
   void wait_for_all_written_weights();

@@ -27,7 +27,7 @@ class GatherControl {
   /// All-gathers the unit's weights outside its forward, so that any code can
   /// read its parameters. Collective. Its next forward or backward uses them
   /// and reshards them as always.
-  /// @param awaits  false: only queued; ask again before you read them.
+  /// @param awaits  false: only queue it; call again before you read them.
   void unshard(UnitId unit, bool awaits = true);
   /// Unshards the first units of the last step's forward ahead of the next one.
   /// Call it after the optimizer if another forward follows. The all-gather of

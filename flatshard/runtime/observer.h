@@ -28,13 +28,13 @@ class SlotObserver {
   /// `unit` owns `slot` from here on, for `key`.
   virtual void
   slot_acquired(const Unit& unit, const SlotKey& key, const Slot& slot) {}
-  /// `unit` gives `slot` back.
+  /// `unit` returns `slot`.
   virtual void slot_released(const Unit& unit, const Slot& slot) {}
   /// Returns whether to call slot_unused, at the cost of waits between streams.
   virtual bool wants_unused_slots() const { return false; }
-  /// Nothing reads or writes `slot` any more, and kernels that go to the
-  /// current stream come before its next use. May be called on the thread of a
-  /// CPU stream.
+  /// No work reads or writes `slot` any more, and kernels on the current
+  /// stream run before its next use. May be called on the thread of a CPU
+  /// stream.
   virtual void slot_unused(const SlotView& slot) {}
   /// The parameters of `unit` point at `slot`; resident ones never do.
   virtual void parameters_pointed(Unit& unit, const SlotView& slot) {}
@@ -96,12 +96,12 @@ class GradientObserver {
   /// `slot` contains this rank's full gradient of `unit`. Its reduction is
   /// queued next. Kernels run here go to the current stream, after its kernels.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
-  /// Returns whether to call gradients_reduced, for which the host waits on
-  /// CPUs and with offloading.
+  /// Returns whether to call gradients_reduced. The host waits for that on CPUs
+  /// and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
   /// The groups of `unit` have their reduced gradients, for kernels on the
-  /// current stream (on a GPU the reduce stream). The backward continues, but
-  /// the unit's own has ended.
+  /// current stream (on a GPU the reduce stream). The backward may continue
+  /// with other units.
   virtual void gradients_reduced(Unit& unit) {}
 };
 

@@ -31,7 +31,7 @@ class Runtime : public nn::WgradSink,
                 public nn::WeightSource {
  public:
   /// Units in order of registration, parents before children; `parents` has one
-  /// entry per unit. Collective where options.copy_engines asks for any.
+  /// entry per unit. Collective if options.copy_engines requests any.
   static std::shared_ptr<Runtime> create(
       std::shared_ptr<Mesh> mesh,
       std::vector<std::unique_ptr<Unit>> units,

@@ -15,16 +15,16 @@
 
 namespace flatshard {
 
-/// Events that came and actions that were really carried out, in order.
+/// The events received and the actions actually carried out, in order.
 struct RuntimeTrace {
   std::vector<ScheduleEvent> events;
   std::vector<Action> actions;
 };
 
-/// The parts of a Runtime, in the open: AutogradEvents sees a training program
-/// (forward, backward, step) and feeds the Scheduler, and an Executor carries
-/// out the answers. Users are Runtime, its roles, and callers that run a step
-/// in another way: StepGraph and BackwardPass.
+/// The parts of a Runtime: AutogradEvents observes a training program (forward,
+/// backward, step) and feeds the Scheduler, and an Executor carries out the
+/// actions. Users are Runtime, its roles, and callers that run a step in
+/// another way: StepGraph and BackwardPass.
 ///
 /// A caller that calls or reads anything of it that may change locks `mutex`.
 /// The three functions that hooks of autograd call lock it themselves.

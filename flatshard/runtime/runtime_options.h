@@ -27,12 +27,12 @@ struct RuntimeOptions {
   /// the time. Addresses change from step to step. At the end of a forward,
   /// where activations and logits are largest, no gradient slot exists.
   bool slots_on_demand = false;
-  /// After a backward GradientPipeline::contributed returns the parameters of
-  /// which some rank got a gradient. A group of which no rank got any has none,
+  /// After a backward GradientPipeline::contributed returns the parameters with
+  /// a gradient on some rank. A group without a gradient on any rank has none,
   /// as parameters of torch have. Otherwise, and where another rank got one, a
-  /// rank without a gradient counts zeros. Costs an all-reduce of a flag for
-  /// each parameter at the end of a backward. The host waits for it only where
-  /// this rank got none for a parameter.
+  /// rank without a gradient counts zeros. Costs an all-reduce of a flag per
+  /// parameter at the end of a backward. The host waits for it only if this
+  /// rank got no gradient for some parameter.
   bool unused_grads_stay_undefined = false;
   /// Delays for tests; the names of the streams are part of the seed.
   StreamOptions streams;
@@ -45,7 +45,7 @@ struct RuntimeOptions {
   /// memory that torch's allocator keeps for each stream. Null: its own.
   std::shared_ptr<CommStreams> shared_streams;
 
-  /// Returns the policy of units for which the program sets no other one.
+  /// Returns the policy of units without a separate policy.
   UnitPolicy unit_policy() const {
     return {.reshard_after_forward = reshard_after_forward};
   }

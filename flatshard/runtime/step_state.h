@@ -19,7 +19,7 @@ struct StepState {
   std::int64_t generation = -1;
   /// Since the weights last changed.
   std::vector<Action> actions;
-  /// For each unit: the program asked for its weights itself, so they are not
+  /// For each unit: the program requested its weights itself, so they are not
   /// hidden.
   std::vector<bool> unsharded;
   /// A backward with create_graph left a graph that reads the weights.

@@ -18,14 +18,14 @@ class UnitCalls {
   UnitCalls(const UnitCalls&) = delete;
   UnitCalls& operator=(const UnitCalls&) = delete;
 
-  /// @param inputs  tensors that go into the module, as they are.
+  /// @param inputs  tensors that the module receives, as they are.
   void forward_begin(UnitId unit, const nn::TensorList& inputs);
-  /// @param outputs  tensors that come out of it, as they are.
+  /// @param outputs  tensors that it returns, as they are.
   /// @param more_follow  other modules of the unit will run in this forward:
   ///   the unit's weights stay unsharded for them, until the outermost forward
   ///   ends.
-  /// @param runs_later  what came out may compute with the unit's weights, or
-  ///   have a backward, that no tensor of `outputs` shows.
+  /// @param runs_later  the result may compute with the unit's weights, or have
+  ///   a backward, that no tensor of `outputs` shows.
   void forward_end(
       UnitId unit,
       const nn::TensorList& outputs,

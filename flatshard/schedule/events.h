@@ -44,7 +44,7 @@ struct UnitPolicy {
   /// collective, and join a later backward that synchronizes them.
   bool sync_gradients = true;
   /// false: no backward counts as the step's last for the unit: gradients are
-  /// not reduced over axes on which they stay unreduced between microbatches.
+  /// not reduced over axes where they stay unreduced between microbatches.
   bool all_reduce = true;
 
   bool operator==(const UnitPolicy&) const = default;
@@ -71,8 +71,8 @@ struct UnitSpec {
   /// No entry, or an empty one: it is only all-gathered as one piece.
   std::vector<std::vector<std::int64_t>> part_nbytes;
   GatherParts gather_parts = GatherParts::recomputed;
-  /// Planes whose kernels ask for them (EventKind::read). Compute waits for
-  /// them only then, and what a recompute reads of them is learned.
+  /// Planes that kernels request (EventKind::read). Compute waits for them only
+  /// then, and the reads of a recompute are recorded for the next one.
   PlaneSet on_request;
   /// The weights stay unsharded (ZeRO-1 and ZeRO-2): all-gathered once after
   /// each change of the weights, never resharded.
@@ -82,8 +82,8 @@ struct UnitSpec {
   /// plane 0's all-gather as long as it exists. No kernel reads it. kNoPlane:
   /// plane 0 is always all-gathered from the stored shards.
   PlaneId post_forward = kNoPlane;
-  /// Resident: planes that are resharded all the same, such as planes that are
-  /// derived from stored ones. They have no parts.
+  /// Planes that are resharded even if the unit is resident, such as planes
+  /// that are derived from stored ones. They have no parts.
   PlaneSet transient;
   UnitPolicy policy;
   /// Gradients are stored sharded (ZeRO-2 and ZeRO-3): every microbatch
@@ -91,7 +91,7 @@ struct UnitSpec {
   /// locally.
   bool reduce_every_microbatch = true;
   /// Layers write gradients into the slot while the backward runs. Otherwise
-  /// they come as tensors, and the slot is needed from the reduction on.
+  /// they arrive as tensors, and the slot is needed from the reduction on.
   bool grads_in_place = true;
 
   bool operator==(const UnitSpec&) const = default;
@@ -132,7 +132,7 @@ struct UnitSpec {
   }
   /// Returns the plane's parts; empty where it has none.
   PlaneSet parts(PlaneId plane) const;
-  /// Returns the slice that this one is made of, or kStored.
+  /// Returns the slice that this one is derived from, or kStored.
   PlaneId source(PlaneId slice) const;
   std::int64_t nbytes(PlaneId plane, PartId part) const {
     return part == kWhole ? weights_nbytes[plane] : part_nbytes[plane][part];
@@ -187,19 +187,19 @@ struct ScheduleEvent {
   /// task_end: no other backward is running around this one.
   bool outermost = false;
   /// task_begin: until this backward ends, the forward of another microbatch
-  /// may continue between its events, and that one's backward comes later.
+  /// may continue between its events. The backward of that one runs later.
   bool interleaved = false;
   /// task_end: units whose gradients of earlier microbatches are not reduced
   /// over all ranks yet; the step's last backward finishes them too.
   std::vector<UnitId> unfinished;
   /// unshard: compute waits for the weights.
   bool awaits = true;
-  /// unshard: the program asked for the weights, and may write them next.
+  /// unshard: the program requested the weights, and may write them next.
   bool by_program = false;
   /// microbatch: this backward is the step's last; gradients are synchronized.
   bool is_last = true;
   bool sync = true;
-  /// task_begin: how many parameters of which units will get a gradient.
+  /// task_begin: for each unit, how many parameters will get a gradient.
   std::vector<std::pair<UnitId, int>> expected;
   /// task_begin: how many calls of which units will start their backward. The
   /// same on all ranks, whichever parameters get gradients: a unit that is

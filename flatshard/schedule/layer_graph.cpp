@@ -110,7 +110,7 @@ std::vector<PlanStep> plan_dependencies(
     if (is_forward) {
       return earlier;
     }
-    // It ends the microbatch: no gradient comes after it.
+    // It ends the microbatch: no gradient follows it.
     need(PlanPass::backward, 0, PlanNode::attend);
     for (int layer = 0; options.delay_wgrad && layer < layers; ++layer) {
       for (const LayerNode& of : layer_graph(options, layer).nodes()) {

@@ -28,7 +28,7 @@ class LayerGraph {
   std::vector<PlanNode> readers_of(PlanNode node) const;
   /// Returns whether a node with weights is it or depends on it.
   bool is_recomputed(PlanNode node) const;
-  /// Gives the tokens of the layer: no node reads its result.
+  /// Returns the node with the layer's output: no node reads its result.
   PlanNode result() const { return nodes_.back().node; }
   /// Returns the last one with weights.
   PlanNode last_with_weights() const;

@@ -9,8 +9,8 @@
 namespace flatshard {
 
 /// The units of a model that runs by an OverlapPlan, each layer one unit below
-/// the root. It also has how many of their parameters get a gradient in which
-/// node's backward.
+/// the root. Also counts the parameters of each unit that get a gradient in
+/// each node's backward.
 struct PlanUnits {
   struct LayerGrads {
     int attend = 0;

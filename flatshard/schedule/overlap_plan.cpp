@@ -21,7 +21,7 @@ struct Choice {
   int layers_before = 0;  ///< of the layer that the backward ran before
 };
 
-// The steps of a pair by priority. Others come where a step needs them.
+// The steps of a pair by priority. Others run where a step needs them.
 using Policy = std::vector<Choice>;
 
 Policy policy_of_pair() {
@@ -68,7 +68,7 @@ std::vector<ForwardChoice> policy_of_forwards() {
       {1, combine}};
 }
 
-// Returns how many forwards come before the first backward.
+// Returns the number of forwards before the first backward.
 int num_ahead(int microbatches, const OverlapPlanOptions& options) {
   return std::min(options.in_flight, microbatches) - 1;
 }

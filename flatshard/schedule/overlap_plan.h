@@ -45,7 +45,7 @@ struct PlanStep {
   auto operator<=>(const PlanStep&) const = default;
 };
 
-/// Steps in the order in which a host launches them.
+/// Steps in the host's launch order.
 using OverlapPlan = std::vector<PlanStep>;
 
 struct OverlapPlanOptions {
@@ -65,10 +65,10 @@ struct OverlapPlanOptions {
   std::vector<bool> dense;
 };
 
-/// Returns a training step of one pipeline stage, in the order in which a host
-/// launches it: F0; (B0 + F1); (B1 + F2); ...; the last backward. With three in
-/// flight: (F0 + F1); (B0 + F2); ...; the last two backwards. With more, more
-/// forwards come first.
+/// Returns a training step of one pipeline stage in the host's launch order:
+/// F0; (B0 + F1); (B1 + F2); ...; the last backward. With three in flight: (F0
+/// + F1); (B0 + F2); ...; the last two backwards. With more, more forwards run
+/// first.
 ///
 /// A list schedule: a policy gives the steps of each pair a priority, and a
 /// step that another one depends on runs before it. The policy of B0 and F1
@@ -119,9 +119,9 @@ std::vector<PlanStep> plan_dependencies(
 
 /// Proves that `plan` has each step once, after all that it depends on, and
 /// that no more microbatches are in flight than `options` allow. Passes follow
-/// each other as the Scheduler needs them (a microbatch's forward after the one
-/// before, its backward likewise; two forwards of a pair layer by layer). Rows
-/// are dispatched in the order in which they were counted.
+/// each other as the Scheduler needs them: a microbatch's forward after the
+/// previous forward, its backward after the previous backward, two forwards of
+/// a pair layer by layer. Rows are dispatched in the order of their counts.
 /// @throws Error{internal} that names the step.
 void check_plan(
     const OverlapPlan& plan,

@@ -23,7 +23,7 @@ using PartId = int;
 /// All of a plane, in one slot.
 inline constexpr PartId kWhole = -1;
 
-/// The pieces in which planes that consist of parts are all-gathered.
+/// How planes that consist of parts are divided into all-gathers.
 enum class GatherParts {
   unit,        ///< entire planes only
   recomputed,  ///< entire planes; if the backward does not read one, only

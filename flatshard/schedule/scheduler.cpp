@@ -9,7 +9,7 @@
 namespace flatshard {
 namespace {
 
-// Units in the order in which their forwards end: children before parents.
+// Units in the order of their forwards' ends: children before parents.
 void append_ends(
     const std::vector<UnitSpec>& units,
     UnitId parent,

@@ -21,7 +21,7 @@ struct SchedulerOptions {
   bool operator==(const SchedulerOptions&) const = default;
 };
 
-/// Decides what is unsharded, resharded and reduced, and in which order.
+/// Decides what is unsharded, resharded and reduced, and the order.
 ///
 /// Pure: events in, actions out, no tensors and no time. Every rank feeds the
 /// same events and so launches the same collectives in the same order. Three
@@ -65,7 +65,7 @@ class Scheduler {
   /// Returns the planes of `unit`, and the parts (UnitSpec::slice), that are
   /// unsharded or have a queued all-gather.
   PlaneSet gathered_planes(UnitId unit) const { return state_[unit].present; }
-  /// Returns the number of units of which some plane is.
+  /// Returns the number of units with an unsharded plane.
   int num_gathered() const;
   /// Returns true while a forward outside any backward is open.
   bool in_forward() const { return !open_forwards_.empty(); }
@@ -93,7 +93,7 @@ class Scheduler {
     bool operator==(const Task&) const = default;
   };
 
-  /// Slices that kernels asked for in a backward beyond what it reads anyway.
+  /// Slices that kernels requested in a backward beyond what it reads anyway.
   struct Asked {
     PlaneSet in_recompute;  ///< between recompute_begin and its end
     PlaneSet in_backward;   ///< otherwise, e.g. a recompute of a part
@@ -155,18 +155,18 @@ class Scheduler {
   // Planes and their parts; scheduler_planes.cpp. A set is one of slices.
   /// All-gathers the slices that are missing; `phase` is their purpose.
   void gather(UnitId unit, PlaneSet slices, Phase phase, Actions& out);
-  /// Awaits the slices that no kernel asks for at their turn.
+  /// Awaits the slices that no kernel requests when it needs them.
   void await(UnitId unit, PlaneSet slices, Actions& out);
   void await_slices(UnitId unit, PlaneSet slices, Actions& out);
   /// Reshards the slices that are unsharded.
   void release(UnitId unit, PlaneSet slices, Actions& out);
   void read(const ScheduleEvent& event, Actions& out);
-  /// Returns the planes that `phase` reads, in the pieces in which they are
+  /// Returns the planes that `phase` reads, divided as they are
   /// all-gathered.
   PlaneSet wanted(UnitId unit, Phase phase) const;
   PlaneSet in_pieces(UnitId unit, PlaneSet planes) const;
-  /// Returns the pieces in which the requested slices are
-  /// all-gathered.
+  /// Returns the pieces to all-gather for the requested
+  /// slices.
   PlaneSet learned(UnitId unit, PlaneSet asked) const;
   /// Returns the planes that stay after a backward by
   /// UnitPolicy::keep_backward_planes.
@@ -213,15 +213,15 @@ class Scheduler {
   /// the unit's backward.
   PlaneSet wanted_by_others(UnitId unit) const;
   Task& task_of_gradient(const ScheduleEvent& event);
-  /// More of its calls, or gradients, are to come in a running backward.
+  /// More of its calls, or gradients, will follow in a running backward.
   bool is_pending(UnitId unit) const;
   bool awaits_deferred(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
   /// The queued units with a started backward are due; `current` still
   /// computes.
   void reduce_ready(UnitId current, Actions& out);
-  /// Reduces the units that are due, in order, as far as their gradients have
-  /// come.
+  /// Reduces the units that are due, in order, up to the first one that still
+  /// waits for gradients.
   void reduce_due(Actions& out);
   /// Returns whether all calls of its backward have started.
   bool has_begun(UnitId unit) const;

@@ -44,7 +44,7 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
     count_down(task->second.calls, u);
   }
   UnitState& state = state_[u];
-  // Its recompute has ended, also when an early stop hid the end.
+  // Its recompute has ended, even if an early stop hid the end.
   state.open_recomputes = 0;
   state.kept = false;
   state.read_by_graph |= event.makes_graph;
@@ -236,8 +236,8 @@ void Scheduler::queue_grads(UnitId unit, Actions& out) {
   if (!has_children_[unit]) {
     drain_down_to(options_.max_grad_slots - 1, out);
   }
-  // The same unit again while its last reduction is under way: that slot has
-  // to be free first.
+  // The same unit again while its last reduction is in flight: that slot has to
+  // be free first.
   const auto again = std::find(reducing_.begin(), reducing_.end(), unit);
   if (again != reducing_.end()) {
     reducing_.erase(again);
@@ -250,7 +250,7 @@ void Scheduler::queue_grads(UnitId unit, Actions& out) {
 
 void Scheduler::reduce_ready(UnitId current, Actions& out) {
   // A unit with children ends after all of them: it waits for the outermost
-  // end, on every rank alike, whichever of its parameters got gradients.
+  // end, on every rank alike, no matter which of its parameters got gradients.
   for (const UnitId v : grad_queue_) {
     const bool is_due = std::ranges::find(due_, v) != due_.end();
     if (v != current && !has_children_[v] && !awaits_deferred(v) && !is_due &&
@@ -261,9 +261,9 @@ void Scheduler::reduce_ready(UnitId current, Actions& out) {
   reduce_due(out);
 }
 
-// Which gradients a rank waits for depends on the parameters that it uses. So
-// it does not reduce what is complete before what became due earlier: where all
-// parameters are used, that one may come first.
+// The gradients that a rank waits for depend on the parameters that it uses. So
+// it does not reduce a complete unit before a unit that became due earlier: on
+// a rank that uses all parameters, that one may be complete first.
 void Scheduler::reduce_due(Actions& out) {
   while (!due_.empty() && !is_pending(due_.front()) &&
          !awaits_deferred(due_.front())) {

@@ -127,8 +127,8 @@ void Scheduler::outer_forward_begin(UnitId u) {
 }
 
 void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
-  // Where a path continues, the next call uses the prefetched units. A caller
-  // of a single unit has no next call.
+  // If a path continues, the next call uses the prefetched units. A caller of a
+  // single unit has no next call.
   std::vector<UnitId> next;
   if (!is_root(outer_calls_.front()) &&
       (outer_calls_.size() > 1 || !path_order_.empty())) {

@@ -11,7 +11,7 @@ namespace flatshard {
 
 /// Returns the events of one plain training step of these units: every unit
 /// runs once in order of registration, parents around their children, and the
-/// backward goes the other way. `num_grads[u]` parameters of unit u get
+/// backward runs in reverse. `num_grads[u]` parameters of unit u get
 /// gradients.
 std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,

@@ -32,7 +32,7 @@ struct PlaneShape {
   /// both.
   bool in_forward = true;
   bool in_backward = true;
-  /// Layers ask for it (nn::WeightSource); no parameter points at it.
+  /// Layers request it (nn::WeightSource); no parameter points at it.
   bool on_request = false;
 
   /// Null: the plane has nothing of this group.
@@ -112,7 +112,7 @@ struct GroupPlan {
   bool shard_is_view() const {
     return !storage.spreads || plane_layout->segments().size() == 1;
   }
-  /// Returns whether FP8 planes can replace the main weights for good: see
+  /// Returns whether FP8 planes can replace the main weights permanently: see
   /// drop_main_weights.
   bool can_drop_main() const {
     return !shape.trainable && shape.float8 && shape.keep_compute_weights;

@@ -134,7 +134,7 @@ void UnitLayout::add_plane(
           groups[part.group]->planes[plane].part(part.part).nbytes);
     }
   } else {
-    // A unit's parameters come and go with it, also where it has no values.
+    // A unit's parameters are set and reset with it, even if it has no values.
     slots.forward_reads.insert(plane);
     slots.backward_reads.insert(plane);
   }

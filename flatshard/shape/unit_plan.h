@@ -18,7 +18,7 @@ struct UnitShape {
   UnitPolicy policy;
 };
 
-/// Where the planes and the gradients of a unit's groups are in its slots.
+/// The places of the planes and gradients of a unit's groups in its slots.
 struct UnitLayout {
   /// @param unit  its name, for a warning.
   UnitLayout(const std::string& unit, std::span<const GroupPlan* const> groups);

@@ -79,7 +79,7 @@ ParameterStorage::ParameterStorage(
       at::empty({0}, at::TensorOptions().dtype(dtype).device(device));
   shell.set_(storage_, 0, sizes, strides);
   nn::set_parameter_data(parameter_, shell);
-  // A parameter made from `x.detach()` would refuse the changes below.
+  // A parameter made from `x.detach()` would not allow the changes below.
   parameter_.unsafeGetTensorImpl()->set_allow_tensor_metadata_change(true);
   clear();
 }
@@ -166,8 +166,8 @@ void ParameterStorage::clear() const {
     show(storage_);
     return;
   }
-  // Views of it refuse, too, until it has memory again. Setting the pointer
-  // makes the flag take effect.
+  // Views of it raise an error, too, until it has memory again. Setting the
+  // pointer makes the flag take effect.
   refuses_reads(*impl) = nbytes_ > 0;
   impl->set_data_ptr_noswap(at::DataPtr(nullptr, impl->device()));
   hide();

@@ -33,11 +33,11 @@ class ParameterStorage {
  public:
   ParameterStorage() = default;
 
-  /// Gives `parameter` (also one on the meta device) a storage without memory
-  /// on `device`, with `dtype`. requires_grad, strides and all handles stay.
-  /// `parameter` is dense: it has no gaps. `unit`
-  /// ("unit layers.3") and `name` are for the error of who reads it while it
-  /// has no data.
+  /// Gives `parameter` (also one on the meta device) a storage without
+  /// memory on `device`, with `dtype`. requires_grad, strides and all
+  /// handles stay. `parameter` is dense: it has no gaps. `unit` ("unit
+  /// layers.3") and `name` are for the error on access while it has no
+  /// data.
   ParameterStorage(
       at::Tensor parameter,
       const std::string& unit,
@@ -64,7 +64,7 @@ class ParameterStorage {
   /// The parameter has no data; its shape stays. With `set_released_memory` it
   /// points there instead of nowhere.
   void clear() const;
-  /// The parameter refuses to be read and written from now on, or no longer.
+  /// From now on, access to the parameter raises an error, or no longer does.
   /// Its data stay where they are. Two pointers are exchanged; nothing else.
   /// An empty parameter has no data at any time, and is never pointed at them
   /// when its unit has nothing else to all-gather: it stays as it is.
@@ -76,7 +76,7 @@ class ParameterStorage {
   }
   /// Clears it permanently, views as well: the Runtime frees the memory.
   void retire() const;
-  /// Where the cleared parameter points, for debugging; see
+  /// The target of the cleared parameter's pointer, for debugging; see
   /// diagnostics/poison.h.
   /// Has the parameter's size, and exists as long as the parameter points
   /// there.
@@ -87,8 +87,8 @@ class ParameterStorage {
   }
   std::size_t nbytes() const { return nbytes_; }
 
-  /// False once somebody gave the parameter another storage
-  /// (`p.data = x`, `set_`).
+  /// False after other code replaced the parameter's storage (`p.data = x`,
+  /// `set_`).
   bool is_intact() const;
   const at::Tensor& parameter() const { return parameter_; }
 

@@ -8,7 +8,7 @@ at::Tensor SlotView::tensor(
     std::int64_t offset,
     at::IntArrayRef sizes,
     at::ScalarType dtype) const {
-  // Given the device, it does not ask the driver whose address that is.
+  // With the device set, the driver is not queried for the address.
   return at::for_blob(at(offset), sizes)
       .options(at::TensorOptions().dtype(dtype).device(device))
       .target_device(device)

@@ -45,7 +45,7 @@ class Unit {
   const UnitGradients& gradients() const { return gradients_; }
   UnitPointers& pointers() { return pointers_; }
 
-  /// Writes that somebody else made to weights of its groups count from now
+  /// Writes by other code to weights of its groups count from now
   /// on.
   void adopt_foreign_writes();
 

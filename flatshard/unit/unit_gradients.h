@@ -34,14 +34,14 @@ class UnitGradients {
   nn::WgradTarget target(const SlotView& slot, std::size_t index) const;
   /// A layer wrote it there.
   void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
-  /// It came as a tensor of any layout, and is added to what came before.
+  /// It arrived as a tensor of any layout, and is added to earlier ones.
   void add(std::size_t index, const at::Tensor& grad);
-  /// Returns the number of gradients that came as tensors and are not in the
+  /// Returns the number of gradients that arrived as tensors and are not in the
   /// slot yet.
   std::size_t num_pending() const;
-  /// Makes the slot complete: packs gradients that came as tensors, zeroes the
-  /// parameters that got none and the padding, and marks in groups which of
-  /// them got one. On the current stream.
+  /// Completes the slot: packs gradients that arrived as tensors, zeroes the
+  /// parameters without a gradient and the padding, and marks in groups which
+  /// of them got one. On the current stream.
   void finish(const SlotView& slot);
   /// Forgets the gradients of an unfinished backward.
   void drop();

@@ -12,9 +12,9 @@ namespace flatshard {
 /// them.
 class UnitPointers {
  public:
-  /// Points the parameters of resident groups at their weights, for good.
+  /// Points the parameters of resident groups at their weights, permanently.
   /// @param unit     its name, for messages.
-  /// @param refuses  hidden parameters refuse to be read.
+  /// @param refuses  reads of hidden parameters raise an error.
   /// @param groups, parameters, weights  outlive this.
   UnitPointers(
       std::string unit,
@@ -23,7 +23,7 @@ class UnitPointers {
       UnitParameters& parameters,
       const UnitWeights& weights);
 
-  /// @throws Error{usage} when somebody gave a parameter another storage.
+  /// @throws Error{usage} when a parameter's storage was replaced.
   void check_storage() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
   /// Checks the storage.

@@ -24,7 +24,7 @@ class UnitWeights {
   const UnitLayout& layout() const { return layout_; }
   /// Returns the description of planes for the Scheduler, and their slices.
   const UnitSpec& planes() const { return layout_.slots; }
-  /// Returns whether layers ask for some of the planes.
+  /// Returns whether layers request some of the planes.
   bool has_planes_on_request() const { return !planes().on_request.empty(); }
   /// Returns the bytes of the slot for a plane, or a part of one, of all groups
   /// that are not resident.

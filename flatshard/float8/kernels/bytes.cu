@@ -12,7 +12,7 @@ constexpr int kTile = 128;
 
 // ----------------------------------------------------------------- transpose
 
-// Loads sixteen bytes of which `num` exist.
+// Loads sixteen bytes; only `num` of them exist.
 __device__ inline uint4
 load_bytes(const std::uint8_t* from, std::int64_t num, bool wide) {
   if (wide && num >= 16) {

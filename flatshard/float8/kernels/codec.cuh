@@ -64,7 +64,7 @@ __device__ inline Eight<T> zeros() {
   return v;
 }
 
-/// Loads eight values at x + at of which `num` exist. The others are zeros.
+/// Loads eight values at x + at; only `num` exist, the others are zeros.
 /// @param wide  x + at is aligned to 16 bytes, and num is 8 or at most 0.
 template <class T>
 __device__ inline Eight<T>

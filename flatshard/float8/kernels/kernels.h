@@ -20,7 +20,7 @@ struct Values {
   Dtype dtype;
 };
 
-/// Where one plane of a tensor goes; strides as in grid.h.
+/// The destination of one plane of a tensor; strides as in grid.h.
 struct PlanePointers {
   std::uint8_t* data = nullptr;  ///< null: this plane is not requested
   std::int64_t row_stride = 0;

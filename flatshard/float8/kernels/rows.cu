@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 
 // ---------------------------------------------------------------- amax, flat
 
-// Eight values at a time, four of them under way in each thread.
+// Eight values at a time, four such loads in flight in each thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     amax_kernel(const T* x, std::int64_t numel, bool wide, float* amax) {

@@ -78,7 +78,7 @@ struct TilePlace {
   std::int64_t c = std::int64_t{tile} * kTile + group * 8;
 };
 
-/// A thread's eight rows, AtOnce loads under way: finish(i, load(i)).
+/// A thread's eight rows, AtOnce loads in flight: finish(i, load(i)).
 template <int AtOnce, class Load, class Finish>
 __device__ inline void for_rows(Load load, Finish finish) {
 #pragma unroll

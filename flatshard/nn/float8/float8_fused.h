@@ -73,8 +73,8 @@ NormFloat8 rms_norm_float8(
     const float8::Quantizer& quantizer,
     const Float8Wanted& wanted = {});
 
-/// Does the same in the backward: for the normalized values, given by `sum` and
-/// `rstd`. The bytes equal the bytes of the forward.
+/// Does the same in the backward, for the normalized values that `sum` and
+/// `rstd` define. The bytes equal the bytes of the forward.
 Float8RowsAndColumns rms_norm_float8_again(
     const at::Tensor& sum,
     const at::Tensor& rstd,

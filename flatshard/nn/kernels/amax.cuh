@@ -21,7 +21,7 @@ __device__ inline std::uint32_t stored_amax(const float (&v)[N]) {
   return found;
 }
 
-/// amax = max(amax, what the block's threads found), all of which call it.
+/// amax = max(amax, results of the block's threads). All of them call it.
 __device__ inline void deliver_amax(std::uint32_t found, float* amax) {
   __shared__ std::uint32_t scratch[32];
   found = float8::kernels::block_max(found, scratch);

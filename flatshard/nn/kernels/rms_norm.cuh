@@ -20,7 +20,7 @@ forward_input(const RmsNormForward& a, std::int64_t at, float (&x)[N]) {
     load<T, N>(static_cast<const T*>(a.delta) + at, delta);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      // Rounded as it is stored, so that backward sees the same input.
+      // Rounded as it is stored, so that backward reads the same input.
       x[i] = to_float(from_float<T>(x[i] + delta[i]));
     }
     store<T, N>(static_cast<T*>(a.sum) + at, x);
@@ -33,7 +33,7 @@ forward_input(const RmsNormForward& a, std::int64_t at, float (&x)[N]) {
   return squares;
 }
 
-// Stores y. Returns its largest magnitude, where that is asked for.
+// Stores y. Returns its largest magnitude if Amax is set.
 template <class T, class W, int N, bool Amax>
 __device__ inline std::uint32_t forward_output(
     const RmsNormForward& a,
@@ -75,8 +75,8 @@ __device__ inline float backward_input(
   return dot;
 }
 
-// Stores dx, and y where that is made again. Returns dx's largest magnitude,
-// where that is asked for. `pull` is sum(g * x) * rstd^3 / dim.
+// Stores dx, and y if it is computed again. Returns dx's largest magnitude if
+// Amax is set. `pull` is sum(g * x) * rstd^3 / dim.
 template <class T, int N, bool Amax>
 __device__ inline std::uint32_t backward_output(
     const RmsNormBackward& a,

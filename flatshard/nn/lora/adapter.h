@@ -101,8 +101,8 @@ class AdapterForward {
       const ModuleContextPtr& context,
       const at::Tensor& bias = {},
       const at::Tensor& residual = {}) const;
-  /// `matmul` of layer 0, summed over the ranks of a row-parallel layer of
-  /// which this rank keeps its tokens; null: `matmul` itself.
+  /// `matmul` of layer 0, summed over the ranks of a row-parallel layer; this
+  /// rank keeps its tokens. Null: `matmul` itself.
   at::Tensor matmul_and_scatter(
       const TensorParallelPtr& ranks,
       const at::Tensor& weight,

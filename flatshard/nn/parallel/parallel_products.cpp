@@ -35,7 +35,7 @@ GatheredProduct gather_and_multiply(
     multiply_into(product, rows, matrix, bias);
     return {rows, product};
   }
-  // A part of the rank before this one is the first that comes.
+  // The part of the rank before this one arrives first.
   for (int i = 0; i < ranks.size(); ++i) {
     const int rank = (ranks.rank() - i + ranks.size()) % ranks.size();
     multiply_into(

@@ -11,7 +11,7 @@
 
 namespace flatshard::nn {
 
-/// A transfer between ranks that is under way.
+/// A transfer between ranks that is in flight.
 class PendingTensor {
  public:
   virtual ~PendingTensor() = default;
@@ -68,7 +68,7 @@ class TensorParallel {
   /// @return      [size * n, ...]
   virtual at::Tensor all_gather(const at::Tensor& part) = 0;
   /// Sums over the ranks and keeps this rank's part of the sum. Equal calls
-  /// give equal bits.
+  /// return bitwise identical results.
   /// @param addend  [size * n, ...] contiguous
   /// @return        [n, ...]
   virtual at::Tensor reduce_scatter(const at::Tensor& addend) = 0;
