@@ -195,7 +195,7 @@ std::string Checkpointer::key(const Job& job, const std::string& what) const {
 
 std::string Checkpointer::write_files(const Job& job) {
   job.copied.synchronize();
-  mesh_->check();  // before what an aborted collective left is kept
+  mesh_->check();  // before results of an aborted collective are saved
   const fs::path folder = partial_folder(options_.folder, job.step, id_);
   make_folder(folder);
   Manifest part = image_.part();

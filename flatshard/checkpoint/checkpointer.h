@@ -22,7 +22,7 @@
 namespace flatshard {
 
 struct CheckpointOptions {
-  std::filesystem::path folder;  ///< holds step-N, one folder each
+  std::filesystem::path folder;  ///< contains step-N, one folder each
   std::int64_t keep_latest = 0;  ///< older ones are removed; 0: keep all
   std::uint64_t max_file_nbytes = std::uint64_t{4} << 30;
   /// Timeout for ranks to wait for one another after all have written.
@@ -35,7 +35,7 @@ struct CheckpointOptions {
 struct SaveResult {
   std::int64_t step = 0;
   std::optional<Error> error;
-  double seconds = 0;  ///< from `save` until the checkpoint was whole
+  double seconds = 0;  ///< from `save` until the checkpoint was complete
   std::vector<std::int64_t> removed;  ///< older steps; on rank 0
 };
 

@@ -21,7 +21,7 @@ constexpr std::int64_t kPieceNbytes = 64 << 20;
 
 struct Source {
   HfFolder::Found from;
-  std::int64_t begin = 0;  ///< first element, from the begin of the tensor
+  std::int64_t begin = 0;  ///< first element, from the start of the tensor
   std::int64_t numel = 0;
 };
 /// The entries that contain a parameter, in their order.
@@ -226,8 +226,8 @@ UnusedWeights init_weights(
       !groups.empty() && groups.front()->model_mesh()->rank() == 0;
   const auto boxes = owned_boxes(groups, nullptr);
   Match match(weights, options);
-  std::vector<Sources> sources;         // of each parameter
-  std::vector<std::size_t> sources_of;  // of each box: an index
+  std::vector<Sources> sources;         // one per parameter
+  std::vector<std::size_t> sources_of;  // one index per box
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     if (i == 0 || boxes[i].names != boxes[i - 1].names) {
       sources.push_back(match.find_sources(boxes[i], compares));

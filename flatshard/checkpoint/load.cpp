@@ -117,7 +117,7 @@ class Loader {
     const at::Device device = mesh_.device();
     WeightWrite write(groups_, *current_stream(device));
     std::vector<BytesCopy> to_device;
-    std::vector<BytesCopy> to_host;  // whole tensors may be there
+    std::vector<BytesCopy> to_host;  // replicated tensors may be there
     for (const Target& target : targets_) {
       const bool on_host = target.values.is_cpu();
       (on_host ? to_host : to_device)

@@ -33,7 +33,7 @@ struct LoadedCheckpoint {
   std::int64_t step = 0;
   std::map<std::string, std::string> state;
   std::uint64_t read_nbytes = 0;  ///< by this rank
-  double read_seconds = 0;        ///< this rank's, with all checks
+  double read_seconds = 0;        ///< on this rank, with all checks
 };
 
 /// Reads a checkpoint into the shards of this rank. Names, shapes and dtypes

@@ -26,8 +26,8 @@ struct WholeTensor {
 struct OwnedBox {
   std::string role;                 ///< kWeightRole, or an optimizer state
   std::vector<std::string> names;   ///< the main name first; tied ones follow
-  std::vector<std::int64_t> shape;  ///< of the whole tensor
-  Rectangle box;                    ///< in the whole tensor, where n > 0
+  std::vector<std::int64_t> shape;  ///< of the unsharded tensor
+  Rectangle box;                    ///< in the unsharded tensor, if n > 0
   /// [n], n >= 0: the box in row-major order, a view of the flat shard.
   at::Tensor values;
 };

@@ -73,7 +73,7 @@ at::Tensor join_slices(
   for (int rank = 0; rank < world.size(); ++rank) {
     const auto here = boxes_of.begin() + rank;
     if (std::find(boxes_of.begin(), here, *here) != here) {
-      continue;  // another rank holds the same
+      continue;  // replicated on another rank
     }
     std::int64_t numel = 0;
     for (const Rectangle& box : *here) {

@@ -23,7 +23,7 @@ struct PythonOptions {
   std::vector<std::string> inputs;
   std::vector<std::string> validation;
   std::string output;
-  std::string text;  ///< of any other option
+  std::string text;  ///< for any other option
   double number = 0;
   std::int64_t count = 0;
   bool flag = false;

@@ -242,7 +242,7 @@ void add_doctor_command(
       "the reason on failure");
   const auto as_rank = std::make_shared<std::string>();
   command
-      ->add_option("--as-rank", *as_rank)  // of the doctor itself
+      ->add_option("--as-rank", *as_rank)  // used by the doctor itself
       ->group("")
       ->check(CLI::IsMember({"alone", "ranks"}));
   command->callback([as_rank, argv] {

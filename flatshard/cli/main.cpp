@@ -137,7 +137,7 @@ int run(CLI::App& program, int argc, char** argv) {
   try {
     program.parse(argc, argv);
   } catch (const CLI::RuntimeError& e) {
-    return e.get_exit_code();  // of a command that has printed its error
+    return e.get_exit_code();  // the command has printed its error
   } catch (const CLI::ParseError& e) {
     if (e.get_exit_code() == 0) {
       return program.exit(e);  // --help and --version

@@ -125,7 +125,7 @@ class Corpus {
   CorpusMeta meta_;
   SplitMeta split_;
   std::vector<FileReader> shards_;
-  std::vector<FileReader> masks_;          ///< of the shards; or none
+  std::vector<FileReader> masks_;          ///< one per shard; or none
   std::vector<std::int64_t> shard_begin_;  ///< first token of each shard
   FileReader documents_;
 };

@@ -91,7 +91,7 @@ struct CorpusOptions {
   bool has_validation = true;       ///< false: there is no such split
   bool masked = false;              ///< tokens have a mask
   std::int64_t shard_tokens = std::int64_t{1} << 28;
-  bool force = false;  ///< replace an older corpus of that name
+  bool force = false;  ///< replace an older dataset of that name
 };
 
 /// Writes a dataset folder document by document. `commit` makes it visible.

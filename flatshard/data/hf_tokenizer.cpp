@@ -265,7 +265,7 @@ std::string with_first_token(
   OrderedJson& post = json["post_processor"];
   const OrderedJson quoted = text;
   if (post.dump().find(quoted.dump()) != std::string::npos) {
-    return tokenizer_json;  // it does so already
+    return tokenizer_json;  // already has it
   }
   const auto special = [&](int type) {
     return OrderedJson{{"SpecialToken", {{"id", text}, {"type_id", type}}}};

@@ -14,7 +14,7 @@ struct LoaderOptions {
   std::uint64_t seed = 0;
   std::int64_t seq_len = 0;
   std::int64_t global_batch_size = 0;  ///< sequences per step, all ranks
-  std::int64_t vocab_size = 0;         ///< the model's; tokens must be below it
+  std::int64_t vocab_size = 0;         ///< of the model; tokens are below it
   bool shuffle = true;                 ///< false: in order, for validation
   /// The sources' number, in the saved position; 0: a stream.
   std::int64_t documents_per_sample = 0;

@@ -35,7 +35,7 @@ class Mixture {
 
  private:
   std::vector<std::int64_t> shares_;
-  std::vector<std::uint64_t> of_rest_;  ///< the same, of what is left to it
+  std::vector<std::uint64_t> of_rest_;  ///< the same, among the remaining ones
 };
 
 }  // namespace flatshard::data

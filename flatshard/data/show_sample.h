@@ -10,11 +10,11 @@ namespace flatshard::data {
 
 struct ShowOptions {
   std::string split = "train";
-  std::int64_t sample = 0;  ///< in the order of the corpus
+  std::int64_t sample = 0;  ///< index in the order of the dataset
   /// max_documents 0: the default.
   PackingOptions packing{.packing = Packing::documents, .seq_len = 2048};
   std::string python;   ///< see find_python
-  bool colors = false;  ///< of a terminal, instead of brackets
+  bool colors = false;  ///< terminal colors instead of brackets
 };
 
 /// Returns a sample as text: a line for each document, then the document with

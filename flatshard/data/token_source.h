@@ -128,7 +128,7 @@ class RandomTokens : public TokenSource {
 
 /// One of the sources that `[data] train = ...` names.
 struct SourceChoice {
-  std::string path;  ///< a corpus folder, or "random"
+  std::string path;  ///< a dataset folder, or "random"
   double weight = 1;
 
   bool is_random() const { return path == "random"; }

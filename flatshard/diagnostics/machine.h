@@ -25,7 +25,7 @@ std::vector<Fact> machine_facts();
 /// GPUs with one name and compute capability.
 struct GpuKind {
   std::string name;
-  int sm = 0;  ///< as compute_capability
+  int sm = 0;  ///< compute capability
   std::vector<int> gpus;
 };
 /// Ordered by their first GPU; empty without a GPU.

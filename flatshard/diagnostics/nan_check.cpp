@@ -34,7 +34,7 @@ bool any_bad(const std::vector<at::Tensor>& flats) {
 struct Suspect {
   std::string what;  ///< "weight", "gradient before its reduction", ...
   const GroupParameter* parameter = nullptr;
-  std::int64_t begin = 0;  ///< of `values` in the parameter
+  std::int64_t begin = 0;  ///< offset of `values` in the parameter
   at::Tensor values;
   std::string where;  ///< rank, step, unit
 };

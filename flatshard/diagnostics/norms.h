@@ -12,7 +12,7 @@ namespace flatshard {
 struct ParameterNorm {
   std::string name;
   double weight = 0;           ///< of the main weights
-  std::optional<double> grad;  ///< of the reduced gradient; unset: none came
+  std::optional<double> grad;  ///< of the reduced gradient; unset: no gradient
 };
 
 /// Norms of every parameter, in order of units. Call it between the last

@@ -24,7 +24,7 @@ struct KernelClass {
 
 /// Time breakdown of one step on one GPU.
 struct StepProfile {
-  double span_ms = 0;     ///< from the first kernel's begin to the last's end
+  double span_ms = 0;     ///< first kernel's start to last kernel's end
   double compute_ms = 0;  ///< a kernel that computes runs
   double exposed_ms = 0;  ///< only communication runs
   double idle_ms = 0;     ///< nothing runs

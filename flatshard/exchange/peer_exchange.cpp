@@ -33,8 +33,8 @@ std::int64_t nbytes_of_row(const at::Tensor& rows) {
 struct PeerExchange::Plan : StreamExchangePlan {
   RowRuns runs;
   at::Tensor uploaded;   ///< int32: RunTables
-  at::Tensor stay_runs;  ///< of rows that stay: see nn::row_places
-  at::Tensor all_runs;   ///< of all that arrive: see CopyNarrowRows
+  at::Tensor stay_runs;  ///< rows that stay: see nn::row_places
+  at::Tensor all_runs;   ///< all rows that arrive: see CopyNarrowRows
   std::optional<nn::RowPlaces> places;  ///< made on the exchange stream
   bool has_begun = false;  ///< see begin_dispatch; until the next transfer
 };

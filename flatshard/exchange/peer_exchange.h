@@ -94,7 +94,7 @@ class PeerExchange : public StreamExchange {
     std::int64_t row = 0;
     char* at_home = nullptr;
     char* at_experts = nullptr;
-    std::int64_t in_window = 0;  ///< begins there, of each rank
+    std::int64_t in_window = 0;  ///< offset in the window of each rank
     /// On the source rank it has a row for each token, and kernels copy this
     /// rank's rows from and to the window.
     bool of_tokens = false;
@@ -152,7 +152,7 @@ class PeerExchange : public StreamExchange {
   std::int64_t half_nbytes_ = 0;
   std::unique_ptr<PeerMemory> windows_;  ///< null: none is needed yet
   at::Tensor addresses_;                 ///< int64: of windows_, by rank
-  int half_ = 0;                         ///< of the last transfer
+  int half_ = 0;                         ///< used by the last transfer
   std::shared_ptr<Stream> counts_;       ///< counts leave the device here
   /// int32, pinned: counts of all experts, then the upload of a plan.
   at::Tensor host_;

@@ -222,7 +222,7 @@ void StreamExchange::submit(std::function<void()> work) {
 void StreamExchange::restart() {
   stream_->reset();
   failed_ = false;
-  finished_ = num_begun_;  // what was begun stays so
+  finished_ = num_begun_;  // pending plans stay pending
 }
 
 void StreamExchange::await(const Event& event) {

@@ -50,7 +50,7 @@ class CapturedCollectives {
   std::uint32_t num_begun(const Replay& replay, std::size_t track);
   std::uint32_t num_ended(const Replay& replay, std::size_t track);
 
-  std::vector<Track> tracks_;  ///< as the ring's
+  std::vector<Track> tracks_;  ///< in the order of the ring's tracks
   std::unique_ptr<StreamWord> running_;
   /// Launched and not known to be over, oldest first.
   std::deque<std::shared_ptr<const Replay>> replays_;

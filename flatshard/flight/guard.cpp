@@ -100,7 +100,7 @@ void FlightWatcher::abort_all() {
     for (std::thread& thread : beside) {
       thread.join();
     }
-  }  // a waiter for the abort then holds the only reference
+  }  // a waiter for the abort then has the only reference
   {
     const std::lock_guard lock(mutex_);
     aborted_ = true;

@@ -63,7 +63,7 @@ bool FlightWatcher::is_missing(int rank) {
   }
   view.process = process_state(view.state);
   if (view.process == ProcessState::gone) {
-    read(rank);  // it may have left in order since
+    read(rank);  // it may have left normally since
     return at_work();
   }
   if (view.silent >= stalled_after_) {

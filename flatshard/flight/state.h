@@ -37,7 +37,7 @@ struct FlightCheckpoint {
 /// One rank's collectives on one communicator.
 struct FlightTrack {
   std::string group;  ///< equal on the ranks of a group and on no others
-  std::string name;   ///< the communicator's
+  std::string name;   ///< name of the communicator
   std::int64_t num_launched = 0;
   /// Progress of the program on this track: grows when the program queues a
   /// collective, so for all tracks in program order. On GPUs `num_launched`.
@@ -59,8 +59,8 @@ struct FlightPlace {
 enum class RankStatus {
   running,
   troubled,  ///< a collective threw; `message` has the error
-  failed,    ///< it left with an exception; `message` has it
-  left,      ///< it ended normally
+  failed,    ///< left with an exception, see `message`
+  left,      ///< ended normally
 };
 
 /// The state that a rank publishes about itself.
@@ -76,7 +76,7 @@ struct FlightState {
   RankStatus status = RankStatus::running;
   std::string message;
   std::int64_t step = 0;
-  std::int64_t dump = 0;  ///< the request whose whole ring this is
+  std::int64_t dump = 0;  ///< request that this full ring answers
   bool saw_leader_leave = false;
   std::vector<FlightTrack> tracks;
 

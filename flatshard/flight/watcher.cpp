@@ -360,7 +360,7 @@ void FlightWatcher::close(const std::optional<std::string>& failure) {
   std::unique_lock lock(mutex_);
   closing_ = true;
   if (abort_thread_.get_id() == std::this_thread::get_id()) {
-    aborted_ = true;  // by then; it held the last communicator
+    aborted_ = true;  // this thread owned the last communicator
   }
   changed_.notify_all();
   const auto patience = settle_ + 2 * kLinger;

@@ -138,7 +138,7 @@ class FlightWatcher : public std::enable_shared_from_this<FlightWatcher> {
   bool left_behind_ = false;  ///< the guard, with the abort thread
   Clock::time_point verdict_at_;
   bool store_done_ = false;
-  bool store_lost_ = false;  ///< the store thread may never come back
+  bool store_lost_ = false;  ///< the store thread may never return
   bool stop_guard_ = false;
   bool guard_done_ = false;
   Clock::time_point last_answer_ = Clock::now();

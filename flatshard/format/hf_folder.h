@@ -35,7 +35,7 @@ class HfFolder {
     const SafetensorsReader* file;
     const SafetensorsEntry* entry;
     Mxfp4Tensors* unpacks = nullptr;           ///< null: it is stored as it is
-    const Mxfp4Tensors::Pair* pair = nullptr;  ///< that it is unpacked from
+    const Mxfp4Tensors::Pair* pair = nullptr;  ///< stored pair to unpack
 
     void read(std::uint64_t begin, std::span<std::byte> out) const {
       if (unpacks != nullptr) {

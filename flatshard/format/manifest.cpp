@@ -122,7 +122,7 @@ void check_coverage(
     bool complete,
     const std::string& where) {
   std::stable_sort(tensor.pieces.begin(), tensor.pieces.end(), by_start);
-  std::int64_t numel = 0;  // of boxes without a common element: fits 64 bits
+  std::int64_t numel = 0;  // of boxes without common elements: fits 64 bits
   std::vector<const Rectangle*> open;  // may reach the next piece's first index
   for (const StoredPiece& piece : tensor.pieces) {
     const std::int64_t n = piece.box.numel();

@@ -24,7 +24,7 @@ inline constexpr std::string_view kWeightRole = "weight";
 struct StoredFile {
   std::string name;  ///< next to the manifest; no folders
   std::uint64_t nbytes = 0;
-  std::vector<std::uint64_t> digests;  ///< of each kDigestBlock bytes
+  std::vector<std::uint64_t> digests;  ///< one per kDigestBlock bytes
 
   bool operator==(const StoredFile&) const = default;
 };
@@ -36,7 +36,7 @@ struct StoredFile {
 struct StoredPiece {
   Rectangle box;
   std::int64_t file = 0;     ///< index into Manifest::files
-  std::uint64_t offset = 0;  ///< from the begin of the file
+  std::uint64_t offset = 0;  ///< from the start of the file
   std::string entry;
 
   bool operator==(const StoredPiece&) const = default;

@@ -21,7 +21,7 @@ struct WantedBox {
 /// One read of complete digest blocks of one file, and the copies out of it.
 struct ReadChunk {
   struct Copy {
-    std::uint64_t source = 0;  ///< from the begin of the file
+    std::uint64_t source = 0;  ///< from the start of the file
     std::uint64_t nbytes = 0;
     std::uint64_t destination = 0;
 

@@ -21,7 +21,7 @@ struct SafetensorsEntry {
   std::string name;
   std::string dtype;
   std::vector<std::int64_t> shape;
-  std::uint64_t begin = 0;  ///< first byte, from the begin of the data
+  std::uint64_t begin = 0;  ///< first byte, from the start of the data
   std::uint64_t end = 0;
 
   std::uint64_t nbytes() const { return end - begin; }
@@ -31,7 +31,7 @@ struct SafetensorsEntry {
 struct SafetensorsHeader {
   std::vector<SafetensorsEntry> entries;  ///< in the order of the data
   std::map<std::string, std::string> metadata;
-  std::size_t data_begin = 0;  ///< from the begin of the file
+  std::size_t data_begin = 0;  ///< from the start of the file
 };
 
 /// Checks and reads the header of a file: known dtypes, sizes that agree with
@@ -115,7 +115,7 @@ class SafetensorsWriter {
 
  private:
   struct Slot {
-    std::uint64_t begin = 0;  ///< from the begin of the file
+    std::uint64_t begin = 0;  ///< from the start of the file
     std::uint64_t nbytes = 0;
     std::uint64_t written = 0;
   };

@@ -33,7 +33,7 @@ struct SafetensorsSpec {
 class SafetensorsLayout {
  public:
   struct Slot {
-    std::uint64_t begin = 0;  ///< first byte, from the begin of the file
+    std::uint64_t begin = 0;  ///< first byte, from the start of the file
     std::uint64_t nbytes = 0;
   };
 

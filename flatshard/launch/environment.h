@@ -9,7 +9,7 @@ namespace flatshard {
 struct RankEnvironment {
   int rank = 0;
   int world_size = 1;
-  int local_rank = 0;  ///< index on this machine, which GPU to take
+  int local_rank = 0;  ///< index on this machine; selects the GPU
   std::string master_addr;
   std::uint16_t master_port = 0;
   /// torchrun already serves the store at master_addr:master_port.

@@ -74,7 +74,7 @@ class SignalGate {
   Fd fd_;
 };
 
-std::atomic<int> launchers_notice_fd = -1;  // of the process that starts ranks
+std::atomic<int> launchers_notice_fd = -1;  // in the process that starts ranks
 
 // A pipe with one byte in it: the process that reads the byte is the one that
 // writes a message for the entire job.
@@ -152,7 +152,7 @@ class LocalRanks {
       }
     }
     for (Rank& rank : ranks_) {
-      rank.errors.pass_on();  // what was written just before the end
+      rank.errors.pass_on();  // output just before the end
     }
     return exit_code_;
   }
@@ -259,7 +259,7 @@ class LocalRanks {
         continue;
       }
       if (signal == SIGUSR1) {
-        send_all(signal);  // asks for a checkpoint, ends nobody
+        send_all(signal);  // asks for a checkpoint, ends no rank
         continue;
       }
       if (exit_code_ == 0) {

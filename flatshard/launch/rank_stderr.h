@@ -34,7 +34,7 @@ class RankStderr {
   Fd read_end_;
   bool prefixed_ = false;
   std::string line_;  ///< not ended yet
-  std::string tail_;  ///< the newest of what it wrote
+  std::string tail_;  ///< its most recent output
 };
 
 }  // namespace flatshard

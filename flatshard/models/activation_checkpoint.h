@@ -5,7 +5,7 @@ namespace flatshard::models {
 /// Which activations of a block are recomputed in the backward.
 enum class ActivationCheckpoint {
   none,
-  full,       ///< the whole block; only its input is kept
+  full,       ///< the entire block; only its input is saved
   selective,  ///< its feed-forward half: norm, gate, up, SwiGLU, down
 };
 

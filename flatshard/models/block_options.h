@@ -12,8 +12,8 @@ namespace flatshard::models {
 /// RMSNorm of queries and keys, before their rotation.
 enum class QkNorm {
   none,
-  head,        ///< of each head separately
-  projection,  ///< of all heads together
+  head,        ///< each head separately
+  projection,  ///< all heads together
 };
 
 /// Placement of RMSNorms around attention and the feed-forward part.
@@ -35,7 +35,7 @@ struct AttentionOptions {
   std::vector<bool> window_pattern;
   /// Scores are divided by its square root; 0: head_dim.
   double query_pre_attn_scalar = 0.0;
-  double soft_cap = 0.0;  ///< of scores; 0: none
+  double soft_cap = 0.0;  ///< for attention scores; 0: none
   bool sinks = false;     ///< a trained one for each head; see AttentionArgs
 
   bool has_window(std::int64_t layer) const {

@@ -17,11 +17,11 @@ namespace flatshard::models {
 struct MoeConfig {
   std::int64_t num_experts = 0;  ///< 0: none, all blocks are dense
   std::int64_t experts_per_token = 2;
-  std::int64_t ffn_dim = 0;  ///< of an expert; 0: ModelConfig::ffn_dim
+  std::int64_t ffn_dim = 0;  ///< per expert; 0: ModelConfig::ffn_dim
   /// Experts that process every token: one feed-forward part with this many
   /// times ffn_dim.
   std::int64_t shared_experts = 0;
-  std::int64_t dense_layers = 0;  ///< so many blocks at the front have none
+  std::int64_t dense_layers = 0;  ///< number of first blocks without experts
   nn::RouterScore router_score = nn::RouterScore::softmax;
   bool router_normalize = true;
   double router_scale = 1.0;
@@ -50,13 +50,13 @@ struct ModelConfig {
   /// Blocks with a window rotate by this base and without rope_scaling; 0: as
   /// the others do.
   double local_rope_theta = 0.0;
-  double partial_rotary_factor = 1.0;  ///< share of a head that is rotated
+  double partial_rotary_factor = 1.0;  ///< fraction of a head that is rotated
   double norm_eps = 1e-5;
   /// Standard deviation of matrices that are trained from scratch; see init.h.
   double initializer_range = 0.02;
   bool tie_embeddings = false;
   bool scale_embeddings = false;  ///< by sqrt(dim)
-  double final_soft_cap = 0.0;    ///< of logits; 0: none
+  double final_soft_cap = 0.0;    ///< for logits; 0: none
   BlockOptions block;
   MoeConfig moe;
 
@@ -102,7 +102,7 @@ ModelConfig from_hf_json(const std::filesystem::path& path);
 
 /// The ids of a tokenizer that a model's files name.
 struct SpecialTokens {
-  std::optional<std::int64_t> bos;  ///< begins a text
+  std::optional<std::int64_t> bos;  ///< starts a text
   std::vector<std::int64_t> eos;    ///< each ends one
   std::optional<std::int64_t> pad;
 

@@ -62,7 +62,7 @@ std::vector<double> Decoder::frequencies(std::int64_t length) const {
   const auto& scaling = config.rope_scaling;
   if (!scaling || (scaling->type != nn::RopeType::dynamic &&
                    scaling->type != nn::RopeType::longrope)) {
-    return {};  // the same for all lengths
+    return {};  // equal for all lengths
   }
   return nn::rope_frequencies(
       {.head_dim = config.rotary_dim(),

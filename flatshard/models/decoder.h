@@ -60,9 +60,9 @@ class Decoder {
   Llama model_;
   at::Device device_;
   std::int64_t max_tokens_;
-  std::vector<std::vector<std::int64_t>> tokens_;  ///< of each row
-  std::vector<std::vector<double>> frequencies_;   ///< each row's own
-  std::vector<KvCache> caches_;                    ///< of each block
+  std::vector<std::vector<std::int64_t>> tokens_;  ///< one per row
+  std::vector<std::vector<double>> frequencies_;   ///< one per row
+  std::vector<KvCache> caches_;                    ///< one per block
 };
 
 }  // namespace flatshard::models

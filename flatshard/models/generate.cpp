@@ -115,8 +115,8 @@ class Generation {
   Decoder& decoder_;
   const Prompts& prompts_;
   const GenerationOptions& options_;
-  std::vector<std::optional<Continued>> running_;  ///< of each row
-  std::size_t next_ = 0;                           ///< prompt to begin
+  std::vector<std::optional<Continued>> running_;  ///< one per row
+  std::size_t next_ = 0;                           ///< next prompt to start
   at::Tensor logits_;                              ///< [rows, vocab]
 };
 

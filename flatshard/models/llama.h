@@ -98,7 +98,7 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
     return ranks_ ? tokens * ranks_->size() : tokens;
   }
 
-  std::int64_t heads_;  ///< of all ranks
+  std::int64_t heads_;  ///< over all ranks
   std::int64_t head_dim_;
   nn::TensorParallelPtr ranks_;
   QkNorm qk_norm_;
@@ -227,7 +227,7 @@ FLATSHARD_MODULE(LlamaBody);
 /// A router and its name in the model, without a parameter's name.
 struct RouterOf {
   std::string name;
-  RouterImpl* router;  ///< the model's
+  RouterImpl* router;  ///< owned by the model
 
   /// Returns the name of its bias in files.
   std::string bias_name() const { return name + ".e_score_correction_bias"; }

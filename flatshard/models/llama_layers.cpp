@@ -91,7 +91,7 @@ LlamaAttentionImpl::LlamaAttentionImpl(
   if (qk_norm_ != QkNorm::none) {
     const bool head = qk_norm_ == QkNorm::head;
     nn::RmsNormOptions options = norm_options(config);
-    options.ranks = head ? nullptr : ranks_;  // heads are whole
+    options.ranks = head ? nullptr : ranks_;  // heads are not split
     q_norm_ =
         register_module("q_norm", nn::RmsNorm(head ? head_dim_ : q, options));
     k_norm_ =

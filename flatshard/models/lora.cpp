@@ -21,7 +21,7 @@ constexpr std::string_view kWeight = ".weight";
 // A linear layer of the blocks.
 struct Layer {
   nn::LinearImpl* linear;
-  std::string module;  // what transformers calls it
+  std::string module;  // name of the module in transformers
 };
 
 std::string last_part(const std::string& name) {

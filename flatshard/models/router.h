@@ -94,7 +94,7 @@ class RouterImpl : public nn::Module {
   const nn::LossGradientPtr loss_gradient_;
   bool measures_balance_ = false;
   RouterLoad load_;
-  std::optional<nn::Routing> balanced_;  ///< of force_balance_
+  std::optional<nn::Routing> balanced_;  ///< set if force_balance_
   at::Tensor weight_;
   at::Tensor linear_bias_;  ///< or undefined
   at::Tensor bias_;

@@ -52,7 +52,7 @@ std::vector<std::int64_t> draw_tokens(
       uniforms.size());
   // Float32 would lose the tail of a cumulative sum of 100,000 probabilities.
   at::Tensor p = (logits.to(at::kDouble) / options.temperature).softmax(-1);
-  at::Tensor order;  // of the tokens, where p is sorted
+  at::Tensor order;  // token ids in the order of p, if p is sorted
   const std::int64_t vocab = p.size(1);
   if (options.top_k > 0 || options.top_p < 1.0) {
     const std::int64_t kept =

@@ -10,7 +10,7 @@ namespace flatshard::models {
 
 struct SampleOptions {
   double temperature = 1.0;  ///< 0: always the likeliest token
-  std::int64_t top_k = 0;    ///< draws among so many; 0: all tokens
+  std::int64_t top_k = 0;    ///< samples from the K most likely tokens; 0: all
   /// Draws among the likeliest tokens whose probabilities add up to this, after
   /// top_k. Source: nucleus sampling, arXiv:1904.09751.
   double top_p = 1.0;

@@ -86,7 +86,7 @@ at::Tensor deliver_bias_sums(
     const at::Tensor& g,
     const at::Tensor& factors,
     const Groups& groups) {
-  constexpr std::int64_t kColumns = 8;  // as one kernel wants them
+  constexpr std::int64_t kColumns = 8;  // required by one kernel
   return deliver_wgrad(context, bias, [&] {
     at::Tensor sums =
         at::empty({bias.size(0), bias.size(1), kColumns}, g.options());

@@ -25,7 +25,7 @@ struct ExchangePlan : torch::CustomClassHolder {
   /// Above 1: the rows of an expert are in this many groups, by the rank that
   /// sent them, and each group is a separate matmul.
   std::int64_t groups_per_expert = 1;
-  std::int64_t num_sent = 0;      ///< rows that dispatch takes
+  std::int64_t num_sent = 0;      ///< rows that dispatch sends
   std::int64_t num_received = 0;  ///< rows that dispatch delivers
 };
 using ExchangePlanPtr = c10::intrusive_ptr<ExchangePlan>;

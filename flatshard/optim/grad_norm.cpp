@@ -21,7 +21,7 @@ at::Tensor sum_of_squares(const at::Tensor& flat) {
     return at::linalg_vector_norm(flat, 2, {}, false, dtype).square();
   }
   at::Tensor sum = at::zeros({}, dtype);
-  constexpr std::int64_t kPart = 1 << 16;  // what is copied to float64 at once
+  constexpr std::int64_t kPart = 1 << 16;  // elements cast to float64 at once
   for (const at::Tensor& part : flat.split(kPart)) {
     sum += part.to(dtype).square_().sum();
   }

@@ -135,7 +135,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
         "is_last_microbatch and sync on before the optimizer steps",
         group->name());
   }
-  wait();  // for a step whose weights nobody used
+  wait();  // for a step whose weights were never used
   ++num_steps_;
   if (groups_.empty()) {
     return;

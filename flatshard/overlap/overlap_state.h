@@ -45,7 +45,7 @@ struct OverlapRunner::Microbatch {
   nn::DetachedNode embed, head;
   at::Tensor tokens;    ///< between blocks
   at::Tensor gradient;  ///< likewise
-  int begun = -2;       ///< the last layer whose backward began; -1: the root
+  int begun = -2;       ///< last layer whose backward started; -1: the root
 };
 
 }  // namespace flatshard

@@ -11,10 +11,10 @@ namespace flatshard::plan {
 
 /// The largest part of a step, or the obstacle to a run.
 enum class Bound {
-  memory,            ///< it does not fit
-  compute,           ///< products and attention
+  memory,            ///< the job does not fit
+  compute,           ///< matmuls and attention
   memory_bandwidth,  ///< passes over memory
-  transfers,         ///< compute waits for gathers, reductions, exchanges
+  transfers,         ///< compute waits for all-gathers, reductions, exchanges
   host,              ///< launches
 };
 std::string_view to_string(Bound bound);
@@ -23,11 +23,11 @@ std::string_view to_string(Bound bound);
 struct Estimate {
   std::vector<RoleBytes> memory;  ///< the memory table at the start
   std::int64_t peak_nbytes = 0;   ///< with activations, at most
-  std::int64_t room_nbytes = 0;   ///< of the GPU, less a reserve
+  std::int64_t room_nbytes = 0;   ///< memory of the GPU, less a reserve
   StepPlan step;
-  double tokens_per_second = 0;  ///< of a GPU
-  double tflops = 0;             ///< of a GPU, by the full convention
-  double mfu = 0;                ///< as the trainer reports it
+  double tokens_per_second = 0;  ///< per GPU
+  double tflops = 0;             ///< per GPU, by the full convention
+  double mfu = 0;                ///< same definition as in the trainer
   double causal_mfu = 0;         ///< attention counted as causal
   Bound bound = Bound::compute;
 

@@ -18,8 +18,8 @@ constexpr double kGiga = 1e9;
 struct Place {
   std::size_t low = 0;
   std::size_t high = 0;
-  double weight = 0;  ///< of `high`
-  double scale = 1;   ///< of the rate, below the axis
+  double weight = 0;  ///< weight of `high`
+  double scale = 1;   ///< factor of the rate, below the axis
 };
 
 Place place_on(const std::vector<double>& axis, double size) {

@@ -59,7 +59,7 @@ struct LinkRates {
   Curve reduce_scatter;
   Curve all_reduce;
   Curve all_to_all;
-  Curve copies;  ///< by copy engines, of what a rank reads from its peers
+  Curve copies;  ///< by copy engines, per bytes read from peers
   /// The rate of reduce-scatters by copy engines has the sums in it.
   Curve copied_reductions;
 
@@ -84,7 +84,7 @@ struct Gpu {
   std::string source;  ///< the source of the measurement, or "not measured:
                        ///< ..."
   double memory_gib = 0;
-  double peak_bf16_tflops = 0;  ///< data sheet, dense; what MFU divides by
+  double peak_bf16_tflops = 0;  ///< data sheet, dense; denominator of MFU
 
   using Products = std::array<ProductRates, kNumProducts>;
   Products products;                                 ///< bfloat16
@@ -96,13 +96,13 @@ struct Gpu {
   std::map<std::string, double> passes;
 
   double launch_us = 0;         ///< a kernel of a chain, on the device
-  double host_forward_us = 0;   ///< of the host, for a block
+  double host_forward_us = 0;   ///< host time per block
   double host_backward_us = 0;  ///< likewise
   double host_graph_us = 0;     ///< for the launch of a graph
 
   LinkRates nvlink;           ///< between the GPUs of a host
   double nvlink_hop_us = 0;   ///< one step of a ring inside a host
-  double network_gb_s = 0;    ///< of each GPU, between hosts
+  double network_gb_s = 0;    ///< per GPU, between hosts
   double network_hop_us = 0;  ///< one step of a ring between hosts
   Contention contention;
 

@@ -27,7 +27,7 @@ struct NodeWork {
 struct LayerWork {
   std::map<PlanNode, NodeWork> nodes;
   std::int64_t saved_nbytes = 0;      ///< activations from forward to backward
-  std::int64_t input_nbytes = 0;      ///< what a recomputed layer saves
+  std::int64_t input_nbytes = 0;      ///< saved by a recomputed layer
   std::int64_t transient_nbytes = 0;  ///< the most that its backward makes
 
   bool operator==(const LayerWork&) const = default;
@@ -44,7 +44,7 @@ struct Job {
   SchedulerOptions scheduler;
 
   int microbatches = 1;
-  OverlapPlanOptions overlap;  ///< of in_flight = 1: one after the other
+  OverlapPlanOptions overlap;  ///< in_flight = 1: one after the other
   LayerWork ends;              ///< the nodes embed and head
   std::vector<LayerWork> layer_kinds;
   std::vector<int> kind_of_layer;
@@ -63,12 +63,12 @@ struct Job {
   bool copy_activations = false;  ///< between them
 
   std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
-  bool clips = true;                  ///< the norm of all gradients is taken
+  bool clips = true;                  ///< computes the norm of all gradients
   bool graphs = false;                ///< units run as CUDA graphs
   /// Memory of a rank that belongs to no unit, by role.
   std::map<std::string, std::int64_t> other_nbytes;
 
-  double tokens_per_rank = 0;  ///< of a step
+  double tokens_per_rank = 0;  ///< per step
   /// FLOPs of forward and backward, by both conventions of models/flops.h.
   double flops_per_token = 0;
   double causal_flops_per_token = 0;

@@ -18,23 +18,23 @@ struct Kernel {
   enum class Kind {
     product,
     grouped,
-    low_rank,  ///< takes the time of a pass over what it reads and writes
+    low_rank,  ///< as long as a pass over its inputs and outputs
     attention,
     pass,
-    transfer,  ///< what follows waits for it, unless `overlaps`
-    finish,    ///< what follows waits for the oldest transfer that overlaps
+    transfer,  ///< later kernels wait for it, unless `overlaps`
+    finish,    ///< later kernels wait for the oldest overlapping transfer
   };
 
   Kind kind = Kind::pass;
   Product product = Product::forward;
   double groups = 1;  ///< experts
   double m = 0, n = 0, k = 0;
-  std::string recipe;  ///< of a product in FP8; empty: bfloat16
+  std::string recipe;  ///< for an FP8 matmul; empty: bfloat16
   bool backward = false;
   double sequences = 0, heads = 0, seq_len = 0;
   std::int64_t head_dim = 0;
   std::string_view pass;  ///< one of kPasses
-  double nbytes = 0;      ///< read and written; of a transfer, the whole buffer
+  double nbytes = 0;      ///< read and written; of a transfer, the full buffer
   Transfer transfer = Transfer::all_gather;
   bool overlaps = false;  ///< a transfer that runs until a `finish`
 

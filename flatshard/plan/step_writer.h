@@ -11,7 +11,7 @@ namespace flatshard::plan {
 struct WrittenSteps {
   std::vector<Operation> operations;
   int second = 0;    ///< the first operation of the second step
-  StepPlan summary;  ///< of that step, what needs no streams: host, memory
+  StepPlan summary;  ///< stream-independent figures of that step: host, memory
 };
 
 /// Writes the operations of a Job: models how the Executor uses streams and

@@ -16,7 +16,7 @@ struct Queue {
   std::vector<int> operations;
   std::size_t next = 0;
   int running = kNone;
-  double left = 0;  ///< seconds alone
+  double left = 0;  ///< seconds without contention
 };
 
 /// Returns whether one of two operations of a link is inside a host, for tensor

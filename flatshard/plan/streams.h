@@ -17,8 +17,8 @@ std::string_view to_string(Stream stream);
 /// same time share its rate, except for tensor parallelism inside a host and
 /// others over the network.
 enum class Link {
-  none,         ///< none: kernels, which share the GPU with each other
-  collectives,  ///< NCCL, which takes SMs as well
+  none,         ///< kernels; they share the GPU with each other
+  collectives,  ///< NCCL; uses SMs as well
   copies,       ///< copy engines
 };
 
@@ -27,7 +27,7 @@ struct Operation {
   Stream stream = Stream::compute;
   Link link = Link::none;
   bool leaves_host = false;  ///< a transfer over the network
-  double seconds = 0;        ///< alone
+  double seconds = 0;        ///< without contention
   /// Seconds of a transfer while compute runs; 0: unchanged.
   double beside_compute = 0;
   std::vector<int> waits;  ///< operations that have to end before

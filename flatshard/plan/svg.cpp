@@ -245,8 +245,8 @@ class Picture {
     double from = 0;
     double to = 0;
     std::string_view style;
-    std::string name;   ///< what stands in it; empty for several
-    std::string title;  ///< of the first one
+    std::string name;   ///< text inside the bar; empty for several
+    std::string title;  ///< title of the first one
     int operations = 1;
   };
 

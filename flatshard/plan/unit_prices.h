@@ -18,17 +18,17 @@ struct Gathers {
 
 /// Seconds of a unit's collectives, by purpose.
 struct UnitPrices {
-  Gathers compute;  ///< of all stored planes of this kind
+  Gathers compute;  ///< all stored planes of this kind
   Gathers float8;
-  double cast = 0;    ///< of main weights, before each gather
-  double spread = 0;  ///< with the first gather after a change
+  double cast = 0;    ///< main weights, before each all-gather
+  double spread = 0;  ///< with the first all-gather after a change
   double encode = 0;  ///< in FP8, likewise
   double derive = 0;
   double from_post_forward = 0;
   double save_post_forward = 0;
   double reduce = 0;  ///< a microbatch that is not the last
   double reduce_last = 0;
-  double reduce_sum = 0;  ///< kernels of it, which share the GPU with compute
+  double reduce_sum = 0;  ///< its kernels; they share the GPU with compute
   /// The outer axis where it is reduced apart from the inner ones, in the last
   /// microbatch.
   double outer = 0;

@@ -9,7 +9,7 @@ namespace flatshard::report {
 /// The contents of a report.
 struct ReportOptions {
   std::string run;                   ///< output_dir of a run
-  std::vector<std::string> compare;  ///< of other runs
+  std::vector<std::string> compare;  ///< other runs
   std::string default_config;        ///< TOML of the default config
   std::string charts = "[]";         ///< JSON of the page's charts
 };

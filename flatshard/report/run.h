@@ -15,18 +15,18 @@ using Json = nlohmann::ordered_json;
 /// The files of a run's output_dir, read back.
 /// docs/reference/log_and_metrics.md describes the rows.
 struct RunRecord {
-  std::string name;  ///< of the folder; `report` gives it
+  std::string name;  ///< name of the folder, set by `report`
   std::filesystem::path folder;
   Table training;  ///< a row for each logged step
   Table validation;
   /// Rows as objects, in the order of the file.
   std::vector<Json> starts;
-  std::vector<Json> checkpoints;  ///< whole ones
+  std::vector<Json> checkpoints;  ///< complete ones
   std::vector<Json> checkpoint_errors;
   std::vector<Json> nonfinite;
   std::vector<Json> profiles;
-  bool ended = false;     ///< what comes after the last step is on disk
-  std::int64_t rows = 0;  ///< of the file, without damaged lines
+  bool ended = false;     ///< all output after the last step is on disk
+  std::int64_t rows = 0;  ///< rows of the file, without damaged lines
   double last_time = 0;   ///< of the last row, seconds since 1970
   Json config;            ///< values by full name, such as "training.steps"
   std::vector<std::string> warnings;

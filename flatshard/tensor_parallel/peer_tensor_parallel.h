@@ -98,7 +98,7 @@ class PeerTensorParallel : public nn::TensorParallel {
   std::shared_ptr<Stream> stream_;
   std::unique_ptr<PeerMemory> windows_;  ///< null: none is needed yet
   std::int64_t half_nbytes_ = 0;
-  int half_ = 0;  ///< of the last transfer
+  int half_ = 0;  ///< used by the last transfer
 };
 
 }  // namespace flatshard

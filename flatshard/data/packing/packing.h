@@ -9,8 +9,8 @@ namespace flatshard::data {
 
 /// Method of turning a split into sequences.
 enum class Packing {
-  stream,     ///< one stream of tokens, cut without regard to documents
-  documents,  ///< sequences are filled with whole documents
+  stream,     ///< one stream of tokens, split without regard to documents
+  documents,  ///< sequences are filled with complete documents
 };
 
 struct PackingOptions {
@@ -55,7 +55,7 @@ class PackedWindow {
   /// A document that fills one or more complete sequences.
   struct Long {
     std::int64_t first = 0;           ///< its first token
-    std::int64_t first_sequence = 0;  ///< it fills
+    std::int64_t first_sequence = 0;  ///< that it fills
   };
 
   void fill(std::vector<Piece> rests, const PackingOptions& options);

@@ -58,7 +58,7 @@ struct Family {
   /// `model_type` of config.json; empty: no config.json describes the family.
   std::string_view model_type;
   std::string_view architecture;                   ///< e.g. "LlamaForCausalLM"
-  std::string_view activation_key = "hidden_act";  ///< of config.json
+  std::string_view activation_key = "hidden_act";  ///< key in config.json
   /// The values of [model] without a preset.
   ModelConfig defaults;
   /// transformers' values for keys that a config.json leaves out: max_seq_len,

@@ -123,7 +123,7 @@ struct CopyNarrowRows {
   std::int64_t num_rows;   ///< here
   int num_ranks;
   int num_runs;
-  int words;     ///< of 4 bytes, of a row
+  int words;     ///< 4-byte words per row
   bool gathers;  ///< from the windows to `here`; false: the other way
 };
 

@@ -151,7 +151,7 @@ __global__ void gated_backward_kernel(WeightedGate args) {
       g[j] = gradient.gate;
       u[j] = gradient.up;
     }
-    store<T, N>(y + at, product);  // may be dy, which was read above
+    store<T, N>(y + at, product);  // y may alias dy, already read above
     store_gate_up<InTurn>(dgate_up, args.dim, at, g, u);
   }
   sum = block_sum(sum, scratch);
@@ -218,7 +218,7 @@ __global__ void add_bias_dots_kernel(ExpertBiases args) {
   const std::int64_t row = blockIdx.x;
   const T* bias = bias_of<T>(args, row);
   if (bias == nullptr) {
-    return;  // as the whole block does
+    return;  // uniform over the block
   }
   const T* rows = static_cast<const T*>(args.rows) + row * args.dim;
   float sum = 0.0F;

@@ -30,7 +30,7 @@ __global__ void row_places_kernel(PlaceRows args) {
   if (row >= args.num_rows) {
     place = -1;
   } else {
-    int low = 0;  // runs that begin at or before this row
+    int low = 0;  // number of runs that start at or before this row
     int high = args.num_runs + 1;
     while (low < high) {
       const int middle = (low + high) / 2;

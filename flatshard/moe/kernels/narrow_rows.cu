@@ -13,7 +13,7 @@ __global__ void narrow_rows_kernel(CopyNarrowRows args) {
   if (row >= args.num_rows) {
     return;
   }
-  int low = 0;  // runs that begin at or before this row; the first one does
+  int low = 0;  // runs that start at or before this row; the first one does
   int high = args.num_runs;
   while (low < high) {
     const int middle = (low + high) / 2;

@@ -215,7 +215,7 @@ __global__ void router_backward_kernel(RouterBackward args) {
   const int n = static_cast<int>(rule.num_experts);
   const int k = static_cast<int>(rule.experts_per_token);
   const Scratch s = scratch_of(rule, warp);
-  float* d = s.choice;  // of the scores
+  float* d = s.choice;  // gradients of the scores
   const float* logits = args.logits + t * n;
   const std::int32_t* experts = args.experts + t * k;
   const float* dweights = args.dweights + t * k;
@@ -235,7 +235,7 @@ __global__ void router_backward_kernel(RouterBackward args) {
   const bool softmax = rule.score == RouterScore::softmax;
   float lse = warp_scores(rule, logits, s.scores, lane);
 
-  float aux_sum = 1.0F;  // what probabilities are divided by
+  float aux_sum = 1.0F;  // divisor of the probabilities
   float aux_dot = 0.0F;
   if (args.aux != 0.0F && !softmax) {
     float sum = 0.0F;

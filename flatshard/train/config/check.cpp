@@ -75,7 +75,7 @@ void check_conflicts(Config& config) {
 struct UnusedKey {
   const ConfigKey* key;
   const UsedIf* used_if;
-  std::string value;  ///< of the chooser, as --set takes it
+  std::string value;  ///< of the chooser, in --set syntax
 };
 
 std::vector<UnusedKey> find_unused(const Config& config) {

@@ -210,7 +210,7 @@ std::string shortened(std::string_view text) {
 }
 
 std::string typed_value(const std::string& value, const ConfigField& field) {
-  constexpr std::size_t kLongest = 64;  // of a number; the match is recursive
+  constexpr std::size_t kLongest = 64;  // longest number; regex is recursive
   if (std::holds_alternative<bool*>(field) ||
       std::holds_alternative<std::optional<bool>*>(field)) {
     std::string lower = value;

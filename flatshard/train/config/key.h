@@ -68,7 +68,7 @@ struct ValueRange {
 struct UsedIf {
   std::string_view chooser;  ///< the key that the condition is about
   bool (*holds)(const Config&);
-  std::string_view belongs_to;  ///< where the key does have an effect
+  std::string_view belongs_to;  ///< place where the key has an effect
 };
 
 /// Values of other keys that a key with another value than its default does not
@@ -76,7 +76,7 @@ struct UsedIf {
 struct Conflict {
   std::vector<std::string_view> with;  ///< full names
   bool (*found)(const Config&);
-  std::string_view why;  ///< and what to do
+  std::string_view why;  ///< reason, and what to do
 };
 
 /// One row of the table of keys: parsing, printing, checks, the help text and
@@ -87,7 +87,7 @@ struct ConfigKey {
   ConfigField (*field)(Config&);
   std::string_view help;
   ValueRange range = {};
-  std::vector<std::string_view> choices = {};  ///< of text; empty: any
+  std::vector<std::string_view> choices = {};  ///< valid texts; empty: any
   bool is_path = false;
   std::vector<UsedIf> used_if = {};  ///< all of them
   std::vector<Conflict> conflicts = {};

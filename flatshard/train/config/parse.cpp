@@ -78,7 +78,7 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
     sources.push_back(std::move(source));
   }
   if (sources.size() == 1) {
-    sources[0].weight = 1;  // of one, any weight is all
+    sources[0].weight = 1;  // a single source has all the weight
   }
   return sources;
 }

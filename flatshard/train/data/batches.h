@@ -75,7 +75,7 @@ class Batches {
   const std::int64_t local_batch_;
   const std::int64_t num_microbatches_;
   TokenBuffers buffers_;  ///< [microbatches, local_batch_size, seq_len]
-  std::optional<DocumentBuffers> documents_;  ///< of packed documents
+  std::optional<DocumentBuffers> documents_;  ///< for packed documents
   at::Tensor offsets_, samples_;  ///< [microbatches, local_batch_size]
   bool has_targets_ = true;
   at::Tensor num_targets_;   ///< [microbatches] float64, pinned; or undefined

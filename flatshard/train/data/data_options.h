@@ -11,7 +11,7 @@ namespace flatshard {
 /// The datasets of a run, and how they become sequences.
 struct DataOptions {
   std::vector<data::SourceChoice> train;
-  std::vector<data::SourceChoice> validation;  ///< empty: those of `train`
+  std::vector<data::SourceChoice> validation;  ///< empty: datasets of `train`
   data::PackingOptions packing;                ///< has the sequences' length
   std::uint64_t seed = 0;
   std::int64_t global_batch_size = 1;

@@ -16,9 +16,9 @@ class DocumentBuffers {
  public:
   struct Options {
     std::int64_t num_microbatches = 1;
-    std::int64_t rows = 1;  ///< of a microbatch
+    std::int64_t rows = 1;  ///< per microbatch
     std::int64_t seq_len = 0;
-    std::int64_t max_documents = 0;  ///< of a row, without its padding
+    std::int64_t max_documents = 0;  ///< per row, without its padding
     /// Documents have the same shapes and max_length each time, as graphs need
     /// them. Kernels are launched for more than there is then.
     bool fixed_shapes = false;

@@ -15,17 +15,17 @@ namespace flatshard {
 /// validation split, for any batch size and number of ranks. A data mix has one
 /// set per dataset, with its fraction of the sequences.
 struct ValidationSet {
-  std::string path;     ///< the corpus
+  std::string path;     ///< folder of the dataset
   double share = 1;     ///< in the loss of the mixture; their sum is 1
   data::Loader loader;  ///< in order
   std::int64_t num_sequences = 0;
   bool is_bytes = false;  ///< see TokenSource::tokens_are_bytes
-  std::string option;     ///< for errors: where the corpus is named
+  std::string option;     ///< key of the dataset, for errors
 
   /// Numbers of targets.
   struct Counts {
-    std::int64_t targets = 0;  ///< that the loss does not ignore
-    std::int64_t bytes = 0;    ///< that are bytes, among them
+    std::int64_t targets = 0;  ///< not ignored by the loss
+    std::int64_t bytes = 0;    ///< targets that are bytes
   };
 
   /// Fills the first `count` rows of tokens and targets, each [n, seq_len],

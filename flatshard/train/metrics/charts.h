@@ -11,10 +11,10 @@ struct Chart {
   std::string_view title;
   std::string_view unit;
   bool is_wide = false;
-  bool has_zero = false;     ///< the y axis begins at 0
+  bool has_zero = false;     ///< the y axis starts at 0
   bool has_log = false;      ///< offers a log scale
   bool has_events = false;   ///< shows checkpoints and gradients not finite
-  bool settles = false;      ///< a long run's first steps may be cut off
+  bool settles = false;      ///< the first steps of a long run may be clipped
   bool counts = false;       ///< numbers have letters: 12.3K
   std::string_view without;  ///< no chart for runs that have this metric
   /// Also a line for each metric whose key starts with this prefix.

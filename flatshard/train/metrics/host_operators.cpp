@@ -34,7 +34,7 @@ std::string to_string(const std::vector<HostOperator>& operators) {
         op.calls,
         op.name);
   }
-  text.pop_back();  // the line's end is print's
+  text.pop_back();  // print adds the newline
   return text;
 }
 

@@ -22,7 +22,7 @@ using MetricValue = std::optional<std::variant<std::int64_t, double>>;
 struct ChartLine {
   std::string_view chart;  ///< Chart::title
   std::string_view label;
-  int color = 0;  ///< of the page's palette; lines of a chart are in its order
+  int color = 0;  ///< index in the page's palette; also the order in charts
   double scale = 1;
   bool is_rough = true;  ///< may be smoothed
 };
@@ -37,11 +37,11 @@ struct PrintedPart {
 
 template <class Values>
 struct Metric {
-  std::string_view key;  ///< of metrics.jsonl; "a.b" is b of the object a
+  std::string_view key;  ///< key in metrics.jsonl; "a.b" is b of the object a
   std::string_view help;
   MetricValue (*value)(const Values&);
-  bool null_if_unset = false;  ///< else the key is left out
-  std::string_view tag;        ///< of TensorBoard; empty: none
+  bool null_if_unset = false;  ///< otherwise the key is omitted
+  std::string_view tag;        ///< TensorBoard tag; empty: none
   std::vector<ChartLine> lines = {};
   PrintedPart<Values> printed = {};
 };

@@ -11,8 +11,8 @@ namespace flatshard {
 /// Distribution of tokens over experts in one step, over all ranks and
 /// microbatches. Values of the worst layer.
 struct ExpertMetrics {
-  double load = 1;     ///< the busiest expert's tokens over the mean's
-  double dropped = 0;  ///< share of all choices
+  double load = 1;     ///< tokens of the busiest expert, relative to the mean
+  double dropped = 0;  ///< fraction of all choices
   double balance =
       1;  ///< load-balancing loss without its coefficient, the mean
   std::optional<double> bias;  ///< largest magnitude; unset: no bias
@@ -24,18 +24,18 @@ struct ExpertMetrics {
 struct DataEpochs {
   std::string path;          ///< of the dataset
   std::int64_t samples = 0;  ///< sequences of seq_len tokens
-  double steps = 0;          ///< of an epoch
-  double epochs = 0;         ///< of the whole run
+  double steps = 0;          ///< per epoch
+  double epochs = 0;         ///< over the entire run
 };
 
 /// The properties of a start of a run, once for each attempt.
 struct StartMetrics {
   std::int64_t done = 0;   ///< steps that earlier attempts trained
-  std::int64_t steps = 0;  ///< of the whole run
+  std::int64_t steps = 0;  ///< of the entire run
   int ranks = 1;
   std::string device;  ///< of rank 0: "CPU" or the GPU's name
   std::int64_t parameters = 0;
-  std::int64_t tokens_per_step = 0;  ///< of all ranks
+  std::int64_t tokens_per_step = 0;  ///< over all ranks
   std::vector<DataEpochs> data;
   /// Keys of the config that were set to another value than the default.
   std::vector<std::string> changed_keys;
@@ -48,7 +48,7 @@ struct StartMetrics {
 /// gives their mean.
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
-  std::int64_t steps = 0;  ///< of the whole run; 0: not shown
+  std::int64_t steps = 0;  ///< of the entire run; 0: not shown
   /// Mean over the trained tokens of the global batch; unset without any.
   std::optional<double> loss;
   double grad_norm = 0;  ///< global 2-norm before clipping
@@ -58,7 +58,7 @@ struct StepMetrics {
   double data_ms = 0;          ///< waiting for the loader
   double host_ms = 0;          ///< to queue the step, without waiting
   double exposed_comm_ms = 0;  ///< this step's waits for collectives
-  double tokens_per_s = 0;     ///< of all ranks together
+  double tokens_per_s = 0;     ///< over all ranks
   double tokens_per_s_per_rank = 0;
   double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
   std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown

@@ -11,10 +11,10 @@ namespace flatshard {
 struct Progress {
   std::int64_t done = 0;  ///< steps
   std::int64_t total = 0;
-  std::int64_t first = 0;      ///< steps done before this process began
+  std::int64_t first = 0;      ///< steps completed before this process started
   std::optional<double> loss;  ///< unset: not known yet
   std::int64_t tokens = 0;     ///< seen so far; 0: not shown
-  double elapsed_s = 0;        ///< of the steps of this process
+  double elapsed_s = 0;        ///< for the steps of this process
   /// The time of a step, by `flatshard plan`; unset: there is no plan.
   std::optional<double> planned_step_s;
 };

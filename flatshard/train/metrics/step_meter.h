@@ -17,10 +17,10 @@ class StepMeter {
  public:
   /// The work of a step.
   struct Work {
-    std::int64_t tokens = 0;  ///< of all ranks
+    std::int64_t tokens = 0;  ///< over all ranks
     int num_ranks = 1;
     double flops_per_token = 0;
-    std::optional<double> peak_flops;  ///< of a rank, per second, if known
+    std::optional<double> peak_flops;  ///< per rank and second, if known
   };
 
   explicit StepMeter(const Work& work) : work_(work) {}

@@ -14,11 +14,11 @@ namespace flatshard {
 struct CalibrateOptions {
   /// Sizes of the grid of matmuls, on each of the three axes.
   std::vector<std::int64_t> products;
-  std::vector<std::int64_t> float8;      ///< likewise, of FP8 products
-  std::vector<std::int64_t> group_rows;  ///< of an expert
-  std::vector<std::int64_t> group_dims;  ///< of an expert's weights
+  std::vector<std::int64_t> float8;      ///< likewise, for FP8 matmuls
+  std::vector<std::int64_t> group_rows;  ///< rows per expert
+  std::vector<std::int64_t> group_dims;  ///< dimensions of an expert's weights
   std::vector<std::int64_t> seq_lens;
-  std::int64_t tokens = 0;       ///< of passes and of attention
+  std::int64_t tokens = 0;       ///< for passes and attention
   std::int64_t link_nbytes = 0;  ///< the largest buffer of a collective
   double seconds_per_point = 0;  ///< at least so long, after a warm-up
 

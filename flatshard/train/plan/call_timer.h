@@ -23,7 +23,7 @@ class CallTimer {
  private:
   at::Device device_;
   double seconds_;
-  at::Tensor left_, right_, out_;  ///< of the product; undefined on a CPU
+  at::Tensor left_, right_, out_;  ///< of the matmul; undefined on a CPU
 };
 
 /// Returns the seconds of one of `calls` calls that follow each other, after a

@@ -87,9 +87,9 @@ class LayerKernels {
   const std::map<std::string, std::string>& float8_;
   const std::set<std::string>& adapted_;
   bool frozen_;           ///< all weights but adapters
-  double size_;           ///< of an element of activations
+  double size_;           ///< bytes per element of activations
   std::int64_t sharing_;  ///< ranks of tensor parallelism
-  std::int64_t tokens_;   ///< of a microbatch, which these ranks share
+  std::int64_t tokens_;   ///< per microbatch, shared by these ranks
   std::int64_t own_tokens_;
 };
 

@@ -10,8 +10,8 @@ namespace flatshard {
 /// Kernels of a node between two exchanges of tensor parallelism.
 struct Stage {
   enum class Reads {
-    part,     ///< and writes what the rank has: its tokens, or its columns
-    tokens,   ///< those of all ranks, which it gathers
+    part,     ///< reads and writes the rank's own tokens or columns
+    tokens,   ///< reads tokens of all ranks after an all-gather
     columns,  ///< its columns, and its results are summed and scattered
   };
 

@@ -280,7 +280,7 @@ class Sweeper {
   const Config& config_;
   const PlannedMachines& machines_;
   std::int64_t experts_ = 0;
-  std::int64_t ffn_dim_ = 0;  ///< of an expert
+  std::int64_t ffn_dim_ = 0;  ///< per expert
   /// The key has the degrees of tensor and expert parallelism, and of experts'
   /// width.
   std::map<std::array<std::int64_t, 3>, std::shared_ptr<PlannedModel>> modules_;

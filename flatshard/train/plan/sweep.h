@@ -35,7 +35,7 @@ struct PlannedChoice {
 struct Sweep {
   std::vector<PlannedChoice> fitting;    ///< the fastest first
   std::vector<PlannedChoice> too_large;  ///< the smallest first
-  std::int64_t num_refused = 0;          ///< that the trainer refuses
+  std::int64_t num_refused = 0;          ///< rejected by the trainer
 };
 
 /// Plans `config` in all ways that make sense on these machines. They vary

@@ -105,7 +105,7 @@ std::int64_t activation_nbytes(
   std::int64_t per_token = 0;
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
     std::int64_t hidden = model.ffn_dim;
-    std::int64_t copies = 0;  // of a token's row, one for each of its experts
+    std::int64_t copies = 0;  // copies of a token's row, one per expert
     if (model.has_experts(layer)) {
       const models::MoeConfig& moe = model.moe;
       const std::int64_t expert_dim =

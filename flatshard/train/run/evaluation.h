@@ -61,7 +61,7 @@ class Evaluation {
   std::shared_ptr<Mesh> mesh_;
   models::Llama model_;
   TokenBuffers buffers_;                      ///< [local_batch_size, seq_len]
-  std::optional<DocumentBuffers> documents_;  ///< of packed documents
+  std::optional<DocumentBuffers> documents_;  ///< for packed documents
 };
 
 }  // namespace flatshard

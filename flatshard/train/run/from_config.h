@@ -19,7 +19,7 @@ struct RunOptions {
   DataOptions data;
   Batches::Options batches;
   Evaluation::Options evaluation;
-  double balance_rate = 0;  ///< of ExpertLoads
+  double balance_rate = 0;  ///< for ExpertLoads
   config::OnNonfinite on_nonfinite = config::OnNonfinite::stop;
   RunDiagnostics::Options diagnostics;
   ProfileReport::Options profile;

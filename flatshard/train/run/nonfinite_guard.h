@@ -30,7 +30,7 @@ class NonfiniteGuard {
     Optimizer* optimizer = nullptr;
     RunCheckpoints* checkpoints = nullptr;
     data::Loader* loader = nullptr;
-    RunOutput* output = nullptr;  ///< rank 0's; null on the others
+    RunOutput* output = nullptr;  ///< null except on rank 0
   };
 
   NonfiniteGuard(config::OnNonfinite action, Parts parts);

@@ -29,8 +29,8 @@ class RunCheckpoints {
     Optimizer* optimizer = nullptr;
     data::Loader* loader = nullptr;
     std::vector<WholeTensor> buffers;  ///< of the model
-    const RunData* data = nullptr;     ///< rank 0's; null elsewhere
-    RunOutput* output = nullptr;       ///< rank 0's; null elsewhere
+    const RunData* data = nullptr;     ///< null except on rank 0
+    RunOutput* output = nullptr;       ///< null except on rank 0
   };
 
   struct Options {
@@ -38,8 +38,8 @@ class RunCheckpoints {
     std::filesystem::path folder;
     std::int64_t last_step = 0;
     std::int64_t seed = 0;
-    std::int64_t num_experts = 0;  ///< of a layer of the model
-    std::string config;            ///< the run's, as text
+    std::int64_t num_experts = 0;  ///< per layer of the model
+    std::string config;            ///< config of the run, as text
     LrSchedule schedule;
   };
 
@@ -83,7 +83,7 @@ class RunCheckpoints {
   std::optional<std::int64_t> last_begun_;
   std::optional<std::int64_t> last_saved_;
   std::optional<Error> last_error_;
-  std::string base_;  ///< empty: checkpoints hold all weights
+  std::string base_;  ///< empty: checkpoints contain all weights
 };
 
 }  // namespace flatshard

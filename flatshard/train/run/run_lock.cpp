@@ -94,7 +94,7 @@ std::string to_json(const Holder& holder) {
 std::optional<Holder> read_holder(const fs::path& path) {
   const auto parsed = nlohmann::json::parse(read_text(path), nullptr, false);
   if (!parsed.is_object()) {
-    return std::nullopt;  // made and not written, or another's
+    return std::nullopt;  // not yet written, or written by another program
   }
   const auto text = [&](const char* key) {
     return parsed.contains(key) && parsed[key].is_string()

@@ -28,7 +28,7 @@ class RunOutput {
  public:
   struct Options {
     RunFiles files;
-    std::string config;  ///< the run's, as text
+    std::string config;  ///< config of the run, as text
     RunSources sources;
     bool tensorboard = false;
   };

@@ -101,7 +101,7 @@ std::string to_string(const RunSummary& summary) {
   if (summary.goes_on && std::filesystem::exists(path)) {
     try {
       before = load_config(path);
-    } catch (const Error&) {}  // of another version: as if it were not there
+    } catch (const Error&) {}  // written by another version: treated as missing
   }
   const std::string changed = before ? differing_keys(config, *before)
                                      : differing_keys(summary.given, Config());

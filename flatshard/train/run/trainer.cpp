@@ -171,7 +171,7 @@ void Trainer::open_output() {
   if (output_) {
     output_->open(options_.output, start_.goes_on, start_metrics());
   }
-  mesh_->world().barrier();  // what was there before is out of the way
+  mesh_->world().barrier();  // earlier files were moved away
   mesh_->check();
 }
 
@@ -245,7 +245,7 @@ void Trainer::finish(const std::optional<Stop>& stop) {
   if (output_) {
     output_->end_progress();
   }
-  open_output();  // no step was left, only what comes after the last one
+  open_output();  // no step was left, only the output after the last one
   if (!stop && config_.run.save_weights) {
     save_model();
   }

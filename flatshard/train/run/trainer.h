@@ -34,7 +34,7 @@ class Trainer {
   struct Stop {
     int signal = 0;         ///< SIGINT, SIGTERM or SIGHUP
     std::int64_t step = 0;  ///< the last one that was trained
-    bool saved = false;     ///< it has a checkpoint
+    bool saved = false;     ///< a checkpoint was saved
   };
 
   /// Builds everything; collective over all ranks.
@@ -108,18 +108,18 @@ class Trainer {
   Config config_;
   const at::Device device_;
   const models::ModelConfig model_config_;
-  RunOptions options_;  ///< of config_
+  RunOptions options_;  ///< made from config_
   const LrSchedule schedule_;
   data::Loader loader_;
   std::shared_ptr<Mesh> mesh_;
   TrainState state_;
-  std::optional<RunLock> lock_;      ///< rank 0's
-  std::optional<RunOutput> output_;  ///< rank 0's
+  std::optional<RunLock> lock_;      ///< only on rank 0
+  std::optional<RunOutput> output_;  ///< only on rank 0
   bool opened_output_ = false;
   RunStart start_;
   std::optional<SignalRequests> requests_;
-  std::optional<RunData> data_;                ///< rank 0's
-  std::optional<RunCheckpoints> checkpoints_;  ///< ends before what it saves
+  std::optional<RunData> data_;                ///< only on rank 0
+  std::optional<RunCheckpoints> checkpoints_;  ///< destroyed before its data
   std::optional<ExpertLoads> experts_;
   std::optional<Batches> batches_;
   std::optional<Microbatches> microbatches_;

@@ -50,7 +50,7 @@ double try_step(const std::shared_ptr<Mesh>& mesh, const std::string& kind) {
   if (kind == "FP8 weights") {
     const Float8Format format{
         .recipe = float8::Recipe::rowwise,
-        .emulate = true};  // where the GPU has no such products
+        .emulate = true};  // for GPUs without FP8 matmuls
     options.float8_of = [format](
                             const std::string& /*name*/,
                             const std::vector<std::int64_t>& shape) {

@@ -33,7 +33,7 @@ std::int64_t least_memory(
   const std::int64_t shards =
       Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
           .num_shards(sizes) *
-      config.parallelism.tensor_parallel_degree;  // but for norms
+      config.parallelism.tensor_parallel_degree;  // except for norms
   const std::int64_t all = models::num_parameters(model);
   if (config.lora.enabled()) {
     // Frozen weights are stored in the compute dtype.

@@ -16,7 +16,7 @@ namespace flatshard {
 /// The measurements of one document of a split.
 struct DocumentLoss {
   std::int64_t index = 0;   ///< in the split
-  std::int64_t tokens = 0;  ///< whose loss is taken
+  std::int64_t tokens = 0;  ///< that contribute to the loss
   double nats = 0;          ///< sum of their losses
   /// The bytes of the text of these tokens in UTF-8; unset: unknown.
   std::optional<std::int64_t> bytes;
@@ -53,8 +53,8 @@ class DocumentLosses {
   void add_token(std::int64_t token, double nats);
 
   std::shared_ptr<const data::Corpus> corpus_;
-  std::vector<std::int64_t> begins_;  ///< of each document; then the end
-  std::vector<DocumentLoss> sums_;    ///< of each document
+  std::vector<std::int64_t> begins_;  ///< start of each document; then the end
+  std::vector<DocumentLoss> sums_;    ///< one per document
   std::vector<std::vector<Run>> runs_;
   std::size_t last_ = 0;  ///< document of the token that was added last
 };

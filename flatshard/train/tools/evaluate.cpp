@@ -167,7 +167,7 @@ Evaluated evaluate(const EvaluateOptions& options) {
       sets.front(),
       load_model(stored, choose_device(options.device, {})));
   const std::int64_t count = sets.front().num_sequences;
-  std::array<double, 3> sums{};  // as summarize wants them
+  std::array<double, 3> sums{};  // input of summarize
   for (std::int64_t first = 0; first < count; first += options.batch_size) {
     const MeasuredBatch batch =
         measurement.measure(first, std::min(options.batch_size, count - first));

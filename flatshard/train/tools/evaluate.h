@@ -17,8 +17,8 @@ struct EvaluateOptions {
   /// folder.
   std::filesystem::path model;
   std::int64_t step = -1;  ///< of a checkpoint; -1: see open_model
-  std::string data;        ///< a corpus folder, whose validation split is read
-  std::int64_t sequences = -1;  ///< of the split's begin; -1: all
+  std::string data;        ///< a dataset folder; its validation split is read
+  std::int64_t sequences = -1;  ///< from the start of the split; -1: all
   std::int64_t seq_len = 0;     ///< 0: the model's longest, at most 4096
   std::int64_t batch_size = 1;  ///< sequences of one forward
   /// Unset: the run's data.packing, and stream for a Hugging Face folder.
@@ -34,7 +34,7 @@ struct EvaluateOptions {
 };
 
 struct Evaluated {
-  std::string model;  ///< where the weights come from
+  std::string model;  ///< source of the weights
   std::int64_t sequences = 0;
   std::int64_t seq_len = 0;
   data::Packing packing = data::Packing::stream;

@@ -258,7 +258,7 @@ std::string export_hf(const ExportOptions& options) {
                 is_adapter ? models::peft_entries_of(model)
                            : models::hf_entries_of(model));
   TensorParts parts;
-  std::vector<SafetensorsSpec> wanted;  // of the weights, as they are stored
+  std::vector<SafetensorsSpec> wanted;  // weights in their stored layout
   for (const auto& [name, tensor] : parameters.all) {
     std::int64_t first = 0;
     for (const StoredEntry& entry : parameters.entries_of(name, tensor.shape)) {

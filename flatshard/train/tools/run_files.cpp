@@ -28,7 +28,7 @@ bool RunFile::exists_in(const fs::path& output_dir) const {
   const fs::path path = output_dir / name;
   std::error_code error;
   switch (kind) {
-    case Kind::file:  // /dev/null and the like hold nothing
+    case Kind::file:  // /dev/null and the like are empty
       return fs::is_regular_file(path, error);
     case Kind::folder:
       return fs::is_directory(path, error);

@@ -27,12 +27,12 @@ struct RunFile {
   enum class Kind {
     file,
     folder,
-    checkpoints,  ///< a folder that is there when it holds a checkpoint
+    checkpoints,  ///< a folder that exists once it contains a checkpoint
   };
   enum class When {
-    start,   ///< and during the run: it shows that a run was here
+    start,   ///< written at start and during the run; marks a run
     during,  ///< only by some runs
-    end,     ///< a folder without a run may hold such a file, too
+    end,     ///< written at the end; may also exist without a run
   };
 
   std::filesystem::path name;  ///< below run.output_dir

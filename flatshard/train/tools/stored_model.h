@@ -60,7 +60,7 @@ at::Tensor read_weight(
 /// checkpoint), a checkpoint, or a Hugging Face folder.
 struct StoredModel {
   models::ModelConfig shape;
-  std::string what;        ///< for users: where the weights come from
+  std::string what;        ///< source of the weights, for messages
   bool is_latest = false;  ///< a checkpoint that the path did not name
   at::ScalarType compute = at::kFloat;  ///< in which it computed
   /// Fills `out` (any float dtype and device) with a parameter or a router's
@@ -68,7 +68,7 @@ struct StoredModel {
   std::function<void(const std::string& name, const at::Tensor& out)> read;
   /// Adapters that `read` has in addition to the weights; not enabled: none.
   models::LoraConfig lora;
-  std::string corpus;  ///< whose tokenizer it has; may be empty
+  std::string corpus;  ///< dataset that provides its tokenizer; may be empty
   /// How its documents were packed into sequences.
   data::Packing packing = data::Packing::stream;
   std::filesystem::path hf_folder;  ///< empty: none
