@@ -27,8 +27,8 @@ class SharedRows {
   Rows of(const at::Tensor& x, bool in_backward);
   /// Forgets the inputs of forwards, or all.
   void forget(bool backwards_too);
-  /// Returns the number of inputs, and the number of calls that found theirs
-  /// quantized.
+  /// Returns the number of inputs, and the number of calls that found their
+  /// input quantized.
   std::pair<std::int64_t, std::int64_t> counts() const;
 
  private:

@@ -92,7 +92,7 @@ def try_step(device, ranks=1):
 
 
 def try_out(device):
-    """try_step on one rank of this process; why it does not work, or ""."""
+    """Runs try_step on one rank, in this process. Returns why it does not work, or ""."""
     try:
         if device.type == "cuda":
             _C.check_gpu(device)
@@ -113,7 +113,7 @@ def try_out(device):
 
 
 def try_ranks(kind):
-    """try_step on two ranks, each a process; why it does not work, or ""."""
+    """Runs try_step on two ranks, each a process. Returns why it does not work, or ""."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(2):

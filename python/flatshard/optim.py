@@ -224,7 +224,8 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _check_as_made(self):
-        """The core updates all parameters of a unit, and those it had then."""
+        """Checks that param_groups have the same parameters as at creation, because the
+        core updates all parameters that its units had then."""
         now = self._parameters_now()
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters)

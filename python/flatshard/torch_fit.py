@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 
 def build_info(folders):
-    """VERSION, TORCH and CUDA of the package in `folders`, from its _build.py."""
+    """Returns VERSION, TORCH and CUDA of the package in `folders`, from its _build.py."""
     for folder in folders:
         path = Path(folder) / "_build.py"
         if path.exists():

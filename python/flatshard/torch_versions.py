@@ -299,7 +299,7 @@ def never_compiled(function):
 
 @functools.cache
 def register_effect(operator):
-    """torch.compile neither leaves calls of it out nor joins two of them."""
+    """Keeps torch.compile from removing calls of the operator or merging two of them."""
     # Imported here, because the import is slow (about 1 s).
     from torch._library.effects import EffectType
     from torch.library import _register_effectful_op

@@ -145,7 +145,7 @@ class BackwardPass:
         return self._core.num_late
 
     def late_wgrads(self, node: int = 0) -> AbstractContextManager[None]:
-        """The former name of delay_wgrads."""
+        """Deprecated name of delay_wgrads."""
         _warn("late_wgrads", "delay_wgrads")
         return self.delay_wgrads(node)
 
@@ -166,8 +166,8 @@ class BackwardPass:
     def run(
         self, module: nn.Module, function: Callable, args: tuple, kwargs: dict
     ) -> object:
-        """function(*args, **kwargs) between begin_forward and end_forward, with the
-        casts of the module's mp_policy."""
+        """Returns function(*args, **kwargs), run between begin_forward and end_forward with
+        the casts of the module's mp_policy."""
         policy = self._state(module).sharding.mp_policy
         args, kwargs = cast_inputs(policy, args, kwargs)
         self.begin_forward(module)

@@ -135,7 +135,7 @@ def _leaves(fn, state, p):
 
 @contextlib.contextmanager
 def _hidden(parameters):
-    """nn.Module passes over parameters that are None."""
+    """Sets the parameters to None inside the context, so that nn.Module skips them."""
     hidden = []
     try:
         own = {id(tensor) for p in parameters for tensor in p.faces()}

@@ -75,7 +75,7 @@ class Core(_C.Unit):
     # -- in a Root -----------------------------------------------------------------
 
     def begin(self, runtime, number):
-        """A Root has the unit from now on."""
+        """Makes the unit number `number` of a Root's `runtime`."""
         self.runtime, self.number = runtime, number
         # Each forward calls these, with the number: a lookup less, and a frame.
         self.linear = runtime.linear

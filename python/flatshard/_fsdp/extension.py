@@ -181,7 +181,8 @@ class Extension:
 
     @torch.no_grad()
     def refresh(self):
-        """Called before a forward, when the piece may have been written."""
+        """Updates the tensors to all-gather. Called before a forward if the piece may have
+        been written."""
         self._ask()
         for row, tensor in zip(self._rows, self._inputs):
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -222,7 +223,8 @@ class Extension:
     # -- what modules see ------------------------------------------------------------
 
     def renew(self):
-        """Called by the core when a forward starts to show the tensor: the same one."""
+        """Does nothing, because each forward shows the same tensor. Called by the core when
+        a forward starts to show it."""
 
     @torch.no_grad()
     def point(self):

@@ -29,7 +29,8 @@ class InnerOutputs:
         self._own = {}  # handles of hooks put here, by the number of the place
 
     def update(self):
-        """Called before a forward."""
+        """Registers hooks next to hooks of the program, and removes them where these were
+        removed. Called before a forward."""
         if sum(map(len, self._hooks)) == self._num_hooks:
             return
         for i, (hooks, (unit, module)) in enumerate(zip(self._hooks, self._places)):

@@ -41,7 +41,7 @@ class InPlaceLinear(nn.Linear):
         return functional.linear(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol):
-        """A copy is an nn.Linear that belongs to no unit."""
+        """Makes copies an nn.Linear that belongs to no unit."""
         state = {k: v for k, v in vars(self).items() if k != "_flatshard_unit"}
         return object.__new__, (nn.Linear,), state
 

@@ -84,12 +84,12 @@ class FSDPModule:
     def backward_pass(
         self, *, is_last: bool = True, interleaved: bool = False
     ) -> BackwardPass:
-        """A microbatch whose modules run in pieces; see BackwardPass. Call it on the
-        root, once for each microbatch.
+        """Returns a BackwardPass: a microbatch whose modules run in pieces. Call it on the
+        root, once per microbatch.
 
         Args:
-            is_last: it is the step's last: with HSDP the outer axis is reduced then,
-                with ZeRO-0 and ZeRO-1 all axes.
+            is_last: whether it is the last of the step: with HSDP the outer axis is reduced
+                then, with ZeRO-0 and ZeRO-1 all axes.
             interleaved: while its backward is open, the forward of the next microbatch
                 runs. That microbatch's backward runs later. Unless this one is the last
                 as well, `.grad`s are complete after the backward of the next.
@@ -116,17 +116,18 @@ class FSDPModule:
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
-        """False: the next backwards reduce over the inner mesh dimension only
-        (HSDP), or accumulate (strategies whose gradients are not sharded).
+        """Sets whether the next backwards reduce gradients over all mesh dimensions.
 
         Args:
+            requires_all_reduce: False: reduce over only the inner mesh dimension (HSDP), or
+                accumulate (strategies whose gradients are not sharded).
             recurse: also for the units inside this module.
         """
         self._set("all_reduce", requires_all_reduce, recurse)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for FSDP2's sake: there is nothing to finish after the last
-        backward, since no backward leaves work that the host has to wait for."""
+        """Does nothing, for compatibility with FSDP2: no backward leaves work that the host
+        has to wait for, so nothing is to finish after the last one."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,7 +152,7 @@ class FSDPModule:
         state.apply_to_core()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of set_gradient_divide_factor."""
+        """Deprecated name of set_gradient_divide_factor."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
@@ -193,8 +194,8 @@ class FSDPModule:
             raise NotImplementedError(_own_collectives(name))
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """True: collectives that reduce this unit's gradients only ever sum, and the mean
-        is computed from the sum, in the dtype of the reduction."""
+        """Sets whether collectives that reduce this unit's gradients only sum. The mean is
+        then computed from the sum, in the dtype of the reduction."""
         state = self._state()
         state.policy.sums_only = bool(enable)
         state.apply_to_core()
@@ -242,8 +243,8 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """True is how it always is: a parameter without a gradient counts as zeros in
-        the reduction of its unit, so ranks may differ in which these are."""
+        """Accepts only True, because a parameter without a gradient always counts as zeros
+        in the reduction of its unit. Ranks may differ in which parameters these are."""
         if not reduce_scatter_unused_params:
             raise NotImplementedError(
                 "set_reduce_scatter_unused_params(False) is not supported: parameters "
@@ -267,10 +268,10 @@ class FSDPModule:
         )
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: ends what is open, reshards all
-        weights and drops the gradients of the failed step, so that the next step starts
-        clean. The next forward of the root does it automatically, too. Call it on the
-        root, on all ranks. Blocks until the communication under way has finished."""
+        """Recovers from an exception in forward or backward: ends what is open, reshards
+        all weights and drops the gradients of the failed step. The next forward of the
+        root does it automatically, too. Call it on the root, on all ranks. Blocks until
+        the communication under way has finished."""
         root_of(self).reset()
 
     def reset_cuda_graphs(self) -> None:
@@ -303,15 +304,17 @@ class FSDPModule:
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
     ) -> None:
-        """False: parameters stay unsharded from forward to backward. True: they are
-        sharded over all ranks, whatever number fully_shard got."""
+        """Sets whether parameters are resharded after the forward. False: they stay
+        unsharded from forward to backward. True: they are sharded over all ranks, also if
+        fully_shard got a number."""
         self._set("reshard_after_forward", reshard_after_forward, recurse)
         self._set("keep_post_forward", False, recurse)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """False: parameters stay unsharded after the backward, until they change."""
+        """Sets whether parameters are resharded after the backward. False: they stay
+        unsharded until they change."""
         self._set("reshard_after_backward", reshard_after_backward, recurse)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -324,8 +327,8 @@ class FSDPModule:
             )
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: the unit's backward does not read its parameters (embeddings),
-        so they are not all-gathered for it."""
+        """Sets whether parameters are all-gathered for the backward. False is for units
+        whose backward does not read their parameters (embeddings)."""
         self._set("unshard_in_backward", unshard_in_backward, False)
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
@@ -334,7 +337,8 @@ class FSDPModule:
         self._set("forward_prefetch", _states(modules), False)
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """The same for its backward."""
+        """Sets the units to all-gather when this one's backward starts, instead of the
+        units that ran next the last time."""
         self._set("backward_prefetch", _states(modules), False)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

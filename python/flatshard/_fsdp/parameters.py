@@ -65,8 +65,8 @@ class Parameters:
         return [p for p in self.own if not p.is_as_sharded()]
 
     def can_evaluate(self):
-        """A forward without gradients does not ask which parameters are trained: peft's
-        disable_adapter() freezes adapters while it lasts."""
+        """Returns whether a forward without gradients can run. Which parameters are trained
+        does not matter: peft's disable_adapter() freezes adapters while it lasts."""
         return all(p.has_dtype() for p in self.own)
 
     def check_grad_dtypes(self):
@@ -95,7 +95,7 @@ class Parameters:
     # -- values ------------------------------------------------------------------------
 
     def forget_digests(self):
-        """The values are others now."""
+        """Drops the digests, because the values have changed."""
         for p in self.own:
             p.digest = None
 
@@ -111,8 +111,8 @@ class Parameters:
             )
 
     def retire_formers(self):
-        """The values differ from those that fully_shard was given, or are to be
-        trained."""
+        """Makes the tensors that fully_shard replaced raise errors. Called when their values
+        are out of date, or the shards are to be trained."""
         if self.has_formers:
             self.has_formers = False
             for p in self.all:

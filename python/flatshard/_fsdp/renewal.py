@@ -48,7 +48,7 @@ def renew(unit):
 
 
 def leave(unit):
-    """The parameters are on another device from now on: the core and its memory go."""
+    """Frees the core and its memory, because the parameters moved to another device."""
     for p in unit.parameters:
         p.whole, p.rows = _whole_again(p), None
     unit.life.move("leave", unit.name)

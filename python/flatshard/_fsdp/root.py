@@ -188,7 +188,7 @@ class Root:
                 )
 
     def end(self):
-        """The next forward makes another Root, for which all units have other cores."""
+        """Ends the Root. The next forward makes another one, with other cores of units."""
         self.tree.close()
         for unit in self.units:
             unit.show_shards()
@@ -203,7 +203,7 @@ class Root:
     # -- callbacks of the core, under its lock ---------------------------------------
 
     def _before_forward(self):
-        """Before a forward of any unit, or an unshard, when none is open."""
+        """Runs checks before a forward of any unit, or an unshard, when none is open."""
         # Each model runs this path in each step: no call that it does not need.
         tree, runtime = self.tree, self.runtime
         if not tree.has_values:
@@ -236,8 +236,8 @@ class Root:
                 unit.life.move("train", unit.name)
 
     def _whole_written(self, number, wholes):
-        """The forward of a unit, or a program that unsharded it, wrote unsharded
-        parameters. They are resharded afterwards."""
+        """Copies to the shards what the forward of a unit, or a program that unsharded it,
+        wrote to unsharded parameters. They are resharded afterwards."""
         unit = self.units[number]
         for p in unit.parameters:
             if any(p.whole is tensor for tensor in wholes):

@@ -39,8 +39,8 @@ class SeenWrites:
 
     @staticmethod
     def before_inner_forward(unit):
-        """Before a forward of `unit` inside another, if shards were written since the
-        outer one started: weights that were all-gathered ahead are out of date."""
+        """Marks weights that were all-gathered ahead as out of date if shards were written
+        since the outer forward started. Called before a forward of `unit` inside it."""
         writes.number()
         if unit.core.in_forward() and _sees_writes(unit):
             unit.mark_written()

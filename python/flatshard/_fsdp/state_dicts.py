@@ -80,8 +80,8 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
 
 
 def _after_load(state, module):
-    """load_state_dict(assign=True) puts other parameters into modules: copies their values
-    to the shards and restores these."""
+    """Copies values that load_state_dict(assign=True) put into modules as other parameters
+    to the shards, and restores these."""
     if any(module is m() for m in state.modules):
         writes.note_unit(state)
     if not state.parameters.loads_by_assign:

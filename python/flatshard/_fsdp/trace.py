@@ -44,12 +44,12 @@ class Trace:
         return self._runtime.take_trace()
 
     def report(self) -> None:
-        """Called after an unshard."""
+        """Reports actions to each CommDebugMode. Called after an unshard."""
         if modes := comm_debug_modes():
             self._report(modes)
 
     def report_after_forward(self, unit) -> None:
-        """Called after a forward of `unit`. The core keeps the last unit for the
+        """Reports actions after a forward of `unit`. The core keeps the last unit for the
         backward. While a mode counts, the backward all-gathers it, as with FSDP2."""
         modes = comm_debug_modes()
         if not modes:
@@ -59,7 +59,8 @@ class Trace:
         self._report(modes)
 
     def report_after_backward(self) -> None:
-        """Called when an outermost backward starts."""
+        """Reports actions once the backward has ended. Called when an outermost backward
+        starts."""
         modes = comm_debug_modes()
         if modes and in_backward():
             # The core ends the backward in a separate callback that is queued later.

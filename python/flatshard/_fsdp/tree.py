@@ -31,7 +31,8 @@ class Tree:
         return [unit for ref in self._units if (unit := ref()) is not None]
 
     def check_values(self, device_mesh):
-        """Before the first forward or unshard. Collective."""
+        """Checks that parameters have values, equal on all ranks. Called before the first
+        forward or unshard. Collective."""
         units = self.units
         for unit in units:
             unit.parameters.check_have_values()
@@ -42,7 +43,9 @@ class Tree:
         self.has_values = True
 
     def check_trained(self):
-        """Before the first forward with gradients."""
+        """Refuses trained parameters that are not sharded, and makes the tensors that
+        trained shards replaced raise errors. Called before the first forward with
+        gradients."""
         refuse_plain(self.module, self.units)
         for unit in self.units:
             unit.parameters.retire_trained_formers()

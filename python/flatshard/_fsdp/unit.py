@@ -214,7 +214,7 @@ class UnitState:
         writes.note_unit(self)
 
     def move_extended(self, p, piece):
-        """`piece` is the rank's part of p from now on, such as of to_empty."""
+        """Makes `piece` the rank's part of p from now on, such as after to_empty()."""
         if piece is local_of(p.shard):
             return
         writes.remove([p.shard])

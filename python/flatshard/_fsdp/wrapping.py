@@ -64,7 +64,8 @@ def wrap_class(module, cuda_graph=False):
 
 
 def capture_forward(module, sample=None):
-    """The forward of a wrapped module is captured, of calls like `sample` if any."""
+    """Makes the forward of a wrapped module be captured as a CUDA graph, for calls like
+    `sample` if any."""
     cls = type(module)
     own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
     module.__class__ = _wrapped_class(own, True)

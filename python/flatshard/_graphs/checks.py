@@ -18,7 +18,7 @@ def emulates_on_cpu():
 
 
 def audits_graphs():
-    """Debugging: captured graphs are looked at for memory of others
+    """Returns whether captured graphs are checked for memory of others, for debugging
     (docs/guides/cuda_graphs.md)."""
     return os.environ.get("FLATSHARD_AUDIT_CUDA_GRAPHS") == "1"
 
@@ -61,7 +61,7 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
 
 @contextlib.contextmanager
 def refuse_numbers_drawn_again():
-    """In a recording on a GPU: refuses a forward that draws random numbers which a
+    """Refuses, in a recording on a GPU, a forward that draws random numbers which a
     checkpoint inside it would draw again. A graph of its backward starts at another
     state of the generator.
 
@@ -92,8 +92,8 @@ def refuse_numbers_drawn_again():
 
 
 def refuse_foreign_capture():
-    """On a GPU: refuses a forward of a unit while another CUDA graph is captured, because
-    it all-gathers and waits, and that graph must not contain this."""
+    """Refuses a forward of a unit while another CUDA graph is captured, because it
+    all-gathers and waits, and that graph must not contain this."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a sharded module was called while a CUDA graph is captured "

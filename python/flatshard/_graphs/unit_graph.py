@@ -185,7 +185,7 @@ def _parallel_parameters(module):
 
 @never_compiled
 def _show_new(parallel):
-    """The modules see DTensors that the recording made: a former one leads to the
+    """Makes the modules see DTensors that the recording made: a former one leads to the
     gradient of another stream's backward.
 
     Returns:
@@ -329,7 +329,7 @@ class _Tree:
         return buffers + [parameter.detach() for parameter in self._ignored]
 
     def state(self):
-        """Equal as long as a graph reads the right memory."""
+        """Returns a value that stays equal as long as a graph reads the right memory."""
         buffers = [
             (id(b), 0 if b is None else b.data_ptr())
             for held in self._buffers
@@ -357,7 +357,7 @@ class UnitGraph:
 
     @outside_of_graphs
     def run(self, module, forward, args, kwargs):
-        """forward(module, *args, **kwargs), or a replay of it."""
+        """Runs forward(module, *args, **kwargs), or a replay of it."""
         state = module.__dict__["_flatshard"]
         # An evaluation, among others.
         if not torch.is_grad_enabled() or state.root is None:

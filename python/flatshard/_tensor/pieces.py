@@ -127,12 +127,12 @@ def is_laid_out_like(tensor, shard):
 
 
 def rows_of(shard, tensor):
-    """This rank's rows, as the core stores them, of `tensor`. See piece_of."""
+    """Returns this rank's rows of `tensor`, as the core stores them. See piece_of."""
     return piece_of(shard, tensor).movedim(cut_dim(shard), 0)
 
 
 def piece_of(shard, tensor):
-    """This rank's piece of `tensor`, plain or a DTensor, of the shape of `shard`.
+    """Returns this rank's piece of `tensor`, plain or a DTensor, of the shape of `shard`.
 
     Collective when it is a DTensor with other placements.
     """

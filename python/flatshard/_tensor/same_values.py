@@ -31,7 +31,7 @@ def digest(tensor):
 
 
 def compare(units, device_mesh):
-    """Collective.
+    """Compares the digests of parameters on all ranks. Collective.
 
     Raises:
         RuntimeError: parameters whose values were not equal on all ranks when they were
@@ -60,7 +60,7 @@ def compare(units, device_mesh):
 
 
 def _differing(chosen, device_mesh):
-    """Names of those whose digests differ. Collective."""
+    """Returns the names of parameters whose digests differ. Collective."""
     device = device_of(device_mesh)
     unknown = [_is_unknown(unit, p) for unit, p in chosen]
     digests = [0 if no else p.digest.to(device) for (_, p), no in zip(chosen, unknown)]

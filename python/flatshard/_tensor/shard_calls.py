@@ -57,7 +57,7 @@ def replaced(value, replace):
 
 
 def call(func, traits, args, kwargs, replace):
-    """func of the arguments with replace(tensor, whether it is written) for each."""
+    """Calls func on the arguments with replace(tensor, whether it is written) for each."""
 
     def of(name, value):
         written = name in traits.written

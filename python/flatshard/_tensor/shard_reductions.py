@@ -70,7 +70,8 @@ def _mean(source, bound, dims, keepdim):
 
 
 def _rows_or(source, value):
-    """This rank's rows, or one that changes no result."""
+    """Returns this rank's rows, or, if it has none, a row of `value`: it changes no
+    result."""
     local = source._local_tensor
     return local if local.shape[0] else local.new_full((1, *local.shape[1:]), value)
 
@@ -116,7 +117,7 @@ def _norm(source, bound, dims, keepdim):
 
 
 def norm_of_norms(norms, order):
-    """Along dim 0."""
+    """Returns the norm of norms along dim 0."""
     return norms.sum(0) if order == 0 else torch.linalg.vector_norm(norms, order, 0)
 
 

@@ -58,7 +58,7 @@ def pointwise(func, traits, args, kwargs):
 
 
 def along_rows(func, traits, args, kwargs):
-    """Where each row of the result comes from one row: `dim` is another one than 0."""
+    """Computes where each row of the result needs one row: `dim` does not include 0."""
     source = args[0]
     if traits.written or not isinstance(source, ShardedTensor) or not is_cut(source):
         return NotImplemented
@@ -181,7 +181,8 @@ def new_values(func, traits, args, kwargs):
 
 
 def put_rows(func, traits, args, kwargs):
-    """weight[rows] = values, and grad[mask] = number: where the rows are."""
+    """Computes weight[rows] = values, and grad[mask] = number, on the ranks that have the
+    rows."""
     bound = traits.bind(args, kwargs)
     target, indices, new = bound["self"], bound["indices"], bound["values"]
     if not isinstance(target, ShardedTensor) or not is_cut(target):

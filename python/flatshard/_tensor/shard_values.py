@@ -51,7 +51,7 @@ def same_cuts(a, b):
 
 
 def own_rows(whole, tensor):
-    """This rank's rows of `whole`, a plain tensor with as many rows as `tensor`."""
+    """Returns this rank's rows of `whole`, a plain tensor with as many rows as `tensor`."""
     dim = row_dim(tensor)
     if dim is None:
         return whole
@@ -60,7 +60,7 @@ def own_rows(whole, tensor):
 
 
 def own_span(tensor):
-    """This rank's first row, and the end."""
+    """Returns this rank's first row, and the end."""
     dim = row_dim(tensor)
     rank = tensor._spec.mesh.get_local_rank(dim)
     return tensor._spec.placements[dim].span(rank)
@@ -101,7 +101,8 @@ class Values:
         return self.of(tensor)
 
     def of(self, tensor, overwritten=False):
-        """Collective when the ranks do not have it.
+        """Returns the plain full value of `tensor`. Collective when the ranks do not have
+        it.
 
         Args:
             overwritten: all of it will be written, and nothing read before.
@@ -199,7 +200,7 @@ class PlainMeetsShards(RuntimeError):
 
 
 def _placed_as(tensor, value):
-    """This rank's part of `value` for a DTensor that torch sharded."""
+    """Returns this rank's part of `value` for a DTensor that torch sharded."""
     if any(placement.is_partial() for placement in tensor._spec.placements):
         raise NotImplementedError(
             f"expected a tensor whose values can be written, got {tensor._spec.placements}; "

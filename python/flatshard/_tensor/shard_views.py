@@ -124,7 +124,8 @@ def _rows_are_dense(base):
 
 
 def _window(base, first, size, stride, inner):
-    """Rows of `base` from `first` on, in the shape `size`, as a view of the shard."""
+    """Returns rows of `base` from `first` on, in the shape `size`, as a view of the
+    shard."""
     dim = row_dim(base)
     mesh = base._spec.mesh
     placement = base._spec.placements[dim]
@@ -145,7 +146,7 @@ def _window(base, first, size, stride, inner):
 
 
 def _of_other_elements(func, source, args, kwargs):
-    """A view of the bytes, real parts or conjugates, within each row."""
+    """Returns a view of the bytes, real parts or conjugates, within each row."""
     if (
         isinstance(source, ShardedView)
         or source.dim() < 2

@@ -192,7 +192,7 @@ class ShardedTensor(WatchedTensor):
         return shard_gradients.Local.apply(self)
 
     def rows_of(self, tensor):
-        """This rank's rows of `tensor`, plain or a DTensor, with as many rows.
+        """Returns this rank's rows of `tensor`, plain or a DTensor, with as many rows.
 
         Collective when it is a DTensor with other placements.
         """
@@ -302,7 +302,8 @@ def _of_elements(function, name, args, kwargs):
 
 @functools.lru_cache(maxsize=None)
 def _updates_lists(function):
-    """foreach in place, or fused: what torch's optimizers call. Element by element."""
+    """Returns whether a function is foreach in place, or fused: what torch's optimizers
+    call. These compute element by element."""
     name = function.__name__.split(".")[0]
     return name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
 
@@ -329,7 +330,7 @@ def _pieces(args):
 
 
 def _pieces_beside(references, values):
-    """The operands that meet the local tensors of `references`, or None."""
+    """Returns the operands that meet the local tensors of `references`, or None."""
     # An optimizer's gradients and states have the specs of their parameters. Its counts
     # of steps are numbers.
     if values and type(values[0]) is torch.Tensor:
@@ -440,9 +441,8 @@ def _used_outside(function, args, kwargs):
 
 
 def become(tensor, data):
-    """`tensor`, a leaf without gradient, is from now on what `data` is, a DTensor of the
-    same shape: sharded, of the dtype and on the device as that one. It stays the same
-    object."""
+    """Makes `tensor`, a leaf without gradient, what `data` is, a DTensor of the same shape:
+    sharded, of the dtype and on the device as that one. It stays the same object."""
     with plain_attributes():
         shown = data
         if data.is_meta:  # torch gives a tensor of another device no data on meta

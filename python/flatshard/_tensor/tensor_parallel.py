@@ -63,8 +63,8 @@ class TensorParallel:
             )
 
     def become_slice(self, device_mesh, part, whole):
-        """The user's tensor is a slice, along its first dimension, of a larger one. Ranks
-        that differ along other dimensions than its own have other slices.
+        """Records that the user's tensor is a slice, along its first dimension, of a larger
+        one. Ranks that differ along other dimensions have other slices.
 
         Args:
             device_mesh: of fully_shard.
@@ -132,7 +132,7 @@ class TensorParallel:
         return self._spec.mesh
 
     def bind(self, whole):
-        """`whole` is the core's parameter from now on."""
+        """Makes `whole` the core's parameter."""
         self.made, self._whole = None, whole
 
     @property
@@ -154,17 +154,17 @@ class TensorParallel:
             return nn.Parameter(dtensor(self._whole.detach(), self._spec), False)
 
     def renew(self):
-        """Called by the core when a forward starts to show the tensor: another one.
-        autograd runs the youngest nodes first, so gradients of one that an earlier step
-        made would come after the backward of the full model."""
+        """Drops the tensor, so that another one is made. Called by the core when a forward
+        starts to show it. autograd runs the youngest nodes first, so gradients of one that
+        an earlier step made would come after the backward of the full model."""
         self.made = None
 
     def point(self):
-        """Called by the core when its parameter gets values: the DTensor over it has
-        them, too."""
+        """Does nothing: the DTensor is a view of the core's parameter. Called by the core
+        when the parameter gets values."""
 
     def clear(self):
-        """Called by the core when its parameter loses them."""
+        """Does nothing. Called by the core when its parameter loses its values."""
 
 
 def _joined(first, second):

@@ -98,7 +98,7 @@ class WatchedTensor(DTensor):
         _plainly(_set_grad, (), (self, None))
 
     def _check_gradient(self, value):
-        """A backward adds into the tensor that a program puts into `.grad`."""
+        """Refuses a plain tensor in `.grad`, because a backward adds into this tensor."""
         if isinstance(value, DTensor):
             self._note_cuts(value)
         elif (
@@ -114,7 +114,8 @@ class WatchedTensor(DTensor):
             )
 
     def _note_cuts(self, tensor):
-        """Called with a DTensor that torch may have made with this one's placements."""
+        """Sets the class of a DTensor that torch may have made with this one's
+        placements."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

@@ -126,7 +126,8 @@ class Writes:
         return number
 
     def _give_up_step(self):
-        """A step that failed, or one that calls the model after it wrote."""
+        """Counts the writes of an optimizer's step that failed, or that calls the model
+        after it wrote."""
         if self._left_to_step:
             self._stepping = self._left_to_step = False
             self.count += 1

@@ -313,13 +313,14 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
 
 
 def _training_state(root, stored, buffers):
-    """The tensors of a checkpoint. `stored` is core_optimizer's result."""
+    """Returns the tensors of a checkpoint. `stored` is the result of core_optimizer."""
     units = [unit.core for unit in root.units]
     return _C.TrainingState(units=units, optimizer=stored, buffers=buffers)
 
 
 def _whole_tensors(model):
-    """State that is the same on all ranks: persistent buffers, parameters not sharded."""
+    """Returns state that is equal on all ranks: persistent buffers and parameters that are
+    not sharded."""
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):

@@ -225,7 +225,7 @@ def _read(source, p, name, model):
 
 
 def _load_buffers(tensors, model, rename):
-    """Names of buffers on the meta device that are left."""
+    """Loads buffers. Returns the names of buffers that are still on the meta device."""
     left = []
     for name, buffer in model.named_buffers():
         source = _source(tensors, model, [name], rename)

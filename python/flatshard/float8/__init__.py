@@ -140,8 +140,8 @@ def amax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor:
-    """E8M0 scales [outer, blocks] in the order of cuBLASLt on sm_100: tiles of
-    128 x 4, filled up with zeros; [tiles * 512]."""
+    """Returns E8M0 scales [outer, blocks] in the order of cuBLASLt on sm_100: tiles of
+    128 x 4, padded with zeros. Shape [tiles * 512]."""
     _check_plain("scales", scales)
     return _C.float8_swizzle_mx_scales(scales)
 

@@ -48,7 +48,7 @@ class Float8Linear(nn.Linear):
         return linear(input, weight, self.bias)
 
     def __reduce_ex__(self, protocol):
-        """A copy is an nn.Linear. Its weight is a shard that belongs to no unit."""
+        """Makes copies an nn.Linear whose weight is a shard that belongs to no unit."""
         state = {k: v for k, v in vars(self).items() if k != "_flatshard_cut"}
         return object.__new__, (nn.Linear,), state
 

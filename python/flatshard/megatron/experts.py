@@ -43,8 +43,8 @@ def check_experts(expt_mesh, experts, outer):
 
 
 def check_group(name, group, mesh, of):
-    """A group that upstream would communicate on: here the mesh decides which ranks do,
-    on communicators of the core's own. So it has to be of the same ranks.
+    """Checks that a group has the ranks of the mesh. Megatron-FSDP would communicate on it;
+    here the mesh decides which ranks do, on separate communicators of the core.
 
     Args:
         mesh: the DeviceMesh whose ranks `group` is to have, or None.

@@ -47,11 +47,11 @@ class ScheduleHooks:
     # -- what schedules call -------------------------------------------------------
 
     def _replace_param_with_raw_if_needed(self):
-        """Before the first microbatch of a step: calls of sub-modules all-gather their
-        unit from here on, until the last backward has ended.
+        """Makes calls of sub-modules all-gather their unit, until the last backward of the
+        step has ended. Call it before the first microbatch.
 
         Raises:
-            ValueError: without enable_fine_grained_param_gather=True, with which
+            ValueError: without enable_fine_grained_param_gather=True. Only with it,
                 sub-modules report their calls.
         """
         if not self._fine_grained:
@@ -68,7 +68,7 @@ class ScheduleHooks:
         self._is_on, root.passes.running = True, self
 
     def post_forward_release_module(self, module):
-        """The last piece of the forward of `module`, a unit, ran."""
+        """Ends the forward of `module`, a unit, after its last piece ran."""
         self._microbatch(self._forward, "post_forward_release_module").end_forward(
             module
         )
@@ -92,7 +92,7 @@ class ScheduleHooks:
         return mine.open(is_last, interleaved)
 
     def post_backward_release_module(self, module):
-        """The last piece of the backward of `module`, a unit, ran."""
+        """Ends the backward of `module`, a unit, after its last piece ran."""
         which = self._microbatch(self._backward, "post_backward_release_module")
         which.end_backward(module)
 
@@ -107,13 +107,14 @@ class ScheduleHooks:
     # -- reports of sub-modules ----------------------------------------------------
 
     def called(self, unit):
-        """A sub-module of the module `unit` is called: its weights are read."""
+        """Starts the forward of `unit`: a sub-module of it is called and reads its
+        weights."""
         if not self._is_on or in_backward():
             return
         self._now().begin_forward(unit)
 
     def returned(self, unit, output):
-        """Its gradients announce the backward of `unit`."""
+        """Registers hooks on the output: its gradients announce the backward of `unit`."""
         mine = self._forward
         if not self._is_on or mine is None or not torch.is_grad_enabled():
             return

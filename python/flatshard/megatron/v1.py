@@ -77,7 +77,7 @@ def fully_shard_model(
     """Shards `module`. Returns it; it is an FSDPModule from now on.
 
     Args:
-        fsdp_unit_modules: classes, or their import paths, whose instances are units.
+        fsdp_unit_modules: classes or import paths of classes. Their instances are units.
         device_mesh, dp_shard_dim, dp_outer_dim: the mesh and the names of its
             dimensions that shard and that replicate. None: all ranks shard.
         tp_dim: the name of the dimension of device_mesh, expt_device_mesh or both whose
@@ -233,8 +233,8 @@ def fully_shard(
     preproc_state_dict_for_dcp_ckpt: bool = True,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """fully_shard_model and fully_shard_optimizer in one: `optimizer` was made from
-    the module's parameters before. Returns both."""
+    """Runs fully_shard_model and fully_shard_optimizer. `optimizer` was created from the
+    module's parameters before. Returns both."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"fully_shard: expected an optimizer, got a {type(optimizer).__name__}; "

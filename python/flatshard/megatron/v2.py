@@ -57,7 +57,7 @@ class FsdpContext:
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, is_last):
-        """See `microbatch`."""
+        """Sets whether the current microbatch is the last; see `microbatch`."""
         self.ensure_finalized()
         self._is_last_microbatch = bool(is_last)
         for ref in self._roots:
@@ -101,11 +101,11 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
 ) -> Iterator[FsdpContext]:
-    """Around the calls of `fully_shard` for one or several models.
+    """Returns a context for the calls of `fully_shard` for one or several models.
 
     Args:
-        device: of the meshes. None: whichever they have.
-        use_symmetric_memory, unify_communication_stream: refused.
+        device: device of the meshes. None: the device that they have.
+        use_symmetric_memory, unify_communication_stream: not supported; leave them False.
 
     Raises:
         RuntimeError: inside another one.
@@ -190,7 +190,7 @@ def fully_shard(
 
 @contextlib.contextmanager
 def microbatch(context: FsdpContext, is_last: bool) -> Iterator[None]:
-    """A forward and backward of one of several microbatches.
+    """Returns a context for the forward and backward of one of several microbatches.
 
     Work that waits for the last one: with HSDP the reduction over the outer axis, with
     ZeRO-0 and ZeRO-1 the only one. ZeRO-2 and 3 on one axis reduce each microbatch.

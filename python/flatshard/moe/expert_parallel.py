@@ -96,7 +96,8 @@ def expert_parallel(
 
 
 def experts_in(model):
-    """Names and modules of the experts of each layer, in the form of transformers 5."""
+    """Returns names and modules of the experts of each layer, in the form of transformers
+    5."""
     return [(n, m) for n, m in model.named_modules() if _is_experts(m)]
 
 
@@ -156,7 +157,7 @@ _exchanges: dict = {}
 
 
 def _exchange_of(ep_mesh, num_experts, copy_engines):
-    """Collective."""
+    """Returns the token exchange over `ep_mesh`, created once. Collective."""
     mesh = core_mesh(ep_mesh)
     copies = uses_copy_engines(copy_engines, mesh)
     key = mesh, num_experts, copies
@@ -248,7 +249,7 @@ def _cut_logits(block):
 
 @functools.lru_cache(maxsize=None)
 def _with_base(base, cls):
-    """`cls` with the methods of `base` before its own."""
+    """Returns `cls` with the methods of `base` before its own."""
     return type(cls.__name__, (base, cls), {"__module__": cls.__module__})
 
 

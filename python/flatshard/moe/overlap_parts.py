@@ -26,7 +26,8 @@ class Layer:
         self.ended = self.began = False  # forward, backward
 
     def to_send(self, gradients):
-        """All of them are queued: the exchange waits for nothing after them."""
+        """Sets the gradients to send. All of them are queued, so the exchange waits for
+        nothing that is queued later."""
         self.gradients = list(gradients), self.routed.queued()
 
     def send(self, start):
@@ -90,7 +91,8 @@ def is_checkpointed(layer):
 
 @contextlib.contextmanager
 def without_checkpoint(layer):
-    """Its forward keeps its graph."""
+    """Disables gradient checkpointing of the layer inside the context, so that its forward
+    keeps its graph."""
     former = getattr(layer, "gradient_checkpointing", False)
     if former:
         layer.gradient_checkpointing = False
