@@ -14,7 +14,6 @@
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/checkpoint/state_keys.h"
-#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 #include "flatshard/core/rounding.h"
@@ -23,46 +22,12 @@
 #include "flatshard/flight/recorder.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/group/weight_write.h"
+#include "flatshard/mesh/on_all_ranks.h"
 
 namespace flatshard {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// Runs `work` on every rank, and fails on all when it failed on one.
-/// Collective.
-template <class F>
-void on_all_ranks(Mesh& mesh, F&& work) {
-  std::exception_ptr error;
-  try {
-    work();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  if (mesh.size() > 1) {
-    // One flag per rank: 1 if it failed.
-    const at::Tensor failed = at::zeros(
-        {mesh.size()},
-        at::TensorOptions().dtype(at::kLong).device(mesh.device()));
-    if (error) {
-      failed[mesh.rank()].fill_(1);
-    }
-    const CollectiveScope scope("load checkpoint");
-    mesh.world().all_reduce(failed, ReduceOp::sum);
-    const at::Tensor all = failed.cpu();
-    mesh.check();
-    for (int rank = 0; rank < mesh.size() && !error; ++rank) {
-      FLATSHARD_CHECK(
-          all[rank].item<std::int64_t>() == 0,
-          io,
-          "rank {} could not read the checkpoint, so no rank takes it",
-          rank);
-    }
-  }
-  if (error) {
-    std::rethrow_exception(error);
-  }
-}
 
 class Loader {
  public:
@@ -329,7 +294,10 @@ LoadedCheckpoint load_checkpoint(
   const std::shared_ptr<Mesh> mesh =
       options.mesh ? options.mesh : groups.front()->model_mesh();
   Loader loader(folder, groups, optimizer, options, *mesh);
-  on_all_ranks(*mesh, [&] { loader.read(); });
+  on_all_ranks(*mesh, "load checkpoint", [&] {
+    loader.read();
+    return std::int64_t{0};
+  });
   return loader.apply();
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <pybind11/typing.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
@@ -14,6 +15,7 @@ namespace py = pybind11;
 
 void bind_errors(py::module_& m);
 void bind_comm(py::module_& m);
+/// Called after bind_comm and bind_float8.
 void bind_unit(py::module_& m);
 /// Called after bind_unit.
 void bind_runtime(py::module_& m);

@@ -9,8 +9,10 @@
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace flatshard::python {
@@ -21,21 +23,18 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Texts = std::map<std::string, std::string>;
 
 /// One of Python's optimizers, or none.
-struct AnyOptimizer {
-  std::shared_ptr<PyAdamW> adamw;
-  std::shared_ptr<TensorStates> states;
+using AnyOptimizer = std::optional<
+    std::variant<std::shared_ptr<PyAdamW>, std::shared_ptr<TensorStates>>>;
 
-  static AnyOptimizer of(const py::object& object) {
-    AnyOptimizer any;
-    if (py::isinstance<PyAdamW>(object)) {
-      any.adamw = object.cast<std::shared_ptr<PyAdamW>>();
-    } else if (!object.is_none()) {
-      any.states = object.cast<std::shared_ptr<TensorStates>>();
-    }
-    return any;
+Optimizer* core_of(const AnyOptimizer& optimizer) {
+  if (!optimizer) {
+    return nullptr;
   }
-  Optimizer* get() const { return adamw ? &adamw->optimizer() : states.get(); }
-};
+  if (const auto* adamw = std::get_if<std::shared_ptr<PyAdamW>>(&*optimizer)) {
+    return &(*adamw)->optimizer();
+  }
+  return std::get<std::shared_ptr<TensorStates>>(*optimizer).get();
+}
 
 /// The tensors that checkpoints have of a training run.
 struct TrainingState {
@@ -44,17 +43,15 @@ struct TrainingState {
   std::vector<WholeTensor> whole_tensors;
 };
 
-TrainingState make_state(
-    Units units,
-    const py::object& optimizer,
-    const NamedTensors& buffers) {
+TrainingState
+make_state(Units units, AnyOptimizer optimizer, const NamedTensors& buffers) {
   std::vector<WholeTensor> whole;
   for (const auto& [name, tensor] : buffers) {
     whole.push_back({name, tensor});
   }
   return {
       .units = std::move(units),
-      .optimizer = AnyOptimizer::of(optimizer),
+      .optimizer = std::move(optimizer),
       .whole_tensors = std::move(whole)};
 }
 
@@ -71,7 +68,7 @@ class PyCheckpointer {
     checkpointer_ = Released(std::make_shared<Checkpointer>(
         mesh,
         groups_of(state_.units),
-        state_.optimizer.get(),
+        core_of(state_.optimizer),
         CheckpointOptions{
             .folder = folder,
             .keep_latest = keep_latest,
@@ -186,7 +183,7 @@ void bind_checkpoint(py::module_& m) {
         load_checkpoint(
             folder,
             groups_of(state.units),
-            state.optimizer.get(),
+            core_of(state.optimizer),
             {.mesh = mesh,
              .exclude = exclude,
              .whole_tensors = state.whole_tensors});

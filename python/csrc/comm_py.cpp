@@ -1,5 +1,6 @@
 #include "flatshard/layout/strategy.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/mesh/on_all_ranks.h"
 #include "flatshard/peer/peer_memory.h"
 #include "python/csrc/bind.h"
 
@@ -76,6 +77,21 @@ void bind_comm(py::module_& m) {
             return PeerMemory::has_fast_links(mesh.world());
           },
           "Whether NVLink joins all GPUs of the mesh. Collective.")
+      .def(
+          "on_all_ranks",
+          [](Mesh& mesh,
+             const std::string& name,
+             const py::typing::Callable<std::int64_t()>& work) {
+            const py::gil_scoped_release no_gil;
+            return on_all_ranks(mesh, name, [&] {
+              const py::gil_scoped_acquire gil;
+              return work().cast<std::int64_t>();
+            });
+          },
+          py::arg("name"),
+          py::arg("work"),
+          "Runs `work` on every rank. Raises on all ranks if it raises on one, "
+          "else returns rank 0's result. Collective.")
       .def("__repr__", &Mesh::to_string);
   m.def(
       "strategies",

@@ -173,6 +173,7 @@ void bind_float8(py::module_& m) {
           [](const Float8Format& self, const std::vector<std::int64_t>& shape) {
             return self.why_not(shape);
           },
+          py::arg("shape"),
           "Why a weight of this shape cannot be FP8; empty: it can.");
 }
 

@@ -11,12 +11,12 @@ PYBIND11_MODULE(_C, m) {
   m.attr("with_cuda") = static_cast<bool>(FLATSHARD_WITH_CUDA);
   bind_errors(m);
   bind_comm(m);
+  bind_float8(m);
   bind_unit(m);
   bind_runtime(m);
   bind_backward_pass(m);
   bind_optim(m);
   bind_checkpoint(m);
-  bind_float8(m);
   bind_machine(m);
   bind_moe(m);
 }

@@ -145,6 +145,13 @@ void bind_moe(py::module_& m) {
       m,
       "StreamEvent",
       "A point of a stream, after the work that was queued before it.");
+  py::class_<PyRowTransfer>(m, "RowTransfer", "Rows under way.")
+      .def(
+          "wait",
+          [](const PyRowTransfer& self) { return self.transfer->finish(); },
+          no_gil,
+          "The rows that arrive, for kernels on the current stream. Once.");
+
   py::class_<RoutedTokens>(
       m,
       "RoutedTokens",
@@ -204,13 +211,6 @@ void bind_moe(py::module_& m) {
           py::arg("made"),
           no_gil)
       .def("queued", &RoutedTokens::queued, "See start_dispatch.");
-
-  py::class_<PyRowTransfer>(m, "RowTransfer", "Rows under way.")
-      .def(
-          "wait",
-          [](const PyRowTransfer& self) { return self.transfer->finish(); },
-          no_gil,
-          "The rows that arrive, for kernels on the current stream. Once.");
 
   m.def(
       "grouped_linear",

@@ -161,7 +161,9 @@ bool PyRuntime::defers(const at::Tensor& weight) const {
   return sink.defers(weight);
 }
 
-void PyRuntime::defer(const at::Tensor& weight, py::object write) const {
+void PyRuntime::defer(
+    const at::Tensor& weight,
+    py::typing::Callable<void(at::Tensor, bool)> write) const {
   nn::WgradSink& sink = *runtime_;
   nn::LateWgrad late = [write = held_with_gil(std::move(write))](
                            at::Tensor& grad,
@@ -258,7 +260,7 @@ void PyRuntime::unshard(UnitId unit, bool awaits) {
 
 PyRuntime::Outcome PyRuntime::graph_forward(
     UnitId unit,
-    py::object function,
+    py::typing::Callable<nn::TensorList(nn::TensorList)> function,
     std::optional<nn::TensorList> inputs,
     nn::TensorList constants,
     std::string reason) {

@@ -64,7 +64,9 @@ class PyRuntime {
   bool defers(const at::Tensor& weight) const;
   /// @param write  called with where the gradient goes, and whether it is added
   ///   there.
-  void defer(const at::Tensor& weight, py::object write) const;
+  void defer(
+      const at::Tensor& weight,
+      py::typing::Callable<void(at::Tensor, bool)> write) const;
 
   const nn::ModuleContextPtr& sink() const { return sink_; }
 
@@ -82,7 +84,7 @@ class PyRuntime {
   ///   UnitForward::difference.
   Outcome graph_forward(
       UnitId unit,
-      py::object function,
+      py::typing::Callable<nn::TensorList(nn::TensorList)> function,
       std::optional<nn::TensorList> inputs,
       nn::TensorList constants,
       std::string reason);

@@ -25,15 +25,6 @@ std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
 
 }  // namespace
 
-at::ScalarType dtype_of(const py::object& dtype) {
-  FLATSHARD_CHECK(
-      THPDtype_Check(dtype.ptr()),
-      usage,
-      "expected a torch.dtype, got {}",
-      std::string(py::str(dtype)));
-  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
-}
-
 PyUnit::PyUnit(
     const std::vector<Member>& members,
     const std::shared_ptr<Mesh>& mesh,

@@ -143,9 +143,6 @@ class PyUnit {
   Released<Runtime> runtime_;  ///< owns the groups once adopted
 };
 
-/// @throws Error{usage} when it is not a torch.dtype.
-at::ScalarType dtype_of(const py::object& dtype);
-
 /// Returns the groups of the units, in their order.
 std::vector<ParamGroup*> groups_of(
     const std::vector<std::shared_ptr<PyUnit>>& units);

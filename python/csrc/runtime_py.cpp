@@ -9,19 +9,19 @@
 namespace flatshard::python {
 namespace {
 
-// runtime: reduces the weight's gradient in place; may be null.
+// runtime: reduces the weight's gradient in place.
 at::Tensor linear_cross_entropy(
     const at::Tensor& input,
     const at::Tensor& weight,
     const at::Tensor& target,
     const nn::LossOptions& options,
-    const PyRuntime* runtime) {
+    std::optional<const PyRuntime*> runtime) {
   return nn::linear_cross_entropy(
       input,
       weight,
       target,
       options,
-      runtime != nullptr ? runtime->sink() : nn::ModuleContextPtr());
+      runtime ? (*runtime)->sink() : nn::ModuleContextPtr());
 }
 
 // Threads of a CPU's streams may need the GIL for what they have queued.
@@ -149,10 +149,14 @@ void bind_runtime(py::module_& m) {
           py::arg("grads"));
   py::class_<PyRuntime::Callbacks>(m, "Callbacks", "Calls of the root.")
       .def(
-          py::init([](py::object before_forward,
-                      py::object before_backward,
-                      py::object whole_written,
-                      py::object look_inside) {
+          py::init([](py::typing::Callable<void()> before_forward,
+                      py::typing::Callable<void()> before_backward,
+                      py::typing::Callable<void(UnitId, nn::TensorList)>
+                          whole_written,
+                      py::typing::Callable<std::pair<nn::TensorList, bool>(
+                          UnitId,
+                          py::typing::List<py::object>,
+                          bool)> look_inside) {
             return PyRuntime::Callbacks{
                 std::move(before_forward),
                 std::move(before_backward),
@@ -185,10 +189,24 @@ void bind_runtime(py::module_& m) {
           py::arg("input"),
           py::arg("weight"),
           py::arg("bias"))
-      .def("forward_begin", &PyRuntime::forward_begin)
-      .def("forward_end", &PyRuntime::forward_end)
-      .def("forward_error", &PyRuntime::forward_error)
-      .def("keeps_inner", &PyRuntime::keeps_inner)
+      .def(
+          "forward_begin",
+          &PyRuntime::forward_begin,
+          py::arg("unit"),
+          py::arg("args"),
+          py::arg("kwargs"))
+      .def(
+          "forward_end",
+          &PyRuntime::forward_end,
+          py::arg("unit"),
+          py::arg("output"),
+          py::arg("more_follow"))
+      .def("forward_error", &PyRuntime::forward_error, py::arg("unit"))
+      .def(
+          "keeps_inner",
+          &PyRuntime::keeps_inner,
+          py::arg("unit"),
+          py::arg("output"))
       .def(
           "graph_forward",
           &PyRuntime::graph_forward,
@@ -204,7 +222,13 @@ void bind_runtime(py::module_& m) {
           "Without inputs the forward cannot be part of a graph: `reason` is "
           "the obstacle. With them `reason` is the difference from the last "
           "watched forward, if any.")
-      .def("graph_ran", &PyRuntime::graph_ran, NoGil())
+      .def(
+          "graph_ran",
+          &PyRuntime::graph_ran,
+          py::arg("unit"),
+          py::arg("inputs"),
+          py::arg("outputs"),
+          NoGil())
       .def(
           "graph_stats",
           [](const PyRuntime& self) {
@@ -240,17 +264,23 @@ void bind_runtime(py::module_& m) {
           [](PyRuntime& self, UnitId unit) {
             self.runtime().calls().weights_written(unit);
           },
+          py::arg("unit"),
           NoGil())
       .def(
           "gathered_written",
           [](PyRuntime& self, UnitId unit) {
             self.runtime().calls().gathered_written(unit);
           },
+          py::arg("unit"),
           NoGil())
-      .def("unshard", &PyRuntime::unshard)
-      .def("reshard", &PyRuntime::reshard)
-      .def("set_keeps", &PyRuntime::set_keeps)
-      .def("show_shards", &PyRuntime::show_shards)
+      .def("unshard", &PyRuntime::unshard, py::arg("unit"), py::arg("awaits"))
+      .def("reshard", &PyRuntime::reshard, py::arg("unit"))
+      .def(
+          "set_keeps",
+          &PyRuntime::set_keeps,
+          py::arg("unit"),
+          py::arg("keeps"))
+      .def("show_shards", &PyRuntime::show_shards, py::arg("unit"))
       .def(
           "set_policy",
           [](PyRuntime& self, UnitId unit, const UnitPolicy& policy) {
@@ -264,6 +294,7 @@ void bind_runtime(py::module_& m) {
           [](PyRuntime& self, int max_grad_slots) {
             self.runtime().set_max_grad_slots(max_grad_slots);
           },
+          py::arg("max_grad_slots"),
           NoGil())
       .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
       .def("main_grad", &PyRuntime::main_grad, py::arg("weight"), NoGil())
@@ -275,10 +306,11 @@ void bind_runtime(py::module_& m) {
           "How many inputs layers with FP8 weights had, and how many calls "
           "found theirs quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
-      .def("set_keeps_trace", &PyRuntime::set_keeps_trace)
+      .def("set_keeps_trace", &PyRuntime::set_keeps_trace, py::arg("keeps"))
       .def(
           "report_nan_in_param_grad",
           &PyRuntime::report_nan_in_param_grad,
+          py::arg("reports"),
           NoGil())
       .def(
           "reset",
@@ -289,6 +321,7 @@ void bind_runtime(py::module_& m) {
           [](PyRuntime& self, bool last) {
             self.runtime().set_is_last_microbatch(last);
           },
+          py::arg("last"),
           NoGil());
 
   py::class_<nn::LossOptions>(m, "LossOptions")
@@ -313,7 +346,7 @@ void bind_runtime(py::module_& m) {
       py::arg("weight"),
       py::arg("target"),
       py::arg("options"),
-      py::arg("runtime").none(true),
+      py::arg("runtime"),
       NoGil());
 }
 

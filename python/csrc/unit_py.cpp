@@ -12,12 +12,15 @@
 namespace flatshard::python {
 namespace {
 
+using ReducedHook = py::typing::Callable<void(at::Tensor)>;
+using MakeTensor = py::typing::Callable<at::Tensor(at::Tensor, at::Tensor)>;
+
 // The reductions' thread calls it, and may be its last owner.
-GradientPipeline::Hook reduced_hook(py::object hook) {
-  if (hook.is_none()) {
+GradientPipeline::Hook reduced_hook(std::optional<ReducedHook> hook) {
+  if (!hook) {
     return {};
   }
-  return [held = held_with_gil(std::move(hook))](const at::Tensor& reduced) {
+  return [held = held_with_gil(*std::move(hook))](const at::Tensor& reduced) {
     const py::gil_scoped_acquire gil;
     (*held)(reduced);
   };
@@ -51,8 +54,8 @@ void bind_unit(py::module_& m) {
           py::init([](std::string name,
                       at::Tensor whole,
                       at::Tensor values,
-                      const py::object& compute_dtype,
-                      const py::object& reduce_dtype,
+                      std::optional<at::ScalarType> compute_dtype,
+                      at::ScalarType reduce_dtype,
                       bool float8,
                       bool trainable,
                       std::int64_t apart,
@@ -62,10 +65,8 @@ void bind_unit(py::module_& m) {
                 .name = std::move(name),
                 .whole = std::move(whole),
                 .values = std::move(values),
-                .compute_dtype = compute_dtype.is_none()
-                                     ? std::nullopt
-                                     : std::optional(dtype_of(compute_dtype)),
-                .reduce_dtype = dtype_of(reduce_dtype),
+                .compute_dtype = compute_dtype,
+                .reduce_dtype = reduce_dtype,
                 .float8 = float8,
                 .trainable = trainable,
                 .apart = apart,
@@ -93,7 +94,7 @@ void bind_unit(py::module_& m) {
                       bool peers_read,
                       std::optional<Float8Format> float8,
                       std::int64_t post_forward_ranks,
-                      std::shared_ptr<Mesh> part,
+                      std::optional<std::shared_ptr<Mesh>> part,
                       std::pair<std::int64_t, std::int64_t> slices) {
             return PyUnit::Options{
                 .strategy = std::move(strategy),
@@ -104,7 +105,7 @@ void bind_unit(py::module_& m) {
                 .grads_in_place = grads_in_place,
                 .peers_read = peers_read,
                 .float8 = std::move(float8),
-                .part = std::move(part),
+                .part = std::move(part).value_or(nullptr),
                 .number_of_slices = slices.first,
                 .which_slice = slices.second};
           }),
@@ -114,9 +115,9 @@ void bind_unit(py::module_& m) {
           py::arg("pin_memory"),
           py::arg("grads_in_place"),
           py::arg("peers_read"),
-          py::arg("float8").none(true),
+          py::arg("float8"),
           py::arg("post_forward_ranks"),
-          py::arg("part").none(true) = nullptr,
+          py::arg("part") = py::none(),
           py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0));
 
   py::class_<PyUnit, std::shared_ptr<PyUnit>>(
@@ -150,13 +151,13 @@ void bind_unit(py::module_& m) {
           py::arg("other"),
           "Appends the parameters of `other` to this unit's, which keep their "
           "numbers.")
-      .def("whole", &PyUnit::whole)
-      .def("shard", &PyUnit::shard)
-      .def("grad", &PyUnit::grad)
-      .def("cuts", &PyUnit::cuts)
-      .def("shard_of_ranks", &PyUnit::shard_of_ranks)
-      .def("trainable", &PyUnit::trainable)
-      .def("group_index", &PyUnit::group_index)
+      .def("whole", &PyUnit::whole, py::arg("i"))
+      .def("shard", &PyUnit::shard, py::arg("i"))
+      .def("grad", &PyUnit::grad, py::arg("i"))
+      .def("cuts", &PyUnit::cuts, py::arg("i"))
+      .def("shard_of_ranks", &PyUnit::shard_of_ranks, py::arg("i"))
+      .def("trainable", &PyUnit::trainable, py::arg("i"))
+      .def("group_index", &PyUnit::group_index, py::arg("i"))
       .def(
           "mark_written",
           [](PyUnit& self) {
@@ -171,7 +172,8 @@ void bind_unit(py::module_& m) {
             for (std::size_t g = 0; g < self.num_groups(); ++g) {
               self.group_at(g).set_divisor(divisor);
             }
-          })
+          },
+          py::arg("divisor"))
       .def(
           "set_sums_only",
           [](PyUnit& self, bool sums_only) {
@@ -179,21 +181,24 @@ void bind_unit(py::module_& m) {
               self.group_at(g).set_sums_only(sums_only);
             }
           },
+          py::arg("sums_only"),
           "Collectives only ever sum; means are taken afterwards.")
       .def(
           "set_reduced_hook",
-          [](PyUnit& self, py::object hook) {
+          [](PyUnit& self, std::optional<ReducedHook> hook) {
             const auto call = reduced_hook(std::move(hook));
             for (std::size_t g = 0; g < self.num_groups(); ++g) {
               self.group_at(g).gradients().set_hook(call);
             }
           },
+          py::arg("hook"),
           "None for none.")
       .def(
           "drop",
           [](PyUnit& self, std::size_t i) {
             self.group_at(self.group_index(i)).drop(self.index_in_group(i));
           },
+          py::arg("i"),
           "Checkpoints leave parameter i out from now on.")
       .def(
           "set_part",
@@ -207,13 +212,13 @@ void bind_unit(py::module_& m) {
                 {.index = outside.first, .count = outside.second});
           },
           py::arg("i"),
-          py::arg("cuts").none(true),
+          py::arg("cuts"),
           py::arg("outside"),
           "Parameter i is the indices [begin, end) of dimension `dim` of a "
           "tensor of `whole` indices there, for each (dim, whole, begin, end); "
           "None: it stays what it is. `outside`: which of how many ranks "
           "outside of the model's mesh that have the same.")
-      .def("set_names", &PyUnit::set_names)
+      .def("set_names", &PyUnit::set_names, py::arg("unit"), py::arg("names"))
       .def(
           "set_access_error",
           &PyUnit::set_access_error,
@@ -261,8 +266,8 @@ void bind_unit(py::module_& m) {
           py::init<
               std::shared_ptr<PyUnit>,
               std::vector<at::Tensor>,
-              py::object,
-              py::object>(),
+              MakeTensor,
+              MakeTensor>(),
           py::arg("unit"),
           py::arg("shards"),
           py::arg("beside"),

@@ -1,7 +1,10 @@
-"""The C++ core as the package sees it. Not a public interface."""
+"""The C++ core as the package uses it. Not a public interface.
 
-from collections.abc import Callable, Sequence
-from typing import TypedDict
+Written by scripts/python_stubs.
+"""
+
+import typing
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,48 +13,113 @@ torch_version: str
 with_cuda: bool
 
 class Error(RuntimeError):
-    """An error of the runtime. `code` is one of config, usage, comm, timeout, cuda,
-    io, format, memory, internal."""
+    """An error of the runtime. `code` is one of config, usage, comm, timeout, cuda, io, format, memory, internal."""
 
     code: str
 
 class ConfigError(Error, ValueError):
     """An Error of code config or usage: an argument or a call that cannot work."""
 
-class MeshOptions:
-    def __init__(self, *, name: str, timeout_s: float) -> None: ...
+class AdamW:
+    """The core's AdamW: one kernel per group."""
+    def __init__(self, units: Sequence[Unit]) -> None: ...
+    def num_updates(self, unit: Unit, parameter: int) -> int: ...
+    def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
+    def set_weight_decay(self, unit: Unit, of_parameters: Sequence[float]) -> None: ...
+    def state(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
+    def step(self, lr: float, betas: tuple[float, float], eps: float) -> None: ...
 
-class Mesh:
-    @staticmethod
-    def create(
-        axes: Sequence[tuple[str, int]],
-        rank: int,
-        store: torch.distributed.Store,
-        device: torch.device,
-        options: MeshOptions,
-    ) -> Mesh: ...
-    @staticmethod
-    def single(device: torch.device) -> Mesh: ...
+class BackwardPass:
+    """Forward and backward of one microbatch whose units run in pieces."""
+    def __init__(self, runtime: Runtime) -> None: ...
+    def backward_begin(self, unit: int) -> None: ...
+    def backward_end(self, unit: int) -> None: ...
+    def close_backward(self) -> None: ...
+    def forward_begin(self, unit: int) -> None: ...
+    def forward_end(self, unit: int) -> None: ...
+    def give_up(self) -> None: ...
+    def open_backward(self, is_last: bool, interleaved: bool) -> None: ...
+    def recompute_begin(self, unit: int) -> None: ...
+    def recompute_end(self, unit: int) -> None: ...
+    def run_wgrads(self, unit: int, node: int) -> None: ...
+    def set_delay_wgrad(self, delays: bool, node: int) -> None: ...
     @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def num_axes(self) -> int: ...
-    @property
-    def has_fast_links(self) -> bool: ...
-    @property
-    def axes(self) -> list[tuple[str, int]]: ...
-    @property
-    def coordinates(self) -> list[int]: ...
-    def sub_mesh(self, names: Sequence[str]) -> Mesh: ...
-    def is_part_of(self, other: Mesh) -> bool: ...
+    def num_late(self) -> int: ...
 
-def strategies() -> list[tuple[str, str, str, str, str, str]]: ...
+class Callbacks:
+    """Calls of the root."""
+    def __init__(
+        self,
+        *,
+        before_forward: Callable[[], None],
+        before_backward: Callable[[], None],
+        whole_written: Callable[[int, Sequence[torch.Tensor]], None],
+        look_inside: Callable[
+            [int, list[typing.Any], bool], tuple[list[torch.Tensor], bool]
+        ],
+    ) -> None: ...
+
+class Checkpointer:
+    """Writes checkpoints."""
+    def __init__(
+        self, mesh: Mesh, state: TrainingState, folder: str, keep_latest: int
+    ) -> None: ...
+    def save(self, step: int, state: Mapping[str, str]) -> None: ...
+    def take_results(self) -> list[SaveResult]: ...
+    def wait(self) -> None: ...
+    def wait_for_copies(self) -> None: ...
+
+class CommStreams:
+    """Streams that Runtimes of one mesh, or of several, share."""
+    def __init__(self, mesh: Mesh) -> None: ...
+
+class Float8DequantizeOptions:
+    def __init__(self, *, axis: str, transpose: bool, dtype: torch.dtype) -> None: ...
+
+class Float8Format:
+    """How the weights of a unit are FP8."""
+    def __init__(
+        self, *, recipe: str, stored_columns: bool, gather_parts: str, emulate: bool
+    ) -> None: ...
+    def why_not(self, shape: Sequence[int]) -> str:
+        """Why a weight of this shape cannot be FP8; empty: it can."""
+
+class Float8PlaneOptions:
+    def __init__(
+        self,
+        *,
+        axis: str,
+        transpose: bool,
+        multiple: int,
+        amax: torch.Tensor | None,
+        scales: torch.Tensor | None,
+    ) -> None: ...
+
+class Float8Quantizer:
+    def __init__(self, *, recipe: str, format: str, rounding: str) -> None: ...
+
+class GradViews:
+    """The gradients of a unit as `.grad`s of its shards."""
+    def __init__(
+        self,
+        unit: Unit,
+        shards: Sequence[torch.Tensor],
+        beside: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        rows_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> None: ...
+    def release(self) -> None: ...
+    def take(self) -> None: ...
+
+class GraphOptions:
+    def __init__(
+        self, *, enabled: bool, warmup_steps: int, audit: bool, emulate_on_cpu: bool
+    ) -> None: ...
+
+class LossOptions:
+    def __init__(self, *, mean: bool, ignore_index: int, chunk_tokens: int) -> None: ...
 
 class Member:
     """One parameter to shard."""
-
     def __init__(
         self,
         *,
@@ -67,9 +135,265 @@ class Member:
         granularity: str,
     ) -> None: ...
 
+class Mesh:
+    """Named axes over ranks, with communicators of Flatshard's own."""
+    @staticmethod
+    def create(
+        axes: Sequence[tuple[str, int]],
+        rank: int,
+        store: torch.distributed.Store,
+        device: torch.device,
+        options: MeshOptions,
+    ) -> Mesh:
+        """Collective over the ranks of the mesh, and no others."""
+    @staticmethod
+    def single(device: torch.device) -> Mesh: ...
+    def __repr__(self) -> str: ...
+    def is_part_of(self, other: Mesh) -> bool:
+        """The axes of this one are axes of `other`, of the same mesh."""
+    def on_all_ranks(self, name: str, work: Callable[[], int]) -> int:
+        """Runs `work` on every rank. Raises on all ranks if it raises on one, else
+        returns rank 0's result. Collective."""
+    def sub_mesh(self, names: Sequence[str]) -> Mesh: ...
+    @property
+    def axes(self) -> list[tuple[str, int]]:
+        """Name and size of each, outermost first."""
+    @property
+    def coordinates(self) -> list[int]: ...
+    @property
+    def has_fast_links(self) -> bool:
+        """Whether NVLink joins all GPUs of the mesh. Collective."""
+    @property
+    def num_axes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+class MeshOptions:
+    def __init__(self, *, name: str, timeout_s: float) -> None: ...
+
+class Place:
+    def __init__(
+        self,
+        parameters: dict,
+        name: str,
+        whole: typing.Any,
+        shard: typing.Any,
+        shown: typing.Any = None,
+    ) -> None: ...
+
+class RoutedTokens:
+    """The tokens of one layer and microbatch, and where their rows go. Collective.
+    dispatch, or finish, waits for the counts of all ranks."""
+    def __init__(self, exchange: TokenExchange, experts: torch.Tensor) -> None:
+        """experts: any integers [tokens, slots], among those of all ranks."""
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_received, dim] -> [tokens, dim], the sums of each token."""
+    def dispatch(
+        self, x: torch.Tensor, row_weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """[tokens, dim] and [rows] -> [num_received, dim] and [num_received], by
+        expert."""
+    def finish(self) -> None: ...
+    def queued(self) -> StreamEvent:
+        """See start_dispatch."""
+    def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, slots] -> [rows], as dispatch takes them."""
+    def start_combine(
+        self, rows: Sequence[torch.Tensor | None], made: StreamEvent
+    ) -> RowTransfer: ...
+    def start_dispatch(
+        self, rows: Sequence[torch.Tensor | None], made: StreamEvent
+    ) -> RowTransfer:
+        """dispatch without a graph, as far as the host queues it. It waits for `made`.
+        None for a tensor that no rank has."""
+    @property
+    def ends(self) -> torch.Tensor:
+        """int32 [experts here]: where the rows of each end."""
+    @property
+    def num_received(self) -> int: ...
+
+class RowTransfer:
+    """Rows under way."""
+    def wait(self) -> list[torch.Tensor]:
+        """The rows that arrive, for kernels on the current stream. Once."""
+
+class Runtime:
+    """Gathers, releases and reduces."""
+    def __init__(
+        self,
+        mesh: Mesh,
+        units: Sequence[TreeUnit],
+        callbacks: Callbacks,
+        options: RuntimeOptions,
+    ) -> None: ...
+    def defer(
+        self, weight: torch.Tensor, write: Callable[[torch.Tensor, bool], None]
+    ) -> None: ...
+    def defers(self, weight: torch.Tensor) -> bool: ...
+    def float8_inputs(self) -> tuple[int, int]:
+        """How many inputs layers with FP8 weights had, and how many calls found theirs
+        quantized."""
+    def forward_begin(
+        self, unit: int, args: typing.Any, kwargs: typing.Any
+    ) -> None: ...
+    def forward_end(self, unit: int, output: typing.Any, more_follow: bool) -> None: ...
+    def forward_error(self, unit: int) -> None: ...
+    def gathered_written(self, unit: int) -> None: ...
+    def graph_forward(
+        self,
+        unit: int,
+        *,
+        function: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        inputs: Sequence[torch.Tensor] | None,
+        constants: Sequence[torch.Tensor],
+        reason: str,
+    ) -> tuple[list[torch.Tensor] | None, bool]:
+        """RegionGraphs::run_unit: outputs of a replay or None, and whether graph_ran is
+        to follow the forward. `function` takes a list of tensors and returns one, is
+        kept, and must not keep the model. Without inputs the forward cannot be part of
+        a graph: `reason` is the obstacle. With them `reason` is the difference from the
+        last watched forward, if any."""
+    def graph_ran(
+        self, unit: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None: ...
+    def graph_stats(self) -> dict: ...
+    def in_forward(self) -> bool: ...
+    def keeps_inner(self, unit: int, output: typing.Any) -> None: ...
+    def linear(
+        self, input: typing.Any, weight: typing.Any, bias: typing.Any
+    ) -> torch.Tensor | None:
+        """torch.nn.functional.linear whose backward writes the gradients of weight and
+        bias into the memory that is reduced. Both are whole parameters of this
+        runtime's units. None: torch's own is to run."""
+    def main_grad(self, weight: torch.Tensor) -> torch.Tensor: ...
+    def parameter_norms(self) -> list[tuple[str, float, float | None]]: ...
+    def report_nan_in_param_grad(self, reports: bool) -> None: ...
+    def reset(self) -> None: ...
+    def reset_graphs(self) -> None: ...
+    def reshard(self, unit: int) -> None: ...
+    def set_is_last_microbatch(self, last: bool) -> None: ...
+    def set_keeps(self, unit: int, keeps: bool) -> None: ...
+    def set_keeps_trace(self, keeps: bool) -> None: ...
+    def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
+    def set_policy(self, unit: int, policy: UnitPolicy) -> None: ...
+    def show_shards(self, unit: int) -> None: ...
+    def shows_others(self) -> bool:
+        """Some module shows another tensor than the one put there last."""
+    def take_trace(self) -> list[tuple[str, str, int, int, str, int]]: ...
+    def trains_others(self) -> bool:
+        """requires_grad of some parameter is not what it was at first."""
+    def unshard(self, unit: int, awaits: bool) -> None: ...
+    def weights_written(self, unit: int) -> None: ...
+
+class RuntimeOptions:
+    def __init__(
+        self,
+        *,
+        prefetch: int,
+        copy_engines: bool,
+        slots_on_demand: bool,
+        trace: bool,
+        graphs: GraphOptions,
+        shared_streams: CommStreams,
+    ) -> None: ...
+
+class SaveResult:
+    """The result of one save."""
+    @property
+    def error(self) -> str | None: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def step(self) -> int: ...
+
+class StreamEvent:
+    """A point of a stream, after the work that was queued before it."""
+
+class TensorStates:
+    """The state of an optimizer that the core does not have."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        states: Sequence[Sequence[Mapping[str, torch.Tensor]]],
+    ) -> None: ...
+    def set_updates(self, updates: Sequence[Sequence[int]]) -> None: ...
+
+class TokenExchange:
+    """How the ranks of a mesh of one axis exchange tokens. Collective."""
+    def __deepcopy__(self, arg0: dict) -> typing.Any:
+        """A copy of a module exchanges tokens as the module does."""
+    def __init__(self, mesh: Mesh, options: TokenExchangeOptions) -> None: ...
+
+class TokenExchangeOptions:
+    def __init__(self, *, num_experts: int, copies: bool, timeout_s: float) -> None: ...
+
+class TrainingState:
+    """The tensors that checkpoints have of a training run."""
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        optimizer: AdamW | TensorStates | None,
+        buffers: Sequence[tuple[str, torch.Tensor]],
+    ) -> None: ...
+
+class TreeUnit:
+    """A unit in the tree of a model. `parent` is the number of the unit around it, -1
+    for none."""
+    def __init__(
+        self, unit: Unit, parent: int, places: Sequence[Place], grads: GradViews
+    ) -> None: ...
+
+class Unit:
+    """The sharded parameters of one unit."""
+    def __init__(
+        self, members: Sequence[Member], mesh: Mesh, options: UnitOptions
+    ) -> None: ...
+    def cuts(self, i: int) -> list[int]: ...
+    def drop(self, i: int) -> None:
+        """Checkpoints leave parameter i out from now on."""
+    def grad(self, i: int) -> torch.Tensor | None: ...
+    def group_index(self, i: int) -> int: ...
+    def join(self, other: Unit) -> None:
+        """Appends the parameters of `other` to this unit's, which keep their
+        numbers."""
+    def mark_written(self) -> None:
+        """Somebody else may have written the shards."""
+    def set_access_error(self, i: int, text: str) -> None:
+        """Sets the error of reading whole parameter i, or a view of it, while it has no
+        memory. After set_names."""
+    def set_divisor(self, divisor: float) -> None: ...
+    def set_names(self, unit: str, names: Sequence[Sequence[str]]) -> None: ...
+    def set_part(
+        self,
+        i: int,
+        cuts: Sequence[tuple[int, int, int, int]] | None,
+        outside: tuple[int, int],
+    ) -> None:
+        """Parameter i is the indices [begin, end) of dimension `dim` of a tensor of
+        `whole` indices there, for each (dim, whole, begin, end); None: it stays what it
+        is. `outside`: which of how many ranks outside of the model's mesh that have the
+        same."""
+    def set_reduced_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """None for none."""
+    def set_sums_only(self, sums_only: bool) -> None:
+        """Collectives only ever sum; means are taken afterwards."""
+    def shard(self, i: int) -> torch.Tensor: ...
+    def shard_of_ranks(self, i: int) -> list[int]: ...
+    def trainable(self, i: int) -> bool: ...
+    def whole(self, i: int) -> torch.Tensor: ...
+    def write_grads_in_place(self) -> None: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def offloads(self) -> bool: ...
+
 class UnitOptions:
     """How a unit is sharded."""
-
     def __init__(
         self,
         *,
@@ -84,100 +408,8 @@ class UnitOptions:
         slices: tuple[int, int] = (1, 0),
     ) -> None: ...
 
-class Unit:
-    """The sharded parameters of one unit; `i` counts them in the core's order."""
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        mesh: Mesh,
-        options: UnitOptions,
-    ) -> None: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def offloads(self) -> bool: ...
-    def write_grads_in_place(self) -> None: ...
-    def join(self, other: Unit) -> None: ...
-    def whole(self, i: int) -> torch.Tensor: ...
-    def shard(self, i: int) -> torch.Tensor: ...
-    def grad(self, i: int) -> torch.Tensor | None: ...
-    def cuts(self, i: int) -> list[int]: ...
-    def shard_of_ranks(self, i: int) -> list[int]: ...
-    def trainable(self, i: int) -> bool: ...
-    def group_index(self, i: int) -> int: ...
-    def mark_written(self) -> None: ...
-    def set_divisor(self, divisor: float) -> None: ...
-    def set_sums_only(self, sums_only: bool) -> None: ...
-    def set_reduced_hook(
-        self, hook: Callable[[torch.Tensor], object] | None
-    ) -> None: ...
-    def drop(self, i: int) -> None: ...
-    def set_part(
-        self,
-        i: int,
-        cuts: Sequence[tuple[int, int, int, int]] | None,
-        outside: tuple[int, int],
-    ) -> None: ...
-    def set_names(self, unit: str, names: Sequence[Sequence[str]]) -> None: ...
-    def set_access_error(self, i: int, text: str) -> None: ...
-
-def describe_excessive_padding(
-    units: Sequence[Unit], max_padding: float
-) -> str | None: ...
-
-class GradViews:
-    """The gradients of a unit as `.grad`s of its shards."""
-
-    def __init__(
-        self,
-        unit: Unit,
-        shards: Sequence[torch.Tensor],
-        beside: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        rows_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    ) -> None: ...
-    def take(self) -> None: ...
-    def release(self) -> None: ...
-
-class Place:
-    """Where a parameter stands in a module: its `_parameters` and the name."""
-
-    def __init__(
-        self,
-        parameters: dict[str, torch.Tensor],
-        name: str,
-        whole: torch.Tensor,
-        shard: torch.Tensor,
-        shown: object = None,
-    ) -> None: ...
-
-class GraphOptions:
-    def __init__(
-        self, *, enabled: bool, warmup_steps: int, audit: bool, emulate_on_cpu: bool
-    ) -> None: ...
-
-class CommStreams:
-    """Streams that Runtimes of one mesh, or of several, share."""
-
-    def __init__(self, mesh: Mesh) -> None: ...
-
-class RuntimeOptions:
-    def __init__(
-        self,
-        *,
-        prefetch: int,
-        copy_engines: bool,
-        slots_on_demand: bool,
-        trace: bool,
-        graphs: GraphOptions,
-        shared_streams: CommStreams | None,
-    ) -> None: ...
-
 class UnitPolicy:
     """A program's choices for one unit."""
-
     def __init__(
         self,
         *,
@@ -192,233 +424,19 @@ class UnitPolicy:
         all_reduce: bool,
     ) -> None: ...
 
-class TreeUnit:
-    """A unit in the tree of a model; `parent` is the number of the unit around it."""
+def build_facts() -> list[tuple[str, str]]:
+    """Versions, and the GPUs that the CUDA code is built for."""
 
-    def __init__(
-        self, unit: Unit, parent: int, places: Sequence[Place], grads: GradViews
-    ) -> None: ...
+def check_gpu(device: torch.device) -> None:
+    """Raises for a GPU that this build does not run on."""
 
-class Callbacks:
-    """Calls of the root."""
+def describe_checkpoint(folder: str) -> dict:
+    """Step, state, updates, and dtypes by role and name."""
 
-    def __init__(
-        self,
-        *,
-        before_forward: Callable[[], None],
-        before_backward: Callable[[], None],
-        whole_written: Callable[[int, Sequence[torch.Tensor]], None],
-        look_inside: Callable[
-            [int, Sequence[object], bool], tuple[list[torch.Tensor], bool]
-        ],
-    ) -> None: ...
+def describe_excessive_padding(units: Sequence[Unit], max_padding: float) -> str | None:
+    """A sentence about the padding of a model, or None where it is not worth one."""
 
-class Runtime:
-    def __init__(
-        self,
-        mesh: Mesh,
-        units: Sequence[TreeUnit],
-        callbacks: Callbacks,
-        options: RuntimeOptions,
-    ) -> None: ...
-    def linear(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor | None: ...
-    def forward_begin(self, unit: int, args: object, kwargs: object) -> None: ...
-    def forward_end(self, unit: int, output: object, more_follow: bool) -> None: ...
-    def forward_error(self, unit: int) -> None: ...
-    def keeps_inner(self, unit: int, output: object) -> None: ...
-    def in_forward(self) -> bool: ...
-    def weights_written(self, unit: int) -> None: ...
-    def gathered_written(self, unit: int) -> None: ...
-    def graph_forward(
-        self,
-        unit: int,
-        *,
-        function: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        inputs: Sequence[torch.Tensor] | None,
-        constants: Sequence[torch.Tensor],
-        reason: str,
-    ) -> tuple[list[torch.Tensor] | None, bool]: ...
-    def graph_ran(
-        self,
-        unit: int,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-    ) -> None: ...
-    def graph_stats(self) -> dict[str, int | dict[str, int] | list[str]]: ...
-    def reset_graphs(self) -> None: ...
-    def shows_others(self) -> bool: ...
-    def trains_others(self) -> bool: ...
-    def unshard(self, unit: int, awaits: bool) -> None: ...
-    def reshard(self, unit: int) -> None: ...
-    def set_keeps(self, unit: int, keeps: bool) -> None: ...
-    def show_shards(self, unit: int) -> None: ...
-    def set_policy(self, unit: int, policy: UnitPolicy) -> None: ...
-    def set_is_last_microbatch(self, last: bool) -> None: ...
-    def set_max_grad_slots(self, max_grad_slots: int) -> None: ...
-    def reset(self) -> None: ...
-    def parameter_norms(self) -> list[tuple[str, float, float | None]]: ...
-    def report_nan_in_param_grad(self) -> None: ...
-    def main_grad(self, weight: torch.Tensor) -> torch.Tensor: ...
-    def defers(self, weight: torch.Tensor) -> bool: ...
-    def defer(
-        self, weight: torch.Tensor, write: Callable[[torch.Tensor, bool], None]
-    ) -> None: ...
-    def float8_inputs(self) -> tuple[int, int]: ...
-    def take_trace(self) -> list[tuple[str, str, int, int, str, int]]: ...
-    def set_keeps_trace(self, keeps: bool) -> None: ...
-
-class BackwardPass:
-    """Forward and backward of one microbatch whose units run in pieces."""
-
-    def __init__(self, runtime: Runtime) -> None: ...
-    def forward_begin(self, unit: int) -> None: ...
-    def forward_end(self, unit: int) -> None: ...
-    def open_backward(self, is_last: bool, interleaved: bool) -> None: ...
-    def backward_begin(self, unit: int) -> None: ...
-    def backward_end(self, unit: int) -> None: ...
-    def recompute_begin(self, unit: int) -> None: ...
-    def recompute_end(self, unit: int) -> None: ...
-    def set_delay_wgrad(self, delays: bool, node: int) -> None: ...
-    def run_wgrads(self, unit: int, node: int) -> None: ...
-    def close_backward(self) -> None: ...
-    @property
-    def num_late(self) -> int: ...
-    def give_up(self) -> None: ...
-
-def overlap_plan(
-    layers: int, microbatches: int, delay_wgrad: bool, dense: Sequence[bool]
-) -> list[tuple[str, int, int, str]]: ...
-
-class TokenExchangeOptions:
-    def __init__(self, *, num_experts: int, copies: bool, timeout_s: float) -> None: ...
-
-class TokenExchange:
-    """How the ranks of a mesh of one axis exchange tokens."""
-
-    def __init__(self, mesh: Mesh, options: TokenExchangeOptions) -> None: ...
-
-class RowTransfer:
-    """Rows under way."""
-
-    def wait(self) -> list[torch.Tensor | None]: ...
-
-class StreamEvent:
-    """A point of a stream, after the work that was queued before it."""
-
-class RoutedTokens:
-    """The tokens of one layer and microbatch, and where their rows go."""
-
-    def __init__(self, exchange: TokenExchange, experts: torch.Tensor) -> None: ...
-    def finish(self) -> None: ...
-    @property
-    def ends(self) -> torch.Tensor: ...
-    @property
-    def num_received(self) -> int: ...
-    def row_weights(self, weights: torch.Tensor) -> torch.Tensor: ...
-    def dispatch(
-        self, x: torch.Tensor, row_weights: torch.Tensor
-    ) -> list[torch.Tensor]: ...
-    def combine(self, rows: torch.Tensor) -> torch.Tensor: ...
-    def queued(self) -> StreamEvent: ...
-    def start_dispatch(
-        self, rows: Sequence[torch.Tensor | None], made: StreamEvent
-    ) -> RowTransfer: ...
-    def start_combine(
-        self, rows: Sequence[torch.Tensor | None], made: StreamEvent
-    ) -> RowTransfer: ...
-
-def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor: ...
-def grouped_swiglu_linear(
-    gate_up: torch.Tensor,
-    row_weights: torch.Tensor,
-    weight: torch.Tensor,
-    ends: torch.Tensor,
-) -> torch.Tensor: ...
-
-class AdamW:
-    def __init__(self, units: Sequence[Unit]) -> None: ...
-    def set_weight_decay(self, unit: Unit, of_parameters: Sequence[float]) -> None: ...
-    def step(self, lr: float, betas: tuple[float, float], eps: float) -> None: ...
-    def state(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
-    def num_updates(self, unit: Unit, parameter: int) -> int: ...
-    def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
-
-class TensorStates:
-    """The state of an optimizer that the core does not have."""
-
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        states: Sequence[Sequence[dict[str, torch.Tensor]]],
-    ) -> None: ...
-    def set_updates(self, updates: Sequence[Sequence[int]]) -> None: ...
-
-class SaveResult:
-    @property
-    def step(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def error(self) -> str | None: ...
-
-class TrainingState:
-    """The tensors that checkpoints have of a training run."""
-
-    def __init__(
-        self,
-        *,
-        units: Sequence[Unit],
-        optimizer: AdamW | TensorStates | None,
-        buffers: Sequence[tuple[str, torch.Tensor]],
-    ) -> None: ...
-
-class Checkpointer:
-    def __init__(
-        self, mesh: Mesh, state: TrainingState, folder: str, keep_latest: int
-    ) -> None: ...
-    def save(self, step: int, state: dict[str, str]) -> None: ...
-    def wait_for_copies(self) -> None: ...
-    def wait(self) -> None: ...
-    def take_results(self) -> list[SaveResult]: ...
-
-class LossOptions:
-    def __init__(self, *, mean: bool, ignore_index: int, chunk_tokens: int) -> None: ...
-
-def linear_cross_entropy(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    options: LossOptions,
-    runtime: Runtime | None,
-) -> torch.Tensor: ...
-
-class Float8Quantizer:
-    def __init__(self, *, recipe: str, format: str, rounding: str) -> None: ...
-
-class Float8PlaneOptions:
-    def __init__(
-        self,
-        *,
-        axis: str,
-        transpose: bool,
-        multiple: int,
-        amax: torch.Tensor | None,
-        scales: torch.Tensor | None,
-    ) -> None: ...
-
-class Float8DequantizeOptions:
-    def __init__(self, *, axis: str, transpose: bool, dtype: torch.dtype) -> None: ...
-
-def float8_quantize(
-    tensor: torch.Tensor, quantizer: Float8Quantizer, options: Float8PlaneOptions
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+def float8_amax(tensor: torch.Tensor) -> torch.Tensor: ...
 def float8_dequantize(
     data: torch.Tensor,
     scales: torch.Tensor,
@@ -428,38 +446,61 @@ def float8_dequantize(
 def float8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor: ...
-def float8_amax(tensor: torch.Tensor) -> torch.Tensor: ...
+def float8_multiplies(recipe: str, device: torch.device) -> bool:
+    """Whether the device multiplies the recipe in FP8."""
+
+def float8_quantize(
+    tensor: torch.Tensor, quantizer: Float8Quantizer, options: Float8PlaneOptions
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def float8_swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor: ...
 def float8_transpose(data: torch.Tensor) -> torch.Tensor: ...
-def build_facts() -> list[tuple[str, str]]: ...
-def machine_facts() -> list[tuple[str, str]]: ...
-def gpu_kinds() -> list[tuple[int, str]]: ...
-def check_gpu(device: torch.device) -> None: ...
-def try_peer_copies() -> list[str]: ...
-def float8_multiplies(recipe: str, device: torch.device) -> bool: ...
-def float8_why_not_multiplied(recipe: str, device: torch.device) -> str: ...
+def float8_why_not_multiplied(recipe: str, device: torch.device) -> str:
+    """Which GPU this is, and which ones multiply the recipe in FP8."""
 
-class Float8Format:
-    """How the weights of a unit are FP8."""
+def gpu_kinds() -> list[tuple[int, str]]:
+    """(index of one GPU, what it does) for each kind of GPU."""
 
-    def __init__(
-        self,
-        *,
-        recipe: str,
-        stored_columns: bool,
-        gather_parts: str,
-        emulate: bool,
-    ) -> None: ...
-    def why_not(self, shape: Sequence[int]) -> str: ...
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """x[r] W[e]^T for the rows r of each expert e."""
 
-class _Checkpoint(TypedDict):
-    step: int
-    state: dict[str, str]
-    updates: dict[str, int]
-    dtypes: dict[str, dict[str, str]]
+def grouped_swiglu_linear(
+    gate_up: torch.Tensor,
+    row_weights: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+) -> torch.Tensor:
+    """(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T, which keeps gate_up alone for
+    the backward."""
 
-def latest_checkpoint(folder: str) -> int | None: ...
-def describe_checkpoint(folder: str) -> _Checkpoint: ...
+def latest_checkpoint(folder: str) -> int | None:
+    """The step of the latest whole checkpoint, or None."""
+
+def linear_cross_entropy(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    options: LossOptions,
+    runtime: Runtime | None,
+) -> torch.Tensor: ...
 def load_checkpoint(
     folder: str, mesh: Mesh, state: TrainingState, exclude: Sequence[str]
-) -> None: ...
+) -> None:
+    """Collective. All or nothing."""
+
+def machine_facts() -> list[tuple[str, str]]:
+    """The host, the driver, and each GPU."""
+
+def overlap_plan(
+    layers: int, microbatches: int, delay_wgrad: bool, dense: Sequence[bool]
+) -> list[tuple[str, int, int, str]]:
+    """Steps of an OverlapPlan in launch order: pass, microbatch, layer, node."""
+
+def strategies() -> list:
+    """The table of named strategies: name, other name, name with replicas along an
+    outer axis, and where parameters, gradients and states are stored, a letter each for
+    outer and inner axes."""
+
+def try_peer_copies() -> list[str]:
+    """Returns the error of copies between GPUs; empty: they work."""

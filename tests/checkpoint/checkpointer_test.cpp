@@ -386,7 +386,7 @@ TEST(LoadCheckpoint, DamageOnOneRankStopsAll) {
       AllOf(HasSubstr(path.string()), HasSubstr("damaged: expected digest")));
   EXPECT_THAT(
       errors[0],
-      HasSubstr("rank 1 could not read the checkpoint, so no rank takes it"));
+      HasSubstr("load checkpoint: rank 1 failed, and therefore all ranks"));
 
   fs::resize_file(path, 3000);
   for (const std::string& error : refused(folder.path(), two_groups())) {

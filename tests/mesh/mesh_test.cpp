@@ -9,6 +9,7 @@
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
+#include "flatshard/mesh/on_all_ranks.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 
@@ -182,6 +183,39 @@ TEST(Mesh, NeighboursOfAnAxisAreAGroup) {
         HasSubstr("expected a divisor of the 4 ranks of axis 'dp' for groups "
                   "of neighbours, got 3"));
   });
+}
+
+TEST(OnAllRanks, ReturnsTheResultOfRank0) {
+  run_ranks(3, [](RankContext& context) {
+    const auto mesh = context.mesh();
+    const auto found =
+        on_all_ranks(*mesh, "find", [&] { return 7 + context.rank; });
+    EXPECT_EQ(found, 7);
+  });
+}
+
+TEST(OnAllRanks, FailsOnAllIfItFailsOnOne) {
+  for (const int failing : {0, 2}) {
+    run_ranks(3, [&](RankContext& context) {
+      const auto mesh = context.mesh();
+      const std::string text = message_of([&] {
+        on_all_ranks(*mesh, "find", [&]() -> std::int64_t {
+          FLATSHARD_CHECK(context.rank != failing, io, "no such file");
+          return 1;
+        });
+      });
+      EXPECT_THAT(
+          text,
+          HasSubstr(
+              context.rank == failing
+                  ? "no such file"
+                  : fmt::format(
+                        "find: rank {} failed, and therefore all ranks",
+                        failing)));
+      // The mesh still works.
+      EXPECT_EQ(on_all_ranks(*mesh, "find", [] { return 2; }), 2);
+    });
+  }
 }
 
 TEST(Mesh, TwoMeshesOverOneStore) {

@@ -3,6 +3,7 @@
 import itertools
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -231,7 +232,7 @@ def test_a_damaged_file_is_named(folder, mesh, rank):
             file.seek(-1, os.SEEK_END)
             file.write(bytes([last[0] ^ 1]))
     dist.barrier()
-    with pytest.raises(flatshard.Error, match="shard-00001|rank 0 could not read"):
+    with pytest.raises(flatshard.Error, match="shard-00001|rank 0 failed"):
         checkpoint.load(folder, a, optimizer_a)
 
 
@@ -295,6 +296,27 @@ def test_what_cannot_be_saved_is_named(folder, mesh, rank):
     with pytest.raises(FileNotFoundError, match="there is no checkpoint$"):
         checkpoint.load(folder, model)
     assert os.listdir(folder) == []
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(folder, mesh, rank, world):
+    """A file system may show a new checkpoint to some ranks only."""
+    model, optimizer = made(adam, mesh)
+    checkpoint.save(f"{folder}/all", 1, model, optimizer)
+    if rank == 0:
+        shutil.copytree(f"{folder}/all", f"{folder}/last")
+    dist.barrier()
+    checkpoint.save(f"{folder}/all", 2, model, optimizer)
+    last = world - 1
+    seen = f"{folder}/last" if rank == last and world > 1 else f"{folder}/all"
+    before = full_state(model)
+    if world > 1:
+        kind = FileNotFoundError if rank == last else flatshard.Error
+        text = "no checkpoint of step 2" if rank == last else f"rank {last} failed"
+        with pytest.raises(kind, match=text):
+            checkpoint.load(seen, model, optimizer)
+    other, _ = made(adam, mesh, seed=1)
+    assert checkpoint.load(seen, other, step=1).step == 1
+    assert distance(full_state(other), before) == 0
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all(folder, mesh, rank, world):

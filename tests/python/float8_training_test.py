@@ -6,6 +6,7 @@ import weakref
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import flatshard
@@ -605,6 +606,7 @@ def test_checkpoints_know_no_fp8(mesh, rank, world, folder):
     flatshard.checkpoint.load(f"{folder}/fp8", b, loaded)
     assert distance(full_state(a), full_state(b)) == 0
     flatshard.checkpoint.save(f"{folder}/bf16-{rank}", 1, b, loaded)
+    dist.barrier()  # each rank has saved on its own, and all load rank 0's
     c = sharded(mesh, policy("rowwise"))
     d = sharded(mesh, policy("mxfp8", "stored"))
     for model in (c, d):

@@ -1,17 +1,16 @@
 #include "flatshard/train/run/run_start.h"
 
-#include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
 #include <filesystem>
 #include <functional>
 
-#include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
+#include "flatshard/mesh/on_all_ranks.h"
 #include "flatshard/train/config/run_config.h"
 #include "flatshard/train/metrics/metrics_file.h"
 #include "flatshard/train/run/earlier_run.h"
@@ -23,16 +22,9 @@ namespace fs = std::filesystem;
 
 /// Returns the result of `find` on rank 0, on all ranks. Collective.
 std::int64_t of_rank_0(Mesh& mesh, const std::function<std::int64_t()>& find) {
-  const std::int64_t found = mesh.rank() == 0 ? find() : 0;
-  if (mesh.size() == 1) {
-    return found;
-  }
-  const at::Tensor shared = at::full({1}, found, at::kLong).to(mesh.device());
-  const CollectiveScope scope("find checkpoint");
-  mesh.world().broadcast(shared, 0);
-  const auto value = shared.item<std::int64_t>();
-  mesh.check();
-  return value;
+  return on_all_ranks(mesh, "find checkpoint", [&] {
+    return mesh.rank() == 0 ? find() : 0;
+  });
 }
 
 /// Returns the latest checkpoint with all files in their full size: a copy may

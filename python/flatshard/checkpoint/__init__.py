@@ -162,14 +162,12 @@ def load(
             of another shape or dtype, naming file, tensor and both values.
     """
     root = _root_of(model)
-    path = _step_folder(pathlib.Path(folder), step)
-    stored = _C.describe_checkpoint(str(path))
-    texts = dict(stored["state"])
-    described = json.loads(texts.pop(_OPTIMIZER, "{}"))
-    texts.pop("optimizer.num_steps", None)
+    mesh = root.checkpoint_mesh()
+    path = _step_folder(pathlib.Path(folder), step, mesh)
+    stored, texts, described = _on_all_ranks(
+        mesh, "read manifest", lambda: _read_manifest(path, optimizer)
+    )
     foreign = None if isinstance(optimizer, AdamW) else optimizer
-    if optimizer is not None and described:
-        check_options(optimizer, described["param_groups"], path)
     before = None if foreign is None else foreign.state
     on_meta = _materialize_buffers(root, model)
     try:
@@ -178,7 +176,7 @@ def load(
         states, _, _ = states_of(root, optimizer)
         own = core_optimizer(root, optimizer, states)
         state = _training_state(root, own, _whole_tensors(model))
-        _C.load_checkpoint(str(path), root.checkpoint_mesh(), state, list(exclude))
+        _C.load_checkpoint(str(path), mesh, state, list(exclude))
     except BaseException:
         if foreign is not None and before is not None:
             foreign.state = before
@@ -349,13 +347,41 @@ def _materialize_buffers(root, model):
     return replaced
 
 
-def _step_folder(folder, step):
-    found = _C.latest_checkpoint(str(folder)) if step is None else int(step)
-    path = folder / f"step-{found}"
-    if found is None or not path.is_dir():
-        what = "checkpoint" if step is None else f"checkpoint of step {step}"
-        raise FileNotFoundError(f"{folder}: there is no {what}")
-    return path
+def _on_all_ranks(mesh, name, work):
+    """Returns what `work` returns on this rank. Raises on all ranks if it raises on one.
+    Collective."""
+    found = []
+    mesh.on_all_ranks(name, lambda: found.append(work()) or 0)
+    return found[0]
+
+
+def _step_folder(folder, step, mesh):
+    """Returns the folder of a step, by default of the latest that rank 0 finds: a file
+    system may show a new folder to some ranks only. Collective."""
+
+    def latest():
+        found = _C.latest_checkpoint(str(folder)) if mesh.rank == 0 else None
+        return -1 if found is None else found
+
+    if step is None:
+        step = mesh.on_all_ranks("find checkpoint", latest)
+        if step < 0:
+            raise FileNotFoundError(f"{folder}: there is no checkpoint")
+    return folder / f"step-{int(step)}"
+
+
+def _read_manifest(path, optimizer):
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path.parent}: there is no checkpoint of step {path.name[5:]}"
+        )
+    stored = _C.describe_checkpoint(str(path))
+    texts = dict(stored["state"])
+    described = json.loads(texts.pop(_OPTIMIZER, "{}"))
+    texts.pop("optimizer.num_steps", None)
+    if optimizer is not None and described:
+        check_options(optimizer, described["param_groups"], path)
+    return stored, texts, described
 
 
 def _checked_texts(state):
