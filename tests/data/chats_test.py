@@ -167,6 +167,7 @@ def bpe(tmp_path):
 
 def test_the_tokens_of_the_tokenizer(tmp_path, bpe):
     texts = ["the cat", "on the mat sat é", *(f"the {i} " * i for i in range(1, 300))]
+    texts += ["the cat\nsat on mats " * 20_000]  # which is read in parts
     write(tmp_path, {f"in/{i:03}.txt": text for i, text in enumerate(texts)})
     more = {"tokenizer": tmp_path / "tokenizer.json", "validation_fraction": 0}
     _, meta = made(tmp_path, tmp_path / "in", **more)

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from flatshard._data.failures import ConfigFailure, Failure, warn
 from flatshard._data.hf_chat import ChatEncoder
 from flatshard._data.hf_encoder import Encoder
+from flatshard._data.parts import cutter
 
-BATCH_BYTES = 4 << 20
-BATCH_TEXTS = 256
+BATCH_TEXTS, BATCH_SIZE = 256, 4 << 20  # of texts, and of their characters
 BYTE_END, BYTE_END_TEXT = 256, b"<|endoftext|>"
 
 
@@ -60,42 +60,58 @@ class HfTokens:
         return self.encoder.decode(ids, keep_special=True).encode()
 
     def documents(self, texts):
-        for ids in self.batches(texts):
-            yield ids, 0, len(ids), None, True
+        whole = None
+        for ids, is_last in self.encoded(self.parts(texts)):
+            if whole:
+                whole.extend(ids)
+            else:
+                whole = ids
+            if is_last:
+                yield whole, 0, len(whole), None, True
+                whole = None
 
-    def batches(self, texts):
-        """Encodes batches on all cores. Meanwhile the next one is read, and the tokens
-        of the last one are written."""
-        with ThreadPoolExecutor(1) as pool:
+    def parts(self, texts):
+        """Yields the parts of each text, and whether one is its last."""
+        cut = cutter(self.encoder.tokenizer)
+        for _, text in texts:
+            for part, is_last in cut(text.decode()):
+                self.warn_of_control_tokens(part)
+                yield part, is_last
+
+    def warn_of_control_tokens(self, text):
+        if not self.is_warned and (name := self.encoder.spelled(text)):
+            self.is_warned = True
+            warn(
+                f"texts spell out control tokens ({name}), which stay text; "
+                "--parse-special takes them as the tokens"
+            )
+
+    def encoded(self, parts):
+        """Encodes batches on all cores. A thread encodes while the other makes arrays.
+        Meanwhile the next batch is read, and the tokens of the last one are written."""
+        with ThreadPoolExecutor(2) as pool:
             pending = collections.deque()
-            for batch in _batches(texts):
+            for batch in _batches(parts):
                 pending.append(pool.submit(self.encode, batch))
                 if len(pending) > 2:
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
 
-    def encode(self, texts):
-        texts = [text.decode() for text in texts]
-        for text in () if self.is_warned else texts:
-            if name := self.encoder.spelled(text):
-                self.is_warned = True
-                warn(
-                    f"texts spell out control tokens ({name}), which stay text; "
-                    "--parse-special takes them as the tokens"
-                )
-                break
-        return [array.array("I", ids) for ids in self.encoder.encode_all(texts)]
+    def encode(self, parts):
+        found = self.encoder.encode_all([text for text, _ in parts])
+        words = (array.array("I", ids) for ids in found)
+        return [(ids, last) for ids, (_, last) in zip(words, parts, strict=True)]
 
 
-def _batches(texts):
-    batch, nbytes = [], 0
-    for _, text in texts:
-        batch.append(text)
-        nbytes += len(text)
-        if nbytes >= BATCH_BYTES or len(batch) >= BATCH_TEXTS:
+def _batches(parts):
+    batch, size = [], 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[0])
+        if size >= BATCH_SIZE or len(batch) >= BATCH_TEXTS:
             yield batch
-            batch, nbytes = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 
