@@ -9,7 +9,6 @@
 
 The content of the file decides which it is. Other formats and text raise an error."""
 
-import ast
 import os
 import struct
 
@@ -110,62 +109,33 @@ class TokenFile:
         return f"llm.c {dtype}", dtype, count, _LLMC_HEADER
 
     def open_numpy(self):
-        head = self.head(12)
-        if self.nbytes < 12 or not head.startswith(b"\x93NUMPY"):
+        if self.head(6) != b"\x93NUMPY":
             return None
-        version = head[6]
-        begin, form = (10, "<H") if version == 1 else (12, "<I")
-        (length,) = struct.unpack_from(form, head, 8)
-        expect(
-            1 <= version <= 3 and begin + length <= self.nbytes,
-            f"{self.path}: expected a header of NumPy's version 1 to 3, got version "
-            f"{version} and {length} bytes in a file of {self.nbytes}",
-            Failure,
-        )
         try:
-            text = self.head(begin + length)[begin:].decode("latin1")
-            header = ast.literal_eval(text.strip())
-            descr, shape = header["descr"], header["shape"]
-            is_fortran = header["fortran_order"]
-        except (ValueError, SyntaxError, LookupError, TypeError) as error:
-            raise Failure(
-                f"{self.path}: expected a header of NumPy: {error}"
-            ) from error
-        is_text = isinstance(descr, str) and len(descr) == 3 and descr[0] in "<|"
-        dtype = np.dtype(descr) if is_text and descr[1] in "ui" else None
+            array = np.load(self.path, mmap_mode="r")
+        except (ValueError, EOFError, OverflowError) as error:
+            reason = f"expected an array of NumPy: {error}; fetch the file again"
+            raise Failure(f"{self.path}: {reason}") from error
+        dtype = array.dtype
         expect(
-            dtype is not None,
+            dtype.kind in "iu" and dtype == dtype.newbyteorder("<"),
             f"{self.path}: expected an array of little-endian integers, got the NumPy "
-            f"type {descr!r}; convert the tokens, for example with array.astype('<u4')",
-            Failure,
-        )
-        is_shape = isinstance(shape, tuple)
-        expect(
-            is_shape and all(isinstance(size, int) and size >= 0 for size in shape),
-            f"{self.path}: expected a shape in NumPy's header, got {shape}",
+            f"type {dtype.str!r}; convert the tokens, for example with "
+            "array.astype('<u4')",
             Failure,
         )
         expect(
-            len(shape) < 2 or not is_fortran,
-            f"{self.path}: expected an array in C order, got {shape} in Fortran order; "
-            "save numpy.ascontiguousarray of it",
-            Failure,
-        )
-        count = 1
-        for size in shape:
-            count *= size
-        expect(
-            count <= self.nbytes,
-            f"{self.path}: expected an array of the shape {shape}, and the file has "
-            f"{self.nbytes} bytes; fetch the file again",
+            array.flags.c_contiguous,
+            f"{self.path}: expected an array in C order, got {array.shape} in Fortran "
+            "order; save numpy.ascontiguousarray of it",
             Failure,
         )
         self.expect_nbytes(
-            begin + length + count * dtype.itemsize,
-            f"the {count} elements that the header of NumPy names",
+            array.offset + array.nbytes,
+            f"the {array.size} elements that the header of NumPy names",
             "; save one array in a file",
         )
-        return f"NumPy {dtype}", dtype, count, begin + length
+        return f"NumPy {dtype}", dtype, array.size, array.offset
 
     def open_megatron(self):
         root, suffix = os.path.splitext(self.path)
