@@ -112,14 +112,14 @@ def _find(command, parser):
         if name.endswith(".py"):
             hint = f"write: python {name}"
         elif name.startswith("-"):
-            hint = "it is no option; --help lists them"
+            hint = "it is not an option; --help lists them"
         parser.error(f"{name}: expected a program, found none: {hint}")
     if Path(name).name.startswith("python"):
         for word in command[1:]:
             if not word.startswith("-") or word in ("-c", "-m"):
                 break
             if not word.startswith("--") and set(word) & set("IES"):
-                parser.error(f"python {word} ignores PYTHONPATH, which is needed here")
+                parser.error(f"python {word} ignores PYTHONPATH, but it is needed here")
     return path
 
 

@@ -34,8 +34,8 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     units = root.units
     for p in [p for unit in units for p in unit.parameters.extended]:
         raise NotImplementedError(
-            f"parameter_norms: parameter {p.names[0]} is a tensor of a subclass, which "
-            "is not supported; take norms of the tensors in parameters()"
+            f"parameter_norms: parameter {p.names[0]} is a tensor of a subclass. This is "
+            "not supported; compute norms of the tensors in parameters()"
         )
     for unit in units:
         unit.grads.take()

@@ -155,12 +155,12 @@ def import_tokens(options):
         )
     expect(
         0 in to_validation,
-        f"--input: expected documents, got none in {num_train} files",
+        f"--input: {num_train} files contain no documents",
         Failure,
     )
     expect(
         not is_given or 1 in to_validation,
-        f"--validation: expected documents, got none in {len(files) - num_train} files",
+        f"--validation: {len(files) - num_train} files contain no documents",
         Failure,
     )
     lines += [f"{name}: skipped, {reason}" for name, reason in found.skipped]

@@ -232,14 +232,15 @@ class AdamW(torch.optim.Optimizer):
         ):
             raise RuntimeError(
                 "flatshard.optim.AdamW: the parameters in param_groups were changed "
-                "since the optimizer was made; call add_param_group(), or make it anew"
+                "since the optimizer was created; call add_param_group(), or create it "
+                "again"
             )
         for unit, core in zip(self._units, self._cores):
             if unit.core is not core:
                 raise RuntimeError(
                     f"flatshard.optim.AdamW: parameters of unit {unit.name} were "
-                    "unfrozen, got another dtype, or moved to another device since the "
-                    "optimizer was made; make it anew, or use torch.optim.AdamW"
+                    "unfrozen, or changed dtype or device, since the optimizer was "
+                    "created; create it again, or use torch.optim.AdamW"
                 )
         with plain_attributes():
             for parameter in self._shown:
@@ -248,8 +249,9 @@ class AdamW(torch.optim.Optimizer):
                     name = unit.parameters[index].names[0]
                     raise NotImplementedError(
                         f"flatshard.optim.AdamW: parameter {name} of unit {unit.name} was "
-                        "frozen since the optimizer was made, which is not supported, as "
-                        "a unit's parameters are updated together; use torch.optim.AdamW"
+                        "frozen since the optimizer was created. This is not supported, "
+                        "because a unit's parameters are updated together; use "
+                        "torch.optim.AdamW"
                     )
 
     # -- state ---------------------------------------------------------------------
@@ -285,7 +287,7 @@ class AdamW(torch.optim.Optimizer):
             if steps.setdefault(group, own) != own:
                 raise ValueError(
                     f"flatshard.optim.AdamW: parameters of one unit were updated "
-                    f"{steps[group]} and {own} times, which is not supported, as they "
+                    f"{steps[group]} and {own} times. This is not supported, because they "
                     "are updated together; use torch.optim.AdamW"
                 )
         for parameter, shown in self._shown.items():
@@ -361,8 +363,8 @@ def _place_of(parameter):
     if place[0].parameters[place[1]].extension is not None:
         raise NotImplementedError(
             "flatshard.optim.AdamW: a parameter of shape "
-            f"{tuple(parameter.shape)} is a tensor of a subclass, which is "
-            "not supported. Use torch.optim.AdamW"
+            f"{tuple(parameter.shape)} is a tensor of a subclass. This is not supported; "
+            "use torch.optim.AdamW"
         )
     if parameter.dtype == torch.float64:
         raise NotImplementedError(

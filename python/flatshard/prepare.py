@@ -36,7 +36,7 @@ def check_format(options):
     expect(
         options.format != "bytes" or options.tokenizer == "bytes",
         f"--format bytes: expected --tokenizer bytes, got {options.tokenizer}; a "
-        "tokenizer.json takes text",
+        "tokenizer.json encodes text",
     )
 
 
@@ -54,12 +54,12 @@ def check_chat(options):
     )
     expect(
         options.tokenizer != "bytes",
-        "--chat: expected --tokenizer with the folder of a Hugging Face tokenizer, whose "
-        "chat template is used; byte tokens have none",
+        "--chat: expected --tokenizer with the folder of a Hugging Face tokenizer, because "
+        "its chat template is used; byte tokens have none",
     )
     expect(
         options.format in ("auto", "json"),
-        f"--chat takes JSON rows: expected --format auto or json, got {options.format}",
+        f"--chat needs JSON rows: expected --format auto or json, got {options.format}",
     )
     for name in ("text_field", "begin_of_document", "parse_special"):
         expect(
@@ -90,7 +90,7 @@ def open_tokens(options, tokenizer):
         expect(
             not getattr(options, name),
             f"--{name.replace('_', '-')} belongs to a tokenizer.json; byte tokens end a "
-            f"document with token {BYTE_END} and begin it with none",
+            f"document with token {BYTE_END} and have none at its start",
         )
     return ByteTokens()
 

@@ -57,15 +57,15 @@ def misfit(build, torch):
     """Returns what is wrong with `torch`, an installed_torch(), and what to install.
     None when it fits. A build without CUDA fits a torch with CUDA, too."""
     device = f" with CUDA {build.CUDA.split('.')[0]}" if build.CUDA else ""
-    wanted = f"torch {minor(build.TORCH)}.*{device}"
+    needed = f"torch {minor(build.TORCH)}.*{device}"
     this = f"flatshard {build.VERSION}+{label(build.TORCH, build.CUDA)}"
     pin = f"pip install 'torch=={minor(build.TORCH)}.*'"
     if torch is None:
-        return f"{this} expected {wanted}, got none; {pin}"
+        return f"{this} needs {needed}, but torch is not installed; {pin}"
     folder, version, cuda = torch
     same_cuda = not build.CUDA or cuda.split(".")[0] == build.CUDA.split(".")[0]
     if minor(version) == minor(build.TORCH) and same_cuda:
         return None
     got = f"torch {version} with {'CUDA ' + cuda if cuda else 'no CUDA'} in {folder}"
     other = wheel_name(build.VERSION, version, cuda)
-    return f"{this} expected {wanted}, got {got}; install {other}, or {pin}"
+    return f"{this} expected {needed}, got {got}; install {other}, or {pin}"

@@ -98,7 +98,7 @@ def test_errors_name_file_and_line(chats):
     assert f"{chats / 'chats.jsonl'}:3: expected the field 'messages', or" in text
     assert "found prompt" in text
     text = problem(chats, chats / "a.txt", **options(chats))
-    assert "a.txt: --chat takes JSON rows" in text
+    assert "a.txt: --chat needs JSON rows" in text
     (chats / "tokenizer/chat_template.jinja").unlink()
     write(chats, {"chats.jsonl": jsonl(*ROWS)})
     text = problem(chats, chats / "chats.jsonl", code="config", **options(chats))
@@ -196,7 +196,7 @@ def test_a_folder_and_a_token_before_each_document(tmp_path, bpe, capfd):
     bpe.encode_special_tokens = True
     wanted = [[0, *bpe.encode(text).ids, 1] for text in ("the cat", "a <|stop|>")]
     assert split_of(tmp_path / "out")[0] == wanted
-    warning = "texts spell out control tokens (<|stop|>), which stay text"
+    warning = "texts spell out control tokens (<|stop|>). They stay text"
     assert capfd.readouterr().err.count(warning) == 1
     made(tmp_path, tmp_path / "in", **more, parse_special=True)
     assert split_of(tmp_path / "out")[0][1][-2:] == [1, 1]

@@ -132,7 +132,7 @@ def test_other_arrays_of_numpy_are_refused(tmp_path, problem, content, text):
     [
         ("a.bin", b"LITPKDS\1", "a packed file of litgpt"),
         ("a.npz", b"PK\3\4", "a zip archive"),
-        ("a.bin", b"PAR1", "Parquet, which flatshard data prepare reads"),
+        ("a.bin", b"PAR1", "Parquet; use flatshard data prepare"),
         ("a.bin", b"MMIDIDX\0", "the index of Megatron"),
         ("a.bin", b"\x1f\x8b\x08", "gzip data"),
         ("a.pt", b"\x80\x04\x95", "a pickle"),
@@ -151,9 +151,9 @@ def test_files_of_other_formats_are_refused(tmp_path, problem, name, begin, what
 
 def test_text_is_refused(tmp_path, documents, problem):
     write(tmp_path, {"a.bin": "1 2 3 9 4\n", "empty.bin": ""})
-    assert "got text, which flatshard data prepare reads" in problem("a.bin")
+    assert "got text; use flatshard data prepare" in problem("a.bin")
     assert len(documents("a.bin", dtype="uint8")[0]) == 1
-    assert "expected tokens, got none" in problem("empty.bin")
+    assert "contains no tokens" in problem("empty.bin")
 
 
 def test_headers_of_llm_c(tmp_path, documents, problem):
@@ -193,7 +193,7 @@ def test_documents_of_megatrons_index(tmp_path, documents, problem):
     index([2, 3, 3], [0, 3], 4, 2)
     assert "expected sequence 1 at byte 8 of the tokens, got 4" in problem("m.bin")
     write(tmp_path, {"m.idx": megatron_index([2, 3, 3], [0, 3])[:50]})
-    assert "the index is cut off" in problem("m.bin")
+    assert "the index is truncated" in problem("m.bin")
     write(tmp_path, {"m.idx": b"other"})
     assert "expected the index of Megatron's tokens (MMIDIDX" in problem("m.bin")
 

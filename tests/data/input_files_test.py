@@ -119,7 +119,7 @@ def test_files_beside_the_data_are_named(folder):
         (".hidden", "hidden"),
         ("LICENSE", "beside the data"),
         ("README.md", "beside the data"),
-        ("corpus", "a corpus"),
+        ("corpus", "a tokenized dataset"),
     ]
     # A pattern that names them, and a name.
     assert names(folder, "x/*.md") == ["README.md"]

@@ -91,9 +91,9 @@ def test_whole_rows_are_as_they_are_written(rows):
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        ('{"text": "a"}\n{"text": "b', "2: the object that begins here does not end"),
+        ('{"text": "a"}\n{"text": "b', "2: the object that starts here does not end"),
         ('{"text": "a"} {"text": "c"}', "1: more follows the object in its line"),
-        ('[{"text": "a"},\n{"text": "b"}', "2: the list is cut off"),
+        ('[{"text": "a"},\n{"text": "b"}', "2: the list is truncated"),
         ('[{"text": "a"}]\n{"text": "b"}', "2: more follows the list"),
         ('[\n{"text": "a"},\n"b"]', "3: expected an object, got text"),
         ('{"text": "a"}\n[1]', "2: expected an object, got a list"),
@@ -115,7 +115,7 @@ def test_whole_rows_are_as_they_are_written(rows):
             "2: expected UTF-8 in the field 'text', got the byte 0xe9",
         ),
         ("{'text': 'a'}", "1: expected a name in double quotes"),
-        (r'{"text": "\q"}', "the escape '\\q', which JSON does not have"),
+        (r'{"text": "\q"}', "the escape '\\q', but JSON does not have it"),
         (r'{"text": "\u12g4"}', "four hexadecimal digits"),
         ('{"text" "a"}', "expected ':'"),
         ('{"a": }', "expected a value, got '}'"),

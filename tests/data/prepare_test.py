@@ -105,7 +105,8 @@ def test_inputs_without_documents(tmp_path):
     assert "--input '/none/*.txt' matches no file" in text
     text = problem(tmp_path, tmp_path / "in/b")
     assert (
-        "none of 1 files has a document, so the corpus would be empty: b (empty" in text
+        "none of 1 files has a document, so the dataset would be empty: b (empty"
+        in text
     )
     text = problem(tmp_path, tmp_path / "in", code="config", tokenizer=tmp_path / "in")
     assert "has no tokenizer.json; transformers writes one with" in text
@@ -165,7 +166,7 @@ def test_one_corpus_of_all_kinds_and_a_summary(tmp_path):
         "2 of rows (2 JSON, 0 Parquet), 1 of plain text, 1 links followed, 3 skipped"
     )
     assert found.found.describe_skipped() == (
-        "README.md (beside the data), d.txt (a link to a file that is taken), "
+        "README.md (beside the data), d.txt (a link to a file that is included), "
         "photo.png (binary)"
     )
     assert (found.num_documents, found.num_empty, found.nbytes) == (3, 1, 11)

@@ -183,7 +183,7 @@ def test_more_than_one_token_before_a_text_is_an_error(tmp_path):
         single="[CLS] [SEP] $A", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     encoder = Encoder(folder(tmp_path, tokenizer, FAST))
-    with pytest.raises(Failure, match=r"begins a text with the tokens \[CLS\] \[SEP\]"):
+    with pytest.raises(Failure, match=r"starts a text with the tokens \[CLS\] \[SEP\]"):
         encoder.begin_of_document("")
 
 

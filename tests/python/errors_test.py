@@ -72,7 +72,7 @@ def test_arguments(options, error, problem, mesh):
     [
         (5, TypeError, "module: .* got int"),
         ([5], TypeError, "module: .* got int"),
-        ([], ValueError, "module: .* got none"),
+        ([], ValueError, "module: .* got an empty list"),
         (nn.ModuleList([nn.Linear(2, 2)]), ValueError, "containers .*got ModuleList"),
     ],
 )
@@ -238,13 +238,15 @@ def test_optimizer_made_before(kind, mesh, rank):
     fully_shard(model, mesh=mesh)
     model.loss(torch.Generator().manual_seed(rank)).backward()
     for made in (optimizer, later, between):
-        problem = f"{kind.__name__} was made before fully_shard: .* parameter .*weight"
+        problem = (
+            f"{kind.__name__} was created before fully_shard: .* parameter .*weight"
+        )
         with pytest.raises(RuntimeError, match=problem):
             made.step()
     afterwards = kind(model.blocks.parameters(), lr=0.1)
     afterwards.step()
     afterwards.add_param_group(optimizer.param_groups[0])
-    with pytest.raises(RuntimeError, match="was made before fully_shard"):
+    with pytest.raises(RuntimeError, match="was created before fully_shard"):
         afterwards.step()
     kind(model.parameters(), lr=0.1).step()
 

@@ -303,5 +303,7 @@ def test_one_call_says_what_does_not_fit(world):
         ValueError, match=f"ep: expected a number that divides the {world}"
     ):
         flatshard.shard_moe(make("mixtral"), ep=world + 1)
-    with pytest.raises(ValueError, match="does not say which modules are its layers"):
+    with pytest.raises(
+        ValueError, match="does not declare which modules are its layers"
+    ):
         flatshard.shard_moe(torch.nn.Linear(2, 2), ep=1)

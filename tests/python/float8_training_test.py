@@ -522,7 +522,7 @@ def test_a_chosen_layer_that_does_not_divide_is_refused(recipe, multiple, mesh):
     layer = nn.Linear(256, multiple + multiple // 2)
     with pytest.raises(
         ValueError,
-        match=f"fp8: module_filter_fn chose weight, which cannot be {recipe}: "
+        match=f"fp8: module_filter_fn chose weight, but it cannot be {recipe}: "
         f"{multiple + multiple // 2} rows are no multiple of {multiple}",
     ):
         fully_shard(

@@ -171,7 +171,7 @@ def test_a_capture_has_the_modes_of_the_watched_call(mesh, rank):
             seen.clear()
 
     stats = run(before)
-    reason = "it or a module inside of it changed between train() and eval()"
+    reason = "it or a module inside it changed between train() and eval()"
     assert stats["fallbacks"] == {reason: 1}
     assert seen[:2] == [True, False]  # the capture; the call
 
@@ -197,7 +197,7 @@ def test_an_inner_hook_comes_and_goes(first, last, mesh, rank):
     stats, _ = both(Transformer, mesh, rank, before=before, after=after, steps=12)
     assert len(calls) == 2 * (last - first + 1)
     # Eager steps of a warm-up are none in place of replays.
-    hooked = stats["fallbacks"]["a module inside of it has hooks"]
+    hooked = stats["fallbacks"]["a module inside it has hooks"]
     assert 1 <= hooked <= last - first + 1
     assert replays[-1] - replays[-2] == BLOCKS
 
@@ -237,21 +237,21 @@ def test_another_shape(mesh, rank):
     [
         (
             lambda model: setattr(model, "factor", 0.5),
-            "an argument that is no tensor has another value",
+            "an argument that is not a tensor has another value",
         ),
         (
             lambda model: [b.dropout.eval() for b in model.blocks],
-            "it or a module inside of it changed between train.. and eval..",
+            "it or a module inside it changed between train.. and eval..",
         ),
         (
             lambda model: [
                 setattr(b, "scale", b.scale.clone() * 2) for b in model.blocks
             ],
-            "a module or buffer inside of it was replaced or moved",
+            "a module or buffer inside it was replaced or moved",
         ),
         (
             lambda model: [setattr(b, "dropout", nn.Identity()) for b in model.blocks],
-            "a module or buffer inside of it was replaced or moved|train.. and eval..",
+            "a module or buffer inside it was replaced or moved|train.. and eval..",
         ),
     ],
 )
@@ -343,7 +343,7 @@ def with_mode(block, x):
         (
             lambda b, x: b.inner(x),
             with_mode,
-            "a TorchDispatchMode is around it, which sees each operation",
+            "a TorchDispatchMode around it intercepts each operation",
         ),
     ],
 )
@@ -626,7 +626,9 @@ def test_lists_are_refused(mesh):
 def test_units_inside_are_refused(mesh):
     model = Mlp()
     fully_shard(model.blocks[1], mesh=mesh)
-    with pytest.raises(ValueError, match="Mlp holds a unit, blocks.1, .* inner units"):
+    with pytest.raises(
+        ValueError, match="Mlp contains a unit, blocks.1, .* inner units"
+    ):
         fully_shard(model, mesh=mesh, cuda_graph=True)
 
 
@@ -637,7 +639,7 @@ def test_units_that_come_inside_are_refused(mesh):
     fully_shard(block, mesh=mesh, cuda_graph=True)
     fully_shard(block.free, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="unit blocks.1 holds unit blocks.1.free"):
+    with pytest.raises(ValueError, match="unit blocks.1 contains unit blocks.1.free"):
         model.loss(torch.Generator())
 
 

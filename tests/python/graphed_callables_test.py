@@ -120,7 +120,7 @@ def test_samples_as_they_are_cast(mesh, rank):
         ),
         (
             samples(factor=0.5),
-            r"no tensor has another value than in sample_kwargs\['factor'\]",
+            r"not a tensor has another value than in sample_kwargs\['factor'\]",
         ),
         (
             ((like(2, SEQ, DIM), samples()[0][1]), samples()[1]),
@@ -136,7 +136,7 @@ def test_samples_as_they_are_cast(mesh, rank):
         ),
         (
             (samples()[0], {"factor": like(1), "mask": samples()[1]["mask"]}),
-            r"no tensor as in sample_kwargs\['factor'\]",
+            r"not a tensor as in sample_kwargs\['factor'\]",
         ),
     ],
 )
@@ -315,7 +315,7 @@ def test_units_inside(mesh):
     model = Mlp()
     fully_shard(model.blocks[1], mesh=mesh)
     fully_shard(model, mesh=mesh)
-    refused(ValueError, "Mlp holds a unit, blocks.1", model, mesh)
+    refused(ValueError, "Mlp contains a unit, blocks.1", model, mesh)
 
 
 def test_buffers_that_are_trained(mesh):

@@ -253,7 +253,10 @@ class Overwrites(Fused):
 @pytest.mark.parametrize(
     "kind, problem",
     [
-        (Early, "main_grad of parameter weight exists in the backward alone: .*2.10"),
+        (
+            Early,
+            "main_grad of parameter weight exists only during the backward: .*2.10",
+        ),
         (Other, "main_grad of parameter weight cannot be another tensor"),
         (Overwrites, "overwrite_main_grad of parameter weight cannot be True: .*zeros"),
     ],

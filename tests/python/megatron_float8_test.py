@@ -229,7 +229,7 @@ def test_after_a_write_and_an_evaluation_the_cache_is_made_anew(mesh, rank):
         (
             {"mixed_precision_policy": policy("delayed")},
             NotImplementedError,
-            "fp8_recipe='delayed' is not supported: .*'tensorwise'",
+            "fp8_recipe='delayed' is not supported, .*'tensorwise'",
         ),
         (
             {"mixed_precision_policy": policy(None)},

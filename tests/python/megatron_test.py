@@ -365,7 +365,7 @@ def test_v2_bad_arguments_are_named(mesh):
         with pytest.raises(ValueError, match=f"device meta .* mesh's type, {DEVICE}"):
             v2.fully_shard(Mlp(), mesh, zero3())
     with v2.fully_shard_context(device=torch.device(DEVICE)) as context:
-        with pytest.raises(RuntimeError, match="outside of another"):
+        with pytest.raises(RuntimeError, match="cannot be nested"):
             with v2.fully_shard_context():
                 pass
         with pytest.raises(RuntimeError, match="leave the fully_shard_context"):
@@ -381,7 +381,7 @@ def test_v2_bad_arguments_are_named(mesh):
         with pytest.raises(AssertionError, match="Linear before"):
             v2.fully_shard(model.head, mesh, zero3())
     with v2.fully_shard_context():
-        with pytest.raises(ValueError, match="Mlp holds a FSDPLinear .* outside"):
+        with pytest.raises(ValueError, match="Mlp contains a FSDPLinear .* outside"):
             v2.fully_shard(model, mesh, zero3())
 
 

@@ -84,7 +84,7 @@ def test_a_module_around_the_same_shards_is_named(has_root, mesh, rank, world):
     other.weight, other.bias = former.weight, former.bias
     del former
     name = "parameter blocks.1.up.weight"
-    text = f"{name} .* gone" if has_root else f"Linear that has {name} came into"
+    text = f"{name} .* gone" if has_root else f"Linear that has {name} was added"
     with refused(text, RuntimeError):
         model(data(rank))
 
@@ -110,7 +110,7 @@ def test_inner_modules_come_first(mesh):
 )
 def test_keywords_of_fsdp1_name_what_replaced_them(name, instead, mesh):
     with refused(
-        f"keyword argument '{name}', which is FSDP1's: .*{instead}", TypeError
+        f"keyword argument '{name}', a keyword of FSDP1: .*{instead}", TypeError
     ):
         flatshard.fully_shard(Body(plain), mesh=mesh, **{name: None})
     with refused("unexpected keyword argument 'anything'$", TypeError):

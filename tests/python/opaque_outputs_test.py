@@ -201,7 +201,7 @@ def test_what_runs_later_is_refused_below_the_root(name, mesh, rank):
     fully_shard(model, mesh=mesh)
     for _ in range(2):  # the next step begins anew
         with refused(
-            f"unit policy returned a .*{TYPES[name]}, which runs later",
+            f"unit policy returned a .*{TYPES[name]} that runs later",
             NotImplementedError,
         ):
             model(inputs(1)[0])

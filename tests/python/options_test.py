@@ -66,14 +66,16 @@ def test_former_keywords_work_and_warn(mesh, rank):
 
 
 def test_former_names_work_and_warn(mesh):
-    with pytest.warns(FutureWarning, match="slots_on_demand goes .* buffers_on_demand"):
+    with pytest.warns(
+        FutureWarning, match="slots_on_demand is deprecated .* buffers_on_demand"
+    ):
         options = ModelOptions(slots_on_demand=False)
     assert options == ModelOptions(buffers_on_demand=False)
     with pytest.warns(FutureWarning, match=r"ModelOptions\(buffers_on_demand=...\)"):
         model = fully_shard(Mlp(), mesh=mesh, slots_on_demand=False)
     assert model._flatshard.sharding.model_options == options
     steps = model.backward_pass()
-    with pytest.warns(FutureWarning, match="late_wgrads goes .* delay_wgrads"):
+    with pytest.warns(FutureWarning, match="late_wgrads is deprecated .* delay_wgrads"):
         steps.late_wgrads(1)
     with pytest.warns(FutureWarning, match="use num_delayed_wgrads"):
         assert steps.num_late_wgrads == 0

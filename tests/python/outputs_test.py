@@ -134,7 +134,7 @@ def test_an_output_that_nobody_can_look_into_is_right_or_an_error(mesh, rank, wo
     try:
         against_one_process(model, mesh, rank, world)
     except RuntimeError as error:
-        assert "storage" in str(error) or "is released" in str(error)
+        assert "storage" in str(error) or "is resharded" in str(error)
     model.body = lambda m, x: m.blocks[1](x)
     model(data(rank)).sum().backward()
 

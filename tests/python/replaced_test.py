@@ -287,15 +287,15 @@ def test_other_changes_are_named(mesh, rank):
     )
     refused(
         lambda m: m.__setitem__(0, nn.Linear(DIM, DIM)),
-        "0.weight came into .*not sharded",
+        "0.weight was added .*not sharded",
         RuntimeError,
     )
     refused(
         lambda m: m.register_parameter("more", nn.Parameter(x)),
-        "parameter more came into",
+        "parameter more was added",
         RuntimeError,
     )
-    refused(untie, "0.weight came into", RuntimeError)
+    refused(untie, "0.weight was added", RuntimeError)
 
 
 def same_object(model, mesh):
@@ -384,7 +384,7 @@ def test_whole_state_dicts_say_what_to_call(mesh):
     state = {f"0.{name}": t for name, t in two_linears().state_dict().items()}
     for module, own in ((model, state), (model[0], two_linears().state_dict())):
         problem = (
-            "load_state_dict: (0.)?0.weight is a whole tensor.*set_model_state_dict"
+            "load_state_dict: (0.)?0.weight is a full tensor.*set_model_state_dict"
         )
         with pytest.raises(ValueError, match=problem):
             module.load_state_dict(own)

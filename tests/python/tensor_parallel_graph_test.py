@@ -348,7 +348,7 @@ def test_hooks_of_the_program_stay_eager(world):
 
     stats = both(cut, mesh, before=before, steps=WARMUP + 7)
     assert len(calls) == 2
-    assert stats["fallbacks"] == {"a module inside of it has hooks": 1}
+    assert stats["fallbacks"] == {"a module inside it has hooks": 1}
 
 
 class Whole(nn.Module):
@@ -397,7 +397,7 @@ def test_a_checkpoint_that_draws_numbers_stays_eager(world):
     stats = both(make, mesh)
     assert stats["forward_replays"] == 0
     (reason,) = stats["fallbacks"]
-    assert "a checkpoint inside of it has preserve_rng_state=True" in reason
+    assert "a checkpoint inside it has preserve_rng_state=True" in reason
 
 
 def dropping_blocks(mesh):

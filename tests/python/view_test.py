@@ -79,7 +79,7 @@ def nets(view, how, mesh, **options):
 
 def refused():
     return pytest.raises(
-        RuntimeError, match=r"parameter block.weight is released[^$]*clone"
+        RuntimeError, match=r"parameter block.weight is resharded[^$]*clone"
     )
 
 
@@ -125,11 +125,11 @@ def test_views_of_a_root(view, mesh, world):
     out.sum().backward()
     if world == 1:
         return
-    with pytest.raises(RuntimeError, match="parameter weight is released"):
+    with pytest.raises(RuntimeError, match="parameter weight is resharded"):
         taken.sum()
-    with pytest.raises(RuntimeError, match="parameter weight is released"):
+    with pytest.raises(RuntimeError, match="parameter weight is resharded"):
         taken[0].clone()
-    with torch.no_grad(), pytest.raises(RuntimeError, match="weight is released"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="weight is resharded"):
         (taken.detach()).fill_(1)
     model.unshard()
     assert torch.isfinite(taken).all()  # it has memory again

@@ -65,8 +65,8 @@ def run(mode, encoder, settings, stream, out):
         name = encoder.spelled(text)
         if name:
             spelled = (
-                f"the text spells out the control token {name}, which stays text; "
-                "--parse-special takes it as the token"
+                f"the text spells out the control token {name}. It stays text; "
+                "--parse-special encodes it as the token"
             )
             write_text(out, spelled, WARNING)
         write_ids(out, encoder.encode(text))

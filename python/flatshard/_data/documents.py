@@ -82,8 +82,8 @@ class HfTokens:
         if not self.is_warned and (name := self.encoder.spelled(text)):
             self.is_warned = True
             warn(
-                f"texts spell out control tokens ({name}), which stay text; "
-                "--parse-special takes them as the tokens"
+                f"texts spell out control tokens ({name}). They stay text; "
+                "--parse-special encodes them as the tokens"
             )
 
     def encoded(self, parts):

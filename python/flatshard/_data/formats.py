@@ -129,7 +129,7 @@ def check_text(path, text):
     raise Failure(
         f"{path}:{1 + text.count(10, 0, bad)}: expected UTF-8, got the byte "
         f"0x{text[bad]:02x} (byte {bad} of the text). Convert the file, for example with "
-        "iconv -f latin1 -t utf-8; or give --format text, which replaces such bytes by "
+        "iconv -f latin1 -t utf-8; or give --format text to replace such bytes by "
         "U+FFFD, or --format bytes"
     )
 
@@ -174,7 +174,7 @@ def read_documents(file, options):
     """Yields (number, text in UTF-8) of the documents of a file; "" where it is null."""
     if options.is_chat and file.format.name != "json":
         raise Failure(
-            f"{file.path}: --chat takes JSON rows (.jsonl, .ndjson or .json), and this "
+            f"{file.path}: --chat needs JSON rows (.jsonl, .ndjson or .json), and this "
             "file has none"
         )
     try:
@@ -208,7 +208,7 @@ _CONTAINERS = [
     (
         b"MMIDIDX\0",
         0,
-        "an index of Megatron's tokens, which flatshard data import reads",
+        "an index of Megatron's tokens; use flatshard data import",
     ),
     (b"PARE", 0, "encrypted Parquet; decrypt it"),
 ]
@@ -339,7 +339,7 @@ def format_of(path, wanted="auto"):
             continue
         # A stream of Arrow starts with the length of its schema.
         if head and inner.magic and head[:4] != b"\xff\xff\xff\xff":
-            text = f"a {inner.suffixes[0]} file that does not begin as {inner.title}"
+            text = f"a {inner.suffixes[0]} file that does not start as {inner.title}"
             _refuse(path, f"{text} does")
         return inner, compression, ""
     if begin.count(0) and is_binary and _looks_like_utf16(begin):
@@ -353,7 +353,7 @@ def format_of(path, wanted="auto"):
     if _looks_like_rows(head):
         _refuse(
             path,
-            "a text that begins with a JSON object, so it may be one document or JSON "
+            "a text that starts with a JSON object, so it may be one document or JSON "
             "rows (a name that ends in .jsonl marks the latter)",
         )
     return FORMATS["text"], compression, ""
@@ -374,7 +374,7 @@ def decide_formats(found, wanted):
         expect(
             file.listed,
             f"{file.path}: expected text, JSON rows or Parquet, got {not_text} data; "
-            "--format bytes takes each byte as it is, for --tokenizer bytes",
+            "--format bytes reads each byte as it is, for --tokenizer bytes",
             Failure,
         )
         found.skipped.append((file.name, not_text))

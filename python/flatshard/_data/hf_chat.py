@@ -40,7 +40,7 @@ def load_tokenizer(path):
         raise Failure(f"cannot load the tokenizer {folder}: {error}") from error
     if not tokenizer.chat_template:
         raise Failure(
-            f"--chat: the tokenizer {folder} has no chat template; take the folder of "
+            f"--chat: the tokenizer {folder} has no chat template; use the folder of "
             "an instruction-tuned model, or write chat_template.jinja there"
         )
     return tokenizer
@@ -113,7 +113,7 @@ class ChatEncoder:
             if not any(mask):
                 raise Failure(
                     "the chat template marks no token as generated ({% generation %}), "
-                    "or writes no token of the assistant's messages; mend the "
+                    "or writes no token of the assistant's messages; fix the "
                     "template, or give --train-on all"
                 )
             return ids, mask
@@ -154,8 +154,8 @@ class ChatEncoder:
             self.warn(
                 where,
                 "control",
-                f"a message spells out the control token {name}, which becomes the "
-                "token: templates leave no way to distinguish them",
+                f"a message spells out the control token {name}. It becomes the token, "
+                "because templates leave no way to distinguish them",
             )
 
     def look_for_losses(self, where, chat, rendering):

@@ -191,8 +191,8 @@ class Encoder:
         self.folder = Folder(self.path)
         if self.folder.config.get("auto_map"):
             self.warnings.append(
-                f"{self.folder.path} names its own code (auto_map), which is not "
-                "run; tokenizer.json and the other files are read without it"
+                f"{self.folder.path} refers to custom code (auto_map). It is not run; "
+                "tokenizer.json and the other files are read without it"
             )
         self.reset_calls()
         self.add_tokens(AddedToken)
@@ -217,8 +217,8 @@ class Encoder:
         if dropout:
             self.tokenizer.model.dropout = None
             self.warnings.append(
-                f"the tokenizer {self.path} has a BPE dropout of {dropout}, which is "
-                "left out: the same text always gives the same tokens"
+                f"the tokenizer {self.path} has a BPE dropout of {dropout}. It is "
+                "disabled: the same text always gives the same tokens"
             )
 
     def add_tokens(self, AddedToken):
@@ -229,8 +229,8 @@ class Encoder:
             if id is not None and got != id:
                 self.warnings.append(
                     f"{self.folder.path}: expected the id {id} for the token "
-                    f"{token.content}, got {got} with {self.path}, which is taken, as "
-                    "AutoTokenizer does; are the files of one tokenizer?"
+                    f"{token.content}, got {got} with {self.path}; the latter is used, as "
+                    "AutoTokenizer does. Check that the files belong to one tokenizer"
                 )
 
     def set_prefix_space(self):
@@ -296,8 +296,8 @@ class Encoder:
         if not name and len(self.own_begin) > 1:
             tokens = [self.tokenizer.id_to_token(id) for id in self.own_begin]
             raise Failure(
-                f"the tokenizer {self.path} begins a text with the tokens "
-                f"{' '.join(tokens)}, and a corpus has room for one; name it with "
+                f"the tokenizer {self.path} starts a text with the tokens "
+                f"{' '.join(tokens)}, and a dataset has room for one; name it with "
                 "--begin-of-document, or none"
             )
         return self.vocab[name] if name else self.own_begin[0]

@@ -160,7 +160,7 @@ class _Walker:
 
     def enter(self, folder, by_link):
         if _is_corpus(folder.path):
-            self.skip(folder.relative, "a corpus")
+            self.skip(folder.relative, "a tokenized dataset")
         elif not by_link:
             self.walk_folder(folder)
         else:
@@ -262,7 +262,7 @@ def find_input_files(inputs):
         if at in taken:
             found.files.append(file)
         elif file.is_link:
-            found.skipped.append((file.name, "a link to a file that is taken"))
+            found.skipped.append((file.name, "a link to a file that is included"))
     return found
 
 
@@ -274,7 +274,7 @@ def check_unchanged(files):
             now = InputFile(file.path, file.name, -1)
         expect(
             (now.nbytes, now.modified) == (file.nbytes, file.modified),
-            f"{file.path} changed while it was read; prepare the corpus again when it is "
-            "whole",
+            f"{file.path} changed while it was read; prepare the dataset again when the "
+            "file is complete",
             Unreadable,
         )

@@ -82,7 +82,7 @@ class Scanner:
             if found[2] == "u":
                 self.fail("has a \\u that four hexadecimal digits do not follow")
             if found[2]:
-                self.fail(f"has the escape '\\{found[2]}', which JSON does not have")
+                self.fail(f"has the escape '\\{found[2]}', but JSON does not have it")
         return _DECODE.decode(f'"{raw}"')
 
     def skip_value(self):
@@ -223,7 +223,7 @@ class JsonRows:
                 return text[begin : scanner.at].encode(), scanner.at
         except Problem as problem:
             if problem.incomplete:
-                what = "the object that begins here does not end"
+                what = "the object that starts here does not end"
                 self.fail(what, line_at(begin))
             more = " (JSON rows are objects, one a line or in one list)"
             is_utf8 = problem.what.startswith("expected UTF-8")
@@ -253,7 +253,7 @@ class JsonRows:
         at = counted = 0
         if is_list:
             at = text.index("[") + 1
-        cut = "the list is cut off: it does not end with ']'"
+        cut = "the list is truncated: it does not end with ']'"
         while True:
             scanner = Scanner(text, at)
             line += text.count("\n", counted, scanner.at)

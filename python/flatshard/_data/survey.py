@@ -72,7 +72,7 @@ def survey_inputs(inputs, wanted, options):
     found.files = [file for file in found.files if file.num_documents]
     expect(
         found.files,
-        f"--input: none of {num_found} files has a document, so the corpus would be "
+        f"--input: none of {num_found} files has a document, so the dataset would be "
         f"empty: {found.describe_skipped()}",
         Failure,
     )

@@ -128,7 +128,7 @@ def utf8_chunks(path):
         yield decoder.decode(chunk).encode()
     expect(
         nbytes % 2 == 0,
-        f"{path}: the UTF-16 text ends within a character; the file is cut off",
+        f"{path}: the UTF-16 text ends within a character; the file is truncated",
         Failure,
     )
     yield decoder.decode(b"", final=True).encode()

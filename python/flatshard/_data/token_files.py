@@ -32,7 +32,7 @@ _FOREIGN = {
     b"LITPKDS": "a packed file of litgpt, with a header of 24 bytes and padding; save "
     "the tokens with numpy.save",
     b"MMIDIDX\0": "the index of Megatron's tokens; name its .bin",
-    b"PAR1": "Parquet, which flatshard data prepare reads",
+    b"PAR1": "Parquet; use flatshard data prepare",
     b"\x1f\x8b": "gzip data; unpack it with gzip -d",
     b"\x28\xb5\x2f\xfd": "zstd data; unpack it with zstd -d",
     b"\x80\x04\x95": "a pickle; save the tokens with numpy.save",
@@ -76,7 +76,7 @@ class TokenFile:
                 self.check_raw(dtype)
                 found = self.open_raw(dtype or "uint16")
             self.what, self.dtype, self.num_tokens, begin = found
-            expect(self.num_tokens > 0, f"{path}: expected tokens, got none", Failure)
+            expect(self.num_tokens > 0, f"{path} contains no tokens", Failure)
             # Mapped again for each piece, so that pages that were read can go.
             self.begin = begin
         except OSError as error:
@@ -167,7 +167,7 @@ class TokenFile:
             num_sequences >= 0
             and num_ends >= 1
             and len(data) >= _MEGATRON_HEADER + 12 * num_sequences + 8 * num_ends,
-            f"{path}: the index is cut off: it names {num_sequences} sequences and "
+            f"{path}: the index is truncated: it names {num_sequences} sequences and "
             f"{num_ends - 1} documents",
             Failure,
         )
@@ -213,7 +213,7 @@ class TokenFile:
         what = what or layout_of(head, self.nbytes)
         text = bytes(range(32, 127)) + b"\n\r\t"
         if not what and not dtype and len(head) >= 8 and not head.translate(None, text):
-            what = "text, which flatshard data prepare reads"
+            what = "text; use flatshard data prepare"
         expect(not what, f"{self.path}: expected tokens, got {what}", Failure)
         words = np.frombuffer(head, "<u2", len(head) // 2)
         width = likely_word_nbytes(words)

@@ -122,7 +122,9 @@ def modules_of(module):
     one = isinstance(module, nn.Module) or not hasattr(module, "__iter__")
     modules = [module] if one else list(module)
     if not modules:
-        raise ValueError("module: expected a module or a list of them, got none")
+        raise ValueError(
+            "module: expected a module or a list of them, got an empty list"
+        )
     for m in modules:
         if not isinstance(m, nn.Module):
             raise TypeError(
@@ -175,8 +177,8 @@ def mesh_to_show(outer, mesh):
         return mesh
     if mesh.mesh_dim_names is None:
         raise ValueError(
-            "outer: 'optim' flattens the mesh, which needs names: give "
-            "init_device_mesh mesh_dim_names"
+            "outer: 'optim' flattens the mesh, so its dimensions need names: pass "
+            "mesh_dim_names to init_device_mesh"
         )
     return flattened(mesh)
 
@@ -220,7 +222,7 @@ def check_dp_mesh_dims(dims, mesh):
     raise NotImplementedError(
         f"dp_mesh_dims: expected the dimensions of the mesh, {own}, with two the first as "
         f"replicate and the second as shard, got {dims!r}. Parameters cannot be DTensors "
-        "over the data-parallel dimensions: distribute them over the others alone, such "
+        "over the data-parallel dimensions: distribute them only over the others, such "
         "as mesh['tp'], and pass mesh=mesh['dp'], with replicas "
         "mesh['replicate', 'shard']"
     )
@@ -256,7 +258,7 @@ def check_granularity(granularity, strategy):
     if granularity != "dim0" and find_strategy(strategy).name == "zero0":
         raise ValueError(
             f"options: granularity={granularity!r} has no effect with "
-            f"strategy={strategy!r}, which cuts no parameter; leave it out"
+            f"strategy={strategy!r}, because it shards no parameter; leave it out"
         )
 
 
@@ -279,8 +281,8 @@ def reshards(reshard_after_forward, strategy, device_mesh, fp8):
         )
     if ranks == 1:
         warnings.warn(
-            "reshard_after_forward=1 keeps parameters whole from forward to backward, as "
-            "False does; True shards them over all ranks",
+            "reshard_after_forward=1 keeps parameters unsharded from forward to backward, "
+            "as False does; True shards them over all ranks",
             stacklevel=4,
         )
         return False, 0
@@ -289,11 +291,11 @@ def reshards(reshard_after_forward, strategy, device_mesh, fp8):
     if find_strategy(strategy).parameter == "RR":
         raise ValueError(
             f"reshard_after_forward={ranks} has no effect with strategy={strategy!r}, "
-            "whose parameters are whole on every rank; leave it out"
+            "because it replicates parameters on every rank; leave it out"
         )
     if fp8:
         raise NotImplementedError(
-            f"reshard_after_forward={ranks} is not supported together with fp8, whose "
-            "forward and backward gather different data; use True or False"
+            f"reshard_after_forward={ranks} is not supported together with fp8, because "
+            "forward and backward all-gather different data; use True or False"
         )
     return True, ranks

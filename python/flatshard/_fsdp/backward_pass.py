@@ -190,7 +190,8 @@ class BackwardPass:
 
 def _warn(former, name):
     warnings.warn(
-        f"BackwardPass: {former} goes with the next version; use {name}",
+        f"BackwardPass: {former} is deprecated and will be removed in the next version; "
+        f"use {name}",
         FutureWarning,
         stacklevel=3,
     )

@@ -31,7 +31,7 @@ def _choose(run, inputs, allow_unused, accumulate):
         of_wholes = [parameter_of_whole(leaf) for leaf in leaves]
     if accumulate:
         for leaf in leaves:
-            refuse_former(leaf, "a backward's inputs hold")
+            refuse_former(leaf, "the inputs of a backward contain")
         found = [p.whole for p in of_shards + of_wholes if p is not None]
         given = {id(leaf) for leaf in leaves}
         more = {id(t): t for t in found if t.requires_grad and id(t) not in given}
@@ -94,9 +94,9 @@ def _is_outside(p):
 def _mean(gradient, p):
     if p.dim or not isinstance(p.shard, ShardedTensor):
         raise NotImplementedError(
-            f"torch.autograd.grad of parameter {p.title}, which is cut along another "
-            "dimension than the first, or over several mesh dimensions, is not supported; "
-            "use backward(), or let shard_placement_fn return Shard(0) for it"
+            f"torch.autograd.grad is not supported for parameter {p.title}, because it is "
+            "sharded along a dimension other than the first, or over several mesh "
+            "dimensions; use backward(), or let shard_placement_fn return Shard(0) for it"
         )
     if gradient.shape != p.shard.shape:
         raise NotImplementedError(
@@ -128,7 +128,7 @@ class _Mean(torch.autograd.Function):
 def _check_used(results, leaves, allow_unused):
     for result, leaf in zip(results, leaves):
         if result is None:
-            refuse_former(leaf, "the inputs of torch.autograd.grad hold")
+            refuse_former(leaf, "the inputs of torch.autograd.grad contain")
             if not allow_unused:
                 raise RuntimeError(
                     "One of the differentiated Tensors appears to not have been used in "

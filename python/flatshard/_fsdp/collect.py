@@ -66,13 +66,13 @@ def _check_parameter(tensor, name):
     if (former := former_name(tensor)) is not None:
         raise ValueError(
             f"parameter {name} is shared with a unit that was wrapped before, as "
-            f"{former}; wrap one module that holds both, and do not wrap them inside it"
+            f"{former}; wrap one module that contains both, and do not wrap them inside it"
         )
     if isinstance(tensor, (ShardedTensor, EvenShard)):
         raise ValueError(
             f"parameter {name} is sharded already, by another unit: call fully_shard on "
-            "inner modules first, and on the modules around them afterwards. A unit holds "
-            "the parameters that no earlier call has sharded"
+            "inner modules first, and on the modules around them afterwards. A unit "
+            "consists of the parameters that no earlier call has sharded"
         )
     if is_tensor_parallel(tensor):
         return
@@ -84,7 +84,7 @@ def _check_parameter(tensor, name):
     if type(tensor) is not nn.Parameter and not may_follow_protocol(tensor):
         raise NotImplementedError(
             f"parameter {name} is a {type(tensor).__name__}, a subclass without "
-            "fsdp_pre_all_gather and fsdp_post_all_gather, which sharding would turn into "
+            "fsdp_pre_all_gather and fsdp_post_all_gather, and sharding would turn it into "
             "a plain tensor: put nn.Parameter(its plain values) in its place before "
             f"fully_shard, or name it in ignored_params{instead_of(tensor)}"
         )

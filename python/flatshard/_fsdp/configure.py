@@ -63,14 +63,14 @@ _RENAMED = {"slots_on_demand": "buffers_on_demand"}
 
 # FullyShardedDataParallel's keywords.
 _INSTEAD_OF_FSDP1 = {
-    name: f", which is FSDP1's: {instead}"
+    name: f", a keyword of FSDP1: {instead}"
     for name, instead in {
         "process_group": "give mesh=, such as DeviceMesh.from_group(group, 'cuda')",
         "sharding_strategy": "give reshard_after_forward=False for SHARD_GRAD_OP, a mesh "
         "of two dimensions for HYBRID_SHARD, strategy='zero0' for NO_SHARD, and nothing "
         "for FULL_SHARD",
         "cpu_offload": "give offload_policy=CPUOffloadPolicy()",
-        "auto_wrap_policy": "call fully_shard on each block, and on the whole model last",
+        "auto_wrap_policy": "call fully_shard on each block, and on the full model last",
         "backward_prefetch": "leave it out; units are all-gathered ahead. "
         "configure(model, ModelOptions(prefetch=...)) sets how many",
         "forward_prefetch": "leave it out; units are all-gathered ahead. "
@@ -83,7 +83,7 @@ _INSTEAD_OF_FSDP1 = {
         "last fully_shard",
         "device_id": "leave it out; parameters go to the device of the mesh",
         "sync_module_states": "load the same values on all ranks; set_model_state_dict("
-        "..., options=StateDictOptions(broadcast_from_rank0=True)) sends rank 0's",
+        "..., options=StateDictOptions(broadcast_from_rank0=True)) broadcasts them",
         "limit_all_gathers": "leave it out; all-gathers are always limited",
         "use_orig_params": "leave it out; parameters always keep their names",
         "device_mesh": "give mesh=",
@@ -118,7 +118,8 @@ def take_keywords(options, model_options, keywords):
                 f"fully_shard: {name} in addition to options; give {instead}"
             )
         warnings.warn(
-            f"fully_shard: the keyword {name} goes with the next version; use {instead}",
+            f"fully_shard: the keyword {name} is deprecated and will be removed in the "
+            f"next version; use {instead}",
             FutureWarning,
             stacklevel=4,  # the caller of fully_shard
         )

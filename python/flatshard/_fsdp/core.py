@@ -163,17 +163,17 @@ def _error_of_access(p):
     no memory; "" for one that never has any."""
     if p.float8:
         return (
-            f"parameter {p.names[0]} is held in FP8 and has no values that can be "
-            "read: only the forward of its nn.Linear computes with it. Leave it out "
+            f"parameter {p.names[0]} is stored in FP8 and has no values that can be "
+            "read: only the forward of its nn.Linear computes with it. Exclude it "
             "by Float8Policy's module_filter_fn if other code reads it, as the CUDA "
             "graphs of torch.compile's mode='reduce-overhead' do (cuda_graph=True "
-            "has graphs for it); shards are in parameters(), outside of a forward"
+            "has graphs for it); shards are in parameters(), outside a forward"
         )
     if not p.whole.numel():
         return ""
     return (
-        f"parameter {p.names[0]} is released: it is whole only while its "
-        "unit computes, and gone with its model. Read it in the unit's forward "
+        f"parameter {p.names[0]} is resharded: it is unsharded only while its "
+        "unit computes, and freed with its model. Read it in the unit's forward "
         "or after unshard() of the unit, read the shard in parameters(), and "
         "keep the model until backward() is done. A view of it (a row, a slice, "
         "detach()) that a forward returns or stores needs a clone()"

@@ -108,11 +108,11 @@ def check_flattened(parameters, part, whole):
     for p in parameters:
         if p.parallel is not None and others <= root_names(p.parallel.own_mesh):
             raise ValueError(
-                f"mesh: dimensions {sorted(others)} were flattened together with the "
-                f"module's, so their ranks have different experts, but parameter {p.label} "
-                "is a DTensor over them. With tensor parallelism flatten them after the "
-                "last fully_shard. Experts are plain tensors, or DTensors over another "
-                "dimension"
+                f"mesh: dimensions {sorted(others)} were flattened together with the mesh "
+                "of the module, so their ranks have different experts, but parameter "
+                f"{p.label} is a DTensor over them. With tensor parallelism flatten them "
+                "after the last fully_shard. Experts are plain tensors, or DTensors over "
+                "another dimension"
             )
 
 
@@ -141,8 +141,8 @@ def cut_dim(placement, tensor, name, mesh):
     if tensor.shape[dim] % ranks != 0:
         raise NotImplementedError(
             f"shard_placement_fn: FSDP does not support uneven sharding on dim {dim}: "
-            f"parameter {name} has {tuple(tensor.shape)}, which {ranks} ranks do not "
-            "divide; return Shard(0) for it"
+            f"parameter {name} has the shape {tuple(tensor.shape)}, and {ranks} ranks do "
+            "not divide this dimension; return Shard(0) for it"
         )
     return dim
 
@@ -156,8 +156,8 @@ def refuse(template, **options):
 
 
 _ON_A_PART = (
-    "{name} is not supported for a module whose mesh is a part of the model's; leave it "
-    "out here"
+    "{name} is not supported for a module on a part of the model's mesh; leave it out "
+    "here"
 )
 _PARALLEL = (
     "{name}: this value is not supported for a unit that has parameters with tensor "

@@ -201,7 +201,7 @@ class Extension:
         if not follows_protocol(piece):
             raise NotImplementedError(
                 f"parameter {self.title}: its piece is a {type(piece).__name__} without "
-                "fsdp_pre_all_gather and fsdp_post_all_gather, which sharding would turn "
+                "fsdp_pre_all_gather and fsdp_post_all_gather, and sharding would turn it "
                 "into a plain tensor: put nn.Parameter(its plain values) in its place "
                 "before fully_shard, name it in ignored_params, or give the subclass "
                 f"these functions{instead_of(piece)}"

@@ -31,8 +31,9 @@ def num_marked():
 def refuse_former(tensor, what):
     if (name := former_name(tensor)) is not None:
         raise RuntimeError(
-            f"{what} parameter {name} as it was before fully_shard, which is no part of "
-            "the model any more; take parameters from the model after the last fully_shard"
+            f"{what} parameter {name} as it was before fully_shard. The model does "
+            "not use that tensor anymore; pass the parameters that it has after the last "
+            "fully_shard"
         )
 
 
@@ -43,9 +44,9 @@ def retire(p):
     if tensor is None or type(tensor) is not nn.Parameter:
         return
     text = (
-        f"parameter {p.names[0]} is read as it was before fully_shard, which replaced it: a "
-        "list, a closure or another object refers to that tensor, which is not trained. "
-        "Read the attribute of the module in its forward, or make the reference there"
+        f"parameter {p.names[0]} is read as it was before fully_shard replaced it: a list, "
+        "a closure or another object refers to that tensor, and it is not trained. Read "
+        "the attribute of the module in its forward, or create the reference there"
     )
     if tensor.requires_grad:
         forget_hooks_of_tensor(tensor)  # the shard has them

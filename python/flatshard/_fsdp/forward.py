@@ -107,9 +107,9 @@ def make_root(module):
     if len(state.modules) > 1:
         kinds = ", ".join(type(m()).__name__ for m in state.modules)
         raise RuntimeError(
-            f"the outermost unit holds several modules ({kinds}), so none of them sees "
-            "where a step begins: apply fully_shard also to the module that calls them, "
-            "and run that"
+            f"the outermost unit has several modules ({kinds}), so none of them sees "
+            "where a step starts: apply fully_shard also to the module that calls them, "
+            "and call that module"
         )
     return Root(state.modules[0](), state)  # a shallow copy is none of these
 

@@ -92,8 +92,8 @@ def _refuse_unsupported(pool, capture_time_hooks, capture_error_mode):
         )
     if capture_time_hooks is not None:
         raise NotImplementedError(
-            "capture_time_hooks: expected None: a capture runs no hooks; those of the "
-            "module run in every step"
+            "capture_time_hooks: expected None: a capture runs no hooks; the module's "
+            "hooks run in every step"
         )
     if capture_error_mode not in (None, "thread_local"):
         raise NotImplementedError(
@@ -127,7 +127,7 @@ def _sample_of(modules, number, args, kwargs, allow_unused_input):
     if state is None:
         raise TypeError(
             "callables: expected a module that fully_shard wrapped, or a tuple of them, "
-            f"got a {type(module).__name__}; torch.cuda.make_graphed_callables takes "
+            f"got a {type(module).__name__}; torch.cuda.make_graphed_callables accepts "
             "functions and modules that are not sharded"
         )
     if any(module is other for other in modules[:number]):

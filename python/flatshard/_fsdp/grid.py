@@ -67,8 +67,8 @@ def tell_parts(units, grid):
             if equal & within:
                 raise NotImplementedError(
                     f"flatshard.checkpoint: parameter {p.names[0]} is equal on the ranks "
-                    f"of {sorted(equal & within)}, over which its unit is sharded, which "
-                    "is not supported; use torch.distributed.checkpoint"
+                    f"of {sorted(equal & within)}, but its unit is sharded over them. "
+                    "This is not supported; use torch.distributed.checkpoint"
                 )
             which, count = 0, 1
             cut = _cut_over(p)

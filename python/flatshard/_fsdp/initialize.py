@@ -38,8 +38,8 @@ def reset_parameters(
             continue
         for p in state.parameters.extended:
             raise NotImplementedError(
-                f"reset_parameters: parameter {p.title} is a tensor of a subclass, which "
-                "is not supported; call to_empty() and write its values"
+                f"reset_parameters: parameter {p.title} is a tensor of a subclass. This is "
+                "not supported; call to_empty() and write its values"
             )
         state.show_shards()
         state.note_values()

@@ -39,8 +39,8 @@ class MainGradParameter(nn.Parameter):
         state = unit()
         if state is None or state.root is None or not in_backward():
             raise RuntimeError(
-                f"main_grad of parameter {name} exists in the backward alone: take it "
-                "there, as TransformerEngine from 2.10 on does, and not in the forward "
+                f"main_grad of parameter {name} exists only during the backward: read it "
+                "there, as TransformerEngine 2.10 and later does, and not in the forward "
                 "or after the backward (delay_wgrad_compute)"
             )
         grad = state.core.main_grad(self)
@@ -69,8 +69,8 @@ class MainGradParameter(nn.Parameter):
         if value:
             raise RuntimeError(
                 f"overwrite_main_grad of parameter {self._flatshard_main_grad[0]} cannot "
-                "be True: what a second use of the weight, or a microbatch before, "
-                "left there would be lost; main_grad begins with zeros"
+                "be True: the gradients that another use of the weight, or an earlier "
+                "microbatch, added would be lost; main_grad starts as zeros"
             )
 
 

@@ -209,9 +209,9 @@ class FSDPModule:
 
     def get_pending_gradients(self) -> None:
         raise NotImplementedError(
-            "get_pending_gradients is not supported: no backward leaves a gradient to wait "
-            "for. Those of parameters are in .grad when it returns; those that wait for a "
-            "reduction, after set_requires_gradient_sync(False), are the core's"
+            "get_pending_gradients is not supported: no gradient is pending after a "
+            "backward. Reduced gradients are in .grad when it returns. Gradients that are "
+            "not reduced yet, after set_requires_gradient_sync(False), cannot be read"
         )
 
     def set_reduce_scatter_max_input_buffers(

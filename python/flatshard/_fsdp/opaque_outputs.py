@@ -42,9 +42,9 @@ def look_inside(units, number, objects, shows_backward):
         if number == 0:
             return tensors, True
         raise NotImplementedError(
-            f"the forward of unit {units[number].name} returned a {_name(found)}, which "
+            f"the forward of unit {units[number].name} returned a {_name(found)} that "
             "runs later, when the unit's parameters are sharded again: return tensors, "
-            "or an object that holds them, or apply fully_shard only to modules around "
+            "or an object that contains them, or apply fully_shard only to modules around "
             "it"
         )
     return tensors, False

@@ -61,7 +61,7 @@ class ShardOptions:
         expect(
             "granularity",
             self.granularity in ("dim0", "chunk", "tensor"),
-            "'dim0', 'chunk' or 'tensor', which DTensors can express",
+            "'dim0', 'chunk' or 'tensor' (DTensors cannot express others)",
         )
         in_place = self.grads_in_place is None or isinstance(self.grads_in_place, bool)
         expect("grads_in_place", in_place, "True, False or None")
@@ -70,8 +70,8 @@ class ShardOptions:
         check_policy(self.fp8)
         if self.granularity == "chunk" and self.fp8 is not None:
             raise NotImplementedError(
-                "options: granularity 'chunk' is not supported with fp8, whose scales decide "
-                "where a weight may be cut; leave one of them out"
+                "options: granularity 'chunk' is not supported with fp8, because the scales "
+                "determine where a weight can be split; leave one of them out"
             )
 
 
@@ -108,8 +108,8 @@ class ModelOptions:
     def __post_init__(self, slots_on_demand):
         if slots_on_demand is not None:
             warnings.warn(
-                "ModelOptions: slots_on_demand goes with the next version; use "
-                "buffers_on_demand",
+                "ModelOptions: slots_on_demand is deprecated and will be removed in the "
+                "next version; use buffers_on_demand",
                 FutureWarning,
                 stacklevel=3,
             )

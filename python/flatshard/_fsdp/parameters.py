@@ -71,10 +71,10 @@ class Parameters:
 
     def check_grad_dtypes(self):
         for p in self.own:
-            wanted = grad_dtype_of(p.shard)
-            if wanted != p.shard.dtype:
+            dtype = grad_dtype_of(p.shard)
+            if dtype != p.shard.dtype:
                 raise NotImplementedError(
-                    f"grad_dtype {wanted} of parameter {p.names[0]} is not supported: its "
+                    f"grad_dtype {dtype} of parameter {p.names[0]} is not supported: its "
                     f"gradient has its own dtype, {p.shard.dtype}. For another dtype on "
                     "the wire give MixedPrecisionPolicy(reduce_dtype=...)"
                 )
@@ -85,7 +85,7 @@ class Parameters:
             if p.shard.requires_grad != p.extension.requires_grad:
                 raise NotImplementedError(
                     f"requires_grad of parameter {p.names[0]}, a tensor of a subclass, was "
-                    "changed after fully_shard, which is not supported; change it before"
+                    "changed after fully_shard. This is not supported; change it before"
                 )
         for p in self.own:
             # A transform of torch.func refuses the call.

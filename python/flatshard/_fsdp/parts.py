@@ -36,10 +36,10 @@ def find_parts(modules, core, offload, copy_engines):
             mesh, slices = state.sharding.mesh, state.sharding.slices
             if mesh is core:
                 raise ValueError(
-                    f"mesh: {kind} inside and this module are on {core}, which was "
-                    "flattened together with other dimensions, so their ranks have "
-                    "different experts. Give this module the flattened mesh, or, if these "
-                    "are no experts, flatten after the last fully_shard"
+                    f"mesh: {kind} inside and this module are on {core}. It was flattened "
+                    "together with other dimensions, so their ranks have different "
+                    "experts. Give this module the flattened mesh, or, if these are not "
+                    "experts, flatten after the last fully_shard"
                 )
             number = core.size // mesh.size
             if not mesh.is_part_of(core) or number != slices[0]:
@@ -115,9 +115,9 @@ def _placements(part, p, mesh):
     holders = edp.size(edp.ndim - 1)  # ranks that share a slice, of one replica
     if len(pieces) == 2 and holders > 1:
         raise NotImplementedError(
-            f"strategy: parameter {p.title} of a module on a part of the mesh is whole on "
-            f"each of {holders} ranks, which is not supported; choose zero1, zero2 or "
-            "zero3 for it"
+            f"strategy: parameter {p.title} of a module on a part of the mesh is "
+            f"replicated on {holders} ranks. This is not supported; choose zero1, zero2 "
+            "or zero3 for it"
         )
     order = part.core.shard_of_ranks(p.index)[:holders]
     cuts, of_ranks = [0], []
@@ -142,7 +142,7 @@ class _Joined:
     def set_gradient_divide_factor(self, factor):
         raise NotImplementedError(
             "set_gradient_divide_factor is not supported for a module that joined the "
-            "unit around it; call it on that one, its factor holds for both"
+            "unit around it; call it on that unit, its factor applies to both"
         )
 
 

@@ -69,8 +69,8 @@ class Passes:
         if self._open:
             raise RuntimeError(
                 f"{type(module).__name__} was called while a backward_pass of its model "
-                "is open, whose forward or backward it is not part of: call it inside "
-                "of `with that_pass.forward():`, or end or give_up() that pass first"
+                "is open, but is not part of the forward or backward of that pass: call it "
+                "inside `with that_pass.forward():`, or end or give_up() that pass first"
             )
         self._restore_sync()  # of one that was dropped
         self._had_any = self.concern_forwards = False

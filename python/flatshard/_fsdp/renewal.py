@@ -133,7 +133,7 @@ def why_fixed(unit, p):
     if unit.parameters.joined:
         return "whose parameters are sharded over a part of the model's mesh"
     if p.extension is not None:
-        return "that gathers tensors of a subclass"
+        return "that all-gathers tensors of a subclass"
     if unit.sharding.main_grads:
         return "whose modules write to main_grad"
     return None

@@ -41,20 +41,20 @@ def _to_train(optimizer, parameter):
     replaced before its first step."""
     if (name := former_name(parameter)) is not None:
         raise RuntimeError(
-            f"{type(optimizer).__name__} was made before fully_shard: it holds "
-            f"parameter {name} as it was then, and would not train the model; make "
+            f"{type(optimizer).__name__} was created before fully_shard: it contains "
+            f"parameter {name} as it was then, and would not train the model; create "
             "the optimizer from model.parameters() after the last fully_shard"
         )
-    whole = parameter_of_whole(parameter)
-    if whole is None:
+    unsharded = parameter_of_whole(parameter)
+    if unsharded is None:
         return parameter
     if optimizer.state.get(parameter):
         raise RuntimeError(
-            f"{type(optimizer).__name__} was made between a forward and its backward, "
-            f"with a state for the unsharded parameter {whole.names[0]}; make it "
+            f"{type(optimizer).__name__} was created between a forward and its backward, "
+            f"with a state for the unsharded parameter {unsharded.names[0]}; create it "
             "before the forward or after the backward, or call reshard() before"
         )
-    return whole.shard
+    return unsharded.shard
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -154,9 +154,7 @@ def _check_shared(found, names):
             )
 
 
-_TIE = (
-    "To share it, tie it before fully_shard and wrap one module that holds both places"
-)
+_TIE = "To share it, tie it before fully_shard and wrap one module that contains both places"
 
 
 def _check_held(p, found, name, names):
@@ -176,12 +174,12 @@ def _check_held(p, found, name, names):
 def _check_taken(p, found, name, kept):
     if kept:
         raise ValueError(
-            f"parameter {name} was replaced after fully_shard, {kept[0][1]}, which it "
-            "was tied to, was not; replace both by one parameter"
+            f"parameter {name} was replaced after fully_shard, but {kept[0][1]}, tied to "
+            "it, was not; replace both by one parameter"
         )
     what = f"parameter {name} was replaced after fully_shard by "
     remedy = (
-        "; put a DTensor there that is cut by rows, distribute_tensor(values, mesh, "
+        "; put a DTensor there that is sharded by rows, distribute_tensor(values, mesh, "
         "[Shard(0)]), write to the parameter itself, under no_grad by copy_(), or "
         "replace it before fully_shard"
     )
@@ -190,16 +188,16 @@ def _check_taken(p, found, name, kept):
         raise ValueError(f"{what}a {kind}, expected a DTensor{remedy}")
     if kind := subclass_of(found):
         raise NotImplementedError(
-            f"{what}a DTensor of a {kind}, a subclass that the shard would take as a "
+            f"{what}a DTensor of a {kind}, a subclass that the shard would treat as a "
             f"plain tensor{remedy}"
         )
     dims = [_dim_of(placement) for placement in p.shard.placements]
-    wanted = ["Replicate()" if dim is None else f"Shard({dim})" for dim in dims]
+    expected = ["Replicate()" if dim is None else f"Shard({dim})" for dim in dims]
     for attribute, a, b, fits in (
         ("shape", tuple(found.shape), tuple(p.shard.shape), None),
         ("mesh", found.device_mesh, p.shard.device_mesh, None),
         ("device", found.device.type, local_of(p.stored_shard).device.type, None),
-        ("placements", found.placements, f"({', '.join(wanted)})", _fits(found, p)),
+        ("placements", found.placements, f"({', '.join(expected)})", _fits(found, p)),
     ):
         if not (a == b if fits is None else fits):
             raise ValueError(f"{what}one of {attribute} {a}, expected {b}{remedy}")
@@ -254,10 +252,10 @@ def refuse_exchanged(root):
             if all(site() is not module for site, _ in p.sites):
                 name = f"{prefix}.{key}" if prefix else key
                 raise RuntimeError(
-                    f"the {type(module).__name__} that has parameter {name} came into the "
-                    "model after fully_shard, around a parameter that was sharded in "
+                    f"the {type(module).__name__} that has parameter {name} was added to "
+                    "the model after fully_shard, around a parameter that was sharded in "
                     f"another module of unit {place[0].name}: it would see the shard. "
-                    "Exchange modules before fully_shard, or change the module in place"
+                    "Replace modules before fully_shard, or change the module in place"
                 )
 
 
@@ -280,8 +278,8 @@ def refuse_plain(root, units):
             ):
                 name = f"{prefix}.{key}" if prefix else key
                 raise RuntimeError(
-                    f"parameter {name} came into the model after fully_shard: it is not "
-                    "sharded, and its gradients are not reduced. Put it there before "
+                    f"parameter {name} was added to the model after fully_shard, so it is "
+                    "not sharded and its gradients are not reduced. Add it before "
                     "fully_shard, apply fully_shard to its module before the first "
                     "forward, freeze it, or reduce its gradient in a hook of "
                     "register_post_accumulate_grad_hook()"

@@ -183,7 +183,7 @@ class Root:
         ):
             if problem:
                 raise NotImplementedError(
-                    f"{what} between two steps, which is not supported {name}; change it "
+                    f"{what} between two steps. This is not supported {name}; change it "
                     "before the first forward"
                 )
 
@@ -243,9 +243,9 @@ class Root:
             if any(p.whole is tensor for tensor in wholes):
                 if p.whole.shape != p.shard.shape:
                     raise NotImplementedError(
-                        f"parameter {p.names[0]} was written while it was unsharded, "
-                        "which is not supported where its mesh is a part of the model's: "
-                        "write to the sharded parameter, outside of the forward"
+                        f"parameter {p.names[0]} was written while it was unsharded. This "
+                        "is not supported for a module on a part of the model's mesh: "
+                        "write to the sharded parameter, outside the forward"
                     )
                 p.write(p.whole.detach())
         unit.core.mark_written()

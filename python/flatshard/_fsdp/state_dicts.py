@@ -54,7 +54,7 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
             if isinstance(parameter, ShardedTensor) and (kind := subclass_of(value)):
                 raise NotImplementedError(
                     f"load_state_dict(assign=True): {prefix + name} is a {kind}, a "
-                    "subclass that the shard would take as a plain tensor; load its "
+                    "subclass that the shard would treat as a plain tensor; load its "
                     "plain values"
                 )
             continue
@@ -64,8 +64,8 @@ def _before_load(state, module, state_dict, prefix, local_metadata):
             and not isinstance(value, DTensor)
         ):
             raise ValueError(
-                f"load_state_dict: {prefix + name} is a whole tensor, the model's is "
-                "sharded. For a state dict of whole tensors call torch.distributed."
+                f"load_state_dict: {prefix + name} is a full tensor, but the model's is "
+                "sharded. For a state dict of full tensors call torch.distributed."
                 "checkpoint.state_dict.set_model_state_dict(model, state_dict, "
                 "options=StateDictOptions(full_state_dict=True)), with "
                 "broadcast_from_rank0=True when only rank 0 has it"

@@ -126,14 +126,14 @@ def check_units(units, parents, state):
     for unit, parent in zip(units, parents):
         if parent >= 0 and units[parent].sharding.cuda_graph:
             raise ValueError(
-                f"cuda_graph: unit {units[parent].name} holds unit {unit.name}, "
-                "which is gathered inside of its forward; give only the inner one "
+                f"cuda_graph: unit {units[parent].name} contains unit {unit.name}, "
+                "and all-gathers it inside its forward; give only the inner one "
                 "cuda_graph=True"
             )
         if parent >= 0 and unit.policy.shared_streams is not None:
             raise ValueError(
-                f"share_comm_ctx: unit {unit.name} is part of a model, whose streams it "
-                "has; give the outermost module instead"
+                f"share_comm_ctx: unit {unit.name} is part of a model and uses its "
+                "streams; give the outermost module instead"
             )
         if has_graphs and unit.core.offloads:
             raise NotImplementedError(
@@ -142,16 +142,16 @@ def check_units(units, parents, state):
             )
         if unit.sharding.slices is not None:
             raise RuntimeError(
-                f"unit {unit.name} is on {unit.sharding.mesh}, which was flattened together with "
-                "other dimensions, so their ranks have different experts: apply "
+                f"unit {unit.name} is on {unit.sharding.mesh}. It was flattened together "
+                "with other dimensions, so their ranks have different experts: apply "
                 "fully_shard to the module around it, on the flattened mesh, or, if these "
-                "are no experts, flatten after the last fully_shard"
+                "are not experts, flatten after the last fully_shard"
             )
         if unit.sharding.cuda_graph and unit.sharding.main_grads:
             raise NotImplementedError(
-                f"cuda_graph is not supported for unit {unit.name}, whose modules "
-                "write gradients to main_grad (fuse_wgrad_accumulation): a replay "
-                "runs nothing of them on the host; leave one of them out"
+                f"cuda_graph is not supported for unit {unit.name}, because its modules "
+                "write gradients to main_grad (fuse_wgrad_accumulation) and a replay "
+                "runs none of their code on the host; leave one of them out"
             )
         unit.life.check("root", unit.name)
         own, of_root = unit.sharding, state.sharding
@@ -177,6 +177,6 @@ def _check_model_options(name, own, of_root):
         if given not in (field.default, has):
             raise ValueError(
                 f"{field.name}={given!r} of unit {name} has no effect: it is an option "
-                f"of the whole model, which has {has!r}; use configure(model, "
+                f"of the full model, and the model has {has!r}; use configure(model, "
                 "ModelOptions(...)) with the outermost module"
             )

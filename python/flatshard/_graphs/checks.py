@@ -32,8 +32,8 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
     device = device_of(device_mesh)
     if device.type != "cuda" and not emulates_on_cpu():
         raise ValueError(
-            f"{option}: expected a mesh of GPUs, got {device.type}, which has no CUDA "
-            f"graphs; leave {option} out"
+            f"{option}: expected a mesh of GPUs, because CUDA graphs need them, got "
+            f"{device.type}; leave {option} out"
         )
     if offload:
         raise NotImplementedError(
@@ -48,9 +48,9 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
     for name, inner in module.named_modules():
         if inner is not module and "_flatshard" in inner.__dict__:
             raise ValueError(
-                f"{option}: {type(module).__name__} holds a unit, {name}, which is "
-                "gathered inside of its forward; give the inner units cuda_graph=True "
-                "and leave it out for those around them"
+                f"{option}: {type(module).__name__} contains a unit, {name}, and "
+                "all-gathers it inside its forward; give the inner units cuda_graph=True "
+                "and leave it out for the modules around them"
             )
     if "forward" in module.__dict__:
         raise ValueError(
@@ -86,8 +86,8 @@ def refuse_numbers_drawn_again():
         checkpoint.get_device_states = get_states
     if states and not torch.equal(states[0], torch.cuda.get_rng_state()):
         raise NotImplementedError(
-            "a checkpoint inside of it has preserve_rng_state=True, and random numbers "
-            "are drawn after it began: a graph cannot draw them again; use a dropout of 0"
+            "a checkpoint inside it has preserve_rng_state=True, and random numbers are "
+            "drawn after it started: a graph cannot draw them again; use a dropout of 0"
         )
 
 
@@ -97,7 +97,8 @@ def refuse_foreign_capture():
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a sharded module was called while a CUDA graph is captured "
-            "(torch.cuda.graph, torch.cuda.make_graphed_callables): gathers and "
+            "(torch.cuda.graph, torch.cuda.make_graphed_callables): all-gathers and "
             "reductions cannot be part of it. Use fully_shard(block, options="
-            "ShardOptions(cuda_graph=True)), which captures the forward and backward of the block between them"
+            "ShardOptions(cuda_graph=True)) to capture the forward and backward of the "
+            "block between them"
         )

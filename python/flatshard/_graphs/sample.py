@@ -92,9 +92,11 @@ def _compare(tree, expected, structure, name):
     for leaf, like in zip(leaves, expected):
         if type(like) is tuple:
             if (type(leaf), leaf) != like:
-                return f"an argument that is no tensor has another value than in {name}"
+                return (
+                    f"an argument that is not a tensor has another value than in {name}"
+                )
         elif not isinstance(leaf, torch.Tensor):
-            return f"an argument is no tensor as in {name}"
+            return f"an argument is not a tensor as in {name}"
         elif leaf.shape != like.shape or leaf.dtype != like.dtype:
             return (
                 f"an argument has another shape or dtype than in {name}: "

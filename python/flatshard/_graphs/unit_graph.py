@@ -114,7 +114,7 @@ class Recorded:
         modules = (module, *(m for m in module.modules() if m is not module))
         if len(modules) != len(modes):
             raise RuntimeError(
-                f"a module inside of {type(module).__name__} came or went"
+                f"a module inside {type(module).__name__} was added or removed"
             )
         before = tuple(m.training for m in modules)
         for m, mode in zip(modules, modes):
@@ -165,15 +165,15 @@ class Recorded:
         ):
             return "its arguments are nested in another way"
         if self._leaves != other._leaves:
-            return "an argument that is no tensor has another value"
+            return "an argument that is not a tensor has another value"
         if self._modes != other._modes:
-            return "it or a module inside of it changed between train() and eval()"
+            return "it or a module inside it changed between train() and eval()"
         if self._autocast != other._autocast:
             return "autocast is in another state"
         if self._state != other._state:
-            return "a module or buffer inside of it was replaced or moved"
+            return "a module or buffer inside it was replaced or moved"
         if self._hooks != other._hooks:
-            return "hooks of parallelize_module inside of it came or went"
+            return "hooks of parallelize_module inside it were added or removed"
         return ""
 
 
@@ -408,7 +408,7 @@ class UnitGraph:
         if self._refused:
             return self._refused
         if any(tree.hooks) and tree.has_other_hooks():
-            return "a module inside of it has hooks"
+            return "a module inside it has hooks"
         if trained := tree.trains():
             return f"it trains {trained}"
         if recorded.strange:
@@ -430,7 +430,7 @@ class UnitGraph:
         if torch_versions.has_saved_tensor_hooks():
             return "hooks on saved tensors are around it (a checkpoint, offloading)"
         if torch_versions.has_dispatch_mode():
-            return "a TorchDispatchMode is around it, which sees each operation"
+            return "a TorchDispatchMode around it intercepts each operation"
         if torch_versions.in_functorch():
             return "it runs in a function of torch.func"
         return ""

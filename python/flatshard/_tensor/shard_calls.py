@@ -158,7 +158,7 @@ def rows_beside(tensor, reference, values):
 def refuse(func, traits, args, kwargs):
     raise NotImplementedError(
         f"{traits.name} of a sharded tensor: its memory belongs to its unit. Write values "
-        "of the same shape with copy_(), or take full_tensor() first"
+        "of the same shape with copy_(), or call full_tensor() first"
     )
 
 

@@ -141,9 +141,9 @@ class Values:
         warnings.warn(
             f"{self.name} of a sharded tensor of shape {tuple(tensor.shape)} all-gathers "
             f"it: {nbytes / 2**20:.3g} MiB on each rank, in each call. Where that is too "
-            "much, compute with the rows of each rank (to_local()), take full_tensor() "
+            "much, compute with the rows of each rank (to_local()), call full_tensor() "
             "once for several operations, or compute in a forward of the unit, where its "
-            "parameters are whole. This warning appears once for each operation",
+            "parameters are unsharded. This warning appears once per operation",
             stacklevel=_level_of_caller(),
         )
 
@@ -152,9 +152,9 @@ class Values:
         value = self._known[id(tensor)][1]
         if value.shape != tensor.shape:
             raise NotImplementedError(
-                f"{self.name}: it would change the shape of a sharded tensor from "
-                f"{tuple(tensor.shape)} to {tuple(value.shape)}, which is not supported; "
-                "expected a result of the same shape"
+                f"{self.name}: cannot change the shape of a sharded tensor from "
+                f"{tuple(tensor.shape)} to {tuple(value.shape)}; expected a result of the "
+                "same shape"
             )
         if not isinstance(tensor, DTensor):
             return

@@ -433,7 +433,7 @@ def _used_outside(function, args, kwargs):
             )
         unit = f"unit {state.name}" if state.name else "its unit"
     return PlainMeetsShards(
-        f"{function.__name__}: {what} meets plain tensors as a shard, outside of the "
+        f"{function.__name__}: {what} meets plain tensors as a shard, outside the "
         f"forward of {unit}, and the ranks have different ones. Call the module that "
         "fully_shard wrapped, not one inside it; name other methods with "
         "register_fsdp_forward_method(module, name); or call unshard() of the unit first"

@@ -44,9 +44,9 @@ class TensorParallel:
         own = tensor.device_mesh.mesh_dim_names or ()
         if set(own) & set(device_mesh.mesh_dim_names or ()):
             raise ValueError(
-                f"parameter {name} is a DTensor over {tensor.device_mesh}, which "
-                f"fully_shard's mesh {device_mesh} shares dimensions with: expected other "
-                "dimensions of one mesh, such as mesh['tp'] and mesh['dp']"
+                f"parameter {name} is a DTensor over {tensor.device_mesh}, and "
+                f"fully_shard's mesh {device_mesh} shares dimensions with it: expected "
+                "other dimensions of one mesh, such as mesh['tp'] and mesh['dp']"
             )
         if not all(p.is_shard() or p.is_replicate() for p in tensor.placements):
             raise ValueError(

@@ -41,7 +41,7 @@ def refuse_joint_hook(hook):
     if name.startswith("register_multi_grad_hook.") and "inner_hook" in name:
         raise NotImplementedError(
             "register_multi_grad_hook(mode='all') is not supported for sharded "
-            "parameters, whose gradients come when their units are reduced: use "
+            "parameters, because their gradients arrive when their units are reduced: use "
             "mode='any', register_post_accumulate_grad_hook, or code after backward()"
         )
 
@@ -107,8 +107,8 @@ class WatchedTensor(DTensor):
             and any(placement.is_shard() for placement in self._spec.placements)
         ):
             raise ValueError(
-                "grad: expected a DTensor that is cut as its parameter, into whose pieces "
-                "backward() can add, such as torch.zeros_like(parameter), got a plain "
+                "grad: expected a DTensor that is sharded as its parameter, so that "
+                "backward() can add to it, such as torch.zeros_like(parameter), got a plain "
                 f"{type(value).__name__}. distribute_tensor(value, parameter.device_mesh, "
                 "[Shard(0)]) makes one"
             )

@@ -60,9 +60,10 @@ def _root_of(model):
         for p in unit.parameters:
             if p.dim:
                 raise NotImplementedError(
-                    f"flatshard.checkpoint: parameter {p.names[0]} is cut along dimension "
-                    f"{p.dim}, which is not supported; use torch.distributed.checkpoint, "
-                    "or let shard_placement_fn return Shard(0)"
+                    f"flatshard.checkpoint: parameter {p.names[0]} is sharded along "
+                    f"dimension {p.dim}. This is not supported; use "
+                    "torch.distributed.checkpoint, or let shard_placement_fn return "
+                    "Shard(0)"
                 )
     return root
 
@@ -330,7 +331,7 @@ def _whole_tensors(model):
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
                 f"flatshard.checkpoint: {name} is a DTensor that fully_shard did not "
-                "shard, which is not supported; use torch.distributed.checkpoint"
+                "shard. This is not supported; use torch.distributed.checkpoint"
             )
     return list(found.items())
 

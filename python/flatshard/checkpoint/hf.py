@@ -101,7 +101,7 @@ class _Folder:
             from safetensors import safe_open
         except ImportError as error:
             raise ImportError(
-                "load_hf needs the package safetensors, which transformers installs: "
+                "load_hf needs the package safetensors, a dependency of transformers: "
                 "pip install safetensors"
             ) from error
         self.path, self._open, self._files = path, safe_open, {}

@@ -158,7 +158,7 @@ def _check_plain(name, value):
         raise TypeError(
             f"{name}: expected a torch.Tensor, got {type(value).__name__}; of a "
             "DTensor give to_local() or full_tensor(), of another subclass the plain "
-            "tensor that it holds"
+            "tensor inside it"
         )
 
 

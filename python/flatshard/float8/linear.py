@@ -31,8 +31,8 @@ class Float8Linear(nn.Linear):
         if input.dtype != weight.dtype:
             raise ValueError(
                 f"Float8Linear: expected an input of {weight.dtype}, the dtype of "
-                f"its weight, got {input.dtype}: mp_policy casts the inputs of units, autocast "
-                "those of layers"
+                f"its weight, got {input.dtype}: mp_policy casts the inputs of units, and "
+                "autocast the inputs of layers"
             )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise ValueError(

@@ -35,7 +35,7 @@ def parallel_linear(module, input, spec, linear):
     mesh, placement = spec.mesh, spec.placements[0]
     if not isinstance(input, DTensor):
         raise ValueError(
-            "Float8Linear: expected a DTensor as input, as its weight is cut over "
+            "Float8Linear: expected a DTensor as input, because its weight is sharded over "
             f"{mesh}, got a {type(input).__name__}: the styles of parallelize_module "
             "make one of a plain tensor"
         )

@@ -65,7 +65,7 @@ class Float8Policy:
         if self.column_plane == "stored" and self.recipe not in _STORES_COLUMNS:
             raise ValueError(
                 f"fp8: column_plane: 'stored' is for rowwise and mxfp8: rows and columns "
-                f"of {self.recipe} hold the same numbers; use 'auto'"
+                f"of {self.recipe} have the same values; use 'auto'"
             )
         for name in ("emulate", "keep_column_plane"):
             if not isinstance(value := getattr(self, name), bool):
@@ -154,8 +154,8 @@ def check_device(fp8, device):
         return
     if not _C.float8_multiplies(fp8.recipe, device):
         raise ValueError(
-            f"fp8: {_C.float8_why_not_multiplied(fp8.recipe, device)}: take another "
-            "recipe, or emulate=True, which is no faster than bfloat16"
+            f"fp8: {_C.float8_why_not_multiplied(fp8.recipe, device)}: use another "
+            "recipe, or emulate=True (not faster than bfloat16)"
         )
 
 
@@ -180,7 +180,7 @@ def _why_not(fp8, core, tensor, name, sites):
         reason = f"{tensor.dtype} is not quantized, float32 and bfloat16 are"
     if reason and chosen:
         raise ValueError(
-            f"fp8: module_filter_fn chose {name}, which cannot be {fp8.recipe}: {reason}; "
+            f"fp8: module_filter_fn chose {name}, but it cannot be {fp8.recipe}: {reason}; "
             "let it return False there"
         )
     return reason

@@ -27,8 +27,8 @@ def _is_marked(p):
 def check_experts(expt_mesh, experts, outer):
     if not experts:
         raise ValueError(
-            "expt_device_mesh: expected modules of experts in the units, whose parameters "
-            "have allreduce = False or which flatshard.expert_parallel spread, found none"
+            "expt_device_mesh: found no modules of experts in the units: their parameters "
+            "have allreduce = False, or flatshard.expert_parallel has sharded them"
         )
     if outer != "replicate":
         raise NotImplementedError(
@@ -37,8 +37,8 @@ def check_experts(expt_mesh, experts, outer):
         )
     if expt_mesh.ndim > 2:
         raise ValueError(
-            "expt_device_mesh: expected the dimension that shards experts, or that of "
-            f"replicas and it, got {expt_mesh.ndim} dimensions; choose a part of it"
+            "expt_device_mesh: expected the dimension that shards experts, or a dimension "
+            f"of replicas and it, got {expt_mesh.ndim} dimensions; choose a part of it"
         )
 
 
@@ -53,7 +53,7 @@ def check_group(name, group, mesh, of):
     if group is None:
         return
     if mesh is None:
-        raise ValueError(f"{name}: expected {of} too, which defines where it is used")
+        raise ValueError(f"{name}: expected {of} too, to define where it is used")
     ranks = sorted(dist.get_process_group_ranks(group))
     expected = sorted(mesh.mesh.flatten().tolist())
     if ranks != expected:

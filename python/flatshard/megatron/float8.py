@@ -50,8 +50,8 @@ def float8_policy(policy, keep_transpose_cache=False, fine_grained=None):
         return None
     if fp8.recipe == "delayed":
         raise NotImplementedError(
-            "fp8_recipe='delayed' is not supported: scales are those of the weights as "
-            "they are, which are known; use 'tensorwise'"
+            "fp8_recipe='delayed' is not supported, because scales are computed from the "
+            "current weights; use 'tensorwise'"
         )
     if fp8.recipe not in RECIPES:
         expected = ", ".join(map(repr, RECIPES))

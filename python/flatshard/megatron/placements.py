@@ -55,8 +55,8 @@ def strategy_of(placements):
     )
     reason = _REFUSED.get(
         key,
-        "expected those of ZeRO-0 to 3 on one axis, or on two with replicas over the "
-        "first (docs/guides/from_megatron_fsdp.md lists them)",
+        "expected the placements of ZeRO-0 to 3 on one axis, or on two with replicas over "
+        "the first (docs/guides/from_megatron_fsdp.md lists them)",
     )
     raise NotImplementedError(f"placements: {given} are not supported: {reason}")
 
@@ -66,7 +66,7 @@ def _letter(name, placement):
         if placement.dim != 0:
             raise NotImplementedError(
                 f"Placements.{name}: expected Shard(0), got {placement}: parameters "
-                "are cut between rows"
+                "are sharded by rows"
             )
         return "S"
     if name == "gradient" and placement.is_partial():
@@ -110,6 +110,6 @@ def _axis_number(mesh, axis):
     if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
         return axis % mesh.ndim
     raise ValueError(
-        f"Placements.dp_axes: expected axes of the mesh, which has {mesh.ndim} with "
-        f"the names {names or None}, got {axis!r}"
+        f"Placements.dp_axes: expected axes of the mesh ({mesh.ndim} with the names "
+        f"{names or None}), got {axis!r}"
     )

@@ -87,7 +87,7 @@ def main_dtype(unit, policy):
         names = ", ".join(sorted(map(str, dtypes)))
         raise NotImplementedError(
             f"parameters of {type(unit).__name__} have the dtypes {names}; expected "
-            "one per unit: shard those of one dtype as a unit of their own"
+            "one per unit: make the parameters of each dtype a separate unit"
         )
     before = [(p, p.data) for p in own if p.dtype != main]
     for p, data in before:

@@ -30,7 +30,7 @@ def check_tensor_parallel(module, tp_dim, device_mesh, expt_mesh):
                 )
         elif getattr(p, "tensor_model_parallel", False):
             raise NotImplementedError(
-                f"tp_dim: parameter {name} has the attribute tensor_model_parallel and is "
-                "no DTensor, which is not supported; distribute it over device_mesh"
+                f"tp_dim: parameter {name} has the attribute tensor_model_parallel but is "
+                "not a DTensor. This is not supported; distribute it over device_mesh"
                 f"[{tp_dim!r}], as parallelize_module does"
             )

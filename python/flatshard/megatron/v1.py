@@ -25,9 +25,13 @@ from flatshard.megatron.precision import MixedPrecisionPolicy, main_dtype
 # Argument: (default, values that need nothing here, what to do instead).
 _WITHOUT_COUNTERPART = {
     "hybrid_fsdp_group": (None, (), "give a device_mesh with dp_outer_dim"),
-    "fsdp_group_ag": (None, (), "gathers have a group of their own always"),
+    "fsdp_group_ag": (None, (), "all-gathers always have a separate group"),
     "overlap_grad_reduce": (True, (), "reductions always run in parallel with compute"),
-    "overlap_param_gather": (True, (), "gathers always run in parallel with compute"),
+    "overlap_param_gather": (
+        True,
+        (),
+        "all-gathers always run in parallel with compute",
+    ),
     "sync_model_each_microbatch": (True, (), "use no_sync() around microbatches"),
     "preproc_state_dict_for_dcp_ckpt": (True, (False,), ""),
     "average_in_collective": (False, (True,), ""),
@@ -238,7 +242,7 @@ def fully_shard(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"fully_shard: expected an optimizer, got a {type(optimizer).__name__}; "
-            "the second version's, which takes a mesh, is "
+            "the function of the second version, with a mesh as argument, is "
             "flatshard.megatron.v2.fully_shard"
         )
     if optimizer.state:
@@ -250,8 +254,8 @@ def fully_shard(
         for p in group["params"]:
             if id(p) not in names:
                 raise ValueError(
-                    "fully_shard: the optimizer holds a parameter of shape "
-                    f"{tuple(p.shape)} that is not the module's"
+                    "fully_shard: the optimizer has a parameter of shape "
+                    f"{tuple(p.shape)} that does not belong to the module"
                 )
         group["params"] = [sharded[names[id(p)]] for p in group["params"]]
     return module, fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)

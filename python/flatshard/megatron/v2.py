@@ -112,7 +112,9 @@ def fully_shard_context(
         NotImplementedError: naming the argument.
     """
     if _current.get() is not None:
-        raise RuntimeError("fully_shard_context: expected to be outside of another")
+        raise RuntimeError(
+            "fully_shard_context cannot be nested; leave the other first"
+        )
     if use_symmetric_memory:
         raise NotImplementedError(
             "use_symmetric_memory=True is not supported: collectives use buffers of "
@@ -120,9 +122,9 @@ def fully_shard_context(
         )
     if unify_communication_stream:
         raise NotImplementedError(
-            "unify_communication_stream=True is not supported: gathers and reductions "
-            "have a stream each. To save memory, flatshard.fully_shard with prefetch=0 "
-            "gathers no unit ahead"
+            "unify_communication_stream=True is not supported: all-gathers and reductions "
+            "have a stream each. To save memory, use flatshard.fully_shard with prefetch=0 "
+            "(no unit is all-gathered ahead)"
         )
     context = FsdpContext(None if device is None else torch.device(device))
     token = _current.set(context)
@@ -161,8 +163,8 @@ def fully_shard(
     for child in module.modules():
         if isinstance(child, FSDPModule) and _contexts.get(child) is not context:
             raise ValueError(
-                f"{type(module).__name__} holds a {type(child).__name__} that was "
-                "sharded outside of this fully_shard_context; shard both inside one"
+                f"{type(module).__name__} contains a {type(child).__name__} that was "
+                "sharded outside this fully_shard_context; shard both inside one"
             )
     if not grad_divisor > 0:
         raise ValueError(f"grad_divisor: expected a number > 0, got {grad_divisor}")
@@ -236,9 +238,9 @@ def fully_shard_optimizer(
                 )
             if (name := former_name(p)) is not None:
                 raise ValueError(
-                    f"fully_shard_optimizer: the optimizer holds parameter {name} as "
-                    "it was before fully_shard and would not update the model; make "
-                    "it from model.parameters() afterwards"
+                    f"fully_shard_optimizer: the optimizer has parameter {name} as it "
+                    "was before fully_shard and would not update the model; create it "
+                    "from model.parameters() afterwards"
                 )
 
 

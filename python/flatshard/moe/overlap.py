@@ -83,7 +83,7 @@ def overlap_microbatches(
     """
     microbatches = list(microbatches)
     if not microbatches:
-        raise ValueError("microbatches: expected at least one, got none")
+        raise ValueError("microbatches: expected at least one, got an empty list")
     if loss_of is None:
 
         def loss_of(model, microbatch):
@@ -144,8 +144,8 @@ class _Schedule:
             which, number, layer, node = due
             if which == "F":
                 raise RuntimeError(
-                    f"overlap_microbatches: expected the model to come to {due}, it came "
-                    f"to {step}: each layer runs once in a forward, in order"
+                    f"overlap_microbatches: expected the model to reach {due}, it reached "
+                    f"{step}: each layer runs once in a forward, in order"
                 )
             microbatch = self._microbatches[number]
             with outside_of_autocast(self._root.ranks.device):
@@ -175,7 +175,7 @@ class _Schedule:
         mine, policy = self._now, state_of(module).sharding.mp_policy
         if mine is None:
             raise RuntimeError(
-                f"{type(module).__name__} was called outside of loss_of while the "
+                f"{type(module).__name__} was called outside loss_of while the "
                 "microbatches of overlap_microbatches run"
             )
         number = self._number.get(id(module))

@@ -182,7 +182,7 @@ def find_layers(model):
         state = state_of(layer)
         if state is None or len(state.modules) != 1:
             raise ValueError(
-                f"model: expected fully_shard(layer) of each layer, layer {n} is no unit "
-                "of its own"
+                f"model: expected fully_shard(layer) of each layer, but layer {n} is not a "
+                "separate unit"
             )
     return found

@@ -141,7 +141,7 @@ def _layers(model):
     found = [m for m in model.modules() if type(m).__name__ in classes]
     if not found:
         raise ValueError(
-            f"model: {type(model).__name__} does not say which modules are its layers "
+            f"model: {type(model).__name__} does not declare which modules are its layers "
             "(_no_split_modules); give units"
         )
     return found

@@ -144,7 +144,7 @@ def test_install():
             ["RuntimeError", "taker", "Call install() before"],
             ["ValueError", "strategy", "zero3", "zero9"],
             ["TypeError", "'strateg'", "check_same_values"],
-            ["RuntimeError", "call install() once"],
+            ["RuntimeError", "call install() only once"],
             ["flatshard"],
             ["flatshard"],
             ["flatshard"],

@@ -46,14 +46,15 @@ def install(found):
     if names.FSDP2 in sys.modules and _is_swapped(sys.modules[names.FSDP2]):
         raise RuntimeError(
             "flatshard.as_fsdp2: FSDP2's names are Flatshard's already; call install() "
-            "once, and not below python -m flatshard.as_fsdp2, which takes options"
+            "only once, and not in a program that python -m flatshard.as_fsdp2 started "
+            "(pass options to that command)"
         )
     package = importlib.import_module(names.FSDP2)
     own = names.own_names(package)
     before = names.taken_by(own)
     if before:
         raise RuntimeError(
-            "flatshard.as_fsdp2: these modules took FSDP2's names before install(): "
+            "flatshard.as_fsdp2: these modules imported FSDP2's names before install(): "
             f"{', '.join(sorted(before))}. Call install() before they are imported"
         )
     names.replace_now(package, shard.names_of_flatshard(found, own))
