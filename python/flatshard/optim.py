@@ -211,6 +211,7 @@ class AdamW(torch.optim.Optimizer):
         self.check_options(self.param_groups)
         self._check_as_made()
         if self._state_was_changed():
+            self._check_dropped()
             self._take_states(dict(self.state))
         self._follow_decays()
         views = [unit.grads for unit in self._units]
@@ -268,6 +269,27 @@ class AdamW(torch.optim.Optimizer):
                 return True
         return False
 
+    def _check_dropped(self):
+        """A parameter without a state starts at step 1, and all of a unit have one step."""
+        kept = {}  # by the core's group: the steps of a parameter with a state
+        dropped = {}  # a parameter without one
+        for parameter in self._shown:
+            unit, index = self._places[parameter]
+            group = unit, unit.core.group_index(index)
+            if state := self.state.get(parameter):
+                kept[group] = int(state.get("step", 0))
+            else:
+                dropped[group] = unit.parameters[index].names[0]
+        for group, name in dropped.items():
+            if kept.get(group, 0) > 0:
+                raise ValueError(
+                    f"flatshard.optim.AdamW: the state of parameter {name} was dropped, "
+                    f"but other parameters of unit {group[0].name} were updated "
+                    f"{kept[group]} times. This is not supported, because they are updated "
+                    "together; drop the states of all parameters of the unit, or use "
+                    "torch.optim.AdamW"
+                )
+
     def _take_states(self, given):
         """Puts values of `given`, states by parameter, where the core keeps them, and
         shows these. Without a state a parameter has zeros.
@@ -282,8 +304,15 @@ class AdamW(torch.optim.Optimizer):
             if not state:
                 continue
             unit, index = self._places[parameter]
+            for name in ("step", *_MOMENTS):
+                if name not in state:
+                    raise KeyError(
+                        f"flatshard.optim.AdamW: the state of parameter "
+                        f"{unit.parameters[index].names[0]} has no {name}, only "
+                        f"{', '.join(map(str, state))}"
+                    )
             group = unit, unit.core.group_index(index)
-            own = int(state.get("step", 0))
+            own = int(state["step"])
             if steps.setdefault(group, own) != own:
                 raise ValueError(
                     f"flatshard.optim.AdamW: parameters of one unit were updated "

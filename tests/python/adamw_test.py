@@ -273,6 +273,59 @@ def test_states_with_other_numbers_of_steps(mesh, rank):
     assert all(float(state["step"]) == 3 for state in optimizer.state.values())
 
 
+@pytest.mark.parametrize("drop", ["pop", "emptied"])
+def test_a_dropped_state(drop, mesh, rank):
+    """torch's starts at step 1 again. All parameters of a unit have one step here."""
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    train(model, optimizer, range(3), rank)
+    kept = dict(optimizer.state)
+    parameter = model.blocks[0].up.weight
+    if drop == "pop":
+        optimizer.state.pop(parameter)
+    else:
+        optimizer.state[parameter] = {}
+    before = full_state(model)
+    with pytest.raises(
+        ValueError, match=r"state of parameter blocks.0.up.weight was dropped.* 3 times"
+    ):
+        train(model, optimizer, [3], rank)
+    assert distance(before, full_state(model)) == 0
+    optimizer.zero_grad()
+    optimizer.state[parameter] = kept[parameter]
+    train(model, optimizer, [3], rank)
+    assert all(float(state["step"]) == 4 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])
+def test_a_state_without_one_of_its_parts(name, mesh, rank):
+    model, optimizer = made(flatshard.optim.AdamW, mesh)
+    train(model, optimizer, range(2), rank)
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][0][name]
+    del optimizer.state[model.blocks[0].up.weight][name]
+    for change in (
+        lambda: train(model, optimizer, [2], rank),
+        lambda: optimizer.load_state_dict(state),
+    ):
+        with pytest.raises(KeyError, match=rf"blocks.0.up.weight has no {name}, only"):
+            change()
+
+
+def test_the_states_of_one_unit_are_dropped(mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        train(model, optimizer, range(3), rank)
+        for parameter in model.blocks[0].parameters():
+            optimizer.state.pop(parameter)
+        train(model, optimizer, range(3, 6), rank)
+        counts = sorted(float(state["step"]) for state in optimizer.state.values())
+        results.append((full_state(model), counts))
+    (ours, counts), (theirs, expected) = results
+    assert distance(ours, theirs) < CLOSE
+    assert counts == expected
+
+
 def test_gradients_that_no_backward_made(mesh, rank):
     """Gradients set by the program before any backward, and gradients of one unit after
     some."""
