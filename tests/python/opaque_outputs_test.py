@@ -2,8 +2,13 @@
 program, closures, iterators."""
 
 import collections
+import contextvars
 import copy
 import functools
+import itertools
+import queue
+import types
+import weakref
 
 import pytest
 import torch
@@ -45,6 +50,29 @@ def lazily(policy, h):
     yield policy.log_std
 
 
+def finished(tensor):
+    future = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def in_context(tensor):
+    variable = contextvars.ContextVar("output")
+    variable.set(tensor)
+    return variable
+
+
+def keep(module, tensor):
+    module.kept = tensor
+    return tensor
+
+
+def queued(tensor):
+    result = queue.SimpleQueue()
+    result.put(tensor)
+    return result
+
+
 # Functions of a unit and an activation that return an output, and the loss of it.
 RETURNS = {
     "Normal": (
@@ -82,6 +110,26 @@ RETURNS = {
     "closure over tensors": (
         lambda m, h: functools.partial(torch.mul, m.mean(h)),
         lambda out: out(2.0).square().mean(),
+    ),
+    "chain": (
+        lambda m, h: itertools.chain([m.mean(h)], [m.log_std.exp()]),
+        lambda out: (next(out) * next(out)).square().mean(),
+    ),
+    "future of torch": (
+        lambda m, h: finished(m.mean(h)),
+        lambda out: out.wait().square().mean(),
+    ),
+    "cell": (
+        lambda m, h: types.CellType(m.mean(h)),
+        lambda out: out.cell_contents.square().mean(),
+    ),
+    "context variable": (
+        lambda m, h: in_context(m.mean(h)),
+        lambda out: out.get().square().mean(),
+    ),
+    "weak reference": (
+        lambda m, h: weakref.ref(keep(m, m.mean(h))),
+        lambda out: out().square().mean(),
     ),
     "tensor and Normal": (
         lambda m, h: (h, Normal(m.mean(h), m.log_std.exp())),
@@ -205,6 +253,32 @@ def test_what_runs_later_is_refused_below_the_root(name, mesh, rank):
             NotImplementedError,
         ):
             model(inputs(1)[0])
+
+
+HIDDEN = {
+    "nothing": (
+        lambda m, h: [keep(m, m.mean(h))][:0],
+        lambda model, out: model.policy.kept.square().mean(),
+    ),
+    "queue": (
+        lambda m, h: queued(m.mean(h)),
+        lambda model, out: out.get().square().mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_an_output_that_does_not_show_its_tensors_is_named(name, mesh, world):
+    torch.manual_seed(0)
+    result, loss = HIDDEN[name]
+    model = on_device(Around(result, lambda out: loss(model, out)))
+    fully_shard(model.policy, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss_of_step = model(inputs(1)[0])
+    if world == 1:
+        return  # nothing is ever released
+    with refused("forward did not return the tensor where this backward", RuntimeError):
+        loss_of_step.backward()
 
 
 def test_what_runs_later_beside_a_tensor(mesh, rank, world):

@@ -177,4 +177,7 @@ def _error_of_access(p):
         "or after unshard() of the unit, read the shard in parameters(), and "
         "keep the model until backward() is done. A view of it (a row, a slice, "
         "detach()) that a forward returns or stores needs a clone()"
+        ". If a backward reads it, the unit's forward did not return the tensor where this "
+        "backward starts, or returned it in an object that does not show it, such as a "
+        "queue: return the tensor itself"
     )

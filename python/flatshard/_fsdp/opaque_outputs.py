@@ -4,8 +4,10 @@ program's classes, closures, iterators.
 The backward of a unit starts at the gradients of its outputs, so these have to be found.
 """
 
+import contextvars
 import functools
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Set, ValuesView
 
@@ -60,12 +62,14 @@ def _name(found):
 def _search(found):
     """Returns the tensors that an object refers to, and whether it may call a module."""
     tensors, runs_later = [], False
-    seen, left = set(), [(found, False)]
+    # By id. Kept, since the id of an object that was made for the search is used again.
+    seen = {}
+    left = [(found, False)]
     while left and len(seen) < _MOST:
         value, is_run = left.pop()
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             tensors.append(value)
         elif isinstance(value, nn.Module):
@@ -84,7 +88,7 @@ def _search(found):
 def _inside(value):
     """Returns what an object refers to; None for an iterator that does not show it."""
     if isinstance(value, Mapping):
-        return list(value.values())
+        return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, Set, ValuesView, deque)):
         return list(value)
     if isinstance(value, types.FunctionType):
@@ -97,6 +101,14 @@ def _inside(value):
         return list(value.gi_frame.f_locals.values()) if value.gi_frame else []
     if isinstance(value, types.BuiltinFunctionType):
         return [value.__self__]
+    if isinstance(value, types.CellType):
+        return [value.cell_contents] if _is_set(value) else []
+    if isinstance(value, weakref.ReferenceType):
+        return [value()]
+    if isinstance(value, contextvars.ContextVar):
+        return [value.get(None)]
+    if isinstance(value, torch.futures.Future):
+        return [value.value()] if value.done() else []
     fields = [*getattr(value, "__dict__", {}).values(), *_slots(value)]
     if isinstance(value, Iterator) and not fields:
         try:
