@@ -7,6 +7,7 @@ docs/reference/compatibility.md lists the versions that were tried.
 
 import contextlib
 import functools
+import sys
 from operator import attrgetter
 
 import torch
@@ -261,6 +262,17 @@ def choose_inputs_by(choose):
 def leaf_of_edge(edge):
     """Returns the leaf whose gradient a torch.autograd.graph.GradientEdge is, or None."""
     return getattr(edge.node, "variable", None)
+
+
+def in_functional_call():
+    """Returns whether torch.func.functional_call runs. It replaces parameters of modules.
+    Slow."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.utils.stateless":
+            return True
+        frame = frame.f_back
+    return False
 
 
 # Returns whether a function of torch.func runs. Its tensors wrap the caller's tensors.

@@ -211,6 +211,31 @@ def test_parameters_from_before_fully_shard(mesh, rank):
         torch.autograd.grad(loss, former, allow_unused=True)
 
 
+def test_batches_of_gradients(mesh, rank):
+    """Batches are right for inputs, and refused for parameters."""
+    plain, model = pair(mesh)
+    rows = torch.eye(15).reshape(15, 5, 3)
+    results = []
+    for net in plain, model:
+        x = data(rank).requires_grad_()
+        out = net(x)
+        results += torch.autograd.grad(out, x, on_device(rows), is_grads_batched=True)
+    torch.testing.assert_close(*results)
+    out = model(data(rank))
+    for ask in (
+        lambda: torch.autograd.grad(
+            out, model[0].weight, on_device(rows), is_grads_batched=True
+        ),
+        lambda: torch.vmap(
+            lambda row: torch.autograd.grad(out, model[0].weight, row)[0]
+        )(on_device(rows)),
+    ):
+        with refused("call it once for each row", NotImplementedError):
+            ask()
+    model(data(rank)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 # -- hooks -------------------------------------------------------------------------------
 
 

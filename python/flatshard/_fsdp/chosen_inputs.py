@@ -18,6 +18,7 @@ from flatshard.torch_versions import (
     choose_inputs_by,
     gradient_hooks,
     in_backward,
+    in_functorch,
     leaf_of_edge,
     plain_attributes,
 )
@@ -42,6 +43,12 @@ def _choose(run, inputs, allow_unused, accumulate):
             with plain_attributes():
                 results = tuple(map(_cut_as, leaves, results))
     else:
+        if in_functorch():
+            raise NotImplementedError(
+                "torch.autograd.grad of sharded parameters is not supported under "
+                "torch.vmap or with is_grads_batched=True; call it once for each row of "
+                "grad_outputs"
+            )
         results = _gradients(run, inputs, leaves, of_shards, of_wholes)
     _check_used(results, leaves, allow_unused)
     return results

@@ -15,7 +15,11 @@ from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import address_of, local_of
 from flatshard._tensor.places import unit_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
-from flatshard.torch_versions import has_accumulation_hooks, parameters_of
+from flatshard.torch_versions import (
+    has_accumulation_hooks,
+    in_functional_call,
+    parameters_of,
+)
 
 # -- optimizers of parameters that modules showed at another time ----------------------
 
@@ -113,6 +117,7 @@ def _places_now(unit, names):
         index = next((i for i, shard in enumerate(shards) if shard is found), None)
         if index is None:
             name = _name_at(site, names)
+            _refuse_functional_call(name)
             _check_held(p, found, name, names)
             _check_taken(p, found, name, sites[p.index])
             index = p.index
@@ -155,6 +160,17 @@ def _check_shared(found, names):
 
 
 _TIE = "To share it, tie it before fully_shard and wrap one module that contains both places"
+
+
+def _refuse_functional_call(name):
+    if in_functional_call():
+        raise NotImplementedError(
+            f"functional_call put another tensor in the place of parameter {name}. This is "
+            "not supported, because the unit computes with its shards. Write to the "
+            "parameter, under no_grad by copy_(), or apply functional_call to a model "
+            "without fully_shard, or to a module without fully_shard in the forward of "
+            "its unit"
+        )
 
 
 def _check_held(p, found, name, names):
@@ -232,6 +248,7 @@ def refuse_replaced(units):
                     continue
                 found = parameters_of(owner).get(key)
                 if not p.is_face(found):
+                    _refuse_functional_call(p.names[0])
                     what = "removed" if found is None else "replaced"
                     raise RuntimeError(
                         f"parameter {p.names[0]} was {what} after the first forward; "
