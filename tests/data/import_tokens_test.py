@@ -1,6 +1,7 @@
 """Tokens that other programs have written."""
 
 import functools
+import pickle
 import struct
 
 import pytest
@@ -147,6 +148,46 @@ def test_files_of_other_formats_are_refused(tmp_path, problem, name, begin, what
     write(tmp_path, {name: begin + words("<u2", *range(1, 10))})
     for dtype in ("", "uint16"):
         assert f"{name}: expected tokens, got {what}" in problem(name, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        *[
+            (pickle.dumps(list(range(count)), protocol), "a pickle")
+            for protocol in (2, 3, 4, 5)
+            for count in (6, 7)
+        ],
+        (words("<f4", 1, 2, 9, 3, 50000, 9), "floating-point numbers (<f4)"),
+        (words("<f8", 1, 2, 9, 3), "floating-point numbers (<f8)"),
+        (b"ARROW1\0\0" + words("<u2", *range(9)), "Arrow"),
+        (b"\xff\xff\xff\xff\x08\0\0\0" + words("<u2", *range(9)), "Arrow"),
+        (b"GGUF" + words("<u2", *range(9)), "a model in GGUF"),
+    ],
+)
+def test_other_contents_are_refused(tmp_path, problem, content, what):
+    write(tmp_path, {"a.bin": content})
+    for dtype in ("", "uint16"):
+        text = problem("a.bin", dtype=dtype, vocab_size=70000)
+        assert f"a.bin: expected tokens, got {what}" in text
+
+
+def test_words_that_are_no_floats(tmp_path, documents):
+    """Zeros, and words of which some read as whole numbers."""
+    write(tmp_path, {"a.bin": words("<u4", *[0] * 9)})
+    assert documents("a.bin", dtype="uint32")[0] == [[0] * 9 + [9]]
+    write(tmp_path, {"a.bin": words("<u2", 0, 16256, 9, 0, 16256, 0, 16384, 1)})
+    assert len(documents("a.bin", vocab_size=20000)[0]) == 2
+
+
+def test_raw_words_with_the_name_of_numpys_files(tmp_path, documents, problem):
+    """As OLMo's tokens are."""
+    write(tmp_path, {"a.npy": words("<u2", 1, 2, 9, 3)})
+    assert "without a header of NumPy; for raw tokens" in problem("a.npy")
+    assert documents("a.npy", dtype="uint16")[0] == [[1, 2, 9], [3, 9]]
+    np.savez(tmp_path / "b.npz", np.arange(9))
+    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
+    assert "got a zip archive" in problem("b.npy", dtype="uint16")
 
 
 def test_text_is_refused(tmp_path, documents, problem):

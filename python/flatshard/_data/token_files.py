@@ -33,9 +33,14 @@ _FOREIGN = {
     "the tokens with numpy.save",
     b"MMIDIDX\0": "the index of Megatron's tokens; name its .bin",
     b"PAR1": "Parquet; use flatshard data prepare",
+    b"ARROW1": "Arrow; use flatshard data prepare",
+    # The length of the metadata, and the place of its table.
+    b"\xff\xff\xff\xff": "Arrow, or words of -1; for Arrow use flatshard data prepare",
+    b"GGUF": "a model in GGUF; name a file of tokens",
     b"\x1f\x8b": "gzip data; unpack it with gzip -d",
     b"\x28\xb5\x2f\xfd": "zstd data; unpack it with zstd -d",
     b"\x80\x04\x95": "a pickle; save the tokens with numpy.save",
+    b"\x80\x05\x95": "a pickle; save the tokens with numpy.save",
     # llm.c's models, optimizer states, tokenizers and evaluations.
     b"\x26\xd8\x34\x01": "a model of llm.c",
     b"\x27\xd8\x34\x01": "a state of llm.c",
@@ -44,6 +49,10 @@ _FOREIGN = {
     b"\x01\x34\xd8\x88": "a file of llm.c in big-endian order",
     b"\x01\x34\xd9\xa1": "a file of llm.c in big-endian order",
 }
+_RAW_NPY = (
+    "a file named .npy without a header of NumPy; for raw tokens, as in OLMo's files, "
+    "name their type with --dtype"
+)
 _LLMC_HEADER = 1024
 _LLMC_TYPES = {20240520: "uint16", 20240801: "uint32"}
 # Source: megatron/core/datasets/indexed_dataset.py.
@@ -85,6 +94,11 @@ class TokenFile:
     def head(self, nbytes):
         with open(self.path, "rb") as file:
             return file.read(nbytes)
+
+    def last_byte(self):
+        with open(self.path, "rb") as file:
+            file.seek(max(0, self.nbytes - 1))
+            return file.read()
 
     def expect_nbytes(self, nbytes, what, hint=""):
         expect(
@@ -207,10 +221,14 @@ class TokenFile:
 
     def check_raw(self, dtype):
         head = self.head(1 << 17)
-        what = container_of(self.path, head)
+        what = container_of("", head)
         for magic, name in _FOREIGN.items():
             what = name if head.startswith(magic) else what
-        what = what or layout_of(head, self.nbytes)
+        what = what or layout_of(head, self.nbytes, self.last_byte())
+        if not what and self.path.endswith(".npy"):
+            what = "" if dtype else _RAW_NPY
+        elif not what:
+            what = container_of(self.path, b"")
         text = bytes(range(32, 127)) + b"\n\r\t"
         if not what and not dtype and len(head) >= 8 and not head.translate(None, text):
             what = "text; use flatshard data prepare"
@@ -259,13 +277,18 @@ class TokenFile:
             )
 
 
-def layout_of(head, nbytes):
-    """Returns the format, if numbers at the start of a file fit a format and its size, or
+def layout_of(head, nbytes, last):
+    """Returns the format, if the start of a file fits a format and its size and end, or
     "".
 
     @param head  its first bytes."""
+    if last == b"." and head[:1] == b"\x80" and head[1] in range(2, 6):
+        return "a pickle; save the tokens with numpy.save"
     if len(head) < 16:
         return ""
+    for dtype in "<f4", "<f8":
+        if has_whole_floats(head, dtype):
+            return f"floating-point numbers ({dtype}); convert them with numpy.astype"
     (length,) = struct.unpack_from("<Q", head)
     if 2 <= length <= nbytes - 8 and head[8:9] == b"{":
         return "safetensors; save the tokens with numpy.save"
@@ -280,6 +303,16 @@ def layout_of(head, nbytes):
                 "numpy.save"
             )
     return ""
+
+
+def has_whole_floats(head, dtype):
+    """Returns whether the first bytes of a file are tokens as floating-point numbers.
+    Integer words are too small for that, or have other bits."""
+    dtype = np.dtype(dtype)
+    numbers = np.frombuffer(head, dtype, len(head) // dtype.itemsize)
+    with np.errstate(invalid="ignore"):
+        is_token = (numbers == np.floor(numbers)) & (numbers >= 0) & (numbers < 2**32)
+    return bool(is_token.all() and numbers.any())
 
 
 def likely_word_nbytes(head):
