@@ -66,6 +66,15 @@ def test_json_text_of_rows_is_parsed():
         assert messages[0]["content"] == text
 
 
+@pytest.mark.parametrize("blank", ["", " ", "null", None])
+def test_blank_text_is_absent(blank):
+    message = {**ANSWER, "tool_calls": blank}
+    row = {"messages": [ASK, message], "tools": blank, "chat_template_kwargs": blank}
+    chat = Conversation(row)
+    assert chat.tools is None and chat.variables == {}
+    assert "tool_calls" not in chat.messages[1]
+
+
 def changed(key, value, role="assistant"):
     return {"messages": [ASK, {"role": role, "content": "sat", key: value}]}
 

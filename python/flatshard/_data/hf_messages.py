@@ -65,6 +65,11 @@ def parsed_object(value, what):
     return found
 
 
+def is_blank(value):
+    """Returns whether a field that may have JSON text has none, or null."""
+    return isinstance(value, str) and value.strip() in ("", "null")
+
+
 class Conversation:
     """The messages of a JSON row, and how it is written and trained."""
 
@@ -93,9 +98,10 @@ class Conversation:
             for message in messages_of(row[field], field, role):
                 self.add(message, field)
         self.tools = None
-        if "tools" in row:
+        if not is_blank(row.get("tools", "")):
             self.tools = parsed_list(row["tools"], "'tools'")
         variables = row.get("chat_template_kwargs", {})
+        variables = {} if is_blank(variables) else variables
         self.variables = without_null(
             parsed_object(variables, "'chat_template_kwargs'")
         )
@@ -115,6 +121,8 @@ class Conversation:
         content = text_of(message.get("content"), where)
         message = {**message, "content": content}
         calls = message.pop("tool_calls", None)
+        if is_blank(calls):
+            calls = None
         calls = calls and parsed_list(calls, f"'tool_calls' of {where}")
         if calls:
             message["tool_calls"] = [call_of(call, where) for call in calls]
