@@ -279,6 +279,15 @@ def in_functional_call():
 in_functorch = torch._C._are_functorch_transforms_active
 
 
+def is_batched(tensor):
+    """Returns whether it has the dimension of torch.vmap, or of
+    torch.autograd.grad(is_grads_batched=True)."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(
+        tensor
+    )
+
+
 # -- torch.compile ---------------------------------------------------------------------
 
 

@@ -334,6 +334,21 @@ def callbacks_of_a_backward(mesh):
     assert seen == ["first", "last"]
 
 
+@expects("_functorch")
+def batches(mesh):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+
+    def see(tensor):
+        seen.append(torch_versions.is_batched(tensor))
+        return tensor
+
+    x.register_hook(see)
+    torch.autograd.grad(x * 2, x, torch.eye(2), is_grads_batched=True)
+    torch.vmap(see)(torch.eye(2))
+    assert seen == [True, True] and not torch_versions.is_batched(x)
+
+
 @expects("_are_functorch_transforms_active")
 def functions_of_torch_func(mesh):
     seen = []

@@ -18,7 +18,7 @@ from flatshard.torch_versions import (
     choose_inputs_by,
     gradient_hooks,
     in_backward,
-    in_functorch,
+    is_batched,
     leaf_of_edge,
     plain_attributes,
 )
@@ -43,12 +43,6 @@ def _choose(run, inputs, allow_unused, accumulate):
             with plain_attributes():
                 results = tuple(map(_cut_as, leaves, results))
     else:
-        if in_functorch():
-            raise NotImplementedError(
-                "torch.autograd.grad of sharded parameters is not supported under "
-                "torch.vmap or with is_grads_batched=True; call it once for each row of "
-                "grad_outputs"
-            )
         results = _gradients(run, inputs, leaves, of_shards, of_wholes)
     _check_used(results, leaves, allow_unused)
     return results
@@ -99,6 +93,12 @@ def _is_outside(p):
 
 
 def _mean(gradient, p):
+    if is_batched(gradient):
+        raise NotImplementedError(
+            f"torch.autograd.grad of parameter {p.title} is not supported under "
+            "torch.vmap or with is_grads_batched=True; call it once for each row of "
+            "grad_outputs"
+        )
     if p.dim or not isinstance(p.shard, ShardedTensor):
         raise NotImplementedError(
             f"torch.autograd.grad is not supported for parameter {p.title}, because it is "
