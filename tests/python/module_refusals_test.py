@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.fsdp
+from torch import nn
 
 import flatshard
 from tests.python.device import on_device
@@ -87,6 +89,17 @@ def test_a_module_around_the_same_shards_is_named(has_root, mesh, rank, world):
     text = f"{name} .* gone" if has_root else f"Linear that has {name} was added"
     with refused(text, RuntimeError):
         model(data(rank))
+
+
+@pytest.mark.parametrize("part", ["itself", "inside"])
+def test_modules_that_torch_sharded(part, mesh):
+    model = nn.Sequential(nn.Linear(4, 4))
+    on_device(model)
+    torch.distributed.fsdp.fully_shard(
+        model if part == "itself" else model[0], mesh=mesh
+    )
+    with refused("that it did; import fully_shard only from"):
+        fully_shard(model, mesh=mesh)
 
 
 def test_inner_modules_come_first(mesh):

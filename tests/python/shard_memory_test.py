@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatshard import fully_shard
-from tests.python.device import on_device
+from tests.python.device import DEVICE, on_device
 from tests.python.models import Mlp
 from tests.python.training import shard, train
 
@@ -121,6 +121,22 @@ def test_a_saved_shard_is_no_larger_than_its_rows(mesh):
             local = loaded if saved is not p and type(saved) is torch.Tensor else None
             local = loaded.to_local() if local is None else local
             assert torch.equal(local, p.to_local())
+
+
+def test_shared_memory_is_refused(mesh):
+    """torch would end the process, or give the optimizer other memory than the core has."""
+    model = made(mesh)
+    weight = model[0].weight
+    for share in (
+        model.share_memory,
+        model[1].share_memory,
+        weight.share_memory_,
+        weight.detach().share_memory_,
+    ):
+        with pytest.raises(NotImplementedError, match="share a copy, parameter.to_loc"):
+            share()
+    if DEVICE == "cpu":
+        assert not any(p.to_local().is_shared() for p in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])

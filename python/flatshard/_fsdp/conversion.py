@@ -10,6 +10,7 @@ from flatshard._fsdp.renewal import leave, renew, why_fixed
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.places import parameter_of, unit_of
 from flatshard._tensor.sharded_tensor import become
+from flatshard._tensor.watched_tensor import refuse_to_share
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
@@ -116,6 +117,8 @@ def _leaves(fn, state, p):
     """Returns whether `fn` moves the parameter to a device other than the mesh has."""
     local = local_of(p.stored_shard)
     probe = fn(torch.empty(1, dtype=local.dtype, device=local.device))
+    if probe.device.type == "cpu" and probe.is_shared():
+        refuse_to_share()
     if p.extension is not None and probe.dtype != local.dtype:
         raise NotImplementedError(
             f"parameter {p.title}, a tensor of a subclass, cannot change its dtype from "

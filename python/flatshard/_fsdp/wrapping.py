@@ -1,6 +1,7 @@
 """Modules become FSDPModules, and their methods forwards."""
 
 import functools
+import sys
 import types
 
 from torch import nn
@@ -96,6 +97,14 @@ def check_module(module):
             "fully_shard does not support containers that do not implement forward, got "
             f"{type(module).__name__}; wrap its children one by one"
         )
+    of_torch = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    for name, part in module.named_modules():
+        if isinstance(part, of_torch) and state_of(part) is None:
+            raise ValueError(
+                f"module: expected modules that torch's fully_shard did not shard, got "
+                f"{name or type(part).__name__} that it did; import fully_shard only from "
+                "flatshard"
+            )
     if state_of(module) is not None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. "

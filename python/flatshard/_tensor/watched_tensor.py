@@ -46,6 +46,13 @@ def refuse_joint_hook(hook):
         )
 
 
+def refuse_to_share():
+    raise NotImplementedError(
+        "sharded parameters in shared memory (share_memory_) are not supported, because "
+        "their unit owns the memory; share a copy, parameter.to_local().clone()"
+    )
+
+
 class WatchedTensor(DTensor):
     """A DTensor over memory of the core.
 
@@ -75,6 +82,9 @@ class WatchedTensor(DTensor):
         if _is_asked_by_torch():
             return super().untyped_storage()
         return base_of(self)._local_tensor.untyped_storage()
+
+    def share_memory_(self):
+        refuse_to_share()
 
     @property
     def grad(self):
