@@ -1,18 +1,20 @@
 #include "flatshard/data/python_tokenizer.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string_view>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
@@ -132,6 +134,48 @@ struct PythonCommand {
       std::strerror(error));
 }
 
+/// Returns the output of client.py for all of its input.
+std::string output_of(const std::string& python, std::string_view input) {
+  PythonCommand command(python, "_data.client", {});
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
+      file_with(input),
+      std::fclose);
+  std::array<int, 2> output{};
+  FLATSHARD_CHECK(
+      ::pipe2(output.data(), O_CLOEXEC) == 0,
+      io,
+      "cannot make a pipe: {}",
+      std::strerror(errno));
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> stream(
+      ::fdopen(output[0], "rb"),
+      std::fclose);
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, fileno(file.get()), 0);
+  posix_spawn_file_actions_adddup2(&actions, output[1], 1);
+  int pid = -1;
+  const int error = ::posix_spawnp(
+      &pid,
+      python.c_str(),
+      &actions,
+      nullptr,
+      PythonCommand::pointers(command.arguments).data(),
+      PythonCommand::pointers(command.environment).data());
+  posix_spawn_file_actions_destroy(&actions);
+  ::close(output[1]);
+  if (error != 0) {
+    cannot_start(python, error);
+  }
+  std::string text;
+  std::array<char, 1 << 14> part{};
+  while (const auto count =
+             std::fread(part.data(), 1, part.size(), stream.get())) {
+    text.append(part.data(), count);
+  }
+  ::waitpid(pid, nullptr, 0);
+  return text;
+}
+
 }  // namespace
 
 std::string find_python(const std::string& wanted) {
@@ -170,130 +214,42 @@ void exec_python(
   cannot_start(command.arguments.front(), errno);
 }
 
-PythonChild::PythonChild(
+PythonAnswer ask_python(
     const PythonTokenizerOptions& options,
     const std::string& mode,
-    std::string_view input)
-    : python_(find_python(options.python)) {
-  const std::string settings = nlohmann::json{
+    const std::vector<std::string>& texts,
+    const TokenLists& tokens) {
+  using nlohmann::json;
+  const json question{
+      {"mode", mode},
       {"tokenizer", options.tokenizer.string()},
       {"parse_special", options.parse_special},
+      {"keep_special", options.keep_special},
       {"chat_template_kwargs", options.chat_template_kwargs},
-      {"keep_special",
-       options.keep_special}}.dump();
-  PythonCommand command(python_, "_data.client", {mode, settings});
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
-      file_with(input),
-      std::fclose);
-  int output[2];
+      {"texts", texts},
+      {"tokens", tokens}};
+  const std::string python = find_python(options.python);
+  // Bytes that are not UTF-8 become U+FFFD.
+  const std::string input =
+      question.dump(-1, ' ', false, json::error_handler_t::replace);
+  const json answer = json::parse(output_of(python, input), nullptr, false);
   FLATSHARD_CHECK(
-      ::pipe2(output, O_CLOEXEC) == 0,
-      io,
-      "cannot make a pipe: {}",
-      std::strerror(errno));
-  stream_ = ::fdopen(output[0], "rb");
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, fileno(file.get()), 0);
-  posix_spawn_file_actions_adddup2(&actions, output[1], 1);
-  const int error = ::posix_spawnp(
-      &pid_,
-      python_.c_str(),
-      &actions,
-      nullptr,
-      PythonCommand::pointers(command.arguments).data(),
-      PythonCommand::pointers(command.environment).data());
-  posix_spawn_file_actions_destroy(&actions);
-  ::close(output[1]);
-  try {
-    if (error != 0) {
-      pid_ = -1;
-      cannot_start(python_, error);
-    }
-    read_header();
-  } catch (...) {
-    end();
-    throw;
-  }
-}
-
-PythonChild::~PythonChild() {
-  end();
-}
-
-void PythonChild::end() {
-  if (stream_ != nullptr) {
-    std::fclose(stream_);
-    stream_ = nullptr;
-  }
-  if (pid_ > 0) {
-    ::kill(pid_, SIGTERM);
-    ::waitpid(pid_, nullptr, 0);
-    pid_ = -1;
-  }
-}
-
-void PythonChild::read_header() {
-  std::string line;
-  for (int c = std::fgetc(stream_); c != EOF && c != '\n';
-       c = std::fgetc(stream_)) {
-    line.push_back(static_cast<char>(c));
-  }
-  const auto header = nlohmann::json::parse(line, nullptr, false);
-  FLATSHARD_CHECK(
-      header.is_object(),
+      answer.is_object(),
       config,
       "Python '{}' ended at once; see its message above, or give another with "
       "--python or FLATSHARD_PYTHON",
-      python_);
-  FLATSHARD_CHECK(
-      !header.contains("error"),
-      config,
-      "{}",
-      header.value("error", ""));
-  own_begin_ = header.value("own_begin", own_begin_);
-}
-
-void PythonChild::read(void* out, std::size_t nbytes) {
-  FLATSHARD_CHECK(
-      std::fread(out, 1, nbytes, stream_) == nbytes,
-      io,
-      "Python '{}' ended before it had read everything; see its message "
-      "above",
-      python_);
-}
-
-std::string PythonChild::read_bytes(std::int64_t nbytes) {
-  std::string text(static_cast<std::size_t>(nbytes), '\0');
-  read(text.data(), text.size());
-  return text;
-}
-
-// client.py defines the numbers below zero.
-std::int64_t PythonChild::read_count() {
-  constexpr std::int64_t kWarning = -3;
-  for (;;) {
-    std::int64_t count = 0;
-    read(&count, sizeof(count));
-    if (count >= 0) {
-      return count;
-    }
-    std::int64_t nbytes = 0;
-    read(&nbytes, sizeof(nbytes));
-    const std::string text = read_bytes(nbytes);
-    FLATSHARD_CHECK(count == kWarning, format, "{}", text);
-    log_warning("{}", text);
+      python);
+  for (const json& warning : answer.at("warnings")) {
+    log_warning("{}", warning.get<std::string>());
   }
-}
-
-std::vector<std::int64_t> PythonChild::read_tokens() {
-  std::vector<std::uint32_t> words(static_cast<std::size_t>(read_count()));
-  read(words.data(), words.size() * sizeof(words[0]));
-  return {words.begin(), words.end()};
-}
-
-std::string PythonChild::read_text() {
-  return read_bytes(read_count());
+  const std::string error = answer.value("error", "");
+  const bool is_row = answer.at("is_row");
+  FLATSHARD_CHECK(error.empty() || is_row, config, "{}", error);
+  FLATSHARD_CHECK(error.empty(), format, "{}", error);
+  return {
+      .texts = answer.at("texts"),
+      .tokens = answer.at("tokens"),
+      .own_begin = answer.at("own_begin")};
 }
 
 }  // namespace flatshard::data

@@ -1,10 +1,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace flatshard::data {
@@ -29,48 +27,30 @@ struct PythonTokenizerOptions {
   std::filesystem::path tokenizer;
   /// Control tokens that a text spells out become these tokens.
   bool parse_special = false;
-  bool keep_special = false;  ///< `decode` writes control tokens out
+  bool keep_special = false;  ///< decoding writes control tokens out
   /// Variables of the chat template: JSON text of an object; "" = none.
   std::string chat_template_kwargs;
 };
 
-/// A child process that runs python/flatshard/_data/client.py.
-class PythonChild {
- public:
-  /// @param mode  see client.py.
-  /// @param input  all of its standard input.
-  /// @throws Error{config} when Python cannot be started, lacks a package, or
-  /// cannot load the tokenizer.
-  PythonChild(
-      const PythonTokenizerOptions& options,
-      const std::string& mode,
-      std::string_view input);
-  PythonChild(const PythonChild&) = delete;
-  PythonChild& operator=(const PythonChild&) = delete;
-  /// Ends the child when it still runs.
-  ~PythonChild();
+using TokenLists = std::vector<std::vector<std::int64_t>>;
 
-  /// Returns the tokens that the tokenizer itself puts before a text.
-  const std::vector<std::int64_t>& own_begin() const { return own_begin_; }
-
-  /// Reads a frame of token ids. Warnings of the child that come before are
-  /// logged.
-  /// @throws Error{format} with the child's message on a row; Error{io} on its
-  /// early end.
-  std::vector<std::int64_t> read_tokens();
-  std::string read_text();
-
- private:
-  void read_header();
-  void end();
-  void read(void* out, std::size_t nbytes);
-  std::int64_t read_count();
-  std::string read_bytes(std::int64_t nbytes);
-
-  std::string python_;
-  int pid_ = -1;
-  std::FILE* stream_ = nullptr;
-  std::vector<std::int64_t> own_begin_;
+/// The answer of python/flatshard/_data/client.py.
+struct PythonAnswer {
+  std::vector<std::string> texts;
+  TokenLists tokens;
+  /// The tokens that the tokenizer itself puts before a text.
+  std::vector<std::int64_t> own_begin;
 };
+
+/// Runs python/flatshard/_data/client.py once, and logs its warnings.
+/// @param mode  client.py describes it and the other arguments.
+/// @throws Error{config} when Python cannot be started, ends early, lacks a
+/// package, or cannot load the tokenizer; Error{format} with the message of
+/// client.py on a row.
+PythonAnswer ask_python(
+    const PythonTokenizerOptions& options,
+    const std::string& mode,
+    const std::vector<std::string>& texts,
+    const TokenLists& tokens = {});
 
 }  // namespace flatshard::data

@@ -1,7 +1,5 @@
 #include "flatshard/data/text_codec.h"
 
-#include <fmt/ranges.h>
-
 #include <set>
 
 #include "flatshard/core/error.h"
@@ -60,7 +58,7 @@ class JsonCodec : public TextCodec {
         begin_of_document_(begin_of_document) {}
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
-    return PythonChild(options_, "encode", text).read_tokens();
+    return ask_python(options_, "encode", {std::string(text)}).tokens.at(0);
   }
 
   std::string decode(const std::vector<std::int64_t>& tokens, bool keep_special)
@@ -86,37 +84,18 @@ class JsonCodec : public TextCodec {
       bool keep_special) const override {
     PythonTokenizerOptions options = options_;
     options.keep_special = keep_special;
-    std::string input;
-    for (const auto& tokens : lists) {
-      input += fmt::format("{}\n", fmt::join(tokens, " "));
-    }
-    PythonChild child(options, "decode", input);
-    std::vector<std::string> texts;
-    for (std::size_t i = 0; i < lists.size(); ++i) {
-      texts.push_back(child.read_text());
-    }
-    return texts;
+    return ask_python(options, "decode", {}, lists).texts;
   }
 
   ChatPrompts chat_prompts(
       const std::vector<std::string>& rows) const override {
-    std::string input;
-    const auto append = [&](const std::string& text) {
-      const auto length = static_cast<std::int64_t>(text.size());
-      input.append(reinterpret_cast<const char*>(&length), sizeof(length));
-      input += text;
-    };
-    for (std::size_t i = 0; i < rows.size(); ++i) {
-      append(fmt::format("conversation {}", i + 1));
-      append(rows[i]);
-    }
-    PythonChild child(options_, "prompt", input);
+    // A prompt, then the token that ends its answer.
+    const TokenLists lists = ask_python(options_, "prompt", rows).tokens;
     ChatPrompts found;
     std::set<std::int64_t> ends;
     for (std::size_t i = 0; i < rows.size(); ++i) {
-      found.prompts.push_back(child.read_tokens());
-      const auto end = child.read_tokens();
-      ends.insert(end.begin(), end.end());
+      found.prompts.push_back(lists.at(2 * i));
+      ends.insert(lists.at(2 * i + 1).begin(), lists.at(2 * i + 1).end());
     }
     found.ends.assign(ends.begin(), ends.end());
     return found;
@@ -143,11 +122,13 @@ class HfCodec : public JsonCodec {
         eos_(std::move(eos)) {}
 
   std::vector<std::int64_t> encode(std::string_view text) const override {
-    PythonChild child(options(), "encode", text);
-    auto tokens = child.read_tokens();
-    const auto& begin = child.own_begin();
-    tokens.insert(tokens.begin(), begin.begin(), begin.end());
-    return tokens;
+    PythonAnswer answer = ask_python(options(), "encode", {std::string(text)});
+    const auto& tokens = answer.tokens.at(0);
+    answer.own_begin.insert(
+        answer.own_begin.end(),
+        tokens.begin(),
+        tokens.end());
+    return answer.own_begin;
   }
 
   std::int64_t end_of_document() const override {

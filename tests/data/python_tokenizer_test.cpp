@@ -141,7 +141,7 @@ TEST(PythonTokenizer, AChildThatCannotStartIsAConfigError) {
     EXPECT_THAT(
         error_message(
             ErrorCode::config,
-            [&] { PythonChild(options, "encode", "text"); }),
+            [&] { ask_python(options, "encode", {"text"}); }),
         HasSubstr(text));
   }
 }
