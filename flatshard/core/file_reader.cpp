@@ -80,15 +80,15 @@ void FileReader::read_at(std::int64_t offset, std::span<std::byte> out) const {
       FLATSHARD_CHECK(
           status.st_size >= nbytes_,
           io,
-          "{}: expected {} bytes, as when it was opened, got {}; it was cut "
-          "off while in use: restore it and start again",
+          "{}: expected {} bytes, the size when it was opened, got {}; the "
+          "file was truncated while in use: restore it and restart",
           path_.string(),
           nbytes_,
           status.st_size);
       FLATSHARD_THROW(
           format,
           "{}: expected {} more bytes at byte {}, but the file ends there; it "
-          "is cut off",
+          "is truncated",
           path_.string(),
           out.size(),
           offset);

@@ -13,8 +13,8 @@ void refuse_placeholder(
       !head.starts_with("version https://git-lfs.github.com/spec/") &&
           !head.starts_with("version https://hawser.github.com/spec/"),
       format,
-      "{} is a Git LFS pointer and not the file itself, which was not "
-      "downloaded; run 'git lfs pull' in {}, or download the file again",
+      "{} is a Git LFS pointer, because the file itself was not downloaded; "
+      "run 'git lfs pull' in {}, or download the file again",
       path.string(),
       path.has_parent_path() ? path.parent_path().string() : ".");
 }

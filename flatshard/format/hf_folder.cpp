@@ -103,7 +103,7 @@ std::string advice(const fs::path& folder) {
   };
   std::error_code error;
   if (!fs::is_directory(folder, error)) {
-    return "; it is no folder";
+    return "; it is not a directory";
   }
   if (has("adapter_model", "")) {
     return "; it has a LoRA adapter, not a model: merge it into its base model "
@@ -122,7 +122,7 @@ std::string advice(const fs::path& folder) {
         kHfSingleName);
   }
   return fmt::format(
-      "; {} is no safetensors file: write one with "
+      "; {} is not a safetensors file: convert it with "
       "AutoModelForCausalLM.from_pretrained('{}').save_pretrained(TO)",
       *files.begin(),
       folder.string());
@@ -191,7 +191,7 @@ void HfFolder::open_index() {
     FLATSHARD_CHECK(
         fs::exists(folder_ / name, error),
         io,
-        "{}: the file {}, which {} names, is missing; download it again",
+        "{}: the file {} is listed in {} but missing; download it again",
         folder_.string(),
         name,
         kHfIndexName);
@@ -208,7 +208,7 @@ void HfFolder::open_index() {
     FLATSHARD_CHECK(
         places_.contains(tensor),
         format,
-        "{} has no tensor '{}', which {} lists",
+        "{} has no tensor '{}', although {} lists it",
         (folder_ / file).string(),
         tensor,
         kHfIndexName);

@@ -26,7 +26,7 @@ class JsonField {
     FLATSHARD_CHECK(
         found != value_.end(),
         format,
-        "{}: expected a key '{}', which is missing",
+        "{}: the key '{}' is missing",
         where_,
         key);
     return {*found, fmt::format("{}: {}", where_, key)};
@@ -42,7 +42,7 @@ class JsonField {
     check(
         value_.is_number_unsigned() &&
             value_.get<std::uint64_t>() <= std::uint64_t{1} << 62,
-        "a whole number from 0 to 2^62");
+        "an integer from 0 to 2^62");
     return value_.get<std::int64_t>();
   }
 

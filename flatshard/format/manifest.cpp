@@ -326,8 +326,8 @@ Manifest parse_manifest(
   FLATSHARD_CHECK(
       parsed.is_object(),
       format,
-      "{}: expected a JSON object, got {} bytes of something else; it is cut "
-      "off or damaged",
+      "{}: expected a JSON object, got {} bytes of something else; the file is "
+      "truncated or damaged",
       origin,
       text.size());
   const Field root(parsed, origin);

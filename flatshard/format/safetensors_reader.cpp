@@ -80,7 +80,7 @@ parse_numbers(const json& object, const char* key, const std::string& where) {
   FLATSHARD_CHECK(
       ok,
       format,
-      "{}: expected {} to be a list of whole numbers, got {}",
+      "{}: expected {} to be a list of integers, got {}",
       where,
       key,
       found == object.end() ? "nothing" : found->dump());
@@ -165,7 +165,7 @@ SafetensorsHeader parse_safetensors(
       is_sound_length(header_nbytes, nbytes),
       format,
       "{}: the header should have {} bytes, but the file has {} after its "
-      "length; it is cut off or not a safetensors file",
+      "length; it is truncated or not a safetensors file",
       file,
       header_nbytes,
       nbytes - 8);
@@ -195,7 +195,7 @@ SafetensorsHeader parse_safetensors(
     FLATSHARD_CHECK(
         entry.begin == expected,
         format,
-        "{}: tensor '{}' should begin at byte {} of the data, but begins at {}",
+        "{}: tensor '{}' should start at byte {} of the data, but starts at {}",
         file,
         entry.name,
         expected,
@@ -206,7 +206,7 @@ SafetensorsHeader parse_safetensors(
       expected == nbytes - parsed.data_begin,
       format,
       "{}: the tensors have {} bytes, but the file has {} after its header; it "
-      "is cut off or damaged",
+      "is truncated or damaged",
       file,
       expected,
       nbytes - parsed.data_begin);

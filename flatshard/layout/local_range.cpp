@@ -49,8 +49,8 @@ ShardSpan shard_span(
   FLATSHARD_CHECK(
       num_shards >= 1 && num_shards % parts == 0,
       usage,
-      "a layout of {} shards cannot be cut into {} equal parts; build it with "
-      "the product of the sizes of all axes that any buffer is sharded on",
+      "a layout of {} shards cannot be split into {} equal parts; build it "
+      "with the product of the sizes of all axes that any buffer is sharded on",
       num_shards,
       parts);
   // Mixed radix with the innermost axis as the most significant digit.

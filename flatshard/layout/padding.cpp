@@ -94,7 +94,7 @@ std::optional<std::string> describe_excessive_padding(
   }
   return fmt::format(
       "padding is {:.1f} % of the model's parameters over {} shards, {:.0f} "
-      "MiB a rank; max_padding allows {:.1f} % (hardest to cut: '{}' with "
+      "MiB per rank; max_padding allows {:.1f} % (hardest to split: '{}' with "
       "granularity {}, {} elements); {}, use a finer granularity, or raise "
       "max_padding",
       100 * sums.ratio(),

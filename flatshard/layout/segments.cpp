@@ -11,8 +11,8 @@ std::int64_t divide(std::int64_t n, std::int64_t block, const char* what) {
   FLATSHARD_CHECK(
       n % block == 0,
       config,
-      "expected {} that is a multiple of {} elements, which share a scale, got "
-      "{}",
+      "expected {} that is a multiple of {} elements (they share a scale), "
+      "got {}",
       what,
       block,
       n);

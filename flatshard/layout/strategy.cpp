@@ -60,8 +60,8 @@ void check_suffix(const Strategy& strategy, const NamedList& list) {
       shards_are_suffix(list.placements),
       config,
       "strategy '{}': {} is {}; expected the sharded axes to be the innermost "
-      "ones (the innermost axis is cut first, so only then is each rank's part "
-      "contiguous)",
+      "ones (the innermost axis is split first, so only then is each rank's "
+      "part contiguous)",
       strategy.name,
       list.name,
       to_string(list.placements));

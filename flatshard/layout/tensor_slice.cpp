@@ -92,7 +92,8 @@ TensorSlice TensorSlice::with(Cut cut) const {
   FLATSHARD_CHECK(
       place == more.cuts_.end() || place->dim != cut.dim,
       config,
-      "slice: dimension {} is cut already; expected one cut of each",
+      "slice: dimension {} is already split; expected at most one split per "
+      "dimension",
       cut.dim);
   more.cuts_.insert(place, std::move(cut));
   return more;
@@ -134,7 +135,7 @@ TensorSlice TensorSlice::take(
         range.begin >= end && range.end >= range.begin && range.end <= whole,
         config,
         "slice of dimension {}: expected ascending ranges within the {} of the "
-        "whole tensor, got [{}, {})",
+        "full tensor, got [{}, {})",
         dim,
         whole,
         range.begin,

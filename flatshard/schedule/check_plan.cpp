@@ -44,7 +44,7 @@ void check_before(
   FLATSHARD_CHECK(
       position(at, earlier) < position(at, later),
       internal,
-      "an overlap plan has {} before {}, which it depends on",
+      "an overlap plan runs {} before its dependency {}",
       to_string(later),
       to_string(earlier));
 }

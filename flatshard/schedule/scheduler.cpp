@@ -47,8 +47,8 @@ void check_planes(const UnitSpec& unit) {
       FLATSHARD_CHECK(
           plane != unit.post_forward,
           internal,
-          "unit {}: plane {} holds slices of plane 0, and no kernel can read "
-          "it",
+          "unit {}: plane {} contains slices of plane 0, and no kernel can "
+          "read it",
           unit.name,
           plane);
     });
@@ -60,8 +60,8 @@ void check_planes(const UnitSpec& unit) {
             (source >= 0 && source < plane && unit.source(source) == kStored &&
              unit.num_parts(source) == unit.num_parts(plane)),
         internal,
-        "unit {}: expected plane {} to be derived from a lower one that is "
-        "gathered and has as many parts, got {}",
+        "unit {}: expected plane {} to be derived from a lower plane that is "
+        "all-gathered and has the same number of parts, got {}",
         unit.name,
         plane,
         source);
@@ -171,7 +171,7 @@ void Scheduler::check_exists(UnitId unit) const {
   FLATSHARD_CHECK(
       unit >= 0 && unit < std::ssize(units_),
       usage,
-      "a policy names unit {}, which does not exist; there are {}",
+      "a policy names unit {}, but the model has {} units",
       unit,
       units_.size());
 }

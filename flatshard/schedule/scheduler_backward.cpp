@@ -100,7 +100,7 @@ Scheduler::Task& Scheduler::task_of_gradient(const ScheduleEvent& event) {
   FLATSHARD_CHECK(
       task != tasks_.end(),
       internal,
-      "unit {} got a gradient in graph task {} that never began",
+      "unit {} got a gradient in graph task {} that never started",
       units_[event.unit].name,
       event.task);
   return task->second;
@@ -120,7 +120,7 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
     for (const auto& [unit, count] : task->second.deferred) {
       FLATSHARD_THROW(
           usage,
-          "unit {}: {} weight gradients that were put off have not come before "
+          "unit {}: {} delayed weight gradients were not computed before "
           "their backward ended",
           units_[unit].name,
           count);

@@ -99,13 +99,13 @@ std::string to_string(const StoragePlan& plan) {
   if (plan.main != Main::absent) {
     text += plan.planes == Planes::made      ? ", planes made"
             : plan.planes == Planes::sharded ? ", planes sharded"
-                                             : ", planes whole";
+                                             : ", planes unsharded";
     text += plan.spreads ? ", spread" : "";
     text += plan.encodes ? ", encoded" : "";
   }
   text += plan.sums_inner ? ", inner sums" : "";
   text += plan.outer == Outer::after   ? ", outer axis after the inner ones"
-          : plan.outer == Outer::alone ? ", outer axis alone"
+          : plan.outer == Outer::alone ? ", outer axis only"
                                        : "";
   return text;
 }

@@ -86,9 +86,9 @@ void UnitLayout::find_parts(
     std::call_once(said, [&] {
       log_warning(
           "unit {} has {} parts of FP8 weights; more than {} are not "
-          "distinguished, so its planes are gathered whole and gather_parts "
-          "has no effect there; smaller units would be gathered in parts "
-          "(logged once)",
+          "distinguished, so its planes are all-gathered together and "
+          "gather_parts has no effect there; smaller units would be "
+          "all-gathered in parts (logged once)",
           unit,
           parts.size(),
           most);

@@ -113,9 +113,10 @@ TEST(Corpus, AFileCutOffDuringTheRunIsNamed) {
     std::vector<std::int64_t> tokens(300);
     const auto cut_off = ::testing::AllOf(
         HasSubstr((temp / "c/train-00000.bin").string()),
-        HasSubstr(fmt::format("expected {} bytes, as when it was", nbytes)),
+        HasSubstr(
+            fmt::format("expected {} bytes, the size when it was", nbytes)),
         HasSubstr(fmt::format("got {};", nbytes / 2)),
-        HasSubstr("restore it and start again"));
+        HasSubstr("restore it and restart"));
     for (const std::int64_t begin : {2900, 3000, 5900}) {
       EXPECT_THAT(
           error_message(ErrorCode::io, [&] { corpus->read(begin, tokens); }),

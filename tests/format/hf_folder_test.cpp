@@ -221,17 +221,17 @@ TEST(HfFolder, RefusesMxfp4OfOtherShapes) {
 
 TEST(HfFolder, OtherFormsSayWhatToDo) {
   const std::pair<const char*, const char*> cases[] = {
-      {"pytorch_model.bin", "pytorch_model.bin is no safetensors file"},
+      {"pytorch_model.bin", "pytorch_model.bin is not a safetensors file"},
       {"adapter_model.safetensors", "merge it into its base model"},
       {"model.fp16.safetensors", "model.fp16.safetensors is a variant"},
-      {"weights.gguf", "weights.gguf is no safetensors file"},
+      {"weights.gguf", "weights.gguf is not a safetensors file"},
       {"notes.txt", "and no other weights"}};
   for (const auto& [name, says] : cases) {
     const TempFolder folder;
     folder.write(name, "");
     EXPECT_THAT(refused(folder.path()), HasSubstr(says)) << name;
   }
-  EXPECT_THAT(refused("/no/such/folder"), HasSubstr("it is no folder"));
+  EXPECT_THAT(refused("/no/such/folder"), HasSubstr("it is not a directory"));
 }
 
 TEST(HfFolder, BadIndexesAreRefused) {
@@ -249,7 +249,7 @@ TEST(HfFolder, BadIndexesAreRefused) {
       HasSubstr("expected the name of a file in the same folder"));
   EXPECT_THAT(
       index(R"({"weight_map": {"a": "y.safetensors"}})"),
-      AllOf(HasSubstr("y.safetensors"), HasSubstr("is missing")));
+      AllOf(HasSubstr("y.safetensors"), HasSubstr("but missing")));
   EXPECT_THAT(
       index(R"({"weight_map": {"b": "x.safetensors"}})"),
       HasSubstr("has no tensor 'b'"));

@@ -165,7 +165,7 @@ TEST(Manifest, RefusesBoxesOutsideTheirTensor) {
       HasSubstr(text));
   EXPECT_THAT(
       refused([&](json& m) { piece(m).erase("length"); }),
-      HasSubstr("expected a key 'length', which is missing"));
+      HasSubstr("the key 'length' is missing"));
 }
 
 /// Returns the example's weight as version 1 has it: runs of the flattened
@@ -208,10 +208,10 @@ TEST(Manifest, ReadsVersion1) {
 TEST(Manifest, RefusesWrongTypesAndMissingKeys) {
   EXPECT_THAT(
       refused([](json& m) { m.erase("tensors"); }),
-      HasSubstr("expected a key 'tensors', which is missing"));
+      HasSubstr("the key 'tensors' is missing"));
   EXPECT_THAT(
       refused([](json& m) { m["step"] = -1; }),
-      HasSubstr("step: expected a whole number from 0 to 2^62, got -1"));
+      HasSubstr("step: expected an integer from 0 to 2^62, got -1"));
   EXPECT_THAT(
       refused([](json& m) { m["files"][0]["digests"] = "00"; }),
       HasSubstr("hexadecimal"));

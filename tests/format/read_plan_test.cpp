@@ -349,7 +349,7 @@ TEST(ReadPlan, AFileThatEndsEarlyIsAnError) {
       refused([&] {
         read_chunks(stored.folder.path(), stored.manifest, chunks, out, 1);
       }),
-      HasSubstr("it is cut off"));
+      HasSubstr("it is truncated"));
 }
 
 // A file size that is not a multiple of direct I/O's block size. Once from

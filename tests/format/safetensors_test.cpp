@@ -190,13 +190,13 @@ TEST_F(Safetensors, BadHeadersAreRefusedByName) {
        "expected an object with dtype"},
       {tensor(R"("dtype":"F32","data_offsets":[0,4])"),
        "abcd",
-       "expected shape to be a list of whole numbers, got nothing"},
+       "expected shape to be a list of integers, got nothing"},
       {tensor(R"("dtype":"F32","shape":[1])"),
        "abcd",
-       "expected data_offsets to be a list of whole numbers, got nothing"},
+       "expected data_offsets to be a list of integers, got nothing"},
       {tensor(R"("dtype":"F32","shape":[-1],"data_offsets":[0,4])"),
        "abcd",
-       "expected shape to be a list of whole numbers, got [-1]"},
+       "expected shape to be a list of integers, got [-1]"},
       {tensor(R"("dtype":"F32","shape":[1.0],"data_offsets":[0,4])"),
        "abcd",
        "got [1.0]"},
@@ -219,14 +219,14 @@ TEST_F(Safetensors, BadHeadersAreRefusedByName) {
       {tensor(
            R"("dtype":"U8","shape":[18446744073709551615],"data_offsets":[0,0])"),
        "",
-       "list of whole numbers"},
+       "list of integers"},
       {tensor(R"("dtype":"F32","shape":[1],"data_offsets":[4,8])"),
        "abcdefgh",
-       "tensor 'w' should begin at byte 0 of the data, but begins at 4"},
+       "tensor 'w' should start at byte 0 of the data, but starts at 4"},
       {R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},)"
        R"("b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
        "abc",
-       "tensor 'b' should begin at byte 2 of the data, but begins at 1"},
+       "tensor 'b' should start at byte 2 of the data, but starts at 1"},
       {R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},)"
        R"("a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})",
        "a",
@@ -262,7 +262,9 @@ TEST_F(Safetensors, BadLengthsAreRefused) {
       refused(),
       HasSubstr("the header should have 3 bytes, but the file has 2"));
   write_raw(~std::uint64_t{0}, "{}");
-  EXPECT_THAT(refused(), HasSubstr("it is cut off or not a safetensors file"));
+  EXPECT_THAT(
+      refused(),
+      HasSubstr("it is truncated or not a safetensors file"));
   std::filesystem::remove(path_);
   EXPECT_THAT(refused(ErrorCode::io), HasSubstr("cannot open"));
 }

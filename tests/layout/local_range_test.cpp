@@ -120,7 +120,7 @@ TEST(LocalRange, RefusesWhatDoesNotFit) {
       ranges({kR, kS}, sizes, {-1, 0}));
   expect_error(
       ErrorCode::usage,
-      "a layout of 4 shards cannot be cut into 9 equal parts",
+      "a layout of 4 shards cannot be split into 9 equal parts",
       ranges({kS, kS}, {3, 3}, {0, 0}));
 }
 

@@ -68,8 +68,8 @@ TEST(Padding, ExcessIsDescribedWithTheDegreeThatFits) {
   EXPECT_FALSE(describe(specs, 64));
   EXPECT_EQ(
       describe(specs, 96),
-      "padding is 50.0 % of the model's parameters over 96 shards, 0 MiB a "
-      "rank; max_padding allows 5.0 % (hardest to cut: 'a' with granularity "
+      "padding is 50.0 % of the model's parameters over 96 shards, 0 MiB per "
+      "rank; max_padding allows 5.0 % (hardest to split: 'a' with granularity "
       "row, 1024 elements); shard over 32 ranks and replicate over 3 (HSDP), "
       "use a finer granularity, or raise max_padding");
   EXPECT_FALSE(describe(specs, 96, 0.5));

@@ -92,16 +92,16 @@ TEST(TensorSlice, WhatCannotBeIsRefused) {
     expect_error(ErrorCode::config, text, action);
   };
   refused("got part 2 of 2 in 1 sections", [] { TensorSlice().cut(0, 2, 2); });
-  refused("dimension 1 is cut already", [] {
+  refused("dimension 1 is already split", [] {
     TensorSlice().cut(1, 0, 2).cut(1, 0, 2);
   });
   refused("expected a dimension counted from 0, got -1", [] {
     TensorSlice().cut(-1, 0, 2);
   });
-  refused("ascending ranges within the 4 of the whole tensor, got [3, 5)", [] {
+  refused("ascending ranges within the 4 of the full tensor, got [3, 5)", [] {
     TensorSlice().take(0, 4, {{3, 5}});
   });
-  refused("ascending ranges within the 4 of the whole tensor, got [0, 1)", [] {
+  refused("ascending ranges within the 4 of the full tensor, got [0, 1)", [] {
     TensorSlice().take(0, 4, {{2, 3}, {0, 1}});
   });
   const auto check = [](const TensorSlice& slice) {

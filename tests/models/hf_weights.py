@@ -195,7 +195,7 @@ def fewer_layers(folder):
 def bin_only(folder):
     make(folder)
     (folder / SINGLE).rename(folder / "pytorch_model.bin")
-    return "pytorch_model.bin is no safetensors file"
+    return "pytorch_model.bin is not a safetensors file"
 
 
 def pointer(folder):

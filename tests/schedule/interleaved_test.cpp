@@ -269,7 +269,7 @@ TEST(Interleaved, P5_LateWeightGradientsThatNeverComeAreNamed) {
     EXPECT_EQ(error.code(), ErrorCode::usage);
     EXPECT_THAT(
         error.message(),
-        HasSubstr("unit 1: 1 weight gradients that were put off"));
+        HasSubstr("unit 1: 1 delayed weight gradients"));
   }
 }
 

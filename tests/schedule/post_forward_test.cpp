@@ -214,7 +214,7 @@ TEST(PostForward, NoKernelReadsASlice) {
     Scheduler s(units, {});
     FAIL();
   } catch (const Error& e) {
-    EXPECT_THAT(e.message(), HasSubstr("unit 0: plane 1 holds slices"));
+    EXPECT_THAT(e.message(), HasSubstr("unit 0: plane 1 contains slices"));
   }
 }
 

@@ -82,35 +82,35 @@ TEST(StoragePlan, TableOfCombinations) {
   };
   EXPECT_EQ(lines(weights), R"(main is compute, planes sharded
 main is compute, planes sharded, spread
-main is compute, planes whole
-main is compute, planes whole, spread
+main is compute, planes unsharded
+main is compute, planes unsharded, spread
 main on device, planes made
 main on device, planes made, encoded
 main on device, planes sharded
 main on device, planes sharded, encoded
 main on device, planes sharded, spread
 main on device, planes sharded, spread, encoded
-main on device, planes whole
-main on device, planes whole, encoded
-main on device, planes whole, spread
-main on device, planes whole, spread, encoded
+main on device, planes unsharded
+main on device, planes unsharded, encoded
+main on device, planes unsharded, spread
+main on device, planes unsharded, spread, encoded
 main on host, planes made
 main on host, planes made, encoded
 main on host, planes sharded
 main on host, planes sharded, encoded
 main on host, planes sharded, spread
 main on host, planes sharded, spread, encoded
-main on host, planes whole
-main on host, planes whole, encoded
-main on host, planes whole, spread
-main on host, planes whole, spread, encoded
+main on host, planes unsharded
+main on host, planes unsharded, encoded
+main on host, planes unsharded, spread
+main on host, planes unsharded, spread, encoded
 no weights
 )");
   EXPECT_EQ(lines(gradients), R"(no weights
 no weights, inner sums
 no weights, inner sums, outer axis after the inner ones
-no weights, inner sums, outer axis alone
-no weights, outer axis alone
+no weights, inner sums, outer axis only
+no weights, outer axis only
 )");
 }
 
