@@ -143,8 +143,9 @@ def main():
     arguments = [rows, tokenizer, work / "map", work / "cache"]
     names["datasets.map"] = [sys.executable, "-c", MAP, *arguments]
     runs = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name, command in names.items():
+    for at in range(options.rounds):
+        # The order alternates, since the machine may be shared.
+        for name, command in list(names.items())[:: -1 if at % 2 else 1]:
             for folder in ("map", "cache"):
                 shutil.rmtree(work / folder, ignore_errors=True)
             runs[name].append(run(command))
