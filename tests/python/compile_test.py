@@ -173,7 +173,7 @@ def test_reduce_overhead_with_fp8(mesh, rank):
         pytest.skip("CUDA graphs want a GPU")
     pytest.importorskip("triton")
     model = fp8_blocks(mesh, "reduce-overhead")
-    with pytest.raises(RuntimeError, match="down.weight is held in FP8 .*cuda_graph"):
+    with pytest.raises(RuntimeError, match="down.weight is stored in FP8 .*cuda_graph"):
         for number in range(STEPS):
             torch.compiler.cudagraph_mark_step_begin()
             model.loss(torch.Generator().manual_seed(10 * number + rank)).backward()

@@ -375,7 +375,7 @@ def test_a_stray_read_names_the_parameter(mesh, rank):
     shard(model, mesh, policy("tensorwise"))
     with pytest.raises(
         RuntimeError,
-        match="parameter blocks.0.up.weight is held in FP8 .* module_filter_fn",
+        match="parameter blocks.0.up.weight is stored in FP8 .* module_filter_fn",
     ):
         model.loss(torch.Generator().manual_seed(rank))
     # The error's advice works.

@@ -165,6 +165,6 @@ def test_merging_names_what_it_reads(mesh):
     model = sharded(mesh, "rowwise")
     layer = model.base_model.model.model.layers[0]
     model.unshard(), layer.unshard()
-    with pytest.raises(Exception, match="q_proj.base_layer.weight is held in FP8"):
+    with pytest.raises(Exception, match="q_proj.base_layer.weight is stored in FP8"):
         layer.self_attn.q_proj.merge()
     layer.reshard(), model.reshard()

@@ -32,8 +32,8 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
     device = device_of(device_mesh)
     if device.type != "cuda" and not emulates_on_cpu():
         raise ValueError(
-            f"{option}: expected a mesh of GPUs, because CUDA graphs need them, got "
-            f"{device.type}; leave {option} out"
+            f"{option}: expected a mesh of GPUs, got {device.type}. CUDA graphs need "
+            f"GPUs; leave {option} out"
         )
     if offload:
         raise NotImplementedError(
