@@ -47,7 +47,7 @@ FileReader open_sized(
   FLATSHARD_CHECK(
       file.nbytes() == expected_nbytes,
       format,
-      "{}: expected {} bytes as in meta.json, got {}; the corpus is damaged, "
+      "{}: expected {} bytes as in meta.json, got {}; the dataset is damaged, "
       "prepare it again",
       path.string(),
       expected_nbytes,
@@ -173,8 +173,8 @@ CorpusMeta CorpusMeta::from_json(
   FLATSHARD_CHECK(
       version == kVersion || version == kVersionWithMasks,
       format,
-      "{}: this program reads corpus versions {} and {}, got version {}; "
-      "prepare the corpus again with it",
+      "{}: this program reads dataset versions {} and {}, got version {}; "
+      "prepare the dataset again with this program",
       origin,
       kVersion,
       kVersionWithMasks,
@@ -262,8 +262,8 @@ CorpusMeta CorpusMeta::load(const std::filesystem::path& folder) {
   FLATSHARD_CHECK(
       std::filesystem::is_regular_file(path),
       io,
-      "expected a corpus folder with a meta.json, got '{}'; make one with: "
-      "flatshard data prepare --input 'texts/**/*.txt' --output {}",
+      "expected a dataset directory with a meta.json, got '{}'; make one "
+      "with: flatshard data prepare --input 'texts/**/*.txt' --output {}",
       folder.string(),
       folder.string());
   const MappedFile file(path);
@@ -279,8 +279,8 @@ std::shared_ptr<const Corpus> Corpus::open(
   FLATSHARD_CHECK(
       found != nullptr,
       config,
-      "corpus {} has no split '{}'; prepare it with --validation-fraction "
-      "above 0, or give another folder",
+      "dataset {} has no split '{}'; prepare it with --validation-fraction "
+      "above 0, or set another directory",
       folder.string(),
       split);
   corpus->split_ = *found;
@@ -326,8 +326,8 @@ void Corpus::document_begins(std::int64_t first, std::span<std::int64_t> out)
       std::ranges::is_sorted(out) && last_is_end &&
           (out.empty() || (out.front() >= 0 && out.back() <= num_tokens())),
       format,
-      "{}: expected the first tokens of documents in ascending order up to the "
-      "number of tokens, {}; the corpus is damaged, prepare it again",
+      "{}: expected the first tokens of documents in ascending order up to "
+      "the number of tokens, {}; the dataset is damaged, prepare it again",
       documents_.path().string(),
       num_tokens());
 }
@@ -384,7 +384,7 @@ void Corpus::read_mask(std::int64_t begin, std::span<std::uint8_t> out) const {
         FLATSHARD_CHECK(
             bad == part.end(),
             format,
-            "{}: byte {}: expected 0 or 1, got {}; the corpus is damaged, "
+            "{}: byte {}: expected 0 or 1, got {}; the dataset is damaged, "
             "prepare it again",
             masks_[shard].path().string(),
             at + (bad - part.begin()),

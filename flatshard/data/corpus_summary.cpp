@@ -14,7 +14,7 @@ std::string summary(const CorpusMeta& meta) {
       meta.vocab_size,
       meta.end_of_document,
       meta.begin_of_document
-          ? fmt::format("begins with      token {}\n", *meta.begin_of_document)
+          ? fmt::format("starts with      token {}\n", *meta.begin_of_document)
           : "",
       to_string(meta.token_type));
   for (const SplitMeta& split : meta.splits) {

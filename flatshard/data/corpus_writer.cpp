@@ -66,7 +66,7 @@ void clean_up(const fs::path& target) {
     } else {
       rename_folder(old, target);
       log_warning(
-          "brought back {}, which a call that was killed had put aside",
+          "restored {}: an interrupted run had moved it away",
           target.string());
     }
   }
@@ -76,7 +76,7 @@ void clean_up(const fs::path& target) {
     if (error) {
       log_warning("cannot remove {}: {}", path.string(), error.message());
     } else {
-      log_info("removed {}, which a call that was killed left", path.string());
+      log_info("removed {}, a leftover of an interrupted run", path.string());
     }
   }
 }
@@ -229,7 +229,7 @@ fs::path StagedFolder::check(fs::path target, bool force) {
   FLATSHARD_CHECK(
       !exists || fs::is_regular_file(target / "meta.json"),
       usage,
-      "{} exists and is not a corpus (it has no meta.json), so --force does "
+      "{} exists and is not a dataset (it has no meta.json), so --force does "
       "not delete it; give another --output",
       target.string());
   return target;

@@ -27,7 +27,7 @@ std::string describe_packing(std::int64_t documents_per_sample) {
 
 /// "a mixture of 75.00% of 12 sequences and 25.00% of 30"
 std::string describe(const std::vector<LoaderState::Part>& parts) {
-  std::string text = parts.empty() ? "one corpus" : "a mixture of ";
+  std::string text = parts.empty() ? "one dataset" : "a mixture of ";
   for (std::size_t i = 0; i < parts.size(); ++i) {
     text += fmt::format(
         "{}{:.2f}% of {} sequences",
@@ -64,8 +64,8 @@ Loader::Loader(std::vector<WeightedSource> sources, LoaderOptions options)
     FLATSHARD_CHECK(
         source->vocab_size() <= options.vocab_size,
         config,
-        "the corpus has a vocabulary of {} tokens, but model.vocab_size is {}; "
-        "set model.vocab_size to at least {}",
+        "the dataset has a vocabulary of {} tokens, but model.vocab_size is "
+        "{}; set model.vocab_size to at least {}",
         source->vocab_size(),
         options.vocab_size,
         source->vocab_size());
@@ -74,7 +74,7 @@ Loader::Loader(std::vector<WeightedSource> sources, LoaderOptions options)
         num_sequences >= 1,
         config,
         "one sequence needs {} tokens, got {}; lower seq_len or prepare a "
-        "larger corpus",
+        "larger dataset",
         source->packing()
             ? "a document of at least 2"
             : fmt::format("training.seq_len + 1 = {}", options.seq_len + 1),
@@ -200,7 +200,7 @@ void Loader::read_samples(
           *worst < options_.vocab_size,
           format,
           "token {} at place {} of sequence {} ({}) is beyond "
-          "model.vocab_size = {}; the corpus is damaged, prepare it again",
+          "model.vocab_size = {}; the dataset is damaged, prepare it again",
           *worst,
           worst - row.begin() + place,
           sequence,
@@ -274,14 +274,14 @@ void Loader::restore(const LoaderState& state) {
       state.parts == parts,
       config,
       "the saved data order belongs to {}, got {}; data.train has other "
-      "corpora or weights, or another order of them; checkpoint.exclude = "
-      "\"loader\" begins with the new ones at the first sample",
+      "datasets or weights, or lists them in another order; "
+      "checkpoint.exclude = \"loader\" starts the new ones at the first sample",
       describe(state.parts),
       describe(parts));
   FLATSHARD_CHECK(
       state.num_sequences == num_sequences(),
       config,
-      "the saved data order belongs to a corpus of {} sequences, got one of "
+      "the saved data order belongs to a dataset of {} sequences, got one of "
       "{}; data.train is another folder or was prepared again",
       state.num_sequences,
       num_sequences());

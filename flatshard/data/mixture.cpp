@@ -26,7 +26,7 @@ Mixture::Mixture(const std::vector<double>& weights) {
   FLATSHARD_CHECK(
       !weights.empty(),
       config,
-      "expected at least one source, got none");
+      "expected at least one source, got 0");
   const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
   double rest = all;
   for (const double weight : weights) {
@@ -43,8 +43,8 @@ Mixture::Mixture(const std::vector<double>& weights) {
     FLATSHARD_CHECK(
         shares_.back() > 0 && (last || of_rest_.back() < kOne),
         config,
-        "weight: {} is too little or too much compared with the others, whose "
-        "sum is {}",
+        "weight: {} is too small or too large compared with the others (their "
+        "sum is {})",
         weight,
         all - weight);
     rest -= weight;

@@ -135,8 +135,8 @@ class HfCodec : public JsonCodec {
     FLATSHARD_CHECK(
         !eos_.empty(),
         config,
-        "--prompt: expected a text, since config.json has no eos_token_id to "
-        "begin with");
+        "--prompt: expected a text, because config.json has no eos_token_id "
+        "to start from");
     return eos_.front();
   }
   std::vector<std::int64_t> stop_tokens() const override { return eos_; }
@@ -168,7 +168,7 @@ ChatPrompts TextCodec::chat_prompts(
   FLATSHARD_THROW(
       config,
       "--chat: expected a tokenizer with a chat template, got byte tokens; "
-      "name a corpus of another tokenizer with --corpus");
+      "set --corpus to a dataset of another tokenizer");
 }
 
 std::unique_ptr<TextCodec> TextCodec::bytes() {

@@ -159,7 +159,7 @@ std::vector<WeightedSource> open_token_sources(
   FLATSHARD_CHECK(
       !choices.empty(),
       config,
-      "data.train: expected a corpus folder or \"random\", got nothing");
+      "data.train: set it to a dataset directory or \"random\"");
   std::vector<WeightedSource> sources;
   const SourceChoice* first = nullptr;
   for (const SourceChoice& choice : choices) {
@@ -169,8 +169,8 @@ std::vector<WeightedSource> open_token_sources(
       FLATSHARD_CHECK(
           packing.packing == Packing::stream,
           config,
-          "data.packing = \"documents\": random tokens have no documents; give "
-          "a corpus folder, or set data.packing = \"stream\"");
+          "data.packing = \"documents\": random tokens have no documents; set "
+          "a dataset directory, or data.packing = \"stream");
       opened.source = std::make_shared<RandomTokens>(
           mix_keys(seed, stable_hash(split)),
           vocab_size);

@@ -77,7 +77,7 @@ TEST(Corpus, MissingThingsAreNamed) {
   EXPECT_THAT(
       error_message(ErrorCode::io, [&] { Corpus::open(temp / "none"); }),
       ::testing::AllOf(
-          HasSubstr("expected a corpus folder"),
+          HasSubstr("expected a dataset directory"),
           HasSubstr("flatshard data prepare")));
   write_small_corpus(temp / "c", TokenType::uint16, 100, {3});
   EXPECT_THAT(
@@ -258,7 +258,7 @@ TEST(CorpusMeta, BadJsonIsRefusedByKey) {
       HasSubstr("expected \"format\""));
   EXPECT_THAT(
       with("\"version\": 1", "\"version\": 3"),
-      HasSubstr("reads corpus versions 1 and 2, got version 3"));
+      HasSubstr("reads dataset versions 1 and 2, got version 3"));
   EXPECT_THAT(with("uint16", "int8"), HasSubstr("got 'int8'"));
   EXPECT_THAT(
       with("\"vocab_size\": 10", "\"vocab_size\": \"x\""),
@@ -343,7 +343,7 @@ TEST(StagedFolder, ReplacesOnlyACorpusAndOnlyByForce) {
       error_message(
           ErrorCode::usage,
           [&] { StagedFolder(temp / "home", true); }),
-      HasSubstr("is not a corpus"));
+      HasSubstr("is not a dataset"));
   StagedFolder staged(temp / "corpus", true);
   FileWriter(staged.path() / "meta.json").close();
   EXPECT_TRUE(std::filesystem::exists(temp / "corpus/more"));

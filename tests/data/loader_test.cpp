@@ -301,13 +301,13 @@ TEST(Loader, RestoreRefusesAnotherMixture) {
       ::testing::AllOf(
           HasSubstr("15.00% of 12 sequences"),
           HasSubstr("30.00% of 12 sequences"),
-          HasSubstr("data.train has other corpora or weights"),
+          HasSubstr("data.train has other datasets or weights"),
           HasSubstr("checkpoint.exclude")));
   EXPECT_THAT(
       error_message(
           ErrorCode::config,
           [&] { loader.restore(make_loader(49, 6).state()); }),
-      HasSubstr("belongs to one corpus, got a mixture of 60.00% of 30"));
+      HasSubstr("belongs to one dataset, got a mixture of 60.00% of 30"));
 }
 
 TEST(Loader, SeedsGiveOtherOrders) {
@@ -401,7 +401,7 @@ TEST(Loader, RestoreRefusesAnotherOrder) {
   state.num_sequences = 9;
   EXPECT_THAT(
       error_message(ErrorCode::config, [&] { loader.restore(state); }),
-      HasSubstr("a corpus of 9 sequences, got one of 10"));
+      HasSubstr("a dataset of 9 sequences, got one of 10"));
 }
 
 }  // namespace

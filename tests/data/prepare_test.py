@@ -198,7 +198,7 @@ def test_a_corpus_is_replaced_by_force_alone(tmp_path):
     (tmp_path / "out/meta.json").unlink()
     text = problem(tmp_path, tmp_path / "in", code="usage", force=True)
     assert (
-        "is not a corpus (it has no meta.json), so --force does not delete it" in text
+        "is not a dataset (it has no meta.json), so --force does not delete it" in text
     )
 
 

@@ -74,7 +74,7 @@ TEST(OpenTokenSource, ByName) {
       error_message(
           ErrorCode::config,
           [] { open_token_sources({}, "train", 1, 9); }),
-      HasSubstr("data.train: expected a corpus folder or \"random\""));
+      HasSubstr("data.train: set it to a dataset directory or \"random"));
   EXPECT_THAT(
       error_message(
           ErrorCode::io,

@@ -91,7 +91,7 @@ std::vector<Piece> PackedWindow::pieces(std::int64_t sequence) const {
 
 std::string PackingReport::describe() const {
   return fmt::format(
-      "{} documents ({} of them cut) in {} samples, {:.1f} % full",
+      "{} documents ({} of them split) in {} samples, {:.1f} % full",
       num_documents,
       num_cut,
       num_sequences,

@@ -158,9 +158,8 @@ TEST(PackedDocuments, TrainEveryPairOfADocumentOnce) {
   EXPECT_LT(num_padding * 20, report.num_sequences * kSeq);
   EXPECT_THAT(
       report.describe(),
-      ::testing::MatchesRegex("5000 documents \\([0-9]+ of them cut\\) in "
-                              "[0-9]+ samples, 9[5-9]\\.[0-9] "
-                              "% full"));
+      ::testing::MatchesRegex("5000 documents \\([0-9]+ of them split\\) in "
+                              "[0-9]+ samples, 9[5-9]\\.[0-9] % full"));
 }
 
 Loader packed_loader(

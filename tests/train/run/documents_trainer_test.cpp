@@ -111,8 +111,8 @@ TEST_F(PackedRun, ResumesInTheMiddleOfAnEpoch) {
   EXPECT_THAT(
       train(),
       ::testing::ContainsRegex("data: .*corpus: [0-9]+ documents \\([0-9]+ of "
-                               "them cut\\) in [0-9]+ samples, 9[0-9]\\.[0-9] "
-                               "% full"));
+                               "them split\\) in [0-9]+ samples, "
+                               "9[0-9]\\.[0-9] % full"));
   const auto whole = rows();
   EXPECT_EQ(whole.size(), 8U * 2 + 2);
   train({"checkpoint.load_step=4"}, /*resume=*/true);

@@ -366,7 +366,7 @@ TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
     resume();
     FAIL();
   } catch (const Error& error) {
-    EXPECT_THAT(error.message(), HasSubstr("other corpora or weights"));
+    EXPECT_THAT(error.message(), HasSubstr("other datasets or weights"));
   }
   const std::string generated = generate_text(
       {.run = run(), .prompt = "a", .max_new_tokens = 2, .device = "cpu"});
