@@ -168,7 +168,7 @@ void bind_checkpoint(py::module_& m) {
       "latest_checkpoint",
       [](const std::string& folder) { return latest_checkpoint(folder); },
       py::arg("folder"),
-      "The step of the latest whole checkpoint, or None.");
+      "Returns the step of the latest complete checkpoint, or None.");
   m.def(
       "describe_checkpoint",
       [](const std::string& folder) { return describe(folder); },

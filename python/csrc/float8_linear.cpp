@@ -71,8 +71,9 @@ Float8Parameter find(const at::Tensor& weight) {
   FLATSHARD_CHECK(
       found != known.parameters.end(),
       usage,
-      "float8_linear: expected a weight [{}] that fully_shard(fp8=...) holds "
-      "in FP8, whole and of an existing model, got another tensor",
+      "float8_linear: expected an unsharded weight [{}] that "
+      "fully_shard(fp8=...) stores in FP8, of a model that still exists, got "
+      "another tensor",
       fmt::join(weight.sizes(), ", "));
   return found->second;
 }
@@ -88,7 +89,7 @@ void check_input(const at::Tensor& x, const at::Tensor& weight) {
       x.scalar_type() == weight.scalar_type(),
       usage,
       "Float8Linear: expected an input of {}, the dtype of its weight, got {}: "
-      "mp_policy casts the inputs of units, autocast those of layers",
+      "mp_policy casts the inputs of units, and autocast the inputs of layers",
       c10::toString(weight.scalar_type()),
       c10::toString(x.scalar_type()));
 }

@@ -156,11 +156,11 @@ void bind_float8(py::module_& m) {
       },
       py::arg("recipe"),
       py::arg("device"),
-      "Which GPU this is, and which ones multiply the recipe in FP8.");
+      "Returns which GPU this is, and which ones multiply the recipe in FP8.");
   py::class_<Float8Format>(
       m,
       "Float8Format",
-      "How the weights of a unit are FP8.")
+      "FP8 format of the weights of a unit.")
       .def(
           py::init(&make_format),
           py::kw_only(),
@@ -174,7 +174,8 @@ void bind_float8(py::module_& m) {
             return self.why_not(shape);
           },
           py::arg("shape"),
-          "Why a weight of this shape cannot be FP8; empty: it can.");
+          "Returns why a weight of this shape cannot be FP8, or an empty "
+          "string.");
 }
 
 }  // namespace flatshard::python

@@ -49,7 +49,7 @@ void bind_machine(py::module_& m) {
   m.def(
       "try_peer_copies",
       &try_peer_copies,
-      "Returns the error of copies between GPUs; empty: they work.");
+      "Returns the error of copies between GPUs, or an empty string.");
 }
 
 }  // namespace flatshard::python

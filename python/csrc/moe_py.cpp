@@ -131,7 +131,7 @@ void bind_moe(py::module_& m) {
   py::class_<PyTokenExchange>(
       m,
       "TokenExchange",
-      "How the ranks of a mesh of one axis exchange tokens. Collective.")
+      "Token exchange of the ranks of a mesh of one axis. Collective.")
       .def(
           py::init<Mesh&, const TokenExchangeOptions&>(),
           py::arg("mesh"),
@@ -162,7 +162,8 @@ void bind_moe(py::module_& m) {
           py::arg("exchange"),
           py::arg("experts"),
           no_gil,
-          "experts: any integers [tokens, slots], among those of all ranks.")
+          "experts: integers [tokens, slots], numbers among the experts of all "
+          "ranks.")
       .def("finish", &RoutedTokens::finish, no_gil)
       .def_property_readonly(
           "ends",
@@ -173,7 +174,7 @@ void bind_moe(py::module_& m) {
           "row_weights",
           &RoutedTokens::row_weights,
           py::arg("weights"),
-          "float32 [tokens, slots] -> [rows], as dispatch takes them.")
+          "float32 [tokens, slots] -> [rows], an argument of dispatch.")
       .def(
           "dispatch",
           &RoutedTokens::dispatch,
@@ -242,8 +243,8 @@ void bind_moe(py::module_& m) {
       py::arg("weight"),
       py::arg("ends"),
       no_gil,
-      "(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T, which keeps gate_up "
-      "alone for the backward.");
+      "(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T. Saves only gate_up for "
+      "the backward.");
 }
 
 }  // namespace flatshard::python

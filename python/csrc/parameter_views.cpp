@@ -269,7 +269,7 @@ void ParameterViews::check_may_go_on() const {
           "interleaved: expected no hooks of "
           "register_post_accumulate_grad_hook, or on gradient accumulators, of "
           "the model's parameters; a "
-          "step whose backwards interleave has gradients at its end alone");
+          "step whose backwards interleave has gradients only at its end");
     }
   }
 }
@@ -335,15 +335,15 @@ void ParameterViews::check_no_hook() const {
       !runs_hooks_,
       usage,
       "a hook of register_post_accumulate_grad_hook called the model whose "
-      "backward runs, or gathered or released its parameters; it may read and "
-      "write its parameter and step an optimizer. Do the rest after "
+      "backward runs, or unsharded or resharded its parameters; it may read "
+      "and write its parameter and step an optimizer. Do the rest after "
       "backward()");
   FLATSHARD_CHECK(
       !captures_,
       usage,
       "the forward of a unit with cuda_graph=True called another unit, or "
-      "gathered or released parameters, which a CUDA graph cannot do; give the "
-      "inner unit cuda_graph=True and leave it out here");
+      "unsharded or resharded parameters. A CUDA graph cannot do this; give "
+      "the inner unit cuda_graph=True and leave it out here");
 }
 
 void ParameterViews::was_reset() {

@@ -43,7 +43,7 @@ PyUnit::PyUnit(
           !shape.empty(),
           usage,
           "parameter {} has no dimension to be a slice along; expected at "
-          "least one where the mesh is a part of the model's",
+          "least one for a module on a part of the model's mesh",
           member.name);
       placement.slice = TensorSlice().cut(0, options.which_slice, num_slices);
       placement.grad_divisor = static_cast<double>(num_slices);

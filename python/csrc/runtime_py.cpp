@@ -169,7 +169,7 @@ void bind_runtime(py::module_& m) {
           py::arg("whole_written"),
           py::arg("look_inside"));
 
-  py::class_<PyRuntime>(m, "Runtime", "Gathers, releases and reduces.")
+  py::class_<PyRuntime>(m, "Runtime", "All-gathers, reshards and reduces.")
       .def(
           py::init<
               const std::shared_ptr<Mesh>&,
@@ -184,8 +184,8 @@ void bind_runtime(py::module_& m) {
           "linear",
           &PyRuntime::linear,
           "torch.nn.functional.linear whose backward writes the gradients of "
-          "weight and bias into the memory that is reduced. Both are whole "
-          "parameters of this runtime's units. None: torch's own is to run.",
+          "weight and bias into the memory that is reduced. Both are unsharded "
+          "parameters of this runtime's units. None: run torch's function.",
           py::arg("input"),
           py::arg("weight"),
           py::arg("bias"))
@@ -217,7 +217,7 @@ void bind_runtime(py::module_& m) {
           py::arg("constants"),
           py::arg("reason"),
           "RegionGraphs::run_unit: outputs of a replay or None, and whether "
-          "graph_ran is to follow the forward. `function` takes a list of "
+          "graph_ran is to follow the forward. `function` accepts a list of "
           "tensors and returns one, is kept, and must not keep the model. "
           "Without inputs the forward cannot be part of a graph: `reason` is "
           "the obstacle. With them `reason` is the difference from the last "
@@ -303,8 +303,8 @@ void bind_runtime(py::module_& m) {
       .def(
           "float8_inputs",
           &PyRuntime::float8_inputs,
-          "How many inputs layers with FP8 weights had, and how many calls "
-          "found theirs quantized.")
+          "Returns the number of inputs of layers with FP8 weights, and the "
+          "number of calls that found their input quantized.")
       .def("take_trace", &PyRuntime::take_trace, NoGil())
       .def("set_keeps_trace", &PyRuntime::set_keeps_trace, py::arg("keeps"))
       .def(

@@ -101,7 +101,7 @@ TensorStates::state_shards(std::size_t group) const {
 }
 
 void TensorStates::update(std::size_t, FlatUpdate&, double) {
-  FLATSHARD_THROW(internal, "these states belong to an optimizer of Python's");
+  FLATSHARD_THROW(internal, "these states belong to an optimizer in Python");
 }
 
 }  // namespace flatshard::python

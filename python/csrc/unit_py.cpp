@@ -85,7 +85,7 @@ void bind_unit(py::module_& m) {
           py::arg("has_weights"),
           py::arg("granularity"));
 
-  py::class_<PyUnit::Options>(m, "UnitOptions", "How a unit is sharded.")
+  py::class_<PyUnit::Options>(m, "UnitOptions", "Sharding options of a unit.")
       .def(
           py::init([](std::string strategy,
                       bool offload,
@@ -149,8 +149,8 @@ void bind_unit(py::module_& m) {
           "join",
           &PyUnit::join,
           py::arg("other"),
-          "Appends the parameters of `other` to this unit's, which keep their "
-          "numbers.")
+          "Appends the parameters of `other` to this unit. Its own parameters "
+          "keep their numbers.")
       .def("whole", &PyUnit::whole, py::arg("i"))
       .def("shard", &PyUnit::shard, py::arg("i"))
       .def("grad", &PyUnit::grad, py::arg("i"))
@@ -182,7 +182,7 @@ void bind_unit(py::module_& m) {
             }
           },
           py::arg("sums_only"),
-          "Collectives only ever sum; means are taken afterwards.")
+          "Makes collectives only sum; means are computed afterwards.")
       .def(
           "set_reduced_hook",
           [](PyUnit& self, std::optional<ReducedHook> hook) {
@@ -214,15 +214,16 @@ void bind_unit(py::module_& m) {
           py::arg("i"),
           py::arg("cuts"),
           py::arg("outside"),
-          "Parameter i is the indices [begin, end) of dimension `dim` of a "
-          "tensor of `whole` indices there, for each (dim, whole, begin, end); "
-          "None: it stays what it is. `outside`: which of how many ranks "
-          "outside of the model's mesh that have the same.")
+          "Makes parameter i the indices [start, end) of dimension `dim` of a "
+          "tensor with `size` indices there, for each (dim, size, start, end); "
+          "None: it stays what it is. `outside`: (index, count) of this rank "
+          "among the ranks outside the model's mesh that have the same part.")
       .def("set_names", &PyUnit::set_names, py::arg("unit"), py::arg("names"))
       .def(
           "set_access_error",
           &PyUnit::set_access_error,
-          "Sets the error of reading whole parameter i, or a view of it, while "
+          "Sets the error of reading unsharded parameter i, or a view of it, "
+          "while "
           "it has no memory. After set_names.",
           py::arg("i"),
           py::arg("text"));

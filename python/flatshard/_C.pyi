@@ -77,12 +77,12 @@ class Float8DequantizeOptions:
     def __init__(self, *, axis: str, transpose: bool, dtype: torch.dtype) -> None: ...
 
 class Float8Format:
-    """How the weights of a unit are FP8."""
+    """FP8 format of the weights of a unit."""
     def __init__(
         self, *, recipe: str, stored_columns: bool, gather_parts: str, emulate: bool
     ) -> None: ...
     def why_not(self, shape: Sequence[int]) -> str:
-        """Why a weight of this shape cannot be FP8; empty: it can."""
+        """Returns why a weight of this shape cannot be FP8, or an empty string."""
 
 class Float8PlaneOptions:
     def __init__(
@@ -187,7 +187,7 @@ class RoutedTokens:
     """The tokens of one layer and microbatch, and where their rows go. Collective.
     dispatch, or finish, waits for the counts of all ranks."""
     def __init__(self, exchange: TokenExchange, experts: torch.Tensor) -> None:
-        """experts: any integers [tokens, slots], among those of all ranks."""
+        """experts: integers [tokens, slots], numbers among the experts of all ranks."""
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_received, dim] -> [tokens, dim], the sums of each token."""
     def dispatch(
@@ -199,7 +199,7 @@ class RoutedTokens:
     def queued(self) -> StreamEvent:
         """See start_dispatch."""
     def row_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, slots] -> [rows], as dispatch takes them."""
+        """float32 [tokens, slots] -> [rows], an argument of dispatch."""
     def start_combine(
         self, rows: Sequence[torch.Tensor | None], made: StreamEvent
     ) -> RowTransfer: ...
@@ -220,7 +220,7 @@ class RowTransfer:
         """The rows that arrive, for kernels on the current stream. Once."""
 
 class Runtime:
-    """Gathers, releases and reduces."""
+    """All-gathers, reshards and reduces."""
     def __init__(
         self,
         mesh: Mesh,
@@ -233,8 +233,8 @@ class Runtime:
     ) -> None: ...
     def defers(self, weight: torch.Tensor) -> bool: ...
     def float8_inputs(self) -> tuple[int, int]:
-        """How many inputs layers with FP8 weights had, and how many calls found theirs
-        quantized."""
+        """Returns the number of inputs of layers with FP8 weights, and the number of
+        calls that found their input quantized."""
     def forward_begin(
         self, unit: int, args: typing.Any, kwargs: typing.Any
     ) -> None: ...
@@ -251,7 +251,7 @@ class Runtime:
         reason: str,
     ) -> tuple[list[torch.Tensor] | None, bool]:
         """RegionGraphs::run_unit: outputs of a replay or None, and whether graph_ran is
-        to follow the forward. `function` takes a list of tensors and returns one, is
+        to follow the forward. `function` accepts a list of tensors and returns one, is
         kept, and must not keep the model. Without inputs the forward cannot be part of
         a graph: `reason` is the obstacle. With them `reason` is the difference from the
         last watched forward, if any."""
@@ -265,8 +265,8 @@ class Runtime:
         self, input: typing.Any, weight: typing.Any, bias: typing.Any
     ) -> torch.Tensor | None:
         """torch.nn.functional.linear whose backward writes the gradients of weight and
-        bias into the memory that is reduced. Both are whole parameters of this
-        runtime's units. None: torch's own is to run."""
+        bias into the memory that is reduced. Both are unsharded parameters of this
+        runtime's units. None: run torch's function."""
     def main_grad(self, weight: torch.Tensor) -> torch.Tensor: ...
     def parameter_norms(self) -> list[tuple[str, float, float | None]]: ...
     def report_nan_in_param_grad(self, reports: bool) -> None: ...
@@ -321,7 +321,7 @@ class TensorStates:
     def set_updates(self, updates: Sequence[Sequence[int]]) -> None: ...
 
 class TokenExchange:
-    """How the ranks of a mesh of one axis exchange tokens. Collective."""
+    """Token exchange of the ranks of a mesh of one axis. Collective."""
     def __deepcopy__(self, arg0: dict) -> typing.Any:
         """A copy of a module exchanges tokens as the module does."""
     def __init__(self, mesh: Mesh, options: TokenExchangeOptions) -> None: ...
@@ -357,13 +357,13 @@ class Unit:
     def grad(self, i: int) -> torch.Tensor | None: ...
     def group_index(self, i: int) -> int: ...
     def join(self, other: Unit) -> None:
-        """Appends the parameters of `other` to this unit's, which keep their
+        """Appends the parameters of `other` to this unit. Its own parameters keep their
         numbers."""
     def mark_written(self) -> None:
         """Somebody else may have written the shards."""
     def set_access_error(self, i: int, text: str) -> None:
-        """Sets the error of reading whole parameter i, or a view of it, while it has no
-        memory. After set_names."""
+        """Sets the error of reading unsharded parameter i, or a view of it, while it
+        has no memory. After set_names."""
     def set_divisor(self, divisor: float) -> None: ...
     def set_names(self, unit: str, names: Sequence[Sequence[str]]) -> None: ...
     def set_part(
@@ -372,14 +372,14 @@ class Unit:
         cuts: Sequence[tuple[int, int, int, int]] | None,
         outside: tuple[int, int],
     ) -> None:
-        """Parameter i is the indices [begin, end) of dimension `dim` of a tensor of
-        `whole` indices there, for each (dim, whole, begin, end); None: it stays what it
-        is. `outside`: which of how many ranks outside of the model's mesh that have the
-        same."""
+        """Makes parameter i the indices [start, end) of dimension `dim` of a tensor
+        with `size` indices there, for each (dim, size, start, end); None: it stays what
+        it is. `outside`: (index, count) of this rank among the ranks outside the
+        model's mesh that have the same part."""
     def set_reduced_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
         """None for none."""
     def set_sums_only(self, sums_only: bool) -> None:
-        """Collectives only ever sum; means are taken afterwards."""
+        """Makes collectives only sum; means are computed afterwards."""
     def shard(self, i: int) -> torch.Tensor: ...
     def shard_of_ranks(self, i: int) -> list[int]: ...
     def trainable(self, i: int) -> bool: ...
@@ -393,7 +393,7 @@ class Unit:
     def offloads(self) -> bool: ...
 
 class UnitOptions:
-    """How a unit is sharded."""
+    """Sharding options of a unit."""
     def __init__(
         self,
         *,
@@ -455,7 +455,7 @@ def float8_quantize(
 def float8_swizzle_mx_scales(scales: torch.Tensor) -> torch.Tensor: ...
 def float8_transpose(data: torch.Tensor) -> torch.Tensor: ...
 def float8_why_not_multiplied(recipe: str, device: torch.device) -> str:
-    """Which GPU this is, and which ones multiply the recipe in FP8."""
+    """Returns which GPU this is, and which ones multiply the recipe in FP8."""
 
 def gpu_kinds() -> list[tuple[int, str]]:
     """(index of one GPU, what it does) for each kind of GPU."""
@@ -471,11 +471,11 @@ def grouped_swiglu_linear(
     weight: torch.Tensor,
     ends: torch.Tensor,
 ) -> torch.Tensor:
-    """(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T, which keeps gate_up alone for
-    the backward."""
+    """(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T. Saves only gate_up for the
+    backward."""
 
 def latest_checkpoint(folder: str) -> int | None:
-    """The step of the latest whole checkpoint, or None."""
+    """Returns the step of the latest complete checkpoint, or None."""
 
 def linear_cross_entropy(
     input: torch.Tensor,
@@ -503,4 +503,4 @@ def strategies() -> list:
     outer and inner axes."""
 
 def try_peer_copies() -> list[str]:
-    """Returns the error of copies between GPUs; empty: they work."""
+    """Returns the error of copies between GPUs, or an empty string."""
