@@ -23,35 +23,30 @@ constexpr std::string_view kEmulated =
 constexpr std::array<GpuFeatureRow, 8> kFeatures = {{
     {GpuFeature::bfloat16, "bfloat16", 80, kAny, kAny, "refused"},
     {GpuFeature::float8_tensorwise,
-     "FP8 products, tensorwise",
+     "FP8 matmuls, tensorwise",
      89,
      kAny,
      kAny,
      kEmulated},
     {GpuFeature::float8_rowwise,
-     "FP8 products, rowwise",
+     "FP8 matmuls, rowwise",
      90,
      kAny,
      100,
      kEmulated},
     {GpuFeature::float8_blockwise,
-     "FP8 products, blockwise",
+     "FP8 matmuls, blockwise",
      90,
      kAny,
      100,
      kEmulated},
-    {GpuFeature::float8_mxfp8,
-     "FP8 products, mxfp8",
-     100,
-     kAny,
-     110,
-     kEmulated},
+    {GpuFeature::float8_mxfp8, "FP8 matmuls, mxfp8", 100, kAny, 110, kEmulated},
     {GpuFeature::grouped_products,
-     "all experts in one product",
+     "grouped matmul for experts",
      90,
      110,
      kAny,
-     "a product for each expert, and the host waits for their sizes"},
+     "one matmul per expert, and the host waits for their sizes"},
     {GpuFeature::cudnn_attention,
      "attention by cuDNN",
      90,
@@ -200,8 +195,8 @@ std::string why_gpu_is_unfit(
     std::string_view architectures) {
   if (!gpu_has(sm, GpuFeature::bfloat16)) {
     return fmt::format(
-        "{} has compute capability {} (sm_{}); expected {}, which multiplies "
-        "bfloat16, such as an A100 or an RTX 3090. Use another GPU "
+        "{} has compute capability {} (sm_{}), and bfloat16 matmuls require "
+        "{}, such as an A100 or an RTX 3090. Use another GPU "
         "(CUDA_VISIBLE_DEVICES) or the CPU",
         name,
         dotted(sm),
@@ -210,8 +205,8 @@ std::string why_gpu_is_unfit(
   }
   if (!build_fits(architectures, real)) {
     return fmt::format(
-        "{} is sm_{}, and this build of Flatshard has CUDA code for {} alone; "
-        "build it again with FLATSHARD_GPUS={} (or all)",
+        "{} is sm_{}, and this build of Flatshard has CUDA code only for {}; "
+        "rebuild with FLATSHARD_GPUS={} (or all)",
         name,
         real,
         architectures,

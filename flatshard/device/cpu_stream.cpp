@@ -188,7 +188,7 @@ class CpuStream : public Stream {
         std::rethrow_exception(failure->exception);
       } catch (const std::exception& error) {
         log_error(
-            "stream '{}' ended with an error that nobody waited for: {}",
+            "stream '{}' ended with an unhandled error: {}",
             name,
             error.what());
       } catch (...) {

@@ -23,8 +23,8 @@ Function* driver_function(const char* name, unsigned version) {
   FLATSHARD_CHECK(
       function != nullptr,
       cuda,
-      "audit of a CUDA graph: expected a driver of CUDA 12.4 or newer, which "
-      "has {}; switch GraphOptions::audit off",
+      "the audit of CUDA graphs requires a driver of CUDA 12.4 or newer ({}); "
+      "turn GraphOptions::audit off",
       name);
   return function;
 }

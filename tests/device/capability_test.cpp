@@ -43,14 +43,13 @@ TEST(Capability, TheDescriptionNamesTheFallbackOfWhatIsMissing) {
   EXPECT_THAT(
       a100,
       AllOf(
-          HasSubstr("rowwise       no (sm_90 or later): planes are decoded to "
+          HasSubstr("rowwise        no (sm_90 or later): planes are decoded to "
                     "bfloat16 with emulate = true, else refused"),
-          HasSubstr("one product  no (sm_90 to sm_109): a product for each "
-                    "expert"),
+          HasSubstr("for experts  no (sm_90 to sm_109): one matmul per expert"),
           HasSubstr("bfloat16                    yes\n")));
   EXPECT_THAT(
       describe_gpu_features(120),
-      HasSubstr("mxfp8         where cuBLASLt has them"));
+      HasSubstr("mxfp8          where cuBLASLt has them"));
 }
 
 TEST(Capability, CodeOfABuildRunsOnItsFamilyAndPtxOnWhatComesLater) {
@@ -82,12 +81,12 @@ TEST(Capability, AnUnfitGpuIsNamedWithWhatToDo) {
       why_gpu_is_unfit("Tesla T4", 75, 75, "75"),
       AllOf(
           HasSubstr("Tesla T4 has compute capability 7.5 (sm_75)"),
-          HasSubstr("expected sm_80 or later")));
+          HasSubstr("require sm_80 or later")));
   EXPECT_THAT(
       why_gpu_is_unfit("NVIDIA A100", 80, 80, "90a"),
       AllOf(
           HasSubstr("NVIDIA A100 is sm_80"),
-          HasSubstr("for 90a alone"),
+          HasSubstr("only for 90a"),
           HasSubstr("FLATSHARD_GPUS=80 (or all)")));
   // A pretended capability chooses fallbacks, but code has to run on the real
   // device.
