@@ -154,6 +154,7 @@ void Executor::release(Unit& unit, const Action& action) {
   }
   WeightSlot& held = weight_slot(unit, action.plane, action.part);
   if (action.plane == kComputePlane) {
+    unit.pointers().check_not_shared();
     unit.pointers().clear();
     observers_.slots.tell([&](SlotObserver& o) { o.parameters_cleared(unit); });
   }

@@ -1,5 +1,6 @@
 #include "flatshard/unit/parameter_storage.h"
 
+#include "flatshard/core/error.h"
 #include "flatshard/nn/module.h"
 
 #include <ATen/ATen.h>
@@ -20,13 +21,34 @@ struct RefusalFlag {
 bool& refuses_reads(c10::StorageImpl& storage);
 template struct RefusalFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 
+// Only a storage with an allocator is resizable.
+struct RefusingAllocator : c10::Allocator {
+  at::DataPtr allocate(std::size_t nbytes) override {
+    FLATSHARD_THROW(
+        usage,
+        "expected no resize of an unsharded parameter, because its unit owns "
+        "the memory, got one to {} bytes; resize a clone()",
+        nbytes);
+  }
+  void copy_data(void* to, const void* from, std::size_t nbytes)
+      const override {
+    default_copy_data(to, from, nbytes);
+  }
+};
+
+c10::Allocator* refusing_allocator() {
+  static RefusingAllocator allocator;
+  return &allocator;
+}
+
+// Tensor.numpy() marks the storage: it makes it not resizable.
 at::Storage storage_without_memory(std::size_t nbytes, at::Device device) {
   return at::Storage(
       at::Storage::use_byte_size_t(),
       nbytes,
       at::DataPtr(nullptr, device),
-      /*allocator=*/nullptr,
-      /*resizable=*/false);
+      refusing_allocator(),
+      /*resizable=*/true);
 }
 
 // Throws on access to its data, and has the owner for the text of the error.
@@ -97,6 +119,38 @@ std::optional<ParameterOwner> ParameterStorage::owner_of(
   return refusing->owner;
 }
 
+void ParameterStorage::note_shared(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) {
+    return;
+  }
+  at::StorageImpl* impl = tensor.storage().unsafeGetStorageImpl();
+  if (impl->allocator() == refusing_allocator()) {
+    impl->set_resizable(false);
+  }
+}
+
+void ParameterStorage::check_not_shared() const {
+  const at::StorageImpl* impl = storage_.unsafeGetStorageImpl();
+  if (impl->resizable()) {
+    return;
+  }
+  // An array of a tensor that requires gradients refers to a detached tensor
+  // of this storage. Views of autograd may refer to it, too.
+  const bool is_shown = parameter_.storage().unsafeGetStorageImpl() == impl;
+  if (parameter_.requires_grad() &&
+      storage_.use_count() == (is_shown ? 2 : 1)) {
+    return;
+  }
+  const ParameterOwner& owner = refusal(refusing_).owner;
+  FLATSHARD_THROW(
+      usage,
+      "parameter {} of {} was passed to numpy() or DLPack while it was "
+      "unsharded. Its unit is resharded now, so the array would read memory of "
+      "other parameters; pass a copy, parameter.detach().clone()",
+      owner.parameter,
+      owner.unit);
+}
+
 void ParameterStorage::set_name(
     const std::string& unit,
     const std::string& name) const {
@@ -150,6 +204,7 @@ void ParameterStorage::point_at(void* data) const {
   }
   at::StorageImpl* impl = storage_.unsafeGetStorageImpl();
   refuses_reads(*impl) = false;
+  impl->set_resizable(true);
   impl->set_data_ptr_noswap(at::DataPtr(data, impl->device()));
   show(storage_);
 }

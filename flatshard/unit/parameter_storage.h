@@ -49,6 +49,14 @@ class ParameterStorage {
   /// other tensors.
   static std::optional<ParameterOwner> owner_of(const at::Tensor& tensor);
 
+  /// Notes that an array of another library shares the memory of `tensor`, if
+  /// that is an unsharded parameter or a view of one. Tensor.numpy() needs no
+  /// call.
+  static void note_shared(const at::Tensor& tensor);
+  /// Called before clear().
+  /// @throws Error{usage} when an array may still read its memory.
+  void check_not_shared() const;
+
   /// Sets the name for the error of a read while it has no data.
   void set_name(const std::string& unit, const std::string& name) const;
   /// Sets the full text of that error.

@@ -46,6 +46,14 @@ void UnitPointers::check_storage() const {
   }
 }
 
+void UnitPointers::check_not_shared() const {
+  for (const UnitParameter& p : parameters_) {
+    if (!groups_[p.group]->weights().resident()) {
+      p.storage.check_not_shared();
+    }
+  }
+}
+
 void UnitPointers::point_at(const SlotView& slot) {
   check_storage();
   for (UnitParameter& p : parameters_) {

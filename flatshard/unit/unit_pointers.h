@@ -25,6 +25,10 @@ class UnitPointers {
 
   /// @throws Error{usage} when a parameter's storage was replaced.
   void check_storage() const;
+  /// Called before clear().
+  /// @throws Error{usage} when an array of another library may still read the
+  ///   memory of a parameter.
+  void check_not_shared() const;
   /// Points the parameters at the slot / at nothing. Resident groups stay.
   /// Checks the storage.
   void point_at(const SlotView& slot);

@@ -86,6 +86,9 @@ void ParameterViews::unit_begins(UnitId unit) {
   ++state.open_forwards;
   end_kept(state);
   if (!state.shows_whole) {
+    if (state.shows_others()) {
+      before_forward_();  // reports them
+    }
     for (const py::object& shown : state.shown) {
       shown.attr("renew")();
     }
@@ -196,15 +199,16 @@ void ParameterViews::capture(UnitId unit, bool captures) {
   set(units_.at(unit), captures);
 }
 
-bool ParameterViews::shows_others() const {
-  return std::any_of(units_.begin(), units_.end(), [](const State& state) {
-    const auto& places = state.views.places;
-    return std::any_of(places.begin(), places.end(), [&](const Place& place) {
-      const py::object put = place.face(state.shows_whole);
-      return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
-             put.ptr();
-    });
+bool ParameterViews::State::shows_others() const {
+  return std::ranges::any_of(views.places, [&](const Place& place) {
+    const py::object put = place.face(shows_whole);
+    return PyDict_GetItem(place.parameters.ptr(), place.name.ptr()) !=
+           put.ptr();
   });
+}
+
+bool ParameterViews::shows_others() const {
+  return std::ranges::any_of(units_, &State::shows_others);
 }
 
 bool ParameterViews::trains_others() const {

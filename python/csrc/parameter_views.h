@@ -109,6 +109,8 @@ class ParameterViews : public StepObserver,
 
  private:
   struct State {
+    bool shows_others() const;
+
     UnitViews views;
     int open_forwards = 0;
     bool in_backward = false;

@@ -1,4 +1,5 @@
 #include "flatshard/layout/padding.h"
+#include "flatshard/unit/parameter_storage.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/grad_views.h"
 #include "python/csrc/parameter_views.h"
@@ -228,6 +229,12 @@ void bind_unit(py::module_& m) {
           py::arg("i"),
           py::arg("text"));
 
+  m.def(
+      "note_shared",
+      &ParameterStorage::note_shared,
+      "Notes that an array of another library shares the memory of `tensor`. "
+      "If that belongs to an unsharded parameter, its reshard is an error.",
+      py::arg("tensor"));
   m.def(
       "describe_excessive_padding",
       [](const std::vector<std::shared_ptr<PyUnit>>& units,

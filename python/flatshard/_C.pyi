@@ -492,6 +492,10 @@ def load_checkpoint(
 def machine_facts() -> list[tuple[str, str]]:
     """The host, the driver, and each GPU."""
 
+def note_shared(tensor: torch.Tensor) -> None:
+    """Notes that an array of another library shares the memory of `tensor`. If that
+    belongs to an unsharded parameter, its reshard is an error."""
+
 def overlap_plan(
     layers: int, microbatches: int, delay_wgrad: bool, dense: Sequence[bool]
 ) -> list[tuple[str, int, int, str]]:

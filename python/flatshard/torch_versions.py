@@ -180,6 +180,26 @@ def drop_values(tensor, text):
     )
 
 
+def call_before_dlpack(function):
+    """Calls `function(tensor)` before another library gets the memory of a tensor by
+    DLPack. torch has no hook for it."""
+    for owner, name in (
+        (torch.Tensor, "__dlpack__"),
+        (torch, "to_dlpack"),
+        (torch.utils.dlpack, "to_dlpack"),
+    ):
+        setattr(owner, name, _before(function, getattr(owner, name)))
+
+
+def _before(first, call):
+    @functools.wraps(call)
+    def around(tensor, *args, **kwargs):
+        first(tensor)
+        return call(tensor, *args, **kwargs)
+
+    return around
+
+
 # -- what runs around a forward --------------------------------------------------------
 
 

@@ -85,3 +85,33 @@ def test_functional_call_inside_of_a_unit(mesh):
         model(x).square().mean().backward()
     for p, q in zip(plain.parameters(), model.parameters()):
         torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+
+
+def test_functional_call_of_an_inner_unit_is_named(mesh):
+    """The unit would show its own parameters in the place of the given ones."""
+
+    class Doubled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.doubles = True
+
+        def forward(self, x):
+            parameters = dict(self.linear.named_parameters())
+            if self.doubles:
+                parameters = {n: 2 * p for n, p in parameters.items()}
+            return torch.func.functional_call(self.linear, parameters, (x,))
+
+    torch.manual_seed(0)
+    model = on_device(Doubled())
+    fully_shard(model.linear, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = on_device(torch.ones(3, 4))
+    for _ in range(2):
+        with pytest.raises(
+            NotImplementedError, match="linear.weight. This is not supp"
+        ):
+            model(x)
+    model.doubles = False
+    model(x).sum().backward()
+    assert model.linear.weight.grad is not None

@@ -1,14 +1,16 @@
 """Views of unsharded parameters that outlive the forward of their unit."""
 
 import dataclasses
+import sys
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from flatshard import fully_shard
 
-from tests.python.device import on_device
+from tests.python.device import DEVICE, on_device
 
 VIEWS = {
     "row": lambda w: w[0],
@@ -147,3 +149,103 @@ def test_a_view_in_the_backward(mesh, world):
     else:
         with refused():
             loss.backward()
+
+
+# -- arrays of other libraries -----------------------------------------------------------
+
+ARRAYS = {
+    "numpy": lambda w: w.detach().numpy(),
+    "numpy of a row": lambda w: w.detach()[1].numpy(),
+    "numpy.asarray": lambda w: numpy.asarray(w.detach()),
+    "numpy by DLPack": lambda w: numpy.from_dlpack(w.detach()),
+    "DLPack": lambda w: torch.from_dlpack(w.detach()),
+    "a capsule": lambda w: torch.utils.dlpack.to_dlpack(w.detach()),
+}
+CPU_ARRAYS = [name for name in ARRAYS if "numpy" in name]
+
+
+def array_refused():
+    return pytest.raises(
+        RuntimeError,
+        match=r"parameter block.weight of .*passed to numpy\(\) or DLPack[^$]*clone",
+    )
+
+
+def with_arrays(array, mesh, keep=True, frozen=False):
+    """Returns nets whose block makes an array of its parameter, and may keep it."""
+
+    def take(w):
+        made = ARRAYS[array](w)
+        if keep:
+            taken.append(made)
+        return w[0] * 1
+
+    if DEVICE == "cuda" and array in CPU_ARRAYS:
+        pytest.skip("NumPy has no memory of GPUs")
+    taken = []
+    torch.manual_seed(0)
+    model = on_device(Net(take, "tuple"))
+    model.block.requires_grad_(not frozen)
+    fully_shard(model.block, mesh=mesh)
+    fully_shard(model.other, mesh=mesh)
+    return fully_shard(model, mesh=mesh), taken
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("array", ARRAYS)
+def test_an_array_of_a_resharded_unit(array, frozen, mesh, world):
+    model, taken = with_arrays(array, mesh, frozen=frozen)
+    x = on_device(torch.ones(2, 4))
+    for no_grad in (False, True):
+        with torch.set_grad_enabled(not no_grad):
+            if world == 1:
+                model(x)  # nothing is ever released
+            else:
+                with array_refused():
+                    model(x)
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_an_array_that_is_gone(array, mesh):
+    model, _ = with_arrays(array, mesh, keep=False)
+    x = on_device(torch.ones(2, 4))
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+
+
+def test_an_array_of_a_copy(mesh, rank, monkeypatch):
+    copied = {"copy": lambda w: w.detach().clone().numpy(force=True)}
+    monkeypatch.setattr(sys.modules[__name__], "ARRAYS", copied)
+    model, taken = with_arrays("copy", mesh)
+    model(on_device(torch.ones(2, 4))).sum().backward()
+    assert (taken[0] == model.block.weight.full_tensor().numpy(force=True)).all()
+
+
+@pytest.mark.parametrize("array", ARRAYS)
+def test_an_array_of_an_unsharded_unit(array, mesh, world):
+    model, _ = with_arrays(array, mesh, keep=False)
+    with torch.no_grad():
+        model(on_device(torch.ones(2, 4)))
+    model.block.unshard()
+    ARRAYS[array](model.block.weight)
+    model.block.reshard()
+    model.block.unshard()
+    kept = ARRAYS[array](model.block.weight)
+    if world == 1:
+        model.block.reshard()
+    else:
+        with array_refused():
+            model.block.reshard()
+    del kept
+    model(on_device(torch.ones(2, 4))).sum().backward()
+    assert model.block.weight.grad is not None
+
+
+def test_an_unsharded_parameter_is_not_resized(mesh, world):
+    model = fully_shard(on_device(nn.Linear(4, 4)), mesh=mesh)
+    model.unshard()
+    if world > 1:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="resize a clone"):
+            model.weight.detach().resize_(9, 9)
+    model.reshard()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from flatshard import _C
 from flatshard._fsdp.backward_pass import BackwardPass
 from flatshard._fsdp.conversion import converting, converting_part
 from flatshard._fsdp.forward import (
@@ -21,6 +22,7 @@ from flatshard._fsdp.forward import (
 )
 from flatshard._fsdp.root import Stale
 from flatshard.torch_versions import (
+    call_before_dlpack,
     convert_all_inside,
     converts_inside,
     outside_of_graphs,
@@ -31,6 +33,8 @@ _WHETHER = ("reshard_after_forward", "reshard_after_backward", "unshard_in_backw
 
 # Layers inside units, such as for `layer.to_empty()`.
 convert_all_inside(converting_part)
+# A reshard is an error where the array is still used. Tensor.numpy() needs no call.
+call_before_dlpack(_C.note_shared)
 
 
 @converts_inside(converting)
