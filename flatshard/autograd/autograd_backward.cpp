@@ -15,10 +15,10 @@ namespace {
 [[noreturn]] void refuse_late_grad(const Unit& unit, const UnitParameter& p) {
   FLATSHARD_THROW(
       usage,
-      "parameter {} of unit {} got its gradient outside of a backward: the "
-      "unit was reduced without it when its backward ended. Compute weight "
-      "gradients inside the backward, or put them off in a BackwardPass. "
-      "Assign `.grad` of the sharded parameter, before the forward",
+      "parameter {} of unit {} got its gradient outside a backward: the unit "
+      "was reduced without it when its backward ended. Compute weight "
+      "gradients inside the backward, or delay them in a BackwardPass. To set "
+      "a gradient, assign `.grad` of the sharded parameter before the forward",
       p.name,
       unit.name());
 }

@@ -196,7 +196,7 @@ AutogradEvents::EndedForward AutogradEvents::forward_end(
   FLATSHARD_CHECK(
       !open_calls_.empty() && open_calls_.back()->unit == unit,
       internal,
-      "the forward of {} ended without having begun",
+      "the forward of {} ended but never started",
       units_[unit]->name());
   const auto call = std::move(open_calls_.back());
   open_calls_.pop_back();

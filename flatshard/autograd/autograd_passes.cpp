@@ -33,7 +33,7 @@ void AutogradEvents::Passes::end_call(UnitCall& call, bool more_follow) {
   FLATSHARD_CHECK(
       is_innermost,
       usage,
-      "expected the forward of unit {} to be the one that began last",
+      "expected the forward of unit {} to be the one that started last",
       events_.units_[call.unit]->name());
   open.erase(found);
   call.end = events_.next_end_++;

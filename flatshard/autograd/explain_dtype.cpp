@@ -16,7 +16,7 @@ std::string advice(const Unit& unit, const UnitParameter& p) {
   const char* dtype =
       c10::toString(unit.groups()[p.group]->options().precision.compute);
   return fmt::format(
-      "parameter {} of unit {} is gathered as {} "
+      "parameter {} of unit {} is unsharded as {} "
       "(FullyShardOptions::precision.compute): give the unit inputs of that "
       "dtype, e.g. x.to(at::k{}), or choose another Precision, such as "
       "Precision::full()",

@@ -75,7 +75,7 @@ at::Tensor FlatBuffer::view(std::int64_t i) const {
   FLATSHARD_CHECK(
       local_.numel() == layout_->numel(),
       usage,
-      "{}: tensor '{}' can be seen whole only when no axis is sharded; use "
+      "{}: the full tensor '{}' is available only if no axis is sharded; use "
       "local_pieces",
       to_string(),
       layout_->spec(i).name);

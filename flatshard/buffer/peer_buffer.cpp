@@ -21,7 +21,7 @@ PeerBuffer::PeerBuffer(
       steps.size() == 1 &&
           steps.front().kind == TransitionStep::Kind::all_gather,
       internal,
-      "expected a buffer that one all-gather makes whole, got {}",
+      "expected a buffer that one all-gather unshards, got {}",
       to_string(placements));
   axes_ = steps.front().axes;
   use_mesh(*mesh);

@@ -13,7 +13,7 @@ void SlotPool::set_arena(std::int64_t nbytes) {
   FLATSHARD_CHECK(
       num_held_ == 0,
       internal,
-      "expected no held slot when the arena changes, got {}",
+      "the arena can change only while no slot is in use, but {} are",
       num_held_);
   if (nbytes == arena_nbytes()) {
     return;

@@ -132,9 +132,9 @@ void Checkpointer::save(
     const auto has_room = [&] { return queue_.size() < buffers_.size(); };
     if (!has_room() && mesh_->rank() == 0) {
       log_warning(
-          "the checkpoint of step {} waits until that of step {} is written: "
-          "the disk takes longer than the steps between checkpoints; save less "
-          "often (checkpoint.interval)",
+          "the checkpoint of step {} waits until the checkpoint of step {} is "
+          "written, because the disk is slower than the steps between "
+          "checkpoints; save less often (checkpoint.interval)",
           job.step,
           queue_.front().step);
     }

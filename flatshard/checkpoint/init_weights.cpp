@@ -196,8 +196,8 @@ class Match {
     FLATSHARD_CHECK(
         refused.empty(),
         format,
-        "{}: tensor '{}' belongs to no parameter of the model{}; is the config "
-        "that of these weights? checkpoint.exclude = \"{}\" leaves it out",
+        "{}: the model has no parameter for tensor '{}'{}; check that the "
+        "config matches these weights. checkpoint.exclude = \"{}\" skips it",
         weights_.folder().string(),
         fmt::join(refused.begin(), refused.begin() + shown, "', '"),
         refused.size() > shown

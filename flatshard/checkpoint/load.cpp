@@ -143,8 +143,8 @@ class Loader {
     FLATSHARD_CHECK(
         role != manifest_.tensors.end(),
         format,
-        "{}: the checkpoint has no '{}', which {} has; it was written by "
-        "another optimizer or model, or without one",
+        "{}: the checkpoint has no '{}', but {} has it; the checkpoint was "
+        "written by another optimizer or model, or without an optimizer",
         folder_.string(),
         owned.role,
         owned.names.front());

@@ -123,7 +123,7 @@ void add_prepare(CLI::App& data) {
   command->add_option(
       "--train-on",
       options->text,
-      "With --chat, which tokens contribute to the loss: assistant (all "
+      "With --chat, the tokens that contribute to the loss: assistant (all "
       "assistant messages), last (the last assistant message), or all "
       "[assistant]");
   command->add_option(
@@ -254,7 +254,7 @@ void add_show(CLI::App& data) {
       ->add_option(
           "--packing",
           show->packing,
-          "How samples are formed, as data.packing: documents or stream "
+          "Packing of samples, as in data.packing: documents or stream "
           "[documents]")
       ->check(CLI::IsMember({"documents", "stream"}));
   command->add_option(

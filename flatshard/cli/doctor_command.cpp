@@ -223,7 +223,7 @@ int run_doctor(std::vector<std::string> argv) {
   const int ranks = spawn_local_ranks(kRanks, argv);
   if (ranks != 0) {
     fmt::print(
-        "does not work: {} ranks, which ended with {}: see the error above\n",
+        "does not work: {} ranks exited with {}: see the error above\n",
         kRanks,
         ranks);
   }

@@ -60,8 +60,8 @@ void add_evaluate_command(CLI::App& program) {
       ->add_option(
           "--sequences",
           options.sequences,
-          "Number of sequences to evaluate, from the start of the split; -1: "
-          "all [-1]")
+          "Number of sequences to evaluate, from the start of the split (-1 "
+          "for all) [-1]")
       ->check(CLI::PositiveNumber | CLI::IsMember({-1}));
   command
       ->add_option(
@@ -80,7 +80,7 @@ void add_evaluate_command(CLI::App& program) {
       ->add_option(
           "--packing",
           arguments->packing,
-          "How sequences are formed: stream or documents [data.packing of the "
+          "Packing of sequences: stream or documents [data.packing of the "
           "run, or stream for a Hugging Face model]")
       ->check(CLI::IsMember({"stream", "documents"}));
   command->add_option(

@@ -149,12 +149,12 @@ void add_sampling(CLI::App& command, GenerateOptions& options) {
   command.add_option(
       "--top-k",
       options.top_k,
-      "Sample from the k most likely tokens; 0: from all [0]");
+      "Sample from the k most likely tokens (0 for all) [0]");
   command.add_option(
       "--top-p",
       options.top_p,
       "Sample from the most likely tokens whose probabilities sum to this "
-      "value; 1: from all [1]");
+      "value (1 for all) [1]");
   command.add_option(
       "--seed",
       options.seed,

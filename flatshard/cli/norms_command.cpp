@@ -28,7 +28,11 @@ void add_norms_command(CLI::App& program) {
           "the largest first [model]")
       ->check(CLI::IsMember({"model", "weight", "grad", "ratio"}));
   command
-      ->add_option("--top", options->top, "Number of rows to print; 0: all [0]")
+      ->add_option(
+          "--top",
+          options->top,
+          "Number of rows to print (0 for "
+          "all) [0]")
       ->check(CLI::NonNegativeNumber);
   command->footer(
       "Example:\n  flatshard norms --run outputs/run --sort ratio --top 20");

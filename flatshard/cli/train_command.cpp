@@ -121,8 +121,7 @@ void report_stop(const Trainer::Stop& stop, const std::string& command) {
   const bool by_others =
       launched_by_environment() && !launched_by_this_program();
   log_info(
-      "stopped by {} after step {}, which has a checkpoint; continue{} with:\n "
-      " "
+      "stopped by {} after step {} and saved a checkpoint; resume{} with:\n  "
       "{}",
       name,
       stop.step,
@@ -209,9 +208,8 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
       launched_by_environment() &&
       (launched_by_this_program() || !in_slurm_batch_script());
   if (arguments.max_restarts > 0 && !launched && arguments.nproc <= 1) {
-    throw_usage(
-        "--max-restarts starts the ranks of --nproc again: add --nproc, or "
-        "leave it out");
+    throw_usage("--max-restarts requires --nproc, because it restarts the "
+                "ranks that --nproc started; add --nproc or remove it");
   }
   std::vector<std::string> notes;
   const Config config = load_config(arguments.config, overrides, &notes);
@@ -275,7 +273,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   }
   if (env.rank == 0) {
     log_info(
-        "the run is in {}; continue with:\n  {}",
+        "the run is in {}; next:\n  {}",
         config.run.output_dir,
         fmt::join(next_commands(config, shell_word(argv.front())), "\n  "));
   }

@@ -27,7 +27,7 @@ void cuda_sum_rows(
     double /*scale*/) {
   FLATSHARD_THROW(
       config,
-      "sums on a GPU need CUDA, which this build has not; build with "
+      "sums on a GPU require CUDA, and this build has none; build with "
       "-DFLATSHARD_CUDA=on");
 }
 

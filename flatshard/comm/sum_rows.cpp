@@ -18,7 +18,8 @@ void sum_rows(
   FLATSHARD_CHECK(
       op != ReduceOp::max || !out.is_cuda(),
       internal,
-      "sum_rows has no max on CUDA, whose all-reduces are NCCL's");
+      "sum_rows does not support max on CUDA, because NCCL does the "
+      "all-reduces there");
   if (out.is_cuda()) {
     detail::cuda_sum_rows(out, rows, rank, own, scale);
     return;

@@ -61,9 +61,9 @@ std::vector<MemoryRow> memory_rows(
       {"compute weights",
        weights.compute,
        fmt::format(
-           "{}{}, what is gathered ({})",
+           "{}{}, all-gathered ({})",
            c10::toString(precision.compute),
-           fp8 > 0 ? fmt::format(", but for {} of FP8", human(fp8)) : "",
+           fp8 > 0 ? fmt::format(", except {} of FP8", human(fp8)) : "",
            strategy)},
       {"gradients",
        grads,
@@ -74,8 +74,8 @@ std::vector<MemoryRow> memory_rows(
       {"slot pool",
        runtime.executor().slots().pool().arena_nbytes(),
        fmt::format(
-           "{} uses of gathered weights and gradient slots share it; the most "
-           "alive at once is {}{}",
+           "communication buffers for {} all-gathers and reductions; peak "
+           "usage {}{}",
            plan.num_keys(),
            human(plan.peak_nbytes()),
            post_forward > 0 ? fmt::format(
@@ -101,7 +101,7 @@ std::vector<MemoryRow> memory_rows(
     rows.push_back(
         {"poison",
          nbytes,
-         "NaN that released parameters point at (diagnostics.poison)"});
+         "NaN that resharded parameters point to (diagnostics.poison)"});
   }
   if (waiting.inner > 0) {
     rows.push_back({"inner gradients", waiting.inner, "before the outer axes"});

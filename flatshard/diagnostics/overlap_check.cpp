@@ -94,7 +94,7 @@ void check_layouts(const Runtime& runtime) {
         FLATSHARD_CHECK(
             begin >= 0 && begin + numel <= layout.numel(),
             memory,
-            "parameter {} is at [{}, {}), outside of the {} elements of {}",
+            "parameter {} is at [{}, {}), outside the {} elements of {}",
             p.names.front(),
             begin,
             begin + numel,
@@ -175,8 +175,8 @@ std::shared_ptr<OverlapCheck> OverlapCheck::install(
   FLATSHARD_CHECK(
       runtime->executor().slots().pool().num_held() == 0,
       usage,
-      "expected no gathered unit when the overlap check is installed, got {} "
-      "held slots; install it right after fully_shard",
+      "the overlap check must be installed before any unit is unsharded, but "
+      "{} slots are in use; install it right after fully_shard",
       runtime->executor().slots().pool().num_held());
   check_buffers(*runtime);
   check_layouts(*runtime);
@@ -206,7 +206,7 @@ void OverlapCheck::slot_acquired(
     FLATSHARD_CHECK(
         taken.end <= other.begin || other.end <= taken.begin,
         memory,
-        "{} got bytes [{:#x}, {:#x}), but {} holds [{:#x}, {:#x})",
+        "{} got bytes [{:#x}, {:#x}), but {} owns [{:#x}, {:#x})",
         taken.name,
         taken.begin,
         taken.end,
@@ -221,7 +221,7 @@ void OverlapCheck::slot_released(const Unit& unit, const Slot& slot) {
   FLATSHARD_CHECK(
       held_.erase(slot.data) == 1,
       memory,
-      "unit {} gave back a slot that it did not hold",
+      "unit {} released a slot that it did not own",
       unit.name());
 }
 
@@ -265,7 +265,7 @@ void OverlapCheck::parameters_pointed(Unit& unit, const SlotView& view) {
         mine.begin == mine.end ||
             (mine.begin >= slot.begin && mine.end <= slot.end),
         memory,
-        "parameter {} points at [{:#x}, {:#x}), outside of the slot [{:#x}, "
+        "parameter {} points to [{:#x}, {:#x}), outside the slot [{:#x}, "
         "{:#x}) of its unit {}",
         p.name,
         mine.begin,

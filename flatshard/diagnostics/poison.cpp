@@ -191,8 +191,8 @@ std::vector<std::shared_ptr<void>> protected_ranges(
          begin + end,
          fmt::format(
              "[{}] usage error: parameter {} was read or written while unit {} "
-             "is released; use it only inside the forward of its unit, called "
-             "through its holder, or go by Runtime::groups()",
+             "is resharded; use it only inside the forward of its unit, called "
+             "through its holder, or use Runtime::groups()",
              who,
              parameters[i].name,
              parameters[i].unit)});

@@ -46,9 +46,9 @@ void StrictChecks::hook_owners(const std::shared_ptr<StrictChecks>& checks) {
     FLATSHARD_CHECK(
         owner != nullptr,
         usage,
-        "module {} owns parameter {} of unit {} and has no hooks, so nobody "
-        "sees whether it is called with its weights; derive it from "
-        "flatshard::nn::Module, or leave strict off",
+        "module {} owns parameter {} of unit {} and has no hooks, so strict "
+        "checks cannot verify its calls; derive it from flatshard::nn::Module, "
+        "or turn strict off",
         module,
         p.name,
         checks->names_[unit]);
@@ -74,10 +74,10 @@ void StrictChecks::module_called(UnitId unit, const std::string& module) const {
   FLATSHARD_CHECK(
       runs,
       usage,
-      "module {} was called, but its weights belong to unit {}, whose forward "
-      "is not running, so they are not gathered; call the unit through its "
-      "holder (`block(x)`, not `block->forward(x)` or one of its submodules), "
-      "or make {} a separate unit (FullyShardOptions::units)",
+      "module {} was called, but its weights belong to unit {} and are not "
+      "unsharded, because the forward of that unit is not running; call the "
+      "unit through its holder (`block(x)`, not `block->forward(x)` or one of "
+      "its submodules), or make {} a separate unit (FullyShardOptions::units)",
       module,
       names_[unit],
       module);
@@ -121,7 +121,7 @@ void StrictChecks::gradient_arrived(
       usage,
       "parameter {} got a gradient, but its unit {} had no forward since the "
       "weights changed: the forward ran without the unit's hooks, or the "
-      "parameter was used outside of it; call the unit through its holder "
+      "parameter was used outside the unit; call the unit through its holder "
       "(`block(x)`, not `block->forward(x)`)",
       parameter.name,
       unit.name());
@@ -140,7 +140,7 @@ void StrictChecks::step_ends() {
       core_.step.scheduler.resting(),
       usage,
       "at the end of step {} these units are still in use: {}; a forward or "
-      "backward of theirs has not ended",
+      "backward of each has not ended",
       core_.executor.step(),
       fmt::join(core_.step.scheduler.busy_units(), ", "));
 }
@@ -154,8 +154,8 @@ void StrictChecks::check_backwards() {
   waiting_.clear();
   FLATSHARD_THROW(
       usage,
-      "{} forward(s) of module {} wanted a backward and got none before the "
-      "end of the step, so weights stayed gathered for them; call backward "
+      "{} forward(s) of module {} required a backward that did not run before "
+      "the end of the step, so their weights stayed unsharded; call backward "
       "before the optimizer step, or run the forward under at::NoGradGuard",
       count,
       names_[unit]);

@@ -194,7 +194,7 @@ void StreamExchange::wait_for_counts(StreamExchangePlan& plan) {
       plan.number == num_begun_,
       usage,
       "exchange of tokens: a plan is finished after a later one; expected the "
-      "order in which they were begun");
+      "order in which they were started");
   try {
     plan.known.synchronize();
   } catch (const std::exception&) {

@@ -175,7 +175,7 @@ std::optional<Verdict> detail::find_parted(std::span<const RankView> views) {
       0,
       with_table(
           fmt::format(
-              "ranks {} and {} have taken different paths: {}, and {}; {}",
+              "ranks {} and {} followed different paths: {}, and {}; {}",
               parting->a->state.rank,
               parting->b->state.rank,
               waits_in(*parting->a, parting->group_of_a),

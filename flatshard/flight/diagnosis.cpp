@@ -139,7 +139,7 @@ std::optional<Verdict> find_missing(std::span<const RankView> views) {
       views.size());
   if (!first->seen) {
     text += fmt::format(
-        "it has not come within {}; look for its own message",
+        "it has not arrived within {}; see its own message",
         seconds(first->silent));
   } else {
     text += fmt::format(
@@ -206,7 +206,7 @@ std::string late_text(const Late& late, std::size_t world) {
   const FlightTrack& track = *late.stuck.track;
   const bool left = state.status == RankStatus::left;
   std::string text = fmt::format(
-      "rank {} of {} {}: it has not come to {}",
+      "rank {} of {} {}: it has not reached {}",
       state.rank,
       world,
       left ? "has ended its run" : "is late",
@@ -257,7 +257,7 @@ std::optional<Verdict> find_held_device(std::span<const RankView> views) {
       continue;
     }
     std::string text = fmt::format(
-        "rank {} of {} is late: its device has not come to {}",
+        "rank {} of {} is late: its device has not reached {}",
         late.front(),
         views.size(),
         describe(*stuck.track, *stuck.entry));
@@ -299,8 +299,8 @@ Verdict find_trouble(
     group = first.group;
     if (text.empty()) {
       text = fmt::format(
-          "every rank is alive and came to the same collective, and it does "
-          "not end: look at the network between the ranks");
+          "every rank is alive and reached the same collective, but it does "
+          "not finish: check the network between the ranks");
     }
     text += "; " + waiting_text(first);
   }

@@ -54,8 +54,8 @@ void FlightWatcher::run_guard() {
 
 void FlightWatcher::say_stuck(const Verdict& verdict) {
   log_warning(
-      "the communicators did not end within {:.1f} s after the verdict; what "
-      "waits for the GPU may wait for ever",
+      "the communicators did not stop within {:.1f} s after the verdict; code "
+      "that waits for the GPU may hang",
       std::chrono::duration<double>(2 * abort_patience_).count());
   if (!options_.on_stuck_abort) {
     return;

@@ -184,8 +184,8 @@ Verdict FlightWatcher::store_verdict(const std::string& what, ErrorCode code) {
       code,
       1,
       fmt::format(
-          "rank 0 of {} is missing: the store, which {} serves, {}; process {} "
-          "of rank 0 on host {} {}{}",
+          "rank 0 of {} is missing: the store served by {} {}; process {} of "
+          "rank 0 on host {} {}{}",
           world_,
           options_.launcher_serves_store ? "its launcher" : "it",
           what,

@@ -71,7 +71,7 @@ FlightRecorder::~FlightRecorder() {
     impl_->close(
         std::uncaught_exceptions() > 0
             ? std::optional<std::string>(
-                  "it left with an exception; see its own output")
+                  "it exited with an exception; see its own output")
             : std::nullopt);
   } catch (const std::exception& error) {
     log_error("the flight recorder ended badly: {}", error.what());

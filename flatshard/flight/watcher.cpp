@@ -78,7 +78,7 @@ void FlightWatcher::start() {
     throw Error(
         ErrorCode::timeout,
         fmt::format(
-            "ranks {} of {} have not come within {} ms; look for ranks that "
+            "ranks {} of {} did not join within {} ms; check for ranks that "
             "did not start or that failed",
             rank_list(absent),
             world_,

@@ -272,7 +272,7 @@ bool run_product(const Product& p) {
   call.set_scales(p);
   const auto algorithm = algorithm_of(problem, call, p);
   if (algorithm) {
-    check_cublas(call.run(p, p.out, *algorithm), "a product");
+    check_cublas(call.run(p, p.out, *algorithm), "a matmul");
   }
   return algorithm.has_value();
 }

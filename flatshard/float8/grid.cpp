@@ -52,8 +52,8 @@ void check_divides(
   FLATSHARD_CHECK(
       block == 0 || size % block == 0,
       config,
-      "{}: expected {} divisible by {}, got {}; leave this tensor in bfloat16, "
-      "or take another recipe",
+      "{}: expected {} divisible by {}, got {}; leave this tensor in "
+      "bfloat16, or use another recipe",
       to_string(recipe),
       what,
       block,
@@ -64,8 +64,8 @@ void check_options(const Quantizer& q, const PlaneOptions& options) {
   FLATSHARD_CHECK(
       q.rounding == Rounding::up || has_power_of_two_scales(q.recipe),
       config,
-      "rounding: {} has scales of {}.0 / amax, which rounding = 'floor' does "
-      "not fit; expected 'up', or recipe rowwise or mxfp8",
+      "rounding = 'floor' does not fit {}, because its scales are {}.0 / "
+      "amax; use 'up', or recipe rowwise or mxfp8",
       to_string(q.recipe),
       static_cast<int>(traits_of(q.format).largest));
   FLATSHARD_CHECK(
@@ -81,7 +81,8 @@ void check_options(const Quantizer& q, const PlaneOptions& options) {
   FLATSHARD_CHECK(
       !options.amax.defined() || takes_amax,
       config,
-      "amax: expected none for recipe {}, whose blocks are local; give scales",
+      "amax cannot be given for recipe {}, because its blocks are local; give "
+      "scales",
       to_string(q.recipe));
   FLATSHARD_CHECK(
       !options.scales.defined() || !takes_amax,

@@ -145,7 +145,7 @@ std::string why_not_multiplied(Recipe recipe, at::Device device) {
       to_string(recipe),
       gpus_with(feature),
       row_of(feature).asked_from < row_of(feature).below
-          ? " where cuBLASLt has such products"
+          ? " if cuBLASLt supports them"
           : "");
 }
 

@@ -166,7 +166,7 @@ at::Tensor dequantize(
               as_rows ? rows : columns,
               as_rows ? columns : rows),
       config,
-      "scales: expected those of {} for data {} along axis {}, got {}{}",
+      "scales: expected {} for data {} along axis {}, got {}{}",
       to_string(recipe),
       c10::str(data.sizes()),
       as_rows ? "row" : "column",

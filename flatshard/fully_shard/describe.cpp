@@ -95,17 +95,17 @@ void check_not_sharded(const nn::NamedParameter& p) {
   FLATSHARD_CHECK(
       !owner || !owner->retired,
       usage,
-      "expected parameter {} to have values, got one that fully_shard had "
-      "sharded before, in {}: the Runtime that it returned is gone, and the "
-      "weights with it. Make the model anew, or keep the Runtime",
+      "parameter {} has no values: an earlier fully_shard sharded it in {}, "
+      "and the Runtime that it returned was destroyed together with the "
+      "weights. Create the model again, or keep the Runtime",
       p.name,
       owner->unit);
   FLATSHARD_CHECK(
       !owner,
       usage,
-      "expected parameter {} not to be sharded yet, got one of {} of an "
-      "earlier fully_shard; call it once, for the outermost module, with all "
-      "modules that are gathered as a whole in FullyShardOptions::units",
+      "parameter {} is already sharded, in {} of an earlier fully_shard; call "
+      "it once, for the outermost module, with all modules that are unsharded "
+      "together in FullyShardOptions::units",
       p.name,
       owner->unit);
 }
@@ -136,7 +136,8 @@ std::optional<Strategy> strategy_of(
            !find_strategy_name(options.strategy).needs_outer_axis()),
       config,
       "placement_of, unit_choices: a parameter on the sub-mesh {} needs a "
-      "separate strategy, since the model's, {}, is for the model's axes",
+      "separate strategy, because the model's strategy {} is for the model's "
+      "axes",
       placement.mesh->to_string(),
       options.strategy);
   return Strategy::named(options.strategy, placement.mesh->num_axes());
@@ -164,8 +165,8 @@ ParameterPlacement placement_of(
     FLATSHARD_CHECK(
         placement.mesh->is_part_of(mesh),
         config,
-        "parameter {}: expected a mesh that is the model's, {}, or a part of "
-        "it, got {}",
+        "parameter {}: expected the model's mesh {} or a sub-mesh of it, got "
+        "{}",
         name,
         mesh.to_string(),
         placement.mesh->to_string());
@@ -267,8 +268,8 @@ std::vector<UnitDescription> describe(
       options.group.post_forward_ranks == 0 ||
           num_sharded_axes(strategy.parameter) > 0,
       config,
-      "post_forward_ranks = {} has no effect with strategy {}, whose weights "
-      "are whole on every rank; leave it 0, or take zero3",
+      "post_forward_ranks = {} has no effect with strategy {}, because every "
+      "rank has the full weights; set it to 0, or use zero3",
       options.group.post_forward_ranks,
       strategy.name);
   std::vector<UnitDescription> units;

@@ -32,8 +32,8 @@ void check_graph_options(
   FLATSHARD_CHECK(
       device.is_cuda() || options.graphs.emulate_on_cpu,
       config,
-      "GraphOptions::enabled (cuda_graph.impl): expected a mesh of GPUs, got "
-      "{}: there are no CUDA graphs on a CPU",
+      "GraphOptions::enabled (cuda_graph.impl) requires a mesh of GPUs, got "
+      "{}: CPUs have no CUDA graphs",
       device.str());
   FLATSHARD_CHECK(
       options.graphs.warmup_steps >= 1,
@@ -43,14 +43,14 @@ void check_graph_options(
   FLATSHARD_CHECK(
       !options.graphs.regions.empty(),
       config,
-      "GraphOptions::regions: expected names of regions, such as block, got "
-      "none");
+      "GraphOptions::regions: expected at least one name of a region, such as "
+      "block");
   FLATSHARD_CHECK(
       options.graphs.regions.size() == 1 ||
           !options.graphs.regions.contains("block"),
       config,
       "GraphOptions::regions: expected either block or parts of blocks, got "
-      "both: a whole block holds its parts");
+      "both: a block includes its parts");
   FLATSHARD_CHECK(
       !options.slots_on_demand,
       config,
@@ -59,8 +59,8 @@ void check_graph_options(
   FLATSHARD_CHECK(
       !options.debug.strict,
       config,
-      "GraphOptions::enabled with DebugOptions::strict, which watches the "
-      "calls of inner modules: a replay makes none");
+      "GraphOptions::enabled cannot be combined with DebugOptions::strict, "
+      "because a replay does not call the inner modules that strict checks");
   if (options.graphs.whole_step) {
     check_whole_step(options);
   }

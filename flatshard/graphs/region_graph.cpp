@@ -157,8 +157,8 @@ void RegionGraph::capture_forward(
   FLATSHARD_CHECK(
       planes == nullptr || !call_.recompute,
       usage,
-      "{}: a recomputed region with FP8 weights, which a replay would ask for "
-      "at other times than the steps that run eagerly",
+      "{}: a recomputed region has FP8 weights, and a replay would request "
+      "them at other times than eager steps",
       name_);
   forward_planes_ = std::move(planes);
   for (const Input& input : call_.inputs) {

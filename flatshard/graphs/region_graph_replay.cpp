@@ -216,15 +216,16 @@ nn::TensorList RegionGraph::backward(Open& open, const nn::TensorList& grads) {
   FLATSHARD_CHECK(
       captured_ && open.number == num_forwards_,
       usage,
-      "{}: its backward comes after {}, which took what its forward had saved",
+      "{}: its backward comes after {}, so the tensors that its forward saved "
+      "are gone",
       name_,
       captured_ ? "another forward of it" : "its graphs were dropped");
   FLATSHARD_CHECK(
       open.use || !uses_->began_before(forward_number_, open.clock),
       usage,
-      "{}: its second backward (retain_graph) comes after another forward, "
-      "which may have taken what its own had saved; run it before, or switch "
-      "graphs off for it",
+      "{}: its second backward (retain_graph) comes after another forward, so "
+      "the tensors that its own forward saved may be overwritten; run it "
+      "before, or turn graphs off for it",
       name_);
   const std::shared_ptr<nn::WgradSink> sink = runtime_.lock();
   FLATSHARD_CHECK(sink != nullptr, usage, "{}: its Runtime is gone", name_);

@@ -241,7 +241,7 @@ std::string RegionGraphs::obstacle(const UnitRegions& unit) {
     if (module->has_forward_hooks() && module != unit.unit().module() &&
         std::find(unit.owners.begin(), unit.owners.end(), module) ==
             unit.owners.end()) {
-      return fmt::format("{} inside of it has forward hooks", module->name());
+      return fmt::format("{} inside it has forward hooks", module->name());
     }
   }
   return {};
@@ -260,7 +260,7 @@ void RegionGraphs::fallback(
   FLATSHARD_CHECK(
       !options_.miss_is_error,
       usage,
-      "{} cannot be replayed as a CUDA graph: {}; mend that, or let it run "
+      "{} cannot be replayed as a CUDA graph: {}; fix that, or let it run "
       "eagerly (GraphOptions::miss_is_error = false, cuda_graph.on_miss = "
       "\"eager\")",
       graph->name(),

@@ -72,8 +72,8 @@ nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
     FLATSHARD_CHECK(
         core_.rests() || core_.failed(),
         usage,
-        "StepGraph::run: expected to be called between two steps, got a call "
-        "inside of a forward or backward");
+        "StepGraph::run: expected a call between two steps, got a call inside "
+        "a forward or backward");
     core_.before_root_forward();
   }
   drop_if_outdated();
@@ -112,7 +112,7 @@ void StepGraph::fallback(const std::string& reason) {
   FLATSHARD_CHECK(
       !options_.miss_is_error,
       usage,
-      "the step cannot be replayed as a CUDA graph: {}; mend that, or let it "
+      "the step cannot be replayed as a CUDA graph: {}; fix that, or let it "
       "run eagerly (GraphOptions::miss_is_error = false, cuda_graph.on_miss = "
       "\"eager\")",
       reason);

@@ -60,8 +60,8 @@ void StepGraph::Recording::check_rest() const {
   FLATSHARD_CHECK(
       !core_.step.graph_reads_weights,
       usage,
-      "the step of a graph has a backward with create_graph, whose graph reads "
-      "the weights afterwards; run it without GraphOptions::whole_step");
+      "the step has a backward with create_graph, and its graph reads the "
+      "weights afterwards; run it without GraphOptions::whole_step");
   std::int64_t generation = 0;
   for (const auto& unit : core_.units) {
     generation += unit->weights().generation();
@@ -69,7 +69,7 @@ void StepGraph::Recording::check_rest() const {
   FLATSHARD_CHECK(
       generation == core_.step.generation,
       usage,
-      "the step of a graph changed weights; step the optimizer outside of "
+      "the step of a graph changed weights; step the optimizer outside "
       "StepGraph::run");
 }
 

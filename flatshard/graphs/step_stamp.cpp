@@ -36,7 +36,7 @@ StepStamp StepStamp::of(
 std::string StepStamp::difference(const StepStamp& now) const {
   if (now.is_last_microbatch != is_last_microbatch ||
       now.sync_gradients != sync_gradients) {
-    return "it begins with other microbatch flags";
+    return "it starts with other microbatch flags";
   }
   if (now.requires_grad != requires_grad) {
     return "other parameters require a gradient";
@@ -52,7 +52,7 @@ std::string StepStamp::difference(const StepStamp& now) const {
 
 std::string StepStamp::obstacle(const Runtime& runtime) {
   if (!runtime.core().observers.empty()) {
-    return "an observer of the Runtime watches what is inside of it";
+    return "an observer of the Runtime watches events inside it";
   }
   for (const auto& unit : runtime.units()) {
     unit->pointers().check_storage();
@@ -66,7 +66,7 @@ std::string StepStamp::obstacle(const Runtime& runtime) {
     }
   }
   if (runtime.executor().slots().pool().num_held() != 0) {
-    return "weights are gathered before it begins";
+    return "weights are unsharded before it starts";
   }
   return {};
 }

@@ -70,7 +70,7 @@ UnitSlots::Place UnitSlots::place(
   }
   FLATSHARD_THROW(
       usage,
-      "parameter {}: its plane {} was not gathered in the steps of the warm-up",
+      "parameter {}: its plane {} was not all-gathered in the warmup steps",
       p.name,
       plane);
 }

@@ -141,8 +141,8 @@ void Float8Codec::end(const FlatBuffer& main, bool all_encoded) {
     FLATSHARD_CHECK(
         is_finite(main, i),
         usage,
-        "parameter {} of {} has weights that are not finite, which no FP8 "
-        "scale fits; look at the step that wrote them (training.on_nonfinite "
+        "parameter {} of {} has weights that are not finite, and no FP8 scale "
+        "fits them; check the step that wrote them (training.on_nonfinite "
         "keeps such gradients out of the weights)",
         context_.parameters->at(i).names.front(),
         context_.name);

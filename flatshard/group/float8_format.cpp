@@ -43,9 +43,9 @@ std::vector<std::int64_t> Float8Format::parts_of(
     static std::once_flag said;
     std::call_once(said, [&] {
       log_warning(
-          "{} FP8 weights of one unit are gathered in {} parts, so that some "
-          "weights are gathered together; smaller units would be gathered "
-          "weight by weight (logged once)",
+          "{} FP8 weights of one unit are all-gathered in {} parts, so some "
+          "weights are all-gathered together; smaller units would all-gather "
+          "each weight separately (logged once)",
           num_parameters,
           num_parts);
     });
@@ -102,13 +102,13 @@ Float8Shape Float8Format::shape_of(
 
 std::string Float8Format::why_not(std::span<const std::int64_t> shape) const {
   if (shape.size() != 2) {
-    return fmt::format("[{}] is no matrix", fmt::join(shape, ", "));
+    return fmt::format("[{}] is not a matrix", fmt::join(shape, ", "));
   }
   const std::int64_t multiple = float8::traits_of(recipe).multiple;
   for (const std::size_t dim : {0, 1}) {
     if (shape[dim] == 0 || shape[dim] % multiple != 0) {
       return fmt::format(
-          "{} {} are no multiple of {}",
+          "{} {} are not a multiple of {}",
           shape[dim],
           dim == 0 ? "rows" : "columns",
           multiple);

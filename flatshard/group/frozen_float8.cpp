@@ -19,8 +19,8 @@ void drop_main_weights(ParamGroup& group) {
       !group.trainable() && group.options().float8 && stored != planes.end() &&
           stored->resting.defined(),
       usage,
-      "{}: expected a frozen group that holds FP8 weights between gathers to "
-      "drop the main weights of",
+      "{}: main weights can be dropped only for a frozen group that stores FP8 "
+      "weights between all-gathers",
       group.name());
   const at::NoGradGuard no_grad;
   const WeightPlanes::Gather first = weights.plan_gather();

@@ -274,7 +274,7 @@ void GradientPipeline::put(const Contents& contents) {
   FLATSHARD_CHECK(
       is_empty(),
       internal,
-      "{}: expected no gradient before those of a graph",
+      "{}: expected no gradient before the gradients of a graph",
       context_.name);
   const auto wrap = [&](const at::Tensor& tensor, const Placements& at) {
     return tensor.defined() ? FlatBuffer::wrap(

@@ -20,8 +20,8 @@ ParameterPlacement ParameterPlacement::cut_over(
   FLATSHARD_CHECK(
       !others.empty(),
       config,
-      "mesh {} has no axis but '{}', along which the parameter is cut; add an "
-      "axis of one rank",
+      "mesh {} has only the axis '{}', along which the parameter is split; add "
+      "an axis of one rank",
       mesh.to_string(),
       fmt::join(axes, "', '"));
   return {.mesh = mesh.sub_mesh(others), .slice = std::move(slice)};

@@ -80,7 +80,7 @@ void ParamGroup::check_slices() const {
   FLATSHARD_CHECK(
       mesh()->is_part_of(*model_mesh()),
       config,
-      "{}: expected a mesh that is the model's, {}, or a part of it, got {}",
+      "{}: expected the model's mesh {} or a sub-mesh of it, got {}",
       name(),
       model_mesh()->to_string(),
       mesh()->to_string());
@@ -100,7 +100,7 @@ void ParamGroup::check_slices() const {
         config,
         "parameter {} is a slice of a larger tensor, but all ranks of the "
         "model share it; give it a sub-mesh without the axis along which it is "
-        "cut",
+        "split",
         p.names.front());
   }
 }
@@ -120,7 +120,7 @@ void ParamGroup::check_float8() const {
   FLATSHARD_CHECK(
       float8::traits_of(recipe).for_weights,
       config,
-      "{}: {} is for activations; take blockwise for weights",
+      "{}: {} is for activations; use blockwise for weights",
       name(),
       float8::to_string(recipe));
   const at::Device device = mesh()->device();
@@ -128,15 +128,15 @@ void ParamGroup::check_float8() const {
       device.is_cpu() || own.float8->emulate ||
           float8::multiplies(recipe, device),
       config,
-      "{}: {}; take another recipe, or emulate = true, which is no faster than "
-      "bfloat16",
+      "{}: {}; use another recipe, or emulate = true (not faster than "
+      "bfloat16)",
       name(),
       float8::why_not_multiplied(recipe, device));
   FLATSHARD_CHECK(
       !own.float8->stored_columns || float8::has_power_of_two_scales(recipe),
       config,
-      "{}: expected derived columns with {}, whose rows and columns hold the "
-      "same numbers, got stored_columns",
+      "{}: stored_columns is not supported with {}, because its rowwise and "
+      "columnwise data are the same numbers; use derived columns",
       name(),
       float8::to_string(recipe));
   for (const GroupParameter& p : parameters_) {

@@ -34,8 +34,8 @@ std::unique_ptr<PostForwardShard> PostForwardShard::make(
   FLATSHARD_CHECK(
       !context.options.float8,
       config,
-      "{}: post_forward_ranks = {} is not supported together with FP8 weights, "
-      "whose forward and backward gather different planes; choose one",
+      "{}: post_forward_ranks = {} cannot be combined with FP8 weights, "
+      "because forward and backward all-gather different planes; choose one",
       context.name,
       ranks);
   FLATSHARD_CHECK(
@@ -43,7 +43,7 @@ std::unique_ptr<PostForwardShard> PostForwardShard::make(
       config,
       "{}: expected post_forward_ranks to be a divisor of the {} ranks of the "
       "innermost axis that weights are sharded on, mesh {}, and more than 1 "
-      "(reshard_after_forward = false keeps whole weights), got {}",
+      "(reshard_after_forward = false keeps full weights), got {}",
       context.name,
       size,
       mesh.to_string(),

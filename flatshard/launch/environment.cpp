@@ -167,7 +167,7 @@ std::string slurm_conflict(int nproc) {
              ? std::string()
              : fmt::format(
                    "--nproc {} starts ranks on one node, but this Slurm job "
-                   "has {}; leave it out and put srun before flatshard",
+                   "has {}; remove it and start flatshard with srun",
                    nproc,
                    nodes);
 }

@@ -381,7 +381,7 @@ int spawn_local_ranks(
   FLATSHARD_CHECK(
       !argv.empty(),
       usage,
-      "expected the program's own arguments, got none");
+      "expected the program's own arguments, got an empty list");
   LocalRanks ranks(nproc, argv, grace_period);
   const int code = ranks.run();
   if (signalled != nullptr) {

@@ -37,10 +37,7 @@ std::int64_t num_ranks(const std::vector<MeshAxis>& axes) {
 }
 
 void check_axes(const std::vector<MeshAxis>& axes, int rank) {
-  FLATSHARD_CHECK(
-      !axes.empty(),
-      config,
-      "a mesh needs at least one axis, got none");
+  FLATSHARD_CHECK(!axes.empty(), config, "a mesh requires at least one axis");
   std::set<std::string> names;
   for (const MeshAxis& axis : axes) {
     FLATSHARD_CHECK(

@@ -121,7 +121,7 @@ Communicator& Mesh::communicator(std::span<const int> axes, Purpose purpose) {
   FLATSHARD_CHECK(
       !chosen.empty(),
       usage,
-      "mesh {}: expected at least one axis for a group, got none",
+      "mesh {}: a group requires at least one axis",
       to_string());
   const auto own = own_.find({root_->key(chosen), purpose});
   return own != own_.end() ? *own->second : root_->get(chosen, purpose);
@@ -136,7 +136,7 @@ Communicator& Mesh::neighbours(int axis, std::int64_t size, Purpose purpose) {
       size >= 1 && this->axis(axis).size % size == 0,
       config,
       "mesh {}: expected a divisor of the {} ranks of axis '{}' for groups of "
-      "neighbours, got {}",
+      "adjacent ranks, got {}",
       to_string(),
       this->axis(axis).size,
       this->axis(axis).name,

@@ -68,7 +68,7 @@ void check_rope(const ModelConfig& c) {
       c.partial_rotary_factor > 0.0 && c.partial_rotary_factor <= 1.0 &&
           c.rotary_dim() > 0 && c.rotary_dim() % 2 == 0,
       config,
-      "partial_rotary_factor: expected a share of head_dim = {} that is an "
+      "partial_rotary_factor: expected a fraction of head_dim = {} that is an "
       "even number of elements, got {}",
       c.head_dim,
       c.partial_rotary_factor);
@@ -157,8 +157,7 @@ void check_tensor_parallel(
     FLATSHARD_CHECK(
         number % size == 0,
         config,
-        "{} = {}: expected a divisor of model.{}, which is {}; change one of "
-        "them",
+        "{} = {}: expected a divisor of model.{} = {}; change one of them",
         option,
         size,
         what,

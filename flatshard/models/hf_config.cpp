@@ -28,15 +28,15 @@ const Family& family_of_type(const std::string& file, const std::string& type) {
   FLATSHARD_CHECK(
       type != "deepseek_v3" && type != "deepseek_v2",
       config,
-      "{}: model_type '{}' has multi-head latent attention, which is not "
-      "supported",
+      "{}: model_type '{}' is not supported, because it has multi-head latent "
+      "attention",
       file,
       type);
   FLATSHARD_CHECK(
       type != "gemma3",
       config,
-      "{}: model_type 'gemma3' has images, which are not supported; expected "
-      "the text model, gemma3_text: save the language_model alone",
+      "{}: model_type 'gemma3' is not supported, because it has images; use "
+      "the text model, gemma3_text: save only the language_model",
       file);
   FLATSHARD_THROW(
       config,

@@ -56,7 +56,7 @@ at::Tensor KvCache::attend(
                ? step.num_rows == 1
                : q.size(1) == 1 && step.positions.numel() == step.num_rows),
       usage,
-      "KvCache: expected one sequence that begins, or one token of each of {} "
+      "KvCache: expected one new sequence, or one token of each of {} "
       "sequences, got q {} and k {}",
       step.num_rows,
       c10::str(q.sizes()),

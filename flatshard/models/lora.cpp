@@ -65,9 +65,9 @@ void check_targets(
     FLATSHARD_CHECK(
         !names_experts(config, target),
         config,
-        "lora.targets: {} takes in the experts or their router, which is not "
-        "supported; expected layers of attention, for example \"q_proj, "
-        "k_proj, v_proj, o_proj\"",
+        "lora.targets: {} includes the experts or their router, and adapters "
+        "do not support them; expected layers of attention, for example "
+        "\"q_proj, k_proj, v_proj, o_proj",
         target);
     FLATSHARD_CHECK(
         target != "lm_head" && target != "embed_tokens",
@@ -78,8 +78,8 @@ void check_targets(
     FLATSHARD_CHECK(
         target == kAllLinear || known.contains(target),
         config,
-        "lora.targets: expected {} or some of {}, which are the linear layers "
-        "of the family {}, got '{}'",
+        "lora.targets: expected {} or some of {} (the linear layers of the "
+        "family {}), got '{}'",
         kAllLinear,
         fmt::join(known, ", "),
         config.family,

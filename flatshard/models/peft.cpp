@@ -74,8 +74,7 @@ void refuse_other_keys(const HfReader& reader, const nlohmann::json& json) {
         is_off(value) || std::ranges::count(kHarmlessKeys, key) > 0 ||
             std::ranges::count(kComparedKeys, key) > 0,
         format,
-        "{}: '{}' is {}, which is not supported; expected an adapter without "
-        "it",
+        "{}: '{}' = {} is not supported; use an adapter without it",
         reader.file(),
         key,
         value.dump());
@@ -94,11 +93,10 @@ void check_init(const HfReader& reader) {
                                     kHarmlessInits,
                                     value.get_ref<const std::string&>()) > 0),
       format,
-      "{}: '{}' is {}, which is not supported, because peft changes the "
-      "weights "
-      "of the base model for it; save_pretrained(..., "
-      "path_initial_model_for_weight_conversion=...) of peft converts adapters "
-      "of pissa, olora and corda for the original model",
+      "{}: '{}' = {} is not supported, because peft changes the weights of "
+      "the base model for it; save_pretrained(..., "
+      "path_initial_model_for_weight_conversion=...) of peft converts "
+      "adapters of pissa, olora and corda for the original model",
       reader.file(),
       kKey,
       value.dump());
@@ -179,7 +177,7 @@ void check_peft_json(
     FLATSHARD_CHECK(
         found == want,
         config,
-        "{}: expected lora.{} = {}, which is its '{}', got {}",
+        "{}: expected lora.{} = {} (its '{}'), got {}",
         path.string(),
         ours,
         found,

@@ -29,7 +29,7 @@ void check_limits(const Kernel& kernel) {
   FLATSHARD_CHECK(
       rule.groups <= kernels::kMaxRouterGroups,
       config,
-      "router_groups: the CUDA kernel takes at most {}, got {}",
+      "router_groups: the CUDA kernel supports at most {}, got {}",
       kernels::kMaxRouterGroups,
       rule.groups);
 }

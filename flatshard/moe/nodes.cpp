@@ -25,8 +25,8 @@ std::vector<int> Nodes::append(Node node, int num_outputs) {
     FLATSHARD_CHECK(
         value >= 0 && value < num_values_,
         usage,
-        "node {} of a block: expected inputs below {}, which earlier nodes "
-        "make, got {}",
+        "node {} of a block: expected inputs below {} (the outputs of earlier "
+        "nodes), got {}",
         node.name,
         num_values_,
         value);
@@ -80,7 +80,7 @@ TensorList Nodes::run(TensorList inputs) const {
   FLATSHARD_CHECK(
       !list_.empty(),
       usage,
-      "a block of nodes: expected one node or more, got none");
+      "a block of nodes: expected one node or more, got 0");
   std::vector<int> all(list_.size());
   std::iota(all.begin(), all.end(), 0);
   const std::vector<int>& results = list_.back().outputs;
@@ -120,7 +120,8 @@ void Nodes::run(
     FLATSHARD_CHECK(
         outputs.size() == node.outputs.size(),
         usage,
-        "node {} of a block: expected {} outputs, as it was added with, got {}",
+        "node {} of a block: expected the {} outputs that it was added with, "
+        "got {}",
         node.name,
         node.outputs.size(),
         outputs.size());

@@ -95,11 +95,11 @@ void check_plain(const at::Tensor& q, const AttentionArgs& args) {
   FLATSHARD_CHECK(
       !q.is_cuda() || args.plain,
       config,
-      "attention of {} with head_dim {}{}{}{}: no GPU kernel has this (windows "
-      "and sinks need 16 bits and a head_dim that is a multiple of 8 up to "
-      "256, and no kernel has soft caps); set model.plain_attention = true to "
-      "compute it with plain operations, which are slower and keep all "
-      "probabilities",
+      "attention of {} with head_dim {}{}{}{}: no GPU kernel supports this "
+      "(windows and sinks require 16 bits and a head_dim that is a multiple "
+      "of 8 up to 256, and no kernel supports soft caps); set "
+      "model.plain_attention = true to use unfused attention (slower, and "
+      "stores all probabilities)",
       c10::toString(q.scalar_type()),
       q.size(-1),
       args.window > 0 ? fmt::format(", window {}", args.window) : "",

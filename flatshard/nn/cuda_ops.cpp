@@ -50,7 +50,7 @@ void check_norm_dim(std::int64_t dim) {
   FLATSHARD_CHECK(
       dim <= kernels::kMaxNormDim,
       config,
-      "dim: the RMSNorm kernel takes at most {}, got {}",
+      "dim: the RMSNorm kernel supports at most {}, got {}",
       kernels::kMaxNormDim,
       dim);
 }

@@ -73,8 +73,8 @@ TensorList DetachedNode::backward(const TensorList& gradients) {
   FLATSHARD_CHECK(
       has_graph_,
       usage,
-      "the backward of a detached node: expected a forward before it, got none "
-      "since the last backward");
+      "the backward of a detached node: expected a forward before it, but "
+      "there was no forward since the last backward");
   FLATSHARD_CHECK(
       gradients.size() == outputs_.size(),
       usage,

@@ -52,8 +52,8 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     FLATSHARD_CHECK(
         versions_of(args) == versions,
         usage,
-        "checkpoint: the function wrote into its inputs (an in-place "
-        "operation), which its second run would see; let it work on a copy");
+        "checkpoint: the function modified its inputs in place, so its "
+        "recomputation would see other values; let it work on a copy");
     if (preserve_rng) {
       keep_moved(recipe->states);
     }
@@ -78,8 +78,8 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     FLATSHARD_CHECK(
         torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
         usage,
-        "expected backward() over all leaves, got an inputs= list: recompute "
-        "cannot honour it; turn activation checkpointing off");
+        "expected backward() over all leaves, got an inputs= list: "
+        "recomputation does not support it; turn activation checkpointing off");
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
     TensorList args = ctx->get_saved_variables();

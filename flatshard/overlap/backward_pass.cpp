@@ -15,15 +15,16 @@ BackwardPass::BackwardPass(std::shared_ptr<Runtime> runtime, bool tells_graphs)
   FLATSHARD_CHECK(
       !core_.options.debug.strict,
       usage,
-      "a backward pass: expected debug.strict = false, which watches the calls "
-      "of modules; a pass has none");
+      "a backward pass cannot be combined with debug.strict, because strict "
+      "checks the calls of modules and a pass makes none; set debug.strict = "
+      "false");
   FLATSHARD_CHECK(
       !runtime_->graphs().enabled() ||
           (tells_graphs && runtime_->graphs().regions()),
       usage,
       "a backward pass: expected graphs to be off (GraphOptions::enabled); "
-      "an OverlapRunner alone tells them which microbatch runs, and a whole "
-      "step that interleaves microbatches is no graph");
+      "only an OverlapRunner passes them the microbatch that runs, and a full "
+      "step that interleaves microbatches is not a graph");
 }
 
 BackwardPass::~BackwardPass() {
@@ -65,7 +66,7 @@ UnitCall& BackwardPass::call_of(UnitId unit) {
   FLATSHARD_CHECK(
       found != calls_.end(),
       usage,
-      "a backward pass: expected a forward of unit {} in it, got none",
+      "a backward pass: unit {} had no forward in it",
       core_.units[unit]->name());
   return *found->second;
 }

@@ -91,7 +91,7 @@ BlockStages::BlockStages(const nn::Nodes& nodes)
       !list.empty() && list.back().outputs.size() == 1,
       usage,
       "a block in pieces: expected its last node to have one output, the "
-      "block's");
+      "output of the block");
   result_ = list.back().outputs.front();
   const std::vector<PlanNode> of = plan_nodes(nodes);
   for (std::size_t i = 0; i < list.size(); ++i) {

@@ -13,7 +13,7 @@ std::unique_ptr<PeerMemory> make_cuda_peer_memory(
     std::int64_t /*nbytes*/) {
   FLATSHARD_THROW(
       config,
-      "communicator '{}': device '{}' needs CUDA, which this build has not; "
+      "communicator '{}': device '{}' requires CUDA, and this build has none; "
       "build with -DFLATSHARD_CUDA=on",
       group.name(),
       group.device().str());

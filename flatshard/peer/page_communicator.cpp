@@ -99,8 +99,8 @@ class PageCommunicator : public Communicator {
       FLATSHARD_CHECK(
           theirs == nbytes,
           comm,
-          "all_gather on '{}': rank {} of the group gives {} bytes, this one "
-          "{}; all ranks must gather the same sizes in the same order",
+          "all_gather on '{}': rank {} of the group sends {} bytes, this rank "
+          "{}; all ranks must all-gather the same sizes in the same order",
           name(),
           peer,
           theirs,
@@ -124,7 +124,7 @@ class PageCommunicator : public Communicator {
         throw Error(
             ErrorCode::timeout,
             fmt::format(
-                "rank {} of the group did not come within {} ms",
+                "rank {} of the group did not arrive within {} ms",
                 peer,
                 timeout_.count()),
             here());
@@ -136,7 +136,8 @@ class PageCommunicator : public Communicator {
   [[noreturn]] void refuse() const {
     FLATSHARD_THROW(
         usage,
-        "communicator '{}' is the hosts' shared pages: it gathers only",
+        "communicator '{}' uses the hosts' shared pages: it supports only "
+        "all-gathers",
         name());
   }
 

@@ -46,8 +46,8 @@ const ProductRates& rates_of(
   FLATSHARD_CHECK(
       found != float8.end(),
       config,
-      "{} has no rates of the FP8 recipe {}; calibrate on a GPU that "
-      "multiplies it, or take another recipe",
+      "{} has no rates of the FP8 recipe {}; calibrate on a GPU that supports "
+      "it, or use another recipe",
       gpu,
       recipe);
   return found->second;

@@ -140,7 +140,7 @@ void GpuReader::check_all_read() const {
     const std::string near = near_name(leaf, read_);
     FLATSHARD_THROW(
         format,
-        "{}: there is no key {} in a table of a GPU{}",
+        "{}: unknown key {} in a GPU file{}",
         origin_,
         leaf,
         near.empty() ? "" : fmt::format("; did you mean {}?", near));
@@ -153,8 +153,8 @@ const toml::node* GpuReader::find(const std::string& path) {
   FLATSHARD_CHECK(
       node != nullptr || has_base_,
       format,
-      "{}: expected the key {}; add it, or name a table that it is taken "
-      "from with base = \"h100\"",
+      "{}: expected the key {}; add it, or inherit it from another file with "
+      "base = \"h100",
       origin_,
       path);
   return node;

@@ -188,7 +188,7 @@ RunRecord read_run(const fs::path& folder, const std::string& option) {
       option,
       folder.string(),
       fs::is_directory(folder, error) ? "it has no metrics.jsonl"
-                                      : "there is no such folder");
+                                      : "the directory does not exist");
   RunRecord run{.folder = folder};
   std::int64_t line_number = 0;
   for (std::string line; std::getline(file, line);) {
@@ -198,7 +198,7 @@ RunRecord read_run(const fs::path& folder, const std::string& option) {
       add_row(run, row);
     } else {
       run.warnings.push_back(fmt::format(
-          "{}:{}: skipped, since it is no JSON object with a step",
+          "{}:{}: skipped, because it is not a JSON object with a step",
           path.string(),
           line_number));
     }
@@ -214,7 +214,7 @@ RunRecord read_run(const fs::path& folder, const std::string& option) {
   run.config = Json::object();
   if (!fs::exists(config, error)) {
     run.warnings.push_back(
-        fmt::format("{}: there is no such file", config.string()));
+        fmt::format("{}: the file does not exist", config.string()));
     return run;
   }
   try {

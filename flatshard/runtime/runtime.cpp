@@ -68,8 +68,8 @@ void Runtime::set_max_grad_slots(int max_grad_slots) {
   FLATSHARD_CHECK(
       core_.options.slots_on_demand,
       usage,
-      "expected RuntimeOptions::slots_on_demand for set_max_grad_slots, got an "
-      "arena, which is planned before the first step");
+      "set_max_grad_slots requires RuntimeOptions::slots_on_demand, because an "
+      "arena is planned before the first step");
   core_.step.scheduler.set_max_grad_slots(max_grad_slots);
 }
 

@@ -250,7 +250,7 @@ float8::Plane RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
   FLATSHARD_CHECK(
       in_backward || events.is_open(ref.unit) || step.unsharded[ref.unit],
       usage,
-      "parameter {} of unit {} is released: call the unit itself, through its "
+      "parameter {} of unit {} is resharded: call the unit itself, through its "
       "holder (`block(x)`, not `block->forward(x)` or one of its submodules)",
       p.name,
       unit.name());

@@ -96,7 +96,8 @@ void UnitCalls::plan_passes(
   FLATSHARD_CHECK(
       core_.executor.slots().pool().num_held() == 0,
       usage,
-      "plan_passes: expected it between two steps, while no slot is held");
+      "plan_passes: expected a call between two steps, while no slot is in "
+      "use");
   core_.step.scheduler.set_max_grad_slots(max_grad_slots);
   Scheduler scheduler(
       core_.step.scheduler.units(),

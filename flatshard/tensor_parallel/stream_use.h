@@ -22,7 +22,9 @@ class StreamUse {
       until_now(stream_);
       wait();
     } catch (const std::exception& error) {
-      log_debug("a transfer whose result was not taken: {}", error.what());
+      log_debug(
+          "a transfer failed, and its result was not used: {}",
+          error.what());
     }
   }
   StreamUse(const StreamUse&) = delete;

@@ -70,9 +70,9 @@ RefusingStorage& refusal(const at::Storage& storage) {
 
 std::string retired_message(const ParameterOwner& owner) {
   return fmt::format(
-      "parameter {} of {} is released for good: the Runtime that fully_shard "
-      "returned is gone, and the weights with it; keep it for as long as the "
-      "model is used",
+      "parameter {} of {} no longer exists: the Runtime that fully_shard "
+      "returned was destroyed together with the weights; keep it as long as "
+      "the model is used",
       owner.parameter,
       owner.unit);
 }
@@ -161,7 +161,7 @@ void ParameterStorage::set_name(
       .float8 = float8};
   if (float8) {
     set_access_error(fmt::format(
-        "parameter {} of {} is held in FP8 and has no values of this dtype: "
+        "parameter {} of {} is stored in FP8 and has no values of this dtype: "
         "nn::Linear and modules that contain it read its planes "
         "(nn/weight_source.h). Exclude a parameter that other code reads; to "
         "read or write values, use the shards of its group "
@@ -171,11 +171,11 @@ void ParameterStorage::set_name(
     return;
   }
   set_access_error(fmt::format(
-      "parameter {} of {} is released: it has values only while the unit "
+      "parameter {} of {} is resharded: it has values only while the unit "
       "computes. Call the unit itself, through its holder (`block(x)`, not "
-      "`block->forward(x)` or one of its submodules); a module outside of the "
-      "unit that uses the parameter registers it with share_parameter; a view "
-      "that outlives the unit's forward needs a clone(); to read or write "
+      "`block->forward(x)` or one of its submodules); a module outside the "
+      "unit that uses the parameter must register it with share_parameter; a "
+      "view that outlives the unit's forward needs a clone(); to read or write "
       "values, use the shards of its group (Runtime::all_groups)",
       name,
       unit));

@@ -220,7 +220,7 @@ TEST(AutogradEvents, ForwardsAreOpenUntilTheyEndOrFail) {
       watched.events->forward_end(0, {}, false);
       ADD_FAILURE() << "nothing was thrown";
     } catch (const Error& e) {
-      EXPECT_THAT(e.what(), HasSubstr("unit0 ended without having begun"));
+      EXPECT_THAT(e.what(), HasSubstr("unit0 ended but never started"));
     }
   });
 }

@@ -83,7 +83,7 @@ TEST(FlatBuffer, ViewNeedsTheWholeSpace) {
     const FlatBuffer shard(make_layout(2), mesh, {S}, at::kFloat);
     EXPECT_THAT(
         message_of([&] { shard.view(0); }),
-        HasSubstr("tensor 'weight' can be seen whole only when no axis is "
+        HasSubstr("the full tensor 'weight' is available only if no axis is "
                   "sharded; use local_pieces"));
   });
   // An axis of size 1 shards nothing.

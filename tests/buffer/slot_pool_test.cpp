@@ -202,7 +202,7 @@ TEST_F(SlotPoolTest, TheArenaChangesOnlyWhenNothingIsHeld) {
     FAIL();
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::internal);
-    EXPECT_THAT(error.message(), HasSubstr("no held slot"));
+    EXPECT_THAT(error.message(), HasSubstr("only while no slot is in use"));
   }
   EXPECT_EQ(pool.arena_nbytes(), 1024);
   release(slot);

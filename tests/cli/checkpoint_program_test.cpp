@@ -245,7 +245,7 @@ TEST_F(Checkpoints, ASecondRunInTheFolderIsRefused) {
         AllOf(
             HasSubstr("another run writes to " + (folder_ / "shared").string()),
             HasSubstr(": process "),
-            HasSubstr("which began at 20"),
+            HasSubstr("started at 20"),
             HasSubstr("run.output_dir"),
             ::testing::EndsWith("\n1\n")));
   }
@@ -284,7 +284,7 @@ TEST_F(Checkpoints, OtherRanksKeepTheBatch) {
   EXPECT_THAT(
       three.output,
       AllOf(
-          HasSubstr("trained with 8 sequences a step"),
+          HasSubstr("trained with 8 sequences per step"),
           HasSubstr("4 * 3 = 12"),
           HasSubstr("set training.global_batch_size to a number")));
   const Result number = run(
@@ -430,8 +430,8 @@ TEST_F(Checkpoints, CtrlCAndSigtermSaveAndEnd) {
                 fmt::format("{}: ending after step {} with a", name, step)),
             HasSubstr("once more ends it at once"),
             HasSubstr(fmt::format(
-                "stopped by {} after step {}, which has a checkpoint; "
-                "continue with:\n",
+                "stopped by {} after step {} and saved a checkpoint; resume "
+                "with:\n",
                 name,
                 step)),
             HasSubstr(fmt::format(

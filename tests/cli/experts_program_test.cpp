@@ -220,7 +220,7 @@ TEST_F(ExpertRuns, WhatDoesNotDivideIsNamed) {
         Case{
             "--set parallelism.expert_parallel_degree=4",
             "parallelism.expert_parallel_degree = 4 must divide "
-            "data_parallel_shard_degree, which is 2 of 2 ranks"}}) {
+            "data_parallel_shard_degree = 2 of 2 ranks"}}) {
     const Result result = run("run", c.options);
     EXPECT_EQ(result.errors().size(), 1U) << result.output;
     EXPECT_THAT(result.output, HasSubstr(c.says));

@@ -58,7 +58,7 @@ TEST(Doctor, ItEndsWithOneAndTheReason) {
       AllOf(
           HasSubstr("CPU, a step: bfloat16 works"),
           HasSubstr("no_such_0"),
-          HasSubstr("does not work: 2 ranks, which ended with 1")));
+          HasSubstr("does not work: 2 ranks exited with 1")));
 }
 
 TEST(Doctor, InfoPrintsTheBuildAndTheMachine) {
@@ -203,7 +203,7 @@ TEST_F(Program, WrongOptionsFailByName) {
             "error: flatshard train has no further argument 'y.toml'\n"},
            {"train --nproc 0 x.toml", "error: --nproc: "},
            {"train --max-restarts 2 x.toml",
-            "error: --max-restarts starts the ranks of --nproc again: "},
+            "error: --max-restarts requires --nproc, "},
            {"train --nproc x x.toml", "error: "},
            {"generate", "error: --run is required\n"},
            {"export --run x --to y --dtype int8", "error: --dtype: "}}) {
@@ -365,8 +365,8 @@ TEST_F(Program, TwoRanksTrainAndTheirRunGenerates) {
   // 400 lines of 17 bytes and their ends: 90 % of them in samples of 32.
   EXPECT_THAT(
       two.output,
-      ::testing::ContainsRegex("corpus: an epoch has [0-9]+ samples and takes "
-                               "[0-9.]+ steps; the run has [0-9.]+ epochs"));
+      ::testing::ContainsRegex("corpus: one epoch has [0-9]+ samples, [0-9.]+ "
+                               "steps; the run has [0-9.]+ epochs"));
   // Derived values were not set.
   const std::string set = two.output.substr(0, two.output.find("model: "));
   EXPECT_THAT(set, HasSubstr("global_batch_size = 8"));
@@ -442,13 +442,13 @@ TEST_F(Program, AMemoryBudgetKeepsUnitsGathered) {
   };
   const Result plain = train("0");
   ASSERT_EQ(plain.code, 0) << plain.output;
-  EXPECT_THAT(plain.output, Not(HasSubstr("stay gathered")));
+  EXPECT_THAT(plain.output, Not(HasSubstr("stay unsharded")));
   const std::string expected = weights();
   ASSERT_FALSE(expected.empty());
   // The embedding and six blocks. The backward starts with the head.
   const Result kept = train("1");
   ASSERT_EQ(kept.code, 0) << kept.output;
-  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay gathered"));
+  EXPECT_THAT(kept.output, HasSubstr("7 of 9 units stay unsharded"));
   EXPECT_TRUE(weights() == expected);
 
   const Result little = train("0.00001");

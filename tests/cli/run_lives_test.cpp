@@ -162,7 +162,7 @@ TEST_F(RunLives, OtherDataAreRefusedByName) {
   EXPECT_THAT(
       other.output,
       AllOf(
-          HasSubstr("data.train: expected the corpus that"),
+          HasSubstr("was trained on another dataset"),
           HasSubstr("(then corpus)"),
           HasSubstr("checkpoint.exclude = \"loader\"")));
   EXPECT_EQ(snapshot(folder_ / "run"), files);
@@ -171,7 +171,7 @@ TEST_F(RunLives, OtherDataAreRefusedByName) {
   fs::rename(folder_ / "other", folder_ / "corpus");
   EXPECT_THAT(
       in_folder(train(resume)).output,
-      HasSubstr("data.train: expected the corpus that"));
+      HasSubstr("was trained on another dataset"));
   // The same tokens elsewhere are the same dataset.
   const Result moved = in_folder(train("--resume --set data.train=old"));
   EXPECT_EQ(moved.code, 0) << moved.output;
@@ -192,7 +192,7 @@ TEST_F(RunLives, OtherValidationDataAreAWarning) {
   EXPECT_EQ(result.code, 0) << result.output;
   EXPECT_THAT(
       result.output,
-      HasSubstr("warning: data.validation: the validation data are not those"));
+      HasSubstr("warning: data.validation: the validation data differ from"));
 }
 
 TEST_F(RunLives, ARunIsCompleteWithoutWhatItWasMadeOf) {
@@ -266,8 +266,8 @@ TEST_F(RunLives, ACopyThatWasCutOffIsNotResumedFrom) {
   EXPECT_THAT(
       result.output,
       AllOf(
-          HasSubstr("step-4 is not whole, the run resumes from the checkpoint "
-                    "before it"),
+          HasSubstr("step-4 is incomplete, so the run resumes from the "
+                    "checkpoint before it"),
           HasSubstr("step: 3/6")));
 }
 
@@ -311,7 +311,7 @@ TEST_F(RunLives, ASlurmBatchScriptIsSeenAtOnce) {
   const Result without =
       in_folder(slurm + "\"$PROGRAM\" train run.toml --device cpu");
   EXPECT_EQ(without.code, 2) << without.output;
-  EXPECT_THAT(without.output, HasSubstr("put srun before flatshard"));
+  EXPECT_THAT(without.output, HasSubstr("start flatshard with srun"));
   const Result with = in_folder(slurm + train("", 2));
   EXPECT_EQ(with.code, 0) << with.output;
   EXPECT_THAT(with.output, HasSubstr("2 ranks of CPU"));

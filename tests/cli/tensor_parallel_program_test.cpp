@@ -333,20 +333,20 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
         Case{
             std::string(kTwo) + "--set model.kv_heads=1",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
-            "model.kv_heads, which is 1"},
+            "model.kv_heads = 1"},
         Case{
             std::string(kTwo) +
                 "--set model.heads=3 --set model.kv_heads=3 --set model.dim=48",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
-            "model.heads, which is 3"},
+            "model.heads = 3"},
         Case{
             std::string(kTwo) + "--set model.ffn_dim=63",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
-            "model.ffn_dim, which is 63"},
+            "model.ffn_dim = 63"},
         Case{
             std::string(kTwo) + kExperts + "--set model.moe_ffn_dim=15",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
-            "model.shared_experts * moe_ffn_dim, which is 15"},
+            "model.shared_experts * moe_ffn_dim = 15"},
         // Its rows need not divide: the ranks have parts of different lengths.
         Case{
             "--set parallelism.tensor_parallel_degree=4 --set "
@@ -357,13 +357,13 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
         Case{
             std::string(kTwo) + "--set training.seq_len=33",
             "parallelism.tensor_parallel_degree = 2: expected a divisor of "
-            "training.seq_len, which is 33"},
+            "training.seq_len = 33"},
         Case{
             std::string(kTwo) +
                 "--set parallelism.tensor_parallel_comm=copies --set "
                 "cuda_graph.impl=unit",
-            "copies between the memory of GPUs are not recorded; use "
-            "\"collective\""},
+            "copies between the memory of GPUs are not captured; use "
+            "\"collective"},
         Case{
             "--set parallelism.context_parallel_degree=2",
             "parallelism.context_parallel_degree = 2 is not supported"},
@@ -378,7 +378,7 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             std::string(kTwo) + kExperts +
                 "--set parallelism.expert_tensor_parallel_degree=3",
             "parallelism.expert_tensor_parallel_degree = 3: expected 1 or a "
-            "multiple of parallelism.tensor_parallel_degree, which is 2"},
+            "multiple of parallelism.tensor_parallel_degree = 2"},
         Case{
             std::string(kExperts) +
                 "--set parallelism.expert_tensor_parallel_degree=2 --set "
@@ -389,7 +389,7 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             std::string(kExperts) + kExpertGrid,
             "parallelism.expert_parallel_degree = 2 * "
             "expert_tensor_parallel_degree = 2 must divide "
-            "data_parallel_shard_degree, which is 2 of 2 ranks"},
+            "data_parallel_shard_degree = 2 of 2 ranks"},
         Case{
             std::string(kExperts) +
                 "--set parallelism.expert_tensor_parallel_degree=2 --set "

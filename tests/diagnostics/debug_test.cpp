@@ -223,7 +223,7 @@ TEST(Strict, AForwardThatWaitsForItsBackward) {
     EXPECT_THAT(
         at_end,
         AllOf(
-            HasSubstr("module root wanted a backward"),
+            HasSubstr("module root required a backward"),
             HasSubstr("NoGradGuard")));
     // Programs that do not call finish_step hear it at the next forward.
     twin.run_sharded(forward_backward);
@@ -232,7 +232,7 @@ TEST(Strict, AForwardThatWaitsForItsBackward) {
     twin.sgd->zero_grad();
     EXPECT_THAT(
         usage_error([&] { twin.run_sharded(forward_backward); }),
-        HasSubstr("wanted a backward"));
+        HasSubstr("required a backward"));
     twin.run_sharded(forward_backward);
   });
 }

@@ -77,7 +77,7 @@ TEST(OverlapCheck, ASlotThatIsTakenTwice) {
     check->slot_acquired(*units[2], gradients, second);
     EXPECT_THAT(
         memory_error([&] { check->slot_released(*units[1], first); }),
-        HasSubstr("unit cell0 gave back a slot that it did not hold"));
+        HasSubstr("unit cell0 released a slot that it did not own"));
   });
 }
 
@@ -107,7 +107,7 @@ TEST(OverlapCheck, AParameterOutsideOfItsSlot) {
     first.storage.point_at(elsewhere.data());
     EXPECT_THAT(
         memory_error([&] { check->parameters_pointed(unit, view); }),
-        AllOf(HasSubstr(first.name), HasSubstr("outside of the slot")));
+        AllOf(HasSubstr(first.name), HasSubstr("outside the slot")));
     unit.pointers().clear();
   });
 }

@@ -68,7 +68,7 @@ TEST(PoisonedParameter, ReadingItNamesIt) {
       AllOf(
           HasSubstr("[rank 1/2]"),
           HasSubstr("parameter cell2.up.weight was read or written while unit "
-                    "cell2 is released"),
+                    "cell2 is resharded"),
           HasSubstr("(step 42)")));
 }
 

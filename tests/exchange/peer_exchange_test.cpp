@@ -482,7 +482,7 @@ TEST(PeerExchange, AfterAFailureAllRanksBeginAnew) {
     if (context.rank == 0) {
       EXPECT_THAT(
           message_of([&] { exchange.plan(counts, 2); }),
-          HasSubstr("rank 1 of the group gives 1 bytes, this one 8"));
+          HasSubstr("rank 1 of the group sends 1 bytes, this rank 8"));
       EXPECT_THAT(
           message_of([&] { exchange.plan(counts, 2); }),
           HasSubstr("all of them call restart() first"));

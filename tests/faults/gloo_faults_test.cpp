@@ -91,7 +91,7 @@ TEST(FaultsGloo, RankZeroServesTheStoreAndIsNamedToo) {
       c,
       run_with_fault(c),
       AllOf(
-          HasSubstr("rank 0 of 3 is missing: the store, which it serves"),
+          HasSubstr("rank 0 of 3 is missing: the store served by it"),
           HasSubstr("has ended"),
           HasSubstr("block0")));
 }
@@ -113,8 +113,8 @@ TEST(FaultsGloo, AStoppedRankZeroIsNamed) {
       c,
       run_with_fault(c),
       AllOf(
-          HasSubstr("rank 0 of 3 is missing: the store, which it serves, has "
-                    "not answered for"),
+          HasSubstr("rank 0 of 3 is missing: the store served by it has not "
+                    "answered for"),
           HasSubstr("is stopped by a signal")));
 }
 
@@ -259,7 +259,7 @@ TEST(FaultsGloo, RanksThatWaitForEachOtherInTwoGroupsAreToldAtOnce) {
     EXPECT_THAT(
         report.message,
         AllOf(
-            HasSubstr("ranks 0 and 1 have taken different paths: rank 0 waits "
+            HasSubstr("ranks 0 and 1 followed different paths: rank 0 waits "
                       "in step 0: all_reduce of 4 Float, sum (dp.gather #1), "
                       "and rank 1 waits in step 0: all_reduce of 4 Float, sum "
                       "(dp.reduce #1)"),
@@ -280,8 +280,8 @@ TEST(FaultsGloo, WhoWaitsForARankThatEndedItsRunIsToldAtOnce) {
   EXPECT_THAT(
       reports[0].message,
       AllOf(
-          HasSubstr("rank 1 of 2 has ended its run: it has not come to step 0: "
-                    "all_reduce of 4 Float, sum (dp.gather #1)"),
+          HasSubstr("rank 1 of 2 has ended its run: it has not reached step "
+                    "0: all_reduce of 4 Float, sum (dp.gather #1)"),
           HasSubstr("all ranks must run the same number of steps")));
   EXPECT_EQ(reports[1].message, "");
   EXPECT_LT(std::chrono::steady_clock::now() - began, kLongTimeout / 2);

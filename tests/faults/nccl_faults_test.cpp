@@ -128,7 +128,7 @@ TEST_F(FaultsNccl, RankZeroServesTheStoreAndIsNamedToo) {
       c,
       run_with_fault(c),
       AllOf(
-          HasSubstr(culprit(c) + " is missing: the store, which it serves"),
+          HasSubstr(culprit(c) + " is missing: the store served by it"),
           HasSubstr("block0")));
 }
 
@@ -150,7 +150,7 @@ TEST_F(FaultsNccl, AStoppedRankZeroIsNamed) {
       run_with_fault(c),
       HasSubstr(
           culprit(c) +
-          " is missing: the store, which it serves, has not answered for"));
+          " is missing: the store served by it has not answered for"));
 }
 
 TEST_F(FaultsNccl, ARankThatNeverComesIsLate) {
@@ -193,7 +193,7 @@ TEST_F(FaultsNccl, WholeStepsWithADeviceThatDoesNotCome) {
   expect_all(
       c,
       AllOf(
-          HasSubstr(culprit(c) + " is late: its device has not come to"),
+          HasSubstr(culprit(c) + " is late: its device has not reached"),
           kWaitsForBlock0));
 }
 
@@ -204,7 +204,7 @@ TEST_F(FaultsNccl, ADeviceThatDoesNotComeIsNamed) {
   expect_all(
       c,
       AllOf(
-          HasSubstr(culprit(c) + " is late: its device has not come to step 3"),
+          HasSubstr(culprit(c) + " is late: its device has not reached step 3"),
           HasSubstr("dp.gather #")));
 }
 

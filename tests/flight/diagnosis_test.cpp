@@ -134,7 +134,7 @@ TEST(FlightDiagnosis, ARankThatNeverCame) {
   EXPECT_THAT(
       diagnose(views, 2s).text,
       AllOf(
-          HasSubstr("rank 1 of 2 is missing: it has not come within 60.0 s"),
+          HasSubstr("rank 1 of 2 is missing: it has not arrived within 60.0 s"),
           HasSubstr("never came")));
 }
 
@@ -194,7 +194,7 @@ TEST(FlightDiagnosis, TheLateRankIsTheOneThatWaitsNowhere) {
   EXPECT_THAT(
       verdict.text,
       AllOf(
-          HasSubstr("rank 2 of 3 is late: it has not come to step 7, unit c"),
+          HasSubstr("rank 2 of 3 is late: it has not reached step 7, unit c"),
           HasSubstr("(outer #8)"),
           HasSubstr("it runs, in no collective for 3.1 s, after step 7")));
 }
@@ -238,7 +238,7 @@ TEST(FlightDiagnosis, RanksThatTookDifferentPathsAreNamed) {
   EXPECT_THAT(
       verdict.text,
       AllOf(
-          HasSubstr("ranks 0 and 1 have taken different paths: rank 0 waits in "
+          HasSubstr("ranks 0 and 1 followed different paths: rank 0 waits in "
                     "step 7, unit a: all_gather of 64 Float (gather #4), and "
                     "rank 1 waits in step 7, unit b: all_gather of 64 Float "
                     "(reduce #3); all ranks must run the same units"),
@@ -266,8 +266,8 @@ TEST(FlightDiagnosis, WhoeverEndedItsRunComesNoMore) {
   EXPECT_THAT(
       verdict.text,
       AllOf(
-          HasSubstr("rank 1 of 2 has ended its run: it has not come to step 7, "
-                    "unit b"),
+          HasSubstr("rank 1 of 2 has ended its run: it has not reached step "
+                    "7, unit b"),
           HasSubstr("all ranks must run the same number of steps")));
   views[1] = waiting(1);  // it left after that collective
   views[1].state.status = RankStatus::left;
@@ -282,7 +282,7 @@ TEST(FlightDiagnosis, ADeviceThatDoesNotComeIsNamed) {
   EXPECT_EQ(verdict.code, ErrorCode::timeout);
   EXPECT_THAT(
       verdict.text,
-      HasSubstr("rank 1 of 3 is late: its device has not come to step 7, unit "
+      HasSubstr("rank 1 of 3 is late: its device has not reached step 7, unit "
                 "b: all_gather of 64 Float (dp #5); ranks 0, 2 wait there for "
                 "2.9 s"));
 }
@@ -292,7 +292,7 @@ TEST(FlightDiagnosis, NobodyLateIsTheNetwork) {
   EXPECT_THAT(
       diagnose(views, 2s).text,
       AllOf(
-          HasSubstr("every rank is alive and came to the same collective"),
+          HasSubstr("every rank is alive and reached the same collective"),
           HasSubstr("ranks 0-1 wait for 2.9 s in step 7, unit b")));
   std::vector<RankView> troubled = views;
   troubled[1].state.status = RankStatus::troubled;

@@ -213,7 +213,7 @@ TEST(FlightRecorder, AnExceptionThatLeavesIsAFailureToo) {
     wait_for_verdict(*flight);
     EXPECT_THAT(
         error_of(*flight),
-        HasSubstr("rank 1 of 2 failed: it left with an exception"));
+        HasSubstr("rank 1 of 2 failed: it exited with an exception"));
   });
 }
 
@@ -230,7 +230,7 @@ TEST(FlightRecorder, AnErrorIsExplainedByTheRankThatCausedIt) {
           seen.what(),
           AllOf(
               HasSubstr("[rank 0/2 | a]"),
-              HasSubstr("rank 1 of 2 is late: it has not come to step 0, unit "
+              HasSubstr("rank 1 of 2 is late: it has not reached step 0, unit "
                         "a")));
       const Error mine(ErrorCode::usage, "wrong argument");
       EXPECT_EQ(flight->explain(mine).message(), "wrong argument");
@@ -308,7 +308,7 @@ TEST(FlightRecorder, RefusesByName) {
   EXPECT_THAT(refusal({}, 1), HasSubstr("world > 1, got rank 0 of 1"));
   EXPECT_THAT(
       refusal({.connect_timeout = 50ms}, 3),
-      HasSubstr("ranks 1-2 of 3 have not come within 50 ms"));
+      HasSubstr("ranks 1-2 of 3 did not join within 50 ms"));
 }
 
 }  // namespace

@@ -415,14 +415,15 @@ TEST(BadInput, IsNamed) {
       "blockwise_1x128: expected columns divisible by 128, got 96");
   expect_problem(
       on(x, {.recipe = Recipe::blockwise, .rounding = Rounding::floor}),
-      "rounding: blockwise has scales of 448.0 / amax");
+      "rounding = 'floor' does not fit blockwise, because its scales are "
+      "448.0 / amax");
   expect_problem(
       [&] { quantize_into(quantize(x, {}), x, {Recipe::rowwise}); },
       "out: expected data [128, 128] with strides [128, 1] and scales [128]");
   expect_problem(on(x, {}, {.multiple = 16}), "multiple: expected 1");
   expect_problem(
       on(x, {Recipe::mxfp8}, {.amax = at::ones({})}),
-      "amax: expected none for recipe mxfp8");
+      "amax cannot be given for recipe mxfp8");
   expect_problem(
       on(x, {}, {.amax = at::ones({2})}),
       "amax: expected Float [] ");
@@ -436,7 +437,7 @@ TEST(BadInput, IsNamed) {
   const Plane plane = quantize(x, {Recipe::mxfp8});
   expect_problem(
       [&] { dequantize(plane, Recipe::rowwise); },
-      "scales: expected those of rowwise for data [128, 128]");
+      "scales: expected rowwise for data [128, 128]");
   expect_problem(
       [&] {
         dequantize({x, plane.scales}, Recipe::mxfp8);

@@ -409,7 +409,7 @@ TEST(Graphs, WhatTheyDoNotGoWithIsRefusedByName) {
     };
     EXPECT_THAT(
         message({}),
-        ::testing::HasSubstr("expected a mesh of GPUs, got cpu"));
+        ::testing::HasSubstr("requires a mesh of GPUs, got cpu"));
     EXPECT_THAT(
         message(
             {.graphs = {.regions = {"block", "attn"}, .emulate_on_cpu = true}}),

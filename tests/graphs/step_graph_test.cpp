@@ -155,17 +155,17 @@ std::vector<StepDeviation> step_deviations() {
        .hooks = before_step(
            5,
            [](Training& t) { t.runtime().gathers().unshard(1); }),
-       .reason = "weights are gathered before it begins",
+       .reason = "weights are unsharded before it starts",
        .eager_steps = 1,
        .gathers_before = true},
       {.name = "ABackwardThatNeverComes",
        .hooks = forward_without_backward(),
-       .reason = "weights are gathered before it begins",
+       .reason = "weights are unsharded before it starts",
        .eager_steps = 3,  // the next plan has room for it, so a warm-up follows
        .gathers_before = true},
       {.name = "AnExceptionInABackward",
        .hooks = exception_in_a_backward(),
-       .reason = "weights are gathered before it begins",
+       .reason = "weights are unsharded before it starts",
        .eager_steps = 3,  // the next plan has room for it, so a warm-up follows
        .gathers_before = true},
       {.name = "AnExceptionInsideOfABackward",
@@ -216,7 +216,7 @@ std::vector<StepDeviation> step_deviations() {
                 [](Training& t, int step) {
                   t.runtime().set_is_last_microbatch(step != 5);
                 }},
-       .reason = "it begins with other microbatch flags",
+       .reason = "it starts with other microbatch flags",
        .eager_steps = 1},
       {.name = "ResetGraphs",
        .hooks = reset_of_the_graphs(),
@@ -476,7 +476,7 @@ TEST(StepGraphs, AreNotCalledInsideOfAStep) {
   } catch (const Error& e) {
     EXPECT_THAT(
         e.what(),
-        ::testing::HasSubstr("expected to be called between two steps"));
+        ::testing::HasSubstr("expected a call between two steps"));
   }
 }
 
@@ -506,7 +506,7 @@ TEST(StepGraphs, WhatTheyDoNotGoWithIsRefusedByName) {
     const GraphOptions steps{.whole_step = true, .emulate_on_cpu = true};
     expect(
         message({.graphs = {.whole_step = true}}),
-        "expected a mesh of GPUs");
+        "requires a mesh of GPUs");
     expect(message({.graphs = {.emulate_on_cpu = true}}), "whole_step");
     expect(
         message({.copy_engines = CopyEngines::all(), .graphs = steps}),

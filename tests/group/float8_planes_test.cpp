@@ -386,19 +386,19 @@ TEST(Float8Planes, WhatCannotBeFp8IsRefusedByName) {
     };
     EXPECT_THAT(
         refusal({64, 40}, {.recipe = Recipe::tensorwise}),
-        HasSubstr("parameter w cannot be FP8 (tensorwise): 40 columns are no "
-                  "multiple of 16; exclude it"));
+        HasSubstr("parameter w cannot be FP8 (tensorwise): 40 columns are not "
+                  "a multiple of 16; exclude it"));
     EXPECT_THAT(
         refusal({64, 128}, {.recipe = Recipe::blockwise}),
-        HasSubstr("64 rows are no multiple of 128"));
+        HasSubstr("64 rows are not a multiple of 128"));
     EXPECT_THAT(
         refusal({64}, {.recipe = Recipe::mxfp8}),
-        HasSubstr("[64] is no matrix"));
+        HasSubstr("[64] is not a matrix"));
     EXPECT_THAT(
         refusal(
             {64, 64},
             {.recipe = Recipe::tensorwise, .stored_columns = true}),
-        HasSubstr("expected derived columns with tensorwise"));
+        HasSubstr("stored_columns is not supported with tensorwise"));
     EXPECT_THAT(
         refusal({64, 64}, {}, Precision::full()),
         HasSubstr("need bfloat16 compute, got precision.compute = Float"));

@@ -39,7 +39,7 @@ TEST(Placements, WhatDoesNotDivideIsNamed) {
         message_of([&] {
           ParameterPlacement::along(*mesh->sub_mesh({"ep"}), "ep", 4);
         }),
-        ::testing::HasSubstr("has no axis but 'ep'"));
+        ::testing::HasSubstr("has only the axis 'ep'"));
     mesh->world().barrier();
   });
 }

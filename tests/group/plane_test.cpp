@@ -306,7 +306,8 @@ TEST(Float8Parts, MoreWeightsThanPartsAreNamed) {
   const auto parts = format.parts_of(30);
   EXPECT_THAT(
       ::testing::internal::GetCapturedStderr(),
-      ::testing::HasSubstr("30 FP8 weights of one unit are gathered in 24"));
+      ::testing::HasSubstr(
+          "30 FP8 weights of one unit are all-gathered in 24"));
   EXPECT_EQ(std::set<std::int64_t>(parts.begin(), parts.end()).size(), 24U);
 }
 

@@ -110,8 +110,8 @@ TEST(PostForwardShard, RefusesWhatDoesNotFit) {
           HasSubstr(fmt::format(
               "block: expected post_forward_ranks to be a divisor of the 4 "
               "ranks of the innermost axis that weights are sharded on, mesh "
-              "{{dp: 4}}, and more than 1 (reshard_after_forward = false keeps "
-              "whole weights), got {}",
+              "{{dp: 4}}, and more than 1 (reshard_after_forward = false "
+              "keeps full weights), got {}",
               ranks)));
     }
   });

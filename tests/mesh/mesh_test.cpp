@@ -181,7 +181,7 @@ TEST(Mesh, NeighboursOfAnAxisAreAGroup) {
     EXPECT_THAT(
         message_of([&] { mesh->neighbours(1, 3, Purpose::gather); }),
         HasSubstr("expected a divisor of the 4 ranks of axis 'dp' for groups "
-                  "of neighbours, got 3"));
+                  "of adjacent ranks, got 3"));
   });
 }
 

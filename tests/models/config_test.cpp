@@ -124,8 +124,8 @@ TEST_F(HfConfig, ReadsExperts) {
       file + ": expected sliding_window = null, got 4096; it is not supported");
   EXPECT_EQ(
       message(moe_json("deepseek_v3", ""), ErrorCode::config),
-      file + ": model_type 'deepseek_v3' has multi-head latent attention, "
-             "which is not supported");
+      file + ": model_type 'deepseek_v3' is not supported, because it has "
+             "multi-head latent attention");
   EXPECT_THROW(to_hf_json({.family = "moe"}, "float32"), Error);
 }
 

@@ -177,7 +177,7 @@ TEST_F(FamilyConfigs, Gemma3) {
       HasSubstr("hidden_activation"));
   EXPECT_THAT(
       refusal(R"({"model_type": "gemma3"})"),
-      HasSubstr("expected the text model, gemma3_text"));
+      HasSubstr("use the text model, gemma3_text"));
 }
 
 TEST_F(FamilyConfigs, GptOss) {
@@ -352,8 +352,8 @@ TEST(Families, OptionsThatTheirConfigJsonCannotSayAreRefused) {
   };
   EXPECT_EQ(
       refusal("llama", [](ModelConfig& c) { c.block.attention.window = 64; }),
-      "model.sliding_window: all models of the family llama have the same; "
-      "leave the key out, or take another family");
+      "model.sliding_window: all models of the family llama have the same "
+      "value; remove the key, or use another family");
   EXPECT_THAT(
       refusal(
           "qwen2",

@@ -181,7 +181,7 @@ def a_bias(folder):
     tensors = make(folder)
     tensors["model.layers.0.self_attn.q_proj.bias"] = torch.ones(16)
     save_file(tensors, folder / SINGLE, META)
-    return "'model.layers.0.self_attn.q_proj.bias' belongs to no parameter"
+    return "no parameter for tensor 'model.layers.0.self_attn.q_proj.bias'"
 
 
 def fewer_layers(folder):
@@ -189,7 +189,7 @@ def fewer_layers(folder):
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
-    return "belongs to no parameter of the model, and 4 more"
+    return ", and 4 more; check that the config matches these weights"
 
 
 def bin_only(folder):

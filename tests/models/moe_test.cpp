@@ -478,8 +478,8 @@ TEST(MoeErrors, FieldsAreNamed) {
   c.family = "llama";
   EXPECT_EQ(
       moe_message(c),
-      "model.num_experts: the family llama has no experts; leave the key out, "
-      "or take the family moe");
+      "model.num_experts: the family llama has no experts; remove the key, or "
+      "use the family moe");
   c = shape_of("mixtral");
   c.moe.shared_experts = 1;
   EXPECT_THAT(

@@ -376,7 +376,7 @@ TEST(BackwardPass, RefusesWhatIsOutOfOrder) {
     expect_usage([&] { d.pass->close_backward(); }, "after open_backward");
     expect_usage(
         [&] { d.pass->backward_begin(d.blocks[0]); },
-        "expected a forward of unit");
+        "had no forward in it");
     d.embed();
     expect_usage([&] { d.pass->open_backward({}); }, "to be over");
     expect_usage([&] { d.pass->forward_begin(0); }, "to run once");

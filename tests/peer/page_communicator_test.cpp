@@ -61,7 +61,7 @@ TEST(PageCommunicator, ARankThatDoesNotComeIsNamed) {
           message_of([&] { pages->all_gather(at::empty({2}), at::ones({1})); }),
           AllOf(
               HasSubstr("rank 0/2 | ep.pages | all_gather"),
-              HasSubstr("rank 1 of the group did not come within 50 ms")));
+              HasSubstr("rank 1 of the group did not arrive within 50 ms")));
     }
     group->barrier();
   });
@@ -94,7 +94,7 @@ TEST(PageCommunicator, RanksAtDifferentRoundsBeginAnew) {
     if (context.rank == 0) {
       EXPECT_THAT(
           message_of([&] { pages->all_gather(all, at::full({1}, 7.0F)); }),
-          HasSubstr("did not come"));
+          HasSubstr("did not arrive"));
     }
     group->barrier();
     pages->restart();
@@ -113,8 +113,8 @@ TEST(PageCommunicator, RefusesByName) {
         HasSubstr("expected at most 4 bytes of each rank, got 8"));
     EXPECT_THAT(
         message_of([&] { pages->all_reduce(at::ones({1}), ReduceOp::sum); }),
-        HasSubstr("communicator 'ep.pages' is the hosts' shared pages: it "
-                  "gathers only"));
+        HasSubstr("communicator 'ep.pages' uses the hosts' shared pages: it "
+                  "supports only all-gathers"));
     const std::int64_t n = 1 + context.rank;
     EXPECT_THAT(
         message_of([&] {
@@ -123,7 +123,7 @@ TEST(PageCommunicator, RefusesByName) {
               at::ones({n}, at::kChar));
         }),
         HasSubstr(fmt::format(
-            "rank {} of the group gives {} bytes, this one {}",
+            "rank {} of the group sends {} bytes, this rank {}",
             1 - context.rank,
             2 - context.rank,
             n)));

@@ -172,6 +172,6 @@ def test_what_cannot_be_fp8_stays_in_bfloat16(dp):
     fully_shard(model, mesh=mesh["dp"], mp_policy=BF16, fp8=policy("mxfp8"))
     report = flatshard.float8.describe(model)
     assert set(report.float8) == {"1.weight"}
-    assert report.others["0.weight"] == "16 rows are no multiple of 32"
+    assert report.others["0.weight"] == "16 rows are not a multiple of 32"
     with pytest.raises(NotImplementedError, match="column_plane"):
         sharded(mesh, policy("mxfp8", "stored"))

@@ -484,7 +484,7 @@ def test_F18_the_report_says_why(mesh):
         "embed.weight": "weight of Embedding",
         "twice.weight": "Twice is a subclass of nn.Linear",
         "twice.bias": "bias of Twice",
-        "odd.weight": "24 rows are no multiple of 16",
+        "odd.weight": "24 rows are not a multiple of 16",
         "patched.weight": "the forward of its nn.Linear was replaced",
         "fits.bias": "bias of Linear",
         "ignored.weight": "not sharded",
@@ -523,7 +523,7 @@ def test_a_chosen_layer_that_does_not_divide_is_refused(recipe, multiple, mesh):
     with pytest.raises(
         ValueError,
         match=f"fp8: module_filter_fn chose weight, but it cannot be {recipe}: "
-        f"{multiple + multiple // 2} rows are no multiple of {multiple}",
+        f"{multiple + multiple // 2} rows are not a multiple of {multiple}",
     ):
         fully_shard(
             layer,

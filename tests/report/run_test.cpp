@@ -114,7 +114,7 @@ TEST_F(ReadRun, WhatIsNoRunIsNamed) {
   EXPECT_THAT(
       message_of([] { read_run("/none/run", "--compare"); }),
       AllOf(
-          HasSubstr("--compare /none/run: there is no such folder"),
+          HasSubstr("--compare /none/run: the directory does not exist"),
           HasSubstr("output_dir")));
   EXPECT_THAT(
       message_of([&] { read(); }),

@@ -255,7 +255,7 @@ class Watching(unittest.TestCase):
 
     def test_bad_input_is_named(self):
         log = self.program("report", "--run", "/none", fails=True)
-        self.assertIn("--run /none: there is no such folder", log)
+        self.assertIn("--run /none: the directory does not exist", log)
         dense = str(self.folder / "dense")
         log = self.program(
             "report", "--run", dense, "--compare", str(self.folder), fails=True

@@ -18,7 +18,7 @@ class Float8Gpus : public ::testing::TestWithParam<Float8Format> {
  protected:
   void SetUp() override {
     if (!cuda_available()) {
-      GTEST_SKIP() << "no GPU: FP8 products are not tested";
+      GTEST_SKIP() << "no GPU: FP8 matmuls are not tested";
     }
   }
 };

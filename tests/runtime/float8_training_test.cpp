@@ -228,7 +228,7 @@ TEST(Float8Training, AStrayReadNamesTheParameter) {
       EXPECT_THAT(
           message,
           HasSubstr("parameter model.layers.1.mlp.up_proj.weight of unit "
-                    "model.layers.1 is held in FP8"));
+                    "model.layers.1 is stored in FP8"));
     }
     runtime->gathers().reshard(2);
   });

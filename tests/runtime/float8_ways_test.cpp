@@ -213,7 +213,7 @@ TEST(Float8Ways, RecomputedBlocksRunEagerly) {
   ASSERT_FALSE(got.graphs.fallbacks.empty());
   EXPECT_THAT(
       got.graphs.fallbacks.begin()->first,
-      HasSubstr("a recomputed region with FP8 weights"));
+      HasSubstr("a recomputed region has FP8 weights"));
 }
 
 }  // namespace

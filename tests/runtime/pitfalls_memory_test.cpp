@@ -232,7 +232,7 @@ TEST(Pitfalls, B57_ViewsFollowTheirParameter) {
         return view.sum().item<double>() != view.sum().item<double>();
       } catch (const c10::Error& e) {
         EXPECT_THAT(e.what(), HasSubstr("gain of "));
-        EXPECT_THAT(e.what(), HasSubstr("is released"));
+        EXPECT_THAT(e.what(), HasSubstr("is resharded"));
         return true;
       }
     };
@@ -297,7 +297,7 @@ TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
                [&] { gain.data_ptr(); }}) {
         const std::string message = message_of(read);
         EXPECT_THAT(message, HasSubstr("cell1.gain"));
-        EXPECT_THAT(message, HasSubstr("released"));
+        EXPECT_THAT(message, HasSubstr("is resharded"));
       }
       EXPECT_EQ(gain.sizes(), at::IntArrayRef({12}));
       EXPECT_EQ(gain.scalar_type(), at::kFloat);

@@ -480,8 +480,8 @@ TEST(Placement, WhatCannotBeIsRefusedByName) {
             "a parameter on the sub-mesh {edp: 2} needs a separate strategy"));
     EXPECT_THAT(
         refusal({.mesh = Mesh::single(at::kCPU)}),
-        HasSubstr("parameter block0.experts: expected a mesh that is the "
-                  "model's, {edp: 2, ep: 2}, or a part of it, got {dp: 1}"));
+        HasSubstr("parameter block0.experts: expected the model's mesh {edp: "
+                  "2, ep: 2} or a sub-mesh of it, got {dp: 1}"));
     const auto choices = [&](std::vector<nn::Module*> modules) {
       ExpertModel model(2);
       FullyShardOptions options;

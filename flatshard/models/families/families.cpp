@@ -71,8 +71,9 @@ const Family& family_of(const ModelConfig& config) {
   FLATSHARD_CHECK(
       config.family != "deepseek_v3",
       config,
-      "model.family: deepseek_v3 has multi-head latent attention, which is not "
-      "supported; the family moe has its router on grouped-query attention");
+      "model.family: deepseek_v3 is not supported, because it has multi-head "
+      "latent attention; the family moe has its router with grouped-query "
+      "attention");
   const Family* const family = find_family(config.family);
   FLATSHARD_CHECK(
       family != nullptr,
@@ -91,8 +92,7 @@ void refuse_key(
   FLATSHARD_CHECK(
       !found,
       config,
-      "model.{}: the family {} has {}; leave the key out, or take the family "
-      "moe",
+      "model.{}: the family {} has {}; remove the key, or use the family moe",
       key,
       config.family,
       what);
@@ -163,8 +163,8 @@ void check_family(const ModelConfig& config) {
         std::find(free.begin(), free.end(), option.key) != free.end() ||
             option.equal(config, family.defaults),
         config,
-        "model.{}: all models of the family {} have the same; leave the key "
-        "out, or take another family",
+        "model.{}: all models of the family {} have the same value; remove "
+        "the key, or use another family",
         option.key,
         config.family);
   }
@@ -174,8 +174,8 @@ void check_family(const ModelConfig& config) {
           std::find(types.begin(), types.end(), config.rope_scaling->type) !=
               types.end(),
       config,
-      "model.rope_scaling: models of the family {} have no such rotation; "
-      "leave the key out, or take another one",
+      "model.rope_scaling: models of the family {} do not support it; remove "
+      "the key, or use another method",
       config.family);
   if (family.check != nullptr) {
     family.check(config);

@@ -147,8 +147,8 @@ at::Tensor gather_columns(
   FLATSHARD_CHECK(
       !at::GradMode::is_enabled(),
       usage,
-      "a gather of columns over {} ranks has no gradient; call it with "
-      "gradient mode off, or compute the loss of the cut columns",
+      "an all-gather of columns over {} ranks has no gradient; call it with "
+      "gradient mode off, or compute the loss of the sharded columns",
       ranks->size());
   const std::int64_t n = ranks->size();
   const std::int64_t widest = ceil_div(whole, n);
@@ -175,8 +175,7 @@ IndexPart equal_part_of(
   FLATSHARD_CHECK(
       !ranks || whole % ranks->size() == 0,
       config,
-      "tensor parallelism over {} ranks: expected as many equal parts of {}, "
-      "which is {}",
+      "tensor parallelism over {} ranks: expected a divisor of {} = {}",
       ranks ? ranks->size() : 1,
       what,
       whole);

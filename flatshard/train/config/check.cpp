@@ -38,7 +38,7 @@ const ConfigKey& key_of(std::string_view full_name) {
   FLATSHARD_CHECK(
       found != keys.end(),
       internal,
-      "the table of keys names '{}', which is none",
+      "the table of keys names '{}', but no such key exists",
       full_name);
   return *found;
 }
@@ -252,7 +252,7 @@ Config resolve_config(const Config& config, std::int64_t world) {
       shard % config::expert_data_ranks(p) == 0,
       config,
       "parallelism.expert_parallel_degree = {}{} must divide "
-      "data_parallel_shard_degree, which is {} of {} ranks",
+      "data_parallel_shard_degree = {} of {} ranks",
       p.expert_parallel_degree,
       p.expert_tensor_parallel_degree == 1
           ? ""

@@ -41,11 +41,11 @@ const ConfigKey kDiagnosticsKeys[] = {
         "the parameter."),
     KEY(diagnostics.overlap_check,
         "Check that no two buffers in use share memory, at startup and "
-        "whenever a buffer is taken from the pool."),
+        "whenever a buffer is allocated from the pool."),
     KEY(diagnostics.poison,
         "Make use-after-reshard visible: resharded weights point to "
         "inaccessible memory on CPUs (the run stops and names the parameter) "
-        "and to NaN on GPUs. Released buffers are filled with NaN."),
+        "and to NaN on GPUs. Freed buffers are filled with NaN."),
     KEY(diagnostics.strict,
         "Check the life cycle of every module, and after each step that all "
         "ranks ran the same modules in the same order."),

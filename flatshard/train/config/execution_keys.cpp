@@ -20,10 +20,11 @@ const ConfigKey kExecutionKeys[] = {
         "instead of storing them."),
 
     KEY(cuda_graph.impl,
-        "Parts of the step to capture as CUDA graphs. unit: the forward and "
-        "the backward of each block, one launch each. full_iteration: the full "
-        "forward and backward with their collectives, one launch. Useful for "
-        "small models, whose kernels run faster than the host can launch them.",
+        "Scope of CUDA graphs. unit: the forward and the backward of each "
+        "block, one launch each. full_iteration: the full forward and "
+        "backward with their collectives, one launch. Useful for small "
+        "models, because their kernels run faster than the host can launch "
+        "them.",
         .conflicts =
             {{{"diagnostics.strict"},
               WHEN(c.diagnostics.strict),
@@ -34,30 +35,29 @@ const ConfigKey kExecutionKeys[] = {
               "\"unit\""},
              {{"parallelism.copy_engines"},
               WHEN(c.cuda_graph.whole_step() && c.parallelism.copies()),
-              "copies between the memory of GPUs are not recorded; use "
-              "\"none\", which \"auto\" means here"},
+              "copies between the memory of GPUs are not captured; use "
+              "\"none\" (\"auto\" selects it here)"},
              {{"diagnostics.nan_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.nan_check),
-              "it watches what is inside of a step, where a replay stops for "
-              "nobody"},
+              "this check hooks into the step, and a replayed CUDA graph runs "
+              "no hooks; disable one of the two"},
              {{"diagnostics.overlap_check"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.overlap_check),
-              "it watches what is inside of a step, where a replay stops for "
-              "nobody"},
+              "this check hooks into the step, and a replayed CUDA graph runs "
+              "no hooks; disable one of the two"},
              {{"diagnostics.poison"},
               WHEN(c.cuda_graph.whole_step() && c.diagnostics.poison),
-              "a replay does not poison the weights that it releases"},
+              "a replay does not poison the weights that it reshards"},
              {{"activation_checkpoint.mode"},
               WHEN(
                   !c.cuda_graph.whole_step() && c.cuda_graph.modules.empty() &&
                   c.activation_checkpoint.mode ==
                       models::ActivationCheckpoint::selective),
-              "a block cannot be recorded with a recomputation inside; record "
-              "attn alone (cuda_graph.modules), or use \"full\" or \"none\""}}),
+              "a block cannot be captured with a recomputation inside; capture "
+              "only attn (cuda_graph.modules), or use \"full\" or \"none\""}}),
     KEY(cuda_graph.modules,
-        "Parts of blocks to capture instead of full blocks, as a "
-        "comma-separated list: attn, mlp, and for blocks with experts "
-        "moe_router and moe_preprocess.",
+        "Capture only these parts of each block, as a comma-separated list: "
+        "attn, mlp, and for blocks with experts moe_router and moe_preprocess.",
         .used_if = {kHasGraphs}),
     KEY(cuda_graph.warmup_steps,
         "Number of steps before the first capture.",
@@ -102,8 +102,9 @@ std::set<std::string> graph_regions(const Config& config) {
         name == "attn" || name == "mlp" || name == "moe_router" ||
             name == "moe_preprocess",
         config,
-        "cuda_graph.modules: expected attn, mlp, moe_router, moe_preprocess or "
-        "several with commas between, or nothing for whole blocks; got '{}'",
+        "cuda_graph.modules: expected a comma-separated list of attn, mlp, "
+        "moe_router and moe_preprocess, or an empty value for full blocks; "
+        "got '{}'",
         name);
     regions.insert(name);
   }

@@ -97,7 +97,7 @@ void check_section(std::string_view section, const std::string& where) {
   }
   FLATSHARD_THROW(
       config,
-      "{}: there is no section [{}]; {}",
+      "{}: unknown section [{}]; {}",
       where,
       shortened(section),
       near.empty() ? fmt::format("there are [{}]", fmt::join(names, "], ["))

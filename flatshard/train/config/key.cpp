@@ -109,7 +109,7 @@ void check_no_nul(
   FLATSHARD_CHECK(
       value.find('\0') == std::string::npos,
       config,
-      "{}: {} has a NUL character; no file name can hold one",
+      "{}: {} has a NUL character; file names cannot contain one",
       where,
       key.full_name);
 }

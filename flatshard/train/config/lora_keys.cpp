@@ -30,7 +30,7 @@ const ConfigKey kLoraKeys[] = {
              {{"checkpoint.export_hf_at_end"},
               WHEN(c.lora.enabled() && c.checkpoint.export_hf_at_end),
               "the run ends with an adapter in its output_dir; use false, and "
-              "`flatshard export --merge` for whole weights"}}),
+              "`flatshard export --merge` for full weights"}}),
     KEY(lora.alpha,
         "LoRA alpha. Adapter outputs are scaled by alpha / rank.",
         .range = {.min = 1e-9},

@@ -156,7 +156,7 @@ const ConfigKey kModelKeys[] = {
         "configuration (soft caps, and windows and sinks in float32). Slower, "
         "and stores all attention probabilities for the backward pass."),
     KEY(model.num_experts,
-        "Number of experts per block, which replace the feed-forward layer.",
+        "Number of experts per block. They replace the feed-forward layer.",
         .range = {1, 1 << 16}),
     KEY(model.experts_per_token,
         "Number of experts that each token is routed to. Default: 2.",
@@ -165,7 +165,7 @@ const ConfigKey kModelKeys[] = {
         "Hidden size of an expert. Default: ffn_dim.",
         .range = {1, 1 << 22}),
     KEY(model.shared_experts,
-        "Number of shared experts, which process every token.",
+        "Number of shared experts. They process every token.",
         .range = {.max = 1 << 10}),
     KEY(model.dense_layers,
         "Number of blocks at the start of the model without experts.",

@@ -31,14 +31,14 @@ constexpr auto kOtherKeys = std::to_array<OtherNames>({
      "training.local_batch_size, the sequences of one microbatch of one rank"},
     {"gradient_accumulation_steps gradient_accumulation "
      "accumulate_grad_batches grad_accum_steps",
-     "training.global_batch_size, which is training.local_batch_size times "
-     "ranks times the microbatches of a step"},
+     "training.global_batch_size (training.local_batch_size times ranks times "
+     "microbatches per step)"},
     {"sequence_len sequence_length seq_length max_seq_len max_seq_length "
      "max_sequence_length max_length block_size context_length cutoff_len "
      "model_max_length",
      "training.seq_len"},
     {"learning_rate max_lr base_lr peak_lr lr_max", "optimizer.lr"},
-    {"min_lr lr_min", "lr_scheduler.min_lr_factor, a share of optimizer.lr"},
+    {"min_lr lr_min", "lr_scheduler.min_lr_factor, a fraction of optimizer.lr"},
     {"lr_scheduler lr_scheduler_type lr_scheduler_name lr_decay_style "
      "decay_type scheduler",
      "lr_scheduler.name"},

@@ -80,7 +80,7 @@ constexpr UsedIf kShards{
 constexpr UsedIf kReshards{
     "parallelism.reshard_after_forward",
     WHEN(c.parallelism.reshard_after_forward),
-    "runs that release weights after forward"};
+    "runs that reshard weights after forward"};
 constexpr UsedIf kDividesExperts{
     "parallelism.expert_parallel_degree",
     WHEN(expert_ranks(c.parallelism) > 1),
@@ -105,23 +105,23 @@ constexpr UsedIf kOverlaps{
 const std::vector<Conflict> kPieces = {
     {{"cuda_graph.impl"},
      WHEN(c.cuda_graph.whole_step()),
-     "backwards that interleave are no single graph; use \"unit\" with "
+     "interleaved backwards are not a single graph; use \"unit\" with "
      "cuda_graph.modules, or \"none\""},
     {{"cuda_graph.impl", "cuda_graph.modules"},
      WHEN(c.cuda_graph.enabled() && c.cuda_graph.modules.empty()),
-     "blocks run in pieces; name parts in cuda_graph.modules (attn, "
-     "moe_router, mlp)"},
+     "blocks run in parts; list the parts to capture in cuda_graph.modules "
+     "(attn, moe_router, mlp)"},
     {{"cuda_graph.impl", "float8.recipe"},
      WHEN(c.cuda_graph.enabled() && c.float8.recipe),
-     "the FP8 planes of two microbatches are at other addresses; leave one "
-     "out"},
+     "the FP8 planes of two microbatches have different addresses; remove one "
+     "of the two"},
     {{"diagnostics.strict"},
      WHEN(c.diagnostics.strict),
-     "it watches the calls of modules, and pieces of blocks are none"},
+     "it checks the calls of modules, and parts of blocks are not modules"},
     {{"parallelism.memory_budget"},
      WHEN(c.parallelism.memory_budget > 0),
-     "units that stay gathered are planned for one microbatch at a time; leave "
-     "it at 0"}};
+     "units that stay unsharded are planned for one microbatch at a time; use "
+     "0"}};
 
 const ConfigKey kParallelismKeys[] = {
     KEY(parallelism.strategy,
@@ -157,17 +157,17 @@ const ConfigKey kParallelismKeys[] = {
         "docs/guides/tensor_parallel.md).",
         .range = {.min = 1, .max = kMaxRanks}),
     KEY(parallelism.tensor_parallel_comm,
-        "How tensor-parallel ranks exchange activations: by collectives, or by "
-        "peer-to-peer copies. On GPUs the copies occupy no SM, overlap with "
-        "matmuls, and require all ranks of the group on one host. auto: copies "
-        "for bfloat16 layers if NVLink connects the ranks.",
+        "Exchange of activations between tensor-parallel ranks: collectives, "
+        "or peer-to-peer copies. On GPUs the copies occupy no SM, overlap "
+        "with matmuls, and require all ranks of the group on one host. auto: "
+        "copies for bfloat16 layers if NVLink connects the ranks.",
         .used_if = {kSharesLayers},
         .conflicts =
             {{{"cuda_graph.impl"},
               WHEN(
                   c.cuda_graph.enabled() && c.parallelism.shares_layers() &&
                   c.parallelism.copies_activations()),
-              "copies between the memory of GPUs are not recorded; use "
+              "copies between the memory of GPUs are not captured; use "
               "\"collective\""}}),
     KEY(parallelism.context_parallel_degree,
         "Context-parallel size. Only 1 is supported.",
@@ -194,9 +194,9 @@ const ConfigKey kParallelismKeys[] = {
               "not supported: copies bring a row to one rank; use "
               "\"collective\""}}),
     KEY(parallelism.token_exchange,
-        "How tokens are dispatched to experts: by collectives, or by "
-        "peer-to-peer copies. On GPUs the copies occupy no SM and require all "
-        "ranks on one host. auto: collective.",
+        "Dispatch of tokens to experts: collectives, or peer-to-peer copies. "
+        "On GPUs the copies occupy no SM and require all ranks on one host. "
+        "auto: collective.",
         .used_if = {kDividesExperts}),
     KEY(parallelism.overlap_expert_parallel,
         "Overlap the backward of one microbatch with the forward of the next "
@@ -233,12 +233,12 @@ const ConfigKey kParallelismKeys[] = {
         .conflicts =
             {{{"parallelism.post_forward_ranks"},
               WHEN(c.parallelism.post_forward_ranks == 1),
-              "one rank has whole weights; set "
+              "one rank has the full weights; set "
               "parallelism.reshard_after_forward = false"},
              {{"float8.recipe"},
               WHEN(c.parallelism.post_forward_ranks > 0 && c.float8.recipe),
-              "forward and backward gather different planes of FP8 weights; "
-              "leave one out"}}),
+              "forward and backward all-gather different planes of FP8 "
+              "weights; remove one of the two"}}),
     KEY(parallelism.memory_budget,
         "Memory budget per rank in GiB, for the memory table printed at "
         "startup. As many units as fit stay unsharded between forward and "
@@ -261,7 +261,8 @@ const ConfigKey kParallelismKeys[] = {
                   c.parallelism.copy_engines ==
                       CopyEngines{.gathers = CopyEngines::Gathers::forward} &&
                   c.parallelism.strategy->keeps_whole_weights()),
-              "the strategy gathers no weights in forward; use none or all"},
+              "the strategy does not all-gather weights in forward; use none "
+              "or all"},
              {{"parallelism.keep_compute_weights"},
               WHEN(
                   c.parallelism.copies() &&
@@ -303,15 +304,14 @@ void check_parallelism(const Config& config) {
           p.expert_tensor_parallel_degree % p.tensor_parallel_degree == 0,
       config,
       "parallelism.expert_tensor_parallel_degree = {}: expected 1 or a "
-      "multiple of parallelism.tensor_parallel_degree, which is {}; change one "
-      "of them",
+      "multiple of parallelism.tensor_parallel_degree = {}; change one of them",
       p.expert_tensor_parallel_degree,
       p.tensor_parallel_degree);
   FLATSHARD_CHECK(
       config.training.seq_len % p.tensor_parallel_degree == 0,
       config,
       "parallelism.tensor_parallel_degree = {}: expected a divisor of "
-      "training.seq_len, which is {}; change one of them",
+      "training.seq_len = {}; change one of them",
       p.tensor_parallel_degree,
       config.training.seq_len);
 }

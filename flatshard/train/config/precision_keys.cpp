@@ -14,10 +14,10 @@ const ConfigKey kPrecisionKeys[] = {
     KEY(precision.compute, "Data type of weights and activations."),
     KEY(precision.reduce, "Data type in which gradients are reduced."),
     KEY(precision.main_params,
-        "Data type of the main weights, which the optimizer updates."),
+        "Data type of the main weights, the copy that the optimizer updates."),
     KEY(precision.main_grads, "Data type of accumulated gradients."),
     KEY(precision.scaling,
-        "How gradients are averaged over ranks: mean in the collective, scaled "
+        "Averaging of gradients over ranks: mean in the collective, scaled "
         "before a sum, or per token."),
 
     KEY(float8.recipe,
@@ -54,8 +54,8 @@ const ConfigKey kPrecisionKeys[] = {
                   c.float8.column_plane == ColumnPlane::stored &&
                   !(c.float8.recipe &&
                     float8::has_power_of_two_scales(*c.float8.recipe))),
-              "stored is for rowwise and mxfp8, since rows and columns of the "
-              "others hold the same numbers; use auto"}}),
+              "stored is for rowwise and mxfp8, because rowwise and columnwise "
+              "data of the other recipes are the same numbers; use auto"}}),
     KEY(float8.gather_parts,
         "Weights that the backward all-gathers for recomputation in addition "
         "to the stored columnwise weights: the rows of the full unit, the rows "

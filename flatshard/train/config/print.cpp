@@ -144,8 +144,8 @@ Config starting_config(const std::string& preset) {
 std::string describe_config() {
   Config defaults;
   std::string text =
-      "A training config is a TOML file. Every key may also be given as\n--set "
-      "section.key=value, which wins over the file.\n\n";
+      "A training config is a TOML file. Every key can also be given "
+      "as\n--set section.key=value. It overrides the file.\n\n";
   std::string_view section;
   for (const ConfigKey& key : config_keys()) {
     begin_section(text, section, key);

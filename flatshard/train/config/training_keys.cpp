@@ -41,7 +41,7 @@ const ConfigKey kTrainingKeys[] = {
         .used_if = {kValidates}),
 
     KEY(data.packing,
-        "How samples are formed. stream: split one continuous stream of tokens "
+        "Packing of samples. stream: split one continuous stream of tokens "
         "into samples. documents: fill each sample with complete documents; "
         "attention does not cross documents, and positions restart at 0 in "
         "each."),
@@ -79,8 +79,7 @@ const ConfigKey kTrainingKeys[] = {
               WHEN(
                   c.training.on_nonfinite == OnNonfinite::rewind &&
                   c.checkpoint.interval == 0),
-              "a rewind goes back to a checkpoint, and there are none; set the "
-              "interval to 1 or more"}}),
+              "a rewind requires checkpoints; set the interval to 1 or more"}}),
 
     KEY(validation.freq,
         "Validate every N steps. 0 disables validation.",
@@ -112,9 +111,9 @@ const ConfigKey kTrainingKeys[] = {
         "otherwise none.",
         .range = {-1, kMaxSteps}),
     KEY(checkpoint.exclude,
-        "Parts that are not loaded from a checkpoint or from model.init_from: "
-        "a comma-separated list of shell patterns of parameter names, "
-        "`optimizer` and `loader`."),
+        "Skip these parts when loading from a checkpoint or from "
+        "model.init_from: a comma-separated list of shell patterns of "
+        "parameter names, `optimizer` and `loader`."),
     KEY(checkpoint.export_hf_at_end,
         "Export the last checkpoint to a Hugging Face model directory, "
         "<run.output_dir>/hf.",
@@ -150,8 +149,8 @@ void check_training(const Config& config) {
   FLATSHARD_CHECK(
       !config.data.train.empty(),
       config,
-      "data.train is missing: give a corpus folder (made by 'flatshard data "
-      "prepare') or \"random\"");
+      "data.train is missing: set it to a dataset directory (created by "
+      "'flatshard data prepare') or \"random");
   FLATSHARD_CHECK(
       !config.run.output_dir.empty(),
       config,
@@ -159,8 +158,8 @@ void check_training(const Config& config) {
   FLATSHARD_CHECK(
       config.validation.sequences != 0,
       config,
-      "validation.sequences expected -1 (the whole split) or at least 1, got "
-      "0; validation.freq = 0 is a run without validation");
+      "validation.sequences expected -1 (the full split) or at least 1, got "
+      "0; validation.freq = 0 disables validation");
 }
 
 }  // namespace

@@ -22,8 +22,8 @@ data::Loader open_train_loader(const DataOptions& options) {
   FLATSHARD_CHECK(
       !options.train.empty(),
       config,
-      "data.train: expected a corpus folder (see `flatshard data prepare`) or "
-      "\"random\"");
+      "data.train: expected a dataset directory (see `flatshard data "
+      "prepare`) or \"random");
   return for_option(kTrainOption, [&] {
     return data::Loader(
         data::open_token_sources(

@@ -49,8 +49,7 @@ std::vector<DataEpochs> data_epochs(
 
 std::string to_string(const DataEpochs& data) {
   return fmt::format(
-      "data: {}: an epoch has {} samples and takes {} steps; the run has {} "
-      "epochs",
+      "data: {}: one epoch has {} samples, {} steps; the run has {} epochs",
       data.path,
       with_commas(data.samples),
       amount(data.steps),

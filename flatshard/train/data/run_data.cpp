@@ -76,7 +76,7 @@ RunData::Sources RunData::parse(
   } catch (const nlohmann::json::exception& error) {
     FLATSHARD_THROW(
         format,
-        "{}: expected lists of corpora in the state 'data', got {}: {}",
+        "{}: expected lists of datasets in the state 'data', got {}: {}",
         origin,
         saved,
         error.what());
@@ -93,8 +93,8 @@ void RunData::check(
   FLATSHARD_CHECK(
       !continues_training_data || !other,
       config,
-      "data.train: expected the corpus that {} was trained on (then {}), got "
-      "another content in {}; give that corpus, or begin the new one at its "
+      "data.train: {} was trained on another dataset (then {}) than the "
+      "content of {}; use the former dataset, or start the new one at its "
       "first sample with checkpoint.exclude = \"loader\"",
       origin,
       train[other.value_or(0)].path,
@@ -107,8 +107,8 @@ void RunData::check(
   const std::size_t at = first_other(validation, validation_).value_or(0);
   if (!same_number || first_other(validation, validation_)) {
     log_warning(
-        "{}: the validation data are not those of {} ({} of {} corpora, then "
-        "{} of {}); validation losses before and after it do not compare",
+        "{}: the validation data differ from {} ({} of {} datasets, then {} of "
+        "{}); validation losses before and after it cannot be compared",
         validation_option_,
         origin,
         validation_[at].path,

@@ -9,7 +9,7 @@ namespace flatshard {
 namespace {
 
 constexpr std::string_view kHelp =
-    "raise training.seq_len, or prepare the corpus again with another "
+    "raise training.seq_len, or prepare the dataset again with another "
     "--train-on";
 
 void check_corpus(

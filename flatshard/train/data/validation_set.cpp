@@ -67,8 +67,8 @@ std::vector<ValidationSet> open_validation_sets(const DataOptions& options) {
       FLATSHARD_CHECK(
           wanted != -1 || !choices[i].is_random(),
           config,
-          "validation.sequences = -1 is the whole split, and random tokens "
-          "have no end; give a number");
+          "validation.sequences = -1 is the full split, and random tokens have "
+          "no end; set a number");
       data::Loader loader(
           sources[i].source,
           {.seq_len = options.packing.seq_len,
@@ -107,9 +107,9 @@ ValidationMetrics summarize(
     FLATSHARD_CHECK(
         num_targets > 0,
         config,
-        "validation: the first {} samples of {} have no token that is trained; "
-        "raise validation.sequences, or prepare the corpus again with another "
-        "--train-on",
+        "validation: the first {} samples of {} have no token that is "
+        "trained; raise validation.sequences, or prepare the dataset again "
+        "with another --train-on",
         sets[i].num_sequences,
         sets[i].path);
     const double loss = nats / num_targets;

@@ -265,14 +265,14 @@ plan::Gpu calibrate(
                    static_cast<double>(std::int64_t{1} << 30);
   report("the host");
   calibrate_host(device, gpu);
-  report("passes over memory");
+  report("memory-bound kernels");
   const CallTimer timer(device, options.seconds_per_point);
   calibrate_passes(timer, options, gpu);
-  report("products");
+  report("matmuls");
   calibrate_products(timer, options, gpu);
   report("attention");
   calibrate_attention(timer, options, gpu);
-  report("FP8 products");
+  report("FP8 matmuls");
   calibrate_float8(timer, options, gpu);
   const auto& rates = gpu.products.front().tflops;
   gpu.peak_bf16_tflops =

@@ -55,8 +55,8 @@ void check_priced(const Config& config) {
   FLATSHARD_CHECK(
       config.precision.compute == at::kBFloat16,
       config,
-      "precision.compute = {}: tables of GPUs have the rates of bfloat16 "
-      "products; set precision.compute = \"bfloat16\" to plan the run",
+      "precision.compute = {}: GPU files contain rates of bfloat16 matmuls; "
+      "set precision.compute = \"bfloat16\" to plan the run",
       config::word_of(config.precision.compute));
 }
 
@@ -157,8 +157,8 @@ std::string step_text(const RunPlan& plan) {
         row("  " + kind,
             ms(seconds),
             kind.starts_with("TP ")
-                ? "alone; some of it runs in parallel with compute"
-                : "alone; most of it runs in parallel with compute");
+                ? "if nothing else ran; some of it overlaps with compute"
+                : "if nothing else ran; most of it overlaps with compute");
   }
   text += row("host", ms(step.host_seconds), "to launch the step");
   text +=

@@ -47,13 +47,12 @@ std::string row_of(const PlannedChoice& planned, std::int64_t ranks) {
 
 /// The words of the column of strategies.
 constexpr std::string_view kWords =
-    "AxB      A groups of B ranks, each of which shards the whole model\n"
-    "tpN      N ranks share each layer (tensor parallelism)\n"
-    "kept     weights stay gathered from forward to backward\n"
-    "epN      N ranks divide the experts (expert parallelism)\n"
-    "etpN     N ranks share the width of each expert\n"
-    "overlap  two microbatches in flight\n"
-    "batch    sequences of a microbatch, which the ranks of tp share\n";
+    "AxB      A groups of B ranks; each group shards the full model\ntpN      "
+    "N ranks share each layer (tensor parallelism)\nkept     weights stay "
+    "unsharded between forward and backward\nepN      N ranks divide the "
+    "experts (expert parallelism)\netpN     N ranks share the width of each "
+    "expert\noverlap  two microbatches in flight\nbatch    sequences per "
+    "microbatch, shared by the ranks of tp\n";
 
 constexpr std::string_view kHeader =
     "strategy                          recompute  batch FP8       ";

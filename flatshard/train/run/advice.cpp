@@ -66,7 +66,7 @@ std::string advice_on_memory(
   }
   if (options.recomputes) {
     return fmt::format(
-        "advice on memory: the table takes {:.1f} of the GPU's {:.1f} GiB; use "
+        "advice on memory: the table needs {:.1f} of the GPU's {:.1f} GiB; use "
         "more ranks, or a parallelism.strategy that shards more",
         gib(table_nbytes),
         gib(capacity_nbytes));

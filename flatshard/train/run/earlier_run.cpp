@@ -44,8 +44,8 @@ void refuse_foreign_files(const RunFiles& files) {
   FLATSHARD_CHECK(
       files.owns_checkpoints || list_checkpoints(files.checkpoints).empty(),
       config,
-      "checkpoint.folder = {} holds the checkpoints of another run; continue "
-      "from them with --resume, or choose another folder",
+      "checkpoint.folder = {} contains the checkpoints of another run; resume "
+      "from them with --resume, or choose another directory",
       files.checkpoints.string());
   if (holds_a_run(files)) {
     return;
@@ -55,8 +55,8 @@ void refuse_foreign_files(const RunFiles& files) {
         file.when != RunFile::When::end || !file.written ||
             !file.exists_in(files.output_dir),
         config,
-        "run.output_dir: {} is no result of a run, and this run would "
-        "overwrite it at its end; choose another folder",
+        "run.output_dir: {} was not written by a run, and this run would "
+        "overwrite it at its end; choose another directory",
         (files.output_dir / file.name).string());
   }
 }

@@ -119,7 +119,7 @@ void check_base(
         found != saved.end() && found->second == digest,
         config,
         "model.init_from: expected the base model that {} was trained on, got "
-        "one with another {}; name the folder that it began with",
+        "one with another {}; set the directory that the run started from",
         origin,
         name);
   }
@@ -200,7 +200,7 @@ void RunCheckpoints::load(std::int64_t step) {
     FLATSHARD_CHECK(
         found != loaded.state.end(),
         format,
-        "{}: expected the state '{}' of a training run, which is missing",
+        "{}: the state '{}' of a training run is missing",
         path.string(),
         key);
     return found->second;
@@ -225,8 +225,8 @@ void RunCheckpoints::load(std::int64_t step) {
   }
   if (text(kScheduleState) != schedule_state(options_.schedule)) {
     log_warning(
-        "the learning rate goes another way than in {}: it had {}, this run "
-        "has {}",
+        "the learning-rate schedule differs from the one in {}: it had {}, "
+        "this run has {}",
         path.string(),
         text(kScheduleState),
         schedule_state(options_.schedule));

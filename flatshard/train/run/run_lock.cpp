@@ -64,7 +64,7 @@ struct Holder {
 
   std::string to_string() const {
     return fmt::format(
-        "process {} on {}, which began at {}",
+        "process {} on {}, started at {}",
         process,
         host,
         started);
@@ -280,7 +280,7 @@ bool RunLock::try_take(const Options& options, std::string& holder) {
   const bool refused = !has_lock && errno == EWOULDBLOCK;
   const auto named = read_holder(path_);
   if (refused) {
-    return give_up(named ? named->to_string() : "a process that begins");
+    return give_up(named ? named->to_string() : "a process that is starting");
   }
   if (has_lock && !same_file(fd, path_)) {
     return give_up("a run that ended just now");  // and removed the file

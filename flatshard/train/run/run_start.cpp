@@ -43,7 +43,8 @@ std::optional<std::int64_t> latest_whole_checkpoint(const fs::path& folder) {
         throw;  // nothing to go back to
       }
       log_warning(
-          "{} is not whole, the run resumes from the checkpoint before it: {}",
+          "{} is incomplete, so the run resumes from the checkpoint before it: "
+          "{}",
           path.string(),
           error.message());
     }
@@ -69,8 +70,7 @@ start_checkpoint(const StartOptions& options, bool resume, Mesh& mesh) {
   FLATSHARD_CHECK(
       fs::exists(step_folder(folder, step)),
       io,
-      "checkpoint.load_step: expected {}, which is not there; checkpoints of "
-      "{}: {}",
+      "checkpoint.load_step: {} does not exist; checkpoints of {}: {}",
       step_folder(folder, step).string(),
       folder.string(),
       fmt::to_string(fmt::join(list_checkpoints(folder), ", ")));
@@ -167,9 +167,9 @@ std::int64_t global_batch_from(
       before % ranks_batch == 0,
       config,
       "training.global_batch_size: the checkpoint of step {} was trained with "
-      "{} sequences a step, which is no multiple of local_batch_size * ranks = "
-      "{} * {} = {}; set training.global_batch_size to a number, or change "
-      "training.local_batch_size or the number of ranks",
+      "{} sequences per step, and this is not a multiple of local_batch_size "
+      "* ranks = {} * {} = {}; set training.global_batch_size to a number, or "
+      "change training.local_batch_size or the number of ranks",
       step,
       before,
       sizes.local,
@@ -177,8 +177,8 @@ std::int64_t global_batch_from(
       ranks_batch);
   if (mesh.rank() == 0) {
     log_info(
-        "training.global_batch_size = {}, as in the checkpoint of step {}; "
-        "these ranks alone would make it {}",
+        "training.global_batch_size = {}, as in the checkpoint of step {}; the "
+        "default for these ranks would be {}",
         before,
         step,
         sizes.global);

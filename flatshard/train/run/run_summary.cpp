@@ -147,8 +147,8 @@ std::string to_string(const RunSummary& summary) {
         format_flop(summary.flops_per_token)));
     if (config.parallelism.memory_budget > 0) {
       parts.push_back(fmt::format(
-          "parallelism.memory_budget: {} of {} units stay gathered from "
-          "forward to backward",
+          "parallelism.memory_budget: {} of {} units stay unsharded between "
+          "forward and backward",
           summary.state.num_kept_units,
           summary.state.runtime->units().size()));
     }

@@ -76,7 +76,7 @@ void check_head(const Config& config, const models::ModelConfig& model) {
       format,
       "{} has no tensor '{}', and the model does not tie it to the embedding; "
       "set model.tie_embeddings = true to do that, or checkpoint.exclude = "
-      "\"{}\" to begin with a random one",
+      "\"{}\" to start with a random one",
       config.model.init_from,
       kHead,
       kHead);
@@ -92,8 +92,9 @@ void report_unused(const UnusedWeights& unused, const Config& config) {
   for (const std::string& name : unused.other_values) {
     log_warning(
         "{} of {} is not used: the model ties its head to the embedding "
-        "(tie_word_embeddings), whose values differ. transformers 4 does the "
-        "same and transformers 5 keeps both; model.tie_embeddings = false does",
+        "(tie_word_embeddings), and their values differ. transformers 4 does "
+        "the same; transformers 5 keeps both, as does model.tie_embeddings = "
+        "false",
         name,
         config.model.init_from);
   }
@@ -318,7 +319,7 @@ void Trainer::take_weights() {
           init_options(config_, model_config_));
     });
     if (output_) {
-      log_info("took the weights of {}", config_.model.init_from);
+      log_info("loaded the weights of {}", config_.model.init_from);
       report_unused(unused, config_);
     }
   }

@@ -111,8 +111,9 @@ void check_graphs_with_experts(
   FLATSHARD_CHECK(
       model.moe.dense_layers > 0 || !regions.contains("mlp"),
       config,
-      "cuda_graph.modules: mlp is that of blocks without experts, of which "
-      "there is none (model.dense_layers = 0); use \"attn,moe_router\"");
+      "cuda_graph.modules: mlp is a part of blocks without experts, and the "
+      "model has no such blocks (model.dense_layers = 0); use "
+      "\"attn,moe_router\"");
 }
 
 // Rejects keys that do nothing, or cannot be had, with or without experts.
@@ -135,7 +136,7 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
     FLATSHARD_CHECK(
         has_experts || !is_set,
         config,
-        "{} is for models with experts; leave it out, or set model.num_experts",
+        "{} is for models with experts; remove it, or set model.num_experts",
         key);
   }
   const auto check_divides = [&](const char* key,
@@ -168,7 +169,7 @@ void check_experts(const models::ModelConfig& model, const Config& config) {
     FLATSHARD_CHECK(
         has_experts || !graph_regions(config).contains(part),
         config,
-        "cuda_graph.modules: {} is that of blocks with experts; use mlp, or "
+        "cuda_graph.modules: {} is a part of blocks with experts; use mlp, or "
         "set model.num_experts",
         part);
   }

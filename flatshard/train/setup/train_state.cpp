@@ -32,8 +32,8 @@ std::int64_t left_of_memory_budget(const Config& config, std::int64_t total) {
   FLATSHARD_CHECK(
       budget >= total,
       config,
-      "parallelism.memory_budget: expected at least {:.4g} GiB, which is what "
-      "the memory table comes to with no unit kept, got {:g}",
+      "parallelism.memory_budget: expected at least {:.4g} GiB (total of the "
+      "memory table if all units reshard), got {:g}",
       static_cast<double>(total) / kGiB,
       budget_gib);
   return budget - total;

@@ -100,7 +100,7 @@ std::vector<std::string> read_chat_rows(
   FLATSHARD_CHECK(
       !rows.empty(),
       format,
-      "--messages: expected a conversation in {}, got none",
+      "--messages: {} has no conversation",
       path.string());
   return rows;
 }

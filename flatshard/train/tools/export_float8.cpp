@@ -68,8 +68,8 @@ float8::Plane Float8Export::quantize(
   FLATSHARD_CHECK(
       plane.scales.isfinite().all().item<bool>(),
       config,
-      "--fp8: {} has values that are not finite, which no FP8 scale fits; "
-      "export an earlier step (--step), or without --fp8",
+      "--fp8: {} has values that are not finite, and no FP8 scale fits them; "
+      "export an earlier step (--step), or export without --fp8",
       name);
   return {
       plane.data.narrow(0, 0, rows).narrow(1, 0, columns).contiguous(),

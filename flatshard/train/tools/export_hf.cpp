@@ -201,8 +201,8 @@ void check_float8(const Float8Export& fp8, const ExportOptions& options) {
   FLATSHARD_CHECK(
       options.dtype.empty() || options.dtype == "bfloat16",
       config,
-      "--dtype: expected bfloat16 with --fp8, which is what such folders hold "
-      "in addition to FP8 weights, got {}",
+      "--dtype: expected bfloat16 with --fp8 (the data type of all weights "
+      "that are not FP8), got {}",
       options.dtype);
   FLATSHARD_CHECK(
       fp8.num_weights() > 0,
@@ -231,8 +231,8 @@ std::string export_hf(const ExportOptions& options) {
   FLATSHARD_CHECK(
       !is_adapter || !options.fp8,
       config,
-      "--fp8: adapters are exported as they are stored; add --merge for whole "
-      "weights");
+      "--fp8: adapters are exported in the stored data type; add --merge to "
+      "export full weights");
   std::error_code error;
   FLATSHARD_CHECK(
       !fs::exists(options.to, error) || fs::is_empty(options.to, error),

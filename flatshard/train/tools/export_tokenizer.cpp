@@ -120,8 +120,9 @@ models::SpecialTokens export_tokenizer(
   } else if (corpus) {
     if (has_own) {
       log_warning(
-          "the tokenizer of model.init_from = {} is not the one of data.train "
-          "= {}; the export has the latter, which the model was trained with",
+          "the tokenizer of model.init_from = {} differs from the tokenizer of "
+          "data.train = {}; the export contains the latter, because the model "
+          "was trained with it",
           started_from.string(),
           corpus->folder.string());
     }

@@ -32,8 +32,8 @@ std::unique_ptr<data::TextCodec> open_codec(
   FLATSHARD_CHECK(
       !stored.corpus.empty(),
       config,
-      "the run was trained on random tokens; name a corpus folder whose "
-      "tokenizer to use with --corpus");
+      "the run was trained on random tokens; set --corpus to a dataset "
+      "directory with the tokenizer to use");
   return for_option("data.train, or --corpus", [&] {
     return data::TextCodec::open(stored.corpus, codec);
   });

@@ -100,8 +100,8 @@ with_base(StoredModel run, const Config& trained, WeightDigests digests = {}) {
   FLATSHARD_CHECK(
       !folder.empty(),
       config,
-      "{}: expected adapters of a model.init_from, got those of random "
-      "weights, which no folder holds",
+      "{}: the adapters were trained on random weights that are not stored "
+      "anywhere; train adapters with model.init_from",
       run.what);
   const auto base = for_option("model.init_from", [&] {
     return std::make_shared<HfFolder>(folder, models::kHfBasePrefix);
@@ -230,7 +230,7 @@ fs::path find_checkpoint(const fs::path& path, std::int64_t step) {
   FLATSHARD_CHECK(
       found && fs::exists(step_folder(folder, *found)),
       io,
-      "{}expected a checkpoint{} in {}; it has those of the steps [{}]",
+      "{}expected a checkpoint{} in {}; it has checkpoints of steps [{}]",
       step >= 0 ? "--step: " : "",
       found ? fmt::format(" of step {}", *found) : "",
       folder.string(),
@@ -272,7 +272,7 @@ at::Tensor read_weight(
   FLATSHARD_CHECK(
       found != tensors->end(),
       format,
-      "{}: expected the parameter '{}', which is missing",
+      "{}: the parameter '{}' is missing",
       folder.string(),
       name);
   const StoredTensor& stored = found->second;
@@ -296,7 +296,7 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
     FLATSHARD_CHECK(
         step < 0,
         config,
-        "--step: {} is a Hugging Face folder, which has no steps",
+        "--step: {} is a Hugging Face model directory and has no steps",
         path.string());
     return of_hf_folder(path);
   }
@@ -324,8 +324,8 @@ StoredModel open_model(const fs::path& path, std::int64_t step) {
   FLATSHARD_CHECK(
       !is_run || latest,
       io,
-      "--run: {} has neither {}, which a run writes when it ends, nor a "
-      "checkpoint, which it writes each checkpoint.interval steps",
+      "--run: {} has neither {} (written when a run ends) nor a checkpoint "
+      "(written every checkpoint.interval steps)",
       path.string(),
       file);
   const fs::path folder = find_checkpoint(path, step);

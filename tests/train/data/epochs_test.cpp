@@ -64,7 +64,7 @@ TEST_F(Epochs, OfOneDataset) {
   EXPECT_EQ(
       to_string(found[0]),
       "data: " + path("a") +
-          ": an epoch has 6 samples and takes 1.5 steps; the run has 8 epochs");
+          ": one epoch has 6 samples, 1.5 steps; the run has 8 epochs");
 }
 
 TEST_F(Epochs, OfAMixtureByItsWeights) {

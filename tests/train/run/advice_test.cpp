@@ -83,7 +83,7 @@ TEST(Advice, MemoryThatComesNearTheGpus) {
   EXPECT_EQ(advice_for(config, 50 * kGB, 80 * kGB), "");
   EXPECT_THAT(
       advice_for(config, 75 * kGB, 80 * kGB),
-      HasSubstr("the table takes 75.0 of the GPU's 80.0 GiB; use more ranks"));
+      HasSubstr("the table needs 75.0 of the GPU's 80.0 GiB; use more ranks"));
   // The memory size of a CPU is unknown.
   EXPECT_EQ(advice_for(config, 75 * kGB, 0), "");
 }

@@ -147,15 +147,17 @@ TEST(EarlierRun, ResultsThatAreNoRunsAreNotOverwritten) {
   std::ofstream(folder / "adapter_config.json") << "{}";
   EXPECT_EQ(refusal(), "no error");
   config.checkpoint.export_hf_at_end = true;
-  EXPECT_THAT(refusal(), HasSubstr("/hf is no result of a run"));
+  EXPECT_THAT(refusal(), HasSubstr("/hf was not written by a run"));
   config.checkpoint.export_hf_at_end = false;
   config.lora.rank = 4;
   EXPECT_THAT(
       refusal(),
-      HasSubstr("adapter_config.json is no result of a run"));
+      HasSubstr("adapter_config.json was not written by a run"));
   config.lora.rank = 0;
   std::ofstream(folder / "model.safetensors") << "weights";
-  EXPECT_THAT(refusal(), HasSubstr("model.safetensors is no result of a run"));
+  EXPECT_THAT(
+      refusal(),
+      HasSubstr("model.safetensors was not written by a run"));
   std::ofstream(folder / "metrics.jsonl") << "rows";
   EXPECT_EQ(refusal(), "no error");
   std::filesystem::remove_all(folder);

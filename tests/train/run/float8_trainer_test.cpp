@@ -28,8 +28,8 @@ TEST_F(Float8Trainer, EachRecipeLearnsLikeBfloat16) {
         fp8.output,
         HasSubstr(
             "float8: 14 parameters with 77.5 % of the elements, " + recipe +
-            " (emulated), derived columns; bfloat16: 2 (257 rows are "
-            "no multiple of "));
+            " (emulated), derived columns; bfloat16: 2 (257 rows are not a "
+            "multiple of "));
     ASSERT_EQ(fp8.losses.size(), 200U) << recipe;
     EXPECT_NEAR(last_mean(fp8.losses), bf16, 0.1) << recipe;
   }

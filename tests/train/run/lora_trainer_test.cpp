@@ -469,7 +469,7 @@ TEST_F(LoraTrainerTest, ResumesOnNoOtherBase) {
       message_of([&] { train("run", with_adapters(hf), /*resume=*/true); }),
       AllOf(
           HasSubstr("model.init_from: expected the base model"),
-          HasSubstr("name the folder that it began with")));
+          HasSubstr("set the directory that the run started from")));
   EXPECT_THAT(
       message_of([&] { loss_of(run("run") / "checkpoints" / "step-4"); }),
       HasSubstr("expected the base model of the adapters"));
@@ -616,8 +616,8 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
             {fmt::format("model.family={}", family),
              "model.num_experts=4",
              fmt::format("lora.targets={}", target)}),
-        HasSubstr("takes in the experts or their router, which is not "
-                  "supported"));
+        HasSubstr("includes the experts or their router, and adapters do not "
+                  "support them"));
   }
 }
 
@@ -681,7 +681,7 @@ TEST(AdapterFolder, RefusesKeysThatChangeResults) {
         {"of_a_later_version", "1"}}) {
     EXPECT_THAT(
         refusal(fmt::format(R"({{"{}": {}}})", key, value)),
-        HasSubstr(fmt::format("'{}' is ", key)));
+        HasSubstr(fmt::format("'{}' = ", key)));
   }
 }
 

@@ -161,10 +161,13 @@ TEST_F(MoeTrainer, Float8LeavesExpertsInBfloat16) {
       run.output,
       HasSubstr(
           "float8: 8 parameters with 22.9 % of the elements, rowwise "
-          "(emulated), derived columns; bfloat16: 2 (257 rows are no multiple "
-          "of 16), 2 (4 rows are no multiple of 16), 5 ([64] is no matrix), 4 "
-          "(experts)"));
-  EXPECT_THAT(run.output, HasSubstr("BFloat16, but for 0.0 MiB of FP8, what"));
+          "(emulated), derived columns; bfloat16: 2 (257 rows are not a "
+          "multiple of 16), 2 (4 rows are not a multiple of 16), 5 ([64] is "
+          "not a matrix), 4 (experts)"));
+  EXPECT_THAT(
+      run.output,
+      HasSubstr("BFloat16, except 0.0 MiB of FP8, "
+                "all-gathered"));
   EXPECT_EQ(run.rows.size(), 2U);
 }
 
@@ -334,7 +337,7 @@ TEST_F(MoeTrainer, WhatDoesNotFitIsRefusedByName) {
           {"cuda_graph.impl=unit",
            "cuda_graph.modules=attn,mlp",
            "debug.emulate_graphs=true"}),
-      HasSubstr("cuda_graph.modules: mlp is that of blocks without experts"));
+      HasSubstr("cuda_graph.modules: mlp is a part of blocks without experts"));
   EXPECT_THAT(
       refusal({"model.preset=llama3_1b"}),
       HasSubstr("model.family: expected llama"));
@@ -380,12 +383,12 @@ TEST(MoeKeys, ReplaceThoseOfAPreset) {
   };
   EXPECT_EQ(
       dense("aux_loss = 0.1"),
-      "moe.aux_loss is for models with experts; leave it out, or set "
+      "moe.aux_loss is for models with experts; remove it, or set "
       "model.num_experts");
   EXPECT_EQ(
       dense("[cuda_graph]\nimpl = \"unit\"\nmodules = \"moe_router\""),
-      "cuda_graph.modules: moe_router is that of blocks with experts; use mlp, "
-      "or set model.num_experts");
+      "cuda_graph.modules: moe_router is a part of blocks with experts; use "
+      "mlp, or set model.num_experts");
 }
 
 }  // namespace

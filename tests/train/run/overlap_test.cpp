@@ -523,12 +523,13 @@ TEST(OverlapKeys, WhatDoesNotFitIsRefusedByName) {
       refusal(graphs + Overrides{"cuda_graph.impl=unit"}),
       HasSubstr(
           "overlap_expert_parallel = true with cuda_graph.impl = \"unit\" "
-          "and cuda_graph.modules = \"\": blocks run in pieces; name "
+          "and cuda_graph.modules = \"\": blocks run in parts; list the "
           "parts"));
   EXPECT_THAT(
       refusal(graphs + Overrides{"cuda_graph.impl=full_iteration"}),
       HasSubstr("overlap_expert_parallel = true with cuda_graph.impl = "
-                "\"full_iteration\": backwards that interleave"));
+                "\"full_iteration\": interleaved backwards are not a single "
+                "graph"));
   EXPECT_THAT(
       refusal(
           graphs +

@@ -42,7 +42,7 @@ TEST(RunLock, OneAtATime) {
         AllOf(
             HasSubstr("another run writes to " + run.string()),
             HasSubstr(fmt::format("process {} on ", ::getpid())),
-            HasSubstr("which began at 20"),
+            HasSubstr("started at 20"),
             HasSubstr("run.output_dir")));
   }
   // It made the folder, and leaves nothing.
@@ -90,7 +90,7 @@ TEST(RunLock, AnotherHostLivesWhileItTouchesTheFile) {
   });
   EXPECT_THAT(
       refusal(folder.path(), options),
-      HasSubstr("process 7 on far, which began at 2026-01-01T00:00:00Z"));
+      HasSubstr("process 7 on far, started at 2026-01-01T00:00:00Z"));
   ended = true;
   far.join();
   EXPECT_EQ(refusal(folder.path(), options), "");

@@ -427,7 +427,7 @@ TEST_F(TrainerTest, GeneratesFromWhatARunLeaves) {
   EXPECT_THAT(
       refused(run(), 3),
       HasSubstr("--step: expected a checkpoint of step 3"));
-  EXPECT_THAT(refused(run() / "hf", 2), HasSubstr("which has no steps"));
+  EXPECT_THAT(refused(run() / "hf", 2), HasSubstr("has no steps"));
   EXPECT_THAT(
       refused(folder_ / "corpus"),
       HasSubstr("a checkpoint (.../step-100) or a Hugging Face folder"));
@@ -554,7 +554,7 @@ TEST_F(TrainerTest, ThereAreNoGraphsOnCpus) {
   for (const char* impl : {"unit", "full_iteration"}) {
     EXPECT_THAT(
         refusal({fmt::format("cuda_graph.impl={}", impl)}),
-        HasSubstr("expected a mesh of GPUs, got cpu"));
+        HasSubstr("requires a mesh of GPUs, got cpu"));
   }
 }
 
