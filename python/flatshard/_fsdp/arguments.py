@@ -4,6 +4,7 @@ import warnings
 import weakref
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -189,6 +190,10 @@ def mixed_precision(policy, fp8):
         raise ValueError(
             f"mp_policy: expected a MixedPrecisionPolicy, got {type(policy).__name__}"
         )
+    for name in names[:3]:
+        dtype = getattr(policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"mp_policy: {name}: expected a torch.dtype, got {dtype}")
     if fp8 is not None and getattr(policy, "param_dtype_override_fn", None):
         raise NotImplementedError(
             "mp_policy: param_dtype_override_fn is not supported with fp8; choose "
