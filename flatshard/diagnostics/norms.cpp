@@ -1,6 +1,7 @@
 #include "flatshard/diagnostics/norms.h"
 
 #include "flatshard/group/frozen_float8.h"
+#include "flatshard/runtime/model_meshes.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -55,15 +56,38 @@ sums_of_squares(const Parts& parts, std::int64_t num_rows, at::Device device) {
   return sums;
 }
 
+// Adds up the sums of the parameters on `mesh` over its ranks.
+void add_up(
+    Mesh& mesh,
+    const std::vector<const Mesh*>& meshes,
+    const at::Tensor& sums) {
+  const auto num = static_cast<std::int64_t>(meshes.size());
+  std::vector<std::int64_t> own;
+  for (const std::int64_t first : {std::int64_t{0}, num}) {
+    for (std::int64_t i = 0; i < num; ++i) {
+      if (meshes[i]->same_as(mesh)) {
+        own.push_back(first + i);
+      }
+    }
+  }
+  if (mesh.size() == 1 || own.empty()) {
+    return;
+  }
+  const at::Tensor rows = at::tensor(own, at::kLong).to(sums.device());
+  const at::Tensor of_mesh = sums.index_select(0, rows);
+  mesh.world(Purpose::reduce).all_reduce(of_mesh, ReduceOp::sum);
+  sums.index_copy_(0, rows, of_mesh);
+}
+
 }  // namespace
 
 std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
   const at::NoGradGuard no_grad;
-  Mesh& mesh = *runtime.mesh();
   // Rows of the sums: the weights of all parameters, then their gradients.
   std::vector<ParameterNorm> result;
   Parts parts;
   std::vector<bool> has_grad;
+  std::vector<const Mesh*> meshes;  // of these parameters
   for (const auto& unit : runtime.units()) {
     for (const auto& group : unit->groups()) {
       if (!has_main_weights(*group)) {
@@ -73,6 +97,7 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
       add_shards(*group, group->weights().main().local(), first, parts);
       for (const GroupParameter& p : group->parameters()) {
         result.push_back({.name = p.names.front()});
+        meshes.push_back(group->model_mesh().get());
         has_grad.push_back(
             group->trainable() && group->gradients().reduced().exists());
       }
@@ -94,9 +119,10 @@ std::vector<ParameterNorm> parameter_norms(const Runtime& runtime) {
       }
     }
   }
-  const at::Tensor sums = sums_of_squares(parts, 2 * num, mesh.device());
-  if (mesh.size() > 1 && num > 0) {
-    mesh.world(Purpose::reduce).all_reduce(sums, ReduceOp::sum);
+  const at::Tensor sums =
+      sums_of_squares(parts, 2 * num, runtime.mesh()->device());
+  for (const auto& mesh : model_meshes(runtime.mesh(), runtime.units())) {
+    add_up(*mesh, meshes, sums);
   }
   const at::Tensor norms = sums.sqrt().cpu();
   const auto values = norms.accessor<double, 1>();

@@ -1,6 +1,7 @@
 #include "flatshard/runtime/copy_engines.h"
 
 #include "flatshard/buffer/peer_mesh.h"
+#include "flatshard/runtime/model_meshes.h"
 #include "flatshard/unit/unit.h"
 
 #include <utility>
@@ -15,24 +16,30 @@ std::shared_ptr<Mesh> use_copy_engines(
   if (!copy_engines.any()) {
     return mesh;
   }
-  std::vector<PeerUse> uses;
-  for (const auto& unit : units) {
-    for (const auto& group : unit->groups()) {
-      uses.push_back({group->mesh(), group->strategy()});
+  std::shared_ptr<Mesh> of_root;
+  for (const auto& own : model_meshes(std::move(mesh), units)) {
+    std::vector<ParamGroup*> groups;
+    std::vector<PeerUse> uses;
+    for (const auto& unit : units) {
+      for (const auto& group : unit->groups()) {
+        if (group->model_mesh()->same_as(*own)) {
+          groups.push_back(group.get());
+          uses.push_back({group->mesh(), group->strategy()});
+        }
+      }
     }
-  }
-  mesh = with_peer_memory(
-      std::move(mesh),
-      uses,
-      {.gathers = copy_engines.gather(),
-       .reductions_nbytes = copy_engines.reductions_nbytes,
-       .stream = stream});
-  for (const auto& unit : units) {
-    for (const auto& group : unit->groups()) {
-      group->use_model_mesh(mesh);
+    const auto with_peers = with_peer_memory(
+        own,
+        uses,
+        {.gathers = copy_engines.gather(),
+         .reductions_nbytes = copy_engines.reductions_nbytes,
+         .stream = stream});
+    for (ParamGroup* const group : groups) {
+      group->use_model_mesh(with_peers);
     }
+    of_root = of_root ? of_root : with_peers;
   }
-  return mesh;
+  return of_root;
 }
 
 }  // namespace flatshard

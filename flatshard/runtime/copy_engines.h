@@ -11,11 +11,12 @@ namespace flatshard {
 
 class Unit;
 
-/// Gives the groups of `units` a mesh like `mesh` (the model's mesh) that has
-/// peer memory where their all-gathers and reductions need it. `mesh` itself
-/// and its other users are unchanged. Collective where anything is requested.
+/// Gives the groups of `units` meshes like their own that have peer memory
+/// where their all-gathers and reductions need it. Their former meshes and
+/// other users of these are unchanged. Collective where anything is requested.
+/// @param mesh  of the root unit.
 /// @param stream  of the copies.
-/// @return  that mesh; `mesh` where nothing is requested.
+/// @return  the new mesh of the root unit; `mesh` where nothing is requested.
 /// @throws Error{config, memory} as PeerMemory::create.
 std::shared_ptr<Mesh> use_copy_engines(
     std::shared_ptr<Mesh> mesh,

@@ -4,6 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/runtime/model_meshes.h"
 
 #include <ATen/ATen.h>
 
@@ -61,7 +62,9 @@ Executor::~Executor() {
   try {
     streams_->synchronize();
   } catch (const std::exception& e) {
-    if (!mesh_->has_verdict()) {  // that was thrown before
+    const auto meshes = model_meshes(mesh_, units_);
+    // A verdict was thrown before.
+    if (std::ranges::none_of(meshes, &Mesh::has_verdict)) {
       log_error("while a runtime was destroyed: {}", e.what());
     }
   }
@@ -95,7 +98,9 @@ void Executor::reset() {
   // two actions. This resets everything.
   reduced_groups_.clear();
   streams_->reset();
-  mesh_->restart_communicators();
+  for (const auto& mesh : model_meshes(mesh_, units_)) {
+    mesh->restart_communicators();
+  }
   all_reduced_ = {};
   all_outer_reduced_ = {};
   for (Drained& drained : drained_) {

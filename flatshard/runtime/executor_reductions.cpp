@@ -2,6 +2,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/runtime/executor.h"
+#include "flatshard/runtime/model_meshes.h"
 
 #include <ATen/ATen.h>
 
@@ -9,6 +10,43 @@
 #include <utility>
 
 namespace flatshard {
+namespace {
+
+/// Returns a flag for each parameter of reduced groups: 1 if this rank had a
+/// gradient. Also returns whether only another rank may have had one.
+template <class Reduced>
+std::pair<at::Tensor, bool> contributed_flags(const Reduced& reduced) {
+  std::vector<float> had;
+  bool in_doubt = false;
+  for (const auto& r : reduced) {
+    for (const UnitParameter& p : r.unit->parameters()) {
+      if (p.group == r.group) {
+        const bool has = r.gradients().contributed(p.index);
+        had.push_back(has ? 1 : 0);
+        in_doubt |= !has && p.tensor.requires_grad();
+      }
+    }
+  }
+  return {at::tensor(had), in_doubt};
+}
+
+/// Applies `flags`, the sums over all ranks, on the CPU.
+template <class Reduced>
+void drop_unused(const Reduced& reduced, const at::Tensor& flags) {
+  const float* of_ranks = flags.const_data_ptr<float>();
+  for (const auto& r : reduced) {
+    for (const UnitParameter& p : r.unit->parameters()) {
+      if (p.group == r.group && *of_ranks++ != 0) {
+        r.gradients().mark_others_contributed(p.index);
+      }
+    }
+    if (r.is_first && !r.gradients().contributed()) {
+      r.gradients().reduced().drop();
+    }
+  }
+}
+
+}  // namespace
 
 void Executor::reduce(Unit& unit, bool collective, bool is_last) {
   UnitState& held = state(unit);
@@ -114,51 +152,45 @@ void Executor::tell_reduced(Unit& unit) {
 }
 
 void Executor::drop_unused_grads() {
-  const auto reduced = std::exchange(reduced_groups_, {});
-  if (!options_.unused_grads_stay_undefined || reduced.empty()) {
+  const auto of_backward = std::exchange(reduced_groups_, {});
+  if (!options_.unused_grads_stay_undefined || of_backward.empty()) {
     return;
   }
-  std::vector<float> had;
-  bool in_doubt = false;
-  for (const ReducedGroup& r : reduced) {
-    for (const UnitParameter& p : r.unit->parameters()) {
-      if (p.group == r.group) {
-        const bool has = r.gradients().contributed(p.index);
-        had.push_back(has ? 1 : 0);
-        in_doubt |= !has && p.tensor.requires_grad();
+  for (const auto& mesh : model_meshes(mesh_, units_)) {
+    std::vector<ReducedGroup> reduced;
+    for (const ReducedGroup& r : of_backward) {
+      if (r.unit->groups()[r.group]->model_mesh()->same_as(*mesh)) {
+        reduced.push_back(r);
       }
     }
-  }
-  at::Tensor flags = at::tensor(had);
-  if (mesh_->size() > 1) {
-    const auto of_all = std::make_shared<at::Tensor>();
-    Communicator* const world = &mesh_->world(Purpose::reduce);
-    queue_collectives(
-        *streams_->reduce(),
-        {&world, 1},
-        [flags, of_all, device = mesh_->device(), world, step = step_] {
-          const CollectiveScope scope(step, "which gradients there are");
-          *of_all = flags.to(device, /*non_blocking=*/true);
-          world->all_reduce(*of_all, ReduceOp::sum);
-        });
-    Event done;
-    done.record(*streams_->reduce());
-    done.wait(*streams_->compute());
-    if (!in_doubt) {
-      return;
+    if (reduced.empty()) {
+      continue;
     }
-    flags = of_all->cpu();
-  }
-  const float* of_ranks = flags.const_data_ptr<float>();
-  for (const ReducedGroup& r : reduced) {
-    for (const UnitParameter& p : r.unit->parameters()) {
-      if (p.group == r.group && *of_ranks++ != 0) {
-        r.gradients().mark_others_contributed(p.index);
+    auto [flags, in_doubt] = contributed_flags(reduced);
+    if (mesh->size() > 1) {
+      const auto of_all = std::make_shared<at::Tensor>();
+      Communicator* const world = &mesh->world(Purpose::reduce);
+      queue_collectives(
+          *streams_->reduce(),
+          {&world, 1},
+          [flags = flags,
+           of_all,
+           device = mesh->device(),
+           world,
+           step = step_] {
+            const CollectiveScope scope(step, "which gradients there are");
+            *of_all = flags.to(device, /*non_blocking=*/true);
+            world->all_reduce(*of_all, ReduceOp::sum);
+          });
+      Event done;
+      done.record(*streams_->reduce());
+      done.wait(*streams_->compute());
+      if (!in_doubt) {
+        continue;
       }
+      flags = of_all->cpu();
     }
-    if (r.is_first && !r.gradients().contributed()) {
-      r.gradients().reduced().drop();
-    }
+    drop_unused(reduced, flags);
   }
 }
 

@@ -10,6 +10,24 @@
 #include <vector>
 
 namespace flatshard {
+namespace {
+
+/// Returns the communicators that an all-gather of `unit` may use.
+std::vector<Communicator*> gather_communicators(const Unit& unit) {
+  std::vector<Communicator*> all;
+  const Mesh* last = nullptr;
+  for (const auto& group : unit.groups()) {
+    const Mesh* const mesh = group->model_mesh().get();
+    if (mesh != last) {
+      const auto own = mesh->communicators(Purpose::gather);
+      all.insert(all.end(), own.begin(), own.end());
+    }
+    last = mesh;
+  }
+  return all;
+}
+
+}  // namespace
 
 SlotView Executor::acquire_weights(
     Unit& unit,
@@ -62,7 +80,7 @@ void Executor::gather(Unit& unit, const Action& action) {
   const SlotView slot = acquire_weights(unit, action, streams_->gather());
   queue_collectives(
       *streams_->gather(),
-      mesh_->communicators(Purpose::gather),
+      gather_communicators(unit),
       [&unit,
        slot,
        gathers = std::move(gathers),

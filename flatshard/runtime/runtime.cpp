@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/runtime/model_meshes.h"
 
 #include <utility>
 
@@ -110,7 +111,9 @@ void Runtime::reset() {
 void Runtime::synchronize() {
   core_.executor.streams().synchronize();
   current_stream(core_.mesh->device())->synchronize();
-  core_.mesh->check();
+  for (const auto& mesh : model_meshes(core_.mesh, core_.units)) {
+    mesh->check();
+  }
 }
 
 RuntimeTrace Runtime::trace() const {
@@ -124,7 +127,9 @@ void Runtime::clear_trace() {
 }
 
 void Runtime::set_step(std::int64_t step) {
-  core_.mesh->set_step(step);
+  for (const auto& mesh : model_meshes(core_.mesh, core_.units)) {
+    mesh->set_step(step);
+  }
   core_.executor.set_step(step);
   const std::lock_guard lock(core_.mutex);
   core_.observers.steps.tell([&](StepObserver& o) { o.step_named(step); });

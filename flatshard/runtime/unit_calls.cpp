@@ -2,10 +2,13 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/runtime/model_meshes.h"
 #include "flatshard/runtime/runtime_core.h"
 #include "flatshard/schedule/simulate.h"
 
 #include <c10/util/ScopeExit.h>
+
+#include <algorithm>
 
 namespace flatshard {
 
@@ -45,8 +48,9 @@ void UnitCalls::forward_error(UnitId unit) {
   try {
     core_.events.forward_error(unit);
   } catch (const Error& e) {
+    const auto meshes = model_meshes(core_.mesh, core_.units);
     if (e.code() != ErrorCode::comm && e.code() != ErrorCode::timeout &&
-        !core_.mesh->has_verdict()) {
+        std::ranges::none_of(meshes, &Mesh::has_verdict)) {
       throw;
     }
     // A peer is gone. The error that ends this forward reports it already.

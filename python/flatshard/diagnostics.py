@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flatshard._fsdp.forward import root_of
-from flatshard._fsdp.grid import grid_of, sums_over
+from flatshard._fsdp.grid import grids_of, sums_over
 
 
 @dataclass
@@ -42,10 +42,10 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     norms = root.runtime.parameter_norms()
     for unit in units:
         unit.grads.release()
-    grid = grid_of(units)
-    if grid is not None:
+    grids = grids_of(units)
+    if grids is not None:
         squares = {name: (weight**2, (grad or 0) ** 2) for name, weight, grad in norms}
-        sums = sums_over(grid, units, squares)
+        sums = sums_over(grids, units, squares)
         norms = [
             (name, sums[name][0] ** 0.5, None if grad is None else sums[name][1] ** 0.5)
             for name, _, grad in norms

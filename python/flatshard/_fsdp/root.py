@@ -207,7 +207,7 @@ class Root:
         # Each model runs this path in each step: no call that it does not need.
         tree, runtime = self.tree, self.runtime
         if not tree.has_values:
-            tree.check_values(self.ranks.device_mesh)
+            tree.check_values()
         if self.passes.post_optim_event is not None:
             self.passes.wait_for_optimizer()
         if runtime.shows_others():

@@ -30,14 +30,14 @@ class Tree:
     def units(self):
         return [unit for ref in self._units if (unit := ref()) is not None]
 
-    def check_values(self, device_mesh):
+    def check_values(self):
         """Checks that parameters have values, equal on all ranks. Called before the first
         forward or unshard. Collective."""
         units = self.units
         for unit in units:
             unit.parameters.check_have_values()
         with without_dispatch_modes():  # one that counts collectives
-            compare(units, device_mesh)
+            compare(units)
         for unit in units:
             unit.parameters.forget_digests()
         self.has_values = True
@@ -162,10 +162,12 @@ def check_units(units, parents, state):
                 f"copy_engines: unit {unit.name} and the root differ; choose one "
                 "for all units of a model"
             )
-        if own.mesh is not of_root.mesh:
+        kinds = own.device_mesh.device_type, of_root.device_mesh.device_type
+        if kinds[0] != kinds[1]:
             raise ValueError(
-                f"unit {unit.name} is on mesh {unit.sharding.mesh}, the root on "
-                f"{of_root.mesh}: expected one mesh for all units of a model"
+                f"mesh: unit {unit.name} is on {own.device_mesh}, the root on "
+                f"{of_root.device_mesh}: expected meshes of one device type, got "
+                f"{kinds[0]} and {kinds[1]}"
             )
 
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from flatshard._tensor.reported_collectives import gathered
 from flatshard._tensor.row_spec import DTensorSpec, dtensor, make_spec
 from flatshard._tensor.rules import EXTREMES
-from flatshard._tensor.shard_values import is_cut, tensors_in
+from flatshard._tensor.shard_values import is_cut, is_whole, tensors_in
 from flatshard._tensor.watched_tensor import WatchedTensor
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import tree_map
@@ -36,6 +36,11 @@ class EvenShard(WatchedTensor):
     def _compute(cls, function, name, args, kwargs):
         if name == "_foreach_norm" and any(map(is_cut, args[0])):
             return _norms_of_two_kinds(function, *args, **kwargs)
+        if name == "detach" and args[0]._local_tensor.is_meta:
+            # The wrapper is where the values will be, and torch compares both devices.
+            return EvenShard.like_spec(args[0]._local_tensor.detach(), args[0]._spec)
+        if len(args) == 2:
+            args = args[0], _as_number(args[0], args[1])
         result = function(*args, **kwargs)
         if name == "detach":  # nn.Parameter makes one of it, of the same type
             result.__class__ = EvenShard
@@ -57,6 +62,17 @@ class EvenShard(WatchedTensor):
     def to_local(self, **options):
         writes.note_look(self)
         return super().to_local(**options)
+
+
+def _as_number(shard, other):
+    """Returns `other` as a plain tensor if it is a replicated number on another mesh than
+    `shard`, such as the factor of clipping. torch rejects DTensors of two meshes."""
+    shard = shard[0] if isinstance(shard, (list, tuple)) and shard else shard
+    if not isinstance(other, DTensor) or not isinstance(shard, DTensor):
+        return other
+    if other.dim() or other._spec.mesh == shard._spec.mesh or not is_whole(other):
+        return other
+    return other.to_local()
 
 
 def _norms_of_two_kinds(function, tensors, *args, **kwargs):

@@ -77,7 +77,7 @@ def model_mesh(device_mesh):
 
 def core_mesh_of_all(device_mesh):
     """Returns the core's mesh of one axis over all ranks of `device_mesh`. Collective."""
-    name = "_".join(device_mesh.mesh_dim_names)
+    name = "_".join(device_mesh.mesh_dim_names or ("ranks",))
     ranks = tuple(device_mesh.mesh.flatten().tolist())
     key = (len(ranks),), ranks, device_mesh.device_type, name
     if key not in _meshes:
@@ -85,11 +85,21 @@ def core_mesh_of_all(device_mesh):
     return _meshes[key]
 
 
+def root_of(device_mesh):
+    """Returns the DeviceMesh that `device_mesh` is a part of, by init_device_mesh."""
+    return device_mesh._get_root_mesh()
+
+
+def ranks_of(device_mesh):
+    """Returns the ranks of `device_mesh`, in ascending order."""
+    return sorted(device_mesh.mesh.flatten().tolist())
+
+
 def root_names(device_mesh, names=None):
     """Returns the root mesh's dimensions that the dimensions `names` of `device_mesh`
     consist of. None: all of them. Empty where the meshes have no names."""
     own = (device_mesh.mesh_dim_names or ()) if names is None else names
-    root = device_mesh._get_root_mesh()
+    root = root_of(device_mesh)
     runs = _flattened(root) if root.mesh_dim_names is not None else {}
     return {name for one in own for name in runs.get(one, (one,))}
 
@@ -97,7 +107,7 @@ def root_names(device_mesh, names=None):
 def mesh_of_roots(device_mesh, names):
     """Returns the DeviceMesh of those dimensions of the root mesh of `device_mesh` whose
     names are in `names`, in the root mesh's order."""
-    root = device_mesh._get_root_mesh()
+    root = root_of(device_mesh)
     return root[tuple(name for name in root.mesh_dim_names if name in names)]
 
 
@@ -119,7 +129,7 @@ def meshes_around(device_mesh, part, whole, other_names):
     """Returns one DeviceMesh for each axis of `whole` that `part`, the core's mesh of
     `device_mesh`, lacks and that is none of `other_names`."""
     own = {name for name, _ in part.axes} | set(other_names)
-    root = device_mesh._get_root_mesh()
+    root = root_of(device_mesh)
     return [root[name] for name, _ in whole.axes if name not in own]
 
 
@@ -133,7 +143,7 @@ def _find(device_mesh, timeout_s):
     if names is None:
         made = _made_once(device_mesh, timeout_s)
         return made, made
-    root = device_mesh._get_root_mesh()[all_names]
+    root = root_of(device_mesh)[all_names]
     whole = _made_once(root, timeout_s, all_names)
     if names == all_names:
         return whole, whole
@@ -162,7 +172,7 @@ def _dimensions(device_mesh):
     dimensions of the mesh that it is a part of. Returns (None, None) where nothing was
     flattened."""
     # DeviceMesh has no public name for its root and for what was flattened.
-    root = device_mesh._get_root_mesh()
+    root = root_of(device_mesh)
     own, names = device_mesh.mesh_dim_names, root.mesh_dim_names
     runs = _flattened(root) if own is not None and names is not None else {}
     if not all(name in names or name in runs for name in own or ()):

@@ -30,24 +30,33 @@ def digest(tensor):
     return total & _MASK
 
 
-def compare(units, device_mesh):
-    """Compares the digests of parameters on all ranks. Collective.
+def compare(units):
+    """Compares the digests of parameters on the ranks of their meshes. Collective.
+
+    Args:
+        units: all units of a model, the root first.
 
     Raises:
-        RuntimeError: parameters whose values were not equal on all ranks when they were
-            sharded, and were not written since; the same on all ranks.
+        RuntimeError: parameters whose values were not equal on all ranks of their mesh
+            when they were sharded, and were not written since; the same on all ranks.
     """
-    if device_mesh.size() == 1 or not any(
-        unit.sharding.check_same_values for unit in units
-    ):
+    if not any(unit.sharding.check_same_values for unit in units):
         return
-    names = []
-    meshes = {id(p.shared_by): p.shared_by for u in units for p in u.parameters}
-    for shared_by in meshes.values():
-        chosen = [
-            (u, p) for u in units for p in u.parameters if p.shared_by is shared_by
-        ]
-        names += _differing(chosen, shared_by or device_mesh)
+    places = [
+        (p.shared_by or u.sharding.device_mesh, u, p)
+        for u in units
+        for p in u.parameters
+    ]
+    differ = torch.zeros(len(places), dtype=torch.int64)
+    meshes = dict.fromkeys(mesh for mesh, _, _ in places)
+    for mesh in meshes:
+        own = [i for i, place in enumerate(places) if place[0] == mesh]
+        if mesh.size() > 1:
+            differ[own] = _differ([places[i][1:] for i in own], mesh)
+    if len(meshes) > 1:  # the ranks of one of them go on together with the others
+        for mesh in dict.fromkeys(u.sharding.device_mesh for u in units):
+            differ = _most(differ.to(device_of(mesh)), mesh).cpu()
+    names = [p.names[0] for (_, _, p), is_one in zip(places, differ.tolist()) if is_one]
     if names:
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise RuntimeError(
@@ -59,17 +68,22 @@ def compare(units, device_mesh):
         )
 
 
-def _differing(chosen, device_mesh):
-    """Returns the names of parameters whose digests differ. Collective."""
+def _differ(chosen, device_mesh):
+    """Returns [n] int64 on the CPU, 1 for parameters whose digests differ. Collective."""
     device = device_of(device_mesh)
     unknown = [_is_unknown(unit, p) for unit, p in chosen]
     digests = [0 if no else p.digest.to(device) for (_, p), no in zip(chosen, unknown)]
     own = torch.stack([torch.as_tensor(d, device=device) for d in digests])
-    most = torch.stack([own, -own, torch.tensor(unknown, device=device).to(own.dtype)])
+    of_all = torch.tensor(unknown, device=device).to(own.dtype)
+    most = _most(torch.stack([own, -own, of_all]), device_mesh)
+    return ((most[0] != -most[1]) & (most[2] == 0)).to(torch.int64).cpu()
+
+
+def _most(tensor, device_mesh):
+    """Makes `tensor` the maximum over the ranks. Collective."""
     for dim in range(device_mesh.ndim):
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=device_mesh.get_group(dim))
-    differ = (most[0] != -most[1]) & (most[2] == 0)
-    return [p.names[0] for (_, p), differs in zip(chosen, differ.tolist()) if differs]
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=device_mesh.get_group(dim))
+    return tensor
 
 
 def _is_unknown(unit, p):

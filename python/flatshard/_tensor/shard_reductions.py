@@ -6,6 +6,7 @@ import functools
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from flatshard._tensor.mesh import ranks_of, root_of
 from flatshard._tensor.reported_collectives import DTENSORS_ALL_REDUCE, gathered, note
 from flatshard._tensor.shard_values import is_cut, is_whole, row_dim, tensors_in
 from flatshard._tensor.shard_views import ShardedView
@@ -158,7 +159,7 @@ PARTS = {
 
 
 def foreach_norm(func, traits, args, kwargs):
-    """Computes the norms of a list, with one all-reduce for sharded tensors."""
+    """Computes the norms of a list, with one all-reduce per mesh for sharded tensors."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
     if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):
@@ -167,10 +168,11 @@ def foreach_norm(func, traits, args, kwargs):
         return NotImplemented
     if any(isinstance(t, DTensor) and not _is_held(t) for t in tensors):
         return NotImplemented
-    places = {(t._spec.mesh, row_dim(t)) for t in tensors if is_cut(t)}
-    devices = {t.device for t in tensors}
-    if len(places) > 1 or len(devices) > 1:
+    places = [(t._spec.mesh, row_dim(t)) if is_cut(t) else None for t in tensors]
+    if len({t.device for t in tensors}) > 1:
         return NotImplemented
+    meshes = dict.fromkeys(t._spec.mesh for t in tensors if isinstance(t, DTensor))
+    check_comparable(list(meshes))
     dtypes = {accumulator(bound.get("dtype") or t.dtype) for t in tensors}
     dtype = functools.reduce(torch.promote_types, dtypes)
     neutral = torch.inf if order < 0 else 0
@@ -182,17 +184,35 @@ def foreach_norm(func, traits, args, kwargs):
         norms = [torch.linalg.vector_norm(t, order, dtype=dtype) for t in local]
     norms = torch.stack(norms)
     mesh = next(t._spec.mesh for t in tensors if isinstance(t, DTensor))
-    if places:
-        (place,) = places
+    for place in filter(None, dict.fromkeys(places)):
         together = norms_of_ranks(norms, *place, order)
-        if not all(map(is_cut, tensors)):
-            cut = torch.tensor([is_cut(t) for t in tensors], device=norms.device)
-            together = torch.where(cut, together, norms)
+        if any(other != place for other in places):
+            own = torch.tensor([p == place for p in places], device=norms.device)
+            together = torch.where(own, together, norms)
         norms = together
     return [
         ShardedTensor.replicated(norm.to(bound.get("dtype") or t.dtype), mesh)
         for norm, t in zip(norms.unbind(), tensors)
     ]
+
+
+def check_comparable(meshes):
+    """Refuses tensors on meshes that do not show which ranks have equal ones.
+
+    Raises:
+        NotImplementedError: meshes of two roots, of other ranks.
+    """
+    for mesh in meshes[1:]:
+        apart = root_of(mesh) != root_of(meshes[0])
+        if apart and ranks_of(mesh) != ranks_of(meshes[0]):
+            raise NotImplementedError(
+                f"one norm of tensors on {meshes[0]} and on {mesh} would differ between "
+                "ranks, because these meshes have different ranks and it is unknown which "
+                "ranks have equal tensors. Make experts DTensors over the other ranks "
+                "before fully_shard. Or call get_total_norm for the gradients of each "
+                "mesh, add up the squares over ranks with different experts, and call "
+                "clip_grads_with_norm_"
+            )
 
 
 def _is_held(tensor):

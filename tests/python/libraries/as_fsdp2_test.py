@@ -16,6 +16,13 @@ from flatshard import as_fsdp2
 PROGRAM = str(Path(__file__).with_name("program.py"))
 SWAP = [sys.executable, "-m", "flatshard.as_fsdp2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+ACCELERATE += ["--num_processes", "2", "--main_process_port", "0"]
+LAUNCHERS = {
+    "python": [sys.executable],
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "2"],
+    "accelerate launch": ACCELERATE,
+}
 NEVER = "flatshard.as_fsdp2: fully_shard was never called: nothing ran on Flatshard"
 # The programs must not inherit these variables from the rank that runs the tests.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -53,9 +60,7 @@ def test_torchrun():
 
 
 def test_accelerate_launch():
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    done = run(*SWAP, *launch, PROGRAM, "accelerate")
+    done = run(*SWAP, *ACCELERATE, PROGRAM, "accelerate")
     check_both_ranks(done, "1 unit, zero3")
 
 
@@ -70,10 +75,24 @@ def test_processes_that_the_program_starts():
     check_both_ranks(done, "3 units, zero3")
 
 
-def test_a_program_without_fully_shard_ends_as_it_would():
-    done = run(*SWAP, sys.executable, "-c", "raise SystemExit(3)")
-    assert done.returncode == 3
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_program_without_fully_shard_ends_as_it_would(launcher):
+    command = [*LAUNCHERS[launcher], PROGRAM, "none"]
+    plain, done = run(*command), run(*SWAP, *command)
+    assert done.returncode == plain.returncode != 0
+    assert done.stdout == plain.stdout
     assert lines_of_swap(done) == [NEVER]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "way, message", [("fsdp1", "fsdp_version: 2"), ("private", "leave out tiled_mlp")]
+)
+def test_refusals_end_each_kind_of_command(way, message, launcher):
+    done = run(*SWAP, *LAUNCHERS[launcher], PROGRAM, way)
+    assert done.returncode != 0
+    assert "NotImplementedError: flatshard.as_fsdp2: " in done.stderr
+    assert message in done.stderr
 
 
 def test_require(tmp_path):

@@ -181,7 +181,8 @@ def main():
     if args.quick:
         args.k, args.modules = QUICK, ["accelerate_cases", "trainer_cases"]
     with tempfile.TemporaryDirectory() as folder:
-        passed, failed = run(args, args.to or Path(folder))
+        to = args.to or Path(folder)
+        passed, failed = run(args, to / f"transformers-{found.get('transformers')}")
     print(f"{passed} passed, {failed} failed")
     sys.exit(failed > 0 or passed == 0)
 

@@ -31,6 +31,31 @@ def llama(tied=False, seed=0, dtype=torch.float32, **more):
     return LlamaForCausalLM(llama_config(tied, **more)).to(dtype)
 
 
+def qwen3_moe(seed=0):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_experts=8,
+            num_experts_per_tok=2,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+            max_position_embeddings=64,
+            pad_token_id=0,
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+    )
+
+
 def token_rows(n=16, length=12, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (n, length), generator=generator)

@@ -1,8 +1,9 @@
 """Trains with FSDP2, and mentions Flatshard nowhere.
 
-usage: torchrun ... program.py [accelerate | lightning | spawn]
+usage: torchrun ... program.py [accelerate | lightning | spawn | none | fsdp1 | private]
 
-Each rank writes a line with its rank and the package whose FSDPModule it got.
+Each rank writes a line with its rank and the package whose FSDPModule it got. `none`
+shards nothing and ends with 3, `fsdp1` uses FSDP1, and `private` a private name.
 """
 
 import os
@@ -102,7 +103,41 @@ def spawn():
         torch.multiprocessing.spawn(spawned, (folder,), nprocs=2)
 
 
-WAYS = {"accelerate": with_accelerate, "lightning": with_lightning, "spawn": spawn}
+def nothing():
+    os.write(1, b"a program\n")
+    sys.exit(3)
+
+
+def one_process():
+    """Below plain python there is no launcher."""
+    if "RANK" not in os.environ:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group("gloo")
+
+
+def with_fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    one_process()
+    FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+
+
+def with_private_name():
+    from torch.distributed.fsdp import fully_shard
+
+    one_process()
+    fully_shard(net())._get_fsdp_state()
+
+
+WAYS = {
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+    "spawn": spawn,
+    "none": nothing,
+    "fsdp1": with_fsdp1,
+    "private": with_private_name,
+}
 
 if __name__ == "__main__":
     WAYS.get("".join(sys.argv[1:2]), by_hand)()

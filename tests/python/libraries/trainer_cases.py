@@ -274,22 +274,25 @@ def case_lora(folder):
 
 def from_distributed_config(folder, tied=False, of_config={}, **more):
     """A model that transformers shards when it loads it."""
-    from transformers import LlamaForCausalLM
+    return loaded_sharded(folder, models.llama(tied=tied), of_config, **more)
+
+
+def loaded_sharded(folder, model, of_config, **more):
     from transformers.distributed import DistributedConfig
 
     if cpu.rank() == 0:
-        models.llama(tied=tied).save_pretrained(f"{folder}/pretrained")
+        model.save_pretrained(f"{folder}/pretrained")
     torch.distributed.barrier()
-    return LlamaForCausalLM.from_pretrained(
-        f"{folder}/pretrained",
-        distributed_config=DistributedConfig(fsdp_size=2, **of_config),
-        **more,
+    sizes = {"fsdp_size": torch.distributed.get_world_size(), **of_config}
+    return type(model).from_pretrained(
+        f"{folder}/pretrained", distributed_config=DistributedConfig(**sizes), **more
     )
 
 
-def own_loop(model, steps=5):
+def own_loop(model, steps=5, tp=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = models.token_rows(n=2 * steps).chunk(2)[cpu.rank()]
+    batches = torch.distributed.get_world_size() // tp
+    rows = models.token_rows(n=batches * steps).chunk(batches)[cpu.rank() // tp]
     losses = []
     for row in rows:
         loss = model(input_ids=row[None], labels=row[None]).loss
@@ -357,3 +360,55 @@ def distributed_config_generate(folder):
     with torch.no_grad():
         texts = model.generate(prompts, max_new_tokens=4, do_sample=False)
     return {**expected, "texts": texts.tolist()}
+
+
+def on_4_ranks(case):
+    case.ranks = 4
+    return case
+
+
+def with_experts(folder, **of_config):
+    """Experts are DTensors over "ep", and sharded over "efsdp" of a mesh of their own."""
+    return loaded_sharded(folder, models.qwen3_moe(), of_config)
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts(folder):
+    return own_loop(with_experts(folder, ep_size=2))
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts_of_one_rank(folder):
+    return own_loop(with_experts(folder, ep_size=4))
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts_hsdp(folder):
+    return own_loop(with_experts(folder, fsdp_size=2, dp_replicate_size=2, ep_size=2))
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts_tensor_parallel(folder):
+    return own_loop(with_experts(folder, fsdp_size=2, tp_size=2, ep_size=4), tp=2)
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts_save(folder):
+    from safetensors.torch import load_file
+
+    model = with_experts(folder, ep_size=2)
+    expected = own_loop(model)
+    model.save_pretrained(f"{folder}/saved")
+    torch.distributed.barrier()
+    return {**expected, "saved": load_file(f"{folder}/saved/model.safetensors")}
+
+
+@only_5
+@on_4_ranks
+def distributed_config_experts_trainer(folder):
+    return trained(folder, with_experts(folder, ep_size=2), fsdp=False)
