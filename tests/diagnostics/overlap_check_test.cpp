@@ -72,7 +72,7 @@ TEST(OverlapCheck, ASlotThatIsTakenTwice) {
             [&] { check->slot_acquired(*units[2], gradients, second); }),
         AllOf(
             HasSubstr("the gradients of unit cell1 got bytes"),
-            HasSubstr("the weights for the forward of unit cell0 holds")));
+            HasSubstr("the weights for the forward of unit cell0 owns")));
     check->slot_released(*units[1], first);
     check->slot_acquired(*units[2], gradients, second);
     EXPECT_THAT(

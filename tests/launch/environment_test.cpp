@@ -157,7 +157,7 @@ TEST(RankEnvironment, TheBatchScriptOfASlurmJobIsNoRank) {
         slurm_conflict(0),
         AllOf(
             HasSubstr("SLURM_NTASKS = 8"),
-            HasSubstr("start flatshard with srun, or give --nproc")));
+            HasSubstr("put srun before flatshard, or give --nproc")));
     // On one node, --nproc is sufficient.
     EXPECT_EQ(slurm_conflict(8), "");
     EXPECT_EQ(slurm_conflict(4), "");

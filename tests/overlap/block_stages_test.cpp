@@ -140,7 +140,7 @@ TEST(Nodes, WrongNumbersAreNamed) {
   nodes.add("router", {0}, 2, {}, pass_on);
   EXPECT_THAT(
       message_of([&] { nodes.run({at::ones({1})}); }),
-      HasSubstr("node router of a block: expected 2 outputs"));
+      HasSubstr("node router of a block: expected the 2 outputs"));
 }
 
 }  // namespace

@@ -285,7 +285,7 @@ TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
   run_ranks(2, [](const RankContext& context) {
     Twin twin(context);
     const at::Tensor gain = twin.sharded->cells[1]->gain;
-    const auto refused = [&] {
+    const auto refused = [&](const std::string& why) {
       for (const auto& read : std::vector<std::function<void()>>{
                [&] { gain.clone(); },
                [&] { gain.to(at::kDouble); },
@@ -297,18 +297,18 @@ TEST(Pitfalls, R28_AReleasedParameterIsRefusedByName) {
                [&] { gain.data_ptr(); }}) {
         const std::string message = message_of(read);
         EXPECT_THAT(message, HasSubstr("cell1.gain"));
-        EXPECT_THAT(message, HasSubstr("is resharded"));
+        EXPECT_THAT(message, HasSubstr(why));
       }
       EXPECT_EQ(gain.sizes(), at::IntArrayRef({12}));
       EXPECT_EQ(gain.scalar_type(), at::kFloat);
     };
-    refused();
+    refused("is resharded");
     twin.step(forward_backward);
-    refused();
+    refused("is resharded");
     twin.step(forward_backward);
     twin.sgd.reset();
     twin.runtime.reset();
-    refused();
+    refused("no longer exists");
   });
 }
 

@@ -212,8 +212,10 @@ TEST(OverlapPlan, PlansThatAreWrongAreNamed) {
   more.in_flight = 3;
   EXPECT_THAT(
       message(overlap_plan(2, 3, more), options),
-      HasSubstr("F1.embed before F0.head"));
-  EXPECT_THAT(message(plan, more), HasSubstr("F0.attend(0) before F1.embed"));
+      HasSubstr("F1.embed before its dependency F0.head"));
+  EXPECT_THAT(
+      message(plan, more),
+      HasSubstr("F0.attend(0) before its dependency F1.embed"));
   // The second forward sends its rows before the first one. The counts were
   // sent in the other order.
   auto sent = overlap_plan(2, 3, more);

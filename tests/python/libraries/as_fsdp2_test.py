@@ -80,7 +80,8 @@ def test_a_program_without_fully_shard_ends_as_it_would(launcher):
     command = [*LAUNCHERS[launcher], PROGRAM, "none"]
     plain, done = run(*command), run(*SWAP, *command)
     assert done.returncode == plain.returncode != 0
-    assert done.stdout == plain.stdout
+    # A launcher may end the other rank before it has printed.
+    assert set(done.stdout.splitlines()) == set(plain.stdout.splitlines())
     assert lines_of_swap(done) == [NEVER]
 
 

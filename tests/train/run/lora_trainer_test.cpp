@@ -655,7 +655,7 @@ TEST(AdapterFolder, RefusesKeysThatChangeResults) {
         "mica"}) {
     EXPECT_THAT(
         refusal(fmt::format(R"({{"init_lora_weights": "{}"}})", init)),
-        HasSubstr(fmt::format("'init_lora_weights' is \"{}\"", init)));
+        HasSubstr(fmt::format("'init_lora_weights' = \"{}\" is not", init)));
   }
   for (const auto& [key, value] :
        {std::pair{"alora_invocation_tokens", "[5, 6]"},
