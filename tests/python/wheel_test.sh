@@ -85,5 +85,5 @@ expect "$other" flatshard --version
 expect "$other" python -c 'import flatshard'
 unset PYTHONPATH
 rm "$into/torch"
-expect "got none; pip install 'torch==" flatshard --version
-expect "got none; pip install 'torch==" python -c 'import flatshard'
+expect "but torch is not installed; pip install 'torch==" flatshard --version
+expect "but torch is not installed; pip install 'torch==" python -c 'import flatshard'
