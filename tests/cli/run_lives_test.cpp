@@ -311,7 +311,7 @@ TEST_F(RunLives, ASlurmBatchScriptIsSeenAtOnce) {
   const Result without =
       in_folder(slurm + "\"$PROGRAM\" train run.toml --device cpu");
   EXPECT_EQ(without.code, 2) << without.output;
-  EXPECT_THAT(without.output, HasSubstr("start flatshard with srun"));
+  EXPECT_THAT(without.output, HasSubstr("put srun before flatshard"));
   const Result with = in_folder(slurm + train("", 2));
   EXPECT_EQ(with.code, 0) << with.output;
   EXPECT_THAT(with.output, HasSubstr("2 ranks of CPU"));
