@@ -170,7 +170,7 @@ std::vector<WeightedSource> open_token_sources(
           packing.packing == Packing::stream,
           config,
           "data.packing = \"documents\": random tokens have no documents; set "
-          "a dataset directory, or data.packing = \"stream");
+          "a dataset directory, or data.packing = \"stream\"");
       opened.source = std::make_shared<RandomTokens>(
           mix_keys(seed, stable_hash(split)),
           vocab_size);

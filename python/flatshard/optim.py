@@ -199,7 +199,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Makes one update. Units without gradients are not updated. In a unit with
-        gradients, a parameter without one is updated as if it were zero.
+        gradients, a parameter without one is updated as if its gradient were zero.
 
         Args:
             closure: evaluates the model again and returns the loss.

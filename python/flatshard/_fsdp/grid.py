@@ -34,15 +34,15 @@ class Ranks:
         if self._of_checkpoints is None:
             grids = grids_of(units)
             self._of_checkpoints = (
-                tell_parts(units, grids) if grids is not None else self.mesh
+                self.mesh if grids is None else tell_parts(units, grids)
             )
         return self._of_checkpoints
 
 
 def grids_of(units):
     """Returns a DeviceMesh for each unit: all dimensions of its root mesh over which
-    parameters of the model are sharded or replicated. None: all units are on one mesh, without
-    tensor parallelism."""
+    parameters of the model are sharded or replicated. None: all units are on one mesh,
+    without tensor parallelism."""
     parallel = [[p.parallel for p in u.parameters if p.parallel] for u in units]
     meshes = [unit.sharding.device_mesh for unit in units]
     if not any(parallel) and len(set(meshes)) == 1:
