@@ -57,8 +57,8 @@ inline CorpusMeta write_small_corpus(
 }
 
 /// Writes a dataset of byte tokens, as `flatshard data prepare` does. The end
-/// of a single text becomes validation data. From several texts, about
-/// `validation_fraction` do, and at least one.
+/// of a single text becomes validation data. With several texts, about
+/// `validation_fraction` of them do, and at least one.
 inline CorpusMeta write_byte_corpus(
     const std::filesystem::path& folder,
     const std::vector<std::string>& texts,
