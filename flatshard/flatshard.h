@@ -20,7 +20,7 @@
 #include "flatshard/mesh/mesh.h"
 
 // FP8 tensors and their matmuls.
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/float8/quantize.h"
 
 // Modules and layers for one device.

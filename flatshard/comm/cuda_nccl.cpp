@@ -10,7 +10,7 @@
 #include <future>
 #include <thread>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/device/cuda_scope.h"

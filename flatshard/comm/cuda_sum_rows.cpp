@@ -1,7 +1,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/sum_rows_kernel.h"
 #include "flatshard/core/error.h"
 #include "flatshard/device/cuda_scope.h"

@@ -9,7 +9,7 @@
 #include <map>
 #include <mutex>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/network.h"
 
 namespace flatshard::detail {

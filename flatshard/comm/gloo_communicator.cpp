@@ -7,7 +7,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/sum_rows.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"

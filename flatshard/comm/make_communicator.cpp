@@ -3,7 +3,7 @@
 #include <csignal>
 #include <exception>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 

@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard {

@@ -8,7 +8,7 @@
 #include <cstdlib>
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/device_name.h"
 
 namespace flatshard {

@@ -11,7 +11,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 namespace flatshard::detail {
 namespace {

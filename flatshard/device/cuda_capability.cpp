@@ -3,8 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
 #include "flatshard/device/capability.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/kernel_launch.h"
 
 namespace flatshard {

@@ -2,9 +2,9 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/device/backend.h"
 #include "flatshard/device/cuda_graph_audit.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/graph_recording.h"
 
 #include <ATen/ATen.h>

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/device_backend.h"
 
 namespace flatshard::detail {
 

@@ -1,7 +1,7 @@
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
 #include "flatshard/device/cuda_driver.h"
 #include "flatshard/device/cuda_scope.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/stream_word.h"
 
 #include <c10/cuda/CUDAException.h>

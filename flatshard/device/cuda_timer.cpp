@@ -1,7 +1,7 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 #include <deque>
 #include <utility>

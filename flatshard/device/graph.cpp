@@ -1,6 +1,6 @@
 #include "flatshard/device/graph.h"
 
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/generator_states.h"
 
 #include <ATen/ATen.h>

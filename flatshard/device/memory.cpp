@@ -13,7 +13,7 @@
 #include <string>
 
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 namespace flatshard {
 namespace {

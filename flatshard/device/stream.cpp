@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/philox.h"
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 namespace flatshard {
 

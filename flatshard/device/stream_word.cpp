@@ -1,6 +1,6 @@
 #include "flatshard/device/stream_word.h"
 
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 #include <atomic>
 

@@ -1,6 +1,6 @@
 #include "flatshard/device/timer.h"
 
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 
 #include <chrono>
 

@@ -6,7 +6,7 @@
 
 #include "flatshard/diagnostics/machine.h"
 
-// The link-time choice inside this folder: cuda_facts.cpp or no_cuda.cpp.
+// The link-time choice inside this folder: cuda_facts.cpp or no_cuda_facts.cpp.
 namespace flatshard::detail {
 
 std::vector<Fact> cuda_library_facts();

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/moe/kernels/moe.h"
+#include "flatshard/moe/kernels/moe_kernels.h"
 
 #include <ATen/core/Tensor.h>
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 
-/// matmul.h on CUDA, by cuBLASLt. Built twice, as cuda_ops.h is.
+/// float8_matmul.h on CUDA, by cuBLASLt. Built twice, as cuda_float8_ops.h is.
 namespace flatshard::float8::cuda {
 
 void matmul(

@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "flatshard/float8/grid.h"
-#include "flatshard/float8/kernels/kernels.h"
+#include "flatshard/float8/kernels/float8_kernels.h"
 
 // Planes in the form of kernels, also for other folders whose values are
 // computed where they are quantized. Exists with CUDA only.

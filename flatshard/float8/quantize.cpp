@@ -5,7 +5,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/float8/cpu_ops.h"
-#include "flatshard/float8/cuda_ops.h"
+#include "flatshard/float8/cuda_float8_ops.h"
 #include "flatshard/float8/grid.h"
 
 namespace flatshard::float8 {

@@ -1,7 +1,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/region_graph.h"
 #include "flatshard/graphs/static_tensor.h"
-#include "flatshard/nn/generator_states.h"
+#include "flatshard/nn/module_generators.h"
 #include "flatshard/runtime/runtime.h"
 
 #include <ATen/ATen.h>

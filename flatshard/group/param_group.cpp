@@ -1,7 +1,7 @@
 #include "flatshard/group/param_group.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 
 #include <ATen/ATen.h>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/models/router.h"
+#include "flatshard/models/router_module.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/nodes.h"
 #include "flatshard/moe/permute.h"

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "flatshard/core/error.h"
-#include "flatshard/moe/kernels/moe.h"
+#include "flatshard/moe/kernels/moe_kernels.h"
 
 #include <cstdint>
 

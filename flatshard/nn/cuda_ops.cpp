@@ -3,7 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/capability.h"
 #include "flatshard/device/kernel_launch.h"
-#include "flatshard/nn/kernels/kernels.h"
+#include "flatshard/nn/kernels/nn_kernels.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>

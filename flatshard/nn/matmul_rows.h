@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/nn/float8/float8_fused.h"
 
 #include <optional>

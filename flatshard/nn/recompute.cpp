@@ -3,7 +3,7 @@
 #include "flatshard/core/log.h"
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/first_run.h"
-#include "flatshard/nn/generator_states.h"
+#include "flatshard/nn/module_generators.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>

@@ -13,7 +13,7 @@
 #include "flatshard/device/cuda_driver.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/stream.h"
-#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_backend.h"
 
 namespace flatshard::detail {
 namespace {

@@ -13,7 +13,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_backend.h"
 #include "flatshard/peer/peer_memory.h"
 
 namespace flatshard::detail {

@@ -8,7 +8,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
-#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_backend.h"
 #include "flatshard/peer/peer_memory.h"
 
 namespace flatshard {

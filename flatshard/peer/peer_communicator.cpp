@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "flatshard/comm/forwarding_communicator.h"
-#include "flatshard/peer/backend.h"
 #include "flatshard/peer/copy_reducer.h"
+#include "flatshard/peer/peer_backend.h"
 
 namespace flatshard {
 namespace {

@@ -16,7 +16,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
 #include "flatshard/core/process.h"
-#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_backend.h"
 
 namespace flatshard {
 namespace {

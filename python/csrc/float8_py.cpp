@@ -1,5 +1,5 @@
 #include "flatshard/core/error.h"
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/float8/quantize.h"
 #include "python/csrc/bind.h"
 #include "python/csrc/float8_linear.h"

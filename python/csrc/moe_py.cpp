@@ -1,4 +1,4 @@
-#include "flatshard/fully_shard/token_exchange.h"
+#include "flatshard/fully_shard/make_token_exchange.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/moe/grouped_linear.h"
 #include "flatshard/moe/permute.h"

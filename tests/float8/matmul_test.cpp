@@ -1,4 +1,4 @@
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 
 #include "flatshard/core/error.h"
 #include "products.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.h"
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 
 // Matmuls of quantized operands, and the same in float64.
 namespace flatshard::float8 {

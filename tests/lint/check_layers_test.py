@@ -1,7 +1,9 @@
 """scripts/check_layers finds each kind of break."""
 
+import contextlib
 import importlib.machinery
 import importlib.util
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -16,15 +18,25 @@ loader.exec_module(check_layers)
 
 
 class CheckLayers(unittest.TestCase):
-    def check(self, **files):
-        """Checks a tree of {folder__name: text}; `_dot_` stands for a dot."""
+    @contextlib.contextmanager
+    def tree(self, **files):
+        """Makes a tree of {folder__name: text}; `_dot_` stands for a dot."""
         with tempfile.TemporaryDirectory() as root:
             for name, text in files.items():
                 path = Path(root, "flatshard", *name.split("__"))
                 path = path.with_name(path.name.replace("_dot_", "."))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
+            yield root
+
+    def check(self, **files):
+        with self.tree(**files) as root:
             return check_layers.check(root)
+
+    def check_names(self, *paths, twice=()):
+        files = {path.replace(".", "_dot_"): "" for path in paths}
+        with self.tree(**files) as root:
+            return check_layers.check_names(root, dict.fromkeys(twice, "a reason"))
 
     def test_downward_is_fine(self):
         self.assertEqual(
@@ -129,6 +141,36 @@ class CheckLayers(unittest.TestCase):
 
     def test_unknown_folder(self):
         self.assertTrue(self.check(misc__a_dot_cpp="int a;"))
+
+    def test_a_header_and_its_sources_share_a_name(self):
+        self.assertEqual(
+            self.check_names("nn__a.h", "nn__a.cpp", "nn__a.cu", "nn__a.cuh"), []
+        )
+
+    def test_a_name_in_two_folders(self):
+        for second in ("moe__a.h", "moe__a.cpp", "nn__kernels__a.cu"):
+            found = self.check_names("nn__a.h", second)
+            self.assertEqual(len(found), 1)
+            self.assertIn("a is in flatshard/", found[0])
+            self.assertEqual(self.check_names("nn__a.h", second, twice="a"), [])
+
+    def test_an_exception_is_for_two_folders(self):
+        three = ("nn__a.h", "moe__a.h", "unit__a.h")
+        self.assertEqual(len(self.check_names(*three, twice="a")), 1)
+
+    def test_a_stale_exception(self):
+        for paths in ((), ("nn__a.h",), ("nn__a.h", "nn__a.cpp")):
+            found = self.check_names(*paths, twice="a")
+            self.assertEqual(len(found), 1)
+            self.assertIn("take it out of TWICE", found[0])
+
+    def test_the_program_checks_names(self):
+        with self.tree(nn__a_dot_h="", moe__a_dot_h="") as root:
+            done = subprocess.run(
+                [sys.executable, SCRIPT, root], capture_output=True, text=True
+            )
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("the base name a is in flatshard/moe and", done.stderr)
 
     def test_table_has_no_cycle(self):
         for folder, known in check_layers.ALLOWED.items():

@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard::testing {

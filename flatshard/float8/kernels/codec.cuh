@@ -8,7 +8,7 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
 #include "flatshard/float8/formats.h"
-#include "flatshard/float8/kernels/kernels.h"
+#include "flatshard/float8/kernels/float8_kernels.h"
 
 // Code that the kernels share: runs of eight values, their codes, largest
 // magnitudes.

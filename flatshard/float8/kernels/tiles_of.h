@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/float8/kernels/kernels.h"
+#include "flatshard/float8/kernels/float8_kernels.h"
 
 namespace flatshard::float8::kernels {
 

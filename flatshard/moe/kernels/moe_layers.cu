@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "flatshard/core/rounding.h"
-#include "flatshard/moe/kernels/moe.h"
-#include "flatshard/moe/kernels/rows.cuh"
+#include "flatshard/moe/kernels/moe_kernels.h"
+#include "flatshard/moe/kernels/row_threads.cuh"
 #include "flatshard/nn/clamped_silu.h"
-#include "flatshard/nn/kernels/swiglu.cuh"
+#include "flatshard/nn/kernels/swiglu_kernels.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {

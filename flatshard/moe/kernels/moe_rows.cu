@@ -1,7 +1,7 @@
 #include <algorithm>
 
-#include "flatshard/moe/kernels/moe.h"
-#include "flatshard/moe/kernels/rows.cuh"
+#include "flatshard/moe/kernels/moe_kernels.h"
+#include "flatshard/moe/kernels/row_threads.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {

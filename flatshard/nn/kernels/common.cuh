@@ -4,7 +4,7 @@
 
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/pack.cuh"
-#include "flatshard/nn/kernels/kernels.h"
+#include "flatshard/nn/kernels/nn_kernels.h"
 
 namespace flatshard::nn::kernels {
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "flatshard/float8/kernels/kernels.h"
+#include "flatshard/float8/kernels/float8_kernels.h"
 
 /// Values that are quantized where they are computed and are never stored in
 /// bfloat16. Each struct has the bfloat16 inputs in device memory and the

@@ -3,7 +3,7 @@
 #include <sstream>
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
 

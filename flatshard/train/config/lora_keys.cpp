@@ -1,6 +1,6 @@
 #include "flatshard/train/config/lora_keys.h"
 
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
 namespace {

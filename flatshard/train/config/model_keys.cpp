@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
 namespace {

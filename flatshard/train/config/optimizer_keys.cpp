@@ -1,7 +1,7 @@
 #include "flatshard/train/config/optimizer_keys.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
 namespace {

@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/train/config/expert_ranks.h"
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 #include <algorithm>
 #include <utility>

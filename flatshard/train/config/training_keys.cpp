@@ -4,7 +4,7 @@
 #include <filesystem>
 
 #include "flatshard/core/error.h"
-#include "flatshard/train/config/rows.h"
+#include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
 namespace {

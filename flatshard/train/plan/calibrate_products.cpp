@@ -1,5 +1,5 @@
 // Measures matmuls: in bfloat16, of experts, and in FP8.
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/train/plan/calibrate.h"
 #include "flatshard/train/plan/call_timer.h"

@@ -8,7 +8,7 @@
 #include <sstream>
 #include <utility>
 
-#include "flatshard/float8/matmul.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/models/moe.h"
 
 namespace flatshard {

@@ -1,4 +1,4 @@
-#include "flatshard/models/router.h"
+#include "flatshard/models/router_module.h"
 
 #include "flatshard/models/init.h"
 #include "flatshard/moe/permute.h"

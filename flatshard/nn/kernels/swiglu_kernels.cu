@@ -1,5 +1,5 @@
 #include "flatshard/nn/kernels/amax.cuh"
-#include "flatshard/nn/kernels/swiglu.cuh"
+#include "flatshard/nn/kernels/swiglu_kernels.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {

@@ -6,7 +6,7 @@
 #include "flatshard/device/stream_word.h"
 #include "flatshard/device/timer.h"
 
-// The link-time choice inside this folder: cuda_*.cpp or no_cuda.cpp.
+// The link-time choice inside this folder: cuda_*.cpp or no_cuda_device.cpp.
 namespace flatshard::detail {
 
 std::shared_ptr<Stream>

@@ -6,7 +6,7 @@
 #include "flatshard/peer/peer_fence.h"
 #include "flatshard/peer/peer_memory.h"
 
-// cuda_*.cpp or no_cuda.cpp, chosen at link time.
+// cuda_*.cpp or no_cuda_peer.cpp, chosen at link time.
 namespace flatshard::detail {
 
 /// See PeerMemory::has_fast_links.

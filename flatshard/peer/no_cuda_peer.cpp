@@ -1,6 +1,6 @@
 // Stands in for cuda_*.cpp in a build without CUDA.
 #include "flatshard/core/error.h"
-#include "flatshard/peer/backend.h"
+#include "flatshard/peer/peer_backend.h"
 
 namespace flatshard::detail {
 

@@ -1,4 +1,4 @@
-#include "flatshard/moe/kernels/moe.h"
+#include "flatshard/moe/kernels/moe_kernels.h"
 #include "flatshard/nn/kernels/common.cuh"
 
 namespace flatshard::nn::kernels {

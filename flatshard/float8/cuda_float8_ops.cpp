@@ -1,4 +1,4 @@
-#include "flatshard/float8/cuda_ops.h"
+#include "flatshard/float8/cuda_float8_ops.h"
 
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContext.h>

@@ -28,7 +28,7 @@ std::shared_ptr<Communicator> make_gloo_communicator(
     const std::string& name,
     const CommunicatorOptions& options);
 
-// cuda_*.cpp or no_cuda.cpp, chosen at link time.
+// cuda_*.cpp or no_cuda_comm.cpp, chosen at link time.
 std::shared_ptr<Communicator> make_nccl_communicator(
     StoreHandle store,
     int rank,

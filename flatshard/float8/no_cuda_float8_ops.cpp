@@ -1,5 +1,5 @@
 #include "flatshard/core/error.h"
-#include "flatshard/float8/cuda_ops.h"
+#include "flatshard/float8/cuda_float8_ops.h"
 
 namespace flatshard::float8::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // Stands in for cuda_*.cpp in a build without CUDA.
 #include "flatshard/core/error.h"
-#include "flatshard/device/backend.h"
+#include "flatshard/device/device_backend.h"
 #include "flatshard/device/device_name.h"
 
 namespace flatshard {

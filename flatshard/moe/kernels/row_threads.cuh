@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/moe/kernels/moe.h"
+#include "flatshard/moe/kernels/moe_kernels.h"
 #include "flatshard/nn/kernels/common.cuh"
 
 // Common parts of the kernels on rows of tokens.

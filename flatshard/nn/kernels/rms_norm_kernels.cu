@@ -1,4 +1,4 @@
-#include "flatshard/nn/kernels/rms_norm.cuh"
+#include "flatshard/nn/kernels/rms_norm_kernels.cuh"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "flatshard/fully_shard/token_exchange.h"
+#include "flatshard/fully_shard/make_token_exchange.h"
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"

@@ -4,10 +4,10 @@
 
 #include "flatshard/float8/grid.h"
 
-/// The functions of quantize.h on CUDA. Built twice: cuda_ops.cpp with CUDA,
-/// no_cuda_ops.cpp without, where the functions throw Error{config}. Tensors
-/// are contiguous and on one GPU; work goes to the current stream, and nothing
-/// blocks the host.
+/// The functions of quantize.h on CUDA. Built twice: cuda_float8_ops.cpp with
+/// CUDA, no_cuda_float8_ops.cpp without, where the functions throw
+/// Error{config}. Tensors are contiguous and on one GPU; work goes to the
+/// current stream, and nothing blocks the host.
 namespace flatshard::float8::cuda {
 
 /// Fills one plane or both; the other one is null then.

@@ -1,5 +1,5 @@
 // Stands in for cuda_*.cpp in a build without CUDA.
-#include "flatshard/comm/backend.h"
+#include "flatshard/comm/comm_backend.h"
 #include "flatshard/core/error.h"
 
 namespace flatshard::detail {

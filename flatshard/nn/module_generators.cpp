@@ -1,4 +1,4 @@
-#include "flatshard/nn/generator_states.h"
+#include "flatshard/nn/module_generators.h"
 
 #include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/module_tree.h"
