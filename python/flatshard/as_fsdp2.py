@@ -37,9 +37,10 @@ def install(**options: object) -> None:
 
     Args:
         options: strategy, as in fully_shard. granularity and check_same_values, as in
-            ShardOptions. copy_engines and prefetch, as in ModelOptions. They are defaults
-            for every call of fully_shard. require=True: the program exits with 1 if it
-            never called fully_shard.
+            ShardOptions. cuda_graph=True: each module that contains no other unit is
+            captured and replayed, as by ShardOptions(cuda_graph=True). copy_engines and
+            prefetch, as in ModelOptions. They are defaults for every call of fully_shard.
+            require=True: the program exits with 1 if it never called fully_shard.
 
     Raises:
         TypeError, ValueError: an option that Flatshard does not have, or its value.
@@ -84,6 +85,11 @@ def _parser():
         choices=("on", "off"),
         help="off: ranks may start from different values, as some scripts do that set "
         "no seed; each rank keeps its rows",
+    )
+    add(
+        "--cuda-graph",
+        action="store_true",
+        help="replays the blocks of the model as CUDA graphs, with the same results",
     )
     add(
         "--copy-engines",

@@ -14,6 +14,7 @@ class Options:
     Attributes:
         strategy: of `flatshard.fully_shard`.
         granularity, check_same_values: of `flatshard.ShardOptions`.
+        cuda_graph: of the same, for each module that contains no other unit.
         copy_engines, prefetch: of `flatshard.ModelOptions`.
         require: the program exits with 1 if it never called fully_shard.
     """
@@ -21,6 +22,7 @@ class Options:
     strategy: str | None = None
     granularity: str | None = None
     check_same_values: bool | None = None
+    cuda_graph: bool = False
     copy_engines: str | None = None
     prefetch: int | None = None
     require: bool = False
@@ -37,7 +39,9 @@ class Options:
         from flatshard._fsdp.strategies import find_strategy
 
         find_strategy(self.strategy or "zero3")
-        of_unit = ShardOptions(**self.given("granularity", "check_same_values"))
+        of_unit = ShardOptions(
+            **self.given("granularity", "check_same_values", "cuda_graph")
+        )
         check_granularity(of_unit.granularity, self.strategy or "zero3")
         ModelOptions(**self.given("copy_engines", "prefetch"))
 

@@ -25,9 +25,11 @@ def _with_options(options, patches):
 
     of_unit = options.given("granularity", "check_same_values")
     of_model = options.given("copy_engines", "prefetch")
-    defaults = options.given("strategy")
-    if of_unit:
-        defaults["options"] = flatshard.ShardOptions(**of_unit)
+    strategy = options.given("strategy")
+
+    def of_modules(modules):
+        graphs = options.cuda_graph and _is_block(*modules)
+        return flatshard.ShardOptions(**of_unit, cuda_graph=graphs)
 
     @functools.wraps(flatshard.fully_shard)
     def fully_shard(module, **keywords):
@@ -38,9 +40,18 @@ def _with_options(options, patches):
         if of_model:
             for m in modules:
                 flatshard.configure(m, flatshard.ModelOptions(**of_model))
+        defaults = {**strategy, "options": of_modules(modules)}
         result = flatshard.fully_shard(module, **{**defaults, **keywords})
-        strategy = flatshard.fully_shard.state(modules[0]).sharding.strategy
-        closing.count_unit(strategy, dist.get_rank())
+        found = flatshard.fully_shard.state(modules[0]).sharding.strategy
+        closing.count_unit(found, dist.get_rank())
         return result
 
     return fully_shard
+
+
+def _is_block(module, *others):
+    """Returns whether this is one module without units, as CUDA graphs need it."""
+    import flatshard
+
+    has_unit = any(isinstance(m, flatshard.FSDPModule) for m in module.modules())
+    return not (others or has_unit or "forward" in vars(module))
