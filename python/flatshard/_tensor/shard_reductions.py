@@ -126,6 +126,8 @@ def norms_of_ranks(norms, mesh, dim, order):
     """Returns [n] norms of tensors of whose rows each rank along the mesh dimension has
     some, from `norms` of its rows. One all-reduce of float64, or one all-gather.
     Collective."""
+    if mesh.size(dim) == 1:
+        return norms
     if order < 0 or order == torch.inf:
         # An all-reduce of maxima may lose a NaN: Gloo keeps it from some ranks only.
         return norm_of_norms(gathered(norms, mesh, dim), order)
@@ -190,10 +192,9 @@ def foreach_norm(func, traits, args, kwargs):
             own = torch.tensor([p == place for p in places], device=norms.device)
             together = torch.where(own, together, norms)
         norms = together
-    return [
-        ShardedTensor.replicated(norm.to(bound.get("dtype") or t.dtype), mesh)
-        for norm, t in zip(norms.unbind(), tensors)
-    ]
+    dtypes = [bound.get("dtype") or t.dtype for t in tensors]
+    like = {d: ShardedTensor.replicated(norms[0].to(d), mesh) for d in set(dtypes)}
+    return [like[d].beside(n.to(d)) for d, n in zip(dtypes, norms.unbind())]
 
 
 def check_comparable(meshes):
