@@ -14,6 +14,7 @@ import pytest
 from flatshard import as_fsdp2
 
 PROGRAM = str(Path(__file__).with_name("program.py"))
+GRAPHS = str(Path(__file__).with_name("graphs_program.py"))
 SWAP = [sys.executable, "-m", "flatshard.as_fsdp2"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
@@ -70,28 +71,8 @@ def test_lightning_starts_the_other_ranks():
     check_both_ranks(done, "1 unit, zero3")
 
 
-GRAPHS = """
-import torch
-from torch import nn
-import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-for part in (model[0], [model[1], model[2]], model):
-    fully_shard(part)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(6):
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-print([fully_shard.state(m).sharding.cuda_graph for m in (model[0], model[1], model)])
-print(model._flatshard.root.graphs.stats()["forward_replays"])
-"""
-
-
 def test_cuda_graphs_of_blocks():
-    command = [*SWAP, "--cuda-graph", sys.executable, "-c", GRAPHS]
+    command = [*SWAP, "--cuda-graph", sys.executable, GRAPHS]
     done = run(*command, FLATSHARD_EMULATE_CUDA_GRAPHS="1")
     assert done.returncode == 0, done.stderr
     # A list of modules, and a module that contains units, cannot be captured.
