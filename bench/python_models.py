@@ -7,8 +7,12 @@ for the rest, bf16 compute and reduction, float32 main weights, torch's fused Ad
 Each library shards with its default options. Runs alternate. The script prints the
 median step of each run, the host's part and the peak of allocated memory. It also
 prints the median ratio Flatshard / FSDP2 of the pairs.
+
+--libraries flatshard-chunk flatshard compares granularity="chunk" (plain DTensors, as
+torch.chunk splits them) with the default instead.
 """
 
+import functools
 import importlib.util
 import statistics
 from dataclasses import dataclass
@@ -26,6 +30,8 @@ from harness.steps import measure
 from harness.tables import by_turns, ratios
 
 LIBRARIES = ("fsdp2", "flatshard")
+# After a dash: granularity of ShardOptions.
+CHOICES = (*LIBRARIES, "flatshard-chunk")
 
 
 @dataclass
@@ -90,12 +96,14 @@ def run(library, name, compiled, mesh, args):
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         case = MODELS[name](args.tiny, mesh.device_type)
-    fully_shard = fully_shard_of(library)
+    package, _, granularity = library.partition("-")
+    options = {"granularity": granularity} if granularity else {}
+    fully_shard = functools.partial(fully_shard_of(package), mesh=mesh, **options)
     for block in case.blocks:
         if compiled:
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(case.model, mesh=mesh)
+        fully_shard(block)
+    fully_shard(case.model)
     torch.manual_seed(1 + dist.get_rank())
     found = measure(case.loss, adamw(case.model), args)
     found["peak_GiB"] = round(found["peak_GiB"] - kept, 1)
@@ -115,7 +123,16 @@ def main():
         choices=("eager", "compiled"),
         default=["eager", "compiled"],
     )
+    parser.add_argument(
+        "--libraries",
+        nargs=2,
+        choices=CHOICES,
+        default=list(LIBRARIES),
+        metavar=("BASE", "OTHER"),
+        help=f"of {', '.join(CHOICES)}; default: {' '.join(LIBRARIES)}",
+    )
     args = parser.parse_args()
+    base, other = args.libraries
     if args.tiny:
         args.warmup, args.steps, args.pairs = 1, 2, 1
     mesh = join_mesh("cpu" if args.tiny else "cuda")
@@ -130,7 +147,7 @@ def main():
             def one(library, pair, name=name, kind=kind):
                 return run(library, name, kind == "compiled", mesh, args)
 
-            runs = by_turns(LIBRARIES, args.pairs, one)
+            runs = by_turns((base, other), args.pairs, one)
             each, median = ratios(*runs.values())
             results[f"{name} {kind}"] = {"runs": runs, "ratios": each}
             for library, of_library in runs.items():
@@ -143,7 +160,7 @@ def main():
                     f"{name} {kind}, {library}: ms {ms}; host {host:.1f} ms; "
                     f"peak {peak:.2f} GiB; loss {loss:.3f}"
                 )
-            say(f"{name} {kind}: flatshard / fsdp2 {median:.3f}")
+            say(f"{name} {kind}: {other} / {base} {median:.3f}")
     if dist.get_rank() == 0:
         write_json(args.out, results)
     dist.destroy_process_group()
