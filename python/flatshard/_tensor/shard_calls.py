@@ -63,6 +63,11 @@ def call(func, traits, args, kwargs, replace):
         written = name in traits.written
         return replaced(value, lambda tensor: replace(tensor, written))
 
+    return call_with(func, traits, args, kwargs, of)
+
+
+def call_with(func, traits, args, kwargs, of):
+    """Calls func on of(name, argument) for each argument."""
     args = [of(name, value) for name, value in zip(traits.arguments, args)]
     return func(*args, **{name: of(name, value) for name, value in kwargs.items()})
 

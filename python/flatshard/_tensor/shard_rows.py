@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 from flatshard._tensor.shard_calls import (
     as_rows,
     call,
+    call_with,
     mapped,
     named,
     replaced,
@@ -114,10 +115,7 @@ def by_position(func, traits, args, kwargs):
             return [local(a, b) for a, b in zip(first, value)]
         return replaced(value, values.of)
 
-    result = func(
-        *[of(name, value) for name, value in zip(traits.arguments, args)],
-        **{name: of(name, value) for name, value in kwargs.items()},
-    )
+    result = call_with(func, traits, args, kwargs, of)
     if traits.written:
         return list(first) if traits.returns else None
     return [
@@ -138,10 +136,7 @@ def _one_by_one(func, traits, args, kwargs, lists):
         def of(name, value):
             return [value[i]] if name in lists else value
 
-        func(
-            *[of(name, value) for name, value in zip(traits.arguments, args)],
-            **{name: of(name, value) for name, value in kwargs.items()},
-        )
+        call_with(func, traits, args, kwargs, of)
     return list(args[0]) if traits.returns else None
 
 

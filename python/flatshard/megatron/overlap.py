@@ -17,7 +17,6 @@ import weakref
 import torch
 
 from flatshard._fsdp.backward_pass import BackwardPass
-from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.collect import modules_of_unit
 from flatshard._fsdp.forward import root_of, state_of
 from flatshard.torch_versions import in_backward, tree_leaves
@@ -129,13 +128,9 @@ class ScheduleHooks:
                 f"a checkpoint around {type(unit).__name__}, a unit, is not supported in "
                 "a schedule that calls sub-modules; put it around parts of the unit"
             )
-        args, kwargs = cast_inputs(state_of(unit).sharding.mp_policy, args, kwargs)
-        mine = self._now()
-        mine.begin_forward(unit)
-        output = function(*args, **kwargs)
-        mine.end_forward(unit)
+        output = self._now().run(unit, function, args, kwargs)
         self.returned(unit, output)
-        return cast_output(state_of(unit).sharding.mp_policy, output)
+        return output
 
     def _now(self):
         if self._forward is None:
