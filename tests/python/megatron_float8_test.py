@@ -150,7 +150,7 @@ def test_R21_fine_grained_gathers_reach_the_units(mesh):
     for option, parts in ((None, "recomputed"), (True, "module"), (False, "unit")):
         options = {"enable_fine_grained_param_gather": option}
         model = first_version(mesh, policy("tensorwise"), **options)
-        fp8 = model.blocks[0].__dict__["_flatshard"].sharding.fp8
+        fp8 = model.blocks[0].__dict__["_flatshard"].sharding.options.fp8
         assert fp8.gather_parts == parts and not fp8.keep_column_plane
 
 

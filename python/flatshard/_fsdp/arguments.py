@@ -49,8 +49,7 @@ class Arguments:
     post_forward_ranks: int
     options: ShardOptions
     # Options of the model.
-    model_options: ModelOptions | None
-    asked_copy_engines: str
+    model_options: ModelOptions
     copy_engines: bool
     # Units inside the modules, for this unit to join.
     parts: list
@@ -95,8 +94,7 @@ def read_arguments(
     if dp_mesh_dims is not None:
         check_dp_mesh_dims(dp_mesh_dims, device_mesh)
     core_mesh, whole_mesh = model_mesh(device_mesh)
-    asked_copy_engines = (model_options or ModelOptions()).copy_engines
-    copy_engines = uses_copy_engines(asked_copy_engines, whole_mesh)
+    copy_engines = uses_copy_engines(model_options.copy_engines, whole_mesh)
     return Arguments(
         modules=modules,
         parts=find_parts(modules, core_mesh, offload, copy_engines),
@@ -114,7 +112,6 @@ def read_arguments(
         post_forward_ranks=post_forward_ranks,
         options=options,
         model_options=model_options,
-        asked_copy_engines=asked_copy_engines,
         copy_engines=copy_engines,
     )
 

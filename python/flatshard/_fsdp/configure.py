@@ -37,7 +37,7 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
     }.values()
     for unit in units:
         unit.life.check("configure")
-        asked = unit.sharding.asked_copy_engines
+        asked = unit.sharding.model_options.copy_engines
         if asked != options.copy_engines:
             raise ValueError(
                 f"configure: copy_engines={options.copy_engines!r}, but parts of the "
@@ -51,10 +51,10 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
     return model
 
 
-def options_of(modules) -> ModelOptions | None:
-    """Returns the options that `configure` gave the model that `modules` are part
-    of."""
-    return modules[0].__dict__.get("_flatshard_options")
+def options_of(modules) -> ModelOptions:
+    """Returns the options that `configure` gave the model that `modules` are part of, or
+    the defaults."""
+    return modules[0].__dict__.get("_flatshard_options") or ModelOptions()
 
 
 _OF_UNITS = tuple(field.name for field in fields(ShardOptions))
@@ -127,5 +127,5 @@ def take_keywords(options, model_options, keywords):
     of_model = {k: v for k, v in keywords.items() if k in _OF_MODELS}
     options = ShardOptions(**of_unit) if options is None else options
     if of_model:
-        model_options = replace(model_options or ModelOptions(), **of_model)
+        model_options = replace(model_options, **of_model)
     return options, model_options

@@ -174,8 +174,6 @@ def _make_units(asked, owned, resolved):
     )
     unit.modules.extend(weakref.ref(m) for m in asked.modules)
     unit.policy.reshard_after_forward = asked.reshard
-    unit.sharding.fp8 = asked.options.fp8
-    unit.sharding.cuda_graph = asked.options.cuda_graph
     return unit, parts, in_place
 
 
@@ -191,7 +189,6 @@ def _unit(asked, members, meshes, shown, slices, in_place, **of_parameters):
     parameters = [r.parameter for r in members]
     if slices is not None:
         check_flattened(parameters, mesh, whole)
-    fp8 = asked.options.fp8
     core_options = _C.UnitOptions(
         strategy=asked.strategy,
         offload=asked.offload,
@@ -199,10 +196,10 @@ def _unit(asked, members, meshes, shown, slices, in_place, **of_parameters):
         # A graph writes them where they are reduced.
         grads_in_place=slices is None and (bool(in_place) or asked.options.cuda_graph),
         peers_read=asked.copy_engines,
-        float8=fp8.core() if fp8 else None,
         post_forward_ranks=asked.post_forward_ranks,
         part=None if mesh is whole else mesh,
         slices=slices or (1, 0),
+        **asked.options.core(),
     )
     values = [r.value for r in members]
     unit = UnitState(
@@ -215,10 +212,8 @@ def _unit(asked, members, meshes, shown, slices, in_place, **of_parameters):
             strategy=asked.strategy,
             core_options=core_options,
             mp_policy=asked.mp_policy,
-            fp8=None,
-            check_same_values=asked.options.check_same_values,
+            options=asked.options,
             model_options=asked.model_options,
-            asked_copy_engines=asked.asked_copy_engines,
             copy_engines=asked.copy_engines,
         ),
         core=make_core(parameters, values, asked.mp_policy, whole, core_options),

@@ -1,6 +1,8 @@
 """`make_graphed_callables`, torch's way to ask for `ShardOptions(cuda_graph=True)`, and
 `cuda_graph_stats`."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from flatshard._fsdp.forward import root_of, state_of
@@ -79,7 +81,8 @@ def make_graphed_callables(
         state = state_of(module)
         state.core.write_grads_in_place()
         state.sharding.graph_warmup_steps = num_warmup_iters
-        state.sharding.cuda_graph = True
+        options = replace(state.sharding.options, cuda_graph=True)
+        state.sharding.options = options
         capture_forward(module, sample)
     return callables
 

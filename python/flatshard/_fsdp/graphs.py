@@ -18,7 +18,8 @@ class Graphs:
     """
 
     def __init__(self, units, buffers_on_demand):
-        steps = [u.sharding.graph_warmup_steps for u in units if u.sharding.cuda_graph]
+        graphed = [u.sharding for u in units if u.sharding.options.cuda_graph]
+        steps = [sharding.graph_warmup_steps for sharding in graphed]
         self.enabled = bool(steps)
         self._warmup_steps = max(steps, default=DEFAULT_WARMUP_STEPS)
         self._runtime = None

@@ -3,6 +3,7 @@
 
 import warnings
 from dataclasses import InitVar, dataclass
+from typing import Any
 
 from flatshard.float8.policy import Float8Policy, check_policy
 
@@ -73,6 +74,10 @@ class ShardOptions:
                 "options: granularity 'chunk' is not supported with fp8, because the scales "
                 "determine where a weight can be split; leave one of them out"
             )
+
+    def core(self) -> dict[str, Any]:
+        """Returns the arguments of _C.UnitOptions that these options determine."""
+        return {"float8": self.fp8.core() if self.fp8 else None}
 
 
 @dataclass(frozen=True, kw_only=True)

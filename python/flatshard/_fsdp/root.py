@@ -10,7 +10,6 @@ from flatshard._fsdp.graphs import Graphs
 from flatshard._fsdp.grid import Ranks
 from flatshard._fsdp.life import Life, LifeCycle
 from flatshard._fsdp.opaque_outputs import look_inside
-from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.parameter import note_whole
 from flatshard._fsdp.passes import Passes
 from flatshard._fsdp.renewal import check_is_home, check_may_renew, renew, why_fixed
@@ -52,7 +51,7 @@ class Root:
                 renew(unit)
         check_units(units, parents, state)
         follow_modules(units, module_names)
-        options = state.sharding.model_options or ModelOptions()
+        options = state.sharding.model_options
         _warn_of_padding(units, state.sharding.device_mesh, options.max_padding)
         tree = []
         for unit, parent in zip(units, parents):
@@ -114,7 +113,7 @@ class Root:
     # -- options -----------------------------------------------------------------
 
     def apply_policy(self, unit):
-        policy, fp8 = unit.policy, unit.sharding.fp8
+        policy, fp8 = unit.policy, unit.sharding.options.fp8
         ids = [
             None if units is None else [u.core.number for u in units]
             for units in (policy.forward_prefetch, policy.backward_prefetch)

@@ -122,9 +122,9 @@ def check_units(units, parents, state):
     Raises:
         ValueError, NotImplementedError, RuntimeError: they do not; the text names a unit.
     """
-    has_graphs = any(unit.sharding.cuda_graph for unit in units)
+    has_graphs = any(unit.sharding.options.cuda_graph for unit in units)
     for unit, parent in zip(units, parents):
-        if parent >= 0 and units[parent].sharding.cuda_graph:
+        if parent >= 0 and units[parent].sharding.options.cuda_graph:
             raise ValueError(
                 f"cuda_graph: unit {units[parent].name} contains unit {unit.name}, "
                 "and all-gathers it inside its forward; give only the inner one "
@@ -147,7 +147,7 @@ def check_units(units, parents, state):
                 "fully_shard to the module around it, on the flattened mesh, or, if these "
                 "are not experts, flatten after the last fully_shard"
             )
-        if unit.sharding.cuda_graph and unit.sharding.main_grads:
+        if unit.sharding.options.cuda_graph and unit.sharding.main_grads:
             raise NotImplementedError(
                 f"cuda_graph is not supported for unit {unit.name}, because its modules "
                 "write gradients to main_grad (fuse_wgrad_accumulation) and a replay "
@@ -155,7 +155,7 @@ def check_units(units, parents, state):
             )
         unit.life.check("root", unit.name)
         own, of_root = unit.sharding, state.sharding
-        if own.model_options not in (None, of_root.model_options):
+        if own.model_options != of_root.model_options:
             _check_model_options(unit.name, own, of_root)
         if own.copy_engines != of_root.copy_engines:
             raise ValueError(
@@ -175,7 +175,7 @@ def _check_model_options(name, own, of_root):
     """Raises an error when a part of the model has other options than the root."""
     for field in fields(ModelOptions):
         given = getattr(own.model_options, field.name)
-        has = getattr(of_root.model_options or ModelOptions(), field.name)
+        has = getattr(of_root.model_options, field.name)
         if given not in (field.default, has):
             raise ValueError(
                 f"{field.name}={given!r} of unit {name} has no effect: it is an option "

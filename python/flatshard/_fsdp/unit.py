@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 from flatshard import _C
 from flatshard._fsdp.core import Core
 from flatshard._fsdp.life import Life, LifeCycle
+from flatshard._fsdp.options import ModelOptions, ShardOptions
 from flatshard._fsdp.parameter import copy_attributes, put_hooks
 from flatshard._fsdp.parameters import Parameters
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS
@@ -69,14 +70,11 @@ class Sharding:
     strategy: str  # as the core calls it
     core_options: _C.UnitOptions
     mp_policy: object
-    fp8: object  # Float8Policy or None
-    check_same_values: bool
-    # Options of the model, by `configure`. None: it was not called.
-    model_options: object
-    asked_copy_engines: str
+    options: ShardOptions
+    # Options of the model, by `configure`.
+    model_options: ModelOptions
     copy_engines: bool
-    # How its modules run: graphs replay them, or they write to main_grad.
-    cuda_graph: bool = False
+    # How its modules run: graphs replay them after these steps, or they write to main_grad.
     graph_warmup_steps: int = DEFAULT_WARMUP_STEPS
     main_grads: bool = False
 

@@ -40,7 +40,7 @@ def compare(units):
         RuntimeError: parameters whose values were not equal on all ranks of their mesh
             when they were sharded, and were not written since; the same on all ranks.
     """
-    if not any(unit.sharding.check_same_values for unit in units):
+    if not any(unit.sharding.options.check_same_values for unit in units):
         return
     places = [
         (p.shared_by or u.sharding.device_mesh, u, p)

@@ -62,7 +62,7 @@ def describe(model: nn.Module) -> Float8Report:
         p = state.parameters[index]
         if p.float8:
             float8[name] = _describe(
-                state.sharding.fp8, device_of(state.sharding.device_mesh)
+                state.sharding.options.fp8, device_of(state.sharding.device_mesh)
             )
         else:
             others[name] = p.why_not_float8

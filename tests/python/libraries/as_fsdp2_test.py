@@ -156,7 +156,7 @@ print(fully_shard is fsdp.fully_shard is fsdp._fully_shard.fully_shard)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 net = fully_shard(torch.nn.Linear(4, 4))
 sharding = fully_shard.state(net).sharding
-print(sharding.strategy, sharding.check_same_values)
+print(sharding.strategy, sharding.options.check_same_values)
 print(error_of(lambda: net._get_fsdp_state()))
 print(error_of(lambda: fully_shard.state(net)._state_ctx))
 print(error_of(fsdp.FullyShardedDataParallel, torch.nn.Linear(4, 4)))

@@ -17,5 +17,10 @@ for _ in range(6):
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-print([fully_shard.state(m).sharding.cuda_graph for m in (model[0], model[1], model)])
+print(
+    [
+        fully_shard.state(m).sharding.options.cuda_graph
+        for m in (model[0], model[1], model)
+    ]
+)
 print(model._flatshard.root.graphs.stats()["forward_replays"])
