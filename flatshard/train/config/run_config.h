@@ -44,6 +44,11 @@ struct Config {
   config::Diagnostics diagnostics;
   config::Comm comm;
   config::Debug debug;
+
+  /// Returns whether layers run without FP8 weights, adapters and graphs.
+  bool has_plain_layers() const {
+    return !cuda_graph.enabled() && !float8.recipe && !lora.enabled();
+  }
 };
 
 /// Returns all keys, by section.

@@ -12,21 +12,20 @@ using plan::NodeWork;
 using plan::Product;
 
 LayerKernels::LayerKernels(
-    const Config& config,
+    const WorkOptions& options,
     const models::ModelConfig& model,
     std::int64_t layer,
     const std::map<std::string, std::string>& float8,
     const std::set<std::string>& adapted)
-    : config_(config),
+    : options_(options),
       model_(model),
       layer_(layer),
       float8_(float8),
       adapted_(adapted),
-      frozen_(config.lora.enabled()),
-      size_(d(static_cast<std::int64_t>(
-          c10::elementSize(config.precision.compute)))),
-      sharing_(config.parallelism.tensor_parallel_degree),
-      tokens_(config.training.local_batch_size * config.training.seq_len),
+      frozen_(options.lora.enabled()),
+      size_(d(static_cast<std::int64_t>(c10::elementSize(options.compute)))),
+      sharing_(options.parallelism.tensor_parallel_degree),
+      tokens_(options.training.local_batch_size * options.training.seq_len),
       own_tokens_(tokens_ / sharing_) {
 }
 
@@ -78,8 +77,8 @@ void LayerKernels::adapter(
     double n,
     double k,
     bool has_input_gradient) const {
-  const double r = d(config_.lora.rank);
-  const bool drops = config_.lora.dropout > 0;
+  const double r = d(options_.lora.rank);
+  const bool drops = options_.lora.dropout > 0;
   // Bytes of reading or writing one row of this width and one of the rank.
   const auto moved = [&](double width) { return size_ * rows * (width + r); };
   const Kernel dropout = Kernel::memory("copy", 2 * size_ * rows * k);
@@ -103,7 +102,7 @@ void LayerKernels::adapter(
 std::int64_t LayerKernels::adapters_saved(
     std::initializer_list<std::string_view> modules) const {
   return bytes(
-      config_.lora.rank *
+      options_.lora.rank *
       std::ranges::count_if(modules, [&](std::string_view module) {
         return has_adapter(std::string(module));
       }));

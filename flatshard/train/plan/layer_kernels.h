@@ -1,8 +1,13 @@
 #pragma once
 
+#include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/models/config.h"
 #include "flatshard/plan/job.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/lora_keys.h"
+#include "flatshard/train/config/parallelism_keys.h"
+#include "flatshard/train/config/training_keys.h"
+
+#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <initializer_list>
@@ -13,14 +18,24 @@
 
 namespace flatshard {
 
+/// The keys of a run that the work of its layers depends on.
+struct WorkOptions {
+  config::Training training;  ///< resolved
+  config::Parallelism parallelism;
+  config::Lora lora;
+  at::ScalarType compute = at::kFloat;
+  at::ScalarType reduce = at::kFloat;
+  models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
+};
+
 /// Adds the kernels of a layer's parts to the work of a node, and counts the
 /// bytes that they keep. Both are of one microbatch of a rank.
 class LayerKernels {
  public:
-  /// @param config, model, float8, adapted  see add_model_work; they outlive
+  /// @param options, model, float8, adapted  see add_model_work; they outlive
   ///   this object.
   LayerKernels(
-      const Config& config,
+      const WorkOptions& options,
       const models::ModelConfig& model,
       std::int64_t layer,
       const std::map<std::string, std::string>& float8,
@@ -81,7 +96,7 @@ class LayerKernels {
   void swiglu(plan::NodeWork& node, std::int64_t rows, std::int64_t width)
       const;
 
-  const Config& config_;
+  const WorkOptions& options_;
   const models::ModelConfig& model_;
   std::int64_t layer_;
   const std::map<std::string, std::string>& float8_;

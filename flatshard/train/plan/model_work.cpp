@@ -53,9 +53,9 @@ class ModelWork : LayerKernels {
 
   LayerWork experts() const {
     const models::MoeConfig& moe = model_.moe;
-    const std::int64_t degree = config_.parallelism.expert_parallel_degree;
+    const std::int64_t degree = options_.parallelism.expert_parallel_degree;
     const std::int64_t parts =
-        config_.parallelism.expert_tensor_parallel_degree;
+        options_.parallelism.expert_tensor_parallel_degree;
     // A rank routes its own tokens, to each part of an expert.
     const std::int64_t sent = own_tokens_ * moe.experts_per_token;
     const std::int64_t rows = sent * parts;
@@ -96,7 +96,7 @@ class ModelWork : LayerKernels {
     returning.backward.push_back(Kernel::memory("permute", moved));
     // An OverlapRunner exchanges rows also where all experts are here.
     const bool keeps_rows =
-        !here || config_.parallelism.overlap_expert_parallel;
+        !here || options_.parallelism.overlap_expert_parallel;
     if (!keeps_rows && !frozen_) {
       // The rows are made again for the gradient of the weights.
       node.wgrad.push_back(Kernel::memory("permute", moved));
@@ -137,9 +137,9 @@ class ModelWork : LayerKernels {
     const double vocab = d(tokens_) * d(rows) * size_;
     Stage embed{.reads = Stage::Reads::columns};
     embed.work.forward.push_back(Kernel::memory("copy", 2 * wide));
-    const double table = d(rows) * d(model_.dim) *
-                         d(static_cast<std::int64_t>(
-                             c10::elementSize(config_.precision.reduce)));
+    const double table =
+        d(rows) * d(model_.dim) *
+        d(static_cast<std::int64_t>(c10::elementSize(options_.reduce)));
     embed.work.backward.push_back(Kernel::memory("copy", table + 3 * wide));
     if (sharing_ > 1) {
       // Rows of other ranks' tokens become 0, and the table is copied once.
@@ -180,8 +180,7 @@ class ModelWork : LayerKernels {
 
  private:
   bool selective() const {
-    return config_.activation_checkpoint.mode ==
-           models::ActivationCheckpoint::selective;
+    return options_.recompute == models::ActivationCheckpoint::selective;
   }
   /// Returns the width that a norm saves per token, including what layers save
   /// to all-gather its result again.
@@ -279,9 +278,9 @@ class ModelWork : LayerKernels {
       (backward ? node.backward : node.forward)
           .push_back(Kernel::attention(
               backward,
-              d(config_.training.local_batch_size),
+              d(options_.training.local_batch_size),
               d(model_.heads / sharing_),
-              d(config_.training.seq_len),
+              d(options_.training.seq_len),
               model_.head_dim));
     }
     stages[3].reads = Stage::Reads::columns;
@@ -314,14 +313,14 @@ class ModelWork : LayerKernels {
 }  // namespace
 
 void add_model_work(
-    const Config& config,
+    const WorkOptions& options,
     const models::ModelConfig& model,
     const std::map<std::string, std::string>& float8,
     const std::set<std::string>& adapted,
     plan::Job& job) {
   const bool copies = job.copy_activations;
   const auto work_of = [&](std::int64_t layer) {
-    return ModelWork({config, model, layer, float8, adapted}, copies);
+    return ModelWork({options, model, layer, float8, adapted}, copies);
   };
   job.ends = work_of(0).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
@@ -334,14 +333,14 @@ void add_model_work(
       job.layer_kinds.push_back(kind);
     }
   }
-  const std::int64_t seq = config.training.seq_len;
-  job.flops_per_token = trained_flops_per_token(config, model);
+  const std::int64_t seq = options.training.seq_len;
+  job.flops_per_token = trained_flops_per_token(options.lora, model, seq);
   job.causal_flops_per_token =
       job.flops_per_token - models::flops_per_token(model, seq) +
       models::flops_per_token(model, seq, models::FlopsConvention::causal);
-  job.tokens_per_rank = static_cast<double>(config.training.global_batch_size) *
-                        static_cast<double>(seq) /
-                        static_cast<double>(job.ranks);
+  job.tokens_per_rank =
+      static_cast<double>(options.training.global_batch_size) *
+      static_cast<double>(seq) / static_cast<double>(job.ranks);
 }
 
 }  // namespace flatshard

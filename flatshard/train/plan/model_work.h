@@ -2,7 +2,7 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/plan/job.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/plan/layer_kernels.h"
 
 #include <map>
 #include <set>
@@ -18,11 +18,10 @@ namespace flatshard {
 /// run with adapters freezes the other weights. The input of the first layer of
 /// each such kind has no gradient, so that layer is another kind. Reads
 /// Job::copy_activations.
-/// @param config   resolved.
 /// @param float8   the recipes of the weights in FP8, by their names.
 /// @param adapted  the names of the weights whose linear layers have adapters.
 void add_model_work(
-    const Config& config,
+    const WorkOptions& options,
     const models::ModelConfig& model,
     const std::map<std::string, std::string>& float8,
     const std::set<std::string>& adapted,

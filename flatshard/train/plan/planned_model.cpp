@@ -35,19 +35,20 @@ class PlannedRanks : public nn::TensorParallel {
 }  // namespace
 
 PlannedModel::PlannedModel(
-    const Config& config,
+    const config::Parallelism& keys,
+    const config::Lora& lora,
     const models::ModelConfig& shape) {
-  const config::Parallelism& p = config.parallelism;
   models::LlamaOptions options;
-  options.moe.local_experts = shape.moe.num_experts / p.expert_parallel_degree;
+  options.moe.local_experts =
+      shape.moe.num_experts / keys.expert_parallel_degree;
   options.moe.local_ffn_dim =
-      shape.moe.ffn_dim / p.expert_tensor_parallel_degree;
-  if (p.shares_layers()) {
-    options.ranks = std::make_shared<PlannedRanks>(p.tensor_parallel_degree);
+      shape.moe.ffn_dim / keys.expert_tensor_parallel_degree;
+  if (keys.shares_layers()) {
+    options.ranks = std::make_shared<PlannedRanks>(keys.tensor_parallel_degree);
   }
   model = models::Llama(shape, options);
-  if (config.lora.enabled()) {
-    models::add_lora(*model, lora_config(config));
+  if (lora.enabled()) {
+    models::add_lora(*model, lora_config(lora));
   }
   for (const models::AdaptedLayer& layer : models::adapted_layers(*model)) {
     adapted.insert(layer.weight);

@@ -2,7 +2,8 @@
 
 #include "flatshard/models/config.h"
 #include "flatshard/models/llama.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/lora_keys.h"
+#include "flatshard/train/config/parallelism_keys.h"
 
 #include <set>
 #include <string>
@@ -13,8 +14,10 @@ namespace flatshard {
 /// share one if their configs differ neither in the model nor in the degrees of
 /// tensor and expert parallelism. Making it is most of the time of a plan.
 struct PlannedModel {
-  /// @param config  resolved.
-  PlannedModel(const Config& config, const models::ModelConfig& shape);
+  PlannedModel(
+      const config::Parallelism& keys,
+      const config::Lora& lora,
+      const models::ModelConfig& shape);
 
   models::Llama model{nullptr};
   std::set<std::string> adapted;  ///< weights of layers with an adapter

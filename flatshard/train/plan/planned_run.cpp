@@ -38,7 +38,7 @@ CopyEngines copy_engines_on(
       config::word_of(chosen),
       ranks,
       host.ranks);
-  return copy_engines_of(config, [&] {
+  return copy_engines_of(config.parallelism, config.cuda_graph, [&] {
     return host.nvlink && one_host && ranks > 1;
   });
 }
@@ -54,7 +54,9 @@ bool copies_activations_on(const PlannedHost& host, const Config& config) {
       "\"collective\"",
       p.tensor_parallel_degree,
       host.ranks);
-  return copies_activations(config, [&] { return host.nvlink && one_host; });
+  return copies_activations(p, config.has_plain_layers(), [&] {
+    return host.nvlink && one_host;
+  });
 }
 
 /// Returns the memory for reductions by copies: of each group of ranks that
@@ -120,7 +122,7 @@ void spend_memory_budget(
   for (const UnitId unit : choose_kept_units(
            specs,
            job.scheduler,
-           slots + left_of_memory_budget(config, total))) {
+           slots + left_of_memory_budget(config.parallelism, total))) {
     job.units[unit].policy.reshard_after_forward = false;
   }
 }
@@ -165,34 +167,52 @@ plan::Job plan_job(
   job.copy_activations = copies_activations_on(host, config);
   if (job.copy_activations) {
     job.other_nbytes["shared layers"] = PeerTensorParallel::windows_nbytes(
-        tensor_window_nbytes(config, model),
+        tensor_window_nbytes(config.training, config.precision.compute, model),
         tensor);
   }
   if (!modules) {
-    modules = std::make_shared<PlannedModel>(config, model);
+    modules =
+        std::make_shared<PlannedModel>(config.parallelism, config.lora, model);
   }
-  PlannedUnits units = planned_units(config, model, microbatches, *modules);
+  const std::shared_ptr<Mesh> mesh =
+      planned_mesh(mesh_axes(config.parallelism));
+  PlannedUnits units = planned_units(
+      modules->model,
+      mesh,
+      model_shard_options(
+          config,
+          model,
+          modules->model,
+          *mesh,
+          CopyEngines{},
+          microbatches));
   job.units = std::move(units.shapes);
   job.plan_units = std::move(units.by_node);
-  if (const auto overlap = overlap_options(config, model)) {
+  const models::ActivationCheckpoint recompute =
+      config.activation_checkpoint.mode;
+  if (const auto overlap =
+          overlap_options(config.parallelism, recompute, model)) {
     job.overlap = *overlap;
     // A selective recompute runs kernels that a node's backward already has.
-    job.overlap.recompute =
-        config.activation_checkpoint.mode == models::ActivationCheckpoint::full;
+    job.overlap.recompute = recompute == models::ActivationCheckpoint::full;
     // The same value as in OverlapRunner.
     job.scheduler.max_grad_slots = 3;
   } else {
     job.overlap = {
         .in_flight = 1,
-        .recompute = config.activation_checkpoint.mode ==
-                     models::ActivationCheckpoint::full,
+        .recompute = recompute == models::ActivationCheckpoint::full,
         .shared_experts = model.moe.shared_experts > 0};
     for (std::int64_t layer = 0; layer < model.layers; ++layer) {
       job.overlap.dense.push_back(!model.has_experts(layer));
     }
   }
   add_model_work(
-      config,
+      {.training = config.training,
+       .parallelism = config.parallelism,
+       .lora = config.lora,
+       .compute = config.precision.compute,
+       .reduce = config.precision.reduce,
+       .recompute = recompute},
       model,
       float8_recipes(job.units),
       modules->adapted,
@@ -223,7 +243,10 @@ plan::Job plan_job(
         config.parallelism.token_exchange == config::TransferKind::copies;
     if (job.copy_exchange) {
       job.other_nbytes["token exchange"] =
-          PeerExchange::windows_nbytes(exchange_window_nbytes(config, model));
+          PeerExchange::windows_nbytes(exchange_window_nbytes(
+              config.training,
+              config.precision.compute,
+              model));
     }
   }
   const std::vector<UnitPlan> plans = plan::plan_units(job);

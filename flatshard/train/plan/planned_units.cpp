@@ -3,38 +3,14 @@
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/comm/store.h"
 #include "flatshard/fully_shard/describe.h"
-#include "flatshard/mesh/mesh.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/train/setup/parallelism.h"
 
 #include <algorithm>
-#include <memory>
 #include <string>
 #include <utility>
 
 namespace flatshard {
 namespace {
-
-/// Makes the mesh of rank 0 without the other ranks: never communicates.
-std::shared_ptr<Mesh> planned_mesh(const Config& config) {
-  MeshOptions options{
-      .make_communicator =
-          [](const StoreHandle& /*store*/,
-             int /*rank*/,
-             int /*size*/,
-             const std::string& name,
-             at::Device device,
-             const CommunicatorOptions& /*options*/) {
-            return make_self_communicator(name, device);
-          },
-      .watcher = false};
-  return Mesh::create(
-      mesh_axes(config),
-      /*rank=*/0,
-      make_local_store(),
-      at::kCPU,
-      std::move(options));
-}
 
 /// Counts the gradients of a unit's parameters that satisfy `counts`.
 template <class Counts>
@@ -95,27 +71,36 @@ PlanUnits name_units(
 
 }  // namespace
 
+std::shared_ptr<Mesh> planned_mesh(const std::vector<MeshAxis>& axes) {
+  MeshOptions options{
+      .make_communicator =
+          [](const StoreHandle& /*store*/,
+             int /*rank*/,
+             int /*size*/,
+             const std::string& name,
+             at::Device device,
+             const CommunicatorOptions& /*options*/) {
+            return make_self_communicator(name, device);
+          },
+      .watcher = false};
+  return Mesh::create(
+      axes,
+      /*rank=*/0,
+      make_local_store(),
+      at::kCPU,
+      std::move(options));
+}
+
 PlannedUnits planned_units(
-    const Config& config,
-    const models::ModelConfig& model,
-    std::int64_t microbatches,
-    PlannedModel& modules) {
-  const std::shared_ptr<Mesh> mesh = planned_mesh(config);
-  const std::vector<UnitDescription> units = describe(
-      *modules.model,
-      mesh,
-      model_shard_options(
-          config,
-          model,
-          modules.model,
-          *mesh,
-          CopyEngines{},
-          microbatches));
+    models::Llama& model,
+    const std::shared_ptr<Mesh>& mesh,
+    const FullyShardOptions& options) {
+  const std::vector<UnitDescription> units = describe(*model, mesh, options);
   PlannedUnits planned;
   for (const UnitDescription& unit : units) {
     planned.shapes.push_back(unit.shape());
   }
-  planned.by_node = name_units(*modules.model, units, planned.shapes);
+  planned.by_node = name_units(*model, units, planned.shapes);
   return planned;
 }
 

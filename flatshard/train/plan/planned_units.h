@@ -1,12 +1,12 @@
 #pragma once
 
-#include "flatshard/models/config.h"
+#include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/mesh/mesh.h"
+#include "flatshard/models/llama.h"
 #include "flatshard/schedule/overlap_events.h"
 #include "flatshard/shape/unit_plan.h"
-#include "flatshard/train/config/run_config.h"
-#include "flatshard/train/plan/planned_model.h"
 
-#include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace flatshard {
@@ -17,15 +17,14 @@ struct PlannedUnits {
   PlanUnits by_node;
 };
 
-/// Describes the units that make_train_state would allocate.
-///
-/// @param config  resolved.
-/// @param microbatches  of a step: with one, gradients are not accumulated.
-/// @throws Error{config} as the trainer does.
+/// Returns the mesh of rank 0 without the other ranks: never communicates.
+std::shared_ptr<Mesh> planned_mesh(const std::vector<MeshAxis>& axes);
+
+/// Describes the units that fully_shard would allocate with these options.
+/// @throws Error{config} as it does.
 PlannedUnits planned_units(
-    const Config& config,
-    const models::ModelConfig& model,
-    std::int64_t microbatches,
-    PlannedModel& modules);
+    models::Llama& model,
+    const std::shared_ptr<Mesh>& mesh,
+    const FullyShardOptions& options);
 
 }  // namespace flatshard

@@ -77,12 +77,13 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
       plan.config.lora.enabled()
           ? fmt::format(
                 " and {} of adapters",
-                with_commas(num_trainable_parameters(plan.config, plan.model)))
+                with_commas(
+                    num_trainable_parameters(plan.config.lora, plan.model)))
           : "",
       with_commas(machines.ranks),
       machines.gpu.name,
       machines.ranks_per_host,
-      strategy_name(plan.config),
+      strategy_name(plan.config.parallelism),
       plan.config.parallelism.data_parallel_replicate_degree > 1
           ? fmt::format(
                 " ({} replicas of {} shards)",
@@ -270,7 +271,7 @@ std::string picture_text(const RunPlan& plan) {
   return fmt::format(
       "{}{}, a step of {}, of it {} exposed transfers; {} tokens/s/GPU, mfu "
       "{:.1f} %{}",
-      strategy_name(plan.config),
+      strategy_name(plan.config.parallelism),
       sharing_text(plan.config.parallelism),
       ms(step.seconds),
       ms(step.exposed_seconds),
@@ -305,7 +306,7 @@ std::string to_json(
   json["ranks"] = machines.ranks;
   json["ranks_per_host"] = machines.ranks_per_host;
   json["parameters"] = models::num_parameters(plan.model);
-  json["strategy"] = strategy_name(plan.config);
+  json["strategy"] = strategy_name(plan.config.parallelism);
   json["tensor_parallel_degree"] = plan.job.tensor_ranks;
   json["microbatches"] = plan.job.microbatches;
   for (const plan::RoleBytes& of : e.memory) {

@@ -237,7 +237,10 @@ class Sweeper {
           choice.expert_degree,
           choice.expert_tensor_degree}];
       if (!modules) {
-        modules = std::make_shared<PlannedModel>(changed, model);
+        modules = std::make_shared<PlannedModel>(
+            changed.parallelism,
+            changed.lora,
+            model);
       }
       const plan::Job job =
           plan_job(changed, model, machines_.ranks, machines_.host(), modules);

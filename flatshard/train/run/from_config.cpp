@@ -9,6 +9,14 @@
 namespace flatshard {
 namespace {
 
+RunFiles files_of(const Config& config) {
+  return run_files(
+      config.run,
+      config.checkpoint,
+      config.profiling,
+      config.lora.enabled());
+}
+
 data::PackingOptions packing_options(const Config& config) {
   return {
       .packing = config.data.packing,
@@ -37,7 +45,7 @@ RunCheckpoints::Options checkpoint_options(
     const models::ModelConfig& model) {
   return {
       .keys = config.checkpoint,
-      .folder = run_files(config).checkpoints,
+      .folder = files_of(config).checkpoints,
       .last_step = config.training.steps,
       .seed = config.run.seed,
       .num_experts = model.moe.num_experts,
@@ -50,7 +58,7 @@ RunCheckpoints::Options checkpoint_options(
 
 RunOutput::Options output_options(const Config& config) {
   return {
-      .files = run_files(config),
+      .files = files_of(config),
       .config = to_toml(config),
       .sources =
           {.corpus = tokenizer_corpus(config.data.train),
@@ -74,7 +82,7 @@ AdviceOptions advice_options(
       .checkpoint_interval = config.checkpoint.interval,
       .kept_checkpoints = config.checkpoint.keep_latest_k,
       .checkpoint_nbytes =
-          num_trainable_parameters(config, model) * parameter_nbytes,
+          num_trainable_parameters(config.lora, model) * parameter_nbytes,
       .recomputes = config.activation_checkpoint.mode !=
                     models::ActivationCheckpoint::none,
       .activation_nbytes = activation_nbytes(
@@ -88,6 +96,12 @@ AdviceOptions advice_options(
 RunOptions run_options(const Config& config, const models::ModelConfig& model) {
   const config::Training& t = config.training;
   return {
+      .least_memory =
+          {.precision = config.precision,
+           .parallelism = config.parallelism,
+           .lora = config.lora,
+           .float8 = config.float8.recipe.has_value(),
+           .optimizer_states = config.optimizer.num_states()},
       .data = data_options(config, model),
       .batches =
           {.local_batch_size = t.local_batch_size,
@@ -115,7 +129,7 @@ RunOptions run_options(const Config& config, const models::ModelConfig& model) {
       .checkpoints = checkpoint_options(config, model),
       .output = output_options(config),
       .start =
-          {.files = run_files(config),
+          {.files = files_of(config),
            .init_from = config.model.init_from,
            .load_step = config.checkpoint.load_step,
            .last_step = t.steps},

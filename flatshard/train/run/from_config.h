@@ -11,11 +11,13 @@
 #include "flatshard/train/run/run_diagnostics.h"
 #include "flatshard/train/run/run_output.h"
 #include "flatshard/train/run/run_start.h"
+#include "flatshard/train/setup/memory_check.h"
 
 namespace flatshard {
 
 /// The options of each object that serves a run.
 struct RunOptions {
+  LeastMemoryOptions least_memory;
   DataOptions data;
   Batches::Options batches;
   Evaluation::Options evaluation;

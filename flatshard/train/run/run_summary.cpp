@@ -76,7 +76,7 @@ std::string lora_text(const RunSummary& summary) {
   }
   return fmt::format(
       ", frozen; LoRA: {} parameters of the adapters of {} layers are trained",
-      with_commas(num_trainable_parameters(summary.config, summary.model)),
+      with_commas(num_trainable_parameters(summary.config.lora, summary.model)),
       summary.state.lora->num_modules);
 }
 
@@ -103,8 +103,8 @@ std::string to_string(const RunSummary& summary) {
       before = load_config(path);
     } catch (const Error&) {}  // written by another version: treated as missing
   }
-  const std::string changed = before ? differing_keys(config, *before)
-                                     : differing_keys(summary.given, Config());
+  const std::string changed =
+      before ? differing_keys(config, *before) : summary.set_keys;
   std::vector<std::string> parts;
   if (!before) {
     parts.push_back(fmt::format(
@@ -124,7 +124,7 @@ std::string to_string(const RunSummary& summary) {
       summary.mesh.size(),
       summary.mesh.device().is_cuda() ? "GPU" : "CPU",
       shared_layers_text(config),
-      strategy_name(config),
+      strategy_name(config.parallelism),
       config::word_of(std::optional(summary.state.copy_engines)),
       summary.num_microbatches,
       summary.num_microbatches == 1 ? "" : "es",

@@ -15,8 +15,8 @@ namespace flatshard {
 
 /// The data of a run's summary before its first step.
 struct RunSummary {
-  const Config& given;   ///< as the user set it
   const Config& config;  ///< resolved
+  std::string set_keys;  ///< differing_keys of the user's config
   const models::ModelConfig& model;
   const Mesh& mesh;
   const TrainState& state;

@@ -14,7 +14,6 @@
 #include "flatshard/train/run/run_summary.h"
 #include "flatshard/train/run/trainer.h"
 #include "flatshard/train/setup/base_digest.h"
-#include "flatshard/train/setup/memory_check.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/run_device.h"
@@ -118,7 +117,7 @@ Trainer::Trainer(
       loader_(open_train_loader(options_.data)) {
   auto validation_sets = open_validation_sets(options_.data);
   check_memory(
-      least_memory(config_, model_config_, env.world_size),
+      least_memory(options_.least_memory, model_config_, env.world_size),
       model_config_,
       env.world_size,
       device_);
@@ -127,7 +126,7 @@ Trainer::Trainer(
     at::globalContext().setDeterministicAlgorithms(true, false);
   }
   mesh_ = make_mesh(
-      mesh_axes(config_),
+      mesh_axes(config_.parallelism),
       config_.comm,
       env,
       device_,
@@ -208,7 +207,10 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
       *batches_,
       MicrobatchOptions{
           .as_graph = config_.cuda_graph.whole_step(),
-          .overlap = overlap_options(config_, model_config_),
+          .overlap = overlap_options(
+              config_.parallelism,
+              config_.activation_checkpoint.mode,
+              model_config_),
           .samples = state_.lora ? state_.lora->samples() : at::Tensor()});
   if (!validation_sets.empty()) {
     evaluation_.emplace(
@@ -227,7 +229,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .loader = &loader_,
           .output = output});
   const double flops_per_token =
-      trained_flops_per_token(config_, model_config_);
+      trained_flops_per_token(config_.lora, model_config_, t.seq_len);
   const std::optional<double> peak =
       peak_flops(config_.precision.compute, device_);
   meter_.emplace(StepMeter::Work{
@@ -244,13 +246,13 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
            .seq_len = t.seq_len,
            .ranks_per_layer = config_.parallelism.tensor_parallel_degree,
            .matmul_flops_per_token =
-               matmul_flops_per_token(config_, model_config_)},
+               matmul_flops_per_token(config_.lora, model_config_)},
           peak),
       output);
   if (output_) {
     output_->print(to_string(RunSummary{
-        .given = given_,
         .config = config_,
+        .set_keys = differing_keys(given_, Config()),
         .model = model_config_,
         .mesh = *mesh_,
         .state = state_,
@@ -295,7 +297,7 @@ void Trainer::load_weights(bool resume) {
   if (!config_.lora.init_from_adapter.empty()) {
     load_adapter(
         config_.lora.init_from_adapter,
-        lora_config(config_),
+        lora_config(config_.lora),
         model_config_,
         state_.runtime->groups());
   }

@@ -13,25 +13,24 @@
 
 namespace flatshard {
 Float8Choice::Float8Choice(
-    const Config& config,
+    const config::Float8& keys,
     const models::ModelConfig& model) {
-  const config::Float8& chosen = config.float8;
-  if (!chosen.recipe) {
+  if (!keys.recipe) {
     return;
   }
   format_ = Float8Format{
-      .recipe = *chosen.recipe,
-      .stored_columns = chosen.column_plane == config::ColumnPlane::stored,
-      .gather_parts = chosen.gather_parts,
-      .emulate = chosen.emulate};
-  std::istringstream text(chosen.exclude);
+      .recipe = *keys.recipe,
+      .stored_columns = keys.column_plane == config::ColumnPlane::stored,
+      .gather_parts = keys.gather_parts,
+      .emulate = keys.emulate};
+  std::istringstream text(keys.exclude);
   for (std::string pattern; std::getline(text, pattern, ',');) {
     std::erase_if(pattern, [](char c) { return c == ' '; });
     if (!pattern.empty()) {
       excluded_.push_back(pattern);
     }
   }
-  if (chosen.keep_first_last) {
+  if (keys.keep_first_last) {
     excluded_.emplace_back("*layers.0.*");
     excluded_.push_back(fmt::format("*layers.{}.*", model.layers - 1));
   }

@@ -7,14 +7,14 @@
 
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/precision_keys.h"
 
 namespace flatshard {
 
 /// The choice of [float8] for each weight.
 class Float8Choice {
  public:
-  Float8Choice(const Config& config, const models::ModelConfig& model);
+  Float8Choice(const config::Float8& keys, const models::ModelConfig& model);
 
   /// FP8 is chosen for some weights.
   bool enabled() const { return format_.has_value(); }

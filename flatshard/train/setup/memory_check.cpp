@@ -14,37 +14,40 @@
 namespace flatshard {
 
 std::int64_t least_memory(
-    const Config& config,
+    const LeastMemoryOptions& options,
     const models::ModelConfig& model,
     std::int64_t world) {
   const auto size = [](at::ScalarType dtype) {
     return static_cast<std::int64_t>(c10::elementSize(dtype));
   };
-  const config::Precision& p = config.precision;
+  const config::Precision& p = options.precision;
+  const config::Parallelism& parallelism = options.parallelism;
   const std::int64_t each = size(p.main_params) +
                             std::min(size(p.reduce), size(p.main_grads)) +
-                            config.optimizer.num_states() * size(at::kFloat);
-  const std::int64_t replicas =
-      config.parallelism.data_parallel_replicate_degree;
-  const std::int64_t data_ranks = config.parallelism.num_data_ranks(world);
+                            options.optimizer_states * size(at::kFloat);
+  const std::int64_t replicas = parallelism.data_parallel_replicate_degree;
+  const std::int64_t data_ranks = parallelism.num_data_ranks(world);
   const std::vector<std::int64_t> sizes =
       replicas > 1 ? std::vector{replicas, data_ranks / replicas}
                    : std::vector{data_ranks};
   const std::int64_t shards =
-      Strategy::named(strategy_name(config), static_cast<int>(sizes.size()))
+      Strategy::named(
+          strategy_name(parallelism),
+          static_cast<int>(sizes.size()))
           .num_shards(sizes) *
-      config.parallelism.tensor_parallel_degree;  // except for norms
+      parallelism.tensor_parallel_degree;  // except for norms
   const std::int64_t all = models::num_parameters(model);
-  if (config.lora.enabled()) {
+  if (options.lora.enabled()) {
     // Frozen weights are stored in the compute dtype.
-    const std::int64_t frozen = config.float8.recipe ? 1 : size(p.compute);
-    return (all * frozen + num_trainable_parameters(config, model) * each) /
+    const std::int64_t frozen = options.float8 ? 1 : size(p.compute);
+    return (all * frozen +
+            num_trainable_parameters(options.lora, model) * each) /
            shards;
   }
   const std::int64_t experts = models::num_expert_parameters(model);
   // Each rank stores only its experts, even if nothing else is sharded.
   const std::int64_t expert_shards =
-      std::max(shards, config::expert_ranks(config.parallelism));
+      std::max(shards, config::expert_ranks(parallelism));
   return (all - experts) * each / shards + experts * each / expert_shards;
 }
 

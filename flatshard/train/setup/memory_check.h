@@ -5,15 +5,24 @@
 #include <cstdint>
 
 #include "flatshard/models/config.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/lora_keys.h"
+#include "flatshard/train/config/parallelism_keys.h"
+#include "flatshard/train/config/precision_keys.h"
 
 namespace flatshard {
 
+struct LeastMemoryOptions {
+  config::Precision precision;
+  config::Parallelism parallelism;
+  config::Lora lora;
+  bool float8 = false;                ///< frozen weights are FP8
+  std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
+};
+
 /// Returns the minimum memory in bytes of a rank at the end of a backward: its
-/// part of main weights, gradients and optimizer state. The config is
-/// resolved.
+/// part of main weights, gradients and optimizer state.
 std::int64_t least_memory(
-    const Config& config,
+    const LeastMemoryOptions& options,
     const models::ModelConfig& model,
     std::int64_t world);
 

@@ -2,6 +2,8 @@
 
 #include "flatshard/exchange/stream_exchange.h"
 #include "flatshard/fully_shard/fully_shard.h"
+#include "flatshard/fully_shard/make_token_exchange.h"
+#include "flatshard/fully_shard/tensor_parallel.h"
 #include "flatshard/launch/environment.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/config.h"
@@ -10,6 +12,7 @@
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/train/config/run_config.h"
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -23,14 +26,17 @@ namespace flatshard {
 
 /// Returns the name in Strategy::named for this mesh: a replicate degree above
 /// 1 turns zero1, zero2 and zero3 into their HSDP forms.
-std::string strategy_name(const Config& config);
+std::string strategy_name(const config::Parallelism& keys);
 
 /// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep}
 /// in place of the last; with tensor parallelism tp as the innermost. If
 /// experts are split, too, their width is split over tp and an axis etp
-/// before it. etp has expert_tensor_parallel_degree / tp ranks. The config
-/// is resolved.
-std::vector<MeshAxis> mesh_axes(const Config& config);
+/// before it. etp has expert_tensor_parallel_degree / tp ranks. The keys
+/// are resolved.
+std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys);
+
+/// Returns comm.timeout_s.
+std::chrono::milliseconds timeout_of(const config::Comm& keys);
 
 /// Returns the mesh of all ranks with these axes. Its watcher and timeouts are
 /// [comm]'s. Collective.
@@ -46,10 +52,14 @@ std::shared_ptr<Mesh> make_mesh(
 /// @param linked  returns whether NVLink joins all ranks; only called for
 /// auto.
 CopyEngines copy_engines_of(
-    const Config& config,
+    const config::Parallelism& keys,
+    const config::CudaGraph& graph,
     const std::function<bool()>& linked);
 /// Returns it for the ranks of a mesh. Collective.
-CopyEngines choose_copy_engines(const Config& config, Mesh& mesh);
+CopyEngines choose_copy_engines(
+    const config::Parallelism& keys,
+    const config::CudaGraph& graph,
+    Mesh& mesh);
 
 /// Returns the options of the streams in addition to compute: [debug]'s delays.
 StreamOptions comm_streams(const config::Debug& keys);
@@ -57,36 +67,43 @@ StreamOptions comm_streams(const config::Debug& keys);
 /// Returns the bytes of the rows of a microbatch that a rank routes to experts,
 /// with their weights: PeerExchangeOptions::window_nbytes.
 std::int64_t exchange_window_nbytes(
-    const Config& config,
+    const config::Training& training,
+    at::ScalarType compute,
     const models::ModelConfig& model);
 
 /// Returns how tokens are exchanged between the ranks that have parts of the
 /// experts. Collective.
+/// @param options  the keys decide on copies and on the ranks of an expert.
 std::shared_ptr<StreamExchange> make_exchange(
-    const Config& config,
-    const models::ModelConfig& model,
+    const config::Parallelism& keys,
+    TokenExchangeOptions options,
     Mesh& mesh);
 
 /// Returns whether the ranks that share layers copy activations to each other.
 /// For auto it is the faster choice by measurements: copies of layers without
 /// FP8 weights, adapters and graphs (docs/guides/tensor_parallel.md).
+/// @param plain_layers  see Config::has_plain_layers.
 /// @param linked  returns whether NVLink joins these ranks; only called for
 ///   auto.
 bool copies_activations(
-    const Config& config,
+    const config::Parallelism& keys,
+    bool plain_layers,
     const std::function<bool()>& linked);
 
 /// Returns the bytes of a microbatch between two layers, of all ranks that
 /// share it: PeerTensorParallelOptions::window_nbytes.
 std::int64_t tensor_window_nbytes(
-    const Config& config,
+    const config::Training& training,
+    at::ScalarType compute,
     const models::ModelConfig& model);
 
 /// Returns the ranks that share this rank's layers, along the axis tp; null:
 /// layers are not split. Collective.
+/// @param plain_layers  for copies_activations. It sets options.copies.
 nn::TensorParallelPtr tensor_parallel_ranks(
-    const Config& config,
-    const models::ModelConfig& model,
+    const config::Parallelism& keys,
+    bool plain_layers,
+    TensorParallelOptions options,
     Mesh& mesh);
 
 /// Returns FullyShardOptions::placement_of. Experts are sharded over all axes
@@ -94,24 +111,20 @@ nn::TensorParallelPtr tensor_parallel_ranks(
 /// width. See placement_of_parts for layers that are shared. Empty: all
 /// parameters are sharded over all axes.
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(
-    const Config& config,
+    const config::Parallelism& keys,
     models::Llama& model,
     const Mesh& mesh);
 
 /// Returns how microbatches run in pieces of blocks; unset: by ordinary
 /// forwards.
 std::optional<OverlapPlanOptions> overlap_options(
-    const Config& config,
+    const config::Parallelism& keys,
+    models::ActivationCheckpoint recompute,
     const models::ModelConfig& model);
-
-/// Returns the options without model-dependent ones (units, placements, FP8).
-/// @param copy_engines  the result of choose_copy_engines.
-FullyShardOptions shard_options(
-    const Config& config,
-    const CopyEngines& copy_engines);
 
 /// Returns how a run shards its model: see fully_shard, and describe.
 /// @param layers  with adapters, where the run has some.
+/// @param copy_engines  the result of choose_copy_engines.
 /// @param num_microbatches  of a step on each rank.
 FullyShardOptions model_shard_options(
     const Config& config,

@@ -17,43 +17,43 @@
 
 namespace flatshard {
 
-models::LoraConfig lora_config(const Config& config) {
-  const config::Lora& lora = config.lora;
+models::LoraConfig lora_config(const config::Lora& keys) {
   return {
-      .rank = lora.rank,
-      .alpha = lora.alpha,
-      .rslora = lora.rslora,
-      .dropout = lora.dropout,
-      .init = lora.init,
-      .targets = split_list(lora.targets),
-      .exclude = split_list(lora.exclude)};
+      .rank = keys.rank,
+      .alpha = keys.alpha,
+      .rslora = keys.rslora,
+      .dropout = keys.dropout,
+      .init = keys.init,
+      .targets = split_list(keys.targets),
+      .exclude = split_list(keys.exclude)};
 }
 
 std::int64_t num_trainable_parameters(
-    const Config& config,
+    const config::Lora& lora,
     const models::ModelConfig& model) {
-  return config.lora.enabled()
-             ? models::num_adapter_parameters(model, lora_config(config))
+  return lora.enabled()
+             ? models::num_adapter_parameters(model, lora_config(lora))
              : models::num_parameters(model);
 }
 
 double matmul_flops_per_token(
-    const Config& config,
+    const config::Lora& lora,
     const models::ModelConfig& model) {
   const auto all = static_cast<double>(models::num_matmul_parameters(model));
-  return config.lora.enabled()
+  return lora.enabled()
              ? 4.0 * all + 6.0 * static_cast<double>(
-                                     num_trainable_parameters(config, model))
+                                     num_trainable_parameters(lora, model))
              : 6.0 * all;
 }
 
 double trained_flops_per_token(
-    const Config& config,
-    const models::ModelConfig& model) {
+    const config::Lora& lora,
+    const models::ModelConfig& model,
+    std::int64_t seq_len) {
   const double products =
       6.0 * static_cast<double>(models::num_matmul_parameters(model));
-  return models::flops_per_token(model, config.training.seq_len) - products +
-         matmul_flops_per_token(config, model);
+  return models::flops_per_token(model, seq_len) - products +
+         matmul_flops_per_token(lora, model);
 }
 
 void RunLora::begin_evaluation() const {

@@ -2,7 +2,7 @@
 
 #include "flatshard/models/lora.h"
 #include "flatshard/runtime/runtime.h"
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/lora_keys.h"
 
 #include <filesystem>
 #include <memory>
@@ -13,7 +13,7 @@
 namespace flatshard {
 
 /// Returns the adapters that [lora] describes; not enabled without lora.rank.
-models::LoraConfig lora_config(const Config& config);
+models::LoraConfig lora_config(const config::Lora& keys);
 
 /// The adapters of a run in addition to their parameters.
 struct RunLora {
@@ -34,18 +34,19 @@ struct RunLora {
 /// Returns the number of parameters that a run trains: all, or only the
 /// parameters of its adapters.
 std::int64_t num_trainable_parameters(
-    const Config& config,
+    const config::Lora& lora,
     const models::ModelConfig& model);
 
 /// Floating-point operations of the matmuls per token: 6 for each trained
 /// parameter, 4 for each frozen parameter.
 double matmul_flops_per_token(
-    const Config& config,
+    const config::Lora& lora,
     const models::ModelConfig& model);
 /// models::flops_per_token of a run: the same plus FLOPs of attention.
 double trained_flops_per_token(
-    const Config& config,
-    const models::ModelConfig& model);
+    const config::Lora& lora,
+    const models::ModelConfig& model,
+    std::int64_t seq_len);
 
 /// The numbers that dropout of adapters depends on.
 struct AdapterDropout {

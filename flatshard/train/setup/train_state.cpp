@@ -16,18 +16,23 @@ namespace {
 
 /// Keeps as many units unsharded as parallelism.memory_budget has room for.
 /// Collective. @return how many.
-int spend_memory_budget(const Config& config, Mesh& mesh, TrainState& state) {
+int spend_memory_budget(
+    const config::Parallelism& keys,
+    Mesh& mesh,
+    TrainState& state) {
   const std::int64_t mine = total_nbytes(memory_rows(state));
   const auto totals = all_gather_values(mesh.world(), mine);
   return state.runtime->gathers().keep_gathered(
       state.runtime->executor().slots().pool().arena_nbytes() +
-      left_of_memory_budget(config, std::ranges::max(totals)));
+      left_of_memory_budget(keys, std::ranges::max(totals)));
 }
 
 }  // namespace
 
-std::int64_t left_of_memory_budget(const Config& config, std::int64_t total) {
-  const double budget_gib = config.parallelism.memory_budget;
+std::int64_t left_of_memory_budget(
+    const config::Parallelism& keys,
+    std::int64_t total) {
+  const double budget_gib = keys.memory_budget;
   const auto budget = static_cast<std::int64_t>(budget_gib * kGiB);
   FLATSHARD_CHECK(
       budget >= total,
@@ -77,12 +82,24 @@ TrainState make_train_state(
   models::MoeOptions moe = moe_options(config.moe, config.debug.force_balance);
   const config::Parallelism& p = config.parallelism;
   if (config::expert_ranks(p) > 1) {
-    state.exchange = make_exchange(config, model, *mesh);
+    state.exchange = make_exchange(
+        p,
+        {.num_experts = model.moe.num_experts,
+         .window_nbytes = exchange_window_nbytes(
+             config.training,
+             config.precision.compute,
+             model),
+         .timeout = timeout_of(config.comm),
+         .exchange =
+             {.groups_by_rank = config.debug.deterministic,
+              .stream = comm_streams(config.debug)}},
+        *mesh);
     moe.exchange = state.exchange;
     moe.local_experts = model.moe.num_experts / p.expert_parallel_degree;
     moe.local_ffn_dim = model.moe.ffn_dim / p.expert_tensor_parallel_degree;
   }
-  const auto overlap = overlap_options(config, model);
+  const auto overlap =
+      overlap_options(p, config.activation_checkpoint.mode, model);
   const bool in_pieces = overlap.has_value();
   if (overlap) {
     state.num_in_flight = static_cast<int>(
@@ -97,7 +114,15 @@ TrainState make_train_state(
     // Pieces between which rows are permuted on another stream.
     moe.exchange = std::make_shared<nn::LocalExchange>();
   }
-  state.ranks = tensor_parallel_ranks(config, model, *mesh);
+  state.ranks = tensor_parallel_ranks(
+      p,
+      config.has_plain_layers(),
+      {.window_nbytes = tensor_window_nbytes(
+           config.training,
+           config.precision.compute,
+           model),
+       .stream = comm_streams(config.debug)},
+      *mesh);
   state.model = models::Llama(
       model,
       models::LlamaOptions{
@@ -108,7 +133,7 @@ TrainState make_train_state(
   if (config.lora.enabled()) {
     state.lora = add_adapters(
         state.model,
-        lora_config(config),
+        lora_config(config.lora),
         {.seed = static_cast<std::uint64_t>(config.run.seed),
          .local_batch_size = config.training.local_batch_size},
         mesh->device());
@@ -116,7 +141,7 @@ TrainState make_train_state(
   for (const models::RouterOf& of : state.model->routers()) {
     of.router->make_bias(mesh->device());
   }
-  state.copy_engines = choose_copy_engines(config, *mesh);
+  state.copy_engines = choose_copy_engines(p, config.cuda_graph, *mesh);
   const FullyShardOptions options = model_shard_options(
       config,
       model,
@@ -125,7 +150,7 @@ TrainState make_train_state(
       state.copy_engines,
       num_microbatches);
   state.runtime = fully_shard(*state.model, mesh, options);
-  if (const Float8Choice float8(config, model); float8.enabled()) {
+  if (const Float8Choice float8(config.float8, model); float8.enabled()) {
     state.float8 = float8.describe(*state.runtime);
   }
   state.optimizer = make_optimizer(config.optimizer, state.runtime->groups());
@@ -133,8 +158,8 @@ TrainState make_train_state(
     state.optimizer->set_stream(
         make_stream(mesh->device(), "optimizer", options.runtime.streams));
   }
-  if (config.parallelism.memory_budget > 0) {
-    state.num_kept_units = spend_memory_budget(config, *mesh, state);
+  if (p.memory_budget > 0) {
+    state.num_kept_units = spend_memory_budget(p, *mesh, state);
   }
   return state;
 }

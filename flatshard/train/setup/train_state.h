@@ -49,7 +49,9 @@ std::vector<MemoryRow> memory_rows(
 /// unsharded.
 /// @param total  the largest memory table of a rank with no unit kept.
 /// @throws Error{config} when it is less than `total`.
-std::int64_t left_of_memory_budget(const Config& config, std::int64_t total);
+std::int64_t left_of_memory_budget(
+    const config::Parallelism& keys,
+    std::int64_t total);
 
 /// Builds it from the config, with weights from the seed. Collective. The
 /// config is resolved.

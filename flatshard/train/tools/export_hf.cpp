@@ -247,7 +247,7 @@ std::string export_hf(const ExportOptions& options) {
       "--fp8: experts are exported as they are stored; export without --fp8");
   // Throws if the family has no Hugging Face format, before any write.
   models::to_hf_json(model, "bfloat16");
-  Float8Export fp8(Float8Choice(config, model));
+  Float8Export fp8(Float8Choice(config.float8, model));
   const Parameters parameters =
       has_adapters && options.merge
           ? merged_parameters(from, trained)
@@ -320,7 +320,7 @@ std::string export_hf(const ExportOptions& options) {
       write_file_atomic(
           partial / models::kPeftConfig,
           peft_config_text(
-              lora_config(trained),
+              lora_config(trained.lora),
               trained.model.init_from,
               model));
     } else {

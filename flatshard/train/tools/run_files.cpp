@@ -37,15 +37,18 @@ bool RunFile::exists_in(const fs::path& output_dir) const {
   }
 }
 
-RunFiles run_files(const Config& config) {
+RunFiles run_files(
+    const config::Run& run,
+    const config::Checkpoint& checkpoint,
+    const config::Profiling& profiling,
+    bool trains_adapters) {
   using Kind = RunFile::Kind;
   using When = RunFile::When;
-  const bool trains_adapters = config.lora.enabled();
-  const bool weights = config.run.save_weights && !trains_adapters;
-  const bool adapters = config.run.save_weights && trains_adapters;
-  const fs::path checkpoints = config.checkpoint.folder;
-  const fs::path profile = config.profiling.folder;
-  const fs::path output_dir = config.run.output_dir;
+  const bool weights = run.save_weights && !trains_adapters;
+  const bool adapters = run.save_weights && trains_adapters;
+  const fs::path checkpoints = checkpoint.folder;
+  const fs::path profile = profiling.folder;
+  const fs::path output_dir = run.output_dir;
   RunFiles all{
       .output_dir = output_dir,
       .checkpoints = output_dir / checkpoints,
@@ -62,10 +65,7 @@ RunFiles run_files(const Config& config) {
           {kRunWeights, Kind::file, When::end, weights},
           {models::kPeftWeights, Kind::file, When::end, adapters},
           {models::kPeftConfig, Kind::file, When::end, adapters},
-          {kRunExport,
-           Kind::folder,
-           When::end,
-           config.checkpoint.export_hf_at_end}}};
+          {kRunExport, Kind::folder, When::end, checkpoint.export_hf_at_end}}};
   std::erase_if(all.files, [](const RunFile& file) {
     return !is_below(file.name);
   });

@@ -5,7 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "flatshard/train/config/run_config.h"
+#include "flatshard/train/config/diagnostics_keys.h"
+#include "flatshard/train/config/training_keys.h"
 
 // The files of a run below run.output_dir, by name.
 namespace flatshard {
@@ -54,7 +55,12 @@ struct RunFiles {
   std::vector<RunFile> files;
 };
 
-RunFiles run_files(const Config& config);
+/// @param trains_adapters  the run writes them, and no weights.
+RunFiles run_files(
+    const config::Run& run,
+    const config::Checkpoint& checkpoint,
+    const config::Profiling& profiling,
+    bool trains_adapters);
 
 /// Writes a config's text to `<output_dir>/config.toml`, making the folder.
 std::filesystem::path save_config(

@@ -106,7 +106,7 @@ with_base(StoredModel run, const Config& trained, WeightDigests digests = {}) {
   const auto base = for_option("model.init_from", [&] {
     return std::make_shared<HfFolder>(folder, models::kHfBasePrefix);
   });
-  run.lora = lora_config(trained);
+  run.lora = lora_config(trained.lora);
   run.read = [base,
               shape = run.shape,
               digests = std::move(digests),

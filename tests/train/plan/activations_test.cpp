@@ -68,7 +68,7 @@ std::int64_t measured(
           .moe = {.exchange = exchange},
           .ranks = ranks});
   if (config.lora.enabled()) {
-    models::add_lora(*model, lora_config(config));
+    models::add_lora(*model, lora_config(config.lora));
   }
   nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
   const auto input = [&] {
@@ -158,9 +158,12 @@ TEST(Activations, OfABlockThatRanksShare) {
          "activation_checkpoint.mode=" + mode},
         kRanks);
     testing::run_ranks(kRanks, [&](testing::RankContext& context) {
-      const auto mesh = context.mesh(mesh_axes(config));
-      const auto ranks =
-          tensor_parallel_ranks(config, model_config(config), *mesh);
+      const auto mesh = context.mesh(mesh_axes(config.parallelism));
+      const auto ranks = tensor_parallel_ranks(
+          config.parallelism,
+          config.has_plain_layers(),
+          {},
+          *mesh);
       EXPECT_EQ(planned(config, kRanks).saved_nbytes, measured(config, ranks))
           << mode;
     });

@@ -117,7 +117,7 @@ Table measured(const Case& of) {
   Table table;
   run_ranks(of.ranks, [&](RankContext& context) {
     const Config config = config_of(of);
-    const auto mesh = context.mesh(mesh_axes(config));
+    const auto mesh = context.mesh(mesh_axes(config.parallelism));
     const TrainState state = make_train_state(
         config,
         model_config(config),

@@ -1,5 +1,6 @@
 #include "flatshard/train/run/earlier_run.h"
 
+#include "flatshard/train/config/run_config.h"
 #include "flatshard/train/tools/run_files.h"
 #include "tests/support/message_of.h"
 
@@ -19,6 +20,14 @@ namespace {
 
 using ::testing::HasSubstr;
 
+RunFiles files_of(const Config& config) {
+  return run_files(
+      config.run,
+      config.checkpoint,
+      config.profiling,
+      config.lora.enabled());
+}
+
 TEST(EarlierRun, IsKeptAndCanComeBack) {
   const auto folder = std::filesystem::temp_directory_path() /
                       fmt::format("flatshard-earlier-{}", ::getpid());
@@ -32,11 +41,11 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   };
   Config config;
   config.run.output_dir = folder.string();
-  EXPECT_EQ(keep_earlier_run(run_files(config)), "");
+  EXPECT_EQ(keep_earlier_run(files_of(config)), "");
   write("metrics.jsonl", "rows");
   write("report.html", "page");
   write("model.safetensors", "weights");
-  const auto first = keep_earlier_run(run_files(config));
+  const auto first = keep_earlier_run(files_of(config));
   EXPECT_EQ(first, folder / "earlier/1");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
   EXPECT_EQ(content("earlier/1/report.html"), "page");
@@ -45,9 +54,9 @@ TEST(EarlierRun, IsKeptAndCanComeBack) {
   EXPECT_FALSE(std::filesystem::exists(folder / "metrics.jsonl"));
   write("metrics.jsonl", "later rows");
   write("config.toml", "later");
-  EXPECT_EQ(keep_earlier_run(run_files(config)), folder / "earlier/2");
+  EXPECT_EQ(keep_earlier_run(files_of(config)), folder / "earlier/2");
   EXPECT_EQ(content("earlier/1/metrics.jsonl"), "rows");
-  restore_earlier_run(folder / "earlier/2", run_files(config));
+  restore_earlier_run(folder / "earlier/2", files_of(config));
   EXPECT_EQ(content("metrics.jsonl"), "later rows");
   EXPECT_EQ(content("config.toml"), "later");
   EXPECT_FALSE(std::filesystem::exists(folder / "earlier/2"));
@@ -62,7 +71,7 @@ TEST(EarlierRun, InputsThatWouldMoveAreRefused) {
   config.run.output_dir = folder.string();
   config.model.init_from = (folder / "hf").string();
   EXPECT_NO_THROW(refuse_inputs_that_move(
-      run_files(config),
+      files_of(config),
       config.model.init_from));  // nothing is there
   std::filesystem::create_directories(folder / "hf");
   std::filesystem::create_directories(folder / "base");
@@ -70,7 +79,7 @@ TEST(EarlierRun, InputsThatWouldMoveAreRefused) {
     config.model.init_from = (folder / input).string();
     EXPECT_THAT(
         testing::message_of([&] {
-          refuse_inputs_that_move(run_files(config), config.model.init_from);
+          refuse_inputs_that_move(files_of(config), config.model.init_from);
         }),
         HasSubstr("choose another run.output_dir"))
         << input;
@@ -78,7 +87,7 @@ TEST(EarlierRun, InputsThatWouldMoveAreRefused) {
   for (const char* input : {"base", "hfbase", "earlier/1/hf"}) {
     config.model.init_from = (folder / input).string();
     EXPECT_NO_THROW(
-        refuse_inputs_that_move(run_files(config), config.model.init_from))
+        refuse_inputs_that_move(files_of(config), config.model.init_from))
         << input;
   }
   std::filesystem::remove_all(folder);
@@ -95,7 +104,7 @@ TEST(EarlierRun, NothingOfItIsLost) {
     std::ofstream(folder / name) << "of the earlier run";
   };
   std::vector<std::filesystem::path> written;
-  for (const RunFile& file : run_files(config).files) {
+  for (const RunFile& file : files_of(config).files) {
     switch (file.kind) {
       case RunFile::Kind::file:
         written.push_back(file.name);
@@ -121,13 +130,13 @@ TEST(EarlierRun, NothingOfItIsLost) {
     EXPECT_THAT(written, ::testing::Contains(std::filesystem::path(name)));
   }
   write("notes.txt");  // is the user's
-  const auto kept = keep_earlier_run(run_files(config));
+  const auto kept = keep_earlier_run(files_of(config));
   for (const auto& name : written) {
     EXPECT_FALSE(std::filesystem::exists(folder / name)) << name;
     EXPECT_TRUE(std::filesystem::exists(kept / name)) << name;
   }
   EXPECT_TRUE(std::filesystem::exists(folder / "notes.txt"));
-  restore_earlier_run(kept, run_files(config));
+  restore_earlier_run(kept, files_of(config));
   for (const auto& name : written) {
     EXPECT_TRUE(std::filesystem::exists(folder / name)) << name;
   }
@@ -140,8 +149,7 @@ TEST(EarlierRun, ResultsThatAreNoRunsAreNotOverwritten) {
   Config config;
   config.run.output_dir = folder.string();
   const auto refusal = [&] {
-    return testing::message_of(
-        [&] { refuse_foreign_files(run_files(config)); });
+    return testing::message_of([&] { refuse_foreign_files(files_of(config)); });
   };
   std::filesystem::create_directories(folder / "hf");
   std::ofstream(folder / "adapter_config.json") << "{}";
@@ -168,7 +176,7 @@ TEST(RunFiles, ThePageHasEach) {
   std::string table(std::istreambuf_iterator<char>(file), {});
   table.erase(0, table.find("| file or folder |"));
   table.erase(table.find("\n\n"));
-  for (const RunFile& row : run_files(Config()).files) {
+  for (const RunFile& row : files_of(Config()).files) {
     const std::string name =
         row.name.string() + (row.kind == RunFile::Kind::file ? "" : "/");
     EXPECT_THAT(table, HasSubstr("`" + name + "`"));

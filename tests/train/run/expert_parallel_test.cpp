@@ -8,6 +8,7 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
 #include "flatshard/train/run/expert_loads.h"
+#include "flatshard/train/run/from_config.h"
 #include "flatshard/train/setup/memory_check.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/setup/parallelism.h"
@@ -98,7 +99,7 @@ tensor_parallel_degree = {}
 struct Rank {
   Rank(const RankContext& context, const Config& config)
       : shape(model_config(config)),
-        mesh(context.mesh(mesh_axes(config))),
+        mesh(context.mesh(mesh_axes(config.parallelism))),
         state(make_train_state(config, shape, mesh, 1)),
         loads(config.moe.balance_rate, state.model, state.exchange, mesh) {}
 
@@ -341,7 +342,13 @@ TEST(ExpertMemory, EachRankHoldsItsPart) {
       EXPECT_LE(weights, want + want / 10) << way.name;
       EXPECT_EQ(rows["optimizer state"], 2 * weights) << way.name;
       EXPECT_EQ(rows["gradients"], weights) << way.name;
-      EXPECT_EQ(least_memory(config, shape, way.world), 4 * want) << way.name;
+      EXPECT_EQ(
+          least_memory(
+              run_options(config, shape).least_memory,
+              shape,
+              way.world),
+          4 * want)
+          << way.name;
     });
   }
 }

@@ -136,7 +136,7 @@ AdapterRun train_adapters(
   std::mutex mutex;
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
-    const auto mesh = context.mesh(mesh_axes(config));
+    const auto mesh = context.mesh(mesh_axes(config.parallelism));
     data::Loader loader = open_train_loader(run_options(config, shape).data);
     const auto data_mesh = mesh->data_mesh();
     Batches batches(run_options(config, shape).batches, data_mesh, loader);
@@ -164,7 +164,10 @@ AdapterRun train_adapters(
           loss.item<double>() / world;
     }
     save_adapter(
-        peft_config_text(lora_config(config), config.model.init_from, shape),
+        peft_config_text(
+            lora_config(config.lora),
+            config.model.init_from,
+            shape),
         shape,
         state.runtime->groups(),
         folder.path());
@@ -304,9 +307,9 @@ TEST(Adapters, AloneHaveGradientsAndOptimizerState) {
     const models::ModelConfig shape = model_config(config);
     const std::int64_t shards =
         config.parallelism.strategy.name() == "zero3" ? 2 : 1;
-    const std::int64_t trained = num_trainable_parameters(config, shape);
+    const std::int64_t trained = num_trainable_parameters(config.lora, shape);
     run_ranks(2, [&](RankContext& context) {
-      const auto mesh = context.mesh(mesh_axes(config));
+      const auto mesh = context.mesh(mesh_axes(config.parallelism));
       const TrainState state = make_train_state(config, shape, mesh, 1);
       const auto rows = memory_rows(state);
       const std::int64_t each = trained / shards * 4;
@@ -588,7 +591,7 @@ TEST(AdapterTargets, AreRefusedByNameWhereThereAreNone) {
     return message_of([&] {
       const Config config = adapter_config(1, 1, settings);
       models::Llama model(model_config(config));
-      models::add_lora(*model, lora_config(config));
+      models::add_lora(*model, lora_config(config.lora));
     });
   };
   EXPECT_THAT(

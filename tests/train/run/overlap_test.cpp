@@ -103,7 +103,7 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
   std::mutex mutex;
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
-    const auto mesh = context.mesh(mesh_axes(config));
+    const auto mesh = context.mesh(mesh_axes(config.parallelism));
     data::Loader loader = open_train_loader(run_options(config, shape).data);
     Batches batches(
         run_options(config, shape).batches,
@@ -121,7 +121,10 @@ OverlapOutcome train_overlapping(int world, const Overrides& overrides) {
         state.runtime,
         mesh,
         batches,
-        {.overlap = overlap_options(config, shape)});
+        {.overlap = overlap_options(
+             config.parallelism,
+             config.activation_checkpoint.mode,
+             shape)});
     for (int step = 1; step <= 3; ++step) {
       loads.begin_step(true);
       batches.load_next();
@@ -358,7 +361,10 @@ TEST(ExpertPadding, HasNoPartInAnyRun) {
 TEST(OverlapTraining, DelaysWeightGradientsWithoutTwoMicrobatchesAtOnce) {
   const Overrides travels{"parallelism.expert_parallel_degree=2"};
   const Config late = overlap_config(travels + Overrides{kLate}, 2);
-  const auto plan = overlap_options(late, model_config(late));
+  const auto plan = overlap_options(
+      late.parallelism,
+      late.activation_checkpoint.mode,
+      model_config(late));
   EXPECT_TRUE(plan && plan->delay_wgrad && plan->in_flight == 1);
   for (const char* batch : {"2", "6"}) {
     const Overrides how =

@@ -164,7 +164,7 @@ Outcome train(
   std::mutex mutex;
   run_ranks(world, [&](RankContext& context) {
     const models::ModelConfig shape = model_config(config);
-    const auto mesh = context.mesh(mesh_axes(config));
+    const auto mesh = context.mesh(mesh_axes(config.parallelism));
     data::Loader loader = open_train_loader(run_options(config, shape).data);
     Batches batches(run_options(config, shape).batches, mesh, loader);
     ASSERT_EQ(batches.num_microbatches(), microbatches);
@@ -174,7 +174,10 @@ Outcome train(
         state.runtime,
         mesh,
         batches,
-        {.overlap = overlap_options(config, shape)});
+        {.overlap = overlap_options(
+             config.parallelism,
+             config.activation_checkpoint.mode,
+             shape)});
     for (int step = 0; step < kSteps; ++step) {
       batches.load_next();
       const at::Tensor loss = steps.forward_backward();

@@ -582,11 +582,13 @@ TEST_F(TrainerTest, TheLeastMemoryIsWhatItTakesAndNoMore) {
                                      ? rows["main weights"]
                                      : rows["compute weights"];
     const std::int64_t taken = weights + rows["gradients"] + state;
-    const std::int64_t least = least_memory(c, model_config(c), 1);
+    const models::ModelConfig shape = model_config(c);
+    const LeastMemoryOptions options = run_options(c, shape).least_memory;
+    const std::int64_t least = least_memory(options, shape, 1);
     EXPECT_LE(least, taken);
     EXPECT_GE(static_cast<double>(least), 0.9 * static_cast<double>(taken));
     const bool shards = c.parallelism.strategy.name() != "zero0";
-    EXPECT_EQ(least_memory(c, model_config(c), 4), shards ? least / 4 : least);
+    EXPECT_EQ(least_memory(options, shape, 4), shards ? least / 4 : least);
   }
 }
 
@@ -595,7 +597,8 @@ TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
     const Config c = config(
         {"parallelism.strategy=" + strategy,
          "parallelism.data_parallel_replicate_degree=2"});
-    return least_memory(c, model_config(c), 8);
+    const models::ModelConfig shape = model_config(c);
+    return least_memory(run_options(c, shape).least_memory, shape, 8);
   };
   const std::int64_t whole = least("zero0");
   for (const char* name : {"zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"}) {
@@ -608,7 +611,17 @@ TEST_F(TrainerTest, TheLeastMemoryIsOfTheShardsOfTheStrategy) {
 // except for copy engines: the trainer chooses them by the links.
 TEST(Defaults, AreThoseOfTheLibrary) {
   const FullyShardOptions library;
-  const FullyShardOptions trainer = shard_options(Config{}, {});
+  Config config;
+  config.model.preset = "llama3_1b";
+  const models::ModelConfig shape = model_config(config);
+  models::Llama layers(shape);
+  const FullyShardOptions trainer = model_shard_options(
+      config,
+      shape,
+      layers,
+      *Mesh::single(at::kCPU),
+      CopyEngines{},
+      /*num_microbatches=*/2);
   EXPECT_EQ(trainer.strategy, library.strategy);
   EXPECT_EQ(trainer.granularity, library.granularity);
   EXPECT_EQ(trainer.seed, library.seed);
