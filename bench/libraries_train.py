@@ -52,8 +52,9 @@ class Clock:
 
 
 def library_of(model):
-    """Returns which library's FSDPModule `model` is, or none."""
-    classes = type(getattr(model, "_orig_mod", model)).__mro__
+    """Returns which library's FSDPModule `model` is, or none. It is `model` or the
+    module that torch.compile wrapped."""
+    classes = [*type(model).__mro__, *type(getattr(model, "_orig_mod", model)).__mro__]
     found = [c.__module__.split(".")[0] for c in classes if c.__name__ == "FSDPModule"]
     return {"torch": "fsdp2"}.get(found[0], found[0]) if found else None
 
