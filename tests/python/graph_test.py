@@ -311,6 +311,35 @@ def call(reentrant, block, *args, **kwargs):
     return {"x": x, "mask": mask}
 
 
+class ChecksItself(Body):
+    """Checkpoints its own forward, as layers of transformers do."""
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_a_checkpoint_in_the_call_of_a_block(reentrant, mesh, rank):
+    def make():
+        model = Around(None, lambda b, x: b(x))
+        model.block = ChecksItself(lambda b, x: torch.tanh(b.inner(x)) * x)
+        model.block.reentrant = reentrant
+        return model
+
+    def before(model, step):
+        if step == STEPS - 1:
+            model.block.register_forward_hook(lambda *_: None)
+
+    stats, _ = both(make, mesh, rank, before=before)
+    if reentrant:  # it calls backward() inside of the backward
+        assert stats["forward_replays"] == 0
+        assert any("incompatible with .grad()" in why for why in stats["fallbacks"])
+        return
+    assert stats["fallbacks"] == {"it or a module inside it has hooks": 1}
+    assert stats["forward_replays"] + 1 in LATE
+    assert_replays(stats, stats["forward_replays"], fallbacks=stats["fallbacks"])
+
+
 class Odd:
     def __init__(self, mask):
         self.mask = mask

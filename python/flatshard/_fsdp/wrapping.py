@@ -70,23 +70,38 @@ def capture_forward(module, sample=None):
     cls = type(module)
     own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
     module.__class__ = _wrapped_class(own, True)
-    module.__dict__["_flatshard_graph"] = UnitGraph(sample)
+    module.__dict__["_flatshard_graph"] = UnitGraph(sample, _has_own_call(own))
 
 
 @functools.lru_cache(maxsize=None)
 def _wrapped_class(cls, cuda_graph):
     members = {"__module__": cls.__module__}
-    if cuda_graph:
-        members["forward"] = _graphed_forward(cls.forward)
+    if cuda_graph and _has_own_call(cls):
+        graphed = _graphed(cls.__call__)
+
+        @outside_of_graphs
+        def call(self, *args, **kwargs):
+            region = functools.partial(graphed, self)
+            return run_forward(self, region, args, kwargs)
+
+        members["__call__"] = call
+    elif cuda_graph:
+        members["forward"] = _graphed(cls.forward)
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
 
 
-def _graphed_forward(forward):
+def _has_own_call(cls):
+    """Returns whether calls of the class do more than its forward and hooks. A layer of
+    transformers checkpoints itself there, and the graph has to contain the checkpoint."""
+    return cls.__call__ is not nn.Module.__call__
+
+
+def _graphed(function):
     @outside_of_graphs
     def graphed(self, *args, **kwargs):
-        return self.__dict__["_flatshard_graph"].run(self, forward, args, kwargs)
+        return self.__dict__["_flatshard_graph"].run(self, function, args, kwargs)
 
-    return functools.wraps(forward)(graphed)
+    return functools.wraps(function)(graphed)
 
 
 def check_module(module):

@@ -277,11 +277,12 @@ class _Tree:
     """The modules inside a unit's module, and their state other than its parameters."""
 
     @never_compiled
-    def __init__(self, module, state):
+    def __init__(self, module, state, of_call):
         self.device = device_of(state.sharding.device_mesh)
         self.inner = [m for m in module.modules() if m is not module]
+        recorded = [module, *self.inner] if of_call else self.inner
         self.hooks = torch_versions.GLOBAL_HOOKS + tuple(
-            hooks for m in self.inner for hooks in torch_versions.hooks_of_module(m)
+            hooks for m in recorded for hooks in torch_versions.hooks_of_module(m)
         )
         own = {id(t) for p in state.parameters for t in p.faces()}
         everything = (module, *self.inner)
@@ -349,8 +350,9 @@ class UnitGraph:
     refer to the module, so that a deleted model is freed at once.
     """
 
-    def __init__(self, sample=None):
+    def __init__(self, sample, of_call):
         self._sample = sample  # make_graphed_callables's: the one call to capture
+        self._of_call = of_call  # the module's __call__ is recorded, with its hooks
         self._tree = None
         self._recorded = None  # the forward that was watched last
         self._refused = ""  # for good
@@ -363,7 +365,7 @@ class UnitGraph:
         if not torch.is_grad_enabled() or state.root is None:
             return forward(module, *args, **kwargs)
         if self._tree is None or not self._tree.is_current():
-            self._tree = _Tree(module, state)
+            self._tree = _Tree(module, state, self._of_call)
         recorded = Recorded(module, forward, args, kwargs, self._tree)
         tensors, args, kwargs = recorded.take()
         if torch_versions.is_compiled_around():
@@ -408,7 +410,8 @@ class UnitGraph:
         if self._refused:
             return self._refused
         if any(tree.hooks) and tree.has_other_hooks():
-            return "a module inside it has hooks"
+            either = "it or " if self._of_call else ""
+            return f"{either}a module inside it has hooks"
         if trained := tree.trains():
             return f"it trains {trained}"
         if recorded.strange:
