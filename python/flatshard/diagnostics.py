@@ -32,10 +32,9 @@ def parameter_norms(model: nn.Module) -> list[ParameterNorm]:
     """
     root = root_of(model)
     units = root.units
-    for p in [p for unit in units for p in unit.parameters.extended]:
-        raise NotImplementedError(
-            f"parameter_norms: parameter {p.names[0]} is a tensor of a subclass. This is "
-            "not supported; compute norms of the tensors in parameters()"
+    for unit in units:
+        unit.parameters.refuse_extended(
+            "parameter_norms", "compute norms of the tensors in parameters()"
         )
     for unit in units:
         unit.grads.take()

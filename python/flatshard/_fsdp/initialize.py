@@ -9,7 +9,6 @@ from torch import nn
 from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.parameter import Parameter
 from flatshard._tensor.memory import local_of
-from flatshard._tensor.writes import writes
 from flatshard.torch_versions import parameters_of
 
 
@@ -36,15 +35,11 @@ def reset_parameters(
         state = state_of(module)
         if state is None:
             continue
-        for p in state.parameters.extended:
-            raise NotImplementedError(
-                f"reset_parameters: parameter {p.title} is a tensor of a subclass. This is "
-                "not supported; call to_empty() and write its values"
-            )
+        state.parameters.refuse_extended(
+            "reset_parameters", "call to_empty() and write its values"
+        )
         state.show_shards()
-        state.note_values()
-        state.parameters.forget_digests()
-        writes.note_unit(state)
+        state.note_other_values()
         for p in state.parameters:
             for site, name in p.sites:
                 places.setdefault(id(site()), []).append((name, p))

@@ -37,6 +37,12 @@ convert_all_inside(converting_part)
 call_before_dlpack(_C.note_shared)
 
 
+def class_before(cls):
+    """Returns the class that a module of class `cls` had before fully_shard."""
+    mro = cls.__mro__
+    return mro[mro.index(FSDPModule) + 1] if FSDPModule in mro else cls
+
+
 @converts_inside(converting)
 class FSDPModule:
     """Methods that `fully_shard` adds to a module, named as in FSDP2.
@@ -48,7 +54,7 @@ class FSDPModule:
     def __new__(cls, *args, **kwargs):
         # Only fully_shard makes one, of a module. Objects that modules make of their
         # class (slices of nn.Sequential) have the class from before.
-        return cls.__mro__[cls.__mro__.index(FSDPModule) + 1](*args, **kwargs)
+        return class_before(cls)(*args, **kwargs)
 
     @outside_of_graphs
     def __call__(self, *args, **kwargs):

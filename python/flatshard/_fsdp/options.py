@@ -136,3 +136,7 @@ class ModelOptions:
         expect("buffers_on_demand", on_demand, "True, False or None")
         padding = self.max_padding
         expect("max_padding", padding is None or padding >= 0, "a number >= 0, or None")
+
+    def core(self) -> dict[str, Any]:
+        """Returns the arguments of _C.RuntimeOptions that these options determine."""
+        return {"prefetch": 1 if self.prefetch is None else self.prefetch}

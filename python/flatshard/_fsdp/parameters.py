@@ -52,6 +52,15 @@ class Parameters:
     def shards(self):
         return [p.shard for p in self.own]
 
+    def refuse_extended(self, what, instead):
+        """Refuses tensors of subclasses, for a function that does not support them."""
+        for p in self.extended:
+            name = p.names[0] if p.names else p.title
+            raise NotImplementedError(
+                f"{what}: parameter {name} is a tensor of a subclass. This is not "
+                f"supported; {instead}"
+            )
+
     # -- changes since the core was made -----------------------------------------------
 
     def are_as_sharded(self):

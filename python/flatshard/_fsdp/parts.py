@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate
 
 from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.forward import state_of
-from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.module import FSDPModule, class_before
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import parallel_shard
 from flatshard._tensor.row_shard import RowShard
@@ -148,6 +148,6 @@ class _Joined:
 
 @functools.lru_cache(maxsize=None)
 def _joined_class(cls):
-    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    own = class_before(cls)
     members = {"__module__": own.__module__}
     return type(f"FSDP{own.__name__}", (_Joined, FSDPModule, own), members)

@@ -92,12 +92,12 @@ class Root:
                 look_inside=lambda *output: look_inside(me().units, *output),
             ),
             _C.RuntimeOptions(
-                prefetch=1 if options.prefetch is None else options.prefetch,
                 copy_engines=state.sharding.copy_engines,
                 slots_on_demand=self.graphs.buffers_on_demand,
                 shared_streams=state.policy.shared_streams,
                 trace=True,
                 graphs=self.graphs.options(),
+                **options.core(),
             ),
         )
 

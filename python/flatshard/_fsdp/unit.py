@@ -193,6 +193,12 @@ class UnitState:
             writes.add(self, [p.shard])
             writes.note_unit(self)
 
+    def note_other_values(self):
+        """Records that somebody writes other values to all parameters."""
+        self.note_values()
+        self.parameters.forget_digests()
+        writes.note_unit(self)
+
     def replace(self, p, tensor):
         """Makes `tensor`, a DTensor like p's shard, that shard. Collective."""
         former = p.stored_shard

@@ -8,7 +8,7 @@ from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.forward import run_forward, state_of, wrapped
-from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.module import FSDPModule, class_before
 from flatshard._graphs.unit_graph import UnitGraph
 from flatshard.torch_versions import outside_of_graphs, register_as_sharded
 
@@ -67,8 +67,7 @@ def wrap_class(module, cuda_graph=False):
 def capture_forward(module, sample=None):
     """Makes the forward of a wrapped module be captured as a CUDA graph, for calls like
     `sample` if any."""
-    cls = type(module)
-    own = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+    own = class_before(type(module))
     module.__class__ = _wrapped_class(own, True)
     module.__dict__["_flatshard_graph"] = UnitGraph(sample, _has_own_call(own))
 

@@ -25,7 +25,6 @@ from flatshard._fsdp.forward import root_of
 from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
 from flatshard._tensor.places import unit_of
-from flatshard._tensor.writes import writes
 from flatshard.checkpoint.optimizer_state import (
     check_options,
     core_optimizer,
@@ -52,11 +51,9 @@ def _root_of(model):
     """Raises NotImplementedError for a parameter that the files cannot contain."""
     root = root_of(model)
     for unit in root.units:
-        for p in unit.parameters.extended:
-            raise NotImplementedError(
-                f"flatshard.checkpoint: parameter {p.names[0]} is a tensor of a subclass, "
-                "which is not supported; use torch.distributed.checkpoint"
-            )
+        unit.parameters.refuse_extended(
+            "flatshard.checkpoint", "use torch.distributed.checkpoint"
+        )
         for p in unit.parameters:
             if p.dim:
                 raise NotImplementedError(
@@ -185,9 +182,7 @@ def load(
             buffers_of(module)[name] = buffer
         raise
     for unit in root.units:
-        unit.note_values()
-        unit.parameters.forget_digests()
-        writes.note_unit(unit)
+        unit.note_other_values()
     if optimizer is not None and described:
         take_options(optimizer, described["param_groups"])
     if isinstance(optimizer, AdamW):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flatshard._fsdp.forward import state_of
-from flatshard._fsdp.module import FSDPModule
+from flatshard._fsdp.module import class_before
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.mesh import device_of
@@ -19,7 +19,6 @@ from flatshard._tensor.pieces import piece_of
 from flatshard._tensor.places import parameter_of
 from flatshard._tensor.shard_values import own_span, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
-from flatshard._tensor.writes import writes
 from flatshard.torch_versions import buffers_of, parameters_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -81,15 +80,13 @@ def load_hf(
     if missing:
         shown = ", ".join(sorted(missing)[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(
-            f"{folder}: expected tensors for all parameters of {_kind(model).__name__}, "
+            f"{folder}: expected tensors for all parameters of {class_before(type(model)).__name__}, "
             f"found none for {len(missing)}: {shown}; give rename, if the folder has "
             "other names"
         )
     for module in model.modules():
         if (state := state_of(module)) is not None:
-            state.note_values()
-            state.parameters.forget_digests()
-            writes.note_unit(state)
+            state.note_other_values()
     return sorted(tensors.unused)
 
 
@@ -238,7 +235,7 @@ def _load_buffers(tensors, model, rename):
     if not left or not hasattr(model, "config"):
         return left
     with _parameters_on_meta():
-        twin = _kind(model)(model.config)
+        twin = class_before(type(model))(model.config)
     computed = dict(twin.named_buffers())
     for name in left:
         if name in computed:
@@ -261,12 +258,6 @@ def _parameters_on_meta():
         yield
     finally:
         nn.Module.register_parameter = register
-
-
-def _kind(model):
-    """Returns the class that the model had before fully_shard."""
-    classes = type(model).__mro__
-    return classes[classes.index(FSDPModule) + 1 if FSDPModule in classes else 0]
 
 
 def _device(model):
