@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
 from flatshard._fsdp.configure import options_of, take_keywords
-from flatshard._fsdp.options import ModelOptions, ShardOptions
+from flatshard._fsdp.options import ShardOptions
 from flatshard._fsdp.parts import find_parts
 from flatshard._fsdp.strategies import find_strategy
 from flatshard._fsdp.wrapping import check_module
@@ -27,93 +26,64 @@ from flatshard.torch_versions import parameters_of
 _fast_links: weakref.WeakKeyDictionary[_C.Mesh, bool] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
 class Arguments:
     """The arguments of a fully_shard call, checked, with what follows from them."""
 
-    modules: list
-    ignored: set  # ids of parameters
-    # The mesh of torch, the mesh that parameters show, and the mesh of the core. The last
-    # may be a part of `whole_mesh`, with `slices` as in Sharding.
-    device_mesh: DeviceMesh
-    shown_mesh: DeviceMesh
-    mesh: _C.Mesh
-    whole_mesh: _C.Mesh
-    slices: tuple | None
-    # In which form.
-    strategy: str  # as the core calls it
-    mp_policy: object
-    offload: bool
-    pin_memory: bool
-    reshard: bool | None
-    post_forward_ranks: int
-    options: ShardOptions
-    # Options of the model.
-    model_options: ModelOptions
-    copy_engines: bool
-    # Units inside the modules, for this unit to join.
-    parts: list
-
-
-def read_arguments(
-    module,
-    mesh,
-    reshard_after_forward,
-    mp_policy,
-    offload_policy,
-    ignored_params,
-    dp_mesh_dims,
-    strategy,
-    options,
-    former_keywords,
-):
-    """Returns the Arguments of fully_shard.
-
-    Raises:
-        As fully_shard: an argument that cannot work, naming it.
-    """
-    modules = modules_of(module)
-    if options is not None and not isinstance(options, ShardOptions):
-        raise TypeError(f"options: expected ShardOptions, got {type(options).__name__}")
-    options, model_options = take_keywords(
-        options, options_of(modules), former_keywords
-    )
-    device_mesh = default_device_mesh() if mesh is None else mesh
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
-    name = strategy_name(strategy, options.outer, device_mesh)
-    shown_mesh = mesh_to_show(options.outer, device_mesh)
-    check_granularity(options.granularity, strategy)
-    mp_policy = mixed_precision(mp_policy, options.fp8)
-    offload = offloads(offload_policy)
-    reshard, post_forward_ranks = reshards(
-        reshard_after_forward, strategy, device_mesh, options.fp8
-    )
-    if options.cuda_graph:
-        check_cuda_graph(modules, device_mesh, offload)
-    if dp_mesh_dims is not None:
-        check_dp_mesh_dims(dp_mesh_dims, device_mesh)
-    core_mesh, whole_mesh = model_mesh(device_mesh)
-    copy_engines = uses_copy_engines(model_options.copy_engines, whole_mesh)
-    return Arguments(
-        modules=modules,
-        parts=find_parts(modules, core_mesh, offload, copy_engines),
-        ignored=ids_of(ignored_params),
-        device_mesh=device_mesh,
-        shown_mesh=shown_mesh,
-        mesh=core_mesh,
-        whole_mesh=whole_mesh,
-        slices=slices_of(core_mesh, whole_mesh),
-        strategy=name,
-        mp_policy=mp_policy,
-        offload=offload,
-        pin_memory=offload and offload_policy.pin_memory,
-        reshard=reshard,
-        post_forward_ranks=post_forward_ranks,
-        options=options,
-        model_options=model_options,
-        copy_engines=copy_engines,
-    )
+    def __init__(
+        self,
+        module,
+        mesh,
+        reshard_after_forward,
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        dp_mesh_dims,
+        strategy,
+        options,
+        former_keywords,
+    ):
+        """
+        Raises:
+            As fully_shard: an argument that cannot work, naming it.
+        """
+        self.modules = modules_of(module)
+        if options is not None and not isinstance(options, ShardOptions):
+            raise TypeError(
+                f"options: expected ShardOptions, got {type(options).__name__}"
+            )
+        options, self.model_options = take_keywords(
+            options, options_of(self.modules), former_keywords
+        )
+        self.options = options
+        # The mesh of torch, and the mesh that parameters show.
+        self.device_mesh = default_device_mesh() if mesh is None else mesh
+        if not isinstance(self.device_mesh, DeviceMesh):
+            raise TypeError(f"mesh: expected a DeviceMesh, got {mesh!r}")
+        self.strategy = strategy_name(strategy, options.outer, self.device_mesh)
+        self.shown_mesh = mesh_to_show(options.outer, self.device_mesh)
+        check_granularity(options.granularity, strategy)
+        self.mp_policy = mixed_precision(mp_policy, options.fp8)
+        self.offload = offloads(offload_policy)
+        self.pin_memory = self.offload and offload_policy.pin_memory
+        self.reshard, self.post_forward_ranks = reshards(
+            reshard_after_forward, strategy, self.device_mesh, options.fp8
+        )
+        if options.cuda_graph:
+            check_cuda_graph(self.modules, self.device_mesh, self.offload)
+        if dp_mesh_dims is not None:
+            check_dp_mesh_dims(dp_mesh_dims, self.device_mesh)
+        # The meshes of the core: of the unit, perhaps a part of the mesh of the model, with
+        # `slices` as in Sharding.
+        self.mesh, self.whole_mesh = model_mesh(self.device_mesh)
+        self.slices = slices_of(self.mesh, self.whole_mesh)
+        self.copy_engines = uses_copy_engines(
+            self.model_options.copy_engines, self.whole_mesh
+        )
+        # Units inside the modules, for this unit to join.
+        self.parts = find_parts(
+            self.modules, self.mesh, self.offload, self.copy_engines
+        )
+        self.ignored = ids_of(ignored_params)
 
 
 def modules_of(module):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatshard import _C
-from flatshard._fsdp.arguments import places_of, read_arguments
+from flatshard._fsdp.arguments import Arguments, places_of
 from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.core import make_core
 from flatshard._fsdp.cuts import check_flattened, check_own_mesh
@@ -109,7 +109,7 @@ def fully_shard(
             for a module that was sharded before and for a dimension that does not exist.
         NotImplementedError: one that is not supported, naming it.
     """
-    asked = read_arguments(
+    asked = Arguments(
         module,
         mesh,
         reshard_after_forward,
