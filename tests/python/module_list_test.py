@@ -192,3 +192,63 @@ def test_a_list_reaches_beyond_the_root(tied, reshard, mesh, rank):
     (ours, state), (theirs, other) = results
     torch.testing.assert_close(ours, theirs)
     assert distance(state, other) < 1e-5
+
+
+class Top(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.mid, self.bias = nn.Linear(DIM, DIM), bias
+
+    def forward(self, x):
+        return self.mid(x) + self.bias.sum()
+
+
+class Shares(nn.Module):
+    """Modules outside the unit of embed and head have parameters of it, as the encoder
+    of T5 and the head of BERT do."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, DIM), nn.Linear(DIM, 8)
+        self.encoder, self.top = Base(), Top(self.head.bias)
+        self.encoder.embed.weight = self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.top(self.encoder(ids)) + self.embed(ids))
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_modules_of_an_outer_unit_share_parameters(reshard, mesh, rank, world):
+    torch.manual_seed(0)
+    model = on_device(Shares())
+    single = copy.deepcopy(model)
+    fully_shard([model.embed, model.head], mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    assert model.encoder.embed.weight is model.head.weight
+    assert model.top.bias is model.head.bias
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, single)
+    ]
+    for step in range(3):
+        ids = [on_device((torch.arange(6) + r + step) % 8) for r in range(world)]
+        nn.functional.cross_entropy(model(ids[rank]), ids[rank]).backward()
+        for r in range(world):
+            (nn.functional.cross_entropy(single(ids[r]), ids[r]) / world).backward()
+        for ours, theirs in zip(model.parameters(), single.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step(), optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids[0]), single(ids[0]))
+    state = full_state(model)
+    assert list(model.state_dict()) == list(single.state_dict())
+    assert distance(state, single.state_dict()) < 1e-5
+    # Loading writes to all places.
+    model.load_state_dict(
+        {name: value.detach() * 2 for name, value in model.state_dict().items()},
+        assign=True,
+    )
+    with torch.no_grad():
+        for p in single.parameters():
+            p.mul_(2)
+        torch.testing.assert_close(model(ids[0]), single(ids[0]))

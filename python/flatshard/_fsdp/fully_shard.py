@@ -22,6 +22,7 @@ from flatshard._fsdp.parts import join
 from flatshard._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from flatshard._fsdp.resolved import resolve
 from flatshard._fsdp.state_dicts import watch_state_dicts
+from flatshard._fsdp.ties import find_ties
 from flatshard._fsdp.unit import Modules, Policy, Sharding, UnitState
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._tensor.mesh import device_of, model_mesh, slices_of
@@ -49,7 +50,8 @@ def fully_shard(
     """Shards the parameters of `module` that no inner call has sharded yet.
 
     Call it on the blocks first and on the full model last. Each call makes one unit. The
-    parameters of a unit are all-gathered together. Create optimizers afterwards.
+    parameters of a unit are all-gathered together. A module that shares all its parameters
+    with an inner unit, such as an embedding, joins that unit. Create optimizers afterwards.
     Collective over the ranks of the mesh.
 
     Args:
@@ -122,10 +124,15 @@ def fully_shard(
         former_keywords,
     )
     owned = modules_of_unit(asked.modules, lambda m: state_of(m) is not None)
-    found = collect_parameters(asked.modules, owned, asked.ignored)
+    ties, tied = find_ties(asked.modules, owned)
+    joining = {id(tie.module) for tie in ties if tie.joins}
+    owned = [m for m in owned if id(m) not in joining]
+    found = collect_parameters(asked.modules, owned, asked.ignored | tied)
     resolved = resolve(asked, found, shard_placement_fn)
     unit, parts, in_place = _make_units(asked, owned, resolved)
     _install(asked, owned, found, unit, in_place)
+    for tie in ties:
+        tie.make()
     join(unit, asked.parts + parts)
     return module
 

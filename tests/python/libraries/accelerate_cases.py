@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -316,6 +317,31 @@ def case_generate(folder):
         )
     run.train(2)
     return run.found(texts=texts.tolist())
+
+
+def case_encoder_decoder(folder):
+    """T5's encoder, decoder and head share an embedding: one process's losses."""
+    model = models.t5()
+    rows = models.token_rows().chunk(4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = get_linear_schedule_with_warmup(optimizer, 2, 40)
+    expected = []
+    for ids in rows:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for _ in range(2):  # accelerate does so for two ranks
+            scheduler.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    run = Run(models.t5(), {"state_dict_type": "SHARDED_STATE_DICT"})
+    assert run.train(4) == pytest.approx(expected, rel=1e-5)
+    run.accelerator.save_state(f"{folder}/saved")
+    later = run.train(2)
+    run.accelerator.load_state(f"{folder}/saved")
+    assert run.train(2) == later
+    return run.found()
 
 
 def lora(model=None, target_modules=("q_proj", "v_proj"), **more):

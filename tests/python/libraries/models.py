@@ -56,6 +56,24 @@ def qwen3_moe(seed=0):
     )
 
 
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=VOCAB,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
 def token_rows(n=16, length=12, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (n, length), generator=generator)
