@@ -168,7 +168,7 @@ def foreach_norm(func, traits, args, kwargs):
         return NotImplemented
     if any(not t.dtype.is_floating_point or t.numel() == 0 for t in tensors):
         return NotImplemented
-    if any(isinstance(t, DTensor) and not _is_held(t) for t in tensors):
+    if not all(map(_is_held, tensors)):
         return NotImplemented
     places = [(t._spec.mesh, row_dim(t)) if is_cut(t) else None for t in tensors]
     if len({t.device for t in tensors}) > 1:
@@ -217,6 +217,8 @@ def check_comparable(meshes):
 
 
 def _is_held(tensor):
-    if isinstance(tensor, ShardedView):
-        return False
-    return is_cut(tensor) or is_whole(tensor)
+    """Returns whether this rank has all values of a tensor, or some rows of it."""
+    if not isinstance(tensor, DTensor):
+        return True
+    whole_or_cut = is_whole(tensor) or is_cut(tensor)
+    return whole_or_cut and not isinstance(tensor, ShardedView)

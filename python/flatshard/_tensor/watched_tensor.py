@@ -83,6 +83,13 @@ class WatchedTensor(DTensor):
             return super().untyped_storage()
         return base_of(self)._local_tensor.untyped_storage()
 
+    def to(self, *args, **kwargs):
+        # torch's clipping asks it of each norm.
+        if len(args) == 1 and not kwargs and type(args[0]) is torch.device:
+            if args[0] == self._local_tensor.device:
+                return self
+        return super().to(*args, **kwargs)
+
     def share_memory_(self):
         refuse_to_share()
 
