@@ -51,6 +51,7 @@ constexpr std::int64_t kRanks = 8;
 constexpr std::int64_t kShard = std::int64_t{1} << 26;  // of a rank, elements
 constexpr AdamWStep kStep{
     .lr = 1e-4F,
+    .weight_decay = 0.1F,
     .beta1 = 0.9F,
     .beta2 = 0.95F,
     .eps = 1e-8F,
@@ -216,8 +217,7 @@ void measure_shards() {
          .state0 = t[3],
          .state1 = t[4],
          .grad_scale = scale,
-         .decay = {{kShard, 0.1F}}},
-        kStep);
+         .rows = {kStep.row()}});
   };
   shard.time("AdamW and cast", kShard * (8 + 2 + 16 + 2), states, update);
   constexpr std::int64_t kPiece = kShard / kRanks;
@@ -397,9 +397,8 @@ void measure_float8_updates() {
            .grad = grad,
            .state0 = states[0],
            .state1 = states[1],
-           .decay = {{kShard, 0.1F}},
-           .float8 = outputs},
-          kStep);
+           .rows = {kStep.row()},
+           .float8 = outputs});
     };
     time(name, "shard", kShard * nbytes, main_weights, update, 16);
   }

@@ -1,56 +1,60 @@
 #include "flatshard/optim/adamw.h"
 
-#include "flatshard/core/error.h"
+#include <ATen/ATen.h>
 
 #include <cmath>
 
 namespace flatshard {
 
-AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)
-    : Optimizer(std::move(groups), options.weight_decay) {
-  set_coefficients(options.beta1, options.beta2, options.eps);
-  for (std::size_t i = 0; i < this->groups().size(); ++i) {
-    exp_avg_.push_back(new_state(i));
-    exp_avg_sq_.push_back(new_state(i));
-  }
+void AdamWAlgorithm::add_group(
+    std::size_t group,
+    const at::Tensor& main,
+    std::span<const ParameterValues> /*values*/) {
+  const auto options = main.options().dtype(at::kFloat);
+  states_[group] = {
+      .exp_avg = at::zeros({main.numel()}, options),
+      .exp_avg_sq = at::zeros({main.numel()}, options)};
 }
 
-void AdamW::set_coefficients(double beta1, double beta2, double eps) {
-  FLATSHARD_CHECK(
-      beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
-      config,
-      "expected optimizer.beta1 and optimizer.beta2 in [0, 1), got {} and {}",
-      beta1,
-      beta2);
-  FLATSHARD_CHECK(eps > 0, config, "expected optimizer.eps > 0, got {}", eps);
-  if (beta1 == beta1_ && beta2 == beta2_ && eps == eps_) {
-    return;
-  }
-  wait();  // the last step may still read them
-  beta1_ = beta1;
-  beta2_ = beta2;
-  eps_ = eps;
-}
-
-std::vector<std::pair<std::string, at::Tensor>> AdamW::state(
+std::vector<std::pair<std::string, at::Tensor>> AdamWAlgorithm::state(
     std::size_t group) const {
-  return {
-      {"exp_avg", exp_avg_.at(group)},
-      {"exp_avg_sq", exp_avg_sq_.at(group)}};
+  const States& states = states_.at(group);
+  return {{"exp_avg", states.exp_avg}, {"exp_avg_sq", states.exp_avg_sq}};
 }
 
-void AdamW::update(std::size_t group, FlatUpdate& update, double lr) {
-  update.state0 = exp_avg_[group];
-  update.state1 = exp_avg_sq_[group];
-  const auto t = static_cast<double>(group_steps(group));
-  adamw_update(
-      update,
-      {.lr = static_cast<float>(lr),
-       .beta1 = static_cast<float>(beta1_),
-       .beta2 = static_cast<float>(beta2_),
-       .eps = static_cast<float>(eps_),
-       .bias_correction1 = static_cast<float>(1.0 - std::pow(beta1_, t)),
-       .bias_correction2 = static_cast<float>(1.0 - std::pow(beta2_, t))});
+UpdateRow AdamWAlgorithm::row(
+    const ParameterValues& values,
+    double lr,
+    std::int64_t updates) const {
+  const auto t = static_cast<double>(updates);
+  return AdamWStep{
+      .lr = static_cast<float>(lr),
+      .weight_decay = static_cast<float>(values.weight_decay),
+      .beta1 = static_cast<float>(values.beta1),
+      .beta2 = static_cast<float>(values.beta2),
+      .eps = static_cast<float>(values.eps),
+      .bias_correction1 = static_cast<float>(1.0 - std::pow(values.beta1, t)),
+      .bias_correction2 = static_cast<float>(1.0 - std::pow(values.beta2, t))}
+      .row();
+}
+
+void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) const {
+  const States& states = states_.at(group);
+  update.state0 = states.exp_avg;
+  update.state1 = states.exp_avg_sq;
+  adamw_update(update);
+}
+
+AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)
+    : Optimizer(
+          std::move(groups),
+          ParameterRules{
+              .rest = {
+                  .algorithm = Algorithm::adamw,
+                  .weight_decay = options.weight_decay,
+                  .beta1 = options.beta1,
+                  .beta2 = options.beta2,
+                  .eps = options.eps}}) {
 }
 
 }  // namespace flatshard

@@ -1,6 +1,9 @@
 #pragma once
 
 #include "flatshard/optim/optimizer.h"
+#include "flatshard/optim/update_algorithm.h"
+
+#include <map>
 
 namespace flatshard {
 
@@ -13,27 +16,35 @@ struct AdamWOptions {
 
 /// AdamW with decoupled weight decay and bias correction, arXiv:1711.05101.
 /// State per group: exp_avg and exp_avg_sq, float32.
-class AdamW : public Optimizer {
+class AdamWAlgorithm : public UpdateAlgorithm {
  public:
-  AdamW(std::vector<ParamGroup*> groups, AdamWOptions options);
-
-  /// Sets AdamWOptions::beta1, beta2 and eps from the next step on.
-  /// @throws Error{config} when one is out of range.
-  void set_coefficients(double beta1, double beta2, double eps);
-
+  void add_group(
+      std::size_t group,
+      const at::Tensor& main,
+      std::span<const ParameterValues> values) override;
   std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const override;
-
- protected:
-  void update(std::size_t group, FlatUpdate& update, double lr) override;
+  UpdateRow row(const ParameterValues& values, double lr, std::int64_t updates)
+      const override;
+  void update(std::size_t group, FlatUpdate& update) const override;
   bool writes_float8() const override { return true; }
 
  private:
-  double beta1_ = 0;
-  double beta2_ = 0;
-  double eps_ = 0;
-  std::vector<at::Tensor> exp_avg_;
-  std::vector<at::Tensor> exp_avg_sq_;
+  struct States {
+    at::Tensor exp_avg;
+    at::Tensor exp_avg_sq;
+  };
+  std::map<std::size_t, States> states_;  ///< by group
+};
+
+/// An Optimizer that updates all parameters with AdamW. For parameters with
+/// other values, see ParameterRules.
+class AdamW : public Optimizer {
+ public:
+  /// Parameters whose attribute kWeightDecayAttribute is "none" are not
+  /// decayed.
+  /// @throws Error{config} when an option is out of range.
+  AdamW(std::vector<ParamGroup*> groups, AdamWOptions options);
 };
 
 }  // namespace flatshard

@@ -65,25 +65,21 @@ __device__ void store4<__half>(void* to, std::int64_t i, float4 v) {
       *reinterpret_cast<const unsigned*>(&hi)};
 }
 
-// Returns the run that element i is in: runs are few, so a search stays in
+// Returns the range that element i is in: ranges are few, so a search stays in
 // cache.
-__device__ int run_of(const std::int64_t* ends, int num_runs, std::int64_t i) {
+__device__ int
+range_of(const UpdateRange* ranges, int num_ranges, std::int64_t i) {
   int low = 0;
-  int high = num_runs - 1;
+  int high = num_ranges - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
-    if (ends[middle] <= i) {
+    if (ranges[middle].end <= i) {
       low = middle + 1;
     } else {
       high = middle;
     }
   }
   return low;
-}
-
-__device__ float decay_of(const FlatUpdatePointers& p, std::int64_t i) {
-  return p.num_ranges == 0 ? p.weight_decay
-                           : p.decays[run_of(p.ends, p.num_ranges, i)];
 }
 
 // Returns the run that contains element i, or else an adjacent run.
@@ -216,49 +212,100 @@ __device__ float keep_of(float lr, float decay) {
 
 struct AdamWRule {
   static constexpr bool kFloat8 = true;
-  AdamWStep s;
-  float step_size;
-  float inverse_c2;
 
-  __device__ void operator()(float& w, float g, float& m, float& v, float decay)
-      const {
+  static __device__ void
+  update(const UpdateRow& s, float& w, float g, float& m, float& v) {
     m = plus(times(s.beta1, m), times(1.0F - s.beta1, g));
     v = plus(times(s.beta2, v), times(times(1.0F - s.beta2, g), g));
-    const float denominator = plus(times(__fsqrt_rn(v), inverse_c2), s.eps);
+    const float denominator = plus(times(__fsqrt_rn(v), s.inverse_c2), s.eps);
     w = plus(
-        times(w, keep_of(s.lr, decay)),
-        -__fdiv_rn(times(step_size, m), denominator));
+        times(w, keep_of(s.lr, s.weight_decay)),
+        -__fdiv_rn(times(s.step_size, m), denominator));
   }
 };
 
 struct SgdRule {
   static constexpr bool kFloat8 = false;
-  SgdStep s;
 
-  __device__ void operator()(float& w, float g, float& u, float&, float decay)
-      const {
+  static __device__ void
+  update(const UpdateRow& s, float& w, float g, float& u, float&) {
     u = plus(g, times(s.momentum, u));
-    w = plus(times(w, keep_of(s.lr, decay)), -times(s.lr, u));
+    w = plus(times(w, keep_of(s.lr, s.weight_decay)), -times(s.lr, u));
   }
 };
 
-template <class Grad, class Compute, class Rule, bool Float8>
+// Four elements of one row.
+template <class Rule>
+__device__ void
+update4(const UpdateRow& row, float4& w, float4 g, float4& a, float4& b) {
+  Rule::update(row, w.x, g.x, a.x, b.x);
+  Rule::update(row, w.y, g.y, a.y, b.y);
+  Rule::update(row, w.z, g.z, a.z, b.z);
+  Rule::update(row, w.w, g.w, a.w, b.w);
+}
+
+// One element by the row of its range.
+template <class Rule>
+__device__ void update_by_range(
+    const FlatUpdatePointers& p,
+    std::int64_t i,
+    float& w,
+    float g,
+    float& a,
+    float& b) {
+  const int group = p.ranges[range_of(p.ranges, p.num_ranges, i)].group;
+  if (group != UpdateRange::kSkipped) {
+    Rule::update(p.rows[group], w, g, a, b);
+  }
+}
+
+// What a kernel does at compile time.
+template <bool Float8, bool Ranges>
+struct Parts {
+  static constexpr bool kFloat8 = Float8;
+  static constexpr bool kRanges = Ranges;
+};
+
+template <class Grad, class Compute, class Rule, class Parts>
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(FlatUpdatePointers p, Rule rule) {
+    update_kernel(const FlatUpdatePointers p) {
   const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t e = i * kVector;
   float4 w = {0, 0, 0, 0};
-  if (i < p.numel / kVector) {
+  bool updates = i < p.numel / kVector;
+  int group = 0;
+  bool is_one_group = true;
+  if constexpr (Parts::kRanges) {
+    if (updates) {
+      const UpdateRange range = p.ranges[range_of(p.ranges, p.num_ranges, e)];
+      group = range.group;
+      is_one_group = range.end >= e + kVector;
+      updates = !is_one_group || group != UpdateRange::kSkipped;
+    }
+  }
+  if (updates) {
     w = load4<float>(p.main, i);
-    const float4 g = load4<Grad>(p.grad, i);
+    float4 g = load4<Grad>(p.grad, i);
     const float4 zero = {0, 0, 0, 0};
     float4 a = p.state0 == nullptr ? zero : load4<float>(p.state0, i);
     float4 b = p.state1 == nullptr ? zero : load4<float>(p.state1, i);
-    const std::int64_t e = i * kVector;
-    rule(w.x, times(g.x, scale), a.x, b.x, decay_of(p, e));
-    rule(w.y, times(g.y, scale), a.y, b.y, decay_of(p, e + 1));
-    rule(w.z, times(g.z, scale), a.z, b.z, decay_of(p, e + 2));
-    rule(w.w, times(g.w, scale), a.w, b.w, decay_of(p, e + 3));
+    g = {
+        times(g.x, scale),
+        times(g.y, scale),
+        times(g.z, scale),
+        times(g.w, scale)};
+    if constexpr (!Parts::kRanges) {
+      update4<Rule>(p.row, w, g, a, b);
+    } else if (is_one_group) {
+      const UpdateRow row = p.rows[group];
+      update4<Rule>(row, w, g, a, b);
+    } else {
+      update_by_range<Rule>(p, e, w.x, g.x, a.x, b.x);
+      update_by_range<Rule>(p, e + 1, w.y, g.y, a.y, b.y);
+      update_by_range<Rule>(p, e + 2, w.z, g.z, a.z, b.z);
+      update_by_range<Rule>(p, e + 3, w.w, g.w, a.w, b.w);
+    }
     store4<float>(p.main, i, w);
     store4<Compute>(p.compute, i, w);
     if (p.state0 != nullptr) {
@@ -267,81 +314,84 @@ __global__ void __launch_bounds__(kThreads)
     if (p.state1 != nullptr) {
       store4<float>(p.state1, i, b);
     }
-    if constexpr (Float8) {
+    if constexpr (Parts::kFloat8) {
       if (p.float8.data != nullptr) {
         store_mxfp8(p.float8, e, w);
       }
     }
   }
-  if constexpr (Float8) {
+  if constexpr (Parts::kFloat8) {
     if (p.float8.amax != nullptr) {
-      find_amax(p.float8, p.numel, i * kVector, w);
+      find_amax(p.float8, p.numel, e, w);
     }
   }
 }
 
-template <class Grad, class Compute, class Rule>
-void launch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
+template <class Grad, class Compute, class Rule, class Parts>
+void launch_parts(const FlatUpdatePointers& p, cudaStream_t stream) {
   const std::int64_t vectors = p.numel / kVector;
   // One vector a thread: blocks that follow each other keep more loads under
   // way than a loop does.
   const auto grid = static_cast<unsigned>(
       std::max<std::int64_t>(ceil_div(vectors, kThreads), 1));
+  const auto kernel = update_kernel<Grad, Compute, Rule, Parts>;
+  kernel<<<grid, kThreads, 0, stream>>>(p);
+}
+
+template <class Grad, class Compute, class Rule, bool Float8>
+void launch_ranges(const FlatUpdatePointers& p, cudaStream_t stream) {
+  if (p.num_ranges > 0) {
+    launch_parts<Grad, Compute, Rule, Parts<Float8, true>>(p, stream);
+  } else {
+    launch_parts<Grad, Compute, Rule, Parts<Float8, false>>(p, stream);
+  }
+}
+
+template <class Grad, class Compute, class Rule>
+void launch(const FlatUpdatePointers& p, cudaStream_t stream) {
   if constexpr (Rule::kFloat8) {
     if (p.float8.amax != nullptr || p.float8.data != nullptr) {
-      const auto kernel = update_kernel<Grad, Compute, Rule, true>;
-      kernel<<<grid, kThreads, 0, stream>>>(p, rule);
+      launch_ranges<Grad, Compute, Rule, true>(p, stream);
       return;
     }
   }
-  const auto kernel = update_kernel<Grad, Compute, Rule, false>;
-  kernel<<<grid, kThreads, 0, stream>>>(p, rule);
+  launch_ranges<Grad, Compute, Rule, false>(p, stream);
 }
 
 template <class Grad, class Rule>
-void launch_compute(
-    const FlatUpdatePointers& p,
-    Rule rule,
-    cudaStream_t stream) {
+void launch_compute(const FlatUpdatePointers& p, cudaStream_t stream) {
   switch (p.compute_dtype) {
     case Dtype::none:
-      return launch<Grad, NoCompute>(p, rule, stream);
+      return launch<Grad, NoCompute, Rule>(p, stream);
     case Dtype::float32:
-      return launch<Grad, float>(p, rule, stream);
+      return launch<Grad, float, Rule>(p, stream);
     case Dtype::bfloat16:
-      return launch<Grad, __nv_bfloat16>(p, rule, stream);
+      return launch<Grad, __nv_bfloat16, Rule>(p, stream);
     case Dtype::float16:
-      return launch<Grad, __half>(p, rule, stream);
+      return launch<Grad, __half, Rule>(p, stream);
   }
 }
 
 template <class Rule>
-void dispatch(const FlatUpdatePointers& p, Rule rule, cudaStream_t stream) {
+void dispatch(const FlatUpdatePointers& p, cudaStream_t stream) {
   switch (p.grad_dtype) {
     case Dtype::bfloat16:
-      return launch_compute<__nv_bfloat16>(p, rule, stream);
+      return launch_compute<__nv_bfloat16, Rule>(p, stream);
     case Dtype::float16:
-      return launch_compute<__half>(p, rule, stream);
+      return launch_compute<__half, Rule>(p, stream);
     default:
-      return launch_compute<float>(p, rule, stream);
+      return launch_compute<float, Rule>(p, stream);
   }
 }
 
 }  // namespace
 
-void adamw(
-    const FlatUpdatePointers& pointers,
-    AdamWStep s,
-    cudaStream_t stream) {
-  const AdamWRule rule{
-      s,
-      s.lr / s.bias_correction1,
-      1.0F / sqrtf(s.bias_correction2)};
-  dispatch(pointers, rule, stream);
+void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream) {
+  dispatch<AdamWRule>(pointers, stream);
 }
 
-void sgd(const FlatUpdatePointers& pointers, SgdStep s, cudaStream_t stream) {
-  dispatch(pointers, SgdRule{s}, stream);
+void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream) {
+  dispatch<SgdRule>(pointers, stream);
 }
 
 }  // namespace flatshard::kernels

@@ -10,14 +10,6 @@
 
 namespace flatshard {
 
-/// A run of the flat shard whose elements share their weight decay.
-struct DecayRange {
-  std::int64_t end = 0;  ///< first element after the run
-  float weight_decay = 0;
-
-  bool operator==(const DecayRange&) const = default;
-};
-
 /// One optimizer update of one flat shard: reads main weights, gradient and
 /// state, writes main weights, compute weights and state in one pass.
 struct FlatUpdate {
@@ -29,26 +21,36 @@ struct FlatUpdate {
   /// [] float32 on the same device, multiplied into the gradient; undefined
   /// for 1. A device value, so clipping needs no host wait.
   at::Tensor grad_scale;
-  /// Ascending and complete: the last `end` is n.
-  std::vector<DecayRange> decay;
-  /// CUDA with several ranges: their ends [r] int64 and decays [r] float32.
-  at::Tensor device_ends;
-  at::Tensor device_decays;
+  /// The scalars of each parameter group.
+  std::vector<UpdateRow> rows;
+  /// Ascending and complete: the last `end` is n. Empty: all elements have
+  /// the first row.
+  std::vector<UpdateRange> ranges;
+  /// CUDA with ranges: the bytes of `ranges` and of `rows`.
+  at::Tensor device_ranges;
+  at::Tensor device_rows;
   Float8Outputs float8;  ///< AdamW only
+
+  /// Copies `ranges` to where kernels read them.
+  void upload_ranges(at::Device device);
 };
+
+/// Returns the bytes of `rows` on a CUDA device. Queues on the current stream
+/// and does not block the host.
+at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device);
 
 /// AdamW with decoupled weight decay, arXiv:1711.05101 (algorithm 2):
 ///   w -= lr * decay * w;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
 ///   w -= lr * (m / c1) / (sqrt(v / c2) + eps)
 /// Queues on the current CUDA stream, or runs on the host. float32 arithmetic.
-void adamw_update(const FlatUpdate& update, const AdamWStep& step);
+void adamw_update(const FlatUpdate& update);
 
 /// SGD with momentum and decoupled weight decay:
 ///   w -= lr * decay * w;  u = momentum u + g;  w -= lr * u
-void sgd_update(const FlatUpdate& update, const SgdStep& step);
+void sgd_update(const FlatUpdate& update);
 
 // The CUDA halves; in a build without CUDA they throw Error{config}.
-void adamw_update_cuda(const FlatUpdate& update, const AdamWStep& step);
-void sgd_update_cuda(const FlatUpdate& update, const SgdStep& step);
+void adamw_update_cuda(const FlatUpdate& update);
+void sgd_update_cuda(const FlatUpdate& update);
 
 }  // namespace flatshard

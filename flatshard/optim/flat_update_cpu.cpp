@@ -70,10 +70,10 @@ __attribute__((optimize("O3", "no-math-errno"))) void adamw_block(
     float* v,
     std::int64_t n,
     float scale,
-    float keep,
-    const AdamWStep& s) {
-  const float step_size = s.lr / s.bias_correction1;
-  const float inverse_c2 = 1.0F / std::sqrt(s.bias_correction2);
+    const UpdateRow& s) {
+  const float keep = 1.0F - s.lr * s.weight_decay;
+  const float step_size = s.step_size;
+  const float inverse_c2 = s.inverse_c2;
   const float one_minus_b1 = 1.0F - s.beta1;
   const float one_minus_b2 = 1.0F - s.beta2;
   const float b1 = s.beta1;
@@ -94,9 +94,9 @@ __attribute__((optimize("O3"))) void sgd_block(
     float* u,
     std::int64_t n,
     float scale,
-    float keep,
-    const SgdStep& s) {
-  const float momentum = s.first ? 0.0F : s.momentum;
+    const UpdateRow& s) {
+  const float keep = 1.0F - s.lr * s.weight_decay;
+  const float momentum = s.momentum;
   for (std::int64_t i = 0; i < n; ++i) {
     float g = grad[i] * scale;
     if (u != nullptr) {
@@ -107,11 +107,14 @@ __attribute__((optimize("O3"))) void sgd_block(
   }
 }
 
-// Calls block(w, grad, at, n, weight_decay) over the shard, split at the decay
-// ranges, with w and grad as float32 in cache.
+// Calls block(w, grad, at, n, row) over the shard, split at the ranges, with w
+// and grad as float32 in cache. Skips ranges that are not updated.
 template <class Block>
 void for_blocks(const FlatUpdate& u, Block block) {
   const at::NoGradGuard no_grad;
+  const std::vector<UpdateRange> ranges =
+      u.ranges.empty() ? std::vector<UpdateRange>{{u.main.numel(), 0}}
+                       : u.ranges;
   parallel_for(
       0,
       u.main.numel(),
@@ -121,14 +124,19 @@ void for_blocks(const FlatUpdate& u, Block block) {
         alignas(64) float g[kBlock];
         std::size_t range = 0;
         while (begin < end) {
-          while (u.decay[range].end <= begin) {
+          while (ranges[range].end <= begin) {
             ++range;
           }
+          const auto [range_end, group] = ranges[range];
+          if (group == UpdateRange::kSkipped) {
+            begin = std::min(end, range_end);
+            continue;
+          }
           const std::int64_t n =
-              std::min({kBlock, end - begin, u.decay[range].end - begin});
+              std::min({kBlock, end - begin, range_end - begin});
           load_any(u.main, begin, n, w);
           load_any(u.grad, begin, n, g);
-          block(w, g, begin, n, u.decay[range].weight_decay);
+          block(w, g, begin, n, u.rows[group]);
           store_any(w, u.main, begin, n);
           if (u.compute.defined()) {
             store_any(w, u.compute, begin, n);
@@ -152,20 +160,51 @@ void check(const FlatUpdate& u, int num_states) {
       "expected main, grad, compute and state of {} contiguous elements on one "
       "device",
       n);
+  const bool rows_exist = std::all_of(
+      u.ranges.begin(),
+      u.ranges.end(),
+      [&](const UpdateRange& range) {
+        return range.group == UpdateRange::kSkipped ||
+               (range.group >= 0 &&
+                static_cast<std::size_t>(range.group) < u.rows.size());
+      });
   FLATSHARD_CHECK(
-      n == 0 || (!u.decay.empty() && u.decay.back().end >= n),
+      n == 0 || (u.ranges.empty() ? !u.rows.empty()
+                                  : u.ranges.back().end >= n && rows_exist),
       internal,
-      "the weight decay ranges do not cover all {} elements",
-      n);
+      "expected ranges that cover all {} elements, each with one of {} rows",
+      n,
+      u.rows.size());
 }
 
 float host_scale(const FlatUpdate& u) {
   return u.grad_scale.defined() ? u.grad_scale.item<float>() : 1.0F;
 }
 
+at::Tensor bytes_of(const void* data, std::size_t nbytes) {
+  return at::from_blob(
+      const_cast<void*>(data),
+      {static_cast<std::int64_t>(nbytes)},
+      at::TensorOptions(at::kByte));
+}
+
 }  // namespace
 
-void adamw_update(const FlatUpdate& u, const AdamWStep& step) {
+void FlatUpdate::upload_ranges(at::Device device) {
+  if (!ranges.empty() && device.is_cuda()) {
+    device_ranges =
+        bytes_of(ranges.data(), ranges.size() * sizeof(UpdateRange)).to(device);
+  }
+}
+
+at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
+  // The allocator of pinned memory keeps it until the copy has run.
+  return bytes_of(rows.data(), rows.size() * sizeof(UpdateRow))
+      .pin_memory()
+      .to(device, /*non_blocking=*/true);
+}
+
+void adamw_update(const FlatUpdate& u) {
   check(u, 2);
   if (u.main.numel() == 0) {
     return;
@@ -174,7 +213,7 @@ void adamw_update(const FlatUpdate& u, const AdamWStep& step) {
     check_float8_outputs(u.float8, u.main);
   }
   if (u.main.is_cuda()) {
-    adamw_update_cuda(u, step);
+    adamw_update_cuda(u);
     return;
   }
   const float scale = host_scale(u);
@@ -186,29 +225,21 @@ void adamw_update(const FlatUpdate& u, const AdamWStep& step) {
           const float* g,
           std::int64_t at,
           std::int64_t n,
-          float decay) {
-        adamw_block(
-            w,
-            g,
-            m + at,
-            v + at,
-            n,
-            scale,
-            1.0F - step.lr * decay,
-            step);
+          const UpdateRow& row) {
+        adamw_block(w, g, m + at, v + at, n, scale, row);
       });
   if (u.float8.wanted()) {
     write_float8_outputs(u.float8, u.main);
   }
 }
 
-void sgd_update(const FlatUpdate& u, const SgdStep& step) {
+void sgd_update(const FlatUpdate& u) {
   check(u, u.state0.defined() ? 1 : 0);
   if (u.main.numel() == 0) {
     return;
   }
   if (u.main.is_cuda()) {
-    sgd_update_cuda(u, step);
+    sgd_update_cuda(u);
     return;
   }
   const float scale = host_scale(u);
@@ -219,15 +250,14 @@ void sgd_update(const FlatUpdate& u, const SgdStep& step) {
           const float* g,
           std::int64_t at,
           std::int64_t n,
-          float decay) {
+          const UpdateRow& row) {
         sgd_block(
             w,
             g,
             momentum == nullptr ? nullptr : momentum + at,
             n,
             scale,
-            1.0F - step.lr * decay,
-            step);
+            row);
       });
 }
 

@@ -59,11 +59,18 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
   p.state1 = floats(u.state1);
   p.grad_scale = floats(u.grad_scale);
   p.numel = u.main.numel();
-  p.weight_decay = u.decay.front().weight_decay;
-  if (u.decay.size() > 1) {
-    p.ends = u.device_ends.data_ptr<std::int64_t>();
-    p.decays = u.device_decays.data_ptr<float>();
-    p.num_ranges = static_cast<int>(u.decay.size());
+  if (u.ranges.empty()) {
+    p.row = u.rows.front();
+  } else {
+    FLATSHARD_CHECK(
+        u.device_ranges.defined() && u.device_rows.defined(),
+        internal,
+        "expected the {} ranges and {} rows of an update on its device",
+        u.ranges.size(),
+        u.rows.size());
+    p.ranges = reinterpret_cast<const UpdateRange*>(bytes(u.device_ranges));
+    p.rows = reinterpret_cast<const UpdateRow*>(bytes(u.device_rows));
+    p.num_ranges = static_cast<int>(u.ranges.size());
   }
   const Float8Outputs& f = u.float8;
   if (f.wanted() && !f.runs.empty()) {
@@ -91,19 +98,16 @@ void keep_until_read(const FlatUpdate& u, c10::cuda::CUDAStream stream) {
 
 }  // namespace
 
-void adamw_update_cuda(const FlatUpdate& u, const AdamWStep& s) {
+void adamw_update_cuda(const FlatUpdate& u) {
   const c10::cuda::CUDAGuard guard(u.main.device());
-  kernels::adamw(pointers_of(u), s, c10::cuda::getCurrentCUDAStream());
+  kernels::adamw(pointers_of(u), c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 
-void sgd_update_cuda(const FlatUpdate& u, const SgdStep& s) {
+void sgd_update_cuda(const FlatUpdate& u) {
   const c10::cuda::CUDAGuard guard(u.main.device());
-  kernels::sgd(
-      pointers_of(u),
-      {.lr = s.lr, .momentum = s.first ? 0.0F : s.momentum},
-      c10::cuda::getCurrentCUDAStream());
+  kernels::sgd(pointers_of(u), c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }

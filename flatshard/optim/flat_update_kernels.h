@@ -34,17 +34,14 @@ struct FlatUpdatePointers {
   float* state1 = nullptr;
   const float* grad_scale = nullptr;
   std::int64_t numel = 0;
-  float weight_decay = 0;  ///< used when num_ranges is 0
-  const std::int64_t* ends = nullptr;
-  const float* decays = nullptr;
+  UpdateRow row;  ///< of all elements when num_ranges is 0
+  const UpdateRange* ranges = nullptr;
+  const UpdateRow* rows = nullptr;
   int num_ranges = 0;
   Float8Pointers float8;
 };
 
-void adamw(
-    const FlatUpdatePointers& pointers,
-    AdamWStep step,
-    cudaStream_t stream);
-void sgd(const FlatUpdatePointers& pointers, SgdStep step, cudaStream_t stream);
+void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream);
+void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream);
 
 }  // namespace flatshard::kernels

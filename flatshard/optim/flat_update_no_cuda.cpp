@@ -3,13 +3,13 @@
 
 namespace flatshard {
 
-void adamw_update_cuda(const FlatUpdate&, const AdamWStep&) {
+void adamw_update_cuda(const FlatUpdate&) {
   FLATSHARD_THROW(
       config,
       "this build has no CUDA; configure with FLATSHARD_CUDA=on");
 }
 
-void sgd_update_cuda(const FlatUpdate&, const SgdStep&) {
+void sgd_update_cuda(const FlatUpdate&) {
   FLATSHARD_THROW(
       config,
       "this build has no CUDA; configure with FLATSHARD_CUDA=on");

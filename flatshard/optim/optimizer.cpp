@@ -5,118 +5,194 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <map>
+#include <optional>
 
 namespace flatshard {
 namespace {
 
-// Returns the weight decay of each parameter by its attribute.
-std::vector<double> decays_by_attribute(
-    const ParamGroup& group,
-    double weight_decay) {
-  std::vector<double> decays;
-  for (const GroupParameter& p : group.parameters()) {
-    const auto attribute = p.attributes.find(kWeightDecayAttribute);
-    const bool none =
-        attribute != p.attributes.end() && attribute->second == "none";
-    FLATSHARD_CHECK(
-        none || attribute == p.attributes.end(),
-        config,
-        "parameter {}: expected attribute {} to be \"none\" or absent, got "
-        "\"{}\"",
-        p.names.front(),
-        kWeightDecayAttribute,
-        attribute->second);
-    decays.push_back(none ? 0.0 : weight_decay);
+std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
+  std::vector<ParamGroup*> trained;
+  for (ParamGroup* group : groups) {
+    if (group->trainable()) {
+      trained.push_back(group);
+    }
   }
-  return decays;
+  return trained;
 }
 
-// Returns the runs of equal decay over the flat shard. Padding has the decay
-// of the elements before it: it is zero and stays zero.
-std::vector<DecayRange> decay_ranges(
+// Returns the runs of equal rows over the flat shard, where a parameter of row
+// kSkipped is not updated. Padding has the row of the elements before it: it is
+// zero and stays zero. Empty: all of the shard has row 0.
+std::vector<UpdateRange> update_ranges(
     const ParamGroup& group,
-    const std::vector<double>& of_parameters) {
-  std::map<std::int64_t, DecayRange> by_begin;
-  for (std::size_t i = 0; i < of_parameters.size(); ++i) {
+    const std::vector<std::int32_t>& row_of_parameters) {
+  std::map<std::int64_t, UpdateRange> by_begin;
+  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
     for (const Piece& piece :
          group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
       if (piece.numel > 0) {
         by_begin[piece.local_offset] = {
             piece.local_offset + piece.numel,
-            static_cast<float>(of_parameters[i])};
+            row_of_parameters[i]};
       }
     }
   }
-  std::vector<DecayRange> ranges;
+  std::vector<UpdateRange> ranges;
   for (const auto& [begin, range] : by_begin) {
-    if (!ranges.empty() && ranges.back().weight_decay == range.weight_decay) {
+    if (!ranges.empty() && ranges.back().group == range.group) {
       ranges.back().end = range.end;
     } else {
       ranges.push_back(range);
     }
   }
-  const std::int64_t numel = group.weights().main().local().numel();
-  if (ranges.empty()) {
-    ranges.push_back({numel, 0.0F});
+  if (ranges.empty() || (ranges.size() == 1 && ranges[0].group == 0)) {
+    return {};
   }
-  ranges.back().end = numel;
+  ranges.back().end = group.weights().main().local().numel();
   return ranges;
 }
 
 }  // namespace
 
-Optimizer::Optimizer(std::vector<ParamGroup*> groups, double weight_decay) {
-  FLATSHARD_CHECK(
-      weight_decay >= 0,
-      config,
-      "expected optimizer.weight_decay >= 0, got {}",
-      weight_decay);
-  for (ParamGroup* group : groups) {
-    if (!group->trainable()) {
-      continue;
-    }
-    groups_.push_back(group);
-  }
-  updates_.resize(groups_.size());
-  for (std::size_t i = 0; i < groups_.size(); ++i) {
-    set_weight_decay(i, decays_by_attribute(*groups_[i], weight_decay));
-  }
-  group_steps_.assign(groups_.size(), 0);
+Optimizer::Optimizer(std::vector<ParamGroup*> groups)
+    : groups_(trainable(groups)),
+      parts_(groups_.size()),
+      group_steps_(groups_.size()) {
 }
 
-void Optimizer::set_weight_decay(
-    std::size_t group,
-    const std::vector<double>& of_parameters) {
-  const ParamGroup& g = *groups_.at(group);
-  FLATSHARD_CHECK(
-      of_parameters.size() == g.parameters().size(),
-      usage,
-      "expected a weight decay for each of {} parameters of {}, got {}",
-      g.parameters().size(),
-      g.name(),
-      of_parameters.size());
-  for (const double decay : of_parameters) {
+Optimizer::Optimizer(
+    std::vector<ParamGroup*> groups,
+    const ParameterRules& rules)
+    : Optimizer(
+          trainable(groups),
+          flatshard::parameter_groups(trainable(groups), rules)) {
+}
+
+Optimizer::Optimizer(
+    std::vector<ParamGroup*> groups,
+    ParameterGroups parameters)
+    : Optimizer(std::move(groups)) {
+  parameters_ = std::move(parameters);
+  for (const ParameterGroupValues& group : parameters_.groups) {
+    group.values.validate();
+  }
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
     FLATSHARD_CHECK(
-        decay >= 0,
-        config,
-        "expected optimizer.weight_decay >= 0, got {}",
-        decay);
+        i < parameters_.of_parameters.size() &&
+            parameters_.of_parameters[i].size() ==
+                groups_[i]->parameters().size(),
+        usage,
+        "expected a parameter group for each of {} parameters of {}",
+        groups_[i]->parameters().size(),
+        groups_[i]->name());
+    add_parts(i);
   }
-  wait();  // the last step may still read the ranges
-  FlatUpdate& update = updates_[group];
-  update.decay = decay_ranges(g, of_parameters);
-  const at::Device device = g.weights().main().local().device();
-  if (update.decay.size() > 1 && device.is_cuda()) {
-    std::vector<std::int64_t> ends;
-    std::vector<float> decays;
-    for (const DecayRange& range : update.decay) {
-      ends.push_back(range.end);
-      decays.push_back(range.weight_decay);
+}
+
+void Optimizer::add_parts(std::size_t group) {
+  const ParamGroup& g = *groups_[group];
+  const std::vector<std::size_t>& of_parameters =
+      parameters_.of_parameters[group];
+  std::map<Algorithm, Part> parts;
+  std::vector<std::optional<Algorithm>> algorithm_of(of_parameters.size());
+  std::vector<std::int32_t> row_of(of_parameters.size());
+  for (std::size_t i = 0; i < of_parameters.size(); ++i) {
+    const std::size_t index = of_parameters[i];
+    if (index == ParameterGroups::kNotUpdated) {
+      continue;
     }
-    update.device_ends = at::tensor(ends, at::kLong).to(device);
-    update.device_decays = at::tensor(decays, at::kFloat).to(device);
+    algorithm_of[i] = parameters_.groups.at(index).values.algorithm;
+    auto& rows = parts[*algorithm_of[i]].rows;
+    const auto found = std::find(rows.begin(), rows.end(), index);
+    row_of[i] = static_cast<std::int32_t>(found - rows.begin());
+    if (found == rows.end()) {
+      rows.push_back(index);
+    }
   }
+  for (auto& [algorithm, part] : parts) {
+    part.algorithm = algorithm;
+    std::vector<std::int32_t> own_rows = row_of;
+    for (std::size_t i = 0; i < own_rows.size(); ++i) {
+      if (algorithm_of[i] != algorithm) {
+        own_rows[i] = UpdateRange::kSkipped;
+      }
+    }
+    const at::Tensor& main = g.weights().main().local();
+    part.update.ranges = update_ranges(g, own_rows);
+    part.update.upload_ranges(main.device());
+    std::vector<ParameterValues> values;
+    for (const std::size_t row : part.rows) {
+      values.push_back(parameters_.groups[row].values);
+    }
+    auto& own = algorithms_[algorithm];
+    if (own == nullptr) {
+      own = make_algorithm(algorithm);
+    }
+    own->add_group(group, main, values);
+    parts_[group].push_back(std::move(part));
+  }
+}
+
+void Optimizer::set_values(
+    std::size_t parameter_group,
+    const ParameterValues& values) {
+  ParameterGroupValues& group = parameters_.groups.at(parameter_group);
+  values.validate();
+  FLATSHARD_CHECK(
+      values.algorithm == group.values.algorithm &&
+          (values.momentum > 0) == (group.values.momentum > 0),
+      usage,
+      "parameter group {}: the algorithm, or a momentum of 0, cannot change "
+      "after the optimizer was made; make another one",
+      group.title);
+  group.values = values;
+}
+
+std::vector<UpdateRow> Optimizer::set_rows(
+    const std::vector<std::size_t>& groups,
+    double lr) {
+  std::vector<UpdateRow> on_device;
+  for (const std::size_t i : groups) {
+    for (Part& part : parts_[i]) {
+      const UpdateAlgorithm& algorithm = *algorithms_.at(part.algorithm);
+      auto& rows = part.update.rows;
+      rows.clear();
+      for (const std::size_t row : part.rows) {
+        const ParameterValues& values = parameters_.groups[row].values;
+        rows.push_back(
+            algorithm.row(values, lr * values.lr_mult, group_steps_[i]));
+      }
+      if (part.update.device_ranges.defined()) {
+        on_device.insert(on_device.end(), rows.begin(), rows.end());
+      }
+    }
+  }
+  return on_device;
+}
+
+void Optimizer::set_device_rows(
+    const std::vector<std::size_t>& groups,
+    const at::Tensor& device_rows) {
+  constexpr auto kNbytes = static_cast<std::int64_t>(sizeof(UpdateRow));
+  std::int64_t begin = 0;
+  for (const std::size_t i : groups) {
+    for (Part& part : parts_[i]) {
+      if (part.update.device_ranges.defined()) {
+        const auto nbytes =
+            static_cast<std::int64_t>(part.update.rows.size()) * kNbytes;
+        part.update.device_rows = device_rows.narrow(0, begin, nbytes);
+        begin += nbytes;
+      }
+    }
+  }
+}
+
+bool Optimizer::writes_float8(std::size_t group) const {
+  const std::vector<Part>& parts = parts_[group];
+  return parts.size() == 1 &&
+         algorithms_.at(parts.front().algorithm)->writes_float8();
 }
 
 void Optimizer::wait() const {
@@ -143,12 +219,24 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   const auto current = current_stream(groups_.front()->mesh()->device());
   Stream& stream = stream_ ? *stream_ : *current;
   std::vector<ParamGroup*> written;
-  for (ParamGroup* group : groups_) {
-    if (group->gradients().reduced().exists()) {
-      written.push_back(group);
+  std::vector<std::size_t> updated;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i]->gradients().reduced().exists()) {
+      written.push_back(groups_[i]);
+      updated.push_back(i);
     }
   }
   WeightWrite write(std::move(written), stream);
+  for (const std::size_t i : updated) {
+    ++group_steps_[i];
+  }
+  std::vector<UpdateRow> rows = set_rows(updated, lr);
+  if (!rows.empty()) {
+    stream.submit([this, updated, rows = std::move(rows)] {
+      const at::Device device = groups_.front()->mesh()->device();
+      set_device_rows(updated, upload_rows(rows, device));
+    });
+  }
   at::Tensor scale_on_host;  // waits for the device once, if at all
   const auto host_scale = [&] {
     if (grad_scale.defined() && !scale_on_host.defined()) {
@@ -156,29 +244,29 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     }
     return scale_on_host;
   };
-  for (std::size_t i = 0; i < groups_.size(); ++i) {
+  for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
-    if (!group.gradients().reduced().exists()) {
-      continue;
-    }
-    ++group_steps_[i];
-    FlatUpdate& flat = updates_[i];  // the last step is done with it
     const bool offload = group.options().offload;
-    flat.main = group.weights().main().local();
-    flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
-    flat.grad = group.gradients().reduced().local();
-    flat.grad_scale = offload ? host_scale() : grad_scale;
     const Float8Outputs* float8 =
-        writes_float8() ? group.weights().float8_outputs() : nullptr;
-    flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
+        writes_float8(i) ? group.weights().float8_outputs() : nullptr;
+    for (Part& part : parts_[i]) {
+      FlatUpdate& flat = part.update;  // the last step is done with it
+      flat.main = group.weights().main().local();
+      flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
+      flat.grad = group.gradients().reduced().local();
+      flat.grad_scale = offload ? host_scale() : grad_scale;
+      flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
+    }
     const bool encodes =
         float8 != nullptr || !group.weights().encodes_at_gather();
-    stream.submit([this, i, lr] {
-      if (updates_[i].float8.amax.defined()) {
-        updates_[i].float8.amax.zero_();
+    stream.submit([this, i] {
+      for (Part& part : parts_[i]) {
+        if (part.update.float8.amax.defined()) {
+          part.update.float8.amax.zero_();
+        }
+        algorithms_.at(part.algorithm)->update(i, part.update);
+        part.update.grad.reset();  // zero_grad gives its memory back
       }
-      update(i, updates_[i], lr);
-      updates_[i].grad.reset();  // zero_grad gives its memory back
     });
     write.end(
         group,
@@ -194,18 +282,48 @@ void Optimizer::zero_grad() {
   }
 }
 
-at::Tensor Optimizer::new_state(std::size_t group) const {
-  const at::Tensor& main = groups_[group]->weights().main().local();
-  return at::zeros({main.numel()}, main.options().dtype(at::kFloat));
+std::vector<std::pair<std::string, at::Tensor>> Optimizer::state(
+    std::size_t group) const {
+  std::vector<std::pair<std::string, at::Tensor>> states;
+  for (const Part& part : parts_.at(group)) {
+    for (auto& state : algorithms_.at(part.algorithm)->state(group)) {
+      states.push_back(std::move(state));
+    }
+  }
+  return states;
 }
 
 std::vector<std::pair<std::string, std::vector<NamedShard>>>
 Optimizer::state_shards(std::size_t group) const {
-  std::vector<std::pair<std::string, std::vector<NamedShard>>> shards;
-  for (const auto& [name, flat] : state(group)) {
-    shards.emplace_back(name, groups_[group]->shards_of(flat));
+  std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
+  const std::vector<Part>& parts = parts_.at(group);
+  for (const Part& part : parts) {
+    for (const auto& [name, flat] :
+         algorithms_.at(part.algorithm)->state(group)) {
+      std::vector<NamedShard> shards = groups_[group]->shards_of(flat);
+      if (parts.size() > 1) {
+        std::erase_if(shards, [&](const NamedShard& shard) {
+          return algorithm_of(group, shard.name()) != part.algorithm;
+        });
+      }
+      result.emplace_back(name, std::move(shards));
+    }
   }
-  return shards;
+  return result;
+}
+
+std::optional<Algorithm> Optimizer::algorithm_of(
+    std::size_t group,
+    const std::string& name) const {
+  const std::vector<GroupParameter>& of_group = groups_[group]->parameters();
+  for (std::size_t i = 0; i < of_group.size(); ++i) {
+    const std::size_t index = parameters_.of_parameters[group][i];
+    if (of_group[i].names.front() == name &&
+        index != ParameterGroups::kNotUpdated) {
+      return parameters_.groups[index].values.algorithm;
+    }
+  }
+  return std::nullopt;
 }
 
 std::int64_t Optimizer::state_nbytes() const {

@@ -5,27 +5,31 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/parameter_rules.h"
+#include "flatshard/optim/update_algorithm.h"
 
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 namespace flatshard {
 
-/// A group whose attribute `weight_decay` is "none" on a parameter leaves that
-/// parameter undecayed.
-inline constexpr const char* kWeightDecayAttribute = "weight_decay";
-
 /// Updates the main weights of groups from their reduced gradients. Sees flat
-/// shards only: one kernel per group, whatever the number of parameters.
+/// shards only: one kernel per group, whatever the number of parameters. A
+/// group some of whose parameters use another algorithm has one for each.
 ///
 /// Groups without a gradient since the last zero_grad (their unit did not run)
 /// are skipped, like parameters whose `.grad` is None in PyTorch.
 class Optimizer {
  public:
   /// Frozen groups are skipped. The groups must outlive the optimizer.
-  Optimizer(std::vector<ParamGroup*> groups, double weight_decay);
+  /// @throws Error{config}: see parameter_groups.
+  Optimizer(std::vector<ParamGroup*> groups, const ParameterRules& rules);
+  /// @param parameters  of `groups`, which are all trained.
+  Optimizer(std::vector<ParamGroup*> groups, ParameterGroups parameters);
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
@@ -41,8 +45,8 @@ class Optimizer {
   /// Later work of the current stream comes after the updates of the last step.
   void wait() const;
 
-  /// Runs one update with learning rate `lr`, after all work queued on the
-  /// current stream.
+  /// Runs one update, after all work queued on the current stream. Each
+  /// parameter group has the learning rate lr * ParameterValues::lr_mult.
   ///
   /// @param grad_scale  [] float32 on the device, multiplied into every
   ///   gradient (the clip factor); undefined for 1.
@@ -52,12 +56,12 @@ class Optimizer {
   /// Forgets the gradients; the next reduction overwrites them.
   void zero_grad();
 
-  /// Sets the weight decay of each parameter of a group from the next step on,
-  /// in the order of ParamGroup::parameters().
-  /// @throws Error{config} when one is negative.
-  void set_weight_decay(
-      std::size_t group,
-      const std::vector<double>& of_parameters);
+  const ParameterGroups& parameter_groups() const { return parameters_; }
+  /// Sets the values of a parameter group from the next step on.
+  /// @throws Error{config} when one is out of range; Error{usage} when the
+  ///   states would have to change: another algorithm, or a momentum that was
+  ///   0.
+  void set_values(std::size_t parameter_group, const ParameterValues& values);
 
   /// Updates done so far; a checkpoint restores it.
   std::int64_t num_steps() const { return num_steps_; }
@@ -74,26 +78,44 @@ class Optimizer {
   /// Returns the names and flat tensors of a group's state, e.g. exp_avg. Each
   /// has the size of the group's main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
-      std::size_t group) const = 0;
-  /// Returns the same by parameter, for checkpoints to save and load.
+      std::size_t group) const;
+  /// Returns the states of each parameter, for checkpoints to save and load.
   virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
   state_shards(std::size_t group) const;
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   std::int64_t state_nbytes() const;
 
  protected:
-  virtual void update(std::size_t group, FlatUpdate& update, double lr) = 0;
-  /// `update` writes FlatUpdate::float8.
-  virtual bool writes_float8() const { return false; }
-  /// Returns how often the group was updated, counting this update.
-  std::int64_t group_steps(std::size_t group) const {
-    return group_steps_[group];
-  }
-  at::Tensor new_state(std::size_t group) const;
+  /// Without algorithms, for states that are updated elsewhere.
+  explicit Optimizer(std::vector<ParamGroup*> groups);
 
  private:
+  /// The parameters of one group that use one algorithm.
+  struct Part {
+    Algorithm algorithm = Algorithm::adamw;
+    std::vector<std::size_t> rows;  ///< the parameter group of each row
+    FlatUpdate update;              ///< its ranges stay
+  };
+  void add_parts(std::size_t group);
+  /// Sets the scalars of the next update of all `groups`, and returns those
+  /// that kernels read from the device, one after another.
+  std::vector<UpdateRow> set_rows(
+      const std::vector<std::size_t>& groups,
+      double lr);
+  /// Gives the parts their rows of `device_rows`.
+  void set_device_rows(
+      const std::vector<std::size_t>& groups,
+      const at::Tensor& device_rows);
+  bool writes_float8(std::size_t group) const;
+  /// Returns the algorithm of a parameter of a group.
+  std::optional<Algorithm> algorithm_of(
+      std::size_t group,
+      const std::string& name) const;
+
   std::vector<ParamGroup*> groups_;
-  std::vector<FlatUpdate> updates_;  ///< their decay ranges stay
+  ParameterGroups parameters_;
+  std::map<Algorithm, std::unique_ptr<UpdateAlgorithm>> algorithms_;
+  std::vector<std::vector<Part>> parts_;  ///< of each group
   std::vector<std::int64_t> group_steps_;
   std::int64_t num_steps_ = 0;
   std::shared_ptr<Stream> stream_;

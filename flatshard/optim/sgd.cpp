@@ -1,39 +1,60 @@
 #include "flatshard/optim/sgd.h"
 
-#include "flatshard/core/error.h"
+#include <ATen/ATen.h>
+
+#include <algorithm>
 
 namespace flatshard {
 
-Sgd::Sgd(std::vector<ParamGroup*> groups, SgdOptions options)
-    : Optimizer(std::move(groups), options.weight_decay), options_(options) {
-  FLATSHARD_CHECK(
-      options.momentum >= 0 && options.momentum < 1,
-      config,
-      "expected optimizer.momentum in [0, 1), got {}",
-      options.momentum);
-  for (std::size_t i = 0; options.momentum > 0 && i < this->groups().size();
-       ++i) {
-    momentum_.push_back(new_state(i));
+void SgdAlgorithm::add_group(
+    std::size_t group,
+    const at::Tensor& main,
+    std::span<const ParameterValues> values) {
+  const bool has_momentum =
+      std::any_of(values.begin(), values.end(), [](const ParameterValues& v) {
+        return v.momentum > 0;
+      });
+  if (has_momentum) {
+    momentum_[group] =
+        at::zeros({main.numel()}, main.options().dtype(at::kFloat));
   }
 }
 
-std::vector<std::pair<std::string, at::Tensor>> Sgd::state(
+std::vector<std::pair<std::string, at::Tensor>> SgdAlgorithm::state(
     std::size_t group) const {
-  if (momentum_.empty()) {
+  const auto found = momentum_.find(group);
+  if (found == momentum_.end()) {
     return {};
   }
-  return {{"momentum", momentum_.at(group)}};
+  return {{"momentum", found->second}};
 }
 
-void Sgd::update(std::size_t group, FlatUpdate& update, double lr) {
-  if (!momentum_.empty()) {
-    update.state0 = momentum_[group];
-  }
-  sgd_update(
-      update,
-      {.lr = static_cast<float>(lr),
-       .momentum = static_cast<float>(options_.momentum),
-       .first = group_steps(group) == 1});
+UpdateRow SgdAlgorithm::row(
+    const ParameterValues& values,
+    double lr,
+    std::int64_t updates) const {
+  return SgdStep{
+      .lr = static_cast<float>(lr),
+      .weight_decay = static_cast<float>(values.weight_decay),
+      .momentum = static_cast<float>(values.momentum),
+      .first = updates == 1}
+      .row();
+}
+
+void SgdAlgorithm::update(std::size_t group, FlatUpdate& update) const {
+  const auto found = momentum_.find(group);
+  update.state0 = found == momentum_.end() ? at::Tensor() : found->second;
+  sgd_update(update);
+}
+
+Sgd::Sgd(std::vector<ParamGroup*> groups, SgdOptions options)
+    : Optimizer(
+          std::move(groups),
+          ParameterRules{
+              .rest = {
+                  .algorithm = Algorithm::sgd,
+                  .weight_decay = options.weight_decay,
+                  .momentum = options.momentum}}) {
 }
 
 }  // namespace flatshard

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/core/error.h"
-#include "flatshard/optim/adamw.h"
+#include "flatshard/optim/optimizer.h"
 #include "python/csrc/py_unit.h"
 
 #include <algorithm>
@@ -13,38 +13,64 @@
 
 namespace flatshard::python {
 
+/// An option of each parameter group of one step.
+struct PyAdamWValues {
+  double lr = 0;
+  std::pair<double, double> betas;
+  double eps = 0;
+  double weight_decay = 0;
+};
+
 /// The core's AdamW over the groups of some units. It keeps the units alive.
 class PyAdamW {
  public:
-  explicit PyAdamW(std::vector<std::shared_ptr<PyUnit>> units)
+  /// @param group_of_parameters  the parameter group of each parameter of each
+  ///   unit, in the unit's order; -1 for parameters that are not updated.
+  PyAdamW(
+      std::vector<std::shared_ptr<PyUnit>> units,
+      const std::vector<std::vector<std::int64_t>>& group_of_parameters)
       : units_(std::move(units)) {
-    optimizer_ = std::make_unique<AdamW>(
-        trainable_groups_of(units_),
-        AdamWOptions{.weight_decay = 0});
-  }
-
-  /// Sets the weight decay of each parameter of a unit, in the unit's order;
-  /// not looked at for frozen ones.
-  void set_weight_decay(
-      const std::shared_ptr<PyUnit>& unit,
-      const std::vector<double>& of_parameters) {
-    std::map<std::size_t, std::vector<double>> decays;
-    for (std::int64_t i = 0; i < unit->num_parameters(); ++i) {
-      if (!unit->trainable(i)) {
-        continue;
+    const std::vector<ParamGroup*> groups = trainable_groups_of(units_);
+    ParameterGroups parameters;
+    for (const ParamGroup* group : groups) {
+      parameters.of_parameters.emplace_back(
+          group->parameters().size(),
+          ParameterGroups::kNotUpdated);
+    }
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      const PyUnit& unit = *units_[u];
+      for (std::int64_t i = 0; i < unit.num_parameters(); ++i) {
+        const std::int64_t index = group_of_parameters.at(u).at(i);
+        if (index < 0 || !unit.trainable(i)) {
+          continue;
+        }
+        const auto group = static_cast<std::size_t>(index);
+        while (parameters.groups.size() <= group) {
+          parameters.groups.push_back(
+              {.title = std::to_string(parameters.groups.size())});
+        }
+        parameters.of_parameters.at(index_of(groups, unit, i))
+            .at(unit.index_in_group(i)) = group;
       }
-      std::vector<double>& of_group = decays[group_of(unit, i)];
-      of_group.resize(unit->group_at(unit->group_index(i)).parameters().size());
-      of_group.at(unit->index_in_group(i)) = of_parameters.at(i);
     }
-    for (const auto& [group, of_group] : decays) {
-      optimizer_->set_weight_decay(group, of_group);
-    }
+    optimizer_ = std::make_unique<Optimizer>(groups, std::move(parameters));
   }
 
-  void step(double lr, std::pair<double, double> betas, double eps) {
-    optimizer_->set_coefficients(betas.first, betas.second, eps);
-    optimizer_->step(lr);
+  /// Makes one update.
+  ///
+  /// @param groups  the options of each parameter group.
+  void step(const std::vector<PyAdamWValues>& groups) {
+    const auto& own = optimizer_->parameter_groups().groups;
+    for (std::size_t i = 0; i < std::min(own.size(), groups.size()); ++i) {
+      optimizer_->set_values(
+          i,
+          {.lr_mult = groups[i].lr,
+           .weight_decay = groups[i].weight_decay,
+           .beta1 = groups[i].betas.first,
+           .beta2 = groups[i].betas.second,
+           .eps = groups[i].eps});
+    }
+    optimizer_->step(/*lr=*/1);
   }
 
   /// exp_avg and exp_avg_sq of parameter i of a unit, like its shard.
@@ -72,10 +98,11 @@ class PyAdamW {
   Optimizer& optimizer() { return *optimizer_; }
 
  private:
-  std::size_t group_of(const std::shared_ptr<PyUnit>& unit, std::size_t i)
-      const {
-    const ParamGroup* wanted = &unit->group_at(unit->group_index(i));
-    const auto& groups = optimizer_->groups();
+  static std::size_t index_of(
+      const std::vector<ParamGroup*>& groups,
+      const PyUnit& unit,
+      std::size_t i) {
+    const ParamGroup* wanted = &unit.group_at(unit.group_index(i));
     const auto found = std::find(groups.begin(), groups.end(), wanted);
     FLATSHARD_CHECK(
         found != groups.end(),
@@ -83,9 +110,13 @@ class PyAdamW {
         "this optimizer does not update that parameter");
     return found - groups.begin();
   }
+  std::size_t group_of(const std::shared_ptr<PyUnit>& unit, std::size_t i)
+      const {
+    return index_of(optimizer_->groups(), *unit, i);
+  }
 
   std::vector<std::shared_ptr<PyUnit>> units_;
-  std::unique_ptr<AdamW> optimizer_;
+  std::unique_ptr<Optimizer> optimizer_;
 };
 
 }  // namespace flatshard::python

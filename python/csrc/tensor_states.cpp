@@ -10,7 +10,7 @@ namespace flatshard::python {
 TensorStates::TensorStates(
     std::vector<std::shared_ptr<PyUnit>> units,
     const std::vector<std::vector<States>>& states)
-    : Optimizer(trainable_groups_of(units), /*weight_decay=*/0),
+    : Optimizer(trainable_groups_of(units)),
       units_(std::move(units)),
       states_(groups().size()) {
   for_trained([&](std::size_t u, std::size_t i, std::size_t g, std::size_t at) {
@@ -98,10 +98,6 @@ TensorStates::state_shards(std::size_t group) const {
     result.emplace_back(name, std::move(named));
   }
   return result;
-}
-
-void TensorStates::update(std::size_t, FlatUpdate&, double) {
-  FLATSHARD_THROW(internal, "these states belong to an optimizer in Python");
 }
 
 }  // namespace flatshard::python

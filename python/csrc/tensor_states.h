@@ -38,9 +38,6 @@ class TensorStates : public Optimizer {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> state_shards(
       std::size_t group) const override;
 
- protected:
-  void update(std::size_t group, FlatUpdate& update, double lr) override;
-
  private:
   /// visit(unit, parameter, group, place in the group) for all trained ones.
   template <class F>

@@ -42,9 +42,10 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them. All trainable parameters of a unit
-            have to be in it. Groups may differ only in `weight_decay`.
-        lr: learning rate; schedulers change it as always, for all groups alike.
-        betas, eps, weight_decay: as in torch.optim.AdamW.
+            have to be in it. Groups may differ in `lr`, `betas`, `eps` and
+            `weight_decay`, also within a unit.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW. Schedulers change the
+            options of each group as usual.
 
     Raises:
         ValueError: parameters or groups that cannot be updated together.
@@ -57,7 +58,7 @@ class AdamW(torch.optim.Optimizer):
     core: _C.AdamW
     # The unit of each parameter and the index in it.
     _places: dict[torch.Tensor, tuple[UnitState, int]]
-    _decays: list[float] | None  # of the groups, as the core has them
+    _group_sizes: list[int]  # how many parameters each of param_groups had
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class AdamW(torch.optim.Optimizer):
         self._parameters = parameters
         self._units = units
         self._cores = [unit.core for unit in units]
-        self.core = _C.AdamW(self._cores)
-        self._decays = None
+        self._group_sizes = self._sizes_now()
+        self.core = _C.AdamW(self._cores, self._group_of_parameters())
         given = dict(self.state)
         # The core's state of each trained parameter; `state` shows it.
         self._shown = {
@@ -147,6 +148,19 @@ class AdamW(torch.optim.Optimizer):
     def _parameters_now(self):
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _sizes_now(self):
+        return [len(group["params"]) for group in self.param_groups]
+
+    def _group_of_parameters(self):
+        """Returns the index in param_groups of each parameter of each unit, -1 for
+        parameters that are not in them."""
+        of_units = {unit: [-1] * unit.core.num_parameters for unit in self._units}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                unit, index = self._places[parameter]
+                of_units[unit][index] = number
+        return list(of_units.values())
+
     @staticmethod
     def check_options(groups: list[dict[str, Any]]) -> None:
         """Raises an error for options that the core cannot follow.
@@ -154,7 +168,6 @@ class AdamW(torch.optim.Optimizer):
         Args:
             groups: `param_groups`, or such that are to be loaded.
         """
-        first: dict[str, Any] = {}
         for group in groups:
             for name, value in _FIXED.items():
                 if bool(group.get(name, value)) != value:
@@ -168,25 +181,6 @@ class AdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"flatshard.optim.AdamW: {name}: expected {expected}, got {own}"
                     )
-                if first.setdefault(name, own) != own and name != "weight_decay":
-                    raise ValueError(
-                        f"flatshard.optim.AdamW: expected one {name} for all groups, "
-                        f"got {first[name]} and {own}; use torch.optim.AdamW"
-                    )
-
-    def _follow_decays(self):
-        """Passes the groups' weight decay to the core where it changed."""
-        decays = [float(group["weight_decay"]) for group in self.param_groups]
-        if decays == self._decays:
-            return
-        of_units = {unit: [0.0] * unit.core.num_parameters for unit in self._units}
-        for decay, group in zip(decays, self.param_groups):
-            for parameter in group["params"]:
-                unit, index = self._places[parameter]
-                of_units[unit][index] = decay
-        for unit, of_parameters in of_units.items():
-            self.core.set_weight_decay(unit.core, of_parameters)
-        self._decays = decays
 
     # -- steps ---------------------------------------------------------------------
 
@@ -213,22 +207,20 @@ class AdamW(torch.optim.Optimizer):
         if self._state_was_changed():
             self._check_dropped()
             self._take_states(dict(self.state))
-        self._follow_decays()
         views = [unit.grads for unit in self._units]
         for grads in views:
             grads.take()
-        first = self.param_groups[0]
-        self.core.step(*(_number(first[name]) for name in ("lr", "betas", "eps")))
+        self.core.step([_values_of(group) for group in self.param_groups])
         for grads in views:
             grads.release()
         self.show_steps()
         return loss
 
     def _check_as_made(self):
-        """Checks that param_groups have the same parameters as at creation, because the
-        core updates all parameters that its units had then."""
+        """Checks that each of param_groups has the same parameters as at creation, because
+        the core updates all parameters that its units had then, by their group."""
         now = self._parameters_now()
-        if len(now) != len(self._parameters) or any(
+        if self._sizes_now() != self._group_sizes or any(
             a is not b for a, b in zip(now, self._parameters)
         ):
             raise RuntimeError(
@@ -371,6 +363,13 @@ class AdamW(torch.optim.Optimizer):
             raise
         finally:
             hook.remove()
+
+
+def _values_of(group):
+    """Returns a group's options as the core takes them."""
+    return tuple(
+        _number(group[name]) for name in ("lr", "betas", "eps", "weight_decay")
+    )
 
 
 def _number(value):

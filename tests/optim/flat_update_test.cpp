@@ -19,11 +19,35 @@ namespace {
 
 constexpr int kSteps = 5;
 
+// A run of elements with one weight decay.
+struct DecayRun {
+  std::int64_t end = 0;
+  float weight_decay = 0;
+};
+
 struct UpdateCase {
   std::int64_t numel;
   at::ScalarType grad = at::kFloat;
-  std::vector<DecayRange> decay;
+  std::vector<DecayRun> decay;
   double grad_scale = 1;
+
+  // Returns one range per run, and the rows of a step.
+  std::vector<UpdateRange> ranges() const {
+    std::vector<UpdateRange> ranges;
+    for (std::size_t i = 0; i < decay.size(); ++i) {
+      ranges.push_back({decay[i].end, static_cast<std::int32_t>(i)});
+    }
+    return decay.size() == 1 ? std::vector<UpdateRange>() : ranges;
+  }
+  template <class Step>
+  std::vector<UpdateRow> rows(Step step) const {
+    std::vector<UpdateRow> rows;
+    for (const DecayRun& run : decay) {
+      step.weight_decay = run.weight_decay;
+      rows.push_back(step.row());
+    }
+    return rows;
+  }
 };
 
 std::vector<UpdateCase> cases() {
@@ -45,11 +69,11 @@ at::Tensor gradient(const UpdateCase& c, int step) {
   return (randn(c.numel, 100 + step) * 0.3).to(c.grad);
 }
 
-// Returns one float64 parameter per decay range.
+// Returns one float64 parameter per run.
 std::vector<at::Tensor> split(const UpdateCase& c, const at::Tensor& flat) {
   std::vector<at::Tensor> parts;
   std::int64_t begin = 0;
-  for (const DecayRange& range : c.decay) {
+  for (const DecayRun& range : c.decay) {
     parts.push_back(
         flat.narrow(0, begin, range.end - begin).to(at::kDouble).clone());
     begin = range.end;
@@ -67,7 +91,7 @@ void set_gradients(
   }
 }
 
-// torch's parameters, one group per decay range.
+// torch's parameters, one group per run.
 template <class Options>
 std::vector<torch::optim::OptimizerParamGroup> torch_groups(
     const std::vector<at::Tensor>& parameters,
@@ -88,7 +112,7 @@ FlatUpdate flat_update(const UpdateCase& c, at::ScalarType compute) {
     update.compute = at::zeros({c.numel}, compute);
   }
   update.state0 = at::zeros({c.numel});
-  update.decay = c.decay;
+  update.ranges = c.ranges();
   if (c.grad_scale != 1) {
     update.grad_scale = at::scalar_tensor(c.grad_scale);
   }
@@ -137,15 +161,15 @@ TEST_P(FlatUpdates, AdamWEqualsTorch) {
       }
       torch_adamw.step();
       update.grad = gradient(c, step);
-      adamw_update(
-          update,
-          {.lr = static_cast<float>(lr_of(step)),
-           .beta1 = 0.9F,
-           .beta2 = 0.95F,
-           .eps = 1e-6F,
-           .bias_correction1 = static_cast<float>(1 - std::pow(0.9, step + 1)),
-           .bias_correction2 =
-               static_cast<float>(1 - std::pow(0.95, step + 1))});
+      update.rows = c.rows(AdamWStep{
+          .lr = static_cast<float>(lr_of(step)),
+          .beta1 = 0.9F,
+          .beta2 = 0.95F,
+          .eps = 1e-6F,
+          .bias_correction1 = static_cast<float>(1 - std::pow(0.9, step + 1)),
+          .bias_correction2 =
+              static_cast<float>(1 - std::pow(0.95, step + 1))});
+      adamw_update(update);
       EXPECT_LT(distance(update.main, parameters), 4e-6)
           << c.numel << " elements, step " << step;
       expect_compute_is_rounded(update);
@@ -175,11 +199,11 @@ TEST_P(FlatUpdates, SgdEqualsTorch) {
         torch_sgd.param_groups()[0].options().set_lr(lr_of(step));
         torch_sgd.step();
         update.grad = gradient(c, step);
-        sgd_update(
-            update,
-            {.lr = static_cast<float>(lr_of(step)),
-             .momentum = static_cast<float>(momentum),
-             .first = step == 0});
+        update.rows = c.rows(SgdStep{
+            .lr = static_cast<float>(lr_of(step)),
+            .momentum = static_cast<float>(momentum),
+            .first = step == 0});
+        sgd_update(update);
         EXPECT_LT(distance(update.main, parameters), 4e-6)
             << c.numel << " elements, step " << step;
         expect_compute_is_rounded(update);
@@ -199,8 +223,8 @@ TEST(FlatUpdate, BFloat16MainWeights) {
   const at::Tensor start = randn(100, 1).to(at::kBFloat16);
   update.main = start.clone();
   update.grad = randn(100, 2).to(at::kBFloat16);
-  update.decay = {{100, 0.5F}};
-  sgd_update(update, {.lr = 0.1F});
+  update.rows = {SgdStep{.lr = 0.1F, .weight_decay = 0.5F}.row()};
+  sgd_update(update);
   const at::Tensor want = start.to(at::kFloat) * (1.0F - 0.1F * 0.5F) -
                           update.grad.to(at::kFloat) * 0.1F;
   EXPECT_TRUE(at::allclose(update.main.to(at::kFloat), want, 1e-2, 1e-6));
@@ -212,33 +236,78 @@ TEST(FlatUpdate, ZerosStayZero) {
   update.grad = at::zeros({64});
   update.state0 = at::zeros({64});
   update.state1 = at::zeros({64});
-  update.decay = {{64, 0.1F}};
-  adamw_update(
-      update,
-      {.lr = 1,
-       .beta1 = 0.9F,
-       .beta2 = 0.95F,
-       .eps = 1e-8F,
-       .bias_correction1 = 0.1F,
-       .bias_correction2 = 0.05F});
+  update.rows = {AdamWStep{
+      .lr = 1,
+      .weight_decay = 0.1F,
+      .beta1 = 0.9F,
+      .beta2 = 0.95F,
+      .eps = 1e-8F,
+      .bias_correction1 = 0.1F,
+      .bias_correction2 = 0.05F}
+                     .row()};
+  adamw_update(update);
   EXPECT_TRUE(update.main.equal(at::zeros({64})));
+}
+
+TEST(FlatUpdate, SkippedRangesAreLeftAlone) {
+  const std::int64_t n = 3000;
+  FlatUpdate update;
+  const at::Tensor start = randn(n, 1);
+  update.main = start.clone();
+  update.compute = at::zeros({n}, at::kBFloat16);
+  update.grad = randn(n, 2);
+  update.state0 = at::zeros({n});
+  update.state1 = at::zeros({n});
+  const AdamWStep step{
+      .lr = 0.1F,
+      .weight_decay = 0.1F,
+      .beta1 = 0.9F,
+      .beta2 = 0.95F,
+      .eps = 1e-8F};
+  update.rows = {step.row()};
+  adamw_update(update);
+  const at::Tensor all = update.main.clone();
+  update.main.copy_(start);
+  update.compute.zero_();
+  update.state0.zero_();
+  update.state1.zero_();
+  constexpr auto kSkipped = UpdateRange::kSkipped;
+  update.ranges = {{5, kSkipped}, {1500, 0}, {2998, kSkipped}, {n, 0}};
+  adamw_update(update);
+  for (const auto& [begin, end, own] :
+       {std::tuple{0, 5, false},
+        {5, 1500, true},
+        {1500, 2998, false},
+        {2998, 3000, true}}) {
+    const auto part = [&, begin = begin, end = end](const at::Tensor& t) {
+      return t.narrow(0, begin, end - begin);
+    };
+    EXPECT_TRUE(part(update.main).equal(part(own ? all : start))) << begin;
+    for (const at::Tensor& t : {update.compute, update.state0, update.state1}) {
+      EXPECT_EQ(part(t).any().item<bool>(), own) << begin;
+    }
+  }
 }
 
 TEST(FlatUpdate, RefusesTensorsThatDoNotFit) {
   FlatUpdate update;
   update.main = at::zeros({8});
   update.grad = at::zeros({8});
-  update.decay = {{8, 0.0F}};
-  EXPECT_THROW(adamw_update(update, {}), Error);  // no state
-  EXPECT_NO_THROW(sgd_update(update, {}));
-  update.decay = {{7, 0.0F}};
-  EXPECT_THROW(sgd_update(update, {}), Error);
-  update.decay = {{8, 0.0F}};
+  EXPECT_THROW(sgd_update(update), Error);  // no row
+  update.rows = {{}};
+  EXPECT_THROW(adamw_update(update), Error);  // no state
+  EXPECT_NO_THROW(sgd_update(update));
+  update.ranges = {{7, 0}};
+  EXPECT_THROW(sgd_update(update), Error);
+  update.ranges = {{7, 0}, {8, 1}};
+  EXPECT_THROW(sgd_update(update), Error);
+  update.ranges = {{7, 0}, {8, UpdateRange::kSkipped}};
+  EXPECT_NO_THROW(sgd_update(update));
   update.compute = at::zeros({9}, at::kBFloat16);
-  EXPECT_THROW(sgd_update(update, {}), Error);
+  EXPECT_THROW(sgd_update(update), Error);
   update.compute = at::Tensor();
   update.grad = at::zeros({16}).slice(0, 0, 16, 2);
-  EXPECT_THROW(sgd_update(update, {}), Error);
+  EXPECT_THROW(sgd_update(update), Error);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ namespace flatshard {
 
 inline constexpr AdamWStep kSomeStep{
     .lr = 0.1F,
+    .weight_decay = 0.1F,
     .beta1 = 0.9F,
     .beta2 = 0.95F,
     .eps = 1e-8F,

@@ -12,18 +12,44 @@
 namespace flatshard {
 namespace {
 
+constexpr auto kSkipped = UpdateRange::kSkipped;
+
 struct KernelCase {
   std::int64_t numel;
-  std::vector<DecayRange> decay;
+  std::vector<UpdateRange> ranges;  ///< of three rows
 };
 
-// More elements than one launch has threads, decay that changes inside a vector
-// of four, runs of one element.
+// More elements than one launch has threads, rows that change inside a vector
+// of four, ranges of one element, skipped ones.
 std::vector<KernelCase> kernel_cases() {
   return {
-      {16, {{16, 0.1F}}},
-      {4096, {{1, 0.5F}, {2, 0.0F}, {1023, 0.3F}, {4096, 0.0F}}},
-      {3 << 20, {{1000003, 0.2F}, {3 << 20, 0.0F}}}};
+      {16, {}},
+      {16, {{16, 1}}},
+      {4096, {{1, 2}, {2, 0}, {1023, 1}, {4096, 0}}},
+      {4096, {{6, kSkipped}, {7, 1}, {1025, 2}, {4094, kSkipped}, {4096, 0}}},
+      {3 << 20, {{1000003, 1}, {3 << 20, 0}}}};
+}
+
+// Returns three rows whose scalars all differ.
+template <class Step>
+std::vector<UpdateRow> rows_of(Step step) {
+  std::vector<UpdateRow> rows;
+  for (const float factor : {1.0F, 0.5F, 0.25F}) {
+    UpdateRow row = step.row();
+    for (float* scalar :
+         {&row.lr,
+          &row.weight_decay,
+          &row.beta1,
+          &row.beta2,
+          &row.eps,
+          &row.step_size,
+          &row.inverse_c2,
+          &row.momentum}) {
+      *scalar *= factor;
+    }
+    rows.push_back(row);
+  }
+  return rows;
 }
 
 FlatUpdate
@@ -38,7 +64,7 @@ host_update(const KernelCase& c, at::ScalarType grad, at::ScalarType compute) {
   update.state0 = at::randn({c.numel}, generator, at::kFloat) * 0.1;
   update.state1 = at::rand({c.numel}, generator, at::kFloat) * 0.1;
   update.grad_scale = at::scalar_tensor(0.3F);
-  update.decay = c.decay;
+  update.ranges = c.ranges;
   return update;
 }
 
@@ -53,17 +79,10 @@ FlatUpdate on_gpu(const FlatUpdate& host) {
   update.state0 = move(host.state0);
   update.state1 = move(host.state1);
   update.grad_scale = move(host.grad_scale);
-  update.decay = host.decay;
-  if (host.decay.size() > 1) {
-    std::vector<std::int64_t> ends;
-    std::vector<float> decays;
-    for (const DecayRange& range : host.decay) {
-      ends.push_back(range.end);
-      decays.push_back(range.weight_decay);
-    }
-    update.device_ends = move(at::tensor(ends, at::kLong));
-    update.device_decays = move(at::tensor(decays, at::kFloat));
-  }
+  update.ranges = host.ranges;
+  update.upload_ranges(at::kCUDA);
+  update.rows = host.rows;
+  update.device_rows = upload_rows(host.rows, at::kCUDA);
   return update;
 }
 
@@ -93,17 +112,19 @@ TEST_P(CudaUpdates, AdamW) {
   const auto [grad, compute] = GetParam();
   const AdamWStep step{
       .lr = 0.01F,
+      .weight_decay = 0.1F,
       .beta1 = 0.9F,
       .beta2 = 0.95F,
       .eps = 1e-6F,
       .bias_correction1 = 0.271F,
       .bias_correction2 = 0.142625F};
   for (const KernelCase& c : kernel_cases()) {
-    const FlatUpdate host = host_update(c, grad, compute);
+    FlatUpdate host = host_update(c, grad, compute);
+    host.rows = rows_of(step);
     const FlatUpdate gpu = on_gpu(host);
     for (int i = 0; i < 2; ++i) {
-      adamw_update(host, step);
-      adamw_update(gpu, step);
+      adamw_update(host);
+      adamw_update(gpu);
     }
     expect_equal(gpu, host);
   }
@@ -119,14 +140,17 @@ TEST_P(CudaUpdates, Sgd) {
         host.state0 = at::Tensor();
         host.grad_scale = at::Tensor();
       }
-      const FlatUpdate gpu = on_gpu(host);
+      FlatUpdate gpu = on_gpu(host);
       for (const bool first : {true, false}) {
-        const SgdStep step{
+        host.rows = rows_of(SgdStep{
             .lr = 0.1F,
+            .weight_decay = 0.2F,
             .momentum = with_momentum ? 0.9F : 0.0F,
-            .first = first};
-        sgd_update(host, step);
-        sgd_update(gpu, step);
+            .first = first});
+        gpu.rows = host.rows;
+        gpu.device_rows = upload_rows(host.rows, at::kCUDA);
+        sgd_update(host);
+        sgd_update(gpu);
       }
       expect_equal(gpu, host);
     }
@@ -153,16 +177,19 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
     for (const at::ScalarType compute : {at::kFloat, at::kBFloat16}) {
       SCOPED_TRACE(c.name);
       const std::int64_t n = c.numel;
-      const FlatUpdate host =
-          host_update({n, {{n, 0.1F}}}, at::kBFloat16, compute);
-      FlatUpdate update = on_gpu(host);
-      update.float8 = c.outputs(at::kCUDA);
-      adamw_update(update, kSomeStep);
-      adamw_update(host, kSomeStep);
-      expect_equal(update, host);
-      Float8Outputs want = c.outputs(at::kCPU);
-      write_float8_outputs(want, update.main.cpu());
-      c.expect_same(update.float8, want);
+      for (const std::vector<UpdateRange>& ranges :
+           {std::vector<UpdateRange>(), {{n / 3, 1}, {n, 2}}}) {
+        FlatUpdate host = host_update({n, ranges}, at::kBFloat16, compute);
+        host.rows = rows_of(kSomeStep);
+        FlatUpdate update = on_gpu(host);
+        update.float8 = c.outputs(at::kCUDA);
+        adamw_update(update);
+        adamw_update(host);
+        expect_equal(update, host);
+        Float8Outputs want = c.outputs(at::kCPU);
+        write_float8_outputs(want, update.main.cpu());
+        c.expect_same(update.float8, want);
+      }
     }
   }
 }
@@ -172,10 +199,11 @@ TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
   if (!cuda_available()) {
     GTEST_SKIP() << "no GPU";
   }
-  FlatUpdate update =
-      on_gpu(host_update({64, {{64, 0.1F}}}, at::kFloat, at::kBFloat16));
+  FlatUpdate host = host_update({64, {}}, at::kFloat, at::kBFloat16);
+  host.rows = {kSomeStep.row()};
+  FlatUpdate update = on_gpu(host);
   update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
-  adamw_update(update, kSomeStep);
+  adamw_update(update);
   EXPECT_FALSE(update.float8.amax.any().item<bool>());
 }
 

@@ -58,6 +58,11 @@ TEST(Optimizer, WeightDecayMayChangeBetweenSteps) {
   const auto group = make_group(one_rank());
   Sgd sgd({group.get()}, {.weight_decay = 0.5});
   const auto expect = [&](double of_weight, double of_bias) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      ParameterValues values = sgd.parameter_groups().groups[i].values;
+      values.weight_decay = i == 0 ? of_weight : of_bias;
+      sgd.set_values(i, values);
+    }
     const at::Tensor w = weight(*group).clone();
     const at::Tensor b = bias(*group).clone();
     reduce_constant(*group, 0);
@@ -66,28 +71,34 @@ TEST(Optimizer, WeightDecayMayChangeBetweenSteps) {
     EXPECT_TRUE(weight(*group).equal(w * (1 - 0.25 * of_weight)));
     EXPECT_TRUE(bias(*group).equal(b * (1 - 0.25 * of_bias)));
   };
-  sgd.set_weight_decay(0, {0, 2});
   expect(0, 2);
-  sgd.set_weight_decay(0, {1, 1});
   expect(1, 1);
-  sgd.set_weight_decay(0, {0.5, 0});
   expect(0.5, 0);
   EXPECT_THAT(
       message(
           ErrorCode::config,
           [&] {
-            sgd.set_weight_decay(0, {0, -1});
+            sgd.set_values(
+                0,
+                {.algorithm = Algorithm::sgd, .weight_decay = -1});
           }),
       HasSubstr("weight_decay >= 0, got -1"));
-  EXPECT_THAT(
-      message(ErrorCode::usage, [&] { sgd.set_weight_decay(0, {1}); }),
-      HasSubstr("each of 2 parameters of block, got 1"));
+  for (const ParameterValues& values :
+       {ParameterValues{.algorithm = Algorithm::adamw},
+        ParameterValues{.algorithm = Algorithm::sgd, .momentum = 0.5}}) {
+    EXPECT_THAT(
+        message(ErrorCode::usage, [&] { sgd.set_values(0, values); }),
+        HasSubstr("parameter group the rest"));
+  }
 }
 
 TEST(Optimizer, CoefficientsMayChangeBetweenSteps) {
   const auto group = make_group(one_rank());
   AdamW adamw({group.get()}, {.weight_decay = 0});
-  adamw.set_coefficients(0, 0, 1e-8);  // the sign of each gradient
+  // The sign of each gradient.
+  for (const std::size_t i : {0, 1}) {
+    adamw.set_values(i, {.beta1 = 0, .beta2 = 0});
+  }
   for (const double gradient : {-3.0, 2.0}) {
     const at::Tensor w = weight(*group).clone();
     reduce_constant(*group, gradient);
@@ -97,8 +108,82 @@ TEST(Optimizer, CoefficientsMayChangeBetweenSteps) {
     EXPECT_TRUE(at::allclose(weight(*group), w - 0.01 * sign, 1e-6, 1e-6));
   }
   EXPECT_THAT(
-      message(ErrorCode::config, [&] { adamw.set_coefficients(1, 0, 1e-8); }),
+      message(ErrorCode::config, [&] { adamw.set_values(0, {.beta1 = 1}); }),
       HasSubstr("beta1"));
+}
+
+ParameterRules rules_of(ParameterValues rest, ParameterRule rule) {
+  return {.rest = rest, .rules = {std::move(rule)}};
+}
+
+// Every value of a rule acts on its parameters and on no other.
+TEST(Optimizer, EachParameterGroupHasItsOwnValues) {
+  const ParameterValues rest{
+      .weight_decay = 0.1,
+      .beta1 = 0.8,
+      .beta2 = 0.9,
+      .eps = 1e-6};
+  const at::Tensor w = at::arange(40, at::kFloat) / 64;
+  const at::Tensor b = at::arange(25, at::kFloat) / -32;
+  // Returns weight and bias after three steps.
+  const auto trained = [&](const ParameterRules& rules, double lr) {
+    const auto group = make_group(one_rank());
+    Optimizer optimizer({group.get()}, rules);
+    for (int step = 0; step < 3; ++step) {
+      reduce(*group, whole_gradient(*group, w, b));
+      optimizer.step(lr);
+      optimizer.zero_grad();
+    }
+    return std::pair(weight(*group).clone(), bias(*group).clone());
+  };
+  const auto [rest_weight, rest_bias] = trained({.rest = rest}, 0.1);
+  for (const ParameterRule& rule :
+       {ParameterRule{.pattern = "weight", .lr_mult = 0.5},
+        ParameterRule{.pattern = "weight", .wd_mult = 3},
+        ParameterRule{.pattern = "weight", .beta1 = 0.5},
+        ParameterRule{.pattern = "weight", .beta2 = 0.5},
+        ParameterRule{.pattern = "weight", .eps = 0.1},
+        ParameterRule{.pattern = "weight", .algorithm = Algorithm::sgd},
+        ParameterRule{
+            .pattern = "weight",
+           .algorithm = Algorithm::sgd,
+           .momentum = 0.9}}) {
+    const auto [own_weight, own_bias] = trained(rules_of(rest, rule), 0.1);
+    EXPECT_TRUE(own_bias.equal(rest_bias));
+    EXPECT_FALSE(own_weight.equal(rest_weight));
+    const auto [want, unused] = trained(
+        {.rest =
+             {.algorithm = rule.algorithm.value_or(rest.algorithm),
+              .weight_decay = rest.weight_decay * rule.wd_mult,
+              .beta1 = rule.beta1.value_or(rest.beta1),
+              .beta2 = rule.beta2.value_or(rest.beta2),
+              .eps = rule.eps.value_or(rest.eps),
+              .momentum = rule.momentum.value_or(rest.momentum)}},
+        0.1 * rule.lr_mult);
+    EXPECT_TRUE(own_weight.equal(want));
+  }
+}
+
+// A state belongs to the parameters of its algorithm.
+TEST(Optimizer, StatesOfTwoAlgorithmsInOneGroup) {
+  const auto group = make_group(one_rank());
+  Optimizer optimizer(
+      {group.get()},
+      rules_of(
+          {},
+          {.pattern = "bias", .algorithm = Algorithm::sgd, .momentum = 0.5}));
+  std::map<std::string, std::vector<std::string>> names;
+  for (const auto& [state, shards] : optimizer.state_shards(0)) {
+    for (const NamedShard& shard : shards) {
+      names[state].push_back(shard.name());
+    }
+  }
+  EXPECT_EQ(
+      names,
+      (std::map<std::string, std::vector<std::string>>{
+          {"exp_avg", {"weight"}},
+          {"exp_avg_sq", {"weight"}},
+          {"momentum", {"bias"}}}));
 }
 
 TEST(Optimizer, WritesComputeWeightsAndSaysSo) {
@@ -231,11 +316,14 @@ TEST(Optimizer, ErrorsNameTheOption) {
       HasSubstr("parameter odd: expected attribute weight_decay"));
 }
 
-TEST(Optimizer, ShardedStepsEqualWholeOnes) {
+class ShardedSteps : public ::testing::TestWithParam<ParameterRules> {};
+
+TEST_P(ShardedSteps, EqualWholeOnes) {
+  const ParameterRules& rules = GetParam();
   const auto whole = make_group(one_rank());
   const at::Tensor w = at::arange(40, at::kFloat) / 64;
   const at::Tensor b = at::arange(25, at::kFloat) / -32;
-  AdamW reference({whole.get()}, {});
+  Optimizer reference({whole.get()}, rules);
   for (int step = 0; step < 3; ++step) {
     reduce(*whole, whole_gradient(*whole, w, b));
     reference.step(0.1);
@@ -244,7 +332,7 @@ TEST(Optimizer, ShardedStepsEqualWholeOnes) {
   for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
     run_ranks(2, [&](RankContext& context) {
       const auto group = make_group(context.mesh(), strategy);
-      AdamW adamw({group.get()}, {});
+      Optimizer adamw({group.get()}, rules);
       for (int step = 0; step < 3; ++step) {
         reduce(*group, whole_gradient(*group, w, b));
         adamw.step(0.1);
@@ -260,6 +348,24 @@ TEST(Optimizer, ShardedStepsEqualWholeOnes) {
     });
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(
+    Rules,
+    ShardedSteps,
+    ::testing::Values(
+        ParameterRules{.rest = {.weight_decay = 0.1}},
+        rules_of(
+            {.weight_decay = 0.1},
+            {.pattern = "bias",
+             .lr_mult = 0.1,
+             .wd_mult = 0,
+             .beta1 = 0.5,
+             .eps = 0.01}),
+        rules_of(
+            {.weight_decay = 0.1},
+            {.pattern = "bias",
+             .algorithm = Algorithm::sgd,
+             .momentum = 0.5})));
 
 }  // namespace
 }  // namespace flatshard::testing

@@ -161,6 +161,64 @@ def test_each_group_has_a_weight_decay(mesh, rank):
     assert distance(*results) < CLOSE
 
 
+# Values of an option for two groups, and what they change to.
+OF_GROUPS = {
+    "lr": ((1e-2, 3e-2), (5e-2, 0.0)),
+    "betas": (((0.9, 0.99), (0.5, 0.9)), ((0.7, 0.7), (0.0, 0.99))),
+    "eps": ((1e-3, 1e-1), (1.0, 1e-2)),
+    "weight_decay": ((0.5, 0.0), (0.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+@pytest.mark.parametrize("way", ["assigned", "loaded", "checkpoint", "scheduled"])
+def test_each_group_has_its_options(way, name, mesh, rank, folder):
+    """Groups that both have parameters of each unit differ in one option, which changes
+    between two steps."""
+    before, after = OF_GROUPS[name]
+
+    def grouped(kind):
+        model, _ = made(kind, mesh)
+        groups = [
+            {"params": parameters, name: value}
+            for parameters, value in zip(groups_of(model), before)
+        ]
+        return model, kind(groups, **{"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1})
+
+    def change(optimizer):
+        for group, value in zip(optimizer.param_groups, after):
+            group[name] = value
+
+    if way == "checkpoint":
+        model, other = grouped(torch.optim.AdamW)
+        train(model, other, range(2), rank)
+        change(other)
+        checkpoint.save(folder, 2, model, other)
+    results = []
+    for kind in KINDS:
+        model, optimizer = grouped(kind)
+        train(model, optimizer, range(2), rank)
+        if way == "assigned":
+            change(optimizer)
+        elif way == "loaded":
+            state = copy.deepcopy(optimizer.state_dict())
+            for group, value in zip(state["param_groups"], after):
+                group[name] = value
+            optimizer.load_state_dict(state)
+        elif way == "checkpoint":
+            checkpoint.load(folder, model, optimizer)
+        else:  # a scheduler that changes each group by its own factor
+            added = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, [lambda step: 1.0 + step, lambda step: 0.5]
+            )
+            train(model, optimizer, range(1), rank)
+            added.step()
+            change(optimizer)
+        train(model, optimizer, range(2, 5), rank)
+        results.append(full_state(model))
+    assert distance(*results) < CLOSE
+
+
 def test_another_optimizer_has_other_weight_decays(mesh, rank):
     """A later optimizer decays parameters that an earlier one left undecayed."""
     results = []
@@ -180,7 +238,7 @@ def test_groups_that_are_added(mesh, rank):
         optimizer = kind(model.blocks[0].parameters(), lr=1e-2, eps=1e-3)
         train(model, optimizer, range(2), rank)
         optimizer.add_param_group(
-            {"params": model.blocks[1].parameters(), "weight_decay": 0.5}
+            {"params": model.blocks[1].parameters(), "weight_decay": 0.5, "lr": 0.1}
         )
         model.zero_grad()
         train(model, optimizer, range(2, 5), rank)
@@ -199,8 +257,8 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(mesh, rank):
     ):
         with pytest.raises(ValueError, match=error):
             optimizer.add_param_group({"params": [parameter]})
-    with pytest.raises(ValueError, match="one lr"):
-        optimizer.add_param_group({"params": model.blocks[1].parameters(), "lr": 1.0})
+    with pytest.raises(ValueError, match="lr: expected at least 0"):
+        optimizer.add_param_group({"params": model.blocks[1].parameters(), "lr": -1.0})
     assert len(optimizer.param_groups) == 1
     train(model, optimizer, [1], rank)
     assert all(float(state["step"]) == 2 for state in optimizer.state.values())
@@ -209,6 +267,18 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(mesh, rank):
 def test_lists_of_parameters_that_were_changed(mesh, rank):
     model, optimizer = made(flatshard.optim.AdamW, mesh)
     optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(
+        RuntimeError, match="were changed since the optimizer was created"
+    ):
+        train(model, optimizer, [0], rank)
+
+
+def test_a_parameter_that_moved_to_another_group(mesh, rank):
+    model, _ = made(flatshard.optim.AdamW, mesh)
+    first, second = groups_of(model)
+    optimizer = flatshard.optim.AdamW([{"params": first}, {"params": second}])
+    a, b = (group["params"] for group in optimizer.param_groups)
+    b.insert(0, a.pop())
     with pytest.raises(
         RuntimeError, match="were changed since the optimizer was created"
     ):

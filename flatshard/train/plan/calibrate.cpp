@@ -175,16 +175,18 @@ void calibrate_passes(
       .grad = at::zeros({numel}, bf16(device)),
       .state0 = flat(),
       .state1 = flat().abs_(),
-      .decay = {{.end = numel, .weight_decay = 0.1F}}};
+      .rows = {AdamWStep{
+          .lr = 1e-6F,
+          .weight_decay = 0.1F,
+          .beta1 = 0.9F,
+          .beta2 = 0.95F,
+          .eps = 1e-8F}
+                   .row()}};
   rate(
       "optimizer",
       2 * nbytes_of({update.main, update.state0, update.state1}) +
           nbytes_of({update.grad, update.compute}),
-      [&] {
-        adamw_update(
-            update,
-            {.lr = 1e-6F, .beta1 = 0.9F, .beta2 = 0.95F, .eps = 1e-8F});
-      });
+      [&] { adamw_update(update); });
   const auto local = at::TensorOptions(device).dtype(at::kByte);
   const at::Tensor from = at::zeros({kCopyNbytes}, local);
   const at::Tensor to = at::empty({kCopyNbytes}, local);

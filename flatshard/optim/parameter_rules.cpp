@@ -1,0 +1,299 @@
+#include "flatshard/optim/parameter_rules.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/nearest_name.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <regex>
+#include <string_view>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+constexpr std::size_t kNamesInErrors = 3;
+
+std::regex regex_of(const std::string& pattern) {
+  FLATSHARD_CHECK(
+      !pattern.empty(),
+      config,
+      "optimizer.param_groups: expected a pattern, got an empty one, which "
+      "matches every parameter; write \".\" if that is intended");
+  try {
+    return std::regex(pattern);
+  } catch (const std::regex_error& error) {
+    FLATSHARD_THROW(
+        config,
+        "optimizer.param_groups: pattern \"{}\" is not a regular expression "
+        "(ECMAScript): {}",
+        pattern,
+        error.what());
+  }
+}
+
+ParameterValues values_of(
+    const ParameterRule& rule,
+    const ParameterValues& rest) {
+  ParameterValues values = rest;
+  values.algorithm = rule.algorithm.value_or(rest.algorithm);
+  values.lr_mult *= rule.lr_mult;
+  values.weight_decay *= rule.wd_mult;
+  values.beta1 = rule.beta1.value_or(rest.beta1);
+  values.beta2 = rule.beta2.value_or(rest.beta2);
+  values.eps = rule.eps.value_or(rest.eps);
+  values.momentum = rule.momentum.value_or(rest.momentum);
+  return values;
+}
+
+// Returns whether the pattern is found in the parameter's names. Its entries
+// are updated together, so a pattern matches all of them or none.
+bool matches(
+    const std::regex& regex,
+    const std::string& pattern,
+    const GroupParameter& parameter,
+    const std::vector<std::string>& entries) {
+  const auto found = [&](const std::string& name) {
+    return std::regex_search(name, regex);
+  };
+  if (std::any_of(parameter.names.begin(), parameter.names.end(), found)) {
+    return true;
+  }
+  const auto matched = std::find_if(entries.begin(), entries.end(), found);
+  if (matched == entries.end()) {
+    return false;
+  }
+  const auto other = std::find_if_not(entries.begin(), entries.end(), found);
+  FLATSHARD_CHECK(
+      other == entries.end(),
+      config,
+      "optimizer.param_groups: pattern \"{}\" matches {} but not {}. Both are "
+      "part of parameter {} and are updated together; match both or neither",
+      pattern,
+      *matched,
+      *other,
+      parameter.names.front());
+  return true;
+}
+
+bool ends_with(const std::string& text, const std::string& end) {
+  return text.size() >= end.size() &&
+         text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+bool is_decayed(const GroupParameter& p, Decay decay) {
+  const auto attribute = p.attributes.find(kWeightDecayAttribute);
+  if (attribute != p.attributes.end()) {
+    FLATSHARD_CHECK(
+        attribute->second == "none",
+        config,
+        "parameter {}: expected attribute {} to be \"none\" or absent, got "
+        "\"{}\"",
+        p.names.front(),
+        kWeightDecayAttribute,
+        attribute->second);
+    return false;
+  }
+  return decay == Decay::all ||
+         (p.whole_shape().size() > 1 && !ends_with(p.names.front(), "bias"));
+}
+
+std::string text_of(const ParameterValues& values) {
+  const std::string shared = fmt::format(
+      "lr x {}, weight decay {}",
+      values.lr_mult,
+      values.weight_decay);
+  switch (values.algorithm) {
+    case Algorithm::adamw:
+      return fmt::format(
+          "adamw, {}, betas {} and {}, eps {}",
+          shared,
+          values.beta1,
+          values.beta2,
+          values.eps);
+    case Algorithm::sgd:
+      return fmt::format("sgd, {}, momentum {}", shared, values.momentum);
+  }
+  return shared;
+}
+
+std::string without_escapes(std::string pattern) {
+  std::erase(pattern, '\\');
+  std::erase(pattern, '^');
+  std::erase(pattern, '$');
+  return pattern;
+}
+
+// Returns the runs of `num` parts between dots of `name`.
+std::vector<std::string> parts_of(const std::string& name, std::size_t num) {
+  std::vector<std::size_t> begins = {0};
+  for (std::size_t i = 0; i < name.size(); ++i) {
+    if (name[i] == '.') {
+      begins.push_back(i + 1);
+    }
+  }
+  begins.push_back(name.size() + 1);
+  std::vector<std::string> parts;
+  for (std::size_t i = 0; i + num < begins.size(); ++i) {
+    parts.push_back(name.substr(begins[i], begins[i + num] - 1 - begins[i]));
+  }
+  return parts.empty() ? std::vector{name} : parts;
+}
+
+// Returns names a part of which is near the pattern, one for each part.
+std::vector<std::string> names_near(
+    const std::string& pattern,
+    const std::vector<std::string>& names) {
+  const std::string wanted = without_escapes(pattern);
+  const auto num =
+      static_cast<std::size_t>(std::count(wanted.begin(), wanted.end(), '.'));
+  std::map<std::string, std::string> name_of;  // by part, the first
+  for (const std::string& name : names) {
+    for (const std::string& part : parts_of(name, num + 1)) {
+      name_of.emplace(part, name);
+    }
+  }
+  std::vector<std::pair<std::size_t, std::string>> by_distance;
+  for (const auto& [part, name] : name_of) {
+    by_distance.emplace_back(edit_distance(wanted, part), name);
+  }
+  std::sort(by_distance.begin(), by_distance.end());
+  std::vector<std::string> near;
+  for (const auto& [distance, name] : by_distance) {
+    if (near.size() < kNamesInErrors &&
+        std::find(near.begin(), near.end(), name) == near.end()) {
+      near.push_back(name);
+    }
+  }
+  return near;
+}
+
+}  // namespace
+
+void ParameterValues::validate() const {
+  FLATSHARD_CHECK(
+      lr_mult >= 0,
+      config,
+      "expected a learning rate >= 0 in every parameter group, got lr_mult {}",
+      lr_mult);
+  FLATSHARD_CHECK(
+      weight_decay >= 0,
+      config,
+      "expected optimizer.weight_decay >= 0, got {}",
+      weight_decay);
+  FLATSHARD_CHECK(
+      beta1 >= 0 && beta1 < 1 && beta2 >= 0 && beta2 < 1,
+      config,
+      "expected optimizer.beta1 and optimizer.beta2 in [0, 1), got {} and {}",
+      beta1,
+      beta2);
+  FLATSHARD_CHECK(eps > 0, config, "expected optimizer.eps > 0, got {}", eps);
+  FLATSHARD_CHECK(
+      momentum >= 0 && momentum < 1,
+      config,
+      "expected optimizer.momentum in [0, 1), got {}",
+      momentum);
+}
+
+std::string ParameterGroups::table() const {
+  std::size_t width = std::string_view("group").size();
+  for (const ParameterGroupValues& group : groups) {
+    width = std::max(width, group.title.size());
+  }
+  std::string lines = fmt::format(
+      "{:<{}}  {:>10}  {:>15}  values",
+      "group",
+      width,
+      "parameters",
+      "elements");
+  for (const ParameterGroupValues& group : groups) {
+    lines += fmt::format(
+        "\n{:<{}}  {:>10}  {:>15}  {}",
+        group.title,
+        width,
+        group.num_parameters,
+        group.numel,
+        text_of(group.values));
+  }
+  return lines;
+}
+
+ParameterGroups parameter_groups(
+    const std::vector<ParamGroup*>& groups,
+    const ParameterRules& rules) {
+  rules.rest.validate();
+  std::vector<std::regex> regexes;
+  for (const ParameterRule& rule : rules.rules) {
+    regexes.push_back(regex_of(rule.pattern));
+    values_of(rule, rules.rest).validate();
+  }
+  const std::size_t rest = rules.rules.size();
+  std::vector<bool> matched(rest + 1);
+  std::vector<std::string> all_names;
+  // By rule, the decayed parameters first.
+  std::map<std::pair<std::size_t, bool>, ParameterGroupValues> found;
+  std::vector<std::vector<std::pair<std::size_t, bool>>> of_parameters;
+  for (const ParamGroup* group : groups) {
+    auto& keys = of_parameters.emplace_back();
+    for (const GroupParameter& p : group->parameters()) {
+      std::vector<std::string> entries;
+      if (rules.entry_names != nullptr) {
+        entries = rules.entry_names(p);
+      }
+      all_names.insert(all_names.end(), p.names.begin(), p.names.end());
+      all_names.insert(all_names.end(), entries.begin(), entries.end());
+      std::size_t rule = rest;
+      for (std::size_t r = 0; r < rest; ++r) {
+        if (matches(regexes[r], rules.rules[r].pattern, p, entries)) {
+          matched[r] = true;
+          rule = std::min(rule, r);
+        }
+      }
+      const bool undecayed = !is_decayed(p, rules.decay);
+      const auto& key = keys.emplace_back(rule, undecayed);
+      ParameterGroupValues& its = found[key];
+      ++its.num_parameters;
+      std::int64_t numel = 1;
+      for (const std::int64_t size : p.whole_shape()) {
+        numel *= size;
+      }
+      its.numel += numel;
+    }
+  }
+  for (std::size_t r = 0; r < rest; ++r) {
+    const std::string& pattern = rules.rules[r].pattern;
+    FLATSHARD_CHECK(
+        matched[r],
+        config,
+        "optimizer.param_groups: pattern \"{}\" matches no parameter that is "
+        "trained. Names near it: {}",
+        pattern,
+        fmt::join(names_near(pattern, all_names), ", "));
+  }
+  ParameterGroups result;
+  std::map<std::pair<std::size_t, bool>, std::size_t> index;
+  for (auto& [key, group] : found) {
+    const auto& [rule, undecayed] = key;
+    group.title = rule == rest ? "the rest" : rules.rules[rule].pattern;
+    group.values =
+        rule == rest ? rules.rest : values_of(rules.rules[rule], rules.rest);
+    if (undecayed) {
+      group.title += ", no decay";
+      group.values.weight_decay = 0;
+    }
+    index[key] = result.groups.size();
+    result.groups.push_back(group);
+  }
+  for (const auto& keys : of_parameters) {
+    auto& of_group = result.of_parameters.emplace_back();
+    for (const auto& key : keys) {
+      of_group.push_back(index.at(key));
+    }
+  }
+  return result;
+}
+
+}  // namespace flatshard

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/parameter_values.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// The states and the arithmetic of an optimizer, for the parameters that use
+/// it. It updates each element separately.
+class UpdateAlgorithm {
+ public:
+  UpdateAlgorithm() = default;
+  virtual ~UpdateAlgorithm() = default;
+  UpdateAlgorithm(const UpdateAlgorithm&) = delete;
+  UpdateAlgorithm& operator=(const UpdateAlgorithm&) = delete;
+
+  /// Allocates the states of a group some of whose parameters use the
+  /// algorithm, with `values`. Each has the size of the group's main shard.
+  virtual void add_group(
+      std::size_t group,
+      const at::Tensor& main,
+      std::span<const ParameterValues> values) = 0;
+  /// Returns the names and flat tensors of a group's states, e.g. exp_avg.
+  virtual std::vector<std::pair<std::string, at::Tensor>> state(
+      std::size_t group) const = 0;
+  /// Returns the scalars of the update number `updates`, counted from 1.
+  virtual UpdateRow
+  row(const ParameterValues& values, double lr, std::int64_t updates) const = 0;
+  /// Updates the ranges that are not skipped. Sets the states in `update`.
+  virtual void update(std::size_t group, FlatUpdate& update) const = 0;
+  /// Returns whether `update` writes FlatUpdate::float8.
+  virtual bool writes_float8() const { return false; }
+};
+
+std::unique_ptr<UpdateAlgorithm> make_algorithm(Algorithm algorithm);
+
+}  // namespace flatshard
