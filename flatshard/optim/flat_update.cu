@@ -259,7 +259,7 @@ __device__ void update_by_range(
   }
 }
 
-// What a kernel does at compile time.
+// Choices at compile time.
 template <bool Float8, bool Ranges>
 struct Parts {
   static constexpr bool kFloat8 = Float8;

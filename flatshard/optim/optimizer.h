@@ -28,7 +28,7 @@ class Optimizer {
   /// Frozen groups are skipped. The groups must outlive the optimizer.
   /// @throws Error{config}: see parameter_groups.
   Optimizer(std::vector<ParamGroup*> groups, const ParameterRules& rules);
-  /// @param parameters  of `groups`, which are all trained.
+  /// @param groups  all of them trained.
   Optimizer(std::vector<ParamGroup*> groups, ParameterGroups parameters);
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;

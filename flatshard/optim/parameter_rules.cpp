@@ -21,8 +21,8 @@ std::regex regex_of(const std::string& pattern) {
   FLATSHARD_CHECK(
       !pattern.empty(),
       config,
-      "optimizer.param_groups: expected a pattern, got an empty one, which "
-      "matches every parameter; write \".\" if that is intended");
+      "optimizer.param_groups: expected a pattern, got an empty one; \".\" "
+      "matches every parameter");
   try {
     return std::regex(pattern);
   } catch (const std::regex_error& error) {

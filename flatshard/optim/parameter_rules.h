@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,26 +14,6 @@ namespace flatshard {
 /// A parameter whose attribute `weight_decay` is "none" is not decayed.
 inline constexpr const char* kWeightDecayAttribute = "weight_decay";
 
-/// Values for the parameters with a matching name. An absent value is
-/// ParameterRules::rest's.
-struct ParameterRule {
-  std::string pattern;  ///< ECMAScript regex, searched in the names
-  std::optional<Algorithm> algorithm;
-  double lr_mult = 1;  ///< multiplied into ParameterRules::rest's
-  double wd_mult = 1;  ///< multiplied into ParameterRules::rest's weight decay
-  std::optional<double> beta1;
-  std::optional<double> beta2;
-  std::optional<double> eps;
-  std::optional<double> momentum;
-};
-
-/// Selects the parameters that weight decay applies to.
-enum class Decay {
-  all,
-  /// Parameters with two dimensions or more whose name does not end in "bias".
-  matrices
-};
-
 /// The parameter groups of an optimizer. A parameter belongs to the first rule
 /// with a matching pattern, or else to `rest`.
 struct ParameterRules {
@@ -42,8 +21,7 @@ struct ParameterRules {
   std::vector<ParameterRule> rules = {};
   Decay decay = Decay::all;
   /// Returns further names of a parameter that patterns are searched in, such
-  /// as Hugging Face's. A parameter that is several entries there, such as
-  /// fused matrices, has all of their names. Null: no further names.
+  /// as the names of its Hugging Face entries. Null: no further names.
   std::function<std::vector<std::string>(const GroupParameter&)> entry_names =
       nullptr;
 };
@@ -58,7 +36,7 @@ struct ParameterGroupValues {
 
 /// All parameter groups of an optimizer, none of them empty.
 struct ParameterGroups {
-  /// The index of a parameter that the optimizer leaves alone.
+  /// The index of a parameter that the optimizer does not update.
   static constexpr auto kNotUpdated = static_cast<std::size_t>(-1);
 
   std::vector<ParameterGroupValues> groups;
@@ -70,9 +48,8 @@ struct ParameterGroups {
 };
 
 /// Returns the parameter groups of the parameters of `groups`.
-/// @throws Error{config}: a value out of range, an invalid pattern, a pattern
-///   that matches no parameter (naming the nearest ones) or only some of the
-///   entries of one.
+/// @throws Error{config} for a value out of range, an invalid pattern, and one
+///   that matches no parameter or only some entries of one.
 ParameterGroups parameter_groups(
     const std::vector<ParamGroup*>& groups,
     const ParameterRules& rules);

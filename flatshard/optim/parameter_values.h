@@ -1,5 +1,8 @@
 #pragma once
 
+#include <optional>
+#include <string>
+
 namespace flatshard {
 
 /// The arithmetic of an update, UpdateAlgorithm.
@@ -18,6 +21,28 @@ struct ParameterValues {
   /// @throws Error{config} when a value is out of range.
   void validate() const;
   bool operator==(const ParameterValues&) const = default;
+};
+
+/// Values for the parameters with a matching name. Absent values, and those
+/// that the factors apply to, are in ParameterRules::rest.
+struct ParameterRule {
+  std::string pattern = {};  ///< ECMAScript regex, searched in the names
+  std::optional<Algorithm> algorithm = std::nullopt;
+  double lr_mult = 1;
+  double wd_mult = 1;  ///< of the weight decay
+  std::optional<double> beta1 = std::nullopt;
+  std::optional<double> beta2 = std::nullopt;
+  std::optional<double> eps = std::nullopt;
+  std::optional<double> momentum = std::nullopt;
+
+  bool operator==(const ParameterRule&) const = default;
+};
+
+/// Selects the parameters that weight decay applies to.
+enum class Decay {
+  all,
+  /// Parameters with two dimensions or more whose name does not end in "bias".
+  matrices
 };
 
 }  // namespace flatshard

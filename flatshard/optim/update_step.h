@@ -20,7 +20,7 @@ static_assert(sizeof(UpdateRow) == 32, "two loads of a kernel");
 
 /// A run of the flat shard whose elements share a parameter group.
 struct UpdateRange {
-  /// UpdateRange::group of elements that this update leaves alone.
+  /// UpdateRange::group of elements that this update does not change.
   static constexpr std::int32_t kSkipped = -1;
 
   std::int64_t end = 0;    ///< first element after the run

@@ -217,8 +217,8 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _check_as_made(self):
-        """Checks that each of param_groups has the same parameters as at creation, because
-        the core updates all parameters that its units had then, by their group."""
+        """Checks that each group has the same parameters as at creation. The core updates
+        all parameters that its units had then, by their group."""
         now = self._parameters_now()
         if self._sizes_now() != self._group_sizes or any(
             a is not b for a, b in zip(now, self._parameters)
@@ -366,7 +366,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _values_of(group):
-    """Returns a group's options as the core takes them."""
+    """Returns a group's options as the core reads them."""
     return tuple(
         _number(group[name]) for name in ("lr", "betas", "eps", "weight_decay")
     )

@@ -173,7 +173,7 @@ OF_GROUPS = {
 @pytest.mark.parametrize("name", OF_GROUPS)
 @pytest.mark.parametrize("way", ["assigned", "loaded", "checkpoint", "scheduled"])
 def test_each_group_has_its_options(way, name, mesh, rank, folder):
-    """Groups that both have parameters of each unit differ in one option, which changes
+    """Groups that both have parameters of each unit differ in one option. It changes
     between two steps."""
     before, after = OF_GROUPS[name]
 
