@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
@@ -250,6 +251,59 @@ def case_save_state_full(folder):
 def case_save_state_sharded_ram_efficient(folder):
     ram = {"cpu_ram_efficient_loading": True}
     return save_and_resume(folder, "SHARDED_STATE_DICT", **ram)
+
+
+class Averaged:
+    """Averaged weights (EMA), from shards."""
+
+    def __init__(self, model):
+        self.parameters = list(model.parameters())
+        self.values = [p.detach().clone() for p in self.parameters]
+
+    def update(self):
+        now = [p.detach() for p in self.parameters]
+        torch._foreach_lerp_(self.values, now, 0.1)
+
+    @torch.no_grad()
+    def swap(self):
+        for p, value in zip(self.parameters, self.values):
+            former = p.detach().clone()
+            p.copy_(value)
+            value.copy_(former)
+
+    def state_dict(self):
+        return {str(i): value.full_tensor() for i, value in enumerate(self.values)}
+
+    def load_state_dict(self, state):
+        for i, value in enumerate(self.values):
+            full = state[str(i)]
+            value.copy_(distribute_tensor(full, value.device_mesh, value.placements))
+
+
+def case_averaged_weights(folder):
+    """Saved in the middle of an epoch, and put in place of the weights."""
+    run = Run(plugin={"state_dict_type": "SHARDED_STATE_DICT"})
+    averaged = Averaged(run.model)
+    run.accelerator.register_for_checkpointing(averaged)
+
+    def train(loader):
+        for (ids,), _ in zip(loader, range(2)):
+            run.step(ids)
+            averaged.update()
+        return run.losses[-2:], averaged.state_dict()
+
+    train(run.loader)
+    run.accelerator.save_state(f"{folder}/saved")
+    losses, expected = train(run.accelerator.skip_first_batches(run.loader, 2))
+    run.accelerator.load_state(f"{folder}/saved")
+    again, found = train(run.accelerator.skip_first_batches(run.loader, 2))
+    assert again == losses
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    averaged.swap()
+    swapped = models.full_weights(run.model)
+    averaged.swap()
+    run.train(2)
+    return run.found(averaged=found, swapped=swapped)
 
 
 def case_save_model(folder):

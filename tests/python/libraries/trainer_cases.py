@@ -172,6 +172,25 @@ def case_callback_reads_weights(folder):
     return found(trainer, sums=Reads.sums)
 
 
+def case_callback_writes_weights(folder):
+    class Writes(TrainerCallback):
+        norms = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **more):
+            norms = [p.grad.norm().full_tensor().item() for p in model.parameters()]
+            self.norms.append(norms)
+
+        def on_step_end(self, args, state, control, model=None, **more):
+            for p in model.parameters():
+                p.data.mul_(0.98)
+                p.data.clamp_(-0.3, 0.3)
+
+    trainer = make(folder)
+    trainer.add_callback(Writes())
+    trainer.train()
+    return found(trainer, of_parameters=Writes.norms)
+
+
 def case_train_twice(folder):
     trainer = make(folder, max_steps=3)
     trainer.train()

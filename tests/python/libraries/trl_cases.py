@@ -4,8 +4,19 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models as tokenizer_models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer
+from trl import (
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.trainer.distillation_trainer import DistillationConfig, DistillationTrainer
 
 from tests.python.libraries import cpu, models
 from tests.python.libraries.trainer_cases import Seen
@@ -174,21 +185,59 @@ def case_dpo_lora(folder):
     return dpo(folder, {"peft_config": LORA})
 
 
+def case_dpo_synced_reference(folder):
+    """Each step mixes the policy's shards into a reference model with other units."""
+    reference = {"ref_model": models.llama()}
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 1}
+    return dpo(folder, reference, loss_type=["ipo"], **synced)
+
+
+def case_orpo(folder):
+    config = ORPOConfig(**settings(folder, max_length=32))
+    return trained(ORPOTrainer, config, preferences())[0]
+
+
+def case_kto(folder):
+    config = KTOConfig(**settings(folder, max_length=32))
+    completions = texts(seed=5)[:8] + texts(seed=6)[8:]
+    data = {"completion": completions, "label": [i % 2 == 0 for i in range(16)]}
+    data["prompt"] = texts(length=6, seed=4)
+    reference = {"ref_model": models.llama()}
+    return trained(KTOTrainer, config, data, of_trainer=reference)[0]
+
+
+def case_reward(folder):
+    config = RewardConfig(**settings(folder, max_length=32))
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(models.llama_config(num_labels=1))
+    return trained(RewardTrainer, config, preferences(), model)[0]
+
+
+def case_distillation(folder):
+    """The loss of student and teacher is computed in chunks of their heads."""
+    sizes = {"max_steps": 2, "max_completion_length": 6}
+    config = DistillationConfig(**settings(folder, **sizes))
+    data = {"prompt": texts(length=6, seed=4), "completion": texts(seed=5)}
+    teacher = {"teacher_model": models.llama(seed=3)}
+    return trained(DistillationTrainer, config, data, of_trainer=teacher)[0]
+
+
 def reward_length(completions, **more):
     return [float(len(set(text.split()))) for text in completions]
 
 
-def case_grpo(folder):
+def rewarded(folder, config, trainer):
     """Generates with the sharded model."""
-    config = GRPOConfig(
-        **settings(
-            folder,
-            max_steps=2,
-            num_generations=2,
-            max_completion_length=6,
-            beta=0.0,
-        )
-    )
+    sizes = {"max_steps": 2, "num_generations": 2, "max_completion_length": 6}
+    config = config(**settings(folder, beta=0.0, **sizes))
     data = {"prompt": texts(length=6, seed=4)}
     of_trainer = {"reward_funcs": reward_length}
-    return trained(GRPOTrainer, config, data, of_trainer=of_trainer)[0]
+    return trained(trainer, config, data, of_trainer=of_trainer)[0]
+
+
+def case_grpo(folder):
+    return rewarded(folder, GRPOConfig, GRPOTrainer)
+
+
+def case_rloo(folder):
+    return rewarded(folder, RLOOConfig, RLOOTrainer)
