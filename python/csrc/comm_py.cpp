@@ -52,7 +52,6 @@ void bind_comm(py::module_& m) {
           py::arg("device"))
       .def_property_readonly("rank", &Mesh::rank)
       .def_property_readonly("size", &Mesh::size)
-      .def_property_readonly("num_axes", &Mesh::num_axes)
       .def_property_readonly(
           "axes",
           [](const Mesh& mesh) {

@@ -156,25 +156,6 @@ at::Tensor PyRuntime::main_grad(const at::Tensor& weight) const {
   return target->grad;
 }
 
-bool PyRuntime::defers(const at::Tensor& weight) const {
-  nn::WgradSink& sink = *runtime_;
-  return sink.defers(weight);
-}
-
-void PyRuntime::defer(
-    const at::Tensor& weight,
-    py::typing::Callable<void(at::Tensor, bool)> write) const {
-  nn::WgradSink& sink = *runtime_;
-  nn::LateWgrad late = [write = held_with_gil(std::move(write))](
-                           at::Tensor& grad,
-                           bool accumulate) {
-    const py::gil_scoped_acquire gil;
-    (*write)(grad, accumulate);
-  };
-  const py::gil_scoped_release no_gil;
-  sink.defer(weight, std::move(late));
-}
-
 void PyRuntime::forward_begin(UnitId unit, py::handle args, py::handle kwargs) {
   nn::TensorList tensors;
   collect_tensors(args, tensors);

@@ -59,15 +59,6 @@ class PyRuntime {
   /// backward.
   at::Tensor main_grad(const at::Tensor& weight) const;
 
-  /// Returns whether the gradient of an unsharded parameter is delayed; see
-  /// nn::WgradSink. In a backward, without the GIL.
-  bool defers(const at::Tensor& weight) const;
-  /// @param write  called with where the gradient goes, and whether it is added
-  ///   there.
-  void defer(
-      const at::Tensor& weight,
-      py::typing::Callable<void(at::Tensor, bool)> write) const;
-
   const nn::ModuleContextPtr& sink() const { return sink_; }
 
   void forward_begin(UnitId unit, py::handle args, py::handle kwargs);

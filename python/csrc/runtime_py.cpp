@@ -298,8 +298,6 @@ void bind_runtime(py::module_& m) {
           NoGil())
       .def("parameter_norms", &PyRuntime::parameter_norms, NoGil())
       .def("main_grad", &PyRuntime::main_grad, py::arg("weight"), NoGil())
-      .def("defers", &PyRuntime::defers, py::arg("weight"), NoGil())
-      .def("defer", &PyRuntime::defer, py::arg("weight"), py::arg("write"))
       .def(
           "float8_inputs",
           &PyRuntime::float8_inputs,

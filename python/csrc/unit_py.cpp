@@ -134,7 +134,6 @@ void bind_unit(py::module_& m) {
           py::arg("mesh"),
           py::arg("options"))
       .def_property_readonly("num_parameters", &PyUnit::num_parameters)
-      .def_property_readonly("num_groups", &PyUnit::num_groups)
       .def_property_readonly(
           "offloads",
           [](const PyUnit& self) {

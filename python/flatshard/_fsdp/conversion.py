@@ -75,7 +75,7 @@ def _converting(states, parameters, fn):
             continue
         if state in leaving:
             writes.remove([p.shard])
-        _convert(state, p, fn)
+        _convert(p, fn)
     roots = {s.root for s in leaving if s.root is not None}
     others = {unit for root in roots for unit in root.units} - leaving
     for root in roots:
@@ -96,7 +96,7 @@ def _converting(states, parameters, fn):
 
 
 @torch.no_grad()
-def _convert(state, p, fn):
+def _convert(p, fn):
     local = local_of(p.shard).detach()
     moved = fn(local)
     if moved.dtype == local.dtype and moved.device == local.device:
