@@ -1,7 +1,8 @@
 // Measures CUDA kernels on the shapes of models. Prints a line of JSON for each
 // with the minimum bytes moved. bench/kernels.py adds PyTorch's kernels.
 // `flatshard plan --calibrate` measures matmuls.
-// usage: flatshard_kernels [tokens]
+// usage: flatshard_kernels [tokens [word]]
+// With a word, it measures only the copy and operations with it in their name.
 #include <ATen/Functions.h>
 #include <fmt/format.h>
 
@@ -58,6 +59,8 @@ constexpr AdamWStep kStep{
     .bias_correction1 = 0.5F,
     .bias_correction2 = 0.5F};
 
+std::string only;  // NOLINT: the word of the command line
+
 using Tensors = std::vector<Tensor>;
 using Make = std::function<Tensors()>;
 using Call = std::function<void(Tensors&)>;
@@ -96,6 +99,9 @@ void time(
     const Make& make,
     const Call& call,
     std::int64_t most = 64) {
+  if (op != "copy" && op.find(only) == std::string::npos) {
+    return;
+  }
   constexpr std::int64_t kWorkingSet = std::int64_t{1} << 30;
   std::vector<Tensors> sets(
       std::clamp<std::int64_t>(kWorkingSet / nbytes, 1, most));
@@ -230,6 +236,63 @@ void measure_shards() {
   shard.time("sum of copied gradients", kNbytes, pieces, [](auto& t) {
     sum_rows(t[1], t[0], ReduceOp::avg);
   });
+}
+
+/// States of one shard in int8.
+struct Int8States {
+  FlatUpdate update{
+      .rows = {kStep.row()},
+      .state_ranges = {{.end = kShard, .format = StateFormat::int8}}};
+
+  Int8States() {
+    for (StateTensors* state : {&update.exp_avg, &update.exp_avg_sq}) {
+      const bool is_signed = state == &update.exp_avg;
+      state->codes =
+          at::zeros({kShard}, kFloat.dtype(is_signed ? at::kChar : at::kByte));
+      state->scales = at::zeros({kShard / kStateBlock}, kFloat);
+    }
+  }
+};
+
+void measure_states() {
+  const Operations shard{"shard"};
+  Int8States states;
+  FlatUpdate& update = states.update;
+  update.upload_ranges(at::kCUDA);
+  constexpr std::int64_t kStates = 4;  // codes, read and written
+  const auto measure = [&](const std::string& op,
+                           std::int64_t nbytes,
+                           at::ScalarType main,
+                           at::ScalarType grad,
+                           bool with_compute) {
+    const auto make = [=] {
+      return Tensors{
+          at::randn({kShard}, kFloat.dtype(main)),
+          at::randn({kShard}, kFloat.dtype(grad)),
+          with_compute ? at::empty({kShard}, kBf16) : Tensor()};
+    };
+    shard.time(
+        op,
+        kShard * (nbytes + kStates) + kShard / kStateBlock * 16,
+        make,
+        [&](auto& t) {
+          update.main = t[0];
+          update.grad = t[1];
+          update.compute = t[2];
+          adamw_update(update);
+        });
+  };
+  measure("AdamW of int8 states and cast", 12, at::kFloat, at::kBFloat16, true);
+  measure("AdamW of int8 states", 12, at::kFloat, at::kFloat, false);
+  update.rounding_ranges = {{.end = kShard, .key = 7}};
+  update.rounding_step = 1;
+  update.upload_ranges(at::kCUDA);
+  measure(
+      "AdamW of int8 states, stochastic rounding",
+      6,
+      at::kBFloat16,
+      at::kBFloat16,
+      false);
 }
 
 /// Operations on the elements of one tensor.
@@ -491,6 +554,7 @@ int main(int argc, char** argv) {
     return 77;
   }
   const std::int64_t tokens = argc > 1 ? std::atoll(argv[1]) : 8192;
+  only = argc > 2 ? argv[2] : "";
   const at::NoGradGuard no_grad;
   measure_copy();
   for (const Shape& shape : kShapes) {
@@ -498,6 +562,7 @@ int main(int argc, char** argv) {
   }
   measure_loss();
   measure_shards();
+  measure_states();
   for (const std::int64_t columns : {4096, 14336}) {
     measure_float8(tokens, columns);
   }

@@ -5,8 +5,8 @@ python3 bench/kernels.py build/flatshard_kernels --json kernels.json
 Prints a table with the microseconds of each kernel and of PyTorch. It also has the
 bandwidth that Flatshard's kernel reaches, as a fraction of the bandwidth of a copy. The
 bandwidth counts the bytes that the operation has to move at least. One GPU, bfloat16,
-8192 tokens, minutes. `--only swiglu` measures PyTorch for some operations. `flatshard
-plan --calibrate` measures matmuls.
+8192 tokens, minutes. `--only swiglu` measures only the copy and operations with this word
+in their name. `flatshard plan --calibrate` measures matmuls.
 """
 
 import functools
@@ -355,13 +355,13 @@ def main():
     parser = Parser(__doc__).options("json", tokens=8192)
     parser.add_argument("program", help="build/flatshard_kernels")
     parser.add_argument(
-        "--only", default="", metavar="WORD", help="PyTorch's of operations with it"
+        "--only", default="", metavar="WORD", help="only operations with it"
     )
     args = parser.parse_args()
     head(*COLUMNS, left=(0, 1))
     done = []
     for found in compare(
-        rows_of(args.program, str(args.tokens)), args.tokens, args.only
+        rows_of(args.program, str(args.tokens), args.only), args.tokens, args.only
     ):
         done.append(found)
         row(

@@ -13,6 +13,7 @@
 
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_boxes.h"
+#include "flatshard/checkpoint/state_conversion.h"
 #include "flatshard/checkpoint/state_keys.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
@@ -23,6 +24,7 @@
 #include "flatshard/format/read_plan.h"
 #include "flatshard/group/weight_write.h"
 #include "flatshard/mesh/on_all_ranks.h"
+#include "flatshard/optim/moments.h"
 
 namespace flatshard {
 namespace {
@@ -47,6 +49,7 @@ class Loader {
   void read() {
     const auto begin = std::chrono::steady_clock::now();
     manifest_ = read_manifest(folder_);
+    convert_states();
     match();
     check_names();
     find_updates();
@@ -94,6 +97,11 @@ class Loader {
     }
     upload(to_device, device, num_threads());
     upload(to_host, at::kCPU, num_threads());
+    for (const StateConversion& conversion : conversions_) {
+      conversion.apply(
+          {static_cast<const std::byte*>(staging_.data_ptr()),
+           static_cast<std::size_t>(nbytes_)});
+    }
     for (ParamGroup* group : groups_) {
       write.end(*group, WeightWrite::Cast::here);
     }
@@ -168,10 +176,95 @@ class Loader {
         names.empty() ? "" : nearest_name(owned.names.front(), names));
   }
 
+  /// Returns the stored tensor of a role, or null, under whichever name.
+  const StoredTensor* find_stored(
+      const std::string& role,
+      const std::vector<std::string>& names) {
+    const auto tensors = manifest_.tensors.find(role);
+    for (const std::string& name : names) {
+      if (tensors == manifest_.tensors.end()) {
+        break;
+      }
+      const auto found = tensors->second.find(name);
+      if (found != tensors->second.end()) {
+        used_.insert({role, name});
+        return &found->second;
+      }
+    }
+    return nullptr;
+  }
+
+  /// Plans the conversion of states that the checkpoint has in other formats.
+  void convert_states() {
+    if (optimizer_ == nullptr || !optimizer_->converts_states()) {
+      return;
+    }
+    for (std::size_t i = 0; i < optimizer_->groups().size(); ++i) {
+      const auto states = optimizer_->state_shards(i);
+      for (const auto& [role, shards] : states) {
+        if (role.ends_with(kScaleSuffix)) {
+          continue;
+        }
+        const std::string scale_role = role + std::string(kScaleSuffix);
+        for (const NamedShard& shard : shards) {
+          convert_state(role, shard, [&]() -> std::optional<NamedShard> {
+            for (const auto& [other, scales] : states) {
+              for (const NamedShard& scale : scales) {
+                if (other == scale_role && scale.name() == shard.name() &&
+                    scale.local_offset == shard.local_offset) {
+                  return scale;
+                }
+              }
+            }
+            return std::nullopt;
+          });
+        }
+      }
+    }
+  }
+
+  template <class Scales>
+  void convert_state(
+      const std::string& role,
+      const NamedShard& shard,
+      const Scales& scales) {
+    const auto tensors = manifest_.tensors.find(role);
+    if (shard.dropped || excluded(shard.names) ||
+        tensors == manifest_.tensors.end()) {
+      return;
+    }
+    for (const std::string& name : shard.names) {
+      const auto found = tensors->second.find(name);
+      if (found == tensors->second.end()) {
+        continue;
+      }
+      if (found->second.dtype !=
+          safetensors_dtype(shard.tensor.scalar_type())) {
+        const std::string scale_role = role + std::string(kScaleSuffix);
+        StateConversion conversion(
+            shard,
+            scales(),
+            found->second,
+            find_stored(scale_role, shard.names),
+            fmt::format(
+                "{}: {}",
+                folder_.string(),
+                describe_tensor(role, name)));
+        conversion.want(wanted_, nbytes_);
+        conversions_.push_back(std::move(conversion));
+        used_.insert({role, name});
+        converted_.insert({role, shard.name()});
+        converted_.insert({scale_role, shard.name()});
+      }
+      return;
+    }
+  }
+
   void match() {
     for (const OwnedBox& owned :
          owned_boxes(groups_, optimizer_, options_.whole_tensors)) {
-      if (excluded(owned.names)) {
+      if (excluded(owned.names) ||
+          converted_.count({owned.role, owned.names.front()}) == 1) {
         continue;
       }
       const StoredTensor& tensor = stored(owned);
@@ -274,6 +367,8 @@ class Loader {
   const Mesh& mesh_;
   Manifest manifest_;
   std::set<std::pair<std::string, std::string>> used_;
+  std::set<std::pair<std::string, std::string>> converted_;  ///< role and name
+  std::vector<StateConversion> conversions_;
   std::vector<Target> targets_;
   std::vector<WantedBox> wanted_;
   std::uint64_t nbytes_ = 0;

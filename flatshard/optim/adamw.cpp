@@ -1,5 +1,7 @@
 #include "flatshard/optim/adamw.h"
 
+#include "flatshard/core/error.h"
+
 #include <ATen/ATen.h>
 
 #include <cmath>
@@ -9,16 +11,61 @@ namespace flatshard {
 void AdamWAlgorithm::add_group(
     std::size_t group,
     const at::Tensor& main,
-    std::span<const ParameterValues> /*values*/) {
+    std::span<const ParameterValues> values) {
+  const StateFormat format = values.front().state_dtype;
+  for (const ParameterValues& others : values) {
+    FLATSHARD_CHECK(
+        others.state_dtype == format,
+        config,
+        "expected one state_dtype for the parameters of a unit");
+  }
+  if (format != StateFormat::float32) {
+    states_[group] = {.format = format};
+    return;  // add_parameters allocates them
+  }
   const auto options = main.options().dtype(at::kFloat);
   states_[group] = {
       .exp_avg = at::zeros({main.numel()}, options),
       .exp_avg_sq = at::zeros({main.numel()}, options)};
 }
 
+void AdamWAlgorithm::add_parameters(
+    std::size_t group,
+    const ParamGroup& of,
+    const std::vector<std::size_t>& parameters) {
+  States& states = states_.at(group);
+  if (states.format == StateFormat::float32) {
+    return;
+  }
+  FLATSHARD_CHECK(
+      parameters.size() == of.parameters().size(),
+      config,
+      "optimizer.state_dtype: expected AdamW for all {} parameters of {}, got "
+      "{}; with another algorithm for the others, use float32",
+      of.parameters().size(),
+      of.name(),
+      parameters.size());
+  states.moments.emplace(of, states.format);
+}
+
+std::vector<std::pair<std::string, std::vector<NamedShard>>>
+AdamWAlgorithm::state_shards(std::size_t group) const {
+  const States& states = states_.at(group);
+  return states.moments
+             ? states.moments->shards()
+             : std::vector<std::pair<std::string, std::vector<NamedShard>>>();
+}
+
+bool AdamWAlgorithm::writes_float8(std::size_t group) const {
+  return !states_.at(group).moments;
+}
+
 std::vector<std::pair<std::string, at::Tensor>> AdamWAlgorithm::state(
     std::size_t group) const {
   const States& states = states_.at(group);
+  if (states.moments) {
+    return states.moments->tensors();
+  }
   return {{"exp_avg", states.exp_avg}, {"exp_avg_sq", states.exp_avg_sq}};
 }
 
@@ -40,6 +87,11 @@ UpdateRow AdamWAlgorithm::row(
 
 void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) const {
   const States& states = states_.at(group);
+  if (states.moments) {
+    states.moments->set_on(update);
+    adamw_update(update);
+    return;
+  }
   update.state0 = states.exp_avg;
   update.state1 = states.exp_avg_sq;
   adamw_update(update);
@@ -54,7 +106,8 @@ AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)
                   .weight_decay = options.weight_decay,
                   .beta1 = options.beta1,
                   .beta2 = options.beta2,
-                  .eps = options.eps}}) {
+                  .eps = options.eps,
+                  .state_dtype = options.state_dtype}}) {
 }
 
 }  // namespace flatshard

@@ -1,9 +1,11 @@
 #pragma once
 
+#include "flatshard/optim/moments.h"
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/optim/update_algorithm.h"
 
 #include <map>
+#include <optional>
 
 namespace flatshard {
 
@@ -12,27 +14,41 @@ struct AdamWOptions {
   double beta2 = 0.95;
   double eps = 1e-8;
   double weight_decay = 0.1;
+  /// The format of exp_avg and exp_avg_sq; see state_format_of for exceptions.
+  /// The update is computed in float32, from the states before they are
+  /// rounded. int8 requires ParamGroupOptions::alignment kInt8Alignment.
+  StateFormat state_dtype = StateFormat::float32;
 };
 
 /// AdamW with decoupled weight decay and bias correction, arXiv:1711.05101.
-/// State per group: exp_avg and exp_avg_sq, float32.
+/// State per group: exp_avg and exp_avg_sq.
 class AdamWAlgorithm : public UpdateAlgorithm {
  public:
   void add_group(
       std::size_t group,
       const at::Tensor& main,
       std::span<const ParameterValues> values) override;
+  /// @throws Error{config} when states in other formats than float32 are for a
+  ///   part of the group, and as Moments.
+  void add_parameters(
+      std::size_t group,
+      const ParamGroup& of,
+      const std::vector<std::size_t>& parameters) override;
   std::vector<std::pair<std::string, at::Tensor>> state(
+      std::size_t group) const override;
+  std::vector<std::pair<std::string, std::vector<NamedShard>>> state_shards(
       std::size_t group) const override;
   UpdateRow row(const ParameterValues& values, double lr, std::int64_t updates)
       const override;
   void update(std::size_t group, FlatUpdate& update) const override;
-  bool writes_float8() const override { return true; }
+  bool writes_float8(std::size_t group) const override;
 
  private:
   struct States {
-    at::Tensor exp_avg;
+    at::Tensor exp_avg;  ///< of float32 states
     at::Tensor exp_avg_sq;
+    StateFormat format = StateFormat::float32;
+    std::optional<Moments> moments;  ///< states of another format
   };
   std::map<std::size_t, States> states_;  ///< by group
 };

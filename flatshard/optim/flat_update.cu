@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include "flatshard/core/rounding.h"
+#include "flatshard/device/philox_rounds.cuh"
 #include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update_kernels.h"
 
@@ -67,8 +68,8 @@ __device__ void store4<__half>(void* to, std::int64_t i, float4 v) {
 
 // Returns the range that element i is in: ranges are few, so a search stays in
 // cache.
-__device__ int
-range_of(const UpdateRange* ranges, int num_ranges, std::int64_t i) {
+template <class Range>
+__device__ int range_of(const Range* ranges, int num_ranges, std::int64_t i) {
   int low = 0;
   int high = num_ranges - 1;
   while (low < high) {
@@ -215,12 +216,20 @@ struct AdamWRule {
 
   static __device__ void
   update(const UpdateRow& s, float& w, float g, float& m, float& v) {
+    update_and_root(s, w, g, m, v);
+  }
+
+  /// Returns the square root of the new v.
+  static __device__ float
+  update_and_root(const UpdateRow& s, float& w, float g, float& m, float& v) {
     m = plus(times(s.beta1, m), times(1.0F - s.beta1, g));
     v = plus(times(s.beta2, v), times(times(1.0F - s.beta2, g), g));
-    const float denominator = plus(times(__fsqrt_rn(v), s.inverse_c2), s.eps);
+    const float root = __fsqrt_rn(v);
+    const float denominator = plus(times(root, s.inverse_c2), s.eps);
     w = plus(
         times(w, keep_of(s.lr, s.weight_decay)),
         -__fdiv_rn(times(s.step_size, m), denominator));
+    return root;
   }
 };
 
@@ -372,6 +381,326 @@ void launch_compute(const FlatUpdatePointers& p, cudaStream_t stream) {
   }
 }
 
+// Returns byte j of a word as a float, without a conversion: it becomes the
+// mantissa of a number at 2^23.
+__device__ float byte_as_float(std::uint32_t word, int j, float offset) {
+  return plus(
+      float8::float_of(__byte_perm(word, 0x4B000000U, 0x7440U + j)),
+      -offset);
+}
+
+// A thread's part of a warp's block: four adjacent elements, and four that are
+// half a block further. So all accesses of a warp are contiguous.
+constexpr int kQuads = 2;
+constexpr int kQuadStride = kStateBlock / kQuads;
+static_assert(kStateBlock == 32 * kVector * kQuads);
+
+struct Quads {
+  float v[kQuads][kVector];
+  __device__ void set(int quad, float4 of) {
+    v[quad][0] = of.x;
+    v[quad][1] = of.y;
+    v[quad][2] = of.z;
+    v[quad][3] = of.w;
+  }
+  __device__ float4 quad(int i) const {
+    return {v[i][0], v[i][1], v[i][2], v[i][3]};
+  }
+};
+
+// Codes as they are stored, read before anything waits for them.
+struct StateCodes {
+  std::uint32_t word[kQuads];
+  float scale;
+};
+
+__device__ StateCodes load_codes(const StatePointers& s, std::int64_t at) {
+  StateCodes codes;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    codes.word[q] = reinterpret_cast<const std::uint32_t*>(
+        s.codes)[(at + q * kQuadStride) / kVector];
+  }
+  codes.scale = s.scales[at / kStateBlock];
+  return codes;
+}
+
+__device__ void decode(const StateCodes& codes, bool is_signed, Quads& to) {
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      // int8 + 128 is a byte.
+      to.v[q][j] = is_signed ? state_format::decode_exp_avg(
+                                   byte_as_float(
+                                       codes.word[q] ^ 0x80808080U,
+                                       j,
+                                       8388608.0F + 128.0F),
+                                   codes.scale)
+                             : state_format::decode_exp_avg_sq(
+                                   byte_as_float(codes.word[q], j, 8388608.0F),
+                                   codes.scale);
+    }
+  }
+}
+
+// Encodes the warp's block: of exp_avg the values, of exp_avg_sq the square
+// roots.
+__device__ void encode(
+    const Quads& of,
+    bool is_signed,
+    const StatePointers& s,
+    std::int64_t at) {
+  std::uint32_t largest = 0;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      // A square root has no sign.
+      largest =
+          max(largest,
+              is_signed ? state_format::magnitude(of.v[q][j])
+                        : float8::bits_of(of.v[q][j]));
+    }
+  }
+  largest = __reduce_max_sync(0xffffffffU, largest);
+  const float scale =
+      is_signed ? state_format::scale_of(largest) : float8::float_of(largest);
+  const float inverse =
+      state_format::inverse_of(is_signed ? 1.0F : 255.0F, scale);
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    std::uint32_t code[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      code[j] = is_signed
+                    ? state_format::encode_exp_avg(of.v[q][j], inverse)
+                    : state_format::encode_exp_avg_sq(of.v[q][j], inverse);
+    }
+    const std::uint32_t word = __byte_perm(
+        __byte_perm(code[0], code[1], 0x0040U),
+        __byte_perm(code[2], code[3], 0x0040U),
+        0x5410U);
+    reinterpret_cast<std::uint32_t*>(
+        s.codes)[(at + q * kQuadStride) / kVector] = word;
+  }
+  if (threadIdx.x % 32 == 0) {
+    s.scales[at / kStateBlock] = scale;
+  }
+}
+
+// Stores bfloat16 main weights from element e of the shard on, rounded
+// stochastically. `drawn` are the random words of `block`.
+__device__ void store_rounded(
+    const FlatUpdatePointers& p,
+    std::int64_t e,
+    float4 w,
+    const RoundingRange*& range,
+    std::uint64_t& block,
+    uint4& drawn) {
+  const RoundingRange& own =
+      p.rounding_ranges[range_of(p.rounding_ranges, p.num_rounding_ranges, e)];
+  const std::int64_t element = e + own.shift;
+  const std::uint64_t wanted = stochastic_rounding::block_of(element);
+  if (range != &own || wanted != block) {
+    drawn = {
+        static_cast<std::uint32_t>(wanted),
+        static_cast<std::uint32_t>(wanted >> 32),
+        static_cast<std::uint32_t>(p.rounding_step),
+        static_cast<std::uint32_t>(p.rounding_step >> 32)};
+    philox(
+        drawn,
+        static_cast<std::uint32_t>(own.key),
+        static_cast<std::uint32_t>(own.key >> 32));
+    range = &own;
+    block = wanted;
+  }
+  // The element is a multiple of 4, so its four have one half of the words.
+  const bool second = stochastic_rounding::half_of(element) >= 4;
+  const std::uint32_t a = second ? drawn.z : drawn.x;
+  const std::uint32_t b = second ? drawn.w : drawn.y;
+  using stochastic_rounding::round;
+  const auto lo = round(w.x, a & 0xffffU) |
+                  static_cast<std::uint32_t>(round(w.y, a >> 16)) << 16;
+  const auto hi = round(w.z, b & 0xffffU) |
+                  static_cast<std::uint32_t>(round(w.w, b >> 16)) << 16;
+  reinterpret_cast<uint2*>(p.main)[e / kVector] = {lo, hi};
+}
+
+__device__ Quads load_quads(
+    const StatePointers& s,
+    StateFormat format,
+    std::int64_t at,
+    std::int64_t num) {
+  Quads quads = {};
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    if (q * kQuadStride < num) {
+      const std::int64_t i = (at + q * kQuadStride) / kVector;
+      quads.set(
+          q,
+          format == StateFormat::float32 ? load4<float>(s.float32, i)
+                                         : load4<__nv_bfloat16>(s.bfloat16, i));
+    }
+  }
+  return quads;
+}
+
+__device__ void store_quads(
+    const Quads& quads,
+    const StatePointers& s,
+    StateFormat format,
+    std::int64_t at,
+    std::int64_t num) {
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    if (q * kQuadStride < num) {
+      const std::int64_t i = (at + q * kQuadStride) / kVector;
+      if (format == StateFormat::float32) {
+        store4<float>(s.float32, i, quads.quad(q));
+      } else {
+        store4<__nv_bfloat16>(s.bfloat16, i, quads.quad(q));
+      }
+    }
+  }
+}
+
+// A warp has a block of kStateBlock elements. Of several formats, and with
+// int8, the ranges and the shard are multiples of it.
+template <class Main, class Grad, class Compute, bool Stochastic>
+__global__ void __launch_bounds__(kThreads)
+    states_kernel(const FlatUpdatePointers p) {
+  const std::int64_t begin =
+      (std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32) *
+      kStateBlock;
+  if (begin >= p.numel) {
+    return;
+  }
+  const std::int64_t e = begin + threadIdx.x % 32 * kVector;
+  const std::int64_t num = p.numel - e;  // quads start at less than it
+  Quads w = {};
+  Quads g = {};
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    if (q * kQuadStride < num) {
+      const std::int64_t i = (e + q * kQuadStride) / kVector;
+      w.set(q, load4<Main>(p.main, i));
+      g.set(q, load4<Grad>(p.grad, i));
+    }
+  }
+  // After the loads, because these need no ranges. Mostly a block has one row.
+  const std::int64_t last = min(begin + kStateBlock, p.numel) - 1;
+  int group = 0;
+  bool is_one_group = true;
+  if (p.num_ranges > 0) {
+    const UpdateRange& of = p.ranges[range_of(p.ranges, p.num_ranges, begin)];
+    group = of.group;
+    is_one_group = of.end > last;
+    if (is_one_group && group == UpdateRange::kSkipped) {
+      return;
+    }
+  }
+  const StateRange range =
+      p.num_state_ranges == 0
+          ? StateRange{.end = p.numel}
+          : p.state_ranges[range_of(p.state_ranges, p.num_state_ranges, begin)];
+  const std::int64_t at = e + range.shift;
+  const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
+  Quads m;
+  Quads v;
+  if (range.format == StateFormat::int8) {
+    const StateCodes first = load_codes(p.exp_avg, at);
+    const StateCodes second = load_codes(p.exp_avg_sq, at);
+    decode(first, true, m);
+    decode(second, false, v);
+  } else {
+    m = load_quads(p.exp_avg, range.format, at, num);
+    v = load_quads(p.exp_avg_sq, range.format, at, num);
+  }
+
+  Quads root;
+  if (is_one_group) {
+    const UpdateRow row = p.num_ranges == 0 ? p.row : p.rows[group];
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        root.v[q][j] = AdamWRule::update_and_root(
+            row,
+            w.v[q][j],
+            times(g.v[q][j], scale),
+            m.v[q][j],
+            v.v[q][j]);
+      }
+    }
+  } else {
+    for (int q = 0; q < kQuads; ++q) {
+      for (int j = 0; j < kVector; ++j) {
+        update_by_range<AdamWRule>(
+            p,
+            min(e + q * kQuadStride + j, last),
+            w.v[q][j],
+            times(g.v[q][j], scale),
+            m.v[q][j],
+            v.v[q][j]);
+        root.v[q][j] = __fsqrt_rn(v.v[q][j]);
+      }
+    }
+  }
+
+  const RoundingRange* rounding = nullptr;
+  std::uint64_t block = 0;
+  uint4 drawn = {};
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    if (q * kQuadStride < num) {
+      const std::int64_t to = e + q * kQuadStride;
+      if constexpr (Stochastic) {
+        store_rounded(p, to, w.quad(q), rounding, block, drawn);
+      } else {
+        store4<Main>(p.main, to / kVector, w.quad(q));
+      }
+      store4<Compute>(p.compute, to / kVector, w.quad(q));
+    }
+  }
+  if (range.format == StateFormat::int8) {
+    encode(m, true, p.exp_avg, at);
+    encode(root, false, p.exp_avg_sq, at);
+  } else {
+    store_quads(m, p.exp_avg, range.format, at, num);
+    store_quads(v, p.exp_avg_sq, range.format, at, num);
+  }
+}
+
+template <class Main, class Grad, class Compute, bool Stochastic>
+void launch_states(const FlatUpdatePointers& p, cudaStream_t stream) {
+  constexpr std::int64_t kEach = kThreads / 32 * kStateBlock;
+  const auto grid = static_cast<unsigned>(
+      std::max<std::int64_t>(ceil_div(p.numel, kEach), 1));
+  states_kernel<Main, Grad, Compute, Stochastic>
+      <<<grid, kThreads, 0, stream>>>(p);
+}
+
+template <class Grad>
+void dispatch_states(const FlatUpdatePointers& p, cudaStream_t stream) {
+  using BFloat16 = __nv_bfloat16;
+  if (p.main_dtype == Dtype::bfloat16) {
+    return p.rounding_ranges != nullptr
+               ? launch_states<BFloat16, Grad, NoCompute, true>(p, stream)
+               : launch_states<BFloat16, Grad, NoCompute, false>(p, stream);
+  }
+  switch (p.compute_dtype) {
+    case Dtype::none:
+      return launch_states<float, Grad, NoCompute, false>(p, stream);
+    case Dtype::float32:
+      return launch_states<float, Grad, float, false>(p, stream);
+    case Dtype::bfloat16:
+      return launch_states<float, Grad, BFloat16, false>(p, stream);
+    case Dtype::float16:
+      return launch_states<float, Grad, __half, false>(p, stream);
+  }
+}
+
 template <class Rule>
 void dispatch(const FlatUpdatePointers& p, cudaStream_t stream) {
   switch (p.grad_dtype) {
@@ -388,6 +717,17 @@ void dispatch(const FlatUpdatePointers& p, cudaStream_t stream) {
 
 void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream) {
   dispatch<AdamWRule>(pointers, stream);
+}
+
+void adamw_states(const FlatUpdatePointers& p, cudaStream_t stream) {
+  switch (p.grad_dtype) {
+    case Dtype::bfloat16:
+      return dispatch_states<__nv_bfloat16>(p, stream);
+    case Dtype::float16:
+      return dispatch_states<__half>(p, stream);
+    default:
+      return dispatch_states<float>(p, stream);
+  }
 }
 
 void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream) {

@@ -6,9 +6,19 @@
 #include <vector>
 
 #include "flatshard/group/float8_outputs.h"
+#include "flatshard/optim/state_format.h"
+#include "flatshard/optim/stochastic_rounding.h"
 #include "flatshard/optim/update_step.h"
 
 namespace flatshard {
+
+/// One state of a flat shard, by format. Undefined: no range has the format.
+struct StateTensors {
+  at::Tensor float32;
+  at::Tensor bfloat16;
+  at::Tensor codes;   ///< int8: exp_avg; uint8: exp_avg_sq
+  at::Tensor scales;  ///< float32, one for each kStateBlock codes
+};
 
 /// One optimizer update of one flat shard: reads main weights, gradient and
 /// state, writes main weights, compute weights and state in one pass.
@@ -31,7 +41,21 @@ struct FlatUpdate {
   at::Tensor device_rows;
   Float8Outputs float8;  ///< AdamW only
 
-  /// Copies `ranges` to where kernels read them.
+  /// AdamW: exp_avg and exp_avg_sq in these formats, instead of state0 and
+  /// state1. Ascending and complete; of several ranges, and with int8, each
+  /// ends at a multiple of kStateBlock, and so do `ranges`. Empty: not used.
+  std::vector<StateRange> state_ranges;
+  StateTensors exp_avg;
+  StateTensors exp_avg_sq;
+  /// bfloat16 main weights are rounded stochastically. Ascending and complete.
+  /// Empty: to nearest even.
+  std::vector<RoundingRange> rounding_ranges;
+  std::uint64_t rounding_step = 0;
+  /// CUDA: the bytes of both.
+  at::Tensor device_state_ranges;
+  at::Tensor device_rounding_ranges;
+
+  /// Copies all ranges to where kernels read them.
   void upload_ranges(at::Device device);
 };
 

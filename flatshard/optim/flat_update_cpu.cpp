@@ -1,11 +1,15 @@
 #include "flatshard/core/error.h"
+#include "flatshard/core/philox.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/device/parallel_for.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/flat_update_float8.h"
+#include "flatshard/optim/state_block.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace flatshard {
@@ -107,6 +111,102 @@ __attribute__((optimize("O3"))) void sgd_block(
   }
 }
 
+const StateRange& range_at(
+    const std::vector<StateRange>& ranges,
+    std::int64_t i) {
+  return *std::upper_bound(
+      ranges.begin(),
+      ranges.end(),
+      i,
+      [](std::int64_t at, const StateRange& r) { return at < r.end; });
+}
+
+// float32 moments of n elements, decoded from their formats.
+void load_state(
+    const StateTensors& from,
+    const StateRange& range,
+    std::int64_t at,
+    std::int64_t n,
+    float* to) {
+  const std::int64_t first = at + range.shift;
+  if (range.format == StateFormat::float32) {
+    load<float>(from.float32, first, n, to);
+    return;
+  }
+  if (range.format == StateFormat::bfloat16) {
+    load<at::BFloat16>(from.bfloat16, first, n, to);
+    return;
+  }
+  const float* scales = from.scales.data_ptr<float>() + first / kStateBlock;
+  for (std::int64_t b = 0; b < n; b += kStateBlock) {
+    decode_state_block(
+        from.codes.data_ptr(),
+        from.codes.scalar_type() == at::kChar,
+        first + b,
+        scales[b / kStateBlock],
+        to + b);
+  }
+}
+
+void store_state(
+    const float* from,
+    const StateTensors& to,
+    const StateRange& range,
+    std::int64_t at,
+    std::int64_t n) {
+  const std::int64_t first = at + range.shift;
+  if (range.format == StateFormat::float32) {
+    store<float>(from, to.float32, first, n);
+    return;
+  }
+  if (range.format == StateFormat::bfloat16) {
+    store<at::BFloat16>(from, to.bfloat16, first, n);
+    return;
+  }
+  float* scales = to.scales.data_ptr<float>() + first / kStateBlock;
+  for (std::int64_t b = 0; b < n; b += kStateBlock) {
+    scales[b / kStateBlock] = encode_state_block(
+        from + b,
+        to.codes.data_ptr(),
+        to.codes.scalar_type() == at::kChar,
+        first + b);
+  }
+}
+
+// Rounds n new weights stochastically.
+void store_rounded(
+    const float* w,
+    const FlatUpdate& u,
+    std::int64_t at,
+    std::int64_t n) {
+  auto* to = reinterpret_cast<std::uint16_t*>(u.main.data_ptr<at::BFloat16>());
+  auto range = std::upper_bound(
+      u.rounding_ranges.begin(),
+      u.rounding_ranges.end(),
+      at,
+      [](std::int64_t i, const RoundingRange& r) { return i < r.end; });
+  std::uint64_t block = 0;
+  std::array<std::uint32_t, 4> words{};
+  bool drawn = false;
+  for (std::int64_t i = at; i < at + n; ++i) {
+    if (i >= range->end) {
+      ++range;
+      drawn = false;
+    }
+    const std::int64_t element = i + range->shift;
+    const std::uint64_t wanted = stochastic_rounding::block_of(element);
+    if (!drawn || wanted != block) {
+      words = Philox(range->key)(wanted, u.rounding_step);
+      block = wanted;
+      drawn = true;
+    }
+    const int half = stochastic_rounding::half_of(element);
+    to[i] = stochastic_rounding::round(
+        w[i - at],
+        words[half / 2] >> (half % 2 * 16) & 0xffffU);
+  }
+}
+
 // Calls block(w, grad, at, n, row) over the shard, split at the ranges, with w
 // and grad as float32 in cache. Skips ranges that are not updated.
 template <class Block>
@@ -115,11 +215,15 @@ void for_blocks(const FlatUpdate& u, Block block) {
   const std::vector<UpdateRange> ranges =
       u.ranges.empty() ? std::vector<UpdateRange>{{u.main.numel(), 0}}
                        : u.ranges;
+  const std::int64_t numel = u.main.numel();
+  // Threads get multiples of kBlock, so no block of an int8 state is split.
   parallel_for(
       0,
-      u.main.numel(),
-      kGrain,
-      [&](std::int64_t begin, std::int64_t end) {
+      ceil_div(numel, kBlock),
+      kGrain / kBlock,
+      [&](std::int64_t first, std::int64_t last) {
+        std::int64_t begin = first * kBlock;
+        const std::int64_t end = std::min(last * kBlock, numel);
         alignas(64) float w[kBlock];
         alignas(64) float g[kBlock];
         std::size_t range = 0;
@@ -137,7 +241,11 @@ void for_blocks(const FlatUpdate& u, Block block) {
           load_any(u.main, begin, n, w);
           load_any(u.grad, begin, n, g);
           block(w, g, begin, n, u.rows[group]);
-          store_any(w, u.main, begin, n);
+          if (u.rounding_ranges.empty()) {
+            store_any(w, u.main, begin, n);
+          } else {
+            store_rounded(w, u, begin, n);
+          }
           if (u.compute.defined()) {
             store_any(w, u.compute, begin, n);
           }
@@ -177,6 +285,36 @@ void check(const FlatUpdate& u, int num_states) {
       u.rows.size());
 }
 
+void check_ranges(const FlatUpdate& u) {
+  const std::int64_t n = u.main.numel();
+  const bool has_blocks = u.state_ranges.size() > 1 ||
+                          (u.state_ranges.size() == 1 &&
+                           u.state_ranges.front().format == StateFormat::int8);
+  const auto complete = [&](const auto& ranges) {
+    std::int64_t end = 0;
+    for (const auto& range : ranges) {
+      if (range.end < end || (has_blocks && range.end % kStateBlock != 0)) {
+        return false;
+      }
+      end = range.end;
+    }
+    return ranges.empty() || end >= n;
+  };
+  FLATSHARD_CHECK(
+      complete(u.state_ranges) && complete(u.rounding_ranges) &&
+          (!has_blocks || (n % kStateBlock == 0 && complete(u.ranges))),
+      internal,
+      "expected ranges of states, rounding and rows that cover {} "
+      "elements, and of int8 states in multiples of {}",
+      n,
+      kStateBlock);
+  FLATSHARD_CHECK(
+      u.rounding_ranges.empty() || u.main.scalar_type() == at::kBFloat16,
+      internal,
+      "stochastic rounding is for bfloat16 main weights, got {}",
+      c10::toString(u.main.scalar_type()));
+}
+
 float host_scale(const FlatUpdate& u) {
   return u.grad_scale.defined() ? u.grad_scale.item<float>() : 1.0F;
 }
@@ -191,10 +329,14 @@ at::Tensor bytes_of(const void* data, std::size_t nbytes) {
 }  // namespace
 
 void FlatUpdate::upload_ranges(at::Device device) {
-  if (!ranges.empty() && device.is_cuda()) {
-    device_ranges =
-        bytes_of(ranges.data(), ranges.size() * sizeof(UpdateRange)).to(device);
-  }
+  const auto upload = [&]<class Range>(const std::vector<Range>& of) {
+    return of.empty() || !device.is_cuda()
+               ? at::Tensor()
+               : bytes_of(of.data(), of.size() * sizeof(Range)).to(device);
+  };
+  device_ranges = upload(ranges);
+  device_state_ranges = upload(state_ranges);
+  device_rounding_ranges = upload(rounding_ranges);
 }
 
 at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
@@ -205,7 +347,8 @@ at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
 }
 
 void adamw_update(const FlatUpdate& u) {
-  check(u, 2);
+  check(u, u.state_ranges.empty() ? 2 : 0);
+  check_ranges(u);
   if (u.main.numel() == 0) {
     return;
   }
@@ -217,8 +360,7 @@ void adamw_update(const FlatUpdate& u) {
     return;
   }
   const float scale = host_scale(u);
-  float* m = u.state0.data_ptr<float>();
-  float* v = u.state1.data_ptr<float>();
+  const bool in_place = u.state_ranges.empty();
   for_blocks(
       u,
       [&](float* w,
@@ -226,7 +368,24 @@ void adamw_update(const FlatUpdate& u) {
           std::int64_t at,
           std::int64_t n,
           const UpdateRow& row) {
-        adamw_block(w, g, m + at, v + at, n, scale, row);
+        if (in_place) {
+          float* m = u.state0.data_ptr<float>() + at;
+          float* v = u.state1.data_ptr<float>() + at;
+          adamw_block(w, g, m, v, n, scale, row);
+          return;
+        }
+        for (std::int64_t done = 0; done < n;) {
+          const StateRange& range = range_at(u.state_ranges, at + done);
+          const std::int64_t here = std::min(n, range.end - at) - done;
+          alignas(64) float m[kBlock];
+          alignas(64) float v[kBlock];
+          load_state(u.exp_avg, range, at + done, here, m);
+          load_state(u.exp_avg_sq, range, at + done, here, v);
+          adamw_block(w + done, g + done, m, v, here, scale, row);
+          store_state(m, u.exp_avg, range, at + done, here);
+          store_state(v, u.exp_avg_sq, range, at + done, here);
+          done += here;
+        }
       });
   if (u.float8.wanted()) {
     write_float8_outputs(u.float8, u.main);

@@ -38,19 +38,31 @@ std::uint8_t* bytes(const at::Tensor& t) {
   return t.defined() ? static_cast<std::uint8_t*>(t.data_ptr()) : nullptr;
 }
 
-kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
+void check_float32_main(const FlatUpdate& u) {
   FLATSHARD_CHECK(
       u.main.scalar_type() == at::kFloat,
       config,
       "expected precision.main_params = float32 on CUDA, got {}",
       c10::toString(u.main.scalar_type()));
+}
+
+kernels::StatePointers pointers_of(const StateTensors& state) {
+  return {
+      .float32 = floats(state.float32),
+      .bfloat16 = bytes(state.bfloat16),
+      .codes = bytes(state.codes),
+      .scales = floats(state.scales)};
+}
+
+kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
   FLATSHARD_CHECK(
       u.main.numel() % 4 == 0,
       internal,
       "expected a shard of a multiple of 4 elements, got {}",
       u.main.numel());
   kernels::FlatUpdatePointers p;
-  p.main = u.main.data_ptr<float>();
+  p.main = u.main.data_ptr();
+  p.main_dtype = dtype_of(u.main);
   p.compute = u.compute.defined() ? u.compute.data_ptr() : nullptr;
   p.compute_dtype = dtype_of(u.compute);
   p.grad = u.grad.data_ptr();
@@ -82,6 +94,29 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
         .scales = bytes(f.scales),
         .rounding = f.rounding};
   }
+  FLATSHARD_CHECK(
+      u.state_ranges.empty() == !u.device_state_ranges.defined() &&
+          u.rounding_ranges.empty() == !u.device_rounding_ranges.defined(),
+      internal,
+      "expected the {} ranges of states and {} of rounding on their device",
+      u.state_ranges.size(),
+      u.rounding_ranges.size());
+  if (u.state_ranges.empty()) {
+    p.exp_avg.float32 = p.state0;
+    p.exp_avg_sq.float32 = p.state1;
+  } else {
+    p.state_ranges =
+        reinterpret_cast<const StateRange*>(bytes(u.device_state_ranges));
+    p.num_state_ranges = static_cast<int>(u.state_ranges.size());
+    p.exp_avg = pointers_of(u.exp_avg);
+    p.exp_avg_sq = pointers_of(u.exp_avg_sq);
+  }
+  if (!u.rounding_ranges.empty()) {
+    p.rounding_ranges =
+        reinterpret_cast<const RoundingRange*>(bytes(u.device_rounding_ranges));
+    p.num_rounding_ranges = static_cast<int>(u.rounding_ranges.size());
+    p.rounding_step = u.rounding_step;
+  }
   return p;
 }
 
@@ -100,12 +135,29 @@ void keep_until_read(const FlatUpdate& u, c10::cuda::CUDAStream stream) {
 
 void adamw_update_cuda(const FlatUpdate& u) {
   const c10::cuda::CUDAGuard guard(u.main.device());
-  kernels::adamw(pointers_of(u), c10::cuda::getCurrentCUDAStream());
+  const bool plain =
+      u.state_ranges.empty() && u.main.scalar_type() == at::kFloat;
+  if (!plain) {
+    FLATSHARD_CHECK(
+        u.main.scalar_type() == at::kFloat ||
+            (u.main.scalar_type() == at::kBFloat16 && !u.compute.defined()),
+        config,
+        "expected precision.main_params = float32, or bfloat16 with "
+        "precision.compute = bfloat16, on CUDA, got {}",
+        c10::toString(u.main.scalar_type()));
+    FLATSHARD_CHECK(
+        !u.float8.wanted(),
+        internal,
+        "an update of states in other formats than float32 writes no FP8");
+  }
+  const auto update = plain ? kernels::adamw : kernels::adamw_states;
+  update(pointers_of(u), c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
   keep_until_read(u, c10::cuda::getCurrentCUDAStream());
 }
 
 void sgd_update_cuda(const FlatUpdate& u) {
+  check_float32_main(u);
   const c10::cuda::CUDAGuard guard(u.main.device());
   kernels::sgd(pointers_of(u), c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();

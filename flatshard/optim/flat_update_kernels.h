@@ -6,6 +6,8 @@
 
 #include "flatshard/float8/flat_run.h"
 #include "flatshard/float8/formats.h"
+#include "flatshard/optim/state_format.h"
+#include "flatshard/optim/stochastic_rounding.h"
 #include "flatshard/optim/update_step.h"
 
 namespace flatshard::kernels {
@@ -20,12 +22,21 @@ struct Float8Pointers {
   float8::Rounding rounding = float8::Rounding::up;
 };
 
+/// See StateTensors.
+struct StatePointers {
+  float* float32 = nullptr;
+  void* bfloat16 = nullptr;
+  std::uint8_t* codes = nullptr;
+  float* scales = nullptr;
+};
+
 enum class Dtype { none, float32, bfloat16, float16 };
 
 /// Device pointers of one FlatUpdate. All of them are 16-byte aligned: flat
 /// shards are multiples of 16 elements.
 struct FlatUpdatePointers {
-  float* main = nullptr;
+  void* main = nullptr;
+  Dtype main_dtype = Dtype::float32;
   void* compute = nullptr;
   Dtype compute_dtype = Dtype::none;
   const void* grad = nullptr;
@@ -39,9 +50,24 @@ struct FlatUpdatePointers {
   const UpdateRow* rows = nullptr;
   int num_ranges = 0;
   Float8Pointers float8;
+
+  // AdamW: see FlatUpdate. Without state ranges, exp_avg and exp_avg_sq are
+  // float32.
+  const StateRange* state_ranges = nullptr;
+  int num_state_ranges = 0;
+  StatePointers exp_avg;
+  StatePointers exp_avg_sq;
+  const RoundingRange* rounding_ranges = nullptr;
+  int num_rounding_ranges = 0;
+  std::uint64_t rounding_step = 0;
 };
 
+/// float32 states and main weights.
 void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream);
+/// States in any format, main weights in float32 or bfloat16. A warp has a
+/// block of kStateBlock elements: it reads and writes each byte once. Writes no
+/// FP8.
+void adamw_states(const FlatUpdatePointers& pointers, cudaStream_t stream);
 void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream);
 
 }  // namespace flatshard::kernels

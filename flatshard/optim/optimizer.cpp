@@ -2,10 +2,12 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/group/weight_write.h"
+#include "flatshard/optim/moments.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <optional>
 
@@ -24,7 +26,8 @@ std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
 
 // Returns the runs of equal rows over the flat shard, where a parameter of row
 // kSkipped is not updated. Padding has the row of the elements before it: it is
-// zero and stays zero. Empty: all of the shard has row 0.
+// zero and stays zero. So all but the last end where a parameter starts. Empty:
+// all of the shard has row 0.
 std::vector<UpdateRange> update_ranges(
     const ParamGroup& group,
     const std::vector<std::int32_t>& row_of_parameters) {
@@ -41,6 +44,9 @@ std::vector<UpdateRange> update_ranges(
   }
   std::vector<UpdateRange> ranges;
   for (const auto& [begin, range] : by_begin) {
+    if (!ranges.empty()) {
+      ranges.back().end = begin;
+    }
     if (!ranges.empty() && ranges.back().group == range.group) {
       ranges.back().end = range.end;
     } else {
@@ -131,6 +137,13 @@ void Optimizer::add_parts(std::size_t group) {
       own = make_algorithm(algorithm);
     }
     own->add_group(group, main, values);
+    std::vector<std::size_t> parameters;
+    for (std::size_t i = 0; i < own_rows.size(); ++i) {
+      if (algorithm_of[i] == algorithm) {
+        parameters.push_back(i);
+      }
+    }
+    own->add_parameters(group, g, parameters);
     parts_[group].push_back(std::move(part));
   }
 }
@@ -142,6 +155,7 @@ void Optimizer::set_values(
   values.validate();
   FLATSHARD_CHECK(
       values.algorithm == group.values.algorithm &&
+          values.state_dtype == group.values.state_dtype &&
           (values.momentum > 0) == (group.values.momentum > 0),
       usage,
       "parameter group {}: the algorithm, or a momentum of 0, cannot change "
@@ -192,7 +206,21 @@ void Optimizer::set_device_rows(
 bool Optimizer::writes_float8(std::size_t group) const {
   const std::vector<Part>& parts = parts_[group];
   return parts.size() == 1 &&
-         algorithms_.at(parts.front().algorithm)->writes_float8();
+         algorithms_.at(parts.front().algorithm)->writes_float8(group);
+}
+
+void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
+  wait();  // the last step may still read the ranges
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    const at::Tensor& main = groups_[i]->weights().main().local();
+    if (main.scalar_type() != at::kBFloat16) {
+      continue;
+    }
+    for (Part& part : parts_[i]) {
+      part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
+      part.update.upload_ranges(main.device());
+    }
+  }
 }
 
 void Optimizer::wait() const {
@@ -251,6 +279,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
         writes_float8(i) ? group.weights().float8_outputs() : nullptr;
     for (Part& part : parts_[i]) {
       FlatUpdate& flat = part.update;  // the last step is done with it
+      flat.rounding_step = static_cast<std::uint64_t>(group_steps_[i]);
       flat.main = group.weights().main().local();
       flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
       flat.grad = group.gradients().reduced().local();
@@ -298,6 +327,11 @@ Optimizer::state_shards(std::size_t group) const {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
   const std::vector<Part>& parts = parts_.at(group);
   for (const Part& part : parts) {
+    auto own = algorithms_.at(part.algorithm)->state_shards(group);
+    if (!own.empty()) {
+      std::ranges::move(own, std::back_inserter(result));
+      continue;
+    }
     for (const auto& [name, flat] :
          algorithms_.at(part.algorithm)->state(group)) {
       std::vector<NamedShard> shards = groups_[group]->shards_of(flat);

@@ -75,13 +75,20 @@ class Optimizer {
     group_steps_.at(group) = updates;
   }
 
-  /// Returns the names and flat tensors of a group's state, e.g. exp_avg. Each
-  /// has the size of the group's main shard.
+  /// Rounds the new values of bfloat16 main weights stochastically from the
+  /// next step on; see stochastic_rounding.h.
+  /// @throws Error{config} as rounding_ranges.
+  void set_stochastic_rounding(std::uint64_t seed);
+
+  /// Returns the names and tensors of a group's state, e.g. exp_avg. If
+  /// state_shards is not overridden, each has the size of the main shard.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const;
   /// Returns the states of each parameter, for checkpoints to save and load.
   virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
   state_shards(std::size_t group) const;
+  /// Returns whether a checkpoint may have its states in another StateFormat.
+  bool converts_states() const { return !algorithms_.empty(); }
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   std::int64_t state_nbytes() const;
 

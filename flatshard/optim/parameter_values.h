@@ -3,6 +3,8 @@
 #include <optional>
 #include <string>
 
+#include "flatshard/optim/state_format.h"
+
 namespace flatshard {
 
 /// The arithmetic of an update, UpdateAlgorithm.
@@ -17,6 +19,8 @@ struct ParameterValues {
   double beta2 = 0.95;  ///< AdamW
   double eps = 1e-8;    ///< AdamW
   double momentum = 0;  ///< SGD
+  /// AdamW: see state_format_of for exceptions.
+  StateFormat state_dtype = StateFormat::float32;
 
   /// @throws Error{config} when a value is out of range.
   void validate() const;

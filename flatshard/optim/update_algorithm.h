@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/group/named_shard.h"
+#include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/parameter_values.h"
 
@@ -30,16 +32,27 @@ class UpdateAlgorithm {
       std::size_t group,
       const at::Tensor& main,
       std::span<const ParameterValues> values) = 0;
+  /// Names the parameters of a group that use the algorithm, after add_group.
+  virtual void add_parameters(
+      std::size_t /*group*/,
+      const ParamGroup& /*of*/,
+      const std::vector<std::size_t>& /*parameters*/) {}
   /// Returns the names and flat tensors of a group's states, e.g. exp_avg.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;
+  /// Returns the states by parameter if they are not flat tensors of the
+  /// shard's size, and otherwise nothing.
+  virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
+  state_shards(std::size_t /*group*/) const {
+    return {};
+  }
   /// Returns the scalars of the update number `updates`, counted from 1.
   virtual UpdateRow
   row(const ParameterValues& values, double lr, std::int64_t updates) const = 0;
   /// Updates the ranges that are not skipped. Sets the states in `update`.
   virtual void update(std::size_t group, FlatUpdate& update) const = 0;
   /// Returns whether `update` writes FlatUpdate::float8.
-  virtual bool writes_float8() const { return false; }
+  virtual bool writes_float8(std::size_t /*group*/) const { return false; }
 };
 
 std::unique_ptr<UpdateAlgorithm> make_algorithm(Algorithm algorithm);

@@ -25,6 +25,7 @@ struct Sharding {
   std::vector<MeshAxis> axes = {{"dp", 1}};
   Granularity granularity = Granularity::element();
   Precision precision = Precision::full();
+  StateFormat states = StateFormat::float32;
 
   int world() const {
     std::int64_t world = 1;
@@ -63,11 +64,17 @@ struct SomeGroups {
               .strategy = Strategy::named(sharding.strategy, own->num_axes()),
               .model_mesh = mesh,
               .trainable = specs[i].trainable},
-          ParamGroupOptions{.precision = sharding.precision},
+          ParamGroupOptions{
+              .precision = sharding.precision,
+              .alignment = sharding.states == StateFormat::int8
+                               ? kInt8Alignment
+                               : kLayoutAlignment},
           Initializer(3)));
       groups.push_back(owned.back().get());
     }
-    optimizer = std::make_unique<AdamW>(groups, AdamWOptions{});
+    optimizer = std::make_unique<AdamW>(
+        groups,
+        AdamWOptions{.state_dtype = sharding.states});
   }
 
   /// Returns element `i` of a tensor in these tests, exact in any dtype.

@@ -168,6 +168,102 @@ INSTANTIATE_TEST_SUITE_P(
              c10::toString(std::get<1>(info.param)) + "Compute";
     });
 
+// Full blocks of every format, and a shard of one format with a partial one.
+struct StatesCase {
+  std::int64_t numel;
+  std::vector<StateRange> states;
+  std::vector<UpdateRange> ranges;  ///< of three rows
+};
+
+std::vector<StatesCase> states_cases() {
+  constexpr auto kFloat32 = StateFormat::float32;
+  constexpr auto kBFloat16 = StateFormat::bfloat16;
+  constexpr auto kInt8 = StateFormat::int8;
+  return {
+      {256, {{256, 0, kInt8}}, {}},
+      {400, {{400, 0, kBFloat16}}, {{7, 1}, {300, kSkipped}, {400, 0}}},
+      {2048,
+       {{512, 0, kFloat32},
+        {1280, -512, kInt8},
+        {1536, -1280, kBFloat16},
+        {2048, -768, kInt8}},
+       {{256, 2}, {768, kSkipped}, {1024, 0}, {2048, 1}}},
+      {3 << 20, {{3 << 20, 0, kInt8}}, {{3 << 20, 1}}}};
+}
+
+FlatUpdate host_states(
+    const StatesCase& c,
+    at::ScalarType grad,
+    at::ScalarType main,
+    bool rounds) {
+  FlatUpdate update = host_update({c.numel, c.ranges}, grad, at::kBFloat16);
+  update.rows = rows_of(kSomeStep);
+  update.state0 = update.state1 = at::Tensor();
+  update.main = update.main.to(main);
+  if (main == at::kBFloat16) {
+    update.compute = at::Tensor();
+  }
+  update.state_ranges = c.states;
+  for (StateTensors* state : {&update.exp_avg, &update.exp_avg_sq}) {
+    // Each has room for all.
+    state->float32 = at::zeros({c.numel});
+    state->bfloat16 = at::zeros({c.numel}, at::kBFloat16);
+    state->codes =
+        at::zeros({c.numel}, state == &update.exp_avg ? at::kChar : at::kByte);
+    state->scales = at::zeros({c.numel / kStateBlock + 1});
+  }
+  if (rounds) {
+    // The second parameter starts inside its blocks of random words.
+    const std::int64_t half = c.numel / 2 / 16 * 16;
+    update.rounding_ranges = {{half, 0, 17}, {c.numel, 148 - half, 18}};
+    update.rounding_step = 5;
+  }
+  return update;
+}
+
+TEST_P(CudaUpdates, AdamWWithStatesInOtherFormats) {
+  const auto [grad, main] = GetParam();
+  if (main == at::kHalf) {
+    GTEST_SKIP() << "main weights are float32 or bfloat16";
+  }
+  const auto moved = [](const StateTensors& s) {
+    return StateTensors{
+        s.float32.to(at::kCUDA),
+        s.bfloat16.to(at::kCUDA),
+        s.codes.to(at::kCUDA),
+        s.scales.to(at::kCUDA)};
+  };
+  const auto expect_same = [](const StateTensors& a, const StateTensors& b) {
+    EXPECT_TRUE(a.float32.cpu().equal(b.float32));
+    EXPECT_TRUE(a.bfloat16.cpu().equal(b.bfloat16));
+    EXPECT_TRUE(a.codes.cpu().equal(b.codes));
+    EXPECT_TRUE(a.scales.cpu().equal(b.scales));
+  };
+  for (const bool rounds : {false, true}) {
+    if (rounds && main != at::kBFloat16) {
+      continue;
+    }
+    for (const StatesCase& c : states_cases()) {
+      SCOPED_TRACE(c.numel);
+      const FlatUpdate host = host_states(c, grad, main, rounds);
+      FlatUpdate gpu = on_gpu(host);
+      gpu.state_ranges = host.state_ranges;
+      gpu.rounding_ranges = host.rounding_ranges;
+      gpu.rounding_step = host.rounding_step;
+      gpu.exp_avg = moved(host.exp_avg);
+      gpu.exp_avg_sq = moved(host.exp_avg_sq);
+      gpu.upload_ranges(at::kCUDA);
+      for (int i = 0; i < 3; ++i) {
+        adamw_update(host);
+        adamw_update(gpu);
+      }
+      expect_equal(gpu, host);
+      expect_same(gpu.exp_avg, host.exp_avg);
+      expect_same(gpu.exp_avg_sq, host.exp_avg_sq);
+    }
+  }
+}
+
 // Bytes and amax belong to the weights that the same kernel stores.
 TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
   if (!cuda_available()) {

@@ -1,21 +1,8 @@
+#include "flatshard/device/philox_rounds.cuh"
 #include "flatshard/nn/kernels/common.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {
-
-// Philox4x32-10, as core/philox.h has it.
-__device__ inline void philox(uint4& c, std::uint32_t k0, std::uint32_t k1) {
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const std::uint32_t hi0 = __umulhi(0xD2511F53U, c.x);
-    const std::uint32_t lo0 = 0xD2511F53U * c.x;
-    const std::uint32_t hi1 = __umulhi(0xCD9E8D57U, c.z);
-    const std::uint32_t lo1 = 0xCD9E8D57U * c.z;
-    c = {hi1 ^ c.y ^ k0, lo1, hi0 ^ c.w ^ k1, lo0};
-    k0 += 0x9E3779B9U;
-    k1 += 0xBB67AE85U;
-  }
-}
 
 // A thread has four columns of a row, one block of Philox.
 template <class T, int N>
@@ -34,7 +21,7 @@ __global__ void sample_dropout_kernel(SampleDropout args) {
       static_cast<std::uint32_t>(row % args.seq_len),
       static_cast<std::uint32_t>(sample),
       static_cast<std::uint32_t>(sample >> 32)};
-  philox(
+  flatshard::kernels::philox(
       c,
       static_cast<std::uint32_t>(args.key),
       static_cast<std::uint32_t>(args.key >> 32));

@@ -1,0 +1,83 @@
+#pragma once
+
+#include "flatshard/group/param_group.h"
+#include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/state_format.h"
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace flatshard {
+
+/// A parameter with this attribute, "float32", keeps float32 states where the
+/// others have int8. Embeddings have it: their rows are updated rarely, and
+/// differ in size.
+inline constexpr const char* kStateDtypeAttribute = "state_dtype";
+
+/// The layout alignment of groups with int8 states: no block is split.
+inline constexpr std::int64_t kInt8Alignment = kStateBlock;
+
+/// Of int8 states, the scales of `exp_avg` are saved as `exp_avg.scale`.
+inline constexpr std::string_view kScaleSuffix = ".scale";
+
+/// Returns the format of a parameter's states. It depends on the full
+/// parameter, so it is the same on every mesh.
+/// @param asked  for the optimizer.
+StateFormat state_format_of(const GroupParameter& parameter, StateFormat asked);
+
+/// AdamW's two states of one group. Both states of a parameter have one format.
+class Moments {
+ public:
+  /// Zeros, on the device of the group's main weights.
+  /// @throws Error{config} naming a parameter with int8 states whose blocks are
+  ///   split, by a shard or by a slice of tensor parallelism.
+  Moments(const ParamGroup& group, StateFormat asked);
+
+  /// Makes `update` work on these states.
+  void set_on(FlatUpdate& update) const;
+
+  /// Returns their names and tensors. With one format these are exp_avg and
+  /// exp_avg_sq, as long as the shard.
+  std::vector<std::pair<std::string, at::Tensor>> tensors() const;
+  /// Returns this rank's part of each parameter's states, for checkpoints:
+  /// exp_avg and exp_avg_sq; of int8 states also exp_avg.scale and
+  /// exp_avg_sq.scale.
+  std::vector<std::pair<std::string, std::vector<NamedShard>>> shards() const;
+
+ private:
+  struct Part {
+    NamedShard shard;  ///< of the main weights
+    StateFormat format = StateFormat::float32;
+    std::int64_t at = 0;  ///< first element among those of its format
+  };
+
+  bool is_flat() const {
+    return ranges_.size() == 1 && ranges_.front().format != StateFormat::int8;
+  }
+  std::vector<NamedShard> values_of(const StateTensors& state) const;
+  std::vector<NamedShard> scales_of(const StateTensors& state) const;
+
+  std::vector<StateRange> ranges_;
+  at::Tensor device_ranges_;
+  std::vector<Part> parts_;
+  StateTensors exp_avg_;
+  StateTensors exp_avg_sq_;
+};
+
+/// Returns the shape of the scales of int8 states of a tensor: one for each
+/// kStateBlock elements along the last dimension or, where blocks go over its
+/// end, of the flattened tensor.
+std::vector<std::int64_t> state_scales_shape(
+    const std::vector<std::int64_t>& shape);
+
+/// Returns the parts of a group's parameters, for stochastic rounding.
+/// @throws Error{config} naming a parameter that shards split inside four
+///   elements.
+std::vector<RoundingRange> rounding_ranges(
+    const ParamGroup& group,
+    std::uint64_t seed);
+
+}  // namespace flatshard
