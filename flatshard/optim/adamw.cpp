@@ -85,7 +85,7 @@ UpdateRow AdamWAlgorithm::row(
       .row();
 }
 
-void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) const {
+void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) {
   const States& states = states_.at(group);
   if (states.moments) {
     states.moments->set_on(update);

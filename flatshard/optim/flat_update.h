@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "flatshard/group/float8_outputs.h"
@@ -36,6 +37,12 @@ struct FlatUpdate {
   /// Ascending and complete: the last `end` is n. Empty: all elements have
   /// the first row.
   std::vector<UpdateRange> ranges;
+  /// Set: only these runs are updated, and the states have no other elements.
+  std::optional<std::vector<UpdateRun>> runs;
+  /// Returns where the states have element `local_offset` of the shard.
+  std::int64_t states_offset(std::int64_t local_offset) const;
+  /// Returns the number of elements of each state.
+  std::int64_t states_numel(std::int64_t shard_numel) const;
   /// CUDA with ranges: the bytes of `ranges` and of `rows`.
   at::Tensor device_ranges;
   at::Tensor device_rows;

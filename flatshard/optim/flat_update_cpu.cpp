@@ -326,7 +326,51 @@ at::Tensor bytes_of(const void* data, std::size_t nbytes) {
       at::TensorOptions(at::kByte));
 }
 
+// Returns the update of one run.
+FlatUpdate run_of(const FlatUpdate& u, const UpdateRun& run) {
+  const std::int64_t n = run.end - run.begin;
+  const auto part = [&](const at::Tensor& flat, std::int64_t begin) {
+    return flat.defined() ? flat.narrow(0, begin, n) : flat;
+  };
+  FlatUpdate of_run;
+  of_run.main = part(u.main, run.begin);
+  of_run.compute = part(u.compute, run.begin);
+  of_run.grad = part(u.grad, run.begin);
+  of_run.state0 = part(u.state0, run.states_begin);
+  of_run.state1 = part(u.state1, run.states_begin);
+  of_run.grad_scale = u.grad_scale;
+  of_run.rows = {u.rows.at(run.group)};
+  return of_run;
+}
+
 }  // namespace
+
+std::int64_t FlatUpdate::states_offset(std::int64_t local_offset) const {
+  if (!runs) {
+    return local_offset;
+  }
+  const auto run =
+      std::find_if(runs->begin(), runs->end(), [&](const UpdateRun& r) {
+        return local_offset >= r.begin && local_offset < r.end;
+      });
+  FLATSHARD_CHECK(
+      run != runs->end(),
+      internal,
+      "element {} of a shard has no state",
+      local_offset);
+  return run->states_begin + local_offset - run->begin;
+}
+
+std::int64_t FlatUpdate::states_numel(std::int64_t shard_numel) const {
+  if (!runs) {
+    return shard_numel;
+  }
+  std::int64_t numel = 0;
+  for (const UpdateRun& run : *runs) {
+    numel += run.end - run.begin;
+  }
+  return numel;
+}
 
 void FlatUpdate::upload_ranges(at::Device device) {
   const auto upload = [&]<class Range>(const std::vector<Range>& of) {
@@ -347,6 +391,12 @@ at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
 }
 
 void adamw_update(const FlatUpdate& u) {
+  if (u.runs) {
+    for (const UpdateRun& run : *u.runs) {
+      adamw_update(run_of(u, run));
+    }
+    return;
+  }
   check(u, u.state_ranges.empty() ? 2 : 0);
   check_ranges(u);
   if (u.main.numel() == 0) {
@@ -393,6 +443,12 @@ void adamw_update(const FlatUpdate& u) {
 }
 
 void sgd_update(const FlatUpdate& u) {
+  if (u.runs) {
+    for (const UpdateRun& run : *u.runs) {
+      sgd_update(run_of(u, run));
+    }
+    return;
+  }
   check(u, u.state0.defined() ? 1 : 0);
   if (u.main.numel() == 0) {
     return;

@@ -1,6 +1,8 @@
 #include "flatshard/optim/optimizer.h"
 
+#include "flatshard/comm/launch_order.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
 #include "flatshard/group/weight_write.h"
 #include "flatshard/optim/moments.h"
 
@@ -60,6 +62,43 @@ std::vector<UpdateRange> update_ranges(
   return ranges;
 }
 
+// Returns the runs of the parameters that are not skipped. A run includes the
+// padding after a parameter, so its length is a multiple of the alignment.
+std::vector<UpdateRun> update_runs(
+    const ParamGroup& group,
+    const std::vector<std::int32_t>& row_of_parameters) {
+  std::map<std::int64_t, UpdateRun> by_begin;
+  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
+    if (row_of_parameters[i] == UpdateRange::kSkipped) {
+      continue;
+    }
+    for (const Piece& piece :
+         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
+      if (piece.numel > 0) {
+        const std::int64_t end =
+            round_up(piece.local_offset + piece.numel, kLayoutAlignment);
+        by_begin[piece.local_offset] = {
+            .begin = piece.local_offset,
+            .end = std::min(end, group.weights().main().local().numel()),
+            .group = row_of_parameters[i]};
+      }
+    }
+  }
+  std::vector<UpdateRun> runs;
+  std::int64_t states_numel = 0;
+  for (auto& [begin, run] : by_begin) {
+    run.states_begin = states_numel;
+    states_numel += run.end - run.begin;
+    if (!runs.empty() && runs.back().end == run.begin &&
+        runs.back().group == run.group) {
+      runs.back().end = run.end;
+    } else {
+      runs.push_back(run);
+    }
+  }
+  return runs;
+}
+
 }  // namespace
 
 Optimizer::Optimizer(std::vector<ParamGroup*> groups)
@@ -95,6 +134,9 @@ Optimizer::Optimizer(
         groups_[i]->name());
     add_parts(i);
   }
+  for (auto& [name, algorithm] : algorithms_) {
+    algorithm->finish_groups();
+  }
 }
 
 void Optimizer::add_parts(std::size_t group) {
@@ -127,16 +169,23 @@ void Optimizer::add_parts(std::size_t group) {
     }
     const at::Tensor& main = g.weights().main().local();
     part.update.ranges = update_ranges(g, own_rows);
-    part.update.upload_ranges(main.device());
+    if (parts.size() > 1) {
+      part.update.runs = update_runs(g, own_rows);
+    } else {
+      part.update.upload_ranges(main.device());
+    }
     std::vector<ParameterValues> values;
     for (const std::size_t row : part.rows) {
       values.push_back(parameters_.groups[row].values);
     }
     auto& own = algorithms_[algorithm];
     if (own == nullptr) {
-      own = make_algorithm(algorithm);
+      own = make_algorithm(algorithm, parameters_.muon);
     }
-    own->add_group(group, main, values);
+    own->add_group(
+        group,
+        main.narrow(0, 0, part.update.states_numel(main.numel())),
+        values);
     std::vector<std::size_t> parameters;
     for (std::size_t i = 0; i < own_rows.size(); ++i) {
       if (algorithm_of[i] == algorithm) {
@@ -203,6 +252,30 @@ void Optimizer::set_device_rows(
   }
 }
 
+void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
+  for (auto& [name, algorithm] : algorithms_) {
+    algorithm->begin_step();
+  }
+  for (const std::size_t i : groups) {
+    for (const Part& part : parts_[i]) {
+      std::vector<ParameterValues> values;
+      for (const std::size_t row : part.rows) {
+        values.push_back(parameters_.groups[row].values);
+      }
+      algorithms_.at(part.algorithm)->begin_update(i, part.update, values, lr);
+    }
+  }
+}
+
+std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
+  std::vector<Communicator*> all;
+  for (const Part& part : parts_[group]) {
+    const auto own = algorithms_.at(part.algorithm)->communicators(group);
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  return all;
+}
+
 bool Optimizer::writes_float8(std::size_t group) const {
   const std::vector<Part>& parts = parts_[group];
   return parts.size() == 1 &&
@@ -217,6 +290,12 @@ void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
       continue;
     }
     for (Part& part : parts_[i]) {
+      FLATSHARD_CHECK(
+          parts_[i].size() == 1 && part.algorithm != Algorithm::muon,
+          config,
+          "{}: stochastic rounding requires one algorithm, adamw or sgd, for "
+          "the parameters of a unit",
+          groups_[i]->name());
       part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
       part.update.upload_ranges(main.device());
     }
@@ -272,11 +351,13 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     }
     return scale_on_host;
   };
+  const auto float8_of = [this](std::size_t i) {
+    return writes_float8(i) ? groups_[i]->weights().float8_outputs() : nullptr;
+  };
   for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
     const bool offload = group.options().offload;
-    const Float8Outputs* float8 =
-        writes_float8(i) ? group.weights().float8_outputs() : nullptr;
+    const Float8Outputs* float8 = float8_of(i);
     for (Part& part : parts_[i]) {
       FlatUpdate& flat = part.update;  // the last step is done with it
       flat.rounding_step = static_cast<std::uint64_t>(group_steps_[i]);
@@ -286,9 +367,14 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
       flat.grad_scale = offload ? host_scale() : grad_scale;
       flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
     }
+  }
+  begin_step(updated, lr);
+  for (const std::size_t i : updated) {
+    ParamGroup& group = *groups_[i];
+    const bool offload = group.options().offload;
     const bool encodes =
-        float8 != nullptr || !group.weights().encodes_at_gather();
-    stream.submit([this, i] {
+        float8_of(i) != nullptr || !group.weights().encodes_at_gather();
+    queue_collectives(stream, communicators(i), [this, i] {
       for (Part& part : parts_[i]) {
         if (part.update.float8.amax.defined()) {
           part.update.float8.amax.zero_();
@@ -334,11 +420,17 @@ Optimizer::state_shards(std::size_t group) const {
     }
     for (const auto& [name, flat] :
          algorithms_.at(part.algorithm)->state(group)) {
-      std::vector<NamedShard> shards = groups_[group]->shards_of(flat);
+      std::vector<NamedShard> shards = groups_[group]->main_shards();
       if (parts.size() > 1) {
         std::erase_if(shards, [&](const NamedShard& shard) {
           return algorithm_of(group, shard.name()) != part.algorithm;
         });
+      }
+      for (NamedShard& shard : shards) {
+        const std::int64_t n = shard.tensor.numel();
+        const std::int64_t begin =
+            n == 0 ? 0 : part.update.states_offset(shard.local_offset);
+        shard.tensor = flat.narrow(0, begin, n);
       }
       result.emplace_back(name, std::move(shards));
     }

@@ -77,11 +77,14 @@ class Optimizer {
 
   /// Rounds the new values of bfloat16 main weights stochastically from the
   /// next step on; see stochastic_rounding.h.
-  /// @throws Error{config} as rounding_ranges.
+  /// @throws Error{config} as rounding_ranges, and for units with Muon or with
+  ///   several algorithms.
   void set_stochastic_rounding(std::uint64_t seed);
 
   /// Returns the names and tensors of a group's state, e.g. exp_avg. If
-  /// state_shards is not overridden, each has the size of the main shard.
+  /// state_shards is not overridden, each has the size of the main shard. In a
+  /// group whose parameters use several algorithms it has only the runs of
+  /// those that have the state.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const;
   /// Returns the states of each parameter, for checkpoints to save and load.
@@ -104,6 +107,9 @@ class Optimizer {
     FlatUpdate update;              ///< its ranges stay
   };
   void add_parts(std::size_t group);
+  /// Starts the step of each algorithm, for the groups that it updates.
+  void begin_step(const std::vector<std::size_t>& groups, double lr);
+  std::vector<Communicator*> communicators(std::size_t group) const;
   /// Sets the scalars of the next update of all `groups`, and returns those
   /// that kernels read from the device, one after another.
   std::vector<UpdateRow> set_rows(

@@ -116,6 +116,8 @@ std::string text_of(const ParameterValues& values) {
           values.eps);
     case Algorithm::sgd:
       return fmt::format("sgd, {}, momentum {}", shared, values.momentum);
+    case Algorithm::muon:
+      return fmt::format("muon, {}, momentum {}", shared, values.momentum);
   }
   return shared;
 }
@@ -233,9 +235,10 @@ ParameterGroups parameter_groups(
   const std::size_t rest = rules.rules.size();
   std::vector<bool> matched(rest + 1);
   std::vector<std::string> all_names;
-  // By rule, the decayed parameters first.
-  std::map<std::pair<std::size_t, bool>, ParameterGroupValues> found;
-  std::vector<std::vector<std::pair<std::size_t, bool>>> of_parameters;
+  // By rule, whether AdamW replaces Muon, and whether it is not decayed.
+  using Key = std::tuple<std::size_t, bool, bool>;
+  std::map<Key, ParameterGroupValues> found;
+  std::vector<std::vector<Key>> of_parameters;
   for (const ParamGroup* group : groups) {
     auto& keys = of_parameters.emplace_back();
     for (const GroupParameter& p : group->parameters()) {
@@ -253,7 +256,12 @@ ParameterGroups parameter_groups(
         }
       }
       const bool undecayed = !is_decayed(p, rules.decay);
-      const auto& key = keys.emplace_back(rule, undecayed);
+      const Algorithm algorithm =
+          rule == rest ? rules.rest.algorithm
+                       : values_of(rules.rules[rule], rules.rest).algorithm;
+      const bool replaced =
+          algorithm == Algorithm::muon && rules.muon.matrices_of(p).empty();
+      const auto& key = keys.emplace_back(rule, replaced, undecayed);
       ParameterGroupValues& its = found[key];
       ++its.num_parameters;
       std::int64_t numel = 1;
@@ -274,12 +282,17 @@ ParameterGroups parameter_groups(
         fmt::join(names_near(pattern, all_names), ", "));
   }
   ParameterGroups result;
-  std::map<std::pair<std::size_t, bool>, std::size_t> index;
+  result.muon = rules.muon;
+  std::map<Key, std::size_t> index;
   for (auto& [key, group] : found) {
-    const auto& [rule, undecayed] = key;
+    const auto& [rule, replaced, undecayed] = key;
     group.title = rule == rest ? "the rest" : rules.rules[rule].pattern;
     group.values =
         rule == rest ? rules.rest : values_of(rules.rules[rule], rules.rest);
+    if (replaced) {
+      group.title += ", no matrices";
+      group.values.algorithm = Algorithm::adamw;
+    }
     if (undecayed) {
       group.title += ", no decay";
       group.values.weight_decay = 0;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/group/param_group.h"
+#include "flatshard/optim/muon_options.h"
 #include "flatshard/optim/parameter_values.h"
 
 #include <cstddef>
@@ -20,6 +21,8 @@ struct ParameterRules {
   ParameterValues rest;
   std::vector<ParameterRule> rules = {};
   Decay decay = Decay::all;
+  /// Of Algorithm::muon. A parameter without matrices uses AdamW instead.
+  MuonOptions muon = {};
   /// Returns further names of a parameter that patterns are searched in, such
   /// as the names of its Hugging Face entries. Null: no further names.
   std::function<std::vector<std::string>(const GroupParameter&)> entry_names =
@@ -42,6 +45,7 @@ struct ParameterGroups {
   std::vector<ParameterGroupValues> groups;
   /// The index into `groups` of each parameter of each ParamGroup.
   std::vector<std::vector<std::size_t>> of_parameters;
+  MuonOptions muon = {};  ///< of Algorithm::muon
 
   /// Returns a table for logs, one line per group after a line of titles.
   std::string table() const;

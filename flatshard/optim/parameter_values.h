@@ -8,7 +8,14 @@
 namespace flatshard {
 
 /// The arithmetic of an update, UpdateAlgorithm.
-enum class Algorithm { adamw, sgd };
+enum class Algorithm { adamw, sgd, muon };
+
+/// The factor that adapts the learning rate to a matrix of A rows and B
+/// columns, with the names of torch.optim.Muon.
+enum class AdjustLr {
+  original,         ///< sqrt(max(1, A / B))
+  match_rms_adamw,  ///< 0.2 sqrt(max(A, B)): updates are as large as AdamW's
+};
 
 /// Values that parameters of one parameter group share.
 struct ParameterValues {
@@ -18,7 +25,7 @@ struct ParameterValues {
   double beta1 = 0.9;   ///< AdamW
   double beta2 = 0.95;  ///< AdamW
   double eps = 1e-8;    ///< AdamW
-  double momentum = 0;  ///< SGD
+  double momentum = 0;  ///< SGD and Muon
   /// AdamW: see state_format_of for exceptions.
   StateFormat state_dtype = StateFormat::float32;
 

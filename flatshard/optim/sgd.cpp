@@ -41,7 +41,7 @@ UpdateRow SgdAlgorithm::row(
       .row();
 }
 
-void SgdAlgorithm::update(std::size_t group, FlatUpdate& update) const {
+void SgdAlgorithm::update(std::size_t group, FlatUpdate& update) {
   const auto found = momentum_.find(group);
   update.state0 = found == momentum_.end() ? at::Tensor() : found->second;
   sgd_update(update);

@@ -24,7 +24,7 @@ class SgdAlgorithm : public UpdateAlgorithm {
       std::size_t group) const override;
   UpdateRow row(const ParameterValues& values, double lr, std::int64_t updates)
       const override;
-  void update(std::size_t group, FlatUpdate& update) const override;
+  void update(std::size_t group, FlatUpdate& update) override;
 
  private:
   std::map<std::size_t, at::Tensor> momentum_;  ///< by group

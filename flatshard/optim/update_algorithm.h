@@ -2,9 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "flatshard/comm/communicator.h"
 #include "flatshard/group/named_shard.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/muon_options.h"
 #include "flatshard/optim/parameter_values.h"
 
 #include <cstddef>
@@ -27,7 +29,8 @@ class UpdateAlgorithm {
   UpdateAlgorithm& operator=(const UpdateAlgorithm&) = delete;
 
   /// Allocates the states of a group some of whose parameters use the
-  /// algorithm, with `values`. Each has the size of the group's main shard.
+  /// algorithm, with `values`. Each has the size of `main`: the group's main
+  /// shard, or as many elements as its parameters of this algorithm have.
   virtual void add_group(
       std::size_t group,
       const at::Tensor& main,
@@ -50,11 +53,35 @@ class UpdateAlgorithm {
   virtual UpdateRow
   row(const ParameterValues& values, double lr, std::int64_t updates) const = 0;
   /// Updates the ranges that are not skipped. Sets the states in `update`.
-  virtual void update(std::size_t group, FlatUpdate& update) const = 0;
+  virtual void update(std::size_t group, FlatUpdate& update) = 0;
+
+  // For algorithms that see more than single elements.
+
+  /// All groups were added. Collective over the model's mesh.
+  virtual void finish_groups() {}
+  /// Returns the communicators whose collectives an update of the group uses.
+  virtual std::vector<Communicator*> communicators(
+      std::size_t /*group*/) const {
+    return {};
+  }
+  /// Starts a step: begin_update follows for each group of it, and then
+  /// `update` for each in the same order. The work of the last step is done.
+  virtual void begin_step() {}
+  /// @param update  valid during the step.
+  /// @param values  of the rows of `update`.
+  /// @param lr      without ParameterValues::lr_mult.
+  virtual void begin_update(
+      std::size_t /*group*/,
+      const FlatUpdate& /*update*/,
+      std::span<const ParameterValues> /*values*/,
+      double /*lr*/) {}
+
   /// Returns whether `update` writes FlatUpdate::float8.
   virtual bool writes_float8(std::size_t /*group*/) const { return false; }
 };
 
-std::unique_ptr<UpdateAlgorithm> make_algorithm(Algorithm algorithm);
+std::unique_ptr<UpdateAlgorithm> make_algorithm(
+    Algorithm algorithm,
+    const MuonOptions& muon);
 
 }  // namespace flatshard

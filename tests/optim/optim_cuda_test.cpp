@@ -1,5 +1,7 @@
 // The CUDA kernels against the CPU loops. Skips itself without a GPU.
 #include "flatshard/device/stream.h"
+#include "flatshard/optim/muon_update.h"
+#include "flatshard/optim/optimizer.h"
 #include "tests/optim/float8_update.h"
 
 #include <ATen/ATen.h>
@@ -301,6 +303,97 @@ TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
   update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
   adamw_update(update);
   EXPECT_FALSE(update.float8.amax.any().item<bool>());
+}
+
+TEST(CudaMuon, ElementsAreUpdatedAsOnTheHost) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  constexpr std::int64_t kNumel = 4112;
+  auto generator = at::detail::createCPUGenerator(11);
+  const at::Tensor grad = at::randn({kNumel}, generator);
+  const at::Tensor buffer = at::randn({kNumel}, generator);
+  const at::Tensor main = at::randn({kNumel}, generator);
+  const at::Tensor scale = at::full({}, 0.3F);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const auto run = [&](at::Device device) {
+      const at::Tensor m = buffer.to(device, at::kFloat, false, true);
+      const at::Tensor w = main.to(device, at::kFloat, false, true);
+      const at::Tensor compute = w.to(at::kBFloat16);
+      const at::Tensor direction = at::empty_like(compute);
+      muon_direction(
+          grad.to(device, dtype),
+          scale.to(device),
+          m,
+          direction,
+          0.95,
+          true);
+      muon_apply(w, compute, direction, 1e-3, 0.02);
+      EXPECT_TRUE(compute.equal(w.to(at::kBFloat16)));
+      return std::vector<at::Tensor>{m.cpu(), w.cpu()};
+    };
+    const auto host = run(at::kCPU);
+    const auto gpu = run(at::kCUDA);
+    EXPECT_TRUE(at::allclose(host[0], gpu[0], 1e-6, 1e-6));
+    // A direction may round to the next bfloat16.
+    EXPECT_TRUE(at::allclose(host[1], gpu[1], 0, 0.02 * 0x1p-5));
+  }
+}
+
+TEST(CudaMuon, AStepIsTheHosts) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  constexpr double kLr = 0.02;
+  constexpr int kSteps = 3;
+  const auto train = [&](at::Device device) {
+    ParamGroup group(
+        GroupSpec{
+            .name = "block",
+            .parameters =
+                {{.names = {"wide"},
+                  .shape = {64, 128},
+                  .init = InitSpec::zeros()},
+                 {.names = {"norm"}, .shape = {37}, .init = InitSpec::zeros()},
+                 {.names = {"tall"},
+                  .shape = {256, 128},
+                  .init = InitSpec::zeros()}},
+            .mesh = Mesh::single(device),
+            .strategy = Strategy::named("zero3", 1)},
+        ParamGroupOptions{.precision = {.reduce = at::kFloat}},
+        Initializer(5));
+    Optimizer optimizer(
+        {&group},
+        ParameterRules{
+            .rest = {.algorithm = Algorithm::muon, .momentum = 0.95}});
+    const at::Tensor before = group.weights().main().local().cpu().clone();
+    for (int step = 0; step < kSteps; ++step) {
+      auto generator = at::detail::createCPUGenerator(step);
+      const at::Tensor gradient = at::zeros({group.layout().numel()});
+      for (int i = 0; i < 3; ++i) {
+        gradient
+            .narrow(
+                0,
+                group.layout().tensor_offset(i),
+                group.layout().tensor_numel(i))
+            .normal_(0, 1, generator);
+      }
+      group.gradients().reduce(
+          gradient.to(device),
+          group.plan_reduction(true, true));
+      optimizer.step(kLr);
+      optimizer.zero_grad();
+    }
+    const at::Tensor main = group.weights().main().local();
+    EXPECT_TRUE(group.weights().compute_shard().equal(main.to(at::kBFloat16)));
+    return main.cpu() - before;
+  };
+  const at::Tensor host = train(at::kCPU);
+  const at::Tensor gpu = train(at::Device(at::kCUDA, 0));
+  // Newton-Schulz rounds to bfloat16, and sums in another order.
+  EXPECT_LT(
+      (host - gpu).norm().item<double>(),
+      2e-2 * host.norm().item<double>());
 }
 
 }  // namespace

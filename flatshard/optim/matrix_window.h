@@ -1,0 +1,87 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "flatshard/comm/communicator.h"
+#include "flatshard/optim/matrix_plan.h"
+#include "flatshard/optim/newton_schulz.h"
+
+namespace flatshard {
+
+/// A matrix of a group.
+struct WindowMatrix {
+  MatrixShape shape;
+  std::size_t group = 0;
+  std::int64_t parameter = 0;  ///< unique in the window
+  /// One of many matrices of one shape in its parameter, such as experts:
+  /// multiplied together with others of them.
+  bool batched = false;
+};
+
+/// This rank's part of a matrix, in the flat shard of its group.
+struct ShardBox {
+  MatrixBox box;
+  std::int64_t local_offset = 0;
+};
+
+/// A run of the flat shard of a group, in the same order in a buffer.
+/// All of it belongs to matrices of one shape of one parameter.
+struct DirectionRun {
+  std::size_t group = 0;
+  std::int64_t local_offset = 0;
+  std::int64_t begin = 0;  ///< in the buffer
+  std::int64_t numel = 0;
+  MatrixShape shape;  ///< of the matrices
+};
+
+/// Matrices that are orthogonalized together: one collective sends their parts
+/// to the owners, and another returns the results.
+class MatrixWindow {
+ public:
+  /// Collective over `ranks`.
+  /// @param ranks     that store the matrices together; null: only this rank.
+  /// @param matrices  equal on all ranks.
+  /// @param boxes     of this rank, ascending in matrix.
+  MatrixWindow(
+      Communicator* ranks,
+      std::vector<WindowMatrix> matrices,
+      std::vector<ShardBox> boxes,
+      const NewtonSchulzOptions& options);
+
+  const MatrixPlan& plan() const { return plan_; }
+  Communicator* ranks() const { return ranks_; }
+
+  /// Starts a step of the matrices of some groups, equal on all ranks.
+  /// @param active  one for each group of the optimizer.
+  /// @return  runs().
+  const std::vector<DirectionRun>& begin(const std::vector<bool>& active);
+  /// Returns the runs of this rank. The caller writes each into buffer().
+  const std::vector<DirectionRun>& runs() const { return runs_; }
+  /// Returns the buffer for the runs, bfloat16 on `device`, allocated by the
+  /// first call in a step.
+  const at::Tensor& buffer(at::Device device);
+  /// Replaces the values of the buffer by the orthogonalized matrices'.
+  /// Collective over ranks().
+  void orthogonalize();
+  /// Ends the step and frees the buffer.
+  void end() { buffer_.reset(); }
+
+ private:
+  void run_newton_schulz(const at::Tensor& matrices) const;
+
+  Communicator* ranks_;
+  std::vector<WindowMatrix> matrices_;
+  std::vector<ShardBox> boxes_;
+  NewtonSchulzOptions options_;
+  MatrixPlan plan_;
+  std::vector<bool> active_;  ///< of exchange_, for each matrix
+  MatrixExchange exchange_;
+  std::vector<DirectionRun> runs_;
+  at::Tensor buffer_;
+};
+
+}  // namespace flatshard
