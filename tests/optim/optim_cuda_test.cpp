@@ -61,7 +61,7 @@ host_update(const KernelCase& c, at::ScalarType grad, at::ScalarType compute) {
   update.main = at::randn({c.numel}, generator, at::kFloat);
   update.grad = at::randn({c.numel}, generator, at::kFloat).to(grad);
   if (compute != at::kFloat) {
-    update.compute = at::zeros({c.numel}, compute);
+    update.compute = update.main.to(compute);  // skipped ones stay
   }
   update.state0 = at::randn({c.numel}, generator, at::kFloat) * 0.1;
   update.state1 = at::rand({c.numel}, generator, at::kFloat) * 0.1;
@@ -95,6 +95,7 @@ void expect_equal(const FlatUpdate& gpu, const FlatUpdate& host) {
   EXPECT_TRUE(same(gpu.main, host.main));
   EXPECT_TRUE(same(gpu.state0, host.state0));
   EXPECT_TRUE(same(gpu.state1, host.state1));
+  EXPECT_TRUE(same(gpu.compute, host.compute));
   if (gpu.compute.defined()) {
     EXPECT_TRUE(gpu.compute.equal(gpu.main.to(gpu.compute.scalar_type())));
   }
@@ -215,8 +216,11 @@ FlatUpdate host_states(
     state->scales = at::zeros({c.numel / kStateBlock + 1});
   }
   if (rounds) {
-    // The second parameter starts inside its blocks of random words.
-    const std::int64_t half = c.numel / 2 / 16 * 16;
+    // The second parameter starts inside its blocks of random words, but not
+    // inside a block of states.
+    const std::int64_t unit =
+        c.states.front().format == StateFormat::bfloat16 ? 16 : kStateBlock;
+    const std::int64_t half = c.numel / 2 / unit * unit;
     update.rounding_ranges = {{half, 0, 17}, {c.numel, 148 - half, 18}};
     update.rounding_step = 5;
   }
