@@ -401,6 +401,7 @@ def await_leaves(leaves):
     ]
 
 
+@never_compiled
 def wait_for_collectives(module, args):
     """Returns the arguments of a module's forward. Where `module.compile` was called, plain
     tensors replace AsyncCollectiveTensors with collectives that nothing has waited for:

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from flatshard.torch_versions import tree_map
+from flatshard.torch_versions import never_compiled, tree_map
 
 
 # The types of most arguments of a forward. tree_map is ten times slower for them.
@@ -43,6 +43,7 @@ def _cast_leaf(dtype, leaf):
     return copied
 
 
+@never_compiled
 def cast_inputs(policy, args, kwargs):
     """Returns the arguments of a forward, cast by a MixedPrecisionPolicy."""
     if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -51,6 +52,7 @@ def cast_inputs(policy, args, kwargs):
     return args, kwargs
 
 
+@never_compiled
 def cast_output(policy, output):
     if policy.output_dtype is not None:
         output = _cast(output, policy.output_dtype)

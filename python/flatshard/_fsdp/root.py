@@ -21,7 +21,7 @@ from flatshard._fsdp.replacements import (
 from flatshard._fsdp.seen_writes import SeenWrites
 from flatshard._fsdp.trace import Trace
 from flatshard._fsdp.tree import Tree, check_units, names_of, walk
-from flatshard.torch_versions import parameters_of, plain_attributes
+from flatshard.torch_versions import never_compiled, parameters_of, plain_attributes
 
 
 class Stale(Exception):
@@ -201,6 +201,7 @@ class Root:
 
     # -- callbacks of the core, under its lock ---------------------------------------
 
+    @never_compiled
     def _before_forward(self):
         """Runs checks before a forward of any unit, or an unshard, when none is open."""
         # Each model runs this path in each step: no call that it does not need.
