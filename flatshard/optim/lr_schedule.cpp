@@ -88,10 +88,23 @@ double LrSchedule::factor(std::int64_t step) const {
       1.0,
       static_cast<double>(step + 1 - decay_begin) / static_cast<double>(decay));
   const double m = min_lr_factor;
-  if (kind == Kind::cosine) {
-    return m + (1.0 - m) * 0.5 * (1.0 + std::cos(std::numbers::pi * p));
+  switch (shape()) {
+    case Decay::linear:
+      return 1.0 - (1.0 - m) * p;
+    case Decay::sqrt:
+      return m + (1.0 - m) * (1.0 - std::sqrt(p));
+    case Decay::cosine:
+      return m + (1.0 - m) * 0.5 * (1.0 + std::cos(std::numbers::pi * p));
+    case Decay::exponential:
+      return m + (1.0 - m) * (2.0 * std::pow(0.5, p) - 1.0);
   }
-  return 1.0 - (1.0 - m) * p;
+  FLATSHARD_THROW(internal, "expected a decay of the enum");
+}
+
+LrSchedule::Decay LrSchedule::shape() const {
+  return kind == Kind::wsd      ? decay
+         : kind == Kind::cosine ? Decay::cosine
+                                : Decay::linear;
 }
 
 }  // namespace flatshard

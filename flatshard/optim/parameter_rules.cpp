@@ -59,7 +59,9 @@ bool matches(
   const auto found = [&](const std::string& name) {
     return std::regex_search(name, regex);
   };
-  if (std::any_of(parameter.names.begin(), parameter.names.end(), found)) {
+  // A single entry is the parameter under its Hugging Face name.
+  const auto first = parameter.names.begin() + (entries.size() == 1 ? 1 : 0);
+  if (std::any_of(first, parameter.names.end(), found)) {
     return true;
   }
   const auto matched = std::find_if(entries.begin(), entries.end(), found);

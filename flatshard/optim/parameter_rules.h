@@ -23,8 +23,9 @@ struct ParameterRules {
   Decay decay = Decay::all;
   /// Of Algorithm::muon. A parameter without matrices uses AdamW instead.
   MuonOptions muon = {};
-  /// Returns further names of a parameter that patterns are searched in, such
-  /// as the names of its Hugging Face entries. Null: no further names.
+  /// Returns the names of a parameter's Hugging Face entries. Patterns are
+  /// searched in them and in GroupParameter::names, except that a single entry
+  /// replaces the main name. Null: no entries.
   std::function<std::vector<std::string>(const GroupParameter&)> entry_names =
       nullptr;
 };

@@ -76,6 +76,39 @@ TEST(LrSchedule, WsdIsStableThenDecays) {
   EXPECT_NEAR(s.lr(74), 0.5, kTolerance);
 }
 
+TEST(LrSchedule, WsdDecaysInTheShapeOfDecayType) {
+  using Decay = LrSchedule::Decay;
+  LrSchedule s{
+      .kind = LrSchedule::Kind::wsd,
+      .base_lr = 1,
+      .total_steps = 100,
+      .decay_ratio = 0.5,
+      .min_lr_factor = 0.2};
+  const auto lr_of = [&](Decay decay, std::int64_t step) {
+    s.decay = decay;
+    s.validate();
+    return s.lr(step);
+  };
+  for (const Decay decay :
+       {Decay::linear, Decay::sqrt, Decay::cosine, Decay::exponential}) {
+    EXPECT_EQ(lr_of(decay, 49), 1);
+    EXPECT_NEAR(lr_of(decay, 99), 0.2, kTolerance);
+    double before = 1;
+    for (std::int64_t step = 50; step < 100; ++step) {
+      EXPECT_LT(lr_of(decay, step), before);
+      before = s.lr(step);
+    }
+  }
+  // At half of the decay, and at 18 of 50 steps of it: sqrt(0.36) = 0.6.
+  EXPECT_NEAR(lr_of(Decay::linear, 74), 0.6, kTolerance);
+  EXPECT_NEAR(lr_of(Decay::cosine, 74), 0.6, kTolerance);
+  EXPECT_NEAR(lr_of(Decay::sqrt, 67), 0.2 + 0.8 * 0.4, kTolerance);
+  EXPECT_NEAR(
+      lr_of(Decay::exponential, 74),
+      0.2 + 0.8 * (std::sqrt(2.0) - 1),
+      kTolerance);
+}
+
 // The warm-up reaches the full rate and the last step the lowest one, also in
 // runs of a few steps.
 TEST(LrSchedule, EndsAtTheMinimumHoweverShort) {

@@ -168,6 +168,22 @@ TEST(ParameterRules, AFusedParameterIsMatchedAsAWhole) {
                 "model.layers.0.q_proj.weight"));
 }
 
+// The final norm of a model belongs to the head and has another name there.
+TEST(ParameterRules, ASingleEntryReplacesTheMainName) {
+  const auto rules = [](const std::string& pattern) {
+    return ParameterRules{
+        .rules = {{.pattern = pattern}},
+        .entry_names = [](const GroupParameter& p) {
+          return std::vector<std::string>{
+              p.names[0] == "embed.weight" ? "wte.weight" : p.names[0]};
+        }};
+  };
+  for (const char* pattern : {"wte", "head"}) {
+    EXPECT_EQ(titles(rules(pattern)).back(), pattern);
+  }
+  EXPECT_THAT(message(rules("embed")), HasSubstr("matches no parameter"));
+}
+
 TEST(ParameterRules, APatternWithoutAMatchIsAnError) {
   EXPECT_THAT(
       message({.rules = {{.pattern = "."}, {.pattern = "nrom\\.weight"}}}),

@@ -9,6 +9,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
+#include "flatshard/train/config/param_group_list.h"
 #include "flatshard/train/config/run_config.h"
 
 namespace flatshard {
@@ -83,6 +84,28 @@ std::string sources_text(const std::vector<data::SourceChoice>& sources) {
   return text + "\n]";
 }
 
+/// Returns an array of tables, each on a line, without numbers that have their
+/// default.
+std::string rules_text(const std::vector<ParameterRule>& rules) {
+  if (rules.empty()) {
+    return "[]";
+  }
+  std::string text = "[";
+  for (const ParameterRule& rule : rules) {
+    text += fmt::format("\n  {{ pattern = {}", quoted_text(rule.pattern));
+    if (rule.algorithm) {
+      text += fmt::format(", name = \"{}\"", word_of(*rule.algorithm));
+    }
+    for (const RuleNumber& number : rule_numbers()) {
+      if (const auto value = number.of(rule)) {
+        text += fmt::format(", {} = {}", number.name, number_text(*value));
+      }
+    }
+    text += " },";
+  }
+  return text + "\n]";
+}
+
 void check_range(
     const ConfigKey& key,
     double number,
@@ -150,6 +173,9 @@ std::string_view type_name(const ConfigField& field) {
             return "a folder in quotes, or a list of { path = \"folder\", "
                    "weight = number }";
           },
+          [](std::vector<ParameterRule>*) {
+            return "a list of { pattern = \"regex\", ... }";
+          },
           []<IsOrOptional<std::int64_t> T>(T*) { return "an integer"; },
           []<IsOrOptional<double> T>(T*) { return "a number"; },
           []<IsOrOptional<bool> T>(T*) { return "true or false"; }},
@@ -166,6 +192,7 @@ std::string value_text(const ConfigField& field) {
           [](std::vector<data::SourceChoice>* value) {
             return sources_text(*value);
           },
+          [](std::vector<ParameterRule>* value) { return rules_text(*value); },
           [](std::int64_t* value) { return fmt::format("{}", *value); },
           [](double* value) { return number_text(*value); },
           [](bool* value) { return bool_text(*value); },
@@ -277,6 +304,7 @@ void check_value(
           [&](std::vector<data::SourceChoice>* value) {
             check_sources(key, *value, where);
           },
+          [](std::vector<ParameterRule>*) {},  // checked as they are read
           // The word comes from a Config that a program filled in.
           [&](const WordField& value) {
             if (!value.words().empty()) {

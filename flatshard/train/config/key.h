@@ -13,6 +13,7 @@
 
 #include "flatshard/core/words.h"
 #include "flatshard/data/token_source.h"
+#include "flatshard/optim/parameter_values.h"
 
 namespace flatshard {
 
@@ -48,6 +49,7 @@ struct WordField {
 using ConfigField = std::variant<
     std::string*,
     std::vector<data::SourceChoice>*,
+    std::vector<ParameterRule>*,
     std::int64_t*,
     double*,
     bool*,

@@ -1,23 +1,31 @@
 #include "flatshard/train/config/optimizer_keys.h"
 
+#include <algorithm>
+#include <optional>
+
 #include "flatshard/core/error.h"
 #include "flatshard/train/config/key_rows.h"
+#include "flatshard/train/config/param_group_list.h"
 
 namespace flatshard::config {
 namespace {
 
 constexpr UsedIf kOfAdamW{
     "optimizer.name",
-    WHEN(c.optimizer.name == OptimizerName::adamw),
+    WHEN(c.optimizer.uses(Algorithm::adamw)),
     "adamw"};
 constexpr UsedIf kOfSgd{
     "optimizer.name",
-    WHEN(c.optimizer.name == OptimizerName::sgd),
+    WHEN(c.optimizer.uses(Algorithm::sgd)),
     "sgd"};
 constexpr UsedIf kOfDecays{
     "lr_scheduler.name",
     WHEN(c.lr_scheduler.name != LrSchedule::Kind::constant),
     "linear, cosine and wsd"};
+constexpr UsedIf kOfWsd{
+    "lr_scheduler.name",
+    WHEN(c.lr_scheduler.name == LrSchedule::Kind::wsd),
+    "wsd"};
 
 const ConfigKey kOptimizerKeys[] = {
     KEY(optimizer.name, "Optimizer."),
@@ -35,10 +43,21 @@ const ConfigKey kOptimizerKeys[] = {
         .used_if = {kOfAdamW}),
     KEY(optimizer.weight_decay,
         "Decoupled weight decay, for the weights that are decayed."),
+    KEY(optimizer.decay,
+        "Parameters that weight decay applies to. matrices excludes parameters "
+        "with one dimension, such as norms, and biases."),
     KEY(optimizer.momentum,
         "SGD: momentum.",
         .range = {.max = 1},
         .used_if = {kOfSgd}),
+    KEY(optimizer.param_groups,
+        "Parameter groups, one table [[optimizer.param_groups]] per group. "
+        "pattern is a regular expression that is searched in the Hugging Face "
+        "names of parameters. The first table that matches applies. Other "
+        "parameters have the values of "
+        "[optimizer]. lr_mult and wd_mult are factors of the learning rate and "
+        "of the weight decay. name, beta1, beta2, eps and momentum replace the "
+        "values of [optimizer]."),
     KEY(optimizer.overlap,
         "Update the weights on a separate stream, in parallel with the next "
         "forward. The all-gather of a unit waits only for the update of that "
@@ -62,6 +81,9 @@ const ConfigKey kOptimizerKeys[] = {
         "Final learning rate, as a fraction of optimizer.lr.",
         .range = {.max = 1},
         .used_if = {kOfDecays}),
+    KEY(lr_scheduler.decay_type,
+        "Shape of the decay of wsd.",
+        .used_if = {kOfWsd}),
 };
 
 void check_optimizer(const Config& config) {
@@ -73,9 +95,49 @@ void check_optimizer(const Config& config) {
       "optimizer.beta1 and optimizer.beta2 must be below 1, got {} and {}",
       optimizer.beta1,
       optimizer.beta2);
+  for (const ParameterRule& rule : optimizer.param_groups) {
+    const Algorithm algorithm = rule.algorithm.value_or(optimizer.name);
+    for (const RuleNumber& number : rule_numbers()) {
+      const auto value = number.of(rule);
+      FLATSHARD_CHECK(
+          !value || number.used_by.value_or(algorithm) == algorithm,
+          config,
+          "optimizer.param_groups: pattern \"{}\" sets {}, but it has no "
+          "effect with name = \"{}\"; remove it",
+          rule.pattern,
+          number.name,
+          word_of(algorithm));
+      FLATSHARD_CHECK(
+          !value || number.range.max != 1 || *value < 1,
+          config,
+          "optimizer.param_groups: pattern \"{}\": {} must be below 1, got {}",
+          rule.pattern,
+          number.name,
+          *value);
+    }
+  }
 }
 
 }  // namespace
+
+bool Optimizer::uses(Algorithm algorithm) const {
+  return name == algorithm || std::ranges::count(
+                                  param_groups,
+                                  std::optional(algorithm),
+                                  &ParameterRule::algorithm) > 0;
+}
+
+std::int64_t Optimizer::fewest_states() const {
+  std::int64_t fewest = num_states();
+  for (const ParameterRule& rule : param_groups) {
+    fewest = std::min(
+        fewest,
+        num_states_of(
+            rule.algorithm.value_or(name),
+            rule.momentum.value_or(momentum)));
+  }
+  return fewest;
+}
 
 KeyTable optimizer_keys() {
   return {kOptimizerKeys, check_optimizer};

@@ -1,15 +1,21 @@
 #pragma once
 
 #include "flatshard/optim/lr_schedule.h"
+#include "flatshard/optim/parameter_values.h"
 #include "flatshard/train/config/key.h"
 
 namespace flatshard::config {
 
-enum class OptimizerName { adamw, sgd };
+using OptimizerName = Algorithm;
 template <>
-inline constexpr Word<OptimizerName> kWords<OptimizerName>[] = {
-    {"adamw", OptimizerName::adamw},
-    {"sgd", OptimizerName::sgd}};
+inline constexpr Word<Algorithm> kWords<Algorithm>[] = {
+    {"adamw", Algorithm::adamw},
+    {"sgd", Algorithm::sgd}};
+
+template <>
+inline constexpr Word<Decay> kWords<Decay>[] = {
+    {"all", Decay::all},
+    {"matrices", Decay::matrices}};
 
 struct Optimizer {
   OptimizerName name = OptimizerName::adamw;
@@ -19,11 +25,21 @@ struct Optimizer {
   double eps = 1e-8;
   double weight_decay = 0.1;
   double momentum = 0.0;
+  Decay decay = Decay::all;
+  std::vector<ParameterRule> param_groups;
   bool overlap = false;
 
-  /// Returns how many float32 numbers it keeps for each parameter.
-  std::int64_t num_states() const {
-    return name == OptimizerName::adamw ? 2 : momentum > 0 ? 1 : 0;
+  /// Returns whether a parameter group may have the algorithm.
+  bool uses(Algorithm algorithm) const;
+  /// Returns how many float32 numbers it keeps for each parameter with the
+  /// values of [optimizer].
+  std::int64_t num_states() const { return num_states_of(name, momentum); }
+  /// Returns the same of the parameter group with the fewest.
+  std::int64_t fewest_states() const;
+
+ private:
+  static std::int64_t num_states_of(Algorithm algorithm, double momentum) {
+    return algorithm == Algorithm::adamw ? 2 : momentum > 0 ? 1 : 0;
   }
 };
 
@@ -34,11 +50,19 @@ inline constexpr Word<LrSchedule::Kind> kWords<LrSchedule::Kind>[] = {
     {"cosine", LrSchedule::Kind::cosine},
     {"wsd", LrSchedule::Kind::wsd}};
 
+template <>
+inline constexpr Word<LrSchedule::Decay> kWords<LrSchedule::Decay>[] = {
+    {"linear", LrSchedule::Decay::linear},
+    {"sqrt", LrSchedule::Decay::sqrt},
+    {"cosine", LrSchedule::Decay::cosine},
+    {"exponential", LrSchedule::Decay::exponential}};
+
 struct LrScheduler {
   LrSchedule::Kind name = LrSchedule::Kind::cosine;
   std::int64_t warmup_steps = 0;
   std::optional<double> decay_ratio;
   double min_lr_factor = 0.0;
+  LrSchedule::Decay decay_type = LrSchedule::Decay::linear;
 };
 
 /// [optimizer] and [lr_scheduler].

@@ -38,9 +38,14 @@ constexpr auto kOtherKeys = std::to_array<OtherNames>({
      "model_max_length",
      "training.seq_len"},
     {"learning_rate max_lr base_lr peak_lr lr_max", "optimizer.lr"},
+    {"lr_wsd_decay_style lr_decay_type", "lr_scheduler.decay_type"},
+    {"param_group_overrides lr_groups param_groups_config",
+     "[[optimizer.param_groups]]"},
+    {"embedding_lr decoupled_lr",
+     "[[optimizer.param_groups]] with pattern = \"embed_tokens\" and lr_mult"},
     {"min_lr lr_min", "lr_scheduler.min_lr_factor, a fraction of optimizer.lr"},
     {"lr_scheduler lr_scheduler_type lr_scheduler_name lr_decay_style "
-     "decay_type scheduler",
+     "scheduler",
      "lr_scheduler.name"},
     {"warmup_ratio warmup_iters num_warmup_steps lr_warmup_iters "
      "warmup_num_steps",

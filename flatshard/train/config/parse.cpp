@@ -1,5 +1,7 @@
 #include "flatshard/train/config/run_config.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <fstream>
@@ -8,8 +10,10 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/home_folder.h"
+#include "flatshard/core/nearest_name.h"
 #include "flatshard/core/toml.h"
 #include "flatshard/train/config/find_key.h"
+#include "flatshard/train/config/param_group_list.h"
 
 namespace flatshard {
 namespace {
@@ -83,6 +87,90 @@ std::optional<std::vector<data::SourceChoice>> read_sources(
   return sources;
 }
 
+ParameterRule read_param_group(
+    const ConfigKey& key,
+    const toml::table& table,
+    const std::string& where) {
+  ParameterRule rule;
+  std::vector<std::string_view> names{"pattern", "name"};
+  for (const config::RuleNumber& number : config::rule_numbers()) {
+    names.push_back(number.name);
+  }
+  for (const auto& [name, value] : table) {
+    const std::string at =
+        fmt::format("{}: {}: {}", where, key.full_name, name.str());
+    if (name == "pattern" && value.is_string()) {
+      rule.pattern = *value.value<std::string>();
+      continue;
+    }
+    if (name == "name" && value.is_string()) {
+      rule.algorithm =
+          value_of(at, config::kWords<Algorithm>, *value.value<std::string>());
+      continue;
+    }
+    const auto numbers = config::rule_numbers();
+    const auto number =
+        std::ranges::find(numbers, name.str(), &config::RuleNumber::name);
+    if (number == numbers.end()) {
+      const std::string near = near_name(name.str(), names);
+      FLATSHARD_CHECK(
+          name == "pattern" || name == "name",
+          config,
+          "{}: {} has no '{}' in a table of its list; {}",
+          where,
+          key.full_name,
+          config::shortened(name.str()),
+          near.empty() ? fmt::format("it has {}", fmt::join(names, ", "))
+                       : fmt::format("did you mean '{}'?", near));
+      FLATSHARD_THROW(
+          config,
+          "{}: expected text in quotes, got {}",
+          at,
+          shown(value));
+    }
+    const ValueRange& range = number->range;
+    const double found = value.is_number() ? *value.value<double>() : -1;
+    FLATSHARD_CHECK(
+        std::isfinite(found) && found >= range.min && found <= range.max,
+        config,
+        "{}: expected a number {}, got {}",
+        at,
+        range.max < 1e300 ? fmt::format("in [{}, {}]", range.min, range.max)
+                          : fmt::format(">= {}", range.min),
+        shown(value));
+    number->set(rule, found);
+  }
+  FLATSHARD_CHECK(
+      !rule.pattern.empty(),
+      config,
+      "{}: {}: a table of its list has no pattern, a regular expression that "
+      "is searched in the names of parameters",
+      where,
+      key.full_name);
+  return rule;
+}
+
+/// [[optimizer.param_groups]], or [{ pattern = "regex", ... }, ...]; unset when
+/// it is not a list of tables.
+std::optional<std::vector<ParameterRule>> read_param_groups(
+    const ConfigKey& key,
+    const toml::node& node,
+    const std::string& where) {
+  const toml::array* array = node.as_array();
+  if (array == nullptr) {
+    return std::nullopt;
+  }
+  std::vector<ParameterRule> rules;
+  for (const toml::node& item : *array) {
+    const toml::table* table = item.as_table();
+    if (table == nullptr) {
+      return std::nullopt;
+    }
+    rules.push_back(read_param_group(key, *table, where));
+  }
+  return rules;
+}
+
 /// Returns an integer, also written as 1e4 or 10000.0: any floating-point
 /// number that represents an integer exactly.
 std::optional<std::int64_t> read_integer(const toml::node& node) {
@@ -124,6 +212,9 @@ void set_field(
           },
           [&](std::vector<data::SourceChoice>* out) {
             take(out, read_sources(key, node, where));
+          },
+          [&](std::vector<ParameterRule>* out) {
+            take(out, read_param_groups(key, node, where));
           },
           [&](bool* out) { take(out, node.value_exact<bool>()); },
           [&](std::optional<bool>* out) {

@@ -101,7 +101,7 @@ RunOptions run_options(const Config& config, const models::ModelConfig& model) {
            .parallelism = config.parallelism,
            .lora = config.lora,
            .float8 = config.float8.recipe.has_value(),
-           .optimizer_states = config.optimizer.num_states()},
+           .optimizer_states = config.optimizer.fewest_states()},
       .data = data_options(config, model),
       .batches =
           {.local_batch_size = t.local_batch_size,

@@ -126,7 +126,7 @@ void check_base(
 }
 
 std::string schedule_state(const LrSchedule& schedule) {
-  return nlohmann::json{
+  nlohmann::json state{
       // The last step has the lowest rate. It was one after the last before.
       {"definition", 2},
       {"name", config::word_of(schedule.kind)},
@@ -134,8 +134,11 @@ std::string schedule_state(const LrSchedule& schedule) {
       {"steps", schedule.total_steps},
       {"warmup_steps", schedule.warmup_steps},
       {"decay_ratio", schedule.decay_ratio.value_or(-1)},
-      {"min_lr_factor", schedule.min_lr_factor}}
-      .dump();
+      {"min_lr_factor", schedule.min_lr_factor}};
+  if (schedule.decay != LrSchedule::Decay::linear) {
+    state["decay_type"] = config::word_of(schedule.decay);
+  }
+  return state.dump();
 }
 
 }  // namespace

@@ -139,6 +139,12 @@ std::string to_string(const RunSummary& summary) {
   if (!summary.state.float8.empty()) {
     parts.push_back(summary.state.float8);
   }
+  if (!config.optimizer.param_groups.empty() ||
+      config.optimizer.decay != Decay::all) {
+    parts.push_back(
+        "parameter groups of the optimizer:\n" +
+        summary.state.optimizer->parameter_groups().table());
+  }
   if (!before || !changed.empty()) {
     parts.push_back(fmt::format(
         "tflops and mfu count {} N + 12 L d T per token (attention as if it "

@@ -1,27 +1,30 @@
 #include "flatshard/train/setup/run_optimizer.h"
 
-#include "flatshard/optim/adamw.h"
-#include "flatshard/optim/sgd.h"
-
 namespace flatshard {
 
 std::unique_ptr<Optimizer> make_optimizer(
     const config::Optimizer& keys,
-    const std::vector<ParamGroup*>& groups) {
-  if (keys.name == config::OptimizerName::sgd) {
-    return std::make_unique<Sgd>(
-        groups,
-        SgdOptions{
-            .momentum = keys.momentum,
-            .weight_decay = keys.weight_decay});
-  }
-  return std::make_unique<AdamW>(
-      groups,
-      AdamWOptions{
-          .beta1 = keys.beta1,
-          .beta2 = keys.beta2,
-          .eps = keys.eps,
-          .weight_decay = keys.weight_decay});
+    const std::vector<ParamGroup*>& groups,
+    const StoredEntriesOf& entries_of) {
+  ParameterRules rules{
+      .rest =
+          {.algorithm = keys.name,
+           .weight_decay = keys.weight_decay,
+           .beta1 = keys.beta1,
+           .beta2 = keys.beta2,
+           .eps = keys.eps,
+           .momentum = keys.momentum},
+      .rules = keys.param_groups,
+      .decay = keys.decay};
+  rules.entry_names = [&](const GroupParameter& parameter) {
+    std::vector<std::string> names;
+    for (StoredEntry& entry :
+         entries_of(parameter.names.front(), parameter.whole_shape())) {
+      names.push_back(std::move(entry.name));
+    }
+    return names;
+  };
+  return std::make_unique<Optimizer>(groups, rules);
 }
 
 LrSchedule lr_schedule(
@@ -34,7 +37,8 @@ LrSchedule lr_schedule(
       .total_steps = total_steps,
       .warmup_steps = keys.warmup_steps,
       .decay_ratio = keys.decay_ratio,
-      .min_lr_factor = keys.min_lr_factor};
+      .min_lr_factor = keys.min_lr_factor,
+      .decay = keys.decay_type};
   schedule.validate();
   return schedule;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/core/stored_entry.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/train/config/optimizer_keys.h"
@@ -9,10 +10,13 @@
 
 namespace flatshard {
 
-/// Returns the optimizer that [optimizer] describes. @throws Error{config}.
+/// Returns the optimizer that [optimizer] describes.
+/// @param entries_of  Hugging Face's entries of a parameter.
+/// @throws Error{config}: see parameter_groups.
 std::unique_ptr<Optimizer> make_optimizer(
     const config::Optimizer& keys,
-    const std::vector<ParamGroup*>& groups);
+    const std::vector<ParamGroup*>& groups,
+    const StoredEntriesOf& entries_of);
 
 /// Returns the learning rate of each step, by [lr_scheduler]. @throws
 /// Error{config}.

@@ -4,6 +4,7 @@
 
 #include "flatshard/comm/all_gather_values.h"
 #include "flatshard/core/error.h"
+#include "flatshard/models/hf_names.h"
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/metrics/number_text.h"
 #include "flatshard/train/setup/float8_choice.h"
@@ -153,7 +154,10 @@ TrainState make_train_state(
   if (const Float8Choice float8(config.float8, model); float8.enabled()) {
     state.float8 = float8.describe(*state.runtime);
   }
-  state.optimizer = make_optimizer(config.optimizer, state.runtime->groups());
+  state.optimizer = make_optimizer(
+      config.optimizer,
+      state.runtime->groups(),
+      models::hf_entries_of(model));
   if (config.optimizer.overlap) {
     state.optimizer->set_stream(
         make_stream(mesh->device(), "optimizer", options.runtime.streams));

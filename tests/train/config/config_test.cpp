@@ -131,6 +131,113 @@ TEST(Config, AMixtureIsAListOfFoldersWithWeights) {
   }
 }
 
+TEST(Config, ParameterGroupsAreTables) {
+  const Config config = parse_config(
+      kSmall + std::string(R"(
+[optimizer]
+decay = "matrices"
+[[optimizer.param_groups]]
+pattern = "embed_tokens|\\.\"x"
+lr_mult = 0.5
+wd_mult = 0
+beta1 = 0.8
+[[optimizer.param_groups]]
+pattern = 'norm\.weight$'
+name = "sgd"
+momentum = 0.9
+)"),
+      "run.toml");
+  EXPECT_EQ(config.optimizer.decay, Decay::matrices);
+  const std::vector<ParameterRule> rules{
+      {.pattern = "embed_tokens|\\.\"x",
+       .lr_mult = 0.5,
+       .wd_mult = 0,
+       .beta1 = 0.8},
+      {.pattern = "norm\\.weight$",
+       .algorithm = Algorithm::sgd,
+       .momentum = 0.9}};
+  EXPECT_EQ(config.optimizer.param_groups, rules);
+  EXPECT_EQ(config.optimizer.fewest_states(), 1);
+  EXPECT_EQ(config.optimizer.num_states(), 2);
+  const std::string text = to_toml(config);
+  EXPECT_EQ(parse_config(text, "again.toml").optimizer.param_groups, rules);
+  EXPECT_THAT(
+      text,
+      HasSubstr("{ pattern = \"norm\\\\.weight$\", name = \"sgd\", momentum = "
+                "0.9 },"));
+  EXPECT_EQ(
+      parse_config(
+          kSmall,
+          "run.toml",
+          {"optimizer.param_groups=[{pattern = 'a', eps = 1e-6}]"})
+          .optimizer.param_groups,
+      (std::vector<ParameterRule>{{.pattern = "a", .eps = 1e-6}}));
+}
+
+TEST(Config, ParameterGroupsAreChecked) {
+  const auto refused_list = [](const std::string& list) {
+    return refused({"optimizer.param_groups=" + list});
+  };
+  EXPECT_THAT(refused_list("[{lr_mult = 2}]"), HasSubstr("has no pattern"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', lr_mul = 2}]"),
+      HasSubstr("has no 'lr_mul' in a table of its list; did you mean "
+                "'lr_mult'?"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', name = 'adam'}]"),
+      HasSubstr("did you mean 'adamw'?"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 1}]"),
+      HasSubstr("pattern: expected text in quotes, got 1"));
+  for (const char* value : {"-1", "'2'", "true", "nan"}) {
+    EXPECT_THAT(
+        refused_list(fmt::format("[{{pattern = 'a', lr_mult = {}}}]", value)),
+        HasSubstr("lr_mult: expected a number >= 0, got "))
+        << value;
+  }
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', beta1 = 2}]"),
+      HasSubstr("beta1: expected a number in [0, 1], got 2"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', beta1 = 1}]"),
+      HasSubstr("pattern \"a\": beta1 must be below 1"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', name = 'sgd', beta1 = 0.5}]"),
+      HasSubstr("pattern \"a\" sets beta1, but it has no effect with name = "
+                "\"sgd\""));
+  for (const char* list : {"1", "['a']", "[{pattern = 'a'}"}) {
+    EXPECT_THAT(
+        refused_list(list),
+        HasSubstr("expected a list of { pattern = \"regex\", ... }"))
+        << list;
+  }
+  // A key of one algorithm is used if a group has it.
+  EXPECT_THAT(
+      refused({"optimizer.momentum=0.5"}),
+      HasSubstr("optimizer.momentum"));
+  parse_config(
+      kSmall,
+      "run.toml",
+      {"optimizer.momentum=0.5",
+       "optimizer.param_groups=[{pattern = 'a', name = 'sgd'}]"});
+}
+
+TEST(Config, TheShapeOfADecayIsOfWsd) {
+  EXPECT_EQ(
+      parse_config(
+          kSmall,
+          "run.toml",
+          {"lr_scheduler.name=wsd", "lr_scheduler.decay_type=sqrt"})
+          .lr_scheduler.decay_type,
+      LrSchedule::Decay::sqrt);
+  EXPECT_THAT(
+      refused({"lr_scheduler.decay_type=sqrt"}),
+      HasSubstr("lr_scheduler.decay_type"));
+  EXPECT_THAT(
+      refused({"lr_scheduler.name=wsd", "lr_scheduler.decay_type=exp"}),
+      HasSubstr("linear, sqrt, cosine, exponential"));
+}
+
 TEST(Config, TheWatchersTimeoutHasARange) {
   const Config config = parse_config(
       kSmall,

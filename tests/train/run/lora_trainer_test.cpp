@@ -232,6 +232,33 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
   }
 }
 
+// B is trained at another rate than A, as in LoRA+, and A by another algorithm
+// in one layer.
+TEST(Adapters, ParameterGroupsTrainTheSameOnAnyGridOfRanks) {
+  const Settings groups{
+      "optimizer.param_groups=[{pattern = 'q_proj.*lora_A', name = 'adamw', "
+      "eps = 1}, {pattern = 'lora_B', lr_mult = 64}]"};
+  const AdapterRun plain = train_adapters(1, 1);
+  const AdapterRun expected = train_adapters(1, 1, groups);
+  EXPECT_GT(std::abs(plain.losses[2] - expected.losses[2]), kLoraTolerance);
+  const auto expect = [&](int world, Settings settings) {
+    SCOPED_TRACE(fmt::format("{} ranks, {}", world, fmt::join(settings, " ")));
+    settings.insert(settings.end(), groups.begin(), groups.end());
+    expect_same(train_adapters(world, 1, settings), expected);
+  };
+  for (const char* strategy : {"zero0", "zero3"}) {
+    expect(2, {fmt::format("parallelism.strategy={}", strategy)});
+  }
+  expect(4, {"parallelism.data_parallel_replicate_degree=2"});
+  expect(2, {kTwoShare});
+  expect(
+      1,
+      {"cuda_graph.impl=full_iteration",
+       "cuda_graph.warmup_steps=1",
+       "cuda_graph.on_miss=error",
+       "debug.emulate_graphs=true"});
+}
+
 TEST(Adapters, OfAttentionTrainBesideExperts) {
   const Settings settings{
       "model.family=qwen3_moe",

@@ -656,6 +656,75 @@ TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
   EXPECT_LT(losses().back(), losses().front() - 0.5);
 }
 
+TEST_F(TrainerTest, ParameterGroupsThatChangeNothing) {
+  train({});
+  const std::vector<double> reference = losses();
+  const std::string printed =
+      train({"optimizer.param_groups=[{pattern = 'norm'}, {pattern = 'mlp'}]"});
+  EXPECT_EQ(losses(), reference);
+  EXPECT_THAT(
+      printed,
+      HasSubstr("group     parameters         elements  values\n"
+                "norm               5              160  adamw, lr x 1, weight "
+                "decay 0.1, betas 0.9 and 0.95, eps 1e-08\n"));
+}
+
+TEST_F(TrainerTest, ParameterGroupsDoNotDependOnTheStrategy) {
+  const std::vector<std::string> groups{
+      "optimizer.decay=matrices",
+      "optimizer.param_groups=[{pattern = 'q_proj', lr_mult = 0.1, eps = 1e-3},"
+      "{pattern = 'embed_tokens', name = 'sgd', momentum = 0.5},"
+      "{pattern = 'model.norm', wd_mult = 2, beta1 = 0.5}]"};
+  train({});
+  const std::vector<double> without = losses();
+  train(groups);
+  const std::vector<double> reference = losses();
+  EXPECT_NE(reference.back(), without.back());
+  for (const std::string strategy : {"zero0", "zero2", "zero3"}) {
+    std::vector<std::string> overrides = groups;
+    overrides.push_back("parallelism.strategy=" + strategy);
+    overrides.push_back("parallelism.granularity=block:4");
+    overrides.push_back("optimizer.overlap=true");
+    train(overrides);
+    EXPECT_EQ(losses(), reference) << strategy;
+  }
+}
+
+// A run that resumes has the values of its config.
+TEST_F(TrainerTest, ParameterGroupsResume) {
+  const auto with = [](const std::string& lr_mult, std::string more) {
+    return std::vector<std::string>{
+        "optimizer.param_groups=[{pattern = 'proj', lr_mult = " + lr_mult +
+            "}, {pattern = 'norm', name = 'sgd', momentum = 0.5}]",
+        "checkpoint.interval=6",
+        "metrics.log_freq=1",
+        std::move(more)};
+  };
+  train(with("0.5", "checkpoint.keep_latest_k=0"));
+  const double reference = losses().back();
+  const auto resumed = [&](const std::string& lr_mult) {
+    ::testing::internal::CaptureStdout();
+    Trainer(
+        config(with(lr_mult, "checkpoint.load_step=6")),
+        {},
+        "cpu",
+        /*resume=*/true)
+        .run();
+    ::testing::internal::GetCapturedStdout();
+    return losses().back();
+  };
+  EXPECT_EQ(resumed("0.5"), reference);
+  EXPECT_NE(resumed("0.25"), reference);
+}
+
+TEST_F(TrainerTest, APatternWithoutAMatchNamesNearOnes) {
+  EXPECT_THAT(
+      refusal({"optimizer.param_groups=[{pattern = 'k_porj'}]"}),
+      HasSubstr(
+          "pattern \"k_porj\" matches no parameter that is trained. Names "
+          "near it: model.layers.0.self_attn.k_proj"));
+}
+
 TEST_F(TrainerTest, RandomTokens) {
   train({"data.train=random", "training.steps=2"});
   EXPECT_NEAR(losses().front(), std::log(257.0), 0.5);

@@ -1,0 +1,30 @@
+#pragma once
+
+#include "flatshard/optim/parameter_values.h"
+#include "flatshard/train/config/key.h"
+
+#include <optional>
+#include <span>
+#include <string_view>
+#include <variant>
+
+namespace flatshard::config {
+
+/// A number of a table of [[optimizer.param_groups]].
+struct RuleNumber {
+  std::string_view name;
+  std::variant<double ParameterRule::*, std::optional<double> ParameterRule::*>
+      member;
+  ValueRange range = {};
+  /// The algorithm that uses it; absent: all.
+  std::optional<Algorithm> used_by = std::nullopt;
+
+  /// Returns the number; unset where the rule has the default.
+  std::optional<double> of(const ParameterRule& rule) const;
+  void set(ParameterRule& rule, double value) const;
+};
+
+/// Returns all of them. A table has a pattern and a name in addition.
+std::span<const RuleNumber> rule_numbers();
+
+}  // namespace flatshard::config
