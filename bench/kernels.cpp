@@ -215,17 +215,30 @@ void measure_shards() {
         at::zeros({kShard}, kFloat),
         at::zeros({kShard}, kFloat)};
   };
-  const auto update = [&](auto& t) {
-    adamw_update(
-        {.main = t[0],
-         .compute = t[1],
-         .grad = t[2],
-         .state0 = t[3],
-         .state1 = t[4],
-         .grad_scale = scale,
-         .rows = {kStep.row()}});
+  const auto timed = [&](const std::string& op, const FlatUpdate& groups) {
+    const auto update = [&](auto& t) {
+      FlatUpdate update = groups;
+      update.main = t[0];
+      update.compute = t[1];
+      update.grad = t[2];
+      update.state0 = t[3];
+      update.state1 = t[4];
+      update.grad_scale = scale;
+      adamw_update(update);
+    };
+    shard.time(op, kShard * (8 + 2 + 16 + 2), states, update);
   };
-  shard.time("AdamW and cast", kShard * (8 + 2 + 16 + 2), states, update);
+  timed("AdamW and cast", {.rows = {kStep.row()}});
+  // As a layer with decayed matrices and undecayed norms has them.
+  FlatUpdate groups{.rows = {kStep.row(), kStep.row()}};
+  groups.rows[1].weight_decay = 0;
+  constexpr std::int64_t kRuns = 9;
+  for (std::int32_t i = 1; i <= kRuns; ++i) {
+    groups.ranges.push_back({kShard * i / kRuns, i % 2});
+  }
+  groups.upload_ranges(at::kCUDA);
+  groups.device_rows = upload_rows(groups.rows, at::kCUDA);
+  timed("AdamW of groups", groups);
   constexpr std::int64_t kPiece = kShard / kRanks;
   constexpr std::int64_t kNbytes = (kRanks + 1) * kPiece * 2;
   const auto pieces = [] {
