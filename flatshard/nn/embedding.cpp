@@ -135,6 +135,7 @@ EmbeddingImpl::EmbeddingImpl(
       "weight",
       {part_of(ranks_, num_embeddings).size(), dim},
       init);
+  set_attribute("weight", "state_dtype", "float32");  // kStateDtypeAttribute
 }
 
 ParameterParts EmbeddingImpl::parts() const {

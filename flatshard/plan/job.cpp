@@ -32,8 +32,9 @@ std::vector<RoleBytes> memory_of(
       {"compute weights", sum.compute},
       {"gradients", sum.gradients},
       {"optimizer state",
-       job.optimizer_states * sum.numel *
-           static_cast<std::int64_t>(sizeof(float))},
+       static_cast<std::int64_t>(
+           job.state_nbytes * static_cast<double>(sum.numel)) +
+           job.more_state_nbytes},
       {"slot pool", slots.arena_nbytes()}};
   for (const auto& [role, nbytes] : job.other_nbytes) {
     if (nbytes > 0) {

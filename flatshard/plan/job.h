@@ -62,9 +62,11 @@ struct Job {
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
 
-  std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
-  bool clips = true;                  ///< computes the norm of all gradients
-  bool graphs = false;                ///< units run as CUDA graphs
+  double state_nbytes = 8;  ///< of the optimizer, per element
+  /// Of the optimizer, for parameters whose states have more than that.
+  std::int64_t more_state_nbytes = 0;
+  bool clips = true;    ///< computes the norm of all gradients
+  bool graphs = false;  ///< units run as CUDA graphs
   /// Memory of a rank that belongs to no unit, by role.
   std::map<std::string, std::int64_t> other_nbytes;
 

@@ -37,8 +37,7 @@ class UnitPricer {
       const GroupBytes bytes = group.bytes();
       const double numel = as_double(bytes.numel);
       const double moved =
-          2 * as_double(shape.sizes.main) +
-          2 * as_double(job_.optimizer_states) * sizeof(float) +
+          2 * as_double(shape.sizes.main) + 2 * job_.state_nbytes +
           as_double(shape.sizes.gradient) +
           (bytes.compute > 0 ? as_double(shape.sizes.compute) : 0);
       prices.optimizer += gpu_.pass_seconds("optimizer", numel * moved);

@@ -58,6 +58,34 @@ const ConfigKey kOptimizerKeys[] = {
         "[optimizer]. lr_mult and wd_mult are factors of the learning rate and "
         "of the weight decay. name, beta1, beta2, eps and momentum replace the "
         "values of [optimizer]."),
+    KEY(optimizer.state_dtype,
+        "AdamW: data type of the two optimizer states. int8 has blocks of 256 "
+        "elements with a scale each; embeddings and parameters of fewer than "
+        "4096 elements keep float32 states.",
+        .used_if = {kOfAdamW},
+        .conflicts =
+            {{{"parallelism.granularity"},
+              WHEN(
+                  c.optimizer.state_dtype == StateFormat::int8 &&
+                  c.parallelism.granularity.kind() == Granularity::Kind::chunk),
+              "chunks split blocks of 256 elements; use \"element\""}}),
+    KEY(optimizer.stochastic_rounding,
+        "AdamW: round bfloat16 main weights up or down at random, so that the "
+        "mean is exact. Otherwise, updates of less than half a rounding step "
+        "are lost.",
+        .used_if = {kOfAdamW},
+        .conflicts =
+            {{{"precision.main_params"},
+              WHEN(
+                  c.precision.main_params != at::kBFloat16 &&
+                  c.optimizer.stochastic_rounding),
+              "it is for bfloat16 main weights; use \"bfloat16\""},
+             {{"parallelism.granularity"},
+              WHEN(
+                  c.parallelism.granularity.kind() ==
+                      Granularity::Kind::chunk &&
+                  c.optimizer.stochastic_rounding),
+              "chunks may start at any element; use \"element\""}}),
     KEY(optimizer.overlap,
         "Update the weights on a separate stream, in parallel with the next "
         "forward. The all-gather of a unit waits only for the update of that "
@@ -127,12 +155,27 @@ bool Optimizer::uses(Algorithm algorithm) const {
                                   &ParameterRule::algorithm) > 0;
 }
 
-std::int64_t Optimizer::fewest_states() const {
-  std::int64_t fewest = num_states();
+double Optimizer::state_nbytes_of(Algorithm algorithm, double momentum) const {
+  if (algorithm != Algorithm::adamw) {
+    return momentum > 0 ? sizeof(float) : 0;
+  }
+  switch (state_dtype) {
+    case StateFormat::float32:
+      return 2 * sizeof(float);
+    case StateFormat::bfloat16:
+      return 2 * sizeof(float) / 2.0;
+    case StateFormat::int8:
+      break;
+  }
+  return 2 + 2 * sizeof(float) / static_cast<double>(kStateBlock);
+}
+
+double Optimizer::fewest_state_nbytes() const {
+  double fewest = state_nbytes();
   for (const ParameterRule& rule : param_groups) {
     fewest = std::min(
         fewest,
-        num_states_of(
+        state_nbytes_of(
             rule.algorithm.value_or(name),
             rule.momentum.value_or(momentum)));
   }

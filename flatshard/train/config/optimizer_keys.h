@@ -2,6 +2,7 @@
 
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/parameter_values.h"
+#include "flatshard/optim/state_format.h"
 #include "flatshard/train/config/key.h"
 
 namespace flatshard::config {
@@ -17,6 +18,12 @@ inline constexpr Word<Decay> kWords<Decay>[] = {
     {"all", Decay::all},
     {"matrices", Decay::matrices}};
 
+template <>
+inline constexpr Word<StateFormat> kWords<StateFormat>[] = {
+    {"float32", StateFormat::float32},
+    {"bfloat16", StateFormat::bfloat16},
+    {"int8", StateFormat::int8}};
+
 struct Optimizer {
   OptimizerName name = OptimizerName::adamw;
   double lr = 3e-4;
@@ -27,20 +34,20 @@ struct Optimizer {
   double momentum = 0.0;
   Decay decay = Decay::all;
   std::vector<ParameterRule> param_groups;
+  StateFormat state_dtype = StateFormat::float32;
+  bool stochastic_rounding = false;
   bool overlap = false;
 
   /// Returns whether a parameter group may have the algorithm.
   bool uses(Algorithm algorithm) const;
-  /// Returns how many float32 numbers it keeps for each parameter with the
+  /// Returns the bytes of the states per element, of most parameters with the
   /// values of [optimizer].
-  std::int64_t num_states() const { return num_states_of(name, momentum); }
+  double state_nbytes() const { return state_nbytes_of(name, momentum); }
   /// Returns the same of the parameter group with the fewest.
-  std::int64_t fewest_states() const;
+  double fewest_state_nbytes() const;
 
  private:
-  static std::int64_t num_states_of(Algorithm algorithm, double momentum) {
-    return algorithm == Algorithm::adamw ? 2 : momentum > 0 ? 1 : 0;
-  }
+  double state_nbytes_of(Algorithm algorithm, double momentum) const;
 };
 
 template <>

@@ -4,6 +4,7 @@
 #include "flatshard/comm/store.h"
 #include "flatshard/fully_shard/describe.h"
 #include "flatshard/models/moe.h"
+#include "flatshard/optim/moments.h"
 
 #include <algorithm>
 #include <string>
@@ -99,6 +100,13 @@ PlannedUnits planned_units(
   PlannedUnits planned;
   for (const UnitDescription& unit : units) {
     planned.shapes.push_back(unit.shape());
+    for (const GroupDescription& group : unit.groups) {
+      for (const GroupParameter& p : group.spec.parameters) {
+        if (state_format_of(p, StateFormat::int8) != StateFormat::int8) {
+          planned.float32_states.insert(p.names.front());
+        }
+      }
+    }
   }
   planned.by_node = name_units(*model, units, planned.shapes);
   return planned;

@@ -7,6 +7,8 @@
 #include "flatshard/shape/unit_plan.h"
 
 #include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
 namespace flatshard {
@@ -15,6 +17,8 @@ namespace flatshard {
 struct PlannedUnits {
   std::vector<UnitShape> shapes;  ///< by UnitId
   PlanUnits by_node;
+  /// Parameters with float32 states if the others have int8 ones.
+  std::set<std::string> float32_states;
 };
 
 /// Returns the mesh of rank 0 without the other ranks: never communicates.

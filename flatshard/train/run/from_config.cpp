@@ -75,7 +75,7 @@ AdviceOptions advice_options(
   };
   const std::int64_t parameter_nbytes =
       size(config.precision.main_params) +
-      config.optimizer.num_states() * size(at::kFloat);
+      static_cast<std::int64_t>(config.optimizer.state_nbytes());
   return {
       .steps = config.training.steps,
       .warmup_steps = config.lr_scheduler.warmup_steps,
@@ -101,7 +101,7 @@ RunOptions run_options(const Config& config, const models::ModelConfig& model) {
            .parallelism = config.parallelism,
            .lora = config.lora,
            .float8 = config.float8.recipe.has_value(),
-           .optimizer_states = config.optimizer.fewest_states()},
+           .state_nbytes = config.optimizer.fewest_state_nbytes()},
       .data = data_options(config, model),
       .batches =
           {.local_batch_size = t.local_batch_size,

@@ -24,7 +24,7 @@ std::int64_t least_memory(
   const config::Parallelism& parallelism = options.parallelism;
   const std::int64_t each = size(p.main_params) +
                             std::min(size(p.reduce), size(p.main_grads)) +
-                            options.optimizer_states * size(at::kFloat);
+                            static_cast<std::int64_t>(options.state_nbytes);
   const std::int64_t replicas = parallelism.data_parallel_replicate_degree;
   const std::int64_t data_ranks = parallelism.num_data_ranks(world);
   const std::vector<std::int64_t> sizes =

@@ -15,8 +15,8 @@ struct LeastMemoryOptions {
   config::Precision precision;
   config::Parallelism parallelism;
   config::Lora lora;
-  bool float8 = false;                ///< frozen weights are FP8
-  std::int64_t optimizer_states = 2;  ///< float32 numbers of a parameter
+  bool float8 = false;      ///< frozen weights are FP8
+  double state_nbytes = 8;  ///< of the optimizer, per element
 };
 
 /// Returns the minimum memory in bytes of a rank at the end of a backward: its

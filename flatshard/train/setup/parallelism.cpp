@@ -4,6 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/models/moe.h"
+#include "flatshard/optim/moments.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/setup/float8_choice.h"
@@ -68,6 +69,9 @@ FullyShardOptions shard_options(
       config.parallelism.reshard_after_forward;
   options.runtime.copy_engines = copy_engines;
   options.granularity = config.parallelism.granularity;
+  if (config.optimizer.state_dtype == StateFormat::int8) {
+    options.group.alignment = kInt8Alignment;
+  }
   options.seed = static_cast<std::uint64_t>(config.run.seed);
   options.runtime.streams = comm_streams(config.debug);
   options.runtime.graphs = {

@@ -13,7 +13,8 @@ std::unique_ptr<Optimizer> make_optimizer(
            .beta1 = keys.beta1,
            .beta2 = keys.beta2,
            .eps = keys.eps,
-           .momentum = keys.momentum},
+           .momentum = keys.momentum,
+           .state_dtype = keys.state_dtype},
       .rules = keys.param_groups,
       .decay = keys.decay};
   rules.entry_names = [&](const GroupParameter& parameter) {

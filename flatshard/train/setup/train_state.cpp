@@ -158,6 +158,10 @@ TrainState make_train_state(
       config.optimizer,
       state.runtime->groups(),
       models::hf_entries_of(model));
+  if (config.optimizer.stochastic_rounding) {
+    state.optimizer->set_stochastic_rounding(
+        static_cast<std::uint64_t>(config.run.seed));
+  }
   if (config.optimizer.overlap) {
     state.optimizer->set_stream(
         make_stream(mesh->device(), "optimizer", options.runtime.streams));

@@ -157,8 +157,8 @@ momentum = 0.9
        .algorithm = Algorithm::sgd,
        .momentum = 0.9}};
   EXPECT_EQ(config.optimizer.param_groups, rules);
-  EXPECT_EQ(config.optimizer.fewest_states(), 1);
-  EXPECT_EQ(config.optimizer.num_states(), 2);
+  EXPECT_EQ(config.optimizer.fewest_state_nbytes(), 4);
+  EXPECT_EQ(config.optimizer.state_nbytes(), 8);
   const std::string text = to_toml(config);
   EXPECT_EQ(parse_config(text, "again.toml").optimizer.param_groups, rules);
   EXPECT_THAT(

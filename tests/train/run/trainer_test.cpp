@@ -373,6 +373,69 @@ TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
   EXPECT_THAT(generated, ::testing::StartsWith("a"));
 }
 
+/// States in other formats train like float32, resume exactly, and load in
+/// another format.
+TEST_F(TrainerTest, StatesInOtherFormats) {
+  const std::vector<std::string> base{
+      "metrics.log_freq=1",
+      "model.dim=64",
+      "model.ffn_dim=160",
+      "training.steps=12",
+      "checkpoint.interval=6",
+      "precision.compute=bfloat16",
+      "lr_scheduler.name=constant"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), base.begin(), base.end());
+    return more;
+  };
+  const auto resume = [&](const std::vector<std::string>& overrides) {
+    ::testing::internal::CaptureStdout();
+    try {
+      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
+    } catch (...) {
+      std::fflush(stdout);
+      ::testing::internal::GetCapturedStdout();
+      throw;
+    }
+    std::fflush(stdout);
+    ::testing::internal::GetCapturedStdout();
+    const auto all = losses();
+    return std::vector<double>(all.end() - 6, all.end());
+  };
+  train(with({}));
+  const double float32 = losses().back();
+  const std::string load = "checkpoint.load_step=6";
+  for (const std::vector<std::string>& keys :
+       {std::vector<std::string>{"optimizer.state_dtype=int8"},
+        {"optimizer.state_dtype=bfloat16"},
+        {"optimizer.state_dtype=int8",
+         "precision.main_params=bfloat16",
+         "optimizer.stochastic_rounding=true"}}) {
+    std::filesystem::remove_all(run());
+    train(with(keys));
+    const auto whole = losses();
+    EXPECT_NEAR(whole.back(), float32, 0.05) << keys[0];
+    std::vector<std::string> again = keys;
+    again.push_back(load);
+    EXPECT_EQ(
+        resume(with(again)),
+        (std::vector<double>(whole.begin() + 6, whole.end())))
+        << keys[0];
+  }
+  // Loaded as float32 with bfloat16 weights that are not rounded at random.
+  EXPECT_NEAR(
+      resume(with({load, "precision.main_params=bfloat16"})).back(),
+      float32,
+      0.2);
+  EXPECT_THAT(
+      refusal(with(
+          {"optimizer.state_dtype=int8", "parallelism.granularity=chunk"})),
+      HasSubstr("chunks split blocks of 256 elements"));
+  EXPECT_THAT(
+      refusal(with({"optimizer.stochastic_rounding=true"})),
+      HasSubstr("it is for bfloat16 main weights"));
+}
+
 TEST_F(TrainerTest, GeneratesFromWhatARunLeaves) {
   const std::vector<std::string> overrides{
       "training.steps=4",
