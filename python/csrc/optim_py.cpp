@@ -21,9 +21,11 @@ void bind_optim(py::module_& m) {
       .def(
           py::init<
               std::vector<std::shared_ptr<PyUnit>>,
-              const std::vector<std::vector<std::int64_t>>&>(),
+              const std::vector<std::vector<std::int64_t>>&,
+              bool>(),
           py::arg("units"),
-          py::arg("group_of_parameters"))
+          py::arg("group_of_parameters"),
+          py::arg("bfloat16_states"))
       .def(
           "step",
           [](PyAdamW& self, const std::vector<Values>& groups) {

@@ -26,10 +26,14 @@ class PyAdamW {
  public:
   /// @param group_of_parameters  the parameter group of each parameter of each
   ///   unit, in the unit's order; -1 for parameters that are not updated.
+  /// @param bfloat16_states  exp_avg and exp_avg_sq are bfloat16, not float32.
   PyAdamW(
       std::vector<std::shared_ptr<PyUnit>> units,
-      const std::vector<std::vector<std::int64_t>>& group_of_parameters)
-      : units_(std::move(units)) {
+      const std::vector<std::vector<std::int64_t>>& group_of_parameters,
+      bool bfloat16_states)
+      : units_(std::move(units)),
+        state_dtype_(
+            bfloat16_states ? StateFormat::bfloat16 : StateFormat::float32) {
     const std::vector<ParamGroup*> groups = trainable_groups_of(units_);
     ParameterGroups parameters;
     for (const ParamGroup* group : groups) {
@@ -47,7 +51,8 @@ class PyAdamW {
         const auto group = static_cast<std::size_t>(index);
         while (parameters.groups.size() <= group) {
           parameters.groups.push_back(
-              {.title = std::to_string(parameters.groups.size())});
+              {.title = std::to_string(parameters.groups.size()),
+               .values = {.state_dtype = state_dtype_}});
         }
         parameters.of_parameters.at(index_of(groups, unit, i))
             .at(unit.index_in_group(i)) = group;
@@ -68,7 +73,8 @@ class PyAdamW {
            .weight_decay = groups[i].weight_decay,
            .beta1 = groups[i].betas.first,
            .beta2 = groups[i].betas.second,
-           .eps = groups[i].eps});
+           .eps = groups[i].eps,
+           .state_dtype = state_dtype_});
     }
     optimizer_->step(/*lr=*/1);
   }
@@ -116,6 +122,7 @@ class PyAdamW {
   }
 
   std::vector<std::shared_ptr<PyUnit>> units_;
+  StateFormat state_dtype_;
   std::unique_ptr<Optimizer> optimizer_;
 };
 

@@ -23,7 +23,10 @@ class ConfigError(Error, ValueError):
 class AdamW:
     """The core's AdamW: one kernel per group."""
     def __init__(
-        self, units: Sequence[Unit], group_of_parameters: Sequence[Sequence[int]]
+        self,
+        units: Sequence[Unit],
+        group_of_parameters: Sequence[Sequence[int]],
+        bfloat16_states: bool,
     ) -> None: ...
     def num_updates(self, unit: Unit, parameter: int) -> int: ...
     def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...

@@ -46,6 +46,8 @@ class AdamW(torch.optim.Optimizer):
             `weight_decay`, also within a unit.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW. Schedulers change the
             options of each group as usual.
+        state_dtype: dtype of `exp_avg` and `exp_avg_sq`, torch.float32 or torch.bfloat16.
+            Updates are computed in float32, from the states before they are rounded.
 
     Raises:
         ValueError: parameters or groups that cannot be updated together.
@@ -74,7 +76,14 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ):
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                "flatshard.optim.AdamW: state_dtype: expected torch.float32 or "
+                f"torch.bfloat16, got {state_dtype}"
+            )
+        self._state_dtype = state_dtype
         super().__init__(
             params,
             {
@@ -128,7 +137,11 @@ class AdamW(torch.optim.Optimizer):
         self._units = units
         self._cores = [unit.core for unit in units]
         self._group_sizes = self._sizes_now()
-        self.core = _C.AdamW(self._cores, self._group_of_parameters())
+        self.core = _C.AdamW(
+            self._cores,
+            self._group_of_parameters(),
+            self._state_dtype == torch.bfloat16,
+        )
         given = dict(self.state)
         # The core's state of each trained parameter; `state` shows it.
         self._shown = {
@@ -337,7 +350,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Works as torch.optim.Optimizer.load_state_dict, and puts values where the
-        core keeps them, in float32.
+        core keeps them, in `state_dtype`.
 
         Raises:
             ValueError, NotImplementedError: options that the core cannot follow. Nothing

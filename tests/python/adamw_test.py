@@ -53,6 +53,27 @@ def train(model, optimizer, steps, rank):
         optimizer.zero_grad()
 
 
+def test_states_in_bfloat16(mesh, rank):
+    float32, plain = made(flatshard.optim.AdamW, mesh)
+    model, optimizer = made(flatshard.optim.AdamW, mesh, state_dtype=torch.bfloat16)
+    train(float32, plain, range(4), rank)
+    train(model, optimizer, range(4), rank)
+    for state in optimizer.state.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+    assert 0 < distance(full_state(model), full_state(float32)) < 1e-2
+
+    # A state dict of float32 states is rounded, and the other way is exact.
+    optimizer.load_state_dict(plain.state_dict())
+    plain.load_state_dict(optimizer.state_dict())
+    for ours, theirs in zip(plain.state.values(), optimizer.state.values()):
+        assert ours["exp_avg"].dtype == torch.float32
+        assert torch.equal(
+            ours["exp_avg"].to_local(), theirs["exp_avg"].to_local().float()
+        )
+    with pytest.raises(ValueError, match="expected torch.float32 or torch.bfloat16"):
+        made(flatshard.optim.AdamW, mesh, state_dtype=torch.int8)
+
+
 def test_the_changes_are_all_of_torchs_options(mesh):
     group = made(torch.optim.AdamW, mesh)[1].param_groups[0]
     assert set(CHANGES) == set(group) - {"params"}
