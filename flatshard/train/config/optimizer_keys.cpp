@@ -10,14 +10,21 @@
 namespace flatshard::config {
 namespace {
 
+// Muon leaves parameters without matrices to AdamW.
 constexpr UsedIf kOfAdamW{
     "optimizer.name",
-    WHEN(c.optimizer.uses(Algorithm::adamw)),
-    "adamw"};
-constexpr UsedIf kOfSgd{
+    WHEN(
+        c.optimizer.uses(Algorithm::adamw) ||
+        c.optimizer.uses(Algorithm::muon)),
+    "adamw and muon"};
+constexpr UsedIf kOfMomentum{
     "optimizer.name",
-    WHEN(c.optimizer.uses(Algorithm::sgd)),
-    "sgd"};
+    WHEN(c.optimizer.uses(Algorithm::sgd) || c.optimizer.uses(Algorithm::muon)),
+    "sgd and muon"};
+constexpr UsedIf kOfMuon{
+    "optimizer.name",
+    WHEN(c.optimizer.uses(Algorithm::muon)),
+    "muon"};
 constexpr UsedIf kOfDecays{
     "lr_scheduler.name",
     WHEN(c.lr_scheduler.name != LrSchedule::Kind::constant),
@@ -28,7 +35,21 @@ constexpr UsedIf kOfWsd{
     "wsd"};
 
 const ConfigKey kOptimizerKeys[] = {
-    KEY(optimizer.name, "Optimizer."),
+    KEY(optimizer.name,
+        "Optimizer. muon orthogonalizes the updates of the matrices of blocks, "
+        "each as Hugging Face stores it: experts, gate, and up separately. "
+        "AdamW updates all other parameters with the same keys: embeddings, "
+        "the head, and parameters with one dimension.",
+        .conflicts =
+            {{{"cuda_graph.impl"},
+              WHEN(
+                  c.optimizer.uses(Algorithm::muon) &&
+                  c.cuda_graph.whole_step()),
+              "Muon is not supported with a graph of the whole step; use "
+              "\"unit\" or \"none\""},
+             {{"lora.rank"},
+              WHEN(c.optimizer.uses(Algorithm::muon) && c.lora.enabled()),
+              "Muon does not support adapters; use \"adamw\""}}),
     KEY(optimizer.lr, "Peak learning rate."),
     KEY(optimizer.beta1,
         "AdamW: decay rate of the first moment.",
@@ -47,9 +68,26 @@ const ConfigKey kOptimizerKeys[] = {
         "Parameters that weight decay applies to. matrices excludes parameters "
         "with one dimension, such as norms, and biases."),
     KEY(optimizer.momentum,
-        "SGD: momentum.",
+        "Momentum of SGD and Muon. Default: 0 with SGD, 0.95 with Muon.",
         .range = {.max = 1},
-        .used_if = {kOfSgd}),
+        .used_if = {kOfMomentum}),
+    KEY(optimizer.nesterov,
+        "Muon: use Nesterov momentum.",
+        .used_if = {kOfMuon}),
+    KEY(optimizer.ns_steps,
+        "Muon: number of Newton-Schulz iterations.",
+        .range = {1, 99},
+        .used_if = {kOfMuon}),
+    KEY(optimizer.muon_eps,
+        "Muon: lower limit of the norm that a matrix is divided by before the "
+        "iterations.",
+        .used_if = {kOfMuon}),
+    KEY(optimizer.adjust_lr_fn,
+        "Muon: factor of the learning rate for a matrix of A rows and B "
+        "columns. match_rms_adamw: 0.2 sqrt(max(A, B)), so that updates are "
+        "as large as AdamW's and optimizer.lr suits both. original: "
+        "sqrt(max(1, A / B)).",
+        .used_if = {kOfMuon}),
     KEY(optimizer.param_groups,
         "Parameter groups, one table [[optimizer.param_groups]] per group. "
         "pattern is a regular expression that is searched in the Hugging Face "
@@ -128,7 +166,7 @@ void check_optimizer(const Config& config) {
     for (const RuleNumber& number : rule_numbers()) {
       const auto value = number.of(rule);
       FLATSHARD_CHECK(
-          !value || number.used_by.value_or(algorithm) == algorithm,
+          !value || number.is_used_by(algorithm),
           config,
           "optimizer.param_groups: pattern \"{}\" sets {}, but it has no "
           "effect with name = \"{}\"; remove it",
@@ -156,6 +194,9 @@ bool Optimizer::uses(Algorithm algorithm) const {
 }
 
 double Optimizer::state_nbytes_of(Algorithm algorithm, double momentum) const {
+  if (algorithm == Algorithm::muon) {
+    return sizeof(float);  // parameters without matrices have more
+  }
   if (algorithm != Algorithm::adamw) {
     return momentum > 0 ? sizeof(float) : 0;
   }
@@ -177,7 +218,7 @@ double Optimizer::fewest_state_nbytes() const {
         fewest,
         state_nbytes_of(
             rule.algorithm.value_or(name),
-            rule.momentum.value_or(momentum)));
+            rule.momentum.value_or(momentum.value_or(0))));
   }
   return fewest;
 }

@@ -11,7 +11,13 @@ using OptimizerName = Algorithm;
 template <>
 inline constexpr Word<Algorithm> kWords<Algorithm>[] = {
     {"adamw", Algorithm::adamw},
-    {"sgd", Algorithm::sgd}};
+    {"sgd", Algorithm::sgd},
+    {"muon", Algorithm::muon}};
+
+template <>
+inline constexpr Word<AdjustLr> kWords<AdjustLr>[] = {
+    {"original", AdjustLr::original},
+    {"match_rms_adamw", AdjustLr::match_rms_adamw}};
 
 template <>
 inline constexpr Word<Decay> kWords<Decay>[] = {
@@ -24,6 +30,8 @@ inline constexpr Word<StateFormat> kWords<StateFormat>[] = {
     {"bfloat16", StateFormat::bfloat16},
     {"int8", StateFormat::int8}};
 
+inline constexpr double kMuonMomentum = 0.95;
+
 struct Optimizer {
   OptimizerName name = OptimizerName::adamw;
   double lr = 3e-4;
@@ -31,7 +39,12 @@ struct Optimizer {
   double beta2 = 0.95;
   double eps = 1e-8;
   double weight_decay = 0.1;
-  double momentum = 0.0;
+  /// Default: 0 with SGD and kMuonMomentum with Muon.
+  std::optional<double> momentum;
+  bool nesterov = true;
+  std::int64_t ns_steps = 5;
+  double muon_eps = 1e-7;
+  AdjustLr adjust_lr_fn = AdjustLr::match_rms_adamw;
   Decay decay = Decay::all;
   std::vector<ParameterRule> param_groups;
   StateFormat state_dtype = StateFormat::float32;
@@ -42,7 +55,9 @@ struct Optimizer {
   bool uses(Algorithm algorithm) const;
   /// Returns the bytes of the states per element, of most parameters with the
   /// values of [optimizer].
-  double state_nbytes() const { return state_nbytes_of(name, momentum); }
+  double state_nbytes() const {
+    return state_nbytes_of(name, momentum.value_or(0));
+  }
   /// Returns the same of the parameter group with the fewest.
   double fewest_state_nbytes() const;
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <string_view>
 #include <variant>
+#include <vector>
 
 namespace flatshard::config {
 
@@ -16,8 +17,10 @@ struct RuleNumber {
   std::variant<double ParameterRule::*, std::optional<double> ParameterRule::*>
       member;
   ValueRange range = {};
-  /// The algorithm that uses it; absent: all.
-  std::optional<Algorithm> used_by = std::nullopt;
+  /// The algorithms that use it; empty: all.
+  std::vector<Algorithm> used_by = {};
+
+  bool is_used_by(Algorithm algorithm) const;
 
   /// Returns the number; unset where the rule has the default.
   std::optional<double> of(const ParameterRule& rule) const;

@@ -194,6 +194,11 @@ plan::Job plan_job(
     std::int64_t ranks,
     const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules) {
+  FLATSHARD_CHECK(
+      !config.optimizer.uses(Algorithm::muon),
+      config,
+      "flatshard plan does not support optimizer.name = \"muon\"; plan with "
+      "\"adamw\"");
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *

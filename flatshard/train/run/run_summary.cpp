@@ -140,7 +140,8 @@ std::string to_string(const RunSummary& summary) {
     parts.push_back(summary.state.float8);
   }
   if (!config.optimizer.param_groups.empty() ||
-      config.optimizer.decay != Decay::all) {
+      config.optimizer.decay != Decay::all ||
+      config.optimizer.name == Algorithm::muon) {
     parts.push_back(
         "parameter groups of the optimizer:\n" +
         summary.state.optimizer->parameter_groups().table());

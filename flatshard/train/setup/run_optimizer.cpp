@@ -1,6 +1,32 @@
 #include "flatshard/train/setup/run_optimizer.h"
 
+#include "flatshard/models/hf_names.h"
+
 namespace flatshard {
+namespace {
+
+/// Returns the matrices of a parameter of a block, as Hugging Face stores them.
+std::vector<MatrixShape> matrices_of_block(
+    const StoredEntriesOf& entries_of,
+    const GroupParameter& parameter) {
+  const std::vector<std::int64_t> shape = parameter.whole_shape();
+  std::vector<MatrixShape> matrices;
+  for (const StoredEntry& entry : entries_of(parameter.names.front(), shape)) {
+    const std::size_t num_dims = entry.shape.size();
+    if (num_dims < 2 || !models::layer_of_hf_entry(entry.name)) {
+      return {};
+    }
+    // A tensor of all experts is one matrix for each.
+    const std::int64_t count = num_dims == 3 ? entry.shape.front() : 1;
+    matrices.insert(
+        matrices.end(),
+        count,
+        {.rows = entry.shape[num_dims - 2], .columns = entry.shape.back()});
+  }
+  return matrices;
+}
+
+}  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(
     const config::Optimizer& keys,
@@ -13,10 +39,23 @@ std::unique_ptr<Optimizer> make_optimizer(
            .beta1 = keys.beta1,
            .beta2 = keys.beta2,
            .eps = keys.eps,
-           .momentum = keys.momentum,
+           .momentum = keys.momentum.value_or(
+               keys.name == Algorithm::muon ? config::kMuonMomentum : 0),
            .state_dtype = keys.state_dtype},
       .rules = keys.param_groups,
-      .decay = keys.decay};
+      .decay = keys.decay,
+      .muon = {
+          .nesterov = keys.nesterov,
+          .newton_schulz = {.steps = keys.ns_steps, .eps = keys.muon_eps},
+          .adjust_lr = keys.adjust_lr_fn,
+          .matrices_of = [entries_of](const GroupParameter& parameter) {
+            return matrices_of_block(entries_of, parameter);
+          }}};
+  for (ParameterRule& rule : rules.rules) {
+    if (rule.algorithm == Algorithm::muon && !rule.momentum) {
+      rule.momentum = keys.momentum.value_or(config::kMuonMomentum);
+    }
+  }
   rules.entry_names = [&](const GroupParameter& parameter) {
     std::vector<std::string> names;
     for (StoredEntry& entry :

@@ -222,6 +222,40 @@ TEST(Config, ParameterGroupsAreChecked) {
        "optimizer.param_groups=[{pattern = 'a', name = 'sgd'}]"});
 }
 
+TEST(Config, MuonHasItsOwnKeys) {
+  const Config config = parse_config(
+      kSmall,
+      "run.toml",
+      {"optimizer.name=muon",
+       "optimizer.ns_steps=3",
+       "optimizer.adjust_lr_fn=original",
+       "optimizer.momentum=0.9",
+       "optimizer.beta2=0.99"});
+  EXPECT_EQ(config.optimizer.ns_steps, 3);
+  EXPECT_EQ(config.optimizer.adjust_lr_fn, AdjustLr::original);
+  EXPECT_EQ(config.optimizer.fewest_state_nbytes(), 4);
+  EXPECT_THAT(
+      refused({"optimizer.ns_steps=3"}),
+      HasSubstr("it belongs to muon"));
+  EXPECT_THAT(
+      refused({"optimizer.name=muon", "optimizer.ns_steps=100"}),
+      HasSubstr("optimizer.ns_steps"));
+  EXPECT_THAT(
+      refused({"optimizer.name=muon", "lora.rank=8"}),
+      HasSubstr("Muon does not support adapters"));
+  EXPECT_THAT(
+      refused({"optimizer.name=muon", "cuda_graph.impl=full_iteration"}),
+      HasSubstr("Muon is not supported with a graph of the whole step"));
+  // A parameter group of Muon uses AdamW's keys, too, where it has no matrices.
+  parse_config(
+      kSmall,
+      "run.toml",
+      {"optimizer.name=sgd",
+       "optimizer.beta2=0.5",
+       "optimizer.param_groups=[{pattern = 'a', name = 'muon', "
+       "momentum = 0.5, eps = 1e-6}]"});
+}
+
 TEST(Config, TheShapeOfADecayIsOfWsd) {
   EXPECT_EQ(
       parse_config(

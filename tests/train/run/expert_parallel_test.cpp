@@ -22,6 +22,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -50,6 +52,7 @@ struct Way {
   int replicate = 1;
   int etp = 1;
   int tp = 1;
+  std::string optimizer = "adamw";
 };
 
 Config config_of(const Way& way, const std::string& family = "moe") {
@@ -74,6 +77,8 @@ train = "random"
 [training]
 seq_len = {}
 local_batch_size = 1
+[optimizer]
+name = "{}"
 [precision]
 compute = "float32"
 [parallelism]
@@ -87,6 +92,7 @@ tensor_parallel_degree = {}
       kVocab,
       family == "moe" ? 0.05 : 0.0,
       kSeq,
+      way.optimizer,
       way.strategy,
       way.replicate,
       way.ep,
@@ -103,9 +109,10 @@ struct Rank {
         state(make_train_state(config, shape, mesh, 1)),
         loads(config.moe.balance_rate, state.model, state.exchange, mesh) {}
 
-  void train(int step) {
-    const auto seed =
-        static_cast<std::uint64_t>(100 * step + mesh->data_mesh()->rank());
+  /// @param alike  all ranks read the same samples.
+  void train(int step, bool alike = false) {
+    const auto seed = static_cast<std::uint64_t>(
+        100 * step + (alike ? 0 : mesh->data_mesh()->rank()));
     auto generator = at::make_generator<at::CPUGeneratorImpl>(seed);
     const auto tokens = [&] {
       return at::randint(kVocab, {1, kSeq}, generator, at::kLong);
@@ -251,6 +258,122 @@ TEST(ExpertCheckpoints, PassThroughOtherDegreesBitForBit) {
     ASSERT_EQ(got.tensors.size(), want.tensors.size()) << way.name;
     for (const auto& [name, bytes] : want.tensors) {
       EXPECT_TRUE(got.tensors.at(name) == bytes) << way.name << ": " << name;
+    }
+  }
+}
+
+std::vector<float> floats(const std::string& bytes) {
+  std::vector<float> values(bytes.size() / sizeof(float));
+  std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+// 4 -> others, saved again: the momentum of matrices and the moments of the
+// rest.
+TEST(MuonCheckpoints, PassThroughOtherDegreesBitForBit) {
+  const TempFolder folder;
+  const Way first{.name = "ep2", .world = 4, .ep = 2, .optimizer = "muon"};
+  run_ranks(first.world, [&](RankContext& context) {
+    Rank rank(context, config_of(first));
+    for (int step = 0; step < 2; ++step) {
+      rank.train(step);
+    }
+    rank.save(folder.path(), 2);
+  });
+  const Contents want = contents(folder / "step-2");
+  const auto has = [&](std::string_view role, const std::string& name) {
+    const auto found = want.tensors.find(describe_tensor(role, name));
+    return found != want.tensors.end() && !all_zero(found->second);
+  };
+  for (const char* matrix :
+       {"model.layers.1.mlp.experts.down_proj",
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.1.self_attn.q_proj.weight"}) {
+    EXPECT_TRUE(has("momentum_buffer", matrix)) << matrix;
+    EXPECT_FALSE(has("exp_avg", matrix)) << matrix;
+  }
+  for (const char* other :
+       {"model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight"}) {
+    EXPECT_TRUE(has("exp_avg_sq", other)) << other;
+    EXPECT_FALSE(has("momentum_buffer", other)) << other;
+  }
+  int step = 2;
+  for (const Way& way :
+       {Way{.name = "alone", .optimizer = "muon"},
+        Way{.name = "tp2", .world = 2, .tp = 2, .optimizer = "muon"},
+        Way{.name = "ep2_etp2",
+        .world = 4,
+        .ep = 2,
+        .etp = 2,
+        .optimizer = "muon"},
+        Way{.name = "hsdp",
+        .world = 4,
+        .strategy = "hsdp",
+        .replicate = 2,
+        .optimizer = "muon"}}) {
+    run_ranks(way.world, [&](RankContext& context) {
+      Rank rank(context, config_of(way));
+      rank.load(folder / fmt::format("step-{}", step));
+      rank.save(folder.path(), step + 1);
+    });
+    ++step;
+    const Contents got = contents(folder / fmt::format("step-{}", step));
+    EXPECT_EQ(got.updates, want.updates) << way.name;
+    ASSERT_EQ(got.tensors.size(), want.tensors.size()) << way.name;
+    for (const auto& [name, bytes] : want.tensors) {
+      EXPECT_TRUE(got.tensors.at(name) == bytes) << way.name << ": " << name;
+    }
+  }
+}
+
+// A run resumes on other meshes and trains as on one rank. Matmuls of other
+// shapes round differently, and Newton-Schulz is in bfloat16.
+TEST(MuonTraining, IsTheSameOnAllMeshes) {
+  const TempFolder folder;
+  const auto trained = [&](const Way& way, int from) {
+    const std::string name = way.name;
+    run_ranks(way.world, [&](RankContext& context) {
+      Rank rank(context, config_of(way));
+      if (from > 0) {
+        rank.load(folder / "alone" / fmt::format("step-{}", from));
+      }
+      for (int step = from; step < 3; ++step) {
+        rank.train(step, /*alike=*/true);
+        rank.save(folder / name, step + 1);
+      }
+    });
+    return contents(folder / name / "step-3");
+  };
+  const Contents want =
+      trained({.name = "alone", .optimizer = "muon"}, /*from=*/0);
+  const Contents start = contents(folder / "alone" / "step-1");
+  for (const Way& way :
+       {Way{.name = "zero3", .world = 4, .optimizer = "muon"},
+        Way{.name = "zero1",
+        .world = 2,
+        .strategy = "zero1",
+        .optimizer = "muon"},
+        Way{.name = "tp2", .world = 4, .tp = 2, .optimizer = "muon"},
+        Way{.name = "ep2", .world = 4, .ep = 2, .optimizer = "muon"}}) {
+    const Contents got = trained(way, /*from=*/1);
+    for (const auto& [name, bytes] : want.tensors) {
+      if (!name.starts_with("weight")) {
+        continue;
+      }
+      const std::vector<float> a = floats(bytes);
+      const std::vector<float> b = floats(got.tensors.at(name));
+      const std::vector<float> before = floats(start.tensors.at(name));
+      double moved = 0;
+      double apart = 0;
+      for (std::size_t i = 0; i < a.size(); ++i) {
+        moved += std::pow(double{a[i]} - double{before[i]}, 2);
+        apart += std::pow(double{a[i]} - double{b[i]}, 2);
+      }
+      EXPECT_LT(std::sqrt(apart), 0.05 * std::sqrt(moved))
+          << way.name << ": " << name;
     }
   }
 }

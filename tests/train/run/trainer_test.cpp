@@ -719,6 +719,14 @@ TEST_F(TrainerTest, OtherOptimizersAndPrecision) {
   EXPECT_LT(losses().back(), losses().front() - 0.5);
 }
 
+TEST_F(TrainerTest, MuonLearns) {
+  const std::string printed =
+      train({"optimizer.name=muon", "optimizer.lr=0.02"});
+  EXPECT_LT(losses().back(), losses().front() - 0.5);
+  EXPECT_THAT(printed, HasSubstr("muon, lr x 1, weight decay 0.1, momentum"));
+  EXPECT_THAT(printed, HasSubstr("the rest, no matrices"));
+}
+
 TEST_F(TrainerTest, ParameterGroupsThatChangeNothing) {
   train({});
   const std::vector<double> reference = losses();
