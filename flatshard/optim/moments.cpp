@@ -145,7 +145,10 @@ Moments::Moments(const ParamGroup& group, StateFormat asked) {
     }
     parts.push_back({.begin = shard.local_offset, .format = format});
   }
-  ranges_ = state_ranges(std::move(parts), numel);
+  // Of one format everywhere, also on a rank without elements.
+  ranges_ = asked == StateFormat::int8
+                ? state_ranges(std::move(parts), numel)
+                : std::vector<StateRange>{{.end = numel, .format = asked}};
   FLATSHARD_CHECK(
       ranges_.size() == 1 ||
           std::ranges::all_of(

@@ -74,6 +74,23 @@ def test_states_in_bfloat16(mesh, rank):
         made(flatshard.optim.AdamW, mesh, state_dtype=torch.int8)
 
 
+def test_ranks_without_elements_have_states_in_bfloat16(mesh):
+    torch.manual_seed(0)
+    norm = on_device(torch.nn.LayerNorm(8, bias=False))
+    fully_shard(norm, mesh=mesh)  # all of it is on rank 0
+    optimizer = flatshard.optim.AdamW(norm.parameters(), state_dtype=torch.bfloat16)
+    norm(on_device(torch.randn(2, 8))).sum().backward()
+    optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = optimizer.state[norm.weight][name]
+        assert state.to_local().dtype == torch.bfloat16
+        own = state.full_tensor().float()
+        mean = own.clone()
+        torch.distributed.all_reduce(mean)
+        assert own.norm() > 0
+        assert torch.equal(own * mesh.size(), mean)
+
+
 def test_the_changes_are_all_of_torchs_options(mesh):
     group = made(torch.optim.AdamW, mesh)[1].param_groups[0]
     assert set(CHANGES) == set(group) - {"params"}
