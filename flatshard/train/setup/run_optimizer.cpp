@@ -26,6 +26,11 @@ std::vector<MatrixShape> matrices_of_block(
   return matrices;
 }
 
+double momentum_of(const config::Optimizer& keys, Algorithm algorithm) {
+  return keys.momentum.value_or(
+      algorithm == Algorithm::muon ? config::kMuonMomentum : 0);
+}
+
 }  // namespace
 
 std::unique_ptr<Optimizer> make_optimizer(
@@ -39,8 +44,7 @@ std::unique_ptr<Optimizer> make_optimizer(
            .beta1 = keys.beta1,
            .beta2 = keys.beta2,
            .eps = keys.eps,
-           .momentum = keys.momentum.value_or(
-               keys.name == Algorithm::muon ? config::kMuonMomentum : 0),
+           .momentum = momentum_of(keys, keys.name),
            .state_dtype = keys.state_dtype},
       .rules = keys.param_groups,
       .decay = keys.decay,
@@ -52,8 +56,8 @@ std::unique_ptr<Optimizer> make_optimizer(
             return matrices_of_block(entries_of, parameter);
           }}};
   for (ParameterRule& rule : rules.rules) {
-    if (rule.algorithm == Algorithm::muon && !rule.momentum) {
-      rule.momentum = keys.momentum.value_or(config::kMuonMomentum);
+    if (!rule.momentum) {
+      rule.momentum = momentum_of(keys, rule.algorithm.value_or(keys.name));
     }
   }
   rules.entry_names = [&](const GroupParameter& parameter) {

@@ -727,6 +727,24 @@ TEST_F(TrainerTest, MuonLearns) {
   EXPECT_THAT(printed, HasSubstr("the rest, no matrices"));
 }
 
+TEST_F(TrainerTest, TheDefaultMomentumIsOfTheGroupsAlgorithm) {
+  const std::string of_muon = train(
+      {"optimizer.name=muon",
+       "optimizer.param_groups=[{pattern = 'norm', name = 'sgd'}]",
+       "training.steps=1"});
+  EXPECT_THAT(
+      of_muon,
+      HasSubstr("sgd, lr x 1, weight decay 0.1, momentum 0\n"));
+  const std::string of_sgd = train(
+      {"optimizer.name=sgd",
+       "optimizer.param_groups=[{pattern = 'mlp', name = 'muon'}]",
+       "training.steps=1"});
+  EXPECT_THAT(
+      of_sgd,
+      HasSubstr("muon, lr x 1, weight decay 0.1, momentum 0.95"));
+  EXPECT_THAT(of_sgd, HasSubstr("sgd, lr x 1, weight decay 0.1, momentum 0\n"));
+}
+
 TEST_F(TrainerTest, ParameterGroupsThatChangeNothing) {
   train({});
   const std::vector<double> reference = losses();
