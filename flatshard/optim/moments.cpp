@@ -79,9 +79,10 @@ void check_slice(const NamedShard& shard) {
       fits,
       config,
       "optimizer.state_dtype = int8: {} of shape [{}] is a slice of a tensor "
-      "of "
-      "shape [{}] and splits blocks of {} elements; use a smaller "
-      "parallelism.tensor_parallel_degree, or float32 or bfloat16 states",
+      "of shape [{}] and splits blocks of {} elements; use a smaller "
+      "parallelism.tensor_parallel_degree, of experts "
+      "expert_parallel_degree or expert_tensor_parallel_degree, or float32 or "
+      "bfloat16 states",
       shard.name(),
       fmt::join(shard.shape, ", "),
       fmt::join(shard.whole_shape(), ", "),

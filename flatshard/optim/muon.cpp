@@ -184,7 +184,7 @@ void MuonAlgorithm::add_parameters(
       !of.options().offload,
       config,
       "{}: Muon does not support offloaded optimizer states; set "
-      "parallelism.offload = \"none\" or optimizer.name = \"adamw\"",
+      "ParamGroupOptions::offload = false or use AdamW",
       of.name());
   std::vector<std::vector<MatrixShape>> matrices;
   std::int64_t numel = 0;
