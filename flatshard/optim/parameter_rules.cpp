@@ -236,6 +236,7 @@ ParameterGroups parameter_groups(
   }
   const std::size_t rest = rules.rules.size();
   std::vector<bool> matched(rest + 1);
+  std::vector<bool> applied(rest + 1);
   std::vector<std::string> all_names;
   // By rule, whether AdamW replaces Muon, and whether it is not decayed.
   using Key = std::tuple<std::size_t, bool, bool>;
@@ -257,6 +258,7 @@ ParameterGroups parameter_groups(
           rule = std::min(rule, r);
         }
       }
+      applied[rule] = true;
       const bool undecayed = !is_decayed(p, rules.decay);
       const Algorithm algorithm =
           rule == rest ? rules.rest.algorithm
@@ -282,6 +284,13 @@ ParameterGroups parameter_groups(
         "trained. Names near it: {}",
         pattern,
         fmt::join(names_near(pattern, all_names), ", "));
+    FLATSHARD_CHECK(
+        applied[r],
+        config,
+        "optimizer.param_groups: pattern \"{}\" matches only parameters of "
+        "groups before it, and the first match applies; put it before them or "
+        "remove it",
+        pattern);
   }
   ParameterGroups result;
   result.muon = rules.muon;

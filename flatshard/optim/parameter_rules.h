@@ -53,8 +53,8 @@ struct ParameterGroups {
 };
 
 /// Returns the parameter groups of the parameters of `groups`.
-/// @throws Error{config} for a value out of range, an invalid pattern, and one
-///   that matches no parameter or only some entries of one.
+/// @throws Error{config} for a value out of range, and for a pattern that is
+///   invalid, matches some entries of a parameter, or has no parameter.
 ParameterGroups parameter_groups(
     const std::vector<ParamGroup*>& groups,
     const ParameterRules& rules);

@@ -192,6 +192,16 @@ TEST(ParameterRules, APatternWithoutAMatchIsAnError) {
           HasSubstr("Names near it: layers.0.norm.weight, ")));
 }
 
+TEST(ParameterRules, APatternWithoutAnEffectIsAnError) {
+  EXPECT_THAT(
+      message({.rules = {{.pattern = "."}, {.pattern = "norm"}}}),
+      HasSubstr(
+          "pattern \"norm\" matches only parameters of groups before it"));
+  EXPECT_THAT(
+      titles({.rules = {{.pattern = "norm"}, {.pattern = "."}}}),
+      ElementsAre(".", ".", "norm", ".", "."));
+}
+
 TEST(ParameterRules, ErrorsNameThePattern) {
   EXPECT_THAT(
       message({.rules = {{.pattern = "("}}}),
