@@ -277,8 +277,12 @@ std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
 }
 
 bool Optimizer::writes_float8(std::size_t group) const {
+  // A kernel does not see the magnitudes of elements that it skips.
   const std::vector<Part>& parts = parts_[group];
   return parts.size() == 1 &&
+         std::ranges::count(
+             parameters_.of_parameters[group],
+             ParameterGroups::kNotUpdated) == 0 &&
          algorithms_.at(parts.front().algorithm)->writes_float8(group);
 }
 

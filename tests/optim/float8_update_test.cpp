@@ -201,6 +201,27 @@ TEST(AdamWFloat8, AnUpdateBeginsPlanesWhereItCan) {
   }
 }
 
+// Scales count the weights that are not updated, too.
+TEST(AdamWFloat8, AnUpdateOfSomeParametersBeginsNoPlanes) {
+  for (const Float8Format& format : formats()) {
+    const auto group =
+        fp8_group({"zero3", {1}}, Mesh::single(at::kCPU), format);
+    ParameterGroups parameters{.groups = {{.title = "updated"}}};
+    auto& of_group = parameters.of_parameters.emplace_back(
+        group->parameters().size(),
+        std::size_t{0});
+    of_group.front() = ParameterGroups::kNotUpdated;
+    Optimizer optimizer({group.get()}, std::move(parameters));
+    gathered(*group);
+    group->gradients().reduce(
+        at::ones({group->layout().numel()}, group->options().precision.reduce),
+        group->plan_reduction(true, true));
+    optimizer.step(0.1);
+    EXPECT_FALSE(group->weights().plan_gather().float8_begun)
+        << name_of(format);
+  }
+}
+
 // A write after the update makes them again.
 TEST(AdamWFloat8, F9_AForeignWriteBehindAnUpdateCounts) {
   for (const Float8Format& format : formats()) {
