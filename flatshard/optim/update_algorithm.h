@@ -67,9 +67,9 @@ class UpdateAlgorithm {
   /// Starts a step: begin_update follows for each group of it, and then
   /// `update` for each in the same order. The work of the last step is done.
   virtual void begin_step() {}
-  /// @param update  valid during the step.
-  /// @param values  of the rows of `update`.
-  /// @param lr      without ParameterValues::lr_mult.
+  /// Starts the update of a group. `update` stays valid during the step,
+  /// `values` belong to the rows of `update`, and `lr` is the rate of the step
+  /// without ParameterValues::lr_mult.
   virtual void begin_update(
       std::size_t /*group*/,
       const FlatUpdate& /*update*/,
