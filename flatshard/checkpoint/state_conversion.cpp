@@ -23,14 +23,6 @@ TensorSlice slice_of_scales(const NamedShard& values) {
              : TensorSlice();
 }
 
-std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
-  std::int64_t numel = 1;
-  for (const std::int64_t size : shape) {
-    numel *= size;
-  }
-  return numel;
-}
-
 void want_boxes(
     const StoredTensor& tensor,
     const std::vector<Rectangle>& boxes,
@@ -153,7 +145,9 @@ StateConversion::StateConversion(
         kStateBlock);
     // Blocks from their start on.
     first_ = first_ / kStateBlock * kStateBlock;
-    end_ = std::min(round_up(end_, kStateBlock), numel_of(values_.shape));
+    end_ = std::min(
+        round_up(end_, kStateBlock),
+        c10::multiply_integers(values_.shape));
   }
 }
 

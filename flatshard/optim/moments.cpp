@@ -7,6 +7,7 @@
 #include "flatshard/optim/state_ranges.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -15,38 +16,11 @@
 namespace flatshard {
 namespace {
 
-std::int64_t elements_of(const std::vector<std::int64_t>& shape) {
-  std::int64_t numel = 1;
-  for (const std::int64_t size : shape) {
-    numel *= size;
-  }
-  return numel;
-}
-
-// Sorts parts of a flat shard and calls add(i, end) for each that is not empty:
-// its index, and where the next one starts or the shard ends.
-template <class Shards, class Add>
-void for_runs(const Shards& shards, std::int64_t numel, const Add& add) {
-  std::vector<std::size_t> order;
-  for (std::size_t i = 0; i < shards.size(); ++i) {
-    if (shards[i].tensor.numel() > 0) {
-      order.push_back(i);
-    }
-  }
-  std::ranges::sort(order, {}, [&](std::size_t i) {
-    return shards[i].local_offset;
-  });
-  for (std::size_t k = 0; k < order.size(); ++k) {
-    add(order[k],
-        k + 1 < order.size() ? shards[order[k + 1]].local_offset : numel);
-  }
-}
-
 void check_blocks(const NamedShard& shard) {
   const std::int64_t end = shard.begin + shard.tensor.numel();
   FLATSHARD_CHECK(
       shard.begin % kStateBlock == 0 && shard.local_offset % kStateBlock == 0 &&
-          (end % kStateBlock == 0 || end == elements_of(shard.shape)),
+          (end % kStateBlock == 0 || end == c10::multiply_integers(shard.shape)),
       config,
       "optimizer.state_dtype = int8: expected shards of full blocks of {} "
       "elements, got elements {} to {} of {} at element {} of its shard; use "
@@ -111,7 +85,7 @@ StateFormat state_format_of(
   }
   const auto attribute = parameter.attributes.find(kStateDtypeAttribute);
   return attribute != parameter.attributes.end() ||
-                 elements_of(parameter.whole_shape()) < kMinInt8Numel
+                 c10::multiply_integers(parameter.whole_shape()) < kMinInt8Numel
              ? StateFormat::float32
              : StateFormat::int8;
 }
@@ -119,7 +93,7 @@ StateFormat state_format_of(
 std::vector<std::int64_t> state_scales_shape(
     const std::vector<std::int64_t>& shape) {
   if (shape.empty() || shape.back() % kStateBlock != 0) {
-    return {ceil_div(elements_of(shape), kStateBlock)};
+    return {ceil_div(c10::multiply_integers(shape), kStateBlock)};
   }
   std::vector<std::int64_t> scales = shape;
   scales.back() /= kStateBlock;
@@ -274,15 +248,21 @@ std::vector<std::pair<std::string, std::vector<NamedShard>>> Moments::shards()
 std::vector<RoundingRange> rounding_ranges(
     const ParamGroup& group,
     std::uint64_t seed) {
-  const std::vector<NamedShard> shards = group.main_shards();
+  std::vector<NamedShard> shards = group.main_shards();
+  std::erase_if(shards, [](const NamedShard& shard) {
+    return shard.tensor.numel() == 0;
+  });
+  std::ranges::sort(shards, {}, &NamedShard::local_offset);
   const std::int64_t numel = group.weights().main().local().numel();
   std::vector<RoundingRange> ranges;
-  for_runs(shards, numel, [&](std::size_t i, std::int64_t end) {
+  for (std::size_t i = 0; i < shards.size(); ++i) {
     const NamedShard& shard = shards[i];
+    const std::int64_t end =
+        i + 1 < shards.size() ? shards[i + 1].local_offset : numel;
     std::int64_t shift = shard.begin - shard.local_offset;
     std::uint64_t key = mix_keys(seed, stable_hash(shard.name()));
     const auto boxes =
-        shard.slice.boxes(shard.shape, 0, elements_of(shard.shape));
+        shard.slice.boxes(shard.shape, 0, c10::multiply_integers(shard.shape));
     if (!boxes.empty()) {
       const FlatRuns runs(shard.whole_shape(), boxes.front());
       if (boxes.size() == 1 && runs.size() == 1) {
@@ -300,7 +280,7 @@ std::vector<RoundingRange> rounding_ranges(
         shard.begin,
         shard.name());
     ranges.push_back({.end = end, .shift = shift, .key = key});
-  });
+  }
   if (ranges.empty()) {
     ranges.push_back({.end = numel});
   }

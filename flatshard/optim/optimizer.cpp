@@ -355,13 +355,13 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     }
     return scale_on_host;
   };
-  const auto float8_of = [this](std::size_t i) {
-    return writes_float8(i) ? groups_[i]->weights().float8_outputs() : nullptr;
-  };
+  std::vector<bool> encodes(groups_.size());
   for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
     const bool offload = group.options().offload;
-    const Float8Outputs* float8 = float8_of(i);
+    const Float8Outputs* float8 =
+        writes_float8(i) ? group.weights().float8_outputs() : nullptr;
+    encodes[i] = float8 != nullptr || !group.weights().encodes_at_gather();
     for (Part& part : parts_[i]) {
       FlatUpdate& flat = part.update;  // the last step is done with it
       flat.rounding_step = static_cast<std::uint64_t>(group_steps_[i]);
@@ -376,8 +376,6 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
     const bool offload = group.options().offload;
-    const bool encodes =
-        float8_of(i) != nullptr || !group.weights().encodes_at_gather();
     queue_collectives(stream, communicators(i), [this, i] {
       for (Part& part : parts_[i]) {
         if (part.update.float8.amax.defined()) {
@@ -389,7 +387,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     });
     write.end(
         group,
-        offload || !encodes ? WeightWrite::Cast::here
+        offload || !encodes[i] ? WeightWrite::Cast::here
                             : WeightWrite::Cast::by_writer);
   }
   updated_.record(stream);

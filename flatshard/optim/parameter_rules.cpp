@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/nearest_name.h"
 
+#include <c10/util/accumulate.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -81,11 +82,6 @@ bool matches(
   return true;
 }
 
-bool ends_with(const std::string& text, const std::string& end) {
-  return text.size() >= end.size() &&
-         text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 bool is_decayed(const GroupParameter& p, Decay decay) {
   const auto attribute = p.attributes.find(kWeightDecayAttribute);
   if (attribute != p.attributes.end()) {
@@ -100,7 +96,7 @@ bool is_decayed(const GroupParameter& p, Decay decay) {
     return false;
   }
   return decay == Decay::all ||
-         (p.whole_shape().size() > 1 && !ends_with(p.names.front(), "bias"));
+         (p.whole_shape().size() > 1 && !p.names.front().ends_with("bias"));
 }
 
 std::string text_of(const ParameterValues& values) {
@@ -230,10 +226,13 @@ ParameterGroups parameter_groups(
     const ParameterRules& rules) {
   rules.rest.validate();
   std::vector<std::regex> regexes;
+  std::vector<ParameterValues> values;  // by rule, then of the rest
   for (const ParameterRule& rule : rules.rules) {
     regexes.push_back(regex_of(rule.pattern));
-    values_of(rule, rules.rest).validate();
+    values.push_back(values_of(rule, rules.rest));
+    values.back().validate();
   }
+  values.push_back(rules.rest);
   const std::size_t rest = rules.rules.size();
   std::vector<bool> matched(rest + 1);
   std::vector<bool> applied(rest + 1);
@@ -260,19 +259,12 @@ ParameterGroups parameter_groups(
       }
       applied[rule] = true;
       const bool undecayed = !is_decayed(p, rules.decay);
-      const Algorithm algorithm =
-          rule == rest ? rules.rest.algorithm
-                       : values_of(rules.rules[rule], rules.rest).algorithm;
-      const bool replaced =
-          algorithm == Algorithm::muon && rules.muon.matrices_of(p).empty();
+      const bool replaced = values[rule].algorithm == Algorithm::muon &&
+                            rules.muon.matrices_of(p).empty();
       const auto& key = keys.emplace_back(rule, replaced, undecayed);
       ParameterGroupValues& its = found[key];
       ++its.num_parameters;
-      std::int64_t numel = 1;
-      for (const std::int64_t size : p.whole_shape()) {
-        numel *= size;
-      }
-      its.numel += numel;
+      its.numel += c10::multiply_integers(p.whole_shape());
     }
   }
   for (std::size_t r = 0; r < rest; ++r) {
@@ -298,8 +290,7 @@ ParameterGroups parameter_groups(
   for (auto& [key, group] : found) {
     const auto& [rule, replaced, undecayed] = key;
     group.title = rule == rest ? "the rest" : rules.rules[rule].pattern;
-    group.values =
-        rule == rest ? rules.rest : values_of(rules.rules[rule], rules.rest);
+    group.values = values[rule];
     if (replaced) {
       group.title += ", no matrices";
       group.values.algorithm = Algorithm::adamw;

@@ -39,6 +39,15 @@ def check_cuda_graph(modules, device_mesh, offload, option="cuda_graph"):
         raise NotImplementedError(
             f"{option} with CPUOffloadPolicy is not supported; choose one of them"
         )
+    check_block(modules, option)
+
+
+def check_block(modules, option="cuda_graph"):
+    """Checks that a call of the modules of a unit can be captured.
+
+    Raises:
+        ValueError, NotImplementedError: it cannot.
+    """
     if len(modules) > 1:
         raise NotImplementedError(
             f"{option}: expected one module, got a list of {len(modules)}; wrap each "

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from flatshard import cuda_graph_stats
+
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = nn.Sequential(
     nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -23,4 +25,4 @@ print(
         for m in (model[0], model[1], model)
     ]
 )
-print(model._flatshard.root.graphs.stats()["forward_replays"])
+print(cuda_graph_stats(model)["forward_replays"])

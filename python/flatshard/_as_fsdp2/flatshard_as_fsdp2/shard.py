@@ -28,7 +28,7 @@ def _with_options(options, patches):
     strategy = options.given("strategy")
 
     def of_modules(modules):
-        graphs = options.cuda_graph and _is_block(*modules)
+        graphs = options.cuda_graph and _can_capture(modules)
         return flatshard.ShardOptions(**of_unit, cuda_graph=graphs)
 
     @functools.wraps(flatshard.fully_shard)
@@ -49,9 +49,11 @@ def _with_options(options, patches):
     return fully_shard
 
 
-def _is_block(module, *others):
-    """Returns whether this is one module without units, as CUDA graphs need it."""
-    import flatshard
+def _can_capture(modules):
+    from flatshard._graphs.checks import check_block
 
-    has_unit = any(isinstance(m, flatshard.FSDPModule) for m in module.modules())
-    return not (others or has_unit or "forward" in vars(module))
+    try:
+        check_block(modules)
+    except (ValueError, NotImplementedError):
+        return False
+    return True
