@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::uint64_t kAlign = 16;
 
-// Of codes, as elements of blocks: the scales of a slice of a tensor.
+// Returns the slice of the scales that belong to a slice of codes.
 TensorSlice slice_of_scales(const NamedShard& values) {
   return state_scales_shape(values.shape).size() == values.shape.size()
              ? values.slice

@@ -20,7 +20,8 @@ void check_blocks(const NamedShard& shard) {
   const std::int64_t end = shard.begin + shard.tensor.numel();
   FLATSHARD_CHECK(
       shard.begin % kStateBlock == 0 && shard.local_offset % kStateBlock == 0 &&
-          (end % kStateBlock == 0 || end == c10::multiply_integers(shard.shape)),
+          (end % kStateBlock == 0 ||
+           end == c10::multiply_integers(shard.shape)),
       config,
       "optimizer.state_dtype = int8: expected shards of full blocks of {} "
       "elements, got elements {} to {} of {} at element {} of its shard; use "
@@ -120,7 +121,7 @@ Moments::Moments(const ParamGroup& group, StateFormat asked) {
     }
     parts.push_back({.begin = shard.local_offset, .format = format});
   }
-  // Of one format everywhere, also on a rank without elements.
+  // All ranks have the same format, also a rank without elements.
   ranges_ = asked == StateFormat::int8
                 ? state_ranges(std::move(parts), numel)
                 : std::vector<StateRange>{{.end = numel, .format = asked}};

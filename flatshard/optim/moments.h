@@ -20,7 +20,7 @@ inline constexpr const char* kStateDtypeAttribute = "state_dtype";
 /// The layout alignment of groups with int8 states: no block is split.
 inline constexpr std::int64_t kInt8Alignment = kStateBlock;
 
-/// Of int8 states, the scales of `exp_avg` are saved as `exp_avg.scale`.
+/// The scales of int8 states are saved as, for example, `exp_avg.scale`.
 inline constexpr std::string_view kScaleSuffix = ".scale";
 
 /// Returns the format of a parameter's states. It depends on the full

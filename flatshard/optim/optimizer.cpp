@@ -26,6 +26,33 @@ std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
   return trained;
 }
 
+/// A parameter's elements in the flat shard.
+struct OwnPiece {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  std::int32_t row = 0;
+};
+
+// Returns the pieces that are not empty, in order.
+std::vector<OwnPiece> own_pieces(
+    const ParamGroup& group,
+    const std::vector<std::int32_t>& row_of_parameters) {
+  std::vector<OwnPiece> pieces;
+  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
+    for (const Piece& piece :
+         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
+      if (piece.numel > 0) {
+        pieces.push_back(
+            {.begin = piece.local_offset,
+             .end = piece.local_offset + piece.numel,
+             .row = row_of_parameters[i]});
+      }
+    }
+  }
+  std::ranges::sort(pieces, {}, &OwnPiece::begin);
+  return pieces;
+}
+
 // Returns the runs of equal rows over the flat shard, where a parameter of row
 // kSkipped is not updated. Padding has the row of the elements before it: it is
 // zero and stays zero. So all but the last end where a parameter starts. Empty:
@@ -33,26 +60,15 @@ std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
 std::vector<UpdateRange> update_ranges(
     const ParamGroup& group,
     const std::vector<std::int32_t>& row_of_parameters) {
-  std::map<std::int64_t, UpdateRange> by_begin;
-  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
-    for (const Piece& piece :
-         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
-      if (piece.numel > 0) {
-        by_begin[piece.local_offset] = {
-            piece.local_offset + piece.numel,
-            row_of_parameters[i]};
-      }
-    }
-  }
   std::vector<UpdateRange> ranges;
-  for (const auto& [begin, range] : by_begin) {
+  for (const auto& [begin, end, row] : own_pieces(group, row_of_parameters)) {
     if (!ranges.empty()) {
       ranges.back().end = begin;
     }
-    if (!ranges.empty() && ranges.back().group == range.group) {
-      ranges.back().end = range.end;
+    if (!ranges.empty() && ranges.back().group == row) {
+      ranges.back().end = end;
     } else {
-      ranges.push_back(range);
+      ranges.push_back({end, row});
     }
   }
   if (ranges.empty() || (ranges.size() == 1 && ranges[0].group == 0)) {
@@ -67,36 +83,38 @@ std::vector<UpdateRange> update_ranges(
 std::vector<UpdateRun> update_runs(
     const ParamGroup& group,
     const std::vector<std::int32_t>& row_of_parameters) {
-  std::map<std::int64_t, UpdateRun> by_begin;
-  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
-    if (row_of_parameters[i] == UpdateRange::kSkipped) {
-      continue;
-    }
-    for (const Piece& piece :
-         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
-      if (piece.numel > 0) {
-        const std::int64_t end =
-            round_up(piece.local_offset + piece.numel, kLayoutAlignment);
-        by_begin[piece.local_offset] = {
-            .begin = piece.local_offset,
-            .end = std::min(end, group.weights().main().local().numel()),
-            .group = row_of_parameters[i]};
-      }
-    }
-  }
+  const std::int64_t numel = group.weights().main().local().numel();
   std::vector<UpdateRun> runs;
   std::int64_t states_numel = 0;
-  for (auto& [begin, run] : by_begin) {
-    run.states_begin = states_numel;
-    states_numel += run.end - run.begin;
-    if (!runs.empty() && runs.back().end == run.begin &&
-        runs.back().group == run.group) {
-      runs.back().end = run.end;
-    } else {
-      runs.push_back(run);
+  for (const OwnPiece& piece : own_pieces(group, row_of_parameters)) {
+    if (piece.row == UpdateRange::kSkipped) {
+      continue;
     }
+    const std::int64_t end =
+        std::min(round_up(piece.end, kLayoutAlignment), numel);
+    if (!runs.empty() && runs.back().end == piece.begin &&
+        runs.back().group == piece.row) {
+      runs.back().end = end;
+    } else {
+      runs.push_back(
+          {.begin = piece.begin,
+           .end = end,
+           .group = piece.row,
+           .states_begin = states_numel});
+    }
+    states_numel += end - piece.begin;
   }
   return runs;
+}
+
+std::vector<ParameterValues> values_of(
+    const ParameterGroups& parameters,
+    const std::vector<std::size_t>& rows) {
+  std::vector<ParameterValues> values;
+  for (const std::size_t row : rows) {
+    values.push_back(parameters.groups[row].values);
+  }
+  return values;
 }
 
 }  // namespace
@@ -174,10 +192,6 @@ void Optimizer::add_parts(std::size_t group) {
     } else {
       part.update.upload_ranges(main.device());
     }
-    std::vector<ParameterValues> values;
-    for (const std::size_t row : part.rows) {
-      values.push_back(parameters_.groups[row].values);
-    }
     auto& own = algorithms_[algorithm];
     if (own == nullptr) {
       own = make_algorithm(algorithm, parameters_.muon);
@@ -185,7 +199,7 @@ void Optimizer::add_parts(std::size_t group) {
     own->add_group(
         group,
         main.narrow(0, 0, part.update.states_numel(main.numel())),
-        values);
+        values_of(parameters_, part.rows));
     std::vector<std::size_t> parameters;
     for (std::size_t i = 0; i < own_rows.size(); ++i) {
       if (algorithm_of[i] == algorithm) {
@@ -258,11 +272,8 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
   }
   for (const std::size_t i : groups) {
     for (const Part& part : parts_[i]) {
-      std::vector<ParameterValues> values;
-      for (const std::size_t row : part.rows) {
-        values.push_back(parameters_.groups[row].values);
-      }
-      algorithms_.at(part.algorithm)->begin_update(i, part.update, values, lr);
+      algorithms_.at(part.algorithm)
+          ->begin_update(i, part.update, values_of(parameters_, part.rows), lr);
     }
   }
 }
@@ -388,7 +399,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     write.end(
         group,
         offload || !encodes[i] ? WeightWrite::Cast::here
-                            : WeightWrite::Cast::by_writer);
+                               : WeightWrite::Cast::by_writer);
   }
   updated_.record(stream);
 }

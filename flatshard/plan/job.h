@@ -63,7 +63,7 @@ struct Job {
   bool copy_activations = false;  ///< between them
 
   double state_nbytes = 8;  ///< of the optimizer, per element
-  /// Of the optimizer, for parameters whose states have more than that.
+  /// Bytes that some parameters' states of the optimizer have beyond that.
   std::int64_t more_state_nbytes = 0;
   bool clips = true;    ///< computes the norm of all gradients
   bool graphs = false;  ///< units run as CUDA graphs

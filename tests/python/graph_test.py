@@ -331,7 +331,7 @@ def test_a_checkpoint_in_the_call_of_a_block(reentrant, mesh, rank):
             model.block.register_forward_hook(lambda *_: None)
 
     stats, _ = both(make, mesh, rank, before=before)
-    if reentrant:  # it calls backward() inside of the backward
+    if reentrant:  # The checkpoint calls backward() inside a backward.
         assert stats["forward_replays"] == 0
         assert any("incompatible with .grad()" in why for why in stats["fallbacks"])
         return

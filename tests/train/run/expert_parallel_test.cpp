@@ -209,6 +209,29 @@ bool all_zero(const std::string& bytes) {
   return std::ranges::all_of(bytes, [](char c) { return c == 0; });
 }
 
+// Loads the checkpoint of `step` one way after the other. Each saves the next
+// one, with the same contents.
+void expect_passed_through(
+    const TempFolder& folder,
+    int step,
+    const std::vector<Way>& ways) {
+  const Contents want = contents(folder / fmt::format("step-{}", step));
+  for (const Way& way : ways) {
+    run_ranks(way.world, [&](RankContext& context) {
+      Rank rank(context, config_of(way));
+      rank.load(folder / fmt::format("step-{}", step));
+      rank.save(folder.path(), step + 1);
+    });
+    ++step;
+    const Contents got = contents(folder / fmt::format("step-{}", step));
+    EXPECT_EQ(got.updates, want.updates) << way.name;
+    ASSERT_EQ(got.tensors.size(), want.tensors.size()) << way.name;
+    for (const auto& [name, bytes] : want.tensors) {
+      EXPECT_TRUE(got.tensors.at(name) == bytes) << way.name << ": " << name;
+    }
+  }
+}
+
 // 4 -> 1 -> 2 and on: weights, AdamW's states and the routers' biases.
 TEST(ExpertCheckpoints, PassThroughOtherDegreesBitForBit) {
   const TempFolder folder;
@@ -234,32 +257,20 @@ TEST(ExpertCheckpoints, PassThroughOtherDegreesBitForBit) {
   }
   ASSERT_EQ(want.updates.at(experts), 3);
 
-  int step = 3;
-  for (const Way& way :
-       {Way{"alone", 1, 1},
-        Way{"ep2", 2, 2},
-        Way{"edp2_ep2", 4, 2, "zero1"},
-        Way{"hsdp", 4, 2, "hsdp", 2},
-        Way{"zero0", 2, 2, "zero0"},
-        Way{"ep2_etp2", 4, 2, "zero3", 1, 2},
-        Way{"ep1", 2, 1, "zero2"},
-        Way{"etp4", 4, 1, "zero0", 1, 4},
-        Way{"ep2_etp2_tp2", 4, 2, "zero1", 1, 2, 2},
-        Way{"etp4_tp2", 4, 1, "zero3", 1, 4, 2},
-        Way{"ep4", 4, 4}}) {
-    run_ranks(way.world, [&](RankContext& context) {
-      Rank rank(context, config_of(way));
-      rank.load(folder / fmt::format("step-{}", step));
-      rank.save(folder.path(), step + 1);
-    });
-    ++step;
-    const Contents got = contents(folder / fmt::format("step-{}", step));
-    EXPECT_EQ(got.updates, want.updates) << way.name;
-    ASSERT_EQ(got.tensors.size(), want.tensors.size()) << way.name;
-    for (const auto& [name, bytes] : want.tensors) {
-      EXPECT_TRUE(got.tensors.at(name) == bytes) << way.name << ": " << name;
-    }
-  }
+  expect_passed_through(
+      folder,
+      3,
+      {Way{"alone", 1, 1},
+       Way{"ep2", 2, 2},
+       Way{"edp2_ep2", 4, 2, "zero1"},
+       Way{"hsdp", 4, 2, "hsdp", 2},
+       Way{"zero0", 2, 2, "zero0"},
+       Way{"ep2_etp2", 4, 2, "zero3", 1, 2},
+       Way{"ep1", 2, 1, "zero2"},
+       Way{"etp4", 4, 1, "zero0", 1, 4},
+       Way{"ep2_etp2_tp2", 4, 2, "zero1", 1, 2, 2},
+       Way{"etp4_tp2", 4, 1, "zero3", 1, 4, 2},
+       Way{"ep4", 4, 4}});
 }
 
 std::vector<float> floats(const std::string& bytes) {
@@ -300,33 +311,21 @@ TEST(MuonCheckpoints, PassThroughOtherDegreesBitForBit) {
     EXPECT_TRUE(has("exp_avg_sq", other)) << other;
     EXPECT_FALSE(has("momentum_buffer", other)) << other;
   }
-  int step = 2;
-  for (const Way& way :
-       {Way{.name = "alone", .optimizer = "muon"},
-        Way{.name = "tp2", .world = 2, .tp = 2, .optimizer = "muon"},
-        Way{.name = "ep2_etp2",
-        .world = 4,
-        .ep = 2,
-        .etp = 2,
-        .optimizer = "muon"},
-        Way{.name = "hsdp",
-        .world = 4,
-        .strategy = "hsdp",
-        .replicate = 2,
-        .optimizer = "muon"}}) {
-    run_ranks(way.world, [&](RankContext& context) {
-      Rank rank(context, config_of(way));
-      rank.load(folder / fmt::format("step-{}", step));
-      rank.save(folder.path(), step + 1);
-    });
-    ++step;
-    const Contents got = contents(folder / fmt::format("step-{}", step));
-    EXPECT_EQ(got.updates, want.updates) << way.name;
-    ASSERT_EQ(got.tensors.size(), want.tensors.size()) << way.name;
-    for (const auto& [name, bytes] : want.tensors) {
-      EXPECT_TRUE(got.tensors.at(name) == bytes) << way.name << ": " << name;
-    }
-  }
+  expect_passed_through(
+      folder,
+      2,
+      {Way{.name = "alone", .optimizer = "muon"},
+       Way{.name = "tp2", .world = 2, .tp = 2, .optimizer = "muon"},
+       Way{.name = "ep2_etp2",
+           .world = 4,
+           .ep = 2,
+           .etp = 2,
+           .optimizer = "muon"},
+       Way{.name = "hsdp",
+           .world = 4,
+           .strategy = "hsdp",
+           .replicate = 2,
+           .optimizer = "muon"}});
 }
 
 // A run resumes on other meshes and trains as on one rank. Matmuls of other

@@ -90,10 +90,11 @@ log_freq = 4
   /// Trains on one rank; returns what was printed.
   std::string train(
       const std::vector<std::string>& overrides = {},
-      const std::string& device = "cpu") const {
+      const std::string& device = "cpu",
+      bool resume = false) const {
     ::testing::internal::CaptureStdout();
     try {
-      Trainer(config(overrides), {}, device).run();
+      Trainer(config(overrides), {}, device, resume).run();
     } catch (...) {
       std::fflush(stdout);
       ::testing::internal::GetCapturedStdout();
@@ -344,16 +345,7 @@ TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
 
   const auto resume = [&] {
     overrides.emplace_back("checkpoint.load_step=4");
-    ::testing::internal::CaptureStdout();
-    try {
-      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
-    } catch (...) {
-      std::fflush(stdout);
-      ::testing::internal::GetCapturedStdout();
-      throw;
-    }
-    std::fflush(stdout);
-    ::testing::internal::GetCapturedStdout();
+    train(overrides, "cpu", /*resume=*/true);
   };
   resume();
   const auto all = losses();
@@ -389,16 +381,7 @@ TEST_F(TrainerTest, StatesInOtherFormats) {
     return more;
   };
   const auto resume = [&](const std::vector<std::string>& overrides) {
-    ::testing::internal::CaptureStdout();
-    try {
-      Trainer(config(overrides), {}, "cpu", /*resume=*/true).run();
-    } catch (...) {
-      std::fflush(stdout);
-      ::testing::internal::GetCapturedStdout();
-      throw;
-    }
-    std::fflush(stdout);
-    ::testing::internal::GetCapturedStdout();
+    train(overrides, "cpu", /*resume=*/true);
     const auto all = losses();
     return std::vector<double>(all.end() - 6, all.end());
   };
@@ -792,14 +775,7 @@ TEST_F(TrainerTest, ParameterGroupsResume) {
   train(with("0.5", "checkpoint.keep_latest_k=0"));
   const double reference = losses().back();
   const auto resumed = [&](const std::string& lr_mult) {
-    ::testing::internal::CaptureStdout();
-    Trainer(
-        config(with(lr_mult, "checkpoint.load_step=6")),
-        {},
-        "cpu",
-        /*resume=*/true)
-        .run();
-    ::testing::internal::GetCapturedStdout();
+    train(with(lr_mult, "checkpoint.load_step=6"), "cpu", /*resume=*/true);
     return losses().back();
   };
   EXPECT_EQ(resumed("0.5"), reference);
