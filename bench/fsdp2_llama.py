@@ -5,6 +5,10 @@ torchrun --nproc-per-node 4 bench/fsdp2_llama.py --seq 8192
 The same model, optimizer and precision as examples/llama3_8b.toml: bf16 compute and
 reduction, float32 weights and AdamW states, no recompute, random tokens. Embedding,
 blocks, and norm with head are the units. Prints one line of JSON on rank 0.
+
+The counterpart of examples/llama3_8b_one_gpu.toml (`pip install torchao`):
+
+torchrun --nproc-per-node 1 bench/fsdp2_llama.py --weights bfloat16 --states int8 --recompute
 """
 
 import itertools
@@ -13,6 +17,9 @@ import json
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 
 from harness.command_line import Parser
 from harness.models import Llama, loss_of, rotary
@@ -51,6 +58,12 @@ def find_scales_after_steps(model, optimizer):
     )
 
 
+def recompute_blocks(model):
+    """Saves only the inputs of blocks for the backward. Call before `shard`."""
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False)
+
+
 def begin():
     """Joins the ranks, and returns this rank's GPU."""
     device = join(own_device=True)
@@ -74,8 +87,32 @@ def compile_parts(model, loss=True, mode=None):
         model.loss = torch.compile(loss_of)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
+def adamw(model, states="float32"):
+    options = {"lr": 3e-4, "weight_decay": 0.1}
+    if states == "int8":
+        return adamw_8bit(model, options)
+    return torch.optim.AdamW(model.parameters(), fused=True, **options)
+
+
+def adamw_8bit(model, options):
+    """Returns torchao's AdamW8bit over the local shards and in their memory.
+
+    It rounds bfloat16 weights stochastically. torch 2.11 does not compile it for 8-bit
+    states in DTensors.
+    """
+    from torchao.optim import AdamW8bit
+
+    sharded = list(model.parameters())
+    local = [nn.Parameter(p.detach().to_local()) for p in sharded]
+    rounds = local[0].dtype == torch.bfloat16
+    optimizer = AdamW8bit(local, bf16_stochastic_round=rounds, **options)
+
+    def take_gradients(*_):
+        for mine, p in zip(local, sharded):
+            mine.grad, p.grad = p.grad.to_local(), None
+
+    optimizer.register_step_pre_hook(take_gradients)
+    return optimizer
 
 
 def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
@@ -118,10 +155,22 @@ def main():
     parser.add_argument(
         "--float8", choices=("tensorwise", "rowwise"), help="by torchao, if installed"
     )
+    parser.add_argument(
+        "--weights", choices=("float32", "bfloat16"), default="float32", help="dtype"
+    )
+    parser.add_argument(
+        "--states",
+        choices=("float32", "int8"),
+        default="float32",
+        help="of AdamW; int8 by torchao, which rounds bfloat16 weights stochastically",
+    )
+    parser.add_argument("--recompute", action="store_true", help="all of the blocks")
     args = parser.parse_args()
     device = begin()
     with torch.device("meta"):
-        model = Llama(args)
+        model = Llama(args).to(getattr(torch, args.weights))
+    if args.recompute:
+        recompute_blocks(model)
     if args.float8:
         use_float8(model, args.float8)
     shard(model, args.keep)
@@ -129,7 +178,7 @@ def main():
     if args.compile != "none":
         mode = "reduce-overhead" if args.reduce_overhead else None
         compile_parts(model, args.compile == "blocks+loss", mode)
-    optimizer = adamw(model)
+    optimizer = adamw(model, args.states)
     if args.float8 == "tensorwise":
         find_scales_after_steps(model, optimizer)
     run(args, model, optimizer, device, args.dim // args.heads, 500000.0)
