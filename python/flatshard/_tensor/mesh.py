@@ -51,17 +51,15 @@ def _start_processes():
     dist.init_process_group()
 
 
-def core_mesh(device_mesh, timeout_s=None):
+def core_mesh(device_mesh):
     """Returns the core's mesh over the ranks of `device_mesh`. Collective over them, or
     over the ranks of model_mesh.
 
     Args:
         device_mesh: 1 or 2 dimensions; may be part of a larger one. Of two, the
             first is the outer one.
-        timeout_s: how long a rank may be late for a collective before all ranks raise
-            an error that names it. None: the default process group's timeout.
     """
-    return _find(device_mesh, timeout_s)[0]
+    return model_mesh(device_mesh)[0]
 
 
 def model_mesh(device_mesh):
@@ -72,7 +70,23 @@ def model_mesh(device_mesh):
     "dp")`) is an axis of the flattened one's mesh. So parameters on "edp" and
     parameters on "dp" can belong to one model. Otherwise both are the same.
     """
-    return _find(device_mesh, None)
+    if device_mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh}; "
+            "choose a part of it, such as mesh['dp']"
+        )
+    names, all_names = _dimensions(device_mesh)
+    if names is None:
+        made = _made_once(device_mesh)
+        return made, made
+    root = root_of(device_mesh)[all_names]
+    whole = _made_once(root, all_names)
+    if names == all_names:
+        return whole, whole
+    key = whole, names
+    if key not in _meshes:
+        _meshes[key] = whole.sub_mesh(list(names))
+    return _meshes[key], whole
 
 
 def core_mesh_of_all(device_mesh):
@@ -81,7 +95,7 @@ def core_mesh_of_all(device_mesh):
     ranks = tuple(device_mesh.mesh.flatten().tolist())
     key = (len(ranks),), ranks, device_mesh.device_type, name
     if key not in _meshes:
-        _meshes[key] = _make((name,), key, None)
+        _meshes[key] = _make((name,), key)
     return _meshes[key]
 
 
@@ -133,32 +147,12 @@ def meshes_around(device_mesh, part, whole, other_names):
     return [root[name] for name, _ in whole.axes if name not in own]
 
 
-def _find(device_mesh, timeout_s):
-    if device_mesh.ndim not in (1, 2):
-        raise ValueError(
-            f"mesh: fully_shard expects a 1D or 2D DeviceMesh but got {device_mesh}; "
-            "choose a part of it, such as mesh['dp']"
-        )
-    names, all_names = _dimensions(device_mesh)
-    if names is None:
-        made = _made_once(device_mesh, timeout_s)
-        return made, made
-    root = root_of(device_mesh)[all_names]
-    whole = _made_once(root, timeout_s, all_names)
-    if names == all_names:
-        return whole, whole
-    key = whole, names
-    if key not in _meshes:
-        _meshes[key] = whole.sub_mesh(list(names))
-    return _meshes[key], whole
-
-
-def _made_once(device_mesh, timeout_s, names=()):
+def _made_once(device_mesh, names=()):
     """Returns one for all meshes of the same ranks, and for those with these
     `names`."""
     key = (*_key(device_mesh), *names)
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh.mesh_dim_names, key, timeout_s)
+        _meshes[key] = _make(device_mesh.mesh_dim_names, key)
     return _meshes[key]
 
 
@@ -233,7 +227,7 @@ def default_timeout_s():
     return dist.distributed_c10d._get_default_timeout(backend).total_seconds()
 
 
-def _make(names, key, timeout_s):
+def _make(names, key):
     device = _device_of_type(key[2])
     if device.type == "cuda" and not _C.with_cuda:
         raise RuntimeError(
@@ -249,10 +243,9 @@ def _make(names, key, timeout_s):
     if len(ranks) == 1 and len(shape) == 1:
         return _C.Mesh.single(device)
     names = names or ("outer", "dp")[-len(shape) :]
-    if timeout_s is None:
-        timeout_s = default_timeout_s()
     digest = hashlib.sha1(repr(key).encode()).hexdigest()[:16]
-    options = _C.MeshOptions(name=f"flatshard/{digest}", timeout_s=float(timeout_s))
+    name = f"flatshard/{digest}"
+    options = _C.MeshOptions(name=name, timeout_s=default_timeout_s())
     return _C.Mesh.create(
         list(zip(names, shape)),
         ranks.index(dist.get_rank()),

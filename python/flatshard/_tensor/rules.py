@@ -131,9 +131,8 @@ TABLE = {
     **_rows(Kind.VIEW, "same", "detach alias lift_fresh", shown=""),
     **_rows(Kind.REFUSE, "refuse", "set_ resize_"),
     **_rows(Kind.REFUSE, "refuse", "resize_as_ resize", shown=""),
-    **_rows(
-        Kind.OTHER, "", "equal", shown=""
-    ),  # its tag says elementwise, its result is not
+    # It has the tag, and its result is one bool.
+    **_rows(Kind.OTHER, "", "equal", shown=""),
 }
 
 _WHOLE = Rule(Kind.OTHER)
@@ -158,12 +157,9 @@ def rule_of(func, traits):
     rule = TABLE.get(traits.name)
     if rule is None:
         rule = _by_tags(func.tags, traits)
-    is_tagged = torch.Tag.pointwise in func.tags and traits.name != "equal"
-    if is_tagged and rule.forward in (
-        ("along_rows", "reduce"),
-        ("along_rows",),
-        ("view",),
-    ):
+    # Such as max of two tensors.
+    is_pointwise = torch.Tag.pointwise in func.tags and rule.kind is not Kind.OTHER
+    if is_pointwise and "pointwise" not in rule.forward:
         return replace(rule, forward=(*rule.forward, "pointwise"))
     return rule
 

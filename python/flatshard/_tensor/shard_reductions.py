@@ -97,13 +97,6 @@ def _highest(dtype):
     return True if dtype == torch.bool else torch.iinfo(dtype).max
 
 
-def _logical(of):
-    def reduce(source, bound, dims, keepdim):
-        return of(source._local_tensor, dims, keepdim), lambda parts: of(parts, 0)
-
-    return reduce
-
-
 def _norm(source, bound, dims, keepdim):
     order = bound.get("ord", bound.get("p"))
     order = 2 if order is None else order
@@ -153,8 +146,8 @@ PARTS = {
     "amin": _extreme(torch.amin, _highest),
     "max": _extreme(torch.amax, _lowest),
     "min": _extreme(torch.amin, _highest),
-    "any": _logical(torch.any),
-    "all": _logical(torch.all),
+    "any": _extreme(torch.any, lambda dtype: False),
+    "all": _extreme(torch.all, lambda dtype: True),
     "linalg_vector_norm": _norm,
     "norm": _norm,
 }
@@ -164,7 +157,7 @@ def foreach_norm(func, traits, args, kwargs):
     """Computes the norms of a list, with one all-reduce per mesh for sharded tensors."""
     bound = traits.bind(args, kwargs)
     tensors, order = args[0], bound.get("ord", 2)
-    if traits.name != "_foreach_norm" or not isinstance(order, (int, float)):
+    if not isinstance(order, (int, float)):
         return NotImplemented
     if any(not t.dtype.is_floating_point or t.numel() == 0 for t in tensors):
         return NotImplemented

@@ -89,7 +89,7 @@ def by_position(func, traits, args, kwargs):
     """Handles foreach and fused operations: lists of tensors, where tensors of one
     position meet."""
     first = args[0]
-    if traits.name.startswith(("_foreach_max", "_foreach_norm", "_foreach_powsum")):
+    if traits.name.startswith(("_foreach_max", "_foreach_powsum")):
         return NotImplemented
     values = values_for(traits, args, kwargs)
     lists = {}

@@ -50,7 +50,7 @@ class ShardedTensor(WatchedTensor):
     __slots__ = ()
 
     @staticmethod
-    def wrap(local, mesh, placements, shape, requires_grad=False):
+    def wrap(local, mesh, placements, shape):
         """Returns a view: writes to it are writes to `local`.
 
         Args:
@@ -61,8 +61,7 @@ class ShardedTensor(WatchedTensor):
         kind = RowSpec if is_cut else DTensorSpec
         stride = contiguous_stride(shape)
         spec = make_spec(mesh, placements, shape, stride, local.dtype, kind)
-        tensor = ShardedTensor.like_spec(local.detach(), spec)
-        return tensor.requires_grad_(requires_grad)
+        return ShardedTensor.like_spec(local.detach(), spec)
 
     @staticmethod
     def of_rows(local, mesh, placements, shape, stride=None):
@@ -227,16 +226,6 @@ class ShardedTensor(WatchedTensor):
         on_all = torch.tensor([int(own)], device=mesh.device_type)
         dist.all_reduce(on_all, dist.ReduceOp.MIN, group=mesh.get_group(dim))
         return bool(on_all.item())
-
-    def like(self, tensor):
-        """Returns the DTensor `tensor`, with as many rows, sharded as this one is.
-        Collective."""
-        return ShardedTensor.wrap(
-            self.rows_of(tensor),
-            self.device_mesh,
-            list(self.placements),
-            tensor.shape,
-        )
 
 
 # It has no additional slots: DTensor's class has to be assignable to it. But DCP's
