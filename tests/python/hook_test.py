@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from tests.python.device import DEVICE, named_mesh
 from tests.python.models import Body, Mlp, plain
 from tests.python.sum_order import SMALL_MODEL, near

@@ -11,7 +11,7 @@ import torch
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from tests.python.models import Body, Mlp, plain
 from tests.python.training import data, shard
 

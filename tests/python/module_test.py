@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import fully_shard
 from flatshard._fsdp import initialize
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, Mlp, llama, plain
 from tests.python.training import (

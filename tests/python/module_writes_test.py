@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from flatshard import MixedPrecisionPolicy
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from tests.python.models import Body, plain
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard

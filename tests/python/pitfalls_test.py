@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import flatshard
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp import root
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, plain

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatshard import fully_shard, share_comm_ctx
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 from tests.python.device import named_mesh, on_device
 
 STEPS = 12

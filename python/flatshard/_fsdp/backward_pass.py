@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from flatshard._fsdp.casts import cast_inputs, cast_output
+from flatshard._fsdp.casts import call_cast
 from flatshard._fsdp.root import Root
 from flatshard._graphs.checks import refuse_foreign_capture
+from flatshard._tensor.places import state_of
 
 
 class BackwardPass:
@@ -169,14 +170,13 @@ class BackwardPass:
         """Returns function(*args, **kwargs), run between begin_forward and end_forward with
         the casts of the module's mp_policy."""
         policy = self._state(module).sharding.mp_policy
-        args, kwargs = cast_inputs(policy, args, kwargs)
         self.begin_forward(module)
-        output = cast_output(policy, function(*args, **kwargs))
+        output = call_cast(policy, function, args, kwargs)
         self.end_forward(module)
         return output
 
     def _state(self, module):
-        state = module.__dict__.get("_flatshard")
+        state = state_of(module)
         if state is None or state.root is not self._root:
             raise ValueError(
                 f"a backward pass: expected a module of its model that fully_shard "

@@ -57,3 +57,9 @@ def cast_output(policy, output):
     if policy.output_dtype is not None:
         output = _cast(output, policy.output_dtype)
     return output
+
+
+def call_cast(policy, function, args, kwargs):
+    """Returns function(*args, **kwargs) with both casts."""
+    args, kwargs = cast_inputs(policy, args, kwargs)
+    return cast_output(policy, function(*args, **kwargs))

@@ -34,6 +34,20 @@ def _walk(module, is_unit, found):
         _walk(child, is_unit, found)
 
 
+def named_places(root):
+    """Yields (name, module, key, tensor) of each place below `root` that has a
+    parameter."""
+    for prefix, module in root.named_modules():
+        for key, tensor in parameters_of(module).items():
+            if tensor is not None:
+                yield full_name(prefix, key), module, key, tensor
+
+
+def full_name(prefix, name):
+    """Returns the name of something in the module that has the name `prefix`."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def collect_parameters(modules, owned, ignored):
     """Returns the parameters to shard, each once with all its places.
 
@@ -53,10 +67,8 @@ def collect_parameters(modules, owned, ignored):
         for name, tensor in parameters_of(module).items():
             if tensor is None or id(tensor) in ignored:
                 continue
-            full = f"{prefix}.{name}" if prefix else name
-            found.setdefault(id(tensor), (tensor, full, []))[2].append(
-                (weakref.ref(module), name)
-            )
+            first = tensor, full_name(prefix, name), []
+            found.setdefault(id(tensor), first)[2].append((weakref.ref(module), name))
     for tensor, name, _ in found.values():
         _check_parameter(tensor, name)
     return list(found.values())

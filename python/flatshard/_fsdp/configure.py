@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 
 from torch import nn
 
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.options import ModelOptions, ShardOptions
+from flatshard._tensor.places import units_in
 
 
 def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
@@ -30,11 +30,7 @@ def configure(model: nn.Module, options: ModelOptions) -> nn.Module:
         raise TypeError(
             f"configure: expected a ModelOptions, got {type(options).__name__}"
         )
-    units = {
-        id(state): state
-        for module in model.modules()
-        if (state := state_of(module)) is not None
-    }.values()
+    units = units_in(model)
     for unit in units:
         unit.life.check("configure")
         asked = unit.sharding.model_options.copy_engines

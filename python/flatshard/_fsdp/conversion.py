@@ -4,11 +4,10 @@ import contextlib
 
 import torch
 
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.renewal import leave, renew, why_fixed
 from flatshard._tensor.memory import local_of
-from flatshard._tensor.places import parameter_of, unit_of
+from flatshard._tensor.places import parameter_of, state_of, unit_of
 from flatshard._tensor.sharded_tensor import become
 from flatshard._tensor.watched_tensor import refuse_to_share
 from flatshard._tensor.writes import writes

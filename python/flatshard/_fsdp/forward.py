@@ -13,6 +13,7 @@ from flatshard._fsdp.casts import cast_inputs, cast_output
 from flatshard._fsdp.root import Root, Stale
 from flatshard._fsdp.unit import UnitState
 from flatshard._graphs.checks import refuse_foreign_capture
+from flatshard._tensor.places import state_of
 from flatshard._tensor.writes import writes
 from flatshard.torch_versions import (
     has_dispatch_mode,
@@ -23,10 +24,6 @@ from flatshard.torch_versions import (
 
 # Every module that is wrapped now.
 wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def state_of(module):
-    return module.__dict__.get("_flatshard")
 
 
 def root_of(module):
@@ -58,7 +55,7 @@ def outermost(module):
 @outside_of_graphs
 def run_forward(module, function, args, kwargs):
     """Returns function(*args, **kwargs) as a forward of the unit of `module`."""
-    state = module.__dict__["_flatshard"]
+    state = state_of(module)
     root = state.root
     if root is None:
         root = make_root(module)

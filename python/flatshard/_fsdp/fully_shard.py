@@ -13,7 +13,6 @@ from flatshard._fsdp.collect import collect_parameters, modules_of_unit
 from flatshard._fsdp.core import make_core
 from flatshard._fsdp.cuts import check_flattened, check_own_mesh
 from flatshard._fsdp.former import mark_owner
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.linear import linears_in_place, write_grads_in_place
 from flatshard._fsdp.main_grad import offer_main_grads
 from flatshard._fsdp.options import ShardOptions
@@ -26,6 +25,7 @@ from flatshard._fsdp.ties import find_ties
 from flatshard._fsdp.unit import Modules, Policy, Sharding, UnitState
 from flatshard._fsdp.wrapping import wrap_class
 from flatshard._tensor.mesh import device_of, model_mesh, slices_of
+from flatshard._tensor.places import set_state, state_of
 from flatshard.float8.linear import make_float8
 from flatshard.torch_versions import buffers_of
 
@@ -123,7 +123,7 @@ def fully_shard(
         options,
         former_keywords,
     )
-    owned = modules_of_unit(asked.modules, lambda m: state_of(m) is not None)
+    owned = modules_of_unit(asked.modules, state_of)
     ties, tied = find_ties(asked.modules, owned)
     joining = {id(tie.module) for tie in ties if tie.joins}
     owned = [m for m in owned if id(m) not in joining]
@@ -258,7 +258,7 @@ def _install(asked, owned, found, unit, in_place):
     for tensor, full_name, _ in found:
         mark_owner(tensor, full_name)
     for m in asked.modules:
-        m.__dict__["_flatshard"] = unit
+        set_state(m, unit)
         wrap_class(m, asked.options.cuda_graph)
     for m in owned:
         watch_state_dicts(m, unit)

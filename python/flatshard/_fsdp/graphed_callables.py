@@ -5,10 +5,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from flatshard._fsdp.forward import root_of, state_of
+from flatshard._fsdp.forward import root_of
 from flatshard._fsdp.wrapping import capture_forward
 from flatshard._graphs.checks import DEFAULT_WARMUP_STEPS, check_cuda_graph
 from flatshard._graphs.sample import Sample
+from flatshard._tensor.places import state_of
 
 
 def make_graphed_callables(

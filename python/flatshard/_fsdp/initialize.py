@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.parameter import Parameter
 from flatshard._tensor.memory import local_of
+from flatshard._tensor.places import units_in
 from flatshard.torch_versions import parameters_of
 
 
@@ -31,10 +31,7 @@ def reset_parameters(
         ValueError: a module with parameters and without reset_parameters().
     """
     places: dict[int, list[tuple[str, Parameter]]] = {}
-    for module in model.modules():
-        state = state_of(module)
-        if state is None:
-            continue
+    for state in units_in(model):
         state.parameters.refuse_extended(
             "reset_parameters", "call to_empty() and write its values"
         )

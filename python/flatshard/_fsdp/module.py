@@ -18,9 +18,9 @@ from flatshard._fsdp.forward import (
     outermost,
     root_of,
     run_forward,
-    state_of,
 )
 from flatshard._fsdp.root import Stale
+from flatshard._tensor.places import state_of, units_in
 from flatshard.torch_versions import (
     call_before_dlpack,
     convert_all_inside,
@@ -142,7 +142,7 @@ class FSDPModule:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate gradients without collectives."""
-        states = self._states_of(recurse=True)
+        states = units_in(self)
         former = [(s.policy.sync_gradients, s.policy.all_reduce) for s in states]
         self.set_requires_gradient_sync(False)
         try:
@@ -355,23 +355,19 @@ class FSDPModule:
         """Works as in nn.Module, also between a forward and its backward, where a unit
         may show unsharded parameters: their gradients are the sharded parameters'
         gradients."""
-        for state in self._states_of(recurse=True):
+        for state in units_in(self):
             state.show_shards()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     # -- inside ------------------------------------------------------------------------
 
     def _state(self):
-        return self.__dict__["_flatshard"]
-
-    def _states_of(self, recurse):
-        modules = self.modules() if recurse else [self]
-        return [state for m in modules if (state := state_of(m)) is not None]
+        return state_of(self)
 
     def _set(self, name, value, recurse):
         if name in _WHETHER and not isinstance(value, bool):
             raise ValueError(f"{name}: expected True or False, got {value!r}")
-        for state in self._states_of(recurse):
+        for state in units_in(self) if recurse else [self._state()]:
             setattr(state.policy, name, value)
             if state.root is not None:
                 state.root.apply_policy(state)

@@ -67,15 +67,13 @@ class Parameter:
         """Returns the name for messages."""
         return self.sites[0][1] if self.sites else self.label
 
-    def is_as_sharded(self):
-        """Returns whether requires_grad and the dtype are unchanged since the core has
-        it."""
-        return self.fits() and self.shard.requires_grad == self.trainable
-
-    def fits(self):
+    def fits(self, keeps_rows):
         """Returns whether the core can train it as it is now: with its dtype, and with
-        gradients where it is not frozen."""
-        return self.has_dtype() and (self.trainable or not self.shard.requires_grad)
+        gradients where it is not frozen. Unless the unit keeps its rows, one that was
+        frozen is to have no gradients."""
+        is_trained = self.shard.requires_grad
+        fits = is_trained == self.trainable or (keeps_rows and not is_trained)
+        return fits and self.has_dtype()
 
     def has_dtype(self):
         """Returns whether the dtype of the shard is unchanged since the core has it."""
@@ -133,23 +131,17 @@ def plain_like(tensor, is_subclass):
     return nn.Parameter(torch.empty(0, device="meta")) if is_subclass else tensor
 
 
-def whole_parameter(tensor, dim=0, dtype=None, former=None, shape=None):
-    """Returns the tensor that modules compute with instead of `tensor`; without memory.
+def whole_parameter(shape, dtype, requires_grad, dim, former):
+    """Returns the tensor that modules compute with; without memory.
 
     Args:
         dim: that is stored first.
-        dtype: None: of `tensor`.
-        former: the one before, from which attributes are copied. None: `tensor`.
-        shape: None: of `tensor`.
+        former: the one before, from which attributes are copied.
     """
-    shape = list(tensor.shape if shape is None else shape)
-    if dim:
-        shape.insert(0, shape.pop(dim))
-    memory = torch.empty(shape, dtype=dtype or tensor.dtype, device="meta")
-    whole = nn.Parameter(
-        memory.movedim(0, dim) if dim else memory, requires_grad=tensor.requires_grad
-    )
-    copy_attributes(tensor if former is None else former, whole)
+    stored = [shape[dim], *shape[:dim], *shape[dim + 1 :]] if dim else shape
+    memory = torch.empty(stored, dtype=dtype, device="meta").movedim(0, dim)
+    whole = nn.Parameter(memory, requires_grad)
+    copy_attributes(former, whole)
     return whole
 
 

@@ -63,15 +63,10 @@ class Parameters:
 
     # -- changes since the core was made -----------------------------------------------
 
-    def are_as_sharded(self):
-        return all(p.is_as_sharded() for p in self.own)
-
     def misfits(self, keeps_rows):
         """Returns the parameters that need another core. Unless the unit keeps its rows
         these include the ones that were frozen."""
-        if keeps_rows:
-            return [p for p in self.own if not p.fits()]
-        return [p for p in self.own if not p.is_as_sharded()]
+        return [p for p in self.own if not p.fits(keeps_rows)]
 
     def can_evaluate(self):
         """Returns whether a forward without gradients can run. Which parameters are trained

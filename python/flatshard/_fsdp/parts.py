@@ -10,11 +10,11 @@ import functools
 
 from torch.distributed.tensor import Replicate
 
-from flatshard._fsdp.casts import cast_inputs, cast_output
-from flatshard._fsdp.forward import state_of
+from flatshard._fsdp.casts import call_cast
 from flatshard._fsdp.module import FSDPModule, class_before
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import parallel_shard
+from flatshard._tensor.places import set_state, units_in
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard._tensor.writes import writes
@@ -26,45 +26,40 @@ def find_parts(modules, core, offload, copy_engines):
     Raises:
         ValueError: one that cannot join.
     """
-    found = {}
-    for module in modules:
-        for inner in module.modules():
-            state = state_of(inner)
-            if state is None or state.sharding.slices is None:
-                continue
-            kind = type(inner).__name__
-            mesh, slices = state.sharding.mesh, state.sharding.slices
-            if mesh is core:
+    found = [u for u in units_in(*modules) if u.sharding.slices is not None]
+    for unit in found:
+        kind = type(unit.modules[0]()).__name__
+        mesh, slices = unit.sharding.mesh, unit.sharding.slices
+        if mesh is core:
+            raise ValueError(
+                f"mesh: {kind} inside and this module are on {core}. It was flattened "
+                "together with other dimensions, so their ranks have different "
+                "experts. Give this module the flattened mesh, or, if these are not "
+                "experts, flatten after the last fully_shard"
+            )
+        number = core.size // mesh.size
+        if not mesh.is_part_of(core) or number != slices[0]:
+            raise ValueError(
+                f"mesh: {kind} inside is on {mesh}, this module on {core}: "
+                "expected a mesh that the inner one is a part of"
+            )
+        unit.life.check("join", kind=kind)
+        if unit.sharding.main_grads:
+            raise NotImplementedError(
+                f"modules that write gradients to main_grad are not supported on a "
+                f"part of the mesh, as {kind} has them; leave out their option "
+                "(fuse_wgrad_accumulation)"
+            )
+        for option, inner_has, outer_has in (
+            ("offload_policy", unit.core.offloads, offload),
+            ("copy_engines", unit.sharding.copy_engines, copy_engines),
+        ):
+            if inner_has != outer_has:
                 raise ValueError(
-                    f"mesh: {kind} inside and this module are on {core}. It was flattened "
-                    "together with other dimensions, so their ranks have different "
-                    "experts. Give this module the flattened mesh, or, if these are not "
-                    "experts, flatten after the last fully_shard"
+                    f"{option}: {kind}, on a part of the mesh, and this module "
+                    "differ; choose one for both"
                 )
-            number = core.size // mesh.size
-            if not mesh.is_part_of(core) or number != slices[0]:
-                raise ValueError(
-                    f"mesh: {kind} inside is on {mesh}, this module on {core}: "
-                    "expected a mesh that the inner one is a part of"
-                )
-            state.life.check("join", kind=kind)
-            if state.sharding.main_grads:
-                raise NotImplementedError(
-                    f"modules that write gradients to main_grad are not supported on a "
-                    f"part of the mesh, as {kind} has them; leave out their option "
-                    "(fuse_wgrad_accumulation)"
-                )
-            for option, inner_has, outer_has in (
-                ("offload_policy", state.core.offloads, offload),
-                ("copy_engines", state.sharding.copy_engines, copy_engines),
-            ):
-                if inner_has != outer_has:
-                    raise ValueError(
-                        f"{option}: {kind}, on a part of the mesh, and this module "
-                        "differ; choose one for both"
-                    )
-            found[id(state)] = state
-    return list(found.values())
+    return found
 
 
 def join(state, parts):
@@ -84,7 +79,7 @@ def join(state, parts):
         part.life.move("join")
         for reference in part.modules:
             module = reference()
-            module.__dict__["_flatshard"] = state
+            set_state(module, state)
             module.__dict__["_flatshard_policy"] = part.sharding.mp_policy
             module.__class__ = _joined_class(type(module))
     if parts:
@@ -134,10 +129,8 @@ class _Joined:
     """The state of a module whose parameters the unit around it all-gathers."""
 
     def __call__(self, *args, **kwargs):
-        policy = self.__dict__["_flatshard_policy"]
-        args, kwargs = cast_inputs(policy, args, kwargs)
-        output = super(FSDPModule, self).__call__(*args, **kwargs)
-        return cast_output(policy, output)
+        call = super(FSDPModule, self).__call__
+        return call_cast(self.__dict__["_flatshard_policy"], call, args, kwargs)
 
     def set_gradient_divide_factor(self, factor):
         raise NotImplementedError(

@@ -20,7 +20,6 @@ class Passes:
         self._has_graphs = has_graphs
         self._running = None
         self._open = weakref.WeakSet()  # that began and continue
-        self._had_any = False  # since the last forward outside of them
         # The argument of one, not a setter, decided whether it is the step's last.
         self._sync_is_of_pass = False
         self.concern_forwards = False
@@ -34,7 +33,7 @@ class Passes:
     @running.setter
     def running(self, which):
         self._running = which
-        self.concern_forwards = which is not None or self._had_any
+        self.concern_forwards = True
 
     @property
     def are_open(self):
@@ -50,11 +49,10 @@ class Passes:
 
     def began(self, which):
         self._open.add(which)
-        self._note()
+        self.concern_forwards = True
 
     def opens_backward(self):
-        self._sync_is_of_pass = True
-        self._note()
+        self._sync_is_of_pass = self.concern_forwards = True
 
     def ended(self, which):
         self._open.discard(which)
@@ -73,14 +71,11 @@ class Passes:
                 "inside `with that_pass.forward():`, or end or give_up() that pass first"
             )
         self._restore_sync()  # of one that was dropped
-        self._had_any = self.concern_forwards = False
+        self.concern_forwards = False
 
     def wait_for_optimizer(self):
         self.post_optim_event.wait()
         self.post_optim_event = None
-
-    def _note(self):
-        self._had_any = self.concern_forwards = True
 
     def _restore_sync(self):
         if self._sync_is_of_pass:

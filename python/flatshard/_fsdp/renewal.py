@@ -71,7 +71,8 @@ def check_is_home(unit):
 
 
 def _whole_again(p):
-    return whole_parameter(p.shard, p.dim, p.dtype, p.whole, shape=p.whole.shape)
+    trains = p.shard.requires_grad
+    return whole_parameter(p.whole.shape, p.dtype, trains, p.dim, p.whole)
 
 
 def _make_core_again(unit):
@@ -143,8 +144,7 @@ def follow_changes(units):
     """Applies changes of `requires_grad` and dtypes since the last forward, as the next
     forward would. For callers that read the core's groups in between. Collective."""
     for unit in units:
-        is_free = unit.root is None and not unit.life.keeps_rows
-        if is_free and not unit.parameters.are_as_sharded():
+        if unit.root is None and not unit.life.keeps_rows and not unit.fits():
             check_may_renew(unit)
             renew(unit)
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):

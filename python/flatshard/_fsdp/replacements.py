@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from flatshard._fsdp.collect import full_name, named_places
 from flatshard._fsdp.former import former_name, num_marked
 from flatshard._fsdp.parameter import parameter_of_whole, subclass_of
 from flatshard._fsdp.renewal import check_may_renew, renew
@@ -127,8 +128,7 @@ def _places_now(unit, names):
 
 
 def _name_at(site, names):
-    prefix = names[id(site[0]())][0]
-    return f"{prefix}.{site[1]}" if prefix else site[1]
+    return full_name(names[id(site[0]())][0], site[1])
 
 
 def _check_shared(found, names):
@@ -260,20 +260,18 @@ def refuse_replaced(units):
 def refuse_exchanged(root):
     """Raises an error for a module that was put around the parameters of another one: only
     modules that fully_shard saw get unsharded parameters."""
-    for prefix, module in root.named_modules():
-        for key, parameter in parameters_of(module).items():
-            place = unit_of(parameter) if isinstance(parameter, DTensor) else None
-            if place is None:
-                continue
-            p = place[0].parameters[place[1]]
-            if all(site() is not module for site, _ in p.sites):
-                name = f"{prefix}.{key}" if prefix else key
-                raise RuntimeError(
-                    f"the {type(module).__name__} that has parameter {name} was added to "
-                    "the model after fully_shard, around a parameter that was sharded in "
-                    f"another module of unit {place[0].name}: it would see the shard. "
-                    "Replace modules before fully_shard, or change the module in place"
-                )
+    for name, module, _, parameter in named_places(root):
+        place = unit_of(parameter) if isinstance(parameter, DTensor) else None
+        if place is None:
+            continue
+        p = place[0].parameters[place[1]]
+        if all(site() is not module for site, _ in p.sites):
+            raise RuntimeError(
+                f"the {type(module).__name__} that has parameter {name} was added to "
+                "the model after fully_shard, around a parameter that was sharded in "
+                f"another module of unit {place[0].name}: it would see the shard. "
+                "Replace modules before fully_shard, or change the module in place"
+            )
 
 
 def refuse_plain(root, units):
@@ -283,21 +281,18 @@ def refuse_plain(root, units):
     ignored = {(id(module()), key) for module, key in places}
     parameters = [p for unit in units for p in unit.parameters.all]
     own = {id(tensor) for p in parameters for tensor in p.faces()}  # some unsharded
-    for prefix, module in root.named_modules():
-        for key, parameter in parameters_of(module).items():
-            if (
-                parameter is not None
-                and parameter.requires_grad
-                and not isinstance(parameter, DTensor)
-                and id(parameter) not in own
-                and (id(module), key) not in ignored
-                and not has_accumulation_hooks(parameter)
-            ):
-                name = f"{prefix}.{key}" if prefix else key
-                raise RuntimeError(
-                    f"parameter {name} was added to the model after fully_shard, so it is "
-                    "not sharded and its gradients are not reduced. Add it before "
-                    "fully_shard, apply fully_shard to its module before the first "
-                    "forward, freeze it, or reduce its gradient in a hook of "
-                    "register_post_accumulate_grad_hook()"
-                )
+    for name, module, key, parameter in named_places(root):
+        if (
+            parameter.requires_grad
+            and not isinstance(parameter, DTensor)
+            and id(parameter) not in own
+            and (id(module), key) not in ignored
+            and not has_accumulation_hooks(parameter)
+        ):
+            raise RuntimeError(
+                f"parameter {name} was added to the model after fully_shard, so it is "
+                "not sharded and its gradients are not reduced. Add it before "
+                "fully_shard, apply fully_shard to its module before the first "
+                "forward, freeze it, or reduce its gradient in a hook of "
+                "register_post_accumulate_grad_hook()"
+            )

@@ -97,7 +97,9 @@ def _parameter(asked, tensor, full_name, sites, reason, place):
     as_chunks = place.dim or by_subclass or parallel is not None
     p = Parameter(
         sites,
-        whole_parameter(tensor, place.dim, former=former, shape=value.shape),
+        whole_parameter(
+            value.shape, tensor.dtype, tensor.requires_grad, place.dim, former
+        ),
         dim=place.dim,
         granularity="chunk" if as_chunks else options.granularity,
         parallel=parallel,

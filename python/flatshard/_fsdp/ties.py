@@ -3,10 +3,10 @@
 import weakref
 from dataclasses import dataclass
 
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.former import former_name
 from flatshard._fsdp.state_dicts import watch_state_dicts
 from flatshard._fsdp.wrapping import wrap_class
+from flatshard._tensor.places import set_state, units_in
 from flatshard.torch_versions import parameters_of
 
 
@@ -33,7 +33,7 @@ class Tie:
         watch_state_dicts(self.module, self.unit)
         if self.joins:
             self.unit.modules.append(weakref.ref(self.module))
-            self.module.__dict__["_flatshard"] = self.unit
+            set_state(self.module, self.unit)
             wrap_class(self.module, False)
 
 
@@ -52,10 +52,9 @@ def find_ties(modules, owned):
     ]
     if not met:
         return [], set()
-    inner = {id(u): u for m in modules for c in m.modules() if (u := state_of(c))}
     shared = {
         id(former): (unit, p)
-        for unit in inner.values()
+        for unit in units_in(*modules)
         for p in unit.parameters
         if _can_tie(unit, p) and (former := p.former and p.former()) is not None
     }

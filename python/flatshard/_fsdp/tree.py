@@ -3,10 +3,11 @@
 import weakref
 from dataclasses import fields
 
-from flatshard._fsdp.collect import modules_of_unit
+from flatshard._fsdp.collect import full_name, modules_of_unit
 from flatshard._fsdp.inner_outputs import InnerOutputs
 from flatshard._fsdp.options import ModelOptions
 from flatshard._fsdp.replacements import refuse_plain
+from flatshard._tensor.places import state_of
 from flatshard._tensor.same_values import compare
 from flatshard.torch_versions import without_dispatch_modes
 
@@ -76,7 +77,7 @@ def walk(root):
 
 def _visit(module, name, enclosing, units, parents, module_names):
     module_names.setdefault(id(module), []).append(name)
-    state = module.__dict__.get("_flatshard")
+    state = state_of(module)
     if state is not None and state not in units:
         parents.append(enclosing)
         enclosing = len(units)
@@ -85,14 +86,14 @@ def _visit(module, name, enclosing, units, parents, module_names):
     elif state is not None:
         enclosing = units.index(state)
     for key, child in module.named_children():
-        full = f"{name}.{key}" if name else key
-        _visit(child, full, enclosing, units, parents, module_names)
+        inner = full_name(name, key)
+        _visit(child, inner, enclosing, units, parents, module_names)
 
 
 def names_of(p, module_names):
     """Returns the names of a parameter in the model."""
     return [
-        f"{prefix}.{name}" if prefix else name
+        full_name(prefix, name)
         for module, name in p.sites
         for prefix in module_names[id(module())]
     ]
@@ -103,10 +104,8 @@ def inner_modules(units):
     found = []
     for unit in units:
         wrapped = [m for r in unit.modules if (m := r()) is not None]
-        inner = modules_of_unit(
-            [child for m in wrapped for child in m.children()],
-            lambda m: m.__dict__.get("_flatshard") is not None,
-        )
+        children = [child for m in wrapped for child in m.children()]
+        inner = modules_of_unit(children, state_of)
         found += [(unit, module) for module in inner]
     return found
 

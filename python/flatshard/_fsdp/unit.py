@@ -1,5 +1,6 @@
 """One unit: its parameters, its settings, and its core."""
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -186,12 +187,10 @@ class UnitState:
             if p.rows is None:
                 continue
             rows, p.rows = p.rows, None
-            writes.remove([p.shard])
             if rows.dtype != p.shard.dtype:  # until the core is renewed
                 rows = rows.over(torch.empty_like(local_of(rows), dtype=p.shard.dtype))
-            become(p.shard, rows)
-            writes.add(self, [p.shard])
-            writes.note_unit(self)
+            with self._moved(p):
+                become(p.shard, rows)
 
     def note_other_values(self):
         """Records that somebody writes other values to all parameters."""
@@ -210,19 +209,22 @@ class UnitState:
         p.on_meta = False
         p.rows = p.digest = None
         forget_unit(p.shard)
-        writes.remove([p.shard])
-        make_shard(tensor, local, former)
-        p.shard = tensor
+        with self._moved(p):
+            make_shard(tensor, local, former)
+            p.shard = tensor
         self.note_place(p)
-        writes.add(self, [p.shard])
-        writes.note_unit(self)
 
     def move_extended(self, p, piece):
         """Makes `piece` the rank's part of p from now on, such as after to_empty()."""
-        if piece is local_of(p.shard):
-            return
+        if piece is not local_of(p.shard):
+            with self._moved(p):
+                make_shard(p.shard, piece, p.shard)
+
+    @contextlib.contextmanager
+    def _moved(self, p):
+        """Watches the memory that the shard of p gets inside the context."""
         writes.remove([p.shard])
-        make_shard(p.shard, piece, p.shard)
+        yield
         writes.add(self, [p.shard])
         writes.note_unit(self)
 

@@ -7,9 +7,10 @@ import types
 from torch import nn
 
 from flatshard import _C
-from flatshard._fsdp.forward import run_forward, state_of, wrapped
+from flatshard._fsdp.forward import run_forward, wrapped
 from flatshard._fsdp.module import FSDPModule, class_before
 from flatshard._graphs.unit_graph import UnitGraph
+from flatshard._tensor.places import state_of
 from flatshard.torch_versions import outside_of_graphs, register_as_sharded
 
 

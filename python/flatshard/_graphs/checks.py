@@ -7,6 +7,7 @@ import torch
 from torch.utils import checkpoint
 
 from flatshard._tensor.mesh import device_of
+from flatshard._tensor.places import state_of
 
 # Steps that run eagerly before the first capture.
 DEFAULT_WARMUP_STEPS = 3
@@ -55,7 +56,7 @@ def check_block(modules, option="cuda_graph"):
         )
     module = modules[0]
     for name, inner in module.named_modules():
-        if inner is not module and "_flatshard" in inner.__dict__:
+        if inner is not module and state_of(inner) is not None:
             raise ValueError(
                 f"{option}: {type(module).__name__} contains a unit, {name}, and "
                 "all-gathers it inside its forward; give the inner units cuda_graph=True "

@@ -1,5 +1,7 @@
 """Compares calls of a forward with the sample that make_graphed_callables got."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -51,13 +53,11 @@ class Sample:
         self._unused_allowed = True  # once is enough
 
 
+@dataclass(frozen=True)
 class _TensorLike:
-    """Shape, dtype and flag of a tensor."""
-
-    __slots__ = ("dtype", "needs_grad", "shape")
-
-    def __init__(self, shape, dtype, needs_grad):
-        self.shape, self.dtype, self.needs_grad = shape, dtype, needs_grad
+    shape: tuple
+    dtype: torch.dtype
+    needs_grad: bool
 
 
 def _describe(leaf, name, state):

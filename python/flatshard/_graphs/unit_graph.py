@@ -14,6 +14,7 @@ from torch import nn
 from flatshard import torch_versions
 from flatshard._graphs.checks import refuse_numbers_drawn_again
 from flatshard._tensor.mesh import device_of
+from flatshard._tensor.places import state_of
 from flatshard.torch_versions import (
     await_gradient,
     await_leaves,
@@ -149,7 +150,7 @@ class Recorded:
     def returned(self, tensors, outputs):
         """Returns the tensors of the result, arguments among them included."""
         found = [*tensors, *outputs]
-        return [found[leaf.value] for leaf in self._output[0] if type(leaf) is _Number]
+        return [found[leaf] for leaf in self._output[0] if type(leaf) is int]
 
     @never_compiled
     def output(self, tensors, outputs):
@@ -160,9 +161,7 @@ class Recorded:
     @never_compiled
     def difference(self, other):
         """Returns in what `other` differs; empty: in nothing."""
-        if self._structure != other._structure or len(self._leaves) != len(
-            other._leaves
-        ):
+        if self._structure != other._structure:
             return "its arguments are nested in another way"
         if self._leaves != other._leaves:
             return "an argument that is not a tensor has another value"
@@ -179,7 +178,7 @@ class Recorded:
 
 def _parallel_parameters(module):
     """Returns the Parameters of a unit that its modules see as DTensors."""
-    parameters = module.__dict__["_flatshard"].parameters
+    parameters = state_of(module).parameters
     return [p for p in parameters if p.parallel is not None and p.shown is p.parallel]
 
 
@@ -212,33 +211,10 @@ def _await(tree):
     return awaited, structure, tree
 
 
-class _Number:
-    """The place of a tensor in a list."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value):
-        self.value = value
-
-    def __eq__(self, other):
-        return type(other) is _Number and self.value == other.value
-
-
-class _Strange:
-    """A leaf that cannot be compared."""
-
-    __slots__ = ("kind",)
-
-    def __init__(self, kind):
-        self.kind = kind
-
-    def __eq__(self, other):
-        return type(other) is _Strange and self.kind == other.kind
-
-
 def _number_tensors(leaves, tensors):
-    """Returns the leaves with numbers in `tensors`, and types next to values. Appends to
-    `tensors`."""
+    """Returns for each leaf an int, the number of a tensor in `tensors`; a pair of a type
+    and its value; or a str, the name of a type whose values cannot be compared. Appends
+    to `tensors`."""
     places = {id(t): number for number, t in enumerate(tensors)}
     numbered = []
     for leaf in leaves:
@@ -247,22 +223,20 @@ def _number_tensors(leaves, tensors):
             if id(leaf) not in places:
                 places[id(leaf)] = len(tensors)
                 tensors.append(leaf)
-            numbered.append(_Number(places[id(leaf)]))
+            numbered.append(places[id(leaf)])
         elif is_plain(leaf):
             numbered.append((kind, leaf))
         else:
-            numbered.append(_Strange(kind.__name__))
+            numbered.append(kind.__name__)
     return numbered
 
 
 def _put(numbered, tensors):
-    return [
-        tensors[leaf.value] if type(leaf) is _Number else leaf[1] for leaf in numbered
-    ]
+    return [tensors[leaf] if type(leaf) is int else leaf[1] for leaf in numbered]
 
 
 def _strange(numbered):
-    return next((leaf.kind for leaf in numbered if type(leaf) is _Strange), None)
+    return next((leaf for leaf in numbered if type(leaf) is str), None)
 
 
 def _autocast(device_type):
@@ -360,7 +334,7 @@ class UnitGraph:
     @outside_of_graphs
     def run(self, module, forward, args, kwargs):
         """Runs forward(module, *args, **kwargs), or a replay of it."""
-        state = module.__dict__["_flatshard"]
+        state = state_of(module)
         # An evaluation, among others.
         if not torch.is_grad_enabled() or state.root is None:
             return forward(module, *args, **kwargs)

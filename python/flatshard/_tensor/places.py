@@ -1,4 +1,4 @@
-"""The unit that each sharded parameter belongs to."""
+"""The unit that each sharded parameter, and each module, belongs to."""
 
 import weakref
 
@@ -27,3 +27,18 @@ def set_unit(parameter, unit, index):
 
 def forget_unit(parameter):
     _places.pop(parameter)
+
+
+def state_of(module):
+    """Returns the UnitState of a module that fully_shard wrapped, or None."""
+    return module.__dict__.get("_flatshard")
+
+
+def set_state(module, unit):
+    module.__dict__["_flatshard"] = unit
+
+
+def units_in(*modules):
+    """Returns the units of `modules` and of the modules inside them, each once."""
+    found = (state_of(inner) for module in modules for inner in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))

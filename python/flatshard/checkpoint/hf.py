@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from flatshard._fsdp.forward import state_of
 from flatshard._fsdp.module import class_before
 from flatshard._tensor.even_shard import EvenShard
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.mesh import device_of
 from flatshard._tensor.pieces import piece_of
-from flatshard._tensor.places import parameter_of
+from flatshard._tensor.places import parameter_of, units_in
 from flatshard._tensor.shard_values import own_span, row_dim
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from flatshard.torch_versions import buffers_of, parameters_of
@@ -84,9 +83,8 @@ def load_hf(
             f"found none for {len(missing)}: {shown}; give rename, if the folder has "
             "other names"
         )
-    for module in model.modules():
-        if (state := state_of(module)) is not None:
-            state.note_other_values()
+    for unit in units_in(model):
+        unit.note_other_values()
     return sorted(tensors.unused)
 
 

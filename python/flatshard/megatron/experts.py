@@ -42,21 +42,23 @@ def check_experts(expt_mesh, experts, outer):
         )
 
 
-def check_group(name, group, mesh, of):
+def check_group(name, group, mesh):
     """Checks that a group has the ranks of the mesh. Megatron-FSDP would communicate on it;
     here the mesh decides which ranks do, on separate communicators of the core.
 
     Args:
-        mesh: the DeviceMesh whose ranks `group` is to have, or None.
-        of: its name in messages.
+        mesh: the part of expt_device_mesh whose ranks `group` is to have, or None.
     """
     if group is None:
         return
     if mesh is None:
-        raise ValueError(f"{name}: expected {of} too, to define where it is used")
+        raise ValueError(
+            f"{name}: expected expt_device_mesh too, to define where it is used"
+        )
     ranks = sorted(dist.get_process_group_ranks(group))
     expected = sorted(mesh.mesh.flatten().tolist())
     if ranks != expected:
         raise ValueError(
-            f"{name}: expected a group of the ranks of {of}, {expected}, got {ranks}"
+            f"{name}: expected a group of the ranks of expt_device_mesh, {expected}, got "
+            f"{ranks}"
         )

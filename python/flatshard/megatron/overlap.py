@@ -18,7 +18,8 @@ import torch
 
 from flatshard._fsdp.backward_pass import BackwardPass
 from flatshard._fsdp.collect import modules_of_unit
-from flatshard._fsdp.forward import root_of, state_of
+from flatshard._fsdp.forward import root_of
+from flatshard._tensor.places import state_of
 from flatshard.torch_versions import in_backward, tree_leaves
 
 _NAMES = (

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatshard import diagnostics
 from flatshard._fsdp.fully_shard import fully_shard as _fully_shard
 from flatshard._fsdp.initialize import reset_parameters
-from flatshard._fsdp.module import FSDPModule
 from flatshard._fsdp.options import ShardOptions
 from flatshard._fsdp.strategies import find_strategy
 from flatshard.megatron import v2
@@ -133,10 +132,8 @@ def fully_shard_model(
     mesh = _mesh(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
     expt_mesh = _expert_mesh(expt_device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
     inner = expt_mesh and (expt_mesh[expt_mesh.mesh_dim_names[-1]])
-    check_group("expt_fsdp_group_ag", expt_fsdp_group_ag, inner, "expt_device_mesh")
-    check_group(
-        "hybrid_fsdp_expt_group", hybrid_fsdp_expt_group, expt_mesh, "expt_device_mesh"
-    )
+    check_group("expt_fsdp_group_ag", expt_fsdp_group_ag, inner)
+    check_group("hybrid_fsdp_expt_group", hybrid_fsdp_expt_group, expt_mesh)
     kinds = tuple(_class(kind) for kind in fsdp_unit_modules or ())
     units = _outermost(module, kinds)
     _check_cuda_graph_mode(cuda_graph_mode, units)
@@ -342,12 +339,3 @@ def _outermost(module, kinds):
         else:
             units += _outermost(child, kinds)
     return units
-
-
-__all__ = [
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "fully_shard",
-    "fully_shard_model",
-    "fully_shard_optimizer",
-]

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from flatshard import _C
-from flatshard._fsdp.casts import cast_inputs, cast_output
-from flatshard._fsdp.forward import root_of, state_of
+from flatshard._fsdp.casts import call_cast
+from flatshard._fsdp.forward import root_of
+from flatshard._tensor.places import state_of
 from flatshard.moe.overlap_parts import (
     Microbatch,
     Recompute,
@@ -181,9 +182,8 @@ class _Schedule:
         number = self._number.get(id(module))
         if number is not None:
             return self._run_layer(mine, number, module, function, args, kwargs)
-        args, kwargs = cast_inputs(policy, args, kwargs)
         mine.steps.begin_forward(module)
-        output = cast_output(policy, function(*args, **kwargs))
+        output = call_cast(policy, function, args, kwargs)
         if module is not self._model:  # its loss may come after it
             mine.steps.end_forward(module)
             (mine.behind if mine.layers[-1].output is not None else mine.before).append(
@@ -212,9 +212,9 @@ class _Schedule:
             layer.recompute = Recompute(self._root.ranks.device)
 
         def forward():
-            inputs = cast_inputs(policy, (layer.input, *args[1:]), kwargs)
+            inputs = layer.input, *args[1:]
             with without_checkpoint(module):
-                output = cast_output(policy, function(*inputs[0], **inputs[1]))
+                output = call_cast(policy, function, inputs, kwargs)
             layer.output = output[0] if isinstance(output, tuple) else output
             return output
 

@@ -5,7 +5,7 @@ import contextvars
 
 import torch
 
-from flatshard._fsdp.forward import state_of
+from flatshard._tensor.places import state_of
 
 # Arguments of layers that a second run would change.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
