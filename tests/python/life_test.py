@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from flatshard._fsdp.forward import state_of
+import flatshard
 from flatshard._fsdp.life import MOVES, Life, LifeCycle, table
+from flatshard._tensor.places import state_of
 
 from bench.harness.options import fully_shard
+from tests.python.device import on_device
 from tests.python.models import Mlp
 from tests.python.training import shard, train
 
@@ -61,3 +65,37 @@ def test_a_unit_goes_through_its_life(mesh, rank):
     lives.append(unit.life.now)
     assert lives == [Life.SHARDED, Life.TRAINED, Life.AWAY]
     assert unit.life.keeps_rows and unit.core is None
+
+
+def layers():
+    return on_device(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+def test_a_unit_that_ran_alone_cannot_run_in_a_larger_model(mesh):
+    model = layers()
+    flatshard.fully_shard(model[0], mesh=mesh)
+    model[0](on_device(torch.ones(2, 4))).sum().backward()
+    flatshard.fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="unit 0 ran, .* as part of a smaller model"):
+        model(on_device(torch.ones(2, 4)))
+
+
+def test_a_unit_that_is_away_cannot_be_captured(mesh):
+    model = layers()
+    flatshard.fully_shard(model, mesh=mesh)
+    model.to("meta")
+    with pytest.raises(
+        RuntimeError, match="on another device; call it before they are"
+    ):
+        flatshard.make_graphed_callables(model, (torch.ones(2, 4, device="meta"),))
+
+
+def test_experts_that_are_away_cannot_join_a_unit(world):
+    if world % 2:
+        pytest.skip("experts are on two ranks")
+    meshes = flatshard.moe_meshes(ep=2)
+    model = layers()
+    flatshard.fully_shard(model[0], mesh=meshes.experts)
+    model[0].to("meta")
+    with pytest.raises(RuntimeError, match="Linear was moved to another device before"):
+        flatshard.fully_shard(model, mesh=meshes.dp)

@@ -1,9 +1,14 @@
-"""Which package of flatshard imports which."""
+"""Which package of flatshard imports which, and how large the state of a unit is."""
 
 import ast
+import dataclasses
+import inspect
 import pathlib
 
 import flatshard
+from flatshard import fully_shard
+from flatshard._fsdp.root import Root
+from flatshard._fsdp.unit import UnitState
 
 PACKAGE = pathlib.Path(flatshard.__file__).resolve().parent
 # The ladder of packages, as in docs/internals/autograd.md.
@@ -84,3 +89,33 @@ def test_no_circle_of_imports():
     graph = {name: imports_of(path, modules) for name, path in modules.items()}
     assert circle_in(graph) == []
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["a", "b", "c"]
+
+
+# -- sizes -----------------------------------------------------------------------------
+
+
+def test_a_unit_and_a_root_are_a_few_named_values():
+    assert len(dataclasses.fields(UnitState)) <= 8
+    tree = ast.parse(inspect.getsource(Root))
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert len(stored - {"root"}) <= 8  # of a unit
+
+
+def test_fully_shard_is_a_few_steps():
+    function = ast.parse(inspect.getsource(fully_shard)).body[0]
+    _, first, *_, last = function.body  # after the docstring
+    assert last.end_lineno - first.lineno + 1 <= 40
+
+
+def test_only_core_sees_the_runtime_behind_a_unit():
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ".core.runtime." in ast.unparse(node)
+    ]
+    assert not found
