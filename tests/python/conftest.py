@@ -4,6 +4,7 @@ all, and the session ends there, since the ranks may have parted.
 
 FLATSHARD_TEST_DEVICE=cuda runs them on GPUs, one for each rank."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -42,6 +43,12 @@ def pytest_configure(config):
     if dist.get_rank() != 0:
         config.option.verbose = -2
         config.option.tbstyle = "short"
+
+
+def pytest_collection_finish(session):
+    # The modules of all tests and their cases: garbage collection leaves them out.
+    gc.collect()
+    gc.freeze()
 
 
 _calm = set()

@@ -7,6 +7,7 @@ must start as users start it, there is torchrun.
 usage: python -m tests.python.world RANKS [pytest's arguments]
 """
 
+import gc
 import os
 import signal
 import socket
@@ -36,6 +37,9 @@ def preload():
         raise RuntimeError(
             f"expected no thread before the ranks are forked, got {len(threads) - 1}"
         )
+    # The collector would go through their objects in each rank again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def free_port():
