@@ -1,4 +1,4 @@
-"""The option --quick of pytest, for conftest.py."""
+"""The options --quick and --slow of pytest, for conftest.py."""
 
 from pathlib import Path
 
@@ -6,18 +6,21 @@ SLOW_CASES = Path(__file__).resolve().parent / "slow_cases.txt"
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--quick",
-        action="store_true",
-        help="leave out the cases that tests/slow_cases.txt lists",
+    group = parser.getgroup("tests/slow_cases.txt")
+    group.addoption(
+        "--quick", action="store_true", help="leave out the cases that it lists"
+    )
+    group.addoption(
+        "--slow", action="store_true", help="run only the cases that it lists"
     )
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--quick"):
+    quick, slow = config.getoption("--quick"), config.getoption("--slow")
+    if quick == slow:
         return
     lines = (line.split() for line in SLOW_CASES.read_text().splitlines())
-    slow = {line[1] for line in lines if line and line[0] == "python"}
-    left_out = [i for i in items if i.nodeid.replace(" ", "_") in slow]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [i for i in items if i.nodeid.replace(" ", "_") not in slow]
+    listed = {line[1] for line in lines if line and line[0] == "python"}
+    chosen = [(i, (i.nodeid.replace(" ", "_") in listed) == slow) for i in items]
+    config.hook.pytest_deselected(items=[i for i, runs in chosen if not runs])
+    items[:] = [i for i, runs in chosen if runs]

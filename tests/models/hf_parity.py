@@ -607,6 +607,8 @@ def main():
         import transformers  # noqa: F401
     except ImportError:
         skip("this Python has no transformers")
+    # More threads would spend most of their time waiting for each other.
+    torch.set_num_threads(1)
     device = arguments.device
     if arguments.gpu and device == "cuda" and not torch.cuda.is_available():
         skip("there is no GPU")
