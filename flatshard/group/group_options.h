@@ -36,9 +36,6 @@ struct ParamGroupOptions {
   /// another dtype, and weights sharded like the optimizer's (ZeRO-3, on a
   /// single rank too); elsewhere it has no effect. Not with copy engines.
   bool keep_compute_weights = true;
-  /// Without keep_compute_weights they are still kept where a rank has the full
-  /// group, so that an all-gather there costs nothing.
-  bool keep_whole_compute_weights = false;
   /// Between a forward and its backward, weights stay sharded among this many
   /// adjacent ranks, e.g. the ranks of a host. They belong to the innermost
   /// axis that weights are sharded on. The backward's all-gather runs only

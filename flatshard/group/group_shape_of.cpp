@@ -61,7 +61,6 @@ GroupShape shape_of(const GroupContext& context) {
       .main_has_compute_dtype = main == precision.compute,
       .trainable = context.trainable,
       .keep_compute_weights = options.keep_compute_weights,
-      .keep_whole_compute_weights = options.keep_whole_compute_weights,
       .offload = options.offload,
       .has_weights = options.has_weights,
       .post_forward_ranks = options.post_forward_ranks};

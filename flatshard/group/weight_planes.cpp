@@ -200,6 +200,10 @@ void WeightPlanes::gather(
         out);
     return;
   }
+  if (way.is_identity()) {
+    codec_->encode(plane, part, main_on_device(), out);
+    return;
+  }
   // This rank's slice of the slot when that is one range, else a temporary.
   const FlatBuffer target =
       FlatBuffer::wrap(out, at.layout, context_.mesh, context_.whole());

@@ -79,7 +79,6 @@ struct GroupShape {
   bool trainable = true;
   // ParamGroupOptions explains these.
   bool keep_compute_weights = true;
-  bool keep_whole_compute_weights = false;
   bool offload = false;
   bool has_weights = true;
   std::int64_t post_forward_ranks = 0;

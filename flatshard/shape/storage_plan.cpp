@@ -74,9 +74,8 @@ StoragePlan storage_plan(const GroupShape& shape) {
   plan.main = shape.offload                                   ? Main::host
               : !plan.encodes && shape.main_has_compute_dtype ? Main::compute
                                                               : Main::device;
-  const bool made_for_gathers = !shape.keep_compute_weights &&
-                                !shape.keep_whole_compute_weights &&
-                                !plan.main_is_compute() && cut_alike;
+  const bool made_for_gathers =
+      !shape.keep_compute_weights && !plan.main_is_compute() && cut_alike;
   if (!any_sharded(strategy.parameter, sizes, made_for_gathers)) {
     plan.planes = Planes::whole;
   } else if (

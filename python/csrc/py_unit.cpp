@@ -80,7 +80,6 @@ PyUnit::PyUnit(
          .tensor = member.whole});
   }
   options.group.keep_compute_weights = options.peers_read;
-  options.group.keep_whole_compute_weights = true;
   const py::gil_scoped_release no_gil;
   contents_ = make_unit_contents(
       {.name = members.empty() ? "unit" : "unit of " + members[0].name,

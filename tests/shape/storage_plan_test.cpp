@@ -41,16 +41,15 @@ std::vector<GroupShape> shapes() {
 /// Returns the shape with every combination of options.
 std::vector<GroupShape> with_options(const GroupShape& shape) {
   std::vector<GroupShape> all;
-  for (int bits = 0; bits < 1 << 7; ++bits) {
+  for (int bits = 0; bits < 1 << 6; ++bits) {
     GroupShape one = shape;
     const auto bit = [&](int i) { return (bits >> i & 1) != 0; };
     one.trainable = bit(0);
     one.keep_compute_weights = bit(1);
-    one.keep_whole_compute_weights = bit(2);
-    one.offload = bit(3);
-    one.has_weights = bit(4);
-    one.main_has_compute_dtype = bit(5) || !one.trainable;
-    if (bit(6)) {
+    one.offload = bit(2);
+    one.has_weights = bit(3);
+    one.main_has_compute_dtype = bit(4) || !one.trainable;
+    if (bit(5)) {
       one.float8 = Float8Shape{};
     }
     all.push_back(one);
