@@ -2,6 +2,7 @@
 sharding, so they are compiled once and give the results of eager code."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,13 +12,19 @@ import flatshard
 from bench.harness.steps import counted_recordings
 from flatshard._fsdp.forward import root_of
 from tests.python import float8_models
-from tests.python.device import DEVICE, on_device
+from tests.python.device import DEVICE, IS_WHOLE_MATRIX, on_device
 from tests.python.models import Mlp, llama
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
 from tests.python.training import shard
 
 STEPS = 5
+
+
+def case_id(value):
+    return {False: "blocks", True: "model"}.get(value) or getattr(
+        value, "__name__", str(value)
+    ).lower()
 
 
 def losses(model, call, rank):
@@ -33,9 +40,19 @@ def losses(model, call, rank):
     return result, graphs
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "model"])
-@pytest.mark.parametrize("make", [Mlp, llama], ids=["mlp", "llama"])
+# Each value of a column with each value of any other.
+PAIRWISE = [
+    (Mlp, False, "before"),
+    (Mlp, True, "after"),
+    (llama, False, "after"),
+    (llama, True, "before"),
+]
+WHOLE = list(itertools.product([Mlp, llama], [False, True], ["before", "after"]))
+
+
+@pytest.mark.parametrize(
+    "make, whole, order", WHOLE if IS_WHOLE_MATRIX else PAIRWISE, ids=case_id
+)
 def test_compiled_trains_like_eager(make, whole, order, mesh, rank):
     torch._dynamo.reset()
     counters.clear()

@@ -11,6 +11,8 @@ import os
 from torch.distributed.device_mesh import init_device_mesh
 
 DEVICE = os.environ.get("FLATSHARD_TEST_DEVICE", "cpu")
+# Tests of several options run all combinations, and not only all pairs of values.
+IS_WHOLE_MATRIX = os.environ.get("FLATSHARD_WHOLE_MATRIX") == "1"
 
 
 def on_device(value):

@@ -1,7 +1,6 @@
 """transformers' models with experts by the 1F1B schedule: plain accumulation's bits."""
 
 import itertools
-import os
 import re
 
 import pytest
@@ -19,7 +18,7 @@ from flatshard import (
     overlap_microbatches,
 )
 from flatshard.moe import overlap
-from tests.python.device import DEVICE, named_mesh, on_device
+from tests.python.device import DEVICE, IS_WHOLE_MATRIX, named_mesh, on_device
 from tests.python.expert_parallel_test import FAMILIES, IS_4, SHAPE, experts_of, make
 from tests.python.training import full_state
 
@@ -130,7 +129,7 @@ WHOLE = list(itertools.product(STRATEGIES, [2, 3, 5], BOTH, BOTH, WITH_SHARED, [
 
 @pytest.mark.parametrize(
     "strategy, n, delays, recomputes, family, ep",
-    WHOLE if os.environ.get("FLATSHARD_WHOLE_MATRIX") == "1" else PAIRWISE,
+    WHOLE if IS_WHOLE_MATRIX else PAIRWISE,
 )
 def test_matrix(strategy, n, delays, recomputes, family, ep, world):
     """FLATSHARD_WHOLE_MATRIX=1 runs all combinations and needs minutes."""
