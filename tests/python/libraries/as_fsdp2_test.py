@@ -97,7 +97,7 @@ def test_a_program_without_fully_shard_ends_as_it_would(launcher):
     assert lines_of_swap(done) == [NEVER]
 
 
-# What they say is in test_install, too.
+# test_install compares the rest of their texts.
 REFUSED = {"fsdp1": "fsdp_version: 2", "private": "leave out tiled_mlp"}
 
 
