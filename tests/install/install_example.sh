@@ -17,8 +17,9 @@ fi
 if [ -x "$work/prefix/bin/flatshard" ]; then
   env -u LD_LIBRARY_PATH "$work/prefix/bin/flatshard" --version
 fi
+launcher=$(command -v ccache || true)
 "$cmake" -S "$example" -B "$work/build" -G Ninja \
-  -DCMAKE_PREFIX_PATH="$work/prefix"
+  -DCMAKE_PREFIX_PATH="$work/prefix" -DCMAKE_CXX_COMPILER_LAUNCHER="$launcher"
 # Another torch than the libraries' raises an error.
 mkdir -p "$work/torch/lib"
 touch "$work/torch/lib/libtorch_cpu.so"
