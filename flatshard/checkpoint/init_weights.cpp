@@ -6,18 +6,20 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <memory>
 #include <set>
 
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_boxes.h"
 #include "flatshard/core/error.h"
+#include "flatshard/device/upload.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/group/weight_write.h"
 
 namespace flatshard {
 namespace {
 
-constexpr std::int64_t kPieceNbytes = 64 << 20;
+constexpr std::int64_t kComparedNbytes = 64 << 20;  // at once
 
 struct Source {
   HfFolder::Found from;
@@ -47,48 +49,53 @@ first_from(const FlatRuns& runs, std::int64_t numel, std::int64_t element) {
          std::max<std::int64_t>(element - runs.begin(run), 0);
 }
 
-/// The part of a box that one source has.
+/// Adds the reads of the part of a box that one source has.
 /// @param at  the source's first element, in the parameter.
-void read_source(
+void add_reads(
+    std::vector<TensorFill>& fills,
     const Source& source,
     std::int64_t at,
-    const FlatRuns& runs,
+    const std::shared_ptr<const FlatRuns>& runs,
     const at::Tensor& values) {
-  const std::int64_t first = first_from(runs, values.numel(), at);
-  const std::int64_t last = first_from(runs, values.numel(), at + source.numel);
+  const std::int64_t first = first_from(*runs, values.numel(), at);
+  const std::int64_t last =
+      first_from(*runs, values.numel(), at + source.numel);
   const at::ScalarType dtype =
       scalar_type(source.from.entry->dtype, source.from.entry->name);
   const auto item = static_cast<std::int64_t>(c10::elementSize(dtype));
-  const std::int64_t most = kPieceNbytes / item;
+  const std::int64_t most = kMaxFillNbytes / item;
   for (std::int64_t done = first; done < last; done += most) {
     const std::int64_t n = std::min(most, last - done);
-    const at::Tensor host = at::empty({n}, dtype);
-    const std::span<std::byte> bytes(
-        static_cast<std::byte*>(host.data_ptr()),
-        host.nbytes());
-    for_each_run(
-        runs,
-        done,
-        done + n,
-        [&](std::int64_t element, std::int64_t local, std::int64_t count) {
-          source.from.read(
-              static_cast<std::uint64_t>((source.begin + element - at) * item),
-              bytes.subspan(
-                  static_cast<std::size_t>((local - done) * item),
-                  static_cast<std::size_t>(count * item)));
-        });
-    values.narrow(0, done, n).copy_(host);
+    const auto read = [=](std::span<std::byte> bytes) {
+      for_each_run(
+          *runs,
+          done,
+          done + n,
+          [&](std::int64_t element, std::int64_t local, std::int64_t count) {
+            source.from.read(
+                static_cast<std::uint64_t>(
+                    (source.begin + element - at) * item),
+                bytes.subspan(
+                    static_cast<std::size_t>((local - done) * item),
+                    static_cast<std::size_t>(count * item)));
+          });
+    };
+    fills.push_back({values.narrow(0, done, n), dtype, read});
   }
 }
 
-void read_box(const Sources& sources, const OwnedBox& owned) {
+/// Adds the reads of a box.
+void add_reads(
+    std::vector<TensorFill>& fills,
+    const Sources& sources,
+    const OwnedBox& owned) {
   if (owned.values.numel() == 0) {
     return;
   }
-  const FlatRuns runs(owned.shape, owned.box);
+  const auto runs = std::make_shared<const FlatRuns>(owned.shape, owned.box);
   std::int64_t at = 0;
   for (const Source& source : sources) {
-    read_source(source, at, runs, owned.values);
+    add_reads(fills, source, at, runs, owned.values);
     at += source.numel;
   }
 }
@@ -109,7 +116,7 @@ bool equal_bytes(const HfFolder::Found& a, const HfFolder::Found& b) {
     return false;
   }
   const std::uint64_t nbytes = a.entry->nbytes();
-  std::vector<std::byte> of_a(std::min<std::uint64_t>(nbytes, kPieceNbytes));
+  std::vector<std::byte> of_a(std::min<std::uint64_t>(nbytes, kComparedNbytes));
   std::vector<std::byte> of_b(of_a.size());
   for (std::uint64_t done = 0; done < nbytes; done += of_a.size()) {
     const auto n = std::min<std::uint64_t>(of_a.size(), nbytes - done);
@@ -214,6 +221,28 @@ class Match {
   UnusedWeights unused_;
 };
 
+/// @param sources_of  for each box an index into `sources`.
+void read_boxes(
+    const std::vector<OwnedBox>& boxes,
+    const std::vector<Sources>& sources,
+    const std::vector<std::size_t>& sources_of,
+    const Mesh& mesh) {
+  std::vector<TensorFill> on_device;
+  std::vector<TensorFill> on_host;  // offloaded weights
+  bool unpacks = false;
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    const Sources& from = sources[sources_of[i]];
+    add_reads(boxes[i].values.is_cpu() ? on_host : on_device, from, boxes[i]);
+    for (const Source& source : from) {
+      unpacks = unpacks || source.from.unpacks != nullptr;
+    }
+  }
+  // Unpacked experts are read in order, because only the last one is kept.
+  const int threads = unpacks ? 1 : num_upload_threads(mesh.size());
+  fill_tensors(on_device, mesh.device(), threads);
+  fill_tensors(on_host, at::kCPU, threads);
+}
+
 }  // namespace
 
 UnusedWeights init_weights(
@@ -241,9 +270,7 @@ UnusedWeights init_weights(
   WeightWrite write(
       groups,
       *current_stream(groups.front()->model_mesh()->device()));
-  for (std::size_t i = 0; i < boxes.size(); ++i) {
-    read_box(sources[sources_of[i]], boxes[i]);
-  }
+  read_boxes(boxes, sources, sources_of, *groups.front()->model_mesh());
   for (ParamGroup* group : groups) {
     write.end(*group, WeightWrite::Cast::here);
   }

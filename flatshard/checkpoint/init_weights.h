@@ -39,10 +39,9 @@ struct UnusedWeights {
 
 /// Fills the main weights of this rank from a Hugging Face folder of any float
 /// dtypes. Each rank reads what it owns in pieces, so no rank ever stores the
-/// full model. Host memory grows by a piece of 64 MiB. Weights on a GPU in
-/// another dtype than the folder need one more piece. Optimizer state is
-/// unchanged. Blocks. Collective if ranks read each other's weights (copy
-/// all-gathers).
+/// full model. Each of num_upload_threads(ranks) threads has two pieces of 8
+/// MiB of host memory, and one on a GPU. Optimizer state is unchanged. Blocks.
+/// Collective if ranks read each other's weights (copy all-gathers).
 ///
 /// Names, shapes and dtypes are checked before the first weight changes.
 /// @throws Error{io} or Error{format} naming the tensor: missing from the

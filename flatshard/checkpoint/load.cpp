@@ -9,7 +9,6 @@
 #include <cstring>
 #include <optional>
 #include <set>
-#include <thread>
 
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/checkpoint/owned_boxes.h"
@@ -123,11 +122,8 @@ class Loader {
   };
 
   int num_threads() const {
-    if (options_.num_threads > 0) {
-      return options_.num_threads;
-    }
-    const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    return std::clamp(cores / mesh_.size(), 2, 16);
+    return options_.num_threads > 0 ? options_.num_threads
+                                    : num_upload_threads(mesh_.size());
   }
 
   bool excluded(const std::string& name) const {

@@ -3,48 +3,17 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/device/parallel_for.h"
+#include "flatshard/group/draw.h"
+#include "flatshard/group/initializer_backend.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <array>
-#include <cmath>
-#include <numbers>
 #include <span>
 
 namespace flatshard {
 namespace {
-
-std::array<float, 4> normals(const std::array<std::uint32_t, 4>& words) {
-  std::array<float, 4> values{};
-  for (int pair = 0; pair < 2; ++pair) {
-    // 1 - u is in (0, 1]: the logarithm is finite.
-    const float u = 1.0F - uniform_float(words[2 * pair]);
-    const float angle =
-        2.0F * std::numbers::pi_v<float> * uniform_float(words[2 * pair + 1]);
-    const float radius = std::sqrt(-2.0F * std::log(u));
-    values[2 * pair] = radius * std::cos(angle);
-    values[2 * pair + 1] = radius * std::sin(angle);
-  }
-  return values;
-}
-
-std::array<float, 4>
-draw(const Philox& philox, InitSpec spec, std::uint64_t block) {
-  const auto words = philox(block);
-  std::array<float, 4> values{};
-  if (spec.kind == InitSpec::Kind::normal) {
-    values = normals(words);
-    for (float& v : values) {
-      v = spec.mean + spec.stddev * v;
-    }
-  } else {
-    for (int i = 0; i < 4; ++i) {
-      values[i] = spec.low + (spec.high - spec.low) * uniform_float(words[i]);
-    }
-  }
-  return values;
-}
 
 /// Draws elements [first, first + out.size()) of the flattened parameter.
 void draw_run(
@@ -54,7 +23,9 @@ void draw_run(
     std::span<float> out) {
   const auto numel = static_cast<std::int64_t>(out.size());
   for (std::int64_t block = first / 4; block * 4 < first + numel; ++block) {
-    const auto four = draw(philox, spec, static_cast<std::uint64_t>(block));
+    const auto words = philox(static_cast<std::uint64_t>(block));
+    std::array<float, 4> four{};
+    draw::values_of(words.data(), spec, four.data());
     for (int i = 0; i < 4; ++i) {
       const std::int64_t at = block * 4 + i - first;
       if (at >= 0 && at < numel) {
@@ -98,9 +69,14 @@ void Initializer::fill(
     out.fill_(1);
     return;
   }
+  const std::uint64_t key = mix_keys(seed_, stable_hash(name));
+  if (out.is_cuda() && detail::draws_cuda(out.scalar_type())) {
+    detail::draw_cuda(out, key, spec, runs);
+    return;
+  }
   // Bounded host memory, whatever the size of the shard.
   constexpr std::int64_t kChunk = std::int64_t{1} << 24;
-  const Philox philox(mix_keys(seed_, stable_hash(name)));
+  const Philox philox(key);
   for (std::int64_t at = 0; at < out.numel(); at += kChunk) {
     const std::int64_t count = std::min(kChunk, out.numel() - at);
     const at::Tensor host = at::empty({count}, at::kFloat);

@@ -24,7 +24,8 @@ class Initializer {
   /// Writes out.numel() elements of the flattened parameter, from `begin` on.
   ///
   /// @param out  [n] contiguous, any float dtype, CPU or CUDA. The values are
-  ///   drawn in float32 on the CPU, so they do not depend on the device.
+  ///   drawn in float32 and do not depend on the device. Queues on the current
+  ///   stream.
   void fill(
       const at::Tensor& out,
       std::string_view name,

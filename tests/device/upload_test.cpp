@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "flatshard/device/stream.h"
@@ -50,6 +52,44 @@ TEST_P(UploadTest, EveryByteArrives) {
 
 TEST_P(UploadTest, NothingToCopy) {
   upload({}, device(), 4);
+  fill_tensors({}, device(), 4);
+}
+
+// Parts of 1 value to 8 MiB, more parts than threads, and two dtypes.
+TEST_P(UploadTest, ValuesAreReadAndConverted) {
+  for (const auto to : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor values = at::randn({9 << 20}).to(at::kBFloat16);
+    const at::Tensor place =
+        at::zeros({values.numel() + 2}, at::dtype(to).device(device()));
+    std::vector<TensorFill> fills;
+    std::int64_t done = 0;
+    for (const std::int64_t n : {1, 5, 4 << 20, (4 << 20) - 6, 1 << 20}) {
+      const at::Tensor part = values.narrow(0, done, n);
+      fills.push_back(
+          {.to = place.narrow(0, 1 + done, n),
+           .dtype = at::kBFloat16,
+           .read = [part](std::span<std::byte> bytes) {
+             ASSERT_EQ(bytes.size(), part.nbytes());
+             std::memcpy(bytes.data(), part.data_ptr(), bytes.size());
+           }});
+      done += n;
+    }
+    ASSERT_EQ(done, values.numel());
+    fill_tensors(fills, device(), 3);
+    const at::Tensor found = place.cpu();
+    EXPECT_TRUE(found.narrow(0, 1, done).equal(values.to(to)));
+    EXPECT_EQ(found[0].item<float>(), 0);
+    EXPECT_EQ(found[done + 1].item<float>(), 0);
+  }
+}
+
+TEST_P(UploadTest, AFailedReadIsThrown) {
+  const at::Tensor place = at::zeros({4}, device());
+  const std::vector<TensorFill> fills{
+      {.to = place, .read = [](std::span<std::byte>) {
+         throw std::runtime_error("no such file");
+       }}};
+  EXPECT_THROW(fill_tensors(fills, device(), 2), std::runtime_error);
 }
 
 INSTANTIATE_TEST_SUITE_P(

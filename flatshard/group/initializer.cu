@@ -1,0 +1,98 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "flatshard/core/rounding.h"
+#include "flatshard/device/philox_rounds.cuh"
+#include "flatshard/group/draw.h"
+#include "flatshard/group/initializer_kernel.h"
+
+namespace flatshard::kernels {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ void store(float* to, float value) {
+  *to = value;
+}
+__device__ void store(__nv_bfloat16* to, float value) {
+  *to = __float2bfloat16_rn(value);
+}
+__device__ void store(__half* to, float value) {
+  *to = __float2half_rn(value);
+}
+
+// A thread draws one block of a run. The first and the last block of a run may
+// have elements outside the run.
+template <class T>
+__global__ void draw_runs_kernel(
+    T* out,
+    std::uint64_t key,
+    InitSpec spec,
+    DrawnRuns runs,
+    std::int64_t blocks_per_run) {
+  const std::int64_t thread =
+      static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const std::int64_t run = thread / blocks_per_run;
+  if (run >= runs.size) {
+    return;
+  }
+  const std::int64_t begin =
+      runs.begins == nullptr ? runs.begin : runs.begins[run];
+  const std::int64_t block = begin / 4 + thread % blocks_per_run;
+  const std::int64_t first = block * 4 - begin;  // in the run
+  if (first >= runs.numel) {
+    return;
+  }
+  uint4 c{
+      static_cast<std::uint32_t>(block),
+      static_cast<std::uint32_t>(block >> 32),
+      0,
+      0};
+  philox(
+      c,
+      static_cast<std::uint32_t>(key),
+      static_cast<std::uint32_t>(key >> 32));
+  const std::uint32_t words[4] = {c.x, c.y, c.z, c.w};
+  float values[4];
+  draw::values_of(words, spec, values);
+  T* const to = out + run * runs.numel + first;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (first + i >= 0 && first + i < runs.numel) {
+      store(to + i, values[i]);
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t draw_runs(
+    void* out,
+    DrawDtype dtype,
+    std::uint64_t key,
+    const InitSpec& spec,
+    const DrawnRuns& runs,
+    cudaStream_t stream) {
+  // One more if the first block starts before the run.
+  const std::int64_t blocks_per_run = runs.numel / 4 + 2;
+  const auto grid =
+      static_cast<unsigned>(ceil_div(runs.size * blocks_per_run, kThreads));
+  const auto run = [&]<class T>(T* to) {
+    draw_runs_kernel<<<grid, kThreads, 0, stream>>>(
+        to,
+        key,
+        spec,
+        runs,
+        blocks_per_run);
+  };
+  if (dtype == DrawDtype::float32) {
+    run(static_cast<float*>(out));
+  } else if (dtype == DrawDtype::bfloat16) {
+    run(static_cast<__nv_bfloat16*>(out));
+  } else {
+    run(static_cast<__half*>(out));
+  }
+  return cudaPeekAtLastError();
+}
+
+}  // namespace flatshard::kernels
