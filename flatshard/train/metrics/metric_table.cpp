@@ -31,6 +31,14 @@ namespace {
     };                                                          \
     return m.experts ? of(*m.experts) : "";                     \
   }
+/// The same of the times `t` of its start; nothing after the first step.
+#define START(...)                                             \
+  [](const StepMetrics& m) -> MetricValue {                    \
+    const auto of = [](const StartTimes& t) -> MetricValue {   \
+      return __VA_ARGS__;                                      \
+    };                                                         \
+    return m.start_times ? of(*m.start_times) : MetricValue(); \
+  }
 #define VALIDATION(...) \
   [](const ValidationMetrics& m) -> MetricValue { return __VA_ARGS__; }
 #define VALIDATION_TEXT(...) \
@@ -55,6 +63,23 @@ std::string speed_text(const StepMetrics& m) {
       "tps: {}{}",
       with_commas(all),
       all == each ? "" : fmt::format(" ({}/rank)", with_commas(each)));
+}
+
+std::string start_text(const StepMetrics& m) {
+  if (!m.start_times) {
+    return "";
+  }
+  const StartTimes& t = *m.start_times;
+  return fmt::format(
+      "start: {:.1f}s (program {:.1f}, device {:.1f}, ranks {:.1f}, model "
+      "{:.1f}, weights {:.1f}, step {:.1f})",
+      t.total_s(),
+      t.program_s,
+      t.device_s,
+      t.ranks_s,
+      t.model_s,
+      t.weights_s,
+      t.step_s);
 }
 
 std::string flops_text(const StepMetrics& m) {
@@ -178,6 +203,29 @@ const Metric<StepMetrics> kStepMetrics[] =
      {.key = "memory_total_bytes",
       .help = "the device's memory",
       .value = STEP(m.memory_total_bytes)},
+     {.key = "startup.total_s",
+      .help = "seconds from the start of the program to the end of the first "
+              "step. Only in this row, as the six that follow",
+      .value = START(t.total_s()),
+      .printed = {13, start_text}},
+     {.key = "startup.program_s",
+      .help = "loading the program and its libraries",
+      .value = START(t.program_s)},
+     {.key = "startup.device_s",
+      .help = "opening the data and the device",
+      .value = START(t.device_s)},
+     {.key = "startup.ranks_s",
+      .help = "connecting the ranks",
+      .value = START(t.ranks_s)},
+     {.key = "startup.model_s",
+      .help = "making the model and its random weights",
+      .value = START(t.model_s)},
+     {.key = "startup.weights_s",
+      .help = "loading weights",
+      .value = START(t.weights_s)},
+     {.key = "startup.step_s",
+      .help = "the first step",
+      .value = START(t.step_s)},
      {.key = "experts.load",
       .help = "tokens of the busiest expert over the mean, in the worst layer",
       .value = EXPERTS(e.load),

@@ -43,6 +43,20 @@ struct StartMetrics {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
+/// The parts of a start, in their order and in seconds on this rank.
+struct StartTimes {
+  double program_s = 0;  ///< loading the program, also that of the launcher
+  double device_s = 0;   ///< opening the data and the device
+  double ranks_s = 0;    ///< connecting the ranks
+  double model_s = 0;    ///< making the model, with random weights
+  double weights_s = 0;  ///< loading weights
+  double step_s = 0;     ///< the first step
+
+  double total_s() const {
+    return program_s + device_s + ranks_s + model_s + weights_s + step_s;
+  }
+};
+
 /// The measurements of one logged step. Times are of the host's clock on this
 /// rank and per step; where several steps are between two log lines the caller
 /// gives their mean.
@@ -67,6 +81,7 @@ struct StepMetrics {
   std::int64_t memory_reserved_bytes = 0;  ///< highest reserved so far
   std::int64_t memory_total_bytes = 0;     ///< of the device
   std::optional<ExpertMetrics> experts;    ///< unset: there are none
+  std::optional<StartTimes> start_times;  ///< only of the first step of a start
 };
 
 /// Returns "step: 10/1000  loss: 9.9493  grad_norm: 4.4717  lr: 3e-04
@@ -76,7 +91,8 @@ struct StepMetrics {
 /// several ranks. tflops are per rank, and mfu is N/A without a peak. A model
 /// with experts adds "  experts: load 1.31x  dropped 0.00%  balance 1.0412",
 /// and where tokens are exchanged "  exchange 1.2ms", the wait of compute for
-/// them. A step without a trained token has "loss: none".
+/// them. A step without a trained token has "loss: none". The first step of a
+/// start adds "  start: 6.1s (program 0.9, ...)".
 std::string format_step(const StepMetrics& metrics);
 
 /// The results of one validation.

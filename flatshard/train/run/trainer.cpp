@@ -18,6 +18,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <utility>
 
 namespace flatshard {
 namespace {
@@ -190,6 +191,10 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
       .tokens = tokens_seen(),
       .exposed_comm_ms = state_.runtime->exposed_waits().wait_and_take_ms()};
   metrics.experts = experts_->metrics();
+  if (!std::exchange(reported_start_, true)) {
+    start_clock_.end(&StartTimes::step_s);
+    metrics.start_times = start_clock_.times();
+  }
   meter_->measure(metrics);
   const MemoryStats memory = memory_stats(device_);
   metrics.memory_allocated_bytes = memory.allocated_bytes;

@@ -6,6 +6,7 @@
 #include "flatshard/models/config.h"
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/train/data/run_data.h"
+#include "flatshard/train/metrics/start_clock.h"
 #include "flatshard/train/metrics/step_meter.h"
 #include "flatshard/train/run/expert_loads.h"
 #include "flatshard/train/run/from_config.h"
@@ -104,6 +105,8 @@ class Trainer {
   void finish(const std::optional<Stop>& stop);
   void save_model();
 
+  StartClock start_clock_;  ///< the first, because it begins first
+  bool reported_start_ = false;
   const Config given_;  ///< as the user set it
   Config config_;
   const at::Device device_;

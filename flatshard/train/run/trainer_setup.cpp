@@ -107,7 +107,8 @@ Trainer::Trainer(
     const std::string& device,
     bool resume,
     OnStuckAbort on_stuck_abort)
-    : given_(config),
+    : start_clock_(launched_by_this_program()),
+      given_(config),
       config_(resolve_for_training(config, env.world_size)),
       device_(choose_device(device, env)),
       model_config_(model_config(config_)),
@@ -125,12 +126,14 @@ Trainer::Trainer(
   if (config_.debug.deterministic) {
     at::globalContext().setDeterministicAlgorithms(true, false);
   }
+  start_clock_.end(&StartTimes::device_s);
   mesh_ = make_mesh(
       mesh_axes(config_.parallelism),
       config_.comm,
       env,
       device_,
       std::move(on_stuck_abort));
+  start_clock_.end(&StartTimes::ranks_s);
   watched([&] {
     // Nothing here touches a file of an earlier run: open_output() does, when
     // the first backward has shown that data, weights and memory are in order.
@@ -156,7 +159,9 @@ Trainer::Trainer(
       loader_.set_global_batch_size(config_.training.global_batch_size);
     }
     build(std::move(validation_sets));
+    start_clock_.end(&StartTimes::model_s);
     load_weights(resume);
+    start_clock_.end(&StartTimes::weights_s);
     diagnostics_->check_weights(*state_.optimizer);
     requests_.emplace(mesh_, config_.metrics.log_freq);
   });

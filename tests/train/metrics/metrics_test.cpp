@@ -28,6 +28,7 @@ namespace flatshard {
 namespace {
 
 using nlohmann::json;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
 StepMetrics sample() {
@@ -88,6 +89,21 @@ TEST(FormatStep, KeepsItsFieldsWithoutAPeak) {
   EXPECT_THAT(
       format_step({.tflops_per_rank = 0.00123}),
       HasSubstr("tflops: 0.0012  "));
+}
+
+TEST(FormatStep, TheFirstStepHasTheTimesOfTheStart) {
+  StepMetrics metrics = sample();
+  metrics.start_times = StartTimes{
+      .program_s = 0.94,
+      .device_s = 0.4,
+      .ranks_s = 0.31,
+      .model_s = 0.5,
+      .weights_s = 1.2,
+      .step_s = 2.75};
+  EXPECT_THAT(
+      format_step(metrics),
+      EndsWith("mfu: 34.26%  start: 6.1s (program 0.9, device 0.4, ranks 0.3, "
+               "model 0.5, weights 1.2, step 2.8)"));
 }
 
 TEST(FormatStep, Validation) {
