@@ -13,6 +13,7 @@ torchrun --nproc-per-node 1 bench/fsdp2_llama.py --weights bfloat16 --states int
 
 import itertools
 import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
+from harness import hf_folder
 from harness.command_line import Parser
 from harness.models import Llama, loss_of, rotary
 from harness.peers import fully_shard_of, fused_attention, shard_decoder
@@ -164,6 +166,9 @@ def main():
         default="float32",
         help="of AdamW; int8 by torchao, which rounds bfloat16 weights stochastically",
     )
+    parser.add_argument(
+        "--init-from", type=Path, help="a folder of harness.hf_folder to read [random]"
+    )
     parser.add_argument("--recompute", action="store_true", help="all of the blocks")
     args = parser.parse_args()
     device = begin()
@@ -174,7 +179,11 @@ def main():
     if args.float8:
         use_float8(model, args.float8)
     shard(model, args.keep)
-    materialize(model, device)
+    if args.init_from:
+        model.to_empty(device=device)
+        hf_folder.load(args.init_from, model, dist.get_rank(), dist.get_world_size())
+    else:
+        materialize(model, device)
     if args.compile != "none":
         mode = "reduce-overhead" if args.reduce_overhead else None
         compile_parts(model, args.compile == "blocks+loss", mode)

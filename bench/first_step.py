@@ -1,0 +1,202 @@
+"""Measures the seconds from the start of a program to the end of its first step.
+
+python3 bench/first_step.py --nproc 1
+
+8 layers of Llama-3-8B, with random weights and from a Hugging Face folder of random
+weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. In
+the rows "cold", no compiled code is cached, and the page cache is dropped first (as
+root). In the rows "warm", each program runs the second time. Also reads the folder with
+16 threads, as a reference for loading. --to needs 6 GB.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from harness import hf_folder
+from harness.command_line import Parser
+from harness.models import Llama
+from harness.programs import BENCH, RunFailed, machine, train_command, write_json
+from harness.tables import head, row
+
+LAYERS, SEQ, READERS = 8, 8192, 16
+SIZES = {"dim": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
+TINY = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab": 512}
+PEERS = {"FSDP2, compiled": "blocks+loss", "FSDP2, eager": "none"}
+WAYS = ["Flatshard", *PEERS]
+SOURCES, STATES = ["random", "folder"], ["cold", "warm"]
+
+
+def drop_page_cache():
+    """Returns whether it was possible."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+def seconds_until(line, command, env, log):
+    """Runs a program and returns the seconds until it prints a line, and that line."""
+    with log.open("w") as file:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            env={**os.environ, **env},
+        )
+        seconds, found = None, ""
+        for text in process.stdout:
+            if seconds is None and line.match(text):
+                seconds, found = time.monotonic() - begin, text.strip()
+            file.write(text)
+    if process.wait() or seconds is None:
+        raise RunFailed(f"{command[0]} ended with {process.returncode}; see {log}")
+    return seconds, found
+
+
+def run_flatshard(args, folder, log):
+    settings = [
+        f"run.output_dir={args.out / 'run'}",
+        f"training.seq_len={args.seq}",
+        f"training.local_batch_size={args.local_batch}",
+        "training.steps=1",
+        "lr_scheduler.warmup_steps=0",
+        "precision.reduce=bfloat16",
+    ]
+    if folder:
+        settings += [f"model.init_from={folder}"]
+    else:
+        sizes = {**args.sizes, "ffn_dim": args.sizes["ffn"]}
+        names = ("dim", "ffn_dim", "heads", "kv_heads")
+        settings += [f"model.{name}={sizes[name]}" for name in names]
+        settings += [
+            f"model.vocab_size={sizes['vocab']}",
+            f"model.layers={args.layers}",
+        ]
+    config = BENCH / "random.toml"
+    command = train_command(
+        args.program, config, [*settings, *args.set], f"--nproc={args.nproc}"
+    )
+    return seconds_until(re.compile("step: 1/1 "), command, {}, log)
+
+
+def run_peer(args, way, folder, caches, log):
+    sizes = [f"--{name.replace('_', '-')}={n}" for name, n in args.sizes.items()]
+    options = [
+        f"--layers={args.layers}",
+        f"--seq={args.seq}",
+        f"--compile={PEERS[way]}",
+    ]
+    options += [f"--local-batch={args.local_batch}"]
+    options += ["--warmup=0", "--steps=1", "--gqa"]
+    if folder:
+        options += [f"--init-from={folder}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={args.nproc}", BENCH / "fsdp2_llama.py"]
+    env = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+    }
+    line = re.compile(r"\{\"")
+    return seconds_until(line, [*command, *sizes, *options], env, log)
+
+
+def gigabytes_per_second(folder):
+    """Reads all files of a folder in pieces of 8 MiB, on several threads."""
+    piece = 8 << 20
+    pieces = [
+        (file, begin)
+        for file in sorted(folder.iterdir())
+        for begin in range(0, file.stat().st_size, piece)
+    ]
+
+    def read(mine):
+        for file, begin in mine:
+            descriptor = os.open(file, os.O_RDONLY)
+            os.pread(descriptor, piece, begin)
+            os.close(descriptor)
+
+    begin = time.monotonic()
+    threads = [
+        threading.Thread(target=read, args=(pieces[i::READERS],))
+        for i in range(READERS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    nbytes = sum(file.stat().st_size for file in folder.iterdir())
+    return 1e-9 * nbytes / (time.monotonic() - begin)
+
+
+def measure(args, results, weights):
+    """Runs each way once for each state of the caches, and prints the rows."""
+    folder = args.to if weights == "folder" else None
+    with tempfile.TemporaryDirectory() as caches:
+        for state in args.states:
+            found = {}
+            for way in args.ways:
+                if state == "cold" and not drop_page_cache():
+                    print("the page cache was not dropped: run as root", flush=True)
+                log = args.out / f"{weights}-{state}-{way}.log".replace(" ", "-")
+                if way in PEERS:
+                    found[way] = run_peer(args, way, folder, caches, log)
+                else:
+                    found[way] = run_flatshard(args, folder, log)
+            peer = found.get("FSDP2, compiled")
+            for way, (seconds, line) in found.items():
+                start = re.search(r"start: .*", line)
+                parts = start[0] if start else ""
+                ratio = f"{seconds / peer[0]:.2f}" if peer else ""
+                row(weights, state, way, f"{seconds:.1f}", ratio, parts)
+                results.append(
+                    {
+                        "weights": weights,
+                        "caches": state,
+                        "way": way,
+                        "s": seconds,
+                        "parts": parts,
+                    }
+                )
+
+
+def main():
+    parser = Parser(__doc__).options("program", "set", "nproc", "tiny", local_batch=1)
+    parser.options(out=Path("outputs/first_step"), to=Path("/tmp/flatshard_first_step"))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
+    args = parser.parse_args()
+    args.sizes = TINY if args.tiny else SIZES
+    args.layers, args.seq = (2, 64) if args.tiny else (LAYERS, SEQ)
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(f"{args.nproc} ranks on {machine()}\n")
+    if "folder" in args.sources:
+        with torch.device("meta"):
+            sizes = SimpleNamespace(**args.sizes, layers=args.layers, gqa=True)
+            hf_folder.write(args.to, Llama(sizes), sizes)
+        drop_page_cache()
+        cold = gigabytes_per_second(args.to)
+        warm = gigabytes_per_second(args.to)
+        print(f"reading the folder: {cold:.2f} GB/s, again {warm:.2f}\n", flush=True)
+    head("weights", "caches", "", "s", "of FSDP2", "parts", left=(0, 1, 2, 5))
+    results = []
+    for source in args.sources:
+        measure(args, results, source)
+    write_json(args.out / "first_step.json", {"machine": machine(), "rows": results})
+
+
+if __name__ == "__main__":
+    main()
