@@ -5,12 +5,14 @@ python3 bench/optimizer_losses.py --to docs/optimizers.svg
 float32 states are trained with --seeds seeds, everything else with the first seed. The
 exit status is 1 when int8 states end farther from float32 states with the same seed than
 the seeds end from each other. Run `scripts/demo_data` first: it prepares the dataset.
-One rank, on a GPU when there is one. --out stores the losses as losses.json, and
---losses draws such a file again without training. --to needs matplotlib.
+One rank, on a GPU when there is one, where --jobs runs may train at the same time. --out
+stores the losses as losses.json, and --losses draws such a file again without training.
+--to needs matplotlib.
 """
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import programs
@@ -59,13 +61,22 @@ def train(args, name, seed):
 
 def train_all(args):
     """Returns the curves of all ways, each with its name and seed."""
-    curves = []
-    for name in WAYS:
-        for seed in range(1, args.seeds + 1 if name == REFERENCE else 2):
-            curve = train(args, name, seed)
-            curves.append({"name": name, "seed": seed, "validation_losses": curve})
-            print(f"{name}, seed {seed}: {curve[-1][1]:.4f}", file=sys.stderr)
-    return curves
+
+    def curve_of(way):
+        name, seed = way
+        curve = train(args, name, seed)
+        print(f"{name}, seed {seed}: {curve[-1][1]:.4f}", file=sys.stderr)
+        return {"name": name, "seed": seed, "validation_losses": curve}
+
+    seeds = range(1, args.seeds + 1)
+    ways = [
+        (name, seed)
+        for name in WAYS
+        for seed in seeds
+        if seed == 1 or name == REFERENCE
+    ]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        return list(pool.map(curve_of, ways))
 
 
 def ends_of(curves, name):
@@ -118,7 +129,7 @@ def draw(curves, to):
 
 
 def main():
-    parser = Parser(__doc__).options("program", steps=500, seeds=3, freq=25)
+    parser = Parser(__doc__).options("program", steps=500, seeds=3, freq=25, jobs=1)
     parser.options(
         config="examples/demo.toml",
         data=Path("outputs/demo/data"),

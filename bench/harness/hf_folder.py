@@ -33,10 +33,15 @@ def name_of(name):
 def write(folder, model, args):
     """Writes the shapes of `model`, on the meta device, with random values in bfloat16.
 
-    Each layer has a file, and the other parameters share one.
+    Each layer has a file, and the other parameters share one. Keeps a folder of the same
+    configuration that is complete.
     """
     from safetensors.torch import save_file
 
+    config = json.dumps(config_of(args))
+    config_file = folder / "config.json"
+    if config_file.exists() and config_file.read_text() == config:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for name, parameter in model.named_parameters():
@@ -54,7 +59,11 @@ def write(folder, model, args):
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": index})
     )
-    config = {
+    config_file.write_text(config)  # the last: the folder is complete
+
+
+def config_of(args):
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": args.dim,
@@ -70,7 +79,6 @@ def write(folder, model, args):
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def load(folder, model, rank, world):
