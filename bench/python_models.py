@@ -2,8 +2,8 @@
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_models.py
 
-Qwen3-0.6B, GPT-2 medium and ViT-L/16 with random weights. A unit for each block and one
-for the rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW.
+Qwen3-0.6B, GPT-2 medium, ViT-L/16, Qwen2-0.5B, BERT-large, Whisper-small and a small
+Qwen3-MoE, with random weights. A unit for each block and one for the rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW.
 Each library shards with its default options. Runs alternate. The script prints the
 median step of each run, the host's part and the peak of allocated memory. It also
 prints the median ratio Flatshard / FSDP2 of the pairs.
@@ -86,7 +86,75 @@ def vit_large(tiny, device):
     )
 
 
-MODELS = {"qwen3-0.6b": qwen3, "gpt2-medium": gpt2_medium, "vit-l/16": vit_large}
+def qwen2(tiny, device):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24)
+    sizes |= dict(num_attention_heads=14, num_key_value_heads=2, vocab_size=151936)
+    if tiny:
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    config = Qwen2Config(tie_word_embeddings=True, use_cache=False, **sizes)
+    model = Qwen2ForCausalLM(config)
+    return language_model(model, model.model.layers, 1, 16 if tiny else 2048, device)
+
+
+def bert_large(tiny, device):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24)
+    sizes |= dict(num_attention_heads=16)
+    if tiny:
+        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        sizes |= dict(num_attention_heads=4, vocab_size=64)
+    sizes |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForMaskedLM(BertConfig(**sizes))
+    blocks = model.bert.encoder.layer
+    return language_model(model, blocks, 2 if tiny else 16, 16 if tiny else 512, device)
+
+
+def whisper_small(tiny, device):
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = dict(d_model=768, encoder_layers=12, decoder_layers=12)
+    sizes |= dict(encoder_attention_heads=12, decoder_attention_heads=12)
+    sizes |= dict(encoder_ffn_dim=3072, decoder_ffn_dim=3072)
+    if tiny:
+        sizes = dict(d_model=32, encoder_layers=2, decoder_layers=2)
+        sizes |= dict(encoder_attention_heads=4, decoder_attention_heads=4)
+        sizes |= dict(encoder_ffn_dim=48, decoder_ffn_dim=48)
+    config = WhisperConfig(use_cache=False, **sizes)
+    model = WhisperForConditionalGeneration(config)
+    batch, frames = (1 if tiny else 8), 2 * config.max_source_positions
+    sound = torch.randn(batch, config.num_mel_bins, frames, device=device)
+    labels = torch.randint(1000, (batch, 8 if tiny else 256), device=device)
+    blocks = [*model.model.encoder.layers, *model.model.decoder.layers]
+    return Case(model, blocks, lambda: model(input_features=sound, labels=labels).loss)
+
+
+def qwen3_moe(tiny, device):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, num_hidden_layers=8)
+    sizes |= dict(num_attention_heads=16, num_key_value_heads=4, head_dim=64)
+    sizes |= dict(num_experts=32, num_experts_per_tok=4, vocab_size=32000)
+    if tiny:
+        sizes |= dict(hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2)
+        sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+        sizes |= dict(num_experts=4, num_experts_per_tok=2, vocab_size=64)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(use_cache=False, **sizes))
+    return language_model(model, model.model.layers, 1, 16 if tiny else 4096, device)
+
+
+MODELS = {
+    "qwen3-0.6b": qwen3,
+    "gpt2-medium": gpt2_medium,
+    "vit-l/16": vit_large,
+    "qwen2-0.5b": qwen2,
+    "bert-large": bert_large,
+    "whisper-small": whisper_small,
+    "qwen3-moe": qwen3_moe,
+}
 
 
 def run(library, name, compiled, mesh, args):
@@ -106,7 +174,7 @@ def run(library, name, compiled, mesh, args):
     fully_shard(case.model)
     torch.manual_seed(1 + dist.get_rank())
     found = measure(case.loss, adamw(case.model), args)
-    found["peak_GiB"] = round(found["peak_GiB"] - kept, 1)
+    found["peak_GiB"] = round(found["peak_GiB"] - kept, 3)
     del case
     torch._dynamo.reset()
     release()
