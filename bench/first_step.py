@@ -1,6 +1,6 @@
 """Measures the seconds from the start of a program to the end of its first step.
 
-python3 bench/first_step.py --nproc 1
+python3 bench/first_step.py --nproc 1 --to FOLDER
 
 8 layers of Llama-3-8B, with random weights and from a Hugging Face folder of random
 weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. In
@@ -173,8 +173,10 @@ def measure(args, results, weights):
 
 
 def main():
-    parser = Parser(__doc__).options("program", "set", "nproc", "tiny", local_batch=1)
-    parser.options(out=Path("outputs/first_step"), to=Path("/tmp/flatshard_first_step"))
+    parser = Parser(__doc__).options(
+        "program", "set", "nproc", "tiny", "to", local_batch=1
+    )
+    parser.options(out=Path("outputs/first_step"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
@@ -187,10 +189,12 @@ def main():
         with torch.device("meta"):
             sizes = SimpleNamespace(**args.sizes, layers=args.layers, gqa=True)
             hf_folder.write(args.to, Llama(sizes), sizes)
-        drop_page_cache()
-        cold = gigabytes_per_second(args.to)
-        warm = gigabytes_per_second(args.to)
-        print(f"reading the folder: {cold:.2f} GB/s, again {warm:.2f}\n", flush=True)
+        for state in args.states:
+            if state == "cold":
+                drop_page_cache()
+            speed = gigabytes_per_second(args.to)
+            print(f"reading the folder, {state}: {speed:.2f} GB/s", flush=True)
+    print()
     head("weights", "caches", "", "s", "of FSDP2", "parts", left=(0, 1, 2, 5))
     results = []
     for source in args.sources:
