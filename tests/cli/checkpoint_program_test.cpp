@@ -327,7 +327,7 @@ TEST_F(Checkpoints, AnotherCorpusOrSeedIsRefused) {
       AllOf(HasSubstr("checkpoint.load_step"), HasSubstr("step-7")));
 }
 
-/// What `flatshard checkpoint verify` does.
+/// Reads every byte and compares checksums, as `flatshard checkpoint verify`.
 void verify(const fs::path& folder) {
   const Manifest manifest = read_manifest(folder);
   check_files(folder, manifest);
