@@ -14,6 +14,7 @@ import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy, checkpoint
 from tests.python.device import named_mesh, on_device
 from tests.python.sum_order import near
+from tests.python.training import adamw, clip_to, train_batches
 from bench.harness.options import fully_shard
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
@@ -113,20 +114,14 @@ def sharded(model, meshes, one_call=None, **options):
     return fully_shard(model, mesh=whole, **options)
 
 
-def train(model, ranks, optimizer=None, steps=3):
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    losses = []
-    for step in range(steps):
-        for rank in ranks:
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            x = on_device(torch.randn(TOKENS, DIM, generator=generator))
-            loss = model(x).square().mean() / len(ranks)
-            loss.backward()
-            losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def train(model, ranks, optimizer=None):
+    def loss_of(step, rank):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(TOKENS, DIM, generator=generator)
+        return model(on_device(x)).square().mean()
+
+    clip = clip_to(model, 0.05)
+    return train_batches(loss_of, optimizer or adamw(model), ranks, before_step=clip)
 
 
 def whole_state(model):

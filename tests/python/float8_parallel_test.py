@@ -15,7 +15,7 @@ import flatshard
 from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.float8_models import BF16, DIM, HIDDEN, Mlp, policy
-from tests.python.training import distance, full_state
+from tests.python.training import distance, full_state, train_batches
 from bench.harness.options import fully_shard
 
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -65,22 +65,18 @@ def sharded(mesh, fp8, sequence=False, bias=False, cuda_graph=False, **options):
     return fully_shard(model, **options)
 
 
-def train(model, seeds, steps=3):
+def train(model, seeds):
     """Losses of each step's microbatches."""
-    optimizer = flatshard.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(seed)
-            tokens = on_device(torch.randint(11, (2, 8), generator=generator))
-            loss = nn.functional.cross_entropy(
-                model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
-            )
-            (loss / len(seeds)).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+
+    def loss_of(step, seed):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = on_device(torch.randint(11, (2, 8), generator=generator))
+        logits = model(tokens).float().flatten(0, 1)
+        return nn.functional.cross_entropy(logits, tokens.roll(1, 1).flatten())
+
+    return train_batches(
+        loss_of, flatshard.optim.AdamW(model.parameters(), lr=1e-3), seeds
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 from flatshard import megatron
 from tests.python.device import named_mesh, on_device
 from tests.python.sum_order import near
+from tests.python.training import adamw, train_batches
 
 DIM, EXPERTS, TOKENS = 8, 4, 12
 
@@ -82,15 +83,13 @@ def made():
     return on_device(nn.Sequential(Layer(), Layer(), nn.Linear(DIM, DIM)))
 
 
-def train(model, ranks, steps=3):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for step in range(steps):
-        for rank in ranks:
-            generator = torch.Generator().manual_seed(100 * step + rank)
-            x = on_device(torch.randn(TOKENS, DIM, generator=generator))
-            (model(x).square().mean() / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def train(model, ranks):
+    def loss_of(step, rank):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(TOKENS, DIM, generator=generator)
+        return model(on_device(x)).square().mean()
+
+    return train_batches(loss_of, adamw(model), ranks)
 
 
 def state_of(model):

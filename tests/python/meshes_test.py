@@ -25,6 +25,7 @@ from flatshard import checkpoint
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.experts_mesh_test import Model
 from tests.python.sum_order import near
+from tests.python.training import adamw, train_batches
 
 DIM = 8  # of Model
 DEGREES = [1, 2, 4]
@@ -79,24 +80,15 @@ def clip_each_mesh(model, most=0.1):
     return norm.item()
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-
-
-def train(model, ranks, optimizer=None, steps=range(3), clip=None):
+def train(model, ranks, optimizer=None, steps=3, clip=None):
     """Returns losses, and norms before each step. `ranks`: whose batches."""
-    optimizer = optimizer or adamw(model)
-    found = []
-    for step in steps:
-        for rank in ranks:
-            loss = model(batch(rank, step)).square().mean() / len(ranks)
-            loss.backward()
-            found.append(loss.item())
-        if clip is not None:
-            found.append(clip(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return train_batches(
+        lambda step, rank: model(batch(rank, step)).square().mean(),
+        optimizer or adamw(model),
+        ranks,
+        steps,
+        lambda: clip(model) if clip else None,
+    )
 
 
 def full(model):

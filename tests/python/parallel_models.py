@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.python.device import named_mesh, on_device
+from tests.python.training import adamw, train_batches
 
 DIM, HIDDEN, VOCAB = 12, 20, 16
 SHAPES = {1: [(1, 1)], 2: [(1, 2), (2, 1)], 4: [(2, 2), (1, 4), (4, 1)]}
@@ -99,16 +100,12 @@ def loss_of(model, seed):
 
 def train(model, seeds, steps=3, optimizer=None):
     """`seeds`: of the batches of a step, one for each data-parallel rank."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    losses = []
-    for step in range(steps):
-        for seed in seeds:
-            loss = loss_of(model, 100 * step + seed) / len(seeds)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train_batches(
+        lambda step, seed: loss_of(model, 100 * step + seed),
+        optimizer or adamw(model),
+        seeds,
+        steps,
+    )
 
 
 def whole(tensor):

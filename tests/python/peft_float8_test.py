@@ -10,7 +10,7 @@ from flatshard.float8.linear import Float8Linear
 from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
 from bench.harness.options import fully_shard
-from tests.python.training import distance, full_state
+from tests.python.training import distance, full_state, train_batches
 
 peft = pytest.importorskip("peft", reason="wants requirements.txt")
 
@@ -55,18 +55,13 @@ def ids_of(number):
 
 def train(model, batches, steps=3):
     """Losses by step and microbatch."""
-    optimizer = flatshard.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=1e-2
-    )
-    losses = []
-    for _ in range(steps):
-        for number in batches:
-            loss = model(input_ids=ids_of(number), labels=ids_of(number)).loss
-            (loss / len(batches)).backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+
+    def loss_of(step, number):
+        return model(input_ids=ids_of(number), labels=ids_of(number)).loss
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = flatshard.optim.AdamW(trained, lr=1e-2)
+    return train_batches(loss_of, optimizer, batches, steps)
 
 
 def logits_of_the_base(model):

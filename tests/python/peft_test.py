@@ -19,7 +19,7 @@ from flatshard import (
 )
 from tests.python.device import on_device
 from tests.python.models import llama
-from tests.python.training import full_state
+from tests.python.training import adamw, full_state, train_batches
 
 peft = pytest.importorskip("peft", reason="wants requirements.txt")
 
@@ -53,18 +53,10 @@ def loss_of(model, rank, step):
     return model(input_ids=ids, labels=ids).loss
 
 
-def optimizer_of(model):
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trainable, lr=1e-2, eps=1e-4)
-
-
 def train(model, ranks, steps=3):
-    optimizer = optimizer_of(model)
-    for step in range(steps):
-        for rank in ranks:
-            (loss_of(model, rank, step) / len(ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    return train_batches(
+        lambda step, rank: loss_of(model, rank, step), adamw(model), ranks, steps
+    )
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -20,7 +20,16 @@ from tests.python.device import DEVICE
 from tests.python.graph_training import BLOCKS, REPLAYED, Transformer, assert_replays
 from tests.python.graph_training import both as both_graphed
 from tests.python.models import Body, Mlp, plain
-from tests.python.training import data, distance, full_state, refused, shard, train
+from tests.python.training import (
+    adamw,
+    data,
+    distance,
+    full_state,
+    refused,
+    shard,
+    train,
+    train_batches,
+)
 
 # The core's plane for the slices, after the groups' planes.
 SLICES = 1
@@ -103,18 +112,6 @@ def test_two_dimensions(rank, four):
     assert kept(both(rank, mesh=mesh)) == []
 
 
-def train_on_data(model, rank, steps=3):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(model, rank, step)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant, mesh, rank, four):
     losses = []
@@ -126,7 +123,9 @@ def test_activation_checkpointing(reentrant, mesh, rank, four):
             mesh=mesh,
             reshard_after_forward=reshard,
         )
-        losses.append(train_on_data(model, rank))
+        losses.append(
+            train_batches(lambda step, _: loss_of(model, rank, step), adamw(model), [0])
+        )
     assert losses[0] == losses[1]
     # The forward of a reentrant checkpoint runs without gradients.
     assert bool(kept(model)) is not reentrant

@@ -12,7 +12,7 @@ from flatshard._tensor.mesh import core_mesh
 from tests.python.device import DEVICE
 from tests.python.models import Body, plain
 from tests.python.sum_order import near
-from tests.python.training import data, full_state, shard
+from tests.python.training import adamw, clip_to, data, full_state, shard, train_batches
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +31,13 @@ def cube(world):
 
 
 def train(model, batches, steps=3):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for step in range(steps):
-        for batch in batches:
-            (model(data(batch, step)).square().mean() / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    return train_batches(
+        lambda step, batch: model(data(batch, step)).square().mean(),
+        adamw(model),
+        batches,
+        steps,
+        clip_to(model, 0.5),
+    )
 
 
 def check(model, single):

@@ -13,6 +13,7 @@ from transformers import (
 from flatshard import fully_shard
 from tests.python.device import named_mesh
 from tests.python.sum_order import SMALL_MODEL
+from tests.python.training import train_batches
 
 VOCAB = 32
 
@@ -52,19 +53,13 @@ def load(folder, tp, monkeypatch):
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def train(model, seeds, steps=3):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    losses = []
-    for step in range(steps):
-        for seed in seeds:
-            generator = torch.Generator().manual_seed(100 * step + seed)
-            ids = torch.randint(0, VOCAB, (2, 8), generator=generator)
-            loss = model(input_ids=ids, labels=ids).loss / len(seeds)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def train(model, seeds):
+    def loss_of(step, seed):
+        generator = torch.Generator().manual_seed(100 * step + seed)
+        ids = torch.randint(0, VOCAB, (2, 8), generator=generator)
+        return model(input_ids=ids, labels=ids).loss
+
+    return train_batches(loss_of, torch.optim.SGD(model.parameters(), lr=0.5), seeds)
 
 
 def whole(p):

@@ -63,6 +63,42 @@ def train(
     return losses
 
 
+def adamw(model):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
+
+
+def train_batches(loss_of, optimizer, batches, steps=3, before_step=lambda: None):
+    """Trains on the mean of `batches` in each step. Returns their losses.
+
+    Args:
+        loss_of: returns the loss of (step, batch).
+        batches: numbers of batches, such as the data-parallel ranks that have them.
+        steps: how many, or their numbers.
+        before_step: what it returns is among the losses, unless that is None.
+    """
+    found = []
+    for step in range(steps) if isinstance(steps, int) else steps:
+        for batch in batches:
+            loss = loss_of(step, batch)
+            (loss / len(batches)).backward()
+            found.append(loss.item())
+        if (value := before_step()) is not None:
+            found.append(value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def clip_to(model, most):
+    """Returns a `before_step` that clip_to the gradients."""
+
+    def clip():
+        torch.nn.utils.clip_grad_norm_(model.parameters(), most)
+
+    return clip
+
+
 def full_state(model):
     """Returns full tensors on the tests' device, also of shards on the CPU."""
     return {
