@@ -224,7 +224,7 @@ void measure_shards() {
       update.state0 = t[3];
       update.state1 = t[4];
       update.grad_scale = scale;
-      adamw_update(update);
+      flat_update(Algorithm::adamw, update);
     };
     shard.time(op, kShard * (8 + 2 + 16 + 2), states, update);
   };
@@ -292,7 +292,7 @@ void measure_states() {
           update.main = t[0];
           update.grad = t[1];
           update.compute = t[2];
-          adamw_update(update);
+          flat_update(Algorithm::adamw, update);
         });
   };
   measure("AdamW of int8 states and cast", 12, at::kFloat, at::kBFloat16, true);
@@ -468,7 +468,8 @@ void measure_float8_updates() {
         {"AdamW and amax of blocks", blocks, 26},
         {"AdamW and mxfp8", mx, 27}}) {
     const auto update = [&, &outputs = outputs](Tensors& t) {
-      adamw_update(
+      flat_update(
+          Algorithm::adamw,
           {.main = t[0],
            .grad = grad,
            .state0 = states[0],

@@ -89,12 +89,12 @@ void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) {
   const States& states = states_.at(group);
   if (states.moments) {
     states.moments->set_on(update);
-    adamw_update(update);
+    flat_update(Algorithm::adamw, update);
     return;
   }
   update.state0 = states.exp_avg;
   update.state1 = states.exp_avg_sq;
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
 }
 
 AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)

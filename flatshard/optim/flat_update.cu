@@ -5,8 +5,10 @@
 #include "flatshard/device/philox_rounds.cuh"
 #include "flatshard/float8/kernels/codec.cuh"
 #include "flatshard/optim/flat_update_kernels.h"
+#include "flatshard/optim/update_rules.h"
 
 #include <algorithm>
+#include <type_traits>
 
 namespace flatshard::kernels {
 namespace {
@@ -198,50 +200,25 @@ __device__ void find_amax(
   }
 }
 
-// Every operation rounds separately, as on a CPU. Otherwise the compiler would
-// contract multiply-adds depending on the rest of the kernel, and the same
-// weights would round differently.
-__device__ float times(float a, float b) {
-  return __fmul_rn(a, b);
+using float_arithmetic::plus;
+using float_arithmetic::times;
+
+// Returns sqrt(x) rounded to nearest, for x in [2^-101, inf). As nvcc's
+// __fsqrt_rn, without its branch.
+__device__ float root_of_normal(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float root = __fmul_rn(x, r);
+  return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(r, 0.5F), root);
 }
-__device__ float plus(float a, float b) {
-  return __fadd_rn(a, b);
+
+// Returns a / b rounded to nearest, for |a| in [2^-100, 2^62] and b in
+// [2^-64, 2^24]. As nvcc's __fdiv_rn, without its branch.
+__device__ float quotient_of_normal(float a, float b) {
+  float r = state_format::near_reciprocal(b);
+  r = __fmaf_rn(r, __fmaf_rn(-b, r, 1.0F), r);
+  return state_format::near_quotient(a, b, r);
 }
-__device__ float keep_of(float lr, float decay) {
-  return plus(1.0F, -times(lr, decay));
-}
-
-struct AdamWRule {
-  static constexpr bool kFloat8 = true;
-
-  static __device__ void
-  update(const UpdateRow& s, float& w, float g, float& m, float& v) {
-    update_and_root(s, w, g, m, v);
-  }
-
-  /// Returns the square root of the new v.
-  static __device__ float
-  update_and_root(const UpdateRow& s, float& w, float g, float& m, float& v) {
-    m = plus(times(s.beta1, m), times(1.0F - s.beta1, g));
-    v = plus(times(s.beta2, v), times(times(1.0F - s.beta2, g), g));
-    const float root = __fsqrt_rn(v);
-    const float denominator = plus(times(root, s.inverse_c2), s.eps);
-    w = plus(
-        times(w, keep_of(s.lr, s.weight_decay)),
-        -__fdiv_rn(times(s.step_size, m), denominator));
-    return root;
-  }
-};
-
-struct SgdRule {
-  static constexpr bool kFloat8 = false;
-
-  static __device__ void
-  update(const UpdateRow& s, float& w, float g, float& u, float&) {
-    u = plus(g, times(s.momentum, u));
-    w = plus(times(w, keep_of(s.lr, s.weight_decay)), -times(s.lr, u));
-  }
-};
 
 // Four elements of one row.
 template <class Rule>
@@ -358,7 +335,7 @@ void launch_ranges(const FlatUpdatePointers& p, cudaStream_t stream) {
 
 template <class Grad, class Compute, class Rule>
 void launch(const FlatUpdatePointers& p, cudaStream_t stream) {
-  if constexpr (Rule::kFloat8) {
+  if constexpr (Rule::kWritesFloat8) {
     if (p.float8.amax != nullptr || p.float8.data != nullptr) {
       launch_ranges<Grad, Compute, Rule, true>(p, stream);
       return;
@@ -381,12 +358,11 @@ void launch_compute(const FlatUpdatePointers& p, cudaStream_t stream) {
   }
 }
 
-// Returns byte j of a word as a float, without a conversion: it becomes the
-// mantissa of a number at 2^23.
-__device__ float byte_as_float(std::uint32_t word, int j, float offset) {
-  return plus(
-      float8::float_of(__byte_perm(word, 0x4B000000U, 0x7440U + j)),
-      -offset);
+constexpr float kByteBase = 8388608.0F;  // 2^23
+
+// Returns byte j of a word, added to 2^23: it becomes the mantissa.
+__device__ float byte_above_base(std::uint32_t word, int j) {
+  return float8::float_of(__byte_perm(word, 0x4B000000U, 0x7440U + j));
 }
 
 // A thread's part of a warp's block: four adjacent elements, and four that are
@@ -414,79 +390,104 @@ struct StateCodes {
   float scale;
 };
 
-__device__ StateCodes load_codes(const StatePointers& s, std::int64_t at) {
+__device__ StateCodes load_codes(const StatePointers& s, std::uint64_t at) {
   StateCodes codes;
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
-    codes.word[q] = reinterpret_cast<const std::uint32_t*>(
-        s.codes)[(at + q * kQuadStride) / kVector];
+    codes.word[q] =
+        *reinterpret_cast<const std::uint32_t*>(s.codes + at + q * kQuadStride);
   }
   codes.scale = s.scales[at / kStateBlock];
   return codes;
 }
 
-__device__ void decode(const StateCodes& codes, bool is_signed, Quads& to) {
+__device__ void decode_exp_avg(const StateCodes& codes, Quads& to) {
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
+    const std::uint32_t bytes = codes.word[q] ^ 0x80808080U;  // int8 + 128
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      // int8 + 128 is a byte.
-      to.v[q][j] = is_signed ? state_format::decode_exp_avg(
-                                   byte_as_float(
-                                       codes.word[q] ^ 0x80808080U,
-                                       j,
-                                       8388608.0F + 128.0F),
-                                   codes.scale)
-                             : state_format::decode_exp_avg_sq(
-                                   byte_as_float(codes.word[q], j, 8388608.0F),
-                                   codes.scale);
+      to.v[q][j] = state_format::decode_exp_avg(
+          plus(byte_above_base(bytes, j), -(kByteBase + 128.0F)),
+          codes.scale);
     }
   }
 }
 
-// Encodes the warp's block: of exp_avg the values, of exp_avg_sq the square
-// roots.
-__device__ void encode(
-    const Quads& of,
-    bool is_signed,
-    const StatePointers& s,
-    std::int64_t at) {
-  std::uint32_t largest = 0;
+__device__ void decode_exp_avg_sq(const StateCodes& codes, Quads& to) {
+  using state_format::kOf255;
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      // A square root has no sign.
-      largest =
-          max(largest,
-              is_signed ? state_format::magnitude(of.v[q][j])
-                        : float8::bits_of(of.v[q][j]));
+      // As state_format::decode_exp_avg_sq: rounds code * kOf255 once, because
+      // 2^23 * kOf255 is exact.
+      const float code = __fmaf_rn(
+          byte_above_base(codes.word[q], j),
+          kOf255,
+          -kByteBase * kOf255);
+      const float root = times(codes.scale, code);
+      to.v[q][j] = times(root, root);
     }
   }
-  largest = __reduce_max_sync(0xffffffffU, largest);
-  const float scale =
-      is_signed ? state_format::scale_of(largest) : float8::float_of(largest);
-  const float inverse =
-      state_format::inverse_of(is_signed ? 1.0F : 255.0F, scale);
+}
+
+__device__ void store_codes(
+    const std::uint32_t (&code)[kQuads][kVector],
+    float scale,
+    const StatePointers& s,
+    std::uint64_t at) {
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
-    std::uint32_t code[kVector];
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      code[j] = is_signed
-                    ? state_format::encode_exp_avg(of.v[q][j], inverse)
-                    : state_format::encode_exp_avg_sq(of.v[q][j], inverse);
-    }
-    const std::uint32_t word = __byte_perm(
-        __byte_perm(code[0], code[1], 0x0040U),
-        __byte_perm(code[2], code[3], 0x0040U),
-        0x5410U);
-    reinterpret_cast<std::uint32_t*>(
-        s.codes)[(at + q * kQuadStride) / kVector] = word;
+    *reinterpret_cast<std::uint32_t*>(s.codes + at + q * kQuadStride) =
+        __byte_perm(
+            __byte_perm(code[q][0], code[q][1], 0x0040U),
+            __byte_perm(code[q][2], code[q][3], 0x0040U),
+            0x5410U);
   }
   if (threadIdx.x % 32 == 0) {
     s.scales[at / kStateBlock] = scale;
   }
+}
+
+// Encodes the warp's block of exp_avg. `largest` are the bits of the thread's
+// largest magnitude.
+__device__ void encode_exp_avg(
+    const Quads& m,
+    std::uint32_t largest,
+    const StatePointers& s,
+    std::uint64_t at) {
+  const float scale =
+      state_format::scale_of(__reduce_max_sync(0xffffffffU, largest));
+  const float inverse = state_format::inverse_of(1.0F, scale);
+  std::uint32_t code[kQuads][kVector];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      code[q][j] = state_format::encode_exp_avg(m.v[q][j], inverse);
+    }
+  }
+  store_codes(code, scale, s, at);
+}
+
+// As encode_exp_avg, from the square roots.
+__device__ void encode_exp_avg_sq(
+    const Quads& root,
+    std::uint32_t largest,
+    const StatePointers& s,
+    std::uint64_t at) {
+  const float scale = float8::float_of(__reduce_max_sync(0xffffffffU, largest));
+  const float inverse = state_format::inverse_of(255.0F, scale);
+  std::uint32_t code[kQuads][kVector];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      code[q][j] = state_format::encode_exp_avg_sq(root.v[q][j], inverse);
+    }
+  }
+  store_codes(code, scale, s, at);
 }
 
 // Stores bfloat16 main weights from element e of the shard on, rounded
@@ -565,6 +566,90 @@ __device__ void store_quads(
   }
 }
 
+// The elements of a thread, before and after an update.
+struct Elements {
+  Quads w;
+  Quads m;
+  Quads v;
+  Quads root;  ///< of the new v
+  std::uint32_t largest_m = 0;
+  std::uint32_t largest_root = 0;
+};
+
+__device__ float larger_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+// AdamW for elements that share a row. Computes square roots and quotients
+// without branches, and once more in the few threads with an unusual number.
+__device__ void
+update_elements(const UpdateRow& s, const Quads& g, float scale, Elements& e) {
+  float largest_m = 0;
+  std::uint32_t largest_root = 0;
+  float least_numerator = 1.0F;
+  std::uint32_t least_v = ~0U;
+  Quads quotient;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      float& m = e.m.v[q][j];
+      float& v = e.v.v[q][j];
+      AdamWRule::update_moments(s, times(g.v[q][j], scale), m, v);
+      const float root = root_of_normal(v);
+      const float numerator = AdamWRule::numerator(s, m);
+      quotient.v[q][j] =
+          quotient_of_normal(numerator, AdamWRule::denominator(s, root));
+      e.root.v[q][j] = root;
+      largest_m = larger_or_nan(largest_m, fabsf(m));
+      largest_root = max(largest_root, float8::bits_of(root));
+      least_numerator = fminf(least_numerator, fabsf(numerator));
+      least_v = min(least_v, float8::bits_of(v));
+    }
+  }
+  const bool is_usual =
+      float8::float_of(least_v) >= 0x1p-101F &&
+      AdamWRule::denominator(s, 0x1p-51F) >= 0x1p-64F &&
+      AdamWRule::denominator(s, float8::float_of(largest_root)) <= 0x1p24F &&
+      least_numerator >= 0x1p-100F &&
+      fabsf(AdamWRule::numerator(s, largest_m)) <= 0x1p62F;
+  if (!is_usual) {
+    largest_root = 0;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float root = __fsqrt_rn(e.v.v[q][j]);
+        quotient.v[q][j] = __fdiv_rn(
+            AdamWRule::numerator(s, e.m.v[q][j]),
+            AdamWRule::denominator(s, root));
+        e.root.v[q][j] = root;
+        largest_root = max(largest_root, float8::bits_of(root));
+      }
+    }
+  }
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      e.w.v[q][j] = AdamWRule::updated(s, e.w.v[q][j], quotient.v[q][j]);
+    }
+  }
+  e.largest_m = float8::bits_of(largest_m);
+  e.largest_root = largest_root;
+}
+
+template <class T>
+__device__ const void* element(const void* base, std::uint64_t i) {
+  return static_cast<const T*>(base) + i;
+}
+template <class T>
+__device__ void* element(void* base, std::uint64_t i) {
+  return static_cast<T*>(base) + i;
+}
+
 // A warp has a block of kStateBlock elements. Of several formats, and with
 // int8, the ranges and the shard are multiples of it.
 template <class Main, class Grad, class Compute, bool Stochastic>
@@ -576,16 +661,20 @@ __global__ void __launch_bounds__(kThreads)
   if (begin >= p.numel) {
     return;
   }
-  const std::int64_t e = begin + threadIdx.x % 32 * kVector;
-  const std::int64_t num = p.numel - e;  // quads start at less than it
-  Quads w = {};
+  const int lane_at = static_cast<int>(threadIdx.x % 32) * kVector;
+  const int num = static_cast<int>(min(p.numel - begin, kStateBlock)) - lane_at;
+  const std::uint64_t e = begin + lane_at;
+  Elements x = {};
   Quads g = {};
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
     if (q * kQuadStride < num) {
-      const std::int64_t i = (e + q * kQuadStride) / kVector;
-      w.set(q, load4<Main>(p.main, i));
-      g.set(q, load4<Grad>(p.grad, i));
+      x.w.set(
+          q,
+          load4<Main>(element<Main>(p.main, e), q * kQuadStride / kVector));
+      g.set(
+          q,
+          load4<Grad>(element<Grad>(p.grad, e), q * kQuadStride / kVector));
     }
   }
   // After the loads, because these need no ranges. Mostly a block has one row.
@@ -604,46 +693,31 @@ __global__ void __launch_bounds__(kThreads)
       p.num_state_ranges == 0
           ? StateRange{.end = p.numel}
           : p.state_ranges[range_of(p.state_ranges, p.num_state_ranges, begin)];
-  const std::int64_t at = e + range.shift;
+  const std::uint64_t at = e + range.shift;
   const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
-  Quads m;
-  Quads v;
   if (range.format == StateFormat::int8) {
     const StateCodes first = load_codes(p.exp_avg, at);
     const StateCodes second = load_codes(p.exp_avg_sq, at);
-    decode(first, true, m);
-    decode(second, false, v);
+    decode_exp_avg(first, x.m);
+    decode_exp_avg_sq(second, x.v);
   } else {
-    m = load_quads(p.exp_avg, range.format, at, num);
-    v = load_quads(p.exp_avg_sq, range.format, at, num);
+    x.m = load_quads(p.exp_avg, range.format, at, num);
+    x.v = load_quads(p.exp_avg_sq, range.format, at, num);
   }
 
-  Quads root;
   if (is_one_group) {
     const UpdateRow row = p.num_ranges == 0 ? p.row : p.rows[group];
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        root.v[q][j] = AdamWRule::update_and_root(
-            row,
-            w.v[q][j],
-            times(g.v[q][j], scale),
-            m.v[q][j],
-            v.v[q][j]);
-      }
-    }
+    update_elements(row, g, scale, x);
   } else {
     for (int q = 0; q < kQuads; ++q) {
       for (int j = 0; j < kVector; ++j) {
         update_by_range<AdamWRule>(
             p,
-            min(e + q * kQuadStride + j, last),
-            w.v[q][j],
+            min(static_cast<std::int64_t>(e) + q * kQuadStride + j, last),
+            x.w.v[q][j],
             times(g.v[q][j], scale),
-            m.v[q][j],
-            v.v[q][j]);
-        root.v[q][j] = __fsqrt_rn(v.v[q][j]);
+            x.m.v[q][j],
+            x.v.v[q][j]);
       }
     }
   }
@@ -654,21 +728,34 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
     if (q * kQuadStride < num) {
-      const std::int64_t to = e + q * kQuadStride;
       if constexpr (Stochastic) {
-        store_rounded(p, to, w.quad(q), rounding, block, drawn);
+        store_rounded(
+            p,
+            e + q * kQuadStride,
+            x.w.quad(q),
+            rounding,
+            block,
+            drawn);
       } else {
-        store4<Main>(p.main, to / kVector, w.quad(q));
+        store4<Main>(
+            element<Main>(p.main, e),
+            q * kQuadStride / kVector,
+            x.w.quad(q));
       }
-      store4<Compute>(p.compute, to / kVector, w.quad(q));
+      if constexpr (!std::is_same_v<Compute, NoCompute>) {
+        store4<Compute>(
+            element<Compute>(p.compute, e),
+            q * kQuadStride / kVector,
+            x.w.quad(q));
+      }
     }
   }
   if (range.format == StateFormat::int8) {
-    encode(m, true, p.exp_avg, at);
-    encode(root, false, p.exp_avg_sq, at);
+    encode_exp_avg(x.m, x.largest_m, p.exp_avg, at);
+    encode_exp_avg_sq(x.root, x.largest_root, p.exp_avg_sq, at);
   } else {
-    store_quads(m, p.exp_avg, range.format, at, num);
-    store_quads(v, p.exp_avg_sq, range.format, at, num);
+    store_quads(x.m, p.exp_avg, range.format, at, num);
+    store_quads(x.v, p.exp_avg_sq, range.format, at, num);
   }
 }
 
@@ -715,8 +802,13 @@ void dispatch(const FlatUpdatePointers& p, cudaStream_t stream) {
 
 }  // namespace
 
-void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream) {
-  dispatch<AdamWRule>(pointers, stream);
+void flat_update(
+    Algorithm algorithm,
+    const FlatUpdatePointers& pointers,
+    cudaStream_t stream) {
+  with_update_rule(algorithm, [&]<class Rule>(Rule) {
+    dispatch<Rule>(pointers, stream);
+  });
 }
 
 void adamw_states(const FlatUpdatePointers& p, cudaStream_t stream) {
@@ -728,10 +820,6 @@ void adamw_states(const FlatUpdatePointers& p, cudaStream_t stream) {
     default:
       return dispatch_states<float>(p, stream);
   }
-}
-
-void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream) {
-  dispatch<SgdRule>(pointers, stream);
 }
 
 }  // namespace flatshard::kernels

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "flatshard/group/float8_outputs.h"
+#include "flatshard/optim/parameter_values.h"
 #include "flatshard/optim/state_format.h"
 #include "flatshard/optim/stochastic_rounding.h"
 #include "flatshard/optim/update_step.h"
@@ -70,18 +71,11 @@ struct FlatUpdate {
 /// and does not block the host.
 at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device);
 
-/// AdamW with decoupled weight decay, arXiv:1711.05101 (algorithm 2):
-///   w -= lr * decay * w;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
-///   w -= lr * (m / c1) / (sqrt(v / c2) + eps)
-/// Queues on the current CUDA stream, or runs on the host. float32 arithmetic.
-void adamw_update(const FlatUpdate& update);
+/// Updates a flat shard by the rule of an algorithm, see update_rules.h. Queues
+/// on the current CUDA stream, or runs on the host. float32 arithmetic.
+void flat_update(Algorithm algorithm, const FlatUpdate& update);
 
-/// SGD with momentum and decoupled weight decay:
-///   w -= lr * decay * w;  u = momentum u + g;  w -= lr * u
-void sgd_update(const FlatUpdate& update);
-
-// The CUDA halves; in a build without CUDA they throw Error{config}.
-void adamw_update_cuda(const FlatUpdate& update);
-void sgd_update_cuda(const FlatUpdate& update);
+/// The CUDA half; in a build without CUDA it throws Error{config}.
+void flat_update_cuda(Algorithm algorithm, const FlatUpdate& update);
 
 }  // namespace flatshard

@@ -5,6 +5,7 @@
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/flat_update_float8.h"
 #include "flatshard/optim/state_block.h"
+#include "flatshard/optim/update_rules.h"
 
 #include <ATen/ATen.h>
 
@@ -67,47 +68,19 @@ void store_any(
       [&] { store<scalar_t>(from, to, at, n); });
 }
 
-__attribute__((optimize("O3", "no-math-errno"))) void adamw_block(
+template <class Rule>
+__attribute__((optimize("O3", "no-math-errno"))) void update_block(
     float* w,
     const float* grad,
-    float* m,
-    float* v,
+    float* state0,
+    float* state1,
     std::int64_t n,
     float scale,
-    const UpdateRow& s) {
-  const float keep = 1.0F - s.lr * s.weight_decay;
-  const float step_size = s.step_size;
-  const float inverse_c2 = s.inverse_c2;
-  const float one_minus_b1 = 1.0F - s.beta1;
-  const float one_minus_b2 = 1.0F - s.beta2;
-  const float b1 = s.beta1;
-  const float b2 = s.beta2;
-  const float eps = s.eps;
+    const UpdateRow& row) {
+  const UpdateRow s = row;
+#pragma GCC ivdep
   for (std::int64_t i = 0; i < n; ++i) {
-    const float g = grad[i] * scale;
-    m[i] = b1 * m[i] + one_minus_b1 * g;
-    v[i] = b2 * v[i] + one_minus_b2 * g * g;
-    const float denominator = std::sqrt(v[i]) * inverse_c2 + eps;
-    w[i] = w[i] * keep - step_size * m[i] / denominator;
-  }
-}
-
-__attribute__((optimize("O3"))) void sgd_block(
-    float* w,
-    const float* grad,
-    float* u,
-    std::int64_t n,
-    float scale,
-    const UpdateRow& s) {
-  const float keep = 1.0F - s.lr * s.weight_decay;
-  const float momentum = s.momentum;
-  for (std::int64_t i = 0; i < n; ++i) {
-    float g = grad[i] * scale;
-    if (u != nullptr) {
-      g += momentum * u[i];
-      u[i] = g;
-    }
-    w[i] = w[i] * keep - s.lr * g;
+    Rule::update(s, w[i], grad[i] * scale, state0[i], state1[i]);
   }
 }
 
@@ -260,10 +233,12 @@ void check(const FlatUpdate& u, int num_states) {
     return t.defined() && t.numel() == n && t.is_contiguous() &&
            t.device() == u.main.device();
   };
+  const auto fits_if = [&](const at::Tensor& t, bool is_required) {
+    return (!is_required && !t.defined()) || fits(t);
+  };
   FLATSHARD_CHECK(
-      fits(u.main) && fits(u.grad) && (num_states < 1 || fits(u.state0)) &&
-          (num_states < 2 || fits(u.state1)) &&
-          (!u.compute.defined() || fits(u.compute)),
+      fits(u.main) && fits(u.grad) && fits_if(u.state0, num_states > 0) &&
+          fits_if(u.state1, num_states > 1) && fits_if(u.compute, false),
       internal,
       "expected main, grad, compute and state of {} contiguous elements on one "
       "device",
@@ -317,6 +292,55 @@ void check_ranges(const FlatUpdate& u) {
 
 float host_scale(const FlatUpdate& u) {
   return u.grad_scale.defined() ? u.grad_scale.item<float>() : 1.0F;
+}
+
+template <class Rule>
+void update_cpu(const FlatUpdate& u) {
+  const float scale = host_scale(u);
+  for_blocks(
+      u,
+      [&](float* w,
+          const float* g,
+          std::int64_t at,
+          std::int64_t n,
+          const UpdateRow& row) {
+        alignas(64) float own[2][kBlock];
+        if (u.state_ranges.empty()) {
+          const auto values = [&](const at::Tensor& state, float* absent) {
+            if (state.defined()) {
+              return state.data_ptr<float>() + at;
+            }
+            std::fill_n(absent, n, 0.0F);
+            return absent;
+          };
+          update_block<Rule>(
+              w,
+              g,
+              values(u.state0, own[0]),
+              values(u.state1, own[1]),
+              n,
+              scale,
+              row);
+          return;
+        }
+        for (std::int64_t done = 0; done < n;) {
+          const StateRange& range = range_at(u.state_ranges, at + done);
+          const std::int64_t here = std::min(n, range.end - at) - done;
+          load_state(u.exp_avg, range, at + done, here, own[0]);
+          load_state(u.exp_avg_sq, range, at + done, here, own[1]);
+          update_block<Rule>(
+              w + done,
+              g + done,
+              own[0],
+              own[1],
+              here,
+              scale,
+              row);
+          store_state(own[0], u.exp_avg, range, at + done, here);
+          store_state(own[1], u.exp_avg_sq, range, at + done, here);
+          done += here;
+        }
+      });
 }
 
 at::Tensor bytes_of(const void* data, std::size_t nbytes) {
@@ -390,14 +414,17 @@ at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
       .to(device, /*non_blocking=*/true);
 }
 
-void adamw_update(const FlatUpdate& u) {
+void flat_update(Algorithm algorithm, const FlatUpdate& u) {
   if (u.runs) {
     for (const UpdateRun& run : *u.runs) {
-      adamw_update(run_of(u, run));
+      flat_update(algorithm, run_of(u, run));
     }
     return;
   }
-  check(u, u.state_ranges.empty() ? 2 : 0);
+  const bool has_rule = with_update_rule(algorithm, [&]<class Rule>(Rule) {
+    check(u, u.state_ranges.empty() ? Rule::kRequiredStates : 0);
+  });
+  FLATSHARD_CHECK(has_rule, internal, "expected an algorithm with a rule");
   check_ranges(u);
   if (u.main.numel() == 0) {
     return;
@@ -406,74 +433,13 @@ void adamw_update(const FlatUpdate& u) {
     check_float8_outputs(u.float8, u.main);
   }
   if (u.main.is_cuda()) {
-    adamw_update_cuda(u);
+    flat_update_cuda(algorithm, u);
     return;
   }
-  const float scale = host_scale(u);
-  const bool in_place = u.state_ranges.empty();
-  for_blocks(
-      u,
-      [&](float* w,
-          const float* g,
-          std::int64_t at,
-          std::int64_t n,
-          const UpdateRow& row) {
-        if (in_place) {
-          float* m = u.state0.data_ptr<float>() + at;
-          float* v = u.state1.data_ptr<float>() + at;
-          adamw_block(w, g, m, v, n, scale, row);
-          return;
-        }
-        for (std::int64_t done = 0; done < n;) {
-          const StateRange& range = range_at(u.state_ranges, at + done);
-          const std::int64_t here = std::min(n, range.end - at) - done;
-          alignas(64) float m[kBlock];
-          alignas(64) float v[kBlock];
-          load_state(u.exp_avg, range, at + done, here, m);
-          load_state(u.exp_avg_sq, range, at + done, here, v);
-          adamw_block(w + done, g + done, m, v, here, scale, row);
-          store_state(m, u.exp_avg, range, at + done, here);
-          store_state(v, u.exp_avg_sq, range, at + done, here);
-          done += here;
-        }
-      });
+  with_update_rule(algorithm, [&]<class Rule>(Rule) { update_cpu<Rule>(u); });
   if (u.float8.wanted()) {
     write_float8_outputs(u.float8, u.main);
   }
-}
-
-void sgd_update(const FlatUpdate& u) {
-  if (u.runs) {
-    for (const UpdateRun& run : *u.runs) {
-      sgd_update(run_of(u, run));
-    }
-    return;
-  }
-  check(u, u.state0.defined() ? 1 : 0);
-  if (u.main.numel() == 0) {
-    return;
-  }
-  if (u.main.is_cuda()) {
-    sgd_update_cuda(u);
-    return;
-  }
-  const float scale = host_scale(u);
-  float* momentum = u.state0.defined() ? u.state0.data_ptr<float>() : nullptr;
-  for_blocks(
-      u,
-      [&](float* w,
-          const float* g,
-          std::int64_t at,
-          std::int64_t n,
-          const UpdateRow& row) {
-        sgd_block(
-            w,
-            g,
-            momentum == nullptr ? nullptr : momentum + at,
-            n,
-            scale,
-            row);
-      });
 }
 
 }  // namespace flatshard

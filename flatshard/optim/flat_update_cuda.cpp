@@ -38,12 +38,24 @@ std::uint8_t* bytes(const at::Tensor& t) {
   return t.defined() ? static_cast<std::uint8_t*>(t.data_ptr()) : nullptr;
 }
 
-void check_float32_main(const FlatUpdate& u) {
+// Requirements of adamw_states.
+void check_states(Algorithm algorithm, const FlatUpdate& u) {
   FLATSHARD_CHECK(
-      u.main.scalar_type() == at::kFloat,
+      algorithm == Algorithm::adamw,
       config,
       "expected precision.main_params = float32 on CUDA, got {}",
       c10::toString(u.main.scalar_type()));
+  FLATSHARD_CHECK(
+      u.main.scalar_type() == at::kFloat ||
+          (u.main.scalar_type() == at::kBFloat16 && !u.compute.defined()),
+      config,
+      "expected precision.main_params = float32, or bfloat16 with "
+      "precision.compute = bfloat16, on CUDA, got {}",
+      c10::toString(u.main.scalar_type()));
+  FLATSHARD_CHECK(
+      !u.float8.wanted(),
+      internal,
+      "an update of states in other formats than float32 writes no FP8");
 }
 
 kernels::StatePointers pointers_of(const StateTensors& state) {
@@ -133,35 +145,19 @@ void keep_until_read(const FlatUpdate& u, c10::cuda::CUDAStream stream) {
 
 }  // namespace
 
-void adamw_update_cuda(const FlatUpdate& u) {
+void flat_update_cuda(Algorithm algorithm, const FlatUpdate& u) {
   const c10::cuda::CUDAGuard guard(u.main.device());
-  const bool plain =
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  const bool is_float32 =
       u.state_ranges.empty() && u.main.scalar_type() == at::kFloat;
-  if (!plain) {
-    FLATSHARD_CHECK(
-        u.main.scalar_type() == at::kFloat ||
-            (u.main.scalar_type() == at::kBFloat16 && !u.compute.defined()),
-        config,
-        "expected precision.main_params = float32, or bfloat16 with "
-        "precision.compute = bfloat16, on CUDA, got {}",
-        c10::toString(u.main.scalar_type()));
-    FLATSHARD_CHECK(
-        !u.float8.wanted(),
-        internal,
-        "an update of states in other formats than float32 writes no FP8");
+  if (is_float32) {
+    kernels::flat_update(algorithm, pointers_of(u), stream);
+  } else {
+    check_states(algorithm, u);
+    kernels::adamw_states(pointers_of(u), stream);
   }
-  const auto update = plain ? kernels::adamw : kernels::adamw_states;
-  update(pointers_of(u), c10::cuda::getCurrentCUDAStream());
   check_kernel_launch();
-  keep_until_read(u, c10::cuda::getCurrentCUDAStream());
-}
-
-void sgd_update_cuda(const FlatUpdate& u) {
-  check_float32_main(u);
-  const c10::cuda::CUDAGuard guard(u.main.device());
-  kernels::sgd(pointers_of(u), c10::cuda::getCurrentCUDAStream());
-  check_kernel_launch();
-  keep_until_read(u, c10::cuda::getCurrentCUDAStream());
+  keep_until_read(u, stream);
 }
 
 }  // namespace flatshard

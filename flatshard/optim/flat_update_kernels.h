@@ -6,6 +6,7 @@
 
 #include "flatshard/float8/flat_run.h"
 #include "flatshard/float8/formats.h"
+#include "flatshard/optim/parameter_values.h"
 #include "flatshard/optim/state_format.h"
 #include "flatshard/optim/stochastic_rounding.h"
 #include "flatshard/optim/update_step.h"
@@ -63,11 +64,13 @@ struct FlatUpdatePointers {
 };
 
 /// float32 states and main weights.
-void adamw(const FlatUpdatePointers& pointers, cudaStream_t stream);
-/// States in any format, main weights in float32 or bfloat16. A warp has a
-/// block of kStateBlock elements: it reads and writes each byte once. Writes no
-/// FP8.
+void flat_update(
+    Algorithm algorithm,
+    const FlatUpdatePointers& pointers,
+    cudaStream_t stream);
+/// AdamW with states in any format, main weights in float32 or bfloat16. A warp
+/// has a block of kStateBlock elements: it reads and writes each byte once.
+/// Writes no FP8.
 void adamw_states(const FlatUpdatePointers& pointers, cudaStream_t stream);
-void sgd(const FlatUpdatePointers& pointers, cudaStream_t stream);
 
 }  // namespace flatshard::kernels

@@ -3,13 +3,7 @@
 
 namespace flatshard {
 
-void adamw_update_cuda(const FlatUpdate&) {
-  FLATSHARD_THROW(
-      config,
-      "this build has no CUDA; configure with FLATSHARD_CUDA=on");
-}
-
-void sgd_update_cuda(const FlatUpdate&) {
+void flat_update_cuda(Algorithm, const FlatUpdate&) {
   FLATSHARD_THROW(
       config,
       "this build has no CUDA; configure with FLATSHARD_CUDA=on");

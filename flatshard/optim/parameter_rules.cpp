@@ -100,24 +100,26 @@ bool is_decayed(const GroupParameter& p, Decay decay) {
 }
 
 std::string text_of(const ParameterValues& values) {
-  const std::string shared = fmt::format(
-      "lr x {}, weight decay {}",
+  const auto facts = std::find_if(
+      std::begin(kAlgorithms),
+      std::end(kAlgorithms),
+      [&](const AlgorithmFacts& f) { return f.algorithm == values.algorithm; });
+  std::string text = fmt::format(
+      "{}, lr x {}, weight decay {}",
+      facts->name,
       values.lr_mult,
       values.weight_decay);
-  switch (values.algorithm) {
-    case Algorithm::adamw:
-      return fmt::format(
-          "adamw, {}, betas {} and {}, eps {}",
-          shared,
-          values.beta1,
-          values.beta2,
-          values.eps);
-    case Algorithm::sgd:
-      return fmt::format("sgd, {}, momentum {}", shared, values.momentum);
-    case Algorithm::muon:
-      return fmt::format("muon, {}, momentum {}", shared, values.momentum);
+  if (facts->has_betas) {
+    text += fmt::format(
+        ", betas {} and {}, eps {}",
+        values.beta1,
+        values.beta2,
+        values.eps);
   }
-  return shared;
+  if (facts->has_momentum) {
+    text += fmt::format(", momentum {}", values.momentum);
+  }
+  return text;
 }
 
 std::string without_escapes(std::string pattern) {

@@ -10,6 +10,18 @@ namespace flatshard {
 /// The arithmetic of an update, UpdateAlgorithm.
 enum class Algorithm { adamw, sgd, muon };
 
+/// An algorithm's name in texts, and the values that belong to it.
+struct AlgorithmFacts {
+  Algorithm algorithm;
+  const char* name;
+  bool has_betas = false;  ///< and eps
+  bool has_momentum = false;
+};
+inline constexpr AlgorithmFacts kAlgorithms[] = {
+    {.algorithm = Algorithm::adamw, .name = "adamw", .has_betas = true},
+    {.algorithm = Algorithm::sgd, .name = "sgd", .has_momentum = true},
+    {.algorithm = Algorithm::muon, .name = "muon", .has_momentum = true}};
+
 /// The factor that adapts the learning rate to a matrix of A rows and B
 /// columns, with the names of torch.optim.Muon.
 enum class AdjustLr {

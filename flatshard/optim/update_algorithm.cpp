@@ -2,23 +2,32 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/optim/adamw.h"
+#include "flatshard/optim/element_algorithm.h"
 #include "flatshard/optim/muon.h"
-#include "flatshard/optim/sgd.h"
+
+#include <type_traits>
 
 namespace flatshard {
 
 std::unique_ptr<UpdateAlgorithm> make_algorithm(
     Algorithm algorithm,
     const MuonOptions& muon) {
-  switch (algorithm) {
-    case Algorithm::adamw:
-      return std::make_unique<AdamWAlgorithm>();
-    case Algorithm::sgd:
-      return std::make_unique<SgdAlgorithm>();
-    case Algorithm::muon:
-      return std::make_unique<MuonAlgorithm>(muon);
+  std::unique_ptr<UpdateAlgorithm> made;
+  if (algorithm == Algorithm::muon) {
+    return std::make_unique<MuonAlgorithm>(muon);
   }
-  FLATSHARD_THROW(internal, "expected an algorithm of the enum");
+  with_update_rule(algorithm, [&]<class Rule>(Rule) {
+    if constexpr (std::is_same_v<Rule, AdamWRule>) {
+      made = std::make_unique<AdamWAlgorithm>();
+    } else {
+      made = std::make_unique<ElementAlgorithm<Rule>>(algorithm);
+    }
+  });
+  FLATSHARD_CHECK(
+      made != nullptr,
+      internal,
+      "expected an algorithm of the enum");
+  return made;
 }
 
 }  // namespace flatshard

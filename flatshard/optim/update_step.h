@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "flatshard/optim/float_arithmetic.h"
+
 namespace flatshard {
 
 /// Scalars of one update of one parameter group, as kernels read them.
@@ -17,6 +19,12 @@ struct UpdateRow {
   float momentum = 0;    ///< SGD; 0 in the first step
 };
 static_assert(sizeof(UpdateRow) == 32, "two loads of a kernel");
+
+/// Returns the factor of a weight that decays.
+FLATSHARD_ARITHMETIC float kept(const UpdateRow& s) {
+  using namespace float_arithmetic;
+  return plus(1.0F, -times(s.lr, s.weight_decay));
+}
 
 /// A run of the flat shard whose elements share a parameter group.
 struct UpdateRange {

@@ -105,7 +105,7 @@ std::vector<torch::optim::OptimizerParamGroup> torch_groups(
   return groups;
 }
 
-FlatUpdate flat_update(const UpdateCase& c, at::ScalarType compute) {
+FlatUpdate update_of(const UpdateCase& c, at::ScalarType compute) {
   FlatUpdate update;
   update.main = randn(c.numel, 1);
   if (compute != at::kFloat) {
@@ -141,7 +141,7 @@ class FlatUpdates : public ::testing::TestWithParam<at::ScalarType> {
 
 TEST_P(FlatUpdates, AdamWEqualsTorch) {
   for (const UpdateCase& c : cases()) {
-    FlatUpdate update = flat_update(c, GetParam());
+    FlatUpdate update = update_of(c, GetParam());
     update.state1 = at::zeros({c.numel});
     auto parameters = split(c, update.main);
     torch::optim::AdamW torch_adamw(
@@ -169,7 +169,7 @@ TEST_P(FlatUpdates, AdamWEqualsTorch) {
           .bias_correction1 = static_cast<float>(1 - std::pow(0.9, step + 1)),
           .bias_correction2 =
               static_cast<float>(1 - std::pow(0.95, step + 1))});
-      adamw_update(update);
+      flat_update(Algorithm::adamw, update);
       EXPECT_LT(distance(update.main, parameters), 4e-6)
           << c.numel << " elements, step " << step;
       expect_compute_is_rounded(update);
@@ -180,7 +180,7 @@ TEST_P(FlatUpdates, AdamWEqualsTorch) {
 TEST_P(FlatUpdates, SgdEqualsTorch) {
   for (const double momentum : {0.0, 0.9}) {
     for (const UpdateCase& c : cases()) {
-      FlatUpdate update = flat_update(c, GetParam());
+      FlatUpdate update = update_of(c, GetParam());
       if (momentum == 0) {
         update.state0 = at::Tensor();
       } else {
@@ -203,7 +203,7 @@ TEST_P(FlatUpdates, SgdEqualsTorch) {
             .lr = static_cast<float>(lr_of(step)),
             .momentum = static_cast<float>(momentum),
             .first = step == 0});
-        sgd_update(update);
+        flat_update(Algorithm::sgd, update);
         EXPECT_LT(distance(update.main, parameters), 4e-6)
             << c.numel << " elements, step " << step;
         expect_compute_is_rounded(update);
@@ -224,7 +224,7 @@ TEST(FlatUpdate, BFloat16MainWeights) {
   update.main = start.clone();
   update.grad = randn(100, 2).to(at::kBFloat16);
   update.rows = {SgdStep{.lr = 0.1F, .weight_decay = 0.5F}.row()};
-  sgd_update(update);
+  flat_update(Algorithm::sgd, update);
   const at::Tensor want = start.to(at::kFloat) * (1.0F - 0.1F * 0.5F) -
                           update.grad.to(at::kFloat) * 0.1F;
   EXPECT_TRUE(at::allclose(update.main.to(at::kFloat), want, 1e-2, 1e-6));
@@ -245,7 +245,7 @@ TEST(FlatUpdate, ZerosStayZero) {
       .bias_correction1 = 0.1F,
       .bias_correction2 = 0.05F}
                      .row()};
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
   EXPECT_TRUE(update.main.equal(at::zeros({64})));
 }
 
@@ -265,7 +265,7 @@ TEST(FlatUpdate, SkippedRangesAreLeftAlone) {
       .beta2 = 0.95F,
       .eps = 1e-8F};
   update.rows = {step.row()};
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
   const at::Tensor all = update.main.clone();
   update.main.copy_(start);
   update.compute.zero_();
@@ -273,7 +273,7 @@ TEST(FlatUpdate, SkippedRangesAreLeftAlone) {
   update.state1.zero_();
   constexpr auto kSkipped = UpdateRange::kSkipped;
   update.ranges = {{5, kSkipped}, {1500, 0}, {2998, kSkipped}, {n, 0}};
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
   for (const auto& [begin, end, own] :
        {std::tuple{0, 5, false},
         {5, 1500, true},
@@ -293,21 +293,21 @@ TEST(FlatUpdate, RefusesTensorsThatDoNotFit) {
   FlatUpdate update;
   update.main = at::zeros({8});
   update.grad = at::zeros({8});
-  EXPECT_THROW(sgd_update(update), Error);  // no row
+  EXPECT_THROW(flat_update(Algorithm::sgd, update), Error);  // no row
   update.rows = {{}};
-  EXPECT_THROW(adamw_update(update), Error);  // no state
-  EXPECT_NO_THROW(sgd_update(update));
+  EXPECT_THROW(flat_update(Algorithm::adamw, update), Error);  // no state
+  EXPECT_NO_THROW(flat_update(Algorithm::sgd, update));
   update.ranges = {{7, 0}};
-  EXPECT_THROW(sgd_update(update), Error);
+  EXPECT_THROW(flat_update(Algorithm::sgd, update), Error);
   update.ranges = {{7, 0}, {8, 1}};
-  EXPECT_THROW(sgd_update(update), Error);
+  EXPECT_THROW(flat_update(Algorithm::sgd, update), Error);
   update.ranges = {{7, 0}, {8, UpdateRange::kSkipped}};
-  EXPECT_NO_THROW(sgd_update(update));
+  EXPECT_NO_THROW(flat_update(Algorithm::sgd, update));
   update.compute = at::zeros({9}, at::kBFloat16);
-  EXPECT_THROW(sgd_update(update), Error);
+  EXPECT_THROW(flat_update(Algorithm::sgd, update), Error);
   update.compute = at::Tensor();
   update.grad = at::zeros({16}).slice(0, 0, 16, 2);
-  EXPECT_THROW(sgd_update(update), Error);
+  EXPECT_THROW(flat_update(Algorithm::sgd, update), Error);
 }
 
 }  // namespace

@@ -60,7 +60,7 @@ TEST(AdamWFloat8, AmaxIsThatOfTheNewWeights) {
     update.float8.amax[0] = 100.0F;
     at::Tensor first = at::zeros_like(update.float8.amax);
     first[0] = 100.0F;
-    adamw_update(update);
+    flat_update(Algorithm::adamw, update);
     EXPECT_FALSE(main.equal(before));
     EXPECT_TRUE(update.float8.amax.equal(amax_of(c, main, first)));
   }
@@ -74,7 +74,7 @@ TEST(AdamWFloat8, Mxfp8IsThatOfTheNewWeights) {
     SCOPED_TRACE(c.name);
     const at::Tensor main = random(c.numel, 1);
     const FlatUpdate update = update_of(main, c.outputs(at::kCPU));
-    adamw_update(update);
+    flat_update(Algorithm::adamw, update);
     for (const float8::FlatRun& run : c.runs) {
       const std::int64_t n = run.end - run.begin;
       const float8::Plane want = float8::quantize(
@@ -99,7 +99,7 @@ TEST(AdamWFloat8, NanIsTheLargest) {
            {{.begin = 0, .end = 32, .columns = 32, .amax = 0},
             {.begin = 32, .end = 64, .columns = 32, .amax = 1}},
        .amax = at::zeros({2})});
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
   EXPECT_FALSE(std::isnan(update.float8.amax[0].item<float>()));
   EXPECT_TRUE(std::isnan(update.float8.amax[1].item<float>()));
 }
@@ -108,7 +108,7 @@ TEST(AdamWFloat8, RunsThatDoNotFitAreRefused) {
   const auto refused = [](std::vector<float8::FlatRun> runs) {
     const FlatUpdate update =
         update_of(random(64, 1), {.runs = runs, .amax = at::zeros({2})});
-    EXPECT_THROW(adamw_update(update), Error);
+    EXPECT_THROW(flat_update(Algorithm::adamw, update), Error);
   };
   refused({{.begin = 0, .end = 80, .columns = 16}});
   refused({{.begin = 0, .end = 24, .columns = 16}});

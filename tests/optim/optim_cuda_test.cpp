@@ -126,8 +126,8 @@ TEST_P(CudaUpdates, AdamW) {
     host.rows = rows_of(step);
     const FlatUpdate gpu = on_gpu(host);
     for (int i = 0; i < 2; ++i) {
-      adamw_update(host);
-      adamw_update(gpu);
+      flat_update(Algorithm::adamw, host);
+      flat_update(Algorithm::adamw, gpu);
     }
     expect_equal(gpu, host);
   }
@@ -152,8 +152,8 @@ TEST_P(CudaUpdates, Sgd) {
             .first = first});
         gpu.rows = host.rows;
         gpu.device_rows = upload_rows(host.rows, at::kCUDA);
-        sgd_update(host);
-        sgd_update(gpu);
+        flat_update(Algorithm::sgd, host);
+        flat_update(Algorithm::sgd, gpu);
       }
       expect_equal(gpu, host);
     }
@@ -260,8 +260,8 @@ TEST_P(CudaUpdates, AdamWWithStatesInOtherFormats) {
       gpu.exp_avg_sq = moved(host.exp_avg_sq);
       gpu.upload_ranges(at::kCUDA);
       for (int i = 0; i < 3; ++i) {
-        adamw_update(host);
-        adamw_update(gpu);
+        flat_update(Algorithm::adamw, host);
+        flat_update(Algorithm::adamw, gpu);
       }
       expect_equal(gpu, host);
       expect_same(gpu.exp_avg, host.exp_avg);
@@ -285,8 +285,8 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
         host.rows = rows_of(kSomeStep);
         FlatUpdate update = on_gpu(host);
         update.float8 = c.outputs(at::kCUDA);
-        adamw_update(update);
-        adamw_update(host);
+        flat_update(Algorithm::adamw, update);
+        flat_update(Algorithm::adamw, host);
         expect_equal(update, host);
         Float8Outputs want = c.outputs(at::kCPU);
         write_float8_outputs(want, update.main.cpu());
@@ -305,7 +305,7 @@ TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
   host.rows = {kSomeStep.row()};
   FlatUpdate update = on_gpu(host);
   update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
-  adamw_update(update);
+  flat_update(Algorithm::adamw, update);
   EXPECT_FALSE(update.float8.amax.any().item<bool>());
 }
 

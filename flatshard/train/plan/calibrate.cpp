@@ -186,7 +186,7 @@ void calibrate_passes(
       "optimizer",
       2 * nbytes_of({update.main, update.state0, update.state1}) +
           nbytes_of({update.grad, update.compute}),
-      [&] { adamw_update(update); });
+      [&] { flat_update(Algorithm::adamw, update); });
   const auto local = at::TensorOptions(device).dtype(at::kByte);
   const at::Tensor from = at::zeros({kCopyNbytes}, local);
   const at::Tensor to = at::empty({kCopyNbytes}, local);
