@@ -2,6 +2,7 @@
 
 #include "flatshard/device/memory.h"
 #include "flatshard/device/parallel_for.h"
+#include "flatshard/optim/muon_cuda.h"
 
 #include <ATen/ATen.h>
 
@@ -67,6 +68,10 @@ bool runs_here(const at::Tensor& main) {
   return main.is_cpu() && main.scalar_type() == at::kFloat;
 }
 
+bool is_float32_or_bfloat16(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16;
+}
+
 }  // namespace
 
 void muon_direction(
@@ -76,6 +81,16 @@ void muon_direction(
     const at::Tensor& direction,
     double momentum,
     bool nesterov) {
+  if (buffer.is_cuda() && is_float32_or_bfloat16(grad)) {
+    muon_direction_cuda(
+        grad,
+        grad_scale,
+        buffer,
+        direction,
+        momentum,
+        nesterov);
+    return;
+  }
   at::Tensor g = grad.to(at::kFloat);
   if (!runs_here(buffer)) {
     keep_for_current_stream(grad);
@@ -133,6 +148,11 @@ void muon_apply(
     const at::Tensor& direction,
     double decay,
     double step) {
+  if (main.is_cuda() && main.scalar_type() == at::kFloat &&
+      (!compute.defined() || compute.scalar_type() == at::kBFloat16)) {
+    muon_apply_cuda(main, compute, direction, decay, step);
+    return;
+  }
   if (runs_here(main)) {
     const at::Tensor d = direction.to(at::kFloat);
     const float* from = d.const_data_ptr<float>();

@@ -20,7 +20,9 @@ struct NewtonSchulzOptions {
 /// Returns a matrix of the same singular vectors with singular values near 1,
 /// for each matrix, by a quintic Newton-Schulz iteration. Uses the operations
 /// of torch.optim.Muon in the same order, so that one matrix has the same
-/// result bitwise. Queues on the current stream.
+/// result bitwise on a CPU. On CUDA, the two symmetric matmuls of a large
+/// bfloat16 matrix compute what is on and below the diagonal. Queues on the
+/// current stream.
 ///
 /// @param matrices  [rows, columns], or [n, rows, columns] for n matrices that
 ///   are multiplied as a batch. bfloat16 as in torch, or float32. Overwritten.

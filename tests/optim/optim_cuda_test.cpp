@@ -1,6 +1,7 @@
 // The CUDA kernels against the CPU loops. Skips itself without a GPU.
 #include "flatshard/device/stream.h"
 #include "flatshard/optim/muon_update.h"
+#include "flatshard/optim/newton_schulz.h"
 #include "flatshard/optim/optimizer.h"
 #include "tests/optim/float8_update.h"
 
@@ -338,9 +339,30 @@ TEST(CudaMuon, ElementsAreUpdatedAsOnTheHost) {
     };
     const auto host = run(at::kCPU);
     const auto gpu = run(at::kCUDA);
-    EXPECT_TRUE(at::allclose(host[0], gpu[0], 1e-6, 1e-6));
-    // A direction may round to the next bfloat16.
-    EXPECT_TRUE(at::allclose(host[1], gpu[1], 0, 0.02 * 0x1p-5));
+    EXPECT_TRUE(host[0].equal(gpu[0]));
+    EXPECT_TRUE(host[1].equal(gpu[1]));
+  }
+}
+
+// A matrix is multiplied by blocks, and a batch of one is not.
+TEST(CudaMuon, SymmetricMatmulsByBlocksAreTheCompleteOnes) {
+  if (!cuda_available()) {
+    GTEST_SKIP() << "no GPU";
+  }
+  using Shape = std::vector<std::int64_t>;
+  // Three levels of blocks, one level, and rows that are not a power of two.
+  for (const Shape& shape :
+       {Shape{4096, 4224}, Shape{2304, 2048}, Shape{1536, 1536}}) {
+    SCOPED_TRACE(shape.front());
+    auto generator = at::detail::createCPUGenerator(12);
+    const at::Tensor matrix =
+        at::randn(shape, generator).to(at::kCUDA, at::kBFloat16);
+    const at::Tensor blocks = newton_schulz(matrix.clone(), {});
+    const at::Tensor complete =
+        newton_schulz(matrix.unsqueeze(0).clone(), {}).squeeze(0);
+    EXPECT_LT(
+        (blocks - complete).to(at::kFloat).norm().item<double>(),
+        2e-2 * complete.to(at::kFloat).norm().item<double>());
   }
 }
 
