@@ -64,8 +64,8 @@ void add_matmul_cuda(
     double beta) {
   using namespace float8::cuda;
   const c10::cuda::CUDAGuard guard(x.device());
-  // For cuBLASLt, which has columns in memory, contiguous matrices are
-  // transposed: x^T left^T, and left is symmetric.
+  // cuBLASLt's matrices have columns in memory. For it, a contiguous x is x^T,
+  // and the matmul is x^T left^T. `left` is symmetric.
   const bool is_transposed = x.stride(0) == 1;
   const std::int64_t rows = x.size(0);
   const std::int64_t columns = x.size(1);
