@@ -231,7 +231,7 @@ void Scheduler::unshard(const ScheduleEvent& event, Actions& out) {
   if (event.awaits) {
     await(event.unit, planes, out);
   }
-  state_[event.unit].kept = !state_[event.unit].present.empty();
+  state_[event.unit].holds.by_program = !state_[event.unit].present.empty();
 }
 
 void Scheduler::reshard(const ScheduleEvent& event, Actions& out) {
@@ -249,19 +249,18 @@ void Scheduler::reset(Actions& out) {
   tasks_.clear();
   unreduced_tasks_.clear();
   interleaved_ = false;
-  grad_queue_.clear();
   due_.clear();
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
     state.open_recomputes = 0;
     state.read_by_graph = false;
     state.backward_calls.clear();
-    if (state.in_grad_queue) {
-      state.in_grad_queue = false;
+    if (fills_grads(u)) {
       out.push_back({ActionKind::drain, u});
     }
     release(u, PlaneSet::all(), out);
   }
+  grad_queue_.clear();
   drain_down_to(0, out);
   out.push_back({ActionKind::join});
 }
@@ -325,8 +324,8 @@ void Scheduler::prefetch(
       slices = slices | learned(unit, asked.in_recompute | asked.in_backward);
     }
     gather(unit, slices, phase, out);
-    (phase == Phase::forward ? state_[unit].ahead_of_forward
-                             : state_[unit].ahead_of_backward) = true;
+    (phase == Phase::forward ? state_[unit].holds.ahead_of_forward
+                             : state_[unit].holds.ahead_of_backward) = true;
   }
 }
 
@@ -345,9 +344,9 @@ std::vector<std::string> Scheduler::busy_units() const {
     const UnitState& state = state_[u];
     const bool gathered =
         !(state.present - units_[u].resting() - kept_planes(u)).empty() &&
-        !state.kept;
+        !state.holds.by_program;
     if (gathered || in_forward(u) || !state.backward_calls.empty() ||
-        state.in_grad_queue) {
+        fills_grads(u)) {
       names.push_back(units_[u].name);
     }
   }

@@ -101,18 +101,13 @@ class Scheduler {
     bool operator==(const Asked&) const = default;
   };
 
-  struct UnitState {
-    // Sets of slices: planes, and parts of planes.
-    PlaneSet present;   ///< unsharded, or queued
-    PlaneSet awaited;   ///< of these, what compute waits for
-    PlaneSet saved;     ///< of these, what was derived for the backward
-    Asked asked;        ///< in the running backward
-    Asked learned;      ///< in the one before
-    bool kept = false;  ///< unsharded on demand: may outlive a backward
-    /// A graph of second derivatives may read the weights.
-    bool read_by_graph = false;
-    /// Stays unsharded for modules of the unit that are still to run in this
-    /// forward.
+  /// Why weights are unsharded while no forward or backward of the unit reads
+  /// them. They end together, when all of the unit is resharded. No phase of
+  /// the unit excludes them: with two microbatches in flight it may run the
+  /// backward of one, be kept for the other, and be prefetched.
+  struct Holds {
+    bool by_program = false;  ///< unsharded on demand: may outlive a backward
+    /// For modules of the unit that are still to run in this forward.
     bool waits = false;
     bool needs_backward = false;     ///< its last forward, while it waits
     bool ahead_of_forward = false;   ///< prefetched, and not started
@@ -121,9 +116,22 @@ class Scheduler {
     /// and that has not started its backward. Backwards of earlier calls start
     /// before.
     std::optional<CallId> kept_call;
+
+    bool operator==(const Holds&) const = default;
+  };
+
+  struct UnitState {
+    // Sets of slices: planes, and parts of planes.
+    PlaneSet present;  ///< unsharded, or queued
+    PlaneSet awaited;  ///< of these, what compute waits for
+    PlaneSet saved;    ///< of these, what was derived for the backward
+    Asked asked;       ///< in the running backward
+    Asked learned;     ///< in the one before
+    Holds holds;
+    /// A graph of second derivatives may read the weights.
+    bool read_by_graph = false;
     int open_recomputes = 0;
     std::vector<BackwardCall> backward_calls;
-    bool in_grad_queue = false;
 
     bool operator==(const UnitState&) const = default;
   };
@@ -216,6 +224,8 @@ class Scheduler {
   /// More of its calls, or gradients, will follow in a running backward.
   bool is_pending(UnitId unit) const;
   bool awaits_deferred(UnitId unit) const;
+  /// Returns whether its gradient slot is being filled.
+  bool fills_grads(UnitId unit) const;
   void queue_grads(UnitId unit, Actions& out);
   /// The queued units with a started backward are due; `current` still
   /// computes.

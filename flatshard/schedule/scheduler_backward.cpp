@@ -46,11 +46,11 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
   UnitState& state = state_[u];
   // Its recompute has ended, even if an early stop hid the end.
   state.open_recomputes = 0;
-  state.kept = false;
+  state.holds.by_program = false;
   state.read_by_graph |= event.makes_graph;
-  state.ahead_of_backward = false;
-  if (state.kept_call == event.call) {
-    state.kept_call.reset();
+  state.holds.ahead_of_backward = false;
+  if (state.holds.kept_call == event.call) {
+    state.holds.kept_call.reset();
   }
   state.backward_calls.push_back(
       {event.call, event.task, !event.waits_for_inputs});
@@ -157,10 +157,10 @@ void Scheduler::task_end(const ScheduleEvent& event, Actions& out) {
   for (UnitId u = 0; u < num_units; ++u) {
     state_[u].backward_calls.clear();
     state_[u].open_recomputes = 0;
-    state_[u].ahead_of_backward = false;
+    state_[u].holds.ahead_of_backward = false;
     state_[u].learned = std::exchange(state_[u].asked, {});
     if (!goes_on) {
-      state_[u].kept_call.reset();
+      state_[u].holds.kept_call.reset();
     }
     if (!in_forward(u)) {
       end_backward(u, out);
@@ -208,7 +208,7 @@ void Scheduler::end_backward(UnitId unit, Actions& out) {
       unit,
       state.present - state.awaited - wanted_by_others(unit),
       out);
-  state.kept = state.kept || !state.awaited.empty();
+  state.holds.by_program = state.holds.by_program || !state.awaited.empty();
 }
 
 PlaneSet Scheduler::wanted_by_others(UnitId unit) const {
@@ -217,10 +217,10 @@ PlaneSet Scheduler::wanted_by_others(UnitId unit) const {
   if (!interleaved_) {
     return slices;
   }
-  if (state.ahead_of_forward) {
+  if (state.holds.ahead_of_forward) {
     slices = wanted(unit, Phase::forward);
   }
-  if (state.kept_call) {
+  if (state.holds.kept_call) {
     slices =
         slices | wanted(unit, Phase::backward) |
         learned(unit, state.learned.in_recompute | state.learned.in_backward);
@@ -229,8 +229,7 @@ PlaneSet Scheduler::wanted_by_others(UnitId unit) const {
 }
 
 void Scheduler::queue_grads(UnitId unit, Actions& out) {
-  UnitState& state = state_[unit];
-  if (units_[unit].grad_nbytes == 0 || state.in_grad_queue) {
+  if (units_[unit].grad_nbytes == 0 || fills_grads(unit)) {
     return;
   }
   if (!has_children_[unit]) {
@@ -243,7 +242,6 @@ void Scheduler::queue_grads(UnitId unit, Actions& out) {
     reducing_.erase(again);
     out.push_back({ActionKind::drain, unit});
   }
-  state.in_grad_queue = true;
   grad_queue_.push_back(unit);
   out.push_back({ActionKind::acquire_grads, unit});
 }
@@ -273,7 +271,6 @@ void Scheduler::reduce_due(Actions& out) {
 
 void Scheduler::reduce(UnitId unit, Actions& out) {
   grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
-  state_[unit].in_grad_queue = false;
   std::erase(due_, unit);
   const bool collective =
       syncs(unit) && (units_[unit].reduce_every_microbatch || is_last(unit));
@@ -298,6 +295,10 @@ void Scheduler::drain_down_to(std::size_t num_slots, Actions& out) {
     out.push_back({ActionKind::drain, reducing_.front()});
     reducing_.pop_front();
   }
+}
+
+bool Scheduler::fills_grads(UnitId unit) const {
+  return std::ranges::find(grad_queue_, unit) != grad_queue_.end();
 }
 
 bool Scheduler::is_pending(UnitId unit) const {

@@ -14,9 +14,9 @@ void Scheduler::forward_begin(const ScheduleEvent& event, Actions& out) {
   }
   record(recorded_forward_, u);
   open_forwards_.push_back(u);
-  state_[u].kept = false;
-  state_[u].waits = false;
-  state_[u].ahead_of_forward = false;
+  state_[u].holds.by_program = false;
+  state_[u].holds.waits = false;
+  state_[u].holds.ahead_of_forward = false;
   const std::vector<UnitId>& order = forward_order();
   forward_position_ = position_after(order, forward_position_, u);
   const PlaneSet planes = wanted(u, Phase::forward);
@@ -50,14 +50,14 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       std::find(order.begin(), order.end(), u) != order.end();
   const bool keep = event.needs_backward &&
                     (runs_last || !units_[u].policy.reshard_after_forward);
-  state_[u].waits = event.more_follow;
-  state_[u].needs_backward = event.needs_backward;
+  state_[u].holds.waits = event.more_follow;
+  state_[u].holds.needs_backward = event.needs_backward;
   UnitState& state = state_[u];
   if (keep && !state.present.empty() && !units_[u].resident) {
-    state.kept_call = event.call;
+    state.holds.kept_call = event.call;
   }
   const bool of_others =
-      interleaved_ && (state.ahead_of_backward || state.kept_call);
+      interleaved_ && (state.holds.ahead_of_backward || state.holds.kept_call);
   if (!in_forward(u) && state.backward_calls.empty() && !event.more_follow) {
     if (keep || of_others) {
       keep_for_backward(u, out);
@@ -102,7 +102,7 @@ void Scheduler::recompute_end(const ScheduleEvent& event, Actions& out) {
 
 void Scheduler::end_recompute(UnitId unit, PlaneSet still_read, Actions& out) {
   const UnitState& state = state_[unit];
-  if (!in_forward(unit) && state.open_recomputes == 0 && !state.waits) {
+  if (!in_forward(unit) && state.open_recomputes == 0 && !state.holds.waits) {
     release(
         unit,
         unread_in_backward(unit) - still_read - wanted_by_others(unit),
@@ -141,10 +141,10 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
   for (UnitId v = 0; v < static_cast<UnitId>(units_.size()); ++v) {
     // A unit that waited for a module that did not run may have lent its
     // weights to others, and their backward reads them too.
-    state_[v].ahead_of_forward = false;
-    const bool waited_in_vain =
-        std::exchange(state_[v].waits, false) && !state_[v].needs_backward;
-    if (interleaved_ && state_[v].ahead_of_backward) {
+    state_[v].holds.ahead_of_forward = false;
+    const bool waited_in_vain = std::exchange(state_[v].holds.waits, false) &&
+                                !state_[v].holds.needs_backward;
+    if (interleaved_ && state_[v].holds.ahead_of_backward) {
       continue;
     }
     const PlaneSet unused =
@@ -153,7 +153,7 @@ void Scheduler::outer_forward_end(UnitId u, bool needs_backward, Actions& out) {
             : state_[v].present - state_[v].awaited - state_[v].saved;
     if (!waited_in_vain && !unused.empty() &&
         std::find(next.begin(), next.end(), v) != next.end()) {
-      state_[v].kept = true;
+      state_[v].holds.by_program = true;
     } else {
       release(v, unused, out);  // was prefetched and did not run
     }

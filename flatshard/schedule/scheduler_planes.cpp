@@ -91,11 +91,7 @@ void Scheduler::release(UnitId unit, PlaneSet slices, Actions& out) {
          .part = part});
   });
   if ((state.present - resting).empty()) {
-    state.kept = false;
-    state.waits = false;
-    state.ahead_of_forward = false;
-    state.ahead_of_backward = false;
-    state.kept_call.reset();
+    state.holds = {};
   }
 }
 
