@@ -42,19 +42,9 @@ constexpr FixedOption kOptions[] = {
 }  // namespace
 
 std::span<const Family* const> families() {
-  static const Family* const kFamilies[] = {
-      &llama_family(),
-      &qwen2_family(),
-      &qwen3_family(),
-      &mistral_family(),
-      &olmo2_family(),
-      &phi3_family(),
-      &gemma2_family(),
-      &gemma3_family(),
-      &mixtral_family(),
-      &qwen3_moe_family(),
-      &gpt_oss_family(),
-      &moe_family()};
+#define ADDRESS_OF(name) &name##_family(),
+  static const Family* const kFamilies[] = {FLATSHARD_FAMILIES(ADDRESS_OF)};
+#undef ADDRESS_OF
   return kFamilies;
 }
 

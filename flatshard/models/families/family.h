@@ -117,18 +117,25 @@ void check_family(const ModelConfig& config);
 /// projections of a block.
 void read_attention_bias(const HfReader& reader, ModelConfig& config);
 
-const Family& gemma2_family();
-const Family& gemma3_family();
-const Family& gpt_oss_family();
-const Family& llama_family();
-const Family& mistral_family();
-const Family& mixtral_family();
-const Family& olmo2_family();
-const Family& phi3_family();
-const Family& qwen2_family();
-const Family& qwen3_family();
-const Family& qwen3_moe_family();
-/// Experts with any router. No config.json describes this family.
-const Family& moe_family();
+// All families, in the order in which users read them. A file in this folder
+// defines llama_family(), another qwen2_family(), and so on. No config.json
+// describes the family moe: its experts may have any router.
+#define FLATSHARD_FAMILIES(FAMILY) \
+  FAMILY(llama)                    \
+  FAMILY(qwen2)                    \
+  FAMILY(qwen3)                    \
+  FAMILY(mistral)                  \
+  FAMILY(olmo2)                    \
+  FAMILY(phi3)                     \
+  FAMILY(gemma2)                   \
+  FAMILY(gemma3)                   \
+  FAMILY(mixtral)                  \
+  FAMILY(qwen3_moe)                \
+  FAMILY(gpt_oss)                  \
+  FAMILY(moe)
+
+#define FLATSHARD_DECLARE_FAMILY(name) const Family& name##_family();
+FLATSHARD_FAMILIES(FLATSHARD_DECLARE_FAMILY)
+#undef FLATSHARD_DECLARE_FAMILY
 
 }  // namespace flatshard::models
