@@ -1,5 +1,8 @@
 """Weights that others write, and gradients that users drop."""
 
+import gc
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -7,10 +10,30 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 
 from flatshard import MixedPrecisionPolicy
 from flatshard._tensor.places import state_of
+from flatshard._tensor.writes import Writes
 from tests.python.models import Body, plain
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, data, distance, full_state, shard
+
+
+class Owner:
+    """A unit that owns parameters."""
+
+
+def test_a_model_that_is_collected_late_hides_no_writes():
+    """By then the memory of its parameters may belong to the next model."""
+    parameter = types.SimpleNamespace(_local_tensor=torch.zeros(4))
+    former, present, writes = Owner(), Owner(), Writes()
+    writes.add(former, [parameter])
+    writes.add(present, [parameter])
+    del former
+    gc.collect()
+    (unit,) = writes.units.values()
+    assert unit() is present
+    del present
+    gc.collect()
+    assert not writes.units
 
 
 def test_dropped_gradients_give_their_memory_back(mesh, rank):

@@ -142,11 +142,16 @@ class Writes:
 
     def add(self, unit, tensors):
         addresses = [address_of(tensor) for tensor in tensors]
-        self.units.update(dict.fromkeys(addresses, weakref.ref(unit)))
-        weakref.finalize(unit, self._forget, addresses)
+        reference = weakref.ref(unit)
+        self.units.update(dict.fromkeys(addresses, reference))
+        weakref.finalize(unit, self._forget_unit, addresses, reference)
 
     def remove(self, tensors):
         self._forget([address_of(tensor) for tensor in tensors])
+
+    def _forget_unit(self, addresses, reference):
+        # A unit may be collected long after its memory was given to others.
+        self._forget([a for a in addresses if self.units.get(a) is reference])
 
     def _forget(self, addresses):
         for address in addresses:
