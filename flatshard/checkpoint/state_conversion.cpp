@@ -8,20 +8,12 @@
 #include "flatshard/checkpoint/dtypes.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
-#include "flatshard/optim/moments.h"
-#include "flatshard/optim/state_block.h"
+#include "flatshard/optim/state_format.h"
 
 namespace flatshard {
 namespace {
 
 constexpr std::uint64_t kAlign = 16;
-
-// Returns the slice of the scales that belong to a slice of codes.
-TensorSlice slice_of_scales(const NamedShard& values) {
-  return state_scales_shape(values.shape).size() == values.shape.size()
-             ? values.slice
-             : TensorSlice();
-}
 
 void want_boxes(
     const StoredTensor& tensor,
@@ -40,53 +32,18 @@ at::Tensor floats_at(const std::byte* data, std::int64_t n, at::ScalarType as) {
       .to(at::kFloat);
 }
 
-at::Tensor decode(
+at::Tensor codes_at(
     const std::byte* codes,
     const std::byte* scales,
     bool is_signed,
     std::int64_t n) {
-  const std::int64_t blocks = ceil_div(n, kStateBlock);
-  const at::Tensor values = at::empty({blocks * kStateBlock});
-  std::vector<std::uint8_t> block(kStateBlock);
-  const auto* scale = reinterpret_cast<const float*>(scales);
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    const std::int64_t begin = b * kStateBlock;
-    const std::int64_t count = std::min(kStateBlock, n - begin);
-    std::fill(block.begin(), block.end(), 0);
-    std::copy_n(
-        reinterpret_cast<const std::uint8_t*>(codes) + begin,
-        count,
-        block.begin());
-    decode_state_block(
-        block.data(),
-        is_signed,
-        0,
-        scale[b],
-        values.data_ptr<float>() + begin);
-  }
-  return values.narrow(0, 0, n);
-}
-
-void encode(
-    const at::Tensor& values,
-    const at::Tensor& codes,
-    const at::Tensor& scales) {
-  const bool is_signed = codes.scalar_type() == at::kChar;
-  const std::int64_t blocks = scales.numel();
-  const at::Tensor padded = at::zeros({blocks * kStateBlock});
-  padded.narrow(0, 0, values.numel()).copy_(values);
-  const at::Tensor bytes =
-      at::empty({blocks * kStateBlock}, at::TensorOptions(at::kByte));
-  const at::Tensor of_blocks = at::empty({blocks});
-  for (std::int64_t b = 0; b < blocks; ++b) {
-    of_blocks.data_ptr<float>()[b] = encode_state_block(
-        padded.data_ptr<float>() + b * kStateBlock,
-        bytes.data_ptr(),
-        is_signed,
-        b * kStateBlock);
-  }
-  codes.copy_(bytes.narrow(0, 0, codes.numel()).view(codes.scalar_type()));
-  scales.copy_(of_blocks);
+  const at::Tensor bytes = at::from_blob(
+      const_cast<std::byte*>(codes),
+      {n},
+      at::TensorOptions(is_signed ? at::kChar : at::kByte));
+  return decode_states(
+      bytes,
+      floats_at(scales, ceil_div(n, kStateBlock), at::kFloat));
 }
 
 bool is_one_of(std::string_view dtype, std::initializer_list<const char*> of) {
@@ -134,10 +91,9 @@ StateConversion::StateConversion(
   first_ = values_.begin;
   end_ = first_ + values_.tensor.numel();
   if (from_codes() && first_ < end_) {
+    read_scales_ = state_scales(values_.shape, values_.slice);
     FLATSHARD_CHECK(
-        values_.slice.is_whole(values_.shape) ||
-            slice_of_scales(values_).whole_shape(
-                state_scales_shape(values_.shape)) == stored_scales_->shape,
+        read_scales_.has_value(),
         format,
         "{}: this rank's slice splits blocks of {} codes; load with another "
         "parallelism.tensor_parallel_degree",
@@ -175,8 +131,8 @@ void StateConversion::want(
   scales_begin_ = nbytes;
   want_boxes(
       *stored_scales_,
-      slice_of_scales(values_).boxes(
-          state_scales_shape(values_.shape),
+      read_scales_->slice.boxes(
+          read_scales_->shape,
           first_ / kStateBlock,
           ceil_div(end_, kStateBlock)),
       sizeof(float),
@@ -191,7 +147,7 @@ void StateConversion::apply(std::span<const std::byte> staging) const {
   const std::byte* data = staging.data() + begin_;
   const std::int64_t n = end_ - first_;
   const at::Tensor read =
-      from_codes() ? decode(
+      from_codes() ? codes_at(
                          data,
                          staging.data() + scales_begin_,
                          stored_->dtype == "I8",
@@ -203,7 +159,7 @@ void StateConversion::apply(std::span<const std::byte> staging) const {
   const at::Tensor values =
       read.narrow(0, values_.begin - first_, values_.tensor.numel());
   if (scales_) {
-    encode(values, values_.tensor, scales_->tensor);
+    encode_states(values, values_.tensor, scales_->tensor);
   } else {
     values_.tensor.copy_(values);
   }

@@ -10,6 +10,7 @@
 #include "flatshard/format/manifest.h"
 #include "flatshard/format/read_plan.h"
 #include "flatshard/group/named_shard.h"
+#include "flatshard/optim/state_codes.h"
 
 namespace flatshard {
 
@@ -41,6 +42,7 @@ class StateConversion {
 
   NamedShard values_;
   std::optional<NamedShard> scales_;
+  std::optional<StateScales> read_scales_;  ///< of stored codes
   const StoredTensor* stored_;
   const StoredTensor* stored_scales_;
   std::int64_t first_ = 0;  ///< element of the rank's parameter that is read

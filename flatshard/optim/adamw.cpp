@@ -4,23 +4,26 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace flatshard {
+namespace {
+
+bool all_float32(std::span<const ParameterValues> values) {
+  return std::ranges::all_of(values, [](const ParameterValues& its) {
+    return its.state_dtype == StateFormat::float32;
+  });
+}
+
+}  // namespace
 
 void AdamWAlgorithm::add_group(
     std::size_t group,
     const at::Tensor& main,
     std::span<const ParameterValues> values) {
-  const StateFormat format = values.front().state_dtype;
-  for (const ParameterValues& others : values) {
-    FLATSHARD_CHECK(
-        others.state_dtype == format,
-        config,
-        "expected one state_dtype for the parameters of a unit");
-  }
-  if (format != StateFormat::float32) {
-    states_[group] = {.format = format};
+  if (!all_float32(values)) {
+    states_[group] = {};
     return;  // add_parameters allocates them
   }
   const auto options = main.options().dtype(at::kFloat);
@@ -32,9 +35,9 @@ void AdamWAlgorithm::add_group(
 void AdamWAlgorithm::add_parameters(
     std::size_t group,
     const ParamGroup& of,
-    const std::vector<std::size_t>& parameters) {
-  States& states = states_.at(group);
-  if (states.format == StateFormat::float32) {
+    const std::vector<std::size_t>& parameters,
+    std::span<const ParameterValues> values) {
+  if (all_float32(values)) {
     return;
   }
   FLATSHARD_CHECK(
@@ -45,7 +48,11 @@ void AdamWAlgorithm::add_parameters(
       of.parameters().size(),
       of.name(),
       parameters.size());
-  states.moments.emplace(of, states.format);
+  std::vector<StateFormat> formats;
+  for (const ParameterValues& its : values) {
+    formats.push_back(its.state_dtype);
+  }
+  states_.at(group).moments.emplace(of, formats);
 }
 
 std::vector<std::pair<std::string, std::vector<NamedShard>>>

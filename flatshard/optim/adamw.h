@@ -33,7 +33,8 @@ class AdamWAlgorithm : public UpdateAlgorithm {
   void add_parameters(
       std::size_t group,
       const ParamGroup& of,
-      const std::vector<std::size_t>& parameters) override;
+      const std::vector<std::size_t>& parameters,
+      std::span<const ParameterValues> values) override;
   std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const override;
   std::vector<std::pair<std::string, std::vector<NamedShard>>> state_shards(
@@ -47,8 +48,7 @@ class AdamWAlgorithm : public UpdateAlgorithm {
   struct States {
     at::Tensor exp_avg;  ///< of float32 states
     at::Tensor exp_avg_sq;
-    StateFormat format = StateFormat::float32;
-    std::optional<Moments> moments;  ///< states of another format
+    std::optional<Moments> moments;  ///< states some of which are not float32
   };
   std::map<std::size_t, States> states_;  ///< by group
 };

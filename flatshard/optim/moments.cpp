@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/core/rounding.h"
+#include "flatshard/layout/local_range.h"
 #include "flatshard/layout/rectangle.h"
 #include "flatshard/optim/state_ranges.h"
 
@@ -11,57 +12,155 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <map>
 
 namespace flatshard {
 namespace {
 
-void check_blocks(const NamedShard& shard) {
-  const std::int64_t end = shard.begin + shard.tensor.numel();
-  FLATSHARD_CHECK(
-      shard.begin % kStateBlock == 0 && shard.local_offset % kStateBlock == 0 &&
-          (end % kStateBlock == 0 ||
-           end == c10::multiply_integers(shard.shape)),
-      config,
-      "optimizer.state_dtype = int8: expected shards of full blocks of {} "
-      "elements, got elements {} to {} of {} at element {} of its shard; use "
-      "parallelism.granularity = element, and alignment {} in C++",
-      kStateBlock,
-      shard.begin,
-      end,
-      shard.name(),
-      shard.local_offset,
-      kInt8Alignment);
+// Returns the shards of each rank of a group. Replicas have the same ones.
+std::vector<ShardSpan> spans_of_ranks(const ParamGroup& group) {
+  const std::int64_t shards = group.layout().num_shards();
+  const std::int64_t parts =
+      num_parts(group.strategy().optimizer, group.mesh()->axis_sizes());
+  std::vector<ShardSpan> spans;
+  for (std::int64_t i = 0; i < parts; ++i) {
+    const std::int64_t count = shards / parts;
+    spans.push_back({.first = i * count, .count = count});
+  }
+  return spans;
 }
 
-// The blocks of a slice are blocks of the full tensor.
-void check_slice(const NamedShard& shard) {
-  if (shard.slice.is_whole(shard.shape)) {
-    return;
+bool is_of_blocks(const Piece& piece, std::int64_t numel) {
+  const std::int64_t end = piece.tensor_offset + piece.numel;
+  return piece.tensor_offset % kStateBlock == 0 &&
+         piece.local_offset % kStateBlock == 0 &&
+         (end % kStateBlock == 0 || end == numel);
+}
+
+void check_blocks(
+    const GroupParameter& parameter,
+    const std::vector<Piece>& pieces) {
+  const std::int64_t numel = c10::multiply_integers(parameter.shape);
+  for (const Piece& piece : pieces) {
+    FLATSHARD_CHECK(
+        piece.numel == 0 || is_of_blocks(piece, numel),
+        config,
+        "optimizer.state_dtype = int8: expected shards of full blocks of {} "
+        "elements, got elements {} to {} of {} at element {} of its shard; use "
+        "parallelism.granularity = element, alignment {} in C++, or "
+        "granularity=\"dim0\" in Python",
+        kStateBlock,
+        piece.tensor_offset,
+        piece.tensor_offset + piece.numel,
+        parameter.names.front(),
+        piece.local_offset,
+        kInt8Alignment);
   }
-  const std::vector<std::int64_t> scales = state_scales_shape(shard.shape);
-  bool fits = scales.size() == shard.shape.size();
-  if (fits) {
-    try {
-      shard.slice.check(scales, shard.name());
-      fits = shard.slice.whole_shape(scales) ==
-             state_scales_shape(shard.whole_shape());
-    } catch (const Error&) {
-      fits = false;
-    }
-  }
+}
+
+// Returns the scales of int8 states. The blocks of a slice are blocks of the
+// full tensor.
+StateScales scales_of_slice(
+    const std::string& name,
+    const std::vector<std::int64_t>& shape,
+    const TensorSlice& slice) {
+  auto scales = state_scales(shape, slice);
   FLATSHARD_CHECK(
-      fits,
+      scales.has_value(),
       config,
       "optimizer.state_dtype = int8: {} of shape [{}] is a slice of a tensor "
       "of shape [{}] and splits blocks of {} elements; use a smaller "
       "parallelism.tensor_parallel_degree, of experts "
       "expert_parallel_degree or expert_tensor_parallel_degree, or float32 or "
-      "bfloat16 states",
-      shard.name(),
-      fmt::join(shard.shape, ", "),
-      fmt::join(shard.whole_shape(), ", "),
+      "bfloat16 states for it",
+      name,
+      fmt::join(shape, ", "),
+      fmt::join(slice.whole_shape(shape), ", "),
       kStateBlock);
+  return *std::move(scales);
+}
+
+// Returns the formats of the pieces of a rank's shard. All ranks have the same
+// if the parameters have, also a rank without elements.
+std::vector<StateRange> ranges_of(
+    const std::vector<StateFormat>& formats,
+    const std::vector<std::vector<Piece>>& pieces,
+    std::int64_t numel) {
+  if (!formats.empty() && formats.front() != StateFormat::int8 &&
+      std::ranges::count(formats, formats.front()) == std::ssize(formats)) {
+    return {{.end = numel, .format = formats.front()}};
+  }
+  std::vector<StatePart> parts;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    for (const Piece& piece : pieces[i]) {
+      if (piece.numel > 0) {
+        parts.push_back({.begin = piece.local_offset, .format = formats[i]});
+      }
+    }
+  }
+  return state_ranges(std::move(parts), numel);
+}
+
+// Checks the shards of all ranks, so that all throw, or none.
+void check_formats(
+    const ParamGroup& group,
+    const std::vector<StateFormat>& formats) {
+  const std::vector<GroupParameter>& parameters = group.parameters();
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (formats[i] == StateFormat::int8) {
+      scales_of_slice(
+          parameters[i].names.front(),
+          parameters[i].shape,
+          parameters[i].slice());
+    }
+  }
+  for (const ShardSpan span : spans_of_ranks(group)) {
+    std::vector<std::vector<Piece>> pieces;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      pieces.push_back(
+          group.layout().shard_pieces(static_cast<std::int64_t>(i), span));
+      if (formats[i] == StateFormat::int8) {
+        check_blocks(parameters[i], pieces.back());
+      }
+    }
+    const std::vector<StateRange> ranges =
+        ranges_of(formats, pieces, group.layout().shard_numel() * span.count);
+    FLATSHARD_CHECK(
+        ranges.size() == 1 ||
+            std::ranges::all_of(
+                ranges,
+                [](const StateRange& r) { return r.end % kStateBlock == 0; }),
+        config,
+        "{}: states of several formats need shards and parameters that start "
+        "at multiples of {} elements; use one state_dtype for all parameters "
+        "of the unit or, in C++, alignment {}",
+        group.name(),
+        kStateBlock,
+        kInt8Alignment);
+  }
+}
+
+// Checks the shards of all ranks, so that all throw, or none.
+void check_rounding(const ParamGroup& group) {
+  constexpr std::int64_t kDrawn = 4;  // elements of one draw
+  const std::vector<GroupParameter>& parameters = group.parameters();
+  for (const ShardSpan span : spans_of_ranks(group)) {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      for (const Piece& piece :
+           group.layout().shard_pieces(static_cast<std::int64_t>(i), span)) {
+        FLATSHARD_CHECK(
+            piece.numel == 0 || (piece.tensor_offset % kDrawn == 0 &&
+                                 piece.local_offset % kDrawn == 0),
+            config,
+            "optimizer.stochastic_rounding: expected shards that start at "
+            "multiples of {} elements, got element {} of {}; use "
+            "parallelism.granularity = element, or granularity=\"dim0\" in "
+            "Python",
+            kDrawn,
+            piece.tensor_offset,
+            parameters[i].names.front());
+      }
+    }
+  }
 }
 
 const at::Tensor& of_format(const StateTensors& state, StateFormat format) {
@@ -91,62 +190,33 @@ StateFormat state_format_of(
              : StateFormat::int8;
 }
 
-std::vector<std::int64_t> state_scales_shape(
-    const std::vector<std::int64_t>& shape) {
-  if (shape.empty() || shape.back() % kStateBlock != 0) {
-    return {ceil_div(c10::multiply_integers(shape), kStateBlock)};
-  }
-  std::vector<std::int64_t> scales = shape;
-  scales.back() /= kStateBlock;
-  return scales;
-}
-
-Moments::Moments(const ParamGroup& group, StateFormat asked) {
+Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
+    : group_(&group) {
   const at::Tensor& main = group.weights().main().local();
-  const std::int64_t numel = main.numel();
-  std::vector<NamedShard> shards = group.main_shards();
-  std::map<std::string, StateFormat> formats;
-  for (const GroupParameter& p : group.parameters()) {
-    formats[p.names.front()] = state_format_of(p, asked);
+  const std::vector<GroupParameter>& parameters = group.parameters();
+  std::vector<StateFormat> formats;
+  std::vector<std::vector<Piece>> pieces;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    formats.push_back(state_format_of(parameters[i], asked.at(i)));
+    pieces.push_back(
+        group.weights().main().local_pieces(static_cast<std::int64_t>(i)));
   }
-  std::vector<StatePart> parts;
-  for (const NamedShard& shard : shards) {
-    const StateFormat format = formats.at(shard.name());
-    if (shard.tensor.numel() == 0) {
-      continue;
+  check_formats(group, formats);
+  ranges_ = ranges_of(formats, pieces, main.numel());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (pieces[i].empty()) {
+      parts_.push_back({.format = formats[i]});
     }
-    if (format == StateFormat::int8) {
-      check_blocks(shard);
-      check_slice(shard);
+    for (const Piece& piece : pieces[i]) {
+      const auto range = std::ranges::upper_bound(
+          ranges_,
+          piece.local_offset,
+          {},
+          &StateRange::end);
+      parts_.push_back(
+          {.format = formats[i],
+           .at = piece.numel == 0 ? 0 : piece.local_offset + range->shift});
     }
-    parts.push_back({.begin = shard.local_offset, .format = format});
-  }
-  // All ranks have the same format, also a rank without elements.
-  ranges_ = asked == StateFormat::int8
-                ? state_ranges(std::move(parts), numel)
-                : std::vector<StateRange>{{.end = numel, .format = asked}};
-  FLATSHARD_CHECK(
-      ranges_.size() == 1 ||
-          std::ranges::all_of(
-              ranges_,
-              [](const StateRange& r) { return r.end % kStateBlock == 0; }),
-      config,
-      "optimizer.state_dtype: states of several formats need shards and "
-      "parameters that start at multiples of {} elements; set alignment {}",
-      kStateBlock,
-      kInt8Alignment);
-  for (NamedShard& shard : shards) {
-    const StateFormat format = formats.at(shard.name());
-    std::int64_t at = 0;
-    if (shard.tensor.numel() > 0) {
-      at = shard.local_offset + std::ranges::upper_bound(
-                                    ranges_,
-                                    shard.local_offset,
-                                    {},
-                                    &StateRange::end)
-                                    ->shift;
-    }
-    parts_.push_back({.shard = std::move(shard), .format = format, .at = at});
   }
   const auto zeros = [&](StateFormat format, at::ScalarType dtype) {
     return at::zeros(
@@ -200,31 +270,33 @@ std::vector<std::pair<std::string, at::Tensor>> Moments::tensors() const {
 }
 
 std::vector<NamedShard> Moments::values_of(const StateTensors& state) const {
-  std::vector<NamedShard> shards;
-  for (const Part& part : parts_) {
-    shards.push_back(part.shard);
-    shards.back().tensor = of_format(state, part.format)
-                               .narrow(0, part.at, part.shard.tensor.numel());
+  std::vector<NamedShard> shards = group_->main_shards();
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const auto [format, at] = parts_.at(i);
+    shards[i].tensor =
+        of_format(state, format).narrow(0, at, shards[i].tensor.numel());
   }
   return shards;
 }
 
 std::vector<NamedShard> Moments::scales_of(const StateTensors& state) const {
   std::vector<NamedShard> shards;
-  for (const Part& part : parts_) {
-    if (part.format != StateFormat::int8) {
+  const std::vector<NamedShard> main = group_->main_shards();
+  for (std::size_t i = 0; i < main.size(); ++i) {
+    const auto [format, at] = parts_.at(i);
+    if (format != StateFormat::int8) {
       continue;
     }
-    NamedShard shard = part.shard;
-    shard.shape = state_scales_shape(part.shard.shape);
-    if (shard.shape.size() != part.shard.shape.size()) {
-      shard.slice = {};  // of a whole tensor: check_slice
-    }
+    NamedShard shard = main[i];
+    StateScales scales =
+        scales_of_slice(shard.name(), shard.shape, shard.slice);
+    shard.shape = std::move(scales.shape);
+    shard.slice = std::move(scales.slice);
     shard.begin /= kStateBlock;
     shard.tensor = state.scales.narrow(
         0,
-        part.at / kStateBlock,
-        ceil_div(part.shard.tensor.numel(), kStateBlock));
+        at / kStateBlock,
+        ceil_div(shard.tensor.numel(), kStateBlock));
     shards.push_back(std::move(shard));
   }
   return shards;
@@ -249,6 +321,7 @@ std::vector<std::pair<std::string, std::vector<NamedShard>>> Moments::shards()
 std::vector<RoundingRange> rounding_ranges(
     const ParamGroup& group,
     std::uint64_t seed) {
+  check_rounding(group);
   std::vector<NamedShard> shards = group.main_shards();
   std::erase_if(shards, [](const NamedShard& shard) {
     return shard.tensor.numel() == 0;
@@ -272,14 +345,6 @@ std::vector<RoundingRange> rounding_ranges(
         key = mix_keys(key, static_cast<std::uint64_t>(runs.begin(0)));
       }
     }
-    FLATSHARD_CHECK(
-        shift % 4 == 0 && end % 4 == 0,
-        config,
-        "optimizer.stochastic_rounding: expected shards that start at "
-        "multiples of 4 elements, got element {} of {}; use "
-        "parallelism.granularity = element",
-        shard.begin,
-        shard.name());
     ranges.push_back({.end = end, .shift = shift, .key = key});
   }
   if (ranges.empty()) {

@@ -2,11 +2,11 @@
 
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/state_codes.h"
 #include "flatshard/optim/state_format.h"
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,9 +20,6 @@ inline constexpr const char* kStateDtypeAttribute = "state_dtype";
 /// The layout alignment of groups with int8 states: no block is split.
 inline constexpr std::int64_t kInt8Alignment = kStateBlock;
 
-/// The scales of int8 states are saved as, for example, `exp_avg.scale`.
-inline constexpr std::string_view kScaleSuffix = ".scale";
-
 /// Returns the format of a parameter's states. It depends on the full
 /// parameter, so it is the same on every mesh.
 /// @param asked  for the optimizer.
@@ -32,9 +29,12 @@ StateFormat state_format_of(const GroupParameter& parameter, StateFormat asked);
 class Moments {
  public:
   /// Zeros, on the device of the group's main weights.
+  /// @param group  must outlive this.
+  /// @param asked  for each parameter of the group.
   /// @throws Error{config} naming a parameter with int8 states whose blocks are
-  ///   split, by a shard or by a slice of tensor parallelism.
-  Moments(const ParamGroup& group, StateFormat asked);
+  ///   split, by a shard of some rank or by a slice of tensor parallelism. So
+  ///   all ranks of the group throw, or none.
+  Moments(const ParamGroup& group, const std::vector<StateFormat>& asked);
 
   /// Makes `update` work on these states.
   void set_on(FlatUpdate& update) const;
@@ -48,8 +48,8 @@ class Moments {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> shards() const;
 
  private:
+  /// The states of one of ParamGroup::main_shards.
   struct Part {
-    NamedShard shard;  ///< of the main weights
     StateFormat format = StateFormat::float32;
     std::int64_t at = 0;  ///< first element among those of its format
   };
@@ -60,22 +60,17 @@ class Moments {
   std::vector<NamedShard> values_of(const StateTensors& state) const;
   std::vector<NamedShard> scales_of(const StateTensors& state) const;
 
+  const ParamGroup* group_;
   std::vector<StateRange> ranges_;
   at::Tensor device_ranges_;
-  std::vector<Part> parts_;
+  std::vector<Part> parts_;  ///< in the order of main_shards
   StateTensors exp_avg_;
   StateTensors exp_avg_sq_;
 };
 
-/// Returns the shape of the scales of int8 states of a tensor: one for each
-/// kStateBlock elements along the last dimension or, where blocks go over its
-/// end, of the flattened tensor.
-std::vector<std::int64_t> state_scales_shape(
-    const std::vector<std::int64_t>& shape);
-
 /// Returns the parts of a group's parameters, for stochastic rounding.
-/// @throws Error{config} naming a parameter that shards split inside four
-///   elements.
+/// @throws Error{config} naming a parameter that shards of some rank split
+///   inside four elements. So all ranks of the group throw, or none.
 std::vector<RoundingRange> rounding_ranges(
     const ParamGroup& group,
     std::uint64_t seed);

@@ -179,7 +179,8 @@ MuonAlgorithm::Window& MuonAlgorithm::window_for(
 void MuonAlgorithm::add_parameters(
     std::size_t group,
     const ParamGroup& of,
-    const std::vector<std::size_t>& parameters) {
+    const std::vector<std::size_t>& parameters,
+    std::span<const ParameterValues> /*values*/) {
   FLATSHARD_CHECK(
       !of.options().offload,
       config,

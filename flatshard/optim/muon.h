@@ -35,7 +35,8 @@ class MuonAlgorithm : public UpdateAlgorithm {
   void add_parameters(
       std::size_t group,
       const ParamGroup& of,
-      const std::vector<std::size_t>& parameters) override;
+      const std::vector<std::size_t>& parameters,
+      std::span<const ParameterValues> values) override;
   void finish_groups() override;
   std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const override;

@@ -201,12 +201,18 @@ void Optimizer::add_parts(std::size_t group) {
         main.narrow(0, 0, part.update.states_numel(main.numel())),
         values_of(parameters_, part.rows));
     std::vector<std::size_t> parameters;
+    std::vector<std::size_t> groups_of_parameters;
     for (std::size_t i = 0; i < own_rows.size(); ++i) {
       if (algorithm_of[i] == algorithm) {
         parameters.push_back(i);
+        groups_of_parameters.push_back(of_parameters[i]);
       }
     }
-    own->add_parameters(group, g, parameters);
+    own->add_parameters(
+        group,
+        g,
+        parameters,
+        values_of(parameters_, groups_of_parameters));
     parts_[group].push_back(std::move(part));
   }
 }
@@ -221,8 +227,8 @@ void Optimizer::set_values(
           values.state_dtype == group.values.state_dtype &&
           (values.momentum > 0) == (group.values.momentum > 0),
       usage,
-      "parameter group {}: the algorithm, or a momentum of 0, cannot change "
-      "after the optimizer was made; make another one",
+      "parameter group {}: the algorithm, the state_dtype, or a momentum of 0 "
+      "cannot change after the optimizer was made; make another one",
       group.title);
   group.values = values;
 }

@@ -59,8 +59,8 @@ class Optimizer {
   const ParameterGroups& parameter_groups() const { return parameters_; }
   /// Sets the values of a parameter group from the next step on.
   /// @throws Error{config} when one is out of range; Error{usage} when the
-  ///   states would have to change: another algorithm, or a momentum that was
-  ///   0.
+  ///   states would have to change: another algorithm or state_dtype, or a
+  ///   momentum that was 0.
   void set_values(std::size_t parameter_group, const ParameterValues& values);
 
   /// Updates done so far; a checkpoint restores it.
@@ -91,7 +91,7 @@ class Optimizer {
   virtual std::vector<std::pair<std::string, std::vector<NamedShard>>>
   state_shards(std::size_t group) const;
   /// Returns whether a checkpoint may have its states in another StateFormat.
-  bool converts_states() const { return !algorithms_.empty(); }
+  virtual bool converts_states() const { return !algorithms_.empty(); }
   const std::vector<ParamGroup*>& groups() const { return groups_; }
   std::int64_t state_nbytes() const;
 

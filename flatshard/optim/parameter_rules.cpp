@@ -47,6 +47,7 @@ ParameterValues values_of(
   values.beta2 = rule.beta2.value_or(rest.beta2);
   values.eps = rule.eps.value_or(rest.eps);
   values.momentum = rule.momentum.value_or(rest.momentum);
+  values.state_dtype = rule.state_dtype.value_or(rest.state_dtype);
   return values;
 }
 
@@ -99,6 +100,18 @@ bool is_decayed(const GroupParameter& p, Decay decay) {
          (p.whole_shape().size() > 1 && !p.names.front().ends_with("bias"));
 }
 
+std::string text_of(StateFormat format) {
+  switch (format) {
+    case StateFormat::float32:
+      break;
+    case StateFormat::bfloat16:
+      return ", bfloat16 states";
+    case StateFormat::int8:
+      return ", int8 states";
+  }
+  return "";
+}
+
 std::string text_of(const ParameterValues& values) {
   const auto facts = std::find_if(
       std::begin(kAlgorithms),
@@ -115,6 +128,7 @@ std::string text_of(const ParameterValues& values) {
         values.beta1,
         values.beta2,
         values.eps);
+    text += text_of(values.state_dtype);
   }
   if (facts->has_momentum) {
     text += fmt::format(", momentum {}", values.momentum);

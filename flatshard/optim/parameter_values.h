@@ -57,6 +57,7 @@ struct ParameterRule {
   std::optional<double> beta2 = std::nullopt;
   std::optional<double> eps = std::nullopt;
   std::optional<double> momentum = std::nullopt;
+  std::optional<StateFormat> state_dtype = std::nullopt;
 
   bool operator==(const ParameterRule&) const = default;
 };

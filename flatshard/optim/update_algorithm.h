@@ -36,10 +36,12 @@ class UpdateAlgorithm {
       const at::Tensor& main,
       std::span<const ParameterValues> values) = 0;
   /// Names the parameters of a group that use the algorithm, after add_group.
+  /// @param values  of each of these parameters.
   virtual void add_parameters(
       std::size_t /*group*/,
       const ParamGroup& /*of*/,
-      const std::vector<std::size_t>& /*parameters*/) {}
+      const std::vector<std::size_t>& /*parameters*/,
+      std::span<const ParameterValues> /*values*/) {}
   /// Returns the names and flat tensors of a group's states, e.g. exp_avg.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const = 0;

@@ -15,6 +15,8 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace flatshard::testing {
 namespace {
@@ -76,7 +78,7 @@ at::Tensor gradient_of(std::size_t i, int step) {
 }
 
 // Rank 0 has the gradient, so its sum is the same for any number of ranks.
-void train(ParamGroup& group, AdamW& adamw, int steps) {
+void train(ParamGroup& group, Optimizer& adamw, int steps) {
   group.set_divisor(1);
   const bool has_gradient = group.mesh()->rank() == 0;
   for (int step = 0; step < steps; ++step) {
@@ -93,9 +95,17 @@ void train(ParamGroup& group, AdamW& adamw, int steps) {
 }
 
 /// AdamW that rounds bfloat16 weights stochastically.
-struct RoundingAdamW : AdamW {
-  RoundingAdamW(ParamGroup& group, StateFormat format)
-      : AdamW({&group}, {.state_dtype = format}) {
+struct RoundingAdamW : Optimizer {
+  /// @param rules  of parameters with another format.
+  RoundingAdamW(
+      ParamGroup& group,
+      StateFormat format,
+      std::vector<ParameterRule> rules = {})
+      : Optimizer(
+            {&group},
+            ParameterRules{
+                .rest = {.weight_decay = 0.1, .state_dtype = format},
+                .rules = std::move(rules)}) {
     set_stochastic_rounding(3);
   }
 };
@@ -105,7 +115,7 @@ using Values = std::map<std::string, at::Tensor>;
 
 std::vector<std::pair<std::string, NamedShard>> shards_of(
     const ParamGroup& group,
-    const AdamW& adamw) {
+    const Optimizer& adamw) {
   std::vector<std::pair<std::string, NamedShard>> all;
   for (const NamedShard& shard : group.main_shards()) {
     all.emplace_back("weight/" + shard.name(), shard);
@@ -121,16 +131,17 @@ std::vector<std::pair<std::string, NamedShard>> shards_of(
 struct Case {
   StateFormat format;
   at::ScalarType main_params;
+  std::vector<ParameterRule> rules = {};
 };
 
 class StatesOnRanks : public ::testing::TestWithParam<Case> {};
 
 TEST_P(StatesOnRanks, EqualOneRank) {
-  const auto [format, main_params] = GetParam();
+  const auto& [format, main_params, rules] = GetParam();
   constexpr int kSteps = 4;
   const auto whole =
       make_states_group(Mesh::single(at::kCPU), "zero3", main_params);
-  RoundingAdamW one(*whole, format);
+  RoundingAdamW one(*whole, format, rules);
   train(*whole, one, kSteps);
   Values expected;
   for (const auto& [key, shard] : shards_of(*whole, one)) {
@@ -138,10 +149,9 @@ TEST_P(StatesOnRanks, EqualOneRank) {
   }
   // Of 20 ranks most have no part of most parameters.
   for (const int ranks : {2, 3, 4, 20}) {
-    run_ranks(ranks, [&](RankContext& context) {
-      const auto group =
-          make_states_group(context.mesh(), "zero3", main_params);
-      RoundingAdamW adamw(*group, format);
+    run_ranks(ranks, [&, main = main_params](RankContext& context) {
+      const auto group = make_states_group(context.mesh(), "zero3", main);
+      RoundingAdamW adamw(*group, GetParam().format, GetParam().rules);
       train(*group, adamw, kSteps);
       for (const auto& [key, shard] : shards_of(*group, adamw)) {
         EXPECT_TRUE(shard.tensor.equal(
@@ -150,12 +160,12 @@ TEST_P(StatesOnRanks, EqualOneRank) {
       }
     });
   }
-  run_ranks(4, [&](RankContext& context) {
+  run_ranks(4, [&, main = main_params](RankContext& context) {
     const auto group = make_states_group(
         context.mesh({{"replicate", 2}, {"shard", 2}}),
         "hsdp",
-        main_params);
-    RoundingAdamW adamw(*group, format);
+        main);
+    RoundingAdamW adamw(*group, GetParam().format, GetParam().rules);
     train(*group, adamw, kSteps);
     for (const auto& [key, shard] : shards_of(*group, adamw)) {
       EXPECT_TRUE(shard.tensor.equal(
@@ -173,8 +183,16 @@ INSTANTIATE_TEST_SUITE_P(
         Case{StateFormat::float32, at::kBFloat16},
         Case{StateFormat::bfloat16, at::kFloat},
         Case{StateFormat::int8, at::kFloat},
-        Case{StateFormat::int8, at::kBFloat16}),
+        Case{StateFormat::int8, at::kBFloat16},
+        Case{
+            StateFormat::float32,
+            at::kFloat,
+            {{.pattern = "weight|norm", .state_dtype = StateFormat::int8},
+             {.pattern = "odd", .state_dtype = StateFormat::bfloat16}}}),
     [](const auto& info) {
+      if (!info.param.rules.empty()) {
+        return std::string("Several");
+      }
       const StateFormat format = info.param.format;
       const std::string name = format == StateFormat::float32    ? "Float32"
                                : format == StateFormat::bfloat16 ? "BFloat16"
@@ -255,8 +273,9 @@ TEST(StateDtypes, NonFiniteGradientsReachTheWeights) {
 }
 
 TEST(StateDtypes, RefusesLayoutsThatSplitBlocks) {
+  // Returns the error, the same on all ranks.
   const auto refused = [](std::int64_t alignment, Granularity granularity) {
-    std::string text;
+    std::vector<std::string> texts(3);
     run_ranks(3, [&](RankContext& context) {
       const auto group = make_states_group(
           context.mesh(),
@@ -267,12 +286,12 @@ TEST(StateDtypes, RefusesLayoutsThatSplitBlocks) {
       try {
         const RoundingAdamW adamw(*group, StateFormat::int8);
       } catch (const Error& error) {
-        if (context.rank == 1) {
-          text = error.what();
-        }
+        texts[static_cast<std::size_t>(context.rank)] = error.message();
       }
     });
-    return text;
+    EXPECT_EQ(texts[1], texts[0]);
+    EXPECT_EQ(texts[2], texts[0]);
+    return texts[0];
   };
   EXPECT_THAT(
       refused(kLayoutAlignment, {}),
@@ -313,6 +332,58 @@ TEST(StateDtypes, SlicesConsistOfFullBlocks) {
             HasSubstr("expert_parallel_degree")));
   }
   const RoundingAdamW accepted(*group, StateFormat::bfloat16);
+}
+
+// Formats of several parameters meet at blocks.
+TEST(StateDtypes, SeveralFormatsNeedBlocks) {
+  const auto group = make_states_group(
+      Mesh::single(at::kCPU),
+      "zero3",
+      at::kFloat,
+      kLayoutAlignment);
+  try {
+    const RoundingAdamW refused(
+        *group,
+        StateFormat::float32,
+        {{.pattern = "norm", .state_dtype = StateFormat::bfloat16}});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.what(),
+        HasSubstr("block: states of several formats need shards and "
+                  "parameters that start at multiples of 256 elements"));
+  }
+  RoundingAdamW adamw(*group, StateFormat::bfloat16);
+  try {
+    adamw.set_values(0, {.weight_decay = 0.1});
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("the state_dtype"));
+  }
+}
+
+TEST(StateScales, OfASliceAreASliceOfAllScales) {
+  using Shape = std::vector<std::int64_t>;
+  const auto whole = state_scales({67, 71}, {});
+  ASSERT_TRUE(whole);
+  EXPECT_EQ(whole->shape, (Shape{19}));
+  // Two of eight experts: one run of the full tensor.
+  const auto experts = state_scales({2, 12, 64}, TensorSlice().cut(0, 1, 4));
+  ASSERT_TRUE(experts);
+  EXPECT_EQ(experts->shape, (Shape{6}));
+  EXPECT_EQ(experts->slice, TensorSlice().take(0, 24, {{6, 12}}));
+  // Rows of blocks.
+  const auto rows = state_scales({17, 512}, TensorSlice().cut(1, 1, 2));
+  ASSERT_TRUE(rows);
+  EXPECT_EQ(rows->shape, (Shape{17, 2}));
+  EXPECT_EQ(rows->slice.whole_shape(rows->shape), (Shape{17, 4}));
+  for (const auto& [shape, slice] :
+       {std::pair{Shape{2, 12, 32}, TensorSlice().cut(2, 1, 2)},
+        std::pair{Shape{17, 128}, TensorSlice().cut(1, 1, 2)},
+        std::pair{Shape{67, 71}, TensorSlice().cut(0, 0, 2)},
+        std::pair{Shape{2, 12, 64}, TensorSlice().cut(0, 0, 2, 2)}}) {
+    EXPECT_FALSE(state_scales(shape, slice));
+  }
 }
 
 // The mean of many draws is the float32 update, and steps differ.

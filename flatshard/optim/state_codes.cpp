@@ -1,0 +1,126 @@
+#include "flatshard/optim/state_codes.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/core/rounding.h"
+#include "flatshard/layout/rectangle.h"
+#include "flatshard/optim/state_block.h"
+#include "flatshard/optim/state_format.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+
+namespace flatshard {
+namespace {
+
+// Blocks of rows of the larger tensor.
+std::optional<StateScales> scales_of_rows(
+    const std::vector<std::int64_t>& shape,
+    const TensorSlice& slice) {
+  StateScales scales{.shape = state_scales_shape(shape), .slice = slice};
+  try {
+    slice.check(scales.shape, "scales");
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+  return slice.whole_shape(scales.shape) ==
+                 state_scales_shape(slice.whole_shape(shape))
+             ? std::optional(std::move(scales))
+             : std::nullopt;
+}
+
+// Blocks of the larger tensor, flattened, of which the slice is one run.
+std::optional<StateScales> scales_of_run(
+    const std::vector<std::int64_t>& shape,
+    const TensorSlice& slice) {
+  const std::vector<std::int64_t> whole = slice.whole_shape(shape);
+  const std::int64_t numel = c10::multiply_integers(shape);
+  const auto boxes = slice.boxes(shape, 0, numel);
+  if (boxes.size() != 1) {
+    return std::nullopt;
+  }
+  const FlatRuns runs(whole, boxes.front());
+  if (runs.size() != 1) {
+    return std::nullopt;
+  }
+  const std::int64_t begin = runs.begin(0);
+  const std::int64_t end = begin + numel;
+  if (begin % kStateBlock != 0 ||
+      (end % kStateBlock != 0 && end != c10::multiply_integers(whole))) {
+    return std::nullopt;
+  }
+  const std::int64_t last = ceil_div(end, kStateBlock);
+  return StateScales{
+      .shape = {last - begin / kStateBlock},
+      .slice = TensorSlice().take(
+          0,
+          state_scales_shape(whole).front(),
+          {{begin / kStateBlock, last}})};
+}
+
+}  // namespace
+
+std::vector<std::int64_t> state_scales_shape(
+    const std::vector<std::int64_t>& shape) {
+  if (shape.empty() || shape.back() % kStateBlock != 0) {
+    return {ceil_div(c10::multiply_integers(shape), kStateBlock)};
+  }
+  std::vector<std::int64_t> scales = shape;
+  scales.back() /= kStateBlock;
+  return scales;
+}
+
+std::optional<StateScales> state_scales(
+    const std::vector<std::int64_t>& shape,
+    const TensorSlice& slice) {
+  if (slice.is_whole(shape)) {
+    return StateScales{.shape = state_scales_shape(shape), .slice = {}};
+  }
+  const std::vector<std::int64_t> whole = slice.whole_shape(shape);
+  return whole.back() % kStateBlock == 0 ? scales_of_rows(shape, slice)
+                                         : scales_of_run(shape, slice);
+}
+
+at::Tensor decode_states(const at::Tensor& codes, const at::Tensor& scales) {
+  const bool is_signed = codes.scalar_type() == at::kChar;
+  const std::int64_t blocks = scales.numel();
+  const at::Tensor bytes =
+      at::zeros({blocks * kStateBlock}, at::TensorOptions(at::kByte));
+  bytes.narrow(0, 0, codes.numel()).copy_(codes.view(at::kByte));
+  const at::Tensor of_blocks = scales.to(at::kCPU);
+  const at::Tensor values = at::empty({blocks * kStateBlock});
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    decode_state_block(
+        bytes.data_ptr(),
+        is_signed,
+        b * kStateBlock,
+        of_blocks.data_ptr<float>()[b],
+        values.data_ptr<float>() + b * kStateBlock);
+  }
+  return values.narrow(0, 0, codes.numel()).to(codes.device());
+}
+
+void encode_states(
+    const at::Tensor& values,
+    const at::Tensor& codes,
+    const at::Tensor& scales) {
+  const bool is_signed = codes.scalar_type() == at::kChar;
+  const std::int64_t blocks = scales.numel();
+  const at::Tensor padded = at::zeros({blocks * kStateBlock});
+  padded.narrow(0, 0, values.numel()).copy_(values);
+  const at::Tensor bytes =
+      at::empty({blocks * kStateBlock}, at::TensorOptions(at::kByte));
+  const at::Tensor of_blocks = at::empty({blocks});
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    of_blocks.data_ptr<float>()[b] = encode_state_block(
+        padded.data_ptr<float>() + b * kStateBlock,
+        bytes.data_ptr(),
+        is_signed,
+        b * kStateBlock);
+  }
+  codes.copy_(bytes.narrow(0, 0, codes.numel()).view(codes.scalar_type()));
+  scales.copy_(of_blocks);
+}
+
+}  // namespace flatshard
