@@ -30,6 +30,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// An exclusion would leave out the weights, too.
+constexpr const char* kOtherOptimizer =
+    "another optimizer wrote it, or another algorithm for this parameter. Load "
+    "with the optimizer and the parameter groups that wrote it, or without an "
+    "optimizer";
+
 class Loader {
  public:
   Loader(
@@ -159,6 +165,14 @@ class Loader {
         return found->second;
       }
     }
+    FLATSHARD_CHECK(
+        owned.role == kWeightRole || owned.role == kBufferRole ||
+            find_stored(std::string(kWeightRole), owned.names) == nullptr,
+        format,
+        "{}: the model has {}, the checkpoint does not; {}",
+        folder_.string(),
+        describe_tensor(owned.role, owned.names.front()),
+        kOtherOptimizer);
     std::vector<std::string> names;
     for (const auto& [name, tensor] : role->second) {
       names.push_back(name);
@@ -300,13 +314,15 @@ class Loader {
         continue;
       }
       for (const auto& [name, tensor] : tensors) {
+        const bool is_state =
+            used_.count({std::string(kWeightRole), name}) == 1;
         FLATSHARD_CHECK(
             used_.count({role, name}) == 1 || excluded(name),
             format,
-            "{}: the checkpoint has {}, the model does not. Exclude it to do "
-            "without",
+            "{}: the checkpoint has {}, the model does not; {}",
             folder_.string(),
-            describe_tensor(role, name));
+            describe_tensor(role, name),
+            is_state ? kOtherOptimizer : "exclude it to do without");
       }
     }
   }

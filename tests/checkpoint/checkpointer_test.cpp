@@ -21,6 +21,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 GroupParameter parameter(
     const std::string& name,
@@ -300,6 +301,33 @@ TEST(LoadCheckpoint, R14_LoadingTheStateIsNotAStep) {
     EXPECT_EQ(model.optimizer->num_updates(1), 2);
     EXPECT_EQ(model.optimizer->num_steps(), 9);
     EXPECT_THAT(model.wrong(), IsEmpty());
+  });
+}
+
+// A parameter has other states. Excluding it would leave out its weights.
+TEST(LoadCheckpoint, RefusesAnotherAlgorithm) {
+  const TempFolder folder;
+  write_checkpoint(2, folder.path());
+  run_ranks(2, [&](RankContext& context) {
+    const SomeGroups model(
+        two_groups(),
+        {"zero3", {{"dp", 2}}},
+        context.mesh());
+    Optimizer other(
+        model.groups,
+        ParameterRules{
+            .rules = {{.pattern = "a.bias", .algorithm = Algorithm::sgd}}});
+    try {
+      load_checkpoint(step_folder(folder.path(), 1), model.groups, &other);
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_THAT(
+          error.message(),
+          AllOf(
+              HasSubstr("the checkpoint has exp_avg of a.bias, the model does "
+                        "not; another optimizer wrote it"),
+              Not(HasSubstr("xclude"))));
+    }
   });
 }
 
