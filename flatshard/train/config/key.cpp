@@ -96,6 +96,9 @@ std::string rules_text(const std::vector<ParameterRule>& rules) {
     if (rule.algorithm) {
       text += fmt::format(", name = \"{}\"", word_of(*rule.algorithm));
     }
+    if (rule.state_dtype) {
+      text += fmt::format(", state_dtype = \"{}\"", word_of(*rule.state_dtype));
+    }
     for (const RuleNumber& number : rule_numbers()) {
       if (const auto value = number.of(rule)) {
         text += fmt::format(", {} = {}", number.name, number_text(*value));

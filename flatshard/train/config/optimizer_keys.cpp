@@ -94,8 +94,9 @@ const ConfigKey kOptimizerKeys[] = {
         "names of parameters. The first table that matches applies. Other "
         "parameters have the values of "
         "[optimizer]. lr_mult and wd_mult are factors of the learning rate and "
-        "of the weight decay. name, beta1, beta2, eps and momentum replace the "
-        "values of [optimizer]."),
+        "of the weight decay. name, beta1, beta2, eps, momentum, and "
+        "state_dtype "
+        "replace the values of [optimizer]."),
     KEY(optimizer.state_dtype,
         "AdamW: data type of the two optimizer states. int8 has blocks of 256 "
         "elements with a scale each; embeddings and parameters of fewer than "
@@ -104,7 +105,7 @@ const ConfigKey kOptimizerKeys[] = {
         .conflicts =
             {{{"parallelism.granularity"},
               WHEN(
-                  c.optimizer.state_dtype == StateFormat::int8 &&
+                  c.optimizer.needs_state_blocks() &&
                   c.parallelism.granularity.kind() == Granularity::Kind::chunk),
               "chunks split blocks of 256 elements; use \"element\""}}),
     KEY(optimizer.stochastic_rounding,
@@ -181,19 +182,19 @@ void check_optimizer(const Config& config) {
           number.name,
           *value);
     }
+    FLATSHARD_CHECK(
+        !rule.state_dtype || algorithm == Algorithm::adamw,
+        config,
+        "optimizer.param_groups: pattern \"{}\" sets state_dtype, but it has "
+        "no effect with name = \"{}\"; remove it",
+        rule.pattern,
+        word_of(algorithm));
   }
 }
 
-}  // namespace
-
-bool Optimizer::uses(Algorithm algorithm) const {
-  return name == algorithm || std::ranges::count(
-                                  param_groups,
-                                  std::optional(algorithm),
-                                  &ParameterRule::algorithm) > 0;
-}
-
-double Optimizer::state_nbytes_of(Algorithm algorithm, double momentum) const {
+// Returns the bytes of the states per element.
+double
+state_nbytes_of(Algorithm algorithm, double momentum, StateFormat state_dtype) {
   if (algorithm == Algorithm::muon) {
     return sizeof(float);  // parameters without matrices have more
   }
@@ -211,6 +212,31 @@ double Optimizer::state_nbytes_of(Algorithm algorithm, double momentum) const {
   return 2 + 2 * sizeof(float) / static_cast<double>(kStateBlock);
 }
 
+}  // namespace
+
+bool Optimizer::uses(Algorithm algorithm) const {
+  return name == algorithm || std::ranges::count(
+                                  param_groups,
+                                  std::optional(algorithm),
+                                  &ParameterRule::algorithm) > 0;
+}
+
+bool Optimizer::uses(StateFormat format) const {
+  return state_dtype == format || std::ranges::count(
+                                      param_groups,
+                                      std::optional(format),
+                                      &ParameterRule::state_dtype) > 0;
+}
+
+bool Optimizer::needs_state_blocks() const {
+  return uses(StateFormat::int8) ||
+         (uses(StateFormat::float32) && uses(StateFormat::bfloat16));
+}
+
+double Optimizer::state_nbytes() const {
+  return state_nbytes_of(name, momentum.value_or(0), state_dtype);
+}
+
 double Optimizer::fewest_state_nbytes() const {
   double fewest = state_nbytes();
   for (const ParameterRule& rule : param_groups) {
@@ -218,7 +244,8 @@ double Optimizer::fewest_state_nbytes() const {
         fewest,
         state_nbytes_of(
             rule.algorithm.value_or(name),
-            rule.momentum.value_or(momentum.value_or(0))));
+            rule.momentum.value_or(momentum.value_or(0)),
+            rule.state_dtype.value_or(state_dtype)));
   }
   return fewest;
 }

@@ -55,14 +55,14 @@ struct Optimizer {
   bool uses(Algorithm algorithm) const;
   /// Returns the bytes of the states per element, of most parameters with the
   /// values of [optimizer].
-  double state_nbytes() const {
-    return state_nbytes_of(name, momentum.value_or(0));
-  }
+  double state_nbytes() const;
   /// Returns the same of the parameter group with the fewest.
   double fewest_state_nbytes() const;
-
- private:
-  double state_nbytes_of(Algorithm algorithm, double momentum) const;
+  /// Returns whether a parameter group may have AdamW states in this format.
+  bool uses(StateFormat format) const;
+  /// Returns whether states need shards of full blocks: of int8, and where
+  /// formats of several parameters meet.
+  bool needs_state_blocks() const;
 };
 
 template <>

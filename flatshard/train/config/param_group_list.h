@@ -27,7 +27,8 @@ struct RuleNumber {
   void set(ParameterRule& rule, double value) const;
 };
 
-/// Returns all of them. A table has a pattern and a name in addition.
+/// Returns all of them. A table has texts in addition: pattern, name and
+/// state_dtype.
 std::span<const RuleNumber> rule_numbers();
 
 }  // namespace flatshard::config

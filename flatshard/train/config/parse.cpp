@@ -92,7 +92,8 @@ ParameterRule read_param_group(
     const toml::table& table,
     const std::string& where) {
   ParameterRule rule;
-  std::vector<std::string_view> names{"pattern", "name"};
+  const std::vector<std::string_view> texts{"pattern", "name", "state_dtype"};
+  std::vector<std::string_view> names = texts;
   for (const config::RuleNumber& number : config::rule_numbers()) {
     names.push_back(number.name);
   }
@@ -108,13 +109,20 @@ ParameterRule read_param_group(
           value_of(at, config::kWords<Algorithm>, *value.value<std::string>());
       continue;
     }
+    if (name == "state_dtype" && value.is_string()) {
+      rule.state_dtype = value_of(
+          at,
+          config::kWords<StateFormat>,
+          *value.value<std::string>());
+      continue;
+    }
     const auto numbers = config::rule_numbers();
     const auto number =
         std::ranges::find(numbers, name.str(), &config::RuleNumber::name);
     if (number == numbers.end()) {
       const std::string near = near_name(name.str(), names);
       FLATSHARD_CHECK(
-          name == "pattern" || name == "name",
+          std::ranges::count(texts, name.str()) > 0,
           config,
           "{}: {} has no '{}' in a table of its list; {}",
           where,

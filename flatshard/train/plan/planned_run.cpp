@@ -199,6 +199,15 @@ plan::Job plan_job(
       config,
       "flatshard plan does not support optimizer.name = \"muon\"; plan with "
       "\"adamw\"");
+  FLATSHARD_CHECK(
+      std::ranges::none_of(
+          config.optimizer.param_groups,
+          [](const ParameterRule& rule) {
+            return rule.state_dtype.has_value();
+          }),
+      config,
+      "flatshard plan does not support state_dtype in optimizer.param_groups; "
+      "plan with optimizer.state_dtype");
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *

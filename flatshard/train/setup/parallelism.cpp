@@ -69,7 +69,7 @@ FullyShardOptions shard_options(
       config.parallelism.reshard_after_forward;
   options.runtime.copy_engines = copy_engines;
   options.granularity = config.parallelism.granularity;
-  if (config.optimizer.state_dtype == StateFormat::int8) {
+  if (config.optimizer.needs_state_blocks()) {
     options.group.alignment = kInt8Alignment;
   }
   options.seed = static_cast<std::uint64_t>(config.run.seed);

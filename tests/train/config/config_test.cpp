@@ -145,6 +145,9 @@ beta1 = 0.8
 pattern = 'norm\.weight$'
 name = "sgd"
 momentum = 0.9
+[[optimizer.param_groups]]
+pattern = "mlp"
+state_dtype = "int8"
 )"),
       "run.toml");
   EXPECT_EQ(config.optimizer.decay, Decay::matrices);
@@ -155,9 +158,11 @@ momentum = 0.9
        .beta1 = 0.8},
       {.pattern = "norm\\.weight$",
        .algorithm = Algorithm::sgd,
-       .momentum = 0.9}};
+       .momentum = 0.9},
+      {.pattern = "mlp", .state_dtype = StateFormat::int8}};
   EXPECT_EQ(config.optimizer.param_groups, rules);
-  EXPECT_EQ(config.optimizer.fewest_state_nbytes(), 4);
+  EXPECT_TRUE(config.optimizer.needs_state_blocks());
+  EXPECT_EQ(config.optimizer.fewest_state_nbytes(), 2 + 8.0 / 256);
   EXPECT_EQ(config.optimizer.state_nbytes(), 8);
   const std::string text = to_toml(config);
   EXPECT_EQ(parse_config(text, "again.toml").optimizer.param_groups, rules);
@@ -165,6 +170,9 @@ momentum = 0.9
       text,
       HasSubstr("{ pattern = \"norm\\\\.weight$\", name = \"sgd\", momentum = "
                 "0.9 },"));
+  EXPECT_THAT(
+      text,
+      HasSubstr("{ pattern = \"mlp\", state_dtype = \"int8\" },"));
   EXPECT_EQ(
       parse_config(
           kSmall,
@@ -205,6 +213,18 @@ TEST(Config, ParameterGroupsAreChecked) {
       refused_list("[{pattern = 'a', name = 'sgd', beta1 = 0.5}]"),
       HasSubstr("pattern \"a\" sets beta1, but it has no effect with name = "
                 "\"sgd\""));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', state_dtype = 'int4'}]"),
+      HasSubstr("state_dtype"));
+  EXPECT_THAT(
+      refused_list("[{pattern = 'a', name = 'sgd', state_dtype = 'int8'}]"),
+      HasSubstr("pattern \"a\" sets state_dtype, but it has no effect with "
+                "name = \"sgd\""));
+  EXPECT_THAT(
+      refused(
+          {"optimizer.param_groups=[{pattern = 'a', state_dtype = 'int8'}]",
+           "parallelism.granularity=chunk"}),
+      HasSubstr("chunks split blocks of 256 elements"));
   for (const char* list : {"1", "['a']", "[{pattern = 'a'}"}) {
     EXPECT_THAT(
         refused_list(list),

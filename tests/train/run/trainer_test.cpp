@@ -391,6 +391,8 @@ TEST_F(TrainerTest, StatesInOtherFormats) {
   for (const std::vector<std::string>& keys :
        {std::vector<std::string>{"optimizer.state_dtype=int8"},
         {"optimizer.state_dtype=bfloat16"},
+        {"optimizer.param_groups=[{pattern = 'mlp', state_dtype = 'int8'}, "
+         "{pattern = 'q_proj', state_dtype = 'bfloat16'}]"},
         {"optimizer.state_dtype=int8",
          "precision.main_params=bfloat16",
          "optimizer.stochastic_rounding=true"}}) {
