@@ -22,10 +22,10 @@ void bind_optim(py::module_& m) {
           py::init<
               std::vector<std::shared_ptr<PyUnit>>,
               const std::vector<std::vector<std::int64_t>>&,
-              bool>(),
+              const std::vector<at::ScalarType>&>(),
           py::arg("units"),
           py::arg("group_of_parameters"),
-          py::arg("bfloat16_states"))
+          py::arg("state_dtypes"))
       .def(
           "step",
           [](PyAdamW& self, const std::vector<Values>& groups) {
@@ -38,7 +38,19 @@ void bind_optim(py::module_& m) {
           },
           py::arg("groups"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_stochastic_rounding",
+          &PyAdamW::set_stochastic_rounding,
+          py::arg("seed"))
       .def("state", &PyAdamW::state, py::arg("unit"), py::arg("parameter"))
+      .def("decoded", &PyAdamW::decoded, py::arg("unit"), py::arg("parameter"))
+      .def(
+          "encode",
+          &PyAdamW::encode,
+          py::arg("unit"),
+          py::arg("parameter"),
+          py::arg("name"),
+          py::arg("values"))
       .def(
           "num_updates",
           &PyAdamW::num_updates,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/core/error.h"
+#include "flatshard/optim/moments.h"
 #include "flatshard/optim/optimizer.h"
 #include "python/csrc/py_unit.h"
 
@@ -26,20 +27,23 @@ class PyAdamW {
  public:
   /// @param group_of_parameters  the parameter group of each parameter of each
   ///   unit, in the unit's order; -1 for parameters that are not updated.
-  /// @param bfloat16_states  exp_avg and exp_avg_sq are bfloat16, not float32.
+  /// @param state_dtypes  of exp_avg and exp_avg_sq, for each parameter group.
   PyAdamW(
       std::vector<std::shared_ptr<PyUnit>> units,
       const std::vector<std::vector<std::int64_t>>& group_of_parameters,
-      bool bfloat16_states)
-      : units_(std::move(units)),
-        state_dtype_(
-            bfloat16_states ? StateFormat::bfloat16 : StateFormat::float32) {
+      const std::vector<at::ScalarType>& state_dtypes)
+      : units_(std::move(units)) {
     const std::vector<ParamGroup*> groups = trainable_groups_of(units_);
     ParameterGroups parameters;
     for (const ParamGroup* group : groups) {
       parameters.of_parameters.emplace_back(
           group->parameters().size(),
           ParameterGroups::kNotUpdated);
+    }
+    for (const at::ScalarType dtype : state_dtypes) {
+      parameters.groups.push_back(
+          {.title = std::to_string(parameters.groups.size()),
+           .values = {.state_dtype = format_of(dtype)}});
     }
     for (std::size_t u = 0; u < units_.size(); ++u) {
       const PyUnit& unit = *units_[u];
@@ -49,16 +53,22 @@ class PyAdamW {
           continue;
         }
         const auto group = static_cast<std::size_t>(index);
-        while (parameters.groups.size() <= group) {
-          parameters.groups.push_back(
-              {.title = std::to_string(parameters.groups.size()),
-               .values = {.state_dtype = state_dtype_}});
-        }
         parameters.of_parameters.at(index_of(groups, unit, i))
             .at(unit.index_in_group(i)) = group;
+        const GroupParameter& p = unit.group_at(unit.group_index(i))
+                                      .parameters()
+                                      .at(unit.index_in_group(i));
+        const StateFormat asked =
+            parameters.groups.at(group).values.state_dtype;
+        if (state_format_of(p, asked) == StateFormat::int8) {
+          unit.check_int8_states();
+        }
       }
     }
     optimizer_ = std::make_unique<Optimizer>(groups, std::move(parameters));
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+      states_.push_back(states_of(*optimizer_, g));
+    }
   }
 
   /// Makes one update.
@@ -74,20 +84,58 @@ class PyAdamW {
            .beta1 = groups[i].betas.first,
            .beta2 = groups[i].betas.second,
            .eps = groups[i].eps,
-           .state_dtype = state_dtype_});
+           .state_dtype = own[i].values.state_dtype});
     }
     optimizer_->step(/*lr=*/1);
   }
 
-  /// exp_avg and exp_avg_sq of parameter i of a unit, like its shard.
+  /// Rounds new values of bfloat16 parameters stochastically. The names of
+  /// parameters determine the random numbers.
+  void set_stochastic_rounding(std::uint64_t seed) {
+    optimizer_->set_stochastic_rounding(seed);
+  }
+
+  /// exp_avg and exp_avg_sq of parameter i of a unit, like its shard. int8
+  /// states are their codes.
   std::map<std::string, at::Tensor> state(
       const std::shared_ptr<PyUnit>& unit,
       std::size_t i) const {
     std::map<std::string, at::Tensor> state;
-    for (const auto& [name, flat] : optimizer_->state(group_of(unit, i))) {
-      state[name] = unit->rows_of(i, flat);
+    for (const auto& [name, shard] : shards_of(unit, i)) {
+      if (!name.ends_with(kScaleSuffix)) {
+        state[name] = unit->rows_at(i, shard, 0);
+      }
     }
     return state;
+  }
+  /// Returns the values of int8 states, like the parameter's shard; otherwise
+  /// nothing.
+  std::map<std::string, at::Tensor> decoded(
+      const std::shared_ptr<PyUnit>& unit,
+      std::size_t i) const {
+    std::map<std::string, at::Tensor> values;
+    const States& shards = shards_of(unit, i);
+    for (const auto& [name, shard] : shards) {
+      const auto scales = shards.find(name + std::string(kScaleSuffix));
+      if (scales != shards.end()) {
+        values[name] =
+            unit->rows_at(i, decode_states(shard, scales->second), 0);
+      }
+    }
+    return values;
+  }
+  /// Writes values to int8 states.
+  /// @param values  of the rows of this rank, as the core stores them.
+  void encode(
+      const std::shared_ptr<PyUnit>& unit,
+      std::size_t i,
+      const std::string& name,
+      const at::Tensor& values) {
+    const States& shards = shards_of(unit, i);
+    encode_states(
+        values.reshape({-1}),
+        shards.at(name),
+        shards.at(name + std::string(kScaleSuffix)));
   }
   std::int64_t num_updates(const std::shared_ptr<PyUnit>& unit, std::size_t i)
       const {
@@ -121,9 +169,51 @@ class PyAdamW {
     return index_of(optimizer_->groups(), *unit, i);
   }
 
+  static StateFormat format_of(at::ScalarType dtype) {
+    switch (dtype) {
+      case at::kFloat:
+        return StateFormat::float32;
+      case at::kBFloat16:
+        return StateFormat::bfloat16;
+      case at::kChar:
+        return StateFormat::int8;
+      default:
+        FLATSHARD_THROW(
+            config,
+            "state_dtype: expected torch.float32, torch.bfloat16, or "
+            "torch.int8, got {}",
+            c10::toString(dtype));
+    }
+  }
+  using States = std::map<std::string, at::Tensor>;
+
+  /// Returns this rank's states of parameter i of a unit, and their scales. A
+  /// rank without rows of it has empty ones of the same dtypes.
+  const States& shards_of(const std::shared_ptr<PyUnit>& unit, std::size_t i)
+      const {
+    return states_.at(group_of(unit, i)).at(unit->index_in_group(i));
+  }
+  /// Returns the states of each parameter of a group. Split between rows, each
+  /// is one piece on a rank.
+  static std::vector<States> states_of(
+      const Optimizer& optimizer,
+      std::size_t group) {
+    std::map<std::string, std::size_t> index;
+    for (const GroupParameter& p : optimizer.groups()[group]->parameters()) {
+      index.emplace(p.names.front(), index.size());
+    }
+    std::vector<States> states(index.size());
+    for (const auto& [name, shards] : optimizer.state_shards(group)) {
+      for (const NamedShard& shard : shards) {
+        states.at(index.at(shard.name()))[name] = shard.tensor;
+      }
+    }
+    return states;
+  }
+
   std::vector<std::shared_ptr<PyUnit>> units_;
-  StateFormat state_dtype_;
   std::unique_ptr<Optimizer> optimizer_;
+  std::vector<std::vector<States>> states_;  ///< of each parameter of a group
 };
 
 }  // namespace flatshard::python

@@ -2,12 +2,15 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/layout/local_range.h"
+#include "flatshard/optim/moments.h"
 
 #include <ATen/ATen.h>
+#include <fmt/ranges.h>
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
 namespace flatshard::python {
@@ -23,13 +26,27 @@ std::int64_t slice_numel(const std::vector<std::int64_t>& shape) {
   return Granularity::dim0().granule_numel(shape);
 }
 
+// With int8 states a shard consists of full blocks and full slices. So it may
+// have this many slices of a member more than its fair share.
+constexpr std::int64_t kMaxSlicesOfBlocks = 8;
+
+bool is_odd(const PyUnit::Member& member) {
+  if (member.granularity.kind() != Granularity::Kind::dim0) {
+    return false;  // the other kinds are not split at blocks
+  }
+  const std::int64_t width = slice_numel(member.values.sizes().vec());
+  return std::lcm(width, kInt8Alignment) >
+         std::max(kMaxSlicesOfBlocks * width, kInt8Alignment);
+}
+
 }  // namespace
 
 PyUnit::PyUnit(
     const std::vector<Member>& members,
     const std::shared_ptr<Mesh>& mesh,
     Options options)
-    : grads_in_place_(options.grads_in_place || options.float8.has_value()) {
+    : int8_states_(options.int8_states),
+      grads_in_place_(options.grads_in_place || options.float8.has_value()) {
   std::vector<GroupParameter> list;
   for (const Member& member : members) {
     const at::ScalarType own = member.values.scalar_type();
@@ -78,6 +95,22 @@ PyUnit::PyUnit(
          .values =
              member.values.is_meta() ? at::Tensor() : member.values.detach(),
          .tensor = member.whole});
+    if (member.float32_states) {
+      list.back().attributes[kStateDtypeAttribute] = "float32";
+    }
+  }
+  const auto odd = std::ranges::find_if(members, is_odd);
+  if (odd != members.end()) {
+    odd_member_ = odd - members.begin();
+  }
+  const bool may_have_blocks =
+      !odd_member_ && std::ranges::any_of(members, [&](const Member& member) {
+        return is_computed_with(member.values.scalar_type()) &&
+               member.values.numel() * options.number_of_slices >=
+                   kMinInt8Numel;
+      });
+  if (int8_states_.value_or(may_have_blocks)) {
+    options.group.alignment = kInt8Alignment;
   }
   options.group.keep_compute_weights = options.peers_read;
   const py::gil_scoped_release no_gil;
@@ -117,21 +150,53 @@ void PyUnit::find_rows(PlaceInGroup& place) const {
   }
 }
 
+void PyUnit::check_int8_states() const {
+  FLATSHARD_CHECK(
+      int8_states_ != false,
+      config,
+      "state_dtype = torch.int8: unit {} has ShardOptions(int8_states=False); "
+      "leave the option out",
+      name_);
+  if (!odd_member_ || int8_states_ == true) {
+    return;
+  }
+  const PlaceInGroup& place = places_.at(*odd_member_);
+  const GroupParameter& p = groups_[place.group]->parameters().at(place.index);
+  FLATSHARD_THROW(
+      config,
+      "state_dtype = torch.int8: parameter {} of shape [{}] has slices of {} "
+      "elements along its first dimension, so shards of full blocks of {} "
+      "elements would be padded; accept that with fully_shard(..., "
+      "options=ShardOptions(int8_states=True)) for its unit, or use another "
+      "state_dtype for the unit",
+      p.names.front(),
+      fmt::join(p.shape, ", "),
+      slice_numel(p.shape),
+      kInt8Alignment);
+}
+
 bool PyUnit::is_whole(const ParamGroup& group) {
   return group.weights().main().local().numel() == group.layout().numel();
 }
 
 at::Tensor PyUnit::rows_of(std::size_t i, const at::Tensor& flat) const {
+  return rows_at(i, flat, places_.at(i).offset);
+}
+
+at::Tensor PyUnit::rows_at(
+    std::size_t i,
+    const at::Tensor& flat,
+    std::int64_t begin) const {
   const PlaceInGroup& place = places_.at(i);
   // It has a separate storage, since a program that saves or stages a tensor
   // uses its storage, and finds shared tensors by the storage's address. Also
   // without rows it keeps `flat`.
-  char* const begin =
+  char* const data =
       place.nowhere
           ? place.nowhere.get()
           : static_cast<char*>(flat.data_ptr()) +
-                place.offset * static_cast<std::int64_t>(flat.element_size());
-  return at::for_blob(begin, place.shape)
+                begin * static_cast<std::int64_t>(flat.element_size());
+  return at::for_blob(data, place.shape)
       .deleter([flat, nowhere = place.nowhere](void*) {})
       .options(flat.options())
       .target_device(flat.device())

@@ -30,6 +30,7 @@ class PyUnit {
     bool trainable = true;
     std::int64_t apart = 0;  ///< GroupParameter::apart
     bool has_weights = true;
+    bool float32_states = false;  ///< see kStateDtypeAttribute
     /// dim0: split between slices along the first dimension, as a DTensor can
     /// express; chunk: as torch.chunk; tensor: never split.
     Granularity granularity;
@@ -50,6 +51,9 @@ class PyUnit {
     bool peers_read = false;
     /// The format of the members that are FP8.
     std::optional<Float8Format> float8;
+    /// Shards consist of full blocks, as int8 optimizer states require. Absent:
+    /// where that costs almost no padding.
+    std::optional<bool> int8_states;
     /// The mesh on which the members are stored, a part of the unit's mesh;
     /// null: all of it.
     std::shared_ptr<Mesh> part;
@@ -75,10 +79,16 @@ class PyUnit {
   }
   std::size_t num_groups() const { return groups_.size(); }
   ParamGroup& group_at(std::size_t g) const { return *groups_.at(g); }
+  /// @throws Error{config} where shards were not laid out for int8 states,
+  ///   naming the reason.
+  void check_int8_states() const;
 
   /// [rows, ...] this rank's slices of parameter i inside `flat`, a tensor with
   /// the layout of the main weights. Shares its memory.
   at::Tensor rows_of(std::size_t i, const at::Tensor& flat) const;
+  /// Returns the same of a tensor with another layout, from element `begin` on.
+  at::Tensor rows_at(std::size_t i, const at::Tensor& flat, std::int64_t begin)
+      const;
   at::Tensor shard(std::size_t i) const;
   /// Returns nothing before the first reduction since the gradients were
   /// dropped.
@@ -138,6 +148,9 @@ class PyUnit {
   std::vector<PlaceInGroup> places_;
   std::vector<at::Tensor> wholes_;
   std::string name_ = "unit";
+  std::optional<bool> int8_states_;
+  /// The member with slices that many blocks would have to share.
+  std::optional<std::size_t> odd_member_;
   bool adopted_ = false;
   bool grads_in_place_;
   Released<Runtime> runtime_;  ///< owns the groups once adopted

@@ -38,6 +38,8 @@ class TensorStates : public Optimizer {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> state_shards(
       std::size_t group) const override;
 
+  bool converts_states() const override { return true; }
+
  private:
   /// visit(unit, parameter, group, place in the group) for all trained ones.
   template <class F>

@@ -61,7 +61,8 @@ void bind_unit(py::module_& m) {
                       bool trainable,
                       std::int64_t apart,
                       bool has_weights,
-                      const std::string& granularity) {
+                      const std::string& granularity,
+                      bool float32_states) {
             return PyUnit::Member{
                 .name = std::move(name),
                 .whole = std::move(whole),
@@ -72,6 +73,7 @@ void bind_unit(py::module_& m) {
                 .trainable = trainable,
                 .apart = apart,
                 .has_weights = has_weights,
+                .float32_states = float32_states,
                 .granularity = Granularity::parse(granularity)};
           }),
           py::kw_only(),
@@ -84,7 +86,8 @@ void bind_unit(py::module_& m) {
           py::arg("trainable"),
           py::arg("apart"),
           py::arg("has_weights"),
-          py::arg("granularity"));
+          py::arg("granularity"),
+          py::arg("float32_states") = false);
 
   py::class_<PyUnit::Options>(m, "UnitOptions", "Sharding options of a unit.")
       .def(
@@ -96,7 +99,8 @@ void bind_unit(py::module_& m) {
                       std::optional<Float8Format> float8,
                       std::int64_t post_forward_ranks,
                       std::optional<std::shared_ptr<Mesh>> part,
-                      std::pair<std::int64_t, std::int64_t> slices) {
+                      std::pair<std::int64_t, std::int64_t> slices,
+                      std::optional<bool> int8_states) {
             return PyUnit::Options{
                 .strategy = std::move(strategy),
                 .group =
@@ -106,6 +110,7 @@ void bind_unit(py::module_& m) {
                 .grads_in_place = grads_in_place,
                 .peers_read = peers_read,
                 .float8 = std::move(float8),
+                .int8_states = int8_states,
                 .part = std::move(part).value_or(nullptr),
                 .number_of_slices = slices.first,
                 .which_slice = slices.second};
@@ -119,7 +124,8 @@ void bind_unit(py::module_& m) {
           py::arg("float8"),
           py::arg("post_forward_ranks"),
           py::arg("part") = py::none(),
-          py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0));
+          py::arg("slices") = std::pair<std::int64_t, std::int64_t>(1, 0),
+          py::arg("int8_states") = py::none());
 
   py::class_<PyUnit, std::shared_ptr<PyUnit>>(
       m,

@@ -26,10 +26,15 @@ class AdamW:
         self,
         units: Sequence[Unit],
         group_of_parameters: Sequence[Sequence[int]],
-        bfloat16_states: bool,
+        state_dtypes: Sequence[torch.dtype],
+    ) -> None: ...
+    def decoded(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
+    def encode(
+        self, unit: Unit, parameter: int, name: str, values: torch.Tensor
     ) -> None: ...
     def num_updates(self, unit: Unit, parameter: int) -> int: ...
     def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
+    def set_stochastic_rounding(self, seed: int) -> None: ...
     def state(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
     def step(
         self, groups: Sequence[tuple[float, tuple[float, float], float, float]]
@@ -139,6 +144,7 @@ class Member:
         apart: int,
         has_weights: bool,
         granularity: str,
+        float32_states: bool = False,
     ) -> None: ...
 
 class Mesh:
@@ -404,6 +410,7 @@ class UnitOptions:
         post_forward_ranks: int,
         part: Mesh | None = None,
         slices: tuple[int, int] = (1, 0),
+        int8_states: bool | None = None,
     ) -> None: ...
 
 class UnitPolicy:

@@ -9,11 +9,12 @@ import torch
 from flatshard import _C
 from flatshard._fsdp.renewal import follow_changes
 from flatshard._fsdp.unit import UnitState
-from flatshard._tensor.pieces import state_beside
+from flatshard._tensor.pieces import rows_of, state_beside
 from flatshard._tensor.places import unit_of
 from flatshard.torch_versions import plain_attributes
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 # Options of torch.optim.AdamW that the core lacks, with the only value it supports. They
 # come with the constructor, with a state dict or a checkpoint, or by assignment.
 _FIXED = {
@@ -40,18 +41,31 @@ class AdamW(torch.optim.Optimizer):
     one load into the other. Each step reads the options in `param_groups` and `state`, so
     changes of them take effect as in torch.optim.AdamW.
 
+    Where states are int8, `state` shows their codes, and `state_dict()` has their values in
+    float32. Loading them again gives the same codes.
+
     Args:
         params: parameters, or groups of them. All trainable parameters of a unit
-            have to be in it. Groups may differ in `lr`, `betas`, `eps` and
-            `weight_decay`, also within a unit.
+            have to be in it. Groups may differ in `lr`, `betas`, `eps`,
+            `weight_decay` and `state_dtype`, also within a unit.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW. Schedulers change the
             options of each group as usual.
-        state_dtype: dtype of `exp_avg` and `exp_avg_sq`, torch.float32 or torch.bfloat16.
-            Updates are computed in float32, from the states before they are rounded.
+        state_dtype: dtype of `exp_avg` and `exp_avg_sq`: torch.float32, torch.bfloat16 or
+            torch.int8. Updates are computed in float32, from the states before they are
+            rounded. int8 has blocks of 256 elements, each with a scale. They are counted
+            from each parameter's start, so the mesh does not change results. The weights
+            of nn.Embedding, and parameters of fewer than 4096 elements, keep float32.
+            A group keeps its dtype when a state dict or a checkpoint is loaded.
+        stochastic_rounding: bfloat16 parameters are rounded up or down at random, so that
+            the mean is exact. Otherwise, updates of less than half a rounding step are
+            lost.
+        rounding_seed: seed of the random numbers, equal on all ranks.
 
     Raises:
-        ValueError: parameters or groups that cannot be updated together.
-        NotImplementedError: an option of torch's that is not supported.
+        ValueError: parameters or groups that cannot be updated together, or a parameter
+            whose layout does not allow int8 states.
+        NotImplementedError: an option of torch's that is not supported, or int8 states of
+            a parameter with tensor parallelism.
     """
 
     # Its writes are known to the core, see _tensor/writes.py.
@@ -61,6 +75,8 @@ class AdamW(torch.optim.Optimizer):
     # The unit of each parameter and the index in it.
     _places: dict[torch.Tensor, tuple[UnitState, int]]
     _group_sizes: list[int]  # how many parameters each of param_groups had
+    # Of each group. Not in param_groups, so that state dicts of torch.optim.AdamW fit.
+    _state_dtypes: list[torch.dtype]
 
     def __init__(
         self,
@@ -77,13 +93,12 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
     ):
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                "flatshard.optim.AdamW: state_dtype: expected torch.float32 or "
-                f"torch.bfloat16, got {state_dtype}"
-            )
         self._state_dtype = state_dtype
+        self._state_dtypes = []
+        self._rounding_seed = rounding_seed if stochastic_rounding else None
         super().__init__(
             params,
             {
@@ -100,16 +115,28 @@ class AdamW(torch.optim.Optimizer):
             },
         )
         self._make_core()
+        self.register_state_dict_post_hook(_show_values, prepend=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works as torch.optim.Optimizer.add_param_group. The group has all trainable
-        parameters of the units whose parameters it has."""
+        parameters of the units whose parameters it has, and may have a `state_dtype`."""
+        dtype = self._state_dtype
+        if "state_dtype" in param_group:
+            param_group = dict(param_group)
+            dtype = param_group.pop("state_dtype")
+        if dtype not in _STATE_DTYPES:
+            raise ValueError(
+                "flatshard.optim.AdamW: state_dtype: expected torch.float32, "
+                f"torch.bfloat16 or torch.int8, got {dtype}"
+            )
         super().add_param_group(param_group)
+        self._state_dtypes.append(dtype)
         if hasattr(self, "core"):  # else torch's constructor adds the first groups
             try:
                 self._make_core()
             except BaseException:
                 self.param_groups.pop()
+                self._state_dtypes.pop()
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,6 +152,7 @@ class AdamW(torch.optim.Optimizer):
         """Makes the core's optimizer for the groups as they are now. It continues with
         the state that there is."""
         self.check_options(self.param_groups)
+        given = self._values_of(self.state)
         parameters = self._parameters_now()
         places = {p: _place_of(p) for p in parameters}
         follow_changes(dict.fromkeys(unit for unit, _ in places.values()))
@@ -132,17 +160,21 @@ class AdamW(torch.optim.Optimizer):
         places = {p: unit_of(p) for p in parameters}
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
         _check_units(units, places)
+        for group, dtype in zip(self.param_groups, self._state_dtypes):
+            if dtype == torch.int8:
+                _check_int8(places[p] for p in group["params"])
+        if self._rounding_seed is not None:
+            _check_rounding(parameters)
+        cores = [unit.core for unit in units]
+        self.core = _C.AdamW(
+            cores, self._group_of_parameters(units, places), self._state_dtypes
+        )
+        self._rounds = False  # names are known in the first step
         self._places = places
         self._parameters = parameters
         self._units = units
-        self._cores = [unit.core for unit in units]
+        self._cores = cores
         self._group_sizes = self._sizes_now()
-        self.core = _C.AdamW(
-            self._cores,
-            self._group_of_parameters(),
-            self._state_dtype == torch.bfloat16,
-        )
-        given = dict(self.state)
         # The core's state of each trained parameter; `state` shows it.
         self._shown = {
             parameter: {
@@ -164,13 +196,13 @@ class AdamW(torch.optim.Optimizer):
     def _sizes_now(self):
         return [len(group["params"]) for group in self.param_groups]
 
-    def _group_of_parameters(self):
+    def _group_of_parameters(self, units, places):
         """Returns the index in param_groups of each parameter of each unit, -1 for
         parameters that are not in them."""
-        of_units = {unit: [-1] * unit.core.num_parameters for unit in self._units}
+        of_units = {unit: [-1] * unit.core.num_parameters for unit in units}
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
-                unit, index = self._places[parameter]
+                unit, index = places[parameter]
                 of_units[unit][index] = number
         return list(of_units.values())
 
@@ -220,10 +252,13 @@ class AdamW(torch.optim.Optimizer):
         if self._state_was_changed():
             self._check_dropped()
             self._take_states(dict(self.state))
+        if self._rounding_seed is not None and not self._rounds:
+            self.core.set_stochastic_rounding(self._rounding_seed)
+            self._rounds = True
         views = [unit.grads for unit in self._units]
         for grads in views:
             grads.take()
-        self.core.step([_values_of(group) for group in self.param_groups])
+        self.core.step([_options_of(group) for group in self.param_groups])
         for grads in views:
             grads.release()
         self.show_steps()
@@ -309,12 +344,22 @@ class AdamW(torch.optim.Optimizer):
             if not state:
                 continue
             unit, index = self._places[parameter]
+            names = unit.parameters[index].names or [unit.parameters[index].label]
             for name in ("step", *_MOMENTS):
                 if name not in state:
                     raise KeyError(
                         f"flatshard.optim.AdamW: the state of parameter "
-                        f"{unit.parameters[index].names[0]} has no {name}, only "
+                        f"{names[0]} has no {name}, only "
                         f"{', '.join(map(str, state))}"
+                    )
+            for name in _MOMENTS:
+                value = state[name]
+                is_shown = value is self._shown[parameter][name]
+                if not is_shown and not value.is_floating_point():
+                    raise ValueError(
+                        f"flatshard.optim.AdamW: state {name} of parameter {names[0]}: "
+                        f"expected floating-point values, got {value.dtype}; "
+                        "state_dict() has the values of int8 states"
                     )
             group = unit, unit.core.group_index(index)
             own = int(state["step"])
@@ -326,18 +371,46 @@ class AdamW(torch.optim.Optimizer):
                 )
         for parameter, shown in self._shown.items():
             state = given.get(parameter, {})
+            unit, index = self._places[parameter]
             for name in _MOMENTS:
                 value = state.get(name)
-                if value is None:
+                if value is shown[name]:
+                    continue
+                if _has_codes(shown):
+                    shard = unit.parameters[index].stored_shard
+                    value = torch.zeros_like(shard) if value is None else value
+                    rows = rows_of(shard, value).float().contiguous()
+                    self.core.encode(unit.core, index, name, rows)
+                elif value is None:
                     shown[name].zero_()
-                elif value is not shown[name]:
+                else:
                     shown[name].copy_(value)
-            unit, index = self._places[parameter]
             updates = steps.get((unit, unit.core.group_index(index)), 0)
             self.core.set_num_updates(unit.core, index, updates)
         states = {parameter: dict(shown) for parameter, shown in self._shown.items()}
         self.state = type(self.state)(dict, states)
         self.show_steps()
+
+    def _values_of(self, states):
+        """Returns states, by parameter. int8 ones that the core has are copied as
+        float32."""
+        return {p: self.values_of_state(p, state) for p, state in states.items()}
+
+    def values_of_state(self, parameter, state):
+        """Returns `state` of a parameter, as it is shown, with the values of codes."""
+        shown = getattr(self, "_shown", {}).get(parameter)
+        if shown is None or not _has_codes(shown):
+            return dict(state)
+        unit, index = self._places[parameter]
+        core = self._cores[self._units.index(unit)]
+        shard = unit.parameters[index].stored_shard
+        decoded = self.core.decoded(core, index)
+        return {
+            name: state_beside(shard, decoded[name])
+            if name in decoded and value is shown[name]
+            else value
+            for name, value in state.items()
+        }
 
     def show_steps(self) -> None:
         """Makes `step` of each parameter's state what the core counted."""
@@ -378,7 +451,21 @@ class AdamW(torch.optim.Optimizer):
             hook.remove()
 
 
-def _values_of(group):
+def _show_values(optimizer, state_dict):
+    """Puts the values of int8 states into a state dict, because `state` has no scales."""
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters):
+        if number in state_dict["state"]:
+            state = state_dict["state"][number]
+            state_dict["state"][number] = optimizer.values_of_state(parameter, state)
+
+
+def _has_codes(shown):
+    return not shown["exp_avg"].is_floating_point()
+
+
+def _options_of(group):
     """Returns a group's options as the core reads them."""
     return tuple(
         _number(group[name]) for name in ("lr", "betas", "eps", "weight_decay")
@@ -416,6 +503,26 @@ def _place_of(parameter):
     return place
 
 
+def _check_int8(places):
+    for unit, index in places:
+        p = unit.parameters[index]
+        if p.parallel is not None:
+            raise NotImplementedError(
+                f"flatshard.optim.AdamW: state_dtype=torch.int8: parameter {p.title} of "
+                f"unit {unit.name or '(not run yet)'} has tensor parallelism. This is not "
+                "supported; put it into a group with state_dtype=torch.bfloat16"
+            )
+
+
+def _check_rounding(parameters):
+    if all(p.dtype != torch.bfloat16 for p in parameters):
+        raise ValueError(
+            "flatshard.optim.AdamW: stochastic_rounding is for bfloat16 parameters, and "
+            "this optimizer has none; convert the model with model.to(torch.bfloat16) "
+            "before fully_shard, or leave it out"
+        )
+
+
 def _check_units(units, places):
     for unit in units:
         for p in unit.parameters:
@@ -425,10 +532,13 @@ def _check_units(units, places):
                     f"{unit.name or '(not run yet)'} is missing; a unit's "
                     "parameters are updated together, use torch.optim.AdamW"
                 )
-            if p.trainable and p.shard.is_cuda and p.shard.dtype != torch.float32:
+            dtypes = p.shard.dtype, p.param_dtype or p.shard.dtype
+            fits = dtypes[0] == torch.float32 or dtypes == (torch.bfloat16,) * 2
+            if p.trainable and p.shard.is_cuda and not fits:
                 raise NotImplementedError(
-                    f"flatshard.optim.AdamW: expected float32 parameters on GPUs, got "
-                    f"{p.shard.dtype} in parameter {p.title} of unit "
+                    "flatshard.optim.AdamW: expected float32 parameters on GPUs, or "
+                    f"bfloat16 ones that are all-gathered in bfloat16, got {dtypes[0]} "
+                    f"all-gathered in {dtypes[1]} in parameter {p.title} of unit "
                     f"{unit.name or '(not run yet)'}; keep them in float32 with "
                     "MixedPrecisionPolicy(param_dtype=torch.bfloat16), or use "
                     "torch.optim.AdamW"

@@ -153,6 +153,7 @@ def make_core(parameters, values, mp_policy, mesh, options):
                 has_weights=p.extension is None,
                 apart=p.apart,
                 granularity=p.granularity,
+                float32_states=p.is_embedding(),
             )
         )
     return Core(members, mesh, options)

@@ -39,6 +39,10 @@ class ShardOptions:
             the ranks of the mesh and raises RuntimeError where they differ. Parameters
             on the meta device and parameters that were written since are left out.
             False: the ranks differ on purpose.
+        int8_states: shards consist of full blocks of 256 elements, as int8 states of
+            `flatshard.optim.AdamW` require. None: where slices along the first dimension
+            are multiples of 32 elements, so that padding is negligible. True: in any
+            unit. False: in none.
         fp8: the weights of nn.Linear (not of subclasses) are all-gathered and multiplied
             as FP8. Needs `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 
@@ -51,6 +55,7 @@ class ShardOptions:
     grads_in_place: bool | None = None
     cuda_graph: bool = False
     check_same_values: bool = True
+    int8_states: bool | None = None
     fp8: Float8Policy | None = None
 
     def __post_init__(self):
@@ -64,8 +69,9 @@ class ShardOptions:
             self.granularity in ("dim0", "chunk", "tensor"),
             "'dim0', 'chunk' or 'tensor' (DTensors cannot express others)",
         )
-        in_place = self.grads_in_place is None or isinstance(self.grads_in_place, bool)
-        expect("grads_in_place", in_place, "True, False or None")
+        for name in ("grads_in_place", "int8_states"):
+            fits = getattr(self, name) is None or isinstance(getattr(self, name), bool)
+            expect(name, fits, "True, False or None")
         for name in ("cuda_graph", "check_same_values"):
             expect(name, isinstance(getattr(self, name), bool), "True or False")
         check_policy(self.fp8)
@@ -77,7 +83,10 @@ class ShardOptions:
 
     def core(self) -> dict[str, Any]:
         """Returns the arguments of _C.UnitOptions that these options determine."""
-        return {"float8": self.fp8.core() if self.fp8 else None}
+        return {
+            "float8": self.fp8.core() if self.fp8 else None,
+            "int8_states": self.int8_states,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,14 @@ class Parameter:
         """Returns the name for messages."""
         return self.sites[0][1] if self.sites else self.label
 
+    def is_embedding(self):
+        """Returns whether it is the weight of an embedding, possibly tied."""
+        return any(
+            name == "weight" and isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+            for module, name in self.sites
+            if (m := module()) is not None
+        )
+
     def fits(self, keeps_rows):
         """Returns whether the core can train it as it is now: with its dtype, and with
         gradients where it is not frozen. Unless the unit keeps its rows, one that was

@@ -29,6 +29,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
+# The role of the scales of codes, as of exp_avg, ends in it.
+_SCALE = ".scale"
+
 # The zeros of an optimizer for parameters without a state, by parameter. A writer keeps
 # the addresses of saved tensors.
 _zeros: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -175,7 +178,8 @@ def take_options(optimizer, groups):
 
 def make_states(optimizer, stored, described, exclude):
     """Gives the optimizer state tensors where the checkpoint has values for them, of the
-    dtypes that the checkpoint has. They need not be the parameters' dtypes.
+    dtypes that the checkpoint has. They need not be the parameters' dtypes. int8 states of
+    flatshard.optim.AdamW become float32.
 
     Args:
         described: the result of describe_optimizer at the save.
@@ -201,6 +205,9 @@ def make_states(optimizer, stored, described, exclude):
                 for role, of in roles.items()
                 if own_steps != 0 and any(name in of for name in names)
             }
+            for role in [r for r in found if r + _SCALE in found]:
+                found[role] = torch.float32
+                del found[role + _SCALE]
             former, own = own, {}
             for role, dtype in found.items():
                 own[role] = former.get(role)
