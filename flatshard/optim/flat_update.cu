@@ -368,6 +368,8 @@ __device__ float byte_above_base(std::uint32_t word, int j) {
 // A thread's part of a warp's block: four adjacent elements, and four that are
 // half a block further. So all accesses of a warp are contiguous.
 constexpr int kQuads = 2;
+// Blocks of kThreads of an SM: registers are enough for these, not for more.
+constexpr int kStateBlocks = 4;
 constexpr int kQuadStride = kStateBlock / kQuads;
 static_assert(kStateBlock == 32 * kVector * kQuads);
 
@@ -401,34 +403,28 @@ __device__ StateCodes load_codes(const StatePointers& s, std::uint64_t at) {
   return codes;
 }
 
-__device__ void decode_exp_avg(const StateCodes& codes, Quads& to) {
+__device__ void
+decode_exp_avg(std::uint32_t word, float scale, float (&to)[kVector]) {
+  const std::uint32_t bytes = word ^ 0x80808080U;  // int8 + 128
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const std::uint32_t bytes = codes.word[q] ^ 0x80808080U;  // int8 + 128
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      to.v[q][j] = state_format::decode_exp_avg(
-          plus(byte_above_base(bytes, j), -(kByteBase + 128.0F)),
-          codes.scale);
-    }
+  for (int j = 0; j < kVector; ++j) {
+    to[j] = state_format::decode_exp_avg(
+        plus(byte_above_base(bytes, j), -(kByteBase + 128.0F)),
+        scale);
   }
 }
 
-__device__ void decode_exp_avg_sq(const StateCodes& codes, Quads& to) {
+__device__ void
+decode_exp_avg_sq(std::uint32_t word, float scale, float (&to)[kVector]) {
   using state_format::kOf255;
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      // As state_format::decode_exp_avg_sq: rounds code * kOf255 once, because
-      // 2^23 * kOf255 is exact.
-      const float code = __fmaf_rn(
-          byte_above_base(codes.word[q], j),
-          kOf255,
-          -kByteBase * kOf255);
-      const float root = times(codes.scale, code);
-      to.v[q][j] = times(root, root);
-    }
+  for (int j = 0; j < kVector; ++j) {
+    // As state_format::decode_exp_avg_sq: rounds code * kOf255 once, because
+    // 2^23 * kOf255 is exact.
+    const float code =
+        __fmaf_rn(byte_above_base(word, j), kOf255, -kByteBase * kOf255);
+    const float root = times(scale, code);
+    to[j] = times(root, root);
   }
 }
 
@@ -566,79 +562,69 @@ __device__ void store_quads(
   }
 }
 
-// The elements of a thread, before and after an update.
-struct Elements {
-  Quads w;
-  Quads m;
-  Quads v;
-  Quads root;  ///< of the new v
-  std::uint32_t largest_m = 0;
-  std::uint32_t largest_root = 0;
-};
-
 __device__ float larger_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
 }
 
+// The largest numbers of a thread's elements.
+struct Largest {
+  float m = 0;
+  std::uint32_t root = 0;  ///< bits
+};
+
 // AdamW for elements that share a row. Computes square roots and quotients
 // without branches, and once more in the few threads with an unusual number.
-__device__ void
-update_elements(const UpdateRow& s, const Quads& g, float scale, Elements& e) {
-  float largest_m = 0;
-  std::uint32_t largest_root = 0;
+// Replaces v by its square root.
+__device__ void update_quad(
+    const UpdateRow& s,
+    float (&w)[kVector],
+    const float (&g)[kVector],
+    float (&m)[kVector],
+    float (&v)[kVector],
+    Largest& largest) {
+  Largest own;
   float least_numerator = 1.0F;
   std::uint32_t least_v = ~0U;
-  Quads quotient;
+  float quotient[kVector];
+  float root[kVector];
 #pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      float& m = e.m.v[q][j];
-      float& v = e.v.v[q][j];
-      AdamWRule::update_moments(s, times(g.v[q][j], scale), m, v);
-      const float root = root_of_normal(v);
-      const float numerator = AdamWRule::numerator(s, m);
-      quotient.v[q][j] =
-          quotient_of_normal(numerator, AdamWRule::denominator(s, root));
-      e.root.v[q][j] = root;
-      largest_m = larger_or_nan(largest_m, fabsf(m));
-      largest_root = max(largest_root, float8::bits_of(root));
-      least_numerator = fminf(least_numerator, fabsf(numerator));
-      least_v = min(least_v, float8::bits_of(v));
-    }
+  for (int j = 0; j < kVector; ++j) {
+    AdamWRule::update_moments(s, g[j], m[j], v[j]);
+    root[j] = root_of_normal(v[j]);
+    const float numerator = AdamWRule::numerator(s, m[j]);
+    quotient[j] =
+        quotient_of_normal(numerator, AdamWRule::denominator(s, root[j]));
+    own.m = larger_or_nan(own.m, fabsf(m[j]));
+    own.root = max(own.root, float8::bits_of(root[j]));
+    least_numerator = fminf(least_numerator, fabsf(numerator));
+    least_v = min(least_v, float8::bits_of(v[j]));
   }
   const bool is_usual =
       float8::float_of(least_v) >= 0x1p-101F &&
       AdamWRule::denominator(s, 0x1p-51F) >= 0x1p-64F &&
-      AdamWRule::denominator(s, float8::float_of(largest_root)) <= 0x1p24F &&
+      AdamWRule::denominator(s, float8::float_of(own.root)) <= 0x1p24F &&
       least_numerator >= 0x1p-100F &&
-      fabsf(AdamWRule::numerator(s, largest_m)) <= 0x1p62F;
+      fabsf(AdamWRule::numerator(s, own.m)) <= 0x1p62F;
   if (!is_usual) {
-    largest_root = 0;
-#pragma unroll
-    for (int q = 0; q < kQuads; ++q) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float root = __fsqrt_rn(e.v.v[q][j]);
-        quotient.v[q][j] = __fdiv_rn(
-            AdamWRule::numerator(s, e.m.v[q][j]),
-            AdamWRule::denominator(s, root));
-        e.root.v[q][j] = root;
-        largest_root = max(largest_root, float8::bits_of(root));
-      }
-    }
-  }
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
+    own.root = 0;
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      e.w.v[q][j] = AdamWRule::updated(s, e.w.v[q][j], quotient.v[q][j]);
+      root[j] = __fsqrt_rn(v[j]);
+      quotient[j] = __fdiv_rn(
+          AdamWRule::numerator(s, m[j]),
+          AdamWRule::denominator(s, root[j]));
+      own.root = max(own.root, float8::bits_of(root[j]));
     }
   }
-  e.largest_m = float8::bits_of(largest_m);
-  e.largest_root = largest_root;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    w[j] = AdamWRule::updated(s, w[j], quotient[j]);
+    v[j] = root[j];
+  }
+  largest.m = larger_or_nan(largest.m, own.m);
+  largest.root = max(largest.root, own.root);
 }
 
 template <class T>
@@ -650,11 +636,73 @@ __device__ void* element(void* base, std::uint64_t i) {
   return static_cast<T*>(base) + i;
 }
 
+// Stores four new weights, `quad` quads after element e.
+template <class Main, class Compute, bool Stochastic>
+struct WeightWriter {
+  __device__ void
+  store(const FlatUpdatePointers& p, std::uint64_t e, int quad, float4 w) {
+    const int i = quad * kQuadStride / kVector;
+    if constexpr (Stochastic) {
+      store_rounded(p, e + quad * kQuadStride, w, rounding, block, drawn);
+    } else {
+      store4<Main>(element<Main>(p.main, e), i, w);
+    }
+    if constexpr (!std::is_same_v<Compute, NoCompute>) {
+      store4<Compute>(element<Compute>(p.compute, e), i, w);
+    }
+  }
+
+  // Of the last random words.
+  const RoundingRange* rounding = nullptr;
+  std::uint64_t block = 0;
+  uint4 drawn = {};
+};
+
+// Updates a complete block with int8 states, quad by quad: few values stay in
+// registers. All elements have `row`.
+template <class Main, class Grad, class Writer>
+__device__ void update_int8(
+    const FlatUpdatePointers& p,
+    const UpdateRow& row,
+    float scale,
+    std::uint64_t e,
+    std::uint64_t at) {
+  float4 main[kQuads];
+  float4 grad[kQuads];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    main[q] = load4<Main>(element<Main>(p.main, e), q * kQuadStride / kVector);
+    grad[q] = load4<Grad>(element<Grad>(p.grad, e), q * kQuadStride / kVector);
+  }
+  const StateCodes first = load_codes(p.exp_avg, at);
+  const StateCodes second = load_codes(p.exp_avg_sq, at);
+  Quads m;
+  Quads root;
+  Largest largest;
+  Writer writer;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    float w[kVector] = {main[q].x, main[q].y, main[q].z, main[q].w};
+    const float g[kVector] = {
+        times(grad[q].x, scale),
+        times(grad[q].y, scale),
+        times(grad[q].z, scale),
+        times(grad[q].w, scale)};
+    decode_exp_avg(first.word[q], first.scale, m.v[q]);
+    decode_exp_avg_sq(second.word[q], second.scale, root.v[q]);
+    update_quad(row, w, g, m.v[q], root.v[q], largest);
+    writer.store(p, e, q, {w[0], w[1], w[2], w[3]});
+  }
+  encode_exp_avg(m, float8::bits_of(largest.m), p.exp_avg, at);
+  encode_exp_avg_sq(root, largest.root, p.exp_avg_sq, at);
+}
+
 // A warp has a block of kStateBlock elements. Of several formats, and with
 // int8, the ranges and the shard are multiples of it.
 template <class Main, class Grad, class Compute, bool Stochastic>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kStateBlocks)
     states_kernel(const FlatUpdatePointers p) {
+  using Writer = WeightWriter<Main, Compute, Stochastic>;
   const std::int64_t begin =
       (std::int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32) *
       kStateBlock;
@@ -662,22 +710,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int lane_at = static_cast<int>(threadIdx.x % 32) * kVector;
-  const int num = static_cast<int>(min(p.numel - begin, kStateBlock)) - lane_at;
   const std::uint64_t e = begin + lane_at;
-  Elements x = {};
-  Quads g = {};
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    if (q * kQuadStride < num) {
-      x.w.set(
-          q,
-          load4<Main>(element<Main>(p.main, e), q * kQuadStride / kVector));
-      g.set(
-          q,
-          load4<Grad>(element<Grad>(p.grad, e), q * kQuadStride / kVector));
-    }
-  }
-  // After the loads, because these need no ranges. Mostly a block has one row.
   const std::int64_t last = min(begin + kStateBlock, p.numel) - 1;
   int group = 0;
   bool is_one_group = true;
@@ -696,67 +729,46 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint64_t at = e + range.shift;
   const float scale = p.grad_scale == nullptr ? 1.0F : *p.grad_scale;
   if (range.format == StateFormat::int8) {
-    const StateCodes first = load_codes(p.exp_avg, at);
-    const StateCodes second = load_codes(p.exp_avg_sq, at);
-    decode_exp_avg(first, x.m);
-    decode_exp_avg_sq(second, x.v);
-  } else {
-    x.m = load_quads(p.exp_avg, range.format, at, num);
-    x.v = load_quads(p.exp_avg_sq, range.format, at, num);
-  }
-
-  if (is_one_group) {
     const UpdateRow row = p.num_ranges == 0 ? p.row : p.rows[group];
-    update_elements(row, g, scale, x);
-  } else {
-    for (int q = 0; q < kQuads; ++q) {
-      for (int j = 0; j < kVector; ++j) {
-        update_by_range<AdamWRule>(
-            p,
-            min(static_cast<std::int64_t>(e) + q * kQuadStride + j, last),
-            x.w.v[q][j],
-            times(g.v[q][j], scale),
-            x.m.v[q][j],
-            x.v.v[q][j]);
-      }
-    }
+    update_int8<Main, Grad, Writer>(p, row, scale, e, at);
+    return;
   }
 
-  const RoundingRange* rounding = nullptr;
-  std::uint64_t block = 0;
-  uint4 drawn = {};
+  const int num = static_cast<int>(last + 1 - begin) - lane_at;
+  Quads m = load_quads(p.exp_avg, range.format, at, num);
+  Quads v = load_quads(p.exp_avg_sq, range.format, at, num);
+  Writer writer;
 #pragma unroll
   for (int q = 0; q < kQuads; ++q) {
-    if (q * kQuadStride < num) {
-      if constexpr (Stochastic) {
-        store_rounded(
-            p,
-            e + q * kQuadStride,
-            x.w.quad(q),
-            rounding,
-            block,
-            drawn);
-      } else {
-        store4<Main>(
-            element<Main>(p.main, e),
-            q * kQuadStride / kVector,
-            x.w.quad(q));
-      }
-      if constexpr (!std::is_same_v<Compute, NoCompute>) {
-        store4<Compute>(
-            element<Compute>(p.compute, e),
-            q * kQuadStride / kVector,
-            x.w.quad(q));
-      }
+    if (q * kQuadStride >= num) {
+      continue;
     }
+    const int i = q * kQuadStride / kVector;
+    float4 w = load4<Main>(element<Main>(p.main, e), i);
+    float4 g = load4<Grad>(element<Grad>(p.grad, e), i);
+    g = {
+        times(g.x, scale),
+        times(g.y, scale),
+        times(g.z, scale),
+        times(g.w, scale)};
+    float4 a = m.quad(q);
+    float4 b = v.quad(q);
+    if (is_one_group) {
+      const UpdateRow row = p.num_ranges == 0 ? p.row : p.rows[group];
+      update4<AdamWRule>(row, w, g, a, b);
+    } else {
+      const std::int64_t first = begin + lane_at + q * kQuadStride;
+      update_by_range<AdamWRule>(p, first, w.x, g.x, a.x, b.x);
+      update_by_range<AdamWRule>(p, first + 1, w.y, g.y, a.y, b.y);
+      update_by_range<AdamWRule>(p, first + 2, w.z, g.z, a.z, b.z);
+      update_by_range<AdamWRule>(p, first + 3, w.w, g.w, a.w, b.w);
+    }
+    m.set(q, a);
+    v.set(q, b);
+    writer.store(p, e, q, w);
   }
-  if (range.format == StateFormat::int8) {
-    encode_exp_avg(x.m, x.largest_m, p.exp_avg, at);
-    encode_exp_avg_sq(x.root, x.largest_root, p.exp_avg_sq, at);
-  } else {
-    store_quads(x.m, p.exp_avg, range.format, at, num);
-    store_quads(x.v, p.exp_avg_sq, range.format, at, num);
-  }
+  store_quads(m, p.exp_avg, range.format, at, num);
+  store_quads(v, p.exp_avg_sq, range.format, at, num);
 }
 
 template <class Main, class Grad, class Compute, bool Stochastic>
