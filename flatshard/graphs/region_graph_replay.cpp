@@ -79,9 +79,7 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& in = inputs[i];
     const at::Tensor& memory = inputs_[i];
-    if (in.sizes() != memory.sizes() || in.strides() != memory.strides() ||
-        in.scalar_type() != memory.scalar_type() ||
-        in.device() != memory.device()) {
+    if (!same_kind(in, memory)) {
       return "an input has another shape, layout or dtype";
     }
     if (with_grad_ && in.requires_grad() != memory.requires_grad()) {

@@ -22,8 +22,8 @@ RegionGraphs::RegionGraphs(
     std::weak_ptr<Runtime> runtime)
     : units_(units),
       device_(device),
-      options_(std::move(options)),
       runtime_(std::move(runtime)),
+      life_(std::move(options)),
       watch_(std::make_shared<StepWatch>()) {
   for (const auto& unit : units_) {
     auto& regions = unit_regions_.emplace_back(
@@ -55,7 +55,7 @@ void RegionGraphs::parameters_pointed(Unit& unit, const SlotView& slot) {
 
 std::shared_ptr<void> RegionGraphs::interleave_microbatches() {
   FLATSHARD_CHECK(
-      !options_.regions.contains("block"),
+      !life_.options().regions.contains("block"),
       config,
       "GraphOptions::regions (cuda_graph.modules) with microbatches that "
       "interleave: expected parts of blocks (attn, moe_router, mlp), got "
@@ -110,15 +110,13 @@ void RegionGraphs::reset() {
     }
   }
   pool_.reset();
-  captured_ = again_ = false;
+  life_.restart();
   watch_->start();
-  num_steps_ = 0;
-  began_ = false;
   forget_step();
 }
 
 GraphStats RegionGraphs::stats() const {
-  GraphStats stats = stats_;
+  GraphStats stats = life_.counts();
   stats.nbytes = pool_ ? pool_->nbytes() : 0;
   return stats;
 }
@@ -139,20 +137,17 @@ void RegionGraphs::root_forward_begins(bool weights_changed, bool at_rest) {
 }
 
 void RegionGraphs::step_begins(bool at_rest) {
-  num_steps_ += std::exchange(began_, true) ? 1 : 0;
-  if (captured_ && again_ && at_rest) {
+  life_.step_begins();
+  if (life_.is(GraphPhase::outdated) && at_rest) {
     reset();
-    began_ = true;
-    num_steps_ = options_.warmup_steps - 1;  // one more to learn from
+    life_.restart(life_.options().warmup_steps);  // this step is watched
     return;
   }
-  if (captured_) {
+  if (life_.replays()) {
     return;
   }
-  if (num_steps_ >= options_.warmup_steps && !watch_->order().empty() &&
-      at_rest) {
+  if (life_.is_warm() && !watch_->order().empty() && at_rest) {
     capture_all();
-    captured_ = true;
     watch_->stop();
   }
   forget_step();
@@ -212,11 +207,13 @@ RegionGraphs::Region::Graphs& RegionGraphs::graphs_of(
     const auto on_backward =
         [this](const RegionGraph& graph, const char* miss) {
           if (miss == nullptr) {
-            ++stats_.backward_replays;
-          } else {
-            again_ |= miss == RegionGraph::kOtherGradient;
-            fallback(&graph, miss);
+            ++life_.counts().backward_replays;
+            return;
           }
+          if (miss == RegionGraph::kOtherGradient) {
+            life_.outdate();
+          }
+          life_.fallback(graph.name(), miss);
         };
     graphs[with_grad] = std::make_shared<RegionGraph>(
         unit.unit(),
@@ -247,26 +244,6 @@ std::string RegionGraphs::obstacle(const UnitRegions& unit) {
   return {};
 }
 
-void RegionGraphs::fallback(
-    const RegionGraph* graph,
-    const std::string& reason) {
-  if (++stats_.fallbacks[reason] == 1) {
-    log_warning(
-        "{} runs eagerly and not as a CUDA graph: {} (logged once for each "
-        "reason)",
-        graph->name(),
-        reason);
-  }
-  FLATSHARD_CHECK(
-      !options_.miss_is_error,
-      usage,
-      "{} cannot be replayed as a CUDA graph: {}; fix that, or let it run "
-      "eagerly (GraphOptions::miss_is_error = false, cuda_graph.on_miss = "
-      "\"eager\")",
-      graph->name(),
-      reason);
-}
-
 nn::TensorList RegionGraphs::run(
     nn::Module& owner,
     const char* name,
@@ -276,7 +253,8 @@ nn::TensorList RegionGraphs::run(
   const bool with_grad = at::GradMode::is_enabled();
   const bool trains = with_grad || nn::in_checkpointed_forward();
   UnitRegions* unit = nullptr;
-  if (trains && !capturing_ && options_.regions.contains(name)) {
+  if (trains && !life_.is(GraphPhase::capturing) &&
+      life_.options().regions.contains(name)) {
     unit = unit_of(owner);
   }
   if (unit == nullptr) {  // an evaluation, among others
@@ -284,7 +262,7 @@ nn::TensorList RegionGraphs::run(
   }
   Region& region = region_of(&owner, name, *unit);
   const auto& graph = graphs_of(region, &owner, *unit)[with_grad];
-  if (captured_) {
+  if (life_.replays()) {
     std::string reason = obstacle(*unit);
     if (reason.empty() && !region.training.empty() &&
         !has_modes(unit->modules, region.training)) {
@@ -317,28 +295,30 @@ std::optional<nn::TensorList> RegionGraphs::try_replay(
   if (reason.empty()) {
     const char* miss = graph.miss(inputs);
     if (miss == nullptr) {
-      ++stats_.forward_replays;
+      ++life_.counts().forward_replays;
       return graph.replay(inputs);
     }
     // The obstacle of the step that would have been watched is gone.
-    again_ |= miss == RegionGraph::kOtherInput ||
-              (!graph.captured() && std::exchange(region.obstructed, false));
+    if (miss == RegionGraph::kOtherInput ||
+        (!graph.captured() && std::exchange(region.obstructed, false))) {
+      life_.outdate();
+    }
     reason = miss;
   }
-  fallback(&graph, reason);
+  life_.fallback(graph.name(), reason);
   return std::nullopt;
 }
 
 // -- units without a module --------------------------------------------------
 
 RegionGraphs::UnitOutcome RegionGraphs::run_unit(const UnitForward& forward) {
-  if (!at::GradMode::is_enabled() || capturing_) {
+  if (!at::GradMode::is_enabled() || life_.is(GraphPhase::capturing)) {
     return {};
   }
   UnitRegions& unit = *unit_regions_.at(forward.unit);
   Region& region = region_of(nullptr, "block", unit);
   const auto& graph = graphs_of(region, nullptr, unit)[true];
-  if (captured_) {
+  if (life_.replays()) {
     return {
         .outputs = try_replay(
             region,
@@ -348,8 +328,8 @@ RegionGraphs::UnitOutcome RegionGraphs::run_unit(const UnitForward& forward) {
   }
   if (!forward.obstacle.empty()) {
     region.obstructed = true;
-    if (num_steps_ >= options_.warmup_steps) {
-      fallback(graph.get(), forward.obstacle);
+    if (life_.is_warm()) {
+      life_.fallback(graph->name(), forward.obstacle);
     }
     return {};
   }

@@ -1,11 +1,11 @@
 #pragma once
 
 #include "flatshard/device/graph.h"
+#include "flatshard/graphs/graph_life.h"
 #include "flatshard/graphs/region_graph.h"
 #include "flatshard/graphs/step_watch.h"
 #include "flatshard/graphs/unit_slots.h"
 #include "flatshard/nn/region.h"
-#include "flatshard/runtime/graph_options.h"
 #include "flatshard/runtime/observer.h"
 
 #include <array>
@@ -182,11 +182,9 @@ class RegionGraphs : public nn::RegionRunner,
   void forget_step();
   void audit(const RegionGraph& graph, const TargetSink& targets);
   void give_up(RegionGraph& graph, const std::string& why);
-  void fallback(const RegionGraph* graph, const std::string& reason);
 
   const std::vector<std::unique_ptr<Unit>>& units_;
   at::Device device_;
-  GraphOptions options_;
   std::weak_ptr<Runtime> runtime_;
   std::shared_ptr<GraphPool> pool_;
   std::shared_ptr<GraphUses> uses_ = std::make_shared<GraphUses>();
@@ -203,16 +201,11 @@ class RegionGraphs : public nn::RegionRunner,
   UnitProgram program_;
   int microbatch_ = 0;
   int num_interleaving_ = 0;
-  bool capturing_ = false;
-  bool captured_ = false;
-  bool again_ = false;  ///< capture once more: see RegionGraph::kOtherInput
-  int num_steps_ = 0;   ///< watched since the last drop
-  bool began_ = false;
-  /// Evaluations in between belong to no step.
-  bool trains_ = false;
-  bool weights_changed_ = false;
+  GraphLife life_;
+  // Evaluations in between belong to no step.
+  bool trains_ = false;           ///< the root forward that runs, or ran last
+  bool weights_changed_ = false;  ///< since the last step began
   std::shared_ptr<StepWatch> watch_;
-  GraphStats stats_;
 };
 
 }  // namespace flatshard

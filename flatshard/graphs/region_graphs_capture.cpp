@@ -23,9 +23,8 @@ bool have_collectives(const Mesh& mesh) {
 }  // namespace
 
 void RegionGraphs::capture_all() {
-  capturing_ = true;
-  const auto done = c10::make_scope_exit([&] { capturing_ = false; });
-  pool_ = make_graph_pool(device_, options_.audit);
+  const GraphLife::Capturing capturing(life_);
+  pool_ = make_graph_pool(device_, life_.options().audit);
   const auto runtime = runtime_.lock();
   if (runtime && have_collectives(*runtime->mesh())) {
     pool_ = watch_collectives(
@@ -55,6 +54,7 @@ void RegionGraphs::capture_all() {
       captured,
       all,
       static_cast<double>(pool_->nbytes()) * 1e-6);
+  life_.move_to(GraphPhase::captured);
 }
 
 void RegionGraphs::capture(const StepWatch::Run& run) {
@@ -123,20 +123,20 @@ void RegionGraphs::attempt(
   });
   try {
     record();
-    ++stats_.captures;
+    ++life_.counts().captures;
   } catch (const c10::Error& e) {
     give_up(graph, e.what_without_backtrace());
   } catch (const std::exception& e) {
     give_up(graph, e.what());
   }
-  if (options_.audit && graph.captured()) {
+  if (life_.options().audit && graph.captured()) {
     audit(graph, run.backward ? targets_of(run) : TargetSink());
   }
 }
 
 void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
   const GraphAudit found = graph.audit(targets);
-  stats_.audited_addresses += found.addresses;
+  life_.counts().audited_addresses += found.addresses;
   if (found.strays.empty()) {
     return;
   }
@@ -149,7 +149,7 @@ void RegionGraphs::audit(const RegionGraph& graph, const TargetSink& targets) {
       found.strays.size(),
       found.strays.front());
   for (const std::string& stray : found.strays) {
-    stats_.audit_findings.push_back(graph.name() + ": " + stray);
+    life_.counts().audit_findings.push_back(graph.name() + ": " + stray);
   }
 }
 

@@ -19,6 +19,11 @@ at::Tensor hand_out(
       memory.device());
 }
 
+bool same_kind(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() &&
+         a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
 at::Tensor without_repeats(at::Tensor tensor) {
   for (std::int64_t dim = 0; dim < tensor.dim(); ++dim) {
     if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) {

@@ -16,6 +16,9 @@ at::Tensor hand_out(
     std::shared_ptr<void> use,
     at::Tensor other = {});
 
+/// Returns whether a copy from `a` to `b` keeps shape, layout and dtype.
+bool same_kind(const at::Tensor& a, const at::Tensor& b);
+
 /// Returns the part of `tensor` that is all of its memory: an element that
 /// `expand` repeats is written once.
 at::Tensor without_repeats(at::Tensor tensor);

@@ -3,6 +3,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/graphs/static_tensor.h"
 #include "flatshard/graphs/step_recording.h"
 #include "flatshard/graphs/step_stamp.h"
 #include "flatshard/graphs/watched_graphs.h"
@@ -18,20 +19,17 @@
 namespace flatshard {
 namespace {
 
-bool same_kind(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.strides() == b.strides() &&
-         a.scalar_type() == b.scalar_type() && a.device() == b.device();
-}
+constexpr const char* kName = "the step";
 
 }  // namespace
 
 StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
     : runtime_(std::move(runtime)),
       core_(runtime_->core()),
-      work_(std::move(work)) {
-  options_ = core_.options.graphs;
+      work_(std::move(work)),
+      life_(core_.options.graphs) {
   FLATSHARD_CHECK(
-      options_.enabled && options_.whole_step,
+      life_.options().enabled && life_.options().whole_step,
       usage,
       "StepGraph: expected a Runtime made with GraphOptions::enabled and "
       "whole_step");
@@ -49,18 +47,21 @@ StepGraph::StepGraph(std::shared_ptr<Runtime> runtime, Work work)
 StepGraph::~StepGraph() = default;
 
 void StepGraph::reset() {
-  captured_ = false;
+  drop();
+  failure_.clear();
+  life_.restart();
+}
+
+void StepGraph::drop() {
   graph_.reset();
   effects_.reset();
   stamp_.reset();
   inputs_.clear();
   pool_.reset();
-  failure_.clear();
-  num_steps_ = 0;
 }
 
 GraphStats StepGraph::stats() const {
-  GraphStats stats = stats_;
+  GraphStats stats = life_.counts();
   stats.nbytes = pool_ ? pool_->nbytes() : 0;
   return stats;
 }
@@ -77,17 +78,17 @@ nn::TensorList StepGraph::run(const nn::TensorList& inputs) {
     core_.before_root_forward();
   }
   drop_if_outdated();
-  if (!captured_ && failure_.empty() && num_steps_ >= options_.warmup_steps) {
+  life_.step_begins();
+  if (life_.is(GraphPhase::watching) && life_.is_warm()) {
     try_to_capture(inputs);
   }
-  if (captured_ || !failure_.empty()) {
+  if (!life_.is(GraphPhase::watching)) {
     const std::string reason = miss(inputs);
     if (reason.empty()) {
       return replay(inputs);
     }
-    fallback(reason);
+    life_.fallback(kName, reason);
   }
-  ++num_steps_;
   nn::TensorList outputs = work_(inputs);
   for (at::Tensor& output : outputs) {
     output = output.detach();
@@ -100,22 +101,6 @@ void StepGraph::drop_if_outdated() {
                  stamp_->num_rule_changes != core_.num_rule_changes)) {
     reset();
   }
-}
-
-void StepGraph::fallback(const std::string& reason) {
-  if (++stats_.fallbacks[reason] == 1) {
-    log_warning(
-        "the step runs eagerly and not as a CUDA graph: {} (logged once for "
-        "each reason)",
-        reason);
-  }
-  FLATSHARD_CHECK(
-      !options_.miss_is_error,
-      usage,
-      "the step cannot be replayed as a CUDA graph: {}; fix that, or let it "
-      "run eagerly (GraphOptions::miss_is_error = false, cuda_graph.on_miss = "
-      "\"eager\")",
-      reason);
 }
 
 // -- capture -----------------------------------------------------------------
@@ -144,20 +129,25 @@ void StepGraph::try_to_capture(const nn::TensorList& inputs) {
   if (!all_ranks(obstacle.empty())) {
     stamp_.reset();
     inputs_.clear();
-    fallback(obstacle.empty() ? "another rank cannot capture it" : obstacle);
+    life_.fallback(
+        kName,
+        obstacle.empty() ? "another rank cannot capture it" : obstacle);
     return;
   }
+  const GraphLife::Capturing capturing(life_);
   const std::string failure = capture(inputs);
   if (all_ranks(failure.empty())) {
-    ++stats_.captures;
+    life_.move_to(GraphPhase::captured);
+    ++life_.counts().captures;
     log_info(
         "CUDA graphs: the step captured, {:.0f} MB",
         static_cast<double>(pool_->nbytes()) * 1e-6);
     return;
   }
   auto stamp = std::move(stamp_);
-  reset();
+  drop();
   stamp_ = std::move(stamp);
+  life_.move_to(GraphPhase::failed);
   failure_ = failure.empty() ? "its capture failed on another rank"
                              : "its capture failed: " + failure;
   log_warning(
@@ -187,7 +177,6 @@ std::string StepGraph::capture(const nn::TensorList& inputs) {
     graph_ = pool_->capture(
         [this] { return record(); },
         nn::own_generators(modules_));
-    captured_ = true;
     return {};
   } catch (const Error& e) {
     return e.message();
@@ -221,7 +210,7 @@ std::vector<at::Tensor> StepGraph::record() {
 // -- replay ------------------------------------------------------------------
 
 std::string StepGraph::miss(const nn::TensorList& inputs) const {
-  if (!failure_.empty()) {
+  if (life_.is(GraphPhase::failed)) {
     return failure_;
   }
   if (inputs.size() != inputs_.size() ||
@@ -260,7 +249,7 @@ nn::TensorList StepGraph::replay(const nn::TensorList& inputs) {
   }
   const nn::TensorList& all = graph_->outputs();
   apply(all);
-  ++stats_.step_replays;
+  ++life_.counts().step_replays;
   nn::TensorList outputs;
   for (std::size_t i = 0; i < num_outputs_; ++i) {
     outputs.push_back(all[i].clone());

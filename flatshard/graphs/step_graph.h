@@ -1,8 +1,8 @@
 #pragma once
 
 #include "flatshard/device/graph.h"
+#include "flatshard/graphs/graph_life.h"
 #include "flatshard/nn/module.h"
-#include "flatshard/runtime/graph_options.h"
 #include "flatshard/runtime/runtime.h"
 
 #include <cstdint>
@@ -54,13 +54,14 @@ class StepGraph {
   /// steps, on all ranks.
   void reset();
   /// Returns whether the next step is a replay, unless it differs.
-  bool captured() const { return captured_; }
+  bool captured() const { return life_.replays(); }
   GraphStats stats() const;
 
  private:
   class Recording;
 
   bool all_ranks(bool mine) const;
+  void drop();
   void drop_if_outdated();
   void try_to_capture(const nn::TensorList& inputs);
   std::vector<at::Tensor> record();
@@ -69,12 +70,11 @@ class StepGraph {
   std::string miss(const nn::TensorList& inputs) const;
   nn::TensorList replay(const nn::TensorList& inputs);
   void apply(const std::vector<at::Tensor>& outputs);
-  void fallback(const std::string& reason);
 
   std::shared_ptr<Runtime> runtime_;
   RuntimeCore& core_;  ///< its
   Work work_;
-  GraphOptions options_;
+  GraphLife life_;
   std::vector<nn::Module*> modules_;
   std::vector<std::size_t> num_own_hooks_;  ///< by module, of the Runtime
   std::shared_ptr<GraphPool> pool_;
@@ -83,10 +83,7 @@ class StepGraph {
   std::unique_ptr<StepStamp> stamp_;
   std::size_t num_outputs_ = 0;  ///< outputs of the graph; gradients follow
   std::unique_ptr<DeviceGraph> graph_;
-  bool captured_ = false;
-  int num_steps_ = 0;  ///< since the last drop
-  std::string failure_;
-  GraphStats stats_;
+  std::string failure_;  ///< GraphPhase::failed: why
 };
 
 }  // namespace flatshard

@@ -1,5 +1,6 @@
 #include "flatshard/graphs/step_stamp.h"
 
+#include "flatshard/graphs/module_modes.h"
 #include "flatshard/runtime/runtime.h"
 
 namespace flatshard {
@@ -27,9 +28,7 @@ StepStamp StepStamp::of(
       }
     }
   }
-  for (const nn::Module* module : modules) {
-    stamp.training.push_back(module->is_training());
-  }
+  stamp.training = modes_of(modules);
   return stamp;
 }
 
