@@ -444,21 +444,21 @@ void measure_float8_updates() {
   const Tensor grad = at::randn({kShard}, kBf16);
   const Tensor states = at::zeros({2, kShard}, kFloat);
   constexpr std::int64_t kColumns = 4096;
-  Float8Outputs amax{
+  PlaneWriter amax{
       .runs = {{.end = kShard, .columns = kColumns}},
       .amax = at::zeros({kShard / kColumns}, kFloat)};
-  Float8Outputs rows = amax;
+  PlaneWriter rows = amax;
   rows.runs.front().block_rows = rows.runs.front().amax_stride = 1;
   rows.runs.front().block_columns = kColumns;
-  Float8Outputs blocks = amax;
+  PlaneWriter blocks = amax;
   blocks.runs.front().block_rows = blocks.runs.front().block_columns =
       float8::kBlock;
   blocks.runs.front().amax_stride = kColumns / float8::kBlock;
-  Float8Outputs mx{
+  PlaneWriter mx{
       .runs = {{.end = kShard, .columns = kColumns}},
       .data = at::empty({kShard}, kFloat.dtype(at::kByte)),
       .scales = at::empty({kShard / 32}, kFloat.dtype(at::kByte))};
-  for (Float8Outputs* outputs : {&amax, &rows, &blocks, &mx}) {
+  for (PlaneWriter* outputs : {&amax, &rows, &blocks, &mx}) {
     outputs->upload(at::kCUDA);
   }
   const Make main_weights = [] { return Tensors{at::randn({kShard}, kFloat)}; };
@@ -475,7 +475,7 @@ void measure_float8_updates() {
            .state0 = states[0],
            .state1 = states[1],
            .rows = {kStep.row()},
-           .float8 = outputs});
+           .planes = outputs});
     };
     time(name, "shard", kShard * nbytes, main_weights, update, 16);
   }

@@ -16,6 +16,12 @@ struct Operand {
   Recipe recipe = Recipe::tensorwise;
 };
 
+/// A weight as one of its matmuls reads it.
+struct WeightOperand {
+  Operand operand;       ///< fprop: [out, in]; dgrad: [in, out]
+  bool emulate = false;  ///< MatmulOptions::emulate
+};
+
 /// Returns the feature that a GPU needs for FP8 matmuls of this recipe.
 GpuFeature feature_of(Recipe recipe);
 

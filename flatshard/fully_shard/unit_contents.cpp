@@ -56,7 +56,7 @@ UnitContents make_unit_contents(
         contents.groups[p.group]->options().precision.compute,
         device);
     if (!contents.groups[p.group]->weights().has(kComputePlane)) {
-      p.storage.refuse_as_float8();
+      p.storage.store_in("FP8");
     }
   }
   return contents;

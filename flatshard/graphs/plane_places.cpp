@@ -15,13 +15,13 @@ const UnitParameter* PlanePlaces::find(const at::Tensor& parameter) const {
   return nullptr;
 }
 
-std::optional<float8::Recipe> PlanePlaces::recipe(
+std::optional<nn::WeightRecipe> PlanePlaces::recipe(
     const at::Tensor& parameter) const {
   const UnitParameter* p = find(parameter);
   return p == nullptr ? std::nullopt : slots_.unit().weights().recipe(*p);
 }
 
-std::optional<nn::Float8Weight> PlanePlaces::plane(
+std::optional<nn::EncodedWeight> PlanePlaces::plane(
     const at::Tensor& parameter,
     nn::PlaneUse use) {
   const UnitParameter* p = find(parameter);
@@ -31,7 +31,7 @@ std::optional<nn::Float8Weight> PlanePlaces::plane(
   const UnitWeights& weights = slots_.unit().weights();
   const PlaneId plane = weights.plane_of(*p, use);
   const auto place = slots_.place(*p, plane, in_backward_);
-  const float8::Plane view = weights.view(*p, plane, place.part, place.slot);
+  const PlaneView view = weights.view(*p, plane, place.part, place.slot);
   const Read read{
       .parameter =
           static_cast<std::size_t>(p - slots_.unit().parameters().data()),

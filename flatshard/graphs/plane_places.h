@@ -20,9 +20,9 @@ class PlanePlaces : public nn::WeightSource {
   PlanePlaces(const UnitSlots& slots, bool in_backward)
       : slots_(slots), in_backward_(in_backward) {}
 
-  std::optional<float8::Recipe> recipe(
+  std::optional<nn::WeightRecipe> recipe(
       const at::Tensor& parameter) const override;
-  std::optional<nn::Float8Weight> plane(
+  std::optional<nn::EncodedWeight> plane(
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
 

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
@@ -16,6 +17,10 @@ Axis axis_of(const Plane& plane) {
   return plane.in_forward ? Axis::row : Axis::column;
 }
 
+float8::Plane values(PlaneView view) {
+  return {std::move(view.data), std::move(view.scales)};
+}
+
 }  // namespace
 
 Float8Codec::Float8Codec(const GroupContext& context)
@@ -27,7 +32,7 @@ Float8Codec::Float8Codec(const GroupContext& context)
 }
 
 std::int64_t Float8Codec::nbytes() const {
-  const at::Tensor amax = outputs_ ? outputs_->amax : at::Tensor();
+  const at::Tensor amax = writer_ ? writer_->amax : at::Tensor();
   return (scales_ ? scales_->nbytes() : 0) +
          (amax.defined() ? static_cast<std::int64_t>(amax.nbytes()) : 0);
 }
@@ -40,11 +45,11 @@ void Float8Codec::plan() {
   }
 }
 
-void Float8Codec::begin(const FlatBuffer& main, bool begun) {
+void Float8Codec::begin(const FlatBuffer& main, const PlaneWriter* encoded) {
   const at::NoGradGuard no_grad;
-  rows_are_made_ = begun && !scales_;
+  rows_are_made_ = encoded != nullptr && !scales_;
   if (scales_) {
-    scales_->update(main, begun ? outputs_->amax : at::Tensor());
+    scales_->update(main, encoded != nullptr ? encoded->amax : at::Tensor());
   }
 }
 
@@ -184,7 +189,7 @@ float8::FlatRun Float8Codec::flat_run(
   return run;
 }
 
-const Float8Outputs* Float8Codec::outputs(
+const PlaneWriter* Float8Codec::writer(
     const FlatBuffer& main,
     const std::vector<Plane>& planes) {
   const auto rows = std::ranges::find_if(planes, [](const Plane& plane) {
@@ -194,26 +199,26 @@ const Float8Outputs* Float8Codec::outputs(
   if (needs_all_rows || (!scales_ && !rows->resting.defined())) {
     return nullptr;
   }
-  if (!outputs_) {
-    Float8Outputs& outputs = outputs_.emplace();
-    outputs.rounding = format().rounding;
+  if (!writer_) {
+    PlaneWriter& writer = writer_.emplace();
+    writer.rounding = format().rounding;
     for (std::int64_t i = 0; i < context_.plan.layout->num_tensors(); ++i) {
       for (const Piece& piece : main.local_pieces(i)) {
         if (piece.numel > 0) {
-          outputs.runs.push_back(flat_run(*rows, i, piece));
+          writer.runs.push_back(flat_run(*rows, i, piece));
         }
       }
     }
-    std::ranges::sort(outputs.runs, {}, &float8::FlatRun::begin);
-    outputs.upload(main.device());
+    std::ranges::sort(writer.runs, {}, &float8::FlatRun::begin);
+    writer.upload(main.device());
     if (scales_) {
       // Zero before each update, on its stream.
-      outputs.amax = scales_->empty_amax();
+      writer.amax = scales_->empty_amax();
     } else {
-      outputs.data = outputs.scales = rows->shard.local();
+      writer.data = writer.scales = rows->shard.local();
     }
   }
-  return &*outputs_;
+  return &*writer_;
 }
 
 // -- reading ------------------------------------------------------------------
@@ -229,8 +234,8 @@ void Float8Codec::derive(
   for (std::int64_t i = at.first_parameter;
        i < at.first_parameter + at.num_parameters;
        ++i) {
-    const float8::Plane rows = view(source, part, i, from);
-    const float8::Plane columns = view(plane, part, i, to);
+    const float8::Plane rows = values(view(source, part, i, from));
+    const float8::Plane columns = values(view(plane, part, i, to));
     if (!float8::has_power_of_two_scales(format().recipe)) {
       float8::transpose_bytes_into(columns.data, rows.data);
       continue;
@@ -244,7 +249,7 @@ void Float8Codec::derive(
   }
 }
 
-float8::Plane Float8Codec::view(
+PlaneView Float8Codec::view(
     const Plane& plane,
     PartId part,
     std::int64_t i,
@@ -252,7 +257,7 @@ float8::Plane Float8Codec::view(
   const PlanePart& at = plane.part(part);
   const auto [rows, columns] = shape(i);
   const bool derived = plane.source != kStored;
-  float8::Plane view;
+  PlaneView view;
   view.data = slot.narrow(
                       0,
                       context_.plan.plane_layout->tensor_offset(i) - at.offset,
@@ -275,6 +280,19 @@ float8::Plane Float8Codec::view(
     view.scales = view_sharded_scales(plane, at, i, slot);
   }
   return view;
+}
+
+float8::WeightOperand Float8Codec::operand(const Plane& plane, PlaneView view)
+    const {
+  if (plane.stored() && !plane.in_forward) {
+    // The exchange keeps the order of the rows, while matmuls read the
+    // transpose.
+    view.data = float8::transpose_bytes(view.data);
+    view.scales = view.scales.contiguous();
+  }
+  return {
+      .operand = {values(std::move(view)), format().recipe},
+      .emulate = format().emulate};
 }
 
 at::Tensor Float8Codec::view_sharded_scales(

@@ -36,7 +36,7 @@ class Float8Codec : public Codec {
   explicit Float8Codec(const GroupContext& context);
 
   void plan() override;
-  void begin(const FlatBuffer& main, bool begun) override;
+  void begin(const FlatBuffer& main, const PlaneWriter* encoded) override;
   /// Called before `begin` of other main weights.
   void encode(
       const Plane& plane,
@@ -54,16 +54,21 @@ class Float8Codec : public Codec {
       const at::Tensor& to) const override;
   /// Rows and stored columns have data [out, in], derived columns [in, out];
   /// scales follow float8::Plane.
-  float8::Plane view(
+  PlaneView view(
       const Plane& plane,
       PartId part,
       std::int64_t parameter,
       const at::Tensor& slot) const override;
+  std::optional<float8::Recipe> recipe() const override {
+    return format().recipe;
+  }
+  float8::WeightOperand operand(const Plane& plane, PlaneView view)
+      const override;
   /// Returns the largest magnitudes that scales are computed from, or with
   /// sharded scales the rows themselves. Null where scales need more than this
   /// rank's rows (rowwise with stored columns), or where no rows are stored.
   /// @param main  float32, on the device of the planes.
-  const Float8Outputs* outputs(
+  const PlaneWriter* writer(
       const FlatBuffer& main,
       const std::vector<Plane>& planes) override;
   std::int64_t nbytes() const override;
@@ -93,9 +98,9 @@ class Float8Codec : public Codec {
 
   const GroupContext& context_;
   float8::RecipeTraits traits_;
-  std::optional<Float8Scales> scales_;    ///< where each rank has all
-  std::optional<Float8Outputs> outputs_;  ///< made at their first use
-  bool rows_are_made_ = false;            ///< by a writer of these main weights
+  std::optional<Float8Scales> scales_;  ///< where each rank has all
+  std::optional<PlaneWriter> writer_;   ///< made at its first use
+  bool rows_are_made_ = false;          ///< by a writer of these main weights
 };
 
 }  // namespace flatshard

@@ -45,7 +45,7 @@ void drop_main_weights(ParamGroup& group) {
   // The next all-gather waits for what was encoded here.
   weights.progress().advance(
       *current_stream(group.mesh()->device()),
-      /*float8_begun=*/false);
+      /*encoded=*/false);
 }
 
 bool has_main_weights(const ParamGroup& group) {

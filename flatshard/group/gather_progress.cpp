@@ -2,10 +2,10 @@
 
 namespace flatshard {
 
-void GatherProgress::advance(Stream& stream, bool float8_begun) {
+void GatherProgress::advance(Stream& stream, bool encoded) {
   ++version_;
-  if (float8_begun) {
-    float8_begun_ = version_;
+  if (encoded) {
+    encoded_ = version_;
   }
   written_.record(stream);
 }
@@ -13,7 +13,7 @@ void GatherProgress::advance(Stream& stream, bool float8_begun) {
 GatherProgress::Step GatherProgress::next(bool by_copies) {
   Step step;
   step.is_first = gathered_ != version_;
-  step.float8_begun = float8_begun_ == version_;
+  step.encoded = encoded_ == version_;
   gathered_ = version_;
   if (by_copies) {
     step.is_first_copy = copied_ != version_;

@@ -14,14 +14,14 @@ class GatherProgress {
   /// Rises with every change of the weights.
   std::int64_t version() const { return version_; }
   /// Work that `stream` has queued changes the weights.
-  /// @param float8_begun  it makes WeightPlanes::float8_outputs() as well.
-  void advance(Stream& stream, bool float8_begun);
+  /// @param encoded  it fills WeightPlanes::writer() as well.
+  void advance(Stream& stream, bool encoded);
   /// Later work of `stream` reads what the last change wrote.
   void wait(Stream& stream) const { written_.wait(stream); }
 
   struct Step {
-    bool is_first = false;      ///< since the last change
-    bool float8_begun = false;  ///< by the last change
+    bool is_first = false;  ///< since the last change
+    bool encoded = false;   ///< by the last change
     bool is_first_copy = false;
   };
   /// Plans one more all-gather. It reports each change once.
@@ -47,7 +47,7 @@ class GatherProgress {
   std::int64_t version_ = 0;
   std::int64_t gathered_ = 0;  ///< up to which version
   std::int64_t copied_ = 0;
-  std::int64_t float8_begun_ = 0;  ///< the version with float8_outputs
+  std::int64_t encoded_ = 0;  ///< the version whose PlaneWriter was filled
   Event written_;
 };
 

@@ -311,4 +311,25 @@ std::vector<NamedShard> ParamGroup::shards_of(const at::Tensor& flat) const {
   return shards;
 }
 
+void check_same_encoding(
+    const std::string& unit,
+    const std::vector<std::unique_ptr<ParamGroup>>& groups) {
+  const Float8Format* first = nullptr;
+  for (const auto& group : groups) {
+    const auto& format = group->options().float8;
+    if (!format) {
+      continue;
+    }
+    first = first == nullptr ? &*format : first;
+    FLATSHARD_CHECK(
+        *format == *first,
+        config,
+        "unit {}: expected one FP8 format for its weights, got {} and {}, or "
+        "other options",
+        unit,
+        float8::to_string(first->recipe),
+        float8::to_string(format->recipe));
+  }
+}
+
 }  // namespace flatshard

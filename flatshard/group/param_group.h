@@ -116,4 +116,10 @@ class ParamGroup {
   GradientPipeline gradients_{context_};
 };
 
+/// @throws Error{config} naming `unit` unless all encoded weights of its groups
+///   have the same encoding: a plane is the same in each group that has it.
+void check_same_encoding(
+    const std::string& unit,
+    const std::vector<std::unique_ptr<ParamGroup>>& groups);
+
 }  // namespace flatshard

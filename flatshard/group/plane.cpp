@@ -27,6 +27,11 @@ void Codec::derive(
   FLATSHARD_THROW(internal, "plane {} is not derived from others", plane.name);
 }
 
+float8::WeightOperand Codec::operand(const Plane& plane, PlaneView /*view*/)
+    const {
+  FLATSHARD_THROW(internal, "plane {} has plain values", plane.name);
+}
+
 void CastCodec::encode(
     const Plane& /*plane*/,
     PartId /*part*/,
@@ -36,7 +41,7 @@ void CastCodec::encode(
   to.copy_(main.local());
 }
 
-float8::Plane CastCodec::view(
+PlaneView CastCodec::view(
     const Plane& plane,
     PartId /*part*/,
     std::int64_t parameter,

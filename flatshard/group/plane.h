@@ -4,13 +4,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
 #include "flatshard/buffer/peer_buffer.h"
-#include "flatshard/float8/quantize.h"
-#include "flatshard/group/float8_outputs.h"
+#include "flatshard/float8/float8_matmul.h"
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/plane_writer.h"
 #include "flatshard/shape/group_plan.h"
 
 namespace flatshard {
@@ -28,6 +29,12 @@ struct Plane : PlaneShape {
   FlatBuffer shard;
 };
 
+/// One parameter in a plane.
+struct PlaneView {
+  at::Tensor data;
+  at::Tensor scales;  ///< undefined: `data` are the values
+};
+
 /// Returns the planes of a group's plan, without memory.
 std::vector<Plane> planes_of(const GroupContext& context);
 
@@ -42,12 +49,12 @@ class Codec {
   virtual void plan() {}
   /// Finds what the planes of new main weights share. Collective; on the
   /// current stream, as all below.
-  /// @param main   on the mesh's device.
-  /// @param begun  a writer of `main` has filled `outputs`. The planes are the
-  ///   same, bit for bit.
+  /// @param main     on the mesh's device.
+  /// @param encoded  what the writer of `main` filled; null: nothing. The
+  ///   planes are the same, bit for bit.
   virtual void begin(
       [[maybe_unused]] const FlatBuffer& main,
-      [[maybe_unused]] bool begun) {}
+      [[maybe_unused]] const PlaneWriter* encoded) {}
   /// Encodes this rank's main weights of `part`.
   /// @param plane  stored.
   /// @param to     what `plane.shard` has of the part.
@@ -72,15 +79,20 @@ class Codec {
       const at::Tensor& to) const;
   /// Returns a parameter in a slot that contains `part` of the plane.
   /// @param slot  [part.nbytes] bytes, of the plane's dtype.
-  virtual float8::Plane view(
+  virtual PlaneView view(
       const Plane& plane,
       PartId part,
       std::int64_t parameter,
       const at::Tensor& slot) const = 0;
+  /// Returns the encoding of the planes; absent: plain values.
+  virtual std::optional<float8::Recipe> recipe() const { return std::nullopt; }
+  /// Returns a view as a matmul of a layer reads it.
+  virtual float8::WeightOperand operand(const Plane& plane, PlaneView view)
+      const;
 
   /// Returns the parts of the planes that a writer of main weights can make in
-  /// its pass, to be zero before it. Null: nothing.
-  virtual const Float8Outputs* outputs(
+  /// its pass. Null: nothing.
+  virtual const PlaneWriter* writer(
       const FlatBuffer& /*main*/,
       const std::vector<Plane>& /*planes*/) {
     return nullptr;
@@ -101,7 +113,7 @@ class CastCodec : public Codec {
       PartId part,
       const FlatBuffer& main,
       const at::Tensor& to) override;
-  float8::Plane view(
+  PlaneView view(
       const Plane& plane,
       PartId part,
       std::int64_t parameter,

@@ -108,10 +108,10 @@ at::Tensor WeightPlanes::compute_shard() const {
              : compute.shard.local();
 }
 
-const Float8Outputs* WeightPlanes::float8_outputs() {
+const PlaneWriter* WeightPlanes::writer() {
   const bool fits = context_.trainable && !context_.options.offload &&
                     main_.dtype() == at::kFloat;
-  return fits ? codec_->outputs(main_, planes_) : nullptr;
+  return fits ? codec_->writer(main_, planes_) : nullptr;
 }
 
 FlatBuffer WeightPlanes::main_on_device() const {
@@ -164,7 +164,7 @@ WeightPlanes::Gather WeightPlanes::plan_gather(bool from_peers) {
   return {
       .is_first = step.is_first,
       .refresh = has_refresh() && step.is_first && !is_dropped(main_),
-      .float8_begun = step.float8_begun,
+      .encoded = step.encoded ? writer() : nullptr,
       .from_peers = peers != nullptr,
       .fence = step.is_first_copy};
 }
@@ -175,7 +175,7 @@ void WeightPlanes::gather(
     const at::Tensor& out,
     const Gather& gather) {
   if (gather.refresh) {
-    refresh(gather.float8_begun);
+    refresh(gather.encoded);
   }
   if (resident()) {
     return;
@@ -212,12 +212,12 @@ void WeightPlanes::gather(
   way.run(shard.local(), out);
 }
 
-void WeightPlanes::refresh(bool float8_begun) {
+void WeightPlanes::refresh(const PlaneWriter* encoded) {
   const bool encodes = storage().encodes;
   FlatBuffer main;
   if (encodes) {
     main = main_on_device();
-    codec_->begin(main, float8_begun);
+    codec_->begin(main, encoded);
   }
   for (const Plane& plane : planes_) {
     if (!plane.stored() || !storage().rests()) {
@@ -294,7 +294,7 @@ void WeightPlanes::end_write(Stream& stream, Written written) {
     stream.submit([this] { encode_written(); });
     seen_ = main_.local()._version();
   }
-  progress_.advance(stream, /*float8_begun=*/written == Written::all);
+  progress_.advance(stream, /*encoded=*/written == Written::all);
 }
 
 bool WeightPlanes::adopt_foreign_writes() {

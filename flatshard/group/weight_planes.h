@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "flatshard/buffer/flat_buffer.h"
@@ -64,12 +65,12 @@ class WeightPlanes {
   at::Tensor compute_shard() const;
   /// Returns null if the group has no post-forward shard.
   const PostForwardShard* post_forward() const { return post_forward_.get(); }
-  /// Returns the outputs that the optimizer may write in its pass over main:
-  /// see Codec::outputs. Null: nothing.
-  const Float8Outputs* float8_outputs();
+  /// Returns what the optimizer may encode in its pass over main. Null:
+  /// nothing.
+  const PlaneWriter* writer();
   /// Returns what is stored, and how it is kept equal to main.
   const StoragePlan& storage() const { return context_.plan.storage; }
-  /// StoragePlan::encodes: a writer fills float8_outputs() or nothing.
+  /// StoragePlan::encodes: the optimizer fills writer() or nothing.
   bool encodes_at_gather() const { return storage().encodes; }
   bool resident() const { return storage().resident(); }
   /// Returns whether all of the plane is in Plane::resting and needs no slot.
@@ -85,8 +86,8 @@ class WeightPlanes {
     bool is_first = false;
     /// First bring the stored planes up to date with main. Collective.
     bool refresh = false;
-    /// Refresh: the optimizer wrote float8_outputs together with main.
-    bool float8_begun = false;
+    /// Refresh: what the optimizer encoded in the pass that wrote main.
+    const PlaneWriter* encoded = nullptr;
     /// Copies of the peers' shards, by copy engines on GPUs; else an
     /// all-gather, a collective.
     bool from_peers = false;
@@ -114,12 +115,16 @@ class WeightPlanes {
       const at::Tensor& from,
       const at::Tensor& to) const;
   /// Parameter `i` of the group in a slot that contains `part` of the plane.
-  float8::Plane view(
+  PlaneView view(
       PlaneId plane,
       PartId part,
       std::int64_t i,
       const at::Tensor& slot) const {
     return codec_->view(planes_[plane], part, i, slot);
+  }
+  std::optional<float8::Recipe> recipe() const { return codec_->recipe(); }
+  float8::WeightOperand operand(PlaneId plane, PlaneView view) const {
+    return codec_->operand(planes_[plane], std::move(view));
   }
 
   /// Their version, and the latest version that was all-gathered.
@@ -152,14 +157,14 @@ class WeightPlanes {
   enum class Written {
     main,          ///< and failed on the way, perhaps
     main_to_cast,  ///< the other planes are made from it, in the write's stream
-    all,           ///< compute_shard() and float8_outputs() as well
+    all,           ///< compute_shard() and writer() as well
   };
   /// Work that `stream` has queued wrote weights.
   void end_write(Stream& stream, Written written);
   void allocate(Plane& plane) const;
   /// Encodes main where the writer does it. On the current stream.
   void encode_written();
-  void refresh(bool float8_begun);
+  void refresh(const PlaneWriter* encoded);
   void plan_ways();
   const Redistribution& way_of(const Plane& plane, PartId part);
   /// Returns null when no peer copies these weights.

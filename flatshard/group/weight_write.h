@@ -21,10 +21,10 @@ class WeightWrite {
  public:
   /// Selects the code that brings the compute weights up to date.
   enum class Cast {
-    /// `end` casts main, on the stream of the write. FP8 planes are encoded by
-    /// the next all-gather.
+    /// `end` casts main, on the stream of the write. Planes that are encoded
+    /// (StoragePlan::encodes) wait for the next all-gather.
     here,
-    /// The writer of main wrote compute_shard() as well, and float8_outputs().
+    /// The writer of main filled compute_shard() as well, and writer().
     by_writer,
   };
 

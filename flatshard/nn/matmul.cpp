@@ -14,7 +14,7 @@ std::shared_ptr<WeightSource> weight_source(const ModuleContextPtr& context) {
   return context ? context->weight_source.lock() : nullptr;
 }
 
-std::optional<Float8Weight> float8_weight(
+std::optional<EncodedWeight> float8_weight(
     const ModuleContextPtr& context,
     const at::Tensor& weight,
     PlaneUse use) {

@@ -14,26 +14,26 @@ enum class PlaneUse {
   dgrad,  ///< dY W, a sum over out: columns
 };
 
-/// A weight in FP8, as one of its matmuls reads it.
-struct Float8Weight {
-  float8::Operand operand;  ///< fprop: [out, in]; dgrad: [in, out]
-  bool emulate = false;     ///< float8::MatmulOptions::emulate
-};
+/// The encoding of a weight without values in its dtype, and the weight as one
+/// of its matmuls reads it. FP8 is the only kind of encoding, and only the two
+/// ends of a WeightSource depend on that: layers and the group's Codec.
+using WeightRecipe = float8::Recipe;
+using EncodedWeight = float8::WeightOperand;
 
-/// Gives layers the FP8 planes of weights that have no values in their dtype.
-/// Layers request the plane for each matmul again and keep nothing, because it
-/// may be all-gathered for this one matmul.
+/// Gives layers the planes of encoded weights. Layers request the plane for
+/// each matmul again and keep nothing, because it may be all-gathered for this
+/// one matmul.
 class WeightSource {
  public:
   virtual ~WeightSource() = default;
   /// Returns the recipe that `parameter` (same TensorImpl as the module's) is
   /// stored in; absent: the tensor's dtype.
-  virtual std::optional<float8::Recipe> recipe(
+  virtual std::optional<WeightRecipe> recipe(
       const at::Tensor& parameter) const = 0;
   /// Returns the plane that `use` reads, for kernels on the current stream;
   /// absent: the tensor itself is read.
   /// @throws Error{usage} outside a forward or backward of its unit.
-  virtual std::optional<Float8Weight> plane(
+  virtual std::optional<EncodedWeight> plane(
       const at::Tensor& parameter,
       PlaneUse use) = 0;
 };

@@ -63,7 +63,7 @@ AdamWAlgorithm::state_shards(std::size_t group) const {
              : std::vector<std::pair<std::string, std::vector<NamedShard>>>();
 }
 
-bool AdamWAlgorithm::writes_float8(std::size_t group) const {
+bool AdamWAlgorithm::encodes_planes(std::size_t group) const {
   return !states_.at(group).moments;
 }
 

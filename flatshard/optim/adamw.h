@@ -42,7 +42,7 @@ class AdamWAlgorithm : public UpdateAlgorithm {
   UpdateRow row(const ParameterValues& values, double lr, std::int64_t updates)
       const override;
   void update(std::size_t group, FlatUpdate& update) override;
-  bool writes_float8(std::size_t group) const override;
+  bool encodes_planes(std::size_t group) const override;
 
  private:
   struct States {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "flatshard/group/float8_outputs.h"
+#include "flatshard/group/plane_writer.h"
 #include "flatshard/optim/parameter_values.h"
 #include "flatshard/optim/state_format.h"
 #include "flatshard/optim/stochastic_rounding.h"
@@ -47,7 +47,7 @@ struct FlatUpdate {
   /// CUDA with ranges: the bytes of `ranges` and of `rows`.
   at::Tensor device_ranges;
   at::Tensor device_rows;
-  Float8Outputs float8;  ///< AdamW only
+  PlaneWriter planes;  ///< AdamW only
 
   /// AdamW: exp_avg and exp_avg_sq in these formats, instead of state0 and
   /// state1. Ascending and complete; of several ranges, and with int8, each

@@ -429,16 +429,16 @@ void flat_update(Algorithm algorithm, const FlatUpdate& u) {
   if (u.main.numel() == 0) {
     return;
   }
-  if (u.float8.wanted()) {
-    check_float8_outputs(u.float8, u.main);
+  if (u.planes.wanted()) {
+    check_float8_outputs(u.planes, u.main);
   }
   if (u.main.is_cuda()) {
     flat_update_cuda(algorithm, u);
     return;
   }
   with_update_rule(algorithm, [&]<class Rule>(Rule) { update_cpu<Rule>(u); });
-  if (u.float8.wanted()) {
-    write_float8_outputs(u.float8, u.main);
+  if (u.planes.wanted()) {
+    write_float8_outputs(u.planes, u.main);
   }
 }
 

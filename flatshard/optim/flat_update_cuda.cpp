@@ -53,7 +53,7 @@ void check_states(Algorithm algorithm, const FlatUpdate& u) {
       "precision.compute = bfloat16, on CUDA, got {}",
       c10::toString(u.main.scalar_type()));
   FLATSHARD_CHECK(
-      !u.float8.wanted(),
+      !u.planes.wanted(),
       internal,
       "an update of states in other formats than float32 writes no FP8");
 }
@@ -96,7 +96,7 @@ kernels::FlatUpdatePointers pointers_of(const FlatUpdate& u) {
     p.rows = reinterpret_cast<const UpdateRow*>(bytes(u.device_rows));
     p.num_ranges = static_cast<int>(u.ranges.size());
   }
-  const Float8Outputs& f = u.float8;
+  const PlaneWriter& f = u.planes;
   if (f.wanted() && !f.runs.empty()) {
     p.float8 = {
         .runs = reinterpret_cast<const float8::FlatRun*>(bytes(f.device_runs)),

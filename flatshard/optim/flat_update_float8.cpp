@@ -55,7 +55,7 @@ bool is_on(const at::Tensor& t, const at::Tensor& main) {
   return t.defined() && t.is_contiguous() && t.device() == main.device();
 }
 
-bool fits(const FlatRun& run, const Float8Outputs& f) {
+bool fits(const FlatRun& run, const PlaneWriter& f) {
   const std::int64_t multiple = f.data.defined() ? float8::kMxBlock : 16;
   const auto divides = [&](std::int64_t n) {
     return n >= 0 && n % multiple == 0;
@@ -71,7 +71,7 @@ bool fits(const FlatRun& run, const Float8Outputs& f) {
 
 }  // namespace
 
-void check_float8_outputs(const Float8Outputs& f, const at::Tensor& main) {
+void check_float8_outputs(const PlaneWriter& f, const at::Tensor& main) {
   bool in_order = true;
   std::int64_t end = 0;
   for (const FlatRun& run : f.runs) {
@@ -96,7 +96,7 @@ void check_float8_outputs(const Float8Outputs& f, const at::Tensor& main) {
       main.numel());
 }
 
-void write_float8_outputs(const Float8Outputs& f, const at::Tensor& main) {
+void write_float8_outputs(const PlaneWriter& f, const at::Tensor& main) {
   for (const FlatRun& run : f.runs) {
     const std::int64_t n = run.end - run.begin;
     if (n == 0) {

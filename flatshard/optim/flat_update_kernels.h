@@ -13,7 +13,7 @@
 
 namespace flatshard::kernels {
 
-/// See Float8Outputs.
+/// See PlaneWriter.
 struct Float8Pointers {
   const float8::FlatRun* runs = nullptr;
   int num_runs = 0;

@@ -293,14 +293,14 @@ std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
   return all;
 }
 
-bool Optimizer::writes_float8(std::size_t group) const {
+bool Optimizer::encodes_planes(std::size_t group) const {
   // A kernel does not see the magnitudes of elements that it skips.
   const std::vector<Part>& parts = parts_[group];
   return parts.size() == 1 &&
          std::ranges::count(
              parameters_.of_parameters[group],
              ParameterGroups::kNotUpdated) == 0 &&
-         algorithms_.at(parts.front().algorithm)->writes_float8(group);
+         algorithms_.at(parts.front().algorithm)->encodes_planes(group);
 }
 
 void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
@@ -376,9 +376,9 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
     const bool offload = group.options().offload;
-    const Float8Outputs* float8 =
-        writes_float8(i) ? group.weights().float8_outputs() : nullptr;
-    encodes[i] = float8 != nullptr || !group.weights().encodes_at_gather();
+    const PlaneWriter* const planes =
+        encodes_planes(i) ? group.weights().writer() : nullptr;
+    encodes[i] = planes != nullptr || !group.weights().encodes_at_gather();
     for (Part& part : parts_[i]) {
       FlatUpdate& flat = part.update;  // the last step is done with it
       flat.rounding_step = static_cast<std::uint64_t>(group_steps_[i]);
@@ -386,7 +386,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
       flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
       flat.grad = group.gradients().reduced().local();
       flat.grad_scale = offload ? host_scale() : grad_scale;
-      flat.float8 = float8 != nullptr ? *float8 : Float8Outputs();
+      flat.planes = planes != nullptr ? *planes : PlaneWriter();
     }
   }
   begin_step(updated, lr);
@@ -395,9 +395,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     const bool offload = group.options().offload;
     queue_collectives(stream, communicators(i), [this, i] {
       for (Part& part : parts_[i]) {
-        if (part.update.float8.amax.defined()) {
-          part.update.float8.amax.zero_();
-        }
+        part.update.planes.zero();
         algorithms_.at(part.algorithm)->update(i, part.update);
         part.update.grad.reset();  // zero_grad gives its memory back
       }

@@ -119,7 +119,7 @@ class Optimizer {
   void set_device_rows(
       const std::vector<std::size_t>& groups,
       const at::Tensor& device_rows);
-  bool writes_float8(std::size_t group) const;
+  bool encodes_planes(std::size_t group) const;
   /// Returns the algorithm of a parameter of a group.
   std::optional<Algorithm> algorithm_of(
       std::size_t group,

@@ -78,8 +78,8 @@ class UpdateAlgorithm {
       std::span<const ParameterValues> /*values*/,
       double /*lr*/) {}
 
-  /// Returns whether `update` writes FlatUpdate::float8.
-  virtual bool writes_float8(std::size_t /*group*/) const { return false; }
+  /// Returns whether `update` fills FlatUpdate::planes.
+  virtual bool encodes_planes(std::size_t /*group*/) const { return false; }
 };
 
 std::unique_ptr<UpdateAlgorithm> make_algorithm(

@@ -47,7 +47,7 @@ class Executor {
   }
   /// `p` in its plane, or in the awaited part that has it. Valid until that is
   /// resharded.
-  float8::Plane awaited(const Unit& unit, const UnitParameter& p, PlaneId plane)
+  PlaneView awaited(const Unit& unit, const UnitParameter& p, PlaneId plane)
       const;
   /// Returns where layers write the unit's gradients. Allocates the slot if it
   /// does not exist yet.

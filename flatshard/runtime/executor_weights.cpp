@@ -157,7 +157,7 @@ void Executor::await(Unit& unit, const Action& action) {
   streams_->compute_waits(held.filled);
   held.awaited = true;
   if (action.plane != kComputePlane) {
-    return;  // layers ask for FP8 weights
+    return;  // layers ask for it
   }
   const SlotView slot = view(held.slot);
   unit.pointers().point_at(slot);
@@ -205,7 +205,7 @@ void Executor::release(Unit& unit, const Action& action) {
   held.read_by_gather = {};
 }
 
-float8::Plane Executor::awaited(
+PlaneView Executor::awaited(
     const Unit& unit,
     const UnitParameter& p,
     PlaneId plane) const {

@@ -135,9 +135,9 @@ class Runtime : public nn::WgradSink,
   bool defers(const at::Tensor& parameter) override;
   void defer(const at::Tensor& parameter, nn::LateWgrad write) override;
   void recompute_begin(nn::Module& owner) override;
-  std::optional<float8::Recipe> recipe(
+  std::optional<nn::WeightRecipe> recipe(
       const at::Tensor& parameter) const override;
-  std::optional<nn::Float8Weight> plane(
+  std::optional<nn::EncodedWeight> plane(
       const at::Tensor& parameter,
       nn::PlaneUse use) override;
 

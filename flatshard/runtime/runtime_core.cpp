@@ -241,7 +241,7 @@ std::vector<Action> RuntimeCore::decide(const ScheduleEvent& event) {
   return step.scheduler.on(event);
 }
 
-float8::Plane RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
+PlaneView RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
   Unit& unit = *units[ref.unit];
   const UnitParameter& p = unit.parameters()[ref.index];
   const bool in_backward = AutogradEvents::in_backward() ||

@@ -69,7 +69,7 @@ struct RuntimeCore : public AutogradListener {
   /// is all-gathered, and compute waits for it.
   /// @return  the parameter in it; valid until that is resharded.
   /// @throws Error{usage} outside the unit's forward and backward.
-  float8::Plane await_plane(ParameterRef ref, PlaneId plane);
+  PlaneView await_plane(ParameterRef ref, PlaneId plane);
   /// An action was carried out.
   void record(const Action& action);
 

@@ -1,5 +1,5 @@
 // The part of Runtime that layers call while they run: for the place of their
-// weight gradients, for the FP8 planes of their weights, and at a recompute.
+// weight gradients, for the planes of encoded weights, and at a recompute.
 #include "flatshard/runtime/runtime.h"
 
 #include <utility>
@@ -46,9 +46,9 @@ void Runtime::recompute_begin(nn::Module&) {
   }
 }
 
-// -- FP8 planes --------------------------------------------------------------
+// -- planes of encoded weights -----------------------------------------------
 
-std::optional<float8::Recipe> Runtime::recipe(
+std::optional<nn::WeightRecipe> Runtime::recipe(
     const at::Tensor& parameter) const {
   const ParameterRef* const ref = core_.events.find(parameter);
   if (ref == nullptr) {
@@ -58,7 +58,7 @@ std::optional<float8::Recipe> Runtime::recipe(
   return unit.weights().recipe(unit.parameters()[ref->index]);
 }
 
-std::optional<nn::Float8Weight> Runtime::plane(
+std::optional<nn::EncodedWeight> Runtime::plane(
     const at::Tensor& parameter,
     nn::PlaneUse use) {
   if (!recipe(parameter)) {

@@ -47,7 +47,7 @@ class UnitCalls {
   /// a write between a forward and its backward. Equal on all ranks.
   void gathered_written(UnitId unit);
 
-  /// The plane that `use` reads of an FP8 parameter, or the part that has it,
+  /// The plane that `use` reads of an encoded weight, or the part that has it,
   /// is all-gathered, and compute waits for it.
   /// @return  where its data are.
   /// @throws Error{usage} outside the unit's forward and backward.

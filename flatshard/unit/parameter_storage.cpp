@@ -154,20 +154,20 @@ void ParameterStorage::check_not_shared() const {
 void ParameterStorage::set_name(
     const std::string& unit,
     const std::string& name) const {
-  const bool float8 = refusal(refusing_).owner.float8;
-  refusal(refusing_).owner = {
-      .unit = unit,
-      .parameter = name,
-      .float8 = float8};
-  if (float8) {
+  ParameterOwner& owner = refusal(refusing_).owner;
+  owner.unit = unit;
+  owner.parameter = name;
+  owner.retired = false;
+  if (!has_values()) {
     set_access_error(fmt::format(
-        "parameter {} of {} is stored in FP8 and has no values of this dtype: "
+        "parameter {} of {} is stored in {} and has no values of this dtype: "
         "nn::Linear and modules that contain it read its planes "
         "(nn/weight_source.h). Exclude a parameter that other code reads; to "
         "read or write values, use the shards of its group "
         "(Runtime::all_groups)",
         name,
-        unit));
+        unit,
+        owner.stored_in));
     return;
   }
   set_access_error(fmt::format(
@@ -188,14 +188,14 @@ void ParameterStorage::set_access_error(const std::string& text) const {
       text;
 }
 
-void ParameterStorage::refuse_as_float8() const {
+void ParameterStorage::store_in(const std::string& encoding) const {
   ParameterOwner& owner = refusal(refusing_).owner;
-  owner.float8 = true;
+  owner.stored_in = encoding;
   set_name(std::string(owner.unit), std::string(owner.parameter));
 }
 
 bool ParameterStorage::has_values() const {
-  return !refusal(refusing_).owner.float8;
+  return refusal(refusing_).owner.stored_in.empty();
 }
 
 void ParameterStorage::point_at(void* data) const {

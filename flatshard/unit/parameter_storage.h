@@ -14,8 +14,8 @@ namespace flatshard {
 struct ParameterOwner {
   std::string unit;  ///< e.g. "unit layers.3"
   std::string parameter;
-  bool retired = false;  ///< its Runtime is gone
-  bool float8 = false;   ///< it has FP8 planes and no values
+  bool retired = false;   ///< its Runtime is gone
+  std::string stored_in;  ///< an encoding: it has planes and no values
 };
 
 /// The storage of one unsharded parameter: a separate StorageImpl that points
@@ -62,9 +62,9 @@ class ParameterStorage {
   /// Sets the full text of that error.
   void set_access_error(const std::string& text) const;
 
-  /// Marks that it has FP8 planes and never data, as the error reports. From
-  /// here on nothing below changes what it shows.
-  void refuse_as_float8() const;
+  /// Marks that it has planes in `encoding` and never data, as the error
+  /// reports. From here on nothing below changes what it shows.
+  void store_in(const std::string& encoding) const;
   /// It is not one of those.
   bool has_values() const;
   /// The parameter's data is at `data` from now on. Not owned.

@@ -22,27 +22,7 @@ std::vector<const GroupPlan*> plans_of(const UnitGroups& groups) {
 
 UnitWeights::UnitWeights(const std::string& unit, const UnitGroups& groups)
     : groups_(groups), layout_(unit, plans_of(groups)) {
-  check_formats(unit);
-}
-
-// Then groups that have a plane agree on what it is.
-void UnitWeights::check_formats(const std::string& unit) const {
-  const Float8Format* first = nullptr;
-  for (const auto& group : groups_) {
-    const auto& format = group->options().float8;
-    if (!format) {
-      continue;
-    }
-    first = first == nullptr ? &*format : first;
-    FLATSHARD_CHECK(
-        *format == *first,
-        config,
-        "unit {}: expected one FP8 format for its weights, got {} and {}, or "
-        "other options",
-        unit,
-        float8::to_string(first->recipe),
-        float8::to_string(format->recipe));
-  }
+  check_same_encoding(unit, groups);
 }
 
 at::Tensor UnitWeights::post_forward_slot(std::size_t g, const SlotView& shards)
@@ -151,10 +131,9 @@ PartId UnitWeights::part_of(const UnitParameter& p) const {
 
 // -- what layers ask for ------------------------------------------------------
 
-std::optional<float8::Recipe> UnitWeights::recipe(
+std::optional<nn::WeightRecipe> UnitWeights::recipe(
     const UnitParameter& p) const {
-  const auto& format = groups_[p.group]->options().float8;
-  return format ? std::optional(format->recipe) : std::nullopt;
+  return groups_[p.group]->weights().recipe();
 }
 
 PlaneId UnitWeights::plane_of(const UnitParameter& p, nn::PlaneUse use) const {
@@ -171,7 +150,7 @@ PlaneId UnitWeights::plane_of(const UnitParameter& p, nn::PlaneUse use) const {
   return static_cast<PlaneId>(found - planes.begin());
 }
 
-float8::Plane UnitWeights::view(
+PlaneView UnitWeights::view(
     const UnitParameter& p,
     PlaneId plane,
     PartId part,
@@ -184,21 +163,11 @@ float8::Plane UnitWeights::view(
       memory(p.group, plane, part, slot));
 }
 
-nn::Float8Weight UnitWeights::operand(
+nn::EncodedWeight UnitWeights::operand(
     const UnitParameter& p,
     PlaneId plane,
-    float8::Plane view) const {
-  const Plane& of_group = groups_[p.group]->weights().planes()[plane];
-  if (of_group.stored() && !of_group.in_forward) {
-    // The exchange keeps the order of the rows, while matmuls read the
-    // transpose.
-    view.data = float8::transpose_bytes(view.data);
-    view.scales = view.scales.contiguous();
-  }
-  const Float8Format& format = *groups_[p.group]->options().float8;
-  return {
-      .operand = {std::move(view), format.recipe},
-      .emulate = format.emulate};
+    PlaneView view) const {
+  return groups_[p.group]->weights().operand(plane, std::move(view));
 }
 
 }  // namespace flatshard

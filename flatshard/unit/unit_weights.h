@@ -75,24 +75,21 @@ class UnitWeights {
   // The requests of layers (nn::WeightSource).
 
   /// Absent: the parameter points at its values.
-  std::optional<float8::Recipe> recipe(const UnitParameter& parameter) const;
+  std::optional<nn::WeightRecipe> recipe(const UnitParameter& parameter) const;
   /// Returns the plane of a matmul with the parameter. It must have a recipe.
   PlaneId plane_of(const UnitParameter& parameter, nn::PlaneUse use) const;
   /// The parameter as it is in a slot.
   /// @param slot  contains `part` of the plane; resident groups use none.
-  float8::Plane view(
+  PlaneView view(
       const UnitParameter& parameter,
       PlaneId plane,
       PartId part,
       const SlotView& slot) const;
   /// Returns the same as one matmul reads it.
-  nn::Float8Weight operand(
-      const UnitParameter& parameter,
-      PlaneId plane,
-      float8::Plane view) const;
+  nn::EncodedWeight
+  operand(const UnitParameter& parameter, PlaneId plane, PlaneView view) const;
 
  private:
-  void check_formats(const std::string& unit) const;
   /// Returns the PostForwardShard of group `g` in the slot of
   /// UnitSpec::post_forward.
   at::Tensor post_forward_slot(std::size_t g, const SlotView& shards) const;

@@ -84,6 +84,10 @@ inline at::Tensor copy_of(const at::Tensor& t) {
   return t.contiguous().clone();
 }
 
+inline float8::Plane values(const PlaneView& view) {
+  return {view.data, view.scales};
+}
+
 // Returns all bytes of both planes by parameter, as a unit and in parts.
 inline Bytes gathered(ParamGroup& group, bool from_peers = false) {
   WeightPlanes& weights = group.weights();

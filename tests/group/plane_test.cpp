@@ -62,7 +62,7 @@ struct CodecOnOneRank {
 
   // Returns every plane unsharded, in memory laid out like a buffer.
   std::vector<at::Tensor> encoded() {
-    codec->begin(main, /*begun=*/false);
+    codec->begin(main, /*encoded=*/nullptr);
     std::vector<at::Tensor> slots;
     for (const Plane& plane : planes) {
       if (plane.stored()) {
@@ -91,10 +91,7 @@ at::Tensor bytes_of(const at::Tensor& t) {
   return t.clone(at::MemoryFormat::Contiguous).reshape({-1}).view(at::kByte);
 }
 
-void expect_equal(
-    const float8::Plane& got,
-    const float8::Plane& want,
-    const std::string& what) {
+void expect_equal(const auto& got, const auto& want, const std::string& what) {
   EXPECT_TRUE(bytes_of(got.data).equal(bytes_of(want.data))) << what;
   EXPECT_TRUE(bytes_of(got.scales).equal(bytes_of(want.scales))) << what;
 }
@@ -110,7 +107,7 @@ TEST(Plane, OfACastIsTheGroupInComputesDtype) {
   const at::Tensor slot = c.encoded()[kComputePlane];
   EXPECT_EQ(slot.scalar_type(), at::kBFloat16);
   for (std::int64_t i = 0; i < c.num_parameters(); ++i) {
-    const float8::Plane view = c.codec->view(compute, kWhole, i, slot);
+    const PlaneView view = c.codec->view(compute, kWhole, i, slot);
     EXPECT_TRUE(view.data.equal(c.value(i).to(at::kBFloat16))) << i;
     EXPECT_FALSE(view.scales.defined());
   }
@@ -241,10 +238,10 @@ TEST(Codec, DerivesTheValuesOfTheSource) {
     const std::vector<at::Tensor> slots = c.encoded();
     for (std::int64_t i = 0; i < c.num_parameters(); ++i) {
       const at::Tensor rows = float8::dequantize(
-          c.codec->view(c.planes[1], kWhole, i, slots[1]),
+          values(c.codec->view(c.planes[1], kWhole, i, slots[1])),
           format.recipe);
       const float8::Plane columns =
-          c.codec->view(c.planes[2], kWhole, i, slots[2]);
+          values(c.codec->view(c.planes[2], kWhole, i, slots[2]));
       EXPECT_EQ(columns.data.size(0), c.parameters[i].shape[1]);
       const at::Tensor back = float8::dequantize(columns, format.recipe).t();
       const bool requantized = float8::has_power_of_two_scales(format.recipe);
@@ -263,37 +260,37 @@ TEST(Codec, DerivesTheValuesOfTheSource) {
   }
 }
 
-TEST(Codec, OutputsOfAWriterReplaceWhatItFinds) {
+TEST(Codec, WhatAWriterEncodedReplacesWhatItFinds) {
   for (const Float8Format& format : formats()) {
     CodecOnOneRank c(matrices(format), format);
-    const Float8Outputs* outputs = c.codec->outputs(c.main, c.planes);
+    const PlaneWriter* writer = c.codec->writer(c.main, c.planes);
     const bool needs_all_rows =
         format.recipe == float8::Recipe::rowwise && format.stored_columns;
-    ASSERT_EQ(outputs == nullptr, needs_all_rows) << name_of(format);
-    if (outputs == nullptr) {
+    ASSERT_EQ(writer == nullptr, needs_all_rows) << name_of(format);
+    if (writer == nullptr) {
       continue;
     }
-    if (!outputs->amax.defined()) {
+    if (!writer->amax.defined()) {
       // The rows themselves: their writer has encoded them.
       const at::Tensor rows = c.planes[1].shard.local();
-      EXPECT_TRUE(outputs->data.is_alias_of(rows)) << name_of(format);
+      EXPECT_TRUE(writer->data.is_alias_of(rows)) << name_of(format);
       rows.fill_(0x11);
-      c.codec->begin(c.main, /*begun=*/true);
+      c.codec->begin(c.main, writer);
       c.codec->encode(c.planes[1], kWhole, c.main, rows);
       EXPECT_TRUE(rows.eq(0x11).all().item<bool>()) << name_of(format);
-      c.codec->begin(c.main, /*begun=*/false);
+      c.codec->begin(c.main, /*encoded=*/nullptr);
       c.codec->encode(c.planes[1], kWhole, c.main, rows);
       EXPECT_FALSE(rows.eq(0x11).all().item<bool>()) << name_of(format);
       continue;
     }
     // Twice the largest magnitudes: other scales than main weights have.
-    c.codec->begin(c.main, /*begun=*/false);
+    c.codec->begin(c.main, /*encoded=*/nullptr);
     const Plane& rows = c.planes[1];
     c.codec->encode(rows, kWhole, c.main, rows.shard.local());
     const at::Tensor own =
         c.codec->view(rows, kWhole, 0, rows.shard.local()).scales.clone();
-    outputs->amax.fill_(2.0F * c.main.local().abs().max().item<float>());
-    c.codec->begin(c.main, /*begun=*/true);
+    writer->amax.fill_(2.0F * c.main.local().abs().max().item<float>());
+    c.codec->begin(c.main, writer);
     const at::Tensor given =
         c.codec->view(rows, kWhole, 0, rows.shard.local()).scales;
     EXPECT_TRUE(given.gt(own).all().item<bool>()) << name_of(format);

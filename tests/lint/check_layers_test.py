@@ -133,6 +133,14 @@ class CheckLayers(unittest.TestCase):
         text = "target_link_libraries(flatshard_comm PUBLIC flatshard_unit)"
         self.assertTrue(self.check(comm__CMakeLists_dot_txt=text))
 
+    def test_an_encoding_in_code_for_any(self):
+        text = "float8::Recipe r;"
+        for name in ("unit__unit_dot_h", "optim__optimizer_dot_cpp"):
+            found = self.check(**{name: text})
+            self.assertEqual(len(found), 1)
+            self.assertIn("names float8", found[0])
+        self.assertEqual(self.check(group__plane_dot_h=text), [])
+
     def test_umbrella_header(self):
         self.assertTrue(self.check(unit__a_dot_cpp='#include "flatshard/flatshard.h"'))
 

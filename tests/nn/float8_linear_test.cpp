@@ -33,13 +33,13 @@ class PlanesOfTensors : public nn::WeightSource {
   std::optional<Recipe> recipe(const at::Tensor& p) const override {
     return p.dim() == 2 ? std::optional(recipe_) : std::nullopt;
   }
-  std::optional<nn::Float8Weight> plane(const at::Tensor& p, nn::PlaneUse use)
+  std::optional<nn::EncodedWeight> plane(const at::Tensor& p, nn::PlaneUse use)
       override {
     if (!recipe(p)) {
       return std::nullopt;
     }
     ++(use == nn::PlaneUse::fprop ? num_rows : num_columns);
-    return nn::Float8Weight{
+    return nn::EncodedWeight{
         {float8::quantize(
              p.detach(),
              {.recipe = recipe_},

@@ -27,8 +27,8 @@ struct Float8UpdateCase {
   std::vector<float8::FlatRun> runs;
   std::int64_t num_amax = 0;  ///< 0: mxfp8
 
-  Float8Outputs outputs(at::Device device) const {
-    Float8Outputs all{.runs = runs};
+  PlaneWriter outputs(at::Device device) const {
+    PlaneWriter all{.runs = runs};
     const at::TensorOptions there(device);
     if (num_amax > 0) {
       all.amax = at::zeros({num_amax}, there.dtype(at::kFloat));
@@ -39,7 +39,7 @@ struct Float8UpdateCase {
     all.upload(device);
     return all;
   }
-  void expect_same(const Float8Outputs& got, const Float8Outputs& want) const {
+  void expect_same(const PlaneWriter& got, const PlaneWriter& want) const {
     const auto same = [](const at::Tensor& a, const at::Tensor& b) {
       return !b.defined() || (a.cpu().equal(b) && b.any().item<bool>());
     };

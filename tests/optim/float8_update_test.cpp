@@ -19,7 +19,7 @@ at::Tensor random(std::int64_t n, std::uint64_t seed) {
   return at::randn({n}, at::detail::createCPUGenerator(seed));
 }
 
-FlatUpdate update_of(const at::Tensor& main, Float8Outputs float8) {
+FlatUpdate update_of(const at::Tensor& main, PlaneWriter planes) {
   const std::int64_t n = main.numel();
   return {
       .main = main,
@@ -27,7 +27,7 @@ FlatUpdate update_of(const at::Tensor& main, Float8Outputs float8) {
       .state0 = at::zeros({n}),
       .state1 = at::zeros({n}),
       .rows = {kSomeStep.row()},
-      .float8 = std::move(float8)};
+      .planes = std::move(planes)};
 }
 
 // Returns the amax of each block separately, in float64.
@@ -57,12 +57,12 @@ TEST(AdamWFloat8, AmaxIsThatOfTheNewWeights) {
     const at::Tensor main = random(c.numel, 1);
     const at::Tensor before = main.clone();
     FlatUpdate update = update_of(main, c.outputs(at::kCPU));
-    update.float8.amax[0] = 100.0F;
-    at::Tensor first = at::zeros_like(update.float8.amax);
+    update.planes.amax[0] = 100.0F;
+    at::Tensor first = at::zeros_like(update.planes.amax);
     first[0] = 100.0F;
     flat_update(Algorithm::adamw, update);
     EXPECT_FALSE(main.equal(before));
-    EXPECT_TRUE(update.float8.amax.equal(amax_of(c, main, first)));
+    EXPECT_TRUE(update.planes.amax.equal(amax_of(c, main, first)));
   }
 }
 
@@ -80,13 +80,13 @@ TEST(AdamWFloat8, Mxfp8IsThatOfTheNewWeights) {
       const float8::Plane want = float8::quantize(
           main.narrow(0, run.begin, n).view({-1, 32}),
           {float8::Recipe::mxfp8});
-      EXPECT_TRUE(update.float8.data.narrow(0, run.data, n)
+      EXPECT_TRUE(update.planes.data.narrow(0, run.data, n)
                       .equal(want.data.view(at::kByte).flatten()));
-      EXPECT_TRUE(update.float8.scales.narrow(0, run.scales, n / 32)
+      EXPECT_TRUE(update.planes.scales.narrow(0, run.scales, n / 32)
                       .equal(want.scales.view(at::kByte).flatten()));
     }
     // Nothing before the first run.
-    EXPECT_FALSE(update.float8.data.narrow(0, 0, 16).any().item<bool>());
+    EXPECT_FALSE(update.planes.data.narrow(0, 0, 16).any().item<bool>());
   }
 }
 
@@ -100,8 +100,8 @@ TEST(AdamWFloat8, NanIsTheLargest) {
             {.begin = 32, .end = 64, .columns = 32, .amax = 1}},
        .amax = at::zeros({2})});
   flat_update(Algorithm::adamw, update);
-  EXPECT_FALSE(std::isnan(update.float8.amax[0].item<float>()));
-  EXPECT_TRUE(std::isnan(update.float8.amax[1].item<float>()));
+  EXPECT_FALSE(std::isnan(update.planes.amax[0].item<float>()));
+  EXPECT_TRUE(std::isnan(update.planes.amax[1].item<float>()));
 }
 
 TEST(AdamWFloat8, RunsThatDoNotFitAreRefused) {
@@ -190,7 +190,7 @@ TEST(AdamWFloat8, AnUpdateBeginsPlanesWhereItCan) {
     optimizer->step(0.1);
     const auto plan = group->weights().plan_gather();
     EXPECT_TRUE(plan.refresh);
-    return plan.float8_begun;
+    return plan.encoded != nullptr;
   };
   for (const Float8Format& format : formats()) {
     EXPECT_FALSE(begins(format, /*adamw=*/false)) << name_of(format);
@@ -217,7 +217,7 @@ TEST(AdamWFloat8, AnUpdateOfSomeParametersBeginsNoPlanes) {
         at::ones({group->layout().numel()}, group->options().precision.reduce),
         group->plan_reduction(true, true));
     optimizer.step(0.1);
-    EXPECT_FALSE(group->weights().plan_gather().float8_begun)
+    EXPECT_EQ(group->weights().plan_gather().encoded, nullptr)
         << name_of(format);
   }
 }
@@ -231,7 +231,7 @@ TEST(AdamWFloat8, F9_AForeignWriteBehindAnUpdateCounts) {
     const Bytes first = after_two_steps(adamw, *group);
     group->weights().main().local().mul_(3);
     ASSERT_TRUE(group->weights().adopt_foreign_writes());
-    EXPECT_FALSE(group->weights().plan_gather().float8_begun);
+    EXPECT_EQ(group->weights().plan_gather().encoded, nullptr);
     group->weights().progress().mark_stale();
     const Bytes second = gathered(*group);
     EXPECT_FALSE(

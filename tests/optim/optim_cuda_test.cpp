@@ -285,13 +285,13 @@ TEST(CudaFloat8Updates, AreMadeOfTheNewWeights) {
         FlatUpdate host = host_update({n, ranges}, at::kBFloat16, compute);
         host.rows = rows_of(kSomeStep);
         FlatUpdate update = on_gpu(host);
-        update.float8 = c.outputs(at::kCUDA);
+        update.planes = c.outputs(at::kCUDA);
         flat_update(Algorithm::adamw, update);
         flat_update(Algorithm::adamw, host);
         expect_equal(update, host);
-        Float8Outputs want = c.outputs(at::kCPU);
+        PlaneWriter want = c.outputs(at::kCPU);
         write_float8_outputs(want, update.main.cpu());
-        c.expect_same(update.float8, want);
+        c.expect_same(update.planes, want);
       }
     }
   }
@@ -305,9 +305,9 @@ TEST(CudaFloat8Updates, AShardOfPaddingHasNoRuns) {
   FlatUpdate host = host_update({64, {}}, at::kFloat, at::kBFloat16);
   host.rows = {kSomeStep.row()};
   FlatUpdate update = on_gpu(host);
-  update.float8.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
+  update.planes.amax = at::zeros({2}, at::TensorOptions(at::kCUDA));
   flat_update(Algorithm::adamw, update);
-  EXPECT_FALSE(update.float8.amax.any().item<bool>());
+  EXPECT_FALSE(update.planes.amax.any().item<bool>());
 }
 
 TEST(CudaMuon, ElementsAreUpdatedAsOnTheHost) {

@@ -1,10 +1,10 @@
-#include "flatshard/group/float8_outputs.h"
+#include "flatshard/group/plane_writer.h"
 
 #include <ATen/ATen.h>
 
 namespace flatshard {
 
-void Float8Outputs::upload(at::Device device) {
+void PlaneWriter::upload(at::Device device) {
   const auto nbytes =
       static_cast<std::int64_t>(runs.size() * sizeof(float8::FlatRun));
   if (nbytes > 0 && device.is_cuda()) {

@@ -9,8 +9,10 @@
 
 namespace flatshard {
 
-/// FP8 that an update of main weights makes of the new values in its pass.
-struct Float8Outputs {
+/// The parts of planes that a writer of main weights may encode in its pass over
+/// them, and their places. The next all-gather then encodes only the rest.
+/// Codec::writer makes it, and AdamW fills it.
+struct PlaneWriter {
   /// Parts of the shard, ascending and apart from each other. The space
   /// between them is padding.
   std::vector<float8::FlatRun> runs;
@@ -26,6 +28,12 @@ struct Float8Outputs {
   float8::Rounding rounding = float8::Rounding::up;
 
   bool wanted() const { return amax.defined() || data.defined(); }
+  /// Called before each pass, on its stream.
+  void zero() const {
+    if (amax.defined()) {
+      amax.zero_();
+    }
+  }
   /// Copies `runs` to where kernels read them.
   void upload(at::Device device);
 };
