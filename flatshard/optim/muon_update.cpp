@@ -153,22 +153,33 @@ void muon_apply(
     muon_apply_cuda(main, compute, direction, decay, step);
     return;
   }
-  if (runs_here(main)) {
+  const auto apply_here = [&](const at::Tensor& weights, double keep) {
     const at::Tensor d = direction.to(at::kFloat);
     const float* from = d.const_data_ptr<float>();
-    float* w = main.mutable_data_ptr<float>();
+    float* w = weights.mutable_data_ptr<float>();
     parallel_for(
         0,
-        main.numel(),
+        weights.numel(),
         kMuonGrain,
         [&](std::int64_t begin, std::int64_t end) {
           apply_elements(
               w + begin,
               from + begin,
-              static_cast<float>(1 - decay),
+              static_cast<float>(keep),
               static_cast<float>(step),
               end - begin);
         });
+  };
+  if (runs_here(main)) {
+    apply_here(main, 1 - decay);
+  } else if (main.is_cpu()) {
+    // at::add rounds more often in the elements after the last full vector.
+    const at::Tensor kept = main.to(at::kFloat)
+                                .mul_(1 - decay)
+                                .to(main.scalar_type())
+                                .to(at::kFloat);
+    apply_here(kept, /*keep=*/1);
+    main.copy_(kept);
   } else {
     main.mul_(1 - decay);
     main.add_(direction, -step);
