@@ -129,7 +129,7 @@ TEST(PostForward, WhoeverChangesWeightsEndsSlices) {
 }
 
 TEST(PostForward, ThePolicyDecides) {
-  for (const UnitPolicy policy :
+  for (const UnitPolicy& policy :
        {UnitPolicy{.reshard_after_forward = false},
         UnitPolicy{.unshard_in_backward = false},
         UnitPolicy{.keep_post_forward = false}}) {

@@ -61,7 +61,7 @@ TEST(UnitSync, AUnitLeavesItsOuterAxisWhereItsPolicyOrTheMicrobatchSaysSo) {
 }
 
 TEST(UnitSync, TheLastBackwardFinishesUnitsThatSynchronize) {
-  for (const UnitPolicy policy :
+  for (const UnitPolicy& policy :
        {UnitPolicy(),
         UnitPolicy{.sync_gradients = false},
         UnitPolicy{.all_reduce = false}}) {
