@@ -9,8 +9,8 @@
 
 namespace flatshard {
 
-/// The parts of planes that a writer of main weights may encode in its pass over
-/// them, and their places. The next all-gather then encodes only the rest.
+/// The parts of planes that a writer of main weights may encode in its pass
+/// over them, and their places. The next all-gather then encodes only the rest.
 /// Codec::writer makes it, and AdamW fills it.
 struct PlaneWriter {
   /// Parts of the shard, ascending and apart from each other. The space

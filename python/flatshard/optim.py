@@ -164,7 +164,7 @@ class AdamW(torch.optim.Optimizer):
             if dtype == torch.int8:
                 _check_int8(places[p] for p in group["params"])
         if self._rounding_seed is not None:
-            _check_rounding(parameters)
+            _check_rounding(places.values())
         cores = [unit.core for unit in units]
         self.core = _C.AdamW(
             cores, self._group_of_parameters(units, places), self._state_dtypes
@@ -394,9 +394,9 @@ class AdamW(torch.optim.Optimizer):
     def _values_of(self, states):
         """Returns states, by parameter. int8 ones that the core has are copied as
         float32."""
-        return {p: self.values_of_state(p, state) for p, state in states.items()}
+        return {p: self._values_of_state(p, state) for p, state in states.items()}
 
-    def values_of_state(self, parameter, state):
+    def _values_of_state(self, parameter, state):
         """Returns `state` of a parameter, as it is shown, with the values of codes."""
         shown = getattr(self, "_shown", {}).get(parameter)
         if shown is None or not _has_codes(shown):
@@ -458,7 +458,7 @@ def _show_values(optimizer, state_dict):
     for number, parameter in zip(numbers, parameters):
         if number in state_dict["state"]:
             state = state_dict["state"][number]
-            state_dict["state"][number] = optimizer.values_of_state(parameter, state)
+            state_dict["state"][number] = optimizer._values_of_state(parameter, state)
 
 
 def _has_codes(shown):
@@ -514,8 +514,17 @@ def _check_int8(places):
             )
 
 
-def _check_rounding(parameters):
-    if all(p.dtype != torch.bfloat16 for p in parameters):
+def _check_rounding(places):
+    members = [unit.parameters[index] for unit, index in places]
+    rounded = [p for p in members if p.trainable and p.shard.dtype == torch.bfloat16]
+    for p in rounded:
+        if p.parallel is not None:
+            raise NotImplementedError(
+                f"flatshard.optim.AdamW: stochastic_rounding: parameter {p.title} has "
+                "tensor parallelism. This is not supported, because its parts would draw "
+                "the same random numbers; leave stochastic_rounding out"
+            )
+    if not rounded:
         raise ValueError(
             "flatshard.optim.AdamW: stochastic_rounding is for bfloat16 parameters, and "
             "this optimizer has none; convert the model with model.to(torch.bfloat16) "

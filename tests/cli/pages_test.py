@@ -48,6 +48,7 @@ ELSEWHERE = {
     "python -m flatshard.doctor": "tests/python/doctor_test.py",
     "python examples/python/wandb_follow.py": "tests/report/watching_test.py",
     "python3 -m venv": "scripts/bootstrap",
+    "scripts/demo_data": "scripts/demo, which prepares the same data",
     "python3 bench/": "tests/lint/bench_test.py reads it, the page names the machine",
     "srun ": "tests/launch reads Slurm's variables; shellcheck reads the script",
     "tensorboard ": "tests/report/watching_test.py",

@@ -182,7 +182,7 @@ TEST(Recovery, SecondDerivatives) {
           {},
           /*retain_graph=*/true,
           /*create_graph=*/true)[0];
-      (t.loss(slope * 100) + t.loss(model(t.input(rank)))).backward();
+      (t.loss(slope * 10) + t.loss(model(t.input(rank)))).backward();
     };
     for (auto* model : {&twin.sharded, &twin.plain}) {
       for (auto& cell : (*model)->cells) {

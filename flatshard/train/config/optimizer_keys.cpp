@@ -34,6 +34,13 @@ constexpr UsedIf kOfWsd{
     WHEN(c.lr_scheduler.name == LrSchedule::Kind::wsd),
     "wsd"};
 
+const Conflict kBlocksOfChunks{
+    {"parallelism.granularity"},
+    WHEN(
+        c.optimizer.needs_state_blocks() &&
+        c.parallelism.granularity.kind() == Granularity::Kind::chunk),
+    "chunks split blocks of 256 elements; use \"element\""};
+
 const ConfigKey kOptimizerKeys[] = {
     KEY(optimizer.name,
         "Optimizer. muon orthogonalizes the updates of the matrices of blocks, "
@@ -96,18 +103,14 @@ const ConfigKey kOptimizerKeys[] = {
         "[optimizer]. lr_mult and wd_mult are factors of the learning rate and "
         "of the weight decay. name, beta1, beta2, eps, momentum, and "
         "state_dtype "
-        "replace the values of [optimizer]."),
+        "replace the values of [optimizer].",
+        .conflicts = {kBlocksOfChunks}),
     KEY(optimizer.state_dtype,
         "AdamW: data type of the two optimizer states. int8 has blocks of 256 "
         "elements with a scale each; embeddings and parameters of fewer than "
         "4096 elements keep float32 states.",
         .used_if = {kOfAdamW},
-        .conflicts =
-            {{{"parallelism.granularity"},
-              WHEN(
-                  c.optimizer.needs_state_blocks() &&
-                  c.parallelism.granularity.kind() == Granularity::Kind::chunk),
-              "chunks split blocks of 256 elements; use \"element\""}}),
+        .conflicts = {kBlocksOfChunks}),
     KEY(optimizer.stochastic_rounding,
         "AdamW: round bfloat16 main weights up or down at random, so that the "
         "mean is exact. Otherwise, updates of less than half a rounding step "
