@@ -35,8 +35,8 @@ class UpdateAlgorithm {
       std::size_t group,
       const at::Tensor& main,
       std::span<const ParameterValues> values) = 0;
-  /// Names the parameters of a group that use the algorithm, after add_group.
-  /// @param values  of each of these parameters.
+  /// Names the parameters of a group that use the algorithm, after add_group,
+  /// with the values of each.
   virtual void add_parameters(
       std::size_t /*group*/,
       const ParamGroup& /*of*/,
