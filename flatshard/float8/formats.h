@@ -3,11 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define FLATSHARD_HOST_DEVICE __host__ __device__
-#else
-#define FLATSHARD_HOST_DEVICE
-#endif
+#include "flatshard/core/host_device.h"
 
 /// The arithmetic of FP8 numbers and their scales on integers,
 /// without torch: the CPU uses it, and CUDA kernels match it byte for

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
+#include "flatshard/core/float_arithmetic.h"
 #include "flatshard/core/init_spec.h"
 #include "flatshard/float8/formats.h"
 
@@ -12,49 +12,10 @@
 /// differently. They are within 0.51 units in the last place of float32.
 namespace flatshard::draw {
 
-// Every operation rounds separately, on GPUs too.
-FLATSHARD_HOST_DEVICE inline float times(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-FLATSHARD_HOST_DEVICE inline float plus(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-FLATSHARD_HOST_DEVICE inline double times(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-FLATSHARD_HOST_DEVICE inline double plus(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __dadd_rn(a, b);
-#else
-  return a + b;
-#endif
-}
-FLATSHARD_HOST_DEVICE inline double divide(double a, double b) {
-#ifdef __CUDA_ARCH__
-  return __ddiv_rn(a, b);
-#else
-  return a / b;
-#endif
-}
-FLATSHARD_HOST_DEVICE inline float root(float a) {
-#ifdef __CUDA_ARCH__
-  return __fsqrt_rn(a);
-#else
-  return std::sqrt(a);
-#endif
-}
+using float_arithmetic::divide;
+using float_arithmetic::plus;
+using float_arithmetic::square_root;
+using float_arithmetic::times;
 
 /// Returns the logarithm.
 /// @param x  in [2^-24, 1].
@@ -134,7 +95,8 @@ values_of(const std::uint32_t* words, const InitSpec& spec, float* values) {
   }
   for (int i = 0; i < 4; i += 2) {
     // 1 - u is in (0, 1]: the logarithm is finite.
-    const float radius = root(times(-2.0F, log_of(1.0F - uniform(words[i]))));
+    const float radius =
+        square_root(times(-2.0F, log_of(1.0F - uniform(words[i]))));
     cos_sin(times(kTurn, uniform(words[i + 1])), values[i], values[i + 1]);
     for (int j = i; j < i + 2; ++j) {
       values[j] = plus(spec.mean, times(spec.stddev, times(radius, values[j])));

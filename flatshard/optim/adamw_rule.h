@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/optim/float_arithmetic.h"
+#include "flatshard/core/float_arithmetic.h"
 #include "flatshard/optim/update_step.h"
 
 namespace flatshard {

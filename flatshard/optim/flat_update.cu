@@ -652,7 +652,7 @@ struct WeightWriter {
     }
   }
 
-  // Of the last random words.
+  // The last random words, and the range and block that they were drawn for.
   const RoundingRange* rounding = nullptr;
   std::uint64_t block = 0;
   uint4 drawn = {};

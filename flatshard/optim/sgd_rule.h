@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "flatshard/optim/float_arithmetic.h"
+#include "flatshard/core/float_arithmetic.h"
 #include "flatshard/optim/parameter_values.h"
 #include "flatshard/optim/update_step.h"
 

@@ -3,8 +3,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "flatshard/core/float_arithmetic.h"
 #include "flatshard/float8/formats.h"
-#include "flatshard/optim/float_arithmetic.h"
 
 /// The formats of optimizer states, without torch: the CPU uses these
 /// functions, and CUDA kernels match them byte for byte.

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "flatshard/optim/float_arithmetic.h"
+#include "flatshard/core/float_arithmetic.h"
 
 namespace flatshard {
 

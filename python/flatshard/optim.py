@@ -75,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
     # The unit of each parameter and the index in it.
     _places: dict[torch.Tensor, tuple[UnitState, int]]
     _group_sizes: list[int]  # how many parameters each of param_groups had
-    # Of each group. Not in param_groups, so that state dicts of torch.optim.AdamW fit.
+    # One per group, apart from param_groups: state dicts of torch.optim.AdamW fit.
     _state_dtypes: list[torch.dtype]
 
     def __init__(

@@ -45,7 +45,7 @@ struct StartMetrics {
 
 /// The parts of a start, in their order and in seconds on this rank.
 struct StartTimes {
-  double program_s = 0;  ///< loading the program, also that of the launcher
+  double program_s = 0;  ///< loading the program and its launcher
   double device_s = 0;   ///< opening the data and the device
   double ranks_s = 0;    ///< connecting the ranks
   double model_s = 0;    ///< making the model, with random weights

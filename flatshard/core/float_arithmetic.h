@@ -2,13 +2,13 @@
 
 #include <cmath>
 
-#include "flatshard/float8/formats.h"
+#include "flatshard/core/host_device.h"
 
 /// Inlined into loops that are compiled with other options, too.
 #define FLATSHARD_ARITHMETIC \
   FLATSHARD_HOST_DEVICE __attribute__((always_inline)) inline
 
-/// float32 operations that round one by one on GPUs, as on a CPU. Otherwise
+/// Operations that round one by one on GPUs, as on a CPU. Otherwise
 /// nvcc would contract multiply-adds depending on the rest of a kernel, and the
 /// same numbers would round differently.
 namespace flatshard::float_arithmetic {
@@ -42,6 +42,30 @@ FLATSHARD_ARITHMETIC float square_root(float a) {
   return __fsqrt_rn(a);
 #else
   return std::sqrt(a);
+#endif
+}
+
+FLATSHARD_ARITHMETIC double times(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+FLATSHARD_ARITHMETIC double plus(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+FLATSHARD_ARITHMETIC double divide(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __ddiv_rn(a, b);
+#else
+  return a / b;
 #endif
 }
 
