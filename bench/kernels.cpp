@@ -21,8 +21,8 @@
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
 #include "flatshard/moe/router.h"
-#include "flatshard/nn/cuda_ops.h"
-#include "flatshard/nn/float8/float8_fused.h"
+#include "flatshard/ops/cuda_ops.h"
+#include "flatshard/ops/float8/float8_fused.h"
 #include "flatshard/optim/flat_update.h"
 
 namespace flatshard {

@@ -1,7 +1,7 @@
 #include "flatshard/autograd/explain_dtype.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/nn/parameter_check.h"
+#include "flatshard/ops/parameter_check.h"
 
 #include <ATen/ATen.h>
 

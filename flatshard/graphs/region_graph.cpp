@@ -2,8 +2,8 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/static_tensor.h"
-#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/ops/float8/known_amax.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/ScopeExit.h>

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/moe/expert_layout.h"
-#include "flatshard/nn/gate_activation.h"
+#include "flatshard/ops/gate_activation.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -2,8 +2,8 @@
 
 #include "flatshard/moe/cuda_moe.h"
 #include "flatshard/moe/grouped_matmul.h"
-#include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/wgrad.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
 

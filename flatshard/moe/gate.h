@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/gate_activation.h"
+#include "flatshard/ops/gate_activation.h"
 
 namespace flatshard::nn {
 

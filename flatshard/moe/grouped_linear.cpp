@@ -4,7 +4,7 @@
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/weighted_gate.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/parameter_check.h"
+#include "flatshard/ops/parameter_check.h"
 
 #include <ATen/ATen.h>
 

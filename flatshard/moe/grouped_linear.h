@@ -2,8 +2,8 @@
 
 #include "flatshard/moe/expert_layout.h"
 #include "flatshard/moe/permute.h"
-#include "flatshard/nn/gate_activation.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/ops/gate_activation.h"
 
 #include <cstdint>
 #include <utility>

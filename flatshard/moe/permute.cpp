@@ -3,7 +3,7 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/moe/cuda_moe.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
 

@@ -1,8 +1,8 @@
 #include "flatshard/moe/weighted_gate.h"
 
 #include "flatshard/moe/cuda_moe.h"
-#include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/swiglu.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
 

@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <fmt/format.h>
 

@@ -4,6 +4,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/wgrad.h"
+#include "flatshard/ops/rows.h"
 
 #include <memory>
 #include <vector>
@@ -70,11 +71,6 @@ inline void refuse_create_graph(const char* layer) {
 /// Returns an argument that may be undefined in the form a Function accepts.
 inline std::optional<at::Tensor> as_optional(const at::Tensor& tensor) {
   return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-}
-
-/// [..., n] as [rows, n]; a copy only when the strides demand it.
-inline at::Tensor as_rows(const at::Tensor& tensor) {
-  return tensor.reshape({-1, tensor.size(-1)});
 }
 
 /// Returns the sizes of x with another last one.

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/loss.h"
+#include "flatshard/ops/cuda_ops.h"
 
 namespace flatshard::nn {
 

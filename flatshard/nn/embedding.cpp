@@ -1,7 +1,7 @@
 #include "flatshard/nn/embedding.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/parameter_check.h"
+#include "flatshard/ops/parameter_check.h"
 
 #include <utility>
 #include <vector>

@@ -2,8 +2,8 @@
 
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/parallel/parallel_products.h"
-#include "flatshard/nn/parameter_check.h"
 #include "flatshard/nn/weight_source.h"
+#include "flatshard/ops/parameter_check.h"
 
 #include <ATen/ATen.h>
 

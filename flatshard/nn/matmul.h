@@ -1,8 +1,8 @@
 #pragma once
 
-#include "flatshard/nn/matmul_rows.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/nn/wgrad.h"
+#include "flatshard/ops/matmul_rows.h"
 
 #include <optional>
 #include <utility>

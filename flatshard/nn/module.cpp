@@ -2,7 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
-#include "flatshard/nn/parameter_check.h"
+#include "flatshard/ops/parameter_check.h"
 
 #include <algorithm>
 

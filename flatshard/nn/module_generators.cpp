@@ -1,7 +1,7 @@
 #include "flatshard/nn/module_generators.h"
 
-#include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/module_tree.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 

@@ -1,10 +1,10 @@
 #include "flatshard/nn/norm_linears.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/float8/float8_fused.h"
-#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/matmul.h"
-#include "flatshard/nn/rms_norm_rows.h"
+#include "flatshard/ops/float8/float8_fused.h"
+#include "flatshard/ops/float8/known_amax.h"
+#include "flatshard/ops/rms_norm_rows.h"
 
 #include <utility>
 

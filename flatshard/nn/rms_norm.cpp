@@ -1,7 +1,8 @@
 #include "flatshard/nn/rms_norm.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/rms_norm_rows.h"
+#include "flatshard/ops/cuda_ops.h"
+#include "flatshard/ops/rms_norm_rows.h"
 
 #include <utility>
 
@@ -160,6 +161,25 @@ std::tuple<at::Tensor, at::Tensor> RmsNormImpl::forward(
       usage,
       "a norm over columns of several ranks adds nothing to its input");
   return add_rms_norm(x, delta, scale(), options_.eps, scale_context());
+}
+
+at::Tensor deliver_norm_wgrad(
+    const ModuleContextPtr& context,
+    const at::Tensor& weight,
+    const at::Tensor& dw) {
+  const auto write = [&](at::Tensor& grad, bool accumulate) {
+    if (cuda::supports(dw)) {
+      cuda::rms_norm_weight_gradient(dw, grad, accumulate);
+    } else {
+      accumulate ? grad.add_(dw) : grad.copy_(dw);
+    }
+  };
+  const auto compute = [&] {
+    at::Tensor grad = at::empty_like(weight);
+    write(grad, false);
+    return grad;
+  };
+  return deliver_wgrad(context, weight, compute, write);
 }
 
 }  // namespace flatshard::nn

@@ -71,4 +71,10 @@ class RmsNormImpl : public Module, public HasParts {
 };
 FLATSHARD_MODULE(RmsNorm);
 
+/// deliver_wgrad for the weight of a norm.
+at::Tensor deliver_norm_wgrad(
+    const ModuleContextPtr& context,
+    const at::Tensor& weight,
+    const at::Tensor& dw);
+
 }  // namespace flatshard::nn

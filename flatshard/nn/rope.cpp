@@ -1,8 +1,8 @@
 #include "flatshard/nn/rope.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cpu_kernels.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/ops/cpu_kernels.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <cmath>
 #include <numbers>

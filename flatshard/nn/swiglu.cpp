@@ -1,81 +1,17 @@
 #include "flatshard/nn/swiglu.h"
 
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/cuda_ops.h"
-#include "flatshard/nn/float8/float8_fused.h"
-#include "flatshard/nn/float8/known_amax.h"
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/parallel/parallel_products.h"
+#include "flatshard/ops/float8/float8_fused.h"
+#include "flatshard/ops/float8/known_amax.h"
+#include "flatshard/ops/gated_product.h"
 
 namespace flatshard::nn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr const char* kTanh = "tanh";
-
-// Source: openai/gpt-oss, gpt_oss/torch/model.py, swiglu.
-at::Tensor clamped_product(const at::Tensor& gate, const at::Tensor& up) {
-  const at::Tensor limited = gate.clamp_max(kClampedSiluLimit);
-  return limited * (limited * kClampedSiluFactor).sigmoid() *
-         (up.clamp(-kClampedSiluLimit, kClampedSiluLimit) + 1);
-}
-
-// Returns (dgate, dup) for d, the gradient of the gated value.
-std::tuple<at::Tensor, at::Tensor> clamped_backward(
-    const at::Tensor& d,
-    const at::Tensor& gate,
-    const at::Tensor& up) {
-  const at::Tensor limited = gate.clamp_max(kClampedSiluLimit);
-  const at::Tensor sigmoid = (limited * kClampedSiluFactor).sigmoid();
-  const at::Tensor slope =
-      sigmoid * (1 + limited * (1 - sigmoid) * kClampedSiluFactor);
-  return {
-      d * (up.clamp(-kClampedSiluLimit, kClampedSiluLimit) + 1) * slope *
-          gate.le(kClampedSiluLimit),
-      d * limited * sigmoid * up.abs().le(kClampedSiluLimit)};
-}
-
-at::Tensor product_of(
-    GateActivation activation,
-    const at::Tensor& gate,
-    const at::Tensor& up) {
-  if (activation == GateActivation::gelu_tanh) {
-    return at::gelu(gate, kTanh) * up;
-  }
-  if (activation == GateActivation::clamped_silu) {
-    return clamped_product(gate, up);
-  }
-  if (cuda::supports(gate) && !at::GradMode::is_enabled()) {
-    return cuda::swiglu_forward(gate.contiguous(), up.contiguous());
-  }
-  return at::silu(gate) * up;
-}
-
-// Returns (dgate, dup) for d, the gradient of the gated value. One pass can
-// also write this value over d: then `product` becomes d, else it is unchanged.
-std::tuple<at::Tensor, at::Tensor> backward_of(
-    GateActivation activation,
-    const at::Tensor& d,
-    const at::Tensor& gate,
-    const at::Tensor& up,
-    at::Tensor* product = nullptr) {
-  if (activation == GateActivation::gelu_tanh) {
-    return {at::gelu_backward(d * up, gate, kTanh), d * at::gelu(gate, kTanh)};
-  }
-  if (activation == GateActivation::clamped_silu) {
-    return clamped_backward(d, gate, up);
-  }
-  if (!cuda::supports(gate) || at::GradMode::is_enabled()) {
-    return {at::silu_backward(d * up, gate), d * at::silu(gate)};
-  }
-  const at::Tensor dy = d.contiguous();
-  if (product != nullptr) {
-    *product = dy;
-  }
-  return cuda::swiglu_backward(dy, gate.contiguous(), up.contiguous(), product);
-}
 
 void save_activation(AutogradContext* ctx, GateActivation activation) {
   ctx->saved_data["activation"] = static_cast<std::int64_t>(activation);
@@ -93,13 +29,16 @@ struct GatedFunction : torch::autograd::Function<GatedFunction> {
       GateActivation activation) {
     ctx->save_for_backward({gate, up});
     save_activation(ctx, activation);
-    return product_of(activation, gate, up);
+    return gated_product(activation, gate, up);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const auto [dgate, dup] =
-        backward_of(saved_activation(ctx), grads[0], saved[0], saved[1]);
+    const auto [dgate, dup] = gated_product_backward(
+        saved_activation(ctx),
+        grads[0],
+        saved[0],
+        saved[1]);
     return {dgate, dup, {}};
   }
 };
@@ -157,7 +96,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         context);
     const MatmulRows product =
         recipe ? float8_product(gate, up, *recipe, {.columns = false})
-               : MatmulRows(as_rows(product_of(activation, gate, up)));
+               : MatmulRows(as_rows(gated_product(activation, gate, up)));
     const AdapterForward adapters(calls, factors, product);
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     std::vector<std::int64_t> sizes = with_last(gate, weight.size(0));
@@ -219,14 +158,18 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         note_amax(out[kGate], amax[0]);
         note_amax(out[kUp], amax[1]);
       } else {
-        std::tie(out[kGate], out[kUp]) =
-            backward_of(activation, d, gate, up, recipe ? nullptr : &product);
+        std::tie(out[kGate], out[kUp]) = gated_product_backward(
+            activation,
+            d,
+            gate,
+            up,
+            recipe ? nullptr : &product);
       }
     }
     const bool wants_weight = ctx->needs_input_grad(kWeight);
     if (!recipe && !product.defined() &&
         (wants_weight || adapters.wants_input(0))) {
-      product = product_of(activation, gate, up);
+      product = gated_product(activation, gate, up);
     }
     adapters.end(product, out);
     if (wants_weight) {
@@ -278,7 +221,7 @@ std::tuple<at::Tensor, at::Tensor> gated_gradients(
     const at::Tensor& up) {
   check_pair(gate, up);
   const at::NoGradGuard no_grad;
-  return backward_of(activation, dy, gate, up);
+  return gated_product_backward(activation, dy, gate, up);
 }
 
 at::Tensor gated_linear(

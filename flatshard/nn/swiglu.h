@@ -1,8 +1,7 @@
 #pragma once
 
-#include "flatshard/nn/clamped_silu.h"
-#include "flatshard/nn/gate_activation.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/ops/gate_activation.h"
 
 #include <tuple>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/nn/matmul_rows.h"
+#include "flatshard/ops/matmul_rows.h"
 
 #include <c10/core/Stream.h>
 

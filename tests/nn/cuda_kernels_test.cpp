@@ -4,7 +4,6 @@
 #include "check.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/attention.h"
-#include "flatshard/nn/cuda_ops.h"
 #include "flatshard/nn/embedding.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
@@ -12,6 +11,7 @@
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/swiglu.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <fmt/format.h>
 

@@ -1,6 +1,7 @@
 #include "flatshard/models/families/family.h"
 #include "flatshard/models/families/hf_windows.h"
 #include "flatshard/nn/swiglu.h"
+#include "flatshard/ops/clamped_silu.h"
 
 // gpt-oss. Source: arXiv:2508.10925.
 namespace flatshard::models {

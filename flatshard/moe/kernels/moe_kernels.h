@@ -5,7 +5,7 @@
 
 #include "flatshard/moe/gate.h"
 #include "flatshard/moe/router_args.h"
-#include "flatshard/nn/kernels/dtype.h"
+#include "flatshard/ops/kernels/dtype.h"
 
 struct CUstream_st;
 

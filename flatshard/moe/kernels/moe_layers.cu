@@ -3,8 +3,8 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/moe/kernels/moe_kernels.h"
 #include "flatshard/moe/kernels/row_threads.cuh"
-#include "flatshard/nn/clamped_silu.h"
-#include "flatshard/nn/kernels/swiglu_kernels.cuh"
+#include "flatshard/ops/clamped_silu.h"
+#include "flatshard/ops/kernels/swiglu_kernels.cuh"
 
 namespace flatshard::nn::kernels {
 namespace {

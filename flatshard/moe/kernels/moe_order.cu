@@ -1,5 +1,5 @@
 #include "flatshard/moe/kernels/moe_kernels.h"
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/ops/kernels/common.cuh"
 
 // Orders pairs of tokens and experts.
 namespace flatshard::nn::kernels {

@@ -1,5 +1,5 @@
 #include "flatshard/moe/kernels/moe_kernels.h"
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/ops/kernels/common.cuh"
 
 // One warp handles each token; a warp's rows of scores are in shared memory.
 namespace flatshard::nn::kernels {

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/moe/kernels/moe_kernels.h"
-#include "flatshard/nn/kernels/common.cuh"
+#include "flatshard/ops/kernels/common.cuh"
 
 // Common parts of the kernels on rows of tokens.
 namespace flatshard::nn::kernels {

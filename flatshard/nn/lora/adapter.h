@@ -3,9 +3,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "flatshard/nn/lora/sample_dropout.h"
-#include "flatshard/nn/matmul_rows.h"
 #include "flatshard/nn/module.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
+#include "flatshard/ops/matmul_rows.h"
 
 #include <cstddef>
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/philox.h"
 #include "flatshard/device/parallel_for.h"
-#include "flatshard/nn/cuda_ops.h"
+#include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
