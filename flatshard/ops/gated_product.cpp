@@ -4,6 +4,7 @@
 #include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 namespace flatshard::nn {
 namespace {

@@ -1,5 +1,7 @@
 #include "flatshard/ops/rms_norm_rows.h"
 
+#include <ATen/ATen.h>
+
 #include "flatshard/ops/cpu_kernels.h"
 #include "flatshard/ops/cuda_ops.h"
 #include "flatshard/ops/parameter_check.h"
