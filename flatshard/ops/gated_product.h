@@ -8,9 +8,8 @@
 
 namespace flatshard::nn {
 
-/// Returns activation(gate) * up, of gate's shape and dtype. A kernel where
-/// there is one and gradients are off; else operations of ATen, which autograd
-/// can differentiate.
+/// Returns activation(gate) * up, of gate's shape and dtype. While gradients
+/// are on, autograd can differentiate it: no kernel is used.
 at::Tensor gated_product(
     GateActivation activation,
     const at::Tensor& gate,
