@@ -3,10 +3,11 @@
 python3 bench/first_step.py --nproc 1 --to FOLDER
 
 8 layers of Llama-3-8B, with random weights and from a Hugging Face folder of random
-weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. In
-the rows "cold", no compiled code is cached, and the page cache is dropped first (as
-root). In the rows "warm", each program runs the second time. Also reads the folder with
-16 threads, as a reference for loading. --to needs 6 GB.
+weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. The
+same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python). In the rows
+"cold", no compiled code is cached, and the page cache is dropped first (as root). In the
+rows "warm", each program runs the second time. Also reads the folder with 16 threads, as
+a reference for loading. --to needs 6 GB.
 """
 
 import os
@@ -30,8 +31,14 @@ from harness.tables import head, row
 LAYERS, SEQ, READERS = 8, 8192, 16
 SIZES = {"dim": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
 TINY = {"dim": 64, "ffn": 128, "heads": 4, "kv_heads": 2, "vocab": 512}
-PEERS = {"FSDP2, compiled": "blocks+loss", "FSDP2, eager": "none"}
-WAYS = ["Flatshard", *PEERS]
+# Library and --compile of bench/fsdp2_llama.py.
+PYTHON = {
+    "FSDP2, compiled": ("fsdp2", "blocks+loss"),
+    "FSDP2, eager": ("fsdp2", "none"),
+    "Flatshard from Python, compiled": ("flatshard", "blocks+loss"),
+    "Flatshard from Python, eager": ("flatshard", "none"),
+}
+WAYS = ["Flatshard", *PYTHON]
 SOURCES, STATES = ["random", "folder"], ["cold", "warm"]
 
 
@@ -92,12 +99,14 @@ def run_flatshard(args, folder, log):
     return seconds_until(re.compile("step: 1/1 "), command, {}, log)
 
 
-def run_peer(args, way, folder, caches, log):
+def run_python(args, way, folder, caches, log):
+    library, compiled = PYTHON[way]
     sizes = [f"--{name.replace('_', '-')}={n}" for name, n in args.sizes.items()]
     options = [
         f"--layers={args.layers}",
         f"--seq={args.seq}",
-        f"--compile={PEERS[way]}",
+        f"--library={library}",
+        f"--compile={compiled}",
     ]
     options += [f"--local-batch={args.local_batch}"]
     options += ["--warmup=0", "--steps=1", "--gqa"]
@@ -151,8 +160,8 @@ def measure(args, results, weights):
                 if state == "cold" and not drop_page_cache():
                     print("the page cache was not dropped: run as root", flush=True)
                 log = args.out / f"{weights}-{state}-{way}.log".replace(" ", "-")
-                if way in PEERS:
-                    found[way] = run_peer(args, way, folder, caches, log)
+                if way in PYTHON:
+                    found[way] = run_python(args, way, folder, caches, log)
                 else:
                     found[way] = run_flatshard(args, folder, log)
             peer = found.get("FSDP2, compiled")

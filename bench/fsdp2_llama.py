@@ -6,11 +6,14 @@ The same model, optimizer and precision as examples/llama3_8b.toml: bf16 compute
 reduction, float32 weights and AdamW states, no recompute, random tokens. Embedding,
 blocks, and norm with head are the units. Prints one line of JSON on rank 0.
 
+--library flatshard trains the same program with flatshard.fully_shard.
+
 The counterpart of examples/llama3_8b_one_gpu.toml (`pip install torchao`):
 
 torchrun --nproc-per-node 1 bench/fsdp2_llama.py --weights bfloat16 --states int8 --recompute
 """
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -25,15 +28,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from harness import hf_folder
 from harness.command_line import Parser
 from harness.models import Llama, loss_of, rotary
-from harness.peers import fully_shard_of, fused_attention, shard_decoder
+from harness.peers import MODULES, fully_shard_of, fused_attention, shard_decoder
 from harness.ranks import join, say
 from harness.steps import measure
 
 
-def shard(model, keep=0):
+def shard(model, keep=0, library="fsdp2", **options):
     tail = [model.norm, model.head]
     resharded = len(model.layers) - keep
-    fully_shard = fully_shard_of("fsdp2")
+    fully_shard = functools.partial(fully_shard_of(library), **options)
     shard_decoder(fully_shard, model, model.embed, model.layers, tail, resharded)
 
 
@@ -170,6 +173,12 @@ def main():
         "--init-from", type=Path, help="a folder of harness.hf_folder to read [random]"
     )
     parser.add_argument("--recompute", action="store_true", help="all of the blocks")
+    parser.add_argument(
+        "--library",
+        choices=MODULES,
+        default="fsdp2",
+        help="whose fully_shard is called",
+    )
     args = parser.parse_args()
     device = begin()
     with torch.device("meta"):
@@ -178,7 +187,10 @@ def main():
         recompute_blocks(model)
     if args.float8:
         use_float8(model, args.float8)
-    shard(model, args.keep)
+    # hf_folder.load reads rows as torch.chunk splits them.
+    chunks = args.init_from and args.library == "flatshard"
+    options = {"granularity": "chunk"} if chunks else {}
+    shard(model, args.keep, args.library, **options)
     if args.init_from:
         model.to_empty(device=device)
         hf_folder.load(args.init_from, model, dist.get_rank(), dist.get_world_size())

@@ -2,11 +2,13 @@
 
 PYTHONPATH=build/python torchrun --nproc-per-node 2 bench/python_models.py
 
-Qwen3-0.6B, GPT-2 medium, ViT-L/16, Qwen2-0.5B, BERT-large, Whisper-small and a small
-Qwen3-MoE, with random weights. A unit for each block and one for the rest, bf16 compute and reduction, float32 main weights, torch's fused AdamW.
-Each library shards with its default options. Runs alternate. The script prints the
-median step of each run, the host's part and the peak of allocated memory. It also
-prints the median ratio Flatshard / FSDP2 of the pairs.
+Qwen3-0.6B, GPT-2 medium, ViT-L/16, Qwen2-0.5B, BERT-large, Whisper-small, a small
+Qwen3-MoE, and adapters of peft in 16 layers of Llama-3-8B, with random weights. A unit
+for each block and one for the rest, bf16 compute and reduction, float32 main weights,
+torch's fused AdamW. The base of the adapters is frozen and bfloat16. Each library shards
+with its default options. Runs alternate. The script prints the median step of each run,
+the host's part and the peak of allocated memory. It also prints the median ratio
+Flatshard / FSDP2 of the pairs.
 
 --libraries flatshard-chunk flatshard compares granularity="chunk" (plain DTensors, as
 torch.chunk splits them) with the default instead.
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from harness.command_line import Parser
-from harness.peers import adamw, fully_shard_of, release
+from harness.peers import LLAMA_SIZES, adamw, fully_shard_of, llama_config, release
 from harness.programs import write_json
 from harness.ranks import about, join_mesh, say
 from harness.steps import measure
@@ -146,6 +148,24 @@ def qwen3_moe(tiny, device):
     return language_model(model, model.model.layers, 1, 16 if tiny else 4096, device)
 
 
+def llama_peft(tiny, device):
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    hidden, intermediate, layers, heads, kv_heads = LLAMA_SIZES["8b"]
+    sizes = LLAMA_SIZES["tiny"] if tiny else (hidden, intermediate, 16, heads, kv_heads)
+    vocab = 64 if tiny else 128256
+    config = llama_config(sizes, vocab_size=vocab, use_cache=False)
+    base = LlamaForCausalLM(config).to(torch.bfloat16)
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(base, adapters)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    blocks = base.model.layers
+    return language_model(model, blocks, 1, 16 if tiny else 4096, device)
+
+
 MODELS = {
     "qwen3-0.6b": qwen3,
     "gpt2-medium": gpt2_medium,
@@ -154,6 +174,7 @@ MODELS = {
     "bert-large": bert_large,
     "whisper-small": whisper_small,
     "qwen3-moe": qwen3_moe,
+    "llama-peft": llama_peft,
 }
 
 

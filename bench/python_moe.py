@@ -5,6 +5,7 @@ PYTHONPATH=build/python torchrun --nproc-per-node 1 bench/python_moe.py
 Shapes of Qwen3-30B-A3B with few layers, random weights and tokens, `grouped_mm` experts
 of transformers 5, bf16 compute and reduction, float32 main weights, fused AdamW.
 "compiled": blocks are compiled. "experts": flatshard.expert_parallel over --ep ranks.
+With --microbatches, --no-sync reduces gradients only with the last one of a step.
 "overlap": overlap_microbatches also runs the microbatches of a step. "own AdamW": AdamW
 of flatshard.optim. Each pair runs both ways, the first one first in every other pair,
 each with a new model. Prints the median step of each run, the ratio second / first of
@@ -13,6 +14,7 @@ shows that the script works, and nothing about speed.
 """
 
 import functools
+import itertools
 import statistics
 from pathlib import Path
 
@@ -103,8 +105,11 @@ def train(way, args, mesh):
     batch, n = {"input_ids": ids, "labels": ids}, args.microbatches
     optimizer = adamw(model, core="own AdamW" in way)
     if "overlap" not in way:
+        calls = itertools.count(1)
 
         def forward():
+            if args.no_sync:
+                model.set_requires_gradient_sync(next(calls) % n == 0)
             with fused_attention(device):
                 return model(**batch).loss / n
 
@@ -119,7 +124,7 @@ def train(way, args, mesh):
 
 def parse():
     parser = Parser(__doc__).options("tiny", "warmup", **SIZES, local_batch=2, steps=10)
-    parser.options(ep=1, microbatches=1)
+    parser.options(ep=1, microbatches=1, no_sync=False)
     parser.options(pairs=3, out=Path("outputs/python_moe.json"))
     usual = ["fsdp2 compiled", "flatshard compiled"]
     parser.add_argument(
