@@ -1,7 +1,7 @@
 #include "flatshard/nn/attention.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/nn/autograd.h"
+#include "flatshard/nn/attention_kernels.h"
 #include "flatshard/ops/cuda_ops.h"
 
 #include <fmt/format.h>
@@ -13,9 +13,6 @@
 
 namespace flatshard::nn {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 bool cudnn_takes(const at::Tensor& q) {
   const at::ScalarType dtype = q.scalar_type();
@@ -91,6 +88,23 @@ at::Tensor attention_by_blocks(
   return at::cat(blocks, 2);
 }
 
+at::Tensor attention_of_aten(
+    const TensorList& qkv,
+    std::optional<double> scale) {
+  if (const auto kernel = aten_kernel(qkv, scale, needs_logsumexp(qkv))) {
+    return run_attention(kernel, qkv);
+  }
+  return at::scaled_dot_product_attention(
+             qkv[0].transpose(1, 2),
+             qkv[1].transpose(1, 2),
+             qkv[2].transpose(1, 2),
+             /*attn_mask=*/{},
+             /*dropout_p=*/0.0,
+             /*is_causal=*/true,
+             scale)
+      .transpose(1, 2);
+}
+
 void check_plain(const at::Tensor& q, const AttentionArgs& args) {
   FLATSHARD_CHECK(
       !q.is_cuda() || args.plain,
@@ -107,154 +121,6 @@ void check_plain(const at::Tensor& q, const AttentionArgs& args) {
       args.sinks.defined() ? ", sinks" : "");
 }
 
-// The arguments of the two directions of the kernel.
-struct FlashCall {
-  FlashCall(
-      const at::Tensor& q,
-      const at::Tensor& k,
-      const AttentionArgs& args,
-      const FlashSequences* sequences)
-      : scale(own_scale(args)) {
-    if (sequences != nullptr) {
-      offsets = sequences->offsets;
-    }
-    q_length = sequences != nullptr ? sequences->max_length : q.size(1);
-    k_length = sequences != nullptr ? sequences->max_length : k.size(1);
-    if (args.window > 0) {
-      before = args.window - 1;
-      after = 0;
-    }
-  }
-
-  auto forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v)
-      const {
-    return at::_flash_attention_forward(
-        q,
-        k,
-        v,
-        offsets,
-        offsets,
-        q_length,
-        k_length,
-        /*dropout_p=*/0.0,
-        /*is_causal=*/true,
-        /*return_debug_mask=*/false,
-        scale,
-        before,
-        after);
-  }
-
-  std::optional<at::Tensor> offsets;
-  std::int64_t q_length = 0;
-  std::int64_t k_length = 0;
-  std::optional<std::int64_t> before;  // tokens that one attends to
-  std::optional<std::int64_t> after;
-  std::optional<double> scale;
-};
-
-// Source: the gradients of a softmax over one more score with the value 0.
-struct SinkFlashFunction : torch::autograd::Function<SinkFlashFunction> {
-  enum Input { kQ, kK, kV, kSinks };
-
-  static at::Tensor forward(
-      AutogradContext* ctx,
-      const at::Tensor& q,
-      const at::Tensor& k,
-      const at::Tensor& v,
-      const at::Tensor& sinks,
-      const std::optional<at::Tensor>& offsets,
-      std::int64_t max_length,
-      double scale,
-      std::int64_t window) {
-    const auto [values, logsumexp, seed, unused, mask] =
-        call_of(q, k, offsets, max_length, scale, window).forward(q, k, v);
-    // [..., heads, tokens]
-    const at::Tensor sink = sinks.to(at::kFloat).unsqueeze(-1);
-    const at::Tensor share = at::sigmoid(logsumexp - sink);
-    const at::Tensor out =
-        (values * by_token(share).unsqueeze(-1)).to(q.scalar_type());
-    ctx->save_for_backward(
-        {q,
-         k,
-         v,
-         sinks,
-         out,
-         at::logaddexp(logsumexp, sink),
-         seed,
-         unused,
-         offsets.value_or(at::Tensor())});
-    ctx->saved_data["max_length"] = max_length;
-    ctx->saved_data["scale"] = scale;
-    ctx->saved_data["window"] = window;
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    refuse_create_graph("attention with sinks");
-    const variable_list saved = ctx->get_saved_variables();
-    const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2],
-                     &sinks = saved[3], &out = saved[4], &logsumexp = saved[5],
-                     &offsets = saved[8];
-    const FlashCall call = call_of(
-        q,
-        k,
-        as_optional(offsets),
-        ctx->saved_data["max_length"].toInt(),
-        ctx->saved_data["scale"].toDouble(),
-        ctx->saved_data["window"].toInt());
-    const at::Tensor g = grads[0].contiguous();
-    variable_list result(8);
-    std::tie(result[kQ], result[kK], result[kV]) =
-        at::_flash_attention_backward(
-            g,
-            q,
-            k,
-            v,
-            out,
-            logsumexp,
-            offsets,
-            offsets,
-            call.q_length,
-            call.k_length,
-            /*dropout_p=*/0.0,
-            /*is_causal=*/true,
-            saved[6],
-            saved[7],
-            call.scale,
-            call.before,
-            call.after);
-    if (ctx->needs_input_grad(kSinks)) {
-      const at::Tensor weights =
-          by_token((sinks.to(at::kFloat).unsqueeze(-1) - logsumexp).exp());
-      const at::Tensor dots = (g.to(at::kFloat) * out).sum(-1);
-      result[kSinks] =
-          (weights * dots).neg().flatten(0, -2).sum(0).to(sinks.scalar_type());
-    }
-    return result;
-  }
-
- private:
-  static FlashCall call_of(
-      const at::Tensor& q,
-      const at::Tensor& k,
-      const std::optional<at::Tensor>& offsets,
-      std::int64_t max_length,
-      double scale,
-      std::int64_t window) {
-    const FlashSequences sequences{offsets.value_or(at::Tensor()), max_length};
-    return {
-        q,
-        k,
-        {.scale = scale, .window = window},
-        offsets ? &sequences : nullptr};
-  }
-
-  // [..., heads, tokens] -> [..., tokens, heads]
-  static at::Tensor by_token(const at::Tensor& of_heads) {
-    return of_heads.transpose(-2, -1);
-  }
-};
-
 }  // namespace
 
 bool flash_attention_takes(const at::Tensor& q) {
@@ -270,18 +136,16 @@ at::Tensor flash_attention(
     const at::Tensor& v,
     const AttentionArgs& args,
     const FlashSequences* sequences) {
-  if (!args.sinks.defined()) {
-    return std::get<0>(FlashCall(q, k, args, sequences).forward(q, k, v));
+  FlashOptions options{.scale = own_scale(args), .window = args.window};
+  if (sequences != nullptr) {
+    options.offsets = sequences->offsets;
+    options.max_length = sequences->max_length;
   }
-  return SinkFlashFunction::apply(
-      q,
-      k,
-      v,
-      args.sinks,
-      sequences != nullptr ? std::optional(sequences->offsets) : std::nullopt,
-      sequences != nullptr ? sequences->max_length : 0,
-      args.scale,
-      args.window);
+  TensorList inputs{q, k, v};
+  if (args.sinks.defined()) {
+    inputs.push_back(args.sinks);
+  }
+  return run_attention(flash_kernel(std::move(options)), inputs);
 }
 
 at::Tensor softmax_with_sinks(
@@ -357,20 +221,10 @@ at::Tensor causal_attention(
       args.window == 0 && args.soft_cap == 0.0 && !has_sinks;
   at::Tensor out;
   if (has_kernel && cudnn_takes(q)) {
-    const bool wants_grad =
-        at::GradMode::is_enabled() &&
-        (q.requires_grad() || k.requires_grad() || v.requires_grad());
-    out = std::get<0>(at::_scaled_dot_product_cudnn_attention(
-                          q.transpose(1, 2),
-                          k.transpose(1, 2),
-                          v.transpose(1, 2),
-                          /*attn_bias=*/std::nullopt,
-                          /*compute_log_sumexp=*/wants_grad,
-                          /*dropout_p=*/0.0,
-                          /*is_causal=*/true,
-                          /*return_debug_mask=*/false,
-                          own_scale(args)))
-              .transpose(1, 2);
+    const TensorList inputs{q, k, v};
+    out = run_attention(
+        cudnn_kernel(own_scale(args), needs_logsumexp(inputs)),
+        inputs);
   } else if (
       args.soft_cap == 0.0 &&
       (args.window > 0 || q.size(3) > 128 || has_sinks) &&
@@ -381,15 +235,9 @@ at::Tensor causal_attention(
   } else {
     // ATen's CPU kernel requires equal head counts. Its CUDA choice may, too.
     const std::int64_t group = q.size(2) / k.size(2);
-    out = at::scaled_dot_product_attention(
-              q.transpose(1, 2),
-              repeat_heads(k, group).transpose(1, 2),
-              repeat_heads(v, group).transpose(1, 2),
-              /*attn_mask=*/{},
-              /*dropout_p=*/0.0,
-              /*is_causal=*/true,
-              own_scale(args))
-              .transpose(1, 2);
+    out = attention_of_aten(
+        {q, repeat_heads(k, group), repeat_heads(v, group)},
+        own_scale(args));
   }
   return out.reshape({q.size(0), q.size(1), -1});
 }

@@ -31,10 +31,7 @@ struct FlashSequences {
   std::int64_t max_length = 0;
 };
 
-/// Causal FlashAttention; args.soft_cap is not read. The kernels do not support
-/// sinks. With l the logsumexp of a row's scores and s the sink, the result is
-/// the kernel's output times exp(l - l'), l' = log(exp(l) + exp(s)). The
-/// backward kernel reads this result and l'.
+/// Causal FlashAttention; args.soft_cap is not read.
 /// @param q, k, v    [batch, seq, heads, head_dim], and with `sequences`
 /// [tokens,
 ///   heads, head_dim]
@@ -90,7 +87,8 @@ bool are_grouped_heads(
 /// No kernel has soft caps, and none has windows or sinks for float32. Plain
 /// operations then process one block of queries at a time. They keep the
 /// probabilities of all blocks for the backward, batch * heads * seq * (window
-/// or seq) elements. On a GPU this needs `plain`.
+/// or seq) elements. On a GPU this needs `plain`. A part that keeps attention
+/// (KeptTensors) runs them again.
 /// @throws Error{config} naming `plain` where no kernel fits.
 at::Tensor causal_attention(
     const at::Tensor& q,

@@ -4,10 +4,13 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/first_run.h"
 #include "flatshard/nn/module_generators.h"
+#include "flatshard/nn/second_run.h"
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
 
 namespace flatshard::nn {
 namespace {
@@ -16,6 +19,20 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 thread_local int first_runs = 0;  // open on this thread
+thread_local KeptTensors* kept_now = nullptr;
+thread_local bool second_run_now = false;
+
+// While it exists, this thread is in a second run.
+class SecondRun {
+ public:
+  SecondRun() : outer_(std::exchange(second_run_now, true)) {}
+  ~SecondRun() { second_run_now = outer_; }
+  SecondRun(const SecondRun&) = delete;
+  SecondRun& operator=(const SecondRun&) = delete;
+
+ private:
+  bool outer_;
+};
 
 // The state of the node, in addition to its saved inputs.
 struct Recipe : torch::CustomClassHolder {
@@ -23,6 +40,9 @@ struct Recipe : torch::CustomClassHolder {
   Module* owner = nullptr;  // kept alive by the line above, or by the caller
   RecomputeFn fn;
   GeneratorStates states;
+  bool keeps = false;
+  KeptTensors kept;  // without tensors between both runs: the node saves them
+  std::ptrdiff_t num_inputs = 0;
 };
 
 std::vector<std::uint32_t> versions_of(const TensorList& tensors) {
@@ -47,6 +67,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     const auto versions = versions_of(args);
     TensorList outputs = [&] {
       const FirstRun first;
+      const KeptTensors::Scope scope(recipe->keeps ? &recipe->kept : nullptr);
       return recipe->fn(args);
     }();
     FLATSHARD_CHECK(
@@ -68,66 +89,37 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
       }
     }
     ctx->saved_data["recipe"] = c10::IValue::make_capsule(recipe);
-    ctx->save_for_backward(args);
+    recipe->num_inputs = static_cast<std::ptrdiff_t>(args.size());
+    TensorList saved = args;
+    for (at::Tensor& tensor : recipe->kept.take_tensors()) {
+      saved.push_back(std::move(tensor));
+    }
+    ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     return outputs;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    refuse_create_graph("checkpoint");
-    FLATSHARD_CHECK(
-        torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
-        usage,
-        "expected backward() over all leaves, got an inputs= list: "
-        "recomputation does not support it; turn activation checkpointing off");
+    check_nested_backward();
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
     TensorList args = ctx->get_saved_variables();
-    // The accumulators stay alive because a listener identifies an argument
-    // that a module returns unchanged by its node.
-    using torch::autograd::impl::grad_accumulator;
-    std::vector<decltype(grad_accumulator(args[0]))> accumulators;
-    for (at::Tensor& arg : args) {
-      const bool wants_grad = arg.requires_grad();
-      arg = arg.detach();
-      arg.set_requires_grad(wants_grad);
-      if (wants_grad) {
-        accumulators.push_back(grad_accumulator(arg));
-      }
-    }
-    if (const auto listener =
-            recipe.owner->context()->recompute_listener.lock()) {
-      listener->recompute_begin(*recipe.owner);
-    }
-    TensorList outputs;
-    {
-      const RestoreGenerators before = redraw_numbers(recipe.states);
-      const at::AutoGradMode grad_mode(true);
-      outputs = recipe.fn(args);
-    }
-    FLATSHARD_CHECK(
-        outputs.size() == grads.size(),
-        usage,
-        "recompute: expected {} outputs as in forward, got {}",
-        grads.size(),
-        outputs.size());
-    TensorList roots;
-    TensorList root_grads;
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      if (grads[i].defined() && outputs[i].requires_grad()) {
-        roots.push_back(outputs[i]);
-        root_grads.push_back(grads[i]);
-      }
-    }
-    outputs.clear();
-    if (!roots.empty()) {
-      torch::autograd::backward(roots, root_grads);
-    }
-    variable_list out;
-    for (const at::Tensor& arg : args) {
-      out.push_back(arg.requires_grad() ? arg.grad() : at::Tensor());
-    }
-    out.resize(args.size() + 3);  // anchor, recipe, preserve_rng
+    const auto kept = args.begin() + recipe.num_inputs;
+    recipe.kept.set_tensors({kept, args.end()});
+    args.erase(kept, args.end());
+    notify_recompute(*recipe.owner);
+    variable_list out = differentiate_again(
+        [&recipe](const TensorList& in) {
+          const RestoreGenerators before = redraw_numbers(recipe.states);
+          const KeptTensors::Scope scope(recipe.keeps ? &recipe.kept : nullptr);
+          recipe.kept.begin_second_run();
+          TensorList outputs = recipe.fn(in);
+          recipe.kept.take_tensors();
+          return outputs;
+        },
+        std::move(args),
+        grads);
+    out.resize(out.size() + 3);  // anchor, recipe, preserve_rng
     return out;
   }
 };
@@ -153,28 +145,155 @@ bool in_checkpointed_forward() {
   return first_runs > 0;
 }
 
-TensorList checkpoint(
-    Module& owner,
-    RecomputeFn fn,
-    const TensorList& inputs,
-    RecomputeOptions options) {
-  if (!at::GradMode::is_enabled()) {
-    return fn(inputs);
-  }
-  // If no input needed a gradient, the node would not be part of the graph and
-  // the parameters inside would silently get none.
+bool in_second_run() {
+  return second_run_now;
+}
+
+TensorList with_anchor(Module& owner, const TensorList& inputs) {
   const bool needs_anchor =
       !any_requires_grad(inputs) && any_requires_grad(owner.parameters());
   at::Tensor anchor = at::empty({0});
   anchor.set_requires_grad(needs_anchor);
   TensorList all = inputs;
   all.push_back(anchor);
+  return all;
+}
+
+void check_nested_backward() {
+  refuse_create_graph("checkpoint");
+  FLATSHARD_CHECK(
+      torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
+      usage,
+      "expected backward() over all leaves, got an inputs= list: "
+      "recomputation does not support it; turn activation checkpointing off");
+}
+
+void notify_recompute(Module& owner) {
+  if (const auto listener = owner.context()->recompute_listener.lock()) {
+    listener->recompute_begin(owner);
+  }
+}
+
+TensorList differentiate_again(
+    const RecomputeFn& fn,
+    TensorList args,
+    const TensorList& grads) {
+  // The accumulators stay alive because a listener identifies an argument that
+  // a module returns unchanged by its node.
+  using torch::autograd::impl::grad_accumulator;
+  std::vector<decltype(grad_accumulator(args[0]))> accumulators;
+  for (at::Tensor& arg : args) {
+    const bool wants_grad = arg.requires_grad();
+    arg = arg.detach();
+    arg.set_requires_grad(wants_grad);
+    if (wants_grad) {
+      accumulators.push_back(grad_accumulator(arg));
+    }
+  }
+  TensorList outputs;
+  {
+    const at::AutoGradMode grad_mode(true);
+    const SecondRun second;
+    outputs = fn(args);
+  }
+  FLATSHARD_CHECK(
+      outputs.size() == grads.size(),
+      usage,
+      "recompute: expected {} outputs as in forward, got {}",
+      grads.size(),
+      outputs.size());
+  TensorList roots;
+  TensorList root_grads;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (grads[i].defined() && outputs[i].requires_grad()) {
+      roots.push_back(outputs[i]);
+      root_grads.push_back(grads[i]);
+    }
+  }
+  outputs.clear();
+  if (!roots.empty()) {
+    torch::autograd::backward(roots, root_grads);
+  }
+  TensorList found;
+  for (const at::Tensor& arg : args) {
+    found.push_back(arg.requires_grad() ? arg.grad() : at::Tensor());
+  }
+  return found;
+}
+
+KeptTensors::Scope::Scope(KeptTensors* kept)
+    : outer_(std::exchange(kept_now, kept)) {
+}
+
+KeptTensors::Scope::~Scope() {
+  kept_now = outer_;
+}
+
+void KeptTensors::begin_first_run() {
+  *this = KeptTensors();
+}
+
+void KeptTensors::begin_second_run() {
+  is_second_run_ = true;
+  next_entry_ = 0;
+  next_tensor_ = 0;
+}
+
+bool keeps_results() {
+  return kept_now != nullptr;
+}
+
+TensorList keep_once(
+    const char* what,
+    const std::function<TensorList()>& compute) {
+  KeptTensors* const kept = kept_now;
+  if (kept == nullptr) {
+    return compute();
+  }
+  if (!kept->is_second_run_) {
+    TensorList results = compute();
+    kept->entries_.push_back({what, results.size()});
+    kept->tensors_.insert(kept->tensors_.end(), results.begin(), results.end());
+    return results;
+  }
+  const bool has_one = kept->next_entry_ < kept->entries_.size();
+  const KeptTensors::Entry found = has_one ? kept->entries_[kept->next_entry_++]
+                                           : KeptTensors::Entry{"nothing", 0};
+  FLATSHARD_CHECK(
+      has_one && std::strcmp(found.what, what) == 0,
+      usage,
+      "recompute: the second run asks for the kept result of {}, the first run "
+      "kept {}; let both runs call the same layers",
+      what,
+      found.what);
+  TensorList results;
+  for (std::size_t i = 0; i < found.num_tensors; ++i) {
+    const at::Tensor& result = kept->tensors_[kept->next_tensor_++];
+    // Another tensor over the same memory, because autograd writes into its
+    // users' results.
+    results.push_back(result.defined() ? result.variable_data() : at::Tensor());
+  }
+  return results;
+}
+
+TensorList checkpoint(
+    Module& owner,
+    RecomputeFn fn,
+    const TensorList& inputs,
+    RecomputeOptions options) {
+  if (!at::GradMode::is_enabled()) {
+    // It may be inside a part that keeps results. The second run of that part
+    // comes here with gradients, and asks for none of this part.
+    const KeptTensors::Scope none(nullptr);
+    return fn(inputs);
+  }
   auto recipe = c10::make_intrusive<Recipe>();
   recipe->keep_alive = owner.weak_from_this().lock();
   recipe->owner = &owner;
   recipe->fn = std::move(fn);
+  recipe->keeps = options.keep_attention;
   return CheckpointFunction::apply(
-      at::TensorList(all),
+      at::TensorList(with_anchor(owner, inputs)),
       recipe,
       options.preserve_rng);
 }

@@ -2,7 +2,10 @@
 
 #include "flatshard/nn/module.h"
 
+#include <cstddef>
 #include <functional>
+#include <utility>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -11,14 +14,69 @@ struct RecomputeOptions {
   /// inputs' devices, and of each explicit generator below `owner`
   /// (Module::own_generators). Turn off for parts that draw nothing.
   bool preserve_rng = true;
+  /// Keeps the result and the logsumexp of attention in addition to the inputs,
+  /// so that the second run launches no attention kernel.
+  bool keep_attention = false;
 };
+
+/// Results of the first run of a recomputed part that its second run reuses
+/// instead of computing them again. Both runs ask for them in the same order.
+class KeptTensors {
+ public:
+  /// While one exists, `keep_once` on this thread uses `kept`; null: it keeps
+  /// nothing.
+  class Scope {
+   public:
+    explicit Scope(KeptTensors* kept);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    KeptTensors* outer_;
+  };
+
+  /// The next run is a first one.
+  void begin_first_run();
+  /// The next run is a second one.
+  void begin_second_run();
+  /// Returns all tensors for another owner, in between two runs.
+  TensorList take_tensors() { return std::exchange(tensors_, {}); }
+  void set_tensors(TensorList tensors) { tensors_ = std::move(tensors); }
+
+ private:
+  friend TensorList keep_once(
+      const char* what,
+      const std::function<TensorList()>& compute);
+
+  struct Entry {
+    const char* what;
+    std::size_t num_tensors;
+  };
+  std::vector<Entry> entries_;
+  TensorList tensors_;  ///< of all entries
+  bool is_second_run_ = false;
+  std::size_t next_entry_ = 0;
+  std::size_t next_tensor_ = 0;
+};
+
+/// Returns the tensors of `compute()`. In a part that keeps them, the second
+/// run returns what the first one computed. They may be undefined.
+/// @param what  of the results, a literal.
+/// @throws Error{usage} when the second run asks for something else.
+TensorList keep_once(
+    const char* what,
+    const std::function<TensorList()>& compute);
+
+/// Returns whether `keep_once` on this thread keeps results.
+bool keeps_results();
 
 using RecomputeFn = std::function<TensorList(const TensorList&)>;
 
-/// Runs fn(inputs) without keeping its activations: only the inputs are kept,
-/// and backward runs fn again and then backward through it, in a separate
-/// (nested) graph task. Parameters that fn reads get their gradients in that
-/// task.
+/// Runs fn(inputs) without keeping its activations: only the inputs are kept
+/// and what RecomputeOptions adds, and backward runs fn again and then backward
+/// through it, in a separate (nested) graph task. Parameters that fn reads get
+/// their gradients in that task.
 ///
 /// Before the second run the listener of `owner` gets recompute_begin. fn's
 /// captures must outlive the graph, and `owner` is kept alive. fn must return

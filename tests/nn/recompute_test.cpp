@@ -5,8 +5,11 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/documents.h"
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/linear.h"
+#include "tests/support/counted_operation.h"
 
 namespace flatshard::nn {
 namespace {
@@ -153,6 +156,136 @@ TEST(Recompute, SeveralInputsAndOutputs) {
   ASSERT_EQ(out.size(), 3U);
   out[0].sum().backward();  // out[2] unused
   EXPECT_TRUE(at::equal(a.grad(), b));
+}
+
+// -- attention that is kept ---------------------------------------------------
+
+constexpr const char* kCpuAttention =
+    "aten::_scaled_dot_product_flash_attention_for_cpu";
+
+enum class Mode { none, recompute, keep };
+
+/// Three attentions of different shapes, one after the other: grouped heads, a
+/// window that no kernel has, and documents.
+TensorList attend(const TensorList& in) {
+  const auto split = [](const at::Tensor& x, std::int64_t heads) {
+    return x.view({x.size(0), x.size(1), heads, -1});
+  };
+  const at::Tensor kv = split(in[0], 6).narrow(2, 0, 2);
+  const at::Tensor first = causal_attention(split(in[0], 6), kv, kv);
+  const at::Tensor q = split(first, 3);
+  const at::Tensor second = causal_attention(q, q, q, {.window = 3});
+  const std::vector<std::int64_t> lengths{4, 5, 8, 1};
+  const at::Tensor last = split(second.tanh(), 4);
+  return {
+      first * first,
+      document_attention(
+          last,
+          last,
+          last,
+          Documents::of(lengths, in[0].size(1), at::kCPU))};
+}
+
+class KeptAttention : public ::testing::TestWithParam<at::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(
+    Dtypes,
+    KeptAttention,
+    ::testing::Values(at::kFloat, at::kDouble, at::kBFloat16));
+
+// The number of fused calls: one, and one per document.
+TEST_P(KeptAttention, L1_IsBitwiseTheSameWithoutASecondKernel) {
+  constexpr std::int64_t kCalls = 1 + 4;
+  const auto owner = std::make_shared<Module>("owner");
+  testing::CountedOperation calls(kCpuAttention);
+  TensorList expected;
+  for (const Mode mode : {Mode::none, Mode::recompute, Mode::keep}) {
+    const at::Tensor x =
+        at::randn({2, 9, 48}, at::make_generator<at::CPUGeneratorImpl>(2))
+            .to(GetParam())
+            .requires_grad_();
+    const TensorList out = mode == Mode::none
+                               ? attend({x})
+                               : checkpoint(
+                                     *owner,
+                                     RecomputeFn(attend),
+                                     TensorList{x},
+                                     {.keep_attention = mode == Mode::keep});
+    EXPECT_EQ(calls.take(), kCalls);
+    const at::Tensor loss = (out[0] + out[1]).square().sum();
+    // Kept results serve a second backward.
+    loss.backward({}, /*retain_graph=*/true);
+    EXPECT_EQ(calls.take(), mode == Mode::recompute ? kCalls : 0);
+    const at::Tensor once = x.grad().clone();
+    loss.backward();
+    EXPECT_EQ(calls.take(), mode == Mode::recompute ? kCalls : 0);
+    const TensorList got{
+        out[0].detach(),
+        out[1].detach(),
+        once,
+        x.grad() - once};
+    if (mode == Mode::none) {
+      expected = got;
+    }
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_TRUE(at::equal(got[i], expected[i])) << i;
+    }
+  }
+}
+
+// A part and a part inside it keep separate results.
+TEST(Recompute, L2_KeepsAttentionOfAPartInsideAnother) {
+  const auto owner = std::make_shared<Module>("owner");
+  testing::CountedOperation calls(kCpuAttention);
+  for (const bool outer : {false, true}) {
+    for (const bool inner : {false, true}) {
+      const at::Tensor x =
+          at::randn({1, 9, 2, 8}, at::make_generator<at::CPUGeneratorImpl>(2))
+              .requires_grad_();
+      const auto part = [](const at::Tensor& in) {
+        return causal_attention(in, in, in).view(in.sizes());
+      };
+      const at::Tensor y = checkpoint(
+          *owner,
+          [&](const at::Tensor& in) {
+            return part(
+                checkpoint(*owner, part, part(in), {.keep_attention = inner}));
+          },
+          x,
+          {.keep_attention = outer});
+      y.sum().backward();
+      // The forward, and the second runs of the outer and of the inner part.
+      EXPECT_EQ(calls.take(), 3 + (outer ? 1 : 3) + (inner ? 0 : 1))
+          << outer << inner;
+      const at::Tensor want = x.detach().clone().requires_grad_();
+      part(part(part(want))).sum().backward();
+      calls.take();
+      EXPECT_TRUE(at::equal(x.grad(), want.grad()));
+    }
+  }
+}
+
+TEST(Recompute, RefusesASecondRunOfOtherLayers) {
+  const auto owner = std::make_shared<Module>("owner");
+  int runs = 0;
+  const at::Tensor x = at::ones({1, 4, 2, 8}).requires_grad_();
+  const at::Tensor y = checkpoint(
+      *owner,
+      [&runs](const at::Tensor& in) {
+        return ++runs == 1 ? in * 2
+                           : causal_attention(in, in, in).view(in.sizes());
+      },
+      x,
+      {.keep_attention = true});
+  try {
+    y.sum().backward();
+    FAIL() << "did not throw";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::usage);
+    EXPECT_NE(
+        error.message().find("the first run kept nothing"),
+        std::string::npos)
+        << error.message();
+  }
 }
 
 }  // namespace
