@@ -5,9 +5,8 @@
 #include "flatshard/checkpoint/load.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/format/checkpoint_folder.h"
-#include "tests/checkpoint/some_groups.h"
+#include "tests/checkpoint/grids.h"
 #include "tests/support/message_of.h"
-#include "tests/support/ranks.h"
 #include "tests/support/temp_folder.h"
 
 #include <gmock/gmock.h>
@@ -22,111 +21,14 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-struct Grid {
-  std::int64_t dp = 1;
-  std::int64_t ep = 1;
-  std::int64_t tp = 1;
-  std::string strategy = "zero3";
-  Granularity granularity = Granularity::element();
-
-  int world() const { return static_cast<int>(dp * ep * tp); }
-  std::string to_string() const {
-    return fmt::format(
-        "dp {} ep {} tp {} {} {}",
-        dp,
-        ep,
-        tp,
-        strategy,
-        granularity.to_string());
-  }
-};
-
-/// Returns one of each kind: split by rows, by columns, in two sections,
-/// unevenly and not at all; experts by their number and their width.
-std::vector<SomeGroup> specs(const Mesh& mesh) {
-  const std::int64_t tp = mesh.axis(mesh.axis_index("tp")).size;
-  const std::int64_t ep = mesh.axis(mesh.axis_index("ep")).size;
-  const std::int64_t t = mesh.coordinate("tp");
-  const std::int64_t e = mesh.coordinate("ep");
-  const auto parameter = [&](std::string name,
-                             std::vector<std::int64_t> shape,
-                             std::optional<ParameterPlacement> placement) {
-    return GroupParameter{
-        .names = {std::move(name)},
-        .shape = std::move(shape),
-        .placement = placement.value_or(ParameterPlacement{}),
-        .init = InitSpec::normal(0, 1)};
-  };
-  const auto over_tp = [&](TensorSlice slice) {
-    return ParameterPlacement::cut_over(mesh, {"tp"}, std::move(slice));
-  };
-  const auto experts = [&](TensorSlice slice) {
-    return ParameterPlacement::cut_over(
-        mesh,
-        {"ep", "tp"},
-        slice.cut(0, e, ep));
-  };
-  constexpr std::int64_t kVocab = 11;
-  const IndexRange words{kVocab * t / tp, kVocab * (t + 1) / tp};
-  return {
-      {.parameters =
-           {parameter(
-                "embedding",
-                {words.size(), 6},
-                over_tp(TensorSlice().take(0, kVocab, {words}))),
-            parameter(
-                "q.weight",
-                {8 / tp, 6},
-                over_tp(TensorSlice().cut(0, t, tp))),
-            parameter("q.bias", {8 / tp}, over_tp(TensorSlice().cut(0, t, tp))),
-            parameter(
-                "o.weight",
-                {6, 8 / tp},
-                over_tp(TensorSlice().cut(1, t, tp))),
-            parameter(
-                "gate_up.weight",
-                {16 / tp, 6},
-                over_tp(TensorSlice().cut(0, t, tp, 2))),
-            parameter(
-                "down.weight",
-                {5, 8 / tp},
-                over_tp(TensorSlice().cut(1, t, tp)))}},
-      {.parameters =
-           {parameter("norm.weight", {6}, std::nullopt),
-            parameter("router.weight", {4, 6}, std::nullopt)}},
-      {.parameters = {
-           parameter(
-               "experts.gate_up",
-               {4 / ep, 16 / tp, 3},
-               experts(TensorSlice().cut(1, t, tp, 2))),
-           parameter(
-               "experts.down",
-               {4 / ep, 3, 8 / tp},
-               experts(TensorSlice().cut(2, t, tp)))}}};
-}
-
-struct Model {
-  Model(RankContext& context, const Grid& grid)
-      : mesh(context.mesh({{"dp", grid.dp}, {"ep", grid.ep}, {"tp", grid.tp}})),
-        groups(
-            specs(*mesh),
-            {.strategy = grid.strategy, .granularity = grid.granularity},
-            mesh) {}
-
-  void export_to(const std::filesystem::path& path) const {
-    save_weights({groups.groups.begin(), groups.groups.end()}, path);
-  }
-
-  std::shared_ptr<Mesh> mesh;
-  SomeGroups groups;
-};
-
 std::string bytes_of(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-void write_checkpoint(const Model& model, const std::filesystem::path& folder) {
+void write_checkpoint(
+    const GridModel& model,
+    const std::filesystem::path& folder) {
   Checkpointer checkpointer(
       model.mesh,
       model.groups.groups,
@@ -139,28 +41,13 @@ void write_checkpoint(const Model& model, const std::filesystem::path& folder) {
   }
 }
 
-std::vector<Grid> grids() {
-  return {
-      {.dp = 2, .tp = 2},
-      {},
-      {.tp = 4},
-      {.dp = 3, .granularity = Granularity::row()},
-      {.ep = 2, .tp = 2},
-      {.dp = 2,
-       .tp = 2,
-       .strategy = "zero1",
-       .granularity = Granularity::row()},
-      {.dp = 2, .ep = 2, .strategy = "zero0"},
-      {.dp = 2, .ep = 2, .tp = 2}};
-}
-
 TEST(Grids, G5_FirstValuesAreThoseOfTheWholeTensors) {
   const TempFolder folder;
   std::string expected;
   for (const Grid& grid : grids()) {
     const auto path = folder / "weights.safetensors";
     run_ranks(grid.world(), [&](RankContext& context) {
-      const Model model(context, grid);
+      const GridModel model(context, grid);
       for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
         const at::Tensor whole = at::empty(owned.shape);
         Initializer(3).fill(
@@ -179,7 +66,7 @@ TEST(Grids, G5_FirstValuesAreThoseOfTheWholeTensors) {
             owned.values.numel() == 0 || owned.values.equal(part.flatten()))
             << grid.to_string() << " " << owned.names.front();
       }
-      model.export_to(path);
+      save_weights(model.all(), path);
     });
     const std::string bytes = bytes_of(path);
     EXPECT_GT(bytes.size(), 1000u);
@@ -196,23 +83,23 @@ TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
   const TempFolder folder;
   const TempFolder hf;
   run_ranks(writer.world(), [&](RankContext& context) {
-    const Model model(context, writer);
+    const GridModel model(context, writer);
     model.groups.fill();
     write_checkpoint(model, folder.path());
-    model.export_to(hf / "model.safetensors");
+    save_weights(model.all(), hf / "model.safetensors");
   });
   const std::string exported = bytes_of(hf / "model.safetensors");
   for (const Grid& reader : grids()) {
     SCOPED_TRACE(reader.to_string());
     run_ranks(reader.world(), [&](RankContext& context) {
-      const Model model(context, reader);
+      const GridModel model(context, reader);
       model.groups.fill_with(-1);
       load_checkpoint(
           step_folder(folder.path(), 4),
           model.groups.groups,
           model.groups.optimizer.get());
       EXPECT_THAT(model.groups.wrong(), IsEmpty());
-      model.export_to(folder / "again.safetensors");
+      save_weights(model.all(), folder / "again.safetensors");
 
       // The same weights from a Hugging Face folder.
       model.groups.fill_with(-1);
@@ -232,12 +119,12 @@ TEST(Grids, G5_WhatOneGridWroteAnyOtherReads) {
     // And the way back: written by the reader, the bytes of a world of one.
     const TempFolder other;
     run_ranks(reader.world(), [&](RankContext& context) {
-      const Model model(context, reader);
+      const GridModel model(context, reader);
       model.groups.fill();
       write_checkpoint(model, other.path());
     });
     run_ranks(1, [&](RankContext& context) {
-      const Model model(context, {});
+      const GridModel model(context, {});
       model.groups.fill_with(-1);
       load_checkpoint(
           step_folder(other.path(), 4),
@@ -267,17 +154,13 @@ TEST(Grids, SeveralEntriesHoldAWeightThatIsCut) {
         return entries;
       };
   run_ranks(4, [&](RankContext& context) {
-    const Model model(context, {.ep = 2, .tp = 2});
+    const GridModel model(context, {.ep = 2, .tp = 2});
     model.groups.fill();
-    save_weights(
-        {model.groups.groups.begin(), model.groups.groups.end()},
-        hf / "model.safetensors",
-        {},
-        entries_of);
+    save_weights(model.all(), hf / "model.safetensors", {}, entries_of);
   });
   for (const Grid& reader : {Grid{.dp = 3}, Grid{.ep = 2, .tp = 2}}) {
     run_ranks(reader.world(), [&](RankContext& context) {
-      const Model model(context, reader);
+      const GridModel model(context, reader);
       init_weights(hf.path(), model.groups.groups, {.entries_of = entries_of});
       for (const OwnedBox& owned : owned_boxes(model.groups.groups, nullptr)) {
         EXPECT_TRUE(owned.values.equal(SomeGroups::expected(owned)))
@@ -347,7 +230,7 @@ TEST(Grids, ReadACheckpointOfVersion1) {
 TEST(Grids, AShapeThatIsNotTheWholeTensorsIsNamed) {
   const TempFolder folder;
   run_ranks(2, [&](RankContext& context) {
-    const Model model(context, {.tp = 2});
+    const GridModel model(context, {.tp = 2});
     write_checkpoint(model, folder.path());
   });
   run_ranks(1, [&](RankContext& context) {
