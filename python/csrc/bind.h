@@ -23,6 +23,7 @@ void bind_runtime(py::module_& m);
 void bind_backward_pass(py::module_& m);
 void bind_optim(py::module_& m);
 void bind_checkpoint(py::module_& m);
+void bind_weights(py::module_& m);
 void bind_float8(py::module_& m);
 void bind_machine(py::module_& m);
 /// Called after bind_comm.

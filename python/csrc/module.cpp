@@ -17,6 +17,7 @@ PYBIND11_MODULE(_C, m) {
   bind_backward_pass(m);
   bind_optim(m);
   bind_checkpoint(m);
+  bind_weights(m);
   bind_machine(m);
   bind_moe(m);
 }

@@ -70,6 +70,18 @@ class Callbacks:
         ],
     ) -> None: ...
 
+class ChangedWeights:
+    """The elements that changed since they were returned last."""
+    def __init__(
+        self, units: Sequence[Unit], dtype: torch.dtype | None, mesh: Mesh
+    ) -> None: ...
+    def finish(self, sent: bool) -> bool:
+        """Ends a pass. Its patches count as sent if they were, on all ranks.
+        Collective."""
+    def next(self) -> list[tuple[str, list[int], torch.Tensor, torch.Tensor]] | None:
+        """Returns name, shape, indices and values of the parameters of the next group;
+        None at the end. Collective."""
+
 class Checkpointer:
     """Writes checkpoints."""
     def __init__(
@@ -429,6 +441,18 @@ class UnitPolicy:
         all_reduce: bool,
     ) -> None: ...
 
+class WeightStream:
+    """The full parameters of units, one group after another."""
+    def __init__(
+        self, units: Sequence[Unit], dtype: torch.dtype | None, mesh: Mesh
+    ) -> None: ...
+    def gather_ahead(self) -> None: ...
+    def metadata(self) -> list[tuple[str, torch.dtype, list[int]]]: ...
+    def next(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Returns names and tensors of the next group; None at the end. Collective."""
+
+def block_scales_name(weight: str) -> str: ...
+def block_scales_shape(weight: Sequence[int]) -> list[int]: ...
 def build_facts() -> list[tuple[str, str]]:
     """Versions, and the GPUs that the CUDA code is built for."""
 
@@ -479,6 +503,7 @@ def grouped_swiglu_linear(
     """(silu(gate[r]) * up[r] * row_weights[r]) W[e]^T. Saves only gate_up for the
     backward."""
 
+def is_linear_of_a_block(name: str, num_dims: int) -> bool: ...
 def latest_checkpoint(folder: str) -> int | None:
     """Returns the step of the latest complete checkpoint, or None."""
 
@@ -506,6 +531,9 @@ def overlap_plan(
 ) -> list[tuple[str, int, int, str]]:
     """Steps of an OverlapPlan in launch order: pass, microbatch, layer, node."""
 
+def quantize_blocks(
+    name: str, weight: torch.Tensor, advice: str
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def strategies() -> list:
     """The table of named strategies: name, other name, name with replicas along an
     outer axis, and where parameters, gradients and states are stored, a letter each for

@@ -30,7 +30,7 @@ def _load_core():
 
 _load_core()
 
-from flatshard import _C, checkpoint, diagnostics, float8, optim
+from flatshard import _C, checkpoint, diagnostics, float8, optim, weights
 from flatshard._C import ConfigError, Error
 from flatshard._fsdp import chosen_inputs  # the engine calls it
 from flatshard._fsdp.backward_pass import BackwardPass
@@ -94,4 +94,5 @@ __all__ = [
     "reset_parameters",
     "shard_moe",
     "share_comm_ctx",
+    "weights",
 ]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.modules import module as nn_module
 
 # They find the tensors in nested arguments. Libraries register containers only with this
@@ -410,3 +411,9 @@ def wait_for_collectives(module, args):
     if module._compiled_call_impl is None:
         return args
     return tuple(await_leaves(args))
+
+
+def shared_memory_handle(tensor):
+    """Returns a function and its arguments. Called in another process on the same GPU, it
+    returns the tensor. The tensor has to exist here until then."""
+    return reduce_tensor(tensor)

@@ -173,7 +173,7 @@ def load(
             make_states(foreign, stored, described, exclude)
         states, _, _ = states_of(root, optimizer)
         own = core_optimizer(root, optimizer, states)
-        state = _training_state(root, own, _whole_tensors(model))
+        state = _training_state(root, own, whole_tensors(model))
         _C.load_checkpoint(str(path), mesh, state, list(exclude))
     except BaseException:
         if foreign is not None and before is not None:
@@ -280,7 +280,7 @@ def _close():
 
 
 def _writer_for(model, optimizer, states, folder, keep_latest):
-    root, buffers = root_of(model), _whole_tensors(model)
+    root, buffers = root_of(model), whole_tensors(model)
     signature = (
         str(folder.resolve()),
         keep_latest,
@@ -312,9 +312,9 @@ def _training_state(root, stored, buffers):
     return _C.TrainingState(units=units, optimizer=stored, buffers=buffers)
 
 
-def _whole_tensors(model):
+def whole_tensors(model, what="flatshard.checkpoint"):
     """Returns state that is equal on all ranks: persistent buffers and parameters that are
-    not sharded."""
+    not sharded. `what` is for messages."""
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in persistent_buffers(module):
@@ -325,7 +325,7 @@ def _whole_tensors(model):
     for name, tensor in found.items():
         if isinstance(tensor, DTensor):
             raise NotImplementedError(
-                f"flatshard.checkpoint: {name} is a DTensor that fully_shard did not "
+                f"{what}: {name} is a DTensor that fully_shard did not "
                 "shard. This is not supported; use torch.distributed.checkpoint"
             )
     return list(found.items())

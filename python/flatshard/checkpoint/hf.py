@@ -22,10 +22,15 @@ from flatshard.torch_versions import buffers_of, parameters_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Parameters of all experts of a layer, and the tensors of one expert that form a row.
-_EXPERT_PARTS = {
+EXPERT_PARTS = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
 }
+
+
+def mixtral_name(name):
+    """Returns the name in Mixtral's folders: transformers 5 renamed its blocks."""
+    return re.sub(r"\.mlp\.(experts|gate)\b", r".block_sparse_moe.\1", name)
 
 
 def load_hf(
@@ -165,7 +170,7 @@ def _source(tensors, model, names, rename):
             if candidate in tensors:
                 return _One(tensors, candidate)
             prefix, _, last = candidate.rpartition(".")
-            for parts in _EXPERT_PARTS.get(last, ()):
+            for parts in EXPERT_PARTS.get(last, ()):
                 if f"{prefix}.0.{parts[0]}.weight" in tensors:
                     return _Experts(tensors, prefix, parts)
     return None
@@ -178,9 +183,8 @@ def _names_in_folder(model, name, rename):
     base = getattr(model, "base_model_prefix", "")
     same = [name, name.removeprefix(f"{base}."), f"{base}.{name}"] if base else [name]
     yield from same
-    # Mixtral's blocks have another name since transformers 5.
     for known in same:
-        yield re.sub(r"\.mlp\.(experts|gate)\b", r".block_sparse_moe.\1", known)
+        yield mixtral_name(known)
 
 
 def _whole(source):
