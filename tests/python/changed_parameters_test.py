@@ -14,12 +14,20 @@ from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp import root
 
 from bench.harness.options import fully_shard
+from tests.python.training import assert_same_weights, backward_both, inputs_of
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
 
 
 def three_layers():
     return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 9), nn.Linear(9, 3))
+
+
+def wrap(model, units="layers", **options):
+    if units == "layers":
+        for layer in model:
+            fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def freeze_first(model):
@@ -49,34 +57,23 @@ def test_requires_grad_before_the_first_forward(
     plain = three_layers().to(mesh.device_type)
     plain[1].requires_grad_(False)
     model = copy.deepcopy(plain)
-    if units == "layers":
-        for layer in model:
-            fully_shard(layer, mesh=mesh, strategy=strategy)
-    fully_shard(model, mesh=mesh, strategy=strategy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    twin = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    wrap(model, units, mesh=mesh, strategy=strategy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     kept = list(model.parameters())
     change(model)
     change(plain)
-    inputs = [
-        torch.randn(2, 5, generator=torch.Generator().manual_seed(r)).to(
-            mesh.device_type
-        )
-        for r in range(world)
-    ]
+    inputs = inputs_of(world, 2, 5)
     for _ in range(3):
-        model(inputs[rank]).square().mean().backward()
-        (sum(plain(x).square().mean() for x in inputs) / world).backward()
+        backward_both(model, plain, inputs, rank)
         for (name, p), q in zip(plain.named_parameters(), model.parameters()):
             assert (p.grad is None) == (q.grad is None), name
-        optimizer.step()
-        optimizer.zero_grad()
-        twin.step()
-        twin.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     for old, p, q in zip(kept, plain.parameters(), model.parameters()):
         assert old is q
         assert q.requires_grad == p.requires_grad
-        torch.testing.assert_close(q.full_tensor(), p.detach())
+    assert_same_weights(model, plain)
 
 
 # The trained parameters in each of four steps, as in progressive unfreezing and with
@@ -100,18 +97,10 @@ def test_requires_grad_between_steps(plan, units, strategy, mesh, rank, world):
 
     train(plain, PLANS[plan][0])
     model = copy.deepcopy(plain)
-    if units == "layers":
-        for layer in model:
-            fully_shard(layer, mesh=mesh, strategy=strategy)
-    fully_shard(model, mesh=mesh, strategy=strategy)
+    wrap(model, units, mesh=mesh, strategy=strategy)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
     kept = list(model.parameters())
-    inputs = [
-        torch.randn(2, 5, generator=torch.Generator().manual_seed(r)).to(
-            mesh.device_type
-        )
-        for r in range(world)
-    ]
+    inputs = inputs_of(world, 2, 5)
     for layers in PLANS[plan]:
         train(model, layers)
         train(plain, layers)
@@ -127,7 +116,7 @@ def test_requires_grad_between_steps(plan, units, strategy, mesh, rank, world):
             optimizer.zero_grad()
     for old, p, q in zip(kept, plain.parameters(), model.parameters()):
         assert old is q
-        torch.testing.assert_close(q.full_tensor(), p.detach())
+    assert_same_weights(model, plain)
 
 
 def test_an_unfrozen_parameter_is_trained_in_its_own_dtype(mesh, rank):
@@ -204,9 +193,7 @@ def test_the_cores_optimizer_is_made_after_an_unfreezing(frozen, mesh, rank, wor
     if frozen == "at first":
         plain[1].requires_grad_(False)
     model = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    wrap(model, mesh=mesh)
     x = torch.ones(2, 5, device=mesh.device_type)
     if frozen != "at first":
         # peft's disable_adapter() does the same.
@@ -223,8 +210,7 @@ def test_the_cores_optimizer_is_made_after_an_unfreezing(frozen, mesh, rank, wor
             m(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+    assert_same_weights(model, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_that_are_disabled_in_a_first_evaluation_are_apart_from_the_base(
@@ -236,9 +222,7 @@ def test_adapters_that_are_disabled_in_a_first_evaluation_are_apart_from_the_bas
     for adapter in adapters:
         adapter.requires_grad_(True)
     model = copy.deepcopy(plain)
-    for layers in model:
-        fully_shard(layers, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    wrap(model, mesh=mesh)
     x = torch.ones(2, 5, device=mesh.device_type)
     model.requires_grad_(False)
     with torch.no_grad():
@@ -251,8 +235,7 @@ def test_adapters_that_are_disabled_in_a_first_evaluation_are_apart_from_the_bas
             m[0](x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+    assert_same_weights(model, plain, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -287,10 +270,7 @@ def test_dtypes_before_the_first_forward(convert, strategy, mesh, rank):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dtypes_between_steps(units, strategy, mesh, rank, world):
     model = three_layers().to(mesh.device_type)
-    if units == "layers":
-        for layer in model:
-            fully_shard(layer, mesh=mesh, strategy=strategy)
-    fully_shard(model, mesh=mesh, strategy=strategy)
+    wrap(model, units, mesh=mesh, strategy=strategy)
     x = torch.ones(1, 5, device=mesh.device_type)
     model(x).sum().backward()
     former = [p.grad.full_tensor() for p in model.parameters()]

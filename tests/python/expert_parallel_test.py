@@ -9,30 +9,24 @@ import torch
 import flatshard
 from flatshard import MixedPrecisionPolicy, expert_parallel, fully_shard
 from tests.python.device import named_mesh, on_device
+from tests.python.models import SIZES
 from tests.python.training import adamw, clip_to, train_batches
 
 transformers = pytest.importorskip("transformers")
 
 SHAPE = dict(
+    SIZES,
     vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
     output_router_logits=True,
     router_aux_loss_coef=0.02,
 )
 FAMILIES = {
     "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            **SHAPE, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2
-        )
+        transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
             **SHAPE,
-            intermediate_size=48,
             moe_intermediate_size=24,
             num_experts=8,
             num_experts_per_tok=2,
@@ -47,7 +41,6 @@ def qwen2_moe():
     """Returns a model with a shared expert."""
     config = transformers.Qwen2MoeConfig(
         **SHAPE,
-        intermediate_size=48,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=16,
         num_experts=4,

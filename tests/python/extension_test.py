@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import flatshard
 from flatshard import MixedPrecisionPolicy, fully_shard
 from tests.python.device import named_mesh, on_device
+from tests.python.training import backward_both, inputs_of
 
 # Rows that every number of ranks up to 4 divides.
 ROWS = 12
@@ -136,13 +137,6 @@ def nets(kind, make):
     return model, plain
 
 
-def inputs_of(world):
-    return [
-        on_device(torch.randn(2, 6, generator=torch.Generator().manual_seed(r)))
-        for r in range(world)
-    ]
-
-
 def wrap(model, units, **options):
     if units == "layers":
         for layer in model:
@@ -153,11 +147,10 @@ def wrap(model, units, **options):
 
 def train_both(model, plain, rank, world):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
-    inputs = inputs_of(world)
+    inputs = inputs_of(world, 2, 6)
     for step in range(4):
         for _ in range(1 + step % 2):  # two microbatches in every other step
-            model(inputs[rank]).square().mean().backward()
-            (sum(plain(x).square().mean() for x in inputs) / world).backward()
+            backward_both(model, plain, inputs, rank)
         for p, q in zip(model.parameters(), plain.parameters()):
             if p.requires_grad:
                 assert not isinstance(p.grad._local_tensor, (Rounded, Int8))
@@ -225,7 +218,7 @@ def test_what_modules_and_parameters_show(mesh, rank, world):
     value = model[2].weight.dequantize()
     wrap(model, "layers", mesh=mesh)
     shard = model[2].weight
-    model(inputs_of(world)[rank]).sum().backward()
+    model(inputs_of(world, 2, 6)[rank]).sum().backward()
     (whole,) = seen
     assert (
         model[2].weight is shard and dict(model.named_parameters())["2.weight"] is shard
@@ -242,7 +235,7 @@ def test_what_modules_and_parameters_show(mesh, rank, world):
 def test_writes_are_gathered(mesh, rank, world):
     model, _ = nets(RoundedLinear, Rounded)
     wrap(model, "layers", mesh=mesh)
-    x = inputs_of(world)[rank]
+    x = inputs_of(world, 2, 6)[rank]
     model(x)
     with torch.no_grad():
         model[3].weight.zero_()
@@ -286,7 +279,7 @@ def test_made_on_meta(mesh, rank, world):
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.5)
-    y = model(inputs_of(world)[rank] * 0 + 1)
+    y = model(inputs_of(world, 2, 6)[rank] * 0 + 1)
     assert y.eq(0.5 + ROWS * 0.5 * (0.5 + 6 * 0.5)).all()
 
 
@@ -298,7 +291,7 @@ def test_mixed_precision(mesh, rank, world):
     seen = []
     model[0].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
     wrap(model, "layers", mesh=mesh, mp_policy=policy)
-    model(inputs_of(world)[rank]).float().sum().backward()
+    model(inputs_of(world, 2, 6)[rank]).float().sum().backward()
     assert seen == [torch.bfloat16]
     assert model[0].weight.grad.dtype == torch.float32
 
@@ -306,7 +299,7 @@ def test_mixed_precision(mesh, rank, world):
 def test_a_deleted_model_is_gone(mesh, rank, world):
     model, _ = nets(RoundedLinear, Rounded)
     wrap(model, "layers", mesh=mesh)
-    model(inputs_of(world)[rank]).sum().backward()
+    model(inputs_of(world, 2, 6)[rank]).sum().backward()
     alive = weakref.ref(model), weakref.ref(model[0].weight)
     del model
     assert [ref() for ref in alive] == [None, None]
@@ -351,14 +344,14 @@ def test_refusals(mesh, rank, world, tmp_path):
     plain_subclass.weight = nn.Parameter(Nothing(plain_subclass.weight.detach()))
     fully_shard(plain_subclass, mesh=mesh)
     with refused("weight: its piece is a Nothing without fsdp_pre_all_gather"):
-        plain_subclass(inputs_of(world)[rank])
+        plain_subclass(inputs_of(world, 2, 6)[rank])
     with refused("strategy: this value"):
         fully_shard(model(), mesh=mesh, strategy="zero2")
     with refused("offload_policy: this value"):
         policy = flatshard.CPUOffloadPolicy(pin_memory=False)
         fully_shard(model(), mesh=mesh, offload_policy=policy)
     made = fully_shard(model(), mesh=mesh)
-    made(inputs_of(world)[rank])
+    made(inputs_of(world, 2, 6)[rank])
     with refused("flatshard.checkpoint: parameter 0.weight"):
         flatshard.checkpoint.save(tmp_path, 1, made)
     with refused("AdamW: a parameter of shape"):
@@ -371,6 +364,6 @@ def test_refusals(mesh, rank, world, tmp_path):
         made.double()
     made[0].weight.requires_grad_(False)
     with refused("requires_grad of parameter 0.weight, a tensor of a subclass"):
-        made(inputs_of(world)[rank])
+        made(inputs_of(world, 2, 6)[rank])
     with pytest.raises(AssertionError, match="deepcopy"):
         copy.deepcopy(made)

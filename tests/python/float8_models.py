@@ -6,8 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 import flatshard
 from flatshard import Float8Policy, MixedPrecisionPolicy
-from tests.python.device import named_mesh, on_device
-from tests.python.models import HuggingFace
+from tests.python.device import named_mesh
+from tests.python.models import HuggingFace, TokenModel
+from tests.python.models import llama as small_llama
 from bench.harness.options import fully_shard
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -53,44 +54,14 @@ class Recomputing(Block):
         return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
 
 
-class Mlp(nn.Module):
+class Mlp(TokenModel):
     def __init__(self, blocks=2, block=Block):
-        super().__init__()
-        self.embed = nn.Embedding(11, DIM)
-        self.blocks = nn.ModuleList(block() for _ in range(blocks))
-        self.head = nn.Linear(DIM, 11, bias=False)
-        on_device(self)
-
-    def units(self):
-        return list(self.blocks)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def loss(self, generator):
-        tokens = on_device(torch.randint(11, (3, 7), generator=generator))
-        return nn.functional.cross_entropy(
-            self(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
-        )
+        super().__init__(11, DIM, (block() for _ in range(blocks)))
 
 
 def llama(**options):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=67,
-        hidden_size=DIM,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        **options,
-    )
-    return HuggingFace(LlamaForCausalLM(config), lambda m: list(m.model.layers), 67)
+    sizes = dict(hidden_size=DIM, intermediate_size=HIDDEN, num_key_value_heads=4)
+    return small_llama(**sizes, **options)
 
 
 def shard(model, mesh, fp8, **options):

@@ -13,7 +13,7 @@ import flatshard.optim
 from flatshard import CPUOffloadPolicy, ShardOptions, fully_shard
 
 from tests.python.device import on_device
-from tests.python.training import refused
+from tests.python.training import backward_both, refused
 
 
 def stack():
@@ -35,8 +35,7 @@ def data(rank, step):
 
 
 def backward(plain, model, rank, world, step):
-    (sum(plain(data(r, step)).square().mean() for r in range(world)) / world).backward()
-    model(data(rank, step)).square().mean().backward()
+    backward_both(model, plain, [data(r, step) for r in range(world)], rank)
 
 
 def close(found, wanted):

@@ -8,13 +8,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import flatshard
 from flatshard import checkpoint
 from tests.python.device import DEVICE
 from tests.python.models import Body, Mlp, plain
 from tests.python.sum_order import SMALL_MODEL, near
 from bench.harness.options import fully_shard
 from tests.python.training import (
+    OPTIMIZERS,
     against_one_process,
     data,
     distance,
@@ -22,12 +22,6 @@ from tests.python.training import (
     shard,
     train,
 )
-
-OPTIMIZERS = {
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
-    "core": lambda p: flatshard.optim.AdamW(p, lr=1e-2, eps=1e-4),
-}
 
 
 def hfsdp(model, mesh_2d, **options):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from flatshard import MixedPrecisionPolicy
 from flatshard._fsdp.linear import InPlaceLinear
 from tests.python.device import DEVICE, on_device
-from tests.python.models import Mlp
+from tests.python.models import Mlp, biases_only
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, distance, full_state, shard, train, twins
@@ -164,13 +164,7 @@ def test_tied_weights_and_two_calls(mesh, rank):
 
 
 def test_frozen_weights_stay_plain(mesh, rank):
-    def make():
-        model = Mlp()
-        for name, p in model.named_parameters():
-            p.requires_grad = "bias" in name
-        return model
-
-    models = pair(make, mesh)
+    models = pair(biases_only, mesh)
     assert not any(isinstance(m, InPlaceLinear) for m in models[1].modules())
     for model in models:
         train(model, rank)

@@ -10,18 +10,11 @@ from torch import nn
 import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, load_hf
 from tests.python.device import on_device
+from tests.python.models import SIZES
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+SHAPE = dict(SIZES, vocab_size=64)
 MODELS = {
     "llama": ("Llama", dict(SHAPE)),
     "qwen2, tied": ("Qwen2", dict(SHAPE, tie_word_embeddings=True)),

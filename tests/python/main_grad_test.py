@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatshard import MixedPrecisionPolicy
 from tests.python.device import on_device
+from tests.python.models import TokenModel
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
 from tests.python.training import STRATEGIES, distance, full_state, shard, train
@@ -72,33 +73,15 @@ class Block(nn.Module):
         return x + y + self.down(torch.tanh(self.up(y)))
 
 
-class Stack(nn.Module):
+class Stack(TokenModel):
     recomputes = False
 
     def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(11, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = Fused(DIM, 11)
-        on_device(self)
+        super().__init__(11, DIM, (Block() for _ in range(2)), lambda: Fused(DIM, 11))
 
-    def units(self):
-        return list(self.blocks)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=False)
-                if self.recomputes
-                else block(x)
-            )
-        return self.head(x)
-
-    def loss(self, generator):
-        tokens = on_device(torch.randint(11, (3, 5), generator=generator))
-        return nn.functional.cross_entropy(
-            self(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+    def run(self, block, x):
+        return (
+            checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         )
 
 

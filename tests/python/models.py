@@ -17,20 +17,52 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Mlp(nn.Module):
-    def __init__(self, dim=13, hidden=40, blocks=3):
+class Stack(nn.Module):
+    """Blocks, each a unit, and a head."""
+
+    def __init__(self, blocks, head, embed=None):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(blocks))
-        self.head = nn.Linear(dim, 5)
+        if embed is not None:
+            self.embed = embed
+        self.blocks = nn.ModuleList(blocks)
+        self.head = head()
         on_device(self)
+
+    def run(self, block, x):
+        return block(x)
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = self.run(block, x)
         return self.head(x)
 
     def units(self):
         return list(self.blocks)
+
+
+class TokenModel(Stack):
+    """A stack on an embedding of `vocab` tokens."""
+
+    def __init__(self, vocab, dim, blocks, head=None):
+        head = head or (lambda: nn.Linear(dim, vocab, bias=False))
+        super().__init__(blocks, head, nn.Embedding(vocab, dim))
+
+    def forward(self, tokens):
+        return super().forward(self.embed(tokens))
+
+    def loss(self, generator):
+        vocab = self.embed.num_embeddings
+        tokens = on_device(torch.randint(vocab, (3, 7), generator=generator))
+        return nn.functional.cross_entropy(
+            self(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten()
+        )
+
+
+class Mlp(Stack):
+    def __init__(self, dim=13, hidden=40, blocks=3):
+        super().__init__(
+            (Block(dim, hidden) for _ in range(blocks)), lambda: nn.Linear(dim, 5)
+        )
 
     def loss(self, generator):
         x = on_device(torch.randn(4, 13, generator=generator))
@@ -38,26 +70,30 @@ class Mlp(nn.Module):
         return (self(x) - y).square().mean()
 
 
+def biases_only():
+    """Returns an Mlp whose weights are frozen."""
+    model = Mlp()
+    for name, p in model.named_parameters():
+        p.requires_grad = "bias" in name
+    return model
+
+
 # Boundaries between ranks are at multiples of 16 elements: these have several, none
 # of them even.
 DIM, HIDDEN = 13, 40
 
 
-class Body(nn.Module):
+class Body(Stack):
     """Blocks and a function that calls them."""
 
     def __init__(self, body, blocks=3):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(DIM, HIDDEN) for _ in range(blocks))
-        self.head = nn.Linear(DIM, 5)
+        super().__init__(
+            (Block(DIM, HIDDEN) for _ in range(blocks)), lambda: nn.Linear(DIM, 5)
+        )
         self.body = body
-        on_device(self)
 
     def forward(self, x):
         return self.head(self.body(self, x))
-
-    def units(self):
-        return list(self.blocks)
 
 
 def plain(m, x):
@@ -115,20 +151,9 @@ class MoeBlock(nn.Module):
         return x + out
 
 
-class Moe(nn.Module):
+class Moe(Stack):
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MoeBlock(8, 4) for _ in range(2))
-        self.head = nn.Linear(8, 3)
-        on_device(self)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-    def units(self):
-        return list(self.blocks)
+        super().__init__((MoeBlock(8, 4) for _ in range(2)), lambda: nn.Linear(8, 3))
 
     def loss(self, generator):
         x = on_device(torch.randn(6, 8, generator=generator))
@@ -157,20 +182,42 @@ class HuggingFace(nn.Module):
         return self(on_device(ids))
 
 
-def llama(tied=False):
+# Most models of transformers have these sizes.
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+def llama(tied=False, **options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 67, **SIZES, "tie_word_embeddings": tied, **options}
+    config = LlamaConfig(**sizes)
     return HuggingFace(LlamaForCausalLM(config), lambda m: list(m.model.layers), 67)
+
+
+def with_adapters(llama, rank=3):
+    """Returns a Llama of transformers with adapters of peft."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=rank,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(llama.model, config)
+    # peft initializes lora_B to zeros. That would hide the gradients of lora_A.
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.normal(0.0, 0.1, p.shape, generator=generator))
+    return on_device(model)
 
 
 def gpt2():

@@ -11,7 +11,14 @@ from flatshard import fully_shard
 from tests.python.device import on_device
 from tests.python.models import DIM, HIDDEN, Block, Body, plain
 from tests.python.sum_order import SMALL_MODEL
-from tests.python.training import data, distance, full_state, refused
+from tests.python.training import (
+    assert_same_grads,
+    backward_both,
+    data,
+    distance,
+    full_state,
+    refused,
+)
 
 
 def test_a_list_is_one_unit(mesh, rank, world):
@@ -20,12 +27,8 @@ def test_a_list_is_one_unit(mesh, rank, world):
     fully_shard(list(model.blocks), mesh=mesh)
     fully_shard(model, mesh=mesh)
     for _ in range(2):
-        model(data(rank)).square().mean().backward()
-    for _ in range(2):
-        for r in range(world):
-            (single(data(r)).square().mean() / world).backward()
-    for ours, theirs in zip(model.parameters(), single.parameters()):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        backward_both(model, single, [data(r) for r in range(world)], rank)
+    assert_same_grads(model, single)
 
 
 @pytest.mark.parametrize("function", [fully_shard, fsdp2])

@@ -21,6 +21,8 @@ from tests.python.device import DEVICE, on_device
 from tests.python.models import DIM, Block, Body, Mlp, llama, plain
 from tests.python.training import (
     against_one_process,
+    assert_same_grads,
+    backward_both,
     data,
     full_state,
     shard,
@@ -304,11 +306,8 @@ def test_errors_leave_the_model_usable(mesh, rank, world):
             model(data(rank)).square().mean().backward()
         assert all(p.grad is None for p in model.parameters() if p.grad is not None)
     model.body = plain
-    model(data(rank)).square().mean().backward()
-    for r in range(world):
-        (expected(data(r)).square().mean() / world).backward()
-    for ours, theirs in zip(model.parameters(), expected.parameters()):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    backward_both(model, expected, [data(r) for r in range(world)], rank)
+    assert_same_grads(model, expected)
 
 
 def test_gradients_that_the_user_touches(mesh, rank):
@@ -449,11 +448,8 @@ def test_registered_forward_method(mesh, rank, world):
     for block in model.blocks:
         flatshard.register_fsdp_forward_method(block, "encode")
     flatshard.register_fsdp_forward_method(single, "body")  # not wrapped: nothing
-    model(data(rank)).square().mean().backward()
-    for r in range(world):
-        (single(data(r)).square().mean() / world).backward()
-    for ours, theirs in zip(model.parameters(), single.parameters()):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    backward_both(model, single, [data(r) for r in range(world)], rank)
+    assert_same_grads(model, single)
 
 
 def test_no_sync(mesh, rank, world):

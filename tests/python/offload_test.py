@@ -10,21 +10,22 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as Fsdp2CPUOffloadPolicy
 
-import flatshard
 from flatshard import CPUOffloadPolicy, MixedPrecisionPolicy, checkpoint
 from flatshard._tensor.row_shard import RowShard
 from flatshard._tensor.sharded_tensor import ShardedTensor
 from tests.python.device import DEVICE, on_device
-from tests.python.models import Mlp
+from tests.python.models import Mlp, biases_only
 from tests.python.sum_order import SMALL_MODEL
 from bench.harness.options import fully_shard
-from tests.python.training import STRATEGIES, full_state, shard, train, twins
+from tests.python.training import (
+    OPTIMIZERS,
+    STRATEGIES,
+    full_state,
+    shard,
+    train,
+    twins,
+)
 
-OPTIMIZERS = {
-    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
-    "core": lambda p: flatshard.optim.AdamW(p, lr=1e-2, eps=1e-4),
-}
 OWN = MixedPrecisionPolicy()
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 # On a GPU. A gradient or norm that is rounded otherwise (1e-7) moves a weight by that
@@ -97,13 +98,7 @@ def test_a_shard_on_another_device_than_the_mesh_stays_a_view():
 
 
 def test_frozen_parameters(mesh, rank):
-    def make():
-        model = Mlp()
-        for name, p in model.named_parameters():
-            p.requires_grad = "bias" in name
-        return model
-
-    models = pair(make, mesh)
+    models = pair(biases_only, mesh)
     for model in models:
         train(model, rank)
     assert_equal_states(*models)

@@ -94,19 +94,23 @@ def make_mixtral():
     return make("mixtral")
 
 
-def qwen_with_dense_layers():
+def qwen(**options):
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        **{**SHAPE, "num_hidden_layers": 4},
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-        mlp_only_layers=[0, 2],
-        tie_word_embeddings=True,
+        **{
+            **SHAPE,
+            "moe_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            **options,
+        }
     )
     return on_device(transformers.Qwen3MoeForCausalLM(config))
+
+
+def qwen_with_dense_layers():
+    return qwen(num_hidden_layers=4, mlp_only_layers=[0, 2], tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,16 +186,7 @@ def test_B68_late_weight_gradients_come_once(ep, monkeypatch):
 
 def with_skewed_routing(top_k=2):
     """The first `top_k` experts get all tokens."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        **SHAPE,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=top_k,
-        head_dim=8,
-    )
-    model = on_device(transformers.Qwen3MoeForCausalLM(config))
+    model = qwen(num_experts_per_tok=top_k)
     with torch.no_grad():
         for layer in model.model.layers:
             experts_of(layer).gate.weight.zero_()  # of equal ones the first are chosen
@@ -327,23 +322,11 @@ def test_rows_travel_while_the_other_microbatch_computes(ep, monkeypatch):
     assert "start wait backward start wait start start wait backward" in text, text
 
 
-def qwen_with_six_layers():
-    config = transformers.Qwen3MoeConfig(
-        **{**SHAPE, "num_hidden_layers": 6},
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-    )
-    return on_device(transformers.Qwen3MoeForCausalLM(config))
-
-
 def test_collectives_are_those_of_the_schedule_on_all_ranks(ep, world, monkeypatch):
     if world == 1:
         pytest.skip("nothing is gathered on one rank")
     monkeypatch.setenv("FLATSHARD_TRACE_STEPS", "1")
-    model = sharded(qwen_with_six_layers(), ep)
+    model = sharded(qwen(num_hidden_layers=6), ep)
     for step in range(2):  # the second one has the order
         diagnostics.take_trace(model)
         overlap_microbatches(model, batches_of(step))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.python.device import named_mesh, on_device
+from tests.python.models import TokenModel
 from tests.python.training import adamw, train_batches
 
 DIM, HIDDEN, VOCAB = 12, 20, 16
@@ -29,23 +30,14 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
+class Model(TokenModel):
     def __init__(self, blocks=2):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        super().__init__(VOCAB, DIM, (Block() for _ in range(blocks)))
 
 
 def make():
     torch.manual_seed(0)
-    return on_device(Model())
+    return Model()
 
 
 def parallel(model, tp, sequence=False, logits="whole"):

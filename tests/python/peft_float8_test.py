@@ -11,6 +11,7 @@ from tests.python.device import DEVICE, on_device
 from tests.python.float8_models import BF16, KINDS, llama, one_rank, policy
 from bench.harness.options import fully_shard
 from tests.python.training import distance, full_state, train_batches
+from tests.python.models import with_adapters
 
 peft = pytest.importorskip("peft", reason="wants requirements.txt")
 
@@ -24,19 +25,7 @@ def is_base(module, name):
 
 def sharded(mesh, kind, recomputes=False, rank_of_adapters=16, filters=True):
     torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=rank_of_adapters,
-        target_modules=["q_proj", "v_proj", "down_proj"],
-        task_type="CAUSAL_LM",
-    )
-    model = peft.get_peft_model(llama().model, config)
-    # peft initializes lora_B to zeros. That would hide the gradients of lora_A.
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(torch.normal(0.0, 0.1, p.shape, generator=generator))
-    on_device(model)
+    model = with_adapters(llama(), rank_of_adapters)
     if recomputes:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})

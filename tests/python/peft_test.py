@@ -18,7 +18,7 @@ from flatshard import (
     register_fsdp_forward_method,
 )
 from tests.python.device import on_device
-from tests.python.models import llama
+from tests.python.models import llama, with_adapters
 from tests.python.training import adamw, full_state, train_batches
 
 peft = pytest.importorskip("peft", reason="wants requirements.txt")
@@ -26,19 +26,9 @@ peft = pytest.importorskip("peft", reason="wants requirements.txt")
 VOCABULARY = 67
 
 
-def with_adapters():
+def adapted():
     torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=3, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
-    )
-    model = peft.get_peft_model(llama().model, config)
-    # peft initializes lora_B to zeros. That would hide the gradients of lora_A.
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.copy_(torch.normal(0.0, 0.1, p.shape, generator=generator))
-    return on_device(model)
+    return with_adapters(llama())
 
 
 def shard(model, mesh, **options):
@@ -61,7 +51,7 @@ def train(model, ranks, steps=3):
 
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_lora_trains_like_one_process(checkpoints, mesh, world, rank):
-    model = with_adapters()
+    model = adapted()
     if checkpoints:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -80,7 +70,7 @@ def test_lora_trains_like_one_process(checkpoints, mesh, world, rank):
 
 
 def test_state_of_the_adapters(mesh, rank, folder):
-    model = shard(with_adapters(), mesh)
+    model = shard(adapted(), mesh)
     train(model, [rank], steps=1)
     whole = full_state(model)
 
@@ -101,7 +91,7 @@ def test_state_of_the_adapters(mesh, rank, folder):
 
     # And sharded, to files and into another model.
     dcp.save(state, checkpoint_id=folder)
-    other = shard(with_adapters(), mesh)
+    other = shard(adapted(), mesh)
     with torch.no_grad():
         for name, p in other.named_parameters():
             if "lora_" in name:
@@ -115,7 +105,7 @@ def test_state_of_the_adapters(mesh, rank, folder):
 
 
 def test_generation_and_the_model_without_adapters(mesh):
-    model = with_adapters()
+    model = adapted()
     single = copy.deepcopy(model)
     shard(model, mesh)
     # peft calls the model inside, below what is wrapped.
@@ -132,7 +122,7 @@ def test_generation_and_the_model_without_adapters(mesh):
 
 def test_bf16_backbone_with_float32_adapters(mesh, rank):
     """peft leaves a model that was loaded in bf16 like this: two dtypes in one unit."""
-    model = with_adapters()
+    model = adapted()
     for p in model.parameters():
         if not p.requires_grad:
             p.data = p.data.bfloat16()

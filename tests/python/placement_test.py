@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flatshard import MixedPrecisionPolicy, checkpoint
 from tests.python.device import named_mesh, on_device
+from tests.python.training import assert_same_weights, backward_both, inputs_of
 from bench.harness.options import fully_shard
 
 STRATEGIES = ["zero3", "zero2", "zero1", "zero0"]
@@ -61,13 +62,9 @@ def check_pieces(model, plain):
 
 def train_both(model, plain, rank, world, num_steps=3):
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, plain)]
-    inputs = [
-        on_device(torch.randn(2, 5, generator=torch.Generator().manual_seed(r)))
-        for r in range(world)
-    ]
+    inputs = inputs_of(world, 2, 5)
     for _ in range(num_steps):
-        model(inputs[rank]).square().mean().backward()
-        (sum(plain(x).square().mean() for x in inputs) / world).backward()
+        backward_both(model, plain, inputs, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -86,8 +83,7 @@ def test_pieces_are_those_of_dtensor(placement, strategy, mesh, rank, world):
         assert tuple(model.wide.weight.placements) == (Shard(0),)
         assert tuple(model.last.weight.placements) == (Shard(1),)
     train_both(model, plain, rank, world)
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.full_tensor(), q.detach())
+    assert_same_weights(model, plain)
 
 
 @pytest.mark.parametrize("granularity", ["dim0", "chunk"])
@@ -103,8 +99,7 @@ def test_hsdp(granularity, rank, world):
         shard_placement_fn=largest_dim,
     )
     train_both(model, plain, rank, world)
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.full_tensor(), q.detach())
+    assert_same_weights(model, plain)
 
 
 def last_dim(p):

@@ -86,21 +86,13 @@ def set_all(model, plan):
         getattr(module, setter)(value, recurse=recurse)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", PLANS)
-def test_units_decide(name, mesh, rank, world):
-    ours, theirs = twins(mesh)
-    for step, plan in enumerate(PLANS[name]):
-        for model in (ours, theirs):
-            set_all(model, plan)
-            backward(model, rank, step)
-        check_equal(ours, theirs, exact=False)
-
-
-@pytest.mark.parametrize("name", PLANS)
-def test_units_decide_with_replicas(name, rank, world):
-    if world != 4:
-        pytest.skip("needs 4 ranks")
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
+def test_units_decide(name, replicas, mesh, rank, world):
+    if replicas == 2:
+        if world != 4:
+            pytest.skip("needs 4 ranks")
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
     ours, theirs = twins(mesh)
     for step, plan in enumerate(PLANS[name]):
         for model in (ours, theirs):

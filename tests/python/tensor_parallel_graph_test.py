@@ -35,6 +35,7 @@ from flatshard import MixedPrecisionPolicy
 from tests.python import float8_models
 from tests.python import float8_parallel_test as float8
 from tests.python.device import DEVICE, named_mesh, on_device
+from tests.python.models import TokenModel
 from tests.python.parallel_models import DIM, VOCAB, Model, loss_of, meshes, parallel
 from bench.harness.options import fully_shard
 
@@ -177,20 +178,6 @@ class Attention(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-class Stack(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 GATHERS = ColwiseParallel(input_layouts=Shard(1))
 SCATTERS = RowwiseParallel(output_layouts=Shard(1))
 
@@ -198,7 +185,7 @@ SCATTERS = RowwiseParallel(output_layouts=Shard(1))
 def stack(mesh, blocks, plan):
     """Returns a model of blocks that `plan` splits."""
     tp = mesh["tp"]
-    model = on_device(Stack(blocks))
+    model = TokenModel(VOCAB, DIM, blocks)
     for block in model.blocks:
         parallelize_module(block, tp, plan)
     embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))

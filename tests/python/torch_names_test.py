@@ -189,8 +189,8 @@ def storages(mesh):
     assert empty.untyped_storage()._cdata == empty[1:].untyped_storage()._cdata
 
 
-@expects("_C")
-def attributes_of_subclasses(mesh):
+def seen():
+    """Returns a subclass of Tensor, and the list that its calls are added to."""
     calls = []
 
     class Seen(torch.Tensor):
@@ -199,6 +199,12 @@ def attributes_of_subclasses(mesh):
             calls.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
+    return Seen, calls
+
+
+@expects("_C")
+def attributes_of_subclasses(mesh):
+    Seen, calls = seen()
     tensor = torch.ones(2).as_subclass(Seen)
     with torch_versions.plain_attributes():
         assert tensor.grad is None and not tensor.requires_grad
@@ -524,14 +530,7 @@ def norms_of_lists(mesh):
 
 @expects("_amp_foreach_non_finite_check_and_unscale_")
 def unscaling(mesh):
-    calls = []
-
-    class Seen(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            calls.append(function)
-            return super().__torch_function__(function, types, args, kwargs or {})
-
+    Seen, calls = seen()
     gradient = torch.ones(2, device=DEVICE).as_subclass(Seen)
     name = "_amp_foreach_non_finite_check_and_unscale_"
     getattr(torch, name)(

@@ -8,12 +8,20 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard as fsdp2
 
+import flatshard
 from tests.python.device import on_device
 from tests.python.models import DIM
 from tests.python.sum_order import near
 from bench.harness.options import fully_shard
 
 STRATEGIES = ("no_shard", "optim", "zero2", "optim_grads_params")
+
+
+OPTIMIZERS = {
+    "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-4, fused=True),
+    "core": lambda p: flatshard.optim.AdamW(p, lr=1e-2, eps=1e-4),
+}
 
 
 def shard(model, function, **options):
@@ -137,6 +145,31 @@ def distance(a, b):
 def data(rank, step=0):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return on_device(torch.randn(4, DIM, generator=generator))
+
+
+def inputs_of(world, *shape):
+    """Returns the inputs of all ranks."""
+    return [
+        on_device(torch.randn(*shape, generator=torch.Generator().manual_seed(r)))
+        for r in range(world)
+    ]
+
+
+def backward_both(model, plain, inputs, rank):
+    """Runs the backward of a sharded model on this rank's input, and of the plain model
+    on all inputs."""
+    model(inputs[rank]).square().mean().backward()
+    (sum(plain(x).square().mean() for x in inputs) / len(inputs)).backward()
+
+
+def assert_same_grads(model, plain):
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+def assert_same_weights(model, plain, **tolerances):
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q.detach(), **tolerances)
 
 
 def against_one_process(model, mesh, rank, world, steps=2, act=None, **options):

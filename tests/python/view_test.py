@@ -1,5 +1,6 @@
 """Views of unsharded parameters that outlive the forward of their unit."""
 
+import contextlib
 import dataclasses
 import sys
 
@@ -85,18 +86,19 @@ def refused():
     )
 
 
+def expect_refused(model, refused, world):
+    """With and without gradients. One rank never reshards."""
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            with refused() if world > 1 else contextlib.nullcontext():
+                model(on_device(torch.ones(2, 4)))
+
+
 @pytest.mark.parametrize("how", [*RETURNS, "attribute"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_of_a_resharded_unit(view, how, mesh, world):
     _, model = nets(view, how, mesh)
-    x = on_device(torch.ones(2, 4))
-    for no_grad in (False, True):
-        with torch.set_grad_enabled(not no_grad):
-            if world == 1:
-                model(x)  # nothing is ever released
-            else:
-                with refused():
-                    model(x)
+    expect_refused(model, refused, world)
     with refused() if world > 1 else torch.no_grad():
         model.block.saved.float().sum()
 
@@ -195,14 +197,7 @@ def with_arrays(array, mesh, keep=True, frozen=False):
 @pytest.mark.parametrize("array", ARRAYS)
 def test_an_array_of_a_resharded_unit(array, frozen, mesh, world):
     model, taken = with_arrays(array, mesh, frozen=frozen)
-    x = on_device(torch.ones(2, 4))
-    for no_grad in (False, True):
-        with torch.set_grad_enabled(not no_grad):
-            if world == 1:
-                model(x)  # nothing is ever released
-            else:
-                with array_refused():
-                    model(x)
+    expect_refused(model, array_refused, world)
 
 
 @pytest.mark.parametrize("array", ARRAYS)
