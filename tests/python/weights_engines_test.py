@@ -143,7 +143,9 @@ def send_to_sglang(client, model):
 
 
 @pytest.mark.parametrize(
-    "send, routes", [(send_to_vllm, VLLM), (send_to_sglang, SGLANG)]
+    "send, routes",
+    [(send_to_vllm, VLLM), (send_to_sglang, SGLANG)],
+    ids=["vllm", "sglang"],
 )
 def test_an_engine_receives_all_weights(send, routes, mesh, rank):
     torch.manual_seed(0)

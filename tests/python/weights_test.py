@@ -10,6 +10,7 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, load_hf, weights
+from tests.python import experts_mesh_test as experts
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.float8_models import policy as float8_policy
 from tests.python.load_hf_test import MODELS, kind_of
@@ -99,6 +100,23 @@ def test_tensor_parallelism(grid, world):
     apply(before, changes)
     check_equal(before, taken(weights.stream(model)))
     assert values_of_parallel(model).keys() == expected.keys()
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (1, 1, 4), (2, 1, 2)])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_experts_on_a_part_of_the_mesh(shape, strategy, world):
+    if world != 4:
+        pytest.skip("needs 4 ranks")
+    expected = {n: t.detach() for n, t in experts.made().named_parameters()}
+    model = experts.sharded(experts.made(), experts.mesh_of(*shape), strategy=strategy)
+    changes = weights.changed(model)
+    found = taken(weights.stream(model))
+    check_equal(found, expected)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    assert apply(found, changes) == sum(t.numel() for t in expected.values())
+    check_equal(found, {n: t * 1.5 for n, t in expected.items()})
 
 
 @pytest.mark.parametrize("kind", MODELS)

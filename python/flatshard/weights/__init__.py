@@ -37,9 +37,10 @@ def stream(
     Args:
         model: the outermost module that `fully_shard` wrapped.
         dtype: None: MixedPrecisionPolicy.param_dtype, or else the parameter's own.
-        format: None, or "fp8_block": linear layers of blocks are float8_e4m3fn with
-            float32 scales of 128 x 128 elements (`weight_scale_inv`), equal to
-            `flatshard export --fp8`; other weights are bfloat16.
+        format: None, or "fp8_block": linear layers of blocks, and of single experts, are
+            float8_e4m3fn with a float32 scale for each 128 x 128 elements
+            (`weight_scale_inv`), equal to `flatshard export --fp8`; other weights are
+            bfloat16. A Float8Policy has no effect on the choice.
         rename: maps a name in the model to a name in the folder. None: they are equal, up
             to the names of wrappers such as torch.compile.
         split_experts: one tensor for each expert, as folders have them, of parameters

@@ -60,6 +60,9 @@ class Changes:
         if dim := self._units.dims[name]:
             indices, values = _moved(stored, dim, indices.long(), values)
         entries = self._names.of(name)
+        if len(entries) == 1:
+            yield Patch(entries[0].name, indices.int(), values, entries[0].shape)
+            return
         # The patch of an entry is a run of the parameter's changes.
         ends = torch.tensor([e.first + e.numel for e in entries], dtype=indices.dtype)
         borders = torch.searchsorted(indices, ends.to(indices.device)).tolist()
