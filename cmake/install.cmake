@@ -28,7 +28,8 @@ install(
   DIRECTORY ${PROJECT_SOURCE_DIR}/flatshard
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   FILES_MATCHING
-  PATTERN "*.h")
+  PATTERN "*.h"
+  PATTERN "*.def")
 
 configure_package_config_file(
   cmake/flatshardConfig.cmake.in ${PROJECT_BINARY_DIR}/flatshardConfig.cmake

@@ -98,5 +98,5 @@ find_clang_format() {
 }
 
 cpp_files() {
-  git ls-files -z -co --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh'
+  git ls-files -z -co --exclude-standard -- '*.h' '*.cpp' '*.cu' '*.cuh' '*.def'
 }

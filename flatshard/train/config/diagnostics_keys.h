@@ -5,26 +5,18 @@
 namespace flatshard::config {
 
 struct Profiling {
-  bool enabled = false;
-  std::int64_t step = 5;
-  std::string folder = "profile";
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/profiling.def"
 };
 
 struct Diagnostics {
-  std::int64_t norms_freq = 0;
-  bool nan_check = false;
-  bool overlap_check = false;
-  bool poison = false;
-  bool strict = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/diagnostics.def"
 };
 
 struct Debug {
-  std::int64_t comm_delay_us = 0;
-  std::int64_t comm_delay_seed = 0;
-  bool deterministic = false;
-  std::int64_t spoil_gradient_step = 0;
-  bool emulate_graphs = false;
-  bool force_balance = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/debug.def"
 };
 
 /// [profiling], [diagnostics] and [debug].

@@ -15,58 +15,10 @@ constinit const UsedIf kHasGraphs{
 namespace {
 
 const ConfigKey kExecutionKeys[] = {
-    KEY(activation_checkpoint.mode,
-        "Activation checkpointing: which activations the backward recomputes "
-        "instead of storing them."),
-
-    KEY(cuda_graph.impl,
-        "Scope of CUDA graphs. unit: the forward and the backward of each "
-        "block, one launch each. full_iteration: the full forward and "
-        "backward with their collectives, one launch. Useful for small "
-        "models, because their kernels run faster than the host can launch "
-        "them.",
-        .conflicts =
-            {{{"diagnostics.strict"},
-              WHEN(c.diagnostics.strict),
-              "a replay calls no modules whose calls could be checked"},
-             {{"cuda_graph.modules"},
-              WHEN(c.cuda_graph.whole_step() && !c.cuda_graph.modules.empty()),
-              "the whole step is one graph; leave modules empty, or use "
-              "\"unit\""},
-             {{"parallelism.copy_engines"},
-              WHEN(c.cuda_graph.whole_step() && c.parallelism.copies()),
-              "copies between the memory of GPUs are not captured; use "
-              "\"none\" (\"auto\" selects it here)"},
-             {{"diagnostics.nan_check"},
-              WHEN(c.cuda_graph.whole_step() && c.diagnostics.nan_check),
-              "this check hooks into the step, and a replayed CUDA graph runs "
-              "no hooks; disable one of the two"},
-             {{"diagnostics.overlap_check"},
-              WHEN(c.cuda_graph.whole_step() && c.diagnostics.overlap_check),
-              "this check hooks into the step, and a replayed CUDA graph runs "
-              "no hooks; disable one of the two"},
-             {{"diagnostics.poison"},
-              WHEN(c.cuda_graph.whole_step() && c.diagnostics.poison),
-              "a replay does not poison the weights that it reshards"},
-             {{"activation_checkpoint.mode"},
-              WHEN(
-                  !c.cuda_graph.whole_step() && c.cuda_graph.modules.empty() &&
-                  c.activation_checkpoint.mode ==
-                      models::ActivationCheckpoint::selective),
-              "a block cannot be captured with a recomputation inside; capture "
-              "only attn (cuda_graph.modules), or use \"full\" or \"none\""}}),
-    KEY(cuda_graph.modules,
-        "Capture only these parts of each block, as a comma-separated list: "
-        "attn, mlp, and for blocks with experts moe_router and moe_preprocess.",
-        .used_if = {kHasGraphs}),
-    KEY(cuda_graph.warmup_steps,
-        "Number of steps before the first capture.",
-        .range = {1, kMaxSteps},
-        .used_if = {kHasGraphs}),
-    KEY(cuda_graph.on_miss,
-        "Action if a block or step cannot be replayed: run it eagerly "
-        "(counted, and logged once per reason), or stop the run.",
-        .used_if = {kHasGraphs}),
+#define KEY(...) KEY_ROW(activation_checkpoint, __VA_ARGS__)
+#include "flatshard/train/config/sections/activation_checkpoint.def"
+#define KEY(...) KEY_ROW(cuda_graph, __VA_ARGS__)
+#include "flatshard/train/config/sections/cuda_graph.def"
 };
 
 void check_execution(const Config& config) {

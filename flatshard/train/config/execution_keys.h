@@ -13,7 +13,8 @@ inline constexpr Word<models::ActivationCheckpoint>
         {"full", models::ActivationCheckpoint::full}};
 
 struct ActivationCheckpoint {
-  models::ActivationCheckpoint mode = models::ActivationCheckpoint::none;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/activation_checkpoint.def"
 };
 
 enum class CudaGraphImpl { none, unit, full_iteration };
@@ -30,13 +31,15 @@ inline constexpr Word<OnGraphMiss> kWords<OnGraphMiss>[] = {
     {"error", OnGraphMiss::error}};
 
 struct CudaGraph {
-  CudaGraphImpl impl = CudaGraphImpl::none;
-  std::string modules;
-  std::int64_t warmup_steps = 3;
-  OnGraphMiss on_miss = OnGraphMiss::eager;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/cuda_graph.def"
 
-  bool enabled() const { return impl != CudaGraphImpl::none; }
-  bool whole_step() const { return impl == CudaGraphImpl::full_iteration; }
+  bool enabled() const {
+    return impl != CudaGraphImpl::none;
+  }
+  bool whole_step() const {
+    return impl == CudaGraphImpl::full_iteration;
+  }
 };
 
 /// Also used by keys of other sections.

@@ -100,6 +100,12 @@ struct ConfigKey {
   std::vector<std::string_view> words() const;
 };
 
+/// A file of sections/ is a section: a row KEY(type, name, default, "help",
+/// .column = value...) is a member of the section's struct and a ConfigKey.
+/// The struct includes the file with this macro as KEY, and the table of the
+/// struct's source with KEY_ROW (key_rows.h).
+#define KEY_MEMBER(type, name, value, ...) type name = value;
+
 namespace config {
 
 /// Used by std::visit over a ConfigField.

@@ -20,15 +20,16 @@ ConfigField field_of(T& member) {
   }
 }
 
-/// KEY(section.name, "help", .column = value...): one row.
-#define KEY(member, text, ...)                             \
-  ConfigKey {                                              \
-    .full_name = #member,                                  \
-    .field = [](Config& config) -> ConfigField {           \
-      return ::flatshard::config::field_of(config.member); \
-    },                                                     \
-    .help = text __VA_OPT__(, ) __VA_ARGS__                \
-  }
+/// A row of a section's table (sections/) as a ConfigKey.
+#define KEY_ROW(section, type, name, value, ...) \
+  KEY_OF_MEMBER(section, name, __VA_ARGS__)
+#define KEY_OF_MEMBER(section, name, text, ...)                    \
+  ConfigKey{                                                       \
+      .full_name = #section "." #name,                             \
+      .field = [](Config& config) -> ConfigField {                 \
+        return ::flatshard::config::field_of(config.section.name); \
+      },                                                           \
+      .help = text __VA_OPT__(, ) __VA_ARGS__},
 
 /// A condition on the config `c`.
 #define WHEN(...) [](const Config& c) -> bool { return __VA_ARGS__; }

@@ -11,16 +11,12 @@ inline constexpr Word<models::LoraInit> kWords<models::LoraInit>[] = {
     {"gaussian", models::LoraInit::gaussian}};
 
 struct Lora {
-  std::int64_t rank = 0;
-  double alpha = 16.0;
-  double dropout = 0.0;
-  std::string targets{models::kAllLinear};
-  std::string exclude;
-  models::LoraInit init = models::LoraInit::kaiming_uniform;
-  bool rslora = false;
-  std::string init_from_adapter;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/lora.def"
 
-  bool enabled() const { return rank > 0; }
+  bool enabled() const {
+    return rank > 0;
+  }
 };
 
 /// [lora].

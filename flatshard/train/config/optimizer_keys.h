@@ -33,23 +33,8 @@ inline constexpr Word<StateFormat> kWords<StateFormat>[] = {
 inline constexpr double kMuonMomentum = 0.95;
 
 struct Optimizer {
-  OptimizerName name = OptimizerName::adamw;
-  double lr = 3e-4;
-  double beta1 = 0.9;
-  double beta2 = 0.95;
-  double eps = 1e-8;
-  double weight_decay = 0.1;
-  /// Default: 0 with SGD and kMuonMomentum with Muon.
-  std::optional<double> momentum;
-  bool nesterov = true;
-  std::int64_t ns_steps = 5;
-  double muon_eps = 1e-7;
-  AdjustLr adjust_lr_fn = AdjustLr::match_rms_adamw;
-  Decay decay = Decay::all;
-  std::vector<ParameterRule> param_groups;
-  StateFormat state_dtype = StateFormat::float32;
-  bool stochastic_rounding = false;
-  bool overlap = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/optimizer.def"
 
   /// Returns whether a parameter group may have the algorithm.
   bool uses(Algorithm algorithm) const;
@@ -80,11 +65,8 @@ inline constexpr Word<LrSchedule::Decay> kWords<LrSchedule::Decay>[] = {
     {"exponential", LrSchedule::Decay::exponential}};
 
 struct LrScheduler {
-  LrSchedule::Kind name = LrSchedule::Kind::cosine;
-  std::int64_t warmup_steps = 0;
-  std::optional<double> decay_ratio;
-  double min_lr_factor = 0.0;
-  LrSchedule::Decay decay_type = LrSchedule::Decay::linear;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/lr_scheduler.def"
 };
 
 /// [optimizer] and [lr_scheduler].

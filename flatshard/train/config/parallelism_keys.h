@@ -43,30 +43,13 @@ class StrategyChoice {
 };
 
 struct Parallelism {
-  StrategyChoice strategy;
-  std::int64_t data_parallel_replicate_degree = 1;
-  std::int64_t data_parallel_shard_degree = -1;
-  std::int64_t tensor_parallel_degree = 1;
-  TransferKind tensor_parallel_comm = TransferKind::automatic;
-  std::int64_t context_parallel_degree = 1;
-  std::int64_t pipeline_parallel_degree = 1;
-  std::int64_t expert_parallel_degree = 1;
-  std::int64_t expert_tensor_parallel_degree = 1;
-  TransferKind token_exchange = TransferKind::automatic;
-  bool overlap_expert_parallel = false;
-  std::int64_t microbatches_in_flight = 2;
-  bool delay_wgrad = false;
-  std::int64_t prefetch = 1;
-  bool reshard_after_forward = true;
-  std::int64_t post_forward_ranks = 0;
-  double memory_budget = 0.0;
-  bool keep_compute_weights = true;
-  std::optional<CopyEngines> copy_engines;  ///< unset: auto
-  Granularity granularity;
-  double max_padding = 0.05;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/parallelism.def"
 
   /// Returns whether several ranks have parts of each layer.
-  bool shares_layers() const { return tensor_parallel_degree > 1; }
+  bool shares_layers() const {
+    return tensor_parallel_degree > 1;
+  }
   /// Returns whether the ranks that share layers copy activations to each
   /// other.
   bool copies_activations() const {
@@ -77,12 +60,14 @@ struct Parallelism {
     return world / tensor_parallel_degree;
   }
   /// Returns whether transfers are chosen to be copies.
-  bool copies() const { return copy_engines && copy_engines->any(); }
+  bool copies() const {
+    return copy_engines && copy_engines->any();
+  }
 };
 
 struct Comm {
-  double timeout_s = 300;
-  bool watcher = true;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/comm.def"
 };
 
 /// [parallelism] and [comm].

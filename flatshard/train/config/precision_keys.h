@@ -21,7 +21,9 @@ inline constexpr Word<GradScaling> kWords<GradScaling>[] = {
     {"per_token", GradScaling::sum}};
 
 struct Precision : flatshard::Precision {
-  GradScaling scaling = GradScaling::mean;
+#define KEY KEY_MEMBER
+#define INHERITED(...)
+#include "flatshard/train/config/sections/precision.def"
 };
 
 using Float8Recipe = std::optional<float8::Recipe>;
@@ -50,12 +52,8 @@ inline constexpr Word<GatherParts> kWords<GatherParts>[] = {
     {"module", GatherParts::module}};
 
 struct Float8 {
-  Float8Recipe recipe;  ///< unset: none
-  std::string exclude;
-  bool keep_first_last = false;
-  ColumnPlane column_plane = ColumnPlane::automatic;
-  GatherParts gather_parts = GatherParts::recomputed;
-  bool emulate = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/float8.def"
 };
 
 /// [precision] and [float8].

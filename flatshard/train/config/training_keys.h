@@ -5,9 +5,8 @@
 namespace flatshard::config {
 
 struct Run {
-  std::string output_dir = "outputs/run";
-  std::int64_t seed = 0;
-  bool save_weights = true;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/run.def"
 };
 
 template <>
@@ -16,10 +15,8 @@ inline constexpr Word<data::Packing> kWords<data::Packing>[] = {
     {"documents", data::Packing::documents}};
 
 struct Data {
-  std::vector<data::SourceChoice> train;
-  std::vector<data::SourceChoice> validation;
-  data::Packing packing = data::Packing::stream;
-  std::int64_t documents_per_sample = -1;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/data.def"
 };
 
 enum class OnNonfinite { stop, skip, rewind };
@@ -30,32 +27,23 @@ inline constexpr Word<OnNonfinite> kWords<OnNonfinite>[] = {
     {"rewind", OnNonfinite::rewind}};
 
 struct Training {
-  std::int64_t steps = 1000;
-  std::int64_t seq_len = 2048;
-  std::int64_t local_batch_size = 1;
-  std::int64_t global_batch_size = -1;
-  double max_norm = 1.0;
-  OnNonfinite on_nonfinite = OnNonfinite::stop;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/training.def"
 };
 
 struct Validation {
-  std::int64_t freq = 0;
-  std::int64_t sequences = 256;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/validation.def"
 };
 
 struct Checkpoint {
-  std::int64_t interval = 0;
-  std::int64_t keep_latest_k = 0;
-  bool async = true;
-  std::string folder = "checkpoints";
-  std::int64_t load_step = -1;
-  std::string exclude;
-  bool export_hf_at_end = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/checkpoint.def"
 };
 
 struct Metrics {
-  std::int64_t log_freq = 10;
-  bool tensorboard = false;
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/metrics.def"
 };
 
 /// [run], [data], [training], [validation], [checkpoint] and [metrics].

@@ -8,16 +8,17 @@
 
 namespace flatshard {
 
+/// A file of rows/ has the numbers of one struct: a row METRIC(type, member,
+/// "key", "help", .column = value...) is a member and a Metric. The struct
+/// includes the file with this macro as METRIC, and metric_table.cpp with its
+/// own. DERIVED(expression of `m`, "key", ...) is a Metric without a member.
+#define METRIC_MEMBER(type, member, ...) type member{};
+
 /// Distribution of tokens over experts in one step, over all ranks and
 /// microbatches. Values of the worst layer.
 struct ExpertMetrics {
-  double load = 1;     ///< tokens of the busiest expert, relative to the mean
-  double dropped = 0;  ///< fraction of all choices
-  double balance =
-      1;  ///< load-balancing loss without its coefficient, the mean
-  std::optional<double> bias;  ///< largest magnitude; unset: no bias
-  /// This step's waits of compute for tokens under way; unset: they stay here.
-  std::optional<double> exchange_ms;
+#define METRIC METRIC_MEMBER
+#include "flatshard/train/metrics/rows/experts.def"
 };
 
 /// Number of epochs of a run over one of its datasets.
@@ -45,12 +46,9 @@ struct StartMetrics {
 
 /// The parts of a start, in their order and in seconds on this rank.
 struct StartTimes {
-  double program_s = 0;  ///< loading the program and its launcher
-  double device_s = 0;   ///< opening the data and the device
-  double ranks_s = 0;    ///< connecting the ranks
-  double model_s = 0;    ///< making the model, with random weights
-  double weights_s = 0;  ///< loading weights
-  double step_s = 0;     ///< the first step
+#define METRIC METRIC_MEMBER
+#define DERIVED(...)
+#include "flatshard/train/metrics/rows/start.def"
 
   double total_s() const {
     return program_s + device_s + ranks_s + model_s + weights_s + step_s;
@@ -63,24 +61,9 @@ struct StartTimes {
 struct StepMetrics {
   std::int64_t step = 0;   ///< counted from 1
   std::int64_t steps = 0;  ///< of the entire run; 0: not shown
-  /// Mean over the trained tokens of the global batch; unset without any.
-  std::optional<double> loss;
-  double grad_norm = 0;  ///< global 2-norm before clipping
-  double lr = 0;
-  std::int64_t tokens = 0;  ///< seen so far, of all ranks and attempts
-  double step_ms = 0;
-  double data_ms = 0;          ///< waiting for the loader
-  double host_ms = 0;          ///< to queue the step, without waiting
-  double exposed_comm_ms = 0;  ///< this step's waits for collectives
-  double tokens_per_s = 0;     ///< over all ranks
-  double tokens_per_s_per_rank = 0;
-  double tflops_per_rank = 0;  ///< model FLOP/s by the run's convention, 1e12
-  std::optional<double> mfu;   ///< in [0, 1]; unset: the peak is unknown
-  std::int64_t memory_allocated_bytes = 0;
-  std::int64_t memory_peak_bytes = 0;      ///< highest allocated so far
-  std::int64_t memory_reserved_bytes = 0;  ///< highest reserved so far
-  std::int64_t memory_total_bytes = 0;     ///< of the device
-  std::optional<ExpertMetrics> experts;    ///< unset: there are none
+#define METRIC METRIC_MEMBER
+#include "flatshard/train/metrics/rows/step.def"
+  std::optional<ExpertMetrics> experts;   ///< unset: there are none
   std::optional<StartTimes> start_times;  ///< only of the first step of a start
 };
 
@@ -98,10 +81,9 @@ std::string format_step(const StepMetrics& metrics);
 /// The results of one validation.
 struct ValidationMetrics {
   std::int64_t step = 0;
-  double loss = 0;  ///< nats, mean over the tokens of the sequences
-  /// For byte tokens: total loss of all sequences in bits, over the bytes among
-  /// their targets (ends of documents are not bytes).
-  std::optional<double> bits_per_byte;
+#define METRIC METRIC_MEMBER
+#define DERIVED(...)
+#include "flatshard/train/metrics/rows/validation.def"
   /// Folder and loss of each dataset, for a data mix.
   std::vector<std::pair<std::string, double>> parts;
 
