@@ -26,6 +26,14 @@ VARIANTS = {
     "64 layers of dim 1024": (2048, [f"model.{size}" for size in _SMALL.split()]),
     "8 layers of 8B shapes": (8192, ["model.layers=8"]),
     "20 layers of 8B shapes": (8192, ["model.layers=20"]),
+    "4 layers of 8B shapes, 128k tokens": (
+        131072,
+        [
+            "model.layers=4",
+            "model.max_seq_len=131072",
+            "activation_checkpoint.mode=full",
+        ],
+    ),
     "8 layers, tensorwise": (8192, ["model.layers=8", "float8.recipe=tensorwise"]),
     "8 layers, rowwise": (8192, ["model.layers=8", "float8.recipe=rowwise"]),
     "8 layers, blockwise": (8192, ["model.layers=8", "float8.recipe=blockwise"]),

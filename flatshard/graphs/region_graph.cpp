@@ -131,6 +131,9 @@ nn::TensorList RegionGraph::run_forward() {
   const at::AutoGradMode grad_mode(with_grad_ && !call_.recompute);
   const ParameterScope parameters(*this);
   const ContextScope layers(owner_.contexts, nullptr, forward_planes_);
+  kept_.begin_first_run();
+  const nn::KeptTensors::Scope keep(
+      call_.recompute && call_.keep_attention ? &kept_ : nullptr);
   live_ = call_.fn(inputs_);
   nn::TensorList outputs;
   aliased_input_.clear();
@@ -208,6 +211,8 @@ nn::TensorList RegionGraph::differentiate(
   const ParameterScope parameters(*this);
   if (call_.recompute) {
     const at::AutoGradMode grad_mode(true);
+    kept_.begin_second_run();
+    const nn::KeptTensors::Scope keep(call_.keep_attention ? &kept_ : nullptr);
     live_ = call_.fn(inputs_);
   }
   variable_list roots;
@@ -365,6 +370,7 @@ void RegionGraph::drop() {
   forward_.reset();
   backward_.reset();
   live_.clear();
+  kept_.begin_first_run();
   inputs_.clear();
   chained_.clear();
   outputs_.clear();

@@ -58,7 +58,8 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     nn::RegionFn fn;
     nn::TensorList constants;
     bool recompute = false;
-    bool preserve_rng = false;  ///< it draws the same numbers then
+    bool preserve_rng = false;    ///< it draws the same numbers then
+    bool keep_attention = false;  ///< see nn::RecomputeOptions
     /// The forward ran within a backward, with the weights unsharded for it.
     bool in_backward = false;
     std::vector<Input> inputs;
@@ -170,6 +171,9 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
   nn::TensorList outputs_;  ///< static
   std::vector<int> aliased_input_;  ///< whose memory an output is, or -1
   std::vector<bool> is_constant_;   ///< an output that no gradient flows to
+  /// Results that the forward of a recomputed region keeps for its backward, in
+  /// memory of the pool. Both graphs address them there.
+  nn::KeptTensors kept_;
   std::vector<const void*> forward_addresses_;
   std::shared_ptr<PlanePlaces> forward_planes_;
   /// Accumulators of the recorded graph, by parameter; null: not used.

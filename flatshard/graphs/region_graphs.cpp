@@ -362,6 +362,7 @@ void RegionGraphs::learn(
        .constants = options.constants,
        .recompute = options.recompute.has_value(),
        .preserve_rng = options.recompute && options.recompute->preserve_rng,
+       .keep_attention = options.recompute && options.recompute->keep_attention,
        .in_backward = autograd_task::current_id() >= 0},
       inputs);
 }

@@ -28,7 +28,10 @@ LlamaBlockImpl::LlamaBlockImpl(
     SharedRope rope,
     const LlamaOptions& options,
     const nn::LossGradientPtr& loss_gradient)
-    : Module("LlamaBlock"), checkpoint_(options.activation_checkpoint) {
+    : Module("LlamaBlock"),
+      checkpoint_(options.activation_checkpoint),
+      recompute_(
+          {.preserve_rng = false, .keep_attention = options.keep_attention}) {
   const bool norms_before = config.block.norms != NormPlacement::after;
   if (norms_before) {
     input_layernorm_ = register_module(
@@ -92,7 +95,7 @@ at::Tensor LlamaBlockImpl::forward(
   documents.append_to(inputs);
   nn::RegionOptions options{.constants = self_attn_->constants(x)};
   if (checkpoint_ == ActivationCheckpoint::full) {
-    options.recompute = kNoRng;
+    options.recompute = recompute_;
   }
   return nn::region(
       *this,
@@ -168,7 +171,7 @@ at::Tensor LlamaBlockImpl::run_with_experts(
         return run(in, record, documents);
       },
       x,
-      kNoRng);
+      recompute_);
 }
 
 LlamaHeadImpl::LlamaHeadImpl(

@@ -11,6 +11,7 @@
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/recompute.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
 
@@ -23,6 +24,9 @@ namespace flatshard::models {
 
 struct LlamaOptions {
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
+  /// With full activation checkpointing: the backward launches no attention
+  /// kernel of the forward again. See nn::RecomputeOptions.
+  bool keep_attention = false;
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
@@ -173,6 +177,7 @@ class LlamaBlockImpl : public nn::Module {
       RoutingRecord* record);
 
   ActivationCheckpoint checkpoint_;
+  nn::RecomputeOptions recompute_;        ///< of an entire block
   nn::RmsNorm input_layernorm_{nullptr};  ///< or null
   LlamaAttention self_attn_{nullptr};
   nn::RmsNorm post_attention_layernorm_{nullptr};  ///< or null

@@ -345,6 +345,8 @@ AttentionKernelPtr aten_kernel(
       // ATen pads other sizes of heads.
       return q.size(-1) % 8 == 0 ? flash_kernel({.scale = scale})
                                  : AttentionKernelPtr();
+    case at::SDPBackend::cudnn_attention:
+      return cudnn_kernel(scale, with_logsumexp);
     case at::SDPBackend::efficient_attention:
       return c10::make_intrusive<EfficientKernel>(scale, with_logsumexp);
     default:

@@ -37,6 +37,7 @@ struct Kernel {
   double nbytes = 0;      ///< read and written; of a transfer, the full buffer
   Transfer transfer = Transfer::all_gather;
   bool overlaps = false;  ///< a transfer that runs until a `finish`
+  bool is_kept = false;   ///< a recompute of its layer does not run it again
 
   bool operator==(const Kernel&) const = default;
 

@@ -168,8 +168,12 @@ class StepWriter {
       operation.waits.push_back(step_operation_[waits_[position]]);
     }
     std::vector<int> under_way;
+    const bool again = step.pass == PlanPass::recompute;
     const auto add = [&](const Kernels& kernels) {
       for (const Kernel& kernel : kernels) {
+        if (again && kernel.is_kept) {
+          continue;
+        }
         if (kernel.is_exchange()) {
           share(kernel, operation, under_way);
           continue;

@@ -88,6 +88,18 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(testing::all_graph_cases(1)),
     name_of);
 
+INSTANTIATE_TEST_SUITE_P(
+    Kept,
+    GraphMatrix,
+    ::testing::Values(
+        GraphCase{.recompute = true, .keep_attention = true, .microbatches = 3},
+        GraphCase{
+            .recompute = true,
+            .keep_attention = true,
+            .float32_reduce = false,
+            .bf16_compute = true}),
+    name_of);
+
 // Some of these, with each pair of values: what several ranks run.
 INSTANTIATE_TEST_SUITE_P(
     Pairwise,

@@ -11,6 +11,7 @@
 #include "flatshard/optim/adamw.h"
 #include "tests/runtime/factor_model.h"
 #include "tests/support/case_name.h"
+#include "tests/support/counted_operation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -70,6 +71,26 @@ TEST(Graphs, B65_LaunchesTheSameActions) {
   const GraphRun graphs = train_graphs(c);
   EXPECT_EQ(graphs.actions, eager);
   expect_replays(c, graphs);
+}
+
+// A captured backward reads the results that the captured forward keeps. On
+// CPUs a replay calls the operations again, so that they count.
+TEST(Graphs, L1_ReplaysLaunchNoAttentionInTheBackward) {
+  testing::CountedOperation calls(
+      "aten::_scaled_dot_product_flash_attention_for_cpu");
+  GraphCase c{.recompute = true, .microbatches = 3, .steps = 6};
+  c.graphs = false;
+  const GraphRun recomputed = train_graphs(c);
+  const std::int64_t once = calls.take() / 2;
+  c.keep_attention = true;
+  expect_same(recomputed, train_graphs(c));
+  EXPECT_EQ(calls.take(), once);
+  c.graphs = true;
+  const GraphRun graphs = train_graphs(c);
+  expect_same(recomputed, graphs);
+  expect_replays(c, graphs);
+  // A capture calls them, too.
+  EXPECT_EQ(calls.take(), once + GraphCase::kLayers);
 }
 
 // An additional action of a program: the bits stay, and calls that could not be

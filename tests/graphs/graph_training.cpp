@@ -145,6 +145,7 @@ std::string GraphCase::name() const {
     text += "_" + std::to_string(size);
   }
   text += recompute ? "_recompute" : "";
+  text += keep_attention ? "_keep" : "";
   text += "_mb" + std::to_string(microbatches);
   text += float32_reduce ? "_fp32" : "_bf16";
   text += bf16_compute ? "_compute16" : "";
@@ -186,7 +187,8 @@ GraphTraining::GraphTraining(const GraphCase& c, std::shared_ptr<Mesh> mesh)
         models::LlamaOptions{
             .activation_checkpoint = c.recompute
                                          ? models::ActivationCheckpoint::full
-                                         : models::ActivationCheckpoint::none});
+                                         : models::ActivationCheckpoint::none,
+            .keep_attention = c.keep_attention});
     for (const auto& unit : (*model_->llama)->unit_modules()) {
       units_.push_back(unit.get());
     }

@@ -22,6 +22,7 @@ struct GraphCase {
   std::string strategy = "zero3";
   std::vector<std::int64_t> mesh = {1};  ///< axis sizes, outermost first
   bool recompute = false;
+  bool keep_attention = false;  ///< of what is recomputed
   int microbatches = 1;
   bool float32_reduce = true;
   bool bf16_compute = false;

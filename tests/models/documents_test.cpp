@@ -29,7 +29,8 @@ Llama packed_model(
     std::int64_t chunk_tokens,
     bool windows = false,
     bool sinks = false,
-    std::optional<nn::RopeType> rope = {}) {
+    std::optional<nn::RopeType> rope = {},
+    bool keep_attention = false) {
   ModelConfig config{
       .dim = 24,
       .layers = 2,
@@ -78,6 +79,7 @@ Llama packed_model(
       config,
       LlamaOptions{
           .activation_checkpoint = checkpoint,
+          .keep_attention = keep_attention,
           .loss = {
               .reduction = nn::LossReduction::sum,
               .chunk_tokens = chunk_tokens}});
@@ -106,15 +108,22 @@ struct DocumentsCase {
   bool windows = false;
   bool sinks = false;
   std::optional<nn::RopeType> rope = {};
+  bool keep_attention = false;
 };
 
 class DocumentsOf : public ::testing::TestWithParam<DocumentsCase> {};
 
 TEST_P(DocumentsOf, OneRowTrainAsOneByOne) {
-  const auto& [checkpoint, experts, chunk_tokens, windows, sinks, rope] =
+  const auto& [checkpoint, experts, chunk_tokens, windows, sinks, rope, keep] =
       GetParam();
-  Llama model =
-      packed_model(checkpoint, experts, chunk_tokens, windows, sinks, rope);
+  Llama model = packed_model(
+      checkpoint,
+      experts,
+      chunk_tokens,
+      windows,
+      sinks,
+      rope,
+      keep);
   // Two rows; the second ends with padding.
   const std::vector<std::int64_t> lengths{7, 1, 8, 5, 6, 5};
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
@@ -180,7 +189,15 @@ INSTANTIATE_TEST_SUITE_P(
             .rope = nn::RopeType::dynamic},
         DocumentsCase{
             .checkpoint = ActivationCheckpoint::full,
-            .experts = true}));
+            .keep_attention = true},
+        DocumentsCase{
+            .checkpoint = ActivationCheckpoint::full,
+            .sinks = true,
+            .keep_attention = true},
+        DocumentsCase{
+            .checkpoint = ActivationCheckpoint::full,
+            .experts = true,
+            .keep_attention = true}));
 
 TEST(Documents, PlacesThatAreNotUsedChangeNothing) {
   Llama model = packed_model(ActivationCheckpoint::none, false, 0);

@@ -174,11 +174,15 @@ TEST_P(LlamaModel, LossLogitsAndGradientsMatchPlainTorch) {
 
 TEST(LlamaRecompute, IsBitwiseTheSame) {
   std::vector<std::vector<at::Tensor>> runs;
-  for (const auto mode :
-       {ActivationCheckpoint::none,
-        ActivationCheckpoint::full,
-        ActivationCheckpoint::selective}) {
-    Llama model = make(small(), at::kFloat, {.activation_checkpoint = mode});
+  for (const auto& [mode, keep] :
+       {std::pair{ActivationCheckpoint::none, false},
+        {ActivationCheckpoint::full, false},
+        {ActivationCheckpoint::full, true},
+        {ActivationCheckpoint::selective, false}}) {
+    Llama model = make(
+        small(),
+        at::kFloat,
+        {.activation_checkpoint = mode, .keep_attention = keep});
     const at::Tensor loss = model(tokens(1), tokens(2));
     loss.backward();
     std::vector<at::Tensor> run{loss.detach()};
@@ -189,10 +193,11 @@ TEST(LlamaRecompute, IsBitwiseTheSame) {
   }
   for (std::size_t i = 0; i < runs[0].size(); ++i) {
     EXPECT_TRUE(at::equal(runs[0][i], runs[1][i])) << i;
+    EXPECT_TRUE(at::equal(runs[0][i], runs[2][i])) << i;
     // The selective mode adds the residual before the norm, not inside it.
     const double size = runs[0][i].abs().max().item<double>();
     EXPECT_LE(
-        (runs[0][i] - runs[2][i]).abs().max().item<double>(),
+        (runs[0][i] - runs[3][i]).abs().max().item<double>(),
         passes_tolerance() * size)
         << i;
   }

@@ -39,7 +39,7 @@ class CudaKeptAttention : public ::testing::TestWithParam<KernelCase> {
     }
     at::globalContext().setDeterministicAlgorithms(
         GetParam().deterministic,
-        /*warn_only=*/true);
+        /*warn_only=*/false);
   }
   void TearDown() override {
     at::globalContext().setDeterministicAlgorithms(false, false);

@@ -293,6 +293,17 @@ TEST(StepPlan, CountsMemoryOverTheStep) {
   EXPECT_EQ(step_of(job).activation_nbytes, 2 * 10 + 100);
 }
 
+TEST(StepPlan, ARecomputeDoesNotRunKeptKernels) {
+  Job job = timed_job(3, 1, 1, 2);
+  job.overlap.recompute = true;
+  const double before = step_of(job).compute_seconds;
+  Kernels& forward = job.layer_kinds[0].nodes[PlanNode::attend].forward;
+  forward.push_back(Kernel::memory("norm", kGb));
+  EXPECT_NEAR(step_of(job).compute_seconds - before, 3 + 3, 1e-6);
+  forward.back().is_kept = true;
+  EXPECT_NEAR(step_of(job).compute_seconds - before, 3, 1e-6);
+}
+
 TEST(StepPlan, TheHostMayBeWhatTakesLonger) {
   const Job job = timed_job(4, 1, 1e-3, 1e-3);
   Gpu gpu = round_gpu();

@@ -218,7 +218,7 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}_chunk{}{}",
+      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}{}_chunk{}{}",
       model,
       strategy,
       replicate,
@@ -228,6 +228,7 @@ std::string TensorRun::name() const {
       etp,
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
+      keep_attention ? "_keep" : "",
       chunk_tokens,
       copies ? "_copies" : "");
 }
@@ -251,6 +252,7 @@ void train_tensor_rank(
       tensor_config(run.model),
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
+          .keep_attention = run.keep_attention,
           .plain_attention = true,  // on GPUs; soft caps have no kernel
           .loss = {.chunk_tokens = run.chunk_tokens},
           .moe = experts.options,

@@ -51,7 +51,8 @@ INSTANTIATE_TEST_SUITE_P(
             .dp = 2,
             .tp = 2,
             .microbatches = 3,
-            .checkpoint = ActivationCheckpoint::full},
+            .checkpoint = ActivationCheckpoint::full,
+            .keep_attention = true},
         TensorRun{
             .strategy = "zero2",
             .dp = 3,
@@ -68,7 +69,8 @@ INSTANTIATE_TEST_SUITE_P(
             .dp = 1,
             .tp = 4,
             .microbatches = 3,
-            .checkpoint = ActivationCheckpoint::full},
+            .checkpoint = ActivationCheckpoint::full,
+            .keep_attention = true},
         TensorRun{
             .strategy = "hsdp",
             .replicate = 2,

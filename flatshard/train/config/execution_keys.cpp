@@ -14,6 +14,15 @@ constinit const UsedIf kHasGraphs{
 
 namespace {
 
+constexpr UsedIf kRecomputesAttention{
+    "activation_checkpoint.mode",
+    WHEN(c.activation_checkpoint.mode == models::ActivationCheckpoint::full),
+    "recomputes attention; set activation_checkpoint.mode to full"};
+
+bool captures_attention(const Config& c) {
+  return c.cuda_graph.enabled() && graph_regions(c).contains("attn");
+}
+
 const ConfigKey kExecutionKeys[] = {
 #define KEY(...) KEY_ROW(activation_checkpoint, __VA_ARGS__)
 #include "flatshard/train/config/sections/activation_checkpoint.def"

@@ -3,6 +3,10 @@
 #include "flatshard/models/activation_checkpoint.h"
 #include "flatshard/train/config/key.h"
 
+#include <cstdint>
+#include <string>
+#include <vector>
+
 namespace flatshard::config {
 
 template <>
@@ -15,6 +19,10 @@ inline constexpr Word<models::ActivationCheckpoint>
 struct ActivationCheckpoint {
 #define KEY KEY_MEMBER
 #include "flatshard/train/config/sections/activation_checkpoint.def"
+
+  bool saves_attention() const {
+    return !save.empty();
+  }
 };
 
 enum class CudaGraphImpl { none, unit, full_iteration };

@@ -69,6 +69,14 @@ std::string quoted_text(const std::string& value) {
   return text + "\"";
 }
 
+std::string list_text(const std::vector<std::string>& texts) {
+  std::vector<std::string> quoted;
+  for (const std::string& text : texts) {
+    quoted.push_back(quoted_text(text));
+  }
+  return fmt::format("[{}]", fmt::join(quoted, ", "));
+}
+
 /// Returns one folder as text, several as an array of tables, each on a line.
 std::string sources_text(const std::vector<data::SourceChoice>& sources) {
   if (sources.size() <= 1) {
@@ -172,6 +180,9 @@ std::string_view type_name(const ConfigField& field) {
   return std::visit(
       Overloaded{
           [](const auto&) { return "text in quotes"; },
+          [](std::vector<std::string>*) {
+            return "text in quotes, or a list of such texts";
+          },
           [](std::vector<data::SourceChoice>*) {
             return "a folder in quotes, or a list of { path = \"folder\", "
                    "weight = number }";
@@ -192,6 +203,7 @@ std::string value_text(const ConfigField& field) {
           [](const WordField& value) {
             return fmt::format("\"{}\"", value.get());
           },
+          [](std::vector<std::string>* value) { return list_text(*value); },
           [](std::vector<data::SourceChoice>* value) {
             return sources_text(*value);
           },
@@ -302,6 +314,11 @@ void check_value(
             check_no_nul(key, *value, where);
             if (!key.choices.empty()) {
               check_word(key, *value, where);
+            }
+          },
+          [&](std::vector<std::string>* value) {
+            for (const std::string& text : *value) {
+              check_word(key, text, where);
             }
           },
           [&](std::vector<data::SourceChoice>* value) {

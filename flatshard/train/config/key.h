@@ -48,6 +48,7 @@ struct WordField {
 /// A member of a Config.
 using ConfigField = std::variant<
     std::string*,
+    std::vector<std::string>*,
     std::vector<data::SourceChoice>*,
     std::vector<ParameterRule>*,
     std::int64_t*,
@@ -89,7 +90,8 @@ struct ConfigKey {
   ConfigField (*field)(Config&);
   std::string_view help;
   ValueRange range = {};
-  std::vector<std::string_view> choices = {};  ///< valid texts; empty: any
+  /// Valid texts, also of a list; empty: any.
+  std::vector<std::string_view> choices = {};
   bool is_path = false;
   std::vector<UsedIf> used_if = {};  ///< all of them
   std::vector<Conflict> conflicts = {};

@@ -179,6 +179,26 @@ std::optional<std::vector<ParameterRule>> read_param_groups(
   return rules;
 }
 
+/// Returns a list of texts, also of a single one; unset for other values.
+std::optional<std::vector<std::string>> read_texts(const toml::node& node) {
+  if (const auto text = node.value_exact<std::string>()) {
+    return std::vector<std::string>{*text};
+  }
+  const toml::array* array = node.as_array();
+  if (array == nullptr) {
+    return std::nullopt;
+  }
+  std::vector<std::string> texts;
+  for (const toml::node& item : *array) {
+    const auto text = item.value_exact<std::string>();
+    if (!text) {
+      return std::nullopt;
+    }
+    texts.push_back(*text);
+  }
+  return texts;
+}
+
 /// Returns an integer, also written as 1e4 or 10000.0: any floating-point
 /// number that represents an integer exactly.
 std::optional<std::int64_t> read_integer(const toml::node& node) {
@@ -218,6 +238,7 @@ void set_field(
               config::check_word(key, *word, where);
             }
           },
+          [&](std::vector<std::string>* out) { take(out, read_texts(node)); },
           [&](std::vector<data::SourceChoice>* out) {
             take(out, read_sources(key, node, where));
           },
@@ -336,13 +357,13 @@ std::string_view apply_override(Config& config, const std::string& text) {
   std::string value = text.substr(equals + 1);
   const ConfigKey& key = config::find_key(section, name, where);
   const ConfigField field = key.field(config);
-  const bool is_list =
-      std::holds_alternative<std::vector<data::SourceChoice>*>(field) &&
-      value.starts_with('[');
-  const bool holds_text =
-      std::holds_alternative<std::string*>(field) ||
-      std::holds_alternative<WordField>(field) ||
+  const bool may_be_list =
+      std::holds_alternative<std::vector<std::string>*>(field) ||
       std::holds_alternative<std::vector<data::SourceChoice>*>(field);
+  const bool is_list = may_be_list && value.starts_with('[');
+  const bool holds_text = std::holds_alternative<std::string*>(field) ||
+                          std::holds_alternative<WordField>(field) ||
+                          may_be_list;
   if (holds_text && !is_list && !value.starts_with('"') &&
       !value.starts_with('\'')) {
     set_field(key, config, toml::value<std::string>(value), where);

@@ -26,6 +26,7 @@ struct WorkOptions {
   at::ScalarType compute = at::kFloat;
   at::ScalarType reduce = at::kFloat;
   models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
+  bool keeps_attention = false;  ///< where it is recomputed
 };
 
 /// Adds the kernels of a layer's parts to the work of a node, and counts the

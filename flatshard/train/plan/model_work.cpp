@@ -37,7 +37,7 @@ class ModelWork : LayerKernels {
     const std::int64_t mlp_saved =
         own_bytes(norm_width()) + bytes(2 * ffn_dim) + own_rows_of_floats(1) +
         adapters_saved({"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"});
-    layer.input_nbytes = own_bytes(model_.dim);
+    layer.input_nbytes = own_bytes(model_.dim) + attention_kept();
     layer.saved_nbytes = attention_saved() + mlp_saved;
     layer.transient_nbytes = dense_transient(ffn_dim);
     if (selective()) {
@@ -106,7 +106,7 @@ class ModelWork : LayerKernels {
           gate_up_down("mlp.shared_experts", moe.shared_experts * moe.ffn_dim),
           layer.nodes[PlanNode::shared]);
     }
-    layer.input_nbytes = own_bytes(model_.dim);
+    layer.input_nbytes = own_bytes(model_.dim) + attention_kept();
     const auto element = static_cast<std::int64_t>(size_);
     layer.saved_nbytes =
         attention_saved() + own_bytes(2 * model_.dim) +
@@ -283,9 +283,19 @@ class ModelWork : LayerKernels {
               d(options_.training.seq_len),
               model_.head_dim));
     }
+    node.forward.back().is_kept = options_.keeps_attention;
     stages[3].reads = Stage::Reads::columns;
     product(stages[3].work, "self_attn.o_proj", tokens_, model_.dim, q);
     return stages;
+  }
+
+  /// Returns the bytes of attention's output and its log-sum-exp, where a
+  /// recompute does not run attention again. attention_saved has them, too.
+  std::int64_t attention_kept() const {
+    const std::int64_t heads = model_.heads / sharing_;
+    return options_.keeps_attention
+               ? bytes(heads * model_.head_dim) + rows_of_floats(heads)
+               : 0;
   }
 
   /// Input, rotated queries and keys, values, result, its log-sum-exp, and the

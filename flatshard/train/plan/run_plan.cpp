@@ -71,7 +71,7 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
       "{} parameters{} on {} ranks of {}, {} a host\n"
-      "strategy {}{}{}; recompute {}; FP8 {}; {} microbatch{} of {} x {} "
+      "strategy {}{}{}; recompute {}{}; FP8 {}; {} microbatch{} of {} x {} "
       "tokens\n",
       with_commas(models::num_parameters(plan.model)),
       plan.config.lora.enabled()
@@ -92,6 +92,8 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
           : "",
       sharing_text(plan.config.parallelism),
       config::word_of(plan.config.activation_checkpoint.mode),
+      plan.config.activation_checkpoint.saves_attention() ? " except attention"
+                                                          : "",
       config::word_of(plan.config.float8.recipe),
       plan.job.microbatches,
       plan.job.microbatches == 1 ? "" : "es",

@@ -34,6 +34,10 @@ Config config_of(const Config& config, const RunChoice& choice) {
   }
   changed.training.local_batch_size = choice.local_batch_size;
   changed.activation_checkpoint.mode = choice.recompute;
+  if (choice.recompute != models::ActivationCheckpoint::full ||
+      choice.overlap) {
+    changed.activation_checkpoint.save.clear();
+  }
   changed.float8.recipe = choice.float8;
   return changed;
 }

@@ -242,6 +242,14 @@ models::ModelConfig model_config(const Config& config) {
       model,
       config.parallelism.tensor_parallel_degree,
       "parallelism.tensor_parallel_degree");
+  const double soft_cap = model.block.attention.soft_cap;
+  FLATSHARD_CHECK(
+      !config.activation_checkpoint.saves_attention() || soft_cap == 0.0,
+      config,
+      "activation_checkpoint.save = [\"attention\"]: no fused kernel computes "
+      "attention with soft caps (model.attention_soft_cap = {}), so its result "
+      "cannot be stored for the backward; remove the key",
+      soft_cap);
   FLATSHARD_CHECK(
       config.training.seq_len <= model.max_seq_len,
       config,

@@ -128,6 +128,7 @@ TrainState make_train_state(
       model,
       models::LlamaOptions{
           .activation_checkpoint = checkpoint,
+          .keep_attention = config.activation_checkpoint.saves_attention(),
           .plain_attention = config.model.plain_attention,
           .moe = moe,
           .ranks = state.ranks});

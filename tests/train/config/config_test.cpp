@@ -785,6 +785,45 @@ TEST(Config, WhatCudaGraphsDoNotGoWithIsNamed) {
       HasSubstr("set cuda_graph.impl to unit"));
 }
 
+TEST(Config, WhatFullRecomputeSaves) {
+  const std::string full = "activation_checkpoint.mode=full";
+  const std::string save = "activation_checkpoint.save=";
+  const auto parsed = [&](const std::string& value) {
+    return parse_config(kSmall, "run.toml", {full, save + value})
+        .activation_checkpoint;
+  };
+  EXPECT_TRUE(parsed("attention").saves_attention());
+  EXPECT_TRUE(parsed("[\"attention\"]").saves_attention());
+  EXPECT_FALSE(parsed("[]").saves_attention());
+  const Config config =
+      parse_config(kSmall, "run.toml", {full, save + "attention"});
+  EXPECT_THAT(to_toml(config), HasSubstr("save = [\"attention\"]\n"));
+  EXPECT_EQ(
+      parse_config(to_toml(config), "again.toml").activation_checkpoint.save,
+      config.activation_checkpoint.save);
+  EXPECT_THAT(
+      refused({full, save + "attn"}),
+      HasSubstr("activation_checkpoint.save expected one of attention, got "
+                "\"attn\""));
+  EXPECT_THAT(
+      refused({full, save + "[1]"}),
+      HasSubstr("expected text in quotes, or a list of such texts, got"));
+  EXPECT_THAT(
+      refused({save + "attention"}),
+      HasSubstr("set activation_checkpoint.mode to full"));
+  EXPECT_THAT(
+      refused(
+          {full,
+           save + "attention",
+           "cuda_graph.impl=unit",
+           "cuda_graph.modules=attn,mlp"}),
+      HasSubstr("activation_checkpoint.save = [\"attention\"] with "
+                "cuda_graph.modules = \"attn,mlp\""));
+  EXPECT_THAT(
+      refused({full, save + "attention", "parallelism.delay_wgrad=true"}),
+      HasSubstr("blocks in pieces recompute attention with its piece"));
+}
+
 TEST(Config, GoodGranularitiesAndPresets) {
   for (const char* text : {"element", "row", "tensor", "block:128"}) {
     parse_config(kSmall, "r", {std::string("parallelism.granularity=") + text});

@@ -65,6 +65,7 @@ std::int64_t measured(
       shape,
       models::LlamaOptions{
           .activation_checkpoint = config.activation_checkpoint.mode,
+          .keep_attention = config.activation_checkpoint.saves_attention(),
           .moe = {.exchange = exchange},
           .ranks = ranks});
   if (config.lora.enabled()) {
@@ -130,6 +131,15 @@ TEST(Activations, OfExpertsContainTheRowsOfAnExchange) {
 TEST(Activations, OfARecomputedBlockAreItsInput) {
   const Config full = config_of({"activation_checkpoint.mode=full"});
   EXPECT_EQ(planned(full).input_nbytes, measured(full));
+  const Config keeps = config_of(
+      {"activation_checkpoint.mode=full",
+       "activation_checkpoint.save=attention"});
+  EXPECT_EQ(planned(keeps).input_nbytes, measured(keeps));
+  EXPECT_EQ(planned(keeps).saved_nbytes, planned(full).saved_nbytes);
+  // bfloat16 outputs, and a float32 number for each head.
+  EXPECT_EQ(
+      planned(keeps).input_nbytes,
+      planned(full).input_nbytes + kTokens * (64 * 2 + 4 * 4));
   const Config selective = config_of({"activation_checkpoint.mode=selective"});
   EXPECT_EQ(planned(selective).saved_nbytes, measured(selective));
 }
@@ -152,11 +162,19 @@ TEST(Activations, OfABlockWithAdapters) {
 // heads and of the width in them.
 TEST(Activations, OfABlockThatRanksShare) {
   constexpr int kRanks = 2;
-  for (const std::string mode : {"none", "selective"}) {
-    const Config config = config_of(
-        {"parallelism.tensor_parallel_degree=2",
-         "activation_checkpoint.mode=" + mode},
-        kRanks);
+  const auto saved = [](const Config& config, const plan::LayerWork& layer) {
+    return config.activation_checkpoint.saves_attention() ? layer.input_nbytes
+                                                          : layer.saved_nbytes;
+  };
+  for (const std::string& mode :
+       std::vector<std::string>{"none", "selective", "full"}) {
+    std::vector<std::string> keys{
+        "parallelism.tensor_parallel_degree=2",
+        "activation_checkpoint.mode=" + mode};
+    if (mode == "full") {
+      keys.emplace_back("activation_checkpoint.save=attention");
+    }
+    const Config config = config_of(keys, kRanks);
     testing::run_ranks(kRanks, [&](testing::RankContext& context) {
       const auto mesh = context.mesh(mesh_axes(config.parallelism));
       const auto ranks = tensor_parallel_ranks(
@@ -164,7 +182,7 @@ TEST(Activations, OfABlockThatRanksShare) {
           config.has_plain_layers(),
           {},
           *mesh);
-      EXPECT_EQ(planned(config, kRanks).saved_nbytes, measured(config, ranks))
+      EXPECT_EQ(saved(config, planned(config, kRanks)), measured(config, ranks))
           << mode;
     });
   }

@@ -280,6 +280,11 @@ TEST(FamilyKeys, ReplaceWhatAFamilyLeavesOpen) {
       ::testing::HasSubstr("model.sliding_window: all models of the family "
                            "llama"));
   EXPECT_THAT(
+      key_refusal("preset = \"gemma2_2b\"\n[activation_checkpoint]\n"
+                  "mode = \"full\"\nsave = [\"attention\"]"),
+      ::testing::HasSubstr("no fused kernel computes attention with soft caps "
+                           "(model.attention_soft_cap = 50)"));
+  EXPECT_THAT(
       key_refusal("preset = \"olmo2_1b\"\nqk_norm = false"),
       ::testing::HasSubstr("model.qk_norm"));
   EXPECT_TRUE(

@@ -217,6 +217,11 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
   for (const char* mode : {"full", "selective"}) {
     expect(2, 1, {fmt::format("activation_checkpoint.mode={}", mode)});
   }
+  expect(
+      2,
+      1,
+      {"activation_checkpoint.mode=full",
+       "activation_checkpoint.save=attention"});
   expect(2, 1, {"diagnostics.strict=true", "diagnostics.poison=true"});
   expect(2, 3, {kTwoShare});
   expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});

@@ -552,6 +552,21 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
   }
 }
 
+TEST_F(TrainerTest, AttentionThatIsKeptChangesNoBitOfTheRun) {
+  for (const std::vector<std::string>& overrides :
+       std::vector<std::vector<std::string>>{
+           {},
+           {"precision.compute=bfloat16", "training.local_batch_size=1"}}) {
+    std::vector<std::string> full = overrides;
+    full.emplace_back("activation_checkpoint.mode=full");
+    train(full);
+    const std::vector<double> expected = losses();
+    full.emplace_back("activation_checkpoint.save=attention");
+    train(full);
+    EXPECT_EQ(losses(), expected);
+  }
+}
+
 // Evaluation, checkpoints, a skipped step and a rewind are between replays.
 TEST_F(TrainerTest, StepsAsOneGraphChangeNoBitOfTheRun) {
   const std::vector<std::string> common{
