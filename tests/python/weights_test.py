@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -237,6 +238,15 @@ def test_a_model_of_another_dtype(mesh, rank):
     assert {meta.dtype for meta in source.metadata()} == {BF16}
     with pytest.raises(RuntimeError, match=r"send all weights, and call changed\(\)"):
         list(changes)
+
+
+def test_keeps_no_model(mesh):
+    model = mlp(mesh)
+    model.register_buffer("steps", on_device(torch.tensor(3)))
+    taken(weights.stream(model))
+    freed = weakref.ref(model)
+    del model
+    assert freed() is None
 
 
 def test_parameters_and_buffers_outside_units(mesh):

@@ -15,7 +15,7 @@ from torch import nn
 
 from flatshard.weights.changes import Changes, Patch
 from flatshard.weights.engines import Bucket, IpcTensor, TensorInfo, buckets, handles
-from flatshard.weights.source import Meta, Source
+from flatshard.weights.source import Meta, Options, Source
 
 _MIB = 1 << 20
 
@@ -51,7 +51,7 @@ def stream(
         NotImplementedError: a parameter that is a tensor of a subclass.
         flatshard.Error: format="fp8_block" and a weight that is not finite.
     """
-    return iter(Source(model, dtype, format, rename, split_experts))
+    return iter(Source(model, Options(dtype, format, rename, split_experts)))
 
 
 def metadata(
@@ -63,7 +63,7 @@ def metadata(
     split_experts: bool = True,
 ) -> list[Meta]:
     """Returns name, dtype and shape of what `stream` yields, in its order."""
-    return Source(model, dtype, format, rename, split_experts).metadata()
+    return Source(model, Options(dtype, format, rename, split_experts)).metadata()
 
 
 def vllm_source(
@@ -79,7 +79,7 @@ def vllm_source(
     It has the functions of vLLM's WeightSource: metadata(), iteration, and iter_groups().
     Accepts the arguments of `stream`.
     """
-    return Source(model, dtype, format, rename, split_experts)
+    return Source(model, Options(dtype, format, rename, split_experts))
 
 
 def sglang_buckets(
@@ -93,7 +93,7 @@ def sglang_buckets(
 ) -> Iterator[Bucket]:
     """Yields what `stream` yields, flattened into buckets of at most `nbytes`, for SGLang's
     load_format="flattened_bucket". A larger tensor has a separate bucket. Collective."""
-    return buckets(Source(model, dtype, format, rename, split_experts), nbytes)
+    return buckets(Source(model, Options(dtype, format, rename, split_experts)), nbytes)
 
 
 def ipc_handles(
@@ -113,7 +113,7 @@ def ipc_handles(
     Raises:
         ValueError: the model is not on a GPU, or its memory has expandable segments.
     """
-    return handles(Source(model, dtype, format, rename, split_experts))
+    return handles(Source(model, Options(dtype, format, rename, split_experts)))
 
 
 def changed(
@@ -134,7 +134,7 @@ def changed(
     An iteration that a rank leaves early does not count as sent. Each rank keeps a copy of
     its shards in `dtype`. Accepts the arguments of `stream`.
     """
-    return Changes(model, dtype, rename, split_experts)
+    return Changes(model, Options(dtype, None, rename, split_experts))
 
 
 __all__ = [

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from flatshard import _C
-from flatshard.weights.names import Names, names_of_model
-from flatshard.weights.source import Units
+from flatshard.weights.source import Options, plan_of
 
 
 class Patch(NamedTuple):
@@ -29,18 +28,13 @@ class Patch(NamedTuple):
 class Changes:
     """The changes of a model's weights; see `flatshard.weights.changed`."""
 
-    def __init__(
-        self, model: nn.Module, dtype: torch.dtype | None, rename, split_experts: bool
-    ):
-        self._model = model
-        self._units = units = Units(model, "flatshard.weights.changed")
-        specs = _C.WeightStream(units.cores, dtype, units.mesh).metadata()
-        shapes = {name: units.full_shape(name, stored) for name, _, stored in specs}
-        self._names = Names(shapes, names_of_model(model, rename), split_experts)
-        self._core = _C.ChangedWeights(units.cores, dtype, units.mesh)
+    def __init__(self, model: nn.Module, options: Options):
+        self._model, self._options = model, options
+        self._plan = plan_of(model, options)
+        self._core = _C.ChangedWeights(self._plan.cores, options.dtype, self._plan.mesh)
 
     def __iter__(self):
-        if Units(self._model, "flatshard.weights.changed").cores != self._units.cores:
+        if plan_of(self._model, self._options) is not self._plan:
             raise RuntimeError(
                 "flatshard.weights.changed: the dtype of a parameter was changed, or "
                 "parameters were moved; send all weights, and call changed() again"
@@ -57,9 +51,9 @@ class Changes:
         self._core.finish(sent=True)
 
     def _patches(self, name, stored, indices, values):
-        if dim := self._units.dims[name]:
+        if dim := self._plan.dims[name]:
             indices, values = _moved(stored, dim, indices.long(), values)
-        entries = self._names.of(name)
+        entries = self._plan.names.of(name)
         if len(entries) == 1:
             yield Patch(entries[0].name, indices.int(), values, entries[0].shape)
             return

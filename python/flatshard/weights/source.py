@@ -1,5 +1,6 @@
 """The tensors that leave a model, one unit after another."""
 
+import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -8,7 +9,10 @@ from torch import nn
 
 from flatshard import _C
 from flatshard._fsdp.forward import root_of
+from flatshard._fsdp.root import Root
+from flatshard._tensor.memory import local_of
 from flatshard.checkpoint import whole_tensors
+from flatshard.torch_versions import buffers_of, parameters_of
 from flatshard.weights.names import Names, names_of_model
 
 _FP8_BLOCK = "fp8_block"
@@ -22,46 +26,188 @@ class Meta(NamedTuple):
     shape: tuple
 
 
-class Units:
-    """The units of a model whose weights leave it.
+class Options(NamedTuple):
+    """The arguments of `flatshard.weights.stream`."""
+
+    dtype: torch.dtype | None
+    format: str | None
+    rename: object
+    split_experts: bool
+
+    def check(self):
+        if self.format not in (None, _FP8_BLOCK):
+            raise ValueError(
+                f"format: expected None or '{_FP8_BLOCK}', got {self.format!r}"
+            )
+        if self.format is not None and self.dtype is not None:
+            raise ValueError(
+                f"dtype: expected None with format={self.format!r}, because the format "
+                f"defines the dtype of each weight, got {self.dtype}"
+            )
+
+    @property
+    def is_fp8(self):
+        return self.format == _FP8_BLOCK
+
+    @property
+    def gathered_dtype(self):
+        """Returns the dtype of all-gathers. Scales are computed from the values that the
+        optimizer updates."""
+        return torch.float32 if self.is_fp8 else self.dtype
+
+    def is_quantized(self, entry, dtype):
+        return (
+            self.is_fp8
+            and dtype.is_floating_point
+            and _C.is_linear_of_a_block(entry.name, len(entry.shape))
+        )
+
+    def sent_dtype(self, dtype):
+        return torch.bfloat16 if self.is_fp8 and dtype.is_floating_point else dtype
+
+
+class Plan:
+    """What leaves a model, as long as it has the same Root. It has no reference to
+    either.
 
     Attributes:
         cores: of the units.
         mesh: the core's mesh over all ranks that have parts of the model.
-        dims: the dimension of each parameter that the core stores first, by name.
         device: of this rank.
+        dims: the dimension of each parameter that the core stores first, by name.
+        names: the tensors of a folder that each parameter is.
+        metadata: of the tensors, in their order.
     """
 
-    def __init__(self, model, what):
-        root = root_of(model)
-        if not root.tree.has_values:
-            root.tree.check_values()
+    def __init__(self, model, root, options):
+        self.options = options
         self.dims = {}
         for unit in root.units:
-            unit.parameters.refuse_extended(what, "use state_dict()")
-            for p in unit.parameters:
-                if not p.has_dtype():
-                    raise RuntimeError(
-                        f"{what}: the dtype of parameter {p.names[0]} was changed; run a "
-                        "forward first"
-                    )
-                self.dims[p.names[0]] = p.dim
+            unit.parameters.refuse_extended("flatshard.weights", "use state_dict()")
+            self.dims |= {p.names[0]: p.dim for p in unit.parameters}
         self.mesh = root.checkpoint_mesh()
         if self.mesh is not root.ranks.mesh and any(self.dims.values()):
             name = next(name for name, dim in self.dims.items() if dim)
             raise NotImplementedError(
-                f"{what}: parameter {name} is sharded along dimension "
+                f"flatshard.weights: parameter {name} is sharded along dimension "
                 f"{self.dims[name]}. This is not supported with tensor parallelism; let "
                 "shard_placement_fn return Shard(0)"
             )
         self.cores = [unit.core for unit in root.units]
         self.device = root.ranks.device
+        self._outside = [
+            _place_of(model, name)
+            for name, _ in whole_tensors(model, "flatshard.weights")
+        ]
+        others = [(name, t.dtype, t.shape) for name, t in self.outside_units()]
+        specs = [
+            (name, dtype, self._full_shape(name, shape))
+            for name, dtype, shape in self.core_stream().metadata()
+        ]
+        self.names = Names(
+            {name: tuple(shape) for name, _, shape in others + specs},
+            names_of_model(model, options.rename),
+            options.split_experts,
+        )
+        self.metadata = [
+            meta
+            for name, dtype, _ in others + specs
+            for entry in self.names.of(name)
+            for meta in self._metas(entry, dtype)
+        ]
+        # Most parameters are sent as they arrive: the name in the folder, by the model's.
+        self._unchanged = {
+            name: self.names.of(name)[0].name
+            for name, _, _ in specs
+            if len(self.names.of(name)) == 1
+            and not self.dims[name]
+            and not options.is_fp8
+        }
 
-    def full_shape(self, name, stored):
+    def core_stream(self):
+        dtype = self.options.gathered_dtype
+        return _C.WeightStream(self.cores, dtype, self.mesh)
+
+    def outside_units(self):
+        """Returns persistent buffers, and parameters that no unit has, by name."""
+        found = []
+        for name, module, key in self._outside:
+            tensor = buffers_of(module()).get(key)
+            if tensor is None:
+                tensor = parameters_of(module())[key].detach()
+                if tensor.is_floating_point():
+                    tensor = tensor.to(self.options.gathered_dtype or tensor.dtype)
+            found.append((name, tensor))
+        return found
+
+    def tensors(self, parameters):
+        """Returns the tensors of full parameters, which the core stores as they are."""
+        found = deque()
+        for name, values in parameters:
+            if (plain := self._unchanged.get(name)) is not None:
+                found.append((plain, values))
+                continue
+            if dim := self.dims.get(name, 0):
+                values = values.movedim(0, dim).contiguous()
+            flat = values.reshape(-1)
+            for entry in self.names.of(name):
+                tensor = flat.narrow(0, entry.first, entry.numel).view(entry.shape)
+                found.extend(self._encoded(entry, tensor))
+        return found
+
+    def _full_shape(self, name, stored):
         """Returns the shape of a parameter from its shape in the core."""
         if not (dim := self.dims[name]):
-            return tuple(stored)
+            return stored
         return (*stored[1 : dim + 1], stored[0], *stored[dim + 1 :])
+
+    def _metas(self, entry, dtype):
+        if self.options.is_quantized(entry, dtype):
+            scales = tuple(_C.block_scales_shape(entry.shape))
+            yield Meta(entry.name, torch.float8_e4m3fn, entry.shape)
+            yield Meta(_C.block_scales_name(entry.name), torch.float32, scales)
+        else:
+            yield Meta(entry.name, self.options.sent_dtype(dtype), entry.shape)
+
+    def _encoded(self, entry, tensor):
+        if self.options.is_quantized(entry, tensor.dtype):
+            data, scales = _C.quantize_blocks(
+                entry.name, tensor, "send the weights of an earlier step"
+            )
+            yield entry.name, data
+            yield _C.block_scales_name(entry.name), scales
+        else:
+            yield entry.name, tensor.to(self.options.sent_dtype(tensor.dtype))
+
+
+def _place_of(model, name):
+    path, _, key = name.rpartition(".")
+    return name, weakref.ref(model.get_submodule(path)), key
+
+
+# The plans of each Root, by options. To find modules and names takes longer than to send
+# the tensors of many small experts.
+_plans: weakref.WeakKeyDictionary[Root, dict[Options, Plan]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def plan_of(model, options):
+    """Returns the Plan of a model. Collective the first time."""
+    root = root_of(model)
+    if not root.tree.has_values:
+        root.tree.check_values()
+    for unit in root.units:
+        for p in unit.parameters:
+            if local_of(p.shard).dtype != p.shown_dtype:
+                raise RuntimeError(
+                    f"flatshard.weights: the dtype of parameter {p.names[0]} was changed; "
+                    "run a forward first"
+                )
+    plans = _plans.setdefault(root, {})
+    if options not in plans:
+        plans[options] = Plan(model, root, options)
+    return plans[options]
 
 
 class Source:
@@ -70,63 +216,24 @@ class Source:
     It has the functions of vLLM's WeightSource.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype | None,
-        format: str | None,
-        rename,
-        split_experts: bool,
-    ):
-        if format not in (None, _FP8_BLOCK):
-            raise ValueError(f"format: expected None or '{_FP8_BLOCK}', got {format!r}")
-        if format is not None and dtype is not None:
-            raise ValueError(
-                f"dtype: expected None with format={format!r}, because the format "
-                f"defines the dtype of each weight, got {dtype}"
-            )
-        self._model, self._rename, self._split_experts = model, rename, split_experts
-        self._is_fp8 = format == _FP8_BLOCK
-        # Scales are computed from the values that the optimizer updates.
-        self._dtype = torch.float32 if self._is_fp8 else dtype
-        self._units: Units | None = None
-        self._follow_model()
+    def __init__(self, model: nn.Module, options: Options):
+        options.check()
+        self._model, self._options = model, options
+        self._plan()
 
-    def _follow_model(self):
-        """Reads names and shapes again if the units have other cores, as after a change of
-        a dtype."""
-        units = Units(self._model, "flatshard.weights")
-        if self._units is not None and units.cores == self._units.cores:
-            return
-        self._units = units
-        others = self._outside_units()
-        specs = self._core_stream().metadata()
-        shapes = {name: self._units.full_shape(name, s) for name, _, s in specs}
-        dtypes = {name: dtype for name, dtype, _ in specs}
-        for name, tensor in others:
-            shapes[name], dtypes[name] = tuple(tensor.shape), tensor.dtype
-        rename = names_of_model(self._model, self._rename)
-        self._names = Names(shapes, rename, self._split_experts)
-        order = [name for name, _ in others] + [name for name, _, _ in specs]
-        self._metadata = [
-            meta
-            for name in order
-            for entry in self._names.of(name)
-            for meta in self._metas(entry, dtypes[name])
-        ]
+    def _plan(self):
+        return plan_of(self._model, self._options)
 
     @property
     def device(self) -> torch.device:
-        return Units(self._model, "flatshard.weights").device
+        return self._plan().device
 
     def metadata(self) -> list[Meta]:
         """Returns name, dtype and shape of each tensor in the order of iteration."""
-        self._follow_model()
-        return list(self._metadata)
+        return list(self._plan().metadata)
 
     def __iter__(self):
-        self._follow_model()
-        run = _Run(self, self._core_stream())
+        run = _Run(self._plan())
         try:
             while (group := run.next()) is not None:
                 if group:
@@ -141,8 +248,7 @@ class Source:
 
     def iter_groups(self):
         """Yields the tensors of one unit after another, as lists of names and tensors."""
-        self._follow_model()
-        run = _Run(self, self._core_stream())
+        run = _Run(self._plan())
         try:
             while (group := run.next()) is not None:
                 if group:
@@ -151,84 +257,20 @@ class Source:
             run.drain()
             raise
 
-    # -- one iteration -------------------------------------------------------------
-
-    def _core_stream(self):
-        return _C.WeightStream(self._units.cores, self._dtype, self._units.mesh)
-
-    def first_group(self):
-        """Returns the tensors that belong to no unit."""
-        return deque(
-            pair for own in self._outside_units() for pair in self._tensors(*own)
-        )
-
-    def group_of(self, parameters):
-        """Returns the tensors of full parameters, as the core stores them."""
-        tensors = deque()
-        for name, values in parameters:
-            if dim := self._units.dims[name]:
-                values = values.movedim(0, dim).contiguous()
-            tensors.extend(self._tensors(name, values))
-        return tensors
-
-    def _outside_units(self):
-        """Returns persistent buffers, and parameters that no unit has."""
-        parameters = {name for name, _ in self._model.named_parameters()}
-        return [
-            (name, tensor.to(self._dtype or tensor.dtype))
-            if name in parameters and tensor.is_floating_point()
-            else (name, tensor)
-            for name, tensor in whole_tensors(self._model, "flatshard.weights")
-        ]
-
-    def _tensors(self, name, values):
-        flat = values.detach().reshape(-1)
-        for entry in self._names.of(name):
-            tensor = flat.narrow(0, entry.first, entry.numel).view(entry.shape)
-            yield from self._encoded(entry, tensor)
-
-    def _is_quantized(self, entry, dtype):
-        return (
-            self._is_fp8
-            and dtype.is_floating_point
-            and _C.is_linear_of_a_block(entry.name, len(entry.shape))
-        )
-
-    def _metas(self, entry, dtype):
-        if self._is_quantized(entry, dtype):
-            scales = tuple(_C.block_scales_shape(entry.shape))
-            yield Meta(entry.name, torch.float8_e4m3fn, entry.shape)
-            yield Meta(_C.block_scales_name(entry.name), torch.float32, scales)
-        else:
-            yield Meta(entry.name, self._sent_dtype(dtype), entry.shape)
-
-    def _encoded(self, entry, tensor):
-        if self._is_quantized(entry, tensor.dtype):
-            data, scales = _C.quantize_blocks(
-                entry.name, tensor, "send the weights of an earlier step"
-            )
-            yield entry.name, data
-            yield _C.block_scales_name(entry.name), scales
-        else:
-            yield entry.name, tensor.to(self._sent_dtype(tensor.dtype))
-
-    def _sent_dtype(self, dtype):
-        return torch.bfloat16 if self._is_fp8 and dtype.is_floating_point else dtype
-
 
 class _Run:
     """One iteration over a Source."""
 
-    def __init__(self, source, core):
-        self._source, self._core = source, core
-        self._first = source.first_group()
+    def __init__(self, plan):
+        self._plan, self._core = plan, plan.core_stream()
+        self._began = False
 
     def next(self):
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
+        if not self._began:
+            self._began = True
+            return self._plan.tensors(self._plan.outside_units())
         parameters = self._core.next()
-        return None if parameters is None else self._source.group_of(parameters)
+        return None if parameters is None else self._plan.tensors(parameters)
 
     def gather_ahead(self):
         self._core.gather_ahead()
