@@ -157,6 +157,48 @@ void quantize(
   check_kernel_launch();
 }
 
+bool requantizes(const Plane& rows, const Quantizer& q) {
+  return q.recipe == Recipe::rowwise && q.format == Format::e4m3 &&
+         rows.data.is_cuda() && rows.data.numel() > 0 &&
+         rows.data.scalar_type() == at::kFloat8_e4m3fn &&
+         rows.data.is_contiguous() && rows.scales.is_contiguous() &&
+         rows.data.size(1) % 8 == 0 &&
+         reinterpret_cast<std::uintptr_t>(rows.data.const_data_ptr()) % 8 == 0;
+}
+
+void requantize(
+    const Plane& rows,
+    const Quantizer& q,
+    const PlaneView& column) {
+  const CudaDeviceScope scope(rows.data.device());
+  const kernels::RowPlane values{
+      .data = static_cast<const std::uint8_t*>(rows.data.const_data_ptr()),
+      .scales = rows.scales.const_data_ptr<float>(),
+      .rows = rows.data.size(0),
+      .columns = rows.data.size(1)};
+  kernels::Quantize args{
+      .column = pointers_of(&column),
+      .padded_rows = column.padded_rows,
+      .recipe = q.recipe,
+      .format = q.format,
+      .rounding = q.rounding};
+  const auto amax = find_amax(
+      values.rows,
+      values.columns,
+      rows.data.device(),
+      {.rows_and_columns =
+           [&](float* of_rows, float* of_columns) {
+             kernels::row_and_column_amax(
+                 values,
+                 of_rows,
+                 of_columns,
+                 stream());
+           }},
+      args);
+  kernels::requantize_tiles(values, args, stream());
+  check_kernel_launch();
+}
+
 void dequantize(
     const at::Tensor& data,
     Format format,

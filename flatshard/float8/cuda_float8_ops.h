@@ -17,6 +17,11 @@ void quantize(
     const PlaneView* row,
     const PlaneView* column);
 
+/// Returns whether `requantize` has a kernel for them.
+bool requantizes(const Plane& rows, const Quantizer& q);
+/// See requantize_into.
+void requantize(const Plane& rows, const Quantizer& q, const PlaneView& column);
+
 void dequantize(
     const at::Tensor& data,
     Format format,

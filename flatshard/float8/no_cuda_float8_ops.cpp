@@ -20,6 +20,13 @@ void quantize(
   refuse();
 }
 
+bool requantizes(const Plane&, const Quantizer&) {
+  return false;
+}
+void requantize(const Plane&, const Quantizer&, const PlaneView&) {
+  refuse();
+}
+
 void dequantize(
     const at::Tensor&,
     Format,

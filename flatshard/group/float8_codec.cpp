@@ -7,6 +7,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
+#include "flatshard/float8/requantize.h"
 
 namespace flatshard {
 namespace {
@@ -240,12 +241,7 @@ void Float8Codec::derive(
       float8::transpose_bytes_into(columns.data, rows.data);
       continue;
     }
-    float8::quantize_into(
-        columns,
-        // Exact: 3 bits, and scales that are powers of two.
-        float8::dequantize(rows, format().recipe, {.dtype = at::kBFloat16}),
-        format().quantizer(),
-        {.axis = Axis::column});
+    float8::requantize_into(columns, rows, format().quantizer());
   }
 }
 

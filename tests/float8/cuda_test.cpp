@@ -1,5 +1,8 @@
 #include "check.h"
 #include "flatshard/device/stream.h"
+#include "flatshard/float8/requantize.h"
+
+#include <fmt/format.h>
 
 #include <limits>
 
@@ -235,6 +238,30 @@ TEST_F(Float8Cuda, Dequantize) {
     const at::Tensor want = dequantize({codes, one}, Recipe::tensorwise);
     EXPECT_TRUE(at::equal(got.isnan(), want.isnan()));
     EXPECT_TRUE(at::equal(got.nan_to_num(1e9), want.nan_to_num(1e9)));
+  }
+}
+
+// A kernel reads rows of a multiple of 8; others are dequantized.
+TEST_F(Float8Cuda, RowsThatAreQuantizedAlongColumns) {
+  for (const Recipe recipe : {Recipe::rowwise, Recipe::mxfp8}) {
+    for (const Rounding rounding : {Rounding::up, Rounding::floor}) {
+      for (const auto& [rows, columns] :
+           {std::pair{1, 8}, {77, 136}, {130, 72}, {96, 20}, {512, 384}}) {
+        if (recipe == Recipe::mxfp8 && (rows % 32 != 0 || columns % 32 != 0)) {
+          continue;
+        }
+        const Quantizer q{recipe, Format::e4m3, rounding};
+        SCOPED_TRACE(describe(q) + fmt::format(" {} x {}", rows, columns));
+        const Plane x = quantize(any_values(rows, columns, 15), q);
+        const PlaneOptions along{.axis = Axis::column};
+        const auto requantized = [&](at::DeviceType device) {
+          const Plane to = empty_plane(rows, columns, device, q, along);
+          requantize_into(to, {x.data.to(device), x.scales.to(device)}, q);
+          return to;
+        };
+        expect_same(requantized(at::kCUDA), requantized(at::kCPU), "column");
+      }
+    }
   }
 }
 

@@ -2,8 +2,6 @@
 
 #include "flatshard/core/rounding.h"
 
-#include <cuda_fp16.h>
-
 namespace flatshard::float8::kernels {
 namespace {
 
@@ -137,21 +135,6 @@ __global__ void __launch_bounds__(kThreads) swizzle_kernel(
 }
 
 // ---------------------------------------------------------------- dequantize
-
-// Two codes; exact, for every code is a half.
-template <Format F>
-__device__ inline float2 decode2(std::uint32_t codes) {
-#if __CUDA_ARCH__ >= 890
-  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(
-      static_cast<__nv_fp8x2_storage_t>(codes & 0xffffU),
-      F == Format::e4m3 ? __NV_E4M3 : __NV_E5M2);
-  return __half22float2(__half2(pair));
-#else
-  return {
-      decode(static_cast<std::uint8_t>(codes), F),
-      decode(static_cast<std::uint8_t>(codes >> 8), F)};
-#endif
-}
 
 // Sixteen codes of a row.
 template <class T, Format F>

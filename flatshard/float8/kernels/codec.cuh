@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <cstdint>
@@ -101,6 +102,21 @@ __device__ inline std::uint32_t encode2(float a, float b) {
 template <Format F>
 __device__ inline std::uint32_t encode4(float a, float b, float c, float d) {
   return encode2<F>(a, b) | encode2<F>(c, d) << 16;
+}
+
+/// Decodes two codes, a in the low byte; exact, for every code is a half.
+template <Format F>
+__device__ inline float2 decode2(std::uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(
+      static_cast<__nv_fp8x2_storage_t>(codes & 0xffffU),
+      F == Format::e4m3 ? __NV_E4M3 : __NV_E5M2);
+  return __half22float2(__half2(pair));
+#else
+  return {
+      decode(static_cast<std::uint8_t>(codes), F),
+      decode(static_cast<std::uint8_t>(codes >> 8), F)};
+#endif
 }
 
 /// Bits of |v|: they order as magnitudes do, NaN last.

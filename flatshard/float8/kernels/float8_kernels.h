@@ -63,6 +63,26 @@ void row_and_column_amax(
     float* columns,
     cudaStream_t stream);
 
+/// A row plane of e4m3 with a float32 scale for each row; columns are a
+/// multiple of 8 and data is aligned to 8 bytes.
+struct RowPlane {
+  const std::uint8_t* data;
+  const float* scales;
+  std::int64_t rows;
+  std::int64_t columns;
+};
+/// quantize_tiles and row_and_column_amax of a plane's values, for rowwise. The
+/// values are exact in bfloat16.
+void requantize_tiles(
+    const RowPlane& x,
+    const Quantize& args,
+    cudaStream_t stream);
+void row_and_column_amax(
+    const RowPlane& x,
+    float* rows,
+    float* columns,
+    cudaStream_t stream);
+
 struct Dequantize {
   const std::uint8_t* data;
   void* out;
