@@ -1,6 +1,7 @@
 #include "flatshard/train/tools/export_hf.h"
 
 #include "flatshard/checkpoint/dtypes.h"
+#include "flatshard/checkpoint/float8_blocks.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/file_writer.h"
 #include "flatshard/core/words.h"
@@ -75,7 +76,7 @@ class StoredTensors {
       return values.to(scalar_type(spec.dtype, spec.name));
     }
     float8::Plane plane = Float8Export::quantize(spec.name, values);
-    scales_[Float8Export::scales_name(spec.name)] = std::move(plane.scales);
+    scales_[block_scales_name(spec.name)] = std::move(plane.scales);
     return plane.data;
   }
 

@@ -1,5 +1,6 @@
 // Every family trains sharded, with recompute, and reloads from its files.
 #include "flatshard/checkpoint/init_weights.h"
+#include "flatshard/checkpoint/weight_stream.h"
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/format/safetensors.h"
 #include "flatshard/models/hf_names.h"
@@ -81,6 +82,8 @@ strategy = "zero3"
 struct FamilyRun {
   std::vector<double> losses;                 ///< the mean over ranks
   std::map<std::string, at::Tensor> weights;  ///< of model.safetensors
+  /// Tensors of a stream in bfloat16 on the last rank.
+  std::map<std::string, at::Tensor> streamed;
 };
 
 class TrainFamilies : public ::testing::TestWithParam<std::string> {
@@ -124,6 +127,17 @@ class TrainFamilies : public ::testing::TestWithParam<std::string> {
           file,
           {},
           models::hf_entries_of(shape));
+      WeightStream stream(
+          {groups.begin(), groups.end()},
+          {.dtype_of = dtype_of_weights(at::kBFloat16),
+           .entries_of = models::hf_entries_of(shape)});
+      while (const auto tensors = stream.next()) {
+        for (const auto& [name, tensor] : *tensors) {
+          if (context.rank == world - 1) {
+            result.streamed[name] = tensor.clone();
+          }
+        }
+      }
       // Another model loads them from that file.
       TrainState other = make_train_state(
           config,
@@ -146,6 +160,11 @@ class TrainFamilies : public ::testing::TestWithParam<std::string> {
           0,
           {static_cast<std::byte*>(values.data_ptr()), values.nbytes()});
       result.weights[entry.name] = values;
+    }
+    EXPECT_EQ(result.streamed.size(), result.weights.size());
+    for (const auto& [name, tensor] : result.streamed) {
+      EXPECT_TRUE(tensor.equal(result.weights.at(name).to(at::kBFloat16)))
+          << name;
     }
     return result;
   }

@@ -1,7 +1,7 @@
 // `flatshard export --fp8`.
 #include "flatshard/train/tools/export_float8.h"
 
-#include "flatshard/float8/quantize.h"
+#include "flatshard/checkpoint/float8_blocks.h"
 #include "flatshard/format/hf_folder.h"
 #include "flatshard/train/tools/export_hf.h"
 #include "tests/train/run/float8_run.h"
@@ -116,6 +116,9 @@ TEST_F(Float8ExportTest, HoldsBlocksAsDeepSeekV3sFoldersDo) {
             (expected.size(1) + 127) / 128}))
         << name;
     const at::Tensor data = read(fp8, name, at::kFloat8_e4m3fn);
+    const float8::Plane sent = quantize_blocks(name, expected, "");
+    EXPECT_TRUE(sent.data.view(at::kByte).equal(data.view(at::kByte))) << name;
+    EXPECT_TRUE(sent.scales.equal(scales)) << name;
     expect_within_format(dequantize(data, scales), expected, scales);
     // The largest of the first block is the format's largest.
     EXPECT_EQ(
