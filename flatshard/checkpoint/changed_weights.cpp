@@ -27,6 +27,10 @@ at::Tensor bits_of(const at::Tensor& values) {
   }
 }
 
+bool fits_int32(std::int64_t numel) {
+  return numel <= std::numeric_limits<std::int32_t>::max();
+}
+
 at::Tensor weights_of(const ParamGroup& group, at::ScalarType dtype) {
   return group.weights().main_on_device().local().to(dtype);
 }
@@ -58,6 +62,11 @@ at::Tensor places_of(const NamedShard& shard, const at::Tensor& elements) {
     places.push_back(std::move(place));
   }
   return at::cat(places);
+}
+
+/// Returns the tensors one after another, without a copy of a single one.
+at::Tensor joined(const std::vector<at::Tensor>& parts) {
+  return parts.size() == 1 ? parts.front() : at::cat(parts);
 }
 
 /// Returns every rank's `mine` [n], filled up to `most` elements: [ranks,
@@ -104,9 +113,12 @@ std::optional<std::vector<ChangedParameter>> ChangedWeights::next() {
   const at::NoGradGuard no_grad;
   Sent& sent = groups_[next_++];
   const at::Tensor now = weights_of(*sent.group, sent.values.scalar_type());
-  Elements& changed = sent.returned;
+  Elements changed;
   changed.positions = bits_of(now).ne(bits_of(sent.values)).nonzero().view(-1);
   changed.values = now.index_select(0, changed.positions);
+  sent.returned = {
+      changed.positions.to(fits_int32(now.numel()) ? at::kInt : at::kLong),
+      changed.values};
   return on_all_ranks(*sent.group, changed);
 }
 
@@ -118,7 +130,7 @@ bool ChangedWeights::finish(bool sent) {
   for (Sent& group : groups_) {
     const auto [positions, values] = std::exchange(group.returned, {});
     if (by_all && positions.defined()) {
-      group.values.index_copy_(0, positions, values);
+      group.values.index_copy_(0, positions.to(at::kLong), values);
     }
   }
   next_ = 0;
@@ -145,9 +157,12 @@ std::vector<ChangedParameter> ChangedWeights::on_all_ranks(
                               .cpu();
   const auto* run = runs.const_data_ptr<std::int64_t>();
   const at::Tensor counts = at::zeros({num}, at::kLong);
-  std::vector<at::Tensor> places{changed.positions.narrow(0, 0, 0)};
   std::vector<at::Tensor> values{changed.values.narrow(0, 0, 0)};
-  bool is_wide = false;
+  const bool is_wide = std::ranges::any_of(parameters, [](const auto& p) {
+    return !fits_int32(c10::multiply_integers(p.whole_shape()));
+  });
+  std::vector<at::Tensor> places{
+      changed.positions.narrow(0, 0, 0).to(is_wide ? at::kLong : at::kInt)};
   std::size_t i = 0;  // the parameter of a shard
   for (const NamedShard& shard : shards) {
     while (parameters[i].names != shard.names) {
@@ -155,29 +170,27 @@ std::vector<ChangedParameter> ChangedWeights::on_all_ranks(
     }
     const std::int64_t first = *run++;
     const std::int64_t n = *run++ - first;
-    is_wide = is_wide || c10::multiply_integers(shard.whole_shape()) >
-                             std::numeric_limits<std::int32_t>::max();
     if (n == 0 || shard.dropped || shard.replicas.index != 0) {
       continue;
     }
     counts.mutable_data_ptr<std::int64_t>()[i] += n;
-    places.push_back(places_of(
-        shard,
-        changed.positions.narrow(0, first, n) - shard.local_offset));
+    places.push_back(
+        places_of(
+            shard,
+            changed.positions.narrow(0, first, n) - shard.local_offset)
+            .to(places.front().scalar_type()));
     values.push_back(changed.values.narrow(0, first, n));
   }
 
   Communicator& world = mesh_->world();
-  const at::Tensor count_of_rank =
+  const at::Tensor count_of_ranks =
       all_gather_padded(world, counts.to(device), num).cpu();
-  const std::int64_t most = count_of_rank.sum(1).max().item<std::int64_t>();
+  const auto* count = count_of_ranks.const_data_ptr<std::int64_t>();
+  const auto most = count_of_ranks.sum(1).max().item<std::int64_t>();
   if (most == 0) {
     return {};
   }
-  const at::Tensor all_places = all_gather_padded(
-      world,
-      at::cat(places).to(is_wide ? at::kLong : at::kInt),
-      most);
+  const at::Tensor all_places = all_gather_padded(world, at::cat(places), most);
   const at::Tensor all_values = all_gather_padded(world, at::cat(values), most);
   std::vector<std::int64_t> done(world.size(), 0);
   std::vector<ChangedParameter> result;
@@ -185,7 +198,7 @@ std::vector<ChangedParameter> ChangedWeights::on_all_ranks(
     std::vector<at::Tensor> place_of;
     std::vector<at::Tensor> value_of;
     for (std::int64_t rank = 0; rank < world.size(); ++rank) {
-      const auto n = count_of_rank[rank][p].item<std::int64_t>();
+      const std::int64_t n = count[rank * num + p];
       if (n > 0) {
         place_of.push_back(all_places[rank].narrow(0, done[rank], n));
         value_of.push_back(all_values[rank].narrow(0, done[rank], n));
@@ -195,12 +208,17 @@ std::vector<ChangedParameter> ChangedWeights::on_all_ranks(
     if (place_of.empty()) {
       continue;
     }
-    auto [indices, order] = at::sort(at::cat(place_of));
-    result.push_back(
-        {.name = parameters[p].names.front(),
-         .shape = parameters[p].whole_shape(),
-         .indices = indices,
-         .values = at::cat(value_of).index_select(0, order)});
+    ChangedParameter changes{
+        .name = parameters[p].names.front(),
+        .shape = parameters[p].whole_shape(),
+        .indices = joined(place_of),
+        .values = joined(value_of)};
+    if (place_of.size() > 1 || parameters[p].slice() != TensorSlice()) {
+      const auto [indices, order] = at::sort(changes.indices);
+      changes.indices = indices;
+      changes.values = changes.values.index_select(0, order);
+    }
+    result.push_back(std::move(changes));
   }
   return result;
 }

@@ -254,6 +254,12 @@ void WeightStream::add_tensors(
     const std::vector<Part>& parts,
     const at::Tensor& values,
     std::vector<StreamedTensor>& to) {
+  const Part& first = parts.front();
+  if (parts.size() == 1 && first.entry.is_whole() &&
+      (!values.defined() || values.sizes() == first.entry.shape)) {
+    to.push_back({first.entry.name, values});  // as most parameters are
+    return;
+  }
   std::int64_t begin = 0;
   for (const auto& [entry, completes] : parts) {
     at::Tensor tensor;

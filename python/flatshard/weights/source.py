@@ -67,8 +67,8 @@ class Options(NamedTuple):
 
 
 class Plan:
-    """What leaves a model, as long as it has the same Root. It has no reference to
-    either.
+    """The tensors that leave a model, as long as it has the same Root. There is no
+    reference to either.
 
     Attributes:
         cores: of the units.
@@ -115,7 +115,7 @@ class Plan:
             for entry in self.names.of(name)
             for meta in self._metas(entry, dtype)
         ]
-        # Most parameters are sent as they arrive: the name in the folder, by the model's.
+        # Most parameters are sent as they arrive. {name in the model: name in the folder}
         self._unchanged = {
             name: self.names.of(name)[0].name
             for name, _, _ in specs
@@ -141,7 +141,7 @@ class Plan:
         return found
 
     def tensors(self, parameters):
-        """Returns the tensors of full parameters, which the core stores as they are."""
+        """Returns the tensors of full parameters in the form of the core."""
         found = deque()
         for name, values in parameters:
             if (plain := self._unchanged.get(name)) is not None:
@@ -185,8 +185,8 @@ def _place_of(model, name):
     return name, weakref.ref(model.get_submodule(path)), key
 
 
-# The plans of each Root, by options. To find modules and names takes longer than to send
-# the tensors of many small experts.
+# The plans of each Root, by options. A search for modules and names would be slower than
+# sending the tensors of many small experts.
 _plans: weakref.WeakKeyDictionary[Root, dict[Options, Plan]] = (
     weakref.WeakKeyDictionary()
 )
