@@ -346,6 +346,8 @@ def test_dimensions_flatten_after_the_last_fully_shard(world):
     cut = parallel(make(), mesh["cut"], sequence=True)
     with pytest.raises(ValueError, match=early):
         fully_shard(cut.blocks[0], mesh=mesh["data"])
+    if world == 1:  # no other rank that could have different experts
+        return
     plain = make()
     fully_shard(plain.blocks[0], mesh=mesh["data"])
     with pytest.raises(ValueError, match="flatten after the last fully_shard"):

@@ -26,7 +26,7 @@ def find_parts(modules, core, offload, copy_engines):
     Raises:
         ValueError: one that cannot join.
     """
-    found = [u for u in units_in(*modules) if u.sharding.slices is not None]
+    found = [u for u in units_in(*modules) if _is_on_part(u.sharding, core)]
     for unit in found:
         kind = type(unit.modules[0]()).__name__
         mesh, slices = unit.sharding.mesh, unit.sharding.slices
@@ -60,6 +60,13 @@ def find_parts(modules, core, offload, copy_engines):
                     "differ; choose one for both"
                 )
     return found
+
+
+def _is_on_part(sharding, core):
+    """Returns whether a unit is on a part of the mesh `core`. It is on the same mesh where
+    the dimensions that were flattened together with its own have one rank."""
+    is_same = sharding.mesh is core and sharding.slices == (1, 0)
+    return sharding.slices is not None and not is_same
 
 
 def join(state, parts):

@@ -139,7 +139,7 @@ def check_units(units, parents, state):
                 f"cuda_graph is not supported in a model with CPUOffloadPolicy, "
                 f"which unit {unit.name} has"
             )
-        if unit.sharding.slices is not None:
+        if unit.sharding.slices not in (None, (1, 0)):
             raise RuntimeError(
                 f"unit {unit.name} is on {unit.sharding.mesh}. It was flattened together "
                 "with other dimensions, so their ranks have different experts: apply "

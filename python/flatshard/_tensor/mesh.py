@@ -175,9 +175,11 @@ def _dimensions(device_mesh):
     around = max((r for r in runs.values() if found & set(r)), key=len, default=())
     if not around:
         return None, None
-    return tuple(n for n in names if n in found), tuple(
-        n for n in names if n in found or n in around
-    )
+    all_names = tuple(n for n in names if n in found or n in around)
+    # The core replicates over the first axis and shards over the others.
+    if len(own) == 2 and runs.get(own[0], (own[0],)) != all_names[:1]:
+        return None, None
+    return tuple(n for n in names if n in found), all_names
 
 
 def _flattened(root):
