@@ -11,6 +11,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
+from tests.python import ring_attention
 from tests.python.libraries import cpu, models
 
 cpu.ranks_as_gpus()
@@ -202,6 +203,94 @@ def case_hsdp_save_state(folder):
 
 
 case_hsdp_save_state.ranks = 4
+
+
+def context_parallel(cp, steps=4, **more):
+    """Trains under accelerate's context parallelism, and in one process.
+
+    A rank divides the sum of its losses by the number of targets of all ranks. Gradients
+    are averaged over the ranks, so the loss is multiplied by their number.
+    """
+    ring_attention.use_on_cpus()
+    ranks = torch.distributed.get_world_size()
+    mesh = ParallelismConfig(cp_size=cp, dp_shard_size=ranks // cp)
+    run = Run(parallelism_config=mesh, batch=1, optimizer=sgd, **more)
+    alone = models.llama()
+    optimizer = sgd(alone.parameters())
+    # The warm-up starts at 0.
+    run.optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+    expected = []
+    for step in range(steps):
+        rows = models.token_rows(n=ranks // cp, length=16, seed=step)
+        labels = nn.functional.pad(rows, (0, 1), value=-100)[:, 1:].clone()
+        if step == 0:  # one target, on one rank
+            labels[:, 1:] = labels[1:] = -100
+        targets = (labels != -100).sum()
+        positions = torch.arange(rows.shape[1]).expand(rows.shape)
+        buffers = [t[cpu.rank() // cp, None].clone() for t in (rows, labels, positions)]
+        with run.accelerator.maybe_context_parallel(
+            buffers=buffers,
+            buffer_seq_dims=[1, 1, 1],
+            no_restore_buffers=set(buffers),
+        ):
+            loss = sum_of_losses(run.model, *buffers) / targets
+            run.accelerator.backward(loss * ranks)
+        norm = run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.norms.append(norm.full_tensor().item())
+        run.losses.append(run.accelerator.reduce(loss.detach(), "sum").item())
+        loss = sum_of_losses(alone, rows, labels, positions) / targets
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append((loss.item(), norm.item()))
+    found = list(zip(run.losses, run.norms))
+    assert found == [pytest.approx(row, rel=1e-5) for row in expected]
+    return run
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def sum_of_losses(model, rows, labels, positions):
+    logits = model(input_ids=rows, position_ids=positions).logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def case_context_parallel(folder):
+    return context_parallel(2).found()
+
+
+def case_context_parallel_activation_checkpointing(folder):
+    return context_parallel(2, plugin={"activation_checkpointing": True}).found()
+
+
+def case_context_parallel_and_data_parallel(folder):
+    return context_parallel(2).found()
+
+
+case_context_parallel_and_data_parallel.ranks = 4
+
+
+def case_context_parallel_save_state(folder):
+    """Two ranks without context parallelism read what two ranks with it have saved."""
+    plugin = {"state_dict_type": "SHARDED_STATE_DICT"}
+    run = context_parallel(2, plugin=plugin)
+    run.accelerator.save_state(f"{folder}/saved")
+    run.accelerator.wait_for_everyone()
+    expected = models.full_weights(run.model)
+    cpu.reset_accelerate()
+    again = Run(models.llama(seed=5), plugin, optimizer=sgd)
+    again.accelerator.load_state(f"{folder}/saved")
+    read = models.full_weights(again.model)
+    assert all(torch.equal(value, read[name]) for name, value in expected.items())
+    again.train(2)
+    return {"first": run.found(), "second": again.found()}
 
 
 def case_prepare_twice(folder):

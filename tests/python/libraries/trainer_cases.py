@@ -2,10 +2,12 @@
 
 import os
 
+import pytest
 import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests.python import ring_attention
 from tests.python.libraries import cpu, models
 
 cpu.ranks_as_gpus()
@@ -431,3 +433,41 @@ def distributed_config_experts_save(folder):
 @on_4_ranks
 def distributed_config_experts_trainer(folder):
     return trained(folder, with_experts(folder, ep_size=2), fsdp=False)
+
+
+def context_parallel(folder):
+    """Trains with half of each sequence on a rank, and with full sequences on as many
+    ranks. A step has the same rows. Some have a tenth of the others' targets."""
+    from accelerate.utils import ParallelismConfig
+
+    ring_attention.use_on_cpus()
+    rows = models.token_rows(n=32)
+    labels = rows.clone()
+    labels[::3, 2:] = -100
+    data = [{"input_ids": row, "labels": of_row} for row, of_row in zip(rows, labels)]
+
+    def train(batch, **more):
+        more = {"per_device_train_batch_size": batch, "optim": "sgd", **more}
+        trainer = make(folder, max_steps=4, **more)
+        trainer.train_dataset = data
+        trainer.train()
+        cpu.reset_accelerate()
+        return found(trainer)
+
+    shards = torch.distributed.get_world_size() // 2
+    mesh = ParallelismConfig(cp_size=2, dp_shard_size=shards)
+    split, whole = train(2, parallelism_config=mesh), train(1)
+    assert split["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert split["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+    for name, weight in whole["weights"].items():
+        torch.testing.assert_close(split["weights"][name], weight)
+    return split
+
+
+def case_context_parallel(folder):
+    return context_parallel(folder)
+
+
+@on_4_ranks
+def case_context_parallel_and_data_parallel(folder):
+    return context_parallel(folder)
