@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/float8/float8_matmul.h"
+#include "flatshard/group/shard_axes.h"
 
 #include <ATen/ATen.h>
 
@@ -252,18 +253,27 @@ GradientPipeline::Reduction ParamGroup::plan_reduction(
   return gradients_.plan(collective, is_last);
 }
 
+std::vector<int> shard_axes(const ParamGroup& group) {
+  const bool sliced = group.parameters().front().placement.slice.has_value();
+  const std::vector<std::string> own = group.mesh()->axis_names();
+  const auto& placements = group.weights().main().placements();
+  std::vector<int> axes;
+  for (int axis = 0; axis < group.model_mesh()->num_axes(); ++axis) {
+    const auto found =
+        std::find(own.begin(), own.end(), group.model_mesh()->axis(axis).name);
+    if (found == own.end() ? sliced
+                           : placements[found - own.begin()].is_shard()) {
+      axes.push_back(axis);
+    }
+  }
+  return axes;
+}
+
 Replicas ParamGroup::replicas() const {
   Replicas replicas;
-  const bool sliced = parameters_.front().placement.slice.has_value();
-  const std::vector<std::string> own = mesh()->axis_names();
+  const std::vector<int> sharded = shard_axes(*this);
   for (int axis = 0; axis < model_mesh()->num_axes(); ++axis) {
-    const auto found =
-        std::find(own.begin(), own.end(), model_mesh()->axis(axis).name);
-    const bool holds_others =
-        found == own.end()
-            ? sliced
-            : weights_->main().placements()[found - own.begin()].is_shard();
-    if (!holds_others) {
+    if (std::ranges::find(sharded, axis) == sharded.end()) {
       const std::int64_t size = model_mesh()->axis(axis).size;
       replicas.index = replicas.index * size + model_mesh()->coordinate(axis);
       replicas.count *= size;

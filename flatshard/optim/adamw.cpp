@@ -8,51 +8,48 @@
 #include <cmath>
 
 namespace flatshard {
-namespace {
-
-bool all_float32(std::span<const ParameterValues> values) {
-  return std::ranges::all_of(values, [](const ParameterValues& its) {
-    return its.state_dtype == StateFormat::float32;
-  });
-}
-
-}  // namespace
 
 void AdamWAlgorithm::add_group(
     std::size_t group,
     const at::Tensor& main,
-    std::span<const ParameterValues> values) {
-  if (!all_float32(values)) {
-    states_[group] = {};
-    return;  // add_parameters allocates them
-  }
-  const auto options = main.options().dtype(at::kFloat);
+    std::span<const ParameterValues> /*values*/) {
+  // add_parameters allocates them.
   states_[group] = {
-      .exp_avg = at::zeros({main.numel()}, options),
-      .exp_avg_sq = at::zeros({main.numel()}, options)};
+      .numel = main.numel(),
+      .options = main.options().dtype(at::kFloat)};
 }
 
 void AdamWAlgorithm::add_parameters(
     std::size_t group,
     const ParamGroup& of,
-    const std::vector<std::size_t>& parameters,
+    const std::vector<OwnParameter>& parameters,
     std::span<const ParameterValues> values) {
-  if (all_float32(values)) {
+  States& states = states_.at(group);
+  std::vector<StateFormat> asked;
+  const GroupParameter* not_float32 = nullptr;
+  for (const OwnParameter& own : parameters) {
+    const GroupParameter& parameter = of.parameters().at(own.index);
+    asked.push_back(values[own.row].state_dtype);
+    if (state_format_of(parameter, asked.back()) != StateFormat::float32) {
+      not_float32 = &parameter;
+    }
+  }
+  if (not_float32 == nullptr) {
+    states.exp_avg = at::zeros({states.numel}, states.options);
+    states.exp_avg_sq = at::zeros({states.numel}, states.options);
     return;
   }
   FLATSHARD_CHECK(
       parameters.size() == of.parameters().size(),
       config,
-      "optimizer.state_dtype: expected AdamW for all {} parameters of {}, got "
-      "{}; with another algorithm for the others, use float32",
+      "state_dtype: AdamW updates {} of {} parameters of {}; expected all of "
+      "them, because their states are stored together, or float32 states for "
+      "{}",
+      parameters.size(),
       of.parameters().size(),
       of.name(),
-      parameters.size());
-  std::vector<StateFormat> formats;
-  for (const ParameterValues& its : values) {
-    formats.push_back(its.state_dtype);
-  }
-  states_.at(group).moments.emplace(of, formats);
+      not_float32->names.front());
+  states.moments.emplace(of, asked);
 }
 
 std::vector<std::pair<std::string, std::vector<NamedShard>>>

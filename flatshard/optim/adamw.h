@@ -4,6 +4,7 @@
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/optim/update_algorithm.h"
 
+#include <cstdint>
 #include <map>
 #include <optional>
 
@@ -33,7 +34,7 @@ class AdamWAlgorithm : public UpdateAlgorithm {
   void add_parameters(
       std::size_t group,
       const ParamGroup& of,
-      const std::vector<std::size_t>& parameters,
+      const std::vector<OwnParameter>& parameters,
       std::span<const ParameterValues> values) override;
   std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const override;
@@ -46,7 +47,9 @@ class AdamWAlgorithm : public UpdateAlgorithm {
 
  private:
   struct States {
-    at::Tensor exp_avg;  ///< of float32 states
+    std::int64_t numel = 0;  ///< of float32 states
+    at::TensorOptions options;
+    at::Tensor exp_avg;
     at::Tensor exp_avg_sq;
     std::optional<Moments> moments;  ///< states some of which are not float32
   };

@@ -24,12 +24,10 @@ bool is_contiguous_in(const MatrixBox& box, const MatrixShape& matrix) {
 
 MatrixPlan MatrixPlan::build(
     std::vector<MatrixShape> matrices,
-    std::vector<std::vector<MatrixBox>> boxes_of_ranks,
-    std::int64_t ns_steps) {
+    std::vector<std::vector<MatrixBox>> boxes_of_ranks) {
   MatrixPlan plan;
   plan.matrices_ = std::move(matrices);
   plan.boxes_ = std::move(boxes_of_ranks);
-  plan.ns_steps_ = ns_steps;
   plan.check();
   plan.assign();
   return plan;
@@ -82,7 +80,7 @@ std::int64_t MatrixPlan::cost(std::int64_t matrix) const {
   const MatrixShape& m = matrices_.at(matrix);
   const std::int64_t s = std::min(m.rows, m.columns);
   const std::int64_t l = std::max(m.rows, m.columns);
-  return ns_steps_ * s * s * (2 * l + s);
+  return s * s * (2 * l + s);
 }
 
 std::int64_t MatrixPlan::load(int rank) const {
@@ -159,7 +157,7 @@ bool MatrixPlan::is_local() const {
 }
 
 std::uint64_t MatrixPlan::hash() const {
-  std::vector<std::int64_t> values{ns_steps_};
+  std::vector<std::int64_t> values;
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     values.insert(
         values.end(),

@@ -65,8 +65,8 @@ struct MatrixExchange {
 /// The rank that orthogonalizes each matrix, and the transfers to it. Integers
 /// only and immutable. Equal arguments give the same plan on every rank.
 ///
-/// A matrix of l x s elements (l >= s) costs ns_steps * s^2 * (2 l + s)
-/// multiplications. Matrices are assigned by descending cost. Each goes to the
+/// A matrix of l x s elements (l >= s) costs s^2 * (2 l + s) multiplications in
+/// each iteration. Matrices are assigned by descending cost. Each goes to the
 /// rank that stores most of it, among the ranks whose work stays at most 10 %
 /// above the mean. If there is none, it goes to the rank with the least work.
 class MatrixPlan {
@@ -76,15 +76,14 @@ class MatrixPlan {
   /// @throws Error{internal} when they are not, naming a matrix.
   static MatrixPlan build(
       std::vector<MatrixShape> matrices,
-      std::vector<std::vector<MatrixBox>> boxes_of_ranks,
-      std::int64_t ns_steps);
+      std::vector<std::vector<MatrixBox>> boxes_of_ranks);
 
   int num_ranks() const { return static_cast<int>(boxes_.size()); }
   const std::vector<MatrixShape>& matrices() const { return matrices_; }
   int owner(std::int64_t matrix) const { return owners_.at(matrix); }
-  /// Returns the multiplications for one matrix.
+  /// Returns the multiplications of an iteration for one matrix.
   std::int64_t cost(std::int64_t matrix) const;
-  /// Returns the multiplications of one rank.
+  /// Returns the multiplications of an iteration on one rank.
   std::int64_t load(int rank) const;
   /// Returns how many elements this rank sends to other ranks, on the way to
   /// the owners.
@@ -115,7 +114,6 @@ class MatrixPlan {
 
   std::vector<MatrixShape> matrices_;
   std::vector<std::vector<MatrixBox>> boxes_;
-  std::int64_t ns_steps_ = 0;
   std::vector<int> owners_;
 };
 

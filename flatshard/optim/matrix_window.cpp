@@ -72,12 +72,10 @@ at::Tensor matrix_at(
 MatrixWindow::MatrixWindow(
     Communicator* ranks,
     std::vector<WindowMatrix> matrices,
-    std::vector<ShardBox> boxes,
-    const NewtonSchulzOptions& options)
+    std::vector<ShardBox> boxes)
     : ranks_(ranks),
       matrices_(std::move(matrices)),
       boxes_(std::move(boxes)),
-      options_(options),
       plan_([&] {
         std::vector<MatrixShape> shapes;
         for (const WindowMatrix& matrix : matrices_) {
@@ -87,10 +85,7 @@ MatrixWindow::MatrixWindow(
         for (const ShardBox& box : boxes_) {
           mine.push_back(box.box);
         }
-        return MatrixPlan::build(
-            std::move(shapes),
-            gather_boxes(ranks, mine),
-            options.steps);
+        return MatrixPlan::build(std::move(shapes), gather_boxes(ranks, mine));
       }()) {
   if (ranks == nullptr) {
     return;
@@ -129,6 +124,7 @@ const std::vector<DirectionRun>& MatrixWindow::begin(
       const WindowMatrix& matrix = matrices_[box.matrix];
       const DirectionRun run{
           .group = matrix.group,
+          .row = matrix.row,
           .local_offset = boxes_[i].local_offset,
           .begin = exchange_.begin_of_box[i],
           .numel = box.numel(),
@@ -155,9 +151,9 @@ const at::Tensor& MatrixWindow::buffer(at::Device device) {
   return buffer_;
 }
 
-void MatrixWindow::orthogonalize() {
+void MatrixWindow::orthogonalize(const NewtonSchulzOf& options_of) {
   if (plan_.is_local()) {
-    run_newton_schulz(buffer_);
+    run_newton_schulz(buffer_, options_of);
     return;
   }
   const CollectiveScope scope("muon");
@@ -179,14 +175,16 @@ void MatrixWindow::orthogonalize() {
   for_staged([](const at::Tensor& in_matrix, const at::Tensor& apart) {
     in_matrix.copy_(apart);
   });
-  run_newton_schulz(matrices);
+  run_newton_schulz(matrices, options_of);
   for_staged([](const at::Tensor& in_matrix, const at::Tensor& apart) {
     apart.copy_(in_matrix);
   });
   ranks_->all_to_all(buffer_, matrices, sends, receives);
 }
 
-void MatrixWindow::run_newton_schulz(const at::Tensor& matrices) const {
+void MatrixWindow::run_newton_schulz(
+    const at::Tensor& matrices,
+    const NewtonSchulzOf& options_of) const {
   const auto& owned = exchange_.owned;
   for (std::size_t first = 0; first < owned.size();) {
     const WindowMatrix& matrix = matrices_[owned[first].matrix];
@@ -205,7 +203,7 @@ void MatrixWindow::run_newton_schulz(const at::Tensor& matrices) const {
             ? matrix_at(matrices, owned[first].begin, shape)
             : matrices.narrow(0, owned[first].begin, count * shape.numel())
                   .view({count, shape.rows, shape.columns});
-    values.copy_(newton_schulz(values, options_));
+    values.copy_(newton_schulz(values, options_of(matrix)));
     first = last;
   }
 }

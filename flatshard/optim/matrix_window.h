@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "flatshard/comm/communicator.h"
@@ -16,11 +17,16 @@ namespace flatshard {
 struct WindowMatrix {
   MatrixShape shape;
   std::size_t group = 0;
+  std::int32_t row = 0;        ///< index into FlatUpdate::rows of the group
   std::int64_t parameter = 0;  ///< unique in the window
   /// One of many matrices of one shape in its parameter, such as experts:
   /// multiplied together with others of them.
   bool batched = false;
 };
+
+/// Returns the options of one matrix. Equal for the matrices of a parameter.
+using NewtonSchulzOf =
+    std::function<const NewtonSchulzOptions&(const WindowMatrix&)>;
 
 /// This rank's part of a matrix, in the flat shard of its group.
 struct ShardBox {
@@ -32,6 +38,7 @@ struct ShardBox {
 /// All of it belongs to matrices of one shape of one parameter.
 struct DirectionRun {
   std::size_t group = 0;
+  std::int32_t row = 0;  ///< WindowMatrix::row
   std::int64_t local_offset = 0;
   std::int64_t begin = 0;  ///< in the buffer
   std::int64_t numel = 0;
@@ -49,8 +56,7 @@ class MatrixWindow {
   MatrixWindow(
       Communicator* ranks,
       std::vector<WindowMatrix> matrices,
-      std::vector<ShardBox> boxes,
-      const NewtonSchulzOptions& options);
+      std::vector<ShardBox> boxes);
 
   const MatrixPlan& plan() const { return plan_; }
   Communicator* ranks() const { return ranks_; }
@@ -66,17 +72,18 @@ class MatrixWindow {
   const at::Tensor& buffer(at::Device device);
   /// Replaces the values of the buffer by the orthogonalized matrices'.
   /// Collective over ranks().
-  void orthogonalize();
+  void orthogonalize(const NewtonSchulzOf& options_of);
   /// Ends the step and frees the buffer.
   void end() { buffer_.reset(); }
 
  private:
-  void run_newton_schulz(const at::Tensor& matrices) const;
+  void run_newton_schulz(
+      const at::Tensor& matrices,
+      const NewtonSchulzOf& options_of) const;
 
   Communicator* ranks_;
   std::vector<WindowMatrix> matrices_;
   std::vector<ShardBox> boxes_;
-  NewtonSchulzOptions options_;
   MatrixPlan plan_;
   std::vector<bool> active_;  ///< of exchange_, for each matrix
   MatrixExchange exchange_;

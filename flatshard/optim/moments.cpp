@@ -132,7 +132,8 @@ void check_formats(
         config,
         "{}: states of several formats need shards and parameters that start "
         "at multiples of {} elements; use one state_dtype for all parameters "
-        "of the unit or, in C++, alignment {}",
+        "of the unit, alignment {} in C++, or ShardOptions(int8_states=True) "
+        "in Python",
         group.name(),
         kStateBlock,
         kInt8Alignment);

@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/group/param_group.h"
+#include "flatshard/group/shard_axes.h"
 #include "flatshard/optim/muon_update.h"
 
 #include <ATen/ATen.h>
@@ -16,28 +17,6 @@ namespace {
 // Bytes of a window's matrices on one rank. Larger windows balance the owners'
 // work better, smaller ones need less memory.
 constexpr std::int64_t kWindowNbytes = std::int64_t{512} << 20;
-
-/// Returns the ranks that store the group's parameters together, each another
-/// part; null when this rank stores all of them. See ParamGroup::replicas.
-Communicator* ranks_of(const ParamGroup& group) {
-  const bool is_sliced = group.parameters().front().placement.slice.has_value();
-  const std::vector<std::string> own = group.mesh()->axis_names();
-  Mesh& mesh = *group.model_mesh();
-  std::vector<int> axes;
-  for (int axis = 0; axis < mesh.num_axes(); ++axis) {
-    const auto found = std::find(own.begin(), own.end(), mesh.axis(axis).name);
-    const bool has_other_parts = found == own.end()
-                                     ? is_sliced
-                                     : group.weights()
-                                           .main()
-                                           .placements()[found - own.begin()]
-                                           .is_shard();
-    if (has_other_parts && mesh.axis(axis).size > 1) {
-      axes.push_back(axis);
-    }
-  }
-  return axes.empty() ? nullptr : &mesh.communicator(axes, Purpose::reduce);
-}
 
 /// Adds the parts of matrices that are rows [first, first + rows) and some
 /// columns of a parameter, seen as one matrix of all its rows.
@@ -125,6 +104,15 @@ void check_matrices(
 
 }  // namespace
 
+Communicator* ranks_of_group(
+    const ParamGroup& group,
+    const GroupParameter& /*parameter*/) {
+  Mesh& mesh = *group.model_mesh();
+  std::vector<int> axes = shard_axes(group);
+  std::erase_if(axes, [&](int axis) { return mesh.axis(axis).size == 1; });
+  return axes.empty() ? nullptr : &mesh.communicator(axes, Purpose::reduce);
+}
+
 std::vector<MatrixShape> one_matrix(const GroupParameter& parameter) {
   const std::vector<std::int64_t> shape = parameter.whole_shape();
   if (shape.size() != 2) {
@@ -136,14 +124,19 @@ std::vector<MatrixShape> one_matrix(const GroupParameter& parameter) {
 double lr_factor(AdjustLr adjust, const MatrixShape& matrix) {
   const auto rows = static_cast<double>(matrix.rows);
   const auto columns = static_cast<double>(matrix.columns);
-  return adjust == AdjustLr::original
-             ? std::sqrt(std::max(1.0, rows / columns))
-             : 0.2 * std::sqrt(std::max(rows, columns));
+  switch (adjust) {
+    case AdjustLr::original:
+      return std::sqrt(std::max(1.0, rows / columns));
+    case AdjustLr::match_rms_adamw:
+      return 0.2 * std::sqrt(std::max(rows, columns));
+    case AdjustLr::spectral_unclamped:
+      break;
+  }
+  return std::sqrt(rows / columns);
 }
 
 MuonAlgorithm::MuonAlgorithm(MuonOptions options)
     : options_(std::move(options)) {
-  options_.newton_schulz.validate();
 }
 
 void MuonAlgorithm::add_group(
@@ -154,10 +147,7 @@ void MuonAlgorithm::add_group(
       at::zeros({like.numel()}, like.options().dtype(at::kFloat));
 }
 
-MuonAlgorithm::Window& MuonAlgorithm::window_for(
-    std::size_t group,
-    Communicator* ranks,
-    std::int64_t numel) {
+std::size_t MuonAlgorithm::window_for(Communicator* ranks, std::int64_t numel) {
   constexpr std::int64_t kElementSize = 2;  // bfloat16
   const std::int64_t num_ranks = ranks == nullptr ? 1 : ranks->size();
   const auto [open, is_new] = open_windows_.try_emplace(ranks, windows_.size());
@@ -172,14 +162,13 @@ MuonAlgorithm::Window& MuonAlgorithm::window_for(
   if (open->second == windows_.size()) {
     windows_.push_back({.ranks = ranks});
   }
-  groups_.at(group).window = open->second;
-  return windows_[open->second];
+  return open->second;
 }
 
 void MuonAlgorithm::add_parameters(
     std::size_t group,
     const ParamGroup& of,
-    const std::vector<std::size_t>& parameters,
+    const std::vector<OwnParameter>& parameters,
     std::span<const ParameterValues> /*values*/) {
   FLATSHARD_CHECK(
       !of.options().offload,
@@ -187,31 +176,50 @@ void MuonAlgorithm::add_parameters(
       "{}: Muon does not support offloaded optimizer states; set "
       "ParamGroupOptions::offload = false or use AdamW",
       of.name());
-  std::vector<std::vector<MatrixShape>> matrices;
-  std::int64_t numel = 0;
-  for (const std::size_t i : parameters) {
-    const GroupParameter& parameter = of.parameters().at(i);
-    matrices.push_back(options_.matrices_of(parameter));
-    check_matrices(parameter, matrices.back());
-    for (const MatrixShape& matrix : matrices.back()) {
-      numel += matrix.numel();
+  struct Member {
+    OwnParameter parameter;
+    std::vector<MatrixShape> matrices;
+  };
+  struct Members {
+    Communicator* ranks = nullptr;
+    std::vector<Member> members;
+    std::int64_t numel = 0;
+  };
+  std::vector<Members> by_ranks;  // in an order that is the same on all ranks
+  for (const OwnParameter& own : parameters) {
+    const GroupParameter& parameter = of.parameters().at(own.index);
+    std::vector<MatrixShape> matrices = options_.matrices_of(parameter);
+    check_matrices(parameter, matrices);
+    Communicator* ranks = options_.ranks_of(of, parameter);
+    auto found = std::ranges::find(by_ranks, ranks, &Members::ranks);
+    if (found == by_ranks.end()) {
+      found = by_ranks.insert(found, {.ranks = ranks});
     }
+    for (const MatrixShape& matrix : matrices) {
+      found->numel += matrix.numel();
+    }
+    found->members.push_back({own, std::move(matrices)});
   }
-  Window& window = window_for(group, ranks_of(of), numel);
-  for (std::size_t k = 0; k < parameters.size(); ++k) {
-    const GroupParameter& parameter = of.parameters()[parameters[k]];
-    const std::int64_t base = std::ssize(window.matrices);
-    const bool is_stack = parameter.whole_shape().size() == 3;
-    for (const MatrixShape& matrix : matrices[k]) {
-      window.matrices.push_back(
-          {.shape = matrix,
-           .group = group,
-           .parameter = base,
-           .batched = is_stack});
-    }
-    for (const NamedShard& shard : of.main_shards()) {
-      if (shard.names == parameter.names) {
-        append_boxes(shard, matrices[k], base, window.boxes);
+  for (const Members& same : by_ranks) {
+    const std::size_t index = window_for(same.ranks, same.numel);
+    groups_.at(group).windows.push_back(index);
+    Window& window = windows_[index];
+    for (const Member& member : same.members) {
+      const GroupParameter& parameter = of.parameters()[member.parameter.index];
+      const std::int64_t base = std::ssize(window.matrices);
+      const bool is_stack = parameter.whole_shape().size() == 3;
+      for (const MatrixShape& matrix : member.matrices) {
+        window.matrices.push_back(
+            {.shape = matrix,
+             .group = group,
+             .row = member.parameter.row,
+             .parameter = base,
+             .batched = is_stack});
+      }
+      for (const NamedShard& shard : of.main_shards()) {
+        if (shard.names == parameter.names) {
+          append_boxes(shard, member.matrices, base, window.boxes);
+        }
       }
     }
   }
@@ -222,8 +230,7 @@ void MuonAlgorithm::finish_groups() {
     window.work = std::make_unique<MatrixWindow>(
         window.ranks,
         std::move(window.matrices),
-        std::move(window.boxes),
-        options_.newton_schulz);
+        std::move(window.boxes));
   }
 }
 
@@ -234,9 +241,13 @@ std::vector<std::pair<std::string, at::Tensor>> MuonAlgorithm::state(
 
 std::vector<Communicator*> MuonAlgorithm::communicators(
     std::size_t group) const {
-  Communicator* ranks = windows_[groups_.at(group).window].ranks;
-  return ranks == nullptr ? std::vector<Communicator*>{}
-                          : std::vector<Communicator*>{ranks};
+  std::vector<Communicator*> all;
+  for (const std::size_t window : groups_.at(group).windows) {
+    if (windows_[window].ranks != nullptr) {
+      all.push_back(windows_[window].ranks);
+    }
+  }
+  return all;
 }
 
 void MuonAlgorithm::begin_step() {
@@ -257,21 +268,11 @@ void MuonAlgorithm::begin_update(
   Group& g = groups_.at(group);
   g.is_active = true;
   g.update = &update;
-  g.rows.clear();
-  for (const ParameterValues& v : values) {
-    g.rows.push_back({lr * v.lr_mult, v.weight_decay, v.momentum});
+  g.rows.assign(values.begin(), values.end());
+  g.lr = lr;
+  for (const std::size_t window : g.windows) {
+    ++windows_[window].num_waiting;
   }
-  ++windows_[g.window].num_waiting;
-}
-
-const MuonAlgorithm::Group::Row& MuonAlgorithm::Group::row_at(
-    std::int64_t local_offset) const {
-  const std::vector<UpdateRange>& ranges = update->ranges;
-  const auto range =
-      std::find_if(ranges.begin(), ranges.end(), [&](const UpdateRange& r) {
-        return r.end > local_offset;
-      });
-  return rows.at(range == ranges.end() ? 0 : range->group);
 }
 
 void MuonAlgorithm::orthogonalize(Window& window) {
@@ -288,25 +289,41 @@ void MuonAlgorithm::orthogonalize(Window& window) {
   for (const DirectionRun& run : runs) {
     const Group& group = groups_.at(run.group);
     const FlatUpdate& update = *group.update;
+    const ParameterValues& values = group.rows.at(run.row);
     muon_direction(
         update.grad.narrow(0, run.local_offset, run.numel),
         update.grad_scale,
         group.momentum
             .narrow(0, update.states_offset(run.local_offset), run.numel),
         buffer.narrow(0, run.begin, run.numel),
-        group.row_at(run.local_offset).momentum,
-        options_.nesterov);
+        values.momentum,
+        values.muon.nesterov);
   }
-  work.orthogonalize();
+  work.orthogonalize(
+      [this](const WindowMatrix& matrix) -> const NewtonSchulzOptions& {
+        return groups_.at(matrix.group).rows.at(matrix.row).muon.newton_schulz;
+      });
   window.is_orthogonal = true;
 }
 
 void MuonAlgorithm::update(std::size_t group, FlatUpdate& update) {
-  const Group& g = groups_.at(group);
-  Window& window = windows_[g.window];
-  if (!window.is_orthogonal) {
-    orthogonalize(window);
+  for (const std::size_t index : groups_.at(group).windows) {
+    Window& window = windows_[index];
+    if (!window.is_orthogonal) {
+      orthogonalize(window);
+    }
+    apply(group, update, window);
+    if (--window.num_waiting == 0) {
+      window.work->end();
+    }
   }
+}
+
+void MuonAlgorithm::apply(
+    std::size_t group,
+    const FlatUpdate& update,
+    Window& window) {
+  const Group& g = groups_.at(group);
   const at::Tensor& buffer = window.work->buffer(update.main.device());
   for (const DirectionRun& run : window.work->runs()) {
     if (run.group != group) {
@@ -316,16 +333,14 @@ void MuonAlgorithm::update(std::size_t group, FlatUpdate& update) {
       return flat.defined() ? flat.narrow(0, run.local_offset, run.numel)
                             : flat;
     };
-    const Group::Row& row = g.row_at(run.local_offset);
+    const ParameterValues& values = g.rows.at(run.row);
+    const double lr = g.lr * values.lr_mult;
     muon_apply(
         part(update.main),
         part(update.compute),
         buffer.narrow(0, run.begin, run.numel),
-        row.lr * row.weight_decay,
-        row.lr * lr_factor(options_.adjust_lr, run.shape));
-  }
-  if (--window.num_waiting == 0) {
-    window.work->end();
+        lr * values.weight_decay,
+        lr * lr_factor(values.muon.adjust_lr, run.shape));
   }
 }
 

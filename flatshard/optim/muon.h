@@ -22,6 +22,7 @@ namespace flatshard {
 /// result in it. So neither loses digits.
 ///
 /// Replicas of a shard, as in HSDP, repeat the work of the others.
+/// The parameters of a group may differ in their values and in their ranks.
 /// State per group: momentum_buffer, float32.
 /// Source: https://kellerjordan.github.io/posts/muon/ and arXiv:2502.16982.
 class MuonAlgorithm : public UpdateAlgorithm {
@@ -35,7 +36,7 @@ class MuonAlgorithm : public UpdateAlgorithm {
   void add_parameters(
       std::size_t group,
       const ParamGroup& of,
-      const std::vector<std::size_t>& parameters,
+      const std::vector<OwnParameter>& parameters,
       std::span<const ParameterValues> values) override;
   void finish_groups() override;
   std::vector<std::pair<std::string, at::Tensor>> state(
@@ -68,28 +69,22 @@ class MuonAlgorithm : public UpdateAlgorithm {
   /// A group in a step.
   struct Group {
     at::Tensor momentum;
-    std::size_t window = 0;
+    std::vector<std::size_t> windows;  ///< that its matrices are in
     bool is_active = false;
     const FlatUpdate* update = nullptr;
-    /// Learning rate, decay and momentum of each row.
-    struct Row {
-      double lr = 0;
-      double weight_decay = 0;
-      double momentum = 0;
-    };
-    std::vector<Row> rows;
-
-    const Row& row_at(std::int64_t local_offset) const;
+    std::vector<ParameterValues> rows;
+    double lr = 0;
   };
 
-  Window&
-  window_for(std::size_t group, Communicator* ranks, std::int64_t numel);
+  /// Returns the window for matrices of `numel` elements.
+  std::size_t window_for(Communicator* ranks, std::int64_t numel);
   void orthogonalize(Window& window);
+  void apply(std::size_t group, const FlatUpdate& update, Window& window);
 
   MuonOptions options_;
   std::map<std::size_t, Group> groups_;
   std::vector<Window> windows_;
-  std::map<Communicator*, std::size_t> open_windows_;  ///< of finish_groups
+  std::map<Communicator*, std::size_t> open_windows_;
 };
 
 /// Returns the factor of the learning rate of one matrix.

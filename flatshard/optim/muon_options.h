@@ -3,10 +3,10 @@
 #include <functional>
 #include <vector>
 
+#include "flatshard/comm/communicator.h"
 #include "flatshard/group/group_parameter.h"
+#include "flatshard/group/param_group.h"
 #include "flatshard/optim/matrix_plan.h"
-#include "flatshard/optim/newton_schulz.h"
-#include "flatshard/optim/parameter_values.h"
 
 namespace flatshard {
 
@@ -18,12 +18,20 @@ using MatricesOf =
 /// Returns a parameter with two dimensions as one matrix.
 std::vector<MatrixShape> one_matrix(const GroupParameter& parameter);
 
+/// Returns the ranks that store a parameter together, each another part; null
+/// when this rank stores all of it. Called in the same order on all ranks.
+using RanksOf =
+    std::function<Communicator*(const ParamGroup&, const GroupParameter&)>;
+
+/// Returns the ranks of the model's mesh that store the group together.
+Communicator* ranks_of_group(
+    const ParamGroup& group,
+    const GroupParameter& parameter);
+
 /// Options that all matrices of an optimizer share.
 struct MuonOptions {
-  bool nesterov = true;
-  NewtonSchulzOptions newton_schulz;
-  AdjustLr adjust_lr = AdjustLr::original;
   MatricesOf matrices_of = one_matrix;
+  RanksOf ranks_of = ranks_of_group;
 };
 
 }  // namespace flatshard

@@ -173,7 +173,8 @@ void muon_apply(
   if (runs_here(main)) {
     apply_here(main, 1 - decay);
   } else if (main.is_cpu()) {
-    // at::add rounds more often in the elements after the last full vector.
+    // at::add rounds the step to bfloat16, and more often in the elements after
+    // the last full vector. On GPUs it does neither.
     const at::Tensor kept = main.to(at::kFloat)
                                 .mul_(1 - decay)
                                 .to(main.scalar_type())

@@ -187,7 +187,10 @@ void Optimizer::add_parts(std::size_t group) {
     }
     const at::Tensor& main = g.weights().main().local();
     part.update.ranges = update_ranges(g, own_rows);
-    if (parts.size() > 1) {
+    const bool is_partial =
+        parts.size() > 1 ||
+        std::ranges::count(of_parameters, ParameterGroups::kNotUpdated) > 0;
+    if (is_partial) {
       part.update.runs = update_runs(g, own_rows);
     } else {
       part.update.upload_ranges(main.device());
@@ -196,23 +199,19 @@ void Optimizer::add_parts(std::size_t group) {
     if (own == nullptr) {
       own = make_algorithm(algorithm, parameters_.muon);
     }
+    const std::vector<ParameterValues> values =
+        values_of(parameters_, part.rows);
     own->add_group(
         group,
         main.narrow(0, 0, part.update.states_numel(main.numel())),
-        values_of(parameters_, part.rows));
-    std::vector<std::size_t> parameters;
-    std::vector<std::size_t> groups_of_parameters;
+        values);
+    std::vector<UpdateAlgorithm::OwnParameter> parameters;
     for (std::size_t i = 0; i < own_rows.size(); ++i) {
       if (algorithm_of[i] == algorithm) {
-        parameters.push_back(i);
-        groups_of_parameters.push_back(of_parameters[i]);
+        parameters.push_back({i, own_rows[i]});
       }
     }
-    own->add_parameters(
-        group,
-        g,
-        parameters,
-        values_of(parameters_, groups_of_parameters));
+    own->add_parameters(group, g, parameters, values);
     parts_[group].push_back(std::move(part));
   }
 }
@@ -225,10 +224,11 @@ void Optimizer::set_values(
   FLATSHARD_CHECK(
       values.algorithm == group.values.algorithm &&
           values.state_dtype == group.values.state_dtype &&
-          (values.momentum > 0) == (group.values.momentum > 0),
+          (values.algorithm != Algorithm::sgd ||
+           (values.momentum > 0) == (group.values.momentum > 0)),
       usage,
-      "parameter group {}: the algorithm, the state_dtype, or a momentum of 0 "
-      "cannot change after the optimizer was made; make another one",
+      "parameter group {}: the algorithm, the state_dtype, or SGD's momentum "
+      "of 0 cannot change after the optimizer was made; make another one",
       group.title);
   group.values = values;
 }
@@ -312,10 +312,10 @@ void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
     }
     for (Part& part : parts_[i]) {
       FLATSHARD_CHECK(
-          parts_[i].size() == 1 && part.algorithm != Algorithm::muon,
+          !part.update.runs && part.algorithm != Algorithm::muon,
           config,
           "{}: stochastic rounding requires one algorithm, adamw or sgd, for "
-          "the parameters of a unit",
+          "all parameters of a unit",
           groups_[i]->name());
       part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
       part.update.upload_ranges(main.device());
@@ -438,7 +438,7 @@ Optimizer::state_shards(std::size_t group) const {
     for (const auto& [name, flat] :
          algorithms_.at(part.algorithm)->state(group)) {
       std::vector<NamedShard> shards = groups_[group]->main_shards();
-      if (parts.size() > 1) {
+      if (part.update.runs) {
         std::erase_if(shards, [&](const NamedShard& shard) {
           return algorithm_of(group, shard.name()) != part.algorithm;
         });

@@ -83,8 +83,8 @@ class Optimizer {
 
   /// Returns the names and tensors of a group's state, e.g. exp_avg. If
   /// state_shards is not overridden, each has the size of the main shard. In a
-  /// group whose parameters use several algorithms it has only the runs of
-  /// those that have the state.
+  /// group some of whose parameters use another algorithm, or are not updated,
+  /// it has only the runs of those that have the state.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(
       std::size_t group) const;
   /// Returns the states of each parameter, for checkpoints to save and load.

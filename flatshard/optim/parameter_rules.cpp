@@ -212,6 +212,9 @@ void ParameterValues::validate() const {
       config,
       "expected optimizer.momentum in [0, 1), got {}",
       momentum);
+  if (algorithm == Algorithm::muon) {
+    muon.newton_schulz.validate();
+  }
 }
 
 std::string ParameterGroups::table() const {

@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 
+#include "flatshard/optim/newton_schulz_options.h"
 #include "flatshard/optim/state_format.h"
 
 namespace flatshard {
@@ -25,8 +26,18 @@ inline constexpr AlgorithmFacts kAlgorithms[] = {
 /// The factor that adapts the learning rate to a matrix of A rows and B
 /// columns, with the names of torch.optim.Muon.
 enum class AdjustLr {
-  original,         ///< sqrt(max(1, A / B))
-  match_rms_adamw,  ///< 0.2 sqrt(max(A, B)): updates are as large as AdamW's
+  original,            ///< sqrt(max(1, A / B))
+  match_rms_adamw,     ///< 0.2 sqrt(max(A, B)): updates are as large as AdamW's
+  spectral_unclamped,  ///< sqrt(A / B)
+};
+
+/// Values of Muon, with the defaults of torch.optim.Muon.
+struct MuonValues {
+  bool nesterov = true;
+  NewtonSchulzOptions newton_schulz;
+  AdjustLr adjust_lr = AdjustLr::original;
+
+  bool operator==(const MuonValues&) const = default;
 };
 
 /// Values that parameters of one parameter group share.
@@ -38,6 +49,7 @@ struct ParameterValues {
   double beta2 = 0.95;  ///< AdamW
   double eps = 1e-8;    ///< AdamW
   double momentum = 0;  ///< SGD and Muon
+  MuonValues muon;
   /// AdamW: see state_format_of for exceptions.
   StateFormat state_dtype = StateFormat::float32;
 

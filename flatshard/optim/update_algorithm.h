@@ -35,12 +35,17 @@ class UpdateAlgorithm {
       std::size_t group,
       const at::Tensor& main,
       std::span<const ParameterValues> values) = 0;
-  /// Names the parameters of a group that use the algorithm, after add_group,
-  /// with the values of each.
+  /// A parameter of a group that uses the algorithm.
+  struct OwnParameter {
+    std::size_t index = 0;  ///< in ParamGroup::parameters
+    std::int32_t row = 0;   ///< index into FlatUpdate::rows
+  };
+  /// Names the parameters of a group that use the algorithm, after add_group.
+  /// @param values  of each row.
   virtual void add_parameters(
       std::size_t /*group*/,
       const ParamGroup& /*of*/,
-      const std::vector<std::size_t>& /*parameters*/,
+      const std::vector<OwnParameter>& /*parameters*/,
       std::span<const ParameterValues> /*values*/) {}
   /// Returns the names and flat tensors of a group's states, e.g. exp_avg.
   virtual std::vector<std::pair<std::string, at::Tensor>> state(

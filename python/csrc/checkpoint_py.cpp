@@ -3,7 +3,7 @@
 #include "flatshard/format/checkpoint_folder.h"
 #include "flatshard/format/manifest.h"
 #include "python/csrc/bind.h"
-#include "python/csrc/py_adamw.h"
+#include "python/csrc/py_optimizer.h"
 #include "python/csrc/tensor_states.h"
 
 #include <filesystem>
@@ -22,16 +22,23 @@ using Units = std::vector<std::shared_ptr<PyUnit>>;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Texts = std::map<std::string, std::string>;
 
-/// One of Python's optimizers, or none.
-using AnyOptimizer = std::optional<
-    std::variant<std::shared_ptr<PyAdamW>, std::shared_ptr<TensorStates>>>;
+/// Python's optimizers, or none.
+using AnyOptimizer = std::optional<std::variant<
+    std::shared_ptr<PyOptimizer>,
+    std::shared_ptr<SeveralOptimizers>,
+    std::shared_ptr<TensorStates>>>;
 
 Optimizer* core_of(const AnyOptimizer& optimizer) {
   if (!optimizer) {
     return nullptr;
   }
-  if (const auto* adamw = std::get_if<std::shared_ptr<PyAdamW>>(&*optimizer)) {
-    return &(*adamw)->optimizer();
+  if (const auto* own =
+          std::get_if<std::shared_ptr<PyOptimizer>>(&*optimizer)) {
+    return &(*own)->optimizer();
+  }
+  if (const auto* several =
+          std::get_if<std::shared_ptr<SeveralOptimizers>>(&*optimizer)) {
+    return several->get();
   }
   return std::get<std::shared_ptr<TensorStates>>(*optimizer).get();
 }

@@ -39,6 +39,11 @@ bool is_odd(const PyUnit::Member& member) {
          std::max(kMaxSlicesOfBlocks * width, kInt8Alignment);
 }
 
+// Such a parameter keeps float32 states, see state_format_of.
+bool is_small(const PyUnit::Member& member, std::int64_t number_of_slices) {
+  return member.values.numel() * number_of_slices < kMinInt8Numel;
+}
+
 }  // namespace
 
 PyUnit::PyUnit(
@@ -47,14 +52,32 @@ PyUnit::PyUnit(
     Options options)
     : int8_states_(options.int8_states),
       grads_in_place_(options.grads_in_place || options.float8.has_value()) {
+  const std::int64_t num_slices = options.number_of_slices;
+  const auto odd = std::ranges::find_if(members, [&](const Member& member) {
+    return is_odd(member) && !is_small(member, num_slices);
+  });
+  if (odd != members.end()) {
+    odd_member_ = odd - members.begin();
+  }
+  const bool may_have_blocks =
+      !odd_member_ && std::ranges::any_of(members, [&](const Member& member) {
+        return is_computed_with(member.values.scalar_type()) &&
+               !is_small(member, num_slices);
+      });
+  const bool has_blocks = int8_states_.value_or(may_have_blocks);
+  if (has_blocks) {
+    options.group.alignment = kInt8Alignment;
+  }
   std::vector<GroupParameter> list;
   for (const Member& member : members) {
     const at::ScalarType own = member.values.scalar_type();
     const auto shape = member.values.sizes().vec();
+    // Slices of a small parameter that are blocks would be larger than it.
+    const bool is_split =
+        !has_blocks || !is_odd(member) || !is_small(member, num_slices);
     ParameterPlacement placement{
         .mesh = options.part,
-        .granularity = member.granularity};
-    const std::int64_t num_slices = options.number_of_slices;
+        .granularity = is_split ? member.granularity : Granularity::tensor()};
     if (num_slices > 1) {
       FLATSHARD_CHECK(
           !shape.empty(),
@@ -98,19 +121,6 @@ PyUnit::PyUnit(
     if (member.float32_states) {
       list.back().attributes[kStateDtypeAttribute] = "float32";
     }
-  }
-  const auto odd = std::ranges::find_if(members, is_odd);
-  if (odd != members.end()) {
-    odd_member_ = odd - members.begin();
-  }
-  const bool may_have_blocks =
-      !odd_member_ && std::ranges::any_of(members, [&](const Member& member) {
-        return is_computed_with(member.values.scalar_type()) &&
-               member.values.numel() * options.number_of_slices >=
-                   kMinInt8Numel;
-      });
-  if (int8_states_.value_or(may_have_blocks)) {
-    options.group.alignment = kInt8Alignment;
   }
   options.group.keep_compute_weights = options.peers_read;
   const py::gil_scoped_release no_gil;

@@ -20,26 +20,6 @@ class Error(RuntimeError):
 class ConfigError(Error, ValueError):
     """An Error of code config or usage: an argument or a call that cannot work."""
 
-class AdamW:
-    """The core's AdamW: one kernel per group."""
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        group_of_parameters: Sequence[Sequence[int]],
-        state_dtypes: Sequence[torch.dtype],
-    ) -> None: ...
-    def decoded(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
-    def encode(
-        self, unit: Unit, parameter: int, name: str, values: torch.Tensor
-    ) -> None: ...
-    def num_updates(self, unit: Unit, parameter: int) -> int: ...
-    def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
-    def set_stochastic_rounding(self, seed: int) -> None: ...
-    def state(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
-    def step(
-        self, groups: Sequence[tuple[float, tuple[float, float], float, float]]
-    ) -> None: ...
-
 class BackwardPass:
     """Forward and backward of one microbatch whose units run in pieces."""
     def __init__(self, runtime: Runtime) -> None: ...
@@ -141,6 +121,16 @@ class GraphOptions:
 class LossOptions:
     def __init__(self, *, mean: bool, ignore_index: int, chunk_tokens: int) -> None: ...
 
+class MatrixOptions:
+    """The matrices of parameters, and the ranks that store them together."""
+    def __init__(
+        self,
+        *,
+        split_sizes: Sequence[Sequence[int]],
+        mesh: Mesh | None,
+        cut_axes: Sequence[Sequence[Sequence[str]]],
+    ) -> None: ...
+
 class Member:
     """One parameter to shard."""
     def __init__(
@@ -194,6 +184,49 @@ class Mesh:
 
 class MeshOptions:
     def __init__(self, *, name: str, timeout_s: float) -> None: ...
+
+class Optimizer:
+    """One of the core's optimizers, for the parameters of some units."""
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        group_of_parameters: Sequence[Sequence[int]],
+        values: Sequence[ParameterValues],
+        matrices: MatrixOptions,
+    ) -> None: ...
+    def decoded(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
+    def encode(
+        self, unit: Unit, parameter: int, name: str, values: torch.Tensor
+    ) -> None: ...
+    def num_updates(self, unit: Unit, parameter: int) -> int: ...
+    def set_num_updates(self, unit: Unit, parameter: int, updates: int) -> None: ...
+    def set_stochastic_rounding(self, seed: int) -> None: ...
+    def state(self, unit: Unit, parameter: int) -> dict[str, torch.Tensor]: ...
+    def step(self, values: Sequence[ParameterValues]) -> None: ...
+
+class ParameterValues:
+    """The algorithm and the options of a parameter group."""
+    @staticmethod
+    def adamw(
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        state_dtype: torch.dtype,
+    ) -> ParameterValues: ...
+    @staticmethod
+    def muon(
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        nesterov: bool,
+        ns_coefficients: typing.Annotated[Sequence[float], "FixedSize(3)"],
+        eps: float,
+        ns_steps: int,
+        adjust_lr_fn: str,
+    ) -> ParameterValues: ...
 
 class Place:
     def __init__(
@@ -326,6 +359,12 @@ class SaveResult:
     @property
     def step(self) -> int: ...
 
+class SeveralOptimizers:
+    """Several optimizers of one model, for a checkpoint."""
+    def __init__(self, of: Sequence[Optimizer]) -> None: ...
+    def give_updates(self) -> None: ...
+    def take_updates(self) -> None: ...
+
 class StreamEvent:
     """A point of a stream, after the work that was queued before it."""
 
@@ -353,7 +392,7 @@ class TrainingState:
         self,
         *,
         units: Sequence[Unit],
-        optimizer: AdamW | TensorStates | None,
+        optimizer: Optimizer | SeveralOptimizers | TensorStates | None,
         buffers: Sequence[tuple[str, torch.Tensor]],
     ) -> None: ...
 

@@ -506,16 +506,17 @@ TEST(Muon, FactorsAreTorchs) {
   EXPECT_DOUBLE_EQ(lr_factor(AdjustLr::original, {16, 64}), 1);
   EXPECT_DOUBLE_EQ(lr_factor(AdjustLr::match_rms_adamw, {16, 64}), 1.6);
   EXPECT_DOUBLE_EQ(lr_factor(AdjustLr::match_rms_adamw, {64, 16}), 1.6);
+  EXPECT_DOUBLE_EQ(lr_factor(AdjustLr::spectral_unclamped, {64, 16}), 2);
+  EXPECT_DOUBLE_EQ(lr_factor(AdjustLr::spectral_unclamped, {16, 64}), 0.5);
 }
 
 TEST(Muon, ReportsBadOptions) {
-  const auto message = [](MuonOptions options) {
+  const auto message = [](MuonValues values, MatricesOf matrices) {
     const auto mesh = Mesh::single(at::kCPU);
     TestGroups groups({}, mesh);
     ParameterRules rules = muon_rules();
-    options.matrices_of =
-        options.matrices_of ? options.matrices_of : matrices_of;
-    rules.muon = std::move(options);
+    rules.rest.muon = values;
+    rules.muon.matrices_of = std::move(matrices);
     try {
       Optimizer(groups.pointers(), rules);
     } catch (const Error& error) {
@@ -525,17 +526,17 @@ TEST(Muon, ReportsBadOptions) {
     return std::string("no error");
   };
   EXPECT_THAT(
-      message({.newton_schulz = {.steps = 0}}),
+      message({.newton_schulz = {.steps = 0}}, matrices_of),
       HasSubstr("optimizer.ns_steps from 1 to 99, got 0"));
   EXPECT_THAT(
-      message({.newton_schulz = {.eps = 0}}),
+      message({.newton_schulz = {.eps = 0}}, matrices_of),
       HasSubstr("optimizer.muon_eps > 0, got 0"));
   EXPECT_THAT(
       message(
-          {.matrices_of =
-               [](const GroupParameter&) {
-                 return std::vector<MatrixShape>{{3, 32}};
-               }}),
+          {},
+          [](const GroupParameter&) {
+            return std::vector<MatrixShape>{{3, 32}};
+          }),
       HasSubstr("to be all of its rows, got 3 rows in 1 matrices"));
 }
 

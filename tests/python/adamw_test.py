@@ -287,12 +287,9 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(mesh, rank):
     parameters = list(model.blocks[0].parameters())
     optimizer = flatshard.optim.AdamW(parameters, lr=1e-2)
     train(model, optimizer, [0], rank)
-    for parameter, error in (
-        (torch.nn.Parameter(torch.ones(3)), "that fully_shard sharded"),
-        (next(model.blocks[1].parameters()), "is missing"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            optimizer.add_param_group({"params": [parameter]})
+    other = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="that fully_shard sharded"):
+        optimizer.add_param_group({"params": [other]})
     with pytest.raises(ValueError, match="lr: expected at least 0"):
         optimizer.add_param_group({"params": model.blocks[1].parameters(), "lr": -1.0})
     assert len(optimizer.param_groups) == 1

@@ -200,6 +200,7 @@ def test_state_dicts(mesh):
         )
     of_again.load_state_dict(torchs.state_dict())
     assert_same(codes_of(of_again), codes)
+    assert of_again.param_groups[0]["state_dtype"] == torch.int8
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -314,6 +315,38 @@ def test_groups_that_are_added(mesh):
         adamw([{"params": list(model.parameters()), "state_dtype": "int8"}])
 
 
+def dtypes_of(optimizer):
+    return [state["exp_avg"].dtype for state in optimizer.state.values()]
+
+
+def test_an_optimizer_made_from_param_groups(mesh):
+    """Its states have the same formats."""
+    model = sharded(mesh)
+    first = adamw(groups_of(model))
+    second = flatshard.optim.AdamW(first.param_groups)
+    assert dtypes_of(second) == dtypes_of(first)
+    first = adamw(model.parameters(), **INT8)
+    second = flatshard.optim.AdamW(model.parameters(), **first.defaults)
+    assert dtypes_of(second) == dtypes_of(first)
+
+
+def test_a_state_dtype_stays(mesh):
+    model, optimizer = made(mesh, **INT8)
+    group = optimizer.param_groups[0]
+    group["state_dtype"] = torch.bfloat16
+    with pytest.raises(
+        ValueError, match="state_dtype cannot change from torch.int8 to torch.bfloat16"
+    ):
+        train(model, optimizer, [0])
+    group["state_dtype"] = torch.int8
+    optimizer.zero_grad()
+    train(model, optimizer, [0])
+    other = made(mesh)[1]
+    other.load_state_dict(optimizer.state_dict())
+    assert "state_dtype" not in other.param_groups[0]
+    assert set(dtypes_of(other)) == {torch.float32}
+
+
 def test_states_that_are_assigned(mesh):
     model, optimizer = made(mesh, **INT8)
     train(model, optimizer, range(2))
@@ -370,6 +403,28 @@ def test_odd_slices(mesh):
     assert optimizer.state[padded.odd.weight]["exp_avg"].dtype == torch.int8
 
 
+def test_small_parameters_with_odd_slices(mesh, one):
+    """They keep float32 and one rank has them, so they do not pad their unit."""
+    skip_inexact_means()
+    results = []
+    for of in (mesh, one):
+        torch.manual_seed(0)
+        model = on_device(nn.Sequential(nn.Linear(DIM, 99), nn.Linear(99, 5)))
+        fully_shard(model, mesh=of)
+        optimizer = adamw(model.parameters(), **INT8)
+        for _ in range(3):
+            model(on_device(torch.ones(2, DIM))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        small = model[1].weight
+        assert optimizer.state[small]["exp_avg"].dtype == torch.float32
+        assert optimizer.state[model[0].weight]["exp_avg"].dtype == torch.int8
+        assert len(small.to_local()) in (0, 5)
+        results.append((full_state(model), values_of(optimizer)))
+    for a, b in zip(*results):
+        assert_same(a, b)
+
+
 def test_chunks(mesh):
     """Of rows that are blocks, or else refused where ranks split them."""
     options = ShardOptions(granularity="chunk")
@@ -392,10 +447,20 @@ def test_small_units_with_several_formats(mesh):
         {"params": [model.weight], "state_dtype": torch.bfloat16},
         {"params": [model.bias]},
     ]
-    with pytest.raises(ValueError, match="states of several formats need"):
+    with pytest.raises(
+        ValueError,
+        match=r"states of several formats need.*ShardOptions\(int8_states=True",
+    ):
         adamw(groups)
     adamw(groups, state_dtype=torch.bfloat16)
     adamw(model.parameters(), **INT8)
+    model = on_device(nn.Linear(16, 20))
+    fully_shard(model, mesh=mesh, options=ShardOptions(int8_states=True))
+    groups = [
+        {"params": [model.weight], "state_dtype": torch.bfloat16},
+        {"params": [model.bias]},
+    ]
+    adamw(groups)
 
 
 def test_stochastic_rounding(mesh):
@@ -425,14 +490,38 @@ def test_stochastic_rounding_of_float32(mesh):
         made(mesh, stochastic_rounding=True)
 
 
+def test_stochastic_rounding_of_a_part_of_a_unit(mesh):
+    model = sharded(mesh, torch.bfloat16)
+    with pytest.raises(
+        NotImplementedError, match=r"stochastic_rounding: parameter .*bias.* is missing"
+    ):
+        adamw([model.up.weight], stochastic_rounding=True)
+    adamw(model.up.parameters(), stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 0.5])
+def test_seeds_out_of_range(seed, mesh):
+    with pytest.raises(ValueError, match=f"rounding_seed: expected .* got {seed}"):
+        made(mesh, torch.bfloat16, stochastic_rounding=True, rounding_seed=seed)
+
+
 def test_tensor_parallelism_is_refused(mesh):
     if mesh.size() < 2:
         pytest.skip("wants two ranks")
     grid = init_device_mesh(DEVICE, (mesh.size() // 2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(
-        on_device(nn.Linear(DIM, 256)), grid["tp"], ColwiseParallel()
+        on_device(nn.Linear(DIM, 256)).to(torch.bfloat16),
+        grid["tp"],
+        ColwiseParallel(),
     )
     fully_shard(model, mesh=grid["dp"])
-    with pytest.raises(NotImplementedError, match="weight of unit .* tensor parallel"):
-        adamw(model.parameters(), **INT8)
+    for option, value in (
+        ("state_dtype=torch.int8", INT8),
+        ("stochastic_rounding", {"stochastic_rounding": True}),
+    ):
+        with pytest.raises(
+            NotImplementedError,
+            match=f"AdamW: {option}: parameter weight of unit .* has tensor parallelism",
+        ):
+            adamw(model.parameters(), **value)
     adamw(model.parameters(), state_dtype=torch.bfloat16)

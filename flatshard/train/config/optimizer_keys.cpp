@@ -1,13 +1,44 @@
 #include "flatshard/train/config/optimizer_keys.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <optional>
 
 #include "flatshard/core/error.h"
 #include "flatshard/train/config/key_rows.h"
 #include "flatshard/train/config/param_group_list.h"
+#include "flatshard/train/config/split_list.h"
 
 namespace flatshard::config {
+
+static ConfigField field_of(Coefficients& member) {
+  return WordField{
+      .get = [&member] { return fmt::format("{}", fmt::join(member, ", ")); },
+      .set =
+          [&member](std::string_view text) {
+            const std::vector<std::string> items =
+                split_list(std::string(text));
+            bool are_numbers = items.size() == member.size();
+            for (std::size_t i = 0; are_numbers && i < items.size(); ++i) {
+              char* end = nullptr;
+              member[i] = std::strtod(items[i].c_str(), &end);
+              are_numbers = end == items[i].c_str() + items[i].size() &&
+                            std::isfinite(member[i]);
+            }
+            FLATSHARD_CHECK(
+                are_numbers,
+                config,
+                "optimizer.ns_coefficients: expected three numbers, such as "
+                "\"3.4445, -4.775, 2.0315\", got \"{}\"",
+                shortened(text));
+            return true;
+          },
+      .words = [] { return std::vector<std::string_view>(); }};
+}
+
 namespace {
 
 // Muon leaves parameters without matrices to AdamW.

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <array>
+
 #include "flatshard/optim/lr_schedule.h"
 #include "flatshard/optim/parameter_values.h"
 #include "flatshard/optim/state_format.h"
@@ -17,7 +19,8 @@ inline constexpr Word<Algorithm> kWords<Algorithm>[] = {
 template <>
 inline constexpr Word<AdjustLr> kWords<AdjustLr>[] = {
     {"original", AdjustLr::original},
-    {"match_rms_adamw", AdjustLr::match_rms_adamw}};
+    {"match_rms_adamw", AdjustLr::match_rms_adamw},
+    {"spectral_unclamped", AdjustLr::spectral_unclamped}};
 
 template <>
 inline constexpr Word<Decay> kWords<Decay>[] = {
@@ -31,6 +34,8 @@ inline constexpr Word<StateFormat> kWords<StateFormat>[] = {
     {"int8", StateFormat::int8}};
 
 inline constexpr double kMuonMomentum = 0.95;
+
+using Coefficients = std::array<double, 3>;
 
 struct Optimizer {
 #define KEY KEY_MEMBER

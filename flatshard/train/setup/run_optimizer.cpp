@@ -45,16 +45,19 @@ std::unique_ptr<Optimizer> make_optimizer(
            .beta2 = keys.beta2,
            .eps = keys.eps,
            .momentum = momentum_of(keys, keys.name),
+           .muon =
+               {.nesterov = keys.nesterov,
+                .newton_schulz =
+                    {.coefficients = keys.ns_coefficients,
+                     .steps = keys.ns_steps,
+                     .eps = keys.muon_eps},
+                .adjust_lr = keys.adjust_lr_fn},
            .state_dtype = keys.state_dtype},
       .rules = keys.param_groups,
       .decay = keys.decay,
-      .muon = {
-          .nesterov = keys.nesterov,
-          .newton_schulz = {.steps = keys.ns_steps, .eps = keys.muon_eps},
-          .adjust_lr = keys.adjust_lr_fn,
-          .matrices_of = [entries_of](const GroupParameter& parameter) {
-            return matrices_of_block(entries_of, parameter);
-          }}};
+      .muon = {.matrices_of = [entries_of](const GroupParameter& parameter) {
+        return matrices_of_block(entries_of, parameter);
+      }}};
   for (ParameterRule& rule : rules.rules) {
     if (!rule.momentum) {
       rule.momentum = momentum_of(keys, rule.algorithm.value_or(keys.name));

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from flatshard._tensor.mesh import (
     core_mesh_of_all,
+    core_mesh_of_dimensions,
     device_of,
     mesh_of_roots,
     ranks_of,
@@ -90,6 +91,33 @@ def tell_parts(units, grids):
             cuts = p.parallel.cuts() if p.parallel else None
             unit.core.set_part(p.index, cuts, (which, count))
     return core_mesh_of_all(grids[0])
+
+
+def tell_matrix_ranks(units):
+    """Passes to the core which part of a full tensor each parameter is, for Muon.
+
+    Returns:
+        (mesh, cut_axes). The core's mesh over all ranks that have parts of the parameters.
+        For each parameter of each unit, the axes outside the unit's mesh along which ranks
+        have other parts. (None, []) without tensor parallelism. Collective.
+
+    Raises:
+        NotImplementedError: as tell_parts, and for units on several meshes.
+    """
+    grids = grids_of(units)
+    if grids is None:
+        return None, []
+    if len(set(grids)) > 1:
+        raise NotImplementedError(
+            f"flatshard.optim.Muon: units on {grids[0]} and on {grids[1]} are not "
+            "supported in one optimizer; create an optimizer for the parameters of each"
+        )
+    tell_parts(units, grids)
+    cut_axes = []
+    for unit in units:
+        within = root_names(unit.sharding.device_mesh)
+        cut_axes.append([sorted(_cut_over(p) - within) for p in unit.parameters])
+    return core_mesh_of_dimensions(grids[0]), cut_axes
 
 
 def _check_known(unit, p, root, grid, of_root):

@@ -41,8 +41,8 @@ class ShardOptions:
             False: the ranks differ on purpose.
         int8_states: shards consist of full blocks of 256 elements, as int8 states of
             `flatshard.optim.AdamW` require. None: where slices along the first dimension
-            are multiples of 32 elements, so that padding is negligible. True: in any
-            unit. False: in none.
+            of parameters of at least 4096 elements are multiples of 32 elements, so that
+            padding is negligible. True: in any unit. False: in none.
         fp8: the weights of nn.Linear (not of subclasses) are all-gathered and multiplied
             as FP8. Needs `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 

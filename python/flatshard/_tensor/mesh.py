@@ -99,6 +99,12 @@ def core_mesh_of_all(device_mesh):
     return _meshes[key]
 
 
+def core_mesh_of_dimensions(device_mesh):
+    """Returns the core's mesh with an axis for each dimension of `device_mesh`, of the
+    same name. Collective."""
+    return _made_once(device_mesh, device_mesh.mesh_dim_names)
+
+
 def root_of(device_mesh):
     """Returns the DeviceMesh that `device_mesh` is a part of, by init_device_mesh."""
     return device_mesh._get_root_mesh()

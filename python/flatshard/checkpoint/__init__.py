@@ -26,17 +26,22 @@ from flatshard._fsdp.parameter import parameter_of_whole
 from flatshard._fsdp.root import Root
 from flatshard._tensor.places import unit_of
 from flatshard.checkpoint.optimizer_state import (
+    are_cores,
+    as_list,
     check_options,
     core_optimizer,
-    describe_optimizer,
+    describe_optimizers,
     make_states,
     states_of,
     take_options,
 )
-from flatshard.optim import AdamW
+from flatshard.optim.core_optimizer import CoreOptimizer
 from flatshard.torch_versions import buffers_of, persistent_buffers
 
 _OPTIMIZER = "optimizer"  # Flatshard's text in the manifest
+
+# None: weights only.
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,7 @@ def save(
     folder: str | os.PathLike,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     state: dict | None = None,
     keep_latest: int = 0,
@@ -88,7 +93,7 @@ def async_save(
     folder: str | os.PathLike,
     step: int,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     state: dict | None = None,
     keep_latest: int = 0,
@@ -109,8 +114,9 @@ def async_save(
         folder: contains one folder for each checkpoint.
         step: a number; an older checkpoint of that number is replaced.
         model: the outermost module that `fully_shard` wrapped.
-        optimizer: of its parameters: flatshard.optim.AdamW, or any whose state is
-            tensors like the parameters, and `step`. None: weights only.
+        optimizer: of its parameters: flatshard.optim.AdamW or Muon, or any whose state is
+            tensors like the parameters, and `step`. Several of flatshard.optim: a list.
+            None: weights only.
         state: texts to keep in addition to the tensors, by name, such as the data
             loader's
             place as JSON.
@@ -124,18 +130,19 @@ def async_save(
     """
     root = _root_of(model)
     texts = _checked_texts(state)
-    states, updates, fewer = states_of(root, optimizer)
-    if optimizer is not None:
-        texts[_OPTIMIZER] = describe_optimizer(optimizer, fewer)
+    optimizers = as_list(optimizer)
+    states, updates, fewer = states_of(root, optimizers)
+    if optimizers:
+        texts[_OPTIMIZER] = describe_optimizers(optimizers, fewer)
     folder = pathlib.Path(folder)
-    writer = _writer_for(model, optimizer, states, folder, keep_latest)
+    writer = _writer_for(model, optimizers, states, folder, keep_latest)
     return writer.save(int(step), texts, updates)
 
 
 def load(
     folder: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     step: int | None = None,
     exclude: Sequence[str] = (),
@@ -146,7 +153,7 @@ def load(
     Args:
         folder: as in `save`.
         model: as in `save`; may still be on the meta device.
-        optimizer: None: weights only.
+        optimizer: as in `save`, several in the same order. None: weights only.
         step: None: the latest.
         exclude: shell patterns of names (`lm_head.*`) that are neither looked for in
             the checkpoint nor changed in the model.
@@ -162,17 +169,18 @@ def load(
     root = _root_of(model)
     mesh = root.checkpoint_mesh()
     path = _step_folder(pathlib.Path(folder), step, mesh)
+    optimizers = as_list(optimizer)
     stored, texts, described = _on_all_ranks(
-        mesh, "read manifest", lambda: _read_manifest(path, optimizer)
+        mesh, "read manifest", lambda: _read_manifest(path, optimizers)
     )
-    foreign = None if isinstance(optimizer, AdamW) else optimizer
+    foreign = None if are_cores(optimizers) else optimizers[0]
     before = None if foreign is None else foreign.state
     on_meta = _materialize_buffers(root, model)
     try:
         if foreign is not None:
             make_states(foreign, stored, described, exclude)
-        states, _, _ = states_of(root, optimizer)
-        own = core_optimizer(root, optimizer, states)
+        states, _, _ = states_of(root, optimizers)
+        own = core_optimizer(root, optimizers, states)
         state = _training_state(root, own, whole_tensors(model))
         _C.load_checkpoint(str(path), mesh, state, list(exclude))
     except BaseException:
@@ -183,10 +191,13 @@ def load(
         raise
     for unit in root.units:
         unit.note_other_values()
-    if optimizer is not None and described:
-        take_options(optimizer, described["param_groups"])
-    if isinstance(optimizer, AdamW):
-        optimizer.show_steps()
+    if isinstance(own, _C.SeveralOptimizers):
+        own.give_updates()
+    if described:
+        take_options(optimizers, described["param_groups"])
+    for one in optimizers:
+        if isinstance(one, CoreOptimizer):
+            one.show_steps()
     return Loaded(step=stored["step"], state=texts)
 
 
@@ -226,37 +237,37 @@ class Saved:
 class _Writer:
     """A Checkpointer of the core: one folder, one set of tensors, two buffers."""
 
-    def __init__(self, core, optimizer, stored):
+    def __init__(self, core, optimizers, stored):
         """
         Args:
             core: the _C.Checkpointer.
-            optimizer: waits for the copies before each step; may be None.
+            optimizers: each waits for the copies before each step.
             stored: the result of core_optimizer, for the core to read.
         """
         self.core = core
         self._stored = stored
         self._pending = []
-        self._hook = None
-        if optimizer is not None:
-            me = weakref.ref(self)
+        me = weakref.ref(self)
 
-            def before_step(*_):
-                if me() is not None:
-                    me().core.wait_for_copies()
+        def before_step(*_):
+            if me() is not None:
+                me().core.wait_for_copies()
 
-            self._hook = optimizer.register_step_pre_hook(before_step)
+        self._hooks = [one.register_step_pre_hook(before_step) for one in optimizers]
 
     def close(self):
         self.core.wait()
         self.collect()
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def save(self, step, texts, updates):
         if isinstance(self._stored, _C.TensorStates):
             self._stored.set_updates(updates)
+        elif isinstance(self._stored, _C.SeveralOptimizers):
+            self._stored.take_updates()
         self.core.save(step, texts)
-        if self._hook is None:
+        if not self._hooks:
             self.core.wait_for_copies()
         saved = Saved(self, step)
         self._pending.append(saved)
@@ -279,14 +290,14 @@ def _close():
     _writers.clear()
 
 
-def _writer_for(model, optimizer, states, folder, keep_latest):
+def _writer_for(model, optimizers, states, folder, keep_latest):
     root, buffers = root_of(model), whole_tensors(model)
     signature = (
         str(folder.resolve()),
         keep_latest,
         # An id may belong to an optimizer that was freed.
-        None if optimizer is None else weakref.ref(optimizer),
-        optimizer.core if isinstance(optimizer, AdamW) else None,
+        [weakref.ref(one) for one in optimizers],
+        [one.core for one in optimizers if isinstance(one, CoreOptimizer)],
         [tensor.data_ptr() for _, tensor in buffers],
         [t.data_ptr() for unit in states for own in unit for t in own.values()],
     )
@@ -295,10 +306,10 @@ def _writer_for(model, optimizer, states, folder, keep_latest):
         if writer is not None:
             del _writers[root]
             writer.close()
-        stored = core_optimizer(root, optimizer, states)
+        stored = core_optimizer(root, optimizers, states)
         state = _training_state(root, stored, buffers)
         core = _C.Checkpointer(root.checkpoint_mesh(), state, str(folder), keep_latest)
-        writer = _Writer(core, optimizer, stored)
+        writer = _Writer(core, optimizers, stored)
         _writers[root] = (signature, writer)
     return writer
 
@@ -366,7 +377,7 @@ def _step_folder(folder, step, mesh):
     return folder / f"step-{int(step)}"
 
 
-def _read_manifest(path, optimizer):
+def _read_manifest(path, optimizers):
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path.parent}: there is no checkpoint of step {path.name[5:]}"
@@ -375,8 +386,8 @@ def _read_manifest(path, optimizer):
     texts = dict(stored["state"])
     described = json.loads(texts.pop(_OPTIMIZER, "{}"))
     texts.pop("optimizer.num_steps", None)
-    if optimizer is not None and described:
-        check_options(optimizer, described["param_groups"], path)
+    if optimizers and described:
+        check_options(optimizers, described, path)
     return stored, texts, described
 
 

@@ -11,7 +11,7 @@ from flatshard import _C
 from flatshard._tensor.memory import local_of
 from flatshard._tensor.pieces import is_laid_out_like
 from flatshard._tensor.places import unit_of
-from flatshard.optim import AdamW
+from flatshard.optim.core_optimizer import CoreOptimizer
 
 
 _DTYPES = {
@@ -37,16 +37,45 @@ _SCALE = ".scale"
 _zeros: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def core_optimizer(root, optimizer, states):
+def as_list(optimizer):
+    """Returns the optimizers that a caller passed: none, one or several.
+
+    Raises:
+        TypeError: several, not all of them of flatshard.optim.
+    """
     if optimizer is None:
+        return []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    optimizers = list(optimizer)
+    for one in optimizers:
+        if len(optimizers) > 1 and not isinstance(one, CoreOptimizer):
+            raise TypeError(
+                "checkpoint: expected one optimizer, or several of flatshard.optim, got a "
+                f"{type(one).__module__}.{type(one).__name__} among "
+                f"{len(optimizers)}; use flatshard.optim.AdamW, or save their states with "
+                "torch.distributed.checkpoint"
+            )
+    return optimizers
+
+
+def are_cores(optimizers):
+    """Returns whether the core has the states of all of them."""
+    return all(isinstance(one, CoreOptimizer) for one in optimizers)
+
+
+def core_optimizer(root, optimizers, states):
+    if not optimizers:
         return None
-    if isinstance(optimizer, AdamW):
-        return optimizer.core
-    return _C.TensorStates([unit.core for unit in root.units], states)
+    if not are_cores(optimizers):
+        return _C.TensorStates([unit.core for unit in root.units], states)
+    if len(optimizers) == 1:
+        return optimizers[0].core
+    return _C.SeveralOptimizers([one.core for one in optimizers])
 
 
-def states_of(root, optimizer):
-    """Returns the optimizer's state by unit and parameter: {name: local tensor}, and
+def states_of(root, optimizers):
+    """Returns the state of an optimizer of torch's by unit and parameter: {name: local tensor}, and
     how often the parameter was updated (1 where the optimizer does not count). A unit
     counts
     once: a parameter that was updated less often has the unit's number, and zeros
@@ -57,8 +86,9 @@ def states_of(root, optimizer):
         name.
     """
     states, updates, fewer = [], [], {}
-    if optimizer is None or isinstance(optimizer, AdamW):
+    if are_cores(optimizers):
         return states, updates, fewer
+    (optimizer,) = optimizers
     _check_sharded(optimizer)
     # A unit also keeps parameters that the program tied to others. The others have their
     # names.
@@ -118,13 +148,17 @@ def _check_sharded(optimizer):
                 )
 
 
-def describe_optimizer(optimizer, fewer):
-    """Returns the optimizer's options, and `fewer` of states_of, as JSON."""
+def describe_optimizers(optimizers, fewer):
+    """Returns the options of the optimizers, and `fewer` of states_of, as JSON."""
+    kept = {"params"}  # a load does not change them
+    for optimizer in optimizers:
+        if isinstance(optimizer, CoreOptimizer):
+            kept.add(optimizer.creation_option)
     groups = []
-    for group in optimizer.param_groups:
+    for group in _groups_of(optimizers):
         options = {}
         for name, value in group.items():
-            if name == "params":
+            if name in kept:
                 continue
             value = value.item() if torch.is_tensor(value) else value
             try:
@@ -135,8 +169,14 @@ def describe_optimizer(optimizer, fewer):
                     f"{type(value).__name__}; expected numbers, texts or lists"
                 ) from None
         groups.append(options)
-    counts = [s["step"] for s in optimizer.state.values() if "step" in s]
+    counts = [
+        state["step"]
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        if "step" in state
+    ]
     described = {
+        "optimizers": [type(optimizer).__name__ for optimizer in optimizers],
         "counts_steps": bool(counts),
         "steps": _kind_of_steps(counts),
         "param_groups": groups,
@@ -151,26 +191,45 @@ def _kind_of_steps(counts):
     return next((name for name, dtype in _DTYPES.items() if dtype in dtypes), None)
 
 
-def check_options(optimizer, groups, path):
-    """Raises an error for options of a checkpoint that `optimizer` does not accept."""
-    if len(groups) != len(optimizer.param_groups):
+def _groups_of(optimizers):
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def check_options(optimizers, described, path):
+    """Raises an error for options of a checkpoint that `optimizers` do not accept.
+
+    Args:
+        described: the result of describe_optimizers at the save.
+    """
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    saved = described.get("optimizers", names)
+    if len(names) > 1 and names != saved:
+        raise ValueError(
+            f"{path}: the checkpoint has the optimizers {', '.join(saved)}, got "
+            f"{', '.join(names)}; pass the same ones in the same order"
+        )
+    own, groups = _groups_of(optimizers), described["param_groups"]
+    if len(groups) != len(own):
         raise ValueError(
             f"{path}: the checkpoint's optimizer has {len(groups)} parameter groups, "
-            f"this one {len(optimizer.param_groups)}"
+            f"this one {len(own)}"
         )
-    if isinstance(optimizer, AdamW):
-        own = optimizer.param_groups
-        optimizer.check_options([{**a, **b} for a, b in zip(own, groups)])
+    stored = iter(groups)
+    for optimizer in optimizers:
+        if isinstance(optimizer, CoreOptimizer):
+            optimizer.check_options(
+                [{**group, **next(stored)} for group in optimizer.param_groups]
+            )
 
 
-def take_options(optimizer, groups):
-    for group, stored in zip(optimizer.param_groups, groups):
+def take_options(optimizers, groups):
+    for group, stored in zip(_groups_of(optimizers), groups):
         for name, value in stored.items():
             if name not in group:
                 continue
             if torch.is_tensor(group[name]):
                 group[name].fill_(value)
-            elif isinstance(group[name], tuple):
+            elif isinstance(group[name], tuple) and value is not None:
                 group[name] = tuple(value)
             else:
                 group[name] = value
@@ -182,7 +241,7 @@ def make_states(optimizer, stored, described, exclude):
     flatshard.optim.AdamW become float32.
 
     Args:
-        described: the result of describe_optimizer at the save.
+        described: the result of describe_optimizers at the save.
     """
     counts = described.get("counts_steps", True)
     fewer = described.get("fewer", {})

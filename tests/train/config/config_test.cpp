@@ -248,10 +248,21 @@ TEST(Config, MuonHasItsOwnKeys) {
       "run.toml",
       {"optimizer.name=muon",
        "optimizer.ns_steps=3",
+       "optimizer.ns_coefficients=2, -1.5, 0.5",
        "optimizer.adjust_lr_fn=original",
        "optimizer.momentum=0.9",
        "optimizer.beta2=0.99"});
   EXPECT_EQ(config.optimizer.ns_steps, 3);
+  EXPECT_EQ(
+      config.optimizer.ns_coefficients,
+      (std::array<double, 3>{2, -1.5, 0.5}));
+  for (const char* text : {"2, -1.5", "2, -1.5, b", "1, 2, 3, 4"}) {
+    EXPECT_THAT(
+        refused(
+            {"optimizer.name=muon",
+             fmt::format("optimizer.ns_coefficients={}", text)}),
+        HasSubstr("optimizer.ns_coefficients: expected three numbers"));
+  }
   EXPECT_EQ(config.optimizer.adjust_lr_fn, AdjustLr::original);
   EXPECT_EQ(config.optimizer.fewest_state_nbytes(), 4);
   EXPECT_THAT(
@@ -390,6 +401,9 @@ TEST(Config, EveryKeyIsDescribedOnceAndReadable) {
               auto words = member.words();
               if (words.empty()) {
                 words = {"element", "block:4"};
+              }
+              if (key.full_name == "optimizer.ns_coefficients") {
+                words = {"1, 2, 3", "3, 2, 1"};
               }
               const auto word = words[words[0] == member.get() ? 1 : 0];
               Config changed;
