@@ -11,6 +11,8 @@ from torch import nn
 
 import flatshard
 from flatshard import MixedPrecisionPolicy, load_hf, weights
+from flatshard._fsdp.forward import root_of
+from flatshard.weights.source import _plans
 from tests.python import experts_mesh_test as experts
 from tests.python.device import DEVICE, named_mesh, on_device
 from tests.python.float8_models import policy as float8_policy
@@ -247,6 +249,17 @@ def test_keeps_no_model(mesh):
     freed = weakref.ref(model)
     del model
     assert freed() is None
+
+
+def test_many_renames_keep_few_plans(mesh):
+    model = mlp(mesh)
+    changes = weights.changed(model)
+    for number in range(9):
+        names = weights.metadata(model, rename=lambda name: f"{number}.{name}")
+        assert all(meta.name.startswith(f"{number}.") for meta in names)
+    (plans,) = [plans for root, plans in _plans.items() if root is root_of(model)]
+    assert len(plans) == 4
+    assert list(changes) == []
 
 
 def test_parameters_and_buffers_outside_units(mesh):

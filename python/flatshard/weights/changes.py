@@ -34,7 +34,8 @@ class Changes:
         self._core = _C.ChangedWeights(self._plan.cores, options.dtype, self._plan.mesh)
 
     def __iter__(self):
-        if plan_of(self._model, self._options) is not self._plan:
+        plan = plan_of(self._model, self._options, self._plan)
+        if plan is not self._plan:
             raise RuntimeError(
                 "flatshard.weights.changed: the dtype of a parameter was changed, or "
                 "parameters were moved; send all weights, and call changed() again"

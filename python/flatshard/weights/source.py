@@ -67,10 +67,11 @@ class Options(NamedTuple):
 
 
 class Plan:
-    """The tensors that leave a model, as long as it has the same Root. There is no
+    """The tensors that leave a model, as long as it has the same Root. There is no strong
     reference to either.
 
     Attributes:
+        root: a weak reference to the Root.
         cores: of the units.
         mesh: the core's mesh over all ranks that have parts of the model.
         device: of this rank.
@@ -81,6 +82,7 @@ class Plan:
 
     def __init__(self, model, root, options):
         self.options = options
+        self.root = weakref.ref(root)
         self.dims = {}
         for unit in root.units:
             unit.parameters.refuse_extended("flatshard.weights", "use state_dict()")
@@ -192,8 +194,13 @@ _plans: weakref.WeakKeyDictionary[Root, dict[Options, Plan]] = (
 )
 
 
-def plan_of(model, options):
-    """Returns the Plan of a model. Collective the first time."""
+# A `rename` that is another object in each call gives another plan each time.
+_MOST_PLANS = 4
+
+
+def plan_of(model, options, known=None):
+    """Returns the Plan of a model: `known`, if the model still has the Root of that plan.
+    Collective when it makes one."""
     root = root_of(model)
     if not root.tree.has_values:
         root.tree.check_values()
@@ -204,8 +211,12 @@ def plan_of(model, options):
                     f"flatshard.weights: the dtype of parameter {p.names[0]} was changed; "
                     "run a forward first"
                 )
+    if known is not None and known.root() is root:
+        return known
     plans = _plans.setdefault(root, {})
     if options not in plans:
+        if len(plans) == _MOST_PLANS:
+            del plans[next(iter(plans))]  # the oldest
         plans[options] = Plan(model, root, options)
     return plans[options]
 
@@ -219,10 +230,11 @@ class Source:
     def __init__(self, model: nn.Module, options: Options):
         options.check()
         self._model, self._options = model, options
-        self._plan()
+        self._known = plan_of(model, options)
 
     def _plan(self):
-        return plan_of(self._model, self._options)
+        self._known = plan_of(self._model, self._options, self._known)
+        return self._known
 
     @property
     def device(self) -> torch.device:
