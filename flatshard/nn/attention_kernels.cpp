@@ -274,13 +274,18 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
       at::TensorList inputs,
       const AttentionKernelPtr& kernel) {
     TensorList saved = inputs.vec();
-    const TensorList results =
-        keep_once(kernel->name(), [&] { return kernel->forward(saved); });
+    const TensorList results = keep_once(kernel->name(), [&] {
+      TensorList computed = kernel->forward(saved);
+      // What the caller gets is what is saved, so that autograd and KeptTensors
+      // notice a write into it.
+      computed[0] = reshape_result(computed[0], computed[0].sizes());
+      return computed;
+    });
     saved.insert(saved.end(), results.begin(), results.end());
     ctx->save_for_backward(saved);
     ctx->saved_data["kernel"] = c10::IValue::make_capsule(kernel);
     ctx->saved_data["inputs"] = static_cast<std::int64_t>(inputs.size());
-    return reshape_result(results[0], results[0].sizes());
+    return results[0];
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {

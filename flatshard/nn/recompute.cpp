@@ -48,7 +48,8 @@ struct Recipe : torch::CustomClassHolder {
 std::vector<std::uint32_t> versions_of(const TensorList& tensors) {
   std::vector<std::uint32_t> versions;
   for (const at::Tensor& tensor : tensors) {
-    versions.push_back(tensor.is_inference() ? 0 : tensor._version());
+    const bool has_one = tensor.defined() && !tensor.is_inference();
+    versions.push_back(has_one ? tensor._version() : 0);
   }
   return versions;
 }
@@ -233,7 +234,22 @@ void KeptTensors::begin_first_run() {
   *this = KeptTensors();
 }
 
+void KeptTensors::check_unchanged() const {
+  FLATSHARD_CHECK(
+      is_second_run_ || tensors_.empty() || versions_of(tensors_) == versions_,
+      usage,
+      "recompute: the first run wrote into a kept result of attention, which "
+      "the second run would take for the value before; let it write into a "
+      "copy, or leave attention out of activation_checkpoint.save");
+}
+
+TensorList KeptTensors::take_tensors() {
+  check_unchanged();
+  return std::exchange(tensors_, {});
+}
+
 void KeptTensors::begin_second_run() {
+  check_unchanged();
   is_second_run_ = true;
   next_entry_ = 0;
   next_tensor_ = 0;
@@ -254,6 +270,11 @@ TensorList keep_once(
     TensorList results = compute();
     kept->entries_.push_back({what, results.size()});
     kept->tensors_.insert(kept->tensors_.end(), results.begin(), results.end());
+    const auto versions = versions_of(results);
+    kept->versions_.insert(
+        kept->versions_.end(),
+        versions.begin(),
+        versions.end());
     return results;
   }
   const bool has_one = kept->next_entry_ < kept->entries_.size();

@@ -3,6 +3,7 @@
 #include "flatshard/nn/module.h"
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -39,9 +40,11 @@ class KeptTensors {
   /// The next run is a first one.
   void begin_first_run();
   /// The next run is a second one.
+  /// @throws Error{usage} when the first run wrote into a kept result.
   void begin_second_run();
   /// Returns all tensors for another owner, in between two runs.
-  TensorList take_tensors() { return std::exchange(tensors_, {}); }
+  /// @throws Error{usage} when the first run wrote into a kept result.
+  TensorList take_tensors();
   void set_tensors(TensorList tensors) { tensors_ = std::move(tensors); }
 
  private:
@@ -53,8 +56,11 @@ class KeptTensors {
     const char* what;
     std::size_t num_tensors;
   };
+  void check_unchanged() const;
+
   std::vector<Entry> entries_;
-  TensorList tensors_;  ///< of all entries
+  TensorList tensors_;                   ///< of all entries
+  std::vector<std::uint32_t> versions_;  ///< of the tensors when they were kept
   bool is_second_run_ = false;
   std::size_t next_entry_ = 0;
   std::size_t next_tensor_ = 0;

@@ -264,6 +264,18 @@ TEST(Recompute, L2_KeepsAttentionOfAPartInsideAnother) {
   }
 }
 
+TEST(Recompute, AWriteIntoTheResultOfAttentionIsAnError) {
+  const auto owner = std::make_shared<Module>("owner");
+  const at::Tensor x = at::ones({1, 4, 2, 8}).requires_grad_();
+  const auto part = [](const at::Tensor& in) {
+    return causal_attention(in, in, in).mul_(2).view(in.sizes());
+  };
+  // Autograd's own error.
+  EXPECT_THROW(part(x).sum().backward(), c10::Error);
+  // The second run would multiply once more.
+  EXPECT_THROW(checkpoint(*owner, part, x, {.keep_attention = true}), Error);
+}
+
 TEST(Recompute, RefusesASecondRunOfOtherLayers) {
   const auto owner = std::make_shared<Module>("owner");
   int runs = 0;
