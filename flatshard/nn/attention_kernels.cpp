@@ -276,7 +276,7 @@ struct AttentionFunction : torch::autograd::Function<AttentionFunction> {
     TensorList saved = inputs.vec();
     const TensorList results = keep_once(kernel->name(), [&] {
       TensorList computed = kernel->forward(saved);
-      // What the caller gets is what is saved, so that autograd and KeptTensors
+      // The same tensor is returned and saved, so that autograd and KeptTensors
       // notice a write into it.
       computed[0] = reshape_result(computed[0], computed[0].sizes());
       return computed;

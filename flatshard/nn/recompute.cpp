@@ -238,9 +238,10 @@ void KeptTensors::check_unchanged() const {
   FLATSHARD_CHECK(
       is_second_run_ || tensors_.empty() || versions_of(tensors_) == versions_,
       usage,
-      "recompute: the first run wrote into a kept result of attention, which "
-      "the second run would take for the value before; let it write into a "
-      "copy, or leave attention out of activation_checkpoint.save");
+      "recompute: the first run wrote into a kept result of attention. The "
+      "second run needs the result from before the write; write into a copy, "
+      "or "
+      "remove attention from activation_checkpoint.save");
 }
 
 TensorList KeptTensors::take_tensors() {
