@@ -253,20 +253,28 @@ GradientPipeline::Reduction ParamGroup::plan_reduction(
   return gradients_.plan(collective, is_last);
 }
 
-std::vector<int> shard_axes(const ParamGroup& group) {
-  const bool sliced = group.parameters().front().placement.slice.has_value();
-  const std::vector<std::string> own = group.mesh()->axis_names();
-  const auto& placements = group.weights().main().placements();
+std::vector<int> shard_axes(
+    const Mesh& mesh,
+    const Mesh& model_mesh,
+    const Placements& main,
+    bool is_sliced) {
+  const std::vector<std::string> own = mesh.axis_names();
   std::vector<int> axes;
-  for (int axis = 0; axis < group.model_mesh()->num_axes(); ++axis) {
-    const auto found =
-        std::find(own.begin(), own.end(), group.model_mesh()->axis(axis).name);
-    if (found == own.end() ? sliced
-                           : placements[found - own.begin()].is_shard()) {
+  for (int axis = 0; axis < model_mesh.num_axes(); ++axis) {
+    const auto found = std::ranges::find(own, model_mesh.axis(axis).name);
+    if (found == own.end() ? is_sliced : main[found - own.begin()].is_shard()) {
       axes.push_back(axis);
     }
   }
   return axes;
+}
+
+std::vector<int> shard_axes(const ParamGroup& group) {
+  return shard_axes(
+      *group.mesh(),
+      *group.model_mesh(),
+      group.weights().main().placements(),
+      group.parameters().front().placement.slice.has_value());
 }
 
 Replicas ParamGroup::replicas() const {

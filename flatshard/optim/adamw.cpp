@@ -1,10 +1,7 @@
 #include "flatshard/optim/adamw.h"
 
-#include "flatshard/core/error.h"
-
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
 
 namespace flatshard {
@@ -26,29 +23,18 @@ void AdamWAlgorithm::add_parameters(
     std::span<const ParameterValues> values) {
   States& states = states_.at(group);
   std::vector<StateFormat> asked;
-  const GroupParameter* not_float32 = nullptr;
+  bool all_float32 = true;
   for (const OwnParameter& own : parameters) {
     const GroupParameter& parameter = of.parameters().at(own.index);
     asked.push_back(values[own.row].state_dtype);
-    if (state_format_of(parameter, asked.back()) != StateFormat::float32) {
-      not_float32 = &parameter;
-    }
+    all_float32 = all_float32 && state_format_of(parameter, asked.back()) ==
+                                     StateFormat::float32;
   }
-  if (not_float32 == nullptr) {
+  if (all_float32) {
     states.exp_avg = at::zeros({states.numel}, states.options);
     states.exp_avg_sq = at::zeros({states.numel}, states.options);
     return;
   }
-  FLATSHARD_CHECK(
-      parameters.size() == of.parameters().size(),
-      config,
-      "state_dtype: AdamW updates {} of {} parameters of {}; expected all of "
-      "them, because their states are stored together, or float32 states for "
-      "{}",
-      parameters.size(),
-      of.parameters().size(),
-      of.name(),
-      not_float32->names.front());
   states.moments.emplace(of, asked);
 }
 

@@ -29,8 +29,7 @@ class AdamWAlgorithm : public UpdateAlgorithm {
       std::size_t group,
       const at::Tensor& main,
       std::span<const ParameterValues> values) override;
-  /// @throws Error{config} when states in other formats than float32 are for a
-  ///   part of the group, and as Moments.
+  /// @throws Error{config} as Moments.
   void add_parameters(
       std::size_t group,
       const ParamGroup& of,

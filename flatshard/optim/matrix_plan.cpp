@@ -1,6 +1,7 @@
 #include "flatshard/optim/matrix_plan.h"
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 #include <string_view>
 #include <utility>
@@ -56,11 +57,15 @@ void MatrixPlan::check() const {
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     std::int64_t numel = 0;
     bool is_disjoint = true;
-    for (std::size_t a = 0; a < of_matrix[i].size(); ++a) {
-      numel += of_matrix[i][a]->numel();
-      for (std::size_t b = 0; b < a; ++b) {
-        is_disjoint =
-            is_disjoint && !overlap(*of_matrix[i][a], *of_matrix[i][b]);
+    std::vector<const MatrixBox*>& boxes = of_matrix[i];
+    std::ranges::sort(boxes, {}, [](const MatrixBox* b) { return b->row; });
+    for (std::size_t a = 0; a < boxes.size(); ++a) {
+      const MatrixBox& box = *boxes[a];
+      numel += box.numel();
+      for (std::size_t b = a + 1;
+           b < boxes.size() && boxes[b]->row < box.row + box.rows;
+           ++b) {
+        is_disjoint = is_disjoint && !overlap(box, *boxes[b]);
       }
     }
     FLATSHARD_CHECK(
@@ -83,22 +88,39 @@ std::int64_t MatrixPlan::cost(std::int64_t matrix) const {
   return s * s * (2 * l + s);
 }
 
-std::int64_t MatrixPlan::load(int rank) const {
-  std::int64_t sum = 0;
+std::vector<std::int64_t> MatrixPlan::loads() const {
+  std::vector<std::int64_t> loads(boxes_.size());
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
-    sum += owners_[i] == rank ? cost(static_cast<std::int64_t>(i)) : 0;
+    loads[owners_[i]] += cost(static_cast<std::int64_t>(i));
+  }
+  return loads;
+}
+
+std::vector<std::int64_t> MatrixPlan::owned(int rank) const {
+  std::vector<std::int64_t> owned;
+  for (std::size_t i = 0; i < matrices_.size(); ++i) {
+    if (owners_[i] == rank) {
+      owned.push_back(static_cast<std::int64_t>(i));
+    }
+  }
+  return owned;
+}
+
+std::int64_t MatrixPlan::stored_numel(int rank) const {
+  std::int64_t sum = 0;
+  for (const MatrixBox& box : boxes_.at(rank)) {
+    sum += box.numel();
   }
   return sum;
 }
 
 void MatrixPlan::assign() {
   const auto num_ranks = boxes_.size();
-  std::vector<std::vector<std::int64_t>> held(
-      matrices_.size(),
-      std::vector<std::int64_t>(num_ranks, 0));
+  // The elements of each matrix on the ranks that store some of it.
+  std::vector<std::map<std::size_t, std::int64_t>> stored(matrices_.size());
   for (std::size_t rank = 0; rank < num_ranks; ++rank) {
     for (const MatrixBox& box : boxes_[rank]) {
-      held[box.matrix][rank] += box.numel();
+      stored[box.matrix][rank] += box.numel();
     }
   }
   std::vector<std::int64_t> order(matrices_.size());
@@ -117,18 +139,16 @@ void MatrixPlan::assign() {
   owners_.assign(matrices_.size(), 0);
   for (const std::int64_t matrix : order) {
     std::size_t best = 0;
-    bool found = false;
-    for (std::size_t rank = 0; rank < num_ranks; ++rank) {
-      if (loads[rank] + cost(matrix) > limit) {
-        continue;
-      }
-      if (!found || std::pair(held[matrix][rank], -loads[rank]) >
-                        std::pair(held[matrix][best], -loads[best])) {
+    std::int64_t most = 0;
+    for (const auto& [rank, numel] : stored[matrix]) {
+      if (loads[rank] + cost(matrix) <= limit &&
+          (most == 0 ||
+           std::pair(numel, -loads[rank]) > std::pair(most, -loads[best]))) {
         best = rank;
-        found = true;
+        most = numel;
       }
     }
-    if (!found) {
+    if (most == 0) {
       best = std::min_element(loads.begin(), loads.end()) - loads.begin();
     }
     owners_[matrix] = static_cast<int>(best);

@@ -83,8 +83,12 @@ class MatrixPlan {
   int owner(std::int64_t matrix) const { return owners_.at(matrix); }
   /// Returns the multiplications of an iteration for one matrix.
   std::int64_t cost(std::int64_t matrix) const;
-  /// Returns the multiplications of an iteration on one rank.
-  std::int64_t load(int rank) const;
+  /// Returns the multiplications of an iteration on each rank.
+  std::vector<std::int64_t> loads() const;
+  /// Returns the matrices of one rank, ascending.
+  std::vector<std::int64_t> owned(int rank) const;
+  /// Returns the number of elements that a rank stores.
+  std::int64_t stored_numel(int rank) const;
   /// Returns how many elements this rank sends to other ranks, on the way to
   /// the owners.
   std::int64_t sent_numel(int rank) const;

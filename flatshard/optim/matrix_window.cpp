@@ -67,7 +67,88 @@ at::Tensor matrix_at(
       .view({shape.rows, shape.columns});
 }
 
+/// Adds the parts of matrices that are rows [first, first + rows) and some
+/// columns of a parameter, seen as one matrix of all its rows.
+/// @param ends  the row after each of the parameter's matrices.
+/// @param base  the first of these matrices.
+/// @return  the local offset after these rows.
+std::int64_t append_rows(
+    const std::vector<std::int64_t>& ends,
+    std::int64_t base,
+    MatrixBox rows,
+    std::int64_t local_offset,
+    std::vector<ShardBox>& boxes) {
+  while (rows.rows > 0) {
+    const auto matrix =
+        std::upper_bound(ends.begin(), ends.end(), rows.row) - ends.begin();
+    const std::int64_t begin = matrix == 0 ? 0 : ends[matrix - 1];
+    const std::int64_t n = std::min(rows.rows, ends[matrix] - rows.row);
+    const MatrixBox box{
+        .matrix = base + matrix,
+        .row = rows.row - begin,
+        .column = rows.column,
+        .rows = n,
+        .columns = rows.columns};
+    boxes.push_back({box, local_offset});
+    local_offset += box.numel();
+    rows.row += n;
+    rows.rows -= n;
+  }
+  return local_offset;
+}
+
 }  // namespace
+
+void append_boxes(
+    const std::vector<std::int64_t>& whole_shape,
+    const std::vector<Rectangle>& parts,
+    std::int64_t local_offset,
+    const std::vector<MatrixShape>& matrices,
+    std::int64_t base,
+    std::vector<ShardBox>& boxes) {
+  std::vector<std::int64_t> ends;
+  for (const MatrixShape& matrix : matrices) {
+    ends.push_back((ends.empty() ? 0 : ends.back()) + matrix.rows);
+  }
+  const bool is_stack = whole_shape.size() == 3;
+  const std::size_t row_dim = whole_shape.size() - 2;
+  for (const Rectangle& part : parts) {
+    const std::int64_t first = is_stack ? part.start[0] : 0;
+    const std::int64_t count = is_stack ? part.length[0] : 1;
+    for (std::int64_t i = first; i < first + count; ++i) {
+      local_offset = append_rows(
+          ends,
+          base,
+          {.row = i * whole_shape[row_dim] + part.start[row_dim],
+           .column = part.start[row_dim + 1],
+           .rows = part.length[row_dim],
+           .columns = part.length[row_dim + 1]},
+          local_offset,
+          boxes);
+    }
+  }
+}
+
+std::vector<MatrixBatch> batches_of(
+    const std::vector<WindowMatrix>& matrices,
+    const std::vector<std::int64_t>& owned) {
+  std::vector<MatrixBatch> batches;
+  const WindowMatrix* last = nullptr;  // of the last batch
+  for (std::size_t i = 0; i < owned.size(); ++i) {
+    const WindowMatrix& matrix = matrices.at(owned[i]);
+    const MatrixShape& shape = matrix.shape;
+    const bool is_small =
+        std::min(shape.rows, shape.columns) <= kLargestInBatch;
+    if (last != nullptr && is_small && matrix.batched &&
+        last->parameter == matrix.parameter && last->shape == shape) {
+      ++batches.back().count;
+    } else {
+      batches.push_back({.first = i, .shape = shape});
+    }
+    last = &matrix;
+  }
+  return batches;
+}
 
 MatrixWindow::MatrixWindow(
     Communicator* ranks,
@@ -185,26 +266,17 @@ void MatrixWindow::orthogonalize(const NewtonSchulzOf& options_of) {
 void MatrixWindow::run_newton_schulz(
     const at::Tensor& matrices,
     const NewtonSchulzOf& options_of) const {
-  const auto& owned = exchange_.owned;
-  for (std::size_t first = 0; first < owned.size();) {
-    const WindowMatrix& matrix = matrices_[owned[first].matrix];
-    const MatrixShape shape = matrix.shape;
-    std::size_t last = first + 1;
-    const bool is_small =
-        std::min(shape.rows, shape.columns) <= kLargestInBatch;
-    while (is_small && matrix.batched && last < owned.size() &&
-           matrices_[owned[last].matrix].parameter == matrix.parameter &&
-           matrices_[owned[last].matrix].shape == shape) {
-      ++last;
-    }
-    const auto count = static_cast<std::int64_t>(last - first);
+  std::vector<std::int64_t> owned;
+  for (const MatrixExchange::Owned& matrix : exchange_.owned) {
+    owned.push_back(matrix.matrix);
+  }
+  for (const auto& [first, count, shape] : batches_of(matrices_, owned)) {
+    const std::int64_t begin = exchange_.owned[first].begin;
     const at::Tensor values =
-        count == 1
-            ? matrix_at(matrices, owned[first].begin, shape)
-            : matrices.narrow(0, owned[first].begin, count * shape.numel())
-                  .view({count, shape.rows, shape.columns});
-    values.copy_(newton_schulz(values, options_of(matrix)));
-    first = last;
+        count == 1 ? matrix_at(matrices, begin, shape)
+                   : matrices.narrow(0, begin, count * shape.numel())
+                         .view({count, shape.rows, shape.columns});
+    values.copy_(newton_schulz(values, options_of(matrices_[owned[first]])));
   }
 }
 

@@ -2,12 +2,15 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include "flatshard/comm/communicator.h"
+#include "flatshard/layout/rectangle.h"
 #include "flatshard/optim/matrix_plan.h"
 #include "flatshard/optim/newton_schulz.h"
 
@@ -28,10 +31,69 @@ struct WindowMatrix {
 using NewtonSchulzOf =
     std::function<const NewtonSchulzOptions&(const WindowMatrix&)>;
 
-/// This rank's part of a matrix, in the flat shard of its group.
+/// A rank's part of a matrix, in the flat shard of its group.
 struct ShardBox {
   MatrixBox box;
   std::int64_t local_offset = 0;
+};
+
+/// Adds a rank's parts of the matrices of one parameter.
+/// @param whole_shape   of the parameter: two dimensions, or a stack of three.
+/// @param parts         of the parameter, one after another in the shard.
+/// @param local_offset  of the first part.
+/// @param matrices      of the parameter.
+/// @param base          the index of the first of them.
+void append_boxes(
+    const std::vector<std::int64_t>& whole_shape,
+    const std::vector<Rectangle>& parts,
+    std::int64_t local_offset,
+    const std::vector<MatrixShape>& matrices,
+    std::int64_t base,
+    std::vector<ShardBox>& boxes);
+
+/// Matrices of one shape that are multiplied together.
+struct MatrixBatch {
+  std::size_t first = 0;  ///< index among the matrices of the rank
+  std::int64_t count = 1;
+  MatrixShape shape;
+};
+
+/// Returns the batches of the matrices of one rank.
+/// @param owned  indices into `matrices`, ascending.
+std::vector<MatrixBatch> batches_of(
+    const std::vector<WindowMatrix>& matrices,
+    const std::vector<std::int64_t>& owned);
+
+/// Directions and results are bfloat16.
+inline constexpr std::int64_t kDirectionNbytes = 2;
+
+/// Bytes of a window's matrices on one rank. Larger windows balance the owners'
+/// work better, smaller ones need less memory.
+inline constexpr std::int64_t kWindowNbytes = std::int64_t{512} << 20;
+
+/// Assigns groups to windows, in the order in which they are added.
+/// @tparam Ranks  identifies the ranks that store a group together.
+template <class Ranks>
+class WindowRule {
+ public:
+  /// Adds a group with `numel` elements of matrices.
+  /// @return  its window, possibly a new one. Windows are counted from 0.
+  std::size_t
+  window_for(const Ranks& ranks, std::int64_t num_ranks, std::int64_t numel) {
+    const auto [open, is_new] = open_.try_emplace(ranks, numels_.size());
+    if (!is_new &&
+        (numels_[open->second] + numel) * kDirectionNbytes / num_ranks >
+            kWindowNbytes) {
+      open->second = numels_.size();
+    }
+    numels_.resize(std::max(numels_.size(), open->second + 1));
+    numels_[open->second] += numel;
+    return open->second;
+  }
+
+ private:
+  std::map<Ranks, std::size_t> open_;
+  std::vector<std::int64_t> numels_;  ///< of each window
 };
 
 /// A run of the flat shard of a group, in the same order in a buffer.

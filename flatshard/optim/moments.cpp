@@ -17,10 +17,10 @@ namespace flatshard {
 namespace {
 
 // Returns the shards of each rank of a group. Replicas have the same ones.
-std::vector<ShardSpan> spans_of_ranks(const ParamGroup& group) {
-  const std::int64_t shards = group.layout().num_shards();
+std::vector<ShardSpan> spans_of_ranks(const GroupPlan& group) {
+  const std::int64_t shards = group.layout->num_shards();
   const std::int64_t parts =
-      num_parts(group.strategy().optimizer, group.mesh()->axis_sizes());
+      num_parts(group.shape.strategy.optimizer, group.shape.mesh.sizes);
   std::vector<ShardSpan> spans;
   for (std::int64_t i = 0; i < parts; ++i) {
     const std::int64_t count = shards / parts;
@@ -79,91 +79,6 @@ StateScales scales_of_slice(
   return *std::move(scales);
 }
 
-// Returns the formats of the pieces of a rank's shard. All ranks have the same
-// if the parameters have, also a rank without elements.
-std::vector<StateRange> ranges_of(
-    const std::vector<StateFormat>& formats,
-    const std::vector<std::vector<Piece>>& pieces,
-    std::int64_t numel) {
-  if (!formats.empty() && formats.front() != StateFormat::int8 &&
-      std::ranges::count(formats, formats.front()) == std::ssize(formats)) {
-    return {{.end = numel, .format = formats.front()}};
-  }
-  std::vector<StatePart> parts;
-  for (std::size_t i = 0; i < pieces.size(); ++i) {
-    for (const Piece& piece : pieces[i]) {
-      if (piece.numel > 0) {
-        parts.push_back({.begin = piece.local_offset, .format = formats[i]});
-      }
-    }
-  }
-  return state_ranges(std::move(parts), numel);
-}
-
-// Checks the shards of all ranks, so that all throw, or none.
-void check_formats(
-    const ParamGroup& group,
-    const std::vector<StateFormat>& formats) {
-  const std::vector<GroupParameter>& parameters = group.parameters();
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (formats[i] == StateFormat::int8) {
-      scales_of_slice(
-          parameters[i].names.front(),
-          parameters[i].shape,
-          parameters[i].slice());
-    }
-  }
-  for (const ShardSpan span : spans_of_ranks(group)) {
-    std::vector<std::vector<Piece>> pieces;
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      pieces.push_back(
-          group.layout().shard_pieces(static_cast<std::int64_t>(i), span));
-      if (formats[i] == StateFormat::int8) {
-        check_blocks(parameters[i], pieces.back());
-      }
-    }
-    const std::vector<StateRange> ranges =
-        ranges_of(formats, pieces, group.layout().shard_numel() * span.count);
-    FLATSHARD_CHECK(
-        ranges.size() == 1 ||
-            std::ranges::all_of(
-                ranges,
-                [](const StateRange& r) { return r.end % kStateBlock == 0; }),
-        config,
-        "{}: states of several formats need shards and parameters that start "
-        "at multiples of {} elements; use one state_dtype for all parameters "
-        "of the unit, alignment {} in C++, or ShardOptions(int8_states=True) "
-        "in Python",
-        group.name(),
-        kStateBlock,
-        kInt8Alignment);
-  }
-}
-
-// Checks the shards of all ranks, so that all throw, or none.
-void check_rounding(const ParamGroup& group) {
-  constexpr std::int64_t kDrawn = 4;  // elements of one draw
-  const std::vector<GroupParameter>& parameters = group.parameters();
-  for (const ShardSpan span : spans_of_ranks(group)) {
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      for (const Piece& piece :
-           group.layout().shard_pieces(static_cast<std::int64_t>(i), span)) {
-        FLATSHARD_CHECK(
-            piece.numel == 0 || (piece.tensor_offset % kDrawn == 0 &&
-                                 piece.local_offset % kDrawn == 0),
-            config,
-            "optimizer.stochastic_rounding: expected shards that start at "
-            "multiples of {} elements, got element {} of {}; use "
-            "parallelism.granularity = element, or granularity=\"dim0\" in "
-            "Python",
-            kDrawn,
-            piece.tensor_offset,
-            parameters[i].names.front());
-      }
-    }
-  }
-}
-
 const at::Tensor& of_format(const StateTensors& state, StateFormat format) {
   switch (format) {
     case StateFormat::float32:
@@ -191,6 +106,89 @@ StateFormat state_format_of(
              : StateFormat::int8;
 }
 
+std::vector<StateRange> moment_ranges(
+    const std::vector<StateFormat>& formats,
+    const std::vector<std::vector<Piece>>& pieces,
+    std::int64_t numel) {
+  // With one format all ranks have it, also a rank without elements.
+  if (!formats.empty() && formats.front() != StateFormat::int8 &&
+      std::ranges::count(formats, formats.front()) == std::ssize(formats)) {
+    return {{.end = numel, .format = formats.front()}};
+  }
+  std::vector<StatePart> parts;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    for (const Piece& piece : pieces[i]) {
+      if (piece.numel > 0) {
+        parts.push_back({.begin = piece.local_offset, .format = formats[i]});
+      }
+    }
+  }
+  return state_ranges(std::move(parts), numel);
+}
+
+void check_state_formats(
+    const TrainedGroup& group,
+    const std::vector<StateFormat>& formats) {
+  const std::span<const GroupParameter> parameters = group.parameters;
+  const FlatLayout& layout = *group.plan->layout;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (formats[i] == StateFormat::int8) {
+      scales_of_slice(
+          parameters[i].names.front(),
+          parameters[i].shape,
+          parameters[i].slice());
+    }
+  }
+  for (const ShardSpan span : spans_of_ranks(*group.plan)) {
+    std::vector<std::vector<Piece>> pieces;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      pieces.push_back(layout.shard_pieces(static_cast<std::int64_t>(i), span));
+      if (formats[i] == StateFormat::int8) {
+        check_blocks(parameters[i], pieces.back());
+      }
+    }
+    const std::vector<StateRange> ranges =
+        moment_ranges(formats, pieces, layout.shard_numel() * span.count);
+    FLATSHARD_CHECK(
+        ranges.size() == 1 ||
+            std::ranges::all_of(
+                ranges,
+                [](const StateRange& r) { return r.end % kStateBlock == 0; }),
+        config,
+        "{}: states of several formats need shards and parameters that start "
+        "at multiples of {} elements; use one state_dtype for all parameters "
+        "of the unit, alignment {} in C++, or ShardOptions(int8_states=True) "
+        "in Python",
+        group.name,
+        kStateBlock,
+        kInt8Alignment);
+  }
+}
+
+void check_rounding(const TrainedGroup& group) {
+  constexpr std::int64_t kDrawn = 4;  // elements of one draw
+  const std::span<const GroupParameter> parameters = group.parameters;
+  const FlatLayout& layout = *group.plan->layout;
+  for (const ShardSpan span : spans_of_ranks(*group.plan)) {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      for (const Piece& piece :
+           layout.shard_pieces(static_cast<std::int64_t>(i), span)) {
+        FLATSHARD_CHECK(
+            piece.numel == 0 || (piece.tensor_offset % kDrawn == 0 &&
+                                 piece.local_offset % kDrawn == 0),
+            config,
+            "optimizer.stochastic_rounding: expected shards that start at "
+            "multiples of {} elements, got element {} of {}; use "
+            "parallelism.granularity = element, or granularity=\"dim0\" in "
+            "Python",
+            kDrawn,
+            piece.tensor_offset,
+            parameters[i].names.front());
+      }
+    }
+  }
+}
+
 Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
     : group_(&group) {
   const at::Tensor& main = group.weights().main().local();
@@ -202,8 +200,8 @@ Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
     pieces.push_back(
         group.weights().main().local_pieces(static_cast<std::int64_t>(i)));
   }
-  check_formats(group, formats);
-  ranges_ = ranges_of(formats, pieces, main.numel());
+  check_state_formats(trained_group(group), formats);
+  ranges_ = moment_ranges(formats, pieces, main.numel());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (pieces[i].empty()) {
       parts_.push_back({.format = formats[i]});
@@ -322,7 +320,7 @@ std::vector<std::pair<std::string, std::vector<NamedShard>>> Moments::shards()
 std::vector<RoundingRange> rounding_ranges(
     const ParamGroup& group,
     std::uint64_t seed) {
-  check_rounding(group);
+  check_rounding(trained_group(group));
   std::vector<NamedShard> shards = group.main_shards();
   std::erase_if(shards, [](const NamedShard& shard) {
     return shard.tensor.numel() == 0;

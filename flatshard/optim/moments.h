@@ -2,6 +2,7 @@
 
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/parameter_rules.h"
 #include "flatshard/optim/state_codes.h"
 #include "flatshard/optim/state_format.h"
 
@@ -25,15 +26,30 @@ inline constexpr std::int64_t kInt8Alignment = kStateBlock;
 /// @param asked  for the optimizer.
 StateFormat state_format_of(const GroupParameter& parameter, StateFormat asked);
 
+/// Checks that the shards of all ranks can have states in these formats, so
+/// that all ranks throw, or none.
+/// @param formats  of the parameters: see state_format_of.
+/// @throws Error{config} naming a parameter with int8 states whose blocks are
+///   split, by a shard of some rank or by a slice of tensor parallelism.
+void check_state_formats(
+    const TrainedGroup& group,
+    const std::vector<StateFormat>& formats);
+
+/// Returns the formats of the states over a rank's shard.
+/// @param formats  of the parameters.
+/// @param pieces   of each parameter, in a shard of `numel` elements.
+std::vector<StateRange> moment_ranges(
+    const std::vector<StateFormat>& formats,
+    const std::vector<std::vector<Piece>>& pieces,
+    std::int64_t numel);
+
 /// AdamW's two states of one group. Both states of a parameter have one format.
 class Moments {
  public:
   /// Zeros, on the device of the group's main weights.
   /// @param group  must outlive this.
   /// @param asked  for each parameter of the group.
-  /// @throws Error{config} naming a parameter with int8 states whose blocks are
-  ///   split, by a shard of some rank or by a slice of tensor parallelism. So
-  ///   all ranks of the group throw, or none.
+  /// @throws Error{config} as check_state_formats.
   Moments(const ParamGroup& group, const std::vector<StateFormat>& asked);
 
   /// Makes `update` work on these states.
@@ -68,9 +84,13 @@ class Moments {
   StateTensors exp_avg_sq_;
 };
 
-/// Returns the parts of a group's parameters, for stochastic rounding.
+/// Checks that the shards of all ranks can be rounded stochastically.
 /// @throws Error{config} naming a parameter that shards of some rank split
 ///   inside four elements. So all ranks of the group throw, or none.
+void check_rounding(const TrainedGroup& group);
+
+/// Returns the parts of a group's parameters, for stochastic rounding.
+/// @throws Error{config} as check_rounding.
 std::vector<RoundingRange> rounding_ranges(
     const ParamGroup& group,
     std::uint64_t seed);

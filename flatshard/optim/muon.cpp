@@ -14,71 +14,6 @@
 namespace flatshard {
 namespace {
 
-// Bytes of a window's matrices on one rank. Larger windows balance the owners'
-// work better, smaller ones need less memory.
-constexpr std::int64_t kWindowNbytes = std::int64_t{512} << 20;
-
-/// Adds the parts of matrices that are rows [first, first + rows) and some
-/// columns of a parameter, seen as one matrix of all its rows.
-/// @param ends  the row after each of the parameter's matrices.
-/// @param base  the first of these matrices.
-/// @return  the local offset after these rows.
-std::int64_t append_rows(
-    const std::vector<std::int64_t>& ends,
-    std::int64_t base,
-    MatrixBox rows,
-    std::int64_t local_offset,
-    std::vector<ShardBox>& boxes) {
-  while (rows.rows > 0) {
-    const auto matrix =
-        std::upper_bound(ends.begin(), ends.end(), rows.row) - ends.begin();
-    const std::int64_t begin = matrix == 0 ? 0 : ends[matrix - 1];
-    const std::int64_t n = std::min(rows.rows, ends[matrix] - rows.row);
-    const MatrixBox box{
-        .matrix = base + matrix,
-        .row = rows.row - begin,
-        .column = rows.column,
-        .rows = n,
-        .columns = rows.columns};
-    boxes.push_back({box, local_offset});
-    local_offset += box.numel();
-    rows.row += n;
-    rows.rows -= n;
-  }
-  return local_offset;
-}
-
-/// Adds this rank's parts of the matrices of one parameter.
-void append_boxes(
-    const NamedShard& shard,
-    const std::vector<MatrixShape>& matrices,
-    std::int64_t base,
-    std::vector<ShardBox>& boxes) {
-  std::vector<std::int64_t> ends;
-  for (const MatrixShape& matrix : matrices) {
-    ends.push_back((ends.empty() ? 0 : ends.back()) + matrix.rows);
-  }
-  const std::vector<std::int64_t> shape = shard.whole_shape();
-  const bool is_stack = shape.size() == 3;
-  std::int64_t offset = shard.local_offset;
-  for (const Rectangle& box : shard.boxes()) {
-    const std::size_t row_dim = shape.size() - 2;
-    const std::int64_t first = is_stack ? box.start[0] : 0;
-    const std::int64_t count = is_stack ? box.length[0] : 1;
-    for (std::int64_t i = first; i < first + count; ++i) {
-      offset = append_rows(
-          ends,
-          base,
-          {.row = i * shape[row_dim] + box.start[row_dim],
-           .column = box.start[row_dim + 1],
-           .rows = box.length[row_dim],
-           .columns = box.length[row_dim + 1]},
-          offset,
-          boxes);
-    }
-  }
-}
-
 void check_matrices(
     const GroupParameter& parameter,
     const std::vector<MatrixShape>& matrices) {
@@ -148,21 +83,12 @@ void MuonAlgorithm::add_group(
 }
 
 std::size_t MuonAlgorithm::window_for(Communicator* ranks, std::int64_t numel) {
-  constexpr std::int64_t kElementSize = 2;  // bfloat16
-  const std::int64_t num_ranks = ranks == nullptr ? 1 : ranks->size();
-  const auto [open, is_new] = open_windows_.try_emplace(ranks, windows_.size());
-  if (!is_new) {
-    for (const WindowMatrix& matrix : windows_[open->second].matrices) {
-      numel += matrix.shape.numel();
-    }
-    if (numel * kElementSize / num_ranks > kWindowNbytes) {
-      open->second = windows_.size();
-    }
-  }
-  if (open->second == windows_.size()) {
+  const std::size_t index =
+      rule_.window_for(ranks, ranks == nullptr ? 1 : ranks->size(), numel);
+  if (index == windows_.size()) {
     windows_.push_back({.ranks = ranks});
   }
-  return open->second;
+  return index;
 }
 
 void MuonAlgorithm::add_parameters(
@@ -218,7 +144,13 @@ void MuonAlgorithm::add_parameters(
       }
       for (const NamedShard& shard : of.main_shards()) {
         if (shard.names == parameter.names) {
-          append_boxes(shard, member.matrices, base, window.boxes);
+          append_boxes(
+              shard.whole_shape(),
+              shard.boxes(),
+              shard.local_offset,
+              member.matrices,
+              base,
+              window.boxes);
         }
       }
     }

@@ -84,7 +84,7 @@ class MuonAlgorithm : public UpdateAlgorithm {
   MuonOptions options_;
   std::map<std::size_t, Group> groups_;
   std::vector<Window> windows_;
-  std::map<Communicator*, std::size_t> open_windows_;
+  WindowRule<Communicator*> rule_;
 };
 
 /// Returns the factor of the learning rate of one matrix.

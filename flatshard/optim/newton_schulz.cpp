@@ -5,8 +5,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace flatshard {
 namespace {
@@ -25,10 +27,30 @@ std::int64_t block_rows(std::int64_t rows) {
   return rows;
 }
 
+// Square blocks of a symmetric matrix that are multiplied as a batch: in each
+// block of `diagonal` rows on its diagonal, `height` rows from `first` on times
+// the first rows of that block.
+struct SymmetricBlocks {
+  std::int64_t diagonal = 0;
+  std::int64_t first = 0;
+  std::int64_t height = 0;
+};
+
+// Returns the blocks below the diagonal, one of half the rows, two of a
+// quarter, and so on, and then the blocks on the diagonal.
+std::vector<SymmetricBlocks> symmetric_blocks(std::int64_t rows) {
+  const std::int64_t least = block_rows(rows);
+  std::vector<SymmetricBlocks> blocks;
+  for (std::int64_t n = rows; n > least; n /= 2) {
+    blocks.push_back({.diagonal = n, .first = n / 2, .height = n / 2});
+  }
+  blocks.push_back({.diagonal = least, .first = 0, .height = least});
+  return blocks;
+}
+
 // out = beta * add + alpha * x x^T, or x x^T without `add`, for a symmetric
-// `add`. Multiplies what is below the diagonal in batches of square blocks: one
-// of half the rows, two of a quarter, and so on, and then the blocks on the
-// diagonal. The elements above it are copies.
+// `add`. Multiplies symmetric_blocks. The elements above the diagonal are
+// copies.
 void symmetric_matmul(
     const at::Tensor& out,
     const at::Tensor& x,
@@ -36,32 +58,23 @@ void symmetric_matmul(
     double beta = 0,
     double alpha = 1) {
   const std::int64_t rows = x.size(0);
-  const std::int64_t least = block_rows(rows);
-  // `height` rows from `first` on in each diagonal block of `n` rows, times the
-  // first rows of the block.
-  const auto multiply =
-      [&](std::int64_t n, std::int64_t first, std::int64_t height) {
-        const std::int64_t num = rows / n;
-        const at::Tensor stacked = x.unflatten(0, {num, n});
-        const auto blocks = [&](const at::Tensor& of) {
-          return of.as_strided(
-              {num, height, height},
-              {n * (rows + 1), rows, 1},
-              of.storage_offset() + first * rows);
-        };
-        at::Tensor to = blocks(out);
-        const at::Tensor left = stacked.narrow(1, first, height);
-        const at::Tensor right = stacked.narrow(1, 0, height).mT();
-        if (add) {
-          at::baddbmm_out(to, blocks(*add), left, right, beta, alpha);
-        } else {
-          at::bmm_out(to, left, right);
-        }
-      };
-  for (std::int64_t n = rows; n > least; n /= 2) {
-    multiply(n, n / 2, n / 2);
+  for (const auto& [diagonal, first, height] : symmetric_blocks(rows)) {
+    const std::int64_t num = rows / diagonal;
+    const at::Tensor stacked = x.unflatten(0, {num, diagonal});
+    const std::vector<std::int64_t> sizes = {num, height, height};
+    const std::vector<std::int64_t> strides = {diagonal * (rows + 1), rows, 1};
+    const auto blocks = [&](const at::Tensor& of) {
+      return of.as_strided(sizes, strides, of.storage_offset() + first * rows);
+    };
+    at::Tensor to = blocks(out);
+    const at::Tensor left = stacked.narrow(1, first, height);
+    const at::Tensor right = stacked.narrow(1, 0, height).mT();
+    if (add) {
+      at::baddbmm_out(to, blocks(*add), left, right, beta, alpha);
+    } else {
+      at::bmm_out(to, left, right);
+    }
   }
-  multiply(least, 0, least);
   mirror_lower_cuda(out);
 }
 
@@ -95,6 +108,34 @@ void NewtonSchulzOptions::validate() const {
       config,
       "expected optimizer.muon_eps > 0, got {}",
       eps);
+}
+
+NewtonSchulzWork newton_schulz_work(
+    std::int64_t count,
+    std::int64_t rows,
+    std::int64_t columns) {
+  constexpr std::int64_t kNbytes = 2;
+  const std::int64_t s = std::min(rows, columns);
+  const std::int64_t l = std::max(rows, columns);
+  const std::int64_t matrix = count * s * l;
+  const std::int64_t square = count * s * s;
+  const bool by_blocks = count == 1 && block_rows(s) < s;
+  const std::vector<SymmetricBlocks> blocks =
+      by_blocks ? symmetric_blocks(s)
+                : std::vector<SymmetricBlocks>{{.diagonal = s, .height = s}};
+  NewtonSchulzWork work;
+  for (const std::int64_t k : {l, s}) {
+    for (const auto& [diagonal, first, height] : blocks) {
+      work.matmuls.push_back({count * (s / diagonal), height, height, k});
+    }
+  }
+  work.matmuls.push_back({count, s, l, s});
+  // Each element above a diagonal is read and written.
+  work.copied_nbytes = by_blocks ? 2 * square * kNbytes : 0;
+  // Two squares, and the next iterate; by_blocks the first one serves again.
+  work.scratch_nbytes =
+      (2 * square + (by_blocks ? matrix : 2 * matrix)) * kNbytes;
+  return work;
 }
 
 at::Tensor newton_schulz(

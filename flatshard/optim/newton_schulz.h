@@ -4,6 +4,9 @@
 
 #include "flatshard/optim/newton_schulz_options.h"
 
+#include <cstdint>
+#include <vector>
+
 namespace flatshard {
 
 /// Returns a matrix of the same singular vectors with singular values near 1,
@@ -20,5 +23,24 @@ namespace flatshard {
 at::Tensor newton_schulz(
     at::Tensor matrices,
     const NewtonSchulzOptions& options);
+
+/// `count` matmuls of [m, k] with [k, n].
+struct MatmulBatch {
+  std::int64_t count = 1;
+  std::int64_t m = 0;
+  std::int64_t n = 0;
+  std::int64_t k = 0;
+};
+
+/// The matmuls of one iteration of newton_schulz, and its memory.
+struct NewtonSchulzWork {
+  std::vector<MatmulBatch> matmuls;
+  std::int64_t copied_nbytes = 0;   ///< read and written between the matmuls
+  std::int64_t scratch_nbytes = 0;  ///< in addition to the matrices
+};
+
+/// Returns the work for `count` bfloat16 matrices on CUDA.
+NewtonSchulzWork
+newton_schulz_work(std::int64_t count, std::int64_t rows, std::int64_t columns);
 
 }  // namespace flatshard

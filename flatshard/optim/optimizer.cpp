@@ -2,9 +2,9 @@
 
 #include "flatshard/comm/launch_order.h"
 #include "flatshard/core/error.h"
-#include "flatshard/core/rounding.h"
 #include "flatshard/group/weight_write.h"
 #include "flatshard/optim/moments.h"
+#include "flatshard/optim/update_parts.h"
 
 #include <ATen/ATen.h>
 
@@ -24,97 +24,6 @@ std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
     }
   }
   return trained;
-}
-
-/// A parameter's elements in the flat shard.
-struct OwnPiece {
-  std::int64_t begin = 0;
-  std::int64_t end = 0;
-  std::int32_t row = 0;
-};
-
-// Returns the pieces that are not empty, in order.
-std::vector<OwnPiece> own_pieces(
-    const ParamGroup& group,
-    const std::vector<std::int32_t>& row_of_parameters) {
-  std::vector<OwnPiece> pieces;
-  for (std::size_t i = 0; i < row_of_parameters.size(); ++i) {
-    for (const Piece& piece :
-         group.weights().main().local_pieces(static_cast<std::int64_t>(i))) {
-      if (piece.numel > 0) {
-        pieces.push_back(
-            {.begin = piece.local_offset,
-             .end = piece.local_offset + piece.numel,
-             .row = row_of_parameters[i]});
-      }
-    }
-  }
-  std::ranges::sort(pieces, {}, &OwnPiece::begin);
-  return pieces;
-}
-
-// Returns the runs of equal rows over the flat shard, where a parameter of row
-// kSkipped is not updated. Padding has the row of the elements before it: it is
-// zero and stays zero. So all but the last end where a parameter starts. Empty:
-// all of the shard has row 0.
-std::vector<UpdateRange> update_ranges(
-    const ParamGroup& group,
-    const std::vector<std::int32_t>& row_of_parameters) {
-  std::vector<UpdateRange> ranges;
-  for (const auto& [begin, end, row] : own_pieces(group, row_of_parameters)) {
-    if (!ranges.empty()) {
-      ranges.back().end = begin;
-    }
-    if (!ranges.empty() && ranges.back().group == row) {
-      ranges.back().end = end;
-    } else {
-      ranges.push_back({end, row});
-    }
-  }
-  if (ranges.empty() || (ranges.size() == 1 && ranges[0].group == 0)) {
-    return {};
-  }
-  ranges.back().end = group.weights().main().local().numel();
-  return ranges;
-}
-
-// Returns the runs of the parameters that are not skipped. A run includes the
-// padding after a parameter, so its length is a multiple of the alignment.
-std::vector<UpdateRun> update_runs(
-    const ParamGroup& group,
-    const std::vector<std::int32_t>& row_of_parameters) {
-  const std::int64_t numel = group.weights().main().local().numel();
-  std::vector<UpdateRun> runs;
-  std::int64_t states_numel = 0;
-  for (const OwnPiece& piece : own_pieces(group, row_of_parameters)) {
-    if (piece.row == UpdateRange::kSkipped) {
-      continue;
-    }
-    const std::int64_t end =
-        std::min(round_up(piece.end, kLayoutAlignment), numel);
-    if (!runs.empty() && runs.back().end == piece.begin &&
-        runs.back().group == piece.row) {
-      runs.back().end = end;
-    } else {
-      runs.push_back(
-          {.begin = piece.begin,
-           .end = end,
-           .group = piece.row,
-           .states_begin = states_numel});
-    }
-    states_numel += end - piece.begin;
-  }
-  return runs;
-}
-
-std::vector<ParameterValues> values_of(
-    const ParameterGroups& parameters,
-    const std::vector<std::size_t>& rows) {
-  std::vector<ParameterValues> values;
-  for (const std::size_t row : rows) {
-    values.push_back(parameters.groups[row].values);
-  }
-  return values;
 }
 
 }  // namespace
@@ -161,54 +70,31 @@ void Optimizer::add_parts(std::size_t group) {
   const ParamGroup& g = *groups_[group];
   const std::vector<std::size_t>& of_parameters =
       parameters_.of_parameters[group];
-  std::map<Algorithm, Part> parts;
-  std::vector<std::optional<Algorithm>> algorithm_of(of_parameters.size());
-  std::vector<std::int32_t> row_of(of_parameters.size());
-  for (std::size_t i = 0; i < of_parameters.size(); ++i) {
-    const std::size_t index = of_parameters[i];
-    if (index == ParameterGroups::kNotUpdated) {
-      continue;
-    }
-    algorithm_of[i] = parameters_.groups.at(index).values.algorithm;
-    auto& rows = parts[*algorithm_of[i]].rows;
-    const auto found = std::find(rows.begin(), rows.end(), index);
-    row_of[i] = static_cast<std::int32_t>(found - rows.begin());
-    if (found == rows.end()) {
-      rows.push_back(index);
-    }
-  }
-  for (auto& [algorithm, part] : parts) {
-    part.algorithm = algorithm;
-    std::vector<std::int32_t> own_rows = row_of;
-    for (std::size_t i = 0; i < own_rows.size(); ++i) {
-      if (algorithm_of[i] != algorithm) {
-        own_rows[i] = UpdateRange::kSkipped;
-      }
-    }
-    const at::Tensor& main = g.weights().main().local();
-    part.update.ranges = update_ranges(g, own_rows);
-    const bool is_partial =
-        parts.size() > 1 ||
-        std::ranges::count(of_parameters, ParameterGroups::kNotUpdated) > 0;
-    if (is_partial) {
-      part.update.runs = update_runs(g, own_rows);
+  const at::Tensor& main = g.weights().main().local();
+  const ShardPieces pieces = shard_pieces(g);
+  for (const UpdatePart& of :
+       update_parts(trained_group(g), of_parameters, parameters_)) {
+    Part part{.algorithm = of.algorithm, .rows = of.rows, .update = {}};
+    part.update.ranges = update_ranges(pieces, of.row_of);
+    if (of.is_partial) {
+      part.update.runs = update_runs(pieces, of.row_of);
     } else {
       part.update.upload_ranges(main.device());
     }
-    auto& own = algorithms_[algorithm];
+    auto& own = algorithms_[of.algorithm];
     if (own == nullptr) {
-      own = make_algorithm(algorithm, parameters_.muon);
+      own = make_algorithm(of.algorithm, parameters_.muon);
     }
     const std::vector<ParameterValues> values =
-        values_of(parameters_, part.rows);
+        values_of(part.rows, parameters_);
     own->add_group(
         group,
         main.narrow(0, 0, part.update.states_numel(main.numel())),
         values);
     std::vector<UpdateAlgorithm::OwnParameter> parameters;
-    for (std::size_t i = 0; i < own_rows.size(); ++i) {
-      if (algorithm_of[i] == algorithm) {
-        parameters.push_back({i, own_rows[i]});
+    for (std::size_t i = 0; i < of.row_of.size(); ++i) {
+      if (of.row_of[i] != UpdateRange::kSkipped) {
+        parameters.push_back({i, of.row_of[i]});
       }
     }
     own->add_parameters(group, g, parameters, values);
@@ -279,7 +165,7 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
   for (const std::size_t i : groups) {
     for (const Part& part : parts_[i]) {
       algorithms_.at(part.algorithm)
-          ->begin_update(i, part.update, values_of(parameters_, part.rows), lr);
+          ->begin_update(i, part.update, values_of(part.rows, parameters_), lr);
     }
   }
 }
@@ -311,12 +197,10 @@ void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
       continue;
     }
     for (Part& part : parts_[i]) {
-      FLATSHARD_CHECK(
-          !part.update.runs && part.algorithm != Algorithm::muon,
-          config,
-          "{}: stochastic rounding requires one algorithm, adamw or sgd, for "
-          "all parameters of a unit",
-          groups_[i]->name());
+      check_stochastic_rounding(
+          groups_[i]->name(),
+          part.algorithm,
+          part.update.runs.has_value());
       part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
       part.update.upload_ranges(main.device());
     }

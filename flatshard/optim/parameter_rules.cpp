@@ -11,12 +11,16 @@
 #include <map>
 #include <regex>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 namespace flatshard {
 namespace {
 
 constexpr std::size_t kNamesInErrors = 3;
+
+// By rule, whether AdamW replaces Muon, and whether it is not decayed.
+using GroupKey = std::tuple<std::size_t, bool, bool>;
 
 std::regex regex_of(const std::string& pattern) {
   FLATSHARD_CHECK(
@@ -240,8 +244,15 @@ std::string ParameterGroups::table() const {
   return lines;
 }
 
+TrainedGroup trained_group(const ParamGroup& group) {
+  return {
+      .name = group.name(),
+      .parameters = group.parameters(),
+      .plan = &group.plan()};
+}
+
 ParameterGroups parameter_groups(
-    const std::vector<ParamGroup*>& groups,
+    const std::vector<TrainedGroup>& groups,
     const ParameterRules& rules) {
   rules.rest.validate();
   std::vector<std::regex> regexes;
@@ -256,15 +267,13 @@ ParameterGroups parameter_groups(
   std::vector<bool> matched(rest + 1);
   std::vector<bool> applied(rest + 1);
   std::vector<std::string> all_names;
-  // By rule, whether AdamW replaces Muon, and whether it is not decayed.
-  using Key = std::tuple<std::size_t, bool, bool>;
-  std::map<Key, ParameterGroupValues> found;
-  std::vector<std::vector<Key>> of_parameters;
-  for (const ParamGroup* group : groups) {
+  std::map<GroupKey, ParameterGroupValues> found;
+  std::vector<std::vector<GroupKey>> of_parameters;
+  for (const TrainedGroup& group : groups) {
     auto& keys = of_parameters.emplace_back();
-    for (const GroupParameter& p : group->parameters()) {
+    for (const GroupParameter& p : group.parameters) {
       std::vector<std::string> entries;
-      if (rules.entry_names != nullptr) {
+      if (rules.entry_names != nullptr && rest > 0) {
         entries = rules.entry_names(p);
       }
       all_names.insert(all_names.end(), p.names.begin(), p.names.end());
@@ -305,7 +314,7 @@ ParameterGroups parameter_groups(
   }
   ParameterGroups result;
   result.muon = rules.muon;
-  std::map<Key, std::size_t> index;
+  std::map<GroupKey, std::size_t> index;
   for (auto& [key, group] : found) {
     const auto& [rule, replaced, undecayed] = key;
     group.title = rule == rest ? "the rest" : rules.rules[rule].pattern;
@@ -328,6 +337,17 @@ ParameterGroups parameter_groups(
     }
   }
   return result;
+}
+
+ParameterGroups parameter_groups(
+    const std::vector<ParamGroup*>& groups,
+    const ParameterRules& rules) {
+  std::vector<TrainedGroup> trained;
+  trained.reserve(groups.size());
+  for (const ParamGroup* group : groups) {
+    trained.push_back(trained_group(*group));
+  }
+  return parameter_groups(trained, rules);
 }
 
 }  // namespace flatshard

@@ -3,11 +3,14 @@
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/muon_options.h"
 #include "flatshard/optim/parameter_values.h"
+#include "flatshard/shape/group_plan.h"
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace flatshard {
@@ -52,9 +55,22 @@ struct ParameterGroups {
   std::string table() const;
 };
 
+/// A ParamGroup, or a group that has no memory yet. Owns nothing.
+struct TrainedGroup {
+  std::string_view name;  ///< for errors
+  std::span<const GroupParameter> parameters;
+  const GroupPlan* plan = nullptr;
+};
+TrainedGroup trained_group(const ParamGroup& group);
+
 /// Returns the parameter groups of the parameters of `groups`.
-/// @throws Error{config} for a value out of range, and for a pattern that is
-///   invalid, matches some entries of a parameter, or has no parameter.
+/// @throws Error{config} for a value that is out of range or has no effect.
+/// Also
+///   for a pattern that is invalid, matches only some entries of a parameter,
+///   or has no parameter.
+ParameterGroups parameter_groups(
+    const std::vector<TrainedGroup>& groups,
+    const ParameterRules& rules);
 ParameterGroups parameter_groups(
     const std::vector<ParamGroup*>& groups,
     const ParameterRules& rules);

@@ -31,7 +31,9 @@ Bound bound_of(const Estimate& estimate) {
   double passes = 0;
   double products = 0;
   for (const auto& [kind, seconds] : step.kinds) {
-    (kind == "GEMM" || kind == "attention" ? products : passes) += seconds;
+    const bool is_product =
+        kind == "GEMM" || kind == "attention" || kind == "Newton-Schulz";
+    (is_product ? products : passes) += seconds;
   }
   return products >= passes ? Bound::compute : Bound::memory_bandwidth;
 }

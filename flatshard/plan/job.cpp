@@ -31,10 +31,7 @@ std::vector<RoleBytes> memory_of(
       {"main weights", sum.main},
       {"compute weights", sum.compute},
       {"gradients", sum.gradients},
-      {"optimizer state",
-       static_cast<std::int64_t>(
-           job.state_nbytes * static_cast<double>(sum.numel)) +
-           job.more_state_nbytes},
+      {"optimizer state", job.state_nbytes},
       {"slot pool", slots.arena_nbytes()}};
   for (const auto& [role, nbytes] : job.other_nbytes) {
     if (nbytes > 0) {

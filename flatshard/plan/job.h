@@ -33,6 +33,19 @@ struct LayerWork {
   bool operator==(const LayerWork&) const = default;
 };
 
+/// Muon's work on the matrices of some units on the rank that has the most:
+/// ranks send their parts, one rank orthogonalizes each matrix, and returns it.
+struct MatrixWork {
+  UnitId first = kNoUnit;      ///< starts before the update of this unit
+  UnitId last = kNoUnit;       ///< ends with the update of this one
+  double exchange_nbytes = 0;  ///< of the all-to-all, each way
+  std::int64_t ranks = 1;      ///< that exchange
+  std::int64_t stride = 1;     ///< of the model's ranks between them
+  Kernels kernels;
+  std::int64_t directions_nbytes = 0;  ///< until the end
+  std::int64_t scratch_nbytes = 0;     ///< during the exchange
+};
+
 /// A training run as numbers: the planner's input, independent of the formats
 /// of configs and models.
 struct Job {
@@ -62,9 +75,10 @@ struct Job {
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
 
-  double state_nbytes = 8;  ///< of the optimizer, per element
-  /// Bytes that some parameters' states of the optimizer have beyond that.
-  std::int64_t more_state_nbytes = 0;
+  /// Bytes of the optimizer's states, of the rank that has the most.
+  std::int64_t state_nbytes = 0;
+  std::vector<Kernels> updates;  ///< the optimizer's passes, by UnitId
+  std::vector<MatrixWork> matrices;
   bool clips = true;    ///< computes the norm of all gradients
   bool graphs = false;  ///< units run as CUDA graphs
   /// Memory of a rank that belongs to no unit, by role.

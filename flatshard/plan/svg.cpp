@@ -52,6 +52,8 @@ constexpr Word<std::string_view> kStyleOf[] = {
     {"backward", "b"},
     {"weight gradients", "w"},
     {"optimizer", "o"},
+    {"Newton-Schulz", "o"},
+    {"exchange of matrices", "s"},
     {"gradient norm", "o"},
     {"save shard", "g"},
     {"all-gather", "g"},

@@ -22,6 +22,7 @@ UnitOperations::UnitOperations(
     : job_(job),
       units_(units),
       gpu_(gpu),
+      slowed_gpu_(slowed_gpu),
       record_(record),
       weights_(units.size()),
       states_(units.size()) {
@@ -263,6 +264,39 @@ void UnitOperations::accumulate(UnitId unit, int microbatch) {
   }
 }
 
+void UnitOperations::exchange_matrices(const MatrixWork& work) {
+  if (work.exchange_nbytes == 0) {
+    return;
+  }
+  const Group group = group_of(work.ranks, work.stride, job_.ranks_per_host);
+  const auto price = [&](const Gpu& gpu) {
+    return seconds(gpu, Transfer::all_to_all, work.exchange_nbytes, group);
+  };
+  Operation operation{
+      .stream = Stream::reduce,
+      .link = Link::collectives,
+      .leaves_host = group.hosts() > 1,
+      .seconds = price(gpu_),
+      .beside_compute = price(slowed_gpu_),
+      .what = "exchange of matrices"};
+  add_wait(operation.waits, record_.last(Stream::compute));
+  record_.compute_waits_for(record_.queue(std::move(operation)));
+}
+
+void UnitOperations::orthogonalize(const MatrixWork& work) {
+  directions_nbytes_ += work.directions_nbytes;
+  record_.note_peak(directions_nbytes_ + work.scratch_nbytes);
+  exchange_matrices(work);
+  const double taken = seconds(gpu_, work.kernels);
+  record_.add_kernel_seconds("Newton-Schulz", taken);
+  record_.queue(
+      {.stream = Stream::compute,
+       .seconds = taken,
+       .waits = record_.take_compute_waits(),
+       .what = "Newton-Schulz"});
+  exchange_matrices(work);
+}
+
 void UnitOperations::update() {
   double norm = 0;
   for (const UnitPrices& prices : prices_) {
@@ -283,13 +317,23 @@ void UnitOperations::update() {
          .what = "gradient norm"});
   }
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    record_.add_kernel_seconds("optimizer", prices_[u].optimizer);
+    const auto unit = static_cast<UnitId>(u);
+    for (const MatrixWork& work : job_.matrices) {
+      if (work.first == unit) {
+        orthogonalize(work);
+      }
+    }
+    const double taken = seconds(gpu_, job_.updates[u]);
+    record_.add_kernel_seconds("optimizer", taken);
     states_[u].updated = record_.queue(
         {.stream = Stream::compute,
-         .seconds = prices_[u].optimizer,
+         .seconds = taken,
          .waits = record_.take_compute_waits(),
          .what = "optimizer",
-         .unit = static_cast<UnitId>(u)});
+         .unit = unit});
+    for (const MatrixWork& work : job_.matrices) {
+      directions_nbytes_ -= work.last == unit ? work.directions_nbytes : 0;
+    }
   }
 }
 

@@ -54,10 +54,13 @@ class UnitOperations {
   void acquire_grads(UnitId unit);
   void reduce(const Action& action, int microbatch);
   void accumulate(UnitId unit, int microbatch);
+  void orthogonalize(const MatrixWork& work);
+  void exchange_matrices(const MatrixWork& work);
 
   const Job& job_;
   const std::vector<UnitPlan>& units_;
   const Gpu& gpu_;
+  const Gpu& slowed_gpu_;
   StepRecord& record_;
   std::vector<UnitSpec> specs_;
   std::vector<UnitPrices> prices_;
@@ -66,6 +69,7 @@ class UnitOperations {
   SlotPlaces places_;
   std::vector<std::vector<Weights>> weights_;  ///< by unit and slice
   std::vector<UnitState> states_;
+  std::int64_t directions_nbytes_ = 0;  ///< of MatrixWork in flight
 };
 
 }  // namespace flatshard::plan

@@ -34,15 +34,9 @@ class UnitPricer {
       }
       add_gradients(group, prices);
       const GroupShape& shape = group.shape;
-      const GroupBytes bytes = group.bytes();
-      const double numel = as_double(bytes.numel);
-      const double moved =
-          2 * as_double(shape.sizes.main) + 2 * job_.state_nbytes +
-          as_double(shape.sizes.gradient) +
-          (bytes.compute > 0 ? as_double(shape.sizes.compute) : 0);
-      prices.optimizer += gpu_.pass_seconds("optimizer", numel * moved);
-      prices.norm +=
-          gpu_.pass_seconds("sum", numel * as_double(shape.sizes.gradient));
+      prices.norm += gpu_.pass_seconds(
+          "sum",
+          as_double(group.bytes().numel) * as_double(shape.sizes.gradient));
     }
     return prices;
   }

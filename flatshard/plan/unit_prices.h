@@ -39,7 +39,6 @@ struct UnitPrices {
   bool reductions_leave_host = false;
   bool outer_leaves_host = false;
   bool outer_by_copies = false;
-  double optimizer = 0;
   double norm = 0;
 };
 

@@ -540,6 +540,34 @@ TEST(Muon, ReportsBadOptions) {
       HasSubstr("to be all of its rows, got 3 rows in 1 matrices"));
 }
 
+// Half of a symmetric matrix and half of the blocks on its diagonal.
+TEST(NewtonSchulz, WorkOfALargeMatrixLeavesOutBlocksAboveTheDiagonal) {
+  const NewtonSchulzWork work = newton_schulz_work(1, 4096, 14336);
+  std::map<std::int64_t, std::int64_t> elements;  // of products, by k
+  for (const MatmulBatch& of : work.matmuls) {
+    elements[of.k] += of.count * of.m * of.n;
+  }
+  constexpr std::int64_t kSymmetric = 4096 * (4096 + 1024) / 2;
+  EXPECT_EQ(elements.at(14336), kSymmetric);
+  EXPECT_EQ(elements.at(4096), kSymmetric + 4096 * 14336);
+  EXPECT_EQ(work.copied_nbytes, 2 * 4096 * 4096 * 2);
+  EXPECT_EQ(work.scratch_nbytes, (2 * 4096 * 4096 + 4096 * 14336) * 2);
+  EXPECT_EQ(
+      newton_schulz_work(1, 14336, 4096).scratch_nbytes,
+      work.scratch_nbytes);
+}
+
+TEST(NewtonSchulz, WorkOfABatchIsOfFullMatrices) {
+  const NewtonSchulzWork work = newton_schulz_work(128, 768, 2048);
+  ASSERT_EQ(work.matmuls.size(), 3U);
+  for (const MatmulBatch& of : work.matmuls) {
+    EXPECT_EQ(of.count, 128);
+    EXPECT_EQ(of.m, 768);
+  }
+  EXPECT_EQ(work.copied_nbytes, 0);
+  EXPECT_EQ(work.scratch_nbytes, 128 * 2 * (768 * 768 + 768 * 2048) * 2);
+}
+
 TEST(NewtonSchulz, ABatchIsItsMatrices) {
   auto generator = at::detail::createCPUGenerator(3);
   for (const bool is_tall : {false, true}) {

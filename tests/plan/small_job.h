@@ -6,6 +6,10 @@
 
 namespace flatshard::plan {
 
+/// AdamW reads and writes float32 weights and two states of an element, reads a
+/// gradient of two bytes, and writes a weight of two.
+inline constexpr std::int64_t kAdamWNbytes = 2 * 4 + 2 * 8 + 2 + 2;
+
 /// Returns layers of equal units between an embedding and a head without
 /// parameters, on the ranks of one host, ZeRO-3. A unit has 1000 * ranks
 /// numbers of two bytes.
@@ -34,6 +38,11 @@ inline Job small_job(int layers, std::int64_t ranks) {
   job.plan_units.ends = PlanUnits::Ends{
       .embed = 1,
       .head = static_cast<UnitId>(job.units.size() - 1)};
+  job.updates.resize(job.units.size());
+  for (const UnitId unit : job.plan_units.layers) {
+    job.state_nbytes += 8 * 1000;
+    job.updates[unit] = {Kernel::memory("optimizer", kAdamWNbytes * 1000)};
+  }
   job.overlap.in_flight = 1;
   job.layer_kinds.emplace_back();
   job.tokens_per_rank = 100;

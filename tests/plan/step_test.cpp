@@ -43,7 +43,7 @@ TEST(StepPlan, OneRankIsItsCompute) {
   const StepPlan step = step_of(job);
   // 3 forwards and backwards; the optimizer reads and writes 12 + 12 + 2 + 2
   // bytes of each of 1000 numbers.
-  constexpr double kOptimizer = 3 * 1000 * (2 * 4 + 2 * 8 + 2 + 2) / 1e9;
+  constexpr double kOptimizer = 3 * 1000 * kAdamWNbytes / 1e9;
   EXPECT_NEAR(step.device_seconds, 9 + kOptimizer, 1e-4);
   EXPECT_NEAR(step.kinds.at("norm"), 9, 1e-9);
   EXPECT_NEAR(step.kinds.at("optimizer"), kOptimizer, 1e-12);
@@ -302,6 +302,50 @@ TEST(StepPlan, ARecomputeDoesNotRunKeptKernels) {
   EXPECT_NEAR(step_of(job).compute_seconds - before, 3 + 3, 1e-6);
   forward.back().is_kept = true;
   EXPECT_NEAR(step_of(job).compute_seconds - before, 3, 1e-6);
+}
+
+/// Muon's work on the matrices of units from `first` to `last`: 3/4 of 2 s for
+/// each exchange on round_gpu(), and 2 s of matmuls.
+MatrixWork matrix_work(UnitId first, UnitId last) {
+  return {
+      .first = first,
+      .last = last,
+      .exchange_nbytes = 2 * kGb,
+      .ranks = 4,
+      .kernels = {Kernel::matmul(Product::forward, 1e4, 1e4, 1e4)},
+      .directions_nbytes = 10000,
+      .scratch_nbytes = 5000};
+}
+
+TEST(StepPlan, MuonExchangesMatricesAndOrthogonalizesThem) {
+  Job job = small_job(3, 4);
+  job.matrices = {matrix_work(2, 4)};
+  const StepPlan step = step_of(job, without_updates());
+  EXPECT_NEAR(step.device_seconds, 1.5 + 2 + 1.5, 1e-3);
+  EXPECT_NEAR(step.kinds.at("Newton-Schulz"), 2, 1e-9);
+  EXPECT_NEAR(step.transfers.at("exchange of matrices"), 3, 1e-9);
+  EXPECT_NEAR(step.exposed_seconds, 3, 1e-3);
+}
+
+TEST(StepPlan, ReplicasOfMatricesExchangeNothing) {
+  Job job = small_job(3, 4);
+  job.matrices = {matrix_work(2, 4)};
+  job.matrices[0].exchange_nbytes = 0;
+  job.matrices[0].ranks = 1;
+  const StepPlan step = step_of(job, without_updates());
+  EXPECT_NEAR(step.device_seconds, 2, 1e-3);
+  EXPECT_EQ(step.transfers.count("exchange of matrices"), 0U);
+}
+
+// Gradients of 3 units, and buffers. The first window's directions are in
+// memory when the second one starts.
+TEST(StepPlan, CountsMemoryOfMatrices) {
+  constexpr std::int64_t kGradients = 3 * 1000 * 2;
+  Job job = small_job(3, 4);
+  job.matrices = {matrix_work(2, 2), matrix_work(3, 4)};
+  EXPECT_EQ(step_of(job).peak_nbytes, kGradients + 10000 + 5000);
+  job.matrices = {matrix_work(2, 3), matrix_work(3, 4)};
+  EXPECT_EQ(step_of(job).peak_nbytes, kGradients + 2 * 10000 + 5000);
 }
 
 TEST(StepPlan, TheHostMayBeWhatTakesLonger) {

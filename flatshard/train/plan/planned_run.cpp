@@ -3,9 +3,8 @@
 #include "flatshard/buffer/peer_mesh.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/peer_exchange.h"
-#include "flatshard/layout/local_range.h"
 #include "flatshard/layout/padding.h"
-#include "flatshard/optim/state_ranges.h"
+#include "flatshard/models/hf_names.h"
 #include "flatshard/peer/copy_reducer.h"
 #include "flatshard/schedule/keep_units.h"
 #include "flatshard/schedule/simulate.h"
@@ -14,6 +13,7 @@
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/plan/model_work.h"
 #include "flatshard/train/plan/planned_units.h"
+#include "flatshard/train/plan/planned_updates.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/setup/train_state.h"
 
@@ -145,47 +145,6 @@ std::map<std::string, std::string> float8_recipes(
   return recipes;
 }
 
-/// Returns how many more bytes rank 0 has for int8 states, since some
-/// parameters have float32 ones.
-/// @param names  of these parameters.
-/// @param state_nbytes  of the others, per element.
-std::int64_t more_state_nbytes(
-    const std::vector<UnitPlan>& plans,
-    const std::set<std::string>& names,
-    double state_nbytes) {
-  std::int64_t more = 0;
-  for (const UnitPlan& unit : plans) {
-    for (const GroupPlan& group : unit.groups) {
-      if (!group.shape.trainable) {
-        continue;
-      }
-      const FlatLayout& layout = *group.layout;
-      const std::vector<std::int64_t>& sizes = group.shape.mesh.sizes;
-      const ShardSpan span = shard_span(
-          layout.num_shards(),
-          group.shape.strategy.optimizer,
-          sizes,
-          std::vector<std::int64_t>(sizes.size(), 0));
-      std::vector<StatePart> parts;
-      for (std::int64_t i = 0; i < layout.num_tensors(); ++i) {
-        for (const Piece& piece : layout.shard_pieces(i, span)) {
-          const bool is_other = names.count(layout.spec(i).name) > 0;
-          if (piece.numel > 0) {
-            parts.push_back(
-                {piece.local_offset,
-                 is_other ? StateFormat::float32 : StateFormat::int8});
-          }
-        }
-      }
-      const std::int64_t numel = group.bytes().numel;
-      more +=
-          states_nbytes(state_ranges(std::move(parts), numel)) -
-          static_cast<std::int64_t>(state_nbytes * static_cast<double>(numel));
-    }
-  }
-  return more;
-}
-
 }  // namespace
 
 plan::Job plan_job(
@@ -194,20 +153,6 @@ plan::Job plan_job(
     std::int64_t ranks,
     const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules) {
-  FLATSHARD_CHECK(
-      !config.optimizer.uses(Algorithm::muon),
-      config,
-      "flatshard plan does not support optimizer.name = \"muon\"; plan with "
-      "\"adamw\"");
-  FLATSHARD_CHECK(
-      std::ranges::none_of(
-          config.optimizer.param_groups,
-          [](const ParameterRule& rule) {
-            return rule.state_dtype.has_value();
-          }),
-      config,
-      "flatshard plan does not support state_dtype in optimizer.param_groups; "
-      "plan with optimizer.state_dtype");
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *
@@ -217,7 +162,6 @@ plan::Job plan_job(
       .ranks_per_host = host.ranks,
       .scheduler = {.prefetch = static_cast<int>(config.parallelism.prefetch)},
       .microbatches = static_cast<int>(microbatches),
-      .state_nbytes = config.optimizer.state_nbytes(),
       .clips = config.training.max_norm > 0,
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
@@ -309,10 +253,14 @@ plan::Job plan_job(
   }
   const std::vector<UnitPlan> plans = plan::plan_units(job);
   check_padding(layouts_of(plans), config.parallelism.max_padding);
-  if (config.optimizer.state_dtype == StateFormat::int8) {
-    job.more_state_nbytes =
-        more_state_nbytes(plans, units.float32_states, job.state_nbytes);
-  }
+  PlannedUpdates updates = planned_updates(
+      config.optimizer,
+      models::hf_entries_of(model),
+      units.descriptions,
+      plans);
+  job.state_nbytes = updates.state_nbytes;
+  job.updates = std::move(updates.units);
+  job.matrices = std::move(updates.matrices);
   spend_memory_budget(config, plans, job);
   return job;
 }

@@ -2,9 +2,7 @@
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/comm/store.h"
-#include "flatshard/fully_shard/describe.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/optim/moments.h"
 
 #include <algorithm>
 #include <string>
@@ -96,19 +94,11 @@ PlannedUnits planned_units(
     models::Llama& model,
     const std::shared_ptr<Mesh>& mesh,
     const FullyShardOptions& options) {
-  const std::vector<UnitDescription> units = describe(*model, mesh, options);
-  PlannedUnits planned;
-  for (const UnitDescription& unit : units) {
+  PlannedUnits planned{.descriptions = describe(*model, mesh, options)};
+  for (const UnitDescription& unit : planned.descriptions) {
     planned.shapes.push_back(unit.shape());
-    for (const GroupDescription& group : unit.groups) {
-      for (const GroupParameter& p : group.spec.parameters) {
-        if (state_format_of(p, StateFormat::int8) != StateFormat::int8) {
-          planned.float32_states.insert(p.names.front());
-        }
-      }
-    }
   }
-  planned.by_node = name_units(*model, units, planned.shapes);
+  planned.by_node = name_units(*model, planned.descriptions, planned.shapes);
   return planned;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/fully_shard/describe.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/models/llama.h"
@@ -7,18 +8,15 @@
 #include "flatshard/shape/unit_plan.h"
 
 #include <memory>
-#include <set>
-#include <string>
 #include <vector>
 
 namespace flatshard {
 
 /// The units of a model before they have memory.
 struct PlannedUnits {
-  std::vector<UnitShape> shapes;  ///< by UnitId
+  std::vector<UnitDescription> descriptions;  ///< by UnitId
+  std::vector<UnitShape> shapes;              ///< of the descriptions
   PlanUnits by_node;
-  /// Parameters with float32 states if the others have int8 ones.
-  std::set<std::string> float32_states;
 };
 
 /// Returns the mesh of rank 0 without the other ranks: never communicates.

@@ -33,9 +33,8 @@ double momentum_of(const config::Optimizer& keys, Algorithm algorithm) {
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_optimizer(
+ParameterRules parameter_rules(
     const config::Optimizer& keys,
-    const std::vector<ParamGroup*>& groups,
     const StoredEntriesOf& entries_of) {
   ParameterRules rules{
       .rest =
@@ -59,11 +58,12 @@ std::unique_ptr<Optimizer> make_optimizer(
         return matrices_of_block(entries_of, parameter);
       }}};
   for (ParameterRule& rule : rules.rules) {
-    if (!rule.momentum) {
-      rule.momentum = momentum_of(keys, rule.algorithm.value_or(keys.name));
+    // A rule without an algorithm has the momentum of the rest.
+    if (!rule.momentum && rule.algorithm) {
+      rule.momentum = momentum_of(keys, *rule.algorithm);
     }
   }
-  rules.entry_names = [&](const GroupParameter& parameter) {
+  rules.entry_names = [entries_of](const GroupParameter& parameter) {
     std::vector<std::string> names;
     for (StoredEntry& entry :
          entries_of(parameter.names.front(), parameter.whole_shape())) {
@@ -71,7 +71,14 @@ std::unique_ptr<Optimizer> make_optimizer(
     }
     return names;
   };
-  return std::make_unique<Optimizer>(groups, rules);
+  return rules;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(
+    const config::Optimizer& keys,
+    const std::vector<ParamGroup*>& groups,
+    const StoredEntriesOf& entries_of) {
+  return std::make_unique<Optimizer>(groups, parameter_rules(keys, entries_of));
 }
 
 LrSchedule lr_schedule(

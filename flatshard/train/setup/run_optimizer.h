@@ -10,6 +10,12 @@
 
 namespace flatshard {
 
+/// Returns the parameter groups that [optimizer] describes.
+/// @param entries_of  Hugging Face's entries of a parameter.
+ParameterRules parameter_rules(
+    const config::Optimizer& keys,
+    const StoredEntriesOf& entries_of);
+
 /// Returns the optimizer that [optimizer] describes.
 /// @param entries_of  Hugging Face's entries of a parameter.
 /// @throws Error{config}: see parameter_groups.

@@ -1,5 +1,6 @@
 // A plan and a start describe a model's units by one function, and the memory
 // that a start allocates is what the plan predicts.
+#include "flatshard/core/error.h"
 #include "flatshard/plan/estimate.h"
 #include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/plan/run_plan.h"
@@ -11,9 +12,12 @@
 #include "tests/support/ranks.h"
 
 #include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
+#include <mutex>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -21,6 +25,7 @@
 namespace flatshard {
 namespace {
 
+using ::testing::HasSubstr;
 using testing::RankContext;
 using testing::run_ranks;
 using Table = std::map<std::string, std::int64_t>;
@@ -112,9 +117,12 @@ void expect_units(const Runtime& runtime, const std::vector<UnitPlan>& plans) {
   }
 }
 
-/// Returns the memory table of a real start, of rank 0.
+/// Returns the memory table of a real start, of rank 0 with the states of the
+/// rank that has the most.
 Table measured(const Case& of) {
   Table table;
+  std::mutex mutex;
+  std::int64_t most_states = 0;
   run_ranks(of.ranks, [&](RankContext& context) {
     const Config config = config_of(of);
     const auto mesh = context.mesh(mesh_axes(config.parallelism));
@@ -128,6 +136,11 @@ Table measured(const Case& of) {
     if (state.lora) {
       keep_float8_alone(frozen_groups(*state.runtime));
     }
+    // Other ranks of tensor parallelism may have slices of another size.
+    if (context.rank % config.parallelism.tensor_parallel_degree == 0) {
+      const std::lock_guard lock(mutex);
+      most_states = std::max(most_states, state.optimizer->state_nbytes());
+    }
     if (context.rank == 0) {
       expect_units(*state.runtime, plan::plan_units(job_of(of)));
       for (const MemoryRow& row : memory_rows(state)) {
@@ -135,6 +148,7 @@ Table measured(const Case& of) {
       }
     }
   });
+  table.at("optimizer state") = most_states;
   return table;
 }
 
@@ -148,6 +162,17 @@ const std::string kNone = "parallelism.copy_engines=none";
 const std::string kShared = "parallelism.tensor_parallel_degree=2";
 const std::string kCut = "parallelism.expert_tensor_parallel_degree=2";
 const std::string kAdapters = "lora.rank=8";
+const std::string kInt8 = "optimizer.state_dtype=int8";
+const std::string kMuon = "optimizer.name=muon";
+// Of a block, matrices of attention have Muon, others SGD, and norms AdamW.
+const std::string kGroups =
+    "optimizer.param_groups=[{pattern = 'self_attn', name = 'muon'}, "
+    "{pattern = 'mlp', name = 'sgd', momentum = 0.9}]";
+// Of a block, q_proj and o_proj have int8 states, the MLP bfloat16 ones, and
+// the others float32.
+const std::string kFormats =
+    "optimizer.param_groups=[{pattern = 'mlp', state_dtype = 'bfloat16'}, "
+    "{pattern = 'q_proj|o_proj', state_dtype = 'int8'}]";
 const std::string kOfAttention = "lora.targets=q_proj, o_proj";
 
 INSTANTIATE_TEST_SUITE_P(
@@ -183,6 +208,71 @@ INSTANTIATE_TEST_SUITE_P(
              "model.moe_ffn_dim=256",
              "parallelism.expert_parallel_degree=2",
              "parallelism.max_padding=1"}},
+        Case{"int8_states_alone", 1, {kInt8}},
+        Case{
+            "int8_states_zero2",
+            2,
+            {kNone, kInt8, "parallelism.strategy=zero2"}},
+        Case{
+            "int8_states_of_replicas",
+            4,
+            {kNone, kInt8, "parallelism.data_parallel_replicate_degree=2"}},
+        Case{"formats_of_groups_alone", 1, {kFormats}},
+        Case{"formats_of_groups", 2, {kNone, kFormats}},
+        Case{"formats_of_groups_on_four", 4, {kNone, kFormats}},
+        Case{
+            "formats_of_groups_zero2",
+            2,
+            {kNone, kFormats, "parallelism.strategy=zero2"}},
+        Case{
+            "formats_of_groups_of_replicas",
+            4,
+            {kNone, kFormats, "parallelism.data_parallel_replicate_degree=2"}},
+        Case{
+            "formats_of_groups_shared",
+            4,
+            {kNone,
+             kShared,
+             "optimizer.param_groups=[{pattern = 'mlp', state_dtype = "
+             "'bfloat16'}, {pattern = 'q_proj', state_dtype = 'int8'}]"}},
+        Case{
+            "bfloat16_states_on_four",
+            4,
+            {kNone, "optimizer.state_dtype=bfloat16"}},
+        Case{
+            "bfloat16_states_shared",
+            2,
+            {kNone, kShared, "optimizer.state_dtype=bfloat16"}},
+        Case{"muon_alone", 1, {kMuon}},
+        Case{"muon", 2, {kNone, kMuon}},
+        Case{"muon_of_four", 4, {kNone, kMuon}},
+        Case{
+            "muon_of_three_rows",
+            3,
+            {kNone, kMuon, "parallelism.granularity=row"}},
+        Case{"muon_zero2", 2, {kNone, kMuon, "parallelism.strategy=zero2"}},
+        Case{"muon_zero0", 2, {kMuon, "parallelism.strategy=zero0"}},
+        Case{
+            "muon_of_replicas",
+            4,
+            {kNone, kMuon, "parallelism.data_parallel_replicate_degree=2"}},
+        Case{"muon_shared", 4, {kNone, kMuon, kShared}},
+        Case{
+            "experts_with_muon",
+            4,
+            {kNone, kMuon, "parallelism.expert_parallel_degree=2"}},
+        Case{"groups_of_three_algorithms", 2, {kNone, kGroups}},
+        Case{
+            "groups_of_three_algorithms_zero2",
+            4,
+            {kNone, kGroups, "parallelism.strategy=zero2"}},
+        Case{
+            "groups_in_bfloat16",
+            2,
+            {kNone,
+             "optimizer.state_dtype=bfloat16",
+             "optimizer.param_groups=[{pattern = 'embed', name = 'sgd'}, "
+             "{pattern = 'norm', lr_mult = 0.5}]"}},
         Case{"zero1", 2, {kNone, "parallelism.strategy=zero1"}},
         Case{"zero0", 2, {"parallelism.strategy=zero0"}},
         Case{
@@ -366,6 +456,102 @@ INSTANTIATE_TEST_SUITE_P(
              "parallelism.data_parallel_replicate_degree=2",
              "training.global_batch_size=8"}}),
     testing::kCaseName);
+
+// Padding has the format of the elements before it, so bytes are near.
+TEST(PlannedUpdates, StatesHaveTheFormatsOfTheirGroups) {
+  const auto states_of = [](const std::string& values) {
+    const plan::Job job = job_of(
+        {"formats",
+         1,
+         {"optimizer.param_groups=[{pattern = 'mlp', " + values + "}]"}});
+    return static_cast<double>(job.state_nbytes);
+  };
+  const double all = states_of("lr_mult = 0.5");
+  constexpr double kMlp = 3 * 3 * 64 * 160;
+  constexpr double kPadding = 0.02;
+  EXPECT_NEAR(
+      states_of("state_dtype = 'bfloat16'"),
+      all - 4 * kMlp,
+      kPadding * all);
+  EXPECT_NEAR(
+      states_of("state_dtype = 'int8'"),
+      all - 6 * kMlp,
+      kPadding * all);
+  EXPECT_NEAR(states_of("name = 'sgd'"), all - 8 * kMlp, kPadding * all);
+  EXPECT_NEAR(states_of("name = 'muon'"), all - 4 * kMlp, kPadding * all);
+}
+
+// The work of Muon on 3 layers with 4 + 3 matrices.
+TEST(PlannedUpdates, MuonOrthogonalizesTheMatricesOfBlocks) {
+  const auto job_on = [](int ranks, std::vector<std::string> set) {
+    set.push_back(kMuon);
+    return job_of({"muon", ranks, std::move(set)});
+  };
+  const auto products = [](const plan::Job& job) {
+    double flops = 0;
+    for (const plan::MatrixWork& work : job.matrices) {
+      flops += plan::flops(work.kernels);
+    }
+    return flops;
+  };
+  // s^2 (2 l + s) of q and o, k and v, and three of the MLP, 5 times.
+  constexpr double kOfLayer = 2 * 64 * 64 * (2 * 64 + 64) +
+                              2 * 32 * 32 * (2 * 64 + 32) +
+                              3 * 64 * 64 * (2 * 160 + 64);
+  const plan::Job alone = job_on(1, {});
+  ASSERT_EQ(alone.matrices.size(), 1U);
+  EXPECT_EQ(products(alone), 2 * 5 * 3 * kOfLayer);
+  EXPECT_EQ(alone.matrices[0].exchange_nbytes, 0);
+  // Nothing is sent: no separate buffer for the owned matrices.
+  constexpr std::int64_t kNumel =
+      3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 160);
+  EXPECT_EQ(alone.matrices[0].directions_nbytes, 2 * kNumel);
+  EXPECT_EQ(alone.matrices[0].scratch_nbytes, 2 * (2 * 64 * 160 + 2 * 64 * 64));
+  const plan::Job two = job_on(2, {kNone});
+  ASSERT_EQ(two.matrices.size(), 1U);
+  EXPECT_EQ(two.matrices[0].ranks, 2);
+  EXPECT_LE(products(two), 0.6 * products(alone));
+  EXPECT_GE(products(two), 0.5 * products(alone));
+  EXPECT_GT(two.matrices[0].exchange_nbytes, 0);
+  EXPECT_LE(two.matrices[0].exchange_nbytes, 2 * kNumel);
+  // Replicas repeat the work, and exchange nothing with each other.
+  const plan::Job replicas =
+      job_on(4, {kNone, "parallelism.data_parallel_replicate_degree=2"});
+  EXPECT_EQ(products(replicas), products(two));
+  EXPECT_EQ(replicas.matrices[0].ranks, 2);
+  const plan::Job everywhere = job_on(2, {"parallelism.strategy=zero0"});
+  EXPECT_EQ(products(everywhere), products(alone));
+  EXPECT_EQ(everywhere.matrices[0].ranks, 1);
+}
+
+TEST(PlannedUpdates, RefuseWhatTheTrainerRefuses) {
+  const auto refused = [](std::vector<std::string> set) {
+    try {
+      job_of({"refused", 2, std::move(set)});
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::config);
+      return error.message();
+    }
+    return std::string("no error");
+  };
+  EXPECT_THAT(
+      refused(
+          {"optimizer.param_groups=[{pattern = 'self_attn', name = 'muon'}, "
+           "{pattern = 'mlp', state_dtype = 'int8'}]"}),
+      HasSubstr("because their states are stored together"));
+  EXPECT_THAT(
+      refused(
+          {kMuon,
+           "precision.main_params=bfloat16",
+           "optimizer.stochastic_rounding=true"}),
+      HasSubstr("stochastic rounding requires one algorithm"));
+  EXPECT_THAT(
+      refused({kShared, kInt8}),
+      HasSubstr("is a slice of a tensor of shape [64, 64] and splits blocks"));
+  EXPECT_THAT(
+      refused({"optimizer.param_groups=[{pattern = 'embd', lr_mult = 2}]"}),
+      HasSubstr("pattern \"embd\" matches no parameter"));
+}
 
 plan::Job shared_job(
     std::vector<std::string> set,
