@@ -191,6 +191,54 @@ std::vector<std::string> names_near(
   return near;
 }
 
+// A rule's parameters that Muon updates, and those that AdamW updates instead.
+struct MuonParameters {
+  std::int64_t matrices = 0;
+  std::int64_t others = 0;
+};
+
+// Checks that rules of Muon have an effect.
+void check_muon(
+    const ParameterRules& rules,
+    const std::vector<ParameterValues>& values,
+    const std::map<GroupKey, ParameterGroupValues>& found) {
+  std::vector<MuonParameters> counts(rules.rules.size());
+  for (const auto& [key, group] : found) {
+    const auto& [rule, replaced, undecayed] = key;
+    if (rule < counts.size()) {
+      (replaced ? counts[rule].others : counts[rule].matrices) +=
+          group.num_parameters;
+    }
+  }
+  for (std::size_t r = 0; r < counts.size(); ++r) {
+    if (values[r].algorithm != Algorithm::muon) {
+      continue;
+    }
+    const ParameterRule& rule = rules.rules[r];
+    const auto [matrices, others] = counts[r];
+    FLATSHARD_CHECK(
+        rule.algorithm != Algorithm::muon || matrices > 0,
+        config,
+        "optimizer.param_groups: pattern \"{}\" sets name = \"muon\", but "
+        "matches only parameters that Muon does not update: embeddings, the "
+        "head, and parameters with one dimension; use \"adamw\"",
+        rule.pattern);
+    FLATSHARD_CHECK(
+        !rule.momentum || matrices > 0,
+        config,
+        "optimizer.param_groups: pattern \"{}\" sets momentum, but matches "
+        "only parameters that AdamW updates, since they are not matrices of "
+        "blocks; set beta1 and beta2, or remove momentum",
+        rule.pattern);
+    FLATSHARD_CHECK(
+        (!rule.beta1 && !rule.beta2 && !rule.eps) || others > 0,
+        config,
+        "optimizer.param_groups: pattern \"{}\" sets beta1, beta2 or eps, but "
+        "matches only matrices that Muon updates; set momentum, or remove them",
+        rule.pattern);
+  }
+}
+
 }  // namespace
 
 void ParameterValues::validate() const {
@@ -312,6 +360,7 @@ ParameterGroups parameter_groups(
         "remove it",
         pattern);
   }
+  check_muon(rules, values, found);
   ParameterGroups result;
   result.muon = rules.muon;
   std::map<GroupKey, std::size_t> index;

@@ -202,6 +202,48 @@ TEST(ParameterRules, APatternWithoutAnEffectIsAnError) {
       ElementsAre(".", ".", "norm", ".", "."));
 }
 
+// The matrix of the model's attention is the only one that Muon updates.
+ParameterRules muon_rules(Algorithm rest, ParameterRule rule) {
+  return {
+      .rest = {.algorithm = rest},
+      .rules = {std::move(rule)},
+      .muon = {.matrices_of = [](const GroupParameter& p) {
+        return p.names.front().ends_with("qkv.weight")
+                   ? one_matrix(p)
+                   : std::vector<MatrixShape>();
+      }}};
+}
+
+TEST(ParameterRules, ARuleOfMuonWithoutAnEffectIsAnError) {
+  const auto refused = [](Algorithm rest, ParameterRule rule) {
+    return message(muon_rules(rest, std::move(rule)));
+  };
+  EXPECT_THAT(
+      refused(
+          Algorithm::adamw,
+          {.pattern = "embed", .algorithm = Algorithm::muon}),
+      HasSubstr("pattern \"embed\" sets name = \"muon\", but matches only "
+                "parameters that Muon does not update"));
+  EXPECT_THAT(
+      refused(Algorithm::muon, {.pattern = "norm", .momentum = 0.5}),
+      HasSubstr("pattern \"norm\" sets momentum, but matches only parameters "
+                "that AdamW updates"));
+  EXPECT_THAT(
+      refused(Algorithm::muon, {.pattern = "qkv.weight", .beta2 = 0.5}),
+      HasSubstr("pattern \"qkv.weight\" sets beta1, beta2 or eps, but matches "
+                "only matrices that Muon updates"));
+  EXPECT_THAT(
+      titles(muon_rules(
+          Algorithm::muon,
+          {.pattern = "qkv", .beta2 = 0.5, .momentum = 0.5})),
+      ElementsAre(
+          "qkv",
+          "qkv, no matrices",
+          "the rest, no matrices",
+          "the rest, no matrices",
+          "the rest, no matrices"));
+}
+
 TEST(ParameterRules, ErrorsNameThePattern) {
   EXPECT_THAT(
       message({.rules = {{.pattern = "("}}}),
