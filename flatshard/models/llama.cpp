@@ -31,7 +31,8 @@ LlamaBlockImpl::LlamaBlockImpl(
     : Module("LlamaBlock"),
       checkpoint_(options.activation_checkpoint),
       recompute_(
-          {.preserve_rng = false, .keep_attention = options.keep_attention}) {
+          {.preserve_rng = false, .keep_attention = options.keep_attention}),
+      in_token_runs_(options.mlp_chunk_tokens > 0) {
   const bool norms_before = config.block.norms != NormPlacement::after;
   if (norms_before) {
     input_layernorm_ = register_module(
@@ -54,7 +55,15 @@ LlamaBlockImpl::LlamaBlockImpl(
   if (config.has_experts(layer)) {
     moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
   } else {
-    mlp_ = register_module("mlp", LlamaMlp(config, options.ranks));
+    const bool is_full = checkpoint_ == ActivationCheckpoint::full;
+    mlp_ = register_module(
+        "mlp",
+        LlamaMlp(
+            config,
+            options.ranks,
+            nn::TokenRunsOptions{
+                .tokens = options.mlp_chunk_tokens,
+                .is_result_of_part = is_full}));
   }
 }
 
@@ -75,6 +84,9 @@ at::Tensor LlamaBlockImpl::run(
       self_attn_(in, or_null(input_layernorm_), documents);
   if (checkpoint_ != ActivationCheckpoint::selective) {
     return feed_forward(x, attention, record.get());
+  }
+  if (in_token_runs_) {  // it recomputes each run
+    return feed_forward(x + attention, at::Tensor(), record.get());
   }
   return nn::checkpoint(
       *this,
@@ -278,6 +290,17 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
         "LlamaOptions::ranks");
     options.moe.ranks = options.ranks;
   }
+  FLATSHARD_CHECK(
+      options.mlp_chunk_tokens == 0 ||
+          (config_.moe.num_experts == 0 &&
+           options.activation_checkpoint != ActivationCheckpoint::none),
+      config,
+      "LlamaOptions::mlp_chunk_tokens: expected a model without experts and an "
+      "activation_checkpoint of its feed-forward part, got {} experts and {}",
+      config_.moe.num_experts,
+      options.activation_checkpoint == ActivationCheckpoint::none
+          ? "none"
+          : "a recompute");
   if (config_.moe.num_experts > 0 &&
       (options.moe.aux_loss > 0 || options.moe.z_loss > 0)) {
     loss_gradient_ = c10::make_intrusive<nn::LossGradient>();

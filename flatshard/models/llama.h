@@ -14,6 +14,7 @@
 #include "flatshard/nn/recompute.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
+#include "flatshard/nn/token_runs.h"
 
 #include <memory>
 #include <string>
@@ -27,6 +28,9 @@ struct LlamaOptions {
   /// With full activation checkpointing: the backward launches no attention
   /// kernel of the forward again. See nn::RecomputeOptions.
   bool keep_attention = false;
+  /// Tokens of this rank in one run of a feed-forward part that is recomputed;
+  /// 0: all tokens at once. See nn::in_token_runs. Not for experts.
+  std::int64_t mlp_chunk_tokens = 0;
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
   MoeOptions moe;
@@ -121,9 +125,11 @@ FLATSHARD_MODULE(LlamaAttention);
 /// them.
 class LlamaMlpImpl : public nn::Module {
  public:
+  /// @param runs  tokens == 0: all tokens at once, and nothing is recomputed.
   explicit LlamaMlpImpl(
       const ModelConfig& config,
-      const nn::TensorParallelPtr& ranks = nullptr);
+      const nn::TensorParallelPtr& ranks = nullptr,
+      nn::TokenRunsOptions runs = {});
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param norm      of h; null: h itself is read.
   at::Tensor
@@ -134,6 +140,7 @@ class LlamaMlpImpl : public nn::Module {
   run(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
 
   nn::GateActivation activation_;
+  nn::TokenRunsOptions runs_;
   nn::Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};
   nn::RmsNorm post_norm_{nullptr};  ///< or null
 };
@@ -178,6 +185,7 @@ class LlamaBlockImpl : public nn::Module {
 
   ActivationCheckpoint checkpoint_;
   nn::RecomputeOptions recompute_;        ///< of an entire block
+  bool in_token_runs_;                    ///< the feed-forward part
   nn::RmsNorm input_layernorm_{nullptr};  ///< or null
   LlamaAttention self_attn_{nullptr};
   nn::RmsNorm post_attention_layernorm_{nullptr};  ///< or null

@@ -228,8 +228,9 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
 
 LlamaMlpImpl::LlamaMlpImpl(
     const ModelConfig& config,
-    const nn::TensorParallelPtr& ranks)
-    : Module("LlamaMlp"), activation_(config.block.activation) {
+    const nn::TensorParallelPtr& ranks,
+    nn::TokenRunsOptions runs)
+    : Module("LlamaMlp"), activation_(config.block.activation), runs_(runs) {
   const bool bias = config.block.mlp_bias;
   const nn::LinearOptions in = plain_linear(config, bias, ranks);
   gate_proj_ =
@@ -274,17 +275,19 @@ at::Tensor LlamaMlpImpl::forward(
   if (delta.defined()) {
     inputs.push_back(delta);
   }
+  const auto fn = [this, norm](const nn::TensorList& in) {
+    return nn::TensorList{
+        run(in[0], in.size() > 1 ? in[1] : at::Tensor(), norm)};
+  };
+  if (runs_.tokens > 0) {
+    nn::TokenRunsOptions options = runs_;
+    // Hooks read the result.
+    options.is_result_of_part &= !has_forward_hooks();
+    return nn::in_token_runs(*this, fn, inputs, options);
+  }
   nn::TensorList constants;
   append_samples(constants, {&gate_proj_, &up_proj_, &down_proj_});
-  return nn::region(
-      *this,
-      "mlp",
-      [this, norm](const nn::TensorList& in) {
-        return nn::TensorList{
-            run(in[0], in.size() > 1 ? in[1] : at::Tensor(), norm)};
-      },
-      inputs,
-      {.constants = constants})[0];
+  return nn::region(*this, "mlp", fn, inputs, {.constants = constants})[0];
 }
 
 }  // namespace flatshard::models

@@ -203,6 +203,38 @@ TEST(LlamaRecompute, IsBitwiseTheSame) {
   }
 }
 
+// Sums over runs of tokens are in another order.
+TEST(LlamaTokenRuns, EqualTheWhole) {
+  const auto gradients = [](LlamaOptions options) {
+    Llama model = make(small(), at::kFloat, std::move(options));
+    const at::Tensor loss = model(tokens(1), tokens(2));
+    loss.backward();
+    std::vector<at::Tensor> run{loss.detach()};
+    for (const at::Tensor& p : model->parameters()) {
+      run.push_back(p.grad());
+    }
+    return run;
+  };
+  const auto want = gradients({});
+  for (const auto mode :
+       {ActivationCheckpoint::full, ActivationCheckpoint::selective}) {
+    for (const std::int64_t chunk : {7, 33, 1000}) {
+      const auto got = gradients(
+          {.activation_checkpoint = mode,
+           .keep_attention = mode == ActivationCheckpoint::full,
+           .mlp_chunk_tokens = chunk});
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        const double size = want[i].abs().max().item<double>();
+        EXPECT_LE(
+            (got[i] - want[i]).abs().max().item<double>(),
+            passes_tolerance() * size)
+            << i << " " << chunk;
+      }
+    }
+  }
+  EXPECT_THROW(Llama(small(), LlamaOptions{.mlp_chunk_tokens = 7}), Error);
+}
+
 TEST(LlamaNames, AreHuggingFaces) {
   ModelConfig config = small();
   config.layers = 1;

@@ -9,6 +9,7 @@
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/linear.h"
+#include "flatshard/nn/token_runs.h"
 #include "tests/support/counted_operation.h"
 
 namespace flatshard::nn {
@@ -156,6 +157,138 @@ TEST(Recompute, SeveralInputsAndOutputs) {
   ASSERT_EQ(out.size(), 3U);
   out[0].sum().backward();  // out[2] unused
   EXPECT_TRUE(at::equal(a.grad(), b));
+}
+
+// -- runs of tokens -----------------------------------------------------------
+
+class RunsImpl : public Module {
+ public:
+  RunsImpl() : Module("Runs") {
+    up_ = register_module("up", Linear(6, 10));
+    down_ = register_module("down", Linear(10, 6));
+  }
+  at::Tensor forward(const TensorList& in, TokenRunsOptions options) {
+    const RecomputeFn fn = [this](const TensorList& run) {
+      tokens.push_back(run[0].size(1));
+      return TensorList{run[0] + down_(at::tanh(up_(run[1])))};
+    };
+    return options.tokens > 0
+               ? in_token_runs(*this, fn, in, options)
+               : fn({in[0].view({1, 12, 6}), in[1].view({1, 12, 6})})[0].view(
+                     in[0].sizes());
+  }
+  std::vector<std::int64_t> tokens;
+
+ private:
+  Linear up_{nullptr}, down_{nullptr};
+};
+FLATSHARD_MODULE(Runs);
+
+Runs make_runs() {
+  Runs net;
+  materialize(
+      *net,
+      at::kCPU,
+      at::kDouble,
+      random_fill(at::make_generator<at::CPUGeneratorImpl>(1)));
+  return net;
+}
+
+// Sums of 12 tokens, in float64.
+constexpr double kRunsTolerance = 12 * 0x1p-50;
+
+double largest_error(const at::Tensor& got, const at::Tensor& want) {
+  return ((got - want).abs().max() / want.abs().max()).item<double>();
+}
+
+TEST(TokenRuns, EqualTheWhole) {
+  for (const std::int64_t tokens : {1, 5, 12, 100}) {
+    for (const bool second_needs_grad : {false, true}) {
+      Runs whole = make_runs();
+      Runs parts = make_runs();
+      const auto inputs = [&] {
+        const auto generator = at::make_generator<at::CPUGeneratorImpl>(2);
+        return TensorList{
+            at::randn({3, 4, 6}, generator, at::kDouble).requires_grad_(),
+            at::randn({3, 4, 6}, generator, at::kDouble)
+                .set_requires_grad(second_needs_grad)};
+      };
+      const TensorList a = inputs(), b = inputs();
+      const at::Tensor want = whole->forward(a, {});
+      const at::Tensor got = parts->forward(b, {.tokens = tokens});
+      EXPECT_LE(largest_error(got, want), kRunsTolerance);
+      want.square().sum().backward();
+      got.square().sum().backward();
+      for (std::size_t i = 0; i < (second_needs_grad ? 2U : 1U); ++i) {
+        EXPECT_LE(largest_error(b[i].grad(), a[i].grad()), kRunsTolerance);
+      }
+      for (std::size_t i = 0; i < whole->parameters().size(); ++i) {
+        EXPECT_LE(
+            largest_error(
+                parts->parameters()[i].grad(),
+                whole->parameters()[i].grad()),
+            kRunsTolerance)
+            << i;
+      }
+      if (tokens == 5) {
+        EXPECT_EQ(parts->tokens, (std::vector<std::int64_t>{5, 5, 2, 5, 5, 2}));
+      }
+    }
+  }
+}
+
+// The second run of a part around it leaves the runs to their backwards, if
+// nothing reads their result. A first run inside that second run computes them.
+TEST(TokenRuns, RunTwiceInsideARecomputedPart) {
+  for (const bool is_result : {true, false}) {
+    for (const bool inside_another : {false, true}) {
+      Runs whole = make_runs();
+      Runs parts = make_runs();
+      const at::Tensor a = at::randn(
+                               {3, 4, 6},
+                               at::make_generator<at::CPUGeneratorImpl>(2),
+                               at::kDouble)
+                               .requires_grad_();
+      const at::Tensor b = a.detach().clone().requires_grad_();
+      whole->forward({a, a}, {}).square().sum().backward();
+      const auto part = [&](const at::Tensor& in) {
+        return parts->forward(
+            {in, in},
+            {.tokens = 4, .is_result_of_part = is_result});
+      };
+      const at::Tensor y =
+          inside_another ? checkpoint(
+                               *parts,
+                               [&](const at::Tensor& in) {
+                                 return checkpoint(*parts, part, in) * 1.0;
+                               },
+                               b)
+                         : checkpoint(*parts, part, b);
+      y.square().sum().backward();
+      EXPECT_LE(largest_error(b.grad(), a.grad()), kRunsTolerance);
+      const std::size_t passes =
+          2 + (is_result ? 0 : 1) + (inside_another ? 1 : 0);
+      EXPECT_EQ(parts->tokens.size(), 3 * passes)
+          << is_result << inside_another;
+    }
+  }
+}
+
+TEST(TokenRuns, KeepNothingInAnEvaluationAndRefuseNoTokens) {
+  Runs parts = make_runs();
+  const at::Tensor x = at::ones({3, 4, 6}, at::kDouble);
+  {
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(at::equal(
+        parts->forward({x, x}, {.tokens = 5}),
+        parts->forward({x, x}, {})));
+  }
+  EXPECT_THROW(in_token_runs(*parts, RecomputeFn(), {x}, {.tokens = 0}), Error);
+  // Without an input that needs a gradient the parameters are trained.
+  parts->forward({x, x}, {.tokens = 5}).sum().backward();
+  for (const at::Tensor& parameter : parts->parameters()) {
+    EXPECT_TRUE(parameter.grad().defined());
+  }
 }
 
 // -- attention that is kept ---------------------------------------------------

@@ -218,7 +218,7 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}{}_chunk{}{}",
+      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}{}_mlp{}_chunk{}{}",
       model,
       strategy,
       replicate,
@@ -229,6 +229,7 @@ std::string TensorRun::name() const {
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
       keep_attention ? "_keep" : "",
+      mlp_chunk_tokens,
       chunk_tokens,
       copies ? "_copies" : "");
 }
@@ -253,6 +254,7 @@ void train_tensor_rank(
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
           .keep_attention = run.keep_attention,
+          .mlp_chunk_tokens = run.mlp_chunk_tokens,
           .plain_attention = true,  // on GPUs; soft caps have no kernel
           .loss = {.chunk_tokens = run.chunk_tokens},
           .moe = experts.options,

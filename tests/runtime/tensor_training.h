@@ -28,10 +28,11 @@ struct TensorRun {
   int etp = 1;  ///< ranks that divide their width: 1 or a multiple of tp
   int microbatches = 1;  ///< of a data rank
   models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
-  bool keep_attention = false;    ///< of full checkpointing
-  std::int64_t chunk_tokens = 0;  ///< of the loss
-  double max_norm = 1e6;          ///< clips nothing
-  int batch = 1;                  ///< sequences of a microbatch
+  bool keep_attention = false;        ///< of full checkpointing
+  std::int64_t mlp_chunk_tokens = 0;  ///< of a rank's own tokens
+  std::int64_t chunk_tokens = 0;      ///< of the loss
+  double max_norm = 1e6;              ///< clips nothing
+  int batch = 1;                      ///< sequences of a microbatch
   std::uint64_t delay_seed = 3;
   int steps = 2;
   int post_forward_ranks = 0;

@@ -57,7 +57,8 @@ INSTANTIATE_TEST_SUITE_P(
             .strategy = "zero2",
             .dp = 3,
             .tp = 2,
-            .checkpoint = ActivationCheckpoint::selective},
+            .checkpoint = ActivationCheckpoint::selective,
+            .mlp_chunk_tokens = 3},
         TensorRun{
             .strategy = "zero3",
             .dp = 2,
@@ -70,7 +71,8 @@ INSTANTIATE_TEST_SUITE_P(
             .tp = 4,
             .microbatches = 3,
             .checkpoint = ActivationCheckpoint::full,
-            .keep_attention = true},
+            .keep_attention = true,
+            .mlp_chunk_tokens = 2},
         TensorRun{
             .strategy = "hsdp",
             .replicate = 2,

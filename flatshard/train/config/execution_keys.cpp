@@ -19,8 +19,20 @@ constexpr UsedIf kRecomputesAttention{
     WHEN(c.activation_checkpoint.mode == models::ActivationCheckpoint::full),
     "recomputes attention; set activation_checkpoint.mode to full"};
 
+constexpr UsedIf kRecomputesMlp{
+    "activation_checkpoint.mode",
+    WHEN(c.activation_checkpoint.mode != models::ActivationCheckpoint::none),
+    "recomputes the feed-forward part; set activation_checkpoint.mode to "
+    "selective or full"};
+
 bool captures_attention(const Config& c) {
   return c.cuda_graph.enabled() && graph_regions(c).contains("attn");
+}
+
+bool captures_mlp(const Config& c) {
+  return c.cuda_graph.enabled() && !c.cuda_graph.whole_step() &&
+         (graph_regions(c).contains("block") ||
+          graph_regions(c).contains("mlp"));
 }
 
 const ConfigKey kExecutionKeys[] = {

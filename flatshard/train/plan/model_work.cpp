@@ -8,6 +8,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
 namespace flatshard {
@@ -31,6 +32,9 @@ class ModelWork : LayerKernels {
     NodeWork& node = layer.nodes[PlanNode::attend];
     const Stages mlp = mlp_stages();
     Stages stages = attention();
+    NodeWork before_mlp;
+    put_together(stages, before_mlp);
+    const std::size_t num_attention = before_mlp.forward.size();
     stages.insert(stages.end(), mlp.begin(), mlp.end());
     put_together(stages, node);
     const std::int64_t ffn_dim = model_.ffn_dim / sharing_;
@@ -40,13 +44,28 @@ class ModelWork : LayerKernels {
     layer.input_nbytes = own_bytes(model_.dim) + attention_kept();
     layer.saved_nbytes = attention_saved() + mlp_saved;
     layer.transient_nbytes = dense_transient(ffn_dim);
-    if (selective()) {
-      // The feed-forward part saves only its input.
+    const std::int64_t run = options_.mlp_chunk_tokens;
+    if (selective() || run > 0) {
+      // The feed-forward part saves only its input, or inputs.
       NodeWork again;
       put_together(mlp, again);
       node.recompute = again.forward;
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
       layer.transient_nbytes += mlp_saved;
+    }
+    if (run > 0) {
+      if (!selective()) {
+        // The second run of the block leaves the feed-forward part to its
+        // backward.
+        for (Kernel& kernel : std::span(node.forward).subspan(num_attention)) {
+          kernel.is_kept = true;
+        }
+      }
+      // Of one run, and the gradients of the part's inputs and output.
+      const double share = std::min(1.0, d(run) / d(own_tokens_));
+      layer.transient_nbytes =
+          static_cast<std::int64_t>(share * d(layer.transient_nbytes)) +
+          own_bytes(3 * model_.dim);
     }
     return layer;
   }

@@ -38,6 +38,9 @@ Config config_of(const Config& config, const RunChoice& choice) {
       choice.overlap) {
     changed.activation_checkpoint.save.clear();
   }
+  if (choice.recompute == models::ActivationCheckpoint::none) {
+    changed.activation_checkpoint.mlp_chunk_tokens = 0;
+  }
   changed.float8.recipe = choice.float8;
   return changed;
 }

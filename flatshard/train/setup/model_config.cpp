@@ -119,6 +119,11 @@ void check_graphs_with_experts(
 // Rejects keys that do nothing, or cannot be had, with or without experts.
 void check_experts(const models::ModelConfig& model, const Config& config) {
   const bool has_experts = model.moe.num_experts > 0;
+  FLATSHARD_CHECK(
+      !has_experts || config.activation_checkpoint.mlp_chunk_tokens == 0,
+      config,
+      "activation_checkpoint.mlp_chunk_tokens is for models without experts; "
+      "use 0, or leave model.num_experts unset");
   const std::pair<const char*, bool> keys[] = {
       {"moe.aux_loss", config.moe.aux_loss > 0},
       {"moe.z_loss", config.moe.z_loss > 0},

@@ -129,6 +129,7 @@ TrainState make_train_state(
       models::LlamaOptions{
           .activation_checkpoint = checkpoint,
           .keep_attention = config.activation_checkpoint.saves_attention(),
+          .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
           .plain_attention = config.model.plain_attention,
           .moe = moe,
           .ranks = state.ranks});

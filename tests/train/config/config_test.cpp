@@ -838,6 +838,42 @@ TEST(Config, WhatFullRecomputeSaves) {
       HasSubstr("blocks in pieces recompute attention with its piece"));
 }
 
+TEST(Config, WhatFeedForwardChunksDoNotGoWithIsNamed) {
+  const std::string full = "activation_checkpoint.mode=full";
+  const std::string chunk = "activation_checkpoint.mlp_chunk_tokens=64";
+  EXPECT_THAT(
+      refused({chunk}),
+      HasSubstr("set activation_checkpoint.mode to selective or full"));
+  EXPECT_THAT(
+      refused(
+          {full, chunk, "precision.compute=bfloat16", "float8.recipe=rowwise"}),
+      HasSubstr("scales of FP8 activations would depend on the chunks"));
+  EXPECT_THAT(
+      refused({full, chunk, "lora.rank=4", "lora.dropout=0.1"}),
+      HasSubstr("use lora.dropout = 0"));
+  for (const char* modules : {"", "attn,mlp"}) {
+    EXPECT_THAT(
+        refused(
+            {full,
+             chunk,
+             "cuda_graph.impl=unit",
+             std::string("cuda_graph.modules=") + modules}),
+        HasSubstr("a feed-forward part with recomputations inside cannot be "
+                  "captured"));
+  }
+  for (const std::vector<std::string>& graphs :
+       std::vector<std::vector<std::string>>{
+           {"cuda_graph.impl=full_iteration"},
+           {"cuda_graph.impl=unit", "cuda_graph.modules=attn"}}) {
+    std::vector<std::string> keys{full, chunk};
+    keys.insert(keys.end(), graphs.begin(), graphs.end());
+    EXPECT_EQ(
+        parse_config(kSmall, "run.toml", keys)
+            .activation_checkpoint.mlp_chunk_tokens,
+        64);
+  }
+}
+
 TEST(Config, GoodGranularitiesAndPresets) {
   for (const char* text : {"element", "row", "tensor", "block:128"}) {
     parse_config(kSmall, "r", {std::string("parallelism.granularity=") + text});

@@ -12,6 +12,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -126,6 +127,71 @@ TEST(Activations, OfExpertsContainTheRowsOfAnExchange) {
   EXPECT_EQ(
       planned(with("true")).saved_nbytes,
       planned(plain).saved_nbytes + rows);
+}
+
+/// Also counts the most that was alive.
+class PeakBytes : public LiveBytes {
+ public:
+  void reportMemoryUsage(
+      void* ptr,
+      std::int64_t alloc_size,
+      std::size_t total_allocated,
+      std::size_t total_reserved,
+      c10::Device device) override {
+    LiveBytes::reportMemoryUsage(
+        ptr,
+        alloc_size,
+        total_allocated,
+        total_reserved,
+        device);
+    most = std::max(most, nbytes);
+  }
+  std::int64_t most = 0;
+};
+
+// Forward and backward of a block, without its weights' gradients in between.
+std::int64_t most_alive(const Config& config) {
+  const models::ModelConfig shape = model_config(config);
+  models::Llama model(
+      shape,
+      models::LlamaOptions{
+          .activation_checkpoint = config.activation_checkpoint.mode,
+          .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens});
+  nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
+  const auto step = [&] {
+    const at::Tensor x =
+        at::ones({1, kTokens, shape.dim}, at::kBFloat16).requires_grad_();
+    model->blocks().front()(x).sum().backward();
+  };
+  step();  // gradients have their memory
+  const auto live = std::make_shared<PeakBytes>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, live);
+  step();
+  return live->most;
+}
+
+// At least gate, up and a gradient of them are as wide as the feed-forward part
+// and exist at a time. Chunks of an eighth leave an eighth of it, so more than
+// the half of it is gone.
+TEST(Activations, OfFeedForwardChunksExistOneAfterTheOther) {
+  for (const char* mode : {"full", "selective"}) {
+    const std::vector<std::string> whole{
+        "model.ffn_dim=1600",
+        std::string("activation_checkpoint.mode=") + mode};
+    std::vector<std::string> chunks = whole;
+    chunks.emplace_back("activation_checkpoint.mlp_chunk_tokens=16");
+    constexpr std::int64_t kWide = 3 * kTokens * 1600 * 2;
+    EXPECT_LE(
+        most_alive(config_of(chunks)),
+        most_alive(config_of(whole)) - kWide / 2)
+        << mode;
+    EXPECT_LE(
+        planned(config_of(chunks)).transient_nbytes,
+        planned(config_of(whole)).transient_nbytes - kWide / 2);
+    EXPECT_EQ(
+        planned(config_of(chunks)).input_nbytes,
+        planned(config_of(whole)).input_nbytes);
+  }
 }
 
 TEST(Activations, OfARecomputedBlockAreItsInput) {

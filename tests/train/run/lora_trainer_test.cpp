@@ -222,6 +222,13 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
       1,
       {"activation_checkpoint.mode=full",
        "activation_checkpoint.save=attention"});
+  expect_same(
+      train_adapters(
+          2,
+          1,
+          {"activation_checkpoint.mode=full",
+           "activation_checkpoint.mlp_chunk_tokens=3"}),
+      plain);
   expect(2, 1, {"diagnostics.strict=true", "diagnostics.poison=true"});
   expect(2, 3, {kTwoShare});
   expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});

@@ -543,6 +543,10 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
            {"parallelism.granularity=block:4"},
            {"activation_checkpoint.mode=full", "parallelism.prefetch=0"},
            {"activation_checkpoint.mode=selective"},
+           {"activation_checkpoint.mode=full",
+            "activation_checkpoint.mlp_chunk_tokens=7"},
+           {"activation_checkpoint.mode=selective",
+            "activation_checkpoint.mlp_chunk_tokens=7"},
            {"precision.scaling=pre_scaled_sum", "debug.comm_delay_us=200"}}) {
     const std::vector<double> other = losses_with(overrides);
     ASSERT_EQ(other.size(), reference.size());

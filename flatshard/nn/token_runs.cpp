@@ -1,0 +1,150 @@
+#include "flatshard/nn/token_runs.h"
+
+#include "flatshard/core/error.h"
+#include "flatshard/nn/autograd.h"
+#include "flatshard/nn/first_run.h"
+#include "flatshard/nn/second_run.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace flatshard::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct TokenRuns : torch::CustomClassHolder {
+  std::shared_ptr<torch::nn::Module> keep_alive;
+  Module* owner = nullptr;  // kept alive by the line above, or by the caller
+  RecomputeFn fn;
+  TokenRunsOptions options;
+};
+
+/// Calls visit(first, n) for each run.
+template <class F>
+void for_each_run(std::int64_t tokens, std::int64_t of_run, F&& visit) {
+  for (std::int64_t first = 0; first < tokens; first += of_run) {
+    visit(first, std::min(of_run, tokens - first));
+  }
+}
+
+/// [..., dim] as [1, tokens, dim]
+at::Tensor in_one_row(const at::Tensor& x) {
+  return as_rows(x).unsqueeze(0);
+}
+
+TensorList
+run_of(const TensorList& inputs, std::int64_t first, std::int64_t n) {
+  TensorList run;
+  for (const at::Tensor& input : inputs) {
+    run.push_back(input.narrow(1, first, n));
+  }
+  return run;
+}
+
+at::Tensor one_after_the_other(
+    const TokenRuns& runs,
+    const TensorList& inputs) {
+  TensorList rows;
+  for (const at::Tensor& input : inputs) {
+    rows.push_back(in_one_row(input));
+  }
+  const KeptTensors::Scope none(nullptr);  // each run is a part of its own
+  at::Tensor out = at::empty(inputs[0].sizes(), inputs[0].options());
+  const at::Tensor out_row = in_one_row(out);
+  for_each_run(
+      rows[0].size(1),
+      runs.options.tokens,
+      [&](std::int64_t first, std::int64_t n) {
+        out_row.narrow(1, first, n)
+            .copy_(runs.fn(run_of(rows, first, n)).at(0));
+      });
+  return out;
+}
+
+struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
+  // inputs ends with an anchor, see `checkpoint`.
+  static at::Tensor forward(
+      AutogradContext* ctx,
+      at::TensorList inputs,
+      const c10::intrusive_ptr<TokenRuns>& runs) {
+    const TensorList args(inputs.begin(), inputs.end() - 1);
+    ctx->save_for_backward(args);
+    ctx->saved_data["runs"] = c10::IValue::make_capsule(runs);
+    if (in_second_run() && runs->options.is_result_of_part) {
+      return at::empty(args[0].sizes(), args[0].options());
+    }
+    const FirstRun first;
+    return one_after_the_other(*runs, args);
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    check_nested_backward();
+    const auto capsule = ctx->saved_data["runs"].toCapsule();
+    auto& runs = static_cast<TokenRuns&>(*capsule);
+    const TensorList args = ctx->get_saved_variables();
+    notify_recompute(*runs.owner);
+    TensorList rows;
+    variable_list out;
+    TensorList out_rows;
+    for (const at::Tensor& arg : args) {
+      const bool wants_grad = arg.requires_grad();
+      rows.push_back(in_one_row(arg.detach()));
+      out.push_back(
+          wants_grad ? at::empty(arg.sizes(), arg.options()) : at::Tensor());
+      out_rows.push_back(wants_grad ? in_one_row(out.back()) : at::Tensor());
+    }
+    const at::Tensor grad = in_one_row(grads[0]);
+    for_each_run(
+        rows[0].size(1),
+        runs.options.tokens,
+        [&](std::int64_t first, std::int64_t n) {
+          TensorList run = run_of(rows, first, n);
+          for (std::size_t i = 0; i < run.size(); ++i) {
+            run[i] = run[i].detach().set_requires_grad(out[i].defined());
+          }
+          const TensorList of_run = differentiate_again(
+              runs.fn,
+              std::move(run),
+              {grad.narrow(1, first, n)});
+          for (std::size_t i = 0; i < of_run.size(); ++i) {
+            if (out[i].defined()) {
+              at::Tensor to = out_rows[i].narrow(1, first, n);
+              of_run[i].defined() ? to.copy_(of_run[i]) : to.zero_();
+            }
+          }
+        });
+    out.resize(args.size() + 2);  // anchor, runs
+    return out;
+  }
+};
+
+}  // namespace
+
+at::Tensor in_token_runs(
+    Module& owner,
+    RecomputeFn fn,
+    const TensorList& inputs,
+    TokenRunsOptions options) {
+  FLATSHARD_CHECK(
+      options.tokens > 0,
+      usage,
+      "in_token_runs: expected runs of at least one token, got {}",
+      options.tokens);
+  auto runs = c10::make_intrusive<TokenRuns>();
+  runs->keep_alive = owner.weak_from_this().lock();
+  runs->owner = &owner;
+  runs->fn = std::move(fn);
+  runs->options = options;
+  if (!at::GradMode::is_enabled()) {
+    return one_after_the_other(*runs, inputs);
+  }
+  return TokenRunsFunction::apply(
+      at::TensorList(with_anchor(owner, inputs)),
+      runs);
+}
+
+}  // namespace flatshard::nn

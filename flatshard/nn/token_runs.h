@@ -1,0 +1,34 @@
+#pragma once
+
+#include "flatshard/nn/module.h"
+#include "flatshard/nn/recompute.h"
+
+#include <cstdint>
+
+namespace flatshard::nn {
+
+struct TokenRunsOptions {
+  std::int64_t tokens = 0;  ///< of one run, at least 1
+  /// Nothing reads the result when a part around this one runs again: it is the
+  /// part's own result. Then that second run does not compute it.
+  bool is_result_of_part = false;
+};
+
+/// Returns fn(inputs), computed for one run of tokens after the other. Each run
+/// keeps only its inputs, and the backward runs it again before the next one:
+/// so the activations of one run exist at a time. Weight gradients of the runs
+/// are added in place.
+///
+/// Results of a token depend only on this token, and fn draws no random
+/// numbers. Its parameters and inputs are as `checkpoint` has them.
+/// @param fn      of inputs [1, n, dim]; the result has the same shape.
+/// @param inputs  [..., dim] with equal sizes
+/// @return        as the first input
+/// @throws as `checkpoint`.
+at::Tensor in_token_runs(
+    Module& owner,
+    RecomputeFn fn,
+    const TensorList& inputs,
+    TokenRunsOptions options);
+
+}  // namespace flatshard::nn
