@@ -2,13 +2,12 @@
 #include "flatshard/core/error.h"
 #include "flatshard/data/corpus.h"
 #include "flatshard/data/corpus_writer.h"
-#include "flatshard/train/run/trainer.h"
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/stored_model.h"
-#include "tests/data/small_corpus.h"
 #include "tests/support/message_of.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_run.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -25,6 +24,7 @@ using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::message_of;
+using testing::Settings;
 
 class PackedRun : public ::testing::Test {
  protected:
@@ -39,62 +39,34 @@ class PackedRun : public ::testing::Test {
     data::write_byte_corpus(folder_ / "corpus", texts, 0.2);
   }
 
-  Config config(const std::vector<std::string>& overrides) const {
-    const std::string toml = fmt::format(
-        R"(
-[run]
-output_dir = "{}"
-seed = 1
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 64
-vocab_size = 257
-[data]
-train = "{}"
-packing = "documents"
-[training]
-steps = 8
-seq_len = 32
-local_batch_size = 2
-global_batch_size = 4
-[lr_scheduler]
-name = "constant"
-[precision]
-compute = "float32"
-[checkpoint]
-interval = 4
-[validation]
-freq = 4
-sequences = 7
-[metrics]
-log_freq = 1
-)",
-        (folder_ / "run").string(),
-        (folder_ / "corpus").string());
-    return parse_config(toml, "test.toml", overrides);
+  Config config(const Settings& overrides) const {
+    return testing::small_config(
+        testing::byte_run(
+            folder_.path(),
+            "run",
+            {"data.packing=documents",
+             "training.steps=8",
+             "training.local_batch_size=2",
+             "training.global_batch_size=4",
+             "lr_scheduler.name=constant",
+             "checkpoint.interval=4",
+             "validation.freq=4",
+             "validation.sequences=7"}),
+        overrides);
   }
 
-  /// Trains on one rank; returns what was printed.
-  std::string train(
-      const std::vector<std::string>& overrides = {},
-      bool resume = false) const {
-    ::testing::internal::CaptureStdout();
-    std::string failure = message_of(
-        [&] { Trainer(config(overrides), {}, "cpu", resume).run(); });
-    std::fflush(stdout);
-    std::string printed = ::testing::internal::GetCapturedStdout();
+  /// Trains on one rank; returns what was printed, or the error.
+  std::string train(const Settings& overrides = {}, bool resume = false) const {
+    std::string printed;
+    const std::string failure = message_of(
+        [&] { printed = testing::train_printed(config(overrides), resume); });
     return failure == "no error" ? printed : failure;
   }
 
   /// Returns the numbers of metrics.jsonl that a run is compared by.
   std::vector<json> rows() const {
-    std::ifstream file(folder_ / "run/metrics.jsonl");
     std::vector<json> found;
-    for (std::string line; std::getline(file, line);) {
-      const json row = json::parse(line);
+    for (const json& row : testing::metric_rows(folder_ / "run")) {
       for (const char* value : {"loss", "grad_norm", "validation_loss"}) {
         if (row.contains(value)) {
           found.push_back({row["step"], value, row[value]});
@@ -191,13 +163,11 @@ TEST_F(PackedRun, StepsWithoutATrainedTokenChangeNoWeight) {
           HasSubstr("data.train: 9 of the 11 samples of "),
           HasSubstr("have no trained token")));
   EXPECT_THAT(printed, HasSubstr("  loss: none  grad_norm: 0.0000"));
-  std::ifstream file(folder_ / "run/metrics.jsonl");
   int num_trained = 0;
   int num_untrained = 0;
   int num_changes = 0;
   json norms;
-  for (std::string line; std::getline(file, line);) {
-    const json row = json::parse(line);
+  for (const json& row : testing::metric_rows(folder_ / "run")) {
     if (row.contains("loss")) {
       EXPECT_FALSE(row.contains("not_finite"));
       (row["loss"].is_null() ? num_untrained : num_trained) += 1;

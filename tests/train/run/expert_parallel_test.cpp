@@ -15,6 +15,7 @@
 #include "flatshard/train/setup/train_state.h"
 #include "tests/support/ranks.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_config.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -39,6 +40,7 @@ namespace fs = std::filesystem;
 using testing::RankContext;
 using testing::run_ranks;
 
+// As small_config has them.
 constexpr std::int64_t kVocab = 61;
 constexpr std::int64_t kSeq = 16;
 constexpr const char* kGate = "model.layers.0.mlp.gate.e_score_correction_bias";
@@ -56,49 +58,24 @@ struct Way {
 };
 
 Config config_of(const Way& way, const std::string& family = "moe") {
-  const std::string toml = fmt::format(
-      R"(
-[run]
-seed = 3
-[model]
-family = "{}"
-dim = 16
-layers = 2
-heads = 2
-kv_heads = 2
-ffn_dim = 24
-vocab_size = {}
-num_experts = 4
-moe_ffn_dim = 8
-[moe]
-balance_rate = {}
-[data]
-train = "random"
-[training]
-seq_len = {}
-local_batch_size = 1
-[optimizer]
-name = "{}"
-[precision]
-compute = "float32"
-[parallelism]
-strategy = "{}"
-data_parallel_replicate_degree = {}
-expert_parallel_degree = {}
-expert_tensor_parallel_degree = {}
-tensor_parallel_degree = {}
-)",
-      family,
-      kVocab,
-      family == "moe" ? 0.05 : 0.0,
-      kSeq,
-      way.optimizer,
-      way.strategy,
-      way.replicate,
-      way.ep,
-      way.etp,
-      way.tp);
-  return resolve_config(parse_config(toml, "test.toml"), way.world);
+  return resolve_config(
+      testing::small_config(
+          {"model.family=" + family,
+           "model.dim=16",
+           "model.heads=2",
+           "model.ffn_dim=24",
+           "model.num_experts=4",
+           "model.moe_ffn_dim=8",
+           family == "moe" ? "moe.balance_rate=0.05" : "moe.balance_rate=0",
+           "optimizer.name=" + way.optimizer,
+           "parallelism.strategy=" + way.strategy,
+           fmt::format(
+               "parallelism.data_parallel_replicate_degree={}",
+               way.replicate),
+           fmt::format("parallelism.expert_parallel_degree={}", way.ep),
+           fmt::format("parallelism.expert_tensor_parallel_degree={}", way.etp),
+           fmt::format("parallelism.tensor_parallel_degree={}", way.tp)}),
+      way.world);
 }
 
 /// A rank's part of a run.

@@ -9,6 +9,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_config.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -27,7 +28,7 @@ namespace {
 using testing::RankContext;
 using testing::run_ranks;
 
-constexpr std::int64_t kFamilyVocab = 61;
+constexpr std::int64_t kFamilyVocab = 61;  // as small_config has it
 constexpr std::int64_t kFamilySeq = 24;
 constexpr std::int64_t kSequences = 4;  // of a step
 constexpr int kFamilySteps = 4;
@@ -40,42 +41,24 @@ Config family_config(
     const std::string& family,
     const std::vector<std::string>& overrides,
     int world) {
-  const std::string toml = fmt::format(
-      R"(
-[run]
-seed = 3
-[model]
-family = "{}"
-dim = 16
-layers = 2
-heads = 4
-kv_heads = 2
-head_dim = 8
-ffn_dim = 32
-vocab_size = {}
-{}
-{}
-[data]
-train = "random"
-[training]
-seq_len = {}
-local_batch_size = {}
-[precision]
-compute = "float32"
-[parallelism]
-strategy = "zero3"
-)",
-      family,
-      kFamilyVocab,
-      has_experts(family) ? "num_experts = 4\nexperts_per_token = 2" : "",
-      family.starts_with("gemma")
-          ? "sliding_window = 7\nsliding_window_pattern = 2"
-      : family == "mistral" || family == "phi3" || family == "gpt_oss"
-          ? "sliding_window = 7"
-          : "",
-      kFamilySeq,
-      kSequences / world);
-  return resolve_config(parse_config(toml, "test.toml", overrides), world);
+  testing::Settings own{
+      "model.family=" + family,
+      "model.dim=16",
+      "model.head_dim=8",
+      "model.ffn_dim=32",
+      fmt::format("training.seq_len={}", kFamilySeq),
+      fmt::format("training.local_batch_size={}", kSequences / world)};
+  if (has_experts(family)) {
+    own.insert(own.end(), {"model.num_experts=4", "model.experts_per_token=2"});
+  }
+  if (family.starts_with("gemma")) {
+    own.emplace_back("model.sliding_window_pattern=2");
+  }
+  if (family.starts_with("gemma") || family == "mistral" || family == "phi3" ||
+      family == "gpt_oss") {
+    own.emplace_back("model.sliding_window=7");
+  }
+  return resolve_config(testing::small_config(own, overrides), world);
 }
 
 /// The results of a run of a few steps on the same sequences.

@@ -17,11 +17,11 @@
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/export_hf.h"
 #include "flatshard/train/tools/generate_text.h"
-#include "tests/data/small_corpus.h"
 #include "tests/support/message_of.h"
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_run.h"
 
 #include <ATen/ATen.h>
 #include <fmt/format.h>
@@ -48,7 +48,7 @@ using ::testing::HasSubstr;
 using testing::message_of;
 using testing::RankContext;
 using testing::run_ranks;
-using Settings = std::vector<std::string>;
+using testing::Settings;
 
 constexpr std::int64_t kLoraBatch = 12;  // sequences of a step
 constexpr int kLoraSteps = 3;
@@ -66,36 +66,18 @@ adapter_config(int world, int microbatches, const Settings& settings = {}) {
   const bool shares_layers =
       std::ranges::find(settings, kTwoShare) != settings.end();
   const int data_ranks = shares_layers ? world / 2 : world;
-  const std::string toml = fmt::format(
-      R"(
-[run]
-seed = 3
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 48
-vocab_size = 61
-[lora]
-rank = 4
-alpha = 8
-[data]
-train = "random"
-[training]
-steps = {}
-seq_len = 16
-local_batch_size = {}
-global_batch_size = {}
-[optimizer]
-name = "sgd"
-[precision]
-compute = "float32"
-)",
-      kLoraSteps,
-      kLoraBatch / (data_ranks * microbatches),
-      kLoraBatch);
-  return resolve_config(parse_config(toml, "test.toml", settings), world);
+  return resolve_config(
+      testing::small_config(
+          {"lora.rank=4",
+           "lora.alpha=8",
+           fmt::format("training.steps={}", kLoraSteps),
+           fmt::format(
+               "training.local_batch_size={}",
+               kLoraBatch / (data_ranks * microbatches)),
+           fmt::format("training.global_batch_size={}", kLoraBatch),
+           "optimizer.name=sgd"},
+          settings),
+      world);
 }
 
 std::int64_t nbytes_of(
@@ -372,11 +354,10 @@ TEST(Adapters, AloneHaveGradientsAndOptimizerState) {
 class LoraTrainerTest : public ::testing::Test {
  protected:
   LoraTrainerTest() {
-    std::string text;
-    for (int i = 0; i < 300; ++i) {
-      text += "the quick brown fox jumps over the lazy dog.\n";
-    }
-    data::write_byte_corpus(folder_ / "corpus", {text}, 0.2);
+    data::write_byte_corpus(
+        folder_ / "corpus",
+        {testing::learnable_text(300)},
+        0.2);
   }
 
   fs::path run(const std::string& name) const { return folder_ / name; }
@@ -411,15 +392,10 @@ log_freq = 4
 )",
         run(name).string(),
         (folder_ / "corpus").string());
-    ::testing::internal::CaptureStdout();
-    try {
-      Trainer(parse_config(toml, "test.toml", settings), {}, device, resume)
-          .run();
-    } catch (...) {
-      ::testing::internal::GetCapturedStdout();
-      throw;
-    }
-    ::testing::internal::GetCapturedStdout();
+    testing::train_printed(
+        parse_config(toml, "test.toml", settings),
+        resume,
+        device);
   }
 
   /// A Hugging Face folder to start from.

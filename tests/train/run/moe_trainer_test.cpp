@@ -1,12 +1,12 @@
 // Runs of models with experts.
 #include "flatshard/core/error.h"
 #include "flatshard/format/safetensors.h"
-#include "flatshard/train/run/trainer.h"
 #include "flatshard/train/setup/model_config.h"
 #include "flatshard/train/tools/export_hf.h"
 #include "flatshard/train/tools/generate_text.h"
-#include "tests/data/small_corpus.h"
+#include "tests/support/message_of.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_run.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -18,56 +18,34 @@ namespace flatshard {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::Settings;
 
 class MoeTrainer : public ::testing::Test {
  protected:
   MoeTrainer() {
-    std::string text;
-    for (int i = 0; i < 300; ++i) {
-      text += "the quick brown fox jumps over the lazy dog.\n";
-    }
-    data::write_byte_corpus(folder_ / "corpus", {text}, 0.2);
+    data::write_byte_corpus(
+        folder_ / "corpus",
+        {testing::learnable_text(300)},
+        0.2);
   }
 
   std::filesystem::path run(const std::string& name) const {
     return folder_ / name;
   }
 
-  Config config(
-      const std::string& name,
-      const std::vector<std::string>& overrides) const {
-    const std::string toml = fmt::format(
-        R"(
-[run]
-output_dir = "{}"
-seed = 1
-[model]
-family = "moe"
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 64
-vocab_size = 257
-num_experts = 4
-moe_ffn_dim = 32
-[data]
-train = "{}"
-[training]
-steps = 12
-seq_len = 32
-local_batch_size = 4
-global_batch_size = 8
-[optimizer]
-lr = 1e-2
-[precision]
-compute = "float32"
-[metrics]
-log_freq = 1
-)",
-        run(name).string(),
-        (folder_ / "corpus").string());
-    return parse_config(toml, "test.toml", overrides);
+  Config config(const std::string& name, const Settings& overrides) const {
+    return testing::small_config(
+        testing::byte_run(
+            folder_.path(),
+            name,
+            {"model.family=moe",
+             "model.num_experts=4",
+             "model.moe_ffn_dim=32",
+             "training.steps=12",
+             "training.local_batch_size=4",
+             "training.global_batch_size=8",
+             "optimizer.lr=1e-2"}),
+        overrides);
   }
 
   struct Outcome {
@@ -77,37 +55,16 @@ log_freq = 1
 
   Outcome train(
       const std::string& name,
-      const std::vector<std::string>& overrides,
+      const Settings& overrides,
       bool resume = false) const {
-    ::testing::internal::CaptureStdout();
-    Outcome outcome;
-    try {
-      Trainer(config(name, overrides), {}, "cpu", resume).run();
-    } catch (...) {
-      std::fflush(stdout);
-      ::testing::internal::GetCapturedStdout();
-      throw;
-    }
-    std::fflush(stdout);
-    outcome.output = ::testing::internal::GetCapturedStdout();
-    std::ifstream file(run(name) / "metrics.jsonl");
-    for (std::string line; std::getline(file, line);) {
-      const auto row = nlohmann::json::parse(line);
-      if (row.contains("loss")) {
-        outcome.rows.push_back(row);
-      }
-    }
+    Outcome outcome{
+        .output = testing::train_printed(config(name, overrides), resume)};
+    outcome.rows = testing::metric_rows(run(name), "loss");
     return outcome;
   }
 
   std::string refusal(const std::vector<std::string>& overrides) const {
-    try {
-      train("refused", overrides);
-    } catch (const Error& error) {
-      return error.what();
-    }
-    ADD_FAILURE() << "expected an error";
-    return {};
+    return testing::message_of([&] { train("refused", overrides); });
   }
 
   const TempFolder folder_;

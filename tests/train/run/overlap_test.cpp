@@ -15,6 +15,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_config.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -45,39 +46,26 @@ using testing::sums_of_steps;
 constexpr const char* kOverlap = "parallelism.overlap_expert_parallel=true";
 constexpr const char* kLate = "parallelism.delay_wgrad=true";
 
-using Overrides = std::vector<std::string>;
+using Overrides = testing::Settings;
 
 Config overlap_config(const Overrides& overrides, int world) {
-  const std::string toml = R"(
-[run]
-seed = 3
-[model]
-family = "moe"
-dim = 32
-layers = 3
-heads = 4
-kv_heads = 2
-ffn_dim = 48
-vocab_size = 61
-num_experts = 4
-moe_ffn_dim = 16
-dense_layers = 1
-shared_experts = 1
-[moe]
-aux_loss = 0.01
-balance_rate = 0.01
-[data]
-train = "random"
-[training]
-seq_len = 16
-local_batch_size = 1
-global_batch_size = 6
-[debug]
-deterministic = true
-comm_delay_us = 100
-comm_delay_seed = 5
-)";
-  return resolve_config(parse_config(toml, "test.toml", overrides), world);
+  return resolve_config(
+      testing::small_config(
+          {"model.family=moe",
+           "model.layers=3",
+           "model.num_experts=4",
+           "model.moe_ffn_dim=16",
+           "model.dense_layers=1",
+           "model.shared_experts=1",
+           "moe.aux_loss=0.01",
+           "moe.balance_rate=0.01",
+           "training.global_batch_size=6",
+           "precision.compute=bfloat16",
+           "debug.deterministic=true",
+           "debug.comm_delay_us=100",
+           "debug.comm_delay_seed=5"},
+          overrides),
+      world);
 }
 
 Overrides operator+(Overrides a, const Overrides& b) {

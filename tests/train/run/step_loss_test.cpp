@@ -16,6 +16,7 @@
 #include "tests/support/ranks.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_config.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -39,7 +40,7 @@ using testing::run_ranks;
 
 constexpr std::int64_t kSeqLen = 16;
 constexpr std::int64_t kGlobalBatch = 12;
-constexpr std::int64_t kVocab = 61;
+constexpr std::int64_t kVocab = 61;  // as small_config has it
 constexpr int kSteps = 2;
 
 // Sums over the tokens of a step. The rate of SGD is 1.
@@ -50,7 +51,7 @@ const double kStepTolerance = testing::sum_tolerance(
 // Tokens of a document that are trained, after its first one.
 constexpr std::array<std::uint32_t, 4> kTrained{0, 1, 4, 15};
 
-using Overrides = std::vector<std::string>;
+using Overrides = testing::Settings;
 
 /// Returns a split of documents with kSeqLen tokens each, or of 2 to 40.
 /// @param masked  a document has between no trained token and only such.
@@ -106,41 +107,21 @@ Config config_of(
     int world,
     int microbatches,
     const Overrides& overrides = {}) {
-  const std::string toml = fmt::format(
-      R"(
-[run]
-seed = 3
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 48
-vocab_size = {}
-[data]
-train = "{}"
-[training]
-steps = {}
-seq_len = {}
-local_batch_size = {}
-global_batch_size = {}
-[validation]
-freq = 1
-sequences = 10
-[optimizer]
-name = "sgd"
-lr = 1.0
-[precision]
-compute = "float32"
-reduce = "float32"
-)",
-      kVocab,
-      corpus.string(),
-      kSteps,
-      kSeqLen,
-      kGlobalBatch / (world * microbatches),
-      kGlobalBatch);
-  return resolve_config(parse_config(toml, "test.toml", overrides), world);
+  return resolve_config(
+      testing::small_config(
+          {fmt::format("data.train={}", corpus.string()),
+           fmt::format("training.steps={}", kSteps),
+           fmt::format("training.seq_len={}", kSeqLen),
+           fmt::format(
+               "training.local_batch_size={}",
+               kGlobalBatch / (world * microbatches)),
+           fmt::format("training.global_batch_size={}", kGlobalBatch),
+           "validation.freq=1",
+           "validation.sequences=10",
+           "optimizer.name=sgd",
+           "optimizer.lr=1.0"},
+          overrides),
+      world);
 }
 
 struct Outcome {

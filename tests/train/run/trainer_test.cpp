@@ -11,9 +11,10 @@
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/generate_text.h"
 #include "flatshard/train/tools/stored_model.h"
-#include "tests/data/small_corpus.h"
+#include "tests/support/message_of.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
+#include "tests/train/small_run.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -39,50 +40,28 @@ double loss_tolerance(int steps) {
        .in_a_row = testing::sums_of_steps(/*layers=*/2, steps)});
 }
 
-// Returns a small vocabulary of words, in an order that can be learnt.
-std::string text(int lines) {
-  std::string all;
-  for (int i = 0; i < lines; ++i) {
-    all += "the quick brown fox jumps over the lazy dog.\n";
-  }
-  return all;
-}
+using testing::learnable_text;
+using testing::Settings;
 
 class TrainerTest : public ::testing::Test {
  protected:
   TrainerTest() {
-    data::write_byte_corpus(folder_ / "corpus", {text(300), text(100)}, 0.2);
+    data::write_byte_corpus(
+        folder_ / "corpus",
+        {learnable_text(300), learnable_text(100)},
+        0.2);
   }
 
-  Config config(const std::vector<std::string>& overrides = {}) const {
-    const std::string toml = fmt::format(
-        R"(
-[run]
-output_dir = "{}"
-seed = 1
-[model]
-dim = 32
-layers = 2
-heads = 4
-kv_heads = 2
-ffn_dim = 64
-vocab_size = 257
-[data]
-train = "{}"
-[training]
-steps = 12
-seq_len = 32
-local_batch_size = 4
-[optimizer]
-lr = 1e-2
-[precision]
-compute = "float32"
-[metrics]
-log_freq = 4
-)",
-        run().string(),
-        (folder_ / "corpus").string());
-    return parse_config(toml, "test.toml", overrides);
+  Config config(const Settings& overrides = {}) const {
+    return testing::small_config(
+        testing::byte_run(
+            folder_.path(),
+            "run",
+            {"training.steps=12",
+             "training.local_batch_size=4",
+             "optimizer.lr=1e-2",
+             "metrics.log_freq=4"}),
+        overrides);
   }
 
   std::filesystem::path run() const { return folder_ / "run"; }
@@ -92,58 +71,23 @@ log_freq = 4
       const std::vector<std::string>& overrides = {},
       const std::string& device = "cpu",
       bool resume = false) const {
-    ::testing::internal::CaptureStdout();
-    try {
-      Trainer(config(overrides), {}, device, resume).run();
-    } catch (...) {
-      std::fflush(stdout);
-      ::testing::internal::GetCapturedStdout();
-      throw;
-    }
-    std::fflush(stdout);
-    return ::testing::internal::GetCapturedStdout();
+    return testing::train_printed(config(overrides), resume, device);
   }
 
   std::string refusal(
       const std::vector<std::string>& overrides,
       const std::string& device = "cpu") const {
-    try {
-      train(overrides, device);
-    } catch (const Error& error) {
-      return error.what();
-    }
-    ADD_FAILURE() << "expected an error";
-    return {};
+    return testing::message_of([&] { train(overrides, device); });
   }
 
-  std::vector<json> metrics() const {
-    std::ifstream file(run() / "metrics.jsonl");
-    std::vector<json> rows;
-    for (std::string line; std::getline(file, line);) {
-      rows.push_back(json::parse(line));
-    }
-    return rows;
-  }
+  std::vector<json> metrics() const { return testing::metric_rows(run()); }
 
-  std::vector<double> losses() const {
-    std::vector<double> all;
-    for (const json& row : metrics()) {
-      if (row.contains("loss")) {
-        all.push_back(row["loss"]);
-      }
-    }
-    return all;
-  }
+  std::vector<double> losses() const { return testing::logged_losses(run()); }
 
   /// Returns the last validation's row, without the fields that differ between
   /// runs.
   json last_validation() const {
-    json found;
-    for (const json& row : metrics()) {
-      if (row.contains("validation_loss")) {
-        found = row;
-      }
-    }
+    json found = testing::metric_rows(run(), "validation_loss").back();
     found.erase("time");
     found.erase("attempt");
     return found;
