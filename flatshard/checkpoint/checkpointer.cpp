@@ -140,6 +140,9 @@ void Checkpointer::save(
     }
     changed_.wait(lock, has_room);
   }
+  if (optimizer_ != nullptr) {
+    optimizer_->wait_for_states();
+  }
   Event computed;
   computed.record(*current_stream(mesh_->device()));
   computed.wait(*stream_);

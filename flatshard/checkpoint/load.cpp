@@ -88,6 +88,9 @@ class Loader {
   LoadedCheckpoint apply() {
     const at::NoGradGuard no_grad;
     const at::Device device = mesh_.device();
+    if (optimizer_ != nullptr) {
+      optimizer_->wait_for_states();
+    }
     WeightWrite write(groups_, *current_stream(device));
     std::vector<BytesCopy> to_device;
     std::vector<BytesCopy> to_host;  // replicated tensors may be there

@@ -13,7 +13,7 @@ void AdamWAlgorithm::add_group(
   // add_parameters allocates them.
   states_[group] = {
       .numel = main.numel(),
-      .options = main.options().dtype(at::kFloat)};
+      .options = main.options().dtype(at::kFloat).device(state_device())};
 }
 
 void AdamWAlgorithm::add_parameters(
@@ -35,7 +35,7 @@ void AdamWAlgorithm::add_parameters(
     states.exp_avg_sq = at::zeros({states.numel}, states.options);
     return;
   }
-  states.moments.emplace(of, asked);
+  states.moments.emplace(of, asked, state_device());
 }
 
 std::vector<std::pair<std::string, std::vector<NamedShard>>>
@@ -75,15 +75,29 @@ UpdateRow AdamWAlgorithm::row(
       .row();
 }
 
-void AdamWAlgorithm::update(std::size_t group, FlatUpdate& update) {
+void AdamWAlgorithm::visit_states(
+    std::size_t group,
+    const std::function<void(at::Tensor&)>& visit) {
+  States& states = states_.at(group);
+  if (states.moments) {
+    states.moments->visit(visit);
+    return;
+  }
+  visit(states.exp_avg);
+  visit(states.exp_avg_sq);
+}
+
+void AdamWAlgorithm::set_states(std::size_t group, FlatUpdate& update) const {
   const States& states = states_.at(group);
   if (states.moments) {
     states.moments->set_on(update);
-    flat_update(Algorithm::adamw, update);
     return;
   }
   update.state0 = states.exp_avg;
   update.state1 = states.exp_avg_sq;
+}
+
+void AdamWAlgorithm::update(std::size_t /*group*/, FlatUpdate& update) {
   flat_update(Algorithm::adamw, update);
 }
 
@@ -91,13 +105,14 @@ AdamW::AdamW(std::vector<ParamGroup*> groups, AdamWOptions options)
     : Optimizer(
           std::move(groups),
           ParameterRules{
-              .rest = {
-                  .algorithm = Algorithm::adamw,
-                  .weight_decay = options.weight_decay,
-                  .beta1 = options.beta1,
-                  .beta2 = options.beta2,
-                  .eps = options.eps,
-                  .state_dtype = options.state_dtype}}) {
+              .rest =
+                  {.algorithm = Algorithm::adamw,
+                   .weight_decay = options.weight_decay,
+                   .beta1 = options.beta1,
+                   .beta2 = options.beta2,
+                   .eps = options.eps,
+                   .state_dtype = options.state_dtype}},
+          options.offload) {
 }
 
 }  // namespace flatshard

@@ -19,6 +19,7 @@ struct AdamWOptions {
   /// The update is computed in float32, from the states before they are
   /// rounded. int8 requires ParamGroupOptions::alignment kInt8Alignment.
   StateFormat state_dtype = StateFormat::float32;
+  StateOffload offload;
 };
 
 /// AdamW with decoupled weight decay and bias correction, arXiv:1711.05101.
@@ -41,6 +42,10 @@ class AdamWAlgorithm : public UpdateAlgorithm {
       std::size_t group) const override;
   UpdateRow row(const ParameterValues& values, double lr, std::int64_t updates)
       const override;
+  void visit_states(
+      std::size_t group,
+      const std::function<void(at::Tensor&)>& visit) override;
+  void set_states(std::size_t group, FlatUpdate& update) const override;
   void update(std::size_t group, FlatUpdate& update) override;
   bool encodes_planes(std::size_t group) const override;
 

@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
+#include <functional>
 #include <map>
 #include <string>
 #include <utility>
@@ -28,7 +30,9 @@ class ElementAlgorithm : public UpdateAlgorithm {
       return;
     }
     for (at::Tensor& state : states_[group]) {
-      state = at::zeros({main.numel()}, main.options().dtype(at::kFloat));
+      state = at::zeros(
+          {main.numel()},
+          main.options().dtype(at::kFloat).device(state_device()));
     }
   }
 
@@ -49,13 +53,25 @@ class ElementAlgorithm : public UpdateAlgorithm {
     return Rule::row(values, lr, updates);
   }
 
-  void update(std::size_t group, FlatUpdate& update) override {
+  void visit_states(
+      std::size_t group,
+      const std::function<void(at::Tensor&)>& visit) override {
+    const auto found = states_.find(group);
+    if (found != states_.end()) {
+      std::ranges::for_each(found->second, visit);
+    }
+  }
+
+  void set_states(std::size_t group, FlatUpdate& update) const override {
     const auto found = states_.find(group);
     const bool has_states = found != states_.end();
     update.state0 = has_states ? found->second[0] : at::Tensor();
     if constexpr (kNumStates > 1) {
       update.state1 = has_states ? found->second[1] : at::Tensor();
     }
+  }
+
+  void update(std::size_t /*group*/, FlatUpdate& update) override {
     flat_update(algorithm_, update);
   }
 

@@ -189,7 +189,10 @@ void check_rounding(const TrainedGroup& group) {
   }
 }
 
-Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
+Moments::Moments(
+    const ParamGroup& group,
+    const std::vector<StateFormat>& asked,
+    at::Device device)
     : group_(&group) {
   const at::Tensor& main = group.weights().main().local();
   const std::vector<GroupParameter>& parameters = group.parameters();
@@ -220,7 +223,7 @@ Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
   const auto zeros = [&](StateFormat format, at::ScalarType dtype) {
     return at::zeros(
         {flatshard::numel_of(ranges_, format)},
-        main.options().dtype(dtype));
+        main.options().dtype(dtype).device(device));
   };
   const std::int64_t blocks =
       flatshard::numel_of(ranges_, StateFormat::int8) / kStateBlock;
@@ -229,11 +232,21 @@ Moments::Moments(const ParamGroup& group, const std::vector<StateFormat>& asked)
     state->bfloat16 = zeros(StateFormat::bfloat16, at::kBFloat16);
     state->codes =
         zeros(StateFormat::int8, state == &exp_avg_ ? at::kChar : at::kByte);
-    state->scales = at::zeros({blocks}, main.options().dtype(at::kFloat));
+    state->scales =
+        at::zeros({blocks}, main.options().dtype(at::kFloat).device(device));
   }
   FlatUpdate update{.state_ranges = ranges_};
   update.upload_ranges(main.device());
   device_ranges_ = update.device_state_ranges;
+}
+
+void Moments::visit(const std::function<void(at::Tensor&)>& visit) {
+  for (StateTensors* state : {&exp_avg_, &exp_avg_sq_}) {
+    visit(state->float32);
+    visit(state->bfloat16);
+    visit(state->codes);
+    visit(state->scales);
+  }
 }
 
 void Moments::set_on(FlatUpdate& update) const {

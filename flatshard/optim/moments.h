@@ -7,6 +7,7 @@
 #include "flatshard/optim/state_format.h"
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,12 +47,18 @@ std::vector<StateRange> moment_ranges(
 /// AdamW's two states of one group. Both states of a parameter have one format.
 class Moments {
  public:
-  /// Zeros, on the device of the group's main weights.
-  /// @param group  must outlive this.
-  /// @param asked  for each parameter of the group.
+  /// Zeros.
+  /// @param group   must outlive this.
+  /// @param asked   for each parameter of the group.
+  /// @param device  of the states.
   /// @throws Error{config} as check_state_formats.
-  Moments(const ParamGroup& group, const std::vector<StateFormat>& asked);
+  Moments(
+      const ParamGroup& group,
+      const std::vector<StateFormat>& asked,
+      at::Device device);
 
+  /// Calls `visit` with each tensor of the states. `visit` may replace it.
+  void visit(const std::function<void(at::Tensor&)>& visit);
   /// Makes `update` work on these states.
   void set_on(FlatUpdate& update) const;
 

@@ -36,19 +36,32 @@ Optimizer::Optimizer(std::vector<ParamGroup*> groups)
 
 Optimizer::Optimizer(
     std::vector<ParamGroup*> groups,
-    const ParameterRules& rules)
+    const ParameterRules& rules,
+    const StateOffload& offload)
     : Optimizer(
           trainable(groups),
-          flatshard::parameter_groups(trainable(groups), rules)) {
+          flatshard::parameter_groups(trainable(groups), rules),
+          offload) {
 }
 
 Optimizer::Optimizer(
     std::vector<ParamGroup*> groups,
-    ParameterGroups parameters)
+    ParameterGroups parameters,
+    const StateOffload& offload)
     : Optimizer(std::move(groups)) {
   parameters_ = std::move(parameters);
+  if (offload.enabled && !groups_.empty()) {
+    offloaded_ = std::make_unique<OffloadedStates>(
+        groups_.front()->mesh()->device(),
+        offload.streams);
+  }
   for (const ParameterGroupValues& group : parameters_.groups) {
     group.values.validate();
+    FLATSHARD_CHECK(
+        !offload.enabled || group.values.algorithm != Algorithm::muon,
+        config,
+        "optimizer.offload_states: states of Muon cannot be offloaded; use "
+        "adamw or sgd, or offload_states = false");
   }
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     FLATSHARD_CHECK(
@@ -64,6 +77,23 @@ Optimizer::Optimizer(
   for (auto& [name, algorithm] : algorithms_) {
     algorithm->finish_groups();
   }
+  if (offloaded_) {
+    allocate_offloaded();
+  }
+}
+
+void Optimizer::allocate_offloaded() {
+  std::vector<std::vector<at::Tensor*>> states(groups_.size());
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    for (const Part& part : parts_[i]) {
+      if (offloads_states(*groups_[i])) {
+        algorithms_.at(part.algorithm)->visit_states(i, [&](at::Tensor& state) {
+          states[i].push_back(&state);
+        });
+      }
+    }
+  }
+  offloaded_->allocate(states);
 }
 
 void Optimizer::add_parts(std::size_t group) {
@@ -85,6 +115,9 @@ void Optimizer::add_parts(std::size_t group) {
     if (own == nullptr) {
       own = make_algorithm(of.algorithm, parameters_.muon);
     }
+    // Without memory until the sizes of all states are known.
+    own->set_state_device(
+        offloads_states(g) ? at::Device(at::kMeta) : main.device());
     const std::vector<ParameterValues> values =
         values_of(part.rows, parameters_);
     own->add_group(
@@ -213,6 +246,12 @@ void Optimizer::wait() const {
   }
 }
 
+void Optimizer::wait_for_states() const {
+  if (offloaded_) {
+    offloaded_->wait();
+  }
+}
+
 void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   const at::NoGradGuard no_grad;
   for (const ParamGroup* group : groups_) {
@@ -274,16 +313,28 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     }
   }
   begin_step(updated, lr);
+  if (offloaded_) {
+    offloaded_->begin_step(updated);
+  }
   for (const std::size_t i : updated) {
     ParamGroup& group = *groups_[i];
     const bool offload = group.options().offload;
-    queue_collectives(stream, communicators(i), [this, i] {
+    const at::Tensor slot =
+        offloaded_ ? offloaded_->begin_update(i, stream) : at::Tensor();
+    queue_collectives(stream, communicators(i), [this, i, slot] {
       for (Part& part : parts_[i]) {
         part.update.planes.zero();
+        algorithms_.at(part.algorithm)->set_states(i, part.update);
+        if (slot.defined()) {
+          offloaded_->use_slot(i, slot, part.update);
+        }
         algorithms_.at(part.algorithm)->update(i, part.update);
         part.update.grad.reset();  // zero_grad gives its memory back
       }
     });
+    if (offloaded_) {
+      offloaded_->end_update(i, stream);
+    }
     write.end(
         group,
         offload || !encodes[i] ? WeightWrite::Cast::here
@@ -354,13 +405,20 @@ std::optional<Algorithm> Optimizer::algorithm_of(
 }
 
 std::int64_t Optimizer::state_nbytes() const {
-  std::int64_t nbytes = 0;
+  std::int64_t nbytes = offloaded_ ? offloaded_->device_nbytes() : 0;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
+    if (offloads_states(*groups_[i])) {
+      continue;
+    }
     for (const auto& [name, tensor] : state(i)) {
       nbytes += tensor.nbytes();
     }
   }
   return nbytes;
+}
+
+std::int64_t Optimizer::host_state_nbytes() const {
+  return offloaded_ ? offloaded_->host_nbytes() : 0;
 }
 
 }  // namespace flatshard

@@ -5,6 +5,7 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
+#include "flatshard/optim/offloaded_states.h"
 #include "flatshard/optim/parameter_rules.h"
 #include "flatshard/optim/update_algorithm.h"
 
@@ -26,10 +27,17 @@ namespace flatshard {
 class Optimizer {
  public:
   /// Frozen groups are skipped. The groups must outlive the optimizer.
-  /// @throws Error{config}: see parameter_groups.
-  Optimizer(std::vector<ParamGroup*> groups, const ParameterRules& rules);
+  /// @throws Error{config}: see parameter_groups, and for offloaded states of
+  ///   Muon.
+  Optimizer(
+      std::vector<ParamGroup*> groups,
+      const ParameterRules& rules,
+      const StateOffload& offload = {});
   /// @param groups  all of them trained.
-  Optimizer(std::vector<ParamGroup*> groups, ParameterGroups parameters);
+  Optimizer(
+      std::vector<ParamGroup*> groups,
+      ParameterGroups parameters,
+      const StateOffload& offload = {});
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
@@ -44,6 +52,9 @@ class Optimizer {
   }
   /// Later work of the current stream comes after the updates of the last step.
   void wait() const;
+  /// Blocks the host until states in host memory have their values of the last
+  /// step. Readers and writers of offloaded states must call it first.
+  void wait_for_states() const;
 
   /// Runs one update, after all work queued on the current stream. Each
   /// parameter group has the learning rate lr * ParameterValues::lr_mult.
@@ -93,7 +104,11 @@ class Optimizer {
   /// Returns whether a checkpoint may have its states in another StateFormat.
   virtual bool converts_states() const { return !algorithms_.empty(); }
   const std::vector<ParamGroup*>& groups() const { return groups_; }
+  /// Returns the bytes of the states on the device, or with offloaded states
+  /// of the buffers that they are copied to.
   std::int64_t state_nbytes() const;
+  /// Returns the bytes of offloaded states in host memory.
+  std::int64_t host_state_nbytes() const;
 
  protected:
   /// Without algorithms, for states that are updated elsewhere.
@@ -107,6 +122,12 @@ class Optimizer {
     FlatUpdate update;              ///< its ranges stay
   };
   void add_parts(std::size_t group);
+  /// Returns whether the states of a group are copied to the device for each
+  /// update. A group with main weights in host memory is updated there.
+  bool offloads_states(const ParamGroup& group) const {
+    return offloaded_ != nullptr && !group.options().offload;
+  }
+  void allocate_offloaded();
   /// Starts the step of each algorithm, for the groups that it updates.
   void begin_step(const std::vector<std::size_t>& groups, double lr);
   std::vector<Communicator*> communicators(std::size_t group) const;
@@ -133,6 +154,7 @@ class Optimizer {
   std::int64_t num_steps_ = 0;
   std::shared_ptr<Stream> stream_;
   Event updated_;
+  std::unique_ptr<OffloadedStates> offloaded_;  ///< null: on the device
 };
 
 }  // namespace flatshard

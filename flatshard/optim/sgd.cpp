@@ -8,10 +8,11 @@ Sgd::Sgd(std::vector<ParamGroup*> groups, SgdOptions options)
     : Optimizer(
           std::move(groups),
           ParameterRules{
-              .rest = {
-                  .algorithm = Algorithm::sgd,
-                  .weight_decay = options.weight_decay,
-                  .momentum = options.momentum}}) {
+              .rest =
+                  {.algorithm = Algorithm::sgd,
+                   .weight_decay = options.weight_decay,
+                   .momentum = options.momentum}},
+          options.offload) {
 }
 
 }  // namespace flatshard

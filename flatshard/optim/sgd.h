@@ -7,6 +7,7 @@ namespace flatshard {
 struct SgdOptions {
   double momentum = 0.0;
   double weight_decay = 0.0;
+  StateOffload offload;
 };
 
 /// An Optimizer that updates all parameters with SGD with momentum and

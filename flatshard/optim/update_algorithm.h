@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -28,6 +29,8 @@ class UpdateAlgorithm {
   UpdateAlgorithm(const UpdateAlgorithm&) = delete;
   UpdateAlgorithm& operator=(const UpdateAlgorithm&) = delete;
 
+  /// Selects the device of the states of groups that are added next.
+  void set_state_device(at::Device device) { state_device_ = device; }
   /// Allocates the states of a group some of whose parameters use the
   /// algorithm, with `values`. Each has the size of `main`: the group's main
   /// shard, or as many elements as its parameters of this algorithm have.
@@ -59,7 +62,15 @@ class UpdateAlgorithm {
   /// Returns the scalars of the update number `updates`, counted from 1.
   virtual UpdateRow
   row(const ParameterValues& values, double lr, std::int64_t updates) const = 0;
-  /// Updates the ranges that are not skipped. Sets the states in `update`.
+  /// Calls `visit` with each tensor of a group's states. `visit` may replace
+  /// it.
+  virtual void visit_states(
+      std::size_t /*group*/,
+      const std::function<void(at::Tensor&)>& /*visit*/) {}
+  /// Sets the states in `update`.
+  virtual void set_states(std::size_t /*group*/, FlatUpdate& /*update*/) const {
+  }
+  /// Updates the ranges that are not skipped, and the states in `update`.
   virtual void update(std::size_t group, FlatUpdate& update) = 0;
 
   // For algorithms that see more than single elements.
@@ -85,6 +96,13 @@ class UpdateAlgorithm {
 
   /// Returns whether `update` fills FlatUpdate::planes.
   virtual bool encodes_planes(std::size_t /*group*/) const { return false; }
+
+ protected:
+  /// Returns the device of states of groups that are added now.
+  at::Device state_device() const { return state_device_; }
+
+ private:
+  at::Device state_device_ = at::kCPU;
 };
 
 std::unique_ptr<UpdateAlgorithm> make_algorithm(

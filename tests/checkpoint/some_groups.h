@@ -26,6 +26,7 @@ struct Sharding {
   Granularity granularity = Granularity::element();
   Precision precision = Precision::full();
   StateFormat states = StateFormat::float32;
+  bool offloads_states = false;
 
   int world() const {
     std::int64_t world = 1;
@@ -74,7 +75,11 @@ struct SomeGroups {
     }
     optimizer = std::make_unique<AdamW>(
         groups,
-        AdamWOptions{.state_dtype = sharding.states});
+        AdamWOptions{
+            .state_dtype = sharding.states,
+            .offload = {
+                .enabled = sharding.offloads_states,
+                .streams = {.delay_seed = 3, .max_delay_us = 5000}}});
   }
 
   /// Returns element `i` of a tensor in these tests, exact in any dtype.

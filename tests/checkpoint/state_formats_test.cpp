@@ -104,6 +104,11 @@ void run(
   run_ranks(sharding.world(), [&](RankContext& context) {
     const auto mesh = context.mesh(sharding.axes);
     const SomeGroups model(specs(), sharding, mesh);
+    Checkpointer checkpointer(
+        mesh,
+        model.groups,
+        model.optimizer.get(),
+        {.folder = folder.path()});
     if (from == 0) {
       train(model);
     } else {
@@ -113,11 +118,6 @@ void run(
           model.optimizer.get());
       EXPECT_EQ(model.optimizer->num_steps(), 3);
     }
-    Checkpointer checkpointer(
-        mesh,
-        model.groups,
-        model.optimizer.get(),
-        {.folder = folder.path()});
     checkpointer.save(to, {});
     checkpointer.wait();
     for (const SaveResult& result : checkpointer.take_results()) {
@@ -173,6 +173,30 @@ TEST(StateFormats, ACheckpointIsLoadedInAnyFormatOnAnyRanks) {
           .max()
           .item<int>(),
       1);
+}
+
+// States in host memory are saved when the copies of the last step have arrived
+// there, and loaded whatever the writer did.
+TEST(StateFormats, OffloadedStatesAreSavedAndLoaded) {
+  for (const StateFormat format : {StateFormat::float32, StateFormat::int8}) {
+    const TempFolder folder;
+    Sharding offloaded{"zero3", {{"dp", 2}}};
+    offloaded.offloads_states = true;
+    const Sharding on_device{"zero2", {{"dp", 2}}};
+    Values want;
+    run(folder, on_device, format, 0, 1, want);
+    Values trained;
+    run(folder, offloaded, format, 0, 2, trained);
+    trained.expect_equal(want);
+    for (const int from : {1, 2}) {
+      Values loaded;
+      run(folder, offloaded, format, from, 10 + from, loaded);
+      loaded.expect_equal(want);
+      Values back;
+      run(folder, on_device, format, 10 + from, 20 + from, back);
+      back.expect_equal(want);
+    }
+  }
 }
 
 TEST(StateFormats, ScalesThatAreMissingAreAnError) {

@@ -176,6 +176,14 @@ double Optimizer::fewest_state_nbytes() const {
   return fewest;
 }
 
+bool Optimizer::has_states() const {
+  return state_nbytes() > 0 ||
+         std::ranges::any_of(param_groups, [&](const ParameterRule& rule) {
+           return rule.algorithm.value_or(name) != Algorithm::sgd ||
+                  rule.momentum.value_or(momentum.value_or(0)) > 0;
+         });
+}
+
 KeyTable optimizer_keys() {
   return {kOptimizerKeys, check_optimizer};
 }

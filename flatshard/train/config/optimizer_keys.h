@@ -48,6 +48,8 @@ struct Optimizer {
   double state_nbytes() const;
   /// Returns the same of the parameter group with the fewest.
   double fewest_state_nbytes() const;
+  /// Returns whether a parameter group has states.
+  bool has_states() const;
   /// Returns whether a parameter group may have AdamW states in this format.
   bool uses(StateFormat format) const;
   /// Returns whether states need shards of full blocks: of int8, and where

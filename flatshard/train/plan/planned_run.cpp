@@ -153,6 +153,11 @@ plan::Job plan_job(
     std::int64_t ranks,
     const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules) {
+  FLATSHARD_CHECK(
+      !config.optimizer.offload_states,
+      config,
+      "flatshard plan does not support optimizer.offload_states; plan with "
+      "\"false\"");
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *

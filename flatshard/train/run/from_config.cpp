@@ -101,7 +101,9 @@ RunOptions run_options(const Config& config, const models::ModelConfig& model) {
            .parallelism = config.parallelism,
            .lora = config.lora,
            .float8 = config.float8.recipe.has_value(),
-           .state_nbytes = config.optimizer.fewest_state_nbytes()},
+           .state_nbytes = config.optimizer.offload_states
+                               ? 0
+                               : config.optimizer.fewest_state_nbytes()},
       .data = data_options(config, model),
       .batches =
           {.local_batch_size = t.local_batch_size,

@@ -22,6 +22,12 @@ std::string memory_table(
     const RunSummary& summary,
     const std::vector<MemoryRow>& rows) {
   std::vector<MemoryRow> host_rows;
+  if (summary.config.optimizer.offload_states) {
+    host_rows.push_back(
+        {"optimizer state",
+         summary.state.optimizer->host_state_nbytes(),
+         "of the main weights' shard"});
+  }
   if (summary.config.checkpoint.interval > 0) {
     host_rows.push_back(
         {"checkpoint",

@@ -16,7 +16,7 @@ struct LeastMemoryOptions {
   config::Parallelism parallelism;
   config::Lora lora;
   bool float8 = false;      ///< frozen weights are FP8
-  double state_nbytes = 8;  ///< of the optimizer, per element
+  double state_nbytes = 8;  ///< of the optimizer on the device, per element
 };
 
 /// Returns the minimum memory in bytes of a rank at the end of a backward: its

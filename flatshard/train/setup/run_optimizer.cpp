@@ -77,8 +77,12 @@ ParameterRules parameter_rules(
 std::unique_ptr<Optimizer> make_optimizer(
     const config::Optimizer& keys,
     const std::vector<ParamGroup*>& groups,
-    const StoredEntriesOf& entries_of) {
-  return std::make_unique<Optimizer>(groups, parameter_rules(keys, entries_of));
+    const StoredEntriesOf& entries_of,
+    const StreamOptions& streams) {
+  return std::make_unique<Optimizer>(
+      groups,
+      parameter_rules(keys, entries_of),
+      StateOffload{.enabled = keys.offload_states, .streams = streams});
 }
 
 LrSchedule lr_schedule(

@@ -18,11 +18,13 @@ ParameterRules parameter_rules(
 
 /// Returns the optimizer that [optimizer] describes.
 /// @param entries_of  Hugging Face's entries of a parameter.
+/// @param streams  options of the streams of offloaded states.
 /// @throws Error{config}: see parameter_groups.
 std::unique_ptr<Optimizer> make_optimizer(
     const config::Optimizer& keys,
     const std::vector<ParamGroup*>& groups,
-    const StoredEntriesOf& entries_of);
+    const StoredEntriesOf& entries_of,
+    const StreamOptions& streams);
 
 /// Returns the learning rate of each step, by [lr_scheduler]. @throws
 /// Error{config}.

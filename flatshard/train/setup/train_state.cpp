@@ -50,13 +50,14 @@ std::vector<MemoryRow> memory_rows(
     const std::optional<GraphStats>& graphs) {
   auto rows =
       memory_rows(*state.runtime, state.optimizer->state_nbytes(), graphs);
-  if (state.num_in_flight > 1) {
-    for (MemoryRow& row : rows) {
-      if (row.role == "slot pool") {
-        row.reason += fmt::format(
-            ", with {} microbatches in flight",
-            state.num_in_flight);
-      }
+  for (MemoryRow& row : rows) {
+    if (row.role == "slot pool" && state.num_in_flight > 1) {
+      row.reason +=
+          fmt::format(", with {} microbatches in flight", state.num_in_flight);
+    }
+    if (row.role == "optimizer state" &&
+        state.optimizer->host_state_nbytes() > 0) {
+      row.reason = "two buffers for the states that are updated";
     }
   }
   if (state.exchange && state.exchange->nbytes() > 0) {
@@ -159,7 +160,8 @@ TrainState make_train_state(
   state.optimizer = make_optimizer(
       config.optimizer,
       state.runtime->groups(),
-      models::hf_entries_of(model));
+      models::hf_entries_of(model),
+      options.runtime.streams);
   if (config.optimizer.stochastic_rounding) {
     state.optimizer->set_stochastic_rounding(
         static_cast<std::uint64_t>(config.run.seed));

@@ -29,6 +29,7 @@ namespace flatshard {
 namespace {
 
 using nlohmann::json;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// Returns the tolerance of losses after `steps` steps, with other numbers of
@@ -745,6 +746,43 @@ TEST_F(TrainerTest, ParameterGroupsResume) {
   };
   EXPECT_EQ(resumed("0.5"), reference);
   EXPECT_NE(resumed("0.25"), reference);
+}
+
+TEST_F(TrainerTest, OffloadedStatesChangeNothing) {
+  const auto with = [](const std::string& more) {
+    return std::vector<std::string>{
+        "optimizer.state_dtype=bfloat16",
+        "optimizer.overlap=true",
+        "checkpoint.interval=6",
+        "checkpoint.keep_latest_k=0",
+        "metrics.log_freq=1",
+        more};
+  };
+  const std::string on = "optimizer.offload_states=true";
+  const std::string off = "optimizer.offload_states=false";
+  train(with(off));
+  const std::vector<double> reference = losses();
+  // A checkpoint is read by a run with the other value.
+  const auto resumed = [&](const std::string& more) {
+    auto overrides = with(more);
+    overrides.push_back("checkpoint.load_step=6");
+    train(overrides, "cpu", /*resume=*/true);
+    return losses().back();
+  };
+  EXPECT_EQ(resumed(on), reference.back());
+  EXPECT_THAT(
+      train(with(on)),
+      AllOf(
+          HasSubstr("two buffers for the states that are updated"),
+          HasSubstr("on the host\n  optimizer state")));
+  EXPECT_EQ(losses(), reference);
+  EXPECT_EQ(resumed(off), reference.back());
+  EXPECT_THAT(
+      refusal({on, "optimizer.name=muon"}),
+      HasSubstr("states of Muon cannot be offloaded"));
+  EXPECT_THAT(
+      refusal({on, "optimizer.name=sgd"}),
+      HasSubstr("SGD without momentum has no states"));
 }
 
 TEST_F(TrainerTest, APatternWithoutAMatchNamesNearOnes) {
