@@ -29,6 +29,8 @@ struct WorkOptions {
   bool keeps_attention = false;  ///< where it is recomputed
   /// Tokens of a rank in one run of the feed-forward part; 0: all.
   std::int64_t mlp_chunk_tokens = 0;
+  /// Tokens of a rank whose logits exist at once; 0: all.
+  std::int64_t loss_chunk_tokens = 0;
 };
 
 /// Adds the kernels of a layer's parts to the work of a node, and counts the

@@ -177,8 +177,10 @@ class ModelWork : LayerKernels {
       loss.forward.push_back(Kernel::exchange(Transfer::all_gather, wide));
     }
     product(loss, {}, tokens_, rows, model_.dim);
+    const std::int64_t chunk = options_.loss_chunk_tokens;
     if (sharing_ == 1) {
-      loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+      loss.forward.push_back(
+          Kernel::memory("cross_entropy", chunk > 0 ? vocab : 2 * vocab));
     } else {
       // The gradient does not find the row in the cache again. Between both
       // come two numbers of each token from each rank.
@@ -186,14 +188,25 @@ class ModelWork : LayerKernels {
       loss.forward.push_back(Kernel::exchange(
           Transfer::all_gather,
           d(sharing_) * 2 * d(rows_of_floats(1))));
-      loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+      if (chunk == 0) {
+        loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+      }
       loss.wgrad.push_back(Kernel::exchange(Transfer::reduce_scatter, wide));
     }
     put_together(head, layer.nodes[PlanNode::head]);
     layer.saved_nbytes = own_bytes(model_.dim) + bytes(model_.dim) +
-                         bytes(rows) + own_rows_of_floats(1) +
-                         rows_of_floats(2);
+                         own_rows_of_floats(1) + rows_of_floats(2);
     layer.transient_nbytes = bytes(model_.dim) + own_bytes(2 * model_.dim);
+    if (chunk == 0) {
+      layer.saved_nbytes += bytes(rows);
+    } else {
+      NodeWork again;
+      product(again, {}, tokens_, rows, model_.dim);
+      again.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+      layer.nodes[PlanNode::head].recompute = std::move(again.forward);
+      layer.transient_nbytes +=
+          bytes(rows) / tokens_ * std::min(chunk, tokens_);
+    }
     return layer;
   }
 

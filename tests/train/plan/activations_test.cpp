@@ -194,6 +194,21 @@ TEST(Activations, OfFeedForwardChunksExistOneAfterTheOther) {
   }
 }
 
+TEST(Activations, OfTheLossAreTheLogitsOfOneChunk) {
+  const auto ends = [](const std::vector<std::string>& set) {
+    const Config config = config_of(set);
+    return plan_job(config, model_config(config), 1, kCpus).ends;
+  };
+  const plan::LayerWork whole = ends({});
+  const plan::LayerWork chunks =
+      ends({"activation_checkpoint.loss_chunk_tokens=16"});
+  constexpr std::int64_t kLogits = 64 * 2;  // of a token
+  EXPECT_EQ(whole.saved_nbytes - chunks.saved_nbytes, kTokens * kLogits);
+  EXPECT_EQ(chunks.transient_nbytes - whole.transient_nbytes, 16 * kLogits);
+  EXPECT_TRUE(whole.nodes.at(plan::PlanNode::head).recompute.empty());
+  EXPECT_FALSE(chunks.nodes.at(plan::PlanNode::head).recompute.empty());
+}
+
 TEST(Activations, OfARecomputedBlockAreItsInput) {
   const Config full = config_of({"activation_checkpoint.mode=full"});
   EXPECT_EQ(planned(full).input_nbytes, measured(full));

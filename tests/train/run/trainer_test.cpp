@@ -492,6 +492,7 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
             "activation_checkpoint.mlp_chunk_tokens=7"},
            {"activation_checkpoint.mode=selective",
             "activation_checkpoint.mlp_chunk_tokens=7"},
+           {"activation_checkpoint.loss_chunk_tokens=7"},
            {"precision.scaling=pre_scaled_sum", "debug.comm_delay_us=200"}}) {
     const std::vector<double> other = losses_with(overrides);
     ASSERT_EQ(other.size(), reference.size());
