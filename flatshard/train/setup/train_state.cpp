@@ -131,11 +131,9 @@ TrainState make_train_state(
           .activation_checkpoint = checkpoint,
           .keep_attention = config.activation_checkpoint.saves_attention(),
           .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
+          .plain_attention = config.model.plain_attention,
           .loss =
               {.chunk_tokens = config.activation_checkpoint.loss_chunk_tokens},
-          .plain_attention = config.model.plain_attention,
-          .loss = {.chunk_tokens =
-                       config.activation_checkpoint.loss_chunk_tokens},
           .moe = moe,
           .ranks = state.ranks});
   if (config.lora.enabled()) {
