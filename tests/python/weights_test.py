@@ -415,6 +415,32 @@ def test_changes_of_experts(mesh):
     check_equal(tensors, taken(weights.stream(model)))
 
 
+def test_changes_of_buffers(mesh):
+    model = mlp(mesh)
+    model.register_buffer("steps", on_device(torch.zeros(3)))
+    changes = weights.changed(model)
+    model.steps[1] = 2
+    for seen in changes:
+        assert seen.name == "steps" and seen.indices.tolist() == [1]
+        break  # does not count
+    (patch,) = changes
+    assert patch.values.tolist() == [2] and patch.full_shape == (3,)
+    assert list(changes) == []
+
+
+def test_one_iteration_over_changes_at_a_time(mesh):
+    model = mlp(mesh)
+    changes = weights.changed(model)
+    with torch.no_grad():
+        model.head.bias.add_(1)
+    first = iter(changes)
+    assert next(first).name == "head.bias"
+    with pytest.raises(RuntimeError, match="an earlier iteration is still open"):
+        next(iter(changes))
+    first.close()
+    assert [patch.name for patch in changes] == ["head.bias"]
+
+
 def test_an_iteration_that_one_rank_leaves_does_not_count(mesh, rank):
     model = mlp(mesh)
     changes = weights.changed(model)

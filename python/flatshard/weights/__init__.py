@@ -4,8 +4,10 @@ its Hugging Face folder, one all-gather for each unit, in bounded memory.
     for name, tensor in flatshard.weights.stream(model):
         send(name, tensor)
 
-All ranks of the model iterate alike, between two steps. A rank that leaves the loop early
-still runs the remaining all-gathers, so the other ranks do not wait for it.
+All ranks of the model call these functions and iterate alike, between two steps: they are
+collective. A rank that leaves the loop early still runs the remaining all-gathers, so the
+other ranks do not wait for it. An iterator that has a name runs them when it is closed
+(contextlib.closing) or freed.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +42,8 @@ def stream(
         format: None, or "fp8_block": linear layers of blocks, and of single experts, are
             float8_e4m3fn with a float32 scale for each 128 x 128 elements
             (`weight_scale_inv`), equal to `flatshard export --fp8`; other weights are
-            bfloat16. A Float8Policy has no effect on the choice.
+            bfloat16. A Float8Policy has no effect on the choice, and the trainer's
+            `float8.exclude` is unknown here.
         rename: maps a name in the model to a name in the folder. None: they are equal, up
             to the names of wrappers such as torch.compile.
         split_experts: one tensor for each expert, as folders have them, of parameters
@@ -107,7 +110,8 @@ def ipc_handles(
     """Yields the handles of the tensors of one unit after another, for an engine that runs
     on the same GPU. Collective.
 
-    Ask for the next unit when the engine has copied the tensors of this one: then their
+    Memory is kept until the engine has opened and freed its handles, so ranks without an
+    engine iterate `stream` in place of this. Ask for the next unit when the engine copied the tensors of this one: then their
     memory is used again.
 
     Raises:
