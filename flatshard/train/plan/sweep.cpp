@@ -14,8 +14,9 @@ namespace flatshard {
 namespace {
 
 constexpr std::int64_t kLargestBatch = 16;
-/// Number of the fastest choices that are also tried in FP8.
-constexpr std::size_t kTriedInFloat8 = 6;
+/// Number of the fastest choices that are also tried in FP8, and with smaller
+/// states.
+constexpr std::size_t kTriedFurther = 6;
 
 Config config_of(const Config& config, const RunChoice& choice) {
   Config changed = config;
@@ -42,6 +43,7 @@ Config config_of(const Config& config, const RunChoice& choice) {
     changed.activation_checkpoint.mlp_chunk_tokens = 0;
   }
   changed.float8.recipe = choice.float8;
+  changed.optimizer.state_dtype = choice.state_dtype;
   return changed;
 }
 
@@ -69,7 +71,9 @@ class Sweeper {
       }
     }
     sort();
-    try_float8();
+    const std::vector<RunChoice> fastest = fastest_choices();
+    try_states(fastest);
+    try_float8(fastest);
     sort();
     return std::move(sweep_);
   }
@@ -202,24 +206,96 @@ class Sweeper {
   /// A larger batch never fits where a smaller one does not.
   /// @return the outcome of one sequence.
   Outcome try_batches(RunChoice choice) {
-    const Outcome first = plan(choice);
+    const Outcome first = plan_with_states(choice);
     for (Outcome outcome = first;
          (outcome == Outcome::fits || outcome == Outcome::refused) &&
          choice.local_batch_size < kLargestBatch;) {
       choice.local_batch_size *= 2;
-      outcome = plan(choice);
+      outcome = plan_with_states(choice);
     }
     return first;
   }
 
-  void try_float8() {
-    std::vector<RunChoice> fastest;
-    for (const PlannedChoice& planned : sweep_.fitting) {
-      if (fastest.size() < kTriedInFloat8) {
-        fastest.push_back(planned.choice);
+  /// Returns the formats of AdamW's states to try, the largest first.
+  std::vector<StateFormat> state_formats() const {
+    std::vector<StateFormat> formats{
+        StateFormat::float32,
+        StateFormat::bfloat16,
+        StateFormat::int8};
+    const config::Optimizer& optimizer = config_.optimizer;
+    formats.erase(
+        formats.begin(),
+        std::ranges::find(formats, optimizer.state_dtype));
+    // All parameters of a unit with other formats require AdamW.
+    if (optimizer.uses(Algorithm::sgd) || optimizer.uses(Algorithm::muon)) {
+      formats.resize(1);
+    }
+    return formats;
+  }
+
+  /// Plans the choice with the largest states that fit. If none fit, only the
+  /// last ones are listed.
+  Outcome plan_with_states(RunChoice choice) {
+    Outcome outcome = Outcome::refused;
+    for (const StateFormat format : state_formats()) {
+      choice.state_dtype = format;
+      const std::size_t larger = sweep_.too_large.size();
+      const Outcome next = plan(choice);
+      if (next == Outcome::refused) {
+        break;
+      }
+      if (outcome != Outcome::refused) {
+        sweep_.too_large.erase(sweep_.too_large.begin() + larger - 1);
+      }
+      outcome = next;
+      if (outcome == Outcome::fits || !fits_without_states()) {
+        break;
       }
     }
-    for (RunChoice choice : fastest) {
+    return outcome;
+  }
+
+  /// Returns whether smaller states could help the last choice that is too
+  /// large.
+  bool fits_without_states() const {
+    const plan::Estimate& estimate = sweep_.too_large.back().estimate;
+    std::int64_t nbytes = estimate.peak_nbytes;
+    for (const plan::RoleBytes& row : estimate.memory) {
+      nbytes -= row.role == "optimizer state" ? row.nbytes : 0;
+    }
+    return nbytes <= estimate.room_nbytes;
+  }
+
+  /// Returns the fastest choices with the config's states, and those that are
+  /// faster with smaller ones.
+  std::vector<RunChoice> fastest_choices() const {
+    std::vector<RunChoice> fastest;
+    std::size_t num_own = 0;
+    for (const PlannedChoice& planned : sweep_.fitting) {
+      const bool is_own =
+          planned.choice.state_dtype == config_.optimizer.state_dtype;
+      if (is_own ? num_own < kTriedFurther : fastest.size() < kTriedFurther) {
+        fastest.push_back(planned.choice);
+        num_own += is_own ? 1 : 0;
+      }
+    }
+    return fastest;
+  }
+
+  void try_states(const std::vector<RunChoice>& choices) {
+    for (RunChoice choice : choices) {
+      const StateFormat largest = choice.state_dtype;
+      for (const StateFormat format : state_formats()) {
+        choice.state_dtype = format;
+        if (format > largest) {
+          plan(choice);
+        }
+      }
+    }
+  }
+
+  void try_float8(const std::vector<RunChoice>& choices) {
+    for (RunChoice choice : choices) {
       for (const auto& [recipe, rates] : machines_.gpu.float8) {
         choice.float8 = float8::recipe_of(recipe);
         plan(choice);

@@ -8,7 +8,8 @@
 
 namespace flatshard {
 
-/// A choice of strategy, degrees, recompute, batch and FP8 for a config.
+/// A choice of strategy, degrees, recompute, batch, FP8 and optimizer states
+/// for a config.
 struct RunChoice {
   std::string strategy = "zero3";
   std::int64_t tensor_degree = 1;
@@ -20,6 +21,7 @@ struct RunChoice {
   std::int64_t expert_tensor_degree = 1;
   bool overlap = false;  ///< two microbatches at once, late weight gradients
   config::Float8Recipe float8;
+  StateFormat state_dtype = StateFormat::float32;
 
   bool operator==(const RunChoice&) const = default;
 };
@@ -42,8 +44,10 @@ struct Sweep {
 /// strategies, replicas of shards (HSDP), degrees of tensor parallelism inside
 /// a host, recompute and sequences of a microbatch. They also vary degrees of
 /// experts and of their width with and without overlap, and FP8 for the
-/// fastest. Other keys of the config stay. A set training.global_batch_size
-/// stays too, and ways that do not divide it are left out.
+/// fastest. AdamW's states become smaller where the config's do not fit, and
+/// for the fastest. Other keys of the config stay. A set
+/// training.global_batch_size stays too, and ways that do not divide it are
+/// left out.
 /// @throws Error{config} where the config is wrong for these ranks as it is.
 Sweep sweep(const Config& config, const PlannedMachines& machines);
 

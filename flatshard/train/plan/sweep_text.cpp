@@ -38,11 +38,12 @@ std::string strategy_text(const RunChoice& choice, std::int64_t ranks) {
 std::string row_of(const PlannedChoice& planned, std::int64_t ranks) {
   const RunChoice& choice = planned.choice;
   return fmt::format(
-      "{:<33} {:<10} {:>5} {:<10}",
+      "{:<33} {:<10} {:>5} {:<10} {:<8}",
       strategy_text(choice, ranks),
       config::word_of(choice.recompute),
       choice.local_batch_size,
-      config::word_of(choice.float8));
+      config::word_of(choice.float8),
+      config::word_of(choice.state_dtype));
 }
 
 /// The words of the column of strategies.
@@ -52,10 +53,10 @@ constexpr std::string_view kWords =
     "unsharded between forward and backward\nepN      N ranks divide the "
     "experts (expert parallelism)\netpN     N ranks share the width of each "
     "expert\noverlap  two microbatches in flight\nbatch    sequences per "
-    "microbatch, shared by the ranks of tp\n";
+    "microbatch, shared by the ranks of tp\nstates   optimizer.state_dtype\n";
 
 constexpr std::string_view kHeader =
-    "strategy                          recompute  batch FP8       ";
+    "strategy                          recompute  batch FP8        states  ";
 
 }  // namespace
 
@@ -135,6 +136,7 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
     of["expert_tensor_degree"] = choice.expert_tensor_degree;
     of["overlap"] = choice.overlap;
     of["float8"] = config::word_of(choice.float8);
+    of["state_dtype"] = config::word_of(choice.state_dtype);
     of["tokens_per_step"] = planned.tokens_per_step;
     of["peak_bytes"] = e.peak_nbytes;
     of["room_bytes"] = e.room_nbytes;

@@ -1,0 +1,72 @@
+#include "flatshard/train/plan/sweep.h"
+
+#include "flatshard/plan/gpu.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+namespace flatshard {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+PlannedMachines one_rank(const std::string& gpu) {
+  return {.ranks = 1, .gpu = plan::find_gpu(gpu)};
+}
+
+Sweep sweep_of(
+    const std::string& gpu,
+    const std::vector<std::string>& overrides) {
+  return sweep(config_of_preset("llama3_8b", overrides), one_rank(gpu));
+}
+
+std::set<StateFormat> formats_of(const std::vector<PlannedChoice>& choices) {
+  std::set<StateFormat> formats;
+  for (const PlannedChoice& planned : choices) {
+    formats.insert(planned.choice.state_dtype);
+  }
+  return formats;
+}
+
+const std::string kNarrow = "precision.main_params=bfloat16";
+
+// 192 GB have room for float32 states. Smaller ones have room for more.
+TEST(Sweep, TriesSmallerStatesWithTheFastest) {
+  const Sweep found = sweep_of("b200", {});
+  EXPECT_THAT(
+      formats_of(found.fitting),
+      ElementsAre(
+          StateFormat::float32,
+          StateFormat::bfloat16,
+          StateFormat::int8));
+  EXPECT_THAT(
+      to_string(found, one_rank("b200")),
+      HasSubstr("FP8        states"));
+}
+
+TEST(Sweep, TriesSmallerStatesWhereLargerOnesDoNotFit) {
+  const Sweep found = sweep_of("h100", {kNarrow});
+  EXPECT_THAT(
+      formats_of(found.fitting),
+      ElementsAre(StateFormat::bfloat16, StateFormat::int8));
+  EXPECT_THAT(formats_of(found.too_large), Not(Contains(StateFormat::float32)));
+}
+
+TEST(Sweep, LeavesTheStatesOfTheConfigWhereTheyAreTheSmallest) {
+  const Sweep int8 = sweep_of("h100", {kNarrow, "optimizer.state_dtype=int8"});
+  EXPECT_THAT(formats_of(int8.fitting), ElementsAre(StateFormat::int8));
+  const Sweep muon = sweep_of("h100", {"optimizer.name=muon"});
+  EXPECT_THAT(muon.fitting, IsEmpty());
+  EXPECT_THAT(formats_of(muon.too_large), ElementsAre(StateFormat::float32));
+}
+
+}  // namespace
+}  // namespace flatshard
