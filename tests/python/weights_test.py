@@ -273,6 +273,20 @@ def test_parameters_and_buffers_outside_units(mesh):
     check_metadata(model, dtype=BF16)
 
 
+def test_buffers_that_come_change_and_go(mesh):
+    model = mlp(mesh)
+    source = weights.vllm_source(model)
+    changes = weights.changed(model)
+    for size in (3, 5):
+        model.register_buffer("steps", on_device(torch.arange(float(size))))
+        assert taken(source)["steps"].tolist() == list(range(size))
+        check_metadata(model)
+    with pytest.raises(RuntimeError, match="the shape of a buffer was changed"):
+        list(changes)
+    model.steps = None
+    assert "steps" not in taken(weights.stream(model))
+
+
 class Linears(nn.Module):
     """Names as in blocks of language models."""
 

@@ -40,8 +40,9 @@ class Changes:
         plan = plan_of(self._model, self._options, self._plan)
         if plan is not self._plan:
             raise RuntimeError(
-                "flatshard.weights.changed: the dtype of a parameter was changed, or "
-                "parameters were moved; send all weights, and call changed() again"
+                "flatshard.weights.changed: requires_grad, dtype or device of a parameter "
+                "or the shape of a buffer was changed; send all weights, and call "
+                "changed() again"
             )
         if self._is_open:
             raise RuntimeError(

@@ -12,7 +12,7 @@ from flatshard._fsdp.forward import root_of
 from flatshard._fsdp.root import Root
 from flatshard._tensor.memory import local_of
 from flatshard.checkpoint import whole_tensors
-from flatshard.torch_versions import buffers_of, parameters_of
+from flatshard.torch_versions import buffers_of, parameters_of, persistent_buffers
 from flatshard.weights.names import Names, names_of_model
 
 _FP8_BLOCK = "fp8_block"
@@ -72,6 +72,7 @@ class Plan:
 
     Attributes:
         root: a weak reference to the Root.
+        buffers: see `_buffers_of`.
         cores: of the units.
         mesh: the core's mesh over all ranks that have parts of the model.
         device: of this rank.
@@ -97,6 +98,7 @@ class Plan:
             )
         self.cores = [unit.core for unit in root.units]
         self.device = root.ranks.device
+        self.buffers = _buffers_of(model)
         self._outside = [
             _place_of(model, name)
             for name, _ in whole_tensors(model, "flatshard.weights")
@@ -182,6 +184,15 @@ class Plan:
             yield entry.name, tensor.to(self.options.sent_dtype(tensor.dtype))
 
 
+def _buffers_of(model):
+    """Returns name in its module, shape and dtype of each persistent buffer."""
+    return [
+        (name, buffer.shape, buffer.dtype)
+        for module in model.modules()
+        for name, buffer in persistent_buffers(module)
+    ]
+
+
 def _place_of(model, name):
     path, _, key = name.rpartition(".")
     return name, weakref.ref(model.get_submodule(path)), key
@@ -199,8 +210,8 @@ _MOST_PLANS = 4
 
 
 def plan_of(model, options, known=None):
-    """Returns the Plan of a model: `known`, if the model still has the Root of that plan.
-    Collective when it makes one."""
+    """Returns the Plan of a model: `known`, if the model still has the Root and the buffers
+    of that plan. Collective when it makes one."""
     root = root_of(model)
     if not root.tree.has_values:
         root.tree.check_values()
@@ -211,9 +222,12 @@ def plan_of(model, options, known=None):
                     f"flatshard.weights: the dtype of parameter {p.names[0]} was changed; "
                     "run a forward first"
                 )
-    if known is not None and known.root() is root:
+    buffers = _buffers_of(model)
+    if known is not None and known.root() is root and known.buffers == buffers:
         return known
     plans = _plans.setdefault(root, {})
+    if options in plans and plans[options].buffers != buffers:
+        del plans[options]
     if options not in plans:
         if len(plans) == _MOST_PLANS:
             del plans[next(iter(plans))]  # the oldest

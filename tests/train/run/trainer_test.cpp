@@ -11,6 +11,7 @@
 #include "flatshard/train/tools/evaluate.h"
 #include "flatshard/train/tools/generate_text.h"
 #include "flatshard/train/tools/stored_model.h"
+#include "tests/support/counted_operation.h"
 #include "tests/support/message_of.h"
 #include "tests/support/sum_order.h"
 #include "tests/support/temp_folder.h"
@@ -503,17 +504,25 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
 }
 
 TEST_F(TrainerTest, AttentionThatIsKeptChangesNoBitOfTheRun) {
+  testing::CountedOperation calls(
+      "aten::_scaled_dot_product_flash_attention_for_cpu");
   for (const std::vector<std::string>& overrides :
        std::vector<std::vector<std::string>>{
            {},
-           {"precision.compute=bfloat16", "training.local_batch_size=1"}}) {
+           {"precision.compute=bfloat16", "training.local_batch_size=1"},
+           {"model.family=moe",
+            "model.num_experts=4",
+            "model.experts_per_token=2"}}) {
     std::vector<std::string> full = overrides;
     full.emplace_back("activation_checkpoint.mode=full");
     train(full);
     const std::vector<double> expected = losses();
+    const std::int64_t twice = calls.take();
     full.emplace_back("activation_checkpoint.save=attention");
     train(full);
     EXPECT_EQ(losses(), expected);
+    EXPECT_EQ(2 * calls.take(), twice);
+    EXPECT_GT(twice, 0);
   }
 }
 
