@@ -205,8 +205,8 @@ TEST(Activations, OfTheLossAreTheLogitsOfOneChunk) {
   constexpr std::int64_t kLogits = 64 * 2;  // of a token
   EXPECT_EQ(whole.saved_nbytes - chunks.saved_nbytes, kTokens * kLogits);
   EXPECT_EQ(chunks.transient_nbytes - whole.transient_nbytes, 16 * kLogits);
-  EXPECT_TRUE(whole.nodes.at(plan::PlanNode::head).recompute.empty());
-  EXPECT_FALSE(chunks.nodes.at(plan::PlanNode::head).recompute.empty());
+  EXPECT_TRUE(whole.nodes.at(PlanNode::head).recompute.empty());
+  EXPECT_FALSE(chunks.nodes.at(PlanNode::head).recompute.empty());
 }
 
 TEST(Activations, OfARecomputedBlockAreItsInput) {
