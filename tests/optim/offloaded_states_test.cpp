@@ -73,7 +73,7 @@ class Model {
         of.rules,
         StateOffload{
             .enabled = offloads,
-            .streams = {.delay_seed = 7, .max_delay_us = 300}});
+            .streams = {.delay_seed = 7, .max_delay_us = 1000}});
     if (of.rounds) {
       optimizer_->set_stochastic_rounding(3);
     }
