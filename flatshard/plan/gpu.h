@@ -100,7 +100,8 @@ struct Gpu {
   double host_backward_us = 0;  ///< likewise
   double host_graph_us = 0;     ///< for the launch of a graph
 
-  LinkRates nvlink;           ///< between the GPUs of a host
+  double host_gb_s = 0;  ///< each way between a GPU and the memory of its host
+  LinkRates nvlink;      ///< between the GPUs of a host
   double nvlink_hop_us = 0;   ///< one step of a ring inside a host
   double network_gb_s = 0;    ///< per GPU, between hosts
   double network_hop_us = 0;  ///< one step of a ring between hosts

@@ -31,6 +31,7 @@ void visit_keys(G& gpu, Visit&& visit) {
   visit("host.forward_us", gpu.host_forward_us);
   visit("host.backward_us", gpu.host_backward_us);
   visit("host.graph_us", gpu.host_graph_us);
+  visit("host.gb_s", gpu.host_gb_s);
   visit("network.gb_s", gpu.network_gb_s);
   visit("network.hop_us", gpu.network_hop_us);
   visit("nvlink.hop_us", gpu.nvlink_hop_us);

@@ -75,8 +75,12 @@ struct Job {
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
 
-  /// Bytes of the optimizer's states, of the rank that has the most.
+  /// Bytes of the optimizer's states on the GPU, of the rank that has the most.
   std::int64_t state_nbytes = 0;
+  std::int64_t host_state_nbytes = 0;  ///< likewise, in host memory
+  /// Bytes of states that an update copies from the host and back, by UnitId.
+  /// Empty: the states are on the GPU.
+  std::vector<std::int64_t> copied_states;
   std::vector<Kernels> updates;  ///< the optimizer's passes, by UnitId
   std::vector<MatrixWork> matrices;
   bool clips = true;    ///< computes the norm of all gradients

@@ -88,6 +88,10 @@ copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group) {
          (gpu.nvlink.copied_reductions.at(nbytes) * kBytesPerGb);
 }
 
+double host_copy_seconds(const Gpu& gpu, double nbytes) {
+  return nbytes / (gpu.host_gb_s * kBytesPerGb);
+}
+
 Gpu with_slowed_links(Gpu gpu) {
   const auto slow = [](Curve& curve, double times) {
     for (double& rate : curve.rates) {

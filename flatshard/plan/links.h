@@ -40,6 +40,9 @@ double copy_seconds(const Gpu& gpu, double nbytes, const Group& group);
 double
 copied_reduction_seconds(const Gpu& gpu, double nbytes, const Group& group);
 
+/// Returns the seconds of a copy between a GPU and the memory of its host.
+double host_copy_seconds(const Gpu& gpu, double nbytes);
+
 /// Returns a GPU whose links inside a host are as slow as they are while
 /// compute runs. The network is not slower then.
 Gpu with_slowed_links(Gpu gpu);

@@ -42,6 +42,10 @@ std::string_view to_string(Stream stream) {
       return "exchange";
     case Stream::tensor:
       return "tensor par.";
+    case Stream::upload:
+      return "upload";
+    case Stream::download:
+      return "download";
   }
   return "unknown";
 }
@@ -85,7 +89,7 @@ std::vector<Span> run_streams(
         }
       }
     }
-    std::array<int, 3> users{};
+    std::array<int, kNumLinks> users{};
     for (const Queue& queue : queues) {
       if (queue.running != kNone) {
         ++users[static_cast<std::size_t>(operations[queue.running].link)];

@@ -9,8 +9,17 @@
 namespace flatshard::plan {
 
 /// The queues of a rank's device, as the runtime has them.
-enum class Stream { compute, gather, reduce, outer, exchange, tensor };
-inline constexpr int kNumStreams = 6;
+enum class Stream {
+  compute,
+  gather,
+  reduce,
+  outer,
+  exchange,
+  tensor,
+  upload,
+  download
+};
+inline constexpr int kNumStreams = 8;
 std::string_view to_string(Stream stream);
 
 /// The link that carries an operation's bytes. Operations that share one at the
@@ -20,7 +29,10 @@ enum class Link {
   none,         ///< kernels; they share the GPU with each other
   collectives,  ///< NCCL; uses SMs as well
   copies,       ///< copy engines
+  from_host,    ///< copy engines, and the GPU's link to its host
+  to_host,      ///< likewise; both ways at once have their full rates
 };
+inline constexpr int kNumLinks = 5;
 
 /// One operation of a stream. Operations of a stream run in their order.
 struct Operation {

@@ -55,6 +55,8 @@ constexpr Word<std::string_view> kStyleOf[] = {
     {"Newton-Schulz", "o"},
     {"exchange of matrices", "s"},
     {"gradient norm", "o"},
+    {"upload of states", "o"},
+    {"download of states", "o"},
     {"save shard", "g"},
     {"all-gather", "g"},
     {"derive columns", "g"},
@@ -127,7 +129,9 @@ class Picture {
           Stream::reduce,
           Stream::outer,
           Stream::exchange,
-          Stream::tensor}) {
+          Stream::tensor,
+          Stream::upload,
+          Stream::download}) {
       if (uses(stream)) {
         lanes_.push_back(stream);
       }

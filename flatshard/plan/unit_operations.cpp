@@ -297,6 +297,39 @@ void UnitOperations::orthogonalize(const MatrixWork& work) {
   exchange_matrices(work);
 }
 
+/// @param downloads  the earlier ones that slots wait for, the last one last.
+void UnitOperations::update_unit(UnitId unit, std::vector<int>& downloads) {
+  constexpr std::size_t kSlots = 2;
+  const std::int64_t copied =
+      job_.copied_states.empty() ? 0 : job_.copied_states[unit];
+  Operation copy{.unit = unit};
+  if (copied > 0) {
+    copy.seconds = host_copy_seconds(gpu_, as_double(copied));
+    copy.stream = Stream::upload;
+    copy.link = Link::from_host;
+    copy.what = "upload of states";
+    if (downloads.size() >= kSlots) {
+      copy.waits = {downloads[downloads.size() - kSlots]};
+    }
+    record_.compute_waits_for(record_.queue(copy));
+  }
+  const double taken = seconds(gpu_, job_.updates[unit]);
+  record_.add_kernel_seconds("optimizer", taken);
+  states_[unit].updated = record_.queue(
+      {.stream = Stream::compute,
+       .seconds = taken,
+       .waits = record_.take_compute_waits(),
+       .what = "optimizer",
+       .unit = unit});
+  if (copied > 0) {
+    copy.stream = Stream::download;
+    copy.link = Link::to_host;
+    copy.what = "download of states";
+    copy.waits = {states_[unit].updated};
+    downloads.push_back(record_.queue(std::move(copy)));
+  }
+}
+
 void UnitOperations::update() {
   double norm = 0;
   for (const UnitPrices& prices : prices_) {
@@ -316,6 +349,9 @@ void UnitOperations::update() {
          .waits = record_.take_compute_waits(),
          .what = "gradient norm"});
   }
+  std::vector<int> downloads;  // both slots wait for the last step
+  add_wait(downloads, record_.last(Stream::download));
+  add_wait(downloads, record_.last(Stream::download));
   for (std::size_t u = 0; u < units_.size(); ++u) {
     const auto unit = static_cast<UnitId>(u);
     for (const MatrixWork& work : job_.matrices) {
@@ -323,14 +359,7 @@ void UnitOperations::update() {
         orthogonalize(work);
       }
     }
-    const double taken = seconds(gpu_, job_.updates[u]);
-    record_.add_kernel_seconds("optimizer", taken);
-    states_[u].updated = record_.queue(
-        {.stream = Stream::compute,
-         .seconds = taken,
-         .waits = record_.take_compute_waits(),
-         .what = "optimizer",
-         .unit = unit});
+    update_unit(unit, downloads);
     for (const MatrixWork& work : job_.matrices) {
       directions_nbytes_ -= work.last == unit ? work.directions_nbytes : 0;
     }

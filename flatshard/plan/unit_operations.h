@@ -54,6 +54,7 @@ class UnitOperations {
   void acquire_grads(UnitId unit);
   void reduce(const Action& action, int microbatch);
   void accumulate(UnitId unit, int microbatch);
+  void update_unit(UnitId unit, std::vector<int>& downloads);
   void orthogonalize(const MatrixWork& work);
   void exchange_matrices(const MatrixWork& work);
 

@@ -26,6 +26,7 @@ inline Gpu round_gpu() {
       .copies = flat,
       .copied_reductions = flat};
   gpu.network_gb_s = 0.5;
+  gpu.host_gb_s = 1;
   return gpu;
 }
 

@@ -348,6 +348,27 @@ TEST(StepPlan, CountsMemoryOfMatrices) {
   EXPECT_EQ(step_of(job).peak_nbytes, kGradients + 2 * 10000 + 5000);
 }
 
+// States of a unit take 1 s each way. With two slots, the upload of a unit is
+// parallel to the download of the unit before it. The first uploads are
+// parallel to the forward.
+TEST(StepPlan, StatesArriveWhileOthersLeave) {
+  Job job = timed_job(5, 1, 2, 4);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1e9;
+  gpu.host_gb_s = 8 * 1000 / kGb;
+  const double before = step_of(job, gpu).device_seconds;
+  job.copied_states.resize(job.units.size());
+  for (const UnitId unit : job.plan_units.layers) {
+    job.copied_states[unit] = 8 * 1000;
+  }
+  const StepPlan step = step_of(job, gpu);
+  // Two units have arrived. The third waits for a download and its upload, and
+  // each of the others for an upload.
+  EXPECT_NEAR(step.device_seconds, before + 2 + 1 + 1, 1e-3);
+  EXPECT_NEAR(step.transfers.at("upload of states"), 5, 1e-9);
+  EXPECT_NEAR(step.transfers.at("download of states"), 5, 1e-9);
+}
+
 TEST(StepPlan, TheHostMayBeWhatTakesLonger) {
   const Job job = timed_job(4, 1, 1e-3, 1e-3);
   Gpu gpu = round_gpu();

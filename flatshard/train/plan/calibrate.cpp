@@ -276,6 +276,8 @@ plan::Gpu calibrate(
   calibrate_attention(timer, options, gpu);
   report("FP8 matmuls");
   calibrate_float8(timer, options, gpu);
+  report("copies from and to the host");
+  calibrate_host_copies(mesh, options, gpu);
   const auto& rates = gpu.products.front().tflops;
   gpu.peak_bf16_tflops =
       (device.is_cuda() ? dense_bf16_flops(gpu.name) : std::nullopt)

@@ -57,6 +57,12 @@ void calibrate_passes(
     const CalibrateOptions& options,
     plan::Gpu& gpu);
 void calibrate_host(at::Device device, plan::Gpu& gpu);
+/// Measures copies between each GPU and its host, of all ranks at once and both
+/// ways at once. Collective.
+void calibrate_host_copies(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu);
 /// Collective.
 void calibrate_links(
     Mesh& mesh,

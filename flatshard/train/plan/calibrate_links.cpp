@@ -12,6 +12,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -117,6 +118,51 @@ Slowdown contention(
 }
 
 }  // namespace
+
+void calibrate_host_copies(
+    Mesh& mesh,
+    const CalibrateOptions& options,
+    plan::Gpu& gpu) {
+  const at::Device device = mesh.device();
+  const std::int64_t nbytes = options.link_nbytes / 4;
+  struct Way {
+    std::shared_ptr<Stream> stream;
+    at::Tensor from;
+    at::Tensor to;
+  };
+  const auto on_device = [&] {
+    return at::zeros({nbytes}, at::TensorOptions(device).dtype(at::kByte));
+  };
+  std::array<Way, 2> ways{
+      Way{make_stream(device, "upload"),
+          host_buffer(nbytes, device),
+          on_device()},
+      Way{make_stream(device, "download"),
+          on_device(),
+          host_buffer(nbytes, device)}};
+  const auto copy_both_ways = [&] {
+    const auto current = current_stream(device);
+    for (Way& way : ways) {
+      Event begin;
+      begin.record(*current);
+      begin.wait(*way.stream);
+      way.stream->submit([&] {
+        copy_bytes(
+            way.to.mutable_data_ptr(),
+            way.from.const_data_ptr(),
+            nbytes,
+            device);
+      });
+    }
+    for (Way& way : ways) {
+      Event end;
+      end.record(*way.stream);
+      end.wait(*current);
+    }
+  };
+  gpu.host_gb_s = static_cast<double>(nbytes) /
+                  seconds_together(mesh, copy_both_ways) / kLinkGiga;
+}
 
 void calibrate_links(
     Mesh& mesh,

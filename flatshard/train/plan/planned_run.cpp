@@ -153,11 +153,6 @@ plan::Job plan_job(
     std::int64_t ranks,
     const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules) {
-  FLATSHARD_CHECK(
-      !config.optimizer.offload_states,
-      config,
-      "flatshard plan does not support optimizer.offload_states; plan with "
-      "\"false\"");
   const std::int64_t tensor = config.parallelism.tensor_parallel_degree;
   const std::int64_t microbatches = config.training.global_batch_size /
                                     (config.training.local_batch_size *
@@ -268,6 +263,8 @@ plan::Job plan_job(
   job.state_nbytes = updates.state_nbytes;
   job.updates = std::move(updates.units);
   job.matrices = std::move(updates.matrices);
+  job.host_state_nbytes = updates.host_state_nbytes;
+  job.copied_states = std::move(updates.copied_states);
   spend_memory_budget(config, plans, job);
   return job;
 }

@@ -271,9 +271,15 @@ struct GroupStates {
 
 class UpdatePlanner {
  public:
-  UpdatePlanner(ParameterGroups groups, std::size_t num_units, bool rounds)
-      : groups_(std::move(groups)), rounds_(rounds) {
+  UpdatePlanner(
+      ParameterGroups groups,
+      std::size_t num_units,
+      const config::Optimizer& keys)
+      : groups_(std::move(groups)),
+        rounds_(keys.stochastic_rounding),
+        offloads_(keys.offload_states) {
     planned_.units.resize(num_units);
+    planned_.copied_states.resize(offloads_ ? num_units : 0);
   }
 
   /// Groups are added in the order of the run.
@@ -301,6 +307,9 @@ class UpdatePlanner {
         break;  // all shards have the same
       }
     }
+    if (offloads_) {
+      planned_.copied_states[group.unit] += std::ranges::max(states.nbytes);
+    }
     states_.push_back(std::move(states));
     plan::Kernels& passes = planned_.units[group.unit];
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -318,11 +327,18 @@ class UpdatePlanner {
     const std::int64_t ranks =
         states_.empty() ? 0 : states_.front().group->shape.mesh.model_ranks;
     for (std::int64_t rank = 0; rank < ranks; ++rank) {
+      constexpr std::int64_t kSlots = 2;
       std::int64_t nbytes = 0;
+      std::int64_t slots = 0;
       for (const GroupStates& states : states_) {
-        nbytes += states.nbytes_of(rank);
+        const std::int64_t of_group = states.nbytes_of(rank);
+        nbytes += of_group;
+        slots = std::max(slots, kSlots * of_group);
       }
-      planned_.state_nbytes = std::max(planned_.state_nbytes, nbytes);
+      planned_.state_nbytes =
+          std::max(planned_.state_nbytes, offloads_ ? slots : nbytes);
+      planned_.host_state_nbytes =
+          std::max(planned_.host_state_nbytes, offloads_ ? nbytes : 0);
     }
     return std::move(planned_);
   }
@@ -393,6 +409,7 @@ class UpdatePlanner {
 
   ParameterGroups groups_;
   bool rounds_ = false;
+  bool offloads_ = false;
   WindowRule<MatrixRanks> rule_;
   std::vector<Window> windows_;
   std::vector<GroupStates> states_;
@@ -420,7 +437,7 @@ PlannedUpdates planned_updates(
   UpdatePlanner planner(
       parameter_groups(trained, parameter_rules(keys, entries_of)),
       units.size(),
-      keys.stochastic_rounding);
+      keys);
   for (std::size_t i = 0; i < groups.size(); ++i) {
     planner.add(groups[i], i);
   }

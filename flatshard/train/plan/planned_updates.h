@@ -12,8 +12,10 @@ namespace flatshard {
 
 /// The optimizer's states and work, of a job.
 struct PlannedUpdates {
-  std::int64_t state_nbytes = 0;     ///< of the rank that has the most
-  std::vector<plan::Kernels> units;  ///< passes over memory, by UnitId
+  std::int64_t state_nbytes = 0;  ///< on the GPU, of the rank with the most
+  std::int64_t host_state_nbytes = 0;       ///< likewise, in host memory
+  std::vector<std::int64_t> copied_states;  ///< of offloaded ones, by UnitId
+  std::vector<plan::Kernels> units;         ///< passes over memory, by UnitId
   std::vector<plan::MatrixWork> matrices;
 };
 

@@ -120,6 +120,12 @@ std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
                          "does not fit in {:.1f} GiB: {} too much",
                          room,
                          shown_gib(e.peak_nbytes - e.room_nbytes)));
+  if (plan.job.host_state_nbytes > 0) {
+    text +=
+        row("optimizer state",
+            shown_gib(plan.job.host_state_nbytes),
+            "in host memory");
+  }
   return text;
 }
 
@@ -314,6 +320,7 @@ std::string to_json(
   for (const plan::RoleBytes& of : e.memory) {
     json["memory_bytes"][of.role] = of.nbytes;
   }
+  json["host_state_bytes"] = plan.job.host_state_nbytes;
   json["activation_bytes"] = e.step.activation_nbytes;
   json["peak_bytes"] = e.peak_nbytes;
   json["room_bytes"] = e.room_nbytes;

@@ -185,6 +185,13 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"copies", 2, {"parallelism.copy_engines=all"}},
         Case{"zero2", 2, {kNone, "parallelism.strategy=zero2"}},
         Case{"int8_states", 2, {kNone, "optimizer.state_dtype=int8"}},
+        Case{"offloaded_states", 2, {kNone, "optimizer.offload_states=true"}},
+        Case{
+            "offloaded_int8_states",
+            2,
+            {kNone,
+             "optimizer.state_dtype=int8",
+             "optimizer.offload_states=true"}},
         Case{
             "int8_states_of_three",
             3,
