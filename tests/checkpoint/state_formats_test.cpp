@@ -2,6 +2,7 @@
 #include "flatshard/checkpoint/checkpointer.h"
 #include "flatshard/checkpoint/load.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/file_writer.h"
 #include "flatshard/format/checkpoint_folder.h"
 #include "tests/checkpoint/some_groups.h"
 #include "tests/support/ranks.h"
