@@ -181,6 +181,16 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
       if (dw != nullptr && n == 0 && !accumulate) {
         dw->zero_();
       }
+      // A sum in 16 bits would be rounded with each chunk.
+      const bool rounds_once =
+          dw != nullptr && n > chunk &&
+          dw->element_size() < c10::elementSize(at::kFloat);
+      at::Tensor sum =
+          dw == nullptr ? at::Tensor()
+          : rounds_once
+              ? at::empty(dw->sizes(), dw->options().dtype(at::kFloat))
+              : *dw;
+      bool adds = accumulate && !rounds_once;
       for (std::int64_t at = 0; at < n; at += chunk) {
         const std::int64_t m = std::min(chunk, n - at);
         const at::Tensor x = rows.narrow(0, at, m);
@@ -203,15 +213,16 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
         if (dw == nullptr) {
           continue;
         }
-        if (dw->scalar_type() != d.scalar_type()) {
-          const at::Tensor part = at::mm(d.t(), x);
-          accumulate ? dw->add_(part) : dw->copy_(part);
-        } else if (accumulate) {
-          at::addmm_out(*dw, *dw, d.t(), x);
-        } else {
-          at::mm_out(*dw, d.t(), x);
-        }
-        accumulate = true;
+        write_matmul_wgrad(
+            sum,
+            adds,
+            std::nullopt,
+            gradient_rows(d, false),
+            MatmulRows(x));
+        adds = true;
+      }
+      if (rounds_once) {
+        accumulate ? dw->add_(sum) : dw->copy_(sum);
       }
     };
     if (!ctx->needs_input_grad(kWeight)) {

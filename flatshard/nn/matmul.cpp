@@ -167,7 +167,8 @@ void wgrad_product(
   }
 }
 
-// The same in any dtype.
+}  // namespace
+
 void write_matmul_wgrad(
     at::Tensor& grad,
     bool accumulate,
@@ -191,8 +192,6 @@ void write_matmul_wgrad(
   wgrad_product(value, false, recipe, g, x);
   accumulate ? grad.add_(value) : grad.copy_(value);
 }
-
-}  // namespace
 
 at::Tensor deliver_matmul_wgrad(
     const ModuleContextPtr& context,

@@ -62,6 +62,18 @@ at::Tensor deliver_matmul_wgrad(
     const MatmulRows& g,
     const MatmulRows& x);
 
+/// grad = g^T x, or grad += g^T x. A float32 gradient of 16-bit rows on a GPU
+/// is not rounded to 16 bits before.
+///
+/// @param grad    [out, in], any dtype
+/// @param recipe  of the weight's FP8; absent: it is not FP8.
+void write_matmul_wgrad(
+    at::Tensor& grad,
+    bool accumulate,
+    const std::optional<float8::Recipe>& recipe,
+    const MatmulRows& g,
+    const MatmulRows& x);
+
 /// Returns the FP8 recipe that all these weights share; absent: some are not
 /// FP8, or the recipes differ.
 /// @param contexts  by weight; may be null.

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 #include "check.h"
 #include "flatshard/core/error.h"
 #include "tests/support/sum_order.h"
@@ -97,6 +99,27 @@ TEST_P(Loss, MatchesPlainCrossEntropy) {
     EXPECT_LE(relative_error(eval, want), tol);
     EXPECT_FALSE(eval.requires_grad());
   }
+}
+
+// A sum of 1024 equal gradients in bfloat16 would stay at 256 of them.
+TEST(LossChunks, GradientsOfTheWeightAreSummedInFloat32) {
+  const at::Tensor h = at::ones({1024, 4}, at::kBFloat16);
+  const at::Tensor targets = at::zeros({1024}, at::kLong);
+  std::vector<at::Tensor> grads;
+  for (const std::int64_t chunk : {0, 1}) {
+    const at::Tensor w = at::zeros({8, 4}, at::kBFloat16).requires_grad_();
+    linear_cross_entropy(
+        h,
+        w,
+        targets,
+        {.reduction = LossReduction::sum, .chunk_tokens = chunk})
+        .backward();
+    grads.push_back(w.grad());
+  }
+  // (1/8 - 1) * 1024 and 1024 / 8
+  EXPECT_EQ(grads[0][0][0].item<float>(), -896);
+  EXPECT_EQ(grads[0][1][0].item<float>(), 128);
+  EXPECT_TRUE(at::equal(grads[0], grads[1]));
 }
 
 TEST(LossErrors, BadTargetsAreNamed) {

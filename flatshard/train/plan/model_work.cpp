@@ -206,6 +206,11 @@ class ModelWork : LayerKernels {
       layer.nodes[PlanNode::head].recompute = std::move(again.forward);
       layer.transient_nbytes +=
           bytes(rows) / tokens_ * std::min(chunk, tokens_);
+      if (chunk < tokens_ && options_.reduce != at::kFloat) {
+        // The head's gradient is summed over the chunks in float32.
+        layer.transient_nbytes +=
+            rows * model_.dim * static_cast<std::int64_t>(sizeof(float));
+      }
     }
     return layer;
   }
