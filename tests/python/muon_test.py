@@ -521,6 +521,9 @@ def test_tensor_parallelism(replicas, world):
     else:
         mesh = named_mesh(outer=replicas, dp=world // 2 // replicas, tp=2)
         data = mesh["outer", "dp"]
+    # Another mesh of the same ranks, with other names.
+    other = named_mesh(rows=world // 2, columns=2)["rows"]
+    fully_shard(nn.Linear(2, 2), mesh=other)
     torch.manual_seed(0)
     model = Net()
     reference = Reference(model)

@@ -113,11 +113,16 @@ def tell_matrix_ranks(units):
             "supported in one optimizer; create an optimizer for the parameters of each"
         )
     tell_parts(units, grids)
-    cut_axes = []
+    cut_axes, axis_of = [], {}
     for unit in units:
-        within = root_names(unit.sharding.device_mesh)
+        own, core = unit.sharding.device_mesh, unit.sharding.mesh
+        within = root_names(own)
         cut_axes.append([sorted(_cut_over(p) - within) for p in unit.parameters])
-    return core_mesh_of_dimensions(grids[0]), cut_axes
+        # Another mesh of the same ranks may have named the core's axes.
+        if len(own.mesh_dim_names or ()) == len(core.axes):
+            axis_of |= zip(own.mesh_dim_names, [name for name, _ in core.axes])
+    names = tuple(axis_of.get(name, name) for name in grids[0].mesh_dim_names)
+    return core_mesh_of_dimensions(grids[0], names), cut_axes
 
 
 def _check_known(unit, p, root, grid, of_root):

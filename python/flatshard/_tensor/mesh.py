@@ -99,10 +99,10 @@ def core_mesh_of_all(device_mesh):
     return _meshes[key]
 
 
-def core_mesh_of_dimensions(device_mesh):
-    """Returns the core's mesh with an axis for each dimension of `device_mesh`, of the
-    same name. Collective."""
-    return _made_once(device_mesh, device_mesh.mesh_dim_names)
+def core_mesh_of_dimensions(device_mesh, names):
+    """Returns the core's mesh with an axis for each dimension of `device_mesh`, named by
+    `names`. Collective."""
+    return _made_once(device_mesh, names)
 
 
 def root_of(device_mesh):
@@ -158,7 +158,7 @@ def _made_once(device_mesh, names=()):
     `names`."""
     key = (*_key(device_mesh), *names)
     if key not in _meshes:
-        _meshes[key] = _make(device_mesh.mesh_dim_names, key)
+        _meshes[key] = _make(names or device_mesh.mesh_dim_names, key)
     return _meshes[key]
 
 
