@@ -182,9 +182,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
         dw->zero_();
       }
       // A sum in 16 bits would be rounded with each chunk.
-      const bool rounds_once =
-          dw != nullptr && n > chunk &&
-          dw->element_size() < c10::elementSize(at::kFloat);
+      const bool rounds_once = dw != nullptr && n > chunk &&
+                               dw->element_size() < std::int64_t{sizeof(float)};
       at::Tensor sum =
           dw == nullptr ? at::Tensor()
           : rounds_once
