@@ -19,7 +19,7 @@ namespace flatshard {
 // deepseek-ai/DeepSeek-V3.
 
 /// Returns whether a tensor of a folder is the weight of a linear layer of a
-/// block: matrices `model.layers.*_proj.weight`.
+/// block: matrices of `model.layers` whose names end in `_proj.weight`.
 bool is_linear_of_a_block(std::string_view name, std::size_t num_dims);
 
 /// Returns the name of the scales of a weight.

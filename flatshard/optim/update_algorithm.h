@@ -43,8 +43,8 @@ class UpdateAlgorithm {
     std::size_t index = 0;  ///< in ParamGroup::parameters
     std::int32_t row = 0;   ///< index into FlatUpdate::rows
   };
-  /// Names the parameters of a group that use the algorithm, after add_group.
-  /// @param values  of each row.
+  /// Names the parameters of a group that use the algorithm, after add_group,
+  /// and the values of each row.
   virtual void add_parameters(
       std::size_t /*group*/,
       const ParamGroup& /*of*/,
