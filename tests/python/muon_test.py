@@ -444,6 +444,23 @@ def test_several_optimizers_resume_on_half_of_the_ranks(mesh, world, folder):
         )
 
 
+def test_two_optimizers_of_a_class_are_not_exchanged(mesh, folder):
+    torch.manual_seed(0)
+    model = shard(Net(), fully_shard, mesh=mesh)
+    named = list(model.named_parameters())
+    pair = [
+        flatshard.optim.AdamW([p for n, p in named if is_matrix(n, p) == own], lr=lr)
+        for own, lr in ((True, LR), (False, 2 * LR))
+    ]
+    step(model, pair, 0)
+    run_once(model)
+    checkpoint.save(folder, 1, model, pair)
+    checkpoint.load(folder, model, pair)
+    with pytest.raises(ValueError, match=r"is in parameter group 0 .* and in 1 here"):
+        checkpoint.load(folder, model, pair[::-1])
+    assert [one.param_groups[0]["lr"] for one in pair] == [LR, 2 * LR]
+
+
 def test_states_have_only_their_own_elements(mesh):
     """An AdamW of norms does not pay for the matrices of their units."""
     torch.manual_seed(0)

@@ -180,9 +180,21 @@ def describe_optimizers(optimizers, fewer):
         "counts_steps": bool(counts),
         "steps": _kind_of_steps(counts),
         "param_groups": groups,
+        "first_parameters": [
+            next(iter(names), None) for names in _names_of(optimizers)
+        ],
         "fewer": fewer,
     }
     return json.dumps(described)
+
+
+def _names_of(optimizers):
+    """Returns the names of the sharded parameters of each group."""
+    places = [[unit_of(p) for p in group["params"]] for group in _groups_of(optimizers)]
+    return [
+        [place[0].parameters[place[1]].names[0] for place in group if place is not None]
+        for group in places
+    ]
 
 
 def _kind_of_steps(counts):
@@ -214,6 +226,16 @@ def check_options(optimizers, described, path):
             f"{path}: the checkpoint's optimizer has {len(groups)} parameter groups, "
             f"this one {len(own)}"
         )
+    group_of = {
+        name: i for i, names in enumerate(_names_of(optimizers)) for name in names
+    }
+    for i, name in enumerate(described.get("first_parameters", ())):
+        if group_of.get(name, i) != i:
+            raise ValueError(
+                f"{path}: parameter {name} is in parameter group {i} of the checkpoint, "
+                f"and in {group_of[name]} here; pass the same optimizers and groups in "
+                "the same order"
+            )
     stored = iter(groups)
     for optimizer in optimizers:
         if isinstance(optimizer, CoreOptimizer):

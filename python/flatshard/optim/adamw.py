@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import math
 import torch
 
 from flatshard import _C
@@ -60,7 +61,7 @@ class AdamW(CoreOptimizer):
         "decoupled_weight_decay": True,
     }
     _ranges = {
-        "lr": ("at least 0", lambda lr: lr >= 0),
+        "lr": ("at least 0, and finite", lambda lr: 0 <= lr < math.inf),
         "betas": ("two numbers in [0, 1)", lambda b: all(0 <= x < 1 for x in b)),
         "eps": ("more than 0", lambda eps: eps > 0),
         "weight_decay": ("at least 0", lambda decay: decay >= 0),

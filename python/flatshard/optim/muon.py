@@ -62,7 +62,7 @@ class Muon(CoreOptimizer):
     _state_names = ("momentum_buffer",)
     _counts = False
     _ranges = {
-        "lr": ("at least 0", lambda lr: lr >= 0),
+        "lr": ("at least 0, and finite", lambda lr: 0 <= lr < math.inf),
         "weight_decay": ("at least 0", lambda decay: decay >= 0),
         "momentum": ("a number in [0, 1)", lambda momentum: 0 <= momentum < 1),
         "ns_coefficients": ("three numbers", _are_coefficients),
