@@ -47,8 +47,8 @@ AttentionKernelPtr cudnn_kernel(
 struct FlashOptions {
   std::optional<double> scale;
   std::int64_t window = 0;  ///< see AttentionArgs
-  /// Of sequences that follow one another, see FlashSequences. Undefined: each
-  /// row is one. Inputs have no dimension `batch` with offsets.
+  /// See FlashSequences. With offsets the inputs have no dimension `batch`.
+  /// Undefined: each row is one sequence.
   at::Tensor offsets;
   std::int64_t max_length = 0;
 };

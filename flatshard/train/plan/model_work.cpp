@@ -61,7 +61,7 @@ class ModelWork : LayerKernels {
           kernel.is_kept = true;
         }
       }
-      // Of one run, and the gradients of the part's inputs and output.
+      // The tensors of one run, and gradients of the part's inputs and output.
       const double share = std::min(1.0, d(run) / d(own_tokens_));
       layer.transient_nbytes =
           static_cast<std::int64_t>(share * d(layer.transient_nbytes)) +

@@ -227,7 +227,7 @@ plan::MatrixWork work_of(Window window) {
     busiest = loads[rank] > loads[busiest] ? rank : busiest;
     sent = std::max(sent, plan.sent_numel(rank));
   }
-  // Of the buffer of an all-to-all, a rank keeps one part and sends the others.
+  // A rank keeps one part of an all-to-all's buffer and sends the others.
   const double kept = 1 / as_double(work.ranks);
   work.exchange_nbytes =
       sent == 0 ? 0 : as_double(sent * kDirectionNbytes) / (1 - kept);

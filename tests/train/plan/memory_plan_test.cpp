@@ -164,11 +164,11 @@ const std::string kCut = "parallelism.expert_tensor_parallel_degree=2";
 const std::string kAdapters = "lora.rank=8";
 const std::string kInt8 = "optimizer.state_dtype=int8";
 const std::string kMuon = "optimizer.name=muon";
-// Of a block, matrices of attention have Muon, others SGD, and norms AdamW.
+// In a block, matrices of attention use Muon, others SGD, and norms AdamW.
 const std::string kGroups =
     "optimizer.param_groups=[{pattern = 'self_attn', name = 'muon'}, "
     "{pattern = 'mlp', name = 'sgd', momentum = 0.9}]";
-// Of a block, q_proj and o_proj have int8 states, the MLP bfloat16 ones, and
+// In a block, q_proj and o_proj have int8 states, the MLP bfloat16 ones, and
 // the others float32.
 const std::string kFormats =
     "optimizer.param_groups=[{pattern = 'mlp', state_dtype = 'bfloat16'}, "
