@@ -5,9 +5,15 @@ python3 bench/lora.py --nproc 2 --pairs 3
 The peer is transformers' LlamaForCausalLM with peft's adapters, under FSDP2's
 fully_shard, with blocks that torch.compile compiled: a bfloat16 base, float32 adapters
 that compute in bfloat16, torch's fused AdamW. Weights and tokens are random. Both
-recompute the same (--recompute). Prints the median step in ms with the range, the peak
-of allocated memory and the ratios to the peer. The last rows are medians over the
-pairs.
+recompute the same (--recompute). --loss-chunk and --offload change the peer: logits
+exist for one chunk of tokens at a time, and host memory stores the inputs of recomputed
+blocks. For the trainer, --set has the same. Prints the median step in ms with the range,
+the peak of allocated memory and the ratios to the peer. The last rows are medians over
+the pairs. Long sequences on one GPU:
+
+python3 bench/lora.py --seq 65536 --recompute full --warmup 1 --steps 2 --pairs 1 \\
+    --ways "peft + FSDP2" Flatshard --loss-chunk 8192 --offload --set \\
+    activation_checkpoint.save=attention activation_checkpoint.loss_chunk_tokens=8192
 """
 
 import json
@@ -61,9 +67,28 @@ def settings_of(args, way):
     ]
 
 
+def use_chunked_loss(base, chunk, compiled):
+    """Replaces the forward of a LlamaForCausalLM; it returns only the loss."""
+    import torch
+    import torch.nn.functional as F
+    from harness.long_context import chunked_loss, loss_of_chunk
+    from transformers.modeling_outputs import CausalLMOutput
+
+    loss = torch.compile(loss_of_chunk) if compiled else loss_of_chunk
+
+    def forward(input_ids, labels, **_):
+        hidden = base.model(input_ids=input_ids).last_hidden_state.flatten(0, 1)
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100).flatten()
+        total = chunked_loss(hidden, base.lm_head.weight, targets, chunk, loss)
+        return CausalLMOutput(loss=total / (labels.shape[0] * (labels.shape[1] - 1)))
+
+    base.forward = forward
+
+
 def build_peer(args, mesh, device, compiled):
     """Returns the sharded model of transformers with adapters."""
     import torch
+    from harness.long_context import HostCheckpoint, HostCopies
     from harness.peers import fully_shard_of, llama_config, restore_rotary
     from peft import LoraConfig, get_peft_model
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -93,12 +118,16 @@ def build_peer(args, mesh, device, compiled):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-    layers = base.model.layers
+    layers, copies = base.model.layers, HostCopies()
     for i, layer in enumerate(layers):
-        if args.recompute == "full":
+        if args.recompute == "full" and not args.offload:
             layers[i] = checkpoint_wrapper(layer)
         if compiled:
             layers[i].compile()
+        if args.offload:
+            layers[i] = HostCheckpoint(layer, copies)
+    if args.loss_chunk:
+        use_chunked_loss(base, args.loss_chunk, compiled)
     fully_shard = fully_shard_of("fsdp2", reduce_dtype=torch.float32)
     for module in (*layers, model):
         fully_shard(module, mesh=mesh)
@@ -140,10 +169,12 @@ def run_peer(args):
 
 def peft_steps(args, way, log):
     names = ("shape", "vocab", "layers", "rank", "targets", "dropout", "batch", "seq")
-    names += ("recompute",)
-    options = [f"--{name}={getattr(args, name)}" for name in names]
+    names += ("recompute", "loss_chunk")
+    options = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
     if "eager" in way:
         options.append("--eager")
+    if args.offload:
+        options.append("--offload")
     return peer_steps(args, "lora.py", log, ["--worker", *options])
 
 
@@ -169,7 +200,8 @@ def report(results, way, runs, peers):
 def main():
     parser = Parser(__doc__).options("program", "set", "nproc", "warmup", "steps")
     parser.options("tiny", pairs=3, seq=4096, out=Path("outputs/lora"), vocab=128256)
-    parser.options(rank=16, batch=1, dropout=0.0, targets=TARGETS)
+    parser.options(rank=16, batch=1, dropout=0.0, targets=TARGETS, loss_chunk=0)
+    parser.options(offload=False)
     parser.add_argument("--shape", choices=LLAMA_SIZES, default="8b")
     parser.add_argument("--layers", type=int, default=0, help="blocks; 0: the shape's")
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
@@ -178,6 +210,8 @@ def main():
     parser.add_argument("--worker", action="store_true", help="a rank of the peer")
     parser.add_argument("--eager", action="store_true", help="of the worker")
     args = parser.parse_args()
+    if args.offload and args.recompute == "none":
+        parser.error("--offload requires --recompute full")
     if args.tiny:
         args.shape, args.vocab, args.seq, args.rank = "tiny", 512, 64, 4
         args.set += ["precision.compute=bfloat16"]
