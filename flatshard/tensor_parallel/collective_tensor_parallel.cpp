@@ -1,6 +1,6 @@
 #include "flatshard/tensor_parallel/collective_tensor_parallel.h"
 
-#include "flatshard/tensor_parallel/stream_use.h"
+#include "flatshard/device/stream_use.h"
 
 #include <ATen/ATen.h>
 

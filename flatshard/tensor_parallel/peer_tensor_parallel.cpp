@@ -4,8 +4,8 @@
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
+#include "flatshard/device/stream_use.h"
 #include "flatshard/device/stream_word.h"
-#include "flatshard/tensor_parallel/stream_use.h"
 
 #include <ATen/ATen.h>
 

@@ -1,0 +1,282 @@
+// Heads of attention that ranks exchange, against attention on one rank.
+#include "flatshard/nn/parallel/context_parallel.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <string>
+#include <vector>
+
+#include "flatshard/context_parallel/collective_context_parallel.h"
+#include "flatshard/core/error.h"
+#include "flatshard/nn/attention.h"
+#include "flatshard/nn/documents.h"
+#include "tests/support/ranks.h"
+#include "tests/support/sum_order.h"
+
+namespace flatshard {
+namespace {
+
+using testing::RankContext;
+using testing::run_ranks;
+
+constexpr std::int64_t kHeadDim = 8;
+
+nn::ContextParallelPtr collective(const RankContext& context) {
+  return std::make_shared<CollectiveContextParallel>(
+      context.gloo("heads"),
+      StreamOptions{
+          .delay_seed = 1U + static_cast<unsigned>(context.rank),
+          .max_delay_us = 300});
+}
+
+// The tokens of one rank of a tensor [batch, seq, ...] of all of them.
+at::Tensor tokens_of(
+    const nn::ContextParallelPtr& ranks,
+    const at::Tensor& whole) {
+  std::vector<std::int64_t> sizes = whole.sizes().vec();
+  sizes[1] /= ranks->size();
+  return nn::own_rows(ranks, whole.flatten(0, 1)).view(sizes);
+}
+
+// The heads of one rank, of a tensor [batch, seq, heads, head_dim] of all of
+// them; a tensor with fewer heads than ranks has one head here.
+at::Tensor heads_of(
+    const nn::ContextParallelPtr& ranks,
+    const at::Tensor& whole) {
+  const std::int64_t heads = whole.size(2), n = ranks->size();
+  return heads % n == 0 ? whole.narrow(2, ranks->rank() * heads / n, heads / n)
+                        : whole.narrow(2, ranks->rank() * heads / n, 1);
+}
+
+at::Tensor random_of(
+    at::IntArrayRef sizes,
+    std::uint64_t seed,
+    at::ScalarType dtype = at::kFloat) {
+  return at::randn(
+             sizes,
+             at::make_generator<at::CPUGeneratorImpl>(seed),
+             at::kDouble)
+      .to(dtype);
+}
+
+class ExchangedHeads : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, ExchangedHeads, ::testing::Values(2, 3, 4));
+
+TEST_P(ExchangedHeads, ARankGetsAllTokensOfItsHeads) {
+  run_ranks(GetParam(), [](RankContext& context) {
+    const auto ranks = collective(context);
+    const std::int64_t n = ranks->size();
+    for (const std::int64_t batch : {1, 2, 3}) {
+      const at::Tensor q = random_of({batch, 2 * n, 2 * n, kHeadDim}, 1);
+      const at::Tensor k =
+          random_of({batch, 2 * n, n, kHeadDim}, 2, at::kBFloat16);
+      const at::Tensor single = random_of({batch, 2 * n, 1, kHeadDim}, 3);
+      // The part of a fused projection.
+      const at::Tensor strided =
+          at::cat({tokens_of(ranks, q), tokens_of(ranks, q)}, 3)
+              .narrow(3, 0, kHeadDim);
+      const nn::TensorList got = nn::to_heads(
+          ranks,
+          {strided, tokens_of(ranks, k), tokens_of(ranks, single)});
+      EXPECT_TRUE(got[0].equal(heads_of(ranks, q))) << batch;
+      EXPECT_TRUE(got[1].equal(heads_of(ranks, k))) << batch;
+      EXPECT_TRUE(got[2].equal(single)) << batch;
+      EXPECT_TRUE(got[0].is_contiguous());
+    }
+  });
+}
+
+TEST_P(ExchangedHeads, TokensComeBackUnchanged) {
+  run_ranks(GetParam(), [](RankContext& context) {
+    const auto ranks = collective(context);
+    const std::int64_t n = ranks->size();
+    for (const std::int64_t batch : {1, 3}) {
+      at::Tensor x =
+          tokens_of(ranks, random_of({batch, 3 * n, 2 * n, kHeadDim}, 4));
+      x = x.detach().requires_grad_();
+      const at::Tensor back =
+          nn::to_tokens(ranks, nn::to_heads(ranks, {x})[0].flatten(2));
+      EXPECT_TRUE(back.equal(x.flatten(2))) << batch;
+      const at::Tensor gradient = random_of(back.sizes(), 5U + context.rank);
+      torch::autograd::backward({back}, {gradient});
+      EXPECT_TRUE(x.grad().equal(gradient.view(x.sizes()))) << batch;
+    }
+  });
+}
+
+// Another rank's copy of a head may have any gradient.
+TEST_P(ExchangedHeads, GradientsOfSharedHeadsAreAddedInRankOrder) {
+  run_ranks(GetParam(), [](RankContext& context) {
+    const auto ranks = collective(context);
+    const std::int64_t n = ranks->size();
+    const auto gradient = [&](std::int64_t rank) {
+      return random_of({1, 2 * n, 1, kHeadDim}, 6U + rank, at::kBFloat16);
+    };
+    at::Tensor k = random_of({1, 2, 1, kHeadDim}, 7, at::kBFloat16);
+    k.requires_grad_();
+    torch::autograd::backward(
+        nn::to_heads(ranks, {k}),
+        {gradient(ranks->rank())});
+    at::Tensor sum = gradient(0).to(at::kFloat);
+    for (std::int64_t r = 1; r < n; ++r) {
+      sum.add_(gradient(r));
+    }
+    EXPECT_TRUE(k.grad().equal(tokens_of(ranks, sum).to(at::kBFloat16)));
+  });
+}
+
+TEST(ExchangedHeadsTogether, RefuseHeadsThatRanksDoNotDivide) {
+  run_ranks(4, [](RankContext& context) {
+    const auto ranks = collective(context);
+    try {
+      nn::to_heads(ranks, {at::zeros({1, 4, 6, kHeadDim})});
+      FAIL() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_THAT(
+          error.what(),
+          ::testing::HasSubstr(
+              "expected a multiple or a divisor of 4 heads in attention, got "
+              "6"));
+    }
+  });
+}
+
+TEST(ExchangedHeadsTogether, NoRanksMeansNoExchange) {
+  const at::Tensor x = at::zeros({1, 4, 6, kHeadDim});
+  EXPECT_TRUE(nn::to_heads(nullptr, {x})[0].is_same(x));
+  EXPECT_TRUE(nn::to_tokens(nullptr, x).is_same(x));
+  EXPECT_TRUE(nn::own_rows(nullptr, x).is_same(x));
+}
+
+struct AttentionCase {
+  std::string name;
+  std::int64_t kv_heads = 4;
+  nn::AttentionArgs args;
+  bool has_sinks = false;
+  bool has_documents = false;
+};
+
+void PrintTo(const AttentionCase& c, std::ostream* out) {
+  *out << c.name;
+}
+
+struct Attended {
+  at::Tensor out;
+  nn::TensorList grads;  ///< of q, k, v, and sinks
+};
+
+// out has as many columns as the heads of q; its gradient is given.
+Attended attend(
+    const AttentionCase& c,
+    nn::TensorList qkv,
+    at::Tensor sinks,
+    const nn::ContextParallelPtr& ranks,
+    const at::Tensor& gradient) {
+  for (at::Tensor& x : qkv) {
+    x = x.detach().clone().requires_grad_();
+  }
+  nn::AttentionArgs args = c.args;
+  if (c.has_sinks) {
+    sinks = sinks.detach().clone().requires_grad_();
+    args.sinks = ranks ? nn::own_rows(ranks, sinks) : sinks;
+  }
+  const nn::TensorList heads = nn::to_heads(ranks, qkv);
+  const at::Tensor& q = heads[0];
+  const std::int64_t seq = q.size(1);
+  const at::Tensor all =
+      c.has_documents
+          ? nn::document_attention(
+                q,
+                heads[1],
+                heads[2],
+                nn::Documents::of(
+                    std::vector<std::int64_t>{5, seq - 5, seq - 1, 1},
+                    seq,
+                    at::kCPU),
+                args)
+          : nn::causal_attention(q, heads[1], heads[2], args);
+  Attended result{.out = nn::to_tokens(ranks, all)};
+  torch::autograd::backward({result.out}, {gradient});
+  for (const at::Tensor& x : qkv) {
+    result.grads.push_back(x.grad());
+  }
+  result.grads.push_back(c.has_sinks ? sinks.grad() : at::Tensor());
+  return result;
+}
+
+class AttentionOfRanks
+    : public ::testing::TestWithParam<std::tuple<int, AttentionCase>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Cases,
+    AttentionOfRanks,
+    ::testing::Combine(
+        ::testing::Values(2, 4),
+        ::testing::Values(
+            AttentionCase{"causal"},
+            AttentionCase{"window", 4, {.window = 5}},
+            AttentionCase{"soft_cap", 4, {.soft_cap = 2.0}},
+            AttentionCase{.name = "sinks", .has_sinks = true},
+            AttentionCase{.name = "documents", .has_documents = true},
+            AttentionCase{
+                .name = "window_in_documents",
+                .args = {.window = 3},
+                .has_sinks = true,
+                .has_documents = true},
+            AttentionCase{.name = "two_kv_heads", .kv_heads = 2},
+            AttentionCase{
+                .name = "one_kv_head_in_documents",
+                .kv_heads = 1,
+                .has_documents = true})),
+    [](const auto& info) {
+      return std::get<1>(info.param).name + "_of_" +
+             std::to_string(std::get<0>(info.param));
+    });
+
+// The heads of a rank see what they see on one rank. Only gradients of keys and
+// values that several ranks read are sums in another order.
+TEST_P(AttentionOfRanks, HasTheBitsOfOneRank) {
+  const AttentionCase c = std::get<1>(GetParam());
+  run_ranks(std::get<0>(GetParam()), [&c](RankContext& context) {
+    const auto ranks = collective(context);
+    constexpr std::int64_t kBatch = 2, kSeq = 24, kHeads = 8;
+    const auto heads = [&](std::int64_t n, std::uint64_t seed) {
+      return random_of({kBatch, kSeq, n, kHeadDim}, seed);
+    };
+    const nn::TensorList qkv{
+        heads(kHeads, 1),
+        heads(c.kv_heads, 2),
+        heads(c.kv_heads, 3)};
+    const at::Tensor sinks = random_of({kHeads}, 4);
+    const at::Tensor gradient = random_of({kBatch, kSeq, kHeads * kHeadDim}, 5);
+    const Attended want = attend(c, qkv, sinks, nullptr, gradient);
+    nn::TensorList own;
+    for (const at::Tensor& x : qkv) {
+      own.push_back(tokens_of(ranks, x));
+    }
+    const Attended got =
+        attend(c, own, sinks, ranks, tokens_of(ranks, gradient));
+    EXPECT_TRUE(got.out.equal(tokens_of(ranks, want.out)));
+    EXPECT_TRUE(got.grads[0].equal(tokens_of(ranks, want.grads[0])));
+    const double close = testing::sum_tolerance(
+        {.addends = kSeq * kHeads, .in_a_row = 2, .size = 16});
+    for (int i = 1; i <= 2; ++i) {
+      const at::Tensor own_grad = tokens_of(ranks, want.grads[i]);
+      if (c.kv_heads % ranks->size() == 0) {
+        EXPECT_TRUE(got.grads[i].equal(own_grad)) << i;
+      } else {
+        EXPECT_TRUE(got.grads[i].allclose(own_grad, close, close)) << i;
+      }
+    }
+    if (c.has_sinks) {
+      EXPECT_TRUE(nn::own_rows(ranks, got.grads[3])
+                      .equal(nn::own_rows(ranks, want.grads[3])));
+    }
+  });
+}
+
+}  // namespace
+}  // namespace flatshard
