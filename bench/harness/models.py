@@ -57,6 +57,10 @@ class Attention(nn.Module):
                 k.repeat_interleave(self.times, 2),
                 v.repeat_interleave(self.times, 2),
             )
+        return x + self.o(self.attention(q, k, v).flatten(2))
+
+    def attention(self, q, k, v):
+        """Returns causal attention; all have [batch, tokens, heads, head_dim]."""
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -64,7 +68,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.native_gqa,
         )
-        return x + self.o(y.transpose(1, 2).flatten(2))
+        return y.transpose(1, 2)
 
 
 class LlamaBlock(Attention):
