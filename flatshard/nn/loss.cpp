@@ -5,6 +5,8 @@
 #include "flatshard/nn/matmul.h"
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 namespace flatshard::nn {
 namespace {
@@ -34,6 +36,48 @@ void check_targets(
         targets.masked_select(bad)[0].item<std::int64_t>());
   }
 }
+
+// The gradients for a loss whose own gradient is 1, of one chunk of tokens
+// after the other.
+struct ChunkGradients {
+  at::Tensor hidden;  ///< [tokens, dim]; undefined: nobody wants it
+  at::Tensor weight;  ///< float32: a sum in 16 bits would be rounded each time
+  bool adds = false;
+
+  ChunkGradients() = default;
+  ChunkGradients(const at::Tensor& of_hidden, const at::Tensor& of_weight) {
+    if (of_hidden.requires_grad()) {
+      hidden = at::empty_like(as_rows(of_hidden));
+    }
+    if (of_weight.requires_grad()) {
+      const at::TensorOptions f32 = of_weight.options().dtype(at::kFloat);
+      weight = of_hidden.numel() == 0 ? at::zeros(of_weight.sizes(), f32)
+                                      : at::empty(of_weight.sizes(), f32);
+    }
+  }
+
+  /// @param d   [n, vocab]: the gradient of the logits of tokens `first` to
+  ///   `first` + n
+  /// @param x   [n, dim]: these tokens
+  void add(
+      const at::Tensor& d,
+      const at::Tensor& x,
+      const at::Tensor& of_weight,
+      std::int64_t first) {
+    if (hidden.defined()) {
+      at::Tensor part = hidden.narrow(0, first, d.size(0));
+      at::mm_out(part, d, of_weight);
+    }
+    if (weight.defined()) {
+      write_matmul_wgrad(
+          weight,
+          std::exchange(adds, true),
+          std::nullopt,
+          gradient_rows(d, false),
+          MatmulRows(x));
+    }
+  }
+};
 
 struct LossFunction : torch::autograd::Function<LossFunction> {
   enum Input { kHidden, kWeight };
@@ -66,28 +110,35 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     if (options.ranks) {
       flat = targets_of_part(flat, options);
     }
-    const bool keep = wants_grad && options.chunk_tokens == 0;
-    const std::int64_t chunk = keep ? std::max<std::int64_t>(n, 1)
-                               : options.chunk_tokens > 0 ? options.chunk_tokens
-                                                          : kEvalChunk;
+    const bool in_chunks = options.chunk_tokens > 0;
+    const std::int64_t chunk = in_chunks    ? options.chunk_tokens
+                               : wants_grad ? std::max<std::int64_t>(n, 1)
+                                            : kEvalChunk;
+    const cuda::CrossEntropyArgs args{
+        .ignore_index = options.ignore_index,
+        .write_gradient = wants_grad};
+    // A gradient divided by the number of tokens could underflow in 16 bits,
+    // so backward scales the gradients of chunks.
+    const at::Tensor grad_scale = in_chunks ? at::ones({}, f32) : scale;
     at::Tensor loss = at::empty({n}, f32);
-    at::Tensor lse = at::empty({n}, f32);
+    at::Tensor lse = at::empty({std::min(chunk, n)}, f32);
     at::Tensor logits = at::empty({std::min(chunk, n), vocab}, rows.options());
+    ChunkGradients gradients;
+    if (in_chunks && wants_grad) {
+      gradients = ChunkGradients(hidden, weight);
+    }
     for (std::int64_t at = 0; at < n; at += chunk) {
       const std::int64_t m = std::min(chunk, n - at);
       at::Tensor part = logits.narrow(0, 0, m);
       at::Tensor loss_part = loss.narrow(0, at, m);
-      at::Tensor lse_part = lse.narrow(0, at, m);
+      at::Tensor lse_part = lse.narrow(0, 0, m);
       at::mm_out(part, rows.narrow(0, at, m), weight.t());
-      const cuda::CrossEntropyArgs args{
-          .ignore_index = options.ignore_index,
-          .write_gradient = keep};
       const at::Tensor targets_part = flat.narrow(0, at, m);
       if (options.ranks) {
         part_cross_entropy(
             part,
             targets_part,
-            scale,
+            grad_scale,
             loss_part,
             lse_part,
             args,
@@ -96,21 +147,20 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
         chunk_cross_entropy(
             part,
             targets_part,
-            scale,
+            grad_scale,
             loss_part,
             lse_part,
             args,
             options.soft_cap);
       }
+      gradients.add(part, rows.narrow(0, at, m), weight, at);
     }
-    if (keep) {
-      ctx->save_for_backward({hidden, weight, logits});
+    ctx->saved_data["in_chunks"] = in_chunks;
+    if (in_chunks && wants_grad) {
+      ctx->save_for_backward(
+          {hidden, weight, scale, gradients.hidden, gradients.weight});
     } else if (wants_grad) {
-      ctx->saved_data["chunk"] = chunk;
-      ctx->saved_data["ignore_index"] = options.ignore_index;
-      ctx->saved_data["is_part"] = options.ranks != nullptr;
-      ctx->saved_data["soft_cap"] = options.soft_cap;
-      ctx->save_for_backward({hidden, weight, flat, lse, scale});
+      ctx->save_for_backward({hidden, weight, logits});
     }
     return loss.sum().mul_(scale);
   }
@@ -119,15 +169,15 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     refuse_create_graph("linear_cross_entropy");
     const variable_list saved = ctx->get_saved_variables();
     variable_list out(6);
-    if (saved.size() == 3) {
-      backward_kept(ctx, saved, grads[0], out);
+    if (ctx->saved_data["in_chunks"].toBool()) {
+      backward_of_chunks(ctx, saved, grads[0], out);
     } else {
-      backward_again(ctx, saved, grads[0], out);
+      backward_whole(ctx, saved, grads[0], out);
     }
     return out;
   }
 
-  static void backward_kept(
+  static void backward_whole(
       AutogradContext* ctx,
       const variable_list& saved,
       const at::Tensor& g,
@@ -152,91 +202,33 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     }
   }
 
-  static void backward_again(
+  static void backward_of_chunks(
       AutogradContext* ctx,
       const variable_list& saved,
       const at::Tensor& g,
       variable_list& out) {
     const at::Tensor &hidden = saved[0], &weight = saved[1];
-    const at::Tensor &targets = saved[2], &scale = saved[4];
-    at::Tensor lse = saved[3];
-    const std::int64_t chunk = ctx->saved_data["chunk"].toInt();
-    const cuda::CrossEntropyArgs args{
-        .ignore_index = ctx->saved_data["ignore_index"].toInt(),
-        .lse_is_given = true,
-        .write_gradient = true,
-        .is_part = ctx->saved_data["is_part"].toBool()};
-    const double soft_cap = ctx->saved_data["soft_cap"].toDouble();
-    const at::Tensor rows = as_rows(hidden);
-    const std::int64_t n = rows.size(0);
-    const at::Tensor total = scale * g;
-    at::Tensor logits =
-        at::empty({std::min(chunk, n), weight.size(0)}, rows.options());
-    at::Tensor dx;
-    if (ctx->needs_input_grad(kHidden)) {
-      dx = at::empty_like(rows);
-      out[kHidden] = dx.view(hidden.sizes());
+    const at::Tensor &dx = saved[3], &dw = saved[4];
+    const at::Tensor scale = saved[2] * g;
+    if (dx.defined()) {
+      at::Tensor scaled = at::empty_like(dx);
+      at::mul_out(scaled, dx, scale);
+      out[kHidden] = scaled.view(hidden.sizes());
     }
-    const auto run = [&](at::Tensor* dw, bool accumulate) {
-      if (dw != nullptr && n == 0 && !accumulate) {
-        dw->zero_();
-      }
-      // A sum in 16 bits would be rounded with each chunk.
-      const bool rounds_once = dw != nullptr && n > chunk &&
-                               dw->element_size() < std::int64_t{sizeof(float)};
-      at::Tensor sum =
-          dw == nullptr ? at::Tensor()
-          : rounds_once
-              ? at::empty(dw->sizes(), dw->options().dtype(at::kFloat))
-              : *dw;
-      bool adds = accumulate && !rounds_once;
-      for (std::int64_t at = 0; at < n; at += chunk) {
-        const std::int64_t m = std::min(chunk, n - at);
-        const at::Tensor x = rows.narrow(0, at, m);
-        at::Tensor d = logits.narrow(0, 0, m);
-        at::Tensor lse_part = lse.narrow(0, at, m);
-        at::Tensor no_loss;
-        at::mm_out(d, x, weight.t());
-        chunk_cross_entropy(
-            d,
-            targets.narrow(0, at, m),
-            total,
-            no_loss,
-            lse_part,
-            args,
-            soft_cap);
-        if (dx.defined()) {
-          at::Tensor dx_part = dx.narrow(0, at, m);
-          at::mm_out(dx_part, d, weight);
-        }
-        if (dw == nullptr) {
-          continue;
-        }
-        write_matmul_wgrad(
-            sum,
-            adds,
-            std::nullopt,
-            gradient_rows(d, false),
-            MatmulRows(x));
-        adds = true;
-      }
-      if (rounds_once) {
-        accumulate ? dw->add_(sum) : dw->copy_(sum);
-      }
-    };
-    if (!ctx->needs_input_grad(kWeight)) {
-      run(nullptr, false);
-      return;
+    if (dw.defined()) {
+      out[kWeight] = deliver_wgrad(
+          saved_context(ctx),
+          weight,
+          [&] {
+            at::Tensor grad = at::empty_like(weight);
+            at::mul_out(grad, dw, scale);
+            return grad;
+          },
+          [&](at::Tensor& grad, bool accumulate) {
+            accumulate ? grad.addcmul_(dw, scale)
+                       : at::mul_out(grad, dw, scale);
+          });
     }
-    out[kWeight] = deliver_wgrad(
-        saved_context(ctx),
-        weight,
-        [&] {
-          at::Tensor dw = at::empty_like(weight);
-          run(&dw, false);
-          return dw;
-        },
-        [&](at::Tensor& grad, bool accumulate) { run(&grad, accumulate); });
   }
 };
 

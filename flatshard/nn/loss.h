@@ -19,8 +19,9 @@ struct LossOptions {
   std::int64_t ignore_index = kIgnoreIndex;
   /// 0: forward keeps the gradient of the logits, [tokens, vocab] in the
   /// compute dtype, and backward is two matmuls; one writes into the weight's
-  /// sink. Otherwise at most this many tokens' logits exist at a time, and
-  /// backward computes them again (one more head matmul, without that memory).
+  /// sink. Otherwise at most this many tokens' logits exist at a time. Forward
+  /// then computes the gradients of hidden and weight (float32), and backward
+  /// scales them. Source: Hsu et al., arXiv:2410.10989.
   std::int64_t chunk_tokens = 0;
   /// Logits become cap * tanh(logits / cap), by plain operations that need one
   /// more tensor of a chunk's logits; 0: they stay.
@@ -45,9 +46,9 @@ at::Tensor soft_capped(const at::Tensor& logits, double cap);
 /// @param targets  int64, hidden's shape without the last dim
 /// @return float32 scalar
 ///
-/// The gradient is not formed in forward (as Liger does): then the head's
-/// weight gradient would need vocab * dim elements from forward to backward
-/// and a copy into the sink.
+/// Without chunks forward does not compute the gradients of hidden and weight:
+/// they would need vocab * dim elements from forward to backward and a copy
+/// into the sink.
 at::Tensor linear_cross_entropy(
     const at::Tensor& hidden,
     const at::Tensor& weight,

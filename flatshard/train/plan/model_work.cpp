@@ -178,19 +178,34 @@ class ModelWork : LayerKernels {
     }
     product(loss, {}, tokens_, rows, model_.dim);
     const std::int64_t chunk = options_.loss_chunk_tokens;
-    if (sharing_ == 1) {
-      loss.forward.push_back(
-          Kernel::memory("cross_entropy", chunk > 0 ? vocab : 2 * vocab));
-    } else {
+    const std::int64_t weight_nbytes =
+        rows * model_.dim * static_cast<std::int64_t>(sizeof(float));
+    if (sharing_ > 1) {
       // The gradient does not find the row in the cache again. Between both
       // come two numbers of each token from each rank.
       loss.forward.push_back(Kernel::memory("cross_entropy", vocab));
       loss.forward.push_back(Kernel::exchange(
           Transfer::all_gather,
           d(sharing_) * 2 * d(rows_of_floats(1))));
-      if (chunk == 0) {
-        loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+    }
+    loss.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
+    if (chunk > 0) {
+      // Forward computes the gradients, and backward scales them.
+      loss.forward.insert(
+          loss.forward.end(),
+          loss.backward.begin(),
+          loss.backward.end());
+      loss.forward.insert(
+          loss.forward.end(),
+          loss.wgrad.begin(),
+          loss.wgrad.end());
+      loss.backward = {Kernel::memory("copy", 2 * wide)};
+      loss.wgrad.clear();
+      if (!frozen_) {
+        loss.wgrad.push_back(Kernel::memory("copy", d(2 * weight_nbytes)));
       }
+    }
+    if (sharing_ > 1) {
       loss.wgrad.push_back(Kernel::exchange(Transfer::reduce_scatter, wide));
     }
     put_together(head, layer.nodes[PlanNode::head]);
@@ -200,17 +215,9 @@ class ModelWork : LayerKernels {
     if (chunk == 0) {
       layer.saved_nbytes += bytes(rows);
     } else {
-      NodeWork again;
-      product(again, {}, tokens_, rows, model_.dim);
-      again.forward.push_back(Kernel::memory("cross_entropy", 2 * vocab));
-      layer.nodes[PlanNode::head].recompute = std::move(again.forward);
+      layer.saved_nbytes += bytes(model_.dim) + (frozen_ ? 0 : weight_nbytes);
       layer.transient_nbytes +=
           bytes(rows) / tokens_ * std::min(chunk, tokens_);
-      if (chunk < tokens_ && options_.reduce != at::kFloat) {
-        // The head's gradient is summed over the chunks in float32.
-        layer.transient_nbytes +=
-            rows * model_.dim * static_cast<std::int64_t>(sizeof(float));
-      }
     }
     return layer;
   }

@@ -38,8 +38,8 @@ def linear_cross_entropy(
             or "sum".
         ignore_index: the target that does not contribute to the loss.
         chunk_tokens: 0: [tokens, vocab] of memory from here to the backward. Otherwise
-            the number of tokens to compute at a time, here and again in the backward: one
-            more matmul of the head, and no such memory.
+            the number of tokens to compute at a time. The gradients of input and weight
+            (float32) are computed here, and exist until the backward.
 
     Returns:
         float32 scalar.
