@@ -7,9 +7,12 @@ weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and e
 same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python). In the rows
 "cold", no compiled code is cached, and the page cache is dropped first (as root). In the
 rows "warm", each program runs the second time. Also reads the folder with 16 threads, as
-a reference for loading. --to needs 6 GB.
+a reference for loading. --to needs 6 GB. Parts of the programs in Python: torchrun,
+imports, joining of the ranks, the sharded model, weights, and the host's part of the
+step's forward, backward and update.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -150,6 +153,20 @@ def gigabytes_per_second(folder):
     return 1e-9 * nbytes / (time.monotonic() - begin)
 
 
+def parts_of(line, seconds):
+    """Returns the parts of the start that a program's line has."""
+    if not line.startswith("{"):
+        start = re.search(r"start: .*", line)
+        return start[0] if start else ""
+    found = json.loads(line)
+    names = ("forward", "backward", "update")
+    step = dict(zip(names, found["host_ms_forward_backward_step"]))
+    parts = found["start_s"] | {name: ms / 1e3 for name, ms in step.items()}
+    before = seconds - sum(found["start_s"].values()) - found["ms"] / 1e3
+    texts = (f"{name} {s:.1f}" for name, s in {"torchrun": before, **parts}.items())
+    return ", ".join(texts)
+
+
 def measure(args, results, weights):
     """Runs each way once for each state of the caches, and prints the rows."""
     folder = args.to if weights == "folder" else None
@@ -166,8 +183,7 @@ def measure(args, results, weights):
                     found[way] = run_flatshard(args, folder, log)
             peer = found.get("FSDP2, compiled")
             for way, (seconds, line) in found.items():
-                start = re.search(r"start: .*", line)
-                parts = start[0] if start else ""
+                parts = parts_of(line, seconds)
                 ratio = f"{seconds / peer[0]:.2f}" if peer else ""
                 row(weights, state, way, f"{seconds:.1f}", ratio, parts)
                 results.append(

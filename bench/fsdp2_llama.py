@@ -27,8 +27,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from harness import hf_folder
 from harness.command_line import Parser
+from harness.marks import mark, parts
 from harness.models import Llama, loss_of, rotary
-from harness.peers import MODULES, fully_shard_of, fused_attention, shard_decoder
+from harness.peers import (
+    MODULES,
+    MuonAndAdamW,
+    fully_shard_of,
+    fused_attention,
+    shard_decoder,
+)
 from harness.ranks import join, say
 from harness.steps import measure
 
@@ -139,7 +146,8 @@ def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
         with fused_attention():
             return model(tokens[:, :-1], tokens[:, 1:], *angles)
 
-    say(json.dumps(measure(forward, optimizer, args, microbatches)))
+    found = measure(forward, optimizer, args, microbatches)
+    say(json.dumps({**found, "start_s": parts()}))
     dist.destroy_process_group()
 
 
@@ -170,6 +178,12 @@ def main():
         help="of AdamW; int8 by torchao, which rounds bfloat16 weights stochastically",
     )
     parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: of the blocks' matrices, each all-gathered on every rank",
+    )
+    parser.add_argument(
         "--init-from", type=Path, help="a folder of harness.hf_folder to read [random]"
     )
     parser.add_argument("--recompute", action="store_true", help="all of the blocks")
@@ -180,7 +194,9 @@ def main():
         help="whose fully_shard is called",
     )
     args = parser.parse_args()
+    mark("imports")
     device = begin()
+    mark("ranks")
     with torch.device("meta"):
         model = Llama(args).to(getattr(torch, args.weights))
     if args.recompute:
@@ -191,6 +207,7 @@ def main():
     chunks = args.init_from and args.library == "flatshard"
     options = {"granularity": "chunk"} if chunks else {}
     shard(model, args.keep, args.library, **options)
+    mark("model")
     if args.init_from:
         model.to_empty(device=device)
         hf_folder.load(args.init_from, model, dist.get_rank(), dist.get_world_size())
@@ -199,9 +216,14 @@ def main():
     if args.compile != "none":
         mode = "reduce-overhead" if args.reduce_overhead else None
         compile_parts(model, args.compile == "blocks+loss", mode)
-    optimizer = adamw(model, args.states)
+    if args.optimizer == "muon":
+        optimizer = MuonAndAdamW(model, model.layers)
+    else:
+        optimizer = adamw(model, args.states)
     if args.float8 == "tensorwise":
         find_scales_after_steps(model, optimizer)
+    torch.cuda.synchronize()
+    mark("weights")
     run(args, model, optimizer, device, args.dim // args.heads, 500000.0)
 
 

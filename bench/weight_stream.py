@@ -7,8 +7,8 @@ the same names. Both models are in memory, and the rounds alternate. "Extra memo
 most that is allocated during a round. The models have the shapes of Llama-3-8B, and of 12
 layers of Qwen3-30B-A3B with a tensor for each expert: in bfloat16, with random values. The
 rows of float32 main weights compare flatshard.weights.changed with stream, in bfloat16
-after a step of the size --step. On CPUs (--device cpu) the models are small, and the peer
-in addition is one all-gather of the same bytes for each unit.
+after a step of the size --step. With several ranks, another peer is one all-gather of the
+same bytes for each unit. On CPUs (--device cpu) the models are small.
 """
 
 import gc
@@ -152,13 +152,13 @@ def sizes(stream):
 
 def all_gathers(model, mesh):
     """Yields the bytes of one all-gather for each unit."""
-    units = {}
+    units, device = {}, mesh.device_type
     for name, p in model.named_parameters():
         layer = name.split(".")[2] if ".layers." in name else name
         units[layer] = units.get(layer, 0) + p.numel()
     for numel in units.values():
-        shard = torch.zeros(-(-numel // mesh.size()), dtype=BF16)
-        out = torch.empty(shard.numel() * mesh.size(), dtype=BF16)
+        shard = torch.empty(-(-numel // mesh.size()), dtype=BF16, device=device)
+        out = torch.empty(shard.numel() * mesh.size(), dtype=BF16, device=device)
         dist.all_gather_into_tensor(out, shard)
         yield out.nbytes
 
@@ -170,7 +170,7 @@ def compare(name, case, mesh, args):
         "flatshard": lambda: sizes(flatshard.weights.stream(ours)),
         "fsdp2": lambda: sizes(whole_tensors(theirs, BF16)),
     }
-    if mesh.device_type == "cpu":
+    if mesh.size() > 1:
         ways["all-gathers"] = lambda: all_gathers(ours, mesh)
     return rounds_of(name, ways, args)
 

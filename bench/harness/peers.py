@@ -6,6 +6,7 @@ import gc
 import importlib
 
 import torch
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 MODULES = {"flatshard": "flatshard", "fsdp2": "torch.distributed.fsdp"}
@@ -98,6 +99,50 @@ def adamw(model, core=False):
         )
     fused = next(model.parameters()).device.type == "cuda"
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
+
+
+class MuonAndAdamW:
+    """torch.optim.Muon for the matrices of the blocks, and fused AdamW for the rest.
+
+    Each matrix's update is all-gathered in bfloat16 and orthogonalized on every rank.
+    """
+
+    def __init__(self, model, blocks):
+        self.gather()
+        matrices = [p for p in blocks.parameters() if p.ndim == 2]
+        chosen = set(matrices)
+        others = [p for p in model.parameters() if p not in chosen]
+        fused = matrices[0].device.type == "cuda"
+        self.parts = [
+            torch.optim.Muon(
+                matrices, lr=3e-4, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+            ),
+            torch.optim.AdamW(others, lr=3e-4, weight_decay=0.1, fused=fused),
+        ]
+
+    @staticmethod
+    def gather():
+        from torch.optim import _muon
+
+        of_torch = _muon._zeropower_via_newtonschulz
+        if of_torch.__name__ != "_zeropower_via_newtonschulz":
+            return
+
+        def gathered(update, *options):
+            whole = of_torch(update.bfloat16().full_tensor(), *options)
+            return distribute_tensor(
+                whole, update.device_mesh, update.placements, src_data_rank=None
+            )
+
+        _muon._zeropower_via_newtonschulz = gathered
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
 
 
 def release():
