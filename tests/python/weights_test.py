@@ -324,6 +324,23 @@ def test_fp8_blocks(compute, mesh):
     check_metadata(model, format="fp8_block")
 
 
+def test_fp8_blocks_leave_out_what_the_run_does(mesh):
+    model = Linears()
+    for layer in model.model.layers:
+        layer.up_proj = nn.Linear(128, 256, bias=False)
+    on_device(model.bfloat16())
+    last = model.model.layers[1].up_proj
+    policy = float8_policy("rowwise", module_filter_fn=lambda m, _: m is not last)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, fp8=policy)
+    fully_shard(model, mesh=mesh)
+    found = taken(weights.stream(model, format="fp8_block"))
+    assert found["model.layers.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+    assert found["model.layers.1.up_proj.weight"].dtype == BF16
+    assert "model.layers.1.up_proj.weight_scale_inv" not in found
+    check_metadata(model, format="fp8_block")
+
+
 def test_weights_in_float8(mesh):
     torch.manual_seed(0)
     model = Mlp(dim=16, hidden=32)
@@ -374,6 +391,34 @@ def test_a_rank_that_stops_early_leaves_the_others_running(by_group, mesh, rank)
     losses = train(model, rank, steps=2)
     assert losses == train(mlp(mesh), rank, steps=2)
     check_equal(taken(source), full_state(model))
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_with_block_ends_with_the_other_ranks(begins, mesh, rank):
+    model = mlp(mesh)
+    caught = None
+    try:
+        with weights.stream(model) as tensors:
+            if rank == 0 and not begins:
+                raise KeyboardInterrupt
+            for _ in tensors:
+                if rank == 0:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        caught = error  # its traceback keeps the stream
+    losses = train(model, rank, steps=2)
+    assert losses == train(mlp(mesh), rank, steps=2)
+    assert (caught is not None) == (rank == 0)
+
+
+def test_changes_that_nobody_reads_do_not_count(mesh):
+    model = mlp(mesh)
+    changes = weights.changed(model)
+    before = taken(weights.stream(model))
+    train(model, 0, steps=1)
+    iter(changes).close()
+    assert apply(before, changes) > 0
+    check_equal(before, taken(weights.stream(model)))
 
 
 def apply(tensors, changes):

@@ -107,6 +107,10 @@ class MXFP8BlockScaling(Float8Policy):
     recipe: str = field(default="mxfp8", init=False)
 
 
+# Reason of a weight that the policy leaves in bfloat16.
+LEFT_OUT = "module_filter_fn leaves it out"
+
+
 def check_policy(fp8):
     """Checks fully_shard's arguments."""
     if fp8 is None:
@@ -173,7 +177,7 @@ def _why_not(fp8, core, tensor, name, sites):
     if chosen and not fp8.module_filter_fn(
         sites[0][0](), name.removesuffix("weight").removesuffix(".")
     ):
-        return "module_filter_fn leaves it out"
+        return LEFT_OUT
     reason = why_not_cut(tensor) if is_tensor_parallel(tensor) else ""
     reason = reason or core.why_not(list(plain_value(tensor).shape))
     if not reason and tensor.dtype not in _MAIN_DTYPES:

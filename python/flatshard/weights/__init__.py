@@ -6,18 +6,23 @@ its Hugging Face folder, one all-gather for each unit, in bounded memory.
 
 All ranks of the model call these functions and iterate alike, between two steps: they are
 collective. A rank that leaves the loop early still runs the remaining all-gathers, so the
-other ranks do not wait for it. An iterator that has a name runs them when it is closed
-(contextlib.closing) or freed.
+other ranks do not wait for it. It runs them when the iterator is closed or freed. After an
+exception that is when the traceback is freed, so iterate inside a `with` block if the loop
+can raise one:
+
+    with flatshard.weights.stream(model) as tensors:
+        for name, tensor in tensors:
+            send(name, tensor)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from flatshard.weights.changes import Changes, Patch
 from flatshard.weights.engines import Bucket, IpcTensor, TensorInfo, buckets, handles
-from flatshard.weights.source import Meta, Options, Source
+from flatshard.weights.source import Meta, Options, Source, Stream
 
 _MIB = 1 << 20
 
@@ -29,7 +34,7 @@ def stream(
     format: str | None = None,
     rename: Callable[[str], str] | None = None,
     split_experts: bool = True,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Stream[tuple[str, torch.Tensor]]:
     """Yields name and tensor of each weight, on every rank. Collective.
 
     Tensors may share memory with the model's weights: do not write to them. A tensor that
@@ -42,8 +47,8 @@ def stream(
         format: None, or "fp8_block": linear layers of blocks, and of single experts, are
             float8_e4m3fn with a float32 scale for each 128 x 128 elements
             (`weight_scale_inv`), equal to `flatshard export --fp8`; other weights are
-            bfloat16. A Float8Policy has no effect on the choice, and the trainer's
-            `float8.exclude` is unknown here.
+            bfloat16. A weight that `Float8Policy.module_filter_fn` leaves out stays
+            bfloat16, as one that the trainer's `float8.exclude` names.
         rename: maps a name in the model to a name in the folder. None: they are equal, up
             to the names of wrappers such as torch.compile.
         split_experts: one tensor for each expert, as folders have them, of parameters
@@ -93,7 +98,7 @@ def sglang_buckets(
     format: str | None = None,
     rename: Callable[[str], str] | None = None,
     split_experts: bool = True,
-) -> Iterator[Bucket]:
+) -> Stream[Bucket]:
     """Yields what `stream` yields, flattened into buckets of at most `nbytes`, for SGLang's
     load_format="flattened_bucket". A larger tensor has a separate bucket. Collective."""
     return buckets(Source(model, Options(dtype, format, rename, split_experts)), nbytes)
@@ -106,13 +111,15 @@ def ipc_handles(
     format: str | None = None,
     rename: Callable[[str], str] | None = None,
     split_experts: bool = True,
-) -> Iterator[list[IpcTensor]]:
+) -> Stream[list[IpcTensor]]:
     """Yields the handles of the tensors of one unit after another, for an engine that runs
     on the same GPU. Collective.
 
-    Memory is kept until the engine has opened and freed its handles, so ranks without an
-    engine iterate `stream` in place of this. Ask for the next unit when the engine copied the tensors of this one: then their
-    memory is used again.
+    Ask for the next unit when the engine has copied the tensors of this one and freed them:
+    then their memory is used again. CUDA frees the memory of a handle that no process opens
+    only when this process ends, a unit's tensors at a time. So open all handles, or stop
+    after a unit of which some were not opened; ranks without an engine iterate `stream` in
+    place of this.
 
     Raises:
         ValueError: the model is not on a GPU, or its memory has expandable segments.
@@ -148,6 +155,7 @@ __all__ = [
     "Meta",
     "Patch",
     "Source",
+    "Stream",
     "TensorInfo",
     "changed",
     "ipc_handles",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from flatshard import _C
-from flatshard.weights.source import Options, plan_of
+from flatshard.weights.source import Options, Stream, plan_of
 
 
 class Patch(NamedTuple):
@@ -37,6 +37,9 @@ class Changes:
         self._is_open = False
 
     def __iter__(self):
+        return Stream(self._all_patches())
+
+    def _all_patches(self):
         plan = plan_of(self._model, self._options, self._plan)
         if plan is not self._plan:
             raise RuntimeError(

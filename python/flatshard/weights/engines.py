@@ -1,14 +1,13 @@
 """The forms in which inference engines receive tensors."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from flatshard.torch_versions import shared_memory_handle
-from flatshard.weights.source import Source
+from flatshard.weights.source import Source, Stream
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,10 @@ class Bucket:
         return [list(info.shape) for info in self.metadata]
 
 
-def buckets(source: Source, nbytes: int) -> Iterator[Bucket]:
+def buckets(source: Source, nbytes: int) -> Stream[Bucket]:
     if nbytes < 1:
         raise ValueError(f"nbytes: expected at least 1, got {nbytes}")
-    return _buckets(source, nbytes)
+    return Stream(_buckets(source, nbytes))
 
 
 def _buckets(source, nbytes):
@@ -61,7 +60,7 @@ def _buckets(source, nbytes):
     try:
         while sizes:
             infos, end = [], 0
-            while sizes and (not infos or end + sizes[0][1] <= nbytes):
+            while sizes and (not infos or _fits(*sizes[0], end, nbytes)):
                 (name, dtype, shape), size = sizes.pop(0)
                 shape = torch.Size(shape)
                 infos.append(TensorInfo(name, shape, dtype, end, end + size, size))
@@ -69,6 +68,12 @@ def _buckets(source, nbytes):
             yield _filled(infos, end, tensors)
     finally:
         tensors.close()
+
+
+def _fits(meta, size, end, nbytes):
+    """Returns whether a bucket has room for a tensor at `end`. SGLang makes a view of it,
+    so it starts at a multiple of its elements' size."""
+    return end % meta.dtype.itemsize == 0 and end + size <= nbytes
 
 
 def _filled(infos, nbytes, tensors):
@@ -100,7 +105,7 @@ class IpcTensor(NamedTuple):
     handle: dict
 
 
-def handles(source: Source) -> Iterator[list[IpcTensor]]:
+def handles(source: Source) -> Stream[list[IpcTensor]]:
     if source.device.type != "cuda":
         raise ValueError(
             f"ipc_handles: expected a model on a GPU, got one on {source.device}; use "
@@ -115,7 +120,7 @@ def handles(source: Source) -> Iterator[list[IpcTensor]]:
             "process; leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF, or use "
             "stream"
         )
-    return _handles(source)
+    return Stream(_handles(source))
 
 
 def _handles(source):

@@ -2,7 +2,8 @@
 
 import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Generator, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -12,10 +13,12 @@ from flatshard._fsdp.forward import root_of
 from flatshard._fsdp.root import Root
 from flatshard._tensor.memory import local_of
 from flatshard.checkpoint import whole_tensors
+from flatshard.float8.policy import LEFT_OUT
 from flatshard.torch_versions import buffers_of, parameters_of, persistent_buffers
 from flatshard.weights.names import Names, names_of_model
 
 _FP8_BLOCK = "fp8_block"
+T = TypeVar("T")
 
 
 class Meta(NamedTuple):
@@ -85,9 +88,13 @@ class Plan:
         self.options = options
         self.root = weakref.ref(root)
         self.dims = {}
+        self._bfloat16 = set()  # what format="fp8_block" leaves so, by choice
         for unit in root.units:
             unit.parameters.refuse_extended("flatshard.weights", "use state_dict()")
             self.dims |= {p.names[0]: p.dim for p in unit.parameters}
+            self._bfloat16 |= {
+                p.names[0] for p in unit.parameters if p.why_not_float8 == LEFT_OUT
+            }
         self.mesh = root.checkpoint_mesh()
         if self.mesh is not root.ranks.mesh and any(self.dims.values()):
             name = next(name for name, dim in self.dims.items() if dim)
@@ -117,7 +124,7 @@ class Plan:
             meta
             for name, dtype, _ in others + specs
             for entry in self.names.of(name)
-            for meta in self._metas(entry, dtype)
+            for meta in self._metas(name, entry, dtype)
         ]
         # Most parameters are sent as they arrive. {name in the model: name in the folder}
         self._unchanged = {
@@ -156,7 +163,7 @@ class Plan:
             flat = values.reshape(-1)
             for entry in self.names.of(name):
                 tensor = flat.narrow(0, entry.first, entry.numel).view(entry.shape)
-                found.extend(self._encoded(entry, tensor))
+                found.extend(self._encoded(name, entry, tensor))
         return found
 
     def _full_shape(self, name, stored):
@@ -165,16 +172,19 @@ class Plan:
             return stored
         return (*stored[1 : dim + 1], stored[0], *stored[dim + 1 :])
 
-    def _metas(self, entry, dtype):
-        if self.options.is_quantized(entry, dtype):
+    def _is_quantized(self, name, entry, dtype):
+        return name not in self._bfloat16 and self.options.is_quantized(entry, dtype)
+
+    def _metas(self, name, entry, dtype):
+        if self._is_quantized(name, entry, dtype):
             scales = tuple(_C.block_scales_shape(entry.shape))
             yield Meta(entry.name, torch.float8_e4m3fn, entry.shape)
             yield Meta(_C.block_scales_name(entry.name), torch.float32, scales)
         else:
             yield Meta(entry.name, self.options.sent_dtype(dtype), entry.shape)
 
-    def _encoded(self, entry, tensor):
-        if self.options.is_quantized(entry, tensor.dtype):
+    def _encoded(self, name, entry, tensor):
+        if self._is_quantized(name, entry, tensor.dtype):
             data, scales = _C.quantize_blocks(
                 entry.name, tensor, "send the weights of an earlier step"
             )
@@ -235,6 +245,34 @@ def plan_of(model, options, known=None):
     return plans[options]
 
 
+class Stream(Iterator[T]):
+    """One iteration over the weights of a model.
+
+    A rank that leaves it early runs the remaining all-gathers in `close()`. The end of a
+    `with` block calls it, and so does the garbage collector.
+    """
+
+    def __init__(self, values: Generator[T, None, None]):
+        self._values = values
+        self._began = False
+
+    def __next__(self) -> T:
+        self._began = True
+        return next(self._values)
+
+    def close(self) -> None:
+        """Runs the remaining all-gathers, as the other ranks do. Collective."""
+        if not self._began:
+            next(self, None)  # a generator that has not begun runs nothing when closed
+        self._values.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
 class Source:
     """The weights of a model as full tensors. Each iteration sends them once more.
 
@@ -259,6 +297,13 @@ class Source:
         return list(self._plan().metadata)
 
     def __iter__(self):
+        return Stream(self._tensors())
+
+    def iter_groups(self):
+        """Yields the tensors of one unit after another, as lists of names and tensors."""
+        return Stream(self._groups())
+
+    def _tensors(self):
         run = _Run(self._plan())
         try:
             while (group := run.next()) is not None:
@@ -272,8 +317,7 @@ class Source:
             run.drain()
             raise
 
-    def iter_groups(self):
-        """Yields the tensors of one unit after another, as lists of names and tensors."""
+    def _groups(self):
         run = _Run(self._plan())
         try:
             while (group := run.next()) is not None:
