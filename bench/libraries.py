@@ -47,7 +47,8 @@ def command(args, way, words):
         swap = [sys.executable, "-m", "flatshard.as_fsdp2", "--require"]
         start = [*swap, *args.swap_options.split(), *start]
     sizes = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--seq={args.seq}"]
-    sizes += [f"--images={args.images}", *(["--tiny"] if args.tiny else [])]
+    sizes += [f"--layers={args.layers}", f"--images={args.images}"]
+    sizes += [*(["--tiny"] if args.tiny else [])]
     program = BENCH / "libraries_train.py"
     return [*start, f"--nproc-per-node={args.nproc}", program, *words, *sizes]
 
@@ -85,7 +86,7 @@ def summary(name, packages, runs):
 
 def main():
     parser = Parser(__doc__).options("nproc", "seq", "tiny", "json", warmup=8, steps=16)
-    parser.options(pairs=5, images=32, out=Path("outputs/libraries"))
+    parser.options(pairs=5, images=32, layers=16, out=Path("outputs/libraries"))
     parser.add_argument("--case", choices=CASES, action="append", help="[all]")
     parser.add_argument(
         "--swap-options",

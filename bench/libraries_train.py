@@ -157,11 +157,11 @@ def train_trainer(args, folder, clock):
     )
 
 
-def llama_8b_16_layers(tiny):
+def llama_8b(tiny, layers):
     from transformers import LlamaForCausalLM
 
-    hidden, intermediate, layers, heads, kv_heads = LLAMA_SIZES["8b"]
-    sizes = (hidden, intermediate, 16, heads, kv_heads)
+    hidden, intermediate, _, heads, kv_heads = LLAMA_SIZES["8b"]
+    sizes = (hidden, intermediate, layers, heads, kv_heads)
     vocab = 128 if tiny else 128256
     config = llama_config(
         LLAMA_SIZES["tiny"] if tiny else sizes,
@@ -199,7 +199,7 @@ def train_sft(args, folder, clock):
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    model = llama_8b_16_layers(args.tiny)
+    model = llama_8b(args.tiny, args.layers)
     settings = usual_arguments(
         args, folder, gradient_checkpointing=True, max_length=args.seq
     )
@@ -257,7 +257,7 @@ CASES = {"trainer": train_trainer, "sft": train_sft, "accelerate": train_acceler
 
 def main():
     parser = Parser(__doc__).options(
-        "seq", "tiny", warmup=8, steps=16, images=32, compile=False
+        "seq", "tiny", warmup=8, steps=16, images=32, layers=16, compile=False
     )
     parser.add_argument("case", choices=CASES)
     args = parser.parse_args()

@@ -1,6 +1,7 @@
 """Compares two builds of the trainer, alternating, on one machine and in one call.
 
 python3 bench/turns.py before/flatshard build/flatshard --nproc 1 --pairs 5
+python3 bench/turns.py before/flatshard build/flatshard --nproc 2 --shape "8B, ZeRO-3"
 
 Each pair runs both programs, the first one first in every other pair. Prints the
 median step of each run, the ratio second / first of each pair and the median ratio.
@@ -9,27 +10,34 @@ median step of each run, the ratio second / first of each pair and the median ra
 import statistics
 from pathlib import Path
 
-from harness.cases import USUAL
+from harness.cases import USUAL, VARIANTS
 from harness.command_line import Parser
 from harness.programs import machine, train_steps, write_json
 from harness.tables import by_turns, ratios
 
 
 def main():
-    parser = Parser(__doc__).options("config", "nproc", "pairs", warmup=8, steps=24)
+    parser = Parser(__doc__, epilog="shapes:\n  " + "\n  ".join(VARIANTS))
+    parser.options("config", "set", "nproc", "pairs", warmup=8, steps=24)
     parser.options(out=Path("outputs/turns"))
     parser.add_argument("programs", nargs=2)
-    parser.add_argument("--shape", choices=USUAL, action="append")
+    parser.add_argument(
+        "--shape",
+        choices=VARIANTS,
+        action="append",
+        metavar="SHAPE",
+        help=f"of those below; may be repeated [{', '.join(USUAL)}]",
+    )
     args = parser.parse_args()
     print(machine(), flush=True)
     results = {}
     for shape in args.shape or USUAL:
-        seq, settings = USUAL[shape]
+        seq, settings = VARIANTS[shape]
 
         def run(which, pair):
             args.program = args.programs[which]
-            name = f"{shape}-{which}-{pair}".replace(" ", "-")
-            return train_steps(args, seq, settings, args.out / name)
+            name = f"{shape}-{which}-{pair}".replace(",", "").replace(" ", "-")
+            return train_steps(args, seq, [*settings, *args.set], args.out / name)
 
         runs = by_turns((0, 1), args.pairs, run)
         each, median = ratios(runs[0], runs[1])
