@@ -4,11 +4,17 @@
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/nn/parallel/context_parallel.h"
 
+#include <cstdint>
 #include <string>
 
 namespace flatshard {
 
 struct ContextParallelOptions {
+  /// Heads are copied between ranks of one host (PeerContextParallel). CUDA
+  /// graphs cannot record that. False: collectives exchange them.
+  bool copies = false;
+  /// The window of copies; see PeerContextParallelOptions.
+  std::int64_t window_nbytes = 0;
   /// Options of the stream of exchanges.
   StreamOptions stream;
 };
@@ -16,7 +22,8 @@ struct ContextParallelOptions {
 /// Returns the ranks along an axis of the mesh that share the tokens of a
 /// batch, in the form that attention accepts; null for an axis of one rank.
 /// Collective.
-/// @throws Error{usage} for a mesh without the axis.
+/// @throws Error{usage} for a mesh without the axis, Error{config} when ranks
+///   that copy are on different hosts.
 nn::ContextParallelPtr make_context_parallel(
     Mesh& mesh,
     const std::string& axis = "cp",

@@ -182,6 +182,34 @@ void check_tensor_parallel(
       config.vocab_size);
 }
 
+void check_context_parallel(
+    const ModelConfig& config,
+    std::int64_t size,
+    std::int64_t tensor_ranks,
+    std::string_view option) {
+  const std::string_view each =
+      tensor_ranks > 1 ? " of a tensor-parallel rank" : "";
+  FLATSHARD_CHECK(
+      config.heads % (size * tensor_ranks) == 0,
+      config,
+      "{} = {}: expected a divisor of the {} heads{} (model.heads); change one "
+      "of them",
+      option,
+      size,
+      config.heads / tensor_ranks,
+      each);
+  const std::int64_t kv_heads = config.kv_heads / tensor_ranks;
+  FLATSHARD_CHECK(
+      kv_heads % size == 0 || size % kv_heads == 0,
+      config,
+      "{} = {}: expected a divisor or a multiple of the {} kv heads{} "
+      "(model.kv_heads); change one of them",
+      option,
+      size,
+      kv_heads,
+      each);
+}
+
 void ModelConfig::validate() {
   family_of(*this);
   const std::pair<const char*, std::int64_t> positive[] = {

@@ -81,6 +81,16 @@ void check_tensor_parallel(
     const ModelConfig& config,
     std::int64_t size,
     std::string_view option);
+/// Checks that `size` ranks can share the tokens of a batch by an exchange of
+/// heads.
+/// @param tensor_ranks  among which the heads are split as well.
+/// @param option        as above
+/// @throws Error{config} naming the number of heads that they do not divide.
+void check_context_parallel(
+    const ModelConfig& config,
+    std::int64_t size,
+    std::int64_t tensor_ranks,
+    std::string_view option);
 
 /// Families, as model.family names them; docs/reference/families.md has a table
 /// of them.

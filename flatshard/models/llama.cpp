@@ -41,12 +41,7 @@ LlamaBlockImpl::LlamaBlockImpl(
   }
   self_attn_ = register_module(
       "self_attn",
-      LlamaAttention(
-          config,
-          layer,
-          std::move(rope),
-          options.plain_attention,
-          options.ranks));
+      LlamaAttention(config, layer, std::move(rope), options));
   if (norms_before) {
     post_attention_layernorm_ = register_module(
         "post_attention_layernorm",
@@ -290,6 +285,15 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
         "LlamaOptions::ranks");
     options.moe.ranks = options.ranks;
   }
+  if (options.context) {
+    check_context_parallel(
+        config_,
+        options.context->size(),
+        options.ranks ? options.ranks->size() : 1,
+        "LlamaOptions::context");
+    options.moe.context = options.context;
+    num_token_parts_ = options.context->size();
+  }
   FLATSHARD_CHECK(
       options.mlp_chunk_tokens == 0 ||
           (config_.moe.num_experts == 0 &&
@@ -325,16 +329,17 @@ at::Tensor LlamaImpl::forward(
       "expected tokens [batch, seq], got {}",
       c10::str(tokens.sizes()));
   FLATSHARD_CHECK(
-      tokens.size(1) <= config_.max_seq_len,
+      tokens.size(1) * num_token_parts_ <= config_.max_seq_len,
       usage,
       "expected at most max_seq_len = {} tokens in a sequence, got {}",
       config_.max_seq_len,
-      tokens.size(1));
+      tokens.size(1) * num_token_parts_);
   FLATSHARD_CHECK(
-      !documents.defined() || documents.positions.numel() == tokens.numel(),
+      !documents.defined() ||
+          documents.positions.numel() == tokens.numel() * num_token_parts_,
       usage,
       "expected documents of {} tokens, as the batch has, got {}",
-      tokens.numel(),
+      tokens.numel() * num_token_parts_,
       documents.positions.numel());
   return with_loss_gradient(head_(body_(tokens, documents), targets), targets);
 }

@@ -11,6 +11,8 @@
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/loss.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/context_parallel.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/nn/recompute.h"
 #include "flatshard/nn/rms_norm.h"
 #include "flatshard/nn/rope.h"
@@ -38,6 +40,11 @@ struct LlamaOptions {
   /// null: layers are not split. Every parameter is then the part that
   /// nn::parts_below names.
   nn::TensorParallelPtr ranks = nullptr;
+  /// The context-parallel ranks that share the tokens of each batch; null: the
+  /// tokens are not shared. A forward then gets this rank's tokens and targets
+  /// (nn::ContextParallel), and documents of all tokens. The loss is of this
+  /// rank's targets.
+  nn::ContextParallelPtr context = nullptr;
 };
 
 /// A RoPE table that blocks of a model share.
@@ -52,11 +59,11 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
       const ModelConfig& config,
       std::int64_t layer,
       SharedRope rope,
-      bool plain,
-      nn::TensorParallelPtr ranks = nullptr);
+      const LlamaOptions& options);
   /// @param x     [batch, seq, dim], this rank's tokens of seq
   /// @param norm  of x; null: x itself is read.
-  /// @param documents  of the rows; undefined: each row is one.
+  /// @param documents  of the rows, with the tokens of all context-parallel
+  ///   ranks; undefined: each row is one.
   /// @return   (x to continue with as the residual; see nn::norm_linears,
   ///   [batch, seq, dim] to add to it)
   std::tuple<at::Tensor, at::Tensor> forward(
@@ -85,11 +92,9 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
   struct Rotation {
     at::Tensor cos, sin, rows;
   };
+  /// @param x          as for `forward`
   /// @param documents  each is rotated by its own length, whatever row it is in
-  Rotation rotation_of(
-      std::int64_t seq,
-      at::Device device,
-      const nn::Documents& documents);
+  Rotation rotation_of(const at::Tensor& x, const nn::Documents& documents);
   Heads
   project(const at::Tensor& x, nn::RmsNormImpl* norm, const Rotation& rotation);
   /// @param attended  [batch, seq, heads * head_dim]
@@ -99,16 +104,19 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
+  /// Returns the arguments for this rank's heads.
   nn::AttentionArgs args() const;
 
   /// Tokens of a full sequence if a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
-    return ranks_ ? tokens * ranks_->size() : tokens;
+    return tokens * (ranks_ ? ranks_->size() : 1) *
+           (token_ranks_ ? token_ranks_->size() : 1);
   }
 
   std::int64_t heads_;  ///< over all ranks
   std::int64_t head_dim_;
   nn::TensorParallelPtr ranks_;
+  nn::ContextParallelPtr token_ranks_;
   QkNorm qk_norm_;
   nn::AttentionArgs args_;
   SharedRope rope_;
@@ -258,7 +266,7 @@ class LlamaImpl : public nn::Module {
   /// tokens, targets int64 [batch, seq] -> loss by LossOptions. Returns logits
   /// for undefined targets. Call through the holder so that hooks run.
   /// @param documents  of the tokens, to separate them in attention; undefined:
-  ///   each row is one.
+  ///   each row is one. See LlamaOptions::context.
   at::Tensor forward(
       const at::Tensor& tokens,
       const at::Tensor& targets = {},
@@ -289,6 +297,7 @@ class LlamaImpl : public nn::Module {
       const at::Tensor& targets) const;
 
   ModelConfig config_;
+  std::int64_t num_token_parts_ = 1;   ///< context-parallel ranks
   nn::LossGradientPtr loss_gradient_;  ///< null without auxiliary losses
   LlamaBody body_{nullptr};
   LlamaHead head_{nullptr};

@@ -60,14 +60,14 @@ LlamaAttentionImpl::LlamaAttentionImpl(
     const ModelConfig& config,
     std::int64_t layer,
     SharedRope rope,
-    bool plain,
-    nn::TensorParallelPtr ranks)
+    const LlamaOptions& options)
     : Module("LlamaAttention"),
       heads_(config.heads),
       head_dim_(config.head_dim),
-      ranks_(std::move(ranks)),
+      ranks_(options.ranks),
+      token_ranks_(options.context),
       qk_norm_(config.block.attention.qk_norm),
-      args_(attention_args(config, layer, plain)),
+      args_(attention_args(config, layer, options.plain_attention)),
       rope_(std::move(rope)) {
   const AttentionOptions& attention = config.block.attention;
   const std::int64_t q = config.heads * config.head_dim;
@@ -90,12 +90,12 @@ LlamaAttentionImpl::LlamaAttentionImpl(
   }
   if (qk_norm_ != QkNorm::none) {
     const bool head = qk_norm_ == QkNorm::head;
-    nn::RmsNormOptions options = norm_options(config);
-    options.ranks = head ? nullptr : ranks_;  // heads are not split
+    nn::RmsNormOptions norm = norm_options(config);
+    norm.ranks = head ? nullptr : ranks_;  // heads are not split
     q_norm_ =
-        register_module("q_norm", nn::RmsNorm(head ? head_dim_ : q, options));
+        register_module("q_norm", nn::RmsNorm(head ? head_dim_ : q, norm));
     k_norm_ =
-        register_module("k_norm", nn::RmsNorm(head ? head_dim_ : kv, options));
+        register_module("k_norm", nn::RmsNorm(head ? head_dim_ : kv, norm));
   }
   if (config.block.norms != NormPlacement::before) {
     post_norm_ = register_module(
@@ -140,7 +140,9 @@ nn::ParameterParts LlamaAttentionImpl::parts() const {
 
 nn::AttentionArgs LlamaAttentionImpl::args() const {
   nn::AttentionArgs args = args_;
-  args.sinks = sinks_;
+  if (sinks_.defined()) {
+    args.sinks = nn::own_rows(token_ranks_, sinks_);
+  }
   return args;
 }
 
@@ -179,15 +181,24 @@ LlamaAttentionImpl::Heads LlamaAttentionImpl::project(
 }
 
 LlamaAttentionImpl::Rotation LlamaAttentionImpl::rotation_of(
-    std::int64_t seq,
-    at::Device device,
+    const at::Tensor& x,
     const nn::Documents& documents) {
+  const std::int64_t seq = whole_seq(x.size(1));
+  const auto numbers = [&] {
+    return at::arange(x.size(0) * seq, x.options().dtype(at::kInt));
+  };
   if (documents.defined() && rope_->depends_on_length(seq)) {
     const auto [cos, sin] = rope_->of_documents(documents);
-    return {cos, sin, at::arange(cos.size(0), documents.positions.options())};
+    return {cos, sin, nn::own_rows(token_ranks_, numbers())};
   }
-  const auto [cos, sin] = rope_->get(seq, device);
-  return {cos, sin, documents.positions};
+  const auto [cos, sin] = rope_->get(seq, x.device());
+  if (documents.defined()) {
+    return {cos, sin, nn::own_rows(token_ranks_, documents.positions)};
+  }
+  if (token_ranks_) {
+    return {cos, sin, nn::own_rows(token_ranks_, numbers().remainder_(seq))};
+  }
+  return {cos, sin, at::Tensor()};
 }
 
 at::Tensor LlamaAttentionImpl::output(const at::Tensor& attended) {
@@ -199,16 +210,18 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     const at::Tensor& x,
     nn::RmsNormImpl* norm,
     const nn::Documents& documents) {
-  const auto [in, q, k, v] = project(
-      x,
-      norm,
-      rotation_of(whole_seq(x.size(1)), x.device(), documents));
-  return {
-      in,
-      output(
-          documents.defined()
-              ? nn::document_attention(q, k, v, documents, args())
-              : nn::causal_attention(q, k, v, args()))};
+  const auto [in, q, k, v] = project(x, norm, rotation_of(x, documents));
+  const nn::TensorList heads = nn::to_heads(token_ranks_, {q, k, v});
+  const at::Tensor attended =
+      documents.defined()
+          ? nn::document_attention(
+                heads[0],
+                heads[1],
+                heads[2],
+                documents,
+                args())
+          : nn::causal_attention(heads[0], heads[1], heads[2], args());
+  return {in, output(nn::to_tokens(token_ranks_, attended))};
 }
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
@@ -217,10 +230,10 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
     KvCache& cache,
     const CacheStep& step) {
   FLATSHARD_CHECK(
-      !ranks_,
+      !ranks_ && !token_ranks_,
       usage,
-      "keys and values of layers that ranks share are not supported; load the "
-      "weights on one rank");
+      "keys and values of layers or tokens that ranks share are not supported; "
+      "load the weights on one rank");
   const auto [cos, sin] = rope_->get(step.length, x.device());
   const auto [in, q, k, v] = project(x, norm, {cos, sin, step.positions});
   return {in, output(cache.attend(q, k, v, args(), step))};

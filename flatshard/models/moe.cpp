@@ -95,6 +95,7 @@ MoeImpl::MoeImpl(
     : Module("Moe"),
       capacity_factor_(options.capacity_factor),
       ranks_(options.ranks),
+      token_ranks_(options.context),
       exchange_(options.exchange) {
   FLATSHARD_CHECK(
       capacity_factor_ >= 0,
@@ -128,8 +129,8 @@ std::shared_ptr<RoutingRecord> MoeImpl::new_record(
     const nn::Documents& documents) const {
   auto record = std::make_shared<RoutingRecord>();
   if (documents.padding.defined()) {
-    record->padding =
-        nn::own_tokens(ranks_, documents.padding.unsqueeze(1)).squeeze(1);
+    const at::Tensor padding = nn::own_rows(token_ranks_, documents.padding);
+    record->padding = nn::own_tokens(ranks_, padding.unsqueeze(1)).squeeze(1);
   }
   return record;
 }

@@ -7,6 +7,8 @@
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/context_parallel.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 #include "flatshard/nn/rms_norm.h"
 
 #include <cstdint>
@@ -108,7 +110,8 @@ class MoeImpl : public nn::Module {
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
   const double capacity_factor_;
-  const nn::TensorParallelPtr ranks_;            ///< see MoeOptions
+  const nn::TensorParallelPtr ranks_;  ///< see MoeOptions
+  const nn::ContextParallelPtr token_ranks_;
   std::shared_ptr<nn::TokenExchange> exchange_;  ///< null: all are here
   Router gate_{nullptr};
   Experts experts_{nullptr};

@@ -4,6 +4,8 @@
 #include "flatshard/moe/router.h"
 #include "flatshard/moe/token_exchange.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/parallel/context_parallel.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
 #include <memory>
@@ -29,6 +31,8 @@ struct MoeOptions {
   /// Ranks that share the shared experts, and route a part of the tokens each;
   /// see LlamaOptions::ranks.
   nn::TensorParallelPtr ranks = nullptr;
+  /// See LlamaOptions::context.
+  nn::ContextParallelPtr context = nullptr;
 };
 
 /// A router's choices since it was last asked. On the router's device.

@@ -7,10 +7,13 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "flatshard/context_parallel/collective_context_parallel.h"
+#include "flatshard/context_parallel/peer_context_parallel.h"
 #include "flatshard/core/error.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/documents.h"
@@ -25,12 +28,33 @@ using testing::run_ranks;
 
 constexpr std::int64_t kHeadDim = 8;
 
-nn::ContextParallelPtr collective(const RankContext& context) {
-  return std::make_shared<CollectiveContextParallel>(
-      context.gloo("heads"),
-      StreamOptions{
-          .delay_seed = 1U + static_cast<unsigned>(context.rank),
-          .max_delay_us = 300});
+// Collectives and copies, both with late streams.
+std::vector<nn::ContextParallelPtr> every_way(const RankContext& context) {
+  const auto delays = [&](unsigned seed) {
+    return StreamOptions{
+        .delay_seed = 10U * seed + static_cast<unsigned>(context.rank),
+        .max_delay_us = 300};
+  };
+  return {
+      std::make_shared<CollectiveContextParallel>(
+          context.gloo("collective"),
+          delays(1)),
+      std::make_shared<PeerContextParallel>(
+          context.gloo("copies"),
+          PeerContextParallelOptions{.stream = delays(2)})};
+}
+
+// Runs `test` on each rank, for each way of its exchanges.
+void on_ranks(
+    int num_ranks,
+    const std::function<void(const nn::ContextParallelPtr&)>& test) {
+  run_ranks(num_ranks, [&](RankContext& context) {
+    int way = 0;
+    for (const nn::ContextParallelPtr& ranks : every_way(context)) {
+      SCOPED_TRACE(way++ == 0 ? "collective" : "copies");
+      test(ranks);
+    }
+  });
 }
 
 // The tokens of one rank of a tensor [batch, seq, ...] of all of them.
@@ -67,8 +91,7 @@ class ExchangedHeads : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ExchangedHeads, ::testing::Values(2, 3, 4));
 
 TEST_P(ExchangedHeads, ARankGetsAllTokensOfItsHeads) {
-  run_ranks(GetParam(), [](RankContext& context) {
-    const auto ranks = collective(context);
+  on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
     for (const std::int64_t batch : {1, 2, 3}) {
       const at::Tensor q = random_of({batch, 2 * n, 2 * n, kHeadDim}, 1);
@@ -91,8 +114,7 @@ TEST_P(ExchangedHeads, ARankGetsAllTokensOfItsHeads) {
 }
 
 TEST_P(ExchangedHeads, TokensComeBackUnchanged) {
-  run_ranks(GetParam(), [](RankContext& context) {
-    const auto ranks = collective(context);
+  on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
     for (const std::int64_t batch : {1, 3}) {
       at::Tensor x =
@@ -101,7 +123,7 @@ TEST_P(ExchangedHeads, TokensComeBackUnchanged) {
       const at::Tensor back =
           nn::to_tokens(ranks, nn::to_heads(ranks, {x})[0].flatten(2));
       EXPECT_TRUE(back.equal(x.flatten(2))) << batch;
-      const at::Tensor gradient = random_of(back.sizes(), 5U + context.rank);
+      const at::Tensor gradient = random_of(back.sizes(), 5U + ranks->rank());
       torch::autograd::backward({back}, {gradient});
       EXPECT_TRUE(x.grad().equal(gradient.view(x.sizes()))) << batch;
     }
@@ -110,8 +132,7 @@ TEST_P(ExchangedHeads, TokensComeBackUnchanged) {
 
 // Another rank's copy of a head may have any gradient.
 TEST_P(ExchangedHeads, GradientsOfSharedHeadsAreAddedInRankOrder) {
-  run_ranks(GetParam(), [](RankContext& context) {
-    const auto ranks = collective(context);
+  on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
     const auto gradient = [&](std::int64_t rank) {
       return random_of({1, 2 * n, 1, kHeadDim}, 6U + rank, at::kBFloat16);
@@ -130,8 +151,7 @@ TEST_P(ExchangedHeads, GradientsOfSharedHeadsAreAddedInRankOrder) {
 }
 
 TEST(ExchangedHeadsTogether, RefuseHeadsThatRanksDoNotDivide) {
-  run_ranks(4, [](RankContext& context) {
-    const auto ranks = collective(context);
+  on_ranks(4, [](const nn::ContextParallelPtr& ranks) {
     try {
       nn::to_heads(ranks, {at::zeros({1, 4, 6, kHeadDim})});
       FAIL() << "accepted";
@@ -150,6 +170,66 @@ TEST(ExchangedHeadsTogether, NoRanksMeansNoExchange) {
   EXPECT_TRUE(nn::to_heads(nullptr, {x})[0].is_same(x));
   EXPECT_TRUE(nn::to_tokens(nullptr, x).is_same(x));
   EXPECT_TRUE(nn::own_rows(nullptr, x).is_same(x));
+}
+
+// Blocks of these sizes; the strided ones have the rows of all ranks in turn.
+nn::RankBlocks blocks_of(
+    std::int64_t size,
+    std::int64_t n,
+    at::ScalarType dtype,
+    bool strided_send,
+    bool strided_receive) {
+  const auto make = [&](bool strided) {
+    const auto options = at::TensorOptions().dtype(dtype);
+    return strided ? at::empty({n, size, 3}, options).transpose(0, 1)
+                   : at::empty({size, n, 3}, options);
+  };
+  return {make(strided_send), make(strided_receive)};
+}
+
+// The windows of copies grow in some rounds, and their halves alternate.
+TEST_P(ExchangedHeads, ExchangesOverlapInOneOrder) {
+  on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
+    const std::int64_t size = ranks->size();
+    const auto value =
+        [&](int round, int i, std::int64_t from, std::int64_t to) {
+          return static_cast<double>(64 * round + 32 * i + 5 * from + to);
+        };
+    for (int round = 0; round < 16; ++round) {
+      std::vector<nn::RankBlocks> exchanges[2];
+      std::unique_ptr<nn::PendingExchange> pending[2];
+      for (int i = 0; i < 2; ++i) {
+        for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+          exchanges[i].push_back(blocks_of(
+              size,
+              1 + 5 * (round % 4) + i,
+              dtype,
+              round % 2 == 0,
+              round % 3 == 0));
+          for (std::int64_t to = 0; to < size; ++to) {
+            exchanges[i].back().send.select(0, to).fill_(
+                value(round, i, ranks->rank(), to));
+          }
+        }
+        pending[i] = ranks->start(exchanges[i]);
+      }
+      for (const int i : {1, 0}) {
+        pending[i]->finish();
+        for (const nn::RankBlocks& b : exchanges[i]) {
+          for (std::int64_t from = 0; from < size; ++from) {
+            const at::Tensor got = b.receive.select(0, from);
+            EXPECT_TRUE(got.equal(
+                at::full_like(got, value(round, i, from, ranks->rank()))))
+                << round << " " << i << " from " << from;
+          }
+        }
+      }
+      ranks->start(exchanges[0]);  // the result is not used
+    }
+    if (dynamic_cast<PeerContextParallel*>(ranks.get()) != nullptr) {
+      EXPECT_GT(ranks->nbytes(), 0);
+    }
+  });
 }
 
 struct AttentionCase {
@@ -240,8 +320,7 @@ INSTANTIATE_TEST_SUITE_P(
 // values that several ranks read are sums in another order.
 TEST_P(AttentionOfRanks, HasTheBitsOfOneRank) {
   const AttentionCase c = std::get<1>(GetParam());
-  run_ranks(std::get<0>(GetParam()), [&c](RankContext& context) {
-    const auto ranks = collective(context);
+  on_ranks(std::get<0>(GetParam()), [&c](const nn::ContextParallelPtr& ranks) {
     constexpr std::int64_t kBatch = 2, kSeq = 24, kHeads = 8;
     const auto heads = [&](std::int64_t n, std::uint64_t seed) {
       return random_of({kBatch, kSeq, n, kHeadDim}, seed);

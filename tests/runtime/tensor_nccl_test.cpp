@@ -262,6 +262,87 @@ TEST_F(TensorParallelOnGpus, RanksThatCutExpertsEqualOne) {
   }
 }
 
+class ContextParallelOnGpus : public TensorParallelOnGpus {
+ protected:
+  void SetUp() override {
+    TensorParallelOnGpus::SetUp();
+    if (!IsSkipped() && gpu_ranks().world() % 2 != 0) {
+      GTEST_SKIP() << "expected an even number of ranks, have "
+                   << gpu_ranks().world();
+    }
+  }
+
+  static std::vector<TensorRun> runs() {
+    std::vector<TensorRun> runs{
+        {.strategy = "zero0", .microbatches = 2},
+        {.batch = 2, .documents = true},
+        {.model = "multi_query",
+         .strategy = "zero2",
+         .checkpoint = ActivationCheckpoint::full,
+         .keep_attention = true,
+         .one_target = true},
+        {.model = "gemma", .checkpoint = ActivationCheckpoint::selective},
+        {.model = "sinks", .microbatches = 2, .documents = true}};
+    for (TensorRun& run : runs) {
+      run.dp = gpu_ranks().world() / 2;
+      run.cp = 2;
+      run.max_norm = 0.1;  // the rate is 1
+    }
+    return runs;
+  }
+};
+
+TEST_F(ContextParallelOnGpus, RanksThatShareTokensEqualOne) {
+  for (TensorRun run : runs()) {
+    for (const bool copies : {false, true}) {
+      run.copies = copies;
+      SCOPED_TRACE(run.name());
+      expect_near_reference(run);
+    }
+  }
+}
+
+// In 16 bits FlashAttention reads the heads that arrive.
+TEST_F(ContextParallelOnGpus, CopiesHaveTheBitsOfCollectives) {
+  std::vector<TensorRun> all = runs();
+  for (const bool documents : {false, true}) {
+    all.push_back(
+        {.model = "wide",
+         .dp = gpu_ranks().world() / 2,
+         .cp = 2,
+         .microbatches = 2,
+         .checkpoint = ActivationCheckpoint::full,
+         .keep_attention = documents,
+         .max_norm = 0.1,
+         .documents = documents,
+         .precision = Precision()});
+  }
+  for (TensorRun run : all) {
+    run.steps = 6;
+    SCOPED_TRACE(run.name());
+    const TensorResult collectives = train(run);
+    run.copies = true;
+    expect_same_bits(train(run), collectives);
+  }
+}
+
+TEST_F(ContextParallelOnGpus, GraphsOfRegionsEqualEager) {
+  for (TensorRun run : runs()) {
+    const bool is_full = run.checkpoint == ActivationCheckpoint::full;
+    run.graph_regions = {is_full ? "block" : "attn"};
+    run.steps = 10;
+    SCOPED_TRACE(run.name());
+    const TensorResult graphs = train(run);
+    run.graph_regions.clear();
+    expect_same_bits(graphs, train(run));
+    for (const auto& [rank, stats] : graphs.graphs) {
+      EXPECT_GT(stats.forward_replays, 0);
+      EXPECT_GT(stats.backward_replays, 0);
+      EXPECT_TRUE(stats.fallbacks.empty()) << stats.fallbacks.begin()->first;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace flatshard::testing
 

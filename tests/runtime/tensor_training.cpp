@@ -1,6 +1,7 @@
 #include "tests/runtime/tensor_training.h"
 
 #include "flatshard/exchange/collective_exchange.h"
+#include "flatshard/fully_shard/context_parallel.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
@@ -27,6 +28,8 @@ constexpr std::int64_t kTensorVocab = 61;  // no multiple of 2 or 4
 constexpr std::int64_t kTensorSeq = 12;
 // Its halves fit the block sizes of FP8.
 constexpr const char* kWide = "wide";
+// Layers that ranks cannot share: context-parallel ranks read one kv head.
+constexpr const char* kMultiQuery = "multi_query";
 
 using TensorModels =
     std::map<std::string, std::function<void(models::ModelConfig&)>>;
@@ -69,6 +72,7 @@ const TensorModels& models_by_name() {
          c.block.attention.window = 4;
          c.moe = {.num_experts = 4, .experts_per_token = 2};
        }},
+      {kMultiQuery, [](auto& c) { c.kv_heads = 1; }},
       {kWide,
        [](auto& c) {
          c.dim = 128;
@@ -160,7 +164,7 @@ struct Sequences {
   at::Tensor targets;
 };
 
-// One target in five is ignored.
+// One target in five is ignored, or all but one.
 Sequences sequences_of(const TensorRun& run, int step, int index) {
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(
       static_cast<std::uint64_t>(1000 * step + index));
@@ -168,9 +172,28 @@ Sequences sequences_of(const TensorRun& run, int step, int index) {
   Sequences made{
       at::randint(kTensorVocab, shape, generator, at::kLong),
       at::randint(kTensorVocab, shape, generator, at::kLong)};
-  const at::Tensor ignored = at::randint(5, shape, generator, at::kLong).eq(0);
+  at::Tensor ignored = at::randint(5, shape, generator, at::kLong).eq(0);
+  if (run.one_target) {
+    ignored.fill_(true).view({-1})[run.batch * kTensorSeq - 2] = false;
+  }
   made.targets.masked_fill_(ignored, nn::LossOptions{}.ignore_index);
   return made;
+}
+
+nn::Documents documents_of(const TensorRun& run, at::Device device) {
+  if (!run.documents) {
+    return {};
+  }
+  std::vector<std::int64_t> lengths;
+  for (int row = 0; row < run.batch; ++row) {
+    const std::int64_t first = 7 - 2 * row;
+    lengths.insert(lengths.end(), {first, 1, kTensorSeq - first - 1});
+  }
+  return nn::Documents::of(lengths, kTensorSeq, device);
+}
+
+at::Tensor count_targets(const at::Tensor& targets) {
+  return targets.ne(nn::LossOptions{}.ignore_index).sum().to(at::kDouble);
 }
 
 }  // namespace
@@ -178,7 +201,7 @@ Sequences sequences_of(const TensorRun& run, int step, int index) {
 std::vector<std::string> tensor_models() {
   std::vector<std::string> names;
   for (const auto& [name, change] : models_by_name()) {
-    if (name != kWide) {
+    if (name != kWide && name != kMultiQuery) {
       names.push_back(name);
     }
   }
@@ -197,6 +220,9 @@ std::vector<MeshAxis> TensorRun::axes() const {
   }
   if (etp_of_data > 1) {
     axes.push_back({"etp", etp_of_data});
+  }
+  if (cp > 1) {
+    axes.push_back({"cp", cp});
   }
   if (tp > 1) {
     axes.push_back({"tp", tp, AxisRole::model});
@@ -218,11 +244,12 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_tp{}_ep{}_etp{}_m{}_{}{}_mlp{}_chunk{}{}",
+      "{}_{}_r{}_dp{}_cp{}_tp{}_ep{}_etp{}_m{}_{}{}_mlp{}_chunk{}{}{}{}",
       model,
       strategy,
       replicate,
       dp,
+      cp,
       tp,
       ep,
       etp,
@@ -231,7 +258,9 @@ std::string TensorRun::name() const {
       keep_attention ? "_keep" : "",
       mlp_chunk_tokens,
       chunk_tokens,
-      copies ? "_copies" : "");
+      copies ? "_copies" : "",
+      documents ? "_documents" : "",
+      one_target ? "_one_target" : "");
 }
 
 void train_tensor_rank(
@@ -248,6 +277,12 @@ void train_tensor_rank(
                        "tp",
                        {.copies = run.copies, .stream = streams})
                  : nullptr;
+  const nn::ContextParallelPtr context =
+      run.cp > 1 ? make_context_parallel(
+                       *mesh,
+                       "cp",
+                       {.copies = run.copies, .stream = streams})
+                 : nullptr;
   const OwnExperts experts = own_experts(run, *mesh);
   models::Llama llama(
       tensor_config(run.model),
@@ -258,7 +293,8 @@ void train_tensor_rank(
           .plain_attention = true,  // on GPUs; soft caps have no kernel
           .loss = {.chunk_tokens = run.chunk_tokens},
           .moe = experts.options,
-          .ranks = ranks});
+          .ranks = ranks,
+          .context = context});
   FullyShardOptions options{
       .strategy = run.strategy,
       .seed = 11,
@@ -297,19 +333,25 @@ void train_tensor_rank(
   }
   const auto runtime = fully_shard(*llama, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
-  const int data_rank = mesh->data_mesh()->rank();
+  const int data_rank = mesh->data_mesh()->rank() / run.cp;
   const auto index_of = [&](int m) { return data_rank * run.microbatches + m; };
-  // Tokens and targets of each microbatch -> their losses.
+  const nn::Documents documents = documents_of(run, mesh->device());
+  const auto own = [&](const at::Tensor& x) {
+    return nn::own_rows(context, x.view({-1})).view({run.batch, -1});
+  };
+  // Tokens, targets and the share of these of each microbatch -> their losses.
   int step = 0;
   const auto work = [&](const nn::TensorList& in) {
     nn::TensorList losses;
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
-      const at::Tensor loss = llama(in[2 * m], in[2 * m + 1]);
+      const at::Tensor loss =
+          llama(in[3 * m], in[3 * m + 1], documents) * in[3 * m + 2];
       if (run.before_backward && m == 0) {
         run.before_backward(*mesh, step);
       }
-      (loss / run.microbatches).backward();
+      // Gradients are means over the ranks that share a microbatch, too.
+      (loss * run.cp / run.microbatches).backward();
       losses.push_back(loss.detach());
     }
     return losses;
@@ -323,11 +365,18 @@ void train_tensor_rank(
     nn::TensorList in;
     for (int m = 0; m < run.microbatches; ++m) {
       const Sequences made = sequences_of(run, step, index_of(m));
-      in.push_back(made.tokens.to(mesh->device()));
-      in.push_back(made.targets.to(mesh->device()));
+      const at::Tensor targets = own(made.targets);
+      in.push_back(own(made.tokens).to(mesh->device()));
+      in.push_back(targets.to(mesh->device()));
+      in.push_back((count_targets(targets) / count_targets(made.targets))
+                       .to(mesh->device(), at::kFloat));
     }
     const nn::TensorList losses = graph ? graph->run(in) : work(in);
     for (int m = 0; m < run.microbatches; ++m) {
+      if (context) {
+        mesh->communicator(mesh->axis_index("cp"), Purpose::reduce)
+            .all_reduce(losses[m], ReduceOp::sum);
+      }
       const auto value = losses[m].item<double>();
       const std::lock_guard lock(mutex);
       const auto [found, is_new] =
@@ -367,6 +416,8 @@ TensorRun tensor_reference(const TensorRun& run) {
       .microbatches = run.data_ranks() * run.microbatches,
       .max_norm = run.max_norm,
       .batch = run.batch,
+      .documents = run.documents,
+      .one_target = run.one_target,
       .steps = run.steps,
       .capacity_factor = run.capacity_factor,
       .precision = run.precision,

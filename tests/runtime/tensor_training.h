@@ -19,10 +19,12 @@ namespace flatshard::testing {
 
 /// A run of ranks that share layers.
 struct TensorRun {
-  std::string model = "llama";  ///< one of tensor_models(), or "wide"
+  std::string model =
+      "llama";  ///< one of tensor_models(), "multi_query" or "wide"
   std::string strategy = "zero3";
   int replicate = 1;  ///< above 1: a separate axis
   int dp = 1;
+  int cp = 1;  ///< ranks that share the tokens of a microbatch
   int tp = 1;
   int ep = 1;   ///< ranks that divide the experts
   int etp = 1;  ///< ranks that divide their width: 1 or a multiple of tp
@@ -33,6 +35,8 @@ struct TensorRun {
   std::int64_t chunk_tokens = 0;      ///< of the loss
   double max_norm = 1e6;              ///< clips nothing
   int batch = 1;                      ///< sequences of a microbatch
+  bool documents = false;             ///< several share a sequence
+  bool one_target = false;            ///< of the tokens of a microbatch
   std::uint64_t delay_seed = 3;
   int steps = 2;
   int post_forward_ranks = 0;
@@ -41,14 +45,14 @@ struct TensorRun {
   std::optional<Float8Format> float8 = {};   ///< of what it takes
   std::set<std::string> graph_regions = {};  ///< empty: no graphs of parts
   bool step_graph = false;  ///< forward and backward of a step as one graph
-  bool copies = false;      ///< ranks that share layers copy activations
+  bool copies = false;      ///< ranks that share layers or tokens copy
   /// Before the backward of a step's first microbatch; not with step_graph.
   std::function<void(const Mesh& mesh, int step)> before_backward = {};
 
   static constexpr int kWarmupSteps = 2;
   bool has_graphs() const { return step_graph || !graph_regions.empty(); }
   int data_ranks() const { return replicate * dp; }
-  int world() const { return data_ranks() * tp; }
+  int world() const { return data_ranks() * cp * tp; }
   bool shares_experts() const { return ep * etp > 1; }
   /// Along which ranks have other parts of the experts' width.
   std::vector<std::string> width_axes() const;

@@ -180,7 +180,7 @@ at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x) {
       x.size(0) % ranks->size() == 0,
       usage,
       "context parallelism over {} ranks: expected a multiple of as many "
-      "tokens in a batch, got {}",
+      "rows, got {}",
       ranks->size(),
       x.size(0));
   const std::int64_t each = x.size(0) / ranks->size();

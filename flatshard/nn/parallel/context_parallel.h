@@ -60,10 +60,11 @@ class ContextParallel {
 };
 using ContextParallelPtr = std::shared_ptr<ContextParallel>;
 
-/// Returns this rank's part of a tensor with a row for each token.
-/// @param x  [batch * seq, ...]
-/// @return   [batch * seq / size, ...], a view; x itself for null `ranks`.
-/// @throws Error{usage} when the ranks do not divide the tokens.
+/// Returns this rank's part of a tensor with a row for each token, or for each
+/// head.
+/// @param x  [n, ...]
+/// @return   [n / size, ...], a view; x itself for null `ranks`.
+/// @throws Error{usage} when the ranks do not divide n.
 at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x);
 
 /// Sends this rank's tokens of all heads to the ranks of these heads, all
