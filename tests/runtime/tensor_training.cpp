@@ -339,7 +339,7 @@ void train_tensor_rank(
   const auto own = [&](const at::Tensor& x) {
     return nn::own_rows(context, x.view({-1})).view({run.batch, -1});
   };
-  // Tokens, targets and the share of these of each microbatch -> their losses.
+  // Tokens, targets and weight of each microbatch -> their losses.
   int step = 0;
   const auto work = [&](const nn::TensorList& in) {
     nn::TensorList losses;
