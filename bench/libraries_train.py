@@ -173,7 +173,8 @@ def llama_8b(tiny, layers):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cpu" if tiny else "cuda"):
+        rank = int(os.environ["LOCAL_RANK"])
+        with torch.device("cpu" if tiny else f"cuda:{rank}"):
             return LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(torch.float32)
