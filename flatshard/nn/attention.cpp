@@ -138,8 +138,7 @@ at::Tensor flash_attention(
     const FlashSequences* sequences) {
   FlashOptions options{.scale = own_scale(args), .window = args.window};
   if (sequences != nullptr) {
-    options.offsets = sequences->offsets;
-    options.max_length = sequences->max_length;
+    options.sequences = *sequences;
   }
   TensorList inputs{q, k, v};
   if (args.sinks.defined()) {

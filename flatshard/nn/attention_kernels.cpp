@@ -81,9 +81,6 @@ class CudnnKernel : public AttentionKernel {
 class FlashKernel : public AttentionKernel {
  public:
   explicit FlashKernel(FlashOptions options) : options_(std::move(options)) {
-    if (options_.offsets.defined()) {
-      offsets_ = options_.offsets;
-    }
     if (options_.window > 0) {
       before_ = options_.window - 1;
       after_ = 0;
@@ -97,8 +94,8 @@ class FlashKernel : public AttentionKernel {
         in[kQ],
         in[kK],
         in[kV],
-        offsets_,
-        offsets_,
+        offsets(),
+        offsets(),
         length(in[kQ]),
         length(in[kK]),
         /*dropout_p=*/0.0,
@@ -130,8 +127,8 @@ class FlashKernel : public AttentionKernel {
         in[kV],
         out,
         logsumexp,
-        options_.offsets,
-        options_.offsets,
+        offsets().value_or(at::Tensor()),
+        offsets().value_or(at::Tensor()),
         length(in[kQ]),
         length(in[kK]),
         /*dropout_p=*/0.0,
@@ -159,8 +156,12 @@ class FlashKernel : public AttentionKernel {
   }
 
  private:
+  std::optional<at::Tensor> offsets() const {
+    return options_.sequences ? std::optional(options_.sequences->offsets)
+                              : std::nullopt;
+  }
   std::int64_t length(const at::Tensor& x) const {
-    return offsets_ ? options_.max_length : x.size(1);
+    return options_.sequences ? options_.sequences->max_length : x.size(1);
   }
   // [heads] -> [heads, 1] float
   static at::Tensor by_row(const at::Tensor& sinks) {
@@ -172,7 +173,6 @@ class FlashKernel : public AttentionKernel {
   }
 
   FlashOptions options_;
-  std::optional<at::Tensor> offsets_;
   std::optional<std::int64_t> before_;  // tokens that one attends to
   std::optional<std::int64_t> after_;
 };

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/nn/attention.h"
 #include "flatshard/nn/visit.h"
 
 #include <torch/custom_class.h>
@@ -47,10 +48,8 @@ AttentionKernelPtr cudnn_kernel(
 struct FlashOptions {
   std::optional<double> scale;
   std::int64_t window = 0;  ///< see AttentionArgs
-  /// See FlashSequences. With offsets the inputs have no dimension `batch`.
-  /// Undefined: each row is one sequence.
-  at::Tensor offsets;
-  std::int64_t max_length = 0;
+  /// Set: the inputs have no dimension `batch`. Unset: each row is one.
+  std::optional<FlashSequences> sequences;
 };
 /// FlashAttention, also with sinks; k and v may have fewer heads.
 AttentionKernelPtr flash_kernel(FlashOptions options);
