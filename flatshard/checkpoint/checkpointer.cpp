@@ -104,9 +104,10 @@ std::map<std::string, std::int64_t> Checkpointer::updates() const {
   }
   const auto& groups = optimizer_->groups();
   for (std::size_t i = 0; i < groups.size(); ++i) {
-    for (const GroupParameter& parameter : groups[i]->parameters()) {
-      if (!parameter.dropped) {
-        updates[parameter.names.front()] = optimizer_->num_updates(i);
+    const std::vector<GroupParameter>& parameters = groups[i]->parameters();
+    for (std::size_t j = 0; j < parameters.size(); ++j) {
+      if (!parameters[j].dropped) {
+        updates[parameters[j].names.front()] = optimizer_->num_updates(i, j);
       }
     }
   }

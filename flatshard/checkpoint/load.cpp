@@ -114,10 +114,11 @@ class Loader {
       write.end(*group, WeightWrite::Cast::here);
     }
     if (optimizer_ != nullptr) {
-      for (std::size_t i = 0; i < updates_.size(); ++i) {
-        if (updates_[i]) {
-          optimizer_->set_num_updates(i, *updates_[i]);
-        }
+      for (const Updates& updates : updates_) {
+        optimizer_->set_num_updates(
+            updates.group,
+            updates.parameter,
+            updates.count);
       }
       optimizer_->set_num_steps(num_steps_);
     }
@@ -125,6 +126,11 @@ class Loader {
   }
 
  private:
+  struct Updates {
+    std::size_t group = 0;
+    std::size_t parameter = 0;
+    std::int64_t count = 0;
+  };
   struct Target {
     at::Tensor values;
     std::int64_t begin = 0;  ///< in the staging memory
@@ -343,9 +349,10 @@ class Loader {
         folder_.string(),
         kOptimizerSteps);
     num_steps_ = std::strtoll(steps->second.c_str(), nullptr, 10);
-    for (const ParamGroup* group : optimizer_->groups()) {
-      std::optional<std::int64_t> updates;
-      for (const GroupParameter& parameter : group->parameters()) {
+    const std::vector<ParamGroup*>& groups = optimizer_->groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      for (std::size_t j = 0; j < groups[i]->parameters().size(); ++j) {
+        const GroupParameter& parameter = groups[i]->parameters()[j];
         if (parameter.dropped || excluded(parameter.names)) {
           continue;
         }
@@ -359,19 +366,11 @@ class Loader {
             "{}: the checkpoint has no count of updates of {}",
             folder_.string(),
             parameter.names.front());
-        const std::int64_t count = manifest_.updates.at(*found);
-        FLATSHARD_CHECK(
-            updates.value_or(count) == count,
-            format,
-            "{}: {} was updated {} times, and others of its unit {} times; a "
-            "unit counts once, so shard them apart as the writer did",
-            folder_.string(),
-            *found,
-            count,
-            *updates);
-        updates = count;
+        updates_.push_back(
+            {.group = i,
+             .parameter = j,
+             .count = manifest_.updates.at(*found)});
       }
-      updates_.push_back(updates);
     }
   }
 
@@ -387,7 +386,7 @@ class Loader {
   std::vector<Target> targets_;
   std::vector<WantedBox> wanted_;
   std::uint64_t nbytes_ = 0;
-  std::vector<std::optional<std::int64_t>> updates_;
+  std::vector<Updates> updates_;
   std::int64_t num_steps_ = 0;
   at::Tensor staging_;
   LoadedCheckpoint result_;

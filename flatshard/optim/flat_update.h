@@ -38,7 +38,7 @@ struct FlatUpdate {
   /// Ascending and complete: the last `end` is n. Empty: all elements have
   /// the first row.
   std::vector<UpdateRange> ranges;
-  /// Set: only these runs are updated, and the states have no other elements.
+  /// Set: the states have only these runs, and no other elements are updated.
   std::optional<std::vector<UpdateRun>> runs;
   /// Returns where the states have element `local_offset` of the shard.
   std::int64_t states_offset(std::int64_t local_offset) const;

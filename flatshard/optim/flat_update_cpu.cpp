@@ -417,7 +417,9 @@ at::Tensor upload_rows(const std::vector<UpdateRow>& rows, at::Device device) {
 void flat_update(Algorithm algorithm, const FlatUpdate& u) {
   if (u.runs) {
     for (const UpdateRun& run : *u.runs) {
-      flat_update(algorithm, run_of(u, run));
+      if (run.group != UpdateRange::kSkipped) {
+        flat_update(algorithm, run_of(u, run));
+      }
     }
     return;
   }

@@ -183,10 +183,11 @@ MatrixWindow::MatrixWindow(
 }
 
 const std::vector<DirectionRun>& MatrixWindow::begin(
-    const std::vector<bool>& active) {
+    const std::function<bool(const WindowMatrix&)>& is_active) {
+  end();
   std::vector<bool> matrices;
   for (const WindowMatrix& matrix : matrices_) {
-    matrices.push_back(active.at(matrix.group));
+    matrices.push_back(is_active(matrix));
   }
   if (matrices == active_) {
     return runs_;
@@ -205,7 +206,7 @@ const std::vector<DirectionRun>& MatrixWindow::begin(
       const WindowMatrix& matrix = matrices_[box.matrix];
       const DirectionRun run{
           .group = matrix.group,
-          .row = matrix.row,
+          .index = matrix.index,
           .local_offset = boxes_[i].local_offset,
           .begin = exchange_.begin_of_box[i],
           .numel = box.numel(),
@@ -233,6 +234,9 @@ const at::Tensor& MatrixWindow::buffer(at::Device device) {
 }
 
 void MatrixWindow::orthogonalize(const NewtonSchulzOf& options_of) {
+  if (std::ranges::count(active_, true) == 0) {
+    return;
+  }
   if (plan_.is_local()) {
     run_newton_schulz(buffer_, options_of);
     return;

@@ -20,7 +20,7 @@ namespace flatshard {
 struct WindowMatrix {
   MatrixShape shape;
   std::size_t group = 0;
-  std::int32_t row = 0;        ///< index into FlatUpdate::rows of the group
+  std::size_t index = 0;       ///< of its parameter in the group
   std::int64_t parameter = 0;  ///< unique in the window
   /// One of many matrices of one shape in its parameter, such as experts:
   /// multiplied together with others of them.
@@ -100,7 +100,7 @@ class WindowRule {
 /// All of it belongs to matrices of one shape of one parameter.
 struct DirectionRun {
   std::size_t group = 0;
-  std::int32_t row = 0;  ///< WindowMatrix::row
+  std::size_t index = 0;  ///< WindowMatrix::index
   std::int64_t local_offset = 0;
   std::int64_t begin = 0;  ///< in the buffer
   std::int64_t numel = 0;
@@ -123,17 +123,19 @@ class MatrixWindow {
   const MatrixPlan& plan() const { return plan_; }
   Communicator* ranks() const { return ranks_; }
 
-  /// Starts a step of the matrices of some groups, equal on all ranks.
-  /// @param active  one for each group of the optimizer.
+  /// Starts a step of some matrices. The last one may have ended by an
+  /// exception.
+  /// @param is_active  equal on all ranks.
   /// @return  runs().
-  const std::vector<DirectionRun>& begin(const std::vector<bool>& active);
+  const std::vector<DirectionRun>& begin(
+      const std::function<bool(const WindowMatrix&)>& is_active);
   /// Returns the runs of this rank. The caller writes each into buffer().
   const std::vector<DirectionRun>& runs() const { return runs_; }
   /// Returns the buffer for the runs, bfloat16 on `device`, allocated by the
   /// first call in a step.
   const at::Tensor& buffer(at::Device device);
   /// Replaces the values of the buffer by the orthogonalized matrices'.
-  /// Collective over ranks().
+  /// Collective over ranks(), if a matrix is active.
   void orthogonalize(const NewtonSchulzOf& options_of);
   /// Ends the step and frees the buffer.
   void end() { buffer_.reset(); }

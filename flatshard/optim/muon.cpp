@@ -138,7 +138,7 @@ void MuonAlgorithm::add_parameters(
         window.matrices.push_back(
             {.shape = matrix,
              .group = group,
-             .row = member.parameter.row,
+             .index = member.parameter.index,
              .parameter = base,
              .batched = is_stack});
       }
@@ -184,7 +184,7 @@ std::vector<Communicator*> MuonAlgorithm::communicators(
 
 void MuonAlgorithm::begin_step() {
   for (auto& [index, group] : groups_) {
-    group.is_active = false;
+    group.row_of.clear();
   }
   for (Window& window : windows_) {
     window.num_waiting = 0;
@@ -195,11 +195,12 @@ void MuonAlgorithm::begin_step() {
 void MuonAlgorithm::begin_update(
     std::size_t group,
     const FlatUpdate& update,
+    std::span<const std::int32_t> row_of,
     std::span<const ParameterValues> values,
     double lr) {
   Group& g = groups_.at(group);
-  g.is_active = true;
   g.update = &update;
+  g.row_of.assign(row_of.begin(), row_of.end());
   g.rows.assign(values.begin(), values.end());
   g.lr = lr;
   for (const std::size_t window : g.windows) {
@@ -207,21 +208,28 @@ void MuonAlgorithm::begin_update(
   }
 }
 
+bool MuonAlgorithm::is_active(const WindowMatrix& matrix) const {
+  const std::vector<std::int32_t>& row_of = groups_.at(matrix.group).row_of;
+  return !row_of.empty() && row_of.at(matrix.index) != UpdateRange::kSkipped;
+}
+
+const ParameterValues& MuonAlgorithm::values_of(
+    std::size_t group,
+    std::size_t index) const {
+  const Group& g = groups_.at(group);
+  return g.rows.at(g.row_of.at(index));
+}
+
 void MuonAlgorithm::orthogonalize(Window& window) {
   MatrixWindow& work = *window.work;
-  std::vector<bool> active(
-      groups_.empty() ? 0 : groups_.rbegin()->first + 1,
-      false);
-  for (const auto& [index, group] : groups_) {
-    active[index] = group.is_active;
-  }
-  const std::vector<DirectionRun>& runs = work.begin(active);
+  const std::vector<DirectionRun>& runs = work.begin(
+      [this](const WindowMatrix& matrix) { return is_active(matrix); });
   const at::Tensor& buffer =
       work.buffer(groups_.begin()->second.momentum.device());
   for (const DirectionRun& run : runs) {
     const Group& group = groups_.at(run.group);
     const FlatUpdate& update = *group.update;
-    const ParameterValues& values = group.rows.at(run.row);
+    const ParameterValues& values = values_of(run.group, run.index);
     muon_direction(
         update.grad.narrow(0, run.local_offset, run.numel),
         update.grad_scale,
@@ -233,21 +241,28 @@ void MuonAlgorithm::orthogonalize(Window& window) {
   }
   work.orthogonalize(
       [this](const WindowMatrix& matrix) -> const NewtonSchulzOptions& {
-        return groups_.at(matrix.group).rows.at(matrix.row).muon.newton_schulz;
+        return values_of(matrix.group, matrix.index).muon.newton_schulz;
       });
   window.is_orthogonal = true;
 }
 
 void MuonAlgorithm::update(std::size_t group, FlatUpdate& update) {
-  for (const std::size_t index : groups_.at(group).windows) {
-    Window& window = windows_[index];
-    if (!window.is_orthogonal) {
-      orthogonalize(window);
+  try {
+    for (const std::size_t index : groups_.at(group).windows) {
+      Window& window = windows_[index];
+      if (!window.is_orthogonal) {
+        orthogonalize(window);
+      }
+      apply(group, update, window);
+      if (--window.num_waiting == 0) {
+        window.work->end();
+      }
     }
-    apply(group, update, window);
-    if (--window.num_waiting == 0) {
+  } catch (...) {
+    for (Window& window : windows_) {  // the step does not continue
       window.work->end();
     }
+    throw;
   }
 }
 
@@ -265,7 +280,7 @@ void MuonAlgorithm::apply(
       return flat.defined() ? flat.narrow(0, run.local_offset, run.numel)
                             : flat;
     };
-    const ParameterValues& values = g.rows.at(run.row);
+    const ParameterValues& values = values_of(group, run.index);
     const double lr = g.lr * values.lr_mult;
     muon_apply(
         part(update.main),

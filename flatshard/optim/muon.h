@@ -46,6 +46,7 @@ class MuonAlgorithm : public UpdateAlgorithm {
   void begin_update(
       std::size_t group,
       const FlatUpdate& update,
+      std::span<const std::int32_t> row_of,
       std::span<const ParameterValues> values,
       double lr) override;
   UpdateRow row(
@@ -70,14 +71,17 @@ class MuonAlgorithm : public UpdateAlgorithm {
   struct Group {
     at::Tensor momentum;
     std::vector<std::size_t> windows;  ///< that its matrices are in
-    bool is_active = false;
     const FlatUpdate* update = nullptr;
+    std::vector<std::int32_t> row_of;  ///< empty: no update in this step
     std::vector<ParameterValues> rows;
     double lr = 0;
   };
 
   /// Returns the window for matrices of `numel` elements.
   std::size_t window_for(Communicator* ranks, std::int64_t numel);
+  bool is_active(const WindowMatrix& matrix) const;
+  /// Returns the values of an active matrix.
+  const ParameterValues& values_of(std::size_t group, std::size_t index) const;
   void orthogonalize(Window& window);
   void apply(std::size_t group, const FlatUpdate& update, Window& window);
 

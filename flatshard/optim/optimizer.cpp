@@ -4,7 +4,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/group/weight_write.h"
 #include "flatshard/optim/moments.h"
-#include "flatshard/optim/update_parts.h"
 
 #include <ATen/ATen.h>
 
@@ -29,9 +28,10 @@ std::vector<ParamGroup*> trainable(const std::vector<ParamGroup*>& groups) {
 }  // namespace
 
 Optimizer::Optimizer(std::vector<ParamGroup*> groups)
-    : groups_(trainable(groups)),
-      parts_(groups_.size()),
-      group_steps_(groups_.size()) {
+    : groups_(trainable(groups)), parts_(groups_.size()) {
+  for (const ParamGroup* group : groups_) {
+    updates_.emplace_back(group->parameters().size());
+  }
 }
 
 Optimizer::Optimizer(
@@ -87,9 +87,10 @@ void Optimizer::allocate_offloaded() {
   for (std::size_t i = 0; i < groups_.size(); ++i) {
     for (const Part& part : parts_[i]) {
       if (offloads_states(*groups_[i])) {
-        algorithms_.at(part.algorithm)->visit_states(i, [&](at::Tensor& state) {
-          states[i].push_back(&state);
-        });
+        algorithms_.at(part.all.algorithm)
+            ->visit_states(i, [&](at::Tensor& state) {
+              states[i].push_back(&state);
+            });
       }
     }
   }
@@ -101,16 +102,13 @@ void Optimizer::add_parts(std::size_t group) {
   const std::vector<std::size_t>& of_parameters =
       parameters_.of_parameters[group];
   const at::Tensor& main = g.weights().main().local();
-  const ShardPieces pieces = shard_pieces(g);
-  for (const UpdatePart& of :
+  for (UpdatePart& all :
        update_parts(trained_group(g), of_parameters, parameters_)) {
-    Part part{.algorithm = of.algorithm, .rows = of.rows, .update = {}};
-    part.update.ranges = update_ranges(pieces, of.row_of);
-    if (of.is_partial) {
-      part.update.runs = update_runs(pieces, of.row_of);
-    } else {
-      part.update.upload_ranges(main.device());
-    }
+    Part part;
+    part.row_of = all.row_of;
+    part.all = std::move(all);
+    set_ranges(group, part);
+    const UpdatePart& of = part.all;
     auto& own = algorithms_[of.algorithm];
     if (own == nullptr) {
       own = make_algorithm(of.algorithm, parameters_.muon);
@@ -119,7 +117,7 @@ void Optimizer::add_parts(std::size_t group) {
     own->set_state_device(
         offloads_states(g) ? at::Device(at::kMeta) : main.device());
     const std::vector<ParameterValues> values =
-        values_of(part.rows, parameters_);
+        flatshard::values_of(of.rows, parameters_);
     own->add_group(
         group,
         main.narrow(0, 0, part.update.states_numel(main.numel())),
@@ -133,6 +131,69 @@ void Optimizer::add_parts(std::size_t group) {
     own->add_parameters(group, g, parameters, values);
     parts_[group].push_back(std::move(part));
   }
+}
+
+void Optimizer::set_ranges(std::size_t group, Part& part) {
+  const ShardPieces pieces = shard_pieces(*groups_[group]);
+  part.update.ranges = update_ranges(pieces, part.row_of);
+  if (part.all.is_partial) {
+    part.update.runs = update_runs(pieces, part.all.row_of, part.row_of);
+  } else {
+    part.update.upload_ranges(
+        groups_[group]->weights().main().local().device());
+  }
+}
+
+bool Optimizer::begin_update(
+    std::size_t group,
+    const std::vector<bool>& skipped) {
+  bool any = false;
+  for (Part& part : parts_[group]) {
+    part.rows.clear();
+    std::vector<std::int32_t> row_of = part.all.row_of;
+    for (std::size_t i = 0; i < row_of.size(); ++i) {
+      if (row_of[i] == UpdateRange::kSkipped) {
+        continue;
+      }
+      if (!skipped.empty() && skipped.at(i)) {
+        row_of[i] = UpdateRange::kSkipped;
+        continue;
+      }
+      const Row row{
+          .parameter_group = part.all.rows[row_of[i]],
+          .updates = ++updates_[group][i]};
+      const auto found = std::ranges::find(part.rows, row);
+      row_of[i] = static_cast<std::int32_t>(found - part.rows.begin());
+      if (found == part.rows.end()) {
+        part.rows.push_back(row);
+      }
+    }
+    if (row_of != part.row_of) {
+      part.row_of = std::move(row_of);
+      set_ranges(group, part);
+    }
+    any = any || !part.rows.empty();
+  }
+  return any;
+}
+
+std::vector<ParameterValues> Optimizer::values_of(const Part& part) const {
+  std::vector<ParameterValues> values;
+  for (const Row& row : part.rows) {
+    values.push_back(parameters_.groups[row.parameter_group].values);
+  }
+  return values;
+}
+
+std::uint64_t Optimizer::rounding_step(std::size_t group) const {
+  // Without a larger maximum, somebody's distance to it became smaller.
+  const std::vector<std::int64_t>& updates = updates_[group];
+  const std::int64_t most = *std::ranges::max_element(updates);
+  std::uint64_t behind = 0;
+  for (const std::int64_t own : updates) {
+    behind += static_cast<std::uint64_t>(most - own);
+  }
+  return behind << 32 | static_cast<std::uint32_t>(most);
 }
 
 void Optimizer::set_values(
@@ -158,13 +219,12 @@ std::vector<UpdateRow> Optimizer::set_rows(
   std::vector<UpdateRow> on_device;
   for (const std::size_t i : groups) {
     for (Part& part : parts_[i]) {
-      const UpdateAlgorithm& algorithm = *algorithms_.at(part.algorithm);
+      const UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
       auto& rows = part.update.rows;
       rows.clear();
-      for (const std::size_t row : part.rows) {
-        const ParameterValues& values = parameters_.groups[row].values;
-        rows.push_back(
-            algorithm.row(values, lr * values.lr_mult, group_steps_[i]));
+      for (const auto& [group, updates] : part.rows) {
+        const ParameterValues& values = parameters_.groups[group].values;
+        rows.push_back(algorithm.row(values, lr * values.lr_mult, updates));
       }
       if (part.update.device_ranges.defined()) {
         on_device.insert(on_device.end(), rows.begin(), rows.end());
@@ -197,8 +257,10 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
   }
   for (const std::size_t i : groups) {
     for (const Part& part : parts_[i]) {
-      algorithms_.at(part.algorithm)
-          ->begin_update(i, part.update, values_of(part.rows, parameters_), lr);
+      if (!part.rows.empty()) {
+        algorithms_.at(part.all.algorithm)
+            ->begin_update(i, part.update, part.row_of, values_of(part), lr);
+      }
     }
   }
 }
@@ -206,8 +268,10 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
 std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
   std::vector<Communicator*> all;
   for (const Part& part : parts_[group]) {
-    const auto own = algorithms_.at(part.algorithm)->communicators(group);
-    all.insert(all.end(), own.begin(), own.end());
+    if (!part.rows.empty()) {
+      const auto own = algorithms_.at(part.all.algorithm)->communicators(group);
+      all.insert(all.end(), own.begin(), own.end());
+    }
   }
   return all;
 }
@@ -216,10 +280,8 @@ bool Optimizer::encodes_planes(std::size_t group) const {
   // A kernel does not see the magnitudes of elements that it skips.
   const std::vector<Part>& parts = parts_[group];
   return parts.size() == 1 &&
-         std::ranges::count(
-             parameters_.of_parameters[group],
-             ParameterGroups::kNotUpdated) == 0 &&
-         algorithms_.at(parts.front().algorithm)->encodes_planes(group);
+         std::ranges::count(parts.front().row_of, UpdateRange::kSkipped) == 0 &&
+         algorithms_.at(parts.front().all.algorithm)->encodes_planes(group);
 }
 
 void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
@@ -232,7 +294,7 @@ void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
     for (Part& part : parts_[i]) {
       check_stochastic_rounding(
           groups_[i]->name(),
-          part.algorithm,
+          part.all.algorithm,
           part.update.runs.has_value());
       part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
       part.update.upload_ranges(main.device());
@@ -252,7 +314,10 @@ void Optimizer::wait_for_states() const {
   }
 }
 
-void Optimizer::step(double lr, const at::Tensor& grad_scale) {
+void Optimizer::step(
+    double lr,
+    const at::Tensor& grad_scale,
+    const OfParameters& without_gradient) {
   const at::NoGradGuard no_grad;
   for (const ParamGroup* group : groups_) {
     FLATSHARD_CHECK(
@@ -272,15 +337,16 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
   std::vector<ParamGroup*> written;
   std::vector<std::size_t> updated;
   for (std::size_t i = 0; i < groups_.size(); ++i) {
-    if (groups_[i]->gradients().reduced().exists()) {
+    if (groups_[i]->gradients().reduced().exists() &&
+        begin_update(
+            i,
+            without_gradient.empty() ? std::vector<bool>()
+                                     : without_gradient.at(i))) {
       written.push_back(groups_[i]);
       updated.push_back(i);
     }
   }
   WeightWrite write(std::move(written), stream);
-  for (const std::size_t i : updated) {
-    ++group_steps_[i];
-  }
   std::vector<UpdateRow> rows = set_rows(updated, lr);
   if (!rows.empty()) {
     stream.submit([this, updated, rows = std::move(rows)] {
@@ -304,7 +370,7 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
     encodes[i] = planes != nullptr || !group.weights().encodes_at_gather();
     for (Part& part : parts_[i]) {
       FlatUpdate& flat = part.update;  // the last step is done with it
-      flat.rounding_step = static_cast<std::uint64_t>(group_steps_[i]);
+      flat.rounding_step = rounding_step(i);
       flat.main = group.weights().main().local();
       flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
       flat.grad = group.gradients().reduced().local();
@@ -323,12 +389,15 @@ void Optimizer::step(double lr, const at::Tensor& grad_scale) {
         offloaded_ ? offloaded_->begin_update(i, stream) : at::Tensor();
     queue_collectives(stream, communicators(i), [this, i, slot] {
       for (Part& part : parts_[i]) {
+        UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
         part.update.planes.zero();
-        algorithms_.at(part.algorithm)->set_states(i, part.update);
+        algorithm.set_states(i, part.update);
         if (slot.defined()) {
           offloaded_->use_slot(i, slot, part.update);
         }
-        algorithms_.at(part.algorithm)->update(i, part.update);
+        if (!part.rows.empty()) {
+          algorithm.update(i, part.update);
+        }
         part.update.grad.reset();  // zero_grad gives its memory back
       }
     });
@@ -353,7 +422,7 @@ std::vector<std::pair<std::string, at::Tensor>> Optimizer::state(
     std::size_t group) const {
   std::vector<std::pair<std::string, at::Tensor>> states;
   for (const Part& part : parts_.at(group)) {
-    for (auto& state : algorithms_.at(part.algorithm)->state(group)) {
+    for (auto& state : algorithms_.at(part.all.algorithm)->state(group)) {
       states.push_back(std::move(state));
     }
   }
@@ -365,17 +434,17 @@ Optimizer::state_shards(std::size_t group) const {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
   const std::vector<Part>& parts = parts_.at(group);
   for (const Part& part : parts) {
-    auto own = algorithms_.at(part.algorithm)->state_shards(group);
+    const UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
+    auto own = algorithm.state_shards(group);
     if (!own.empty()) {
       std::ranges::move(own, std::back_inserter(result));
       continue;
     }
-    for (const auto& [name, flat] :
-         algorithms_.at(part.algorithm)->state(group)) {
+    for (const auto& [name, flat] : algorithm.state(group)) {
       std::vector<NamedShard> shards = groups_[group]->main_shards();
       if (part.update.runs) {
         std::erase_if(shards, [&](const NamedShard& shard) {
-          return algorithm_of(group, shard.name()) != part.algorithm;
+          return algorithm_of(group, shard.name()) != part.all.algorithm;
         });
       }
       for (NamedShard& shard : shards) {

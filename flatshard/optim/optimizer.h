@@ -8,6 +8,7 @@
 #include "flatshard/optim/offloaded_states.h"
 #include "flatshard/optim/parameter_rules.h"
 #include "flatshard/optim/update_algorithm.h"
+#include "flatshard/optim/update_parts.h"
 
 #include <map>
 #include <memory>
@@ -26,6 +27,10 @@ namespace flatshard {
 /// are skipped, like parameters whose `.grad` is None in PyTorch.
 class Optimizer {
  public:
+  /// Has a value for each parameter of each group. A group may have none:
+  /// false for all.
+  using OfParameters = std::vector<std::vector<bool>>;
+
   /// Frozen groups are skipped. The groups must outlive the optimizer.
   /// @throws Error{config}: see parameter_groups, and for offloaded states of
   ///   Muon.
@@ -61,8 +66,14 @@ class Optimizer {
   ///
   /// @param grad_scale  [] float32 on the device, multiplied into every
   ///   gradient (the clip factor); undefined for 1.
+  /// @param without_gradient  parameters that are skipped, although their group
+  ///   has a gradient. Muon requires equal ones on all ranks, because the ranks
+  ///   exchange matrices.
   /// @throws Error{usage} when gradients wait for the last microbatch.
-  void step(double lr, const at::Tensor& grad_scale = {});
+  void step(
+      double lr,
+      const at::Tensor& grad_scale = {},
+      const OfParameters& without_gradient = {});
 
   /// Forgets the gradients; the next reduction overwrites them.
   void zero_grad();
@@ -78,12 +89,20 @@ class Optimizer {
   std::int64_t num_steps() const { return num_steps_; }
   void set_num_steps(std::int64_t steps) { num_steps_ = steps; }
 
-  /// Returns how often the group was updated; a checkpoint restores it.
-  std::int64_t num_updates(std::size_t group) const {
-    return group_steps_.at(group);
+  /// Returns how often a parameter was updated; a checkpoint restores it.
+  std::int64_t num_updates(std::size_t group, std::size_t parameter) const {
+    return updates_.at(group).at(parameter);
   }
-  void set_num_updates(std::size_t group, std::int64_t updates) {
-    group_steps_.at(group) = updates;
+  void set_num_updates(
+      std::size_t group,
+      std::size_t parameter,
+      std::int64_t updates) {
+    updates_.at(group).at(parameter) = updates;
+  }
+  /// Returns whether it updates a parameter.
+  bool updates(std::size_t group, std::size_t parameter) const {
+    return parameters_.of_parameters.at(group).at(parameter) !=
+           ParameterGroups::kNotUpdated;
   }
 
   /// Rounds the new values of bfloat16 main weights stochastically from the
@@ -115,13 +134,32 @@ class Optimizer {
   explicit Optimizer(std::vector<ParamGroup*> groups);
 
  private:
-  /// The parameters of one group that use one algorithm.
+  /// Parameters of one parameter group that were updated equally often.
+  struct Row {
+    std::size_t parameter_group = 0;
+    std::int64_t updates = 0;  ///< with this one
+
+    bool operator==(const Row&) const = default;
+  };
+  /// The parameters of one group that use one algorithm, and their update in a
+  /// step.
   struct Part {
-    Algorithm algorithm = Algorithm::adamw;
-    std::vector<std::size_t> rows;  ///< the parameter group of each row
-    FlatUpdate update;              ///< its ranges stay
+    UpdatePart all;                    ///< with those without a gradient
+    std::vector<Row> rows;             ///< empty: nothing is updated
+    std::vector<std::int32_t> row_of;  ///< of each parameter, or kSkipped
+    FlatUpdate update;                 ///< its ranges are those of row_of
   };
   void add_parts(std::size_t group);
+  /// Starts the next update of a group: counts it, and sets the rows.
+  /// @param skipped  see OfParameters.
+  /// @return  whether it updates any parameter.
+  bool begin_update(std::size_t group, const std::vector<bool>& skipped);
+  void set_ranges(std::size_t group, Part& part);
+  std::vector<ParameterValues> values_of(const Part& part) const;
+  /// Returns the number that selects the random bits of the group's update: how
+  /// often its parameters were updated. It is different for any two updates of
+  /// a parameter.
+  std::uint64_t rounding_step(std::size_t group) const;
   /// Returns whether the states of a group are copied to the device for each
   /// update. A group with main weights in host memory is updated there.
   bool offloads_states(const ParamGroup& group) const {
@@ -149,8 +187,8 @@ class Optimizer {
   std::vector<ParamGroup*> groups_;
   ParameterGroups parameters_;
   std::map<Algorithm, std::unique_ptr<UpdateAlgorithm>> algorithms_;
-  std::vector<std::vector<Part>> parts_;  ///< of each group
-  std::vector<std::int64_t> group_steps_;
+  std::vector<std::vector<Part>> parts_;            ///< of each group
+  std::vector<std::vector<std::int64_t>> updates_;  ///< of each parameter
   std::int64_t num_steps_ = 0;
   std::shared_ptr<Stream> stream_;
   Event updated_;

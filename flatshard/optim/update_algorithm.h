@@ -85,12 +85,14 @@ class UpdateAlgorithm {
   /// Starts a step: begin_update follows for each group of it, and then
   /// `update` for each in the same order. The work of the last step is done.
   virtual void begin_step() {}
-  /// Starts the update of a group. `update` stays valid during the step,
-  /// `values` belong to the rows of `update`, and `lr` is the rate of the step
-  /// without ParameterValues::lr_mult.
+  /// Starts the update of a group. `update` stays valid during the step, and
+  /// `lr` is the rate of the step without ParameterValues::lr_mult. `row_of`
+  /// has the row of each parameter of the group, or kSkipped. `values` belong
+  /// to the rows.
   virtual void begin_update(
       std::size_t /*group*/,
       const FlatUpdate& /*update*/,
+      std::span<const std::int32_t> /*row_of*/,
       std::span<const ParameterValues> /*values*/,
       double /*lr*/) {}
 

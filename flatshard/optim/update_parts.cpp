@@ -19,21 +19,19 @@ namespace {
 struct OwnPiece {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  std::int32_t row = 0;
+  std::size_t parameter = 0;
 };
 
 // Returns the pieces that are not empty, in order.
-std::vector<OwnPiece> own_pieces(
-    const ShardPieces& pieces,
-    const std::vector<std::int32_t>& row_of) {
+std::vector<OwnPiece> own_pieces(const ShardPieces& pieces) {
   std::vector<OwnPiece> own;
-  for (std::size_t i = 0; i < row_of.size(); ++i) {
+  for (std::size_t i = 0; i < pieces.of_parameters.size(); ++i) {
     for (const Piece& piece : pieces.of_parameters[i]) {
       if (piece.numel > 0) {
         own.push_back(
             {.begin = piece.local_offset,
              .end = piece.local_offset + piece.numel,
-             .row = row_of[i]});
+             .parameter = i});
       }
     }
   }
@@ -164,7 +162,8 @@ std::vector<UpdateRange> update_ranges(
     const ShardPieces& pieces,
     const std::vector<std::int32_t>& row_of) {
   std::vector<UpdateRange> ranges;
-  for (const auto& [begin, end, row] : own_pieces(pieces, row_of)) {
+  for (const auto& [begin, end, parameter] : own_pieces(pieces)) {
+    const std::int32_t row = row_of[parameter];
     if (!ranges.empty()) {
       ranges.back().end = begin;
     }
@@ -183,23 +182,25 @@ std::vector<UpdateRange> update_ranges(
 
 std::vector<UpdateRun> update_runs(
     const ShardPieces& pieces,
+    const std::vector<std::int32_t>& of_part,
     const std::vector<std::int32_t>& row_of) {
   std::vector<UpdateRun> runs;
   std::int64_t states_numel = 0;
-  for (const OwnPiece& piece : own_pieces(pieces, row_of)) {
-    if (piece.row == UpdateRange::kSkipped) {
+  for (const OwnPiece& piece : own_pieces(pieces)) {
+    if (of_part[piece.parameter] == UpdateRange::kSkipped) {
       continue;
     }
+    const std::int32_t row = row_of[piece.parameter];
     const std::int64_t end =
         std::min(round_up(piece.end, kLayoutAlignment), pieces.numel);
     if (!runs.empty() && runs.back().end == piece.begin &&
-        runs.back().group == piece.row) {
+        runs.back().group == row) {
       runs.back().end = end;
     } else {
       runs.push_back(
           {.begin = piece.begin,
            .end = end,
-           .group = piece.row,
+           .group = row,
            .states_begin = states_numel});
     }
     states_numel += end - piece.begin;
@@ -249,7 +250,7 @@ PartSize size_of(
   }
   if (part.is_partial) {
     size.numel = 0;
-    for (const UpdateRun& run : update_runs(pieces, part.row_of)) {
+    for (const UpdateRun& run : update_runs(pieces, part.row_of, part.row_of)) {
       size.numel += run.end - run.begin;
     }
   }

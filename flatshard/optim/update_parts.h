@@ -60,10 +60,14 @@ void check_stochastic_rounding(
 std::vector<UpdateRange> update_ranges(
     const ShardPieces& pieces,
     const std::vector<std::int32_t>& row_of);
-/// Returns the runs of the parameters that are not skipped. A run includes the
-/// padding after a parameter, so its length is a multiple of the alignment.
+/// Returns the runs of the parameters of a part, with states one after another.
+/// A run includes the padding after a parameter, so its length is a multiple of
+/// the alignment.
+/// @param of_part  UpdatePart::row_of.
+/// @param row_of   of each parameter in a step, or kSkipped.
 std::vector<UpdateRun> update_runs(
     const ShardPieces& pieces,
+    const std::vector<std::int32_t>& of_part,
     const std::vector<std::int32_t>& row_of);
 
 /// Returns the values of each row.

@@ -37,12 +37,11 @@ struct UpdateRange {
   bool operator==(const UpdateRange&) const = default;
 };
 
-/// A run of the flat shard that an update is limited to, and its place in the
-/// states.
+/// A run of the flat shard that has states, and its place in them.
 struct UpdateRun {
   std::int64_t begin = 0;
   std::int64_t end = 0;
-  std::int32_t group = 0;         ///< index into FlatUpdate::rows
+  std::int32_t group = 0;         ///< as UpdateRange::group
   std::int64_t states_begin = 0;  ///< of the run's first element
 
   bool operator==(const UpdateRun&) const = default;

@@ -54,8 +54,9 @@ void GradViews::begin_backward() {
   reclaim();
 }
 
-void GradViews::take() {
+std::vector<std::size_t> GradViews::take() {
   const at::NoGradGuard no_grad;
+  std::vector<std::size_t> without;
   for (std::size_t g = 0; g < members_.size(); ++g) {
     ReducedGradient& reduced = unit_->group_at(g).gradients().reduced();
     reduced.take_back();
@@ -73,6 +74,9 @@ void GradViews::take() {
       reduced.local().zero_();
     }
     for (const std::size_t i : members) {
+      if (!has_grad(i)) {
+        without.push_back(i);
+      }
       if (is_own(i) || !is_trained(i)) {
         continue;
       }
@@ -80,6 +84,7 @@ void GradViews::take() {
       has_grad(i) ? rows.copy_(users_rows(i)) : rows.zero_();
     }
   }
+  return without;
 }
 
 void GradViews::reclaim() {

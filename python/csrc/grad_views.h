@@ -34,7 +34,9 @@ class GradViews {
 
   /// Gives the groups their gradients for a reader: the values of the `.grad`s,
   /// whatever owns these; none where no `.grad` is left.
-  void take();
+  /// @return  the parameters without a `.grad` in groups that have a gradient,
+  ///   where it is zero.
+  std::vector<std::size_t> take();
   /// The groups own their gradients again, for a reduction to add to. Those
   /// that users dropped or replaced since the last one are zeros.
   void reclaim();

@@ -139,7 +139,12 @@ void bind_optim(py::module_& m) {
           py::arg("values"),
           py::arg("matrices"),
           NoGil())
-      .def("step", &PyOptimizer::step, py::arg("values"), NoGil())
+      .def(
+          "step",
+          &PyOptimizer::step,
+          py::arg("values"),
+          py::arg("without_gradient"),
+          NoGil())
       .def(
           "set_stochastic_rounding",
           &PyOptimizer::set_stochastic_rounding,

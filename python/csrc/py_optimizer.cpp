@@ -140,7 +140,6 @@ PyOptimizer::PyOptimizer(
   }
   ParameterGroups parameters;
   for (const ParameterValues& of_group : values) {
-    counts_ = counts_ || of_group.algorithm == Algorithm::adamw;
     parameters.groups.push_back(
         {.title = std::to_string(parameters.groups.size()),
          .values = of_group});
@@ -170,11 +169,27 @@ PyOptimizer::PyOptimizer(
   }
 }
 
-void PyOptimizer::step(const std::vector<ParameterValues>& values) {
+void PyOptimizer::step(
+    const std::vector<ParameterValues>& values,
+    const std::vector<std::vector<std::size_t>>& without_gradient) {
   for (std::size_t i = 0; i < values.size(); ++i) {
     optimizer_->set_values(i, values[i]);
   }
-  optimizer_->step(/*lr=*/1);
+  const std::vector<ParamGroup*>& groups = optimizer_->groups();
+  Optimizer::OfParameters without(groups.size());
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    const PyUnit& unit = *units_[u];
+    for (const std::size_t i : without_gradient.at(u)) {
+      ParamGroup* group = &unit.group_at(unit.group_index(i));
+      const auto found = std::ranges::find(groups, group);
+      if (found != groups.end()) {
+        std::vector<bool>& of_group = without[found - groups.begin()];
+        of_group.resize(group->parameters().size());
+        of_group.at(unit.index_in_group(i)) = true;
+      }
+    }
+  }
+  optimizer_->step(/*lr=*/1, /*grad_scale=*/{}, without);
 }
 
 std::map<std::string, at::Tensor> PyOptimizer::state(
@@ -219,7 +234,10 @@ void PyOptimizer::set_num_updates(
     const std::shared_ptr<PyUnit>& unit,
     std::size_t i,
     std::int64_t updates) {
-  optimizer_->set_num_updates(group_of(*unit, i), updates);
+  optimizer_->set_num_updates(
+      group_of(*unit, i),
+      unit->index_in_group(i),
+      updates);
   optimizer_->set_num_steps(std::max(updates, optimizer_->num_steps()));
 }
 
@@ -260,41 +278,35 @@ void SeveralOptimizers::for_each_of(std::size_t group, F&& visit) const {
   }
 }
 
+template <class F>
+void SeveralOptimizers::for_each_parameter(F&& visit) const {
+  for (std::size_t g = 0; g < groups().size(); ++g) {
+    for_each_of(g, [&](PyOptimizer& of, std::size_t index) {
+      for (std::size_t i = 0; i < groups()[g]->parameters().size(); ++i) {
+        if (of.optimizer().updates(index, i)) {
+          visit(g, i, of.optimizer(), index);
+        }
+      }
+    });
+  }
+}
+
 void SeveralOptimizers::take_updates() {
   std::int64_t most = 0;
-  for (std::size_t g = 0; g < groups().size(); ++g) {
-    std::optional<std::int64_t> counted;
-    std::int64_t others = 0;
-    for_each_of(g, [&](PyOptimizer& of, std::size_t index) {
-      const std::int64_t own = of.optimizer().num_updates(index);
-      if (!of.counts()) {
-        others = std::max(others, own);
-        return;
-      }
-      FLATSHARD_CHECK(
-          counted.value_or(own) == own,
-          usage,
-          "parameters of {} were updated {} times by one optimizer and {} "
-          "times by another; a unit counts once in a checkpoint, so give "
-          "their parameters separate units",
-          groups()[g]->name(),
-          *counted,
-          own);
-      counted = own;
-    });
-    set_num_updates(g, counted.value_or(others));
-    most = std::max(most, num_updates(g));
-  }
+  for_each_parameter(
+      [&](std::size_t g, std::size_t i, Optimizer& of, auto own) {
+        set_num_updates(g, i, of.num_updates(own, i));
+        most = std::max(most, of.num_steps());
+      });
   set_num_steps(most);
 }
 
 void SeveralOptimizers::give_updates() {
-  for (std::size_t g = 0; g < groups().size(); ++g) {
-    for_each_of(g, [&](PyOptimizer& of, std::size_t index) {
-      of.optimizer().set_num_updates(index, num_updates(g));
-      of.optimizer().set_num_steps(num_steps());
-    });
-  }
+  for_each_parameter(
+      [&](std::size_t g, std::size_t i, Optimizer& of, auto own) {
+        of.set_num_updates(own, i, num_updates(g, i));
+        of.set_num_steps(num_steps());
+      });
 }
 
 std::vector<std::pair<std::string, std::vector<NamedShard>>>

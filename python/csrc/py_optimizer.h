@@ -43,7 +43,11 @@ class PyOptimizer {
   /// Makes one update.
   ///
   /// @param values  of each parameter group.
-  void step(const std::vector<ParameterValues>& values);
+  /// @param without_gradient  for each unit the parameters that are skipped,
+  ///   see Optimizer::step. It may name parameters of other optimizers.
+  void step(
+      const std::vector<ParameterValues>& values,
+      const std::vector<std::vector<std::size_t>>& without_gradient);
 
   /// Rounds new values of bfloat16 parameters stochastically. The names of
   /// parameters determine the random numbers.
@@ -70,7 +74,7 @@ class PyOptimizer {
       const at::Tensor& values);
   std::int64_t num_updates(const std::shared_ptr<PyUnit>& unit, std::size_t i)
       const {
-    return optimizer_->num_updates(group_of(*unit, i));
+    return optimizer_->num_updates(group_of(*unit, i), unit->index_in_group(i));
   }
   void set_num_updates(
       const std::shared_ptr<PyUnit>& unit,
@@ -78,8 +82,6 @@ class PyOptimizer {
       std::int64_t updates);
 
   Optimizer& optimizer() { return *optimizer_; }
-  /// Returns whether an update depends on how many there were before.
-  bool counts() const { return counts_; }
 
  private:
   using States = std::map<std::string, at::Tensor>;
@@ -90,7 +92,6 @@ class PyOptimizer {
   const States& shards_of(const PyUnit& unit, std::size_t i) const;
 
   std::vector<std::shared_ptr<PyUnit>> units_;
-  bool counts_ = false;
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::vector<States>> states_;  ///< of each parameter of a group
 };
@@ -102,7 +103,6 @@ class SeveralOptimizers : public Optimizer {
   explicit SeveralOptimizers(std::vector<std::shared_ptr<PyOptimizer>> of);
 
   /// Before a save: the numbers of updates are the optimizers'.
-  /// @throws Error{usage} when two of them differ for one unit.
   void take_updates();
   /// After a load: the optimizers have these numbers.
   void give_updates();
@@ -119,6 +119,10 @@ class SeveralOptimizers : public Optimizer {
   /// visit(optimizer, its index of the group) for each that updates the group.
   template <class F>
   void for_each_of(std::size_t group, F&& visit) const;
+  /// visit(group, parameter, optimizer, its index of the group) for the
+  /// parameters that an optimizer updates.
+  template <class F>
+  void for_each_parameter(F&& visit) const;
 
   std::vector<std::shared_ptr<PyOptimizer>> of_;
 };

@@ -3,7 +3,6 @@
 #include "flatshard/core/error.h"
 
 #include <algorithm>
-#include <optional>
 #include <set>
 
 namespace flatshard::python {
@@ -21,27 +20,12 @@ TensorStates::TensorStates(
 
 void TensorStates::set_updates(
     const std::vector<std::vector<std::int64_t>>& updates) {
-  std::vector<std::optional<std::int64_t>> counts(groups().size());
-  for_trained([&](std::size_t u, std::size_t i, std::size_t g, std::size_t at) {
-    if (groups()[g]->parameters()[at].dropped) {
-      return;
-    }
-    const std::int64_t count = updates.at(u).at(i);
-    FLATSHARD_CHECK(
-        counts[g].value_or(count) == count,
-        usage,
-        "{} was updated {} times, and others of its unit {} times; a unit "
-        "counts once in a checkpoint, so give it its own fully_shard",
-        groups()[g]->parameters()[at].names.front(),
-        count,
-        *counts[g]);
-    counts[g] = count;
-  });
   std::int64_t most = 0;
-  for (std::size_t g = 0; g < groups().size(); ++g) {
-    set_num_updates(g, counts[g].value_or(0));
-    most = std::max(most, num_updates(g));
-  }
+  for_trained([&](std::size_t u, std::size_t i, std::size_t g, std::size_t at) {
+    const std::int64_t count = updates.at(u).at(i);
+    set_num_updates(g, at, count);
+    most = std::max(most, count);
+  });
   set_num_steps(most);
 }
 

@@ -26,9 +26,7 @@ class TensorStates : public Optimizer {
       std::vector<std::shared_ptr<PyUnit>> units,
       const std::vector<std::vector<States>>& states);
 
-  /// @param updates  how often each parameter was updated, in the same order; a
-  ///   group counts once.
-  /// @throws Error{usage} when the parameters of a group differ, naming one.
+  /// @param updates  how often each parameter was updated, in the same order.
   void set_updates(const std::vector<std::vector<std::int64_t>>& updates);
 
   std::vector<std::pair<std::string, at::Tensor>> state(

@@ -297,8 +297,9 @@ TEST(LoadCheckpoint, R14_LoadingTheStateIsNotAStep) {
         step_folder(folder.path(), 1),
         model.groups,
         model.optimizer.get());
-    EXPECT_EQ(model.optimizer->num_updates(0), 1);
-    EXPECT_EQ(model.optimizer->num_updates(1), 2);
+    EXPECT_EQ(model.optimizer->num_updates(0, 0), 1);
+    EXPECT_EQ(model.optimizer->num_updates(0, 1), 2);
+    EXPECT_EQ(model.optimizer->num_updates(1, 0), 2);
     EXPECT_EQ(model.optimizer->num_steps(), 9);
     EXPECT_THAT(model.wrong(), IsEmpty());
   });

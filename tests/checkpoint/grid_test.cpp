@@ -205,7 +205,7 @@ TEST(Grids, ReadACheckpointOfVersion1) {
       EXPECT_EQ(loaded.step, 4);
       EXPECT_EQ(loaded.state.at("note"), "version 1");
       EXPECT_EQ(model.optimizer->num_steps(), 9);
-      EXPECT_EQ(model.optimizer->num_updates(0), 7);
+      EXPECT_EQ(model.optimizer->num_updates(0, 0), 7);
       for (const OwnedBox& owned :
            owned_boxes(model.groups, model.optimizer.get())) {
         if (owned.values.numel() == 0) {

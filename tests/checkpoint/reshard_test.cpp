@@ -137,7 +137,7 @@ TEST(Reshard, WhatOneMeshWroteAnyOtherReads) {
       EXPECT_EQ(model.optimizer->num_steps(), 9);
       for (std::size_t i = 0; i < model.optimizer->groups().size(); ++i) {
         EXPECT_EQ(
-            model.optimizer->num_updates(i),
+            model.optimizer->num_updates(i, 0),
             static_cast<std::int64_t>(i) + 1);
       }
     });

@@ -107,14 +107,18 @@ struct SomeGroups {
     return values.to(owned.values.scalar_type());
   }
 
-  /// Gives everything its value; group i was updated i + 1 times.
+  /// Gives everything its value. Parameter j of group i was updated i + j + 1
+  /// times.
   void fill() const {
     for (const OwnedBox& each : owned_boxes(groups, optimizer.get())) {
       each.values.copy_(expected(each));
     }
     const auto trained = optimizer->groups().size();
     for (std::size_t i = 0; i < trained; ++i) {
-      optimizer->set_num_updates(i, static_cast<std::int64_t>(i) + 1);
+      for (std::size_t j = 0; j < optimizer->groups()[i]->parameters().size();
+           ++j) {
+        optimizer->set_num_updates(i, j, static_cast<std::int64_t>(i + j) + 1);
+      }
     }
     optimizer->set_num_steps(9);
   }

@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -475,9 +476,125 @@ TEST(Muon, GroupsWithoutGradientsAreLeftAlone) {
     idle.reduce(draw(1));
     optimizer.step(kLr);
     optimizer.zero_grad();
-    EXPECT_EQ(optimizer.num_updates(0), 1);
-    EXPECT_EQ(optimizer.num_updates(1), 2);
+    EXPECT_EQ(optimizer.num_updates(0, 0), 1);
+    EXPECT_EQ(optimizer.num_updates(1, 0), 2);
   });
+}
+
+/// Parts of other ranks are NaN in both.
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  return at::allclose(a, b, 0, 0, /*equal_nan=*/true);
+}
+
+// The other parameters of their group have gradients.
+TEST(Muon, ParametersWithoutGradientsAreLeftAlone) {
+  const MuonResult all = train({}, 2);
+  const auto index_of = [](const std::string& name) {
+    return std::ranges::find(kParameters, name, &TestParameter::name) -
+           kParameters.begin();
+  };
+  for (const int world : {1, 2}) {
+    run_ranks(world, [&](RankContext& context) {
+      TestGroups groups({}, context.mesh());
+      groups.set_weights(draw(0));
+      Optimizer optimizer(groups.pointers(), muon_rules());
+      const auto values = [&] {
+        MuonResult now;
+        TestGroups::put(groups.pointers()[0]->main_shards(), now.weights);
+        for (const auto& [name, shards] : optimizer.state_shards(0)) {
+          if (name == "momentum_buffer") {
+            TestGroups::put(shards, now.momentum);
+          }
+        }
+        return now;
+      };
+      const std::vector<std::string> idle{"qkv", "down", "embedding", "norm"};
+      Optimizer::OfParameters without(1);
+      without[0].resize(kParameters.size());
+      for (const std::string& name : idle) {
+        without[0][index_of(name)] = true;
+      }
+      groups.reduce(draw(1));
+      optimizer.step(kLr);
+      optimizer.zero_grad();
+      const MuonResult before = values();
+      groups.reduce(draw(2));
+      optimizer.step(kLr, {}, without);
+      optimizer.zero_grad();
+      const MuonResult after = values();
+      for (const TestParameter& p : kParameters) {
+        const bool is_idle = std::ranges::count(idle, p.name) == 1;
+        const auto same = [&](const Values& a, const Values& b) {
+          return is_same(a.at(p.name), b.at(p.name));
+        };
+        const bool has_part =
+            !before.weights.at(p.name).isnan().all().item<bool>();
+        const bool stays = is_idle || !has_part;
+        EXPECT_EQ(same(after.weights, before.weights), stays) << p.name;
+        if (is_muon(p)) {
+          EXPECT_EQ(same(after.momentum, before.momentum), stays) << p.name;
+        }
+        if (world == 1 && !is_idle) {
+          EXPECT_TRUE(after.weights.at(p.name).equal(all.weights.at(p.name)))
+              << p.name;
+        }
+        EXPECT_EQ(optimizer.num_updates(0, index_of(p.name)), is_idle ? 1 : 2);
+      }
+      // All of them once more.
+      groups.reduce(draw(3));
+      optimizer.step(kLr);
+      const MuonResult last = values();
+      for (const TestParameter& p : kParameters) {
+        const bool has_part =
+            !after.weights.at(p.name).isnan().all().item<bool>();
+        EXPECT_EQ(
+            is_same(last.weights.at(p.name), after.weights.at(p.name)),
+            !has_part)
+            << p.name;
+      }
+    });
+  }
+}
+
+TEST(Muon, AStepThatFailedLeavesNothingToTheNextOne) {
+  const auto mesh = Mesh::single(at::kCPU);
+  // Returns the weights of two groups after a step of both.
+  const auto weights = [&](bool fails) {
+    std::vector<std::unique_ptr<ParamGroup>> groups;
+    for (int i = 0; i < 2; ++i) {
+      groups.push_back(std::make_unique<ParamGroup>(
+          GroupSpec{
+              .name = "block",
+              .parameters =
+                  {{.names = {"q"},
+                    .shape = {64, 32},
+                    .init = InitSpec::normal(0, 1)}},
+              .mesh = mesh,
+              .strategy = Strategy::named("zero3", 1)},
+          ParamGroupOptions{.precision = Precision::full()},
+          Initializer(5)));
+    }
+    Optimizer optimizer({groups[0].get(), groups[1].get()}, muon_rules());
+    const auto reduce = [&](std::size_t i) {
+      groups[i]->gradients().reduce(
+          draw(1).at("q").reshape({-1}),
+          groups[i]->plan_reduction(true, true));
+    };
+    if (fails) {
+      reduce(0);
+      // After the window has memory for the directions of one group.
+      const at::Tensor not_a_scalar = at::ones({2});
+      EXPECT_ANY_THROW(optimizer.step(kLr, not_a_scalar));
+      optimizer.zero_grad();
+    }
+    reduce(0);
+    reduce(1);
+    optimizer.step(kLr);
+    return at::cat(
+        {groups[0]->weights().main().local(),
+         groups[1]->weights().main().local()});
+  };
+  EXPECT_TRUE(weights(true).equal(weights(false)));
 }
 
 TEST(Muon, StatesCoverTheirOwnParametersOnly) {

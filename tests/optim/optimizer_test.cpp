@@ -229,6 +229,66 @@ TEST(Optimizer, GroupsWithoutGradientAreLeftAlone) {
   EXPECT_TRUE(at::allclose(bias(*idle), b - 0.01, 1e-5, 1e-6));
 }
 
+// The other parameters of their group have gradients.
+TEST(Optimizer, ParametersWithoutGradientAreLeftAlone) {
+  const std::vector<ParameterRules> all_rules = {
+      {.rest = {.weight_decay = 0.1}},
+      {.rest =
+           {.algorithm = Algorithm::sgd, .weight_decay = 0.1, .momentum = 0.9}},
+      rules_of(
+          {.weight_decay = 0.1},
+          {.pattern = "bias", .algorithm = Algorithm::sgd, .momentum = 0.5}),
+      rules_of({.weight_decay = 0.1}, {.pattern = "bias", .wd_mult = 2})};
+  const at::Tensor w = at::arange(40, at::kFloat) / 64;
+  const at::Tensor b = at::arange(25, at::kFloat) / -32;
+  for (const ParameterRules& rules : all_rules) {
+    const auto reference = [&](int steps) {
+      auto group = make_group(one_rank());
+      Optimizer optimizer({group.get()}, rules);
+      for (int step = 0; step < steps; ++step) {
+        reduce(*group, whole_gradient(*group, w, b));
+        optimizer.step(0.1);
+        optimizer.zero_grad();
+      }
+      return group;
+    };
+    const auto group = make_group(one_rank());
+    Optimizer optimizer({group.get()}, rules);
+    const auto step = [&](std::vector<bool> without) {
+      reduce(*group, whole_gradient(*group, w, b));
+      optimizer.step(0.1, {}, {std::move(without)});
+      optimizer.zero_grad();
+    };
+    const auto expect_steps = [&](int of_weight, int of_bias) {
+      EXPECT_TRUE(weight(*group).equal(weight(*reference(of_weight))));
+      EXPECT_TRUE(bias(*group).equal(bias(*reference(of_bias))));
+      EXPECT_TRUE(group->weights().compute_shard().equal(
+          group->weights().main().local().to(at::kBFloat16)));
+      EXPECT_EQ(optimizer.num_updates(0, 0), of_weight);
+      EXPECT_EQ(optimizer.num_updates(0, 1), of_bias);
+    };
+    step({});
+    expect_steps(1, 1);
+    step({false, true});
+    expect_steps(2, 1);
+    step({false, false});  // two rows of one parameter group
+    expect_steps(3, 2);
+    step({true, false});
+    expect_steps(3, 3);
+    step({});
+    expect_steps(4, 4);
+    const std::int64_t version = group->weights().version();
+    step({true, true});
+    expect_steps(4, 4);
+    EXPECT_EQ(group->weights().version(), version);
+    for (const auto& [state, shards] : optimizer.state_shards(0)) {
+      for (const NamedShard& shard : shards) {
+        EXPECT_EQ(shard.tensor.numel(), shard.name() == "weight" ? 40 : 25);
+      }
+    }
+  }
+}
+
 TEST(Optimizer, GradScaleMultipliesGradients) {
   const auto a = make_group(one_rank());
   const auto b = make_group(one_rank());

@@ -77,11 +77,16 @@ at::Tensor gradient_of(std::size_t i, int step) {
       at::kFloat);
 }
 
+// A parameter that has no gradient in the second step.
+constexpr std::size_t kIdle = 1;
+
 // Rank 0 has the gradient, so its sum is the same for any number of ranks.
-void train(ParamGroup& group, Optimizer& adamw, int steps) {
+void train(ParamGroup& group, Optimizer& adamw, int steps, int first = 0) {
   group.set_divisor(1);
   const bool has_gradient = group.mesh()->rank() == 0;
-  for (int step = 0; step < steps; ++step) {
+  for (int step = first; step < first + steps; ++step) {
+    std::vector<bool> without(kShapes.size());
+    without[kIdle] = step == 1;
     const at::Tensor flat = at::zeros({group.layout().numel()});
     for (std::size_t i = 0; has_gradient && i < kShapes.size(); ++i) {
       const at::Tensor g = gradient_of(i, step).view(-1);
@@ -89,7 +94,7 @@ void train(ParamGroup& group, Optimizer& adamw, int steps) {
       flat.narrow(0, group.layout().tensor_offset(index), g.numel()).copy_(g);
     }
     group.gradients().reduce(flat, group.plan_reduction(true, true));
-    adamw.step(0.01, at::scalar_tensor(0.5F));
+    adamw.step(0.01, at::scalar_tensor(0.5F), {without});
     adamw.zero_grad();
   }
 }
@@ -229,6 +234,31 @@ TEST(StateDtypes, TheFormatGoesByTheWholeParameter) {
       adamw.state_nbytes(),
       2 * 4 * (48 + 32 * 256) + 5 * 256 * 8 +
           2 * (17 * 256 + 67 * 71 + 4096) * 260 / 256);
+}
+
+TEST(StateDtypes, ParametersWithoutGradientKeepTheirValues) {
+  for (const StateFormat format :
+       {StateFormat::float32, StateFormat::bfloat16, StateFormat::int8}) {
+    const auto group =
+        make_states_group(Mesh::single(at::kCPU), "zero3", at::kBFloat16);
+    RoundingAdamW adamw(*group, format);
+    const auto values = [&] {
+      Values own;
+      for (const auto& [name, shard] : shards_of(*group, adamw)) {
+        own[name] = shard.tensor.clone();
+      }
+      return own;
+    };
+    train(*group, adamw, 1);
+    const Values before = values();
+    train(*group, adamw, 1, 1);
+    for (const auto& [name, value] : values()) {
+      EXPECT_EQ(
+          value.equal(before.at(name)),
+          name.ends_with("/" + kShapes[kIdle].first))
+          << name;
+    }
+  }
 }
 
 // int8 follows float32 closely, and bfloat16 too.

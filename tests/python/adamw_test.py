@@ -366,42 +366,91 @@ def test_float16_parameters(mesh):
         flatshard.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_states_with_other_numbers_of_steps(mesh, rank):
-    """A unit counts once. A parameter without a state has the number of its unit."""
-    model, optimizer = made(flatshard.optim.AdamW, mesh)
-    train(model, optimizer, range(3), rank)
-    state = copy.deepcopy(optimizer.state_dict())
-    number = len(state["state"]) - 1
-    state["state"][number]["step"].fill_(7)
-    with pytest.raises(ValueError, match="were updated 3 and 7 times"):
+@pytest.mark.parametrize("change", ["other", "missing"])
+def test_states_with_other_numbers_of_steps(change, mesh, rank):
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        train(model, optimizer, range(3), rank)
+        state = copy.deepcopy(optimizer.state_dict())
+        number = len(state["state"]) - 1
+        if change == "other":
+            state["state"][number]["step"].fill_(7)
+        else:
+            del state["state"][number]
         optimizer.load_state_dict(state)
-    assert all(float(state["step"]) == 3 for state in optimizer.state.values())
-    del state["state"][number]
-    optimizer.load_state_dict(state)
-    assert all(float(state["step"]) == 3 for state in optimizer.state.values())
+        train(model, optimizer, range(3, 5), rank)
+        results.append((full_state(model), counts_of(model, optimizer)))
+    (ours, counts), (theirs, expected) = results
+    assert distance(ours, theirs) < CLOSE
+    assert counts == expected
 
 
 @pytest.mark.parametrize("drop", ["pop", "emptied"])
 def test_a_dropped_state(drop, mesh, rank):
-    """torch's starts at step 1 again. All parameters of a unit have one step here."""
-    model, optimizer = made(flatshard.optim.AdamW, mesh)
-    train(model, optimizer, range(3), rank)
-    kept = dict(optimizer.state)
-    parameter = model.blocks[0].up.weight
-    if drop == "pop":
-        optimizer.state.pop(parameter)
-    else:
-        optimizer.state[parameter] = {}
-    before = full_state(model)
-    with pytest.raises(
-        ValueError, match=r"state of parameter blocks.0.up.weight was dropped.* 3 times"
-    ):
+    """It starts at step 1 again."""
+    results = []
+    for kind in KINDS:
+        model, optimizer = made(kind, mesh)
+        train(model, optimizer, range(3), rank)
+        parameter = model.blocks[0].up.weight
+        if drop == "pop":
+            optimizer.state.pop(parameter)
+        else:
+            optimizer.state[parameter] = {}
         train(model, optimizer, [3], rank)
-    assert distance(before, full_state(model)) == 0
-    optimizer.zero_grad()
-    optimizer.state[parameter] = kept[parameter]
-    train(model, optimizer, [3], rank)
-    assert all(float(state["step"]) == 4 for state in optimizer.state.values())
+        results.append((full_state(model), counts_of(model, optimizer)))
+    (ours, counts), (theirs, expected) = results
+    assert distance(ours, theirs) < CLOSE
+    assert counts == expected
+    assert sorted(set(counts.values())) == [1.0, 4.0]
+
+
+# Parts of names of the parameters without a gradient, by step.
+WITHOUT = [[], ["up.weight"], ["up", "bias"], [], ["blocks.0"], ["down.weight"]]
+
+
+def counts_of(model, optimizer):
+    return {
+        name: float(optimizer.state.get(p, {}).get("step", 0))
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("resumed", ["no", "state_dict", "checkpoint"])
+def test_parameters_without_gradients(resumed, grouped, mesh, rank, folder):
+    """They are skipped, whatever the others of their unit have."""
+    results = []
+    for kind in KINDS:
+
+        def make():
+            model, optimizer = made(kind, mesh)
+            if grouped:
+                matrices, rest = groups_of(model)
+                groups = [{"params": matrices, "lr": 3e-2}, {"params": rest}]
+                optimizer = kind(groups, lr=1e-2, eps=1e-3)
+            return model, optimizer
+
+        model, optimizer = make()
+        for step, without in enumerate(WITHOUT):
+            model.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
+            for name, parameter in model.named_parameters():
+                if any(part in name for part in without):
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2 and resumed == "checkpoint":
+                checkpoint.save(f"{folder}/{kind.__module__}", 1, model, optimizer)
+                model, optimizer = make()
+                checkpoint.load(f"{folder}/{kind.__module__}", model, optimizer)
+            elif step == 2 and resumed == "state_dict":
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        results.append((full_state(model), counts_of(model, optimizer)))
+    (ours, counts), (theirs, expected) = results
+    assert distance(ours, theirs) < CLOSE
+    assert counts == expected
+    assert len(set(counts.values())) > 2
 
 
 @pytest.mark.parametrize("name", ["step", "exp_avg", "exp_avg_sq"])

@@ -153,8 +153,12 @@ class Reference:
             weight_decay=DECAY,
         )
 
-    def step(self, number):
+    def step(self, number, names=None):
         for name, pieces in self.pieces.items():
+            if names is not None and name not in names:
+                for piece in pieces:
+                    piece.grad = None
+                continue
             whole = drawn(name, self.shapes[name], number)
             rows = whole.flatten(0, -2).split([len(piece) for piece in pieces])
             for piece, grad in zip(pieces, rows):
@@ -334,6 +338,19 @@ def test_units_without_gradients_are_left_alone(mesh):
         changed = not torch.equal(before[name], parameter.full_tensor())
         momentum = optimizer.state[parameter]["momentum_buffer"].full_tensor()
         assert changed == bool(momentum.any()) == (name in used), name
+
+
+def test_parameters_without_gradients_are_left_alone(mesh):
+    """Also where others of their unit have gradients. torch's step is the reference."""
+    torch.manual_seed(0)
+    model = shard(Net(), fully_shard, mesh=mesh)
+    optimizer, reference = muon(model), reference_of()
+    names = [name for name, _ in model.named_parameters()]
+    for number, without in enumerate(["", "up.", "qkv.", "blocks.1.down", ""]):
+        used = [n for n in names if not without or without not in n]
+        step(model, [optimizer], number, used)
+        reference.step(number, used)
+    assert_equal(model, optimizer, reference)
 
 
 def test_bfloat16_parameters_do_not_depend_on_the_ranks(mesh, rank, world):

@@ -203,8 +203,10 @@ class CoreOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Makes one update. Units without gradients are not updated. In a unit with
-        gradients, a parameter without one is updated as if its gradient were zero.
+        """Makes one update of the parameters that have a gradient. The others are
+        skipped. A backward leaves `.grad` None only where no rank has a gradient, so
+        all ranks skip the same ones. A program that sets or drops a `.grad` does so on
+        all ranks.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -216,13 +218,13 @@ class CoreOptimizer(torch.optim.Optimizer):
         self.check_options(self.param_groups)
         self._check_as_made()
         if self._state_was_changed():
-            self._check_dropped()
             self._take_states(dict(self.state))
         self._before_update()
         views = [unit.grads for unit in self._units]
-        for grads in views:
-            grads.take()
-        self.core.step([self._values_of(group) for group in self.param_groups])
+        without_gradient = [grads.take() for grads in views]
+        self.core.step(
+            [self._values_of(group) for group in self.param_groups], without_gradient
+        )
         for grads in views:
             grads.release()
         self.show_steps()
@@ -280,54 +282,12 @@ class CoreOptimizer(torch.optim.Optimizer):
                 return True
         return False
 
-    def _check_dropped(self):
-        """A parameter without a state starts at step 1, and all of a unit have one step."""
-        if not self._counts:
-            return
-        kept = {}  # by the core's group: the steps of a parameter with a state
-        dropped = {}  # a parameter without one
-        for parameter in self._shown:
-            unit, index = self._places[parameter]
-            group = unit, unit.core.group_index(index)
-            if state := self.state.get(parameter):
-                kept[group] = int(state.get("step", 0))
-            else:
-                dropped[group] = unit.parameters[index].names[0]
-        for group, name in dropped.items():
-            if kept.get(group, 0) > 0:
-                raise ValueError(
-                    f"{self._name}: the state of parameter {name} was dropped, "
-                    f"but other parameters of unit {group[0].name} were updated "
-                    f"{kept[group]} times. This is not supported, because they are updated "
-                    "together; drop the states of all parameters of the unit, or use "
-                    f"{self._instead}"
-                )
-
     def _take_states(self, given):
         """Puts values of `given`, states by parameter, where the core keeps them, and
-        shows these. Without a state a parameter has zeros.
-
-        Raises:
-            ValueError: states of one unit with different numbers of steps. Nothing has
-                changed.
-        """
-        steps = {}  # by the core's group, which counts once
+        shows these. Without a state a parameter has zeros, and was not updated."""
         for parameter in self._shown:
-            state = given.get(parameter)
-            if not state:
-                continue
-            self._check_state(parameter, state)
-            if not self._counts:
-                continue
-            unit, index = self._places[parameter]
-            group = unit, unit.core.group_index(index)
-            own = int(state["step"])
-            if steps.setdefault(group, own) != own:
-                raise ValueError(
-                    f"{self._name}: parameters of one unit were updated "
-                    f"{steps[group]} and {own} times. This is not supported, because they "
-                    f"are updated together; use {self._instead}"
-                )
+            if state := given.get(parameter):
+                self._check_state(parameter, state)
         for parameter, shown in self._shown.items():
             state = given.get(parameter, {})
             for name in self._state_names:
@@ -335,7 +295,7 @@ class CoreOptimizer(torch.optim.Optimizer):
                     self._write(parameter, name, state.get(name))
             if self._counts:
                 unit, index = self._places[parameter]
-                updates = steps.get((unit, unit.core.group_index(index)), 0)
+                updates = int(state["step"]) if state else 0
                 self.core.set_num_updates(unit.core, index, updates)
         states = {parameter: dict(shown) for parameter, shown in self._shown.items()}
         self.state = type(self.state)(dict, states)
