@@ -6,10 +6,11 @@ python3 bench/first_step.py --nproc 1 --to FOLDER
 weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. The
 same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python). In the rows
 "cold", no compiled code is cached, and the page cache is dropped first (as root). In the
-rows "warm", each program runs the second time. Also reads the folder with 16 threads, as
-a reference for loading. --to needs 6 GB. Parts of the programs in Python: torchrun,
-imports, joining of the ranks, the sharded model, weights, and the host's part of the
-step's forward, backward and update.
+rows "libraries", the page cache then has torch, CUDA and the program again, but not the
+folder. In the rows "warm", each program runs the second time. Also reads the folder with
+16 threads, as a reference for loading. --to needs 6 GB. Parts of the programs in Python:
+torchrun, imports, joining of the ranks, the sharded model, weights, and the host's part
+of the step's forward, backward and update.
 """
 
 import json
@@ -42,7 +43,7 @@ PYTHON = {
     "Flatshard from Python, eager": ("flatshard", "none"),
 }
 WAYS = ["Flatshard", *PYTHON]
-SOURCES, STATES = ["random", "folder"], ["cold", "warm"]
+SOURCES, STATES = ["random", "folder"], ["cold", "libraries", "warm"]
 
 
 def drop_page_cache():
@@ -53,6 +54,16 @@ def drop_page_cache():
     except OSError:
         return False
     return True
+
+
+def read_libraries(program):
+    """Puts the files that the program maps into the page cache."""
+    packages = Path(torch.__file__).parents[1]
+    libraries = [*packages.glob("torch/lib/*.so*"), *packages.glob("nvidia/**/*.so*")]
+    for path in [Path(program), *libraries]:
+        with path.open("rb", buffering=0) as file:
+            while file.read(64 << 20):
+                pass
 
 
 def seconds_until(line, command, env, log):
@@ -174,8 +185,10 @@ def measure(args, results, weights):
         for state in args.states:
             found = {}
             for way in args.ways:
-                if state == "cold" and not drop_page_cache():
+                if state != "warm" and not drop_page_cache():
                     print("the page cache was not dropped: run as root", flush=True)
+                if state == "libraries":
+                    read_libraries(args.program)
                 log = args.out / f"{weights}-{state}-{way}.log".replace(" ", "-")
                 if way in PYTHON:
                     found[way] = run_python(args, way, folder, caches, log)
@@ -215,7 +228,7 @@ def main():
             sizes = SimpleNamespace(**args.sizes, layers=args.layers, gqa=True)
             hf_folder.write(args.to, Llama(sizes), sizes)
         for state in args.states:
-            if state == "cold":
+            if state != "warm":
                 drop_page_cache()
             speed = gigabytes_per_second(args.to)
             print(f"reading the folder, {state}: {speed:.2f} GB/s", flush=True)
