@@ -149,6 +149,7 @@ def run_peer(args):
     """Runs the peer once on this rank. Prints a line of JSON."""
     import torch
     import torch.distributed as dist
+    from harness.peers import fused_attention
     from harness.ranks import join_mesh, say, usual_device
     from harness.steps import measure
 
@@ -161,7 +162,8 @@ def run_peer(args):
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=kind == "cuda")
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (args.batch, args.seq), device=device)
-    found = measure(lambda: model(input_ids=ids, labels=ids).loss, optimizer, args)
+    with fused_attention(kind):
+        found = measure(lambda: model(input_ids=ids, labels=ids).loss, optimizer, args)
     found["trained"] = sum(p.numel() for p in trained)
     say(json.dumps(found))
     dist.destroy_process_group()
