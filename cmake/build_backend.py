@@ -19,6 +19,7 @@ HEADERS = {
     "nlohmann/json.hpp": "nlohmann-json3-dev",
     "toml++/toml.h": "libtomlplusplus-dev",
     "CLI/CLI.hpp": "libcli11-dev",
+    "boost/beast/http.hpp": "libboost-dev",
     "xxhash.h": "libxxhash-dev",
 }
 

@@ -214,7 +214,10 @@ class BuildBackend(Folder):
         return "get_requires_for_build_wheel", lambda settings: []
 
     def test_one_line_installs_what_is_missing(self):
-        headers = "nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libxxhash-dev"
+        headers = (
+            "nlohmann-json3-dev libtomlplusplus-dev libcli11-dev libboost-dev "
+            "libxxhash-dev"
+        )
         line = f"apt-get install -y --no-install-recommends {headers}"
         with self.assertRaisesRegex(SystemExit, f"sudo {line}$"):
             self.requires("c++")
