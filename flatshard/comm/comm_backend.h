@@ -6,11 +6,19 @@
 #include <mutex>
 
 #include "flatshard/comm/make_communicator.h"
+#include "flatshard/comm/torch_group.h"
 
 namespace flatshard::detail {
 
 using BackendHandle = c10::intrusive_ptr<c10d::Backend>;
 
+/// Connects, without a collective.
+BackendHandle connect_gloo_backend(
+    StoreHandle store,
+    int rank,
+    int size,
+    const CommunicatorOptions& options);
+/// Connects, and waits until all ranks have done so.
 BackendHandle make_gloo_backend(
     StoreHandle store,
     int rank,
@@ -36,6 +44,9 @@ std::shared_ptr<Communicator> make_nccl_communicator(
     const std::string& name,
     at::Device device,
     const CommunicatorOptions& options);
+std::shared_ptr<TorchGroup> make_nccl_torch_group(
+    const StoreHandle& store,
+    const TorchGroupOptions& options);
 /// See sum_rows.h. @param scale  of the sum.
 void cuda_sum_rows(
     const at::Tensor& out,

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/network.h"
@@ -93,7 +94,7 @@ struct Contexts : ProcessGroupGloo {
 
 }  // namespace
 
-BackendHandle make_gloo_backend(
+BackendHandle connect_gloo_backend(
     StoreHandle store,
     int rank,
     int size,
@@ -102,7 +103,16 @@ BackendHandle make_gloo_backend(
   auto gloo = ProcessGroupGloo::Options::create(options.timeout);
   gloo->devices = {shared_device(own_address(store))};
   gloo->threads = 1;  // each collective is waited for before the next starts
-  auto backend = c10::make_intrusive<ProcessGroupGloo>(store, rank, size, gloo);
+  return c10::make_intrusive<ProcessGroupGloo>(store, rank, size, gloo);
+}
+
+BackendHandle make_gloo_backend(
+    StoreHandle store,
+    int rank,
+    int size,
+    const CommunicatorOptions& options) {
+  BackendHandle backend =
+      connect_gloo_backend(std::move(store), rank, size, options);
   // A rank is connected before its peers are: it must not leave until then, or
   // they fail, or wait for the timeout of the connect.
   c10::intrusive_ptr<c10d::Work> connected;

@@ -19,6 +19,17 @@ std::shared_ptr<Communicator> make_nccl_communicator(
       device.str());
 }
 
+std::shared_ptr<TorchGroup> make_nccl_torch_group(
+    const StoreHandle& /*store*/,
+    const TorchGroupOptions& options) {
+  FLATSHARD_THROW(
+      config,
+      "group '{}': device '{}' needs NCCL, and this build has no CUDA; use "
+      "device cpu or build with -DFLATSHARD_CUDA=on",
+      options.name,
+      options.device.str());
+}
+
 void cuda_sum_rows(
     const at::Tensor& /*out*/,
     const at::Tensor& /*rows*/,

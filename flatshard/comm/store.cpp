@@ -215,6 +215,23 @@ StoreHandle make_tcp_store(
   }
 }
 
+ServedStore serve_store(
+    const std::string& host,
+    std::chrono::milliseconds timeout) {
+  detail::ignore_broken_pipes();
+  c10d::TCPStoreOptions tcp;
+  tcp.port = 0;
+  tcp.isServer = true;
+  tcp.timeout = timeout;
+  tcp.waitWorkers = false;
+  ServedStore served;
+  detail::with_comm_errors(fmt::format("a store at {}", host), [&] {
+    auto store = c10::make_intrusive<c10d::TCPStore>(host, tcp);
+    served = {.store = store, .port = store->getPort()};
+  });
+  return served;
+}
+
 StoreHandle make_local_store(StoreOptions options) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   store->setTimeout(options.timeout);

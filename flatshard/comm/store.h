@@ -29,6 +29,20 @@ StoreHandle make_tcp_store(
     const RankEnvironment& environment,
     StoreOptions options = {});
 
+struct ServedStore {
+  StoreHandle store;
+  std::uint16_t port = 0;
+};
+
+/// Serves a store at a free port of this machine, for another program that
+/// connects to it as torch's TCPStore.
+/// @param host     this machine's address, as the other program reaches it.
+/// @param timeout  of waits for a key.
+/// @throws Error{comm} if this machine does not have that address.
+ServedStore serve_store(
+    const std::string& host,
+    std::chrono::milliseconds timeout);
+
 /// Returns a store for ranks that are threads of one process.
 StoreHandle make_local_store(StoreOptions options = {});
 
