@@ -71,7 +71,7 @@ expert_parallel_degree = 2
 [metrics]
 log_freq = 1
 """
-# Keys that only a GPU's trace or only a failure has.
+# Only with a GPU or a failure.
 NOT_WRITTEN_HERE = {
     "profile.span_ms",
     "profile.compute_ms",
@@ -81,6 +81,8 @@ NOT_WRITTEN_HERE = {
     "checkpoint_error",
     "cuda_graph.fallbacks.*",
 }
+# Only with an engine.
+NOT_WRITTEN_HERE |= {f"weights_{key}" for key in ("s", "nbytes", "error", "failures")}
 # Pixels of the highest point of the loss below the upper end of its plot.
 HIGHEST = """
 const chart = charts.find((each) => each.spec.title === "Loss");

@@ -26,11 +26,12 @@ const std::vector<KeyTable>& key_tables() {
 
 // Same order as config.toml and the help text.
 constexpr std::string_view kSections[] = {
-    "run",         "model",       "moe",       "lora",
-    "data",        "training",    "optimizer", "lr_scheduler",
-    "parallelism", "precision",   "float8",    "activation_checkpoint",
-    "validation",  "checkpoint",  "metrics",   "cuda_graph",
-    "profiling",   "diagnostics", "comm",      "debug"};
+    "run",         "model",      "moe",         "lora",
+    "data",        "training",   "optimizer",   "lr_scheduler",
+    "parallelism", "precision",  "float8",      "activation_checkpoint",
+    "validation",  "checkpoint", "weights",     "metrics",
+    "cuda_graph",  "profiling",  "diagnostics", "comm",
+    "debug"};
 
 const ConfigKey& key_of(std::string_view full_name) {
   const auto keys = config_keys();

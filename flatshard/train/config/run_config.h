@@ -39,6 +39,7 @@ struct Config {
   config::CudaGraph cuda_graph;
   config::Validation validation;
   config::Checkpoint checkpoint;
+  config::Weights weights;
   config::Metrics metrics;
   config::Profiling profiling;
   config::Diagnostics diagnostics;

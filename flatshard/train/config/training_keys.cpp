@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "flatshard/core/error.h"
+#include "flatshard/core/http.h"
 #include "flatshard/train/config/key_rows.h"
 
 namespace flatshard::config {
@@ -18,6 +19,11 @@ constexpr UsedIf kSaves{
     WHEN(c.checkpoint.interval > 0),
     "runs that write checkpoints; set checkpoint.interval to 1 or more"};
 
+constexpr UsedIf kSends{
+    "weights.send",
+    WHEN(!c.weights.send.empty()),
+    "runs that send their weights; set weights.send to the URL of an engine"};
+
 const ConfigKey kTrainingKeys[] = {
 #define KEY(...) KEY_ROW(run, __VA_ARGS__)
 #include "flatshard/train/config/sections/run.def"
@@ -29,6 +35,8 @@ const ConfigKey kTrainingKeys[] = {
 #include "flatshard/train/config/sections/validation.def"
 #define KEY(...) KEY_ROW(checkpoint, __VA_ARGS__)
 #include "flatshard/train/config/sections/checkpoint.def"
+#define KEY(...) KEY_ROW(weights, __VA_ARGS__)
+#include "flatshard/train/config/sections/weights.def"
 #define KEY(...) KEY_ROW(metrics, __VA_ARGS__)
 #include "flatshard/train/config/sections/metrics.def"
 };
@@ -50,8 +58,24 @@ void check_checkpoint_folder(const Config& config) {
       text);
 }
 
+void check_weights(const Config& config) {
+  if (config.weights.send.empty()) {
+    return;
+  }
+  parse_http_url(config.weights.send, "weights.send");
+  FLATSHARD_CHECK(
+      config.weights.timeout_s < config.comm.timeout_s,
+      config,
+      "weights.timeout_s = {} expected less than comm.timeout_s = {}, because "
+      "the other ranks wait for rank 0 while it sends; lower it or raise "
+      "comm.timeout_s",
+      config.weights.timeout_s,
+      config.comm.timeout_s);
+}
+
 void check_training(const Config& config) {
   check_checkpoint_folder(config);
+  check_weights(config);
   FLATSHARD_CHECK(
       !config.data.train.empty(),
       config,

@@ -41,12 +41,18 @@ struct Checkpoint {
 #include "flatshard/train/config/sections/checkpoint.def"
 };
 
+struct Weights {
+#define KEY KEY_MEMBER
+#include "flatshard/train/config/sections/weights.def"
+};
+
 struct Metrics {
 #define KEY KEY_MEMBER
 #include "flatshard/train/config/sections/metrics.def"
 };
 
-/// [run], [data], [training], [validation], [checkpoint] and [metrics].
+/// [run], [data], [training], [validation], [checkpoint], [weights] and
+/// [metrics].
 KeyTable training_keys();
 
 }  // namespace flatshard::config

@@ -201,6 +201,26 @@ void MetricsFile::write_checkpoint_error(
   file_.append(to_line(std::move(row)));
 }
 
+void MetricsFile::write_weights(
+    std::int64_t step,
+    double seconds,
+    std::int64_t nbytes) {
+  auto row = begin_row(step, attempt_);
+  row["weights_s"] = seconds;
+  row["weights_nbytes"] = nbytes;
+  file_.append(to_line(std::move(row)));
+}
+
+void MetricsFile::write_weights_error(
+    std::int64_t step,
+    const std::string& error,
+    std::int64_t failures) {
+  auto row = begin_row(step, attempt_);
+  row["weights_error"] = error;
+  row["weights_failures"] = failures;
+  file_.append(to_line(std::move(row)));
+}
+
 void MetricsFile::write_profile(std::int64_t step, const StepProfile& profile) {
   auto row = begin_row(step, attempt_);
   auto& parts = row["profile"];

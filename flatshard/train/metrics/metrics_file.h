@@ -60,6 +60,15 @@ class MetricsFile {
   void write_checkpoint(std::int64_t step, double seconds);
   /// A row {"step", "checkpoint_error"}.
   void write_checkpoint_error(std::int64_t step, const std::string& error);
+  /// A row {"step", "weights_s", "weights_nbytes"}: an engine has the weights
+  /// of `step`.
+  void write_weights(std::int64_t step, double seconds, std::int64_t nbytes);
+  /// A row {"step", "weights_error", "weights_failures"}.
+  /// @param failures  of this start, with this one.
+  void write_weights_error(
+      std::int64_t step,
+      const std::string& error,
+      std::int64_t failures);
   /// A row {"step", "profile": {"span_ms", "compute_ms", "exposed_ms",
   /// "idle_ms", "classes_ms": {name: ms}}} of a GPU.
   void write_profile(std::int64_t step, const StepProfile& profile);

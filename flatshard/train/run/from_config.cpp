@@ -56,6 +56,21 @@ RunCheckpoints::Options checkpoint_options(
           config.training.steps)};
 }
 
+std::optional<WeightSender::Options> weight_options(const Config& config) {
+  const config::Weights& keys = config.weights;
+  if (keys.send.empty()) {
+    return std::nullopt;
+  }
+  return WeightSender::Options{
+      .engine =
+          {.server = parse_http_url(keys.send, "weights.send"),
+           .num_ranks = static_cast<int>(keys.engine_ranks)},
+      .every = keys.every,
+      .last_step = config.training.steps,
+      .timeout = std::chrono::duration_cast<std::chrono::milliseconds>(
+          std::chrono::duration<double>(keys.timeout_s))};
+}
+
 RunOutput::Options output_options(const Config& config) {
   return {
       .files = files_of(config),
@@ -129,6 +144,7 @@ RunOptions run_options(const Config& config, const models::ModelConfig& model) {
            .folder = std::filesystem::path(config.run.output_dir) /
                      config.profiling.folder},
       .checkpoints = checkpoint_options(config, model),
+      .weights = weight_options(config),
       .output = output_options(config),
       .start =
           {.files = files_of(config),

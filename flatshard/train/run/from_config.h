@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "flatshard/models/config.h"
 #include "flatshard/train/config/run_config.h"
 #include "flatshard/train/data/batches.h"
@@ -11,6 +13,7 @@
 #include "flatshard/train/run/run_diagnostics.h"
 #include "flatshard/train/run/run_output.h"
 #include "flatshard/train/run/run_start.h"
+#include "flatshard/train/run/weight_sender.h"
 #include "flatshard/train/setup/memory_check.h"
 
 namespace flatshard {
@@ -26,6 +29,7 @@ struct RunOptions {
   RunDiagnostics::Options diagnostics;
   ProfileReport::Options profile;
   RunCheckpoints::Options checkpoints;
+  std::optional<WeightSender::Options> weights;  ///< unset: not sent
   RunOutput::Options output;
   StartOptions start;
   AdviceOptions advice;

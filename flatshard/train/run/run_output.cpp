@@ -147,6 +147,24 @@ void RunOutput::checkpoint_error(std::int64_t step, const std::string& error) {
   }
 }
 
+void RunOutput::weights(
+    std::int64_t step,
+    double seconds,
+    std::int64_t nbytes) {
+  for_option(kOutputDir, [&] {
+    metrics_->write_weights(step, seconds, nbytes);
+  });
+}
+
+void RunOutput::weights_error(
+    std::int64_t step,
+    const std::string& error,
+    std::int64_t failures) {
+  for_option(kOutputDir, [&] {
+    metrics_->write_weights_error(step, error, failures);
+  });
+}
+
 void RunOutput::profile(std::int64_t step, const StepProfile& profile) {
   for_option(kOutputDir, [&] { metrics_->write_profile(step, profile); });
 }

@@ -58,6 +58,13 @@ class RunOutput {
   /// The checkpoint of `step` is complete, or failed.
   void checkpoint(std::int64_t step, double seconds);
   void checkpoint_error(std::int64_t step, const std::string& error);
+  /// An engine has the weights of `step`.
+  void weights(std::int64_t step, double seconds, std::int64_t nbytes);
+  /// @param failures  of this start, with this one.
+  void weights_error(
+      std::int64_t step,
+      const std::string& error,
+      std::int64_t failures);
   /// Reports the time breakdown of a traced step.
   void profile(std::int64_t step, const StepProfile& profile);
   void profile(std::int64_t step, const std::vector<HostOperator>& operators);

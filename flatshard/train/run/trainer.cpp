@@ -96,6 +96,7 @@ std::optional<Trainer::Stop> Trainer::train() {
         logged || requests_->due(step) ? take_requests(step) : Requests();
     const bool stops = asked.stop_signal != 0;
     save_if(asked.save || stops, step);
+    send_weights_if_due(step);
     show_progress(step, trained->loss);
     if (stops && !last) {
       return Stop{
@@ -228,6 +229,15 @@ void Trainer::save_if(bool asked, std::int64_t step) {
     checkpoints_->save(step);
   }
   checkpoints_->report();
+}
+
+void Trainer::send_weights_if_due(std::int64_t step) {
+  if (sender_ && sender_->due(step)) {
+    state_.runtime->synchronize();
+    state_.optimizer->wait();
+    sender_->send(step);
+    meter_->restart();
+  }
 }
 
 void Trainer::show_progress(std::int64_t step, const at::Tensor& loss) {

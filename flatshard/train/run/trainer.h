@@ -96,6 +96,8 @@ class Trainer {
   Requests take_requests(std::int64_t step);
   /// Saves a checkpoint if one is due or asked for, and reports earlier ones.
   void save_if(bool asked, std::int64_t step);
+  /// Sends the weights to an engine if that is due.
+  void send_weights_if_due(std::int64_t step);
   /// @param loss  see TrainedStep
   void show_progress(std::int64_t step, const at::Tensor& loss);
   /// Returns the number of tokens of all ranks and attempts, up to the step
@@ -127,6 +129,7 @@ class Trainer {
   std::optional<Batches> batches_;
   std::optional<Microbatches> microbatches_;
   std::optional<Evaluation> evaluation_;  ///< unset: no validation
+  std::optional<WeightSender> sender_;    ///< unset: weights are not sent
   std::optional<RunDiagnostics> diagnostics_;
   std::optional<NonfiniteGuard> guard_;
   std::optional<StepMeter> meter_;

@@ -224,6 +224,17 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
         data_mesh,
         state_.model);
   }
+  if (options_.weights) {
+    const auto groups = state_.runtime->all_groups();
+    sender_.emplace(
+        *options_.weights,
+        WeightSender::Parts{
+            .mesh = mesh_,
+            .groups = {groups.begin(), groups.end()},
+            .entries_of = models::hf_entries_of(model_config_),
+            .buffers = experts_->buffers(),
+            .output = output});
+  }
   guard_.emplace(
       options_.on_nonfinite,
       NonfiniteGuard::Parts{

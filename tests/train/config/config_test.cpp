@@ -739,6 +739,13 @@ TEST(Config, ContradictionsAreNamed) {
       {{"checkpoint.folder=../elsewhere"},
        "checkpoint.folder expected a folder below run.output_dir"},
       {{"checkpoint.folder="}, "or an absolute one, got \"\""},
+      {{"weights.every=5"},
+       "weights.every is set, but weights.send = \"\" does not use it"},
+      {{"weights.send=node:30000"}, "weights.send expected a URL such as"},
+      {{"weights.send=http://node:30000", "weights.timeout_s=300"},
+       "weights.timeout_s = 300 expected less than comm.timeout_s = 300"},
+      {{"weights.send=http://node:30000", "lora.rank=8"},
+       "weights.send = \"http://node:30000\" with lora.rank = 8: adapters"},
       {{"training.on_nonfinite=rewind"},
        "training.on_nonfinite = \"rewind\" with checkpoint.interval = 0: a "
        "rewind requires checkpoints"},

@@ -235,6 +235,8 @@ TEST(MetricsFile, StartsCheckpointsAndProfilesAreRows) {
        .environment = {{"torch", "2.11.0"}}});
   metrics.write_checkpoint(6, 1.5);
   metrics.write_checkpoint_error(7, "no space");
+  metrics.write_weights(7, 0.5, 4096);
+  metrics.write_weights_error(8, "refused", 2);
   metrics.write_nonfinite(8, "a gradient", std::nullopt);
   metrics.write_nonfinite(9, "a gradient", 6);
   metrics.write_profile(
@@ -264,14 +266,19 @@ TEST(MetricsFile, StartsCheckpointsAndProfilesAreRows) {
   EXPECT_EQ(
       rows[2],
       json::parse(R"({"step": 7, "checkpoint_error": "no space"})"));
-  EXPECT_EQ(rows[3], json::parse(R"({"step": 8, "nonfinite": "a gradient"})"));
-  EXPECT_EQ(rows[4]["goes_on_after"], 6);
-  EXPECT_EQ(rows[5]["profile"], json::parse(R"({
+  EXPECT_EQ(
+      rows[3],
+      json::parse(R"({"step": 7, "weights_s": 0.5, "weights_nbytes": 4096})"));
+  EXPECT_EQ(rows[4], json::parse(R"({
+        "step": 8, "weights_error": "refused", "weights_failures": 2})"));
+  EXPECT_EQ(rows[5], json::parse(R"({"step": 8, "nonfinite": "a gradient"})"));
+  EXPECT_EQ(rows[6]["goes_on_after"], 6);
+  EXPECT_EQ(rows[7]["profile"], json::parse(R"({
         "span_ms": 10.0, "compute_ms": 7.0, "exposed_ms": 2.0, "idle_ms": 1.0,
         "classes_ms": {"GEMM": 6.0}})"));
-  EXPECT_EQ(rows[6]["profile"]["operators_ms"]["op11"], 1.0);
-  EXPECT_EQ(rows[6]["profile"]["operators_ms"]["other"], 2.0);
-  EXPECT_EQ(rows[6]["profile"]["operators_ms"].size(), 13U);
+  EXPECT_EQ(rows[8]["profile"]["operators_ms"]["op11"], 1.0);
+  EXPECT_EQ(rows[8]["profile"]["operators_ms"]["other"], 2.0);
+  EXPECT_EQ(rows[8]["profile"]["operators_ms"].size(), 13U);
 }
 
 TEST(MetricsFile, TruncatesOrAppends) {

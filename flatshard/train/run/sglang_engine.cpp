@@ -1,0 +1,153 @@
+#include "flatshard/train/run/sglang_engine.h"
+
+#include "flatshard/comm/network.h"
+#include "flatshard/core/error.h"
+
+#include <c10/core/ScalarType.h>
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <exception>
+#include <future>
+#include <random>
+
+// Source: SGLang of 2026, `python/sglang/srt/entrypoints/http_server.py` for
+// the routes, `managers/io_struct.py` for their fields, and the class
+// WeightUpdater for the group and the order of bytes.
+namespace flatshard {
+namespace {
+
+using Json = nlohmann::json;
+
+/// Returns a name that no earlier group has: torch.distributed refuses the name
+/// of a group that exists, as it does after a send that failed.
+std::string new_group_name(std::int64_t step) {
+  std::random_device random;
+  return fmt::format("flatshard_{}_{:08x}", step, random());
+}
+
+/// Returns this machine's address as the engine reaches it.
+std::string own_address(const HttpServer& server) {
+  if (is_loopback(server.host)) {
+    return "127.0.0.1";
+  }
+  std::string address = address_towards(server.host, server.port);
+  FLATSHARD_CHECK(
+      !address.empty(),
+      comm,
+      "no route to {}:{}",
+      server.host,
+      server.port);
+  return address;
+}
+
+/// Returns at least a millisecond: zero means "no limit" in torch.
+std::chrono::milliseconds until(
+    std::chrono::steady_clock::time_point deadline) {
+  return std::max(
+      std::chrono::milliseconds(1),
+      std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline - std::chrono::steady_clock::now()));
+}
+
+}  // namespace
+
+SglangEngine::SglangEngine(
+    const Options& options,
+    at::Device device,
+    std::int64_t step,
+    std::chrono::steady_clock::time_point deadline)
+    : options_(options),
+      step_(step),
+      deadline_(deadline),
+      group_name_(new_group_name(step)) {
+  // Requests that wait are computed again, with the new weights.
+  call("/pause_generation", Json{{"mode", "retract"}}.dump());
+  const std::string address = own_address(options_.server);
+  const ServedStore served = serve_store(address, until(deadline_));
+  store_ = served.store;
+  const int size = 1 + options_.num_ranks;
+  const Json init{
+      {"master_address", address},
+      {"master_port", served.port},
+      {"rank_offset", 1},
+      {"world_size", size},
+      {"group_name", group_name_},
+      {"backend", device.is_cuda() ? "nccl" : "gloo"}};
+  call_during("/init_weights_update_group", init.dump(), [&] {
+    group_ = make_torch_group(
+        store_,
+        {.size = size,
+         .name = group_name_,
+         .device = device,
+         .deadline = deadline_});
+  });
+}
+
+SglangEngine::~SglangEngine() = default;
+
+void SglangEngine::send(
+    const std::vector<SentTensor>& tensors,
+    const at::Tensor& bytes,
+    bool last) {
+  Json update{
+      {"group_name", group_name_},
+      {"load_format", "flattened_bucket"},
+      {"flush_cache", last},
+      {"names", Json::array()},
+      {"dtypes", Json::array()},
+      {"shapes", Json::array()}};
+  for (const SentTensor& tensor : tensors) {
+    update["names"].push_back(tensor.name);
+    update["dtypes"].push_back(c10::getDtypeNames(tensor.dtype).first);
+    update["shapes"].push_back(tensor.shape);
+  }
+  if (last) {
+    update["weight_version"] = std::to_string(step_);
+  }
+  call_during("/update_weights_from_distributed", update.dump(), [&] {
+    group_->broadcast(bytes);
+  });
+}
+
+void SglangEngine::finish() {
+  call(
+      "/destroy_weights_update_group",
+      Json{{"group_name", group_name_}}.dump());
+  call("/continue_generation", "{}");
+}
+
+void SglangEngine::call(const std::string& route, const std::string& body)
+    const {
+  http_post(options_.server, route, body, deadline_);
+}
+
+void SglangEngine::call_during(
+    const std::string& route,
+    const std::string& body,
+    const std::function<void()>& work) {
+  const std::shared_ptr<TorchGroup> group = group_;
+  auto answered = std::async(std::launch::async, [&] {
+    try {
+      call(route, body);
+    } catch (...) {
+      if (group) {
+        group->abort();  // or `work` would wait for an engine that is gone
+      }
+      throw;
+    }
+  });
+  std::exception_ptr failure;
+  try {
+    work();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  answered.get();  // its error names the reason of the other
+  if (failure) {
+    std::rethrow_exception(failure);
+  }
+}
+
+}  // namespace flatshard

@@ -1,0 +1,187 @@
+#include "flatshard/train/run/weight_sender.h"
+
+#include "flatshard/comm/all_gather_values.h"
+#include "flatshard/comm/collective_scope.h"
+#include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace flatshard {
+namespace {
+
+constexpr std::int64_t kBucketNbytes = std::int64_t{512} << 20;
+constexpr double kBytesPerGb = 1e9;
+
+/// Tensors, one after another in one buffer. The engine makes views of it, so
+/// each tensor starts at a multiple of its element.
+class Bucket {
+ public:
+  /// @param nbytes  of the buffer, if no tensor is larger.
+  Bucket(at::Device device, std::int64_t nbytes)
+      : device_(device), capacity_(nbytes) {}
+
+  bool has_room_for(const at::Tensor& tensor) const {
+    return tensors_.empty() || (nbytes_ % tensor.element_size() == 0 &&
+                                nbytes_ + nbytes_of(tensor) <= buffer_.numel());
+  }
+
+  void add(const std::string& name, const at::Tensor& tensor) {
+    const std::int64_t nbytes = nbytes_of(tensor);
+    if (!buffer_.defined() || nbytes > buffer_.numel()) {
+      buffer_ = at::Tensor();  // freed first
+      buffer_ = at::empty(
+          {std::max(nbytes, capacity_)},
+          at::TensorOptions(device_).dtype(at::kByte));
+    }
+    if (nbytes > 0) {
+      buffer_.narrow(0, nbytes_, nbytes)
+          .copy_(tensor.contiguous().view(-1).view(at::kByte));
+    }
+    nbytes_ += nbytes;
+    tensors_.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  }
+
+  void send(SglangEngine& engine, bool last) const {
+    engine.send(tensors_, buffer_.narrow(0, 0, nbytes_), last);
+  }
+
+  std::int64_t clear() {
+    tensors_.clear();
+    return std::exchange(nbytes_, 0);
+  }
+
+ private:
+  static std::int64_t nbytes_of(const at::Tensor& tensor) {
+    return static_cast<std::int64_t>(tensor.nbytes());
+  }
+
+  at::Device device_;
+  std::int64_t capacity_;
+  at::Tensor buffer_;
+  std::vector<SentTensor> tensors_;
+  std::int64_t nbytes_ = 0;
+};
+
+}  // namespace
+
+WeightSender::WeightSender(const Options& options, Parts parts)
+    : options_(options), parts_(std::move(parts)) {
+}
+
+bool WeightSender::due(std::int64_t step) const {
+  return step % options_.every == 0 || step == options_.last_step;
+}
+
+void WeightSender::send(std::int64_t step) {
+  const CollectiveScope scope("weights");
+  Mesh& mesh = *parts_.mesh;
+  const bool sends = mesh.rank() == 0;
+  const auto begin = std::chrono::steady_clock::now();
+  error_.clear();
+  if (sends) {
+    try {
+      engine_ = std::make_unique<SglangEngine>(
+          options_.engine,
+          mesh.device(),
+          step,
+          begin + options_.timeout);
+    } catch (const std::exception& error) {
+      error_ = error.what();
+    }
+  }
+  // The others all-gather only if there is an engine.
+  const int num_engines = engine_ ? 1 : 0;
+  const bool is_there =
+      all_gather_values(mesh.world(), num_engines).front() == 1;
+  mesh.check();  // an aborted collective ends without a result
+  const std::int64_t nbytes = is_there ? send_all() : 0;
+  with_engine([](SglangEngine& engine) { engine.finish(); });
+  engine_.reset();
+  if (!sends) {
+    return;
+  }
+  const HttpServer& server = options_.engine.server;
+  if (!error_.empty()) {
+    ++failures_;
+    log_warning(
+        "the weights of step {} were not sent to weights.send = "
+        "\"http://{}:{}\"; training continues, and the next send is tried as "
+        "usual: {}",
+        step,
+        server.host,
+        server.port,
+        error_);
+    parts_.output->weights_error(step, error_, failures_);
+    return;
+  }
+  const std::chrono::duration<double> seconds =
+      std::chrono::steady_clock::now() - begin;
+  log_info(
+      "sent the weights of step {} to http://{}:{}: {:.3f} GB in {:.2f} s",
+      step,
+      server.host,
+      server.port,
+      static_cast<double>(nbytes) / kBytesPerGb,
+      seconds.count());
+  parts_.output->weights(step, seconds.count(), nbytes);
+}
+
+void WeightSender::with_engine(const std::function<void(SglangEngine&)>& work) {
+  if (!engine_) {
+    return;
+  }
+  try {
+    work(*engine_);
+  } catch (const std::exception& error) {
+    error_ = error.what();
+    engine_.reset();
+  }
+}
+
+std::int64_t WeightSender::send_all() {
+  const at::NoGradGuard no_grad;
+  WeightStream stream(
+      parts_.groups,
+      {.dtype_of = compute_dtype_of,
+       .entries_of = parts_.entries_of,
+       .mesh = parts_.mesh});
+  std::int64_t all = 0;
+  for (const StreamedSpec& spec : stream.metadata()) {
+    all += c10::multiply_integers(spec.shape) *
+           static_cast<std::int64_t>(c10::elementSize(spec.dtype));
+  }
+  Bucket bucket(parts_.mesh->device(), std::min(all, kBucketNbytes));
+  std::int64_t nbytes = 0;
+  const auto flush = [&](bool last) {
+    with_engine([&](SglangEngine& engine) { bucket.send(engine, last); });
+    nbytes += bucket.clear();
+  };
+  const auto add = [&](const std::string& name, const at::Tensor& tensor) {
+    if (!engine_) {
+      return;
+    }
+    if (!bucket.has_room_for(tensor)) {
+      flush(/*last=*/false);
+    }
+    bucket.add(name, tensor);
+  };
+  while (const auto tensors = stream.next()) {
+    stream.gather_ahead();
+    for (const StreamedTensor& streamed : *tensors) {
+      add(streamed.name, streamed.tensor);
+    }
+  }
+  for (const WholeTensor& buffer : parts_.buffers) {
+    add(buffer.name, buffer.tensor);
+  }
+  flush(/*last=*/true);
+  return nbytes;
+}
+
+}  // namespace flatshard
