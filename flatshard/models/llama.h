@@ -104,8 +104,9 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
       nn::RmsNormImpl* norm,
       const nn::Documents& documents);
 
-  /// Returns the arguments for this rank's heads.
-  nn::AttentionArgs args() const;
+  /// Returns the arguments for some of q's heads, among those that the
+  /// projections return.
+  nn::AttentionArgs args(const nn::IndexPart& heads) const;
 
   /// Tokens of a full sequence if a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {

@@ -138,10 +138,11 @@ nn::ParameterParts LlamaAttentionImpl::parts() const {
        {.dim = 0, .whole = heads_, .part = nn::part_of(ranks_, heads_)}}};
 }
 
-nn::AttentionArgs LlamaAttentionImpl::args() const {
+nn::AttentionArgs LlamaAttentionImpl::args(const nn::IndexPart& heads) const {
   nn::AttentionArgs args = args_;
-  if (sinks_.defined()) {
-    args.sinks = nn::own_rows(token_ranks_, sinks_);
+  args.sinks = sinks_;
+  if (sinks_.defined() && heads.size() < sinks_.size(0)) {
+    args.sinks = sinks_.narrow(0, heads.begin, heads.size());
   }
   return args;
 }
@@ -211,17 +212,23 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
     nn::RmsNormImpl* norm,
     const nn::Documents& documents) {
   const auto [in, q, k, v] = project(x, norm, rotation_of(x, documents));
-  const nn::TensorList heads = nn::to_heads(token_ranks_, {q, k, v});
-  const at::Tensor attended =
-      documents.defined()
-          ? nn::document_attention(
-                heads[0],
-                heads[1],
-                heads[2],
-                documents,
-                args())
-          : nn::causal_attention(heads[0], heads[1], heads[2], args());
-  return {in, output(nn::to_tokens(token_ranks_, attended))};
+  const auto attended = nn::attend_shared_tokens(
+      token_ranks_,
+      q,
+      k,
+      v,
+      [&](const nn::HeadGroup& heads) {
+        const nn::AttentionArgs own = args(heads.part);
+        return documents.defined()
+                   ? nn::document_attention(
+                         heads.q,
+                         heads.k,
+                         heads.v,
+                         documents,
+                         own)
+                   : nn::causal_attention(heads.q, heads.k, heads.v, own);
+      });
+  return {in, output(attended)};
 }
 
 std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
@@ -236,7 +243,7 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
       "load the weights on one rank");
   const auto [cos, sin] = rope_->get(step.length, x.device());
   const auto [in, q, k, v] = project(x, norm, {cos, sin, step.positions});
-  return {in, output(cache.attend(q, k, v, args(), step))};
+  return {in, output(cache.attend(q, k, v, args({0, q.size(2)}), step))};
 }
 
 LlamaMlpImpl::LlamaMlpImpl(

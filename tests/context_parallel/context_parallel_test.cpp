@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "flatshard/context_parallel/collective_context_parallel.h"
@@ -94,21 +95,35 @@ TEST_P(ExchangedHeads, ARankGetsAllTokensOfItsHeads) {
   on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
     for (const std::int64_t batch : {1, 2, 3}) {
-      const at::Tensor q = random_of({batch, 2 * n, 2 * n, kHeadDim}, 1);
-      const at::Tensor k =
-          random_of({batch, 2 * n, n, kHeadDim}, 2, at::kBFloat16);
-      const at::Tensor single = random_of({batch, 2 * n, 1, kHeadDim}, 3);
-      // The part of a fused projection.
-      const at::Tensor strided =
-          at::cat({tokens_of(ranks, q), tokens_of(ranks, q)}, 3)
-              .narrow(3, 0, kHeadDim);
-      const nn::TensorList got = nn::to_heads(
-          ranks,
-          {strided, tokens_of(ranks, k), tokens_of(ranks, single)});
-      EXPECT_TRUE(got[0].equal(heads_of(ranks, q))) << batch;
-      EXPECT_TRUE(got[1].equal(heads_of(ranks, k))) << batch;
-      EXPECT_TRUE(got[2].equal(single)) << batch;
-      EXPECT_TRUE(got[0].is_contiguous());
+      for (const std::int64_t kv_heads : {2 * n, n, std::int64_t{1}}) {
+        const at::Tensor q = random_of({batch, 2 * n, 4 * n, kHeadDim}, 1);
+        const at::Tensor k = random_of({batch, 2 * n, kv_heads, kHeadDim}, 2);
+        const at::Tensor v = random_of({batch, 2 * n, kv_heads, kHeadDim}, 3);
+        // The part of a fused projection.
+        const at::Tensor strided =
+            at::cat({tokens_of(ranks, q), tokens_of(ranks, q)}, 3)
+                .narrow(3, 0, kHeadDim);
+        std::vector<nn::HeadGroup> groups;
+        nn::attend_shared_tokens(
+            ranks,
+            strided,
+            tokens_of(ranks, k),
+            tokens_of(ranks, v),
+            [&](const nn::HeadGroup& heads) {
+              groups.push_back(heads);
+              EXPECT_TRUE(q.narrow(2, heads.part.begin, heads.part.size())
+                              .equal(heads.q));
+              return heads.q.flatten(2);
+            });
+        EXPECT_EQ(groups.size(), kv_heads == 2 * n ? 2U : 1U);
+        at::Tensor all_k = groups[0].k, all_v = groups[0].v;
+        if (groups.size() == 2) {
+          all_k = at::cat({all_k, groups[1].k}, 2);
+          all_v = at::cat({all_v, groups[1].v}, 2);
+        }
+        EXPECT_TRUE(all_k.equal(heads_of(ranks, k))) << batch;
+        EXPECT_TRUE(all_v.equal(heads_of(ranks, v))) << batch;
+      }
     }
   });
 }
@@ -117,58 +132,79 @@ TEST_P(ExchangedHeads, TokensComeBackUnchanged) {
   on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
     for (const std::int64_t batch : {1, 3}) {
-      at::Tensor x =
-          tokens_of(ranks, random_of({batch, 3 * n, 2 * n, kHeadDim}, 4));
-      x = x.detach().requires_grad_();
-      const at::Tensor back =
-          nn::to_tokens(ranks, nn::to_heads(ranks, {x})[0].flatten(2));
-      EXPECT_TRUE(back.equal(x.flatten(2))) << batch;
-      const at::Tensor gradient = random_of(back.sizes(), 5U + ranks->rank());
-      torch::autograd::backward({back}, {gradient});
-      EXPECT_TRUE(x.grad().equal(gradient.view(x.sizes()))) << batch;
+      for (const std::int64_t heads : {2 * n, n}) {
+        at::Tensor x =
+            tokens_of(ranks, random_of({batch, 3 * n, heads, kHeadDim}, 4));
+        x = x.detach().requires_grad_();
+        const at::Tensor back = nn::attend_shared_tokens(
+            ranks,
+            x,
+            x.detach(),
+            x.detach(),
+            [](const nn::HeadGroup& own) { return own.q.flatten(2); });
+        EXPECT_TRUE(back.equal(x.flatten(2))) << batch;
+        const at::Tensor gradient = random_of(back.sizes(), 5U + ranks->rank());
+        torch::autograd::backward({back}, {gradient});
+        EXPECT_TRUE(x.grad().equal(gradient.view(x.sizes()))) << batch;
+      }
     }
   });
 }
 
-// Another rank's copy of a head may have any gradient.
+// The gradient of a rank's copy of the only kv head is the gradient of its q.
 TEST_P(ExchangedHeads, GradientsOfSharedHeadsAreAddedInRankOrder) {
   on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t n = ranks->size();
-    const auto gradient = [&](std::int64_t rank) {
-      return random_of({1, 2 * n, 1, kHeadDim}, 6U + rank, at::kBFloat16);
-    };
     at::Tensor k = random_of({1, 2, 1, kHeadDim}, 7, at::kBFloat16);
     k.requires_grad_();
-    torch::autograd::backward(
-        nn::to_heads(ranks, {k}),
-        {gradient(ranks->rank())});
-    at::Tensor sum = gradient(0).to(at::kFloat);
+    const at::Tensor q = at::zeros({1, 2, n, kHeadDim}, k.options());
+    const at::Tensor out = nn::attend_shared_tokens(
+        ranks,
+        q,
+        k,
+        k.detach(),
+        [](const nn::HeadGroup& own) { return own.k.flatten(2); });
+    const at::Tensor gradient =
+        random_of({1, 2, n, kHeadDim}, 6U + ranks->rank(), at::kBFloat16);
+    torch::autograd::backward({out}, {gradient.flatten(2)});
+    at::Tensor sum = gradient.select(2, 0).to(at::kFloat);
     for (std::int64_t r = 1; r < n; ++r) {
-      sum.add_(gradient(r));
+      sum.add_(gradient.select(2, r));
     }
-    EXPECT_TRUE(k.grad().equal(tokens_of(ranks, sum).to(at::kBFloat16)));
+    EXPECT_TRUE(k.grad().squeeze(2).equal(sum.to(at::kBFloat16)));
   });
 }
 
 TEST(ExchangedHeadsTogether, RefuseHeadsThatRanksDoNotDivide) {
   on_ranks(4, [](const nn::ContextParallelPtr& ranks) {
-    try {
-      nn::to_heads(ranks, {at::zeros({1, 4, 6, kHeadDim})});
-      FAIL() << "accepted";
-    } catch (const Error& error) {
-      EXPECT_THAT(
-          error.what(),
-          ::testing::HasSubstr(
-              "expected a multiple or a divisor of 4 heads in attention, got "
-              "6"));
+    const auto attend = [](const nn::HeadGroup& own) { return own.q; };
+    const auto heads = [](std::int64_t n) {
+      return at::zeros({1, 4, n, kHeadDim});
+    };
+    for (const auto& [q, kv] : {std::pair{6, 2}, std::pair{8, 3}}) {
+      try {
+        nn::attend_shared_tokens(ranks, heads(q), heads(kv), heads(kv), attend);
+        FAIL() << "accepted";
+      } catch (const Error& error) {
+        EXPECT_THAT(
+            error.what(),
+            ::testing::HasSubstr(
+                "expected a multiple of 4 heads, and a multiple or a divisor "
+                "of kv heads, got " +
+                std::to_string(q) + " and " + std::to_string(kv)));
+      }
     }
   });
 }
 
 TEST(ExchangedHeadsTogether, NoRanksMeansNoExchange) {
   const at::Tensor x = at::zeros({1, 4, 6, kHeadDim});
-  EXPECT_TRUE(nn::to_heads(nullptr, {x})[0].is_same(x));
-  EXPECT_TRUE(nn::to_tokens(nullptr, x).is_same(x));
+  const auto attend = [&](const nn::HeadGroup& own) {
+    EXPECT_TRUE(own.q.is_same(x) && own.k.is_same(x) && own.v.is_same(x));
+    EXPECT_EQ(own.part.size(), 6);
+    return own.q;
+  };
+  EXPECT_TRUE(nn::attend_shared_tokens(nullptr, x, x, x, attend).is_same(x));
   EXPECT_TRUE(nn::own_rows(nullptr, x).is_same(x));
 }
 
@@ -188,7 +224,7 @@ nn::RankBlocks blocks_of(
 }
 
 // The windows of copies grow in some rounds, and their halves alternate.
-TEST_P(ExchangedHeads, ExchangesOverlapInOneOrder) {
+TEST_P(ExchangedHeads, G15_ExchangesOverlapInOneOrder) {
   on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
     const std::int64_t size = ranks->size();
     const auto value =
@@ -232,6 +268,94 @@ TEST_P(ExchangedHeads, ExchangesOverlapInOneOrder) {
   });
 }
 
+// Lists the starts and ends of another one's exchanges, by their numbers.
+class ListedRanks : public nn::ContextParallel {
+ public:
+  using Steps = std::vector<std::string>;
+  ListedRanks(nn::ContextParallelPtr ranks, Steps& steps)
+      : ContextParallel(ranks->rank(), ranks->size()),
+        ranks_(std::move(ranks)),
+        steps_(steps) {}
+
+  std::unique_ptr<nn::PendingExchange> start(
+      std::vector<nn::RankBlocks> blocks) override {
+    steps_.push_back("start " + std::to_string(next_));
+    return std::make_unique<Listed>(
+        ranks_->start(std::move(blocks)),
+        "finish " + std::to_string(next_++),
+        steps_);
+  }
+
+ private:
+  struct Listed : nn::PendingExchange {
+    Listed(
+        std::unique_ptr<nn::PendingExchange> exchange,
+        std::string name,
+        Steps& steps)
+        : exchange_(std::move(exchange)),
+          name_(std::move(name)),
+          steps_(steps) {}
+    void finish() override {
+      steps_.push_back(name_);
+      exchange_->finish();
+    }
+    std::unique_ptr<nn::PendingExchange> exchange_;
+    std::string name_;
+    Steps& steps_;
+  };
+
+  nn::ContextParallelPtr ranks_;
+  Steps& steps_;
+  int next_ = 0;
+};
+
+// One group of heads is exchanged during the attention of the other. All ranks
+// have this order, in forward and in backward.
+TEST(ExchangedHeadsTogether, G15_EachGroupIsExchangedDuringTheOther) {
+  on_ranks(2, [](const nn::ContextParallelPtr& ranks) {
+    ListedRanks::Steps steps;
+    const auto listed = std::make_shared<ListedRanks>(ranks, steps);
+    const at::Tensor x = at::zeros({1, 2, 4, kHeadDim}).requires_grad_();
+    const at::Tensor out = nn::attend_shared_tokens(
+        listed,
+        x,
+        x.detach(),
+        x.detach(),
+        [&](const nn::HeadGroup& own) {
+          steps.emplace_back("attend");
+          own.q.register_hook(
+              [&](const at::Tensor&) { steps.emplace_back("gradient"); });
+          return own.q.flatten(2).exp();
+        });
+    const ListedRanks::Steps forward{
+        "start 0",
+        "start 1",
+        "finish 0",
+        "attend",
+        "start 2",
+        "finish 1",
+        "attend",
+        "start 3",
+        "finish 2",
+        "finish 3"};
+    EXPECT_EQ(steps, forward);
+    steps.clear();
+    out.sum().backward();
+    const ListedRanks::Steps backward{
+        "start 4",
+        "start 5",
+        "finish 4",
+        "gradient",
+        "start 6",
+        "finish 5",
+        "gradient",
+        "start 7",
+        "finish 7",
+        "finish 6"};
+    EXPECT_EQ(steps, backward);
+  });
+}
+
 struct AttentionCase {
   std::string name;
   std::int64_t kv_heads = 4;
@@ -259,27 +383,34 @@ Attended attend(
   for (at::Tensor& x : qkv) {
     x = x.detach().clone().requires_grad_();
   }
-  nn::AttentionArgs args = c.args;
   if (c.has_sinks) {
     sinks = sinks.detach().clone().requires_grad_();
-    args.sinks = ranks ? nn::own_rows(ranks, sinks) : sinks;
   }
-  const nn::TensorList heads = nn::to_heads(ranks, qkv);
-  const at::Tensor& q = heads[0];
-  const std::int64_t seq = q.size(1);
-  const at::Tensor all =
-      c.has_documents
-          ? nn::document_attention(
-                q,
-                heads[1],
-                heads[2],
+  Attended result{
+      .out = nn::attend_shared_tokens(
+          ranks,
+          qkv[0],
+          qkv[1],
+          qkv[2],
+          [&](const nn::HeadGroup& own) {
+            nn::AttentionArgs args = c.args;
+            if (c.has_sinks) {
+              args.sinks = sinks.narrow(0, own.part.begin, own.part.size());
+            }
+            if (!c.has_documents) {
+              return nn::causal_attention(own.q, own.k, own.v, args);
+            }
+            const std::int64_t seq = own.q.size(1);
+            return nn::document_attention(
+                own.q,
+                own.k,
+                own.v,
                 nn::Documents::of(
                     std::vector<std::int64_t>{5, seq - 5, seq - 1, 1},
                     seq,
                     at::kCPU),
-                args)
-          : nn::causal_attention(q, heads[1], heads[2], args);
-  Attended result{.out = nn::to_tokens(ranks, all)};
+                args);
+          })};
   torch::autograd::backward({result.out}, {gradient});
   for (const at::Tensor& x : qkv) {
     result.grads.push_back(x.grad());

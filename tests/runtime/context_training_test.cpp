@@ -155,6 +155,26 @@ TEST(ContextParallelPitfalls, G8_SumsHaveOneOrder) {
   EXPECT_EQ(second.weights, first.weights);
 }
 
+TEST(ContextParallelPitfalls, G14_TokensHaveThePlacesOfTheirSequence) {
+  for (const bool documents : {false, true}) {
+    for (const TensorRun& run :
+         {TensorRun{.cp = 4, .batch = 3, .documents = documents},
+          TensorRun{.model = "dynamic_rope", .cp = 2, .documents = documents},
+          TensorRun{
+              .model = "dynamic_rope",
+    .cp = 2,
+    .tp = 2,
+    .batch = 2,
+    .documents = documents}}) {
+      const TensorDistance distance = tensor_distance(
+          train_tensor(run),
+          train_tensor(tensor_reference(run)));
+      EXPECT_LE(distance.largest, tensor_tolerance(run))
+          << run.name() << ": " << distance.where;
+    }
+  }
+}
+
 class ContextParallelGraphs : public ::testing::TestWithParam<TensorRun> {};
 
 TEST_P(ContextParallelGraphs, EqualsEagerBitForBit) {

@@ -30,6 +30,8 @@ constexpr std::int64_t kTensorSeq = 12;
 constexpr const char* kWide = "wide";
 // Layers that ranks cannot share: context-parallel ranks read one kv head.
 constexpr const char* kMultiQuery = "multi_query";
+// Longer sequences than the original ones have other frequencies.
+constexpr const char* kDynamicRope = "dynamic_rope";
 
 using TensorModels =
     std::map<std::string, std::function<void(models::ModelConfig&)>>;
@@ -73,6 +75,13 @@ const TensorModels& models_by_name() {
          c.moe = {.num_experts = 4, .experts_per_token = 2};
        }},
       {kMultiQuery, [](auto& c) { c.kv_heads = 1; }},
+      {kDynamicRope,
+       [](auto& c) {
+         c.rope_scaling = nn::RopeScaling{
+             .type = nn::RopeType::dynamic,
+             .factor = 4.0,
+             .original_max_positions = 6};
+       }},
       {kWide,
        [](auto& c) {
          c.dim = 128;
@@ -201,7 +210,7 @@ at::Tensor count_targets(const at::Tensor& targets) {
 std::vector<std::string> tensor_models() {
   std::vector<std::string> names;
   for (const auto& [name, change] : models_by_name()) {
-    if (name != kWide && name != kMultiQuery) {
+    if (name != kWide && name != kMultiQuery && name != kDynamicRope) {
       names.push_back(name);
     }
   }

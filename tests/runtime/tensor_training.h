@@ -19,8 +19,8 @@ namespace flatshard::testing {
 
 /// A run of ranks that share layers.
 struct TensorRun {
-  std::string model =
-      "llama";  ///< one of tensor_models(), "multi_query" or "wide"
+  std::string model = "llama";  ///< one of tensor_models(), "multi_query",
+                                ///< "dynamic_rope" or "wide"
   std::string strategy = "zero3";
   int replicate = 1;  ///< above 1: a separate axis
   int dp = 1;

@@ -1,10 +1,11 @@
 #pragma once
 
-#include "flatshard/nn/visit.h"
+#include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -67,25 +68,38 @@ using ContextParallelPtr = std::shared_ptr<ContextParallel>;
 /// @throws Error{usage} when the ranks do not divide n.
 at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x);
 
-/// Sends this rank's tokens of all heads to the ranks of these heads, all
-/// tensors in one exchange. The backward is `to_tokens`.
-///
-/// Several ranks get the same head of a tensor with fewer heads than ranks
-/// (keys and values). The owner of the tokens adds their
-/// gradients in rank order, in float32 with one rounding.
-///
-/// @param x  each [batch, seq / size, heads, head_dim], any strides
-/// @return   each [batch, seq, heads / size or 1, head_dim] contiguous; x
-///   itself for null `ranks`.
-/// @throws Error{config} when neither of heads and ranks divides the other.
-TensorList to_heads(const ContextParallelPtr& ranks, const TensorList& x);
+/// Heads that a call of attention computes, with all tokens.
+struct HeadGroup {
+  at::Tensor q, k, v;  ///< [batch, seq, heads, head_dim] contiguous
+  IndexPart part;      ///< the places of q's heads among those of all ranks
+};
+/// Returns [batch, seq, heads * head_dim].
+using AttendHeads = std::function<at::Tensor(const HeadGroup& heads)>;
 
-/// Sends the results of this rank's heads to the ranks of their tokens. The
-/// backward is `to_heads`.
+/// Attention of tokens that ranks share. A rank sends q, k and v of its tokens
+/// to the ranks of the heads, and calls `attend` for its own heads. It sends
+/// the results to the ranks of the tokens. The backward sends the gradients the
+/// other way.
 ///
-/// @param x  [batch, seq, dim / size], the columns of this rank's heads
-/// @return   [batch, seq / size, dim] contiguous; x itself for null `ranks`.
-/// @throws Error{usage} when the ranks do not divide seq.
-at::Tensor to_tokens(const ContextParallelPtr& ranks, const at::Tensor& x);
+/// The heads of a rank are two groups, where their number allows that: the
+/// exchanges of one overlap the attention of the other, also in backward.
+///
+/// Several ranks get the same head of k and v with fewer heads than ranks. The
+/// owner of the tokens adds their gradients in rank order, in float32 with one
+/// rounding.
+///
+/// @param q      [batch, seq / size, heads, head_dim], any strides
+/// @param k, v   [batch, seq / size, kv_heads, head_dim], any strides
+/// @param attend  uses all tensors of a group. Null `ranks`: called once, with
+///   q, k and v themselves.
+/// @return       [batch, seq / size, heads * head_dim]
+/// @throws Error{config} unless heads are a multiple of the ranks, and kv_heads
+///   a multiple or a divisor.
+at::Tensor attend_shared_tokens(
+    const ContextParallelPtr& ranks,
+    const at::Tensor& q,
+    const at::Tensor& k,
+    const at::Tensor& v,
+    const AttendHeads& attend);
 
 }  // namespace flatshard::nn
