@@ -3,8 +3,8 @@
 
 The engine is a process without inference that has the routes of SGLang, and joins the
 group as SGLang does, over Gloo. It receives what `flatshard export` writes, bit for bit.
-Then it is away, refuses its first weights, and dies while it updates: no step is lost,
-and losses and weights equal a run that sends nothing, bit for bit.
+Then it is away, refuses its first weights, and dies after a part of them: no step is
+lost, and losses and weights equal a run that sends nothing, bit for bit.
 
 usage: send_weights.py PROGRAM [cpu|cuda]
 
@@ -34,6 +34,16 @@ EVERY = 3
 SENDS = [3, 6, 8]
 LIMIT_S = 120
 TIMEOUT = timedelta(seconds=30)
+# Experts that are divided among the ranks. The router's float32 biases do not start at a
+# multiple of their size after the other tensors, so there are two buckets.
+EXPERTS = [
+    "model.family=moe",
+    "model.num_experts=4",
+    "model.experts_per_token=2",
+    "model.moe_ffn_dim=32",
+    "moe.balance_rate=0.01",
+    "parallelism.expert_parallel_degree=2",
+]
 ROUTES = [
     "/pause_generation",
     "/init_weights_update_group",
@@ -107,7 +117,7 @@ class Engine(BaseHTTPRequestHandler):
     def update(self, body):
         Engine.updates += 1
         assert self.paused and body["load_format"] == "flattened_bucket", body
-        if Engine.updates == 1 and sys.argv[2] == "dies":
+        if Engine.updates == 2 and sys.argv[2] == "dies":
             os._exit(1)
         if Engine.updates == 1 and sys.argv[2] == "refuses":
             raise RuntimeError("out of memory")
@@ -178,6 +188,7 @@ class EngineProcess:
 class Runs:
     def __init__(self, program, device, folder):
         self.program, self.device, self.folder = program, device, folder
+        self.experts = EXPERTS if device == "cpu" else EXPERTS[:-1]  # one rank
         self.corpus = small_run.prepare_corpus(program, folder)
 
     def train(self, name, *more):
@@ -210,12 +221,13 @@ class Runs:
             raise Failure(f"{name}: exit {done.returncode}:\n{done.stderr[-3000:]}")
         return self.folder / name, done.stderr
 
-    def send(self, name, url):
+    def send(self, name, url, *more):
         return self.train(
             name,
             f"weights.send={url}",
             f"weights.every={EVERY}",
             "weights.timeout_s=30",
+            *more,
         )
 
     def exported(self, run):
@@ -298,12 +310,31 @@ def check_refuses(runs, plain):
     expect(state["weights"] == runs.exported(run), "other weights than the export's")
 
 
-def check_dies(runs, plain):
+def check_experts(runs, _):
+    with EngineProcess("none", runs.device) as engine:
+        run, _ = runs.send("experts", engine.url, *runs.experts)
+        state = engine.state()
+    expect_sends(run, sent=SENDS, failed=[])
+    saved = load_file(run / "model.safetensors")
+    expected = {
+        name: digest(tensor if name.endswith("_bias") else tensor.bfloat16())
+        for name, tensor in saved.items()
+    }
+    expect(state["weights"] == expected, "other weights than the saved ones")
+    updates = state["routes"].count("/update_weights_from_distributed")
+    expect(updates == 2 * len(SENDS), f"{updates} buckets")
+
+
+def check_dies(runs, _):
+    plain, _ = runs.train("plain_experts", *runs.experts)
     with EngineProcess("dies", runs.device) as engine:
-        run, log = runs.send("dies", engine.url)
+        run, log = runs.send("dies", engine.url, *runs.experts)
     expect_equal_training(run, plain)
     expect_sends(run, sent=[], failed=SENDS)
     expect_warning(log, "step 3", "/update_weights_from_distributed")
+
+
+CHECKS = (check_sends, check_absent, check_refuses, check_experts, check_dies)
 
 
 def main():
@@ -311,7 +342,7 @@ def main():
         device = sys.argv[2] if len(sys.argv) > 2 else "cpu"
         runs = Runs(sys.argv[1], device, Path(folder))
         plain, _ = runs.train("plain")
-        for check in (check_sends, check_absent, check_refuses, check_dies):
+        for check in CHECKS:
             check(runs, plain)
             print(f"ok  {check.__name__}", flush=True)
 
