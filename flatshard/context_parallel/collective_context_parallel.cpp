@@ -1,5 +1,6 @@
 #include "flatshard/context_parallel/collective_context_parallel.h"
 
+#include "flatshard/context_parallel/copy_wide.h"
 #include "flatshard/device/stream_use.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +31,7 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
       : blocks_(std::move(blocks)) {
     const std::int64_t size = ranks.size();
     for (const nn::RankBlocks& b : blocks_) {
-      sent_.push_back(b.send.contiguous().view({size, -1}));
+      sent_.push_back(packed(b.send).view({size, -1}));
       received_.push_back(
           b.receive.is_contiguous() ? b.receive.view({size, -1})
                                     : at::empty_like(sent_.back()));
@@ -55,7 +56,7 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       const at::Tensor& place = blocks_[i].receive;
       if (!place.is_contiguous()) {
-        place.copy_(received_[i].view(place.sizes()));
+        copy_wide(place, received_[i].view(place.sizes()));
       }
     }
   }

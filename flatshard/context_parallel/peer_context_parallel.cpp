@@ -1,5 +1,6 @@
 #include "flatshard/context_parallel/peer_context_parallel.h"
 
+#include "flatshard/context_parallel/copy_wide.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
@@ -45,7 +46,7 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
     std::int64_t nbytes = 0;
     for (nn::RankBlocks& b : blocks_) {
       if (!b.receive.is_contiguous()) {
-        b.send = b.send.contiguous();
+        b.send = packed(b.send);
       }
       begins_.push_back(nbytes);
       nbytes += nbytes_in_window(b.send);
@@ -63,7 +64,7 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
     }
     use_.until_now(ranks.stream_);
     for (const nn::RankBlocks& b : blocks_) {
-      block(b.receive, ranks.rank()).copy_(block(b.send, ranks.rank()));
+      copy_wide(block(b.receive, ranks.rank()), block(b.send, ranks.rank()));
     }
   }
 
@@ -89,8 +90,9 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
           copy_block(to, from);
         });
       } else {
-        ranks_.stream_->submit(
-            [to = place(i, ranks_.rank(), peer(k)), from] { to.copy_(from); });
+        ranks_.stream_->submit([to = place(i, ranks_.rank(), peer(k)), from] {
+          copy_wide(to, from);
+        });
       }
     }
   }
@@ -99,8 +101,9 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
     for (int k = 1; k < ranks_.size(); ++k) {
       const at::Tensor to = block(blocks_[i].receive, peer(k));
       if (blocks_[i].send.is_contiguous()) {
-        ranks_.stream_->submit(
-            [to, from = place(i, ranks_.rank(), peer(k))] { to.copy_(from); });
+        ranks_.stream_->submit([to, from = place(i, ranks_.rank(), peer(k))] {
+          copy_wide(to, from);
+        });
       } else {
         ranks_.stream_->submit([to, from = place(i, peer(k), ranks_.rank())] {
           copy_block(to, from);
