@@ -28,6 +28,8 @@ struct UnitCall {
   /// cannot be watched (a leaf): then the backward ends with its task.
   int num_watched_inputs = 0;
   bool has_unwatched_input = false;
+  /// Bytes that it keeps for its backward outside the device.
+  std::int64_t kept_nbytes = 0;
   /// The leaves of a recompute. They exist no longer than it.
   std::vector<const c10::TensorImpl*> leaf_inputs;
   /// Per graph task in which this call's backward started: inputs to come.

@@ -211,8 +211,19 @@ AutogradEvents::EndedForward AutogradEvents::forward_end(
        .unit = unit,
        .call = call->id,
        .needs_backward = ended.needs_backward,
-       .more_follow = more_follow});
+       .more_follow = more_follow,
+       .kept_nbytes = call->kept_nbytes});
   return ended;
+}
+
+std::optional<AutogradEvents::OpenCall> AutogradEvents::add_kept(
+    std::int64_t nbytes) {
+  if (open_calls_.empty() || open_calls_.back()->recompute || in_backward()) {
+    return std::nullopt;
+  }
+  UnitCall& call = *open_calls_.back();
+  call.kept_nbytes += nbytes;
+  return OpenCall{call.unit, call.id};
 }
 
 void AutogradEvents::forward_error(UnitId unit) {

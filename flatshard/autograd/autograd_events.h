@@ -100,6 +100,14 @@ class AutogradEvents {
       bool runs_later = false);
   /// Called instead of forward_end, after an exception.
   void forward_error(UnitId unit);
+  struct OpenCall {
+    UnitId unit = kNoUnit;
+    CallId call = -1;
+  };
+  /// The innermost open forward keeps `nbytes` more for its backward
+  /// (ScheduleEvent::kept_nbytes).
+  /// @return  that forward; nullopt: none is open, or it is a recompute.
+  std::optional<OpenCall> add_kept(std::int64_t nbytes);
   /// A backward may start with the gradients of these `tensors` of the open
   /// forward of `unit`, and not with the gradients of its outputs.
   void watch_inner(UnitId unit, const nn::TensorList& tensors);

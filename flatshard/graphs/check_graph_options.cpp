@@ -57,6 +57,11 @@ void check_graph_options(
       "GraphOptions::enabled with slots_on_demand: a graph needs weights and "
       "gradients at the same addresses in every step; use the arena");
   FLATSHARD_CHECK(
+      !options.offload_activations,
+      config,
+      "GraphOptions::enabled with offload_activations: a graph reads what its "
+      "region keeps at fixed addresses on the device; turn one of them off");
+  FLATSHARD_CHECK(
       !options.debug.strict,
       config,
       "GraphOptions::enabled cannot be combined with DebugOptions::strict, "

@@ -8,6 +8,7 @@
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
@@ -41,7 +42,8 @@ struct Recipe : torch::CustomClassHolder {
   RecomputeFn fn;
   GeneratorStates states;
   bool keeps = false;
-  KeptTensors kept;  // without tensors between both runs: the node saves them
+  KeptTensors kept;  // without tensors between both runs
+  SecondRunTensors tensors;
   std::ptrdiff_t num_inputs = 0;
 };
 
@@ -95,7 +97,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     for (at::Tensor& tensor : recipe->kept.take_tensors()) {
       saved.push_back(std::move(tensor));
     }
-    ctx->save_for_backward(std::move(saved));
+    recipe->tensors.keep(*ctx, *recipe->owner, std::move(saved));
     ctx->set_materialize_grads(false);
     return outputs;
   }
@@ -104,7 +106,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     check_nested_backward();
     const auto capsule = ctx->saved_data["recipe"].toCapsule();
     auto& recipe = static_cast<Recipe&>(*capsule);
-    TensorList args = ctx->get_saved_variables();
+    TensorList args = recipe.tensors.take(*ctx);
     const auto kept = args.begin() + recipe.num_inputs;
     recipe.kept.set_tensors({kept, args.end()});
     args.erase(kept, args.end());
@@ -120,6 +122,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
         },
         std::move(args),
         grads);
+    recipe.tensors.done();
     out.resize(out.size() + 3);  // anchor, recipe, preserve_rng
     return out;
   }
@@ -172,6 +175,41 @@ void check_nested_backward() {
 void notify_recompute(Module& owner) {
   if (const auto listener = owner.context()->recompute_listener.lock()) {
     listener->recompute_begin(owner);
+  }
+}
+
+void SecondRunTensors::keep(
+    AutogradContext& ctx,
+    Module& owner,
+    TensorList tensors) {
+  require_grad_.clear();
+  for (const at::Tensor& tensor : tensors) {
+    require_grad_.push_back(tensor.defined() && tensor.requires_grad());
+  }
+  if (const auto listener = owner.context()->recompute_listener.lock()) {
+    stored_ = listener->store(tensors);
+  }
+  ctx.save_for_backward(std::move(tensors));
+}
+
+TensorList SecondRunTensors::take(AutogradContext& ctx) {
+  TensorList tensors = ctx.get_saved_variables();
+  if (stored_) {
+    stored_->restore(tensors);
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (require_grad_[i] && !tensors[i].requires_grad()) {
+        tensors[i].set_requires_grad(true);
+      }
+    }
+  }
+  return tensors;
+}
+
+void SecondRunTensors::done() {
+  // With retain_graph another backward may follow.
+  if (stored_ && !torch::autograd::get_current_graph_task_keep_graph()) {
+    stored_->done();
+    stored_.reset();
   }
 }
 
@@ -242,6 +280,12 @@ void KeptTensors::check_unchanged() const {
       "second run needs the result from before the write; write into a copy, "
       "or "
       "remove attention from activation_checkpoint.save");
+}
+
+void KeptTensors::set_tensors(TensorList tensors) {
+  tensors_ = std::move(tensors);
+  // Their owner checked for writes; a stored copy has other versions.
+  versions_ = versions_of(tensors_);
 }
 
 TensorList KeptTensors::take_tensors() {

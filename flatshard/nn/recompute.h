@@ -45,7 +45,7 @@ class KeptTensors {
   /// Returns all tensors for another owner, in between two runs.
   /// @throws Error{usage} when the first run wrote into a kept result.
   TensorList take_tensors();
-  void set_tensors(TensorList tensors) { tensors_ = std::move(tensors); }
+  void set_tensors(TensorList tensors);
 
  private:
   friend TensorList keep_once(

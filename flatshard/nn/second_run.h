@@ -1,6 +1,12 @@
 #pragma once
 
 #include "flatshard/nn/recompute.h"
+#include "flatshard/nn/wgrad.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <memory>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -20,6 +26,26 @@ void check_nested_backward();
 
 /// Notifies the owner's listener that a second run follows.
 void notify_recompute(Module& owner);
+
+/// The tensors that a node keeps for its second run: it saves them, unless the
+/// listener of their owner stores them.
+class SecondRunTensors {
+ public:
+  /// In the node's forward.
+  void keep(
+      torch::autograd::AutogradContext& ctx,
+      Module& owner,
+      TensorList tensors);
+  /// In its backward: returns the tensors. An input that required a gradient
+  /// requires one.
+  TensorList take(torch::autograd::AutogradContext& ctx);
+  /// The second run and its backward are queued.
+  void done();
+
+ private:
+  std::unique_ptr<StoredActivations> stored_;
+  std::vector<bool> require_grad_;
+};
 
 /// Runs fn(args) with gradients, and then backward through it in a nested graph
 /// task.

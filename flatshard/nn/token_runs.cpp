@@ -21,6 +21,7 @@ struct TokenRuns : torch::CustomClassHolder {
   Module* owner = nullptr;  // kept alive by the line above, or by the caller
   RecomputeFn fn;
   TokenRunsOptions options;
+  SecondRunTensors tensors;
 };
 
 /// Calls visit(first, n) for each run.
@@ -72,7 +73,7 @@ struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
       at::TensorList inputs,
       const c10::intrusive_ptr<TokenRuns>& runs) {
     const TensorList args(inputs.begin(), inputs.end() - 1);
-    ctx->save_for_backward(args);
+    runs->tensors.keep(*ctx, *runs->owner, args);
     ctx->saved_data["runs"] = c10::IValue::make_capsule(runs);
     if (in_second_run() && runs->options.is_result_of_part) {
       return at::empty(args[0].sizes(), args[0].options());
@@ -85,7 +86,7 @@ struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
     check_nested_backward();
     const auto capsule = ctx->saved_data["runs"].toCapsule();
     auto& runs = static_cast<TokenRuns&>(*capsule);
-    const TensorList args = ctx->get_saved_variables();
+    const TensorList args = runs.tensors.take(*ctx);
     notify_recompute(*runs.owner);
     TensorList rows;
     variable_list out;
@@ -117,6 +118,7 @@ struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
             }
           }
         });
+    runs.tensors.done();
     out.resize(args.size() + 2);  // anchor, runs
     return out;
   }

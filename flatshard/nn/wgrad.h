@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -52,12 +53,30 @@ class WgradSink {
   }
 };
 
-/// Is notified of recomputation; see nn/recompute.h.
+/// Tensors of a recomputed part, stored between its two runs. Destroyed without
+/// a `done` if no backward comes.
+class StoredActivations {
+ public:
+  virtual ~StoredActivations() = default;
+  /// In backward: puts the tensors back into their places. Kernels of the
+  /// current stream may read them until `done`.
+  virtual void restore(std::vector<at::Tensor>& tensors) = 0;
+  /// The kernels that read them are queued, and no other backward follows.
+  virtual void done() = 0;
+};
+
+/// Follows recomputation; see nn/recompute.h.
 class RecomputeListener {
  public:
   virtual ~RecomputeListener() = default;
   /// In backward, just before `owner` runs its checkpointed part again.
   virtual void recompute_begin(Module& owner) = 0;
+  /// In forward: stores some of the tensors that a part keeps for its second
+  /// run, and replaces them with undefined ones. Null: it stores none.
+  virtual std::unique_ptr<StoredActivations> store(
+      std::vector<at::Tensor>& /*tensors*/) {
+    return nullptr;
+  }
 };
 
 class RegionRunner;

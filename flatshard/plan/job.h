@@ -26,8 +26,10 @@ struct NodeWork {
 /// A kind of layer: layers of one kind have equal shapes.
 struct LayerWork {
   std::map<PlanNode, NodeWork> nodes;
-  std::int64_t saved_nbytes = 0;      ///< activations from forward to backward
-  std::int64_t input_nbytes = 0;      ///< saved by a recomputed layer
+  std::int64_t saved_nbytes = 0;  ///< activations from forward to backward
+  std::int64_t input_nbytes = 0;  ///< saved by a recomputed layer
+  /// Saved bytes that are in host memory from forward to backward.
+  std::int64_t offloaded_nbytes = 0;
   std::int64_t transient_nbytes = 0;  ///< the most that its backward makes
 
   bool operator==(const LayerWork&) const = default;

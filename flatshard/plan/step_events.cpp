@@ -50,6 +50,7 @@ bool comes_before_kernels(EventKind kind) {
     case EventKind::task_begin:
     case EventKind::microbatch:
     case EventKind::read:
+    case EventKind::kept_read:
       return true;
     default:
       return false;

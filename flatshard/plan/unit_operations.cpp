@@ -74,6 +74,23 @@ void UnitOperations::carry_out(const Action& action, int microbatch) {
       record_.compute_waits_for(record_.last(Stream::reduce));
       record_.compute_waits_for(record_.last(Stream::outer));
       break;
+    case ActionKind::download:
+      download(action, microbatch);
+      break;
+    case ActionKind::drain_download:
+      record_.compute_waits_for(kept_.at(action.call).downloaded);
+      record_.add_activations(-kept_.at(action.call).nbytes);
+      break;
+    case ActionKind::upload:
+      upload(action, microbatch);
+      break;
+    case ActionKind::await_upload:
+      record_.compute_waits_for(kept_.at(action.call).uploaded);
+      break;
+    case ActionKind::release_kept:
+      // The layer's backward frees the memory.
+      kept_.erase(action.call);
+      break;
   }
 }
 
@@ -262,6 +279,33 @@ void UnitOperations::accumulate(UnitId unit, int microbatch) {
     }
     record_.note_peak();
   }
+}
+
+void UnitOperations::download(const Action& action, int microbatch) {
+  Operation copy{
+      .stream = Stream::download,
+      .link = Link::to_host,
+      .seconds = host_copy_seconds(gpu_, as_double(action.nbytes)),
+      .what = "download of activations",
+      .unit = action.unit,
+      .microbatch = microbatch};
+  add_wait(copy.waits, record_.last(Stream::compute));
+  kept_[action.call] = {
+      .downloaded = record_.queue(std::move(copy)),
+      .nbytes = action.nbytes};
+}
+
+void UnitOperations::upload(const Action& action, int microbatch) {
+  Operation copy{
+      .stream = Stream::upload,
+      .link = Link::from_host,
+      .seconds = host_copy_seconds(gpu_, as_double(action.nbytes)),
+      .what = "upload of activations",
+      .unit = action.unit,
+      .microbatch = microbatch};
+  add_wait(copy.waits, record_.last(Stream::compute));
+  kept_.at(action.call).uploaded = record_.queue(std::move(copy));
+  record_.add_activations(action.nbytes);
 }
 
 void UnitOperations::exchange_matrices(const MatrixWork& work) {

@@ -5,6 +5,7 @@
 #include "flatshard/plan/step_record.h"
 #include "flatshard/plan/unit_prices.h"
 
+#include <map>
 #include <vector>
 
 namespace flatshard::plan {
@@ -46,6 +47,13 @@ class UnitOperations {
     int updated = kNoOperation;  ///< by the optimizer; waited for once
   };
 
+  /// The kept activations of one call, and their copies.
+  struct Kept {
+    int downloaded = kNoOperation;
+    int uploaded = kNoOperation;
+    std::int64_t nbytes = 0;
+  };
+
   Weights& weights_of(UnitId unit, PlaneId plane, PartId part);
   std::vector<int> take_slot(const Action& action, Weights& held);
   void gather(const Action& action, int microbatch);
@@ -54,6 +62,8 @@ class UnitOperations {
   void acquire_grads(UnitId unit);
   void reduce(const Action& action, int microbatch);
   void accumulate(UnitId unit, int microbatch);
+  void download(const Action& action, int microbatch);
+  void upload(const Action& action, int microbatch);
   void update_unit(UnitId unit, std::vector<int>& downloads);
   void orthogonalize(const MatrixWork& work);
   void exchange_matrices(const MatrixWork& work);
@@ -70,6 +80,7 @@ class UnitOperations {
   SlotPlaces places_;
   std::vector<std::vector<Weights>> weights_;  ///< by unit and slice
   std::vector<UnitState> states_;
+  std::map<CallId, Kept> kept_;
   std::int64_t directions_nbytes_ = 0;  ///< of MatrixWork in flight
 };
 

@@ -42,7 +42,12 @@ Executor::Executor(
                                  : std::make_shared<CommStreams>(
                                        mesh_->device(),
                                        options.streams,
-                                       has_outer_stage(units))) {
+                                       has_outer_stage(units))),
+      kept_(
+          options.offload_activations ? std::make_unique<KeptActivations>(
+                                            mesh_->device(),
+                                            options.streams)
+                                      : nullptr) {
   for (const auto& unit : units_) {
     states_[unit->id()].weights.resize(unit->weights().planes().num_slices());
     for (const auto& group : unit->groups()) {
@@ -98,6 +103,9 @@ void Executor::reset() {
   // two actions. This resets everything.
   reduced_groups_.clear();
   streams_->reset();
+  if (kept_ != nullptr) {
+    kept_->reset();
+  }
   for (const auto& mesh : model_meshes(mesh_, units_)) {
     mesh->restart_communicators();
   }
@@ -147,6 +155,21 @@ void Executor::execute(const Action& action) {
         break;
       case ActionKind::join:
         join();
+        break;
+      case ActionKind::download:
+        kept_->download(action.call);
+        break;
+      case ActionKind::drain_download:
+        kept_->drain_download(action.call);
+        break;
+      case ActionKind::upload:
+        kept_->upload(action.call);
+        break;
+      case ActionKind::await_upload:
+        kept_->await_upload(action.call);
+        break;
+      case ActionKind::release_kept:
+        kept_->release(action.call);
         break;
     }
   } catch (const Error& e) {

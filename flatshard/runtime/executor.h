@@ -3,6 +3,7 @@
 #include "flatshard/device/stream.h"
 #include "flatshard/mesh/mesh.h"
 #include "flatshard/runtime/comm_streams.h"
+#include "flatshard/runtime/kept_activations.h"
 #include "flatshard/runtime/observer.h"
 #include "flatshard/runtime/planned_slots.h"
 #include "flatshard/runtime/runtime_options.h"
@@ -84,6 +85,9 @@ class Executor {
   };
   /// Returns the unit's present slots; data is null where it has none.
   HeldSlots held_slots(const Unit& unit) const;
+  /// Returns null without RuntimeOptions::offload_activations.
+  KeptActivations* kept() { return kept_.get(); }
+  const KeptActivations* kept() const { return kept_.get(); }
   PlannedSlots& slots() { return slots_; }
   const PlannedSlots& slots() const { return slots_; }
 
@@ -163,6 +167,7 @@ class Executor {
   const RuntimeOptions options_;
   PlannedSlots slots_;
   std::shared_ptr<CommStreams> streams_;
+  std::unique_ptr<KeptActivations> kept_;
   bool offloads_ = false;  ///< some group's main weights are in host memory
   Event all_reduced_;
   Event all_outer_reduced_;

@@ -30,6 +30,7 @@ std::shared_ptr<Runtime> Runtime::create(
   const std::shared_ptr<Runtime> runtime(
       new Runtime(std::move(mesh), std::move(units), parents, options));
   RuntimeCore& core = runtime->core_;
+  runtime->weak_core_ = std::shared_ptr<RuntimeCore>(runtime, &core);
   core.events.install_hooks(std::shared_ptr<AutogradListener>(runtime, &core));
   hook_modules(runtime);
   core.hide_all();

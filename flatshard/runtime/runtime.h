@@ -135,6 +135,8 @@ class Runtime : public nn::WgradSink,
   bool defers(const at::Tensor& parameter) override;
   void defer(const at::Tensor& parameter, nn::LateWgrad write) override;
   void recompute_begin(nn::Module& owner) override;
+  std::unique_ptr<nn::StoredActivations> store(
+      nn::TensorList& tensors) override;
   std::optional<nn::WeightRecipe> recipe(
       const at::Tensor& parameter) const override;
   std::optional<nn::EncodedWeight> plane(
@@ -142,6 +144,7 @@ class Runtime : public nn::WgradSink,
       nn::PlaneUse use) override;
 
   RuntimeCore core_;
+  std::weak_ptr<RuntimeCore> weak_core_;
   struct ModuleHook {
     const nn::Module* module = nullptr;
     nn::HookHandle handle;

@@ -48,7 +48,8 @@ RuntimeCore::RuntimeCore(
               Scheduler(specs_of(units, parents, options), options.scheduler()),
           .unsharded = std::vector<bool>(units.size(), false)},
       executor(mesh, units, observers, options),
-      events(units, *this) {
+      events(units, *this),
+      abandoned(std::make_shared<AbandonedParts>()) {
   plan_next_step();
 }
 
@@ -81,6 +82,7 @@ void RuntimeCore::before_root_forward() {
   if (failed()) {
     reset_after_failure();
   }
+  release_abandoned();
   observers.steps.tell([](StepObserver& o) { o.forward_begins(); });
   events.forget_dead_tensors();
   adopt_foreign_writes();
@@ -271,6 +273,20 @@ PlaneView RuntimeCore::await_plane(ParameterRef ref, PlaneId plane) {
       unit.name(),
       step.failure);
   return executor.awaited(unit, p, plane);
+}
+
+void RuntimeCore::kept_done(UnitId unit, CallId call) {
+  KeptActivations& kept = *executor.kept();
+  if (kept.remove_reader(call)) {
+    feed({.kind = EventKind::kept_done, .unit = unit, .call = call});
+    kept.release(call);  // if it was never moved
+  }
+}
+
+void RuntimeCore::release_abandoned() {
+  for (const auto& [unit, call] : abandoned->take()) {
+    kept_done(unit, call);
+  }
 }
 
 void RuntimeCore::record(const Action& action) {

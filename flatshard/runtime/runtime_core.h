@@ -6,6 +6,7 @@
 #include "flatshard/runtime/open_backward.h"
 #include "flatshard/runtime/runtime_options.h"
 #include "flatshard/runtime/step_state.h"
+#include "flatshard/runtime/stored_activations.h"
 #include "flatshard/unit/unit.h"
 
 #include <cstdint>
@@ -45,6 +46,8 @@ struct RuntimeCore : public AutogradListener {
   Executor executor;
   AutogradEvents events;
   OpenBackward* open_backward = nullptr;
+  /// Parts that recompute, and whose graphs ended without a backward.
+  std::shared_ptr<AbandonedParts> abandoned;
   RuntimeTrace trace;
   /// Changes of what a graph of a step was recorded with.
   std::int64_t num_rule_changes = 0;
@@ -70,6 +73,8 @@ struct RuntimeCore : public AutogradListener {
   /// @return  the parameter in it; valid until that is resharded.
   /// @throws Error{usage} outside the unit's forward and backward.
   PlaneView await_plane(ParameterRef ref, PlaneId plane);
+  /// One part of a call no longer reads what the call keeps.
+  void kept_done(UnitId unit, CallId call);
   /// An action was carried out.
   void record(const Action& action);
 
@@ -97,6 +102,7 @@ struct RuntimeCore : public AutogradListener {
  private:
   /// The weights are of another `generation` than in the last step.
   void begin_step(std::int64_t generation);
+  void release_abandoned();
   void reset_after_failure();
   std::vector<Action> decide(const ScheduleEvent& event);
 };

@@ -46,6 +46,14 @@ void Runtime::recompute_begin(nn::Module&) {
   }
 }
 
+std::unique_ptr<nn::StoredActivations> Runtime::store(nn::TensorList& tensors) {
+  if (core_.executor.kept() == nullptr) {
+    return nullptr;
+  }
+  const std::lock_guard lock(core_.mutex);
+  return store_activations(core_, weak_core_, tensors);
+}
+
 // -- planes of encoded weights -----------------------------------------------
 
 std::optional<nn::WeightRecipe> Runtime::recipe(

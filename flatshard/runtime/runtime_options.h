@@ -27,6 +27,10 @@ struct RuntimeOptions {
   /// the time. Addresses change from step to step. At the end of a forward,
   /// where activations and logits are largest, no gradient slot exists.
   bool slots_on_demand = false;
+  /// Stores the tensors that recomputed parts keep between their two runs in
+  /// host memory (nn/recompute.h). Not with graphs, and not for units whose
+  /// caller runs them in pieces.
+  bool offload_activations = false;
   /// After a backward GradientPipeline::contributed returns the parameters with
   /// a gradient on some rank. A group without a gradient on any rank has none,
   /// as parameters of torch have. Otherwise, and where another rank got one, a

@@ -24,6 +24,16 @@ std::string_view to_string(ActionKind kind) {
       return "drain";
     case ActionKind::join:
       return "join";
+    case ActionKind::download:
+      return "download";
+    case ActionKind::drain_download:
+      return "drain_download";
+    case ActionKind::upload:
+      return "upload";
+    case ActionKind::await_upload:
+      return "await_upload";
+    case ActionKind::release_kept:
+      return "release_kept";
   }
   return "unknown";
 }

@@ -2,6 +2,7 @@
 
 #include "flatshard/schedule/events.h"
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -18,6 +19,13 @@ enum class ActionKind {
   accumulate,     ///< add a unit's gradients to its local sum, no collective
   drain,          ///< the gradient slot may be reused after the reduction
   join,           ///< compute waits for all reductions
+  // On the kept activations of a call (ScheduleEvent::kept_nbytes):
+  download,        ///< queue its copy to the host
+  drain_download,  ///< its memory on the device is free after the copy
+  upload,          ///< queue its copy into other memory of the device
+  await_upload,    ///< compute waits for that
+  release_kept,    ///< its places on device and host are free after the queued
+                   ///< compute
 };
 
 struct Action {
@@ -32,6 +40,8 @@ struct Action {
   /// ranks that have all of them; else the stored shards.
   bool from_post_forward = false;
   bool by_program = false;  ///< of a gather: ScheduleEvent::by_program
+  CallId call = -1;         ///< of `unit`, for the actions on what it keeps
+  std::int64_t nbytes = 0;  ///< of a download or upload
 
   bool operator==(const Action&) const = default;
 };

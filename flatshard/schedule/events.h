@@ -151,7 +151,9 @@ enum class EventKind {
                    ///< gradients
   inputs_done,
   task_end,
-  read,  ///< a kernel of `unit` is to read `part` of `plane`
+  read,       ///< a kernel of `unit` is to read `part` of `plane`
+  kept_read,  ///< kernels are to read what `call` kept (kept_nbytes)
+  kept_done,  ///< later kernels do not read it
   weights_changed,
   unit_written,  ///< weights of `unit`, inside a forward around it
   unshard,       ///< unshard now; the next forward, backward or reshard frees
@@ -175,6 +177,9 @@ struct ScheduleEvent {
   /// forward_end: other modules of the unit are to run in this forward, or
   /// another microbatch's forward of it, with the same unsharded weights.
   bool more_follow = false;
+  /// forward_end: bytes that the call keeps for its backward, to be stored in
+  /// host memory in between. 0: nothing leaves the device.
+  std::int64_t kept_nbytes = 0;
   /// backward_begin: this backward makes a separate graph (create_graph) that
   /// reads the weights: they stay until they change.
   bool makes_graph = false;

@@ -66,6 +66,11 @@ class EventWriter {
     end.needs_backward = needs_backward;
     end.more_follow =
         is_first_of_pair(step.microbatch, last_microbatch_ + 1, options_);
+    end.kept_nbytes = keeps(step) ? units_.kept_nbytes[step.layer] : 0;
+  }
+  /// Returns whether what the layer keeps leaves the device in between.
+  bool keeps(const PlanStep& step) const {
+    return step.layer >= 0 && !units_.kept_nbytes.empty();
   }
   ScheduleEvent& say(EventKind kind, const PlanStep& step) {
     return say_of(units_.unit_of(step), kind, step);
@@ -136,6 +141,9 @@ class EventWriter {
       }
     }
     if (step.node == PlanNode::attend) {
+      if (keeps(step)) {
+        say(EventKind::kept_done, step);
+      }
       say(EventKind::inputs_done, step);
     }
     if (units_.ends && step.layer < 0 && has_backward(step)) {
@@ -157,6 +165,9 @@ class EventWriter {
     if (unit != units_.root && has_backward(step) &&
         begun_ != std::pair(step.microbatch, unit)) {
       begin_backward_of(unit, step);
+      if (keeps(step)) {
+        say(EventKind::kept_read, step);
+      }
     }
     begun_ = {step.microbatch, unit};
   }

@@ -3,6 +3,7 @@
 #include "flatshard/schedule/events.h"
 #include "flatshard/schedule/overlap_plan.h"
 
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -26,6 +27,8 @@ struct PlanUnits {
   std::optional<Ends> ends;  ///< unset: both belong to the root
   std::vector<UnitId> layers;
   std::vector<LayerGrads> layer_grads;  ///< as many
+  /// Of each layer's call: see ScheduleEvent. Empty: nothing leaves the device.
+  std::vector<std::int64_t> kept_nbytes;
   int embed_grads = 0;
   /// false: the embedding is frozen, and the first layer's input has no
   /// gradient.

@@ -145,6 +145,12 @@ std::vector<Action> Scheduler::on(const ScheduleEvent& event) {
     case EventKind::read:
       read(event, out);
       break;
+    case EventKind::kept_read:
+      kept_read(event, out);
+      break;
+    case EventKind::kept_done:
+      kept_done(event, out);
+      break;
     case EventKind::weights_changed:
       weights_changed(out);
       break;
@@ -250,6 +256,12 @@ void Scheduler::reset(Actions& out) {
   unreduced_tasks_.clear();
   interleaved_ = false;
   due_.clear();
+  for (const Kept& kept : std::exchange(kept_, {})) {
+    out.push_back(
+        {.kind = ActionKind::release_kept,
+         .unit = kept.unit,
+         .call = kept.call});
+  }
   for (UnitId u = 0; u < static_cast<UnitId>(units_.size()); ++u) {
     UnitState& state = state_[u];
     state.open_recomputes = 0;

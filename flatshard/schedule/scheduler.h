@@ -136,6 +136,20 @@ class Scheduler {
     bool operator==(const UnitState&) const = default;
   };
 
+  /// Activations that one call keeps for its backward, on the host in between.
+  struct Kept {
+    enum class Place { leaving, host, loaded };
+
+    UnitId unit = kNoUnit;
+    CallId call = -1;
+    std::int64_t nbytes = 0;
+    /// leaving: on the device, while the host gets a copy.
+    Place place = Place::leaving;
+    bool is_read = false;  ///< by kernels of its backward
+
+    bool operator==(const Kept&) const = default;
+  };
+
   using Actions = std::vector<Action>;
 
   void check_exists(UnitId unit) const;
@@ -208,6 +222,17 @@ class Scheduler {
   /// @param still_read  not these.
   void end_recompute(UnitId unit, PlaneSet still_read, Actions& out);
 
+  // Kept activations of calls; scheduler_kept.cpp.
+  void download_kept(const ScheduleEvent& event, Actions& out);
+  std::vector<Kept>::iterator find_kept(CallId call);
+  /// Loads it from the host, if it is only there.
+  static void load(Kept& kept, Actions& out);
+  /// Loads what the call kept, and ahead of its backward what the call before
+  /// it kept.
+  void load_for_backward(CallId call, Actions& out);
+  void kept_read(const ScheduleEvent& event, Actions& out);
+  void kept_done(const ScheduleEvent& event, Actions& out);
+
   // Graph tasks, the backwards of units, gradients; scheduler_backward.cpp.
   void task_begin(const ScheduleEvent& event);
   void backward_begin(const ScheduleEvent& event, Actions& out);
@@ -262,6 +287,7 @@ class Scheduler {
   std::size_t backward_position_ = 0;
 
   std::vector<UnitId> open_forwards_;  ///< a stack
+  std::vector<Kept> kept_;             ///< in the order of the forwards' ends
   std::map<TaskId, Task> tasks_;
   std::set<TaskId> unreduced_tasks_;
   std::vector<UnitId> grad_queue_;  ///< slots being filled, in order of start

@@ -69,6 +69,7 @@ void Scheduler::backward_begin(const ScheduleEvent& event, Actions& out) {
           Phase::backward),
       Phase::backward,
       out);
+  load_for_backward(event.call, out);
   await(u, planes, out);
   end_recompute(u, also, out);
   reduce_ready(u, out);

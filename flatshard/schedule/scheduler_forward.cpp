@@ -68,6 +68,7 @@ void Scheduler::forward_end(const ScheduleEvent& event, Actions& out) {
       release(u, PlaneSet::all() - kept_planes(u), out);
     }
   }
+  download_kept(event, out);
   if (open_forwards_.empty()) {
     outer_forward_end(u, event.needs_backward, out);
   }

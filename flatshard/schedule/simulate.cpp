@@ -1,80 +1,92 @@
 #include "flatshard/schedule/simulate.h"
 
+#include <utility>
+
 namespace flatshard {
 namespace {
 
 constexpr TaskId kTask = 0;
 
-void forward(
-    const std::vector<UnitSpec>& units,
-    UnitId u,
-    std::vector<ScheduleEvent>& out) {
-  out.push_back({.kind = EventKind::forward_begin, .unit = u, .call = u});
-  for (UnitId child = u + 1; child < static_cast<UnitId>(units.size());
-       ++child) {
-    if (units[child].parent == u) {
-      forward(units, child, out);
+// The events of one plain step, unit by unit.
+struct PlainStep {
+  void forward(UnitId u) {
+    add(EventKind::forward_begin, u);
+    for (UnitId child = u + 1; child < num_units(); ++child) {
+      if (units[child].parent == u) {
+        forward(child);
+      }
     }
+    ScheduleEvent& end = add(EventKind::forward_end, u);
+    end.needs_backward = true;
+    end.kept_nbytes = kept(u);
   }
-  out.push_back(
-      {.kind = EventKind::forward_end,
-       .unit = u,
-       .call = u,
-       .needs_backward = true});
-}
 
-void backward(
-    const std::vector<UnitSpec>& units,
-    const std::vector<int>& num_grads,
-    UnitId u,
-    std::vector<ScheduleEvent>& out) {
-  out.push_back(
-      {.kind = EventKind::backward_begin,
-       .unit = u,
-       .call = u,
-       .task = kTask,
-       .waits_for_inputs = true});
-  for (UnitId child = static_cast<UnitId>(units.size()) - 1; child > u;
-       --child) {
-    if (units[child].parent == u) {
-      backward(units, num_grads, child, out);
+  void backward(UnitId u) {
+    add(EventKind::backward_begin, u).waits_for_inputs = true;
+    if (kept(u) > 0) {
+      add(EventKind::kept_read, u);
     }
+    for (UnitId child = num_units() - 1; child > u; --child) {
+      if (units[child].parent == u) {
+        backward(child);
+      }
+    }
+    for (int i = 0; i < num_grads[u]; ++i) {
+      add(EventKind::wgrad_done, u);
+    }
+    if (kept(u) > 0) {
+      add(EventKind::kept_done, u);
+    }
+    add(EventKind::inputs_done, u);
   }
-  for (int i = 0; i < num_grads[u]; ++i) {
-    out.push_back({.kind = EventKind::wgrad_done, .unit = u, .task = kTask});
+
+  ScheduleEvent& add(EventKind kind, UnitId u) {
+    events.push_back({.kind = kind, .unit = u, .call = u, .task = kTask});
+    return events.back();
   }
-  out.push_back(
-      {.kind = EventKind::inputs_done, .unit = u, .call = u, .task = kTask});
-}
+  UnitId num_units() const { return static_cast<UnitId>(units.size()); }
+  std::int64_t kept(UnitId u) const {
+    return kept_nbytes.empty() ? 0 : kept_nbytes[u];
+  }
+
+  const std::vector<UnitSpec>& units;
+  const std::vector<int>& num_grads;
+  const std::vector<std::int64_t>& kept_nbytes;
+  std::vector<ScheduleEvent> events;
+};
 
 }  // namespace
 
 std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
-    const std::vector<int>& num_grads) {
-  const auto num_units = static_cast<UnitId>(units.size());
-  std::vector<ScheduleEvent> events;
-  for (UnitId u = 0; u < num_units; ++u) {
+    const std::vector<int>& num_grads,
+    const std::vector<std::int64_t>& kept_nbytes) {
+  PlainStep step{
+      .units = units,
+      .num_grads = num_grads,
+      .kept_nbytes = kept_nbytes,
+      .events = {}};
+  for (UnitId u = 0; u < step.num_units(); ++u) {
     if (units[u].parent == kNoUnit) {
-      forward(units, u, events);
+      step.forward(u);
     }
   }
   ScheduleEvent begin{.kind = EventKind::task_begin, .task = kTask};
-  for (UnitId u = 0; u < num_units; ++u) {
+  for (UnitId u = 0; u < step.num_units(); ++u) {
     begin.calls.emplace_back(u, 1);
     if (num_grads[u] > 0) {
       begin.expected.emplace_back(u, num_grads[u]);
     }
   }
-  events.push_back(begin);
-  for (UnitId u = num_units - 1; u >= 0; --u) {
+  step.events.push_back(begin);
+  for (UnitId u = step.num_units() - 1; u >= 0; --u) {
     if (units[u].parent == kNoUnit) {
-      backward(units, num_grads, u, events);
+      step.backward(u);
     }
   }
-  events.push_back(
+  step.events.push_back(
       {.kind = EventKind::task_end, .task = kTask, .outermost = true});
-  return events;
+  return std::move(step.events);
 }
 
 std::vector<Action> replay(

@@ -13,9 +13,11 @@ namespace flatshard {
 /// runs once in order of registration, parents around their children, and the
 /// backward runs in reverse. `num_grads[u]` parameters of unit u get
 /// gradients.
+/// @param kept_nbytes  of each unit's call: see ScheduleEvent. Empty: nothing.
 std::vector<ScheduleEvent> plain_step_events(
     const std::vector<UnitSpec>& units,
-    const std::vector<int>& num_grads);
+    const std::vector<int>& num_grads,
+    const std::vector<std::int64_t>& kept_nbytes = {});
 
 /// Returns the Scheduler's answers to these events.
 std::vector<Action> replay(

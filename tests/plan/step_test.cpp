@@ -369,6 +369,33 @@ TEST(StepPlan, StatesArriveWhileOthersLeave) {
   EXPECT_NEAR(step.transfers.at("download of states"), 5, 1e-9);
 }
 
+// A layer's kept activations take 1 s each way, less than its forward. Two
+// layers at a time have kept activations on the GPU: one layer computes, and
+// its neighbor's copy runs.
+TEST(StepPlan, KeptActivationsAreCopiedWhileOthersCompute) {
+  constexpr int kLayers = 5;
+  constexpr std::int64_t kKept = 8 * 1000;
+  Job job = timed_job(kLayers, 1, 2, 4);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1e9;
+  job.layer_kinds[0].saved_nbytes = kKept;
+  const StepPlan before = step_of(job, gpu);
+  EXPECT_EQ(before.activation_nbytes, kLayers * kKept);
+  job.plan_units.kept_nbytes.assign(kLayers, kKept);
+  gpu.host_gb_s = kKept / kGb;
+  const StepPlan step = step_of(job, gpu);
+  EXPECT_EQ(step.activation_nbytes, 2 * kKept);
+  EXPECT_NEAR(step.device_seconds, before.device_seconds, 1e-3);
+  EXPECT_NEAR(step.transfers.at("download of activations"), kLayers, 1e-9);
+  EXPECT_NEAR(step.transfers.at("upload of activations"), kLayers - 1, 1e-9);
+  // Copies of 3 s: each forward but the first waits for one more second.
+  gpu.host_gb_s = kKept / kGb / 3;
+  EXPECT_NEAR(
+      step_of(job, gpu).device_seconds,
+      before.device_seconds + kLayers - 1,
+      1e-3);
+}
+
 TEST(StepPlan, TheHostMayBeWhatTakesLonger) {
   const Job job = timed_job(4, 1, 1e-3, 1e-3);
   Gpu gpu = round_gpu();

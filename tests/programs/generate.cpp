@@ -31,6 +31,9 @@ class Generator {
     for (int i = between(2, 4); i > 0; --i) {
       p["steps"].push_back(step());
     }
+    if (chance(50)) {
+      p["offload"] = true;
+    }
     return p;
   }
 
@@ -300,10 +303,12 @@ std::vector<nlohmann::json> smaller_programs(const nlohmann::json& program) {
       out.push_back(std::move(smaller));
     }
   }
-  if (program.value("post_forward_ranks", 0) != 0) {
-    json smaller = program;
-    smaller.erase("post_forward_ranks");
-    out.push_back(std::move(smaller));
+  for (const char* key : {"post_forward_ranks", "offload"}) {
+    if (program.contains(key)) {
+      json smaller = program;
+      smaller.erase(key);
+      out.push_back(std::move(smaller));
+    }
   }
   return out;
 }

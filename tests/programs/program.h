@@ -18,7 +18,8 @@ namespace flatshard::testing {
 ///      "model": {...},
 ///      "steps": [{"no_sync": false, "micro": ["fb", "eval", "ffbb"]}]}
 ///
-/// "post_forward_ranks" may be there as well; see ParamGroupOptions. For
+/// "post_forward_ranks" may be there as well; see ParamGroupOptions. With
+/// "offload" kept activations are in host memory; see RuntimeOptions. For
 /// several models, "others" has them and "link" selects how a step runs through
 /// them (see ProgramModel).
 ///

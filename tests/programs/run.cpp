@@ -397,6 +397,7 @@ FullyShardOptions options_of(const json& program, int rank) {
       .runtime = {
           .prefetch = program.at("prefetch"),
           .reshard_after_forward = program.at("reshard"),
+          .offload_activations = program.value("offload", false),
           .streams = {
               .delay_seed = program.at("seed").get<std::uint64_t>() +
                             static_cast<std::uint64_t>(rank),

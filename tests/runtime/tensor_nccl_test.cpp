@@ -177,6 +177,34 @@ TEST_F(TensorParallelOnGpus, GraphsOfRegionsEqualEager) {
   }
 }
 
+// Copies to pinned memory and back, on their streams.
+TEST_F(TensorParallelOnGpus, ActivationOffloadIsBitwiseIdentical) {
+  const int world = gpu_ranks().world();
+  for (TensorRun run :
+       {TensorRun{
+            .microbatches = 2,
+ .checkpoint = ActivationCheckpoint::full,
+ .keep_attention = true,
+ .mlp_chunk_tokens = 2},
+        TensorRun{
+            .strategy = "zero1",
+  .checkpoint = ActivationCheckpoint::selective},
+        TensorRun{
+            .model = "experts",
+  .checkpoint = ActivationCheckpoint::full}}) {
+    run.tp = world % 2 == 0 ? 2 : 1;
+    run.dp = world / run.tp;
+    run.steps = 20;
+    run.max_norm = 0.1;  // the rate is 1
+    SCOPED_TRACE(run.name());
+    const TensorResult want = train(run);
+    run.offload = true;
+    const TensorResult got = train(run);
+    expect_same_bits(got, want);
+    EXPECT_GT(got.host_nbytes, 0);
+  }
+}
+
 // So do graphs of the whole step, on compute's stream and on their own.
 TEST_F(TensorParallelOnGpus, AGraphOfTheStepEqualsEager) {
   const int world = gpu_ranks().world();

@@ -253,7 +253,7 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_cp{}_tp{}_ep{}_etp{}_m{}_{}{}_mlp{}_chunk{}{}{}{}",
+      "{}_{}_r{}_dp{}_cp{}_tp{}_ep{}_etp{}_m{}_{}{}{}_mlp{}_chunk{}{}{}{}",
       model,
       strategy,
       replicate,
@@ -265,6 +265,7 @@ std::string TensorRun::name() const {
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
       keep_attention ? "_keep" : "",
+      offload ? "_offload" : "",
       mlp_chunk_tokens,
       chunk_tokens,
       copies ? "_copies" : "",
@@ -311,6 +312,7 @@ void train_tensor_rank(
           {.precision = run.precision,
            .post_forward_ranks = run.post_forward_ranks},
       .runtime = {
+          .offload_activations = run.offload,
           .streams = streams,
           .graphs = {
               .enabled = run.has_graphs(),
@@ -405,6 +407,9 @@ void train_tensor_rank(
     const std::lock_guard lock(mutex);
     result.graphs[mesh->rank()] =
         graph ? graph->stats() : runtime->graphs().stats();
+    if (const KeptActivations* kept = runtime->executor().kept()) {
+      result.host_nbytes += kept->host_nbytes();
+    }
   }
   collect_weights(*runtime, mutex, result.weights);
 }

@@ -31,6 +31,7 @@ struct TensorRun {
   int microbatches = 1;  ///< of a data rank
   models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
   bool keep_attention = false;        ///< of full checkpointing
+  bool offload = false;               ///< what a recompute keeps
   std::int64_t mlp_chunk_tokens = 0;  ///< of a rank's own tokens
   std::int64_t chunk_tokens = 0;      ///< of the loss
   double max_norm = 1e6;              ///< clips nothing
@@ -67,6 +68,7 @@ struct TensorResult {
   std::map<std::pair<int, int>, double> norms;  ///< by (step, rank)
   std::map<std::string, std::vector<float>> weights;
   std::map<int, GraphStats> graphs;  ///< by rank
+  std::int64_t host_nbytes = 0;      ///< of kept activations, of all ranks
 };
 
 /// Returns the models by name: what sets families apart.

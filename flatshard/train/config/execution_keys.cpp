@@ -19,6 +19,12 @@ constexpr UsedIf kRecomputesAttention{
     WHEN(c.activation_checkpoint.mode == models::ActivationCheckpoint::full),
     "recomputes attention; set activation_checkpoint.mode to full"};
 
+constexpr UsedIf kRecomputes{
+    "activation_checkpoint.mode",
+    WHEN(c.activation_checkpoint.mode != models::ActivationCheckpoint::none),
+    "recomputes activations; set activation_checkpoint.mode to full or "
+    "selective"};
+
 constexpr UsedIf kRecomputesMlp{
     "activation_checkpoint.mode",
     WHEN(c.activation_checkpoint.mode != models::ActivationCheckpoint::none),

@@ -67,6 +67,7 @@ class ModelWork : LayerKernels {
           static_cast<std::int64_t>(share * d(layer.transient_nbytes)) +
           own_bytes(3 * model_.dim);
     }
+    layer.offloaded_nbytes = offloaded(layer);
     return layer;
   }
 
@@ -145,6 +146,7 @@ class ModelWork : LayerKernels {
       layer.transient_nbytes += layer.saved_nbytes - attention_saved();
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
     }
+    layer.offloaded_nbytes = offloaded(layer);
     return layer;
   }
 
@@ -225,6 +227,13 @@ class ModelWork : LayerKernels {
  private:
   bool selective() const {
     return options_.recompute == models::ActivationCheckpoint::selective;
+  }
+  /// Returns the bytes of a layer that are in host memory from forward to
+  /// backward.
+  std::int64_t offloaded(const LayerWork& layer) const {
+    return !options_.offloads ? 0
+           : selective()      ? own_bytes(model_.dim)
+                              : layer.input_nbytes;
   }
   /// Returns the width that a norm saves per token, including what layers save
   /// to all-gather its result again.

@@ -19,9 +19,11 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace flatshard {
 namespace {
@@ -145,6 +147,28 @@ std::map<std::string, std::string> float8_recipes(
   return recipes;
 }
 
+WorkOptions work_options(const Config& config) {
+  return {
+      .training = config.training,
+      .parallelism = config.parallelism,
+      .lora = config.lora,
+      .compute = config.precision.compute,
+      .reduce = config.precision.reduce,
+      .recompute = config.activation_checkpoint.mode,
+      .keeps_attention = config.activation_checkpoint.saves_attention(),
+      .offloads = config.activation_checkpoint.offload,
+      .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
+      .loss_chunk_tokens = config.activation_checkpoint.loss_chunk_tokens};
+}
+
+std::vector<std::int64_t> offloaded_by_layer(const plan::Job& job) {
+  std::vector<std::int64_t> nbytes;
+  for (const int kind : job.kind_of_layer) {
+    nbytes.push_back(job.layer_kinds[kind].offloaded_nbytes);
+  }
+  return nbytes;
+}
+
 }  // namespace
 
 plan::Job plan_job(
@@ -208,19 +232,14 @@ plan::Job plan_job(
     }
   }
   add_model_work(
-      {.training = config.training,
-       .parallelism = config.parallelism,
-       .lora = config.lora,
-       .compute = config.precision.compute,
-       .reduce = config.precision.reduce,
-       .recompute = recompute,
-       .keeps_attention = config.activation_checkpoint.saves_attention(),
-       .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
-       .loss_chunk_tokens = config.activation_checkpoint.loss_chunk_tokens},
+      work_options(config),
       model,
       float8_recipes(job.units),
       modules->adapted,
       job);
+  if (config.activation_checkpoint.offload) {
+    job.plan_units.kept_nbytes = offloaded_by_layer(job);
+  }
   const CopyEngines copies = copy_engines_on(host, config, ranks);
   job.copy_forward_gathers = copies.gather();
   job.copy_backward_gathers = copies.gathers == CopyEngines::Gathers::all;
@@ -267,6 +286,15 @@ plan::Job plan_job(
   job.copied_states = std::move(updates.copied_states);
   spend_memory_budget(config, plans, job);
   return job;
+}
+
+std::int64_t offloaded_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  plan::Job job;
+  add_model_work(work_options(config), model, {}, {}, job);
+  const std::vector<std::int64_t> nbytes = offloaded_by_layer(job);
+  return std::accumulate(nbytes.begin(), nbytes.end(), std::int64_t{0});
 }
 
 }  // namespace flatshard

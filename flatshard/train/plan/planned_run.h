@@ -31,4 +31,11 @@ plan::Job plan_job(
     const PlannedHost& host,
     std::shared_ptr<PlannedModel> modules = nullptr);
 
+/// Returns the bytes of activations that a rank stores in host memory from
+/// forward to backward, by the shapes of the model's layers.
+/// @param config  resolved.
+std::int64_t offloaded_nbytes(
+    const Config& config,
+    const models::ModelConfig& model);
+
 }  // namespace flatshard

@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <numeric>
 
 namespace flatshard {
 namespace {
@@ -67,6 +68,13 @@ std::string sharing_text(const config::Parallelism& p) {
              : "";
 }
 
+std::string recompute_text(const config::ActivationCheckpoint& keys) {
+  return fmt::format(
+      "{}{}",
+      keys.saves_attention() ? " except attention" : "",
+      keys.offload ? ", offloaded" : "");
+}
+
 std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
   const config::Training& training = plan.config.training;
   return fmt::format(
@@ -92,13 +100,17 @@ std::string headline(const RunPlan& plan, const PlannedMachines& machines) {
           : "",
       sharing_text(plan.config.parallelism),
       config::word_of(plan.config.activation_checkpoint.mode),
-      plan.config.activation_checkpoint.saves_attention() ? " except attention"
-                                                          : "",
+      recompute_text(plan.config.activation_checkpoint),
       config::word_of(plan.config.float8.recipe),
       plan.job.microbatches,
       plan.job.microbatches == 1 ? "" : "es",
       training.local_batch_size,
       training.seq_len);
+}
+
+std::int64_t host_activation_nbytes(const plan::Job& job) {
+  const std::vector<std::int64_t>& nbytes = job.plan_units.kept_nbytes;
+  return std::accumulate(nbytes.begin(), nbytes.end(), std::int64_t{0});
 }
 
 std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
@@ -125,6 +137,10 @@ std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
         row("optimizer state",
             shown_gib(plan.job.host_state_nbytes),
             "in host memory");
+  }
+  if (const std::int64_t nbytes = host_activation_nbytes(plan.job);
+      nbytes > 0) {
+    text += row("activations", shown_gib(nbytes), "in host memory");
   }
   return text;
 }
@@ -321,6 +337,7 @@ std::string to_json(
     json["memory_bytes"][of.role] = of.nbytes;
   }
   json["host_state_bytes"] = plan.job.host_state_nbytes;
+  json["host_activation_bytes"] = host_activation_nbytes(plan.job);
   json["activation_bytes"] = e.step.activation_nbytes;
   json["peak_bytes"] = e.peak_nbytes;
   json["room_bytes"] = e.room_nbytes;

@@ -42,6 +42,10 @@ Config config_of(const Config& config, const RunChoice& choice) {
   if (choice.recompute == models::ActivationCheckpoint::none) {
     changed.activation_checkpoint.mlp_chunk_tokens = 0;
   }
+  if (choice.recompute == models::ActivationCheckpoint::none ||
+      choice.overlap) {
+    changed.activation_checkpoint.offload = false;
+  }
   changed.float8.recipe = choice.float8;
   changed.optimizer.state_dtype = choice.state_dtype;
   return changed;

@@ -12,6 +12,7 @@
 #include "flatshard/models/flops.h"
 #include "flatshard/train/data/epochs.h"
 #include "flatshard/train/metrics/number_text.h"
+#include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/setup/parallelism.h"
 #include "flatshard/train/tools/run_files.h"
 
@@ -27,6 +28,12 @@ std::string memory_table(
         {"optimizer state",
          summary.state.optimizer->host_state_nbytes(),
          "of the main weights' shard"});
+  }
+  if (summary.config.activation_checkpoint.offload) {
+    host_rows.push_back(
+        {"activations",
+         offloaded_nbytes(summary.config, summary.model),
+         "of recomputed parts, pinned in the first step"});
   }
   if (summary.config.checkpoint.interval > 0) {
     host_rows.push_back(

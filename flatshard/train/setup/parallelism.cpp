@@ -68,6 +68,7 @@ FullyShardOptions shard_options(
   options.runtime.reshard_after_forward =
       config.parallelism.reshard_after_forward;
   options.runtime.copy_engines = copy_engines;
+  options.runtime.offload_activations = config.activation_checkpoint.offload;
   options.granularity = config.parallelism.granularity;
   if (config.optimizer.needs_state_blocks()) {
     options.group.alignment = kInt8Alignment;

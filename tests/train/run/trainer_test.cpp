@@ -758,6 +758,27 @@ TEST_F(TrainerTest, ParameterGroupsResume) {
   EXPECT_NE(resumed("0.25"), reference);
 }
 
+TEST_F(TrainerTest, ActivationsInHostMemoryChangeNothing) {
+  const std::string on = "activation_checkpoint.offload=true";
+  const std::vector<std::string> full{
+      "training.steps=4",
+      "metrics.log_freq=1",
+      "activation_checkpoint.mode=full"};
+  train(full);
+  const std::vector<double> reference = losses();
+  std::vector<std::string> offloaded = full;
+  offloaded.push_back(on);
+  EXPECT_THAT(train(offloaded), HasSubstr("on the host\n  activations"));
+  EXPECT_EQ(losses(), reference);
+  EXPECT_THAT(
+      refusal({on}),
+      HasSubstr("set activation_checkpoint.mode to full or selective"));
+  offloaded.emplace_back("cuda_graph.impl=unit");
+  EXPECT_THAT(
+      refusal(offloaded),
+      HasSubstr("a graph reads what its block stores at fixed addresses"));
+}
+
 TEST_F(TrainerTest, OffloadedStatesChangeNothing) {
   const auto with = [](const std::string& more) {
     return std::vector<std::string>{
