@@ -14,7 +14,30 @@
 namespace flatshard {
 namespace {
 
-// Blocks of rows of the larger tensor.
+// Blocks of rows of the larger tensor, of which the slice is one box.
+std::optional<StateScales> scales_of_box(
+    const std::vector<std::int64_t>& whole,
+    const Rectangle& box) {
+  StateScales scales;
+  for (std::size_t d = 0; d < whole.size(); ++d) {
+    const std::int64_t block = d + 1 < whole.size() ? 1 : kStateBlock;
+    const IndexRange range{box.start[d], box.start[d] + box.length[d]};
+    if (range.begin % block != 0 || range.end % block != 0) {
+      return std::nullopt;
+    }
+    const IndexRange blocks{range.begin / block, range.end / block};
+    scales.shape.push_back(blocks.size());
+    if (range.size() < whole[d]) {
+      scales.slice = scales.slice.take(
+          static_cast<std::int64_t>(d),
+          whole[d] / block,
+          {blocks});
+    }
+  }
+  return scales;
+}
+
+// The same of a slice of several boxes.
 std::optional<StateScales> scales_of_rows(
     const std::vector<std::int64_t>& shape,
     const TensorSlice& slice) {
@@ -78,8 +101,12 @@ std::optional<StateScales> state_scales(
     return StateScales{.shape = state_scales_shape(shape), .slice = {}};
   }
   const std::vector<std::int64_t> whole = slice.whole_shape(shape);
-  return whole.back() % kStateBlock == 0 ? scales_of_rows(shape, slice)
-                                         : scales_of_run(shape, slice);
+  if (whole.back() % kStateBlock != 0) {
+    return scales_of_run(shape, slice);
+  }
+  const auto boxes = slice.boxes(shape, 0, c10::multiply_integers(shape));
+  return boxes.size() == 1 ? scales_of_box(whole, boxes.front())
+                           : scales_of_rows(shape, slice);
 }
 
 at::Tensor decode_states(const at::Tensor& codes, const at::Tensor& scales) {

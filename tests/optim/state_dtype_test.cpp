@@ -407,9 +407,16 @@ TEST(StateScales, OfASliceAreASliceOfAllScales) {
   ASSERT_TRUE(rows);
   EXPECT_EQ(rows->shape, (Shape{17, 2}));
   EXPECT_EQ(rows->slice.whole_shape(rows->shape), (Shape{17, 4}));
+  // The heads of a rank, as tensor parallelism counts them.
+  const auto heads =
+      state_scales({17, 512}, TensorSlice().take(1, 1536, {{512, 1024}}));
+  ASSERT_TRUE(heads);
+  EXPECT_EQ(heads->shape, (Shape{17, 2}));
+  EXPECT_EQ(heads->slice, TensorSlice().take(1, 6, {{2, 4}}));
   for (const auto& [shape, slice] :
        {std::pair{Shape{2, 12, 32}, TensorSlice().cut(2, 1, 2)},
         std::pair{Shape{17, 128}, TensorSlice().cut(1, 1, 2)},
+        std::pair{Shape{17, 384}, TensorSlice().take(1, 768, {{0, 384}})},
         std::pair{Shape{67, 71}, TensorSlice().cut(0, 0, 2)},
         std::pair{Shape{2, 12, 64}, TensorSlice().cut(0, 0, 2, 2)}}) {
     EXPECT_FALSE(state_scales(shape, slice));
