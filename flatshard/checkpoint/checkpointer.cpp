@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>
 
+#include <functional>
 #include <map>
 
 #include "flatshard/checkpoint/state_keys.h"
@@ -39,6 +40,12 @@ std::string strategies_text(const std::vector<ParamGroup*>& groups) {
   return fmt::to_string(fmt::join(parts, ", "));
 }
 
+/// Returns whether the box is in host memory and changes only with the next
+/// update.
+bool is_kept_on_host(const OwnedBox& box) {
+  return box.values.is_cpu() && box.role != kBufferRole;
+}
+
 }  // namespace
 
 Checkpointer::Checkpointer(
@@ -73,6 +80,9 @@ Checkpointer::Checkpointer(
   mesh_->check();
   messages_ = std::make_unique<RankMessages>(mesh_, id_);
   stream_ = make_stream(mesh_->device(), "checkpoint");
+  host_stream_ = mesh_->device().is_cpu()
+                     ? stream_
+                     : make_stream(at::kCPU, "checkpoint host");
   for (at::Tensor& buffer : buffers_) {
     buffer = host_buffer(image_.nbytes(), mesh_->device());
     image_.write_heads(buffer);
@@ -141,16 +151,24 @@ void Checkpointer::save(
     }
     changed_.wait(lock, has_room);
   }
-  if (optimizer_ != nullptr) {
-    optimizer_->wait_for_states();
-  }
   Event computed;
   computed.record(*current_stream(mesh_->device()));
   computed.wait(*stream_);
-  stream_->submit(
-      [this, buffer = buffers_[job.buffer]] { image_.copy_boxes(buffer); });
+  const at::Tensor& buffer = buffers_[job.buffer];
+  stream_->submit([this, buffer] {
+    image_.copy_boxes(buffer, std::not_fn(is_kept_on_host));
+  });
   job.copied.record(*stream_);
   copied_ = job.copied;
+  host_stream_->submit([this, buffer] {
+    if (optimizer_ != nullptr) {
+      set_current_device(mesh_->device());
+      optimizer_->wait_for_states();
+    }
+    image_.copy_boxes(buffer, is_kept_on_host);
+  });
+  job.copied_on_host.record(*host_stream_);
+  copied_on_host_ = job.copied_on_host;
   ++num_saves_;
   {
     const std::lock_guard lock(mutex_);
@@ -161,6 +179,7 @@ void Checkpointer::save(
 
 void Checkpointer::wait_for_copies() {
   copied_.wait(*current_stream(mesh_->device()));
+  copied_on_host_.synchronize();
 }
 
 void Checkpointer::wait() {
@@ -199,6 +218,7 @@ std::string Checkpointer::key(const Job& job, const std::string& what) const {
 
 std::string Checkpointer::write_files(const Job& job) {
   job.copied.synchronize();
+  job.copied_on_host.synchronize();
   mesh_->check();  // before results of an aborted collective are saved
   const fs::path folder = partial_folder(options_.folder, job.step, id_);
   make_folder(folder);

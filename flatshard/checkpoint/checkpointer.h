@@ -45,7 +45,8 @@ struct SaveResult {
 /// two host buffers and returns. A thread writes the buffer. When every rank
 /// has written, rank 0 writes the manifest and gives the folder its name. The
 /// copies run on a separate stream in parallel with the next forward and
-/// backward. Only the next update of the weights waits for them.
+/// backward. Only the next update of the weights waits for them. Weights and
+/// states in host memory are copied by a thread.
 ///
 /// A save that fails on one rank fails on all, and leaves earlier checkpoints
 /// as they are.
@@ -75,8 +76,8 @@ class Checkpointer {
   void save(std::int64_t step, std::map<std::string, std::string> state);
 
   /// Makes later work of the current stream wait for the copies. Call it
-  /// before weights or optimizer state change. Does not block the host on a
-  /// GPU.
+  /// before weights or optimizer state change. On a GPU it blocks the host only
+  /// for those in host memory.
   void wait_for_copies();
 
   /// Blocks until every pending save has finished.
@@ -97,6 +98,7 @@ class Checkpointer {
     std::map<std::string, std::string> state;
     std::map<std::string, std::int64_t> updates;
     Event copied;
+    Event copied_on_host;
     Clock::time_point begin;
   };
 
@@ -120,8 +122,10 @@ class Checkpointer {
   std::unique_ptr<RankMessages> messages_;
   std::string id_;
   std::shared_ptr<Stream> stream_;
+  std::shared_ptr<Stream> host_stream_;  ///< without a GPU stream_
   std::array<at::Tensor, 2> buffers_;
   Event copied_;
+  Event copied_on_host_;
   std::int64_t num_saves_ = 0;
 
   mutable std::mutex mutex_;

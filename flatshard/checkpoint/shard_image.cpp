@@ -109,8 +109,13 @@ void ShardImage::write_heads(const at::Tensor& buffer) const {
   }
 }
 
-void ShardImage::copy_boxes(const at::Tensor& buffer) const {
+void ShardImage::copy_boxes(
+    const at::Tensor& buffer,
+    const std::function<bool(const OwnedBox&)>& is_copied) const {
   for (const Place& place : places_) {
+    if (!is_copied(boxes_[place.box])) {
+      continue;
+    }
     const at::Tensor& values = boxes_[place.box].values;
     const auto nbytes = static_cast<std::int64_t>(values.nbytes());
     buffer.narrow(0, place.begin, nbytes)

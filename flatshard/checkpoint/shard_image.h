@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -37,9 +38,11 @@ class ShardImage {
 
   /// Writes the headers into a fresh `buffer` [nbytes()], uint8 on the host.
   void write_heads(const at::Tensor& buffer) const;
-  /// Copies all boxes into `buffer`, on the current stream; does not wait for a
-  /// device.
-  void copy_boxes(const at::Tensor& buffer) const;
+  /// Copies the boxes for which `is_copied` returns true into `buffer`, on the
+  /// current stream; does not wait for a device.
+  void copy_boxes(
+      const at::Tensor& buffer,
+      const std::function<bool(const OwnedBox&)>& is_copied) const;
   /// File `index` of the part, in `buffer`.
   std::span<const std::byte> file(const at::Tensor& buffer, std::size_t index)
       const;
