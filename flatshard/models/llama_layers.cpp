@@ -303,6 +303,9 @@ at::Tensor LlamaMlpImpl::forward(
     nn::TokenRunsOptions options = runs_;
     // Hooks read the result.
     options.is_result_of_part &= !has_forward_hooks();
+    if (norm != nullptr) {
+      options.others.push_back(norm);
+    }
     return nn::in_token_runs(*this, fn, inputs, options);
   }
   nn::TensorList constants;

@@ -8,7 +8,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <optional>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 namespace flatshard::nn {
 namespace {
@@ -66,6 +69,102 @@ at::Tensor one_after_the_other(
   return out;
 }
 
+/// Adds gradients of runs in float32 that a sink stores in 16 bits. The sink
+/// gets them in the last run.
+class SumSink : public WgradSink {
+ public:
+  explicit SumSink(std::shared_ptr<WgradSink> sink) : sink_(std::move(sink)) {}
+
+  void begin_last_run() { is_last_run_ = true; }
+  const std::shared_ptr<WgradSink>& sink() const { return sink_; }
+
+  std::optional<WgradTarget> begin_wgrad(const at::Tensor& parameter) override {
+    auto target = sink_->begin_wgrad(parameter);
+    constexpr auto kWidest = static_cast<std::int64_t>(sizeof(at::BFloat16));
+    if (!target || target->grad.element_size() > kWidest) {
+      return target;
+    }
+    Sum& sum = sums_[parameter.unsafeGetTensorImpl()];
+    const bool adds = sum.grad.defined();
+    if (!adds) {
+      sum.grad = at::empty(
+          target->grad.sizes(),
+          target->grad.options().dtype(at::kFloat));
+    }
+    sum.target = *std::move(target);
+    return WgradTarget{.grad = sum.grad, .accumulate = adds};
+  }
+
+  void end_wgrad(const at::Tensor& parameter) override {
+    const auto found = sums_.find(parameter.unsafeGetTensorImpl());
+    if (found == sums_.end()) {
+      sink_->end_wgrad(parameter);
+      return;
+    }
+    if (!is_last_run_) {
+      return;
+    }
+    const auto& [sum, target] = found->second;
+    target.accumulate ? target.grad.add_(sum) : target.grad.copy_(sum);
+    sink_->end_wgrad(parameter);
+    sums_.erase(found);
+  }
+
+ private:
+  struct Sum {
+    at::Tensor grad;
+    WgradTarget target;
+  };
+  std::shared_ptr<WgradSink> sink_;
+  std::unordered_map<const c10::TensorImpl*, Sum> sums_;
+  bool is_last_run_ = false;
+};
+
+/// While it exists, the layers of some modules use a SumSink.
+class SumScope {
+ public:
+  explicit SumScope(const TokenRuns& runs) {
+    add(*runs.owner);
+    for (Module* module : runs.options.others) {
+      add(*module);
+    }
+  }
+  ~SumScope() {
+    for (const ModuleContextPtr& context : contexts_) {
+      context->wgrad_sink = sum_->sink();
+    }
+  }
+  SumScope(const SumScope&) = delete;
+  SumScope& operator=(const SumScope&) = delete;
+
+  void begin_last_run() {
+    if (sum_) {
+      sum_->begin_last_run();
+    }
+  }
+
+ private:
+  void add(Module& root) {
+    for (const auto& module : root.modules()) {
+      auto* const ours = dynamic_cast<Module*>(module.get());
+      const auto sink = ours ? ours->context()->wgrad_sink.lock() : nullptr;
+      if (!sink) {
+        continue;
+      }
+      if (!sum_) {
+        sum_ = std::make_shared<SumSink>(sink);
+      }
+      if (sink == sum_->sink()) {
+        contexts_.push_back(ours->context());
+        ours->context()->wgrad_sink = sum_;
+      }
+    }
+  }
+
+  std::shared_ptr<SumSink> sum_;
+  std::vector<ModuleContextPtr> contexts_;
+};
+
 struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
   // inputs ends with an anchor, see `checkpoint`.
   static at::Tensor forward(
@@ -99,10 +198,18 @@ struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
       out_rows.push_back(wants_grad ? in_one_row(out.back()) : at::Tensor());
     }
     const at::Tensor grad = in_one_row(grads[0]);
+    const std::int64_t tokens = rows[0].size(1);
+    std::optional<SumScope> sums;
+    if (tokens > runs.options.tokens) {
+      sums.emplace(runs);
+    }
     for_each_run(
-        rows[0].size(1),
+        tokens,
         runs.options.tokens,
         [&](std::int64_t first, std::int64_t n) {
+          if (sums && first + n == tokens) {
+            sums->begin_last_run();
+          }
           TensorList run = run_of(rows, first, n);
           for (std::size_t i = 0; i < run.size(); ++i) {
             run[i] = run[i].detach().set_requires_grad(out[i].defined());

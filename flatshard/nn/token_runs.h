@@ -4,6 +4,7 @@
 #include "flatshard/nn/recompute.h"
 
 #include <cstdint>
+#include <vector>
 
 namespace flatshard::nn {
 
@@ -12,12 +13,15 @@ struct TokenRunsOptions {
   /// Nothing reads the result when a part around this one runs again: it is the
   /// part's own result. Then that second run does not compute it.
   bool is_result_of_part = false;
+  /// Other modules whose parameters fn uses. They outlive the owner.
+  std::vector<Module*> others;
 };
 
 /// Returns fn(inputs), computed for one run of tokens after the other. Each run
 /// keeps only its inputs, and the backward runs it again before the next one:
 /// so the activations of one run exist at a time. Weight gradients of the runs
-/// are added in place.
+/// are added in place, and those that a WgradSink stores in 16 bits are added
+/// in float32 and rounded once.
 ///
 /// Results of a token depend only on this token, and fn draws no random
 /// numbers. Its parameters and inputs are as `checkpoint` has them.

@@ -38,7 +38,7 @@ class WgradSink {
   virtual std::optional<WgradTarget> begin_wgrad(
       const at::Tensor& parameter) = 0;
   /// The write was queued on the current stream. Called once for each
-  /// begin_wgrad that returned a target, unless the layer threw in between.
+  /// begin_wgrad that returned a target, unless the layer wrote nothing there.
   virtual void end_wgrad(const at::Tensor& parameter) = 0;
   /// Returns whether the gradient of `parameter` should be delayed until after
   /// the gradients of inputs. Layers that support the delay call this in

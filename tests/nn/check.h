@@ -29,15 +29,14 @@ class FakeSink : public WgradSink {
 
   std::optional<WgradTarget> begin_wgrad(const at::Tensor& p) override {
     Entry& entry = entries_[p.unsafeGetTensorImpl()];
-    const bool first = !entry.grad.defined();
-    if (first) {
+    if (!entry.grad.defined()) {
       entry.grad = at::full_like(
           p.detach(),
           std::numeric_limits<double>::quiet_NaN(),
           p.options().dtype(dtype_).requires_grad(false));
     }
     ++entry.begun;
-    return WgradTarget{.grad = entry.grad, .accumulate = !first};
+    return WgradTarget{.grad = entry.grad, .accumulate = entry.ended > 0};
   }
 
   void end_wgrad(const at::Tensor& p) override {

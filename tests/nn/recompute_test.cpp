@@ -10,6 +10,7 @@
 #include "flatshard/nn/dropout.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/nn/token_runs.h"
+#include "tests/nn/check.h"
 #include "tests/support/counted_operation.h"
 
 namespace flatshard::nn {
@@ -234,6 +235,37 @@ TEST(TokenRuns, EqualTheWhole) {
         EXPECT_EQ(parts->tokens, (std::vector<std::int64_t>{5, 5, 2, 5, 5, 2}));
       }
     }
+  }
+}
+
+// A sink of 16 bits gets the sum of all runs, rounded once.
+TEST(TokenRuns, AreAddedInFloat32) {
+  const auto gradients = [](at::ScalarType dtype, int num_microbatches) {
+    Runs net = make_runs();
+    const auto sink = std::make_shared<FakeSink>(dtype);
+    for (const auto& module : net->modules()) {
+      dynamic_cast<Module&>(*module).set_wgrad_sink(sink);
+    }
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(2);
+    const TensorList in{
+        at::randn({3, 4, 6}, generator, at::kDouble).requires_grad_(),
+        at::randn({3, 4, 6}, generator, at::kDouble)};
+    for (int i = 0; i < num_microbatches; ++i) {
+      net->forward(in, {.tokens = 1}).square().sum().backward();
+    }
+    std::vector<at::Tensor> all;
+    for (const at::Tensor& p : net->parameters()) {
+      EXPECT_FALSE(p.grad().defined());
+      all.push_back(sink->grad(p));
+    }
+    return all;
+  };
+  const auto want = gradients(at::kFloat, 1);
+  const auto got = gradients(at::kBFloat16, 2);
+  ASSERT_GE(want.size(), 2U);
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    // Rounded once for each of two equal microbatches.
+    EXPECT_TRUE(got[i].equal(want[i].to(at::kBFloat16) * 2)) << i;
   }
 }
 

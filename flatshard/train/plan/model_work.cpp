@@ -66,6 +66,12 @@ class ModelWork : LayerKernels {
       layer.transient_nbytes =
           static_cast<std::int64_t>(share * d(layer.transient_nbytes)) +
           own_bytes(3 * model_.dim);
+      if (share < 1.0 && options_.reduce != at::kFloat &&
+          !options_.lora.enabled()) {
+        // Gradients of the part are summed over the runs in float32.
+        layer.transient_nbytes +=
+            3 * ffn_dim * model_.dim * static_cast<std::int64_t>(sizeof(float));
+      }
     }
     layer.offloaded_nbytes = offloaded(layer);
     return layer;
