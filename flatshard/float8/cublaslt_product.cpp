@@ -4,6 +4,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <limits>
@@ -53,14 +54,20 @@ struct Problem {
   std::int32_t type_a, type_b, type_d, mode_a, mode_b;
   std::uint32_t align_a, align_b, align_c, align_d;
   std::int32_t device;
-  bool fast, beta;
+  bool fast, beta, by_columns, takes_first;
 
   auto operator<=>(const Problem&) const = default;
 };
 
 Problem problem_of(const Product& p) {
+  // Addresses are different on each rank.
+  const auto alignment = [&](const at::Tensor& t) {
+    constexpr std::uint32_t kOfAllRanks = 16;
+    const std::uint32_t own = alignment_of(t.const_data_ptr());
+    return p.takes_first ? std::min(own, kOfAllRanks) : own;
+  };
   return {
-      .m = p.b.data.size(0),
+      .m = p.b.data.size(p.by_columns ? 1 : 0),
       .n = p.a.data.size(0),
       .k = p.a.data.size(1),
       .stride_c = p.c.stride(0),
@@ -70,20 +77,31 @@ Problem problem_of(const Product& p) {
       .type_d = type_of(p.out),
       .mode_a = p.b.mode,
       .mode_b = p.a.mode,
-      .align_a = alignment_of(p.b.data.const_data_ptr()),
-      .align_b = alignment_of(p.a.data.const_data_ptr()),
-      .align_c = alignment_of(p.c.const_data_ptr()),
-      .align_d = alignment_of(p.out.const_data_ptr()),
+      .align_a = alignment(p.b.data),
+      .align_b = alignment(p.a.data),
+      .align_c = alignment(p.c),
+      .align_d = alignment(p.out),
       .device = p.out.device().index(),
       .fast = p.fast,
-      .beta = p.beta != 0.0F};
+      .beta = p.beta != 0.0F,
+      .by_columns = p.by_columns,
+      .takes_first = p.takes_first};
 }
 
 // The arguments of cublasLtMatmul, made once for each call.
 struct Call {
   explicit Call(const Problem& q)
       : desc(make_desc()),
-        a(make_layout(static_cast<cudaDataType_t>(q.type_a), q.k, q.m, q.k)),
+        a(q.by_columns ? make_layout(
+                             static_cast<cudaDataType_t>(q.type_a),
+                             q.m,
+                             q.k,
+                             q.m)
+                       : make_layout(
+                             static_cast<cudaDataType_t>(q.type_a),
+                             q.k,
+                             q.m,
+                             q.k)),
         b(make_layout(static_cast<cudaDataType_t>(q.type_b), q.k, q.n, q.k)),
         c(make_layout(
             static_cast<cudaDataType_t>(q.type_d),
@@ -95,7 +113,9 @@ struct Call {
             q.m,
             q.n,
             q.stride_d)) {
-    set(desc, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    set(desc,
+        CUBLASLT_MATMUL_DESC_TRANSA,
+        q.by_columns ? CUBLAS_OP_N : CUBLAS_OP_T);
     set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
     if (q.fast) {
       set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{1});
@@ -216,7 +236,8 @@ choose(const Problem& q, const Call& call, const Product& p, bool& sure) {
   }
   const bool adds = p.beta != 0.0F && p.c.is_same(p.out);
   const std::int64_t nbytes = q.n * q.stride_d * p.out.element_size();
-  if (found.size() == 1 || at::globalContext().deterministicAlgorithms() ||
+  if (found.size() == 1 || q.takes_first ||
+      at::globalContext().deterministicAlgorithms() ||
       (adds && nbytes > kMostTrialBytes)) {
     return found.front();
   }
@@ -297,7 +318,9 @@ bool has_product(std::int32_t mode_a, std::int32_t mode_b, at::Device device) {
       .align_d = 256,
       .device = device.index(),
       .fast = false,
-      .beta = false};
+      .beta = false,
+      .by_columns = false,
+      .takes_first = false};
   const Call call(problem);
   // The heuristic only checks whether scales exist, not their values.
   const at::Tensor scales = at::ones({1}, at::TensorOptions(device));

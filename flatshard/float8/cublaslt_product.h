@@ -19,7 +19,12 @@ struct Product {
   at::Tensor out;
   at::Tensor c;  ///< what beta multiplies; out when there is none
   float beta;
-  bool fast;
+  bool fast = false;
+  /// b is [inner, outer]: out = a b + beta c.
+  bool by_columns = false;
+  /// Uses the algorithm that cuBLASLt suggests first, so that all ranks use the
+  /// same one.
+  bool takes_first = false;
 };
 
 /// Runs a matmul on the current stream with cuBLASLt's fastest algorithm, found

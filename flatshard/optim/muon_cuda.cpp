@@ -2,11 +2,10 @@
 
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/device/memory.h"
-#include "flatshard/float8/cublaslt.h"
+#include "flatshard/float8/cublaslt_product.h"
 #include "flatshard/optim/muon_kernels.h"
 
 #include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -64,76 +63,21 @@ void add_matmul_cuda(
     double beta) {
   using namespace float8::cuda;
   const c10::cuda::CUDAGuard guard(x.device());
-  // cuBLASLt's matrices have columns in memory. For it, a contiguous x is x^T,
-  // and the matmul is x^T left^T. `left` is symmetric.
+  // `left` is symmetric, so the matmul is also x^T left.
   const bool is_transposed = x.stride(0) == 1;
-  const std::int64_t rows = x.size(0);
-  const std::int64_t columns = x.size(1);
-  const MatmulDesc desc = make_desc();
-  const MatrixLayout square = make_layout(CUDA_R_16BF, rows, rows, rows);
-  const MatrixLayout wide =
-      is_transposed ? make_layout(CUDA_R_16BF, rows, columns, rows)
-                    : make_layout(CUDA_R_16BF, columns, rows, columns);
-  const at::Tensor& a = is_transposed ? left : x;
-  const at::Tensor& b = is_transposed ? x : left;
-  const cublasLtMatrixLayout_t layout_a = (is_transposed ? square : wide).get();
-  const cublasLtMatrixLayout_t layout_b = (is_transposed ? wide : square).get();
-  const Preference preference = make_preference();
-  set(preference,
-      CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-      at::cuda::getCUDABlasLtWorkspaceSize());
-  constexpr std::uint32_t kAlignment = 16;
-  for (const auto attribute :
-       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-    set(preference, attribute, kAlignment);
-  }
-  cublasLtMatmulHeuristicResult_t found;
-  int num = 0;
-  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      at::cuda::getCurrentCUDABlasLtHandle(),
-      desc.get(),
-      layout_a,
-      layout_b,
-      wide.get(),
-      wide.get(),
-      preference.get(),
-      1,
-      &found,
-      &num);
-  const auto is_aligned = [](const at::Tensor& t) {
-    return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % kAlignment ==
-           0;
-  };
-  if (status != CUBLAS_STATUS_SUCCESS || num == 0 || !is_aligned(x) ||
-      !is_aligned(out)) {
+  const bool is_done = run_product({
+      .a = {.data = is_transposed ? x.t() : left, .scales = {}},
+      .b = {.data = is_transposed ? left : x, .scales = {}},
+      .out = is_transposed ? out.t() : out,
+      .c = is_transposed ? x.t() : x,
+      .beta = static_cast<float>(beta),
+      .by_columns = !is_transposed,
+      .takes_first = true,  // replicas of a shard repeat the work
+  });
+  if (!is_done) {
     at::Tensor to = out;
     at::addmm_out(to, x, left, x, beta);
-    return;
   }
-  const float one = 1.0F;
-  const auto factor = static_cast<float>(beta);
-  check_cublas(
-      cublasLtMatmul(
-          at::cuda::getCurrentCUDABlasLtHandle(),
-          desc.get(),
-          &one,
-          a.const_data_ptr(),
-          layout_a,
-          b.const_data_ptr(),
-          layout_b,
-          &factor,
-          x.const_data_ptr(),
-          wide.get(),
-          out.mutable_data_ptr(),
-          wide.get(),
-          &found.algo,
-          at::cuda::getCUDABlasLtWorkspace(),
-          at::cuda::getCUDABlasLtWorkspaceSize(),
-          c10::cuda::getCurrentCUDAStream()),
-      "a matmul");
 }
 
 void mirror_lower_cuda(const at::Tensor& matrix) {
