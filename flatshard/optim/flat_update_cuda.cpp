@@ -1,7 +1,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/optim/flat_update.h"
-#include "flatshard/optim/flat_update_kernels.h"
+#include "flatshard/optim/optim_kernels.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -3,7 +3,7 @@
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/device/memory.h"
 #include "flatshard/float8/cublaslt_product.h"
-#include "flatshard/optim/muon_kernels.h"
+#include "flatshard/optim/optim_kernels.h"
 
 #include <ATen/ATen.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -1,7 +1,7 @@
 #include <cuda_bf16.h>
 
 #include "flatshard/core/rounding.h"
-#include "flatshard/optim/muon_kernels.h"
+#include "flatshard/optim/optim_kernels.h"
 
 namespace flatshard::kernels {
 namespace {

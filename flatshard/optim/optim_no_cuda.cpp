@@ -1,4 +1,5 @@
 #include "flatshard/core/error.h"
+#include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/muon_cuda.h"
 
 namespace flatshard {
@@ -11,6 +12,10 @@ namespace {
 }
 
 }  // namespace
+
+void flat_update_cuda(Algorithm, const FlatUpdate&) {
+  throw_no_cuda();
+}
 
 void muon_direction_cuda(
     const at::Tensor&,
