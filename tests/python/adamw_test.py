@@ -418,21 +418,21 @@ def counts_of(model, optimizer):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("resumed", ["no", "state_dict", "checkpoint"])
+@pytest.mark.parametrize("resumed", ["no", "state_dict", "checkpoint", "of torch"])
 def test_parameters_without_gradients(resumed, grouped, mesh, rank, folder):
     """They are skipped, whatever the others of their unit have."""
     results = []
     for kind in KINDS:
 
-        def make():
-            model, optimizer = made(kind, mesh)
+        def make(of):
+            model, optimizer = made(of, mesh)
             if grouped:
                 matrices, rest = groups_of(model)
                 groups = [{"params": matrices, "lr": 3e-2}, {"params": rest}]
-                optimizer = kind(groups, lr=1e-2, eps=1e-3)
+                optimizer = of(groups, lr=1e-2, eps=1e-3)
             return model, optimizer
 
-        model, optimizer = make()
+        model, optimizer = make(torch.optim.AdamW if resumed == "of torch" else kind)
         for step, without in enumerate(WITHOUT):
             model.loss(torch.Generator().manual_seed(10 * step + rank)).backward()
             for name, parameter in model.named_parameters():
@@ -440,9 +440,9 @@ def test_parameters_without_gradients(resumed, grouped, mesh, rank, folder):
                     parameter.grad = None
             optimizer.step()
             optimizer.zero_grad()
-            if step == 2 and resumed == "checkpoint":
+            if step == 2 and resumed in ("checkpoint", "of torch"):
                 checkpoint.save(f"{folder}/{kind.__module__}", 1, model, optimizer)
-                model, optimizer = make()
+                model, optimizer = make(kind)
                 checkpoint.load(f"{folder}/{kind.__module__}", model, optimizer)
             elif step == 2 and resumed == "state_dict":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))

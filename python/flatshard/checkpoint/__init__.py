@@ -131,9 +131,9 @@ def async_save(
     root = _root_of(model)
     texts = _checked_texts(state)
     optimizers = as_list(optimizer)
-    states, updates, fewer = states_of(root, optimizers)
+    states, updates = states_of(root, optimizers)
     if optimizers:
-        texts[_OPTIMIZER] = describe_optimizers(optimizers, fewer)
+        texts[_OPTIMIZER] = describe_optimizers(optimizers)
     folder = pathlib.Path(folder)
     writer = _writer_for(model, optimizers, states, folder, keep_latest)
     return writer.save(int(step), texts, updates)
@@ -179,7 +179,7 @@ def load(
     try:
         if foreign is not None:
             make_states(foreign, stored, described, exclude)
-        states, _, _ = states_of(root, optimizers)
+        states, _ = states_of(root, optimizers)
         own = core_optimizer(root, optimizers, states)
         state = _training_state(root, own, whole_tensors(model))
         _C.load_checkpoint(str(path), mesh, state, list(exclude))

@@ -75,40 +75,36 @@ def core_optimizer(root, optimizers, states):
 
 
 def states_of(root, optimizers):
-    """Returns the state of an optimizer of torch's by unit and parameter: {name: local tensor}, and
-    how often the parameter was updated (1 where the optimizer does not count). A unit
-    counts
-    once: a parameter that was updated less often has the unit's number, and zeros
-    without a state.
+    """Returns the state of an optimizer of torch's by unit and parameter: {name: local
+    tensor}, and how often the parameter was updated (1 where the optimizer does not
+    count). A parameter without a state has zeros, and was not updated.
 
     Returns:
-        states, updates, and the own number of those that were updated less often, by
-        name.
+        states, updates.
     """
-    states, updates, fewer = [], [], {}
+    states, updates = [], []
     if are_cores(optimizers):
-        return states, updates, fewer
+        return states, updates
     (optimizer,) = optimizers
     _check_sharded(optimizer)
     # A unit also keeps parameters that the program tied to others. The others have their
     # names.
-    updated = set()
+    of_names = collections.Counter()
     for unit in root.units:
         own = [_state_of(optimizer, p) for p in unit.parameters]
         trained = [i for i, p in enumerate(unit.parameters) if p.trainable]
-        most = max((own[i][1] for i in trained), default=0)
         kinds = next((own[i][0] for i in trained if own[i][0]), {})
         for i in trained:
-            (tensors, steps), p = own[i], unit.parameters[i]
-            if steps < most:
-                fewer[p.names[0]] = steps
-            else:
-                updated.update(p.names)
-            own[i] = tensors or _zeros_for(optimizer, p, kinds), most
+            tensors, steps = own[i]
+            own[i] = tensors or _zeros_for(optimizer, unit.parameters[i], kinds), steps
+            for name in unit.parameters[i].names:
+                of_names[name] = max(of_names[name], steps)
         states.append([tensors for tensors, _ in own])
-        updates.append([steps for _, steps in own])
-    fewer = {name: steps for name, steps in fewer.items() if name not in updated}
-    return states, updates, fewer
+    for unit in root.units:
+        updates.append(
+            [max(of_names[name] for name in p.names) for p in unit.parameters]
+        )
+    return states, updates
 
 
 def _zeros_for(optimizer, p, kinds):
@@ -148,8 +144,8 @@ def _check_sharded(optimizer):
                 )
 
 
-def describe_optimizers(optimizers, fewer):
-    """Returns the options of the optimizers, and `fewer` of states_of, as JSON."""
+def describe_optimizers(optimizers):
+    """Returns the options of the optimizers as JSON."""
     kept = {"params"}  # a load does not change them
     for optimizer in optimizers:
         if isinstance(optimizer, CoreOptimizer):
@@ -183,7 +179,6 @@ def describe_optimizers(optimizers, fewer):
         "first_parameters": [
             next(iter(names), None) for names in _names_of(optimizers)
         ],
-        "fewer": fewer,
     }
     return json.dumps(described)
 
@@ -266,7 +261,9 @@ def make_states(optimizer, stored, described, exclude):
         described: the result of describe_optimizers at the save.
     """
     counts = described.get("counts_steps", True)
-    fewer = described.get("fewer", {})
+    # Former checkpoints have the number of a unit, and the own number of a parameter that
+    # was updated less often.
+    updates = {**stored["updates"], **described.get("fewer", {})}
     roles = {
         role: dtypes
         for role, dtypes in stored["dtypes"].items()
@@ -280,11 +277,11 @@ def make_states(optimizer, stored, described, exclude):
         names, shard = unit.parameters[index].names, unit.parameters[index].stored_shard
         own = dict(optimizer.state.get(parameter, {}))
         if not any(fnmatch.fnmatchcase(n, e) for n in names for e in exclude):
-            own_steps = next((fewer[n] for n in names if n in fewer), None)
+            steps = next((updates[n] for n in names if n in updates), None)
             found = {
                 role: _DTYPES[next(of[name] for name in names if name in of)]
                 for role, of in roles.items()
-                if own_steps != 0 and any(name in of for name in names)
+                if steps != 0 and any(name in of for name in names)
             }
             for role in [r for r in found if r + _SCALE in found]:
                 found[role] = torch.float32
@@ -297,11 +294,8 @@ def make_states(optimizer, stored, described, exclude):
                         shard, dtype=dtype, requires_grad=False
                     )
             if own and counts:
-                steps = next(
-                    stored["updates"][n] for n in names if n in stored["updates"]
-                )
                 kind = described.get("steps", "F32")
-                own["step"] = _steps(own_steps or steps, kind, shard, group)
+                own["step"] = _steps(steps, kind, shard, group)
         if own:
             state[parameter] = own
     optimizer.state = state

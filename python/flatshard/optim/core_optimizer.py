@@ -293,10 +293,9 @@ class CoreOptimizer(torch.optim.Optimizer):
             for name in self._state_names:
                 if state.get(name) is not shown[name]:
                     self._write(parameter, name, state.get(name))
-            if self._counts:
-                unit, index = self._places[parameter]
-                updates = int(state["step"]) if state else 0
-                self.core.set_num_updates(unit.core, index, updates)
+            unit, index = self._places[parameter]
+            updates = int(state.get("step", 1)) if state else 0
+            self.core.set_num_updates(unit.core, index, updates)
         states = {parameter: dict(shown) for parameter, shown in self._shown.items()}
         self.state = type(self.state)(dict, states)
         self.show_steps()
