@@ -28,7 +28,7 @@ void exchange_blocks(
 class CollectiveContextParallel::Pending : public nn::PendingExchange {
  public:
   Pending(CollectiveContextParallel& ranks, std::vector<nn::RankBlocks> blocks)
-      : blocks_(std::move(blocks)) {
+      : waits_(ranks.waits_), blocks_(std::move(blocks)) {
     const std::int64_t size = ranks.size();
     for (const nn::RankBlocks& b : blocks_) {
       sent_.push_back(packed(b.send).view({size, -1}));
@@ -52,7 +52,7 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
   }
 
   void finish() override {
-    use_.wait();
+    waits_.run([&] { use_.wait(); });
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       const at::Tensor& place = blocks_[i].receive;
       if (!place.is_contiguous()) {
@@ -62,6 +62,7 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
   }
 
  private:
+  MeasuredWaits& waits_;
   std::vector<nn::RankBlocks> blocks_;
   std::vector<at::Tensor> sent_;      ///< [size, n] contiguous
   std::vector<at::Tensor> received_;  ///< [size, n] contiguous
@@ -71,7 +72,9 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
 CollectiveContextParallel::CollectiveContextParallel(
     std::shared_ptr<Communicator> group,
     StreamOptions options)
-    : ContextParallel(group->rank(), group->size()), group_(std::move(group)) {
+    : ContextParallel(group->rank(), group->size()),
+      group_(std::move(group)),
+      waits_(group_->device()) {
   options.high_priority = true;
   stream_ = make_stream(group_->device(), "context parallelism", options);
 }

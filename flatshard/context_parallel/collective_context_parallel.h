@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/comm/communicator.h"
+#include "flatshard/context_parallel/measured_waits.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/nn/parallel/context_parallel.h"
 
@@ -21,12 +22,17 @@ class CollectiveContextParallel : public nn::ContextParallel {
 
   std::unique_ptr<nn::PendingExchange> start(
       std::vector<nn::RankBlocks> blocks) override;
+  void measure(bool measures) override { waits_.measure(measures); }
+  double wait_and_take_exposed_ms() override {
+    return waits_.wait_and_take_ms();
+  }
 
  private:
   class Pending;
 
   std::shared_ptr<Communicator> group_;
   std::shared_ptr<Stream> stream_;
+  MeasuredWaits waits_;
 };
 
 }  // namespace flatshard

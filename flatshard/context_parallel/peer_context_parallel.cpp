@@ -68,7 +68,9 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
     }
   }
 
-  void finish() override { use_.wait(); }
+  void finish() override {
+    ranks_.waits_.run([&] { use_.wait(); });
+  }
 
  private:
   at::Tensor block(const at::Tensor& x, int rank) const {
@@ -121,7 +123,9 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
 PeerContextParallel::PeerContextParallel(
     std::shared_ptr<Communicator> group,
     const PeerContextParallelOptions& options)
-    : ContextParallel(group->rank(), group->size()), group_(std::move(group)) {
+    : ContextParallel(group->rank(), group->size()),
+      group_(std::move(group)),
+      waits_(group_->device()) {
   StreamOptions stream = options.stream;
   stream.high_priority = true;
   stream_ = make_stream(group_->device(), "context parallelism", stream);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/comm/communicator.h"
+#include "flatshard/context_parallel/measured_waits.h"
 #include "flatshard/device/stream.h"
 #include "flatshard/nn/parallel/context_parallel.h"
 #include "flatshard/peer/peer_memory.h"
@@ -48,6 +49,10 @@ class PeerContextParallel : public nn::ContextParallel {
   /// @throws Error{usage} where a CUDA graph is recorded.
   std::unique_ptr<nn::PendingExchange> start(
       std::vector<nn::RankBlocks> blocks) override;
+  void measure(bool measures) override { waits_.measure(measures); }
+  double wait_and_take_exposed_ms() override {
+    return waits_.wait_and_take_ms();
+  }
 
   std::int64_t nbytes() const override {
     return windows_ ? windows_->local().numel() : 0;
@@ -67,6 +72,7 @@ class PeerContextParallel : public nn::ContextParallel {
 
   std::shared_ptr<Communicator> group_;
   std::shared_ptr<Stream> stream_;
+  MeasuredWaits waits_;
   std::unique_ptr<PeerMemory> windows_;  ///< null: none is needed yet
   std::int64_t half_nbytes_ = 0;
   int half_ = 0;  ///< used by the last exchange

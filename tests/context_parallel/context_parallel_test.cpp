@@ -356,6 +356,24 @@ TEST(ExchangedHeadsTogether, G15_EachGroupIsExchangedDuringTheOther) {
   });
 }
 
+// Streams of CPUs are late, so compute waits.
+TEST_P(ExchangedHeads, WaitsAreMeasuredOnDemand) {
+  on_ranks(GetParam(), [](const nn::ContextParallelPtr& ranks) {
+    const auto exchange = [&] {
+      ranks->start({blocks_of(ranks->size(), 4, at::kFloat, false, false)})
+          ->finish();
+    };
+    exchange();
+    EXPECT_EQ(ranks->wait_and_take_exposed_ms(), 0);
+    ranks->measure(true);
+    exchange();
+    ranks->measure(false);
+    EXPECT_GT(ranks->wait_and_take_exposed_ms(), 0);
+    exchange();
+    EXPECT_EQ(ranks->wait_and_take_exposed_ms(), 0);
+  });
+}
+
 struct AttentionCase {
   std::string name;
   std::int64_t kv_heads = 4;

@@ -48,6 +48,10 @@ class ContextParallel {
   int size() const { return size_; }
   /// Returns the bytes that it uses on the device itself.
   virtual std::int64_t nbytes() const { return 0; }
+  /// Compute's waits for exchanges are measured from now on, or no longer.
+  virtual void measure(bool /*measures*/) {}
+  /// Returns the time measured since the last call, in ms. Blocks the host.
+  virtual double wait_and_take_exposed_ms() { return 0; }
 
   /// Sends and receives all of `blocks` in one exchange, in parallel with what
   /// compute queues until `finish`. Makes no graph. Exchanges run in the order
