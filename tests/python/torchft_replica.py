@@ -1,8 +1,8 @@
 """One rank of a replica that torchft keeps in step with others; torchft_test.py starts them.
 
-usage: torchft_replica.py NAME LAST, with torchrun's environment and TORCHFT_LIGHTHOUSE
+usage: torchft_replica.py NAME UPDATES LAST, with torchrun's environment and TORCHFT_LIGHTHOUSE
 
-The replica trains until 8 updates are committed; it ends without a word before update
+The replica trains until UPDATES updates are committed. It ends without a word before update
 LAST, if that is earlier. Prints a row of JSON for each update that is not thrown away.
 """
 
@@ -21,7 +21,6 @@ from torchft.process_group import ProcessGroupGloo
 from flatshard import fully_shard, optim
 from tests.python.models import Mlp
 
-UPDATES = 8
 TIMEOUT = timedelta(seconds=20)
 
 
@@ -34,7 +33,7 @@ def digest(model):
 
 
 def main():
-    name, last = sys.argv[1], int(sys.argv[2])
+    name, updates, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -59,7 +58,7 @@ def main():
         unit.set_all_reduce_hook(lambda reduced: manager.allreduce(reduced).wait())
     print("ready", flush=True)
     sys.stdin.readline()  # a quorum waits only for replicas that it knows
-    while manager.current_step() < UPDATES:
+    while manager.current_step() < updates:
         step = manager.current_step()
         manager.start_quorum()
         if step == last:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.python import torchft_replica
-
 coordination = pytest.importorskip("torchft.coordination")
 
 RANKS = 2  # of a replica
+UPDATES = 8
 LOST = 3  # the update that one replica does not see
 LIMIT_S = 120
 
@@ -29,9 +28,10 @@ def start(name, last, lighthouse):
         "WORLD_SIZE": str(RANKS),
         "TORCHFT_LIGHTHOUSE": lighthouse,
     }
+    program = [sys.executable, "-m", "tests.python.torchft_replica"]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.python.torchft_replica", name, str(last)],
+            [*program, name, str(UPDATES), str(last)],
             cwd=Path(__file__).parents[2],
             env={**os.environ, **of_replica, "RANK": str(rank)},
             stdin=subprocess.PIPE,
@@ -55,7 +55,7 @@ def test_training_continues_without_a_lost_replica(rank):
     )
     address = lighthouse.address()
     processes = start("lost", LOST, address)
-    processes += start("stays", torchft_replica.UPDATES, address)
+    processes += start("stays", UPDATES, address)
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
@@ -68,7 +68,7 @@ def test_training_continues_without_a_lost_replica(rank):
             process.kill()
         lighthouse.shutdown()
     assert stays[0] == stays[1]  # ranks of a replica agree
-    assert [row["step"] for row in stays[0]] == list(range(torchft_replica.UPDATES))
+    assert [row["step"] for row in stays[0]] == list(range(UPDATES))
     replicas = [row["replicas"] for row in stays[0]]
-    assert replicas == [2] * LOST + [1] * (torchft_replica.UPDATES - LOST)
+    assert replicas == [2] * LOST + [1] * (UPDATES - LOST)
     assert lost == stays[0][:LOST]  # the mean of both replicas was applied in both
