@@ -13,7 +13,8 @@ the pairs. Long sequences on one GPU:
 
 python3 bench/lora.py --seq 65536 --recompute full --warmup 1 --steps 2 --pairs 1 \\
     --ways "peft + FSDP2" Flatshard --loss-chunk 8192 --offload --set \\
-    activation_checkpoint.save=attention activation_checkpoint.loss_chunk_tokens=8192
+    activation_checkpoint.save=attention activation_checkpoint.loss_chunk_tokens=8192 \\
+    activation_checkpoint.offload=true activation_checkpoint.mlp_chunk_tokens=16384
 """
 
 import json
