@@ -134,6 +134,10 @@ PeerContextParallel::PeerContextParallel(
   }
 }
 
+std::int64_t PeerContextParallel::windows_nbytes(std::int64_t window_nbytes) {
+  return 2 * round_up(window_nbytes, kTensorAlignment);
+}
+
 void PeerContextParallel::make_windows(std::int64_t half_nbytes) {
   windows_ = PeerMemory::create(*group_, 2 * half_nbytes);
   half_nbytes_ = half_nbytes;

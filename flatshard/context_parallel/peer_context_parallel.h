@@ -46,6 +46,9 @@ class PeerContextParallel : public nn::ContextParallel {
       std::shared_ptr<Communicator> group,
       const PeerContextParallelOptions& options = {});
 
+  /// Returns the bytes of the windows of a rank.
+  static std::int64_t windows_nbytes(std::int64_t window_nbytes);
+
   /// @throws Error{usage} where a CUDA graph is recorded.
   std::unique_ptr<nn::PendingExchange> start(
       std::vector<nn::RankBlocks> blocks) override;

@@ -20,7 +20,7 @@ ParameterPlacement expert_placement(
     TensorSlice slice) {
   ParameterPlacement placement =
       ParameterPlacement::cut_over(mesh, axes, std::move(slice));
-  placement.grad_divisor = static_cast<double>(mesh.data_mesh()->size()) /
+  placement.grad_divisor = static_cast<double>(mesh.token_mesh()->size()) /
                            static_cast<double>(placement.mesh->size());
   return placement;
 }

@@ -29,7 +29,7 @@ TensorSlice expert_slice(std::string_view name, const ExpertPart& part);
 /// Returns the placement of experts' parameters. Each coordinate of `axes` has
 /// another slice, and computes the tokens of all ranks along these axes. They
 /// are sharded over the other axes, and their gradient is the mean over all
-/// ranks that read different samples (AxisRole).
+/// ranks that read different tokens (Mesh::token_mesh).
 ///
 /// @param mesh   of the model; needs an axis in addition to `axes`.
 /// @param slice  of this rank, see expert_slice

@@ -13,10 +13,10 @@
 namespace flatshard {
 namespace {
 
-// Ranks that share layers exchange activations.
+// Ranks that share layers or sequences exchange activations.
 bool have_collectives(const Mesh& mesh) {
   return std::ranges::any_of(mesh.axes(), [](const MeshAxis& axis) {
-    return axis.role == AxisRole::model && axis.size > 1;
+    return axis.role != AxisRole::data && axis.size > 1;
   });
 }
 

@@ -9,13 +9,13 @@
 namespace flatshard {
 namespace {
 
-// Returns the innermost axis of data that shards over several ranks, or -1.
+// Returns the innermost axis that shards over several ranks, or -1.
 // Axes of ranks that share layers are skipped, because parts of a layer are not
 // sharded over them.
 int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
   for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
     if (placements[axis].is_shard() && mesh.axis(axis).size > 1 &&
-        mesh.axis(axis).role == AxisRole::data) {
+        mesh.axis(axis).role != AxisRole::model) {
       return axis;
     }
   }

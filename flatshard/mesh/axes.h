@@ -9,8 +9,9 @@ namespace flatshard {
 
 /// The work that the ranks along an axis divide among them.
 enum class AxisRole {
-  data,   ///< samples: each rank reads its own
-  model,  ///< the layers: all ranks read the same samples
+  data,      ///< samples: each rank reads its own
+  sequence,  ///< the tokens of samples: each rank has its own run of them
+  model,     ///< the layers: all ranks read the same tokens
 };
 
 struct MeshAxis {

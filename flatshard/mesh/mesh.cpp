@@ -194,9 +194,18 @@ std::shared_ptr<Mesh> Mesh::sub_mesh(
 }
 
 std::shared_ptr<Mesh> Mesh::data_mesh() const {
+  return sub_mesh_of({AxisRole::data});
+}
+
+std::shared_ptr<Mesh> Mesh::token_mesh() const {
+  return sub_mesh_of({AxisRole::data, AxisRole::sequence});
+}
+
+std::shared_ptr<Mesh> Mesh::sub_mesh_of(
+    std::initializer_list<AxisRole> roles) const {
   std::vector<std::string> names;
   for (const MeshAxis& axis : axes()) {
-    if (axis.role == AxisRole::data) {
+    if (std::ranges::find(roles, axis.role) != roles.end()) {
       names.push_back(axis.name);
     }
   }

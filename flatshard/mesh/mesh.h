@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <span>
@@ -115,6 +116,9 @@ class Mesh : public MeshCoordinates {
   /// coordinate and the number of ranks that read different samples.
   /// @throws Error{config} for a mesh without such an axis.
   std::shared_ptr<Mesh> data_mesh() const;
+  /// Returns the same for the axes of data and of sequences: its ranks read
+  /// different tokens, and the gradient is the mean over them.
+  std::shared_ptr<Mesh> token_mesh() const;
 
   /// This mesh with another communicator for each given group and purpose: over
   /// the same ranks in the same order. All else is shared, also with further
@@ -155,6 +159,8 @@ class Mesh : public MeshCoordinates {
  private:
   struct Root;
   Mesh(std::shared_ptr<Root> root, std::vector<int> root_axes);
+  std::shared_ptr<Mesh> sub_mesh_of(
+      std::initializer_list<AxisRole> roles) const;
 
   using Groups = std::
       map<std::pair<std::vector<int>, Purpose>, std::shared_ptr<Communicator>>;

@@ -322,7 +322,8 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
 at::Tensor LlamaImpl::forward(
     const at::Tensor& tokens,
     const at::Tensor& targets,
-    const nn::Documents& documents) {
+    const nn::Documents& documents,
+    const at::Tensor& share) {
   FLATSHARD_CHECK(
       tokens.dim() == 2,
       usage,
@@ -341,7 +342,10 @@ at::Tensor LlamaImpl::forward(
       "expected documents of {} tokens, as the batch has, got {}",
       tokens.numel() * num_token_parts_,
       documents.positions.numel());
-  return with_loss_gradient(head_(body_(tokens, documents), targets), targets);
+  return with_loss_gradient(
+      head_(body_(tokens, documents), targets),
+      targets,
+      share);
 }
 
 at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
@@ -350,16 +354,20 @@ at::Tensor LlamaImpl::embed(const at::Tensor& tokens) {
 
 at::Tensor LlamaImpl::head(
     const at::Tensor& hidden,
-    const at::Tensor& targets) {
-  return with_loss_gradient(head_->forward(hidden, targets), targets);
+    const at::Tensor& targets,
+    const at::Tensor& share) {
+  return with_loss_gradient(head_->forward(hidden, targets), targets, share);
 }
 
 at::Tensor LlamaImpl::with_loss_gradient(
     const at::Tensor& result,
-    const at::Tensor& targets) const {
-  return loss_gradient_ && targets.defined()
-             ? nn::tell_gradient(result, loss_gradient_)
-             : result;
+    const at::Tensor& targets,
+    const at::Tensor& share) const {
+  if (!targets.defined()) {
+    return result;
+  }
+  const at::Tensor loss = share.defined() ? result * share : result;
+  return loss_gradient_ ? nn::tell_gradient(loss, loss_gradient_) : loss;
 }
 
 std::vector<RouterOf> LlamaImpl::routers() {

@@ -268,10 +268,13 @@ class LlamaImpl : public nn::Module {
   /// for undefined targets. Call through the holder so that hooks run.
   /// @param documents  of the tokens, to separate them in attention; undefined:
   ///   each row is one. See LlamaOptions::context.
+  /// @param share  float32 [], a factor of the loss, but not of auxiliary
+  ///   losses; undefined: 1.
   at::Tensor forward(
       const at::Tensor& tokens,
       const at::Tensor& targets = {},
-      const nn::Documents& documents = {});
+      const nn::Documents& documents = {},
+      const at::Tensor& share = {});
 
   /// Returns the modules that are usually unsharded together, in forward order:
   /// embedding, each block, head. They contain all parameters.
@@ -287,15 +290,20 @@ class LlamaImpl : public nn::Module {
   at::Tensor embed(const at::Tensor& tokens);
   std::vector<LlamaBlock>& blocks() { return body_->layers(); }
   /// @param hidden  of the last block; loss or logits as forward has them.
-  at::Tensor head(const at::Tensor& hidden, const at::Tensor& targets);
+  at::Tensor head(
+      const at::Tensor& hidden,
+      const at::Tensor& targets,
+      const at::Tensor& share = {});
 
   const ModelConfig& config() const { return config_; }
 
  private:
-  /// Returns `result`. If it is a loss, its gradient is passed to routers.
+  /// Returns `result`. A loss is multiplied by `share`. Then its gradient is
+  /// passed to routers.
   at::Tensor with_loss_gradient(
       const at::Tensor& result,
-      const at::Tensor& targets) const;
+      const at::Tensor& targets,
+      const at::Tensor& share) const;
 
   ModelConfig config_;
   std::int64_t num_token_parts_ = 1;   ///< context-parallel ranks

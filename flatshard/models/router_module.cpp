@@ -29,7 +29,8 @@ nn::RouterOptions router_options(
       .kept_groups = moe.router_kept_groups,
       .aux_loss = options.aux_loss,
       .z_loss = options.z_loss,
-      .ranks = options.ranks};
+      .ranks = options.ranks,
+      .context = options.context};
 }
 
 // Returns whether a backward follows the forward.

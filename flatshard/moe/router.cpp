@@ -43,14 +43,18 @@ struct RouterState : torch::CustomClassHolder {
 
 // The gradient of aux_loss divides by the tokens of this rank twice, for f and
 // for P, and the gradient of z_loss once. Both losses count the tokens of all
-// ranks. With padding the tokens come from the counts of all ranks.
+// ranks. With padding the tokens come from the counts of all ranks. A mean over
+// ranks divides once more than their sum.
 float shared_coefficient(
     double coefficient,
     int divisions,
     const RouterState& state) {
-  const TensorParallelPtr& ranks = state.options.ranks;
-  const int num_ranks = ranks && !state.padding.defined() ? ranks->size() : 1;
-  return static_cast<float>(coefficient / std::pow(num_ranks, divisions));
+  const RouterOptions& options = state.options;
+  const int context = options.context ? options.context->size() : 1;
+  const int all = context * (options.ranks ? options.ranks->size() : 1);
+  const int num_ranks = state.padding.defined() ? 1 : all;
+  return static_cast<float>(
+      coefficient * context / std::pow(num_ranks, divisions));
 }
 
 // Returns the counts of all ranks' tokens, where a loss needs them.
@@ -58,7 +62,7 @@ at::Tensor load_of(const RouterState& state) {
   const RouterOptions& options = state.options;
   const bool is_needed =
       options.aux_loss > 0 || (options.z_loss > 0 && state.padding.defined());
-  return is_needed ? sum_over_ranks(options.ranks, state.counts) : state.counts;
+  return is_needed ? sum_over_ranks(options, state.counts) : state.counts;
 }
 
 // -- on CPUs -----------------------------------------------------------------

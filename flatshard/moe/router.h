@@ -4,6 +4,7 @@
 #include <ATen/core/ivalue.h>
 
 #include "flatshard/moe/router_args.h"
+#include "flatshard/nn/parallel/context_parallel.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
 
 #include <cstdint>
@@ -28,10 +29,15 @@ struct RouterOptions {
   /// of all of them are summed: the auxiliary losses count all tokens, once.
   /// Null: all tokens are here.
   TensorParallelPtr ranks = nullptr;
+  /// The same for ranks whose gradients are averaged.
+  ContextParallelPtr context = nullptr;
 
   /// @throws Error{config} naming the member and its valid values.
   void check(std::int64_t num_experts) const;
 };
+
+/// Sums x over all ranks of `options`. Only for small tensors.
+at::Tensor sum_over_ranks(const RouterOptions& options, const at::Tensor& x);
 
 /// Gradient of the loss that auxiliary losses are added to. A model's head
 /// writes it at the start of its backward, routers read it in their backward.
@@ -66,7 +72,7 @@ struct RouteOptions {
   const Routing* chosen = nullptr;
   LossGradientPtr loss_gradient;  ///< null: 1
   /// bool [tokens]: tokens that the counts and the auxiliary losses leave out;
-  /// undefined: none. Defined on all of RouterOptions::ranks, or on none.
+  /// undefined: none. Defined on all ranks of RouterOptions, or on none.
   at::Tensor padding;
 };
 
@@ -93,7 +99,7 @@ Routing route(
 
 /// Returns the value of the load-balancing loss without its coefficient, []
 /// float32: 1 when experts are chosen equally often, or by equal probabilities.
-/// It counts the tokens of all `options.ranks`; collective there.
+/// It counts the tokens of all ranks of `options`; collective there.
 /// @param padding  see RouteOptions
 at::Tensor load_balance(
     const at::Tensor& logits,

@@ -23,6 +23,10 @@ at::Tensor num_counted(const at::Tensor& counts, const RouterOptions& options) {
          static_cast<double>(options.experts_per_token);
 }
 
+at::Tensor sum_over_ranks(const RouterOptions& options, const at::Tensor& x) {
+  return sum_over_ranks(options.context, sum_over_ranks(options.ranks, x));
+}
+
 at::Tensor load_balance(
     const at::Tensor& logits,
     const at::Tensor& counts,
@@ -39,8 +43,8 @@ at::Tensor load_balance(
   if (padding.defined()) {
     p = p.masked_fill(padding.unsqueeze(1), 0.0);
   }
-  const at::Tensor sum = sum_over_ranks(options.ranks, p.sum(0));
-  const at::Tensor load = sum_over_ranks(options.ranks, counts);
+  const at::Tensor sum = sum_over_ranks(options, p.sum(0));
+  const at::Tensor load = sum_over_ranks(options, counts);
   const at::Tensor tokens = num_counted(load, options);
   const auto num_experts = static_cast<double>(logits.size(1));
   const auto slots = static_cast<double>(options.experts_per_token);

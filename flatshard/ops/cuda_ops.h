@@ -117,6 +117,8 @@ void cross_entropy(
     const CrossEntropyArgs& args);
 
 struct SampleDropoutArgs {
+  std::int64_t first_row = 0;     ///< of x among the rows of all samples
+  std::int64_t seq_len = 1;       ///< rows of a sample
   std::uint64_t key = 0;          ///< of Philox
   std::int64_t first_column = 0;  ///< of x among the drawn; multiple of 4
   std::uint64_t threshold = 0;    ///< a word below it drops its element
@@ -125,8 +127,8 @@ struct SampleDropoutArgs {
 };
 /// See SampleDropout.
 ///
-/// @param x        [batch * seq, n]
-/// @param samples  int64 [batch]
+/// @param x        [rows, n]
+/// @param samples  int64 [batch]; batch * seq_len >= first_row + rows
 /// @param out      like x
 void sample_dropout(
     const at::Tensor& x,

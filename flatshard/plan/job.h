@@ -76,6 +76,10 @@ struct Job {
   /// Adjacent ranks that share layers. Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
+  /// Ranks that share sequences, tensor_ranks apart. Kernel::exchange by
+  /// all-to-all is between them.
+  std::int64_t context_ranks = 1;
+  bool copy_heads = false;  ///< between them
 
   /// Bytes of the optimizer's states on the GPU, of the rank that has the most.
   std::int64_t state_nbytes = 0;

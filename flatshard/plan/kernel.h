@@ -13,7 +13,7 @@ namespace flatshard::plan {
 /// Work of the compute stream that a Gpu has a price for: a matmul, the grouped
 /// matmul of a layer's experts, a matmul with a factor of an adapter,
 /// attention, or a pass over memory. Or the place among such work at which the
-/// ranks of tensor parallelism exchange activations.
+/// ranks of tensor or context parallelism exchange activations.
 struct Kernel {
   enum class Kind {
     product,
@@ -34,7 +34,8 @@ struct Kernel {
   double sequences = 0, heads = 0, seq_len = 0;
   std::int64_t head_dim = 0;
   std::string_view pass;  ///< one of kPasses
-  double nbytes = 0;      ///< read and written; of a transfer, the full buffer
+  double nbytes = 0;      ///< read and written; of a transfer, the full buffer,
+                          ///< and of an all-to-all what a rank has
   Transfer transfer = Transfer::all_gather;
   bool overlaps = false;  ///< a transfer that runs until a `finish`
   bool is_kept = false;   ///< a recompute of its layer does not run it again

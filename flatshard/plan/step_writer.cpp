@@ -231,24 +231,32 @@ class StepWriter {
       under_way.erase(under_way.begin());
       return;
     }
-    const Group group = group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
+    const bool of_heads = at.transfer == Transfer::all_to_all;
+    const bool copies = of_heads ? job_.copy_heads : job_.copy_activations;
+    const Group group =
+        of_heads ? group_of(
+                       job_.context_ranks,
+                       job_.tensor_ranks,
+                       job_.ranks_per_host)
+                 : group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
     const auto price = [&](const Gpu& gpu) {
-      if (!job_.copy_activations) {
+      if (!copies) {
         return plan::seconds(gpu, at.transfer, at.nbytes, group);
       }
-      return at.transfer == Transfer::all_gather
-                 ? copy_seconds(gpu, at.nbytes, group)
-                 : copied_reduction_seconds(gpu, at.nbytes, group);
+      return at.transfer == Transfer::reduce_scatter
+                 ? copied_reduction_seconds(gpu, at.nbytes, group)
+                 : copy_seconds(gpu, at.nbytes, group);
     };
     const int transfer = record_.queue(
         {.stream = Stream::tensor,
-         .link = job_.copy_activations ? Link::copies : Link::collectives,
+         .link = copies ? Link::copies : Link::collectives,
          .leaves_host = group.hosts() > 1,
          .seconds = price(gpu_),
          .beside_compute = price(slowed_gpu_),
          .waits = {before},
-         .what = at.transfer == Transfer::all_gather ? "TP all-gather"
-                                                     : "TP reduce-scatter",
+         .what = of_heads                              ? "CP all-to-all"
+                 : at.transfer == Transfer::all_gather ? "TP all-gather"
+                                                       : "TP reduce-scatter",
          .unit = operation.unit,
          .microbatch = operation.microbatch});
     if (at.overlaps) {

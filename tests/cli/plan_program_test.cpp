@@ -98,6 +98,27 @@ TEST(PlanProgram, PrintsJson) {
       1e-9);
 }
 
+TEST(PlanProgram, PlansSequencesThatRanksShare) {
+  const std::string command =
+      "plan llama3_8b --ranks 16 --set parallelism.context_parallel_degree=8 ";
+  const auto result = run(command + "--json");
+  ASSERT_EQ(result.code, 0) << result.output;
+  const json plan = json::parse(result.output);
+  EXPECT_EQ(plan.at("context_parallel_degree"), 8);
+  EXPECT_EQ(plan.at("microbatches"), 1);
+  // 4 bytes per parameter on 16 ranks.
+  EXPECT_NEAR(
+      plan.at("memory_bytes").at("main weights").get<double>(),
+      8030261248 / 4.0,
+      1e5);
+  EXPECT_GT(plan.at("transfers_ms").at("CP all-to-all"), 0);
+  EXPECT_THAT(
+      run(command).output,
+      AllOf(
+          HasSubstr("strategy zero3, context parallelism 8; recompute"),
+          HasSubstr("  context parallelism ")));
+}
+
 TEST(PlanProgram, PlansLayersThatRanksShare) {
   const auto result = run("plan llama3_8b --ranks 16 --json --set "
                           "parallelism.tensor_parallel_degree=4");

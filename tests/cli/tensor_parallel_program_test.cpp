@@ -146,6 +146,45 @@ TEST_F(TensorParallelRuns, G6_GridsGiveTheNumbersOfOneRank) {
   expect_same("recomputed", "one");
 }
 
+constexpr const char* kTwoOfASequence =
+    "--set parallelism.context_parallel_degree=2 ";
+
+// Each rank reads other tokens of the same samples.
+TEST_F(TensorParallelRuns, SharedSequencesGiveTheNumbersOfOneRank) {
+  const std::string constant = "--set lr_scheduler.name=constant ";
+  const Result one = run("one", 1, constant);
+  ASSERT_EQ(one.code, 0) << one.output;
+  const Result all =
+      run("all", 4, constant + kTwoOfASequence + std::string(kTwo));
+  ASSERT_EQ(all.code, 0) << all.output;
+  EXPECT_THAT(
+      all.output,
+      HasSubstr("4 ranks of CPU, each 2 of which share their layers, each 2 of "
+                "which share their sequences"));
+  expect_same("all", "one");
+  const Result copies =
+      run("copies",
+          4,
+          constant + kTwoOfASequence + kTwo +
+              "--set parallelism.context_parallel_comm=copies");
+  ASSERT_EQ(copies.code, 0) << copies.output;
+  EXPECT_THAT(copies.output, HasSubstr("shared sequences"));
+  EXPECT_EQ(numbers("copies"), numbers("all"));
+  const std::string save = constant + "--set checkpoint.interval=3 ";
+  const Result begun =
+      run("run", 2, kTwoOfASequence + save + "--set training.steps=3");
+  ASSERT_EQ(begun.code, 0) << begun.output;
+  for (const auto& [ranks, options] :
+       {std::pair{4, std::string()},
+        std::pair{4, std::string(kTwoOfASequence)}}) {
+    const std::string name = options.empty() ? "data" : "grid";
+    fs::copy(folder_ / "run", folder_ / name, fs::copy_options::recursive);
+    const Result resumed = run(name, ranks, options + save + "--resume");
+    ASSERT_EQ(resumed.code, 0) << resumed.output;
+    expect_same(name, "one");
+  }
+}
+
 // Weights and optimizer state equal the unsharded tensors.
 TEST_F(TensorParallelRuns, CheckpointsAreReadOnOtherGrids) {
   const std::string constant = "--set lr_scheduler.name=constant ";
@@ -282,6 +321,23 @@ TEST_F(TensorParallelRuns, Fp8RunsWithExpertsHaveTheNumbersOfWholeOnes) {
   }
 }
 
+TEST_F(TensorParallelRuns, GraphsOfSharedSequencesChangeNoNumber) {
+  const Result eager = run("eager", 2, kTwoOfASequence);
+  ASSERT_EQ(eager.code, 0) << eager.output;
+  for (const char* impl : {"unit", "full_iteration"}) {
+    const Result graphs =
+        run(impl,
+            2,
+            fmt::format(
+                "{}--set cuda_graph.impl={} --set cuda_graph.on_miss=error "
+                "--set debug.emulate_graphs=true",
+                kTwoOfASequence,
+                impl));
+    ASSERT_EQ(graphs.code, 0) << graphs.output;
+    EXPECT_EQ(numbers(impl), numbers("eager"));
+  }
+}
+
 TEST_F(TensorParallelRuns, GraphsChangeNoNumber) {
   const Result eager = run("eager", 2, kTwo);
   ASSERT_EQ(eager.code, 0) << eager.output;
@@ -365,8 +421,24 @@ TEST_F(TensorParallelRuns, WhatIsNotSupportedIsNamed) {
             "copies between the memory of GPUs are not captured; use "
             "\"collective"},
         Case{
-            "--set parallelism.context_parallel_degree=2",
-            "parallelism.context_parallel_degree = 2 is not supported"},
+            "--set parallelism.context_parallel_degree=4",
+            "parallelism.context_parallel_degree = 4: expected a divisor of "
+            "the 2 ranks"},
+        Case{
+            std::string(kTwoOfASequence) + "--set training.seq_len=33",
+            "parallelism.context_parallel_degree = 2: expected a divisor of "
+            "training.seq_len = 33"},
+        Case{
+            std::string(kTwoOfASequence) +
+                "--set model.heads=1 --set model.kv_heads=1",
+            "parallelism.context_parallel_degree = 2: expected a divisor of "
+            "the 1 heads"},
+        Case{
+            std::string(kTwoOfASequence) +
+                "--set parallelism.context_parallel_comm=copies --set "
+                "cuda_graph.impl=unit",
+            "parallelism.context_parallel_comm = \"copies\" with "
+            "cuda_graph.impl"},
         Case{
             "--set parallelism.pipeline_parallel_degree=2",
             "parallelism.pipeline_parallel_degree = 2 is not supported"},

@@ -1,4 +1,5 @@
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/mesh/token_run.h"
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
@@ -151,6 +152,23 @@ TEST(Mesh, DataMeshHasTheAxesAlongWhichSamplesDiffer) {
             ->data_mesh();
       }),
       HasSubstr("expected an axis along which ranks read different samples"));
+}
+
+TEST(Mesh, TokenMeshHasTheAxesAlongWhichTokensDiffer) {
+  run_ranks(8, [](RankContext& context) {
+    const auto mesh = context.mesh(
+        {{"dp", 2}, {"cp", 2, AxisRole::sequence}, {"tp", 2, AxisRole::model}});
+    EXPECT_EQ(mesh->data_mesh()->to_string(), "{dp: 2}");
+    const auto tokens = mesh->token_mesh();
+    EXPECT_EQ(tokens->to_string(), "{dp: 2, cp: 2}");
+    EXPECT_EQ(tokens->rank(), context.rank / 2);
+    for (const auto& of : {mesh, tokens}) {
+      const TokenRun run = token_run(*of);
+      EXPECT_EQ(run.rank, context.rank / 2 % 2);
+      EXPECT_EQ(run.ranks, 2);
+    }
+    EXPECT_EQ(token_run(*mesh->data_mesh()).ranks, 1);
+  });
 }
 
 TEST(Mesh, NeighboursOfAnAxisAreAGroup) {

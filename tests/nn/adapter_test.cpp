@@ -322,6 +322,23 @@ TEST_F(SampleDropoutTest, DrawsBySampleAndNotByItsPlaceInABatch) {
   EXPECT_FALSE(batch[0].equal(batch[1]));
 }
 
+// Ranks that share sequences drop what one rank with all rows drops.
+TEST_F(SampleDropoutTest, G13_DrawsForARunOfRows) {
+  const at::Tensor samples = at::tensor({4, -1, 9}, at::kLong);
+  const at::Tensor x = at::randn({12, 10});
+  const at::Tensor all = drop(samples, x);
+  for (const std::int64_t parts : {2, 3, 4}) {
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const auto own = [&](const at::Tensor& t) {
+        return t.chunk(parts)[static_cast<std::size_t>(part)];
+      };
+      EXPECT_TRUE(SampleDropout(0.25, 5, samples, {part, parts})
+                      .apply(own(x), 1)
+                      .equal(own(all)));
+    }
+  }
+}
+
 TEST_F(SampleDropoutTest, KeepsTheMeanAndTheRate) {
   const at::Tensor out = drop(at::tensor({4}, at::kLong), at::ones({400, 250}));
   const double zeros = (out == 0).to(at::kDouble).mean().item<double>();

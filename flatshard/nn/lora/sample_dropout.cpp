@@ -49,8 +49,12 @@ void drop_row(
 
 }  // namespace
 
-SampleDropout::SampleDropout(double p, std::uint64_t seed, at::Tensor samples)
-    : p_(p), seed_(seed), samples_(std::move(samples)) {
+SampleDropout::SampleDropout(
+    double p,
+    std::uint64_t seed,
+    at::Tensor samples,
+    DropoutRows rows)
+    : p_(p), seed_(seed), samples_(std::move(samples)), rows_(rows) {
   FLATSHARD_CHECK(
       p > 0.0 && p < 1.0,
       config,
@@ -83,14 +87,17 @@ void SampleDropout::run(
     bool adds) const {
   const std::int64_t batch = samples_.size(0);
   FLATSHARD_CHECK(
-      x.dim() == 2 && x.size(0) % batch == 0,
+      x.dim() == 2 && x.size(0) * rows_.parts % batch == 0,
       usage,
       "dropout: expected the tokens of {} samples, got rows {}",
       batch,
       c10::str(x.sizes()));
-  const std::int64_t seq = x.size(0) / batch;
+  const std::int64_t first = x.size(0) * rows_.part;
+  const std::int64_t seq = x.size(0) * rows_.parts / batch;
   const std::int64_t n = x.size(1);
   const cuda::SampleDropoutArgs args{
+      .first_row = first,
+      .seq_len = seq,
       .key = mix_keys(seed_, key),
       .first_column = first_column,
       .threshold = threshold_of(p_),
@@ -116,7 +123,7 @@ void SampleDropout::run(
             64,
             [&](std::int64_t begin, std::int64_t end) {
               for (std::int64_t row = begin; row < end; ++row) {
-                const std::int64_t sample = samples[row / seq];
+                const std::int64_t sample = samples[(first + row) / seq];
                 cuda::SampleDropoutArgs own = args;
                 if (sample < 0) {
                   own.threshold = 0;
@@ -128,7 +135,7 @@ void SampleDropout::run(
                     n,
                     own,
                     static_cast<std::uint64_t>(sample),
-                    row % seq,
+                    (first + row) % seq,
                     adds);
               }
             });

@@ -6,6 +6,12 @@
 
 namespace flatshard::nn {
 
+/// The rows that a dropout gets of a batch: one of `parts` equal runs of them.
+struct DropoutRows {
+  std::int64_t part = 0;
+  std::int64_t parts = 1;
+};
+
 /// Zeroes elements with probability p and scales the rest by 1 / (1 - p).
 /// Whether an element is zeroed is a function of the seed, a layer's key, the
 /// number of the element's sample and its place there (Philox). So neither
@@ -18,10 +24,14 @@ class SampleDropout {
   ///   program overwrites it before a forward and keeps it to the backward's
   ///   end. The address stays, so that CUDA graphs read it.
   /// @throws Error{config} for p outside (0, 1).
-  SampleDropout(double p, std::uint64_t seed, at::Tensor samples);
+  SampleDropout(
+      double p,
+      std::uint64_t seed,
+      at::Tensor samples,
+      DropoutRows rows = {});
 
-  /// @param x    [batch * seq, n], float32 or bfloat16, the sequences one after
-  ///   another.
+  /// @param x    [batch * seq / parts, n], float32 or bfloat16, the sequences
+  ///   one after another.
   /// @param key  of the layer.
   /// @param first_column  of x among the layer's inputs; a multiple of 4.
   at::Tensor apply(
@@ -48,6 +58,7 @@ class SampleDropout {
   double p_;
   std::uint64_t seed_;
   at::Tensor samples_;
+  DropoutRows rows_;
 };
 
 }  // namespace flatshard::nn

@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/visit.h"
 
 #include <ATen/ATen.h>
 
@@ -330,6 +331,24 @@ at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x) {
       x.size(0));
   const std::int64_t each = x.size(0) / ranks->size();
   return x.narrow(0, ranks->rank() * each, each);
+}
+
+at::Tensor sum_over_ranks(
+    const ContextParallelPtr& ranks,
+    const at::Tensor& x) {
+  if (!ranks) {
+    return x;
+  }
+  const at::NoGradGuard no_grad;
+  const std::int64_t n = ranks->size();
+  const at::Tensor mine = x.detach().contiguous().reshape({1, -1});
+  const at::Tensor all = at::empty({n, mine.size(1)}, mine.options());
+  ranks->start({{mine.expand({n, mine.size(1)}), all}})->finish();
+  at::Tensor sum = all[0].clone();
+  for (std::int64_t r = 1; r < n; ++r) {
+    sum.add_(all[r]);
+  }
+  return sum.view(x.sizes());
 }
 
 // The engine runs the nodes of a backward in the opposite order of these calls.

@@ -72,6 +72,11 @@ using ContextParallelPtr = std::shared_ptr<ContextParallel>;
 /// @throws Error{usage} when the ranks do not divide n.
 at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x);
 
+/// Sums x over the ranks, in rank order, on all of them. Makes no graph. Only
+/// for small tensors, since all addends are exchanged.
+/// @return  x itself for null `ranks`.
+at::Tensor sum_over_ranks(const ContextParallelPtr& ranks, const at::Tensor& x);
+
 /// Heads that a call of attention computes, with all tokens.
 struct HeadGroup {
   at::Tensor q, k, v;  ///< [batch, seq, heads, head_dim] contiguous

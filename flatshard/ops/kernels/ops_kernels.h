@@ -119,10 +119,11 @@ void cross_entropy(const CrossEntropy& args, cudaStream_t stream);
 
 struct SampleDropout {
   const void* x;                ///< [rows, dim]
-  const std::int64_t* samples;  ///< [rows / seq_len]
+  const std::int64_t* samples;  ///< of each seq_len rows
   void* out;                    ///< [rows, dim]
   std::int64_t rows;
   std::int64_t dim;
+  std::int64_t first_row;  ///< of x among the rows of all samples
   std::int64_t seq_len;
   std::int64_t first_column;
   std::uint64_t key;

@@ -14,11 +14,12 @@ __global__ void sample_dropout_kernel(SampleDropout args) {
   if (column >= args.dim) {
     return;
   }
-  const std::int64_t sample = args.samples[row / args.seq_len];
+  const std::int64_t token = args.first_row + row;
+  const std::int64_t sample = args.samples[token / args.seq_len];
   const std::int64_t block = (args.first_column + column) / 4;
   uint4 c{
       static_cast<std::uint32_t>(block),
-      static_cast<std::uint32_t>(row % args.seq_len),
+      static_cast<std::uint32_t>(token % args.seq_len),
       static_cast<std::uint32_t>(sample),
       static_cast<std::uint32_t>(sample >> 32)};
   flatshard::kernels::philox(

@@ -210,6 +210,7 @@ Config resolve_config(const Config& config, std::int64_t world) {
   std::int64_t& replicate = resolved.parallelism.data_parallel_replicate_degree;
   std::int64_t& shard = resolved.parallelism.data_parallel_shard_degree;
   const std::int64_t tensor = resolved.parallelism.tensor_parallel_degree;
+  const std::int64_t context = resolved.parallelism.context_parallel_degree;
   FLATSHARD_CHECK(
       world % tensor == 0,
       config,
@@ -217,9 +218,20 @@ Config resolve_config(const Config& config, std::int64_t world) {
       "ranks",
       tensor,
       world);
-  const std::int64_t data_ranks = resolved.parallelism.num_data_ranks(world);
-  const std::string each =
+  std::string each =
       tensor == 1 ? "" : fmt::format(" / tensor_parallel_degree = {}", tensor);
+  FLATSHARD_CHECK(
+      world / tensor % context == 0,
+      config,
+      "parallelism.context_parallel_degree = {}: expected a divisor of the {} "
+      "ranks{}",
+      context,
+      world,
+      each);
+  if (context > 1) {
+    each += fmt::format(" / context_parallel_degree = {}", context);
+  }
+  const std::int64_t data_ranks = resolved.parallelism.num_data_ranks(world);
   std::int64_t& rest = replicate == -1 ? replicate : shard;
   const std::int64_t given = replicate == -1 ? shard : replicate;
   if (rest == -1) {
@@ -275,9 +287,10 @@ Config resolve_config(const Config& config, std::int64_t world) {
       global_batch % ranks_batch == 0,
       config,
       "training.global_batch_size = {} must be a multiple of "
-      "local_batch_size * ranks{} = {} * {}",
+      "local_batch_size * ranks{}{} = {} * {}",
       global_batch,
       tensor == 1 ? "" : " / tensor_parallel_degree",
+      context == 1 ? "" : " / context_parallel_degree",
       resolved.training.local_batch_size,
       data_ranks);
   FLATSHARD_CHECK(

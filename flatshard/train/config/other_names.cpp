@@ -106,6 +106,10 @@ constexpr auto kOtherKeys = std::to_array<OtherNames>({
     {"tp tp_size tp_degree tensor_parallel tensor_parallel_size "
      "tensor_model_parallel_size",
      "parallelism.tensor_parallel_degree"},
+    {"cp cp_size cp_degree context_parallel context_parallel_size "
+     "sequence_parallel_size sp_size ulysses_degree",
+     "parallelism.context_parallel_degree"},
+    {"cp_comm_type cp_style", "parallelism.context_parallel_method"},
     {"ep ep_size ep_degree expert_parallel expert_parallel_size "
      "expert_model_parallel_size",
      "parallelism.expert_parallel_degree"},

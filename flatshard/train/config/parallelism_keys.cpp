@@ -4,8 +4,9 @@
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/config/key_rows.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 namespace flatshard::config {
@@ -89,6 +90,10 @@ constexpr UsedIf kSharesLayers{
     "parallelism.tensor_parallel_degree",
     WHEN(c.parallelism.shares_layers()),
     "more ranks than one"};
+constexpr UsedIf kSharesSequences{
+    "parallelism.context_parallel_degree",
+    WHEN(c.parallelism.shares_sequences()),
+    "more ranks than one"};
 constexpr UsedIf kExchangesTokens{
     "parallelism.expert_parallel_degree",
     WHEN(
@@ -132,17 +137,12 @@ const ConfigKey kParallelismKeys[] = {
 
 void check_parallelism(const Config& config) {
   const Parallelism& p = config.parallelism;
-  const std::pair<const char*, std::int64_t> degrees[] = {
-      {"context_parallel_degree", p.context_parallel_degree},
-      {"pipeline_parallel_degree", p.pipeline_parallel_degree}};
-  for (const auto& [name, degree] : degrees) {
-    FLATSHARD_CHECK(
-        degree == 1,
-        config,
-        "parallelism.{} = {} is not supported; leave it at 1",
-        name,
-        degree);
-  }
+  FLATSHARD_CHECK(
+      p.pipeline_parallel_degree == 1,
+      config,
+      "parallelism.pipeline_parallel_degree = {} is not supported; leave it at "
+      "1",
+      p.pipeline_parallel_degree);
   FLATSHARD_CHECK(
       p.expert_tensor_parallel_degree == 1 ||
           p.expert_tensor_parallel_degree % p.tensor_parallel_degree == 0,
@@ -157,6 +157,19 @@ void check_parallelism(const Config& config) {
       "parallelism.tensor_parallel_degree = {}: expected a divisor of "
       "training.seq_len = {}; change one of them",
       p.tensor_parallel_degree,
+      config.training.seq_len);
+  FLATSHARD_CHECK(
+      config.training.seq_len %
+              (p.context_parallel_degree * p.tensor_parallel_degree) ==
+          0,
+      config,
+      "parallelism.context_parallel_degree = {}{}: expected a divisor of "
+      "training.seq_len = {}; change one of them",
+      p.context_parallel_degree,
+      p.shares_layers() ? fmt::format(
+                              " * tensor_parallel_degree = {}",
+                              p.tensor_parallel_degree)
+                        : "",
       config.training.seq_len);
 }
 

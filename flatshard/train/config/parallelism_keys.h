@@ -7,7 +7,7 @@
 
 namespace flatshard::config {
 
-/// Transport for tokens, or for activations of tensor parallelism.
+/// Transport for tokens, or for activations of tensor or context parallelism.
 enum class TransferKind { automatic, collective, copies };
 
 template <>
@@ -15,6 +15,17 @@ inline constexpr Word<TransferKind> kWords<TransferKind>[] = {
     {"auto", TransferKind::automatic},
     {"collective", TransferKind::collective},
     {"copies", TransferKind::copies}};
+
+/// How the ranks that share sequences compute attention.
+enum class ContextMethod {
+  automatic,
+  a2a,  ///< all-to-all: each rank has all tokens of some heads
+};
+
+template <>
+inline constexpr Word<ContextMethod> kWords<ContextMethod>[] = {
+    {"auto", ContextMethod::automatic},
+    {"a2a", ContextMethod::a2a}};
 
 template <>
 inline constexpr Word<std::optional<CopyEngines>>
@@ -50,13 +61,25 @@ struct Parallelism {
   bool shares_layers() const {
     return tensor_parallel_degree > 1;
   }
+  /// Returns whether several ranks have parts of each sequence.
+  bool shares_sequences() const {
+    return context_parallel_degree > 1;
+  }
   /// Returns whether the ranks that share layers copy activations to each
   /// other.
   bool copies_activations() const {
     return tensor_parallel_comm == TransferKind::copies;
   }
+  /// Returns whether the ranks that share sequences copy heads to each other.
+  bool copies_heads() const {
+    return shares_sequences() && context_parallel_comm == TransferKind::copies;
+  }
   /// Returns the number of ranks that read different samples, of `world` ranks.
   std::int64_t num_data_ranks(std::int64_t world) const {
+    return num_token_ranks(world) / context_parallel_degree;
+  }
+  /// Returns the number of ranks that read different tokens, of `world` ranks.
+  std::int64_t num_token_ranks(std::int64_t world) const {
     return world / tensor_parallel_degree;
   }
   /// Returns whether transfers are chosen to be copies.

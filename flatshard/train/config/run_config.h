@@ -50,6 +50,11 @@ struct Config {
   bool has_plain_layers() const {
     return !cuda_graph.enabled() && !float8.recipe && !lora.enabled();
   }
+  /// Returns the tokens of a microbatch that a rank reads.
+  std::int64_t tokens_per_microbatch() const {
+    return training.local_batch_size * training.seq_len /
+           parallelism.context_parallel_degree;
+  }
 };
 
 /// Returns all keys, by section.

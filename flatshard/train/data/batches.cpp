@@ -16,6 +16,11 @@ constexpr std::string_view kTrainOption = "data.train";
 
 static_assert(nn::LossOptions::kIgnoreIndex == data::kIgnoredTarget);
 
+double count_targets(std::span<const std::int64_t> targets) {
+  const auto ignored = std::ranges::count(targets, data::kIgnoredTarget);
+  return static_cast<double>(std::ssize(targets) - ignored);
+}
+
 }  // namespace
 
 data::Loader open_train_loader(const DataOptions& options) {
@@ -43,15 +48,19 @@ data::Loader open_train_loader(const DataOptions& options) {
 
 Batches::Batches(
     const Options& options,
-    std::shared_ptr<Mesh> mesh,
+    const std::shared_ptr<Mesh>& mesh,
     data::Loader& loader)
-    : mesh_(std::move(mesh)),
+    : mesh_(mesh->data_mesh()),
+      run_(token_run(*mesh)),
       loader_(loader),
       local_batch_(options.local_batch_size),
       num_microbatches_(loader.num_microbatches(mesh_->size(), local_batch_)),
       buffers_(
           mesh_,
-          {num_microbatches_, local_batch_, options.packing.seq_len}) {
+          {.num_microbatches = num_microbatches_,
+           .rows = local_batch_,
+           .seq_len = options.packing.seq_len,
+           .run = run_}) {
   if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
@@ -77,6 +86,12 @@ Batches::Batches(
     loss_weights_ = at::empty(
         {num_microbatches_},
         doubles.dtype(at::kFloat).device(mesh_->device()));
+    if (run_.ranks > 1) {
+      shares_ = at::empty_like(loss_weights_);
+      shares_host_ = at::empty(
+          {num_microbatches_},
+          doubles.dtype(at::kFloat).pinned_memory(mesh_->device().is_cuda()));
+    }
   }
 }
 
@@ -130,9 +145,13 @@ void Batches::read(
       documents_->write(m, documents);
     }
     if (num_targets_.defined()) {
-      const auto ignored = std::ranges::count(part, data::kIgnoredTarget);
-      num_targets_.mutable_data_ptr<double>()[m] =
-          static_cast<double>(static_cast<std::ptrdiff_t>(each) - ignored);
+      const double all = count_targets(part);
+      num_targets_.mutable_data_ptr<double>()[m] = all;
+      if (shares_.defined()) {
+        const double own = count_targets(run_.of(part));
+        shares_host_.mutable_data_ptr<float>()[m] = static_cast<float>(
+            own * static_cast<double>(run_.ranks) / std::max(all, 1.0));
+      }
     }
   }
 }
@@ -149,14 +168,17 @@ void Batches::queue_loss_weights() {
   }
   const auto num_parts = static_cast<double>(num_microbatches_ * mesh_->size());
   loss_weights_.copy_(mine * num_parts / all.clamp_min(1.0));
+  if (shares_.defined()) {
+    shares_.copy_(shares_host_, /*non_blocking=*/true);
+  }
 }
 
 at::Tensor Batches::tokens(std::int64_t microbatch) const {
-  return buffers_.tokens()[microbatch];
+  return buffers_.tokens(microbatch);
 }
 
 at::Tensor Batches::targets(std::int64_t microbatch) const {
-  return buffers_.targets()[microbatch];
+  return buffers_.targets(microbatch);
 }
 
 nn::Documents Batches::documents(std::int64_t microbatch) const {
@@ -169,6 +191,10 @@ at::Tensor Batches::samples(std::int64_t microbatch) const {
 
 at::Tensor Batches::loss_weight(std::int64_t microbatch) const {
   return loss_weights_.defined() ? loss_weights_[microbatch] : at::Tensor();
+}
+
+at::Tensor Batches::target_share(std::int64_t microbatch) const {
+  return shares_.defined() ? shares_[microbatch] : at::Tensor();
 }
 
 }  // namespace flatshard

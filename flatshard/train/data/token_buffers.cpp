@@ -13,24 +13,55 @@ std::span<std::int64_t> elements(const at::Tensor& tensor) {
 
 }  // namespace
 
-TokenBuffers::TokenBuffers(std::shared_ptr<Mesh> mesh, at::IntArrayRef shape)
-    : mesh_(std::move(mesh)) {
+TokenBuffers::TokenBuffers(std::shared_ptr<Mesh> mesh, const Options& options)
+    : mesh_(std::move(mesh)), options_(options) {
   const at::Device device = mesh_->device();
-  const auto options = at::TensorOptions().dtype(at::kLong);
-  const auto host = options.pinned_memory(device.is_cuda());
-  tokens_host_ = at::empty(shape, host);
-  targets_host_ = at::empty(shape, host);
-  tokens_ = at::empty(shape, options.device(device));
-  targets_ = at::empty(shape, options.device(device));
+  const auto words = at::TensorOptions().dtype(at::kLong);
+  const auto host = words.pinned_memory(device.is_cuda());
+  const std::int64_t seq = options.seq_len / options.run.ranks;
+  const std::vector<std::int64_t> all{
+      options.num_microbatches,
+      options.run.ranks,
+      options.rows * seq};
+  const std::vector<std::int64_t> own{
+      options.num_microbatches,
+      options.rows,
+      seq};
+  tokens_host_ = at::empty(all, host);
+  targets_host_ = at::empty(all, host);
+  tokens_ = at::empty(own, words.device(device));
+  targets_ = at::empty(own, words.device(device));
 }
 
 void TokenBuffers::load(const Fill& fill) {
   copied_.synchronize();
   mesh_->check();  // an aborted stream ends its waits without a result
   fill(elements(tokens_host_), elements(targets_host_));
-  tokens_.copy_(tokens_host_, /*non_blocking=*/true);
-  targets_.copy_(targets_host_, /*non_blocking=*/true);
+  queue_copy(tokens_host_, tokens_);
+  queue_copy(targets_host_, targets_);
   copied_.record(*current_stream(mesh_->device()));
+}
+
+// One copy for each contiguous run.
+void TokenBuffers::queue_copy(const at::Tensor& from, at::Tensor& to) const {
+  if (options_.run.ranks == 1) {
+    to.copy_(from.view(to.sizes()), /*non_blocking=*/true);
+    return;
+  }
+  for (std::int64_t m = 0; m < options_.num_microbatches; ++m) {
+    at::Tensor own = to[m];
+    own.copy_(
+        from[m][options_.run.rank].view(own.sizes()),
+        /*non_blocking=*/true);
+  }
+}
+
+at::Tensor TokenBuffers::tokens(std::int64_t microbatch) const {
+  return tokens_[microbatch];
+}
+
+at::Tensor TokenBuffers::targets(std::int64_t microbatch) const {
+  return targets_[microbatch];
 }
 
 }  // namespace flatshard

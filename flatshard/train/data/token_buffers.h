@@ -9,35 +9,46 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/mesh/mesh.h"
+#include "flatshard/mesh/token_run.h"
 
 namespace flatshard {
 
-/// Tokens and targets of some sequences in host memory, pinned where there is a
-/// GPU, and on the device. The device's tensors keep their addresses.
+/// Tokens and targets of the sequences of some microbatches: of all of them in
+/// host memory, pinned where there is a GPU, and of this rank's run of each
+/// microbatch on the device. The device's tensors keep their addresses.
 class TokenBuffers {
  public:
-  /// Writes tokens and targets, row-major in the shape of the buffers.
+  struct Options {
+    std::int64_t num_microbatches = 1;
+    std::int64_t rows = 1;  ///< per microbatch
+    std::int64_t seq_len = 0;
+    TokenRun run;  ///< of this rank; its ranks divide seq_len
+  };
+  /// Writes tokens and targets of all sequences, one after the other.
   using Fill =
       std::function<void(std::span<std::int64_t>, std::span<std::int64_t>)>;
 
-  /// @param shape  of tokens and of targets, int64 each.
-  TokenBuffers(std::shared_ptr<Mesh> mesh, at::IntArrayRef shape);
+  TokenBuffers(std::shared_ptr<Mesh> mesh, const Options& options);
 
   /// Has `fill` write the host's buffers and queues their copies to the device
   /// on the current stream. Blocks the host until the copies of the load before
   /// have run. @throws what `fill` throws; the verdict on a rank that failed.
   void load(const Fill& fill);
 
-  /// Tokens on the device.
-  const at::Tensor& tokens() const { return tokens_; }
-  const at::Tensor& targets() const { return targets_; }
+  /// Returns a microbatch on the device: this rank's run of its tokens, as
+  /// [rows, seq_len / run.ranks] int64.
+  at::Tensor tokens(std::int64_t microbatch) const;
+  at::Tensor targets(std::int64_t microbatch) const;
 
  private:
+  void queue_copy(const at::Tensor& from, at::Tensor& to) const;
+
   std::shared_ptr<Mesh> mesh_;
-  at::Tensor tokens_host_;
+  const Options options_;
+  at::Tensor tokens_host_;  ///< [microbatches, run.ranks, tokens of a run]
   at::Tensor targets_host_;
-  Event copied_;  ///< from the two above
-  at::Tensor tokens_;
+  Event copied_;       ///< from the two above
+  at::Tensor tokens_;  ///< [microbatches, rows, seq_len / run.ranks]
   at::Tensor targets_;
 };
 

@@ -46,7 +46,8 @@ bool has_trained_token(const ValidationSet& set) {
       static_cast<std::size_t>(set.loader.options().seq_len));
   std::vector<std::int64_t> targets(tokens.size());
   for (std::int64_t i = 0; i < set.num_sequences; ++i) {
-    if (set.read(i, 1, tokens, targets).targets > 0) {
+    set.read(i, 1, tokens, targets);
+    if (set.count(targets).targets > 0) {
       return true;
     }
   }

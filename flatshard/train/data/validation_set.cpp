@@ -10,7 +10,7 @@
 
 namespace flatshard {
 
-ValidationSet::Counts ValidationSet::read(
+void ValidationSet::read(
     std::int64_t first,
     std::int64_t count,
     std::span<std::int64_t> tokens,
@@ -34,8 +34,12 @@ ValidationSet::Counts ValidationSet::read(
   }
   std::ranges::fill(tokens.subspan(used), 0);
   std::ranges::fill(targets.subspan(used), data::kIgnoredTarget);
+}
+
+ValidationSet::Counts ValidationSet::count(
+    std::span<const std::int64_t> targets) const {
   Counts counts;
-  for (const std::int64_t target : targets.first(used)) {
+  for (const std::int64_t target : targets) {
     const bool is_target = target != data::kIgnoredTarget;
     counts.targets += is_target ? 1 : 0;
     counts.bytes += is_bytes && is_target && target < data::kNumBytes ? 1 : 0;

@@ -32,12 +32,14 @@ struct ValidationSet {
   /// with the sequences [first, first + count); the loss ignores the others.
   /// @param documents  if not null: the documents of all rows are appended; a
   ///   row that the loss ignores is padding.
-  Counts read(
+  void read(
       std::int64_t first,
       std::int64_t count,
       std::span<std::int64_t> tokens,
       std::span<std::int64_t> targets,
       data::DocumentLengths* documents = nullptr) const;
+  /// Counts some targets of `read`.
+  Counts count(std::span<const std::int64_t> targets) const;
 };
 
 /// Empty unless the run validates. @throws as data::open_token_sources, with

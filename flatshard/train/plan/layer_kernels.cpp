@@ -25,7 +25,10 @@ LayerKernels::LayerKernels(
       frozen_(options.lora.enabled()),
       size_(d(static_cast<std::int64_t>(c10::elementSize(options.compute)))),
       sharing_(options.parallelism.tensor_parallel_degree),
-      tokens_(options.training.local_batch_size * options.training.seq_len),
+      context_(options.parallelism.context_parallel_degree),
+      tokens_(
+          options.training.local_batch_size * options.training.seq_len /
+          context_),
       own_tokens_(tokens_ / sharing_) {
 }
 

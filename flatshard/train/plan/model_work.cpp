@@ -333,19 +333,37 @@ class ModelWork : LayerKernels {
     }
     node.forward.push_back(Kernel::memory("rope", 2 * rotated));
     node.backward.push_back(Kernel::memory("rope", 2 * rotated));
+    const double queries = d(bytes(q));
+    const double all = queries + 2 * d(bytes(exchanged_kv()));
+    exchange_heads(node.forward, all);
+    exchange_heads(node.backward, queries);
     for (const bool backward : {false, true}) {
       (backward ? node.backward : node.forward)
           .push_back(Kernel::attention(
               backward,
               d(options_.training.local_batch_size),
-              d(model_.heads / sharing_),
+              d(model_.heads / sharing_ / context_),
               d(options_.training.seq_len),
               model_.head_dim));
     }
     node.forward.back().is_kept = options_.keeps_attention;
+    exchange_heads(node.forward, queries);
+    exchange_heads(node.backward, all);
     stages[3].reads = Stage::Reads::columns;
     product(stages[3].work, "self_attn.o_proj", tokens_, model_.dim, q);
     return stages;
+  }
+
+  /// Returns the width of the keys of a token that a rank sends to the ranks of
+  /// context parallelism: each gets a head.
+  std::int64_t exchanged_kv() const {
+    return std::max(model_.kv_heads / sharing_, context_) * model_.head_dim;
+  }
+
+  void exchange_heads(plan::Kernels& to, double nbytes) const {
+    if (context_ > 1) {
+      to.push_back(Kernel::exchange(plan::Transfer::all_to_all, nbytes));
+    }
   }
 
   /// Returns the bytes of attention's output and its log-sum-exp, where a
@@ -363,8 +381,11 @@ class ModelWork : LayerKernels {
     const std::int64_t heads = model_.heads / sharing_;
     const std::int64_t kv_heads = model_.kv_heads / sharing_;
     const std::int64_t q = heads * model_.head_dim;
-    const std::int64_t kv = kv_heads * model_.head_dim;
-    std::int64_t nbytes = own_bytes(norm_width()) + bytes(2 * q + 2 * kv) +
+    const std::int64_t kv =
+        context_ > 1 ? exchanged_kv() : kv_heads * model_.head_dim;
+    // With context parallelism the result is stored by heads and by tokens.
+    std::int64_t nbytes = own_bytes(norm_width()) +
+                          bytes((context_ > 1 ? 3 : 2) * q + 2 * kv) +
                           own_rows_of_floats(1) + rows_of_floats(heads);
     if (model_.block.attention.qk_norm != models::QkNorm::none) {
       nbytes += bytes(q + kv) + rows_of_floats(heads + kv_heads);

@@ -1,6 +1,7 @@
 #include "flatshard/train/plan/planned_run.h"
 
 #include "flatshard/buffer/peer_mesh.h"
+#include "flatshard/context_parallel/peer_context_parallel.h"
 #include "flatshard/core/error.h"
 #include "flatshard/exchange/peer_exchange.h"
 #include "flatshard/layout/padding.h"
@@ -61,6 +62,21 @@ bool copies_activations_on(const PlannedHost& host, const Config& config) {
   return copies_activations(p, config.has_plain_layers(), [&] {
     return host.nvlink && one_host;
   });
+}
+
+bool copies_heads_on(const PlannedHost& host, const Config& config) {
+  const config::Parallelism& p = config.parallelism;
+  const std::int64_t ranks =
+      p.context_parallel_degree * p.tensor_parallel_degree;
+  FLATSHARD_CHECK(
+      !p.copies_heads() || ranks <= host.ranks,
+      config,
+      "parallelism.context_parallel_comm = \"copies\": copies reach GPUs of "
+      "one host, got {} ranks that share sequences on hosts of {}; use "
+      "\"auto\" or \"collective\"",
+      ranks,
+      host.ranks);
+  return p.copies_heads();
 }
 
 /// Returns the memory for reductions by copies: of each group of ranks that
@@ -190,9 +206,15 @@ plan::Job plan_job(
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;
   job.copy_activations = copies_activations_on(host, config);
+  job.context_ranks = config.parallelism.context_parallel_degree;
+  job.copy_heads = copies_heads_on(host, config);
+  if (job.copy_heads) {
+    job.other_nbytes["shared sequences"] = PeerContextParallel::windows_nbytes(
+        context_window_nbytes(config, model));
+  }
   if (job.copy_activations) {
     job.other_nbytes["shared layers"] = PeerTensorParallel::windows_nbytes(
-        tensor_window_nbytes(config.training, config.precision.compute, model),
+        tensor_window_nbytes(config, model),
         tensor);
   }
   if (!modules) {
@@ -252,24 +274,21 @@ plan::Job plan_job(
   const std::int64_t experts = config::expert_ranks(config.parallelism);
   if (experts > 1) {
     // Routed rows of a rank's samples, for each part of an expert.
-    const std::int64_t rows = config.training.local_batch_size *
-                              config.training.seq_len *
-                              model.moe.experts_per_token;
+    const std::int64_t rows =
+        config.tokens_per_microbatch() * model.moe.experts_per_token;
     const std::int64_t row =
         model.dim *
         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
     job.exchange_ranks = experts;
-    job.exchange_stride = width == 1 ? tensor : 1;
+    job.exchange_stride =
+        width == 1 ? tensor * config.parallelism.context_parallel_degree : 1;
     job.exchange_nbytes =
         static_cast<double>(rows * row * width) / static_cast<double>(tensor);
     job.copy_exchange =
         config.parallelism.token_exchange == config::TransferKind::copies;
     if (job.copy_exchange) {
       job.other_nbytes["token exchange"] =
-          PeerExchange::windows_nbytes(exchange_window_nbytes(
-              config.training,
-              config.precision.compute,
-              model));
+          PeerExchange::windows_nbytes(exchange_window_nbytes(config, model));
     }
   }
   const std::vector<UnitPlan> plans = plan::plan_units(job);

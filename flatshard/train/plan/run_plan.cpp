@@ -61,11 +61,17 @@ void check_priced(const Config& config) {
       config::word_of(config.precision.compute));
 }
 
-/// Returns the groups of ranks that share layers; empty: there are none.
+/// Returns the groups of ranks that share layers or sequences; empty: there are
+/// none.
 std::string sharing_text(const config::Parallelism& p) {
-  return p.shares_layers()
-             ? fmt::format(", tensor parallelism {}", p.tensor_parallel_degree)
-             : "";
+  std::string text;
+  if (p.shares_layers()) {
+    text += fmt::format(", tensor parallelism {}", p.tensor_parallel_degree);
+  }
+  if (p.shares_sequences()) {
+    text += fmt::format(", context parallelism {}", p.context_parallel_degree);
+  }
+  return text;
 }
 
 std::string recompute_text(const config::ActivationCheckpoint& keys) {
@@ -169,9 +175,11 @@ std::string step_text(const RunPlan& plan) {
           ms(std::max(0.0, step.compute_seconds - alone)),
           "transfers and other streams slow the computation");
   text += row("exposed transfers", ms(step.exposed_seconds));
-  if (plan.job.tensor_ranks > 1) {
+  if (plan.job.tensor_ranks > 1 || plan.job.context_ranks > 1) {
     text +=
-        row("  tensor parallelism",
+        row(plan.job.context_ranks == 1  ? "  tensor parallelism"
+            : plan.job.tensor_ranks == 1 ? "  context parallelism"
+                                         : "  TP and CP",
             ms(step.exposed_tensor_seconds),
             fmt::format(
                 "{:.1f} %",
@@ -332,6 +340,7 @@ std::string to_json(
   json["parameters"] = models::num_parameters(plan.model);
   json["strategy"] = strategy_name(plan.config.parallelism);
   json["tensor_parallel_degree"] = plan.job.tensor_ranks;
+  json["context_parallel_degree"] = plan.job.context_ranks;
   json["microbatches"] = plan.job.microbatches;
   for (const plan::RoleBytes& of : e.memory) {
     json["memory_bytes"][of.role] = of.nbytes;

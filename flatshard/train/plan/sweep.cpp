@@ -109,7 +109,9 @@ class Sweeper {
   /// Over the ranks that are left where `tensor_degree` share each layer.
   std::vector<RunChoice> layouts_over(std::int64_t tensor_degree) const {
     std::vector<RunChoice> choices;
-    const std::int64_t ranks = machines_.ranks / tensor_degree;
+    const std::int64_t sharing =
+        tensor_degree * config_.parallelism.context_parallel_degree;
+    const std::int64_t ranks = machines_.ranks / sharing;
     for (RunChoice choice : expert_choices(tensor_degree, ranks)) {
       std::int64_t degree = choice.expert_degree;
       if (choice.expert_tensor_degree > 1) {
@@ -127,8 +129,8 @@ class Sweeper {
         choices.back().reshard_after_forward = false;
       }
       // Shards inside groups of hosts, replicas of them between.
-      const std::int64_t host = machines_.ranks_per_host / tensor_degree;
-      const std::int64_t least = tensor_degree > 1 ? 2 : 1;
+      const std::int64_t host = machines_.ranks_per_host / sharing;
+      const std::int64_t least = sharing > 1 ? 2 : 1;
       for (std::int64_t shards = std::max(host, least); shards < ranks;
            shards *= 2) {
         if (ranks % shards == 0 && shards % degree == 0) {
@@ -149,7 +151,10 @@ class Sweeper {
     const std::int64_t most =
         std::min(machines_.ranks_per_host, machines_.ranks);
     for (std::int64_t degree = 2; degree <= most; degree *= 2) {
-      if (machines_.ranks % degree == 0 && divides_model(degree)) {
+      if (machines_.ranks %
+                  (degree * config_.parallelism.context_parallel_degree) ==
+              0 &&
+          divides_model(degree)) {
         degrees.push_back(degree);
       }
     }

@@ -11,22 +11,27 @@ namespace flatshard {
 Evaluation::Evaluation(
     const Options& options,
     std::vector<ValidationSet> sets,
-    std::shared_ptr<Mesh> mesh,
+    const std::shared_ptr<Mesh>& mesh,
     models::Llama model)
     : freq_(options.freq),
       last_step_(options.last_step),
       local_batch_(options.local_batch_size),
+      seq_len_(options.packing.seq_len),
       drops_tokens_(options.drops_tokens),
       sets_(std::move(sets)),
-      mesh_(std::move(mesh)),
+      mesh_(mesh->data_mesh()),
+      token_mesh_(mesh->token_mesh()),
+      run_(token_run(*mesh)),
       model_(std::move(model)),
-      buffers_(mesh_, {local_batch_, options.packing.seq_len}) {
+      buffers_(
+          mesh_,
+          {.rows = local_batch_, .seq_len = seq_len_, .run = run_}) {
   if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
         DocumentBuffers::Options{
             .rows = local_batch_,
-            .seq_len = options.packing.seq_len,
+            .seq_len = seq_len_,
             .max_documents = options.packing.max_documents});
   }
 }
@@ -49,19 +54,15 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
     ValidationSet::Counts batch;
     data::DocumentLengths documents;
     buffers_.load([&](auto tokens, auto targets) {
-      batch = set.read(
-          mine,
-          count,
-          tokens,
-          targets,
-          documents_ ? &documents : nullptr);
+      set.read(mine, count, tokens, targets, documents_ ? &documents : nullptr);
+      batch = set.count(run_.of(targets));
       if (documents_) {
         documents_->write(0, documents);
         documents_->queue_copies();
       }
     });
     const at::Tensor loss =
-        model_(buffers_.tokens(), buffers_.targets(), documents_of(count));
+        model_(buffers_.tokens(0), buffers_.targets(0), documents_of(count));
     nats += loss.to(at::kDouble) * static_cast<double>(batch.targets);
     counts.targets += batch.targets;
     counts.bytes += batch.bytes;
@@ -78,9 +79,9 @@ nn::Documents Evaluation::documents_of(std::int64_t count) const {
   }
   // Rows that the loss ignores do not count toward expert capacity.
   return {
-      .padding = at::arange(local_batch_, buffers_.tokens().options())
+      .padding = at::arange(local_batch_, buffers_.tokens(0).options())
                      .ge(count)
-                     .repeat_interleave(buffers_.tokens().size(1))};
+                     .repeat_interleave(seq_len_)};
 }
 
 ValidationMetrics Evaluation::run(std::int64_t step) {
@@ -94,10 +95,10 @@ ValidationMetrics Evaluation::run(std::int64_t step) {
     sums[s][1] = static_cast<double>(mine.counts.targets);
     sums[s][2] = static_cast<double>(mine.counts.bytes);
   }
-  if (mesh_->size() > 1) {
+  if (token_mesh_->size() > 1) {
     const CollectiveScope scope("validation");
     const at::Tensor shared = sums.to(mesh_->device());
-    mesh_->world(Purpose::reduce).all_reduce(shared, ReduceOp::sum);
+    token_mesh_->world(Purpose::reduce).all_reduce(shared, ReduceOp::sum);
     sums.copy_(shared);
   }
   mesh_->check();  // an aborted collective ends without a result

@@ -27,10 +27,12 @@ class Evaluation {
   };
 
   /// @param sets  at least one.
+  /// @param mesh  of the model. Ranks that share sequences (AxisRole) read the
+  ///   same ones, and each keeps its run of their tokens.
   Evaluation(
       const Options& options,
       std::vector<ValidationSet> sets,
-      std::shared_ptr<Mesh> mesh,
+      const std::shared_ptr<Mesh>& mesh,
       models::Llama model);
 
   /// Returns whether one belongs after this step.
@@ -56,11 +58,14 @@ class Evaluation {
   const std::int64_t freq_;
   const std::int64_t last_step_;
   const std::int64_t local_batch_;
+  const std::int64_t seq_len_;
   const bool drops_tokens_;
   const std::vector<ValidationSet> sets_;
-  std::shared_ptr<Mesh> mesh_;
+  std::shared_ptr<Mesh> mesh_;  ///< ranks that read different samples
+  std::shared_ptr<Mesh> token_mesh_;
+  const TokenRun run_;
   models::Llama model_;
-  TokenBuffers buffers_;                      ///< [local_batch_size, seq_len]
+  TokenBuffers buffers_;                      ///< of one batch
   std::optional<DocumentBuffers> documents_;  ///< for packed documents
 };
 

@@ -102,7 +102,7 @@ AdviceOptions advice_options(
                     models::ActivationCheckpoint::none,
       .activation_nbytes = activation_nbytes(
           model,
-          config.training.local_batch_size * config.training.seq_len,
+          config.tokens_per_microbatch(),
           size(config.precision.compute))};
 }
 

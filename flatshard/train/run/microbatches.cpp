@@ -51,8 +51,12 @@ OverlapModel Microbatches::pieces() {
       .head =
           [this](int m, const at::Tensor& hidden) {
             mesh_->check();
-            const at::Tensor loss =
-                weighted(model_->head(hidden, batches_.targets(m)), m);
+            const at::Tensor loss = weighted(
+                model_->head(
+                    hidden,
+                    batches_.targets(m),
+                    batches_.target_share(m)),
+                m);
             losses_[m] = loss.detach();
             return loss / static_cast<double>(batches_.num_microbatches());
           }};
@@ -94,7 +98,11 @@ at::Tensor Microbatches::run() {
       samples_.copy_(batches_.samples(m));
     }
     const at::Tensor loss = weighted(
-        model_(batches_.tokens(m), batches_.targets(m), batches_.documents(m)),
+        model_(
+            batches_.tokens(m),
+            batches_.targets(m),
+            batches_.documents(m),
+            batches_.target_share(m)),
         m);
     (count == 1 ? loss : loss / divisor).backward();
     const at::Tensor value = loss.detach();

@@ -53,7 +53,7 @@ class Microbatches {
 
  private:
   at::Tensor run();
-  /// Returns the mean loss of a microbatch times its weight; see Batches.
+  /// Returns the loss of a microbatch times its weight; see Batches.
   at::Tensor weighted(const at::Tensor& loss, std::int64_t microbatch) const;
   at::Tensor run_overlapped();
   OverlapModel pieces();

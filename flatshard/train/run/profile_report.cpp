@@ -51,9 +51,9 @@ SpeedOfLight speed_of_light(
     const models::ModelConfig& model,
     const StepWork& work,
     std::optional<double> peak_flops) {
-  // Ranks that share layers divide the matmuls and the heads of a sequence.
+  // These ranks divide the matmuls and the heads of a sequence.
   const auto tokens = static_cast<double>(work.sequences * work.seq_len) /
-                      static_cast<double>(work.ranks_per_layer);
+                      static_cast<double>(work.ranks_per_sample);
   const double products =
       6.0 * static_cast<double>(models::num_matmul_parameters(model));
   const double all = models::flops_per_token(

@@ -52,7 +52,7 @@ class ProfileReport {
 struct StepWork {
   std::int64_t sequences = 0;
   std::int64_t seq_len = 0;
-  std::int64_t ranks_per_layer = 1;
+  std::int64_t ranks_per_sample = 1;  ///< that read it and share the work
   double matmul_flops_per_token = 0;
 };
 

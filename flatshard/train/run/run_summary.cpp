@@ -75,6 +75,11 @@ std::string shared_layers_text(const Config& config) {
         ", each {} of which share their layers",
         p.tensor_parallel_degree);
   }
+  if (p.shares_sequences()) {
+    text += fmt::format(
+        ", each {} of which share their sequences",
+        p.context_parallel_degree);
+  }
   if (p.expert_tensor_parallel_degree > 1) {
     text += fmt::format(
         ", each {} of which share the width of their experts",

@@ -23,10 +23,10 @@
 namespace flatshard {
 namespace {
 
-/// Returns the mean of a [] tensor of each rank that reads its own samples.
+/// Returns the mean of a [] tensor of each rank that reads its own tokens.
 /// Collective; blocks.
-double mean_over_data_ranks(const at::Tensor& value, const Mesh& ranks) {
-  const std::shared_ptr<Mesh> mesh = ranks.data_mesh();
+double mean_over_token_ranks(const at::Tensor& value, const Mesh& ranks) {
+  const std::shared_ptr<Mesh> mesh = ranks.token_mesh();
   const at::Tensor mean = value.to(at::kFloat).reshape({1}).clone();
   if (mesh->size() > 1) {
     const CollectiveScope scope("loss");
@@ -35,6 +35,19 @@ double mean_over_data_ranks(const at::Tensor& value, const Mesh& ranks) {
   const double host = mean.item<double>();
   mesh->check();  // an aborted collective ends without a result
   return host;
+}
+
+void measure_waits(TrainState& state, bool measures) {
+  state.runtime->exposed_waits().measure(measures);
+  if (state.context) {
+    state.context->measure(measures);
+  }
+}
+
+/// Returns the measured waits for weights, gradients and heads. Blocks.
+double wait_and_take_exposed_ms(TrainState& state) {
+  return state.runtime->exposed_waits().wait_and_take_ms() +
+         (state.context ? state.context->wait_and_take_exposed_ms() : 0);
 }
 
 }  // namespace
@@ -123,7 +136,7 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     bool logged) {
   Runtime& runtime = *state_.runtime;
   Optimizer& optimizer = *state_.optimizer;
-  runtime.exposed_waits().measure(logged);
+  measure_waits(state_, logged);
   runtime.set_step(step);
   meter_->begin_step();
   experts_->begin_step(logged);
@@ -178,10 +191,10 @@ void Trainer::open_output() {
 }
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
-  state_.runtime->exposed_waits().measure(false);
+  measure_waits(state_, false);
   const std::optional<double> loss =
       trained.loss.defined()
-          ? std::optional(mean_over_data_ranks(trained.loss, *mesh_))
+          ? std::optional(mean_over_token_ranks(trained.loss, *mesh_))
           : std::nullopt;
   StepMetrics metrics{
       .step = step,
@@ -190,7 +203,7 @@ void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
       .grad_norm = trained.norm.item<double>(),
       .lr = trained.lr,
       .tokens = tokens_seen(),
-      .exposed_comm_ms = state_.runtime->exposed_waits().wait_and_take_ms()};
+      .exposed_comm_ms = wait_and_take_exposed_ms(state_)};
   metrics.experts = experts_->metrics();
   if (!std::exchange(reported_start_, true)) {
     start_clock_.end(&StartTimes::step_s);

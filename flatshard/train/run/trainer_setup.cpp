@@ -184,9 +184,8 @@ void Trainer::lock_folder(int restart_count) {
 void Trainer::build(std::vector<ValidationSet> validation_sets) {
   const config::Training& t = config_.training;
   RunOutput* output = output_ ? &*output_ : nullptr;
-  const std::shared_ptr<Mesh> data_mesh = mesh_->data_mesh();
   const std::int64_t num_microbatches =
-      loader_.num_microbatches(data_mesh->size(), t.local_batch_size);
+      loader_.num_microbatches(mesh_->data_mesh()->size(), t.local_batch_size);
   state_ = make_train_state(config_, model_config_, mesh_, num_microbatches);
   diagnostics_
       .emplace(options_.diagnostics, state_.runtime, mesh_->rank(), output);
@@ -204,7 +203,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           .buffers = experts_->buffers(),
           .data = data_ ? &*data_ : nullptr,
           .output = output});
-  batches_.emplace(options_.batches, data_mesh, loader_);
+  batches_.emplace(options_.batches, mesh_, loader_);
   microbatches_.emplace(
       state_.model,
       state_.runtime,
@@ -221,7 +220,7 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
     evaluation_.emplace(
         options_.evaluation,
         std::move(validation_sets),
-        data_mesh,
+        mesh_,
         state_.model);
   }
   if (options_.weights) {
@@ -260,7 +259,8 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           model_config_,
           {.sequences = t.local_batch_size * num_microbatches,
            .seq_len = t.seq_len,
-           .ranks_per_layer = config_.parallelism.tensor_parallel_degree,
+           .ranks_per_sample = config_.parallelism.tensor_parallel_degree *
+                               config_.parallelism.context_parallel_degree,
            .matmul_flops_per_token =
                matmul_flops_per_token(config_.lora, model_config_)},
           peak),

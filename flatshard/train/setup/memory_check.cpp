@@ -26,10 +26,10 @@ std::int64_t least_memory(
                             std::min(size(p.reduce), size(p.main_grads)) +
                             static_cast<std::int64_t>(options.state_nbytes);
   const std::int64_t replicas = parallelism.data_parallel_replicate_degree;
-  const std::int64_t data_ranks = parallelism.num_data_ranks(world);
+  const std::int64_t ranks = parallelism.num_token_ranks(world);
   const std::vector<std::int64_t> sizes =
-      replicas > 1 ? std::vector{replicas, data_ranks / replicas}
-                   : std::vector{data_ranks};
+      replicas > 1 ? std::vector{replicas, ranks / replicas}
+                   : std::vector{ranks};
   const std::int64_t shards =
       Strategy::named(
           strategy_name(parallelism),

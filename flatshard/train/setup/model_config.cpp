@@ -247,6 +247,11 @@ models::ModelConfig model_config(const Config& config) {
       model,
       config.parallelism.tensor_parallel_degree,
       "parallelism.tensor_parallel_degree");
+  models::check_context_parallel(
+      model,
+      config.parallelism.context_parallel_degree,
+      config.parallelism.tensor_parallel_degree,
+      "parallelism.context_parallel_degree");
   const double soft_cap = model.block.attention.soft_cap;
   FLATSHARD_CHECK(
       !config.activation_checkpoint.saves_attention() || soft_cap == 0.0,

@@ -16,6 +16,7 @@ namespace {
 
 constexpr const char* kExpertAxis = "ep";
 constexpr const char* kExpertTensorAxis = "etp";
+constexpr const char* kContextAxis = "cp";
 constexpr const char* kTensorAxis = "tp";
 
 bool divides_experts(const config::Parallelism& p) {
@@ -123,6 +124,10 @@ std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys) {
   if (ranks > keys.expert_parallel_degree) {
     axes.push_back({kExpertTensorAxis, ranks / keys.expert_parallel_degree});
   }
+  if (keys.shares_sequences()) {
+    axes.push_back(
+        {kContextAxis, keys.context_parallel_degree, AxisRole::sequence});
+  }
   if (keys.tensor_parallel_degree > 1) {
     axes.push_back({kTensorAxis, keys.tensor_parallel_degree, AxisRole::model});
   }
@@ -182,13 +187,13 @@ StreamOptions comm_streams(const config::Debug& keys) {
 }
 
 std::int64_t exchange_window_nbytes(
-    const config::Training& training,
-    at::ScalarType compute,
+    const Config& config,
     const models::ModelConfig& model) {
-  const std::int64_t rows = training.local_batch_size * training.seq_len *
-                            model.moe.experts_per_token;
+  const std::int64_t rows =
+      config.tokens_per_microbatch() * model.moe.experts_per_token;
   const std::int64_t row =
-      model.dim * static_cast<std::int64_t>(c10::elementSize(compute));
+      model.dim *
+      static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
   return rows * (row + static_cast<std::int64_t>(sizeof(float)));
 }
 
@@ -218,11 +223,10 @@ bool copies_activations(
 }
 
 std::int64_t tensor_window_nbytes(
-    const config::Training& training,
-    at::ScalarType compute,
+    const Config& config,
     const models::ModelConfig& model) {
-  return training.local_batch_size * training.seq_len * model.dim *
-         static_cast<std::int64_t>(c10::elementSize(compute));
+  return config.tokens_per_microbatch() * model.dim *
+         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
 }
 
 nn::TensorParallelPtr tensor_parallel_ranks(
@@ -238,6 +242,30 @@ nn::TensorParallelPtr tensor_parallel_ranks(
         mesh.communicator(mesh.axis_index(kTensorAxis), Purpose::exchange));
   });
   return make_tensor_parallel(mesh, kTensorAxis, options);
+}
+
+nn::ContextParallelPtr context_parallel_ranks(
+    const config::Parallelism& keys,
+    ContextParallelOptions options,
+    Mesh& mesh) {
+  if (!keys.shares_sequences()) {
+    return nullptr;
+  }
+  options.copies = keys.copies_heads();
+  return make_context_parallel(mesh, kContextAxis, options);
+}
+
+std::int64_t context_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model) {
+  const config::Parallelism& p = config.parallelism;
+  // Each rank gets a head of keys and of values.
+  const std::int64_t kv_heads = std::max(
+      model.kv_heads / p.tensor_parallel_degree,
+      p.context_parallel_degree);
+  return config.tokens_per_microbatch() * model.head_dim *
+         (model.heads / p.tensor_parallel_degree + 2 * kv_heads) *
+         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
 }
 
 std::function<ParameterPlacement(const std::string& name)> parameter_placement(

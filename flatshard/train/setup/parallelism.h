@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/exchange/stream_exchange.h"
+#include "flatshard/fully_shard/context_parallel.h"
 #include "flatshard/fully_shard/fully_shard.h"
 #include "flatshard/fully_shard/make_token_exchange.h"
 #include "flatshard/fully_shard/tensor_parallel.h"
@@ -29,10 +30,10 @@ namespace flatshard {
 std::string strategy_name(const config::Parallelism& keys);
 
 /// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep}
-/// in place of the last; with tensor parallelism tp as the innermost. If
-/// experts are split, too, their width is split over tp and an axis etp
-/// before it. etp has expert_tensor_parallel_degree / tp ranks. The keys
-/// are resolved.
+/// in place of the last; then cp with context parallelism; with tensor
+/// parallelism tp as the innermost. If experts are split, too, their width is
+/// split over tp and an axis etp after ep. etp has
+/// expert_tensor_parallel_degree / tp ranks. The keys are resolved.
 std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys);
 
 /// Returns comm.timeout_s.
@@ -67,8 +68,7 @@ StreamOptions comm_streams(const config::Debug& keys);
 /// Returns the bytes of the rows of a microbatch that a rank routes to experts,
 /// with their weights: PeerExchangeOptions::window_nbytes.
 std::int64_t exchange_window_nbytes(
-    const config::Training& training,
-    at::ScalarType compute,
+    const Config& config,
     const models::ModelConfig& model);
 
 /// Returns how tokens are exchanged between the ranks that have parts of the
@@ -91,10 +91,9 @@ bool copies_activations(
     const std::function<bool()>& linked);
 
 /// Returns the bytes of a microbatch between two layers, of all ranks that
-/// share it: PeerTensorParallelOptions::window_nbytes.
+/// share these: PeerTensorParallelOptions::window_nbytes.
 std::int64_t tensor_window_nbytes(
-    const config::Training& training,
-    at::ScalarType compute,
+    const Config& config,
     const models::ModelConfig& model);
 
 /// Returns the ranks that share this rank's layers, along the axis tp; null:
@@ -105,6 +104,20 @@ nn::TensorParallelPtr tensor_parallel_ranks(
     bool plain_layers,
     TensorParallelOptions options,
     Mesh& mesh);
+
+/// Returns the ranks that share this rank's sequences, along the axis cp; null:
+/// it has all of their tokens. Collective.
+/// @param options  the keys decide on copies.
+nn::ContextParallelPtr context_parallel_ranks(
+    const config::Parallelism& keys,
+    ContextParallelOptions options,
+    Mesh& mesh);
+
+/// Returns the bytes of the queries, keys and values that a rank sends for a
+/// microbatch: PeerContextParallelOptions::window_nbytes.
+std::int64_t context_window_nbytes(
+    const Config& config,
+    const models::ModelConfig& model);
 
 /// Returns FullyShardOptions::placement_of. Experts are sharded over all axes
 /// but those along which ranks have other experts or another part of their

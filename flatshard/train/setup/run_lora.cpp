@@ -75,7 +75,8 @@ RunLora add_adapters(
         at::full(
             {dropout.local_batch_size},
             -1,
-            at::TensorOptions().dtype(at::kLong).device(device)));
+            at::TensorOptions().dtype(at::kLong).device(device)),
+        nn::DropoutRows{.part = dropout.run.rank, .parts = dropout.run.ranks});
   }
   lora.num_modules = models::add_lora(*model, lora.config, lora.dropout).size();
   return lora;

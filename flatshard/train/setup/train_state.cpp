@@ -72,6 +72,12 @@ std::vector<MemoryRow> memory_rows(
          state.ranks->nbytes(),
          "windows that peers copy activations from and to"});
   }
+  if (state.context && state.context->nbytes() > 0) {
+    rows.push_back(
+        {"shared sequences",
+         state.context->nbytes(),
+         "windows that peers copy heads from and to"});
+  }
   return rows;
 }
 
@@ -87,10 +93,7 @@ TrainState make_train_state(
     state.exchange = make_exchange(
         p,
         {.num_experts = model.moe.num_experts,
-         .window_nbytes = exchange_window_nbytes(
-             config.training,
-             config.precision.compute,
-             model),
+         .window_nbytes = exchange_window_nbytes(config, model),
          .timeout = timeout_of(config.comm),
          .exchange =
              {.groups_by_rank = config.debug.deterministic,
@@ -119,10 +122,12 @@ TrainState make_train_state(
   state.ranks = tensor_parallel_ranks(
       p,
       config.has_plain_layers(),
-      {.window_nbytes = tensor_window_nbytes(
-           config.training,
-           config.precision.compute,
-           model),
+      {.window_nbytes = tensor_window_nbytes(config, model),
+       .stream = comm_streams(config.debug)},
+      *mesh);
+  state.context = context_parallel_ranks(
+      p,
+      {.window_nbytes = context_window_nbytes(config, model),
        .stream = comm_streams(config.debug)},
       *mesh);
   state.model = models::Llama(
@@ -135,13 +140,15 @@ TrainState make_train_state(
           .loss =
               {.chunk_tokens = config.activation_checkpoint.loss_chunk_tokens},
           .moe = moe,
-          .ranks = state.ranks});
+          .ranks = state.ranks,
+          .context = state.context});
   if (config.lora.enabled()) {
     state.lora = add_adapters(
         state.model,
         lora_config(config.lora),
         {.seed = static_cast<std::uint64_t>(config.run.seed),
-         .local_batch_size = config.training.local_batch_size},
+         .local_batch_size = config.training.local_batch_size,
+         .run = token_run(*mesh)},
         mesh->device());
   }
   for (const models::RouterOf& of : state.model->routers()) {

@@ -27,8 +27,9 @@ struct TrainState {
   /// Units that parallelism.memory_budget keeps from forward to backward.
   int num_kept_units = 0;
   std::shared_ptr<StreamExchange> exchange;  ///< null: experts are here
-  nn::TensorParallelPtr ranks;  ///< tensor-parallel ranks; null: none
-  int num_in_flight = 1;        ///< microbatches
+  nn::TensorParallelPtr ranks;     ///< tensor-parallel ranks; null: none
+  nn::ContextParallelPtr context;  ///< context-parallel ranks; null: none
+  int num_in_flight = 1;           ///< microbatches
   std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
   std::optional<RunLora> lora;  ///< absent: all weights train
 

@@ -77,12 +77,13 @@ class Measurement {
     MeasuredBatch batch;
     batch.tokens.resize(static_cast<std::size_t>(count * seq_len_));
     batch.targets.resize(batch.tokens.size());
-    batch.counts = set_.read(
+    set_.read(
         first,
         count,
         batch.tokens,
         batch.targets,
         is_packed_ ? &batch.documents : nullptr);
+    batch.counts = set_.count(batch.targets);
     const at::Device device = model_->parameters().front().device();
     const auto rows = [&](const std::vector<std::int64_t>& values) {
       return at::tensor(values, at::kLong).view({count, seq_len_}).to(device);

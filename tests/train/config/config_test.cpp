@@ -924,6 +924,21 @@ TEST(ResolveConfig, RanksThatShareLayersReadTheSameSamples) {
   EXPECT_EQ(resolved.training.global_batch_size, 12);
 }
 
+TEST(ResolveConfig, RanksThatShareSequencesReadTheSameSamples) {
+  const Config resolved = resolve_config(
+      parse_config(
+          kSmall,
+          "r",
+          {"parallelism.context_parallel_degree=2",
+           "parallelism.tensor_parallel_degree=2",
+           "training.local_batch_size=3"}),
+      16);
+  EXPECT_EQ(resolved.parallelism.data_parallel_shard_degree, 4);
+  EXPECT_EQ(resolved.training.global_batch_size, 12);
+  EXPECT_EQ(resolved.parallelism.num_data_ranks(16), 4);
+  EXPECT_EQ(resolved.parallelism.num_token_ranks(16), 8);
+}
+
 TEST(ResolveConfig, ErrorsShowBothSides) {
   const auto refused_at = [](std::int64_t world,
                              const std::vector<std::string>& overrides) {
@@ -949,6 +964,18 @@ TEST(ResolveConfig, ErrorsShowBothSides) {
            "parallelism.data_parallel_shard_degree=4"}),
       HasSubstr("= 1 * 4 must be the number of ranks, 4 / "
                 "tensor_parallel_degree = 2"));
+  EXPECT_THAT(
+      refused_at(
+          8,
+          {"parallelism.tensor_parallel_degree=2",
+           "parallelism.context_parallel_degree=2",
+           "parallelism.data_parallel_shard_degree=4"}),
+      HasSubstr("= 1 * 4 must be the number of ranks, 8 / "
+                "tensor_parallel_degree = 2 / context_parallel_degree = 2"));
+  EXPECT_THAT(
+      refused_at(6, {"parallelism.context_parallel_degree=4"}),
+      HasSubstr("parallelism.context_parallel_degree = 4: expected a divisor "
+                "of the 6 ranks"));
   EXPECT_THAT(
       refused_at(6, {"parallelism.tensor_parallel_degree=4"}),
       HasSubstr("parallelism.tensor_parallel_degree = 4: expected a divisor of "

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -57,10 +58,12 @@ Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
 /// saved tensors, with the block's result in place of its input.
 /// @param ranks     that share it; null: none.
 /// @param exchange  of its tokens; null: they stay where they are.
+/// @param context   ranks that have other tokens; null: none.
 std::int64_t measured(
     const Config& config,
     const nn::TensorParallelPtr& ranks = nullptr,
-    const std::shared_ptr<nn::TokenExchange>& exchange = nullptr) {
+    const std::shared_ptr<nn::TokenExchange>& exchange = nullptr,
+    const nn::ContextParallelPtr& context = nullptr) {
   const models::ModelConfig shape = model_config(config);
   models::Llama model(
       shape,
@@ -68,13 +71,15 @@ std::int64_t measured(
           .activation_checkpoint = config.activation_checkpoint.mode,
           .keep_attention = config.activation_checkpoint.saves_attention(),
           .moe = {.exchange = exchange},
-          .ranks = ranks});
+          .ranks = ranks,
+          .context = context});
   if (config.lora.enabled()) {
     models::add_lora(*model, lora_config(config.lora));
   }
   nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
   const auto input = [&] {
-    const std::int64_t own = kTokens / (ranks ? ranks->size() : 1);
+    const std::int64_t own =
+        kTokens / (ranks ? ranks->size() : 1) / (context ? context->size() : 1);
     return at::ones({1, own, shape.dim}, at::kBFloat16);
   };
   // The rotary table belongs to the model.
@@ -278,6 +283,26 @@ TEST(Activations, OfABlockThatRanksShare) {
   }
 }
 
+// Each of two ranks has half of the tokens, and attention's result once by
+// heads and once by tokens. int32 positions are small, and are not planned.
+TEST(Activations, OfABlockWhoseTokensRanksShare) {
+  constexpr int kRanks = 2;
+  for (const char* mode : {"none", "selective"}) {
+    const Config config = config_of(
+        {"parallelism.context_parallel_degree=2",
+         std::string("activation_checkpoint.mode=") + mode},
+        kRanks);
+    testing::run_ranks(kRanks, [&](testing::RankContext& context) {
+      const auto mesh = context.mesh(mesh_axes(config.parallelism));
+      const auto ranks = context_parallel_ranks(config.parallelism, {}, *mesh);
+      const std::int64_t positions = measured(config, nullptr, nullptr, ranks) -
+                                     planned(config, kRanks).saved_nbytes;
+      EXPECT_GE(positions, 0) << mode;
+      EXPECT_LE(positions, kTokens * 4) << mode;
+    });
+  }
+}
+
 double flops_of(const plan::LayerWork& layer) {
   double sum = 0;
   for (const auto& [node, work] : layer.nodes) {
@@ -383,6 +408,28 @@ TEST(Work, LayersThatRanksShareExchangeActivations) {
   EXPECT_EQ(count(node.backward, true), two_each);
   EXPECT_EQ(count(node.backward, false), (Counts{{Transfer::all_gather, 2}}));
   EXPECT_TRUE(node.wgrad.empty());
+}
+
+// q, k and v in one exchange, and the result in another. A backward has the
+// reverse.
+TEST(Work, RanksThatShareTokensExchangeHeads) {
+  using plan::Kernel;
+  const Config config =
+      config_of({"parallelism.context_parallel_degree=2"}, /*ranks=*/2);
+  const plan::LayerWork layer = planned(config, 2);
+  EXPECT_EQ(2 * flops_of(layer), flops_of(planned(config_of({}))));
+  const plan::NodeWork& node = layer.nodes.at(PlanNode::attend);
+  for (const plan::Kernels* kernels : {&node.forward, &node.backward}) {
+    std::multiset<double> sent;
+    for (const Kernel& kernel : *kernels) {
+      if (kernel.kind == Kernel::Kind::transfer) {
+        EXPECT_EQ(kernel.transfer, plan::Transfer::all_to_all);
+        sent.insert(kernel.nbytes);
+      }
+    }
+    constexpr double kQueries = kTokens / 2 * 64 * 2;
+    EXPECT_EQ(sent, (std::multiset<double>{kQueries, 3 * kQueries}));
+  }
 }
 
 // The router's numbers depend on the kernels: the CPU keeps a few more of them

@@ -160,6 +160,7 @@ TEST_P(MemoryPlanTest, EqualsTheTableOfARealStart) {
 
 const std::string kNone = "parallelism.copy_engines=none";
 const std::string kShared = "parallelism.tensor_parallel_degree=2";
+const std::string kSequences = "parallelism.context_parallel_degree=2";
 const std::string kCut = "parallelism.expert_tensor_parallel_degree=2";
 const std::string kAdapters = "lora.rank=8";
 const std::string kInt8 = "optimizer.state_dtype=int8";
@@ -364,6 +365,15 @@ INSTANTIATE_TEST_SUITE_P(
             4,
             {kNone, kShared, "parallelism.tensor_parallel_comm=copies"}},
         Case{"shared_rowwise", 4, {kNone, kShared, "float8.recipe=rowwise"}},
+        Case{"sequences", 4, {kNone, kSequences}},
+        Case{
+            "sequences_and_layers",
+            4,
+            {kNone, kSequences, kShared, "parallelism.strategy=zero2"}},
+        Case{
+            "sequences_by_copies",
+            4,
+            {kNone, kSequences, "parallelism.context_parallel_comm=copies"}},
         Case{
             "shared_tensorwise_copies",
             4,

@@ -58,14 +58,18 @@ const double kLoraTolerance = testing::sum_tolerance(
      .in_a_row = testing::sums_of_steps(/*layers=*/2, kLoraSteps)});
 // Two ranks share the layers.
 constexpr const char* kTwoShare = "parallelism.tensor_parallel_degree=2";
+// Two ranks share the sequences.
+constexpr const char* kTwoOfASequence = "parallelism.context_parallel_degree=2";
 // Above the adapters of wide models below, and under the weights of a block.
 constexpr std::int64_t kSmallNbytes = 64 << 10;
 
 Config
 adapter_config(int world, int microbatches, const Settings& settings = {}) {
-  const bool shares_layers =
-      std::ranges::find(settings, kTwoShare) != settings.end();
-  const int data_ranks = shares_layers ? world / 2 : world;
+  const auto has = [&](const char* setting) {
+    return std::ranges::find(settings, setting) != settings.end();
+  };
+  const int data_ranks =
+      world / (has(kTwoShare) ? 2 : 1) / (has(kTwoOfASequence) ? 2 : 1);
   return resolve_config(
       testing::small_config(
           {"lora.rank=4",
@@ -120,8 +124,7 @@ AdapterRun train_adapters(
     const models::ModelConfig shape = model_config(config);
     const auto mesh = context.mesh(mesh_axes(config.parallelism));
     data::Loader loader = open_train_loader(run_options(config, shape).data);
-    const auto data_mesh = mesh->data_mesh();
-    Batches batches(run_options(config, shape).batches, data_mesh, loader);
+    Batches batches(run_options(config, shape).batches, mesh, loader);
     TrainState state = make_train_state(config, shape, mesh, microbatches);
     if (drops_main) {
       keep_float8_alone(frozen_groups(*state.runtime));
@@ -215,6 +218,8 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
   expect(2, 3, {kTwoShare});
   expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});
   expect(2, 1, {kTwoShare, "parallelism.tensor_parallel_comm=copies"});
+  expect(2, 3, {kTwoOfASequence});
+  expect(4, 1, {kTwoOfASequence, kTwoShare, "activation_checkpoint.mode=full"});
   for (const char* impl : {"unit", "full_iteration"}) {
     expect(
         1,

@@ -1,10 +1,12 @@
 // The loss of a step is the mean over the trained tokens of all ranks and
-// microbatches, however unevenly masks and packed documents spread them.
+// microbatches, however unevenly masks and packed documents spread them. Ranks
+// may share sequences.
 #include "flatshard/checkpoint/weights_file.h"
 #include "flatshard/core/file_writer.h"
 #include "flatshard/data/corpus_writer.h"
 #include "flatshard/format/safetensors.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/optim/grad_norm.h"
 #include "flatshard/train/data/batches.h"
 #include "flatshard/train/run/evaluation.h"
 #include "flatshard/train/run/from_config.h"
@@ -25,7 +27,9 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <map>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -114,7 +118,9 @@ Config config_of(
            fmt::format("training.seq_len={}", kSeqLen),
            fmt::format(
                "training.local_batch_size={}",
-               kGlobalBatch / (world * microbatches)),
+               std::max<std::int64_t>(
+                   1,
+                   kGlobalBatch / (world * microbatches))),
            fmt::format("training.global_batch_size={}", kGlobalBatch),
            "validation.freq=1",
            "validation.sequences=10",
@@ -126,6 +132,7 @@ Config config_of(
 
 struct Outcome {
   std::vector<double> losses;  ///< of steps: the mean of the ranks' parts
+  std::vector<double> norms;   ///< of the gradients of steps, on each rank
   double validation = 0;
   double least_weight = 1;  ///< of a microbatch in the first step, of any rank
   double most_weight = 1;
@@ -162,6 +169,8 @@ Outcome train(
     for (int step = 0; step < kSteps; ++step) {
       batches.load_next();
       const at::Tensor loss = steps.forward_backward();
+      const auto norm =
+          grad_norm_and_scale(state.runtime->groups(), 1.0).norm.item<double>();
       // So that the weights show the gradients.
       state.optimizer->step(1.0);
       state.optimizer->zero_grad();
@@ -169,6 +178,7 @@ Outcome train(
       const std::lock_guard lock(mutex);
       outcome.losses[static_cast<std::size_t>(step)] +=
           loss.item<double>() / world;
+      outcome.norms.push_back(norm);
       for (int m = 0; m < microbatches && step == 0; ++m) {
         const at::Tensor weight = batches.loss_weight(m);
         outcome.weighted = weight.defined();
@@ -221,6 +231,13 @@ void expect_equal(const Outcome& outcome, const Outcome& expected) {
   for (int step = 0; step < kSteps; ++step) {
     EXPECT_NEAR(outcome.losses[step], expected.losses[step], kStepTolerance);
   }
+  EXPECT_EQ(
+      std::set(outcome.norms.begin(), outcome.norms.end()).size(),
+      std::size_t{kSteps});
+  EXPECT_NEAR(
+      *std::ranges::max_element(outcome.norms),
+      *std::ranges::max_element(expected.norms),
+      kStepTolerance);
   EXPECT_NEAR(outcome.validation, expected.validation, kStepTolerance);
   EXPECT_LT(
       largest_difference(outcome.weights, expected.weights),
@@ -294,6 +311,161 @@ TEST(PackedSteps, TwoMicrobatchesAtOnceAreTheSame) {
   expect_equal(
       train(folder / "corpus", 2, 3, overlapped),
       train(folder / "corpus", 1, 1, experts));
+}
+
+/// Ranks that share sequences, and what else they do.
+struct Shared {
+  int ranks = 1;
+  int data_ranks = 1;
+  int microbatches = 1;
+  Overrides set;
+};
+
+Outcome train_shared(
+    const std::filesystem::path& corpus,
+    const Shared& shared,
+    Overrides model) {
+  model.push_back(fmt::format(
+      "training.local_batch_size={}",
+      kGlobalBatch / (shared.data_ranks * shared.microbatches)));
+  model.insert(model.end(), shared.set.begin(), shared.set.end());
+  return train(corpus, shared.ranks, shared.microbatches, model);
+}
+
+const char* const kTwoRanks = "parallelism.context_parallel_degree=2";
+const char* const kFourRanks = "parallelism.context_parallel_degree=4";
+
+const std::vector<Shared> kGrids{
+    {2, 1, 1, {kTwoRanks}},
+    // More ranks than heads of keys.
+    {4, 1, 3, {kFourRanks, "activation_checkpoint.mode=full"}},
+    {4, 2, 3, {kTwoRanks, "parallelism.strategy=zero2"}},
+    {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
+    {4,
+     2,
+     1,
+     {kTwoRanks,
+      "parallelism.data_parallel_replicate_degree=2",
+      "activation_checkpoint.mode=selective"}}};
+
+void expect_shared(
+    const std::filesystem::path& corpus,
+    const std::vector<Shared>& grids,
+    const Overrides& model) {
+  std::map<int, Outcome> whole;  // with these microbatches
+  for (const Shared& grid : grids) {
+    const int parts = grid.data_ranks * grid.microbatches;
+    if (!whole.contains(parts)) {
+      whole[parts] = train(corpus, 1, parts, model);
+    }
+    SCOPED_TRACE(fmt::format(
+        "{} ranks x {}, {}",
+        grid.ranks,
+        grid.microbatches,
+        fmt::join(grid.set, " ")));
+    expect_equal(train_shared(corpus, grid, model), whole[parts]);
+  }
+}
+
+TEST(ContextParallel, GridsTrainAsOneRank) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/false);
+  expect_shared(folder / "corpus", kGrids, {});
+  for (const char* strategy : {"zero0", "zero1"}) {
+    expect_shared(
+        folder / "corpus",
+        {{2,
+          1,
+          1,
+          {kTwoRanks, fmt::format("parallelism.strategy={}", strategy)}}},
+        {});
+  }
+}
+
+TEST(ContextParallel, PackedAndMaskedDocumentsTrainAsOnOneRank) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true, /*varied=*/true);
+  expect_shared(folder / "corpus", kGrids, {kPacked});
+}
+
+// Gemma 3 has windows and norms of heads, gpt_oss windows, sinks and experts.
+TEST(ContextParallel, FamiliesTrainAsOnOneRank) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true, /*varied=*/true);
+  const Overrides window{"model.sliding_window=5"};
+  const std::pair<Overrides, Overrides> families[] = {
+      {{"model.family=gemma3", "model.sliding_window_pattern=2"}, {}},
+      {{"model.family=gpt_oss",
+        "model.num_experts=4",
+        "model.experts_per_token=2"},
+       {kPacked}}};
+  for (const auto& [family, more] : families) {
+    Overrides model = family;
+    model.insert(model.end(), window.begin(), window.end());
+    expect_shared(folder / "corpus", {kGrids[0], kGrids[3]}, model);
+    model.insert(model.end(), more.begin(), more.end());
+    expect_shared(folder / "corpus", {kGrids[0]}, model);
+  }
+}
+
+// Recompute may store attention, and run the feed-forward part and the loss in
+// chunks.
+TEST(ContextParallel, RecomputeChangesNothing) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true);
+  expect_shared(
+      folder / "corpus",
+      {{2,
+        1,
+        2,
+        {kTwoRanks,
+         "activation_checkpoint.mode=full",
+         "activation_checkpoint.save=attention"}},
+       {4,
+        2,
+        1,
+        {kTwoRanks,
+         "activation_checkpoint.mode=full",
+         "activation_checkpoint.mlp_chunk_tokens=5",
+         "activation_checkpoint.loss_chunk_tokens=7"}}},
+      {});
+}
+
+// One rank has the only target of a step's sample.
+TEST(ContextParallel, G11_OneTargetIsOnOneRank) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true);
+  expect_shared(
+      folder / "corpus",
+      {{2, 1, 12, {kTwoRanks}}, {4, 1, 12, {kFourRanks}}},
+      {});
+}
+
+// The auxiliary losses count the tokens of all ranks, and their weight does not
+// depend on the targets of a rank.
+TEST(ContextParallel, G12_ExpertsTrainAsOnOneRank) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true, /*varied=*/true);
+  const Overrides experts{
+      "model.family=moe",
+      "model.num_experts=4",
+      "model.moe_ffn_dim=16",
+      "model.shared_experts=1",
+      "moe.aux_loss=0.5",
+      "moe.z_loss=0.1"};
+  Overrides packed = experts;
+  packed.emplace_back(kPacked);
+  const char* const divided = "parallelism.expert_parallel_degree=2";
+  const std::vector<Shared> grids{
+      {2, 1, 1, {kTwoRanks, "activation_checkpoint.mode=full"}},
+      {4, 2, 1, {kTwoRanks, divided}},
+      {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
+      {4,
+       2,
+       3,
+       {kTwoRanks, divided, "parallelism.overlap_expert_parallel=true"}}};
+  expect_shared(folder / "corpus", grids, experts);
+  expect_shared(folder / "corpus", grids, packed);
 }
 
 TEST(MaskedLoss, WithoutMasksThereAreNoWeights) {

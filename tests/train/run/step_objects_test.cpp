@@ -6,6 +6,7 @@
 #include "flatshard/train/run/signal_requests.h"
 
 #include "flatshard/core/error.h"
+#include "tests/support/ranks.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -58,6 +59,33 @@ TEST(Batches, HoldsAllMicrobatchesOfAStepAtAddressesThatStay) {
     EXPECT_EQ(batches.tokens(1).data_ptr(), address);
   }
   EXPECT_EQ(loader.state().samples_consumed, 12);
+}
+
+TEST(Batches, RanksThatShareSequencesHaveRunsOfTheirTokens) {
+  const Config config = config_of_batches();
+  models::ModelConfig model;
+  model.vocab_size = 100;
+  const auto options = run_options(config, model);
+  data::Loader alone = open_train_loader(options.data);
+  Batches all(options.batches, Mesh::single(at::kCPU), alone);
+  all.load_next();
+  testing::run_ranks(4, [&](testing::RankContext& context) {
+    data::Loader loader = open_train_loader(options.data);
+    const auto mesh = context.mesh({{"dp", 1}, {"cp", 4, AxisRole::sequence}});
+    Batches batches(options.batches, mesh, loader);
+    batches.load_next();
+    ASSERT_EQ(batches.num_microbatches(), 3);
+    for (std::int64_t m = 0; m < 3; ++m) {
+      const auto check = [&](const at::Tensor& own, const at::Tensor& whole) {
+        EXPECT_EQ(own.sizes(), (std::vector<std::int64_t>{2, 2}));
+        EXPECT_TRUE(own.flatten().equal(
+            whole.flatten().chunk(4)[static_cast<std::size_t>(context.rank)]));
+      };
+      check(batches.tokens(m), all.tokens(m));
+      check(batches.targets(m), all.targets(m));
+      EXPECT_FALSE(batches.target_share(m).defined());
+    }
+  });
 }
 
 TEST(Batches, ErrorsNameTheOption) {
