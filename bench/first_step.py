@@ -9,8 +9,8 @@ same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python). I
 rows "libraries", the page cache then has torch, CUDA and the program again, but not the
 folder. In the rows "warm", each program runs the second time. Also reads the folder with
 16 threads, as a reference for loading. --to needs 6 GB. Programs in Python have these
-parts: torchrun, imports, joining of the ranks, the sharded model, weights, and the host's part
-of the step's forward, backward and update.
+parts: torchrun, imports, joining of the ranks, the sharded model, weights, and the host's
+part of the step's forward, backward and update.
 """
 
 import json
