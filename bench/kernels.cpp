@@ -540,6 +540,22 @@ void measure_experts(std::int64_t tokens) {
         nn::grouped_weight_gradient(t[5], false, t[1], t[0], groups);
       },
       1);
+  const auto sums = [=] {
+    Tensors made = products();
+    made[5] = made[5].to(at::kFloat);
+    made[6] = made[6].to(at::kFloat);
+    return made;
+  };
+  time(
+      "weight gradients of experts, added to float32",
+      "experts",
+      3 * kExperts * kDim * kWidth * 8,
+      sums,
+      [&](auto& t) {
+        nn::grouped_weight_gradient(t[6], true, t[0], t[2], groups);
+        nn::grouped_weight_gradient(t[5], true, t[1], t[0], groups);
+      },
+      1);
 }
 
 void measure_copy() {

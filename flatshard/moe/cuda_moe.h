@@ -24,6 +24,30 @@ void grouped_mm(
     const at::Tensor& ends,
     at::Tensor& out);
 
+/// Returns whether this build has the next two for the GPU and the sizes of
+/// weights [experts, out, in].
+bool has_grouped_products(at::Device device, at::IntArrayRef sizes);
+
+/// y[r] = x[r] W[e]^T, or x[r] W[e] with `is_in_out`. All are contiguous.
+/// @param y  bfloat16 [rows, out]; rows after the last end are not written.
+void grouped_rows(
+    const at::Tensor& y,
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    bool is_in_out,
+    const at::Tensor& ends);
+
+/// grad[e] = g_e^T x_e, or added to it, in one kernel. Bitwise reproducible.
+/// @param grad  float32, or bfloat16 without `accumulate`: [experts, out, in];
+///   zeros for experts without rows.
+/// @param g, x  bfloat16 [rows, out] and [rows, in]
+void grouped_weight_gradient(
+    const at::Tensor& grad,
+    bool accumulate,
+    const at::Tensor& g,
+    const at::Tensor& x,
+    const at::Tensor& ends);
+
 /// Returns the dtype of rows.
 /// @throws Error{internal} for rows that the kernels do not support.
 inline kernels::Dtype dtype_of(const at::Tensor& rows) {

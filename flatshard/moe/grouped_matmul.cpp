@@ -27,13 +27,29 @@ bool in_one_kernel(
          gpu_has(a.device(), GpuFeature::grouped_products);
 }
 
-// x[r] matrices[e] for the rows r of each expert e.
-at::Tensor multiply_rows(
-    const at::Tensor& x,
-    const at::Tensor& matrices,
+// Returns whether the kernels for sm_90a support these.
+bool in_own_kernel(
+    const at::Tensor& a,
+    const at::Tensor& b,
     const at::Tensor& weight,
     const Groups& groups) {
+  return in_one_kernel(a, b, weight, groups) && a.is_contiguous() &&
+         b.is_contiguous() &&
+         cuda::has_grouped_products(a.device(), weight.sizes());
+}
+
+// x[r] W[e]^T, or x[r] W[e] with `is_in_out`, for the rows r of each expert e.
+at::Tensor multiply_rows(
+    const at::Tensor& x,
+    const at::Tensor& weight,
+    bool is_in_out,
+    const Groups& groups) {
+  const at::Tensor matrices = is_in_out ? weight : weight.transpose(1, 2);
   at::Tensor y = at::empty({x.size(0), matrices.size(2)}, x.options());
+  if (in_own_kernel(x, weight, weight, groups)) {
+    cuda::grouped_rows(y, x, weight, is_in_out, groups.ends);
+    return y;
+  }
   if (in_one_kernel(x, weight, weight, groups)) {
     cuda::grouped_mm(x, matrices, groups.ends, y);
     return y;
@@ -94,14 +110,22 @@ at::Tensor grouped_forward(
     const at::Tensor& x,
     const at::Tensor& weight,
     const Groups& groups) {
-  return multiply_rows(x, weight.transpose(1, 2), weight, groups);
+  return multiply_rows(x, weight, /*is_in_out=*/false, groups);
 }
 
 at::Tensor grouped_input_gradient(
     const at::Tensor& g,
     const at::Tensor& weight,
     const Groups& groups) {
-  return multiply_rows(g, weight, weight, groups);
+  return multiply_rows(g, weight, /*is_in_out=*/true, groups);
+}
+
+bool adds_to_float32(
+    const at::Tensor& weight,
+    const at::Tensor& g,
+    const at::Tensor& x,
+    const Groups& groups) {
+  return in_own_kernel(g, x, weight, groups);
 }
 
 void grouped_weight_gradient(
@@ -110,6 +134,13 @@ void grouped_weight_gradient(
     const at::Tensor& g,
     const at::Tensor& x,
     const Groups& groups) {
+  const bool has_dtype = grad.scalar_type() == at::kFloat ||
+                         (grad.scalar_type() == at::kBFloat16 && !accumulate);
+  if (has_dtype && grad.is_contiguous() && is_aligned(grad) &&
+      in_own_kernel(g, x, grad, groups)) {
+    cuda::grouped_weight_gradient(grad, accumulate, g, x, groups.ends);
+    return;
+  }
   const bool kernel = in_one_kernel(g, x, grad, groups);
   const bool is_direct =
       grad.scalar_type() == g.scalar_type() &&

@@ -39,4 +39,12 @@ void grouped_weight_gradient(
     const at::Tensor& x,
     const Groups& groups);
 
+/// Returns whether grouped_weight_gradient of a float32 `grad` like `weight` is
+/// one kernel, without a gradient in another dtype before.
+bool adds_to_float32(
+    const at::Tensor& weight,
+    const at::Tensor& g,
+    const at::Tensor& x,
+    const Groups& groups);
+
 }  // namespace flatshard::nn

@@ -1,11 +1,13 @@
 #include <gtest/gtest.h>
 
 #include "flatshard/moe/grouped_linear.h"
+#include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/permute.h"
 #include "flatshard/moe/router.h"
 #include "router_oracle.h"
 #include "tests/nn/check.h"
 
+#include <cmath>
 #include <functional>
 #include <random>
 
@@ -401,6 +403,93 @@ TEST_F(CudaExperts, WeightGradientsGoStraightIntoTheSink) {
     EXPECT_LE(
         relative_error(sink->grad(w).cpu(), plain.cpu().to(at::kDouble) * 2),
         4 * epsilon(at::kBFloat16));
+  }
+}
+
+// Multiples of the tiles of the kernels for sm_90a. Two experts have no rows,
+// others less or more than a tile, and rows after the last end are NaN.
+class CudaGroupedProducts : public CudaExperts {
+ protected:
+  static constexpr std::int64_t kOut = 512;
+  static constexpr std::int64_t kIn = 768;
+  static constexpr std::int64_t kRows = 532;
+
+  at::Tensor rows(std::int64_t columns) {
+    at::Tensor rows = random({kRows + 60, columns}, at::kBFloat16);
+    rows.slice(0, kRows).fill_(NAN);
+    return rows;
+  }
+  // Calls fn(expert, first row, end) for each expert.
+  void for_each_expert(
+      const std::function<void(std::int64_t, std::int64_t, std::int64_t)>& fn) {
+    const at::Tensor ends = groups_.ends.cpu();
+    for (std::int64_t e = 0; e < ends.numel(); ++e) {
+      fn(e,
+         e == 0 ? 0 : ends[e - 1].item<std::int64_t>(),
+         ends[e].item<std::int64_t>());
+    }
+  }
+  // Returns rows[r] matrices[e] in float64.
+  at::Tensor exact(const at::Tensor& rows, const at::Tensor& matrices) {
+    at::Tensor y = at::empty({kRows, matrices.size(2)}, at::kDouble);
+    for_each_expert([&](auto e, auto begin, auto end) {
+      y.slice(0, begin, end)
+          .copy_(rows.slice(0, begin, end)
+                     .cpu()
+                     .to(at::kDouble)
+                     .mm(matrices[e].cpu().to(at::kDouble)));
+    });
+    return y;
+  }
+
+  Groups groups_{at::tensor({70, 70, 71, 199, 532, 532}, at::kInt)};
+};
+
+TEST_F(CudaGroupedProducts, RowsMatchFloat64) {
+  groups_.ends = groups_.ends.cuda();
+  const at::Tensor w = random({6, kOut, kIn}, at::kBFloat16);
+  const at::Tensor x = rows(kIn);
+  const at::Tensor g = rows(kOut);
+  const auto check = [&](const at::Tensor& y, const at::Tensor& want) {
+    EXPECT_LE(
+        relative_error(y.slice(0, 0, kRows).cpu(), want),
+        4 * epsilon(at::kBFloat16));
+  };
+  const at::Tensor y = grouped_forward(x, w, groups_);
+  check(y, exact(x, w.transpose(1, 2)));
+  check(grouped_input_gradient(g, w, groups_), exact(g, w));
+  EXPECT_TRUE(at::equal(
+      grouped_forward(x, w, groups_).slice(0, 0, kRows),
+      y.slice(0, 0, kRows)));
+}
+
+TEST_F(CudaGroupedProducts, WeightGradientsMatchFloat64) {
+  groups_.ends = groups_.ends.cuda();
+  const at::Tensor x = rows(kIn);
+  const at::Tensor g = rows(kOut);
+  at::Tensor want = at::empty({6, kOut, kIn}, at::kDouble);
+  for_each_expert([&](auto e, auto begin, auto end) {
+    const auto rows = [&](const at::Tensor& t) {
+      return t.slice(0, begin, end).cpu().to(at::kDouble);
+    };
+    want[e].copy_(rows(g).t().mm(rows(x)));
+  });
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    at::Tensor grad =
+        at::full(want.sizes(), NAN, at::TensorOptions(at::kCUDA).dtype(dtype));
+    grouped_weight_gradient(grad, false, g, x, groups_);
+    // torch's kernel rounds to bfloat16 first.
+    const bool is_exact =
+        dtype == at::kFloat && adds_to_float32(grad, g, x, groups_);
+    const double tolerance =
+        is_exact ? kCudaTolerance : 4 * epsilon(at::kBFloat16);
+    EXPECT_LE(relative_error(grad.cpu(), want), tolerance) << dtype;
+    const at::Tensor once = grad.clone();
+    grouped_weight_gradient(grad, true, g, x, groups_);
+    EXPECT_LE(relative_error(grad.cpu(), want * 2), tolerance) << dtype;
+    at::Tensor again = at::empty_like(once);
+    grouped_weight_gradient(again, false, g, x, groups_);
+    EXPECT_TRUE(at::equal(again, once)) << dtype;
   }
 }
 
