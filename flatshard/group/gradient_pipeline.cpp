@@ -11,6 +11,24 @@
 namespace flatshard {
 namespace {
 
+// Adds the parts of a slot, or all of it if there are none.
+void add_parts(
+    const at::Tensor& into,
+    const at::Tensor& slot,
+    bool add,
+    const std::vector<GradientPipeline::Reduction::Part>& parts) {
+  if (parts.empty()) {
+    add_scaled(into, slot, 1.0, add);
+  }
+  for (const auto& [range, adds] : parts) {
+    add_scaled(
+        into.narrow(0, range.offset, range.numel),
+        slot.narrow(0, range.offset, range.numel),
+        1.0,
+        adds);
+  }
+}
+
 bool is_power_of_two(double value) {
   int exponent = 0;
   return std::frexp(value, &exponent) == 0.5;
@@ -87,11 +105,97 @@ void GradientPipeline::replan() {
   redistributions_.clear();
 }
 
+std::optional<GradientPipeline::OpenSum> GradientPipeline::open_sum(
+    bool collective,
+    bool is_last) {
+  const ParamGroupOptions& options = context_.options;
+  const at::ScalarType dtype = options.precision.main_grads;
+  if (options.scaling == GradScaling::pre_scaled || dtype != at::kFloat) {
+    return std::nullopt;
+  }
+  if (!collective || local_.is_filled) {
+    opened_ = {collective, is_last};
+    allocate(local_.buffer, placements_at(Stage::unreduced), dtype);
+    return OpenSum{local_.buffer.local(), local_.is_filled};
+  }
+  const GradDivision division = context_.division();
+  const bool is_only_added =
+      !hook_ && !options.offload && !reduced_.is_given() &&
+      division.before == 1 && division.on_wire == 1 && division.at_rest == 1 &&
+      (is_last || !context_.plan.storage.sums_inner) && !inner_.is_filled &&
+      !has_outer_stage() &&
+      redistribution(Stage::unreduced, Stage::rest)->is_identity();
+  if (!is_only_added) {
+    return std::nullopt;
+  }
+  opened_ = {collective, is_last};
+  if (!space_) {
+    space_ = reduced_.make_space(is_last);
+  }
+  const at::Tensor flat = reduced_.local();
+  if (space_->widen || flat.scalar_type() != dtype) {
+    return std::nullopt;
+  }
+  return OpenSum{flat, space_->add};
+}
+
+void GradientPipeline::close_sum() {
+  summed_.clear();
+  summed_and_in_slot_.clear();
+  opened_.reset();
+  if (const auto space = std::exchange(space_, std::nullopt);
+      space && !space->add) {
+    reduced_.drop();
+  }
+}
+
+std::vector<GradientPipeline::Reduction::Part> GradientPipeline::take_parts(
+    bool add) {
+  std::vector<Reduction::Part> parts;
+  const std::vector<std::int64_t> summed = std::exchange(summed_, {});
+  const std::vector<std::int64_t> both = std::exchange(summed_and_in_slot_, {});
+  if (summed.empty() && both.empty()) {
+    return parts;
+  }
+  const FlatLayout& layout = *context_.plan.layout;
+  // The elements of each such parameter, by their offset.
+  std::map<std::int64_t, std::pair<std::int64_t, bool>> ranges;
+  for (const std::int64_t i : summed) {
+    ranges[layout.tensor_offset(i)] = {layout.tensor_numel(i), false};
+  }
+  for (const std::int64_t i : both) {
+    ranges[layout.tensor_offset(i)] = {layout.tensor_numel(i), true};
+  }
+  ranges[layout.numel()] = {0, false};
+  std::int64_t at = 0;
+  for (const auto& [offset, range] : ranges) {
+    const auto& [numel, is_in_slot] = range;
+    if (offset > at) {
+      parts.push_back({{at, offset - at}, add});
+    }
+    if (is_in_slot) {
+      parts.push_back({{offset, numel}, /*add=*/true});
+    }
+    at = offset + numel;
+  }
+  if (parts.empty()) {
+    parts.push_back({});  // not the same as all of the slot
+  }
+  return parts;
+}
+
 GradientPipeline::Reduction GradientPipeline::plan(
     bool collective,
     bool is_last) {
   const ParamGroupOptions& options = context_.options;
   const Precision& precision = options.precision;
+  const Opened opened = std::exchange(opened_, std::nullopt)
+                            .value_or(Opened{collective, is_last});
+  FLATSHARD_CHECK(
+      (opened == Opened{collective, is_last}),
+      internal,
+      "{}: gradients were added to a sum, and another reduction follows",
+      context_.name);
   Reduction r;
   r.adds.local = local_.is_filled;
   local_.is_filled = !collective;
@@ -101,7 +205,11 @@ GradientPipeline::Reduction GradientPipeline::plan(
         placements_at(Stage::unreduced),
         precision.main_grads);
     r.path = Path::local;
+    r.parts = take_parts(r.adds.local);
     return r;
+  }
+  if (r.adds.local) {
+    r.parts = take_parts(/*add=*/true);
   }
   const Placements& between = context_.strategy.gradient;
   r.adds.inner = inner_.is_filled;
@@ -132,9 +240,14 @@ GradientPipeline::Reduction GradientPipeline::plan(
     }
   }
   contributes_.clear();
-  const ReducedGradient::Space space = reduced_.make_space(is_last);
+  const ReducedGradient::Space space =
+      space_ ? *std::exchange(space_, std::nullopt)
+             : reduced_.make_space(is_last);
   r.adds.reduced = space.add;
   r.widen = space.widen;
+  if (!r.adds.local) {
+    r.parts = take_parts(space.add);
+  }
   return r;
 }
 
@@ -147,14 +260,14 @@ at::Tensor GradientPipeline::reduce_inner(
     slot.mul_(1.0 / context_.mesh->size());
   }
   if (r.path == Path::local) {
-    add_scaled(local_.buffer.local(), slot, 1.0, r.adds.local);
+    add_parts(local_.buffer.local(), slot, r.adds.local, r.parts);
     return {};
   }
   const double before = context_.division().before;
   at::Tensor source = slot;
   if (r.adds.local) {
     const at::Tensor local = local_.buffer.local();
-    add_scaled(local, slot, 1.0, /*add=*/true);
+    add_parts(local, slot, /*add=*/true, r.parts);
     // A sum of microbatches: it may overflow float16.
     source = (before == 1 ? local : local.div_(before)).to(wire);
   } else if (before != 1) {
@@ -188,6 +301,10 @@ void GradientPipeline::finish(const at::Tensor& source, const Reduction& r) {
   const GradDivision division = context_.division();
   if (r.widen) {
     reduced_.widen();
+  }
+  if (!r.adds.local && !r.parts.empty()) {
+    add_parts(reduced_.local(), source, r.adds.reduced, r.parts);
+    return;
   }
   const bool direct =
       !options.offload && !r.adds.reduced && !hook_ &&
@@ -248,6 +365,8 @@ void GradientPipeline::zero() {
   contributed_.clear();
   local_ = {};
   inner_ = {};
+  space_.reset();
+  opened_.reset();
 }
 
 bool GradientPipeline::is_empty() const {

@@ -7,6 +7,7 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,24 @@ class GradientPipeline {
   GradientPipeline(const GradientPipeline&) = delete;
   GradientPipeline& operator=(const GradientPipeline&) = delete;
 
+  /// A sum that gradients are added to before the reduction is planned.
+  struct OpenSum {
+    at::Tensor flat;   ///< [layout.numel()] float32
+    bool add = false;  ///< else it is uninitialized
+  };
+  /// Returns the sum that the next reduction adds to, if all it does with a
+  /// gradient in the slot is to add it there: without a collective, a hook, a
+  /// division or another dtype. Allocates like plan.
+  /// @param collective, is_last  of the next plan.
+  std::optional<OpenSum> open_sum(bool collective, bool is_last);
+  /// The gradient of parameter `index` was added to the open sum. The next
+  /// reduction does not read its part of the slot, or adds it as well.
+  void mark_summed(std::int64_t index, bool is_in_slot) {
+    (is_in_slot ? summed_and_in_slot_ : summed_).push_back(index);
+  }
+  /// No reduction follows: drops a sum that is not complete.
+  void close_sum();
+
   /// How far a reduction of one microbatch brings the gradient.
   enum class Path {
     local,  ///< nowhere: added up on this rank, without a collective
@@ -61,6 +80,13 @@ class GradientPipeline {
     Adds adds;
     bool widen = false;  ///< convert the existing gradient from the reduce
                          ///< dtype first
+    /// The parts of the slot to add, where some gradients are in the sum
+    /// already; empty: all of it.
+    struct Part {
+      FlatRange range;
+      bool add = false;
+    };
+    std::vector<Part> parts;
     /// The redistributions to run, in this order; null: none. Kept here.
     const Redistribution* inner = nullptr;    ///< to what waits in between
     const Redistribution* outside = nullptr;  ///< over all but the outer axis
@@ -202,6 +228,8 @@ class GradientPipeline {
   void add_to_reduced(at::Tensor reduced, bool add);
   void finish(const at::Tensor& source, const Reduction& r);
   const Placements& at_rest() const;  ///< Shard or Replicate, never Partial
+  /// Returns Reduction::parts of a sum that is added to if `add`.
+  std::vector<Reduction::Part> take_parts(bool add);
 
   const GroupContext& context_;
   Sum local_;
@@ -209,6 +237,17 @@ class GradientPipeline {
   ReducedGradient reduced_;
   IndexSet contributes_;
   IndexSet contributed_;
+  std::vector<std::int64_t> summed_;
+  std::vector<std::int64_t> summed_and_in_slot_;
+  /// Arguments of open_sum since the last plan.
+  struct Opened {
+    bool collective = false;
+    bool is_last = false;
+    bool operator==(const Opened&) const = default;
+  };
+  std::optional<Opened> opened_;
+  /// Of the open sum, if that is the reduced gradient.
+  std::optional<ReducedGradient::Space> space_;
   Hook hook_;
   std::map<std::pair<Stage, Stage>, Redistribution> redistributions_;
 };

@@ -22,6 +22,8 @@ class ReducedGradient {
   bool exists() const;
   /// exists(), or it did when others got it.
   bool is_somebodys() const { return owner_ != Owner::none; }
+  /// Returns whether others own it: take_back() comes first.
+  bool is_given() const { return owner_ == Owner::others; }
   /// In main_grads, or see ParamGroupOptions::grads_in_reduce_dtype. Undefined
   /// from drop() to the next reduction.
   /// @throws Error{internal} while others own it.

@@ -26,9 +26,11 @@ at::Tensor deliver_grouped_wgrad(
     const at::Tensor& x,
     const Groups& groups) {
   if (defer_wgrad(context, weight, [&]() -> LateWgrad {
-        return [g, x, groups](at::Tensor& grad, bool accumulate) {
-          grouped_weight_gradient(grad, accumulate, g, x, groups);
-        };
+        return {
+            [g, x, groups](at::Tensor& grad, bool accumulate) {
+              grouped_weight_gradient(grad, accumulate, g, x, groups);
+            },
+            adds_to_float32(weight, g, x, groups)};
       })) {
     return {};
   }
@@ -42,7 +44,8 @@ at::Tensor deliver_grouped_wgrad(
       },
       [&](at::Tensor& grad, bool accumulate) {
         grouped_weight_gradient(grad, accumulate, g, x, groups);
-      });
+      },
+      adds_to_float32(weight, g, x, groups));
 }
 
 // x[order], or x itself where `order` is undefined.

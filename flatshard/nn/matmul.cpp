@@ -201,9 +201,9 @@ at::Tensor deliver_matmul_wgrad(
   const auto source = weight_source(context);
   const auto recipe = source ? source->recipe(weight) : std::nullopt;
   if (defer_wgrad(context, weight, [&]() -> LateWgrad {
-        return [recipe, g, x](at::Tensor& grad, bool accumulate) {
+        return {[recipe, g, x](at::Tensor& grad, bool accumulate) {
           write_matmul_wgrad(grad, accumulate, recipe, g, x);
-        };
+        }};
       })) {
     return {};
   }

@@ -21,10 +21,14 @@ struct WgradTarget {
   bool accumulate = false;  ///< true: add (beta 1); false: overwrite (beta 0)
 };
 
-/// A weight gradient that is computed later: queues its write, or with
-/// `accumulate` its addition, into `grad` on the current stream. Owns what it
-/// reads: the layer's input and its output's gradient.
-using LateWgrad = std::function<void(at::Tensor& grad, bool accumulate)>;
+/// A weight gradient that is computed later.
+struct LateWgrad {
+  /// Queues its write, or with `accumulate` its addition, into `grad` on the
+  /// current stream. Owns what it reads: the layer's input and its output's
+  /// gradient.
+  std::function<void(at::Tensor& grad, bool accumulate)> write;
+  bool adds_to_float32 = false;  ///< see deliver_wgrad
+};
 
 /// Receives weight gradients directly from a layer's backward, so that they
 /// need no separate tensor and no copy.
@@ -37,8 +41,15 @@ class WgradSink {
   /// undefined one. Layers do not call this for frozen parameters.
   virtual std::optional<WgradTarget> begin_wgrad(
       const at::Tensor& parameter) = 0;
-  /// The write was queued on the current stream. Called once for each
-  /// begin_wgrad that returned a target, unless the layer wrote nothing there.
+  /// Called instead of begin_wgrad by a layer whose matmul adds to float32: the
+  /// target is the sum of the step's microbatches itself. For nullopt the layer
+  /// calls begin_wgrad.
+  virtual std::optional<WgradTarget> begin_wgrad_sum(
+      const at::Tensor& /*parameter*/) {
+    return std::nullopt;
+  }
+  /// The write was queued on the current stream. Called once for each target
+  /// that was returned, unless the layer wrote nothing there.
   virtual void end_wgrad(const at::Tensor& parameter) = 0;
   /// Returns whether the gradient of `parameter` should be delayed until after
   /// the gradients of inputs. Layers that support the delay call this in
@@ -99,20 +110,28 @@ using ModuleContextPtr = c10::intrusive_ptr<ModuleContext>;
 ///                 and under create_graph.
 /// @param write    (at::Tensor& grad, bool accumulate) -> void, queues the
 ///                 write or the addition into `grad`.
+/// @param adds_to_float32  `write` is one kernel for a float32 `grad` too.
 /// @return the gradient, or an undefined tensor if the sink got it.
 template <class Compute, class Write>
 at::Tensor deliver_wgrad(
     const ModuleContextPtr& context,
     const at::Tensor& parameter,
     Compute&& compute,
-    Write&& write) {
+    Write&& write,
+    bool adds_to_float32 = false) {
   const auto sink = context && !at::GradMode::is_enabled()
                         ? context->wgrad_sink.lock()
                         : nullptr;
   if (!sink) {
     return compute();
   }
-  std::optional<WgradTarget> target = sink->begin_wgrad(parameter);
+  std::optional<WgradTarget> target;
+  if (adds_to_float32) {
+    target = sink->begin_wgrad_sum(parameter);
+  }
+  if (!target) {
+    target = sink->begin_wgrad(parameter);
+  }
   if (!target) {
     return compute();
   }

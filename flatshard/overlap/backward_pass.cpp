@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <utility>
 
 namespace flatshard {
@@ -148,11 +149,16 @@ void BackwardPass::run_late(const OpenBackward::Late& late) {
   nn::WgradTarget target;
   {
     const std::lock_guard lock(core_.mutex);
-    target = unit.gradients().target(
-        core_.executor.grads_slot(unit),
-        late.parameter.index);
+    std::optional<nn::WgradTarget> sum;
+    if (late.wgrad.adds_to_float32) {
+      sum = core_.sum_target(late.parameter);
+    }
+    target = sum ? *sum
+                 : unit.gradients().target(
+                       core_.executor.grads_slot(unit),
+                       late.parameter.index);
   }
-  late.write(target.grad, target.accumulate);
+  late.wgrad.write(target.grad, target.accumulate);
   const std::lock_guard lock(core_.mutex);
   unit.gradients().mark_written(late.parameter.index);
   core_.events.passes().late_wgrad_done(late.parameter);

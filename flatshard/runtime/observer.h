@@ -96,6 +96,9 @@ class GradientObserver {
   /// `slot` contains this rank's full gradient of `unit`. Its reduction is
   /// queued next. Kernels run here go to the current stream, after its kernels.
   virtual void gradients_ready(Unit& unit, const SlotView& slot) {}
+  /// Returns whether gradients_ready reads the slot: then all gradients are
+  /// written there.
+  virtual bool reads_slots() const { return false; }
   /// Returns whether to call gradients_reduced. The host waits for that on CPUs
   /// and with offloading.
   virtual bool wants_reduced_gradients(const Unit& unit) { return false; }
@@ -159,6 +162,9 @@ struct RuntimeObservers {
   }
   bool want_unused_slots() const {
     return slots.any([](SlotObserver& o) { return o.wants_unused_slots(); });
+  }
+  bool read_gradient_slots() const {
+    return gradients.any([](GradientObserver& o) { return o.reads_slots(); });
   }
   bool want_reduced_gradients(const Unit& unit) const {
     return gradients.any(

@@ -14,7 +14,7 @@ struct OpenBackward {
   struct Late {
     ParameterRef parameter;
     int node = 0;
-    nn::LateWgrad write;
+    nn::LateWgrad wgrad;
   };
 
   /// The forward of another microbatch continues meanwhile, so that units need

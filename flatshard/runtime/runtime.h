@@ -129,6 +129,8 @@ class Runtime : public nn::WgradSink,
   static void hook_modules(const std::shared_ptr<Runtime>& runtime);
 
   // The requests of layers; runtime_layers.cpp. Each locks the mutex.
+  std::optional<nn::WgradTarget> begin_wgrad_sum(
+      const at::Tensor& parameter) override;
   std::optional<nn::WgradTarget> begin_wgrad(
       const at::Tensor& parameter) override;
   void end_wgrad(const at::Tensor& parameter) override;

@@ -289,6 +289,17 @@ void RuntimeCore::release_abandoned() {
   }
 }
 
+std::optional<nn::WgradTarget> RuntimeCore::sum_target(ParameterRef parameter) {
+  if (observers.read_gradient_slots()) {
+    return std::nullopt;
+  }
+  const Action next = step.scheduler.next_reduction(parameter.unit);
+  return units[parameter.unit]->gradients().sum_target(
+      parameter.index,
+      /*collective=*/next.kind == ActionKind::reduce,
+      next.is_last);
+}
+
 void RuntimeCore::record(const Action& action) {
   if (step.actions.size() < kMaxStepActions) {
     step.actions.push_back(action);

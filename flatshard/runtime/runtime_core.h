@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace flatshard {
@@ -75,6 +76,8 @@ struct RuntimeCore : public AutogradListener {
   PlaneView await_plane(ParameterRef ref, PlaneId plane);
   /// One part of a call no longer reads what the call keeps.
   void kept_done(UnitId unit, CallId call);
+  /// Returns UnitGradients::sum_target for the backward that runs.
+  std::optional<nn::WgradTarget> sum_target(ParameterRef parameter);
   /// An action was carried out.
   void record(const Action& action);
 

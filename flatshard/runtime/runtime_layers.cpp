@@ -19,6 +19,13 @@ std::optional<nn::WgradTarget> Runtime::begin_wgrad(
   return unit.gradients().target(core_.executor.grads_slot(unit), ref->index);
 }
 
+std::optional<nn::WgradTarget> Runtime::begin_wgrad_sum(
+    const at::Tensor& parameter) {
+  const std::lock_guard lock(core_.mutex);
+  const ParameterRef* const ref = core_.events.wgrad_begins(parameter);
+  return ref == nullptr ? std::nullopt : core_.sum_target(*ref);
+}
+
 void Runtime::end_wgrad(const at::Tensor& parameter) {
   const std::lock_guard lock(core_.mutex);
   const ParameterRef ref = *core_.events.find(parameter);

@@ -71,6 +71,9 @@ class Scheduler {
   bool in_forward() const { return !open_forwards_.empty(); }
   /// Returns the same of one unit.
   bool in_forward(UnitId unit) const;
+  /// Returns the reduction of the gradients that the running backward computes
+  /// for `unit`.
+  Action next_reduction(UnitId unit) const;
 
   bool operator==(const Scheduler&) const = default;
 

@@ -273,13 +273,17 @@ void Scheduler::reduce_due(Actions& out) {
 void Scheduler::reduce(UnitId unit, Actions& out) {
   grad_queue_.erase(std::find(grad_queue_.begin(), grad_queue_.end(), unit));
   std::erase(due_, unit);
+  out.push_back(next_reduction(unit));
+  reducing_.push_back(unit);
+}
+
+Action Scheduler::next_reduction(UnitId unit) const {
   const bool collective =
       syncs(unit) && (units_[unit].reduce_every_microbatch || is_last(unit));
-  out.push_back(
-      {.kind = collective ? ActionKind::reduce : ActionKind::accumulate,
-       .unit = unit,
-       .is_last = is_last(unit)});
-  reducing_.push_back(unit);
+  return {
+      .kind = collective ? ActionKind::reduce : ActionKind::accumulate,
+      .unit = unit,
+      .is_last = is_last(unit)};
 }
 
 bool Scheduler::syncs(UnitId unit) const {

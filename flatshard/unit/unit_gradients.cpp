@@ -48,11 +48,33 @@ at::Tensor UnitGradients::flat(const SlotView& slot, std::size_t g) const {
       group.options().precision.reduce);
 }
 
-nn::WgradTarget UnitGradients::target(const SlotView& slot, std::size_t index)
-    const {
+nn::WgradTarget UnitGradients::target(const SlotView& slot, std::size_t index) {
+  Arrival& arrival = arrivals_[index];
+  arrival.goes_to_sum = false;
   return {
       view(slot, parameters_[index]),
-      /*accumulate=*/arrivals_[index].is_in_slot};
+      /*accumulate=*/arrival.is_in_slot};
+}
+
+std::optional<nn::WgradTarget>
+UnitGradients::sum_target(std::size_t index, bool collective, bool is_last) {
+  const UnitParameter& p = parameters_[index];
+  GradientPipeline& gradients = groups_[p.group]->gradients();
+  const std::optional<GradientPipeline::OpenSum> sum =
+      gradients.open_sum(collective, is_last);
+  if (!sum) {
+    return std::nullopt;
+  }
+  Arrival& arrival = arrivals_[index];
+  arrival.goes_to_sum = true;
+  return nn::WgradTarget{
+      sum->flat
+          .narrow(
+              0,
+              groups_[p.group]->layout().tensor_offset(p.index),
+              p.tensor.numel())
+          .as_strided(p.tensor.sizes(), p.tensor.strides()),
+      /*accumulate=*/sum->add || arrival.is_in_sum};
 }
 
 void UnitGradients::add(std::size_t index, const at::Tensor& grad) {
@@ -81,15 +103,19 @@ void UnitGradients::finish(const SlotView& slot) {
     }
     const Arrival arrival = std::exchange(arrivals_[i], {});
     const bool is_pending = arrival.pending.defined();
-    if (arrival.is_in_slot || is_pending) {
-      groups_[p.group]->gradients().mark_contributed(p.index);
+    GradientPipeline& gradients = groups_[p.group]->gradients();
+    if (arrival.is_in_slot || arrival.is_in_sum || is_pending) {
+      gradients.mark_contributed(p.index);
+    }
+    if (arrival.is_in_sum) {
+      gradients.mark_summed(p.index, arrival.is_in_slot || is_pending);
     }
     if (is_pending && arrival.is_in_slot) {
       view(slot, p).add_(arrival.pending);
     } else if (is_pending) {
       packed.push_back(view(slot, p));
       came.push_back(arrival.pending);
-    } else if (!arrival.is_in_slot) {
+    } else if (!arrival.is_in_slot && !arrival.is_in_sum) {
       view(slot, p).zero_();
     }
   }
@@ -107,6 +133,9 @@ void UnitGradients::finish(const SlotView& slot) {
 
 void UnitGradients::drop() {
   arrivals_.assign(parameters_.size(), {});
+  for (const auto& group : groups_) {
+    group->gradients().close_sum();
+  }
   for (UnitParameter& p : parameters_) {
     if (p.tensor.mutable_grad().defined()) {
       p.tensor.mutable_grad() = at::Tensor();

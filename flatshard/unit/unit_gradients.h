@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace flatshard {
@@ -31,9 +32,17 @@ class UnitGradients {
   at::Tensor flat(const SlotView& slot, std::size_t group) const;
   /// Returns where a layer writes the gradient of parameter `index`, and
   /// whether it adds to what an earlier call of the layer wrote.
-  nn::WgradTarget target(const SlotView& slot, std::size_t index) const;
-  /// A layer wrote it there.
-  void mark_written(std::size_t index) { arrivals_[index].is_in_slot = true; }
+  nn::WgradTarget target(const SlotView& slot, std::size_t index);
+  /// Returns the sum of the step's microbatches, if nothing has to happen to
+  /// this rank's gradient before it is added there; see
+  /// GradientPipeline::open_sum.
+  std::optional<nn::WgradTarget>
+  sum_target(std::size_t index, bool collective, bool is_last);
+  /// A layer wrote it to the last target that it got.
+  void mark_written(std::size_t index) {
+    Arrival& arrival = arrivals_[index];
+    (arrival.goes_to_sum ? arrival.is_in_sum : arrival.is_in_slot) = true;
+  }
   /// It arrived as a tensor of any layout, and is added to earlier ones.
   void add(std::size_t index, const at::Tensor& grad);
   /// Returns the number of gradients that arrived as tensors and are not in the
@@ -57,7 +66,9 @@ class UnitGradients {
   /// The gradient of one parameter in this backward.
   struct Arrival {
     bool is_in_slot = false;  ///< all of it, or a part
-    at::Tensor pending;       ///< came as a tensor, and is not packed yet
+    bool is_in_sum = false;   ///< the same
+    bool goes_to_sum = false;
+    at::Tensor pending;  ///< came as a tensor, and is not packed yet
   };
 
   const UnitGroups& groups_;

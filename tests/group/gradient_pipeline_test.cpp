@@ -6,6 +6,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <utility>
+#include <vector>
+
 namespace flatshard::testing {
 namespace {
 
@@ -79,6 +83,115 @@ TEST(GradientPipeline, OuterAxesAreReducedInTheLastMicrobatch) {
     EXPECT_THAT(paths(c, false), ElementsAre("inner", "outer + inner")) << c;
     EXPECT_THAT(paths(c, true), ElementsAre("local", "outer + local")) << c;
   }
+}
+
+// Returns the gradient of a step of three microbatches. With `opens`,
+// parameters 0 and 2 are added to the open sum. Their parts of the slot are
+// NaN, except for parameter 2 in the second microbatch.
+at::Tensor sum_of_three(const GroupCase& c, bool accumulates, bool opens) {
+  at::Tensor sum;
+  run_ranks(c.world(), [&](RankContext& context) {
+    const auto group = make_group(c, context.mesh(c.axes()));
+    const FlatLayout& layout = group->layout();
+    for (std::int64_t microbatch = 0; microbatch < 3; ++microbatch) {
+      const bool is_last = microbatch == 2;
+      const bool collective = !accumulates || is_last;
+      at::Tensor slot = at::arange(layout.numel(), at::kFloat)
+                            .add(3 * microbatch)
+                            .to(at::kBFloat16);
+      for (const FlatRange& range : layout.padding_ranges()) {
+        slot.narrow(0, range.offset, range.numel).zero_();
+      }
+      for (const std::int64_t i : {0, 2}) {
+        const auto open = opens
+                              ? group->gradients().open_sum(collective, is_last)
+                              : std::nullopt;
+        EXPECT_EQ(open.has_value(), opens);
+        if (!open) {
+          continue;
+        }
+        const bool is_in_slot = i == 2 && microbatch == 1;
+        const auto part = [&](const at::Tensor& flat) {
+          return flat.narrow(
+              0,
+              layout.tensor_offset(i),
+              layout.tensor_numel(i));
+        };
+        at::Tensor into = part(open->flat);
+        // Halves, so that both are exact.
+        const at::Tensor value =
+            is_in_slot ? part(slot).to(at::kFloat) / 2 : part(slot);
+        open->add ? into.add_(value) : into.copy_(value);
+        is_in_slot ? part(slot).div_(2) : part(slot).fill_(NAN);
+        group->gradients().mark_summed(i, is_in_slot);
+      }
+      group->gradients().reduce(
+          slot,
+          group->plan_reduction(collective, is_last));
+    }
+    if (context.rank == 0) {
+      sum = group->gradients().reduced().local().clone();
+    }
+  });
+  return sum;
+}
+
+TEST(GradientPipeline, AnOpenSumGetsGradientsBeforeTheReduction) {
+  for (const auto& [c, accumulates] : std::vector<std::pair<GroupCase, bool>>{
+           {{"zero2", {1}}, false},
+           {{"zero3", {1}}, false},
+           {{"zero1", {2}}, true},
+           {{"zero3", {2}}, true},
+           {{"hsdp", {2, 2}}, true}}) {
+    const at::Tensor expected = sum_of_three(c, accumulates, /*opens=*/false);
+    const at::Tensor sum = sum_of_three(c, accumulates, /*opens=*/true);
+    EXPECT_TRUE(sum.equal(expected)) << c;
+  }
+}
+
+TEST(GradientPipeline, NoSumIsOpenWhereReductionsDoMoreThanAdd) {
+  const auto opens = [](const GroupCase& c,
+                        GradScaling scaling,
+                        double divisor,
+                        bool collective) {
+    bool opened = false;
+    run_ranks(c.world(), [&](RankContext& context) {
+      const auto group = make_group(
+          c,
+          context.mesh(c.axes()),
+          {.reduce = at::kBFloat16},
+          scaling,
+          divisor);
+      const bool own =
+          group->gradients().open_sum(collective, true).has_value();
+      if (context.rank == 0) {
+        opened = own;
+      }
+    });
+    return opened;
+  };
+  const GroupCase one{"zero2", {1}};
+  const GroupCase two{"zero2", {2}};
+  EXPECT_TRUE(opens(one, GradScaling::mean, 1, true));
+  EXPECT_FALSE(opens(one, GradScaling::sum, 2, true));
+  EXPECT_FALSE(opens(two, GradScaling::mean, 1, true));
+  EXPECT_TRUE(opens(two, GradScaling::mean, 1, false));
+  EXPECT_FALSE(opens(two, GradScaling::pre_scaled, 1, false));
+}
+
+TEST(GradientPipeline, AnOpenSumWithoutAReductionIsDropped) {
+  run_ranks(1, [](RankContext& context) {
+    const GroupCase c{"zero2", {1}};
+    const auto group = make_group(c, context.mesh(c.axes()));
+    GradientPipeline& gradients = group->gradients();
+    gradients.open_sum(true, true)->flat.fill_(NAN);
+    gradients.mark_summed(0, false);
+    gradients.close_sum();
+    EXPECT_TRUE(gradients.is_empty());
+    const at::Tensor slot = at::ones({group->layout().numel()}, at::kBFloat16);
+    gradients.reduce(slot, group->plan_reduction(true, true));
+    EXPECT_TRUE(gradients.reduced().local().equal(slot.to(at::kFloat)));
+  });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include "tests/runtime/twin.h"
 
 #include "flatshard/comm/forwarding_communicator.h"
+#include "flatshard/nn/autograd.h"
 #include "flatshard/nn/recompute.h"
 
 #include <gtest/gtest.h>
@@ -41,6 +42,79 @@ TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
       twin.run(forward_backward);
       EXPECT_FALSE(twin.group_of("cell2.gain").gradients().reduced().exists());
       EXPECT_TRUE(twin.group_of("cell1.gain").gradients().reduced().exists());
+      twin.update();
+    }
+  });
+}
+
+// y = x W^T for a W whose gradient is added to the step's sum, if the runtime
+// gives it out.
+struct SummingLinear : torch::autograd::Function<SummingLinear> {
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+
+  static at::Tensor forward(
+      Context* ctx,
+      const at::Tensor& x,
+      const at::Tensor& weight,
+      const nn::ModuleContextPtr& context) {
+    ctx->save_for_backward({x, weight});
+    nn::save_context(ctx, context);
+    return x.mm(weight.t());
+  }
+  static Tensors backward(Context* ctx, Tensors grads) {
+    const Tensors saved = ctx->get_saved_variables();
+    const at::Tensor& g = grads[0];
+    const auto gradient = [&] { return g.t().mm(saved[0]); };
+    return {
+        g.mm(saved[1]),
+        nn::deliver_wgrad(
+            nn::saved_context(ctx),
+            saved[1],
+            gradient,
+            [&](at::Tensor& grad, bool accumulate) {
+              accumulate ? grad.add_(gradient()) : grad.copy_(gradient());
+              last_target = grad.const_data_ptr();
+            },
+            /*adds_to_float32=*/true),
+        {}};
+  }
+  static thread_local const void* last_target;
+};
+thread_local const void* SummingLinear::last_target = nullptr;
+
+TEST(Contract, LayersAddToTheSumOfMicrobatches) {
+  for_strategies([&](const RankContext& context, FullyShardOptions options) {
+    Twin twin(context, {}, options);
+    for (auto* model : {&twin.sharded, &twin.plain}) {
+      for (auto& cell : (*model)->cells) {
+        cell->body = [](CellImpl& own, const at::Tensor& x) {
+          return SummingLinear::apply(
+              x * own.gain,
+              own.up->weight(),
+              own.up->context());
+        };
+      }
+    }
+    for (int step = 0; step < 2; ++step) {
+      twin.run([](Lab& model, const Twin& twin, int rank) {
+        for (const int m : {0, 1, 2}) {
+          if (&model == &twin.sharded) {
+            twin.runtime->set_is_last_microbatch(m == 2);
+          }
+          twin.backward(model(twin.input(rank, m)));
+          // Both calls of a layer, of which one may come first.
+          twin.backward(model(model(twin.input(rank, m))));
+        }
+      });
+      if (twin.world == 1) {
+        const ParamGroup& group = twin.group_of("cell0.up.weight");
+        const at::Tensor sum = group.gradients().reduced().local();
+        const auto* const begin = static_cast<const char*>(sum.data_ptr());
+        const auto* const target =
+            static_cast<const char*>(SummingLinear::last_target);
+        EXPECT_TRUE(target >= begin && target < begin + sum.nbytes());
+      }
       twin.update();
     }
   });

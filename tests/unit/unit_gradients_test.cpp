@@ -108,6 +108,41 @@ TEST(UnitGradients, LayersOverwriteFirstAndThenAdd) {
   });
 }
 
+TEST(UnitGradients, LayersAddToTheSumOfMicrobatches) {
+  with_gradients([](Gradients& g) {
+    ParamGroup& group = *g.contents.groups.front();
+    for (const float step : {1.0F, 2.0F}) {
+      const auto target =
+          g.gradients.sum_target(0, /*collective=*/true, /*is_last=*/true);
+      ASSERT_TRUE(target.has_value());
+      EXPECT_EQ(target->accumulate, step == 2);
+      target->accumulate ? target->grad.add_(step) : target->grad.fill_(step);
+      g.gradients.mark_written(0);
+      // The layer's second call, and another layer that writes into the slot.
+      EXPECT_TRUE(g.gradients.sum_target(0, true, true)->accumulate);
+      EXPECT_FALSE(g.gradients.target(g.slot, 0).accumulate);
+      if (step == 2) {
+        g.gradients.target(g.slot, 0).grad.fill_(40);
+        g.gradients.mark_written(0);
+      }
+      g.gradients.add(1, at::full({3}, step));
+      g.gradients.finish(g.slot);
+      EXPECT_EQ(g.of(0).equal(at::full({3}, 7)), step == 1);  // not touched
+      group.gradients().reduce(
+          g.memory.narrow(0, 0, group.layout().numel()),
+          group.plan_reduction(true, true));
+    }
+    const at::Tensor sum = group.gradients().reduced().local();
+    const auto of = [&](std::size_t i) {
+      const std::int64_t index = g.contents.parameters[i].index;
+      return sum.narrow(0, group.layout().tensor_offset(index), 3);
+    };
+    EXPECT_TRUE(of(0).equal(at::full({3}, 43.0F)));
+    EXPECT_TRUE(of(1).equal(at::full({3}, 3.0F)));
+    EXPECT_TRUE(group.gradients().contributed(0));
+  });
+}
+
 TEST(UnitGradients, TensorsAddUpAndAreAddedToWhatLayersWrote) {
   with_gradients([](Gradients& g) {
     g.gradients.add(0, at::full({3}, 1.0F));
