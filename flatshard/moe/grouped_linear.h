@@ -13,11 +13,11 @@ namespace flatshard::nn {
 // Grouped matmuls: each group of rows has a separate weight. Rows after the
 // last end are neither read nor written: in results they are uninitialized.
 //
-// bfloat16 on GPUs of sm_9x and sm_10x: torch's grouped matmul, for fewer
-// than 1024 groups and sizes that are multiples of 8 elements. Nothing blocks
-// the host. Otherwise, and with several groups for each expert, one matmul
-// runs after the other. The host waits for `ends` then, unless they are on
-// the CPU.
+// bfloat16 on GPUs of sm_9x and sm_10x, up to 1023 groups: torch's kernel for
+// sizes that are multiples of 8, on sm_90 our own for multiples of 256. Nothing
+// blocks the host. Otherwise, and with several groups for each expert, one
+// matmul runs after the other. The host then waits for `ends`, unless they are
+// on the CPU.
 
 /// Assigns rows to experts.
 struct Groups {
