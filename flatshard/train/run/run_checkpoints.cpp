@@ -177,6 +177,7 @@ std::map<std::string, std::string> RunCheckpoints::state() const {
 }
 
 void RunCheckpoints::load(std::int64_t step) {
+  before_update();
   LoadOptions options{
       .exclude = split_list(options_.keys.exclude),
       .whole_tensors = parts_.buffers};

@@ -182,6 +182,9 @@ def load(
         states, _ = states_of(root, optimizers)
         own = core_optimizer(root, optimizers, states)
         state = _training_state(root, own, whole_tensors(model))
+        _, writer = _writers.get(root, (None, None))
+        if writer is not None:
+            writer.core.wait_for_copies()
         _C.load_checkpoint(str(path), mesh, state, list(exclude))
     except BaseException:
         if foreign is not None and before is not None:
