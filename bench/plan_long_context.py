@@ -2,13 +2,20 @@
 
 python3 bench/plan_long_context.py build/flatshard
 
-A cell has the fastest of the configurations that fit, its tokens per second and GPU, and
-its memory. All have ZeRO-3, one sequence per data-parallel rank, full recompute, and
-logits in chunks. They differ in the degrees of context and tensor parallelism (CP, TP).
-Each has the first of these that fits: the outputs of attention are kept ("save"); they
-are recomputed; feed-forward parts run in chunks ("mlp"). Weights and states are float32.
-Where this does not fit, weights are bfloat16 with stochastic rounding, and states int8
-("int8").
+A cell has the fastest of the configurations that fit: its options, its tokens per second
+and GPU, and in brackets GiB per GPU. A number after a plus is GiB of host memory per GPU.
+All have ZeRO-3, one sequence per data-parallel rank, full recompute, and logits in chunks.
+They differ in the degrees of context and tensor parallelism (CP, TP). Each has the first
+of these options that fits, with the options before it:
+
+save     results of attention are stored
+offload  activations are in host memory
+mlp      feed-forward parts run in chunks
+states   optimizer states are in host memory
+no save  attention is recomputed
+
+Weights and states are float32. Where nothing fits, weights are bfloat16 with stochastic
+rounding, and states int8 ("int8").
 """
 
 import itertools
@@ -32,10 +39,16 @@ INT8 = [
     "optimizer.stochastic_rounding=true",
     "optimizer.state_dtype=int8",
 ]
+SAVE = 'activation_checkpoint.save=["attention"]'
+OFFLOAD = "activation_checkpoint.offload=true"
+CHUNKS = "activation_checkpoint.mlp_chunk_tokens=16384"
+STATES = "optimizer.offload_states=true"
 LADDER = {
-    "save": ['activation_checkpoint.save=["attention"]'],
-    "": [],
-    "mlp": ["activation_checkpoint.mlp_chunk_tokens=16384"],
+    "save": [SAVE],
+    "offload": [SAVE, OFFLOAD],
+    "mlp": [SAVE, OFFLOAD, CHUNKS],
+    "states": [SAVE, OFFLOAD, CHUNKS, STATES],
+    "no save": [OFFLOAD, CHUNKS, STATES],
 }
 
 
@@ -53,21 +66,31 @@ def plan(args, preset, gpus, settings):
     return json.loads(done.stdout)
 
 
+def host_gib(found):
+    return (found["host_state_bytes"] + found["host_activation_bytes"]) / 2**30
+
+
 def fitting(args, preset, gpus, tokens, states):
     """Yields (tokens per second, words, plan) of the configurations that fit."""
     fixed = [f"training.seq_len={tokens}", f"model.max_seq_len={tokens}", *ALL, *states]
+
+    def fitting_plan(settings):
+        found = plan(args, preset, gpus, [*fixed, *settings])
+        fits = found and found["fits"] and host_gib(found) <= args.host
+        return found if fits else None
+
     for context, tensor in itertools.product(DEGREES, DEGREES):
         if context * tensor > min(gpus, 8):
             continue
         degrees = [f"parallelism.tensor_parallel_degree={tensor}"]
+        words = [f"TP{tensor}"] * (tensor > 1)
         if context > 1:
             degrees += [f"parallelism.context_parallel_degree={context}"]
+            words = [f"CP{context}", *words]
+        if not fitting_plan([*degrees, *LADDER["no save"]]):
+            continue  # the others need more memory
         for name, settings in LADDER.items():
-            found = plan(args, preset, gpus, [*fixed, *degrees, *settings])
-            if found and found["fits"]:
-                words = [f"CP {context}"] * (context > 1) + [f"TP {tensor}"] * (
-                    tensor > 1
-                )
+            if found := fitting_plan([*degrees, *settings]):
                 yield found["tokens_per_second_per_gpu"], [*words, name], found
                 break
 
@@ -77,9 +100,10 @@ def cell(args, preset, gpus, tokens):
         found = list(fitting(args, preset, gpus, tokens, states))
         if found:
             rate, words, best = max(found, key=lambda each: each[0])
-            options = ", ".join(word for word in [name, *words] if word)
-            memory = best["peak_bytes"] / 2**30
-            return f"{options + ': ' if options else ''}{rate:,.0f}/s, {memory:.0f} GiB"
+            options = " ".join(word for word in [name, *words] if word)
+            memory = f"{best['peak_bytes'] / 2**30:.0f}"
+            host = f" + {host_gib(best):.0f}" if host_gib(best) else ""
+            return f"{options}: {rate:,.0f} ({memory}{host})"
     return "-"
 
 
@@ -87,6 +111,9 @@ def main():
     parser = Parser(__doc__)
     parser.add_argument("program")
     parser.add_argument("--gpu", default="h200")
+    parser.add_argument(
+        "--host", type=float, default=256, help="GiB of host memory per GPU [256]"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--show-errors", action="store_true")
