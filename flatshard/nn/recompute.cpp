@@ -97,7 +97,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
     for (at::Tensor& tensor : recipe->kept.take_tensors()) {
       saved.push_back(std::move(tensor));
     }
-    recipe->tensors.keep(*ctx, *recipe->owner, std::move(saved));
+    recipe->tensors.keep(*ctx, *recipe->owner, inputs, std::move(saved));
     ctx->set_materialize_grads(false);
     return outputs;
   }
@@ -128,7 +128,7 @@ struct CheckpointFunction : torch::autograd::Function<CheckpointFunction> {
   }
 };
 
-bool any_requires_grad(const TensorList& tensors) {
+bool any_requires_grad(at::TensorList tensors) {
   return std::any_of(
       tensors.begin(),
       tensors.end(),
@@ -181,12 +181,14 @@ void notify_recompute(Module& owner) {
 void SecondRunTensors::keep(
     AutogradContext& ctx,
     Module& owner,
+    at::TensorList inputs,
     TensorList tensors) {
   require_grad_.clear();
   for (const at::Tensor& tensor : tensors) {
     require_grad_.push_back(tensor.defined() && tensor.requires_grad());
   }
-  if (const auto listener = owner.context()->recompute_listener.lock()) {
+  const auto listener = owner.context()->recompute_listener.lock();
+  if (listener && any_requires_grad(inputs)) {
     stored_ = listener->store(tensors);
   }
   ctx.save_for_backward(std::move(tensors));

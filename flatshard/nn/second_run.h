@@ -32,9 +32,12 @@ void notify_recompute(Module& owner);
 class SecondRunTensors {
  public:
   /// In the node's forward.
+  /// @param inputs  of the node, with its anchor. If none requires a gradient,
+  ///                the node has no backward and nothing is stored.
   void keep(
       torch::autograd::AutogradContext& ctx,
       Module& owner,
+      at::TensorList inputs,
       TensorList tensors);
   /// In its backward: returns the tensors. An input that required a gradient
   /// requires one.

@@ -172,7 +172,7 @@ struct TokenRunsFunction : torch::autograd::Function<TokenRunsFunction> {
       at::TensorList inputs,
       const c10::intrusive_ptr<TokenRuns>& runs) {
     const TensorList args(inputs.begin(), inputs.end() - 1);
-    runs->tensors.keep(*ctx, *runs->owner, args);
+    runs->tensors.keep(*ctx, *runs->owner, inputs, args);
     ctx->saved_data["runs"] = c10::IValue::make_capsule(runs);
     if (in_second_run() && runs->options.is_result_of_part) {
       return at::empty(args[0].sizes(), args[0].options());

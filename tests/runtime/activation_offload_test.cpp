@@ -100,9 +100,10 @@ INSTANTIATE_TEST_SUITE_P(
             .precision = Precision()}),
     testing::kCaseName);
 
-/// A small model on one rank.
+/// A small model on one rank. Its first units (embedding, blocks, head) may be
+/// frozen.
 struct Model {
-  Model(RankContext& context, bool offload)
+  Model(RankContext& context, bool offload, std::size_t num_frozen = 0)
       : llama(
             models::ModelConfig{
                 .dim = 16,
@@ -120,6 +121,9 @@ struct Model {
         .seed = 5,
         .runtime = {.offload_activations = offload, .trace = true}};
     for (const auto& unit : llama->unit_modules()) {
+      for (at::Tensor& p : unit->parameters()) {
+        p.set_requires_grad(options.units.size() >= num_frozen);
+      }
       options.units.push_back(unit.get());
     }
     runtime = fully_shard(*llama, context.mesh({{"dp", 1}}), options);
@@ -137,7 +141,9 @@ struct Model {
   std::vector<at::Tensor> gradients() {
     std::vector<at::Tensor> gradients;
     for (ParamGroup* group : runtime->groups()) {
-      gradients.push_back(group->gradients().reduced().local().clone());
+      if (group->trainable()) {
+        gradients.push_back(group->gradients().reduced().local().clone());
+      }
     }
     return gradients;
   }
@@ -181,6 +187,20 @@ TEST(ActivationOffload, TheLastBlockStaysOnTheDevice) {
     EXPECT_EQ(model.count(ActionKind::upload), 2);
     EXPECT_EQ(model.count(ActionKind::release_kept), 3);
     EXPECT_EQ(model.kept().num_calls(), 0U);
+  });
+}
+
+// Nothing would free what it stored before the next forward.
+TEST(ActivationOffload, ABlockWithoutABackwardStoresNothing) {
+  on_one_rank([](RankContext& context) {
+    Model model(context, true, /*num_frozen=*/3);
+    Model other(context, false, /*num_frozen=*/3);
+    const at::Tensor loss = model.loss();
+    EXPECT_EQ(model.kept().num_calls(), 1U);  // of 3 blocks
+    loss.backward();
+    EXPECT_EQ(model.kept().num_calls(), 0U);
+    other.loss().backward();
+    expect_equal(model.gradients(), other.gradients());
   });
 }
 
