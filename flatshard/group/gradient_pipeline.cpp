@@ -128,15 +128,20 @@ std::optional<GradientPipeline::OpenSum> GradientPipeline::open_sum(
   if (!is_only_added) {
     return std::nullopt;
   }
+  // Before space is made: without a reduction, an old sum has to stay.
+  const bool new_in_reduce_dtype = is_last && options.grads_in_reduce_dtype;
+  const at::ScalarType at_rest =
+      reduced_.exists()     ? reduced_.local().scalar_type()
+      : new_in_reduce_dtype ? options.precision.reduce
+                            : dtype;
+  if (at_rest != dtype) {
+    return std::nullopt;
+  }
   opened_ = {collective, is_last};
   if (!space_) {
     space_ = reduced_.make_space(is_last);
   }
-  const at::Tensor flat = reduced_.local();
-  if (space_->widen || flat.scalar_type() != dtype) {
-    return std::nullopt;
-  }
-  return OpenSum{flat, space_->add};
+  return OpenSum{reduced_.local(), space_->add};
 }
 
 void GradientPipeline::close_sum() {

@@ -194,5 +194,28 @@ TEST(GradientPipeline, AnOpenSumWithoutAReductionIsDropped) {
   });
 }
 
+TEST(GradientPipeline, ABackwardWithoutAReductionKeepsAGradientInAnotherDtype) {
+  run_ranks(1, [](RankContext& context) {
+    const GroupCase c{"zero2", {1}};
+    const auto group = make_group(
+        c,
+        context.mesh(c.axes()),
+        {.reduce = at::kBFloat16},
+        GradScaling::mean,
+        /*grad_divisor=*/1,
+        {},
+        /*grads_in_reduce_dtype=*/true);
+    GradientPipeline& gradients = group->gradients();
+    const at::Tensor slot = at::ones({group->layout().numel()}, at::kBFloat16);
+    EXPECT_FALSE(gradients.open_sum(true, true));
+    gradients.reduce(slot, group->plan_reduction(true, true));
+    EXPECT_FALSE(gradients.open_sum(true, true));
+    gradients.close_sum();
+    const at::Tensor kept = gradients.reduced().local();
+    ASSERT_EQ(kept.scalar_type(), at::kBFloat16);
+    EXPECT_TRUE(kept.equal(slot));
+  });
+}
+
 }  // namespace
 }  // namespace flatshard::testing
