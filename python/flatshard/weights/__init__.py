@@ -6,9 +6,9 @@ its Hugging Face folder, one all-gather for each unit, in bounded memory.
 
 All ranks of the model call these functions and iterate alike, between two steps: they are
 collective. A rank that leaves the loop early still runs the remaining all-gathers, so the
-other ranks do not wait for it. It runs them when the iterator is closed or freed. After an
-exception that is when the traceback is freed, so iterate inside a `with` block if the loop
-can raise one:
+other ranks do not wait for it. It runs them when the iterator is closed, or freed after its
+first tensor. After an exception that is when the traceback is freed, and an iterator without
+a first tensor runs none. So use a `with` block if the loop, or code before it, can raise one:
 
     with flatshard.weights.stream(model) as tensors:
         for name, tensor in tensors:

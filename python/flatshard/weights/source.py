@@ -249,7 +249,8 @@ class Stream(Iterator[T]):
     """One iteration over the weights of a model.
 
     A rank that leaves it early runs the remaining all-gathers in `close()`. The end of a
-    `with` block calls it, and so does the garbage collector.
+    `with` block calls it. So does the garbage collector, but only after the first
+    tensor.
     """
 
     def __init__(self, values: Generator[T, None, None]):
