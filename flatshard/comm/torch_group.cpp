@@ -1,6 +1,10 @@
 #include "flatshard/comm/torch_group.h"
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <atomic>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -10,14 +14,77 @@
 namespace flatshard {
 namespace {
 
+constexpr auto kPause = std::chrono::milliseconds(2);
+
+/// A store of which the waits can be ended: torch's own waits cannot.
+class AbortableStore : public c10d::PrefixStore {
+ public:
+  using c10d::PrefixStore::PrefixStore;
+
+  void abort() { aborted_ = true; }
+  void check_aborted() const {
+    FLATSHARD_CHECK(!aborted_, comm, "the group was aborted");
+  }
+
+  std::vector<std::uint8_t> get(const std::string& key) override {
+    wait({key});
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<std::uint8_t>> multiGet(
+      const std::vector<std::string>& keys) override {
+    wait(keys);
+    return PrefixStore::multiGet(keys);
+  }
+  void wait(const std::vector<std::string>& keys) override {
+    wait(keys, getTimeout());
+  }
+  void wait(
+      const std::vector<std::string>& keys,
+      const std::chrono::milliseconds& timeout) override {
+    const auto deadline = std::chrono::steady_clock::now() + timeout;
+    while (!check(keys)) {
+      check_aborted();
+      if (std::chrono::steady_clock::now() > deadline) {
+        PrefixStore::wait(keys, kPause);  // throws torch's error of a late key
+        return;
+      }
+      std::this_thread::sleep_for(kPause);
+    }
+  }
+
+ private:
+  std::atomic<bool> aborted_ = false;
+};
+
 class GlooTorchGroup : public TorchGroup {
  public:
-  GlooTorchGroup(detail::BackendHandle backend, std::string name)
-      : backend_(std::move(backend)), name_(std::move(name)) {}
+  GlooTorchGroup(
+      c10::intrusive_ptr<AbortableStore> store,
+      TorchGroupOptions options)
+      : store_(std::move(store)),
+        options_(std::move(options)),
+        name_(options_.name) {}
+
+  void join() override {
+    detail::with_comm_errors(name_ + " | connect", [&] {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          options_.deadline - std::chrono::steady_clock::now());
+      FLATSHARD_CHECK(left.count() > 0, timeout, "no time is left");
+      auto backend = detail::connect_gloo_backend(
+          store_,
+          /*rank=*/0,
+          options_.size,
+          {.timeout = left});
+      const std::lock_guard lock(mutex_);
+      backend_ = std::move(backend);
+      store_->check_aborted();
+    });
+  }
 
   void broadcast(const at::Tensor& tensor) override {
     std::vector<at::Tensor> tensors{detail::as_bytes(tensor)};
     detail::with_comm_errors(name_ + " | broadcast", [&] {
+      store_->check_aborted();
       c10::intrusive_ptr<c10d::Work> sent;
       {
         const std::lock_guard lock(detail::gloo_launch_mutex());
@@ -27,11 +94,20 @@ class GlooTorchGroup : public TorchGroup {
     });
   }
 
-  void abort() override { detail::abort_gloo_backend(*backend_); }
+  void abort() override {
+    store_->abort();
+    const std::lock_guard lock(mutex_);
+    if (backend_) {
+      detail::abort_gloo_backend(*backend_);
+    }
+  }
 
  private:
-  detail::BackendHandle backend_;
-  std::string name_;
+  const c10::intrusive_ptr<AbortableStore> store_;
+  const TorchGroupOptions options_;
+  const std::string name_;
+  std::mutex mutex_;               ///< of `backend_`, until it is connected
+  detail::BackendHandle backend_;  ///< null before `join`
 };
 
 }  // namespace
@@ -49,23 +125,14 @@ std::shared_ptr<TorchGroup> make_torch_group(
   // function itself: the name, the name and a slash, the device and a slash.
   const StoreHandle of_name = make_prefix_store(options.name, store);
   const StoreHandle of_group = make_prefix_store(options.name + "/", of_name);
-  const StoreHandle keys =
-      make_prefix_store(options.device.is_cuda() ? "cuda/" : "cpu/", of_group);
   if (options.device.is_cuda()) {
-    return detail::make_nccl_torch_group(keys, options);
+    return detail::make_nccl_torch_group(
+        make_prefix_store("cuda/", of_group),
+        options);
   }
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-      options.deadline - std::chrono::steady_clock::now());
-  detail::BackendHandle backend;
-  detail::with_comm_errors(options.name + " | connect", [&] {
-    FLATSHARD_CHECK(left.count() > 0, timeout, "no time is left");
-    backend = detail::connect_gloo_backend(
-        keys,
-        /*rank=*/0,
-        options.size,
-        {.timeout = left});
-  });
-  return std::make_shared<GlooTorchGroup>(std::move(backend), options.name);
+  return std::make_shared<GlooTorchGroup>(
+      c10::make_intrusive<AbortableStore>("cpu/", of_group),
+      options);
 }
 
 }  // namespace flatshard

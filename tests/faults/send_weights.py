@@ -3,8 +3,9 @@
 
 The engine is a process without inference that has the routes of SGLang, and joins the
 group as SGLang does, over Gloo. It receives what `flatshard export` writes, bit for bit.
-Then it is away, refuses its first weights, and dies after a part of them: no step is
-lost, and losses and weights equal a run that sends nothing, bit for bit.
+Then it is away, refuses requests, and dies after a part of the weights: no step is lost,
+and losses and weights equal a run that sends nothing, bit for bit. It is left paused only
+with a part of the weights. A stop sends nothing.
 
 usage: send_weights.py PROGRAM [cpu|cuda]
 
@@ -14,6 +15,7 @@ cuda: one rank on the first GPU, and the engine on the second one, over NCCL.
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,9 @@ STEPS = 8
 EVERY = 3
 SENDS = [3, 6, 8]
 LIMIT_S = 120
+STOPPED = 128 + signal.SIGTERM
 TIMEOUT = timedelta(seconds=30)
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}  # of the trainer
 # Experts that are divided among the ranks. The router's float32 biases do not start at a
 # multiple of their size after the other tensors, so there are two buckets.
 EXPERTS = [
@@ -51,6 +55,16 @@ ROUTES = [
     "/destroy_weights_update_group",
     "/continue_generation",
 ]
+# The route that the engine refuses in a send, by the number of the send.
+REFUSED = {
+    1: "/init_weights_update_group",
+    2: "/destroy_weights_update_group",
+    3: "/update_weights_from_distributed",
+    4: "/init_weights_update_group",
+    5: "/init_weights_update_group",
+}
+# Whether it was left paused before each send. The third one left some weights there.
+LEFT_PAUSED = [False, False, False, True, True, True, False, False]
 
 
 def digest(tensor):
@@ -67,6 +81,7 @@ class Engine(BaseHTTPRequestHandler):
     routes: list[str] = []
     updates = 0
     paused = False
+    left_paused: list[bool] = []  # before each send
     version = None
 
     def do_POST(self):
@@ -80,8 +95,12 @@ class Engine(BaseHTTPRequestHandler):
             self.answer(200, {"success": True, "message": "done"})
 
     def handle_route(self, body):
+        refuses = sys.argv[2] == "refuses"
+        if refuses and REFUSED.get(len(self.left_paused)) == self.path:
+            raise RuntimeError("out of memory")
         if self.path == "/pause_generation":
             assert body == {"mode": "retract"}, body
+            self.left_paused.append(Engine.paused)
             Engine.paused = True
         elif self.path == "/init_weights_update_group":
             self.groups[body["group_name"]] = self.join(body)
@@ -119,8 +138,6 @@ class Engine(BaseHTTPRequestHandler):
         assert self.paused and body["load_format"] == "flattened_bucket", body
         if Engine.updates == 2 and sys.argv[2] == "dies":
             os._exit(1)
-        if Engine.updates == 1 and sys.argv[2] == "refuses":
-            raise RuntimeError("out of memory")
         kinds = [getattr(torch, dtype) for dtype in body["dtypes"]]
         sizes = [
             torch.Size(shape).numel() * kind.itemsize
@@ -141,6 +158,7 @@ class Engine(BaseHTTPRequestHandler):
                 "routes": self.routes,
                 "version": self.version,
                 "paused": self.paused,
+                "left_paused": self.left_paused,
                 "groups": len(self.groups),
             },
         )
@@ -185,14 +203,22 @@ class EngineProcess:
             return json.load(answer)
 
 
+def options_of_sends(url, every, timeout_s):
+    return (
+        f"weights.send={url}",
+        f"weights.every={every}",
+        f"weights.timeout_s={timeout_s}",
+    )
+
+
 class Runs:
     def __init__(self, program, device, folder):
         self.program, self.device, self.folder = program, device, folder
         self.experts = EXPERTS if device == "cpu" else EXPERTS[:-1]  # one rank
         self.corpus = small_run.prepare_corpus(program, folder)
 
-    def train(self, name, *more):
-        """Returns the run's folder and its log."""
+    def command(self, name, *more):
+        """Returns the command that trains this run."""
         config = self.folder / f"{name}.toml"
         text = small_run.CONFIG.format(
             output=self.folder / name,
@@ -209,26 +235,25 @@ class Runs:
         command += ["--nproc", "2" if self.device == "cpu" else "1"]
         for option in ("debug.deterministic=true", *more):
             command += ["--set", option]
+        return command
+
+    def train(self, name, *more):
+        """Returns the run's folder and its log."""
         done = subprocess.run(
-            command,
+            self.command(name, *more),
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
             check=False,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+            env=ENVIRONMENT,
         )
         if done.returncode != 0:
             raise Failure(f"{name}: exit {done.returncode}:\n{done.stderr[-3000:]}")
         return self.folder / name, done.stderr
 
-    def send(self, name, url, *more):
-        return self.train(
-            name,
-            f"weights.send={url}",
-            f"weights.every={EVERY}",
-            "weights.timeout_s=30",
-            *more,
-        )
+    def send(self, name, url, *more, every=EVERY, timeout_s=30):
+        options = options_of_sends(url, every, timeout_s)
+        return self.train(name, *options, *more)
 
     def exported(self, run):
         """Returns the digest of each tensor of the last checkpoint in bfloat16."""
@@ -265,11 +290,11 @@ def expect_equal_training(run, plain):
 
 def expect_sends(run, sent, failed):
     steps = [row["step"] for row in rows_of(run, "weights_s")]
-    expect(steps == sent, f"{run.name}: sent {steps}, expected {sent}")
     errors = rows_of(run, "weights_error")
+    expect(steps == sent, f"{run.name}: sent {steps}, expected {sent}: {errors}")
     found = [(row["step"], row["weights_failures"]) for row in errors]
     wanted = [(step, i + 1) for i, step in enumerate(failed)]
-    expect(found == wanted, f"{run.name}: failed {found}, expected {wanted}")
+    expect(found == wanted, f"{run.name}: failed {errors}, expected {wanted}")
 
 
 def expect_warning(log, *parts):
@@ -302,12 +327,16 @@ def check_absent(runs, plain):
 
 def check_refuses(runs, plain):
     with EngineProcess("refuses", runs.device) as engine:
-        run, log = runs.send("refuses", engine.url)
+        # Longer than LIMIT_S if the three refused groups waited for the time limit.
+        run, log = runs.send("refuses", engine.url, every=1, timeout_s=50)
         state = engine.state()
     expect_equal_training(run, plain)
-    expect_sends(run, sent=SENDS[1:], failed=SENDS[:1])
-    expect_warning(log, "step 3", "expected status 200, got 400", "out of memory")
+    steps = list(range(1, STEPS + 1))
+    expect_sends(run, sent=steps[len(REFUSED) :], failed=steps[: len(REFUSED)])
+    expect_warning(log, "step 1", "expected status 200, got 400", "out of memory")
     expect(state["weights"] == runs.exported(run), "other weights than the export's")
+    expect(state["left_paused"] == LEFT_PAUSED, f"paused: {state['left_paused']}")
+    expect(not state["paused"], "the engine is left paused")
 
 
 def check_experts(runs, _):
@@ -334,7 +363,35 @@ def check_dies(runs, _):
     expect_warning(log, "step 3", "/update_weights_from_distributed")
 
 
-CHECKS = (check_sends, check_absent, check_refuses, check_experts, check_dies)
+def check_stops(runs, _):
+    with EngineProcess("none", runs.device) as engine:
+        options = options_of_sends(engine.url, every=1, timeout_s=30)
+        command = runs.command("stops", *options, "training.steps=500")
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        ) as process:
+            while process.poll() is None and engine.state()["version"] is None:
+                pass
+            process.terminate()
+            log = process.communicate(timeout=LIMIT_S)[1]
+    expect(process.returncode == STOPPED, f"exit {process.returncode}:\n{log[-3000:]}")
+    run = runs.folder / "stops"
+    stop = rows_of(run, "loss")[-1]["step"]
+    expect_sends(run, sent=list(range(1, stop)), failed=[])
+
+
+CHECKS = (
+    check_sends,
+    check_absent,
+    check_refuses,
+    check_experts,
+    check_dies,
+    check_stops,
+)
 
 
 def main():

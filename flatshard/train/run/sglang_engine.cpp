@@ -2,6 +2,7 @@
 
 #include "flatshard/comm/network.h"
 #include "flatshard/core/error.h"
+#include "flatshard/core/log.h"
 
 #include <c10/core/ScalarType.h>
 #include <fmt/format.h>
@@ -11,6 +12,7 @@
 #include <exception>
 #include <future>
 #include <random>
+#include <utility>
 
 // Source: SGLang of 2026, `python/sglang/srt/entrypoints/http_server.py` for
 // the routes, `managers/io_struct.py` for their fields, and the class
@@ -19,6 +21,9 @@ namespace flatshard {
 namespace {
 
 using Json = nlohmann::json;
+
+/// Of the request that ends a pause after a failure, also after the deadline.
+constexpr std::chrono::seconds kContinueTimeout(5);
 
 /// Returns a name that no earlier group has: torch.distributed refuses the name
 /// of a group that exists, as it does after a send that failed.
@@ -53,17 +58,21 @@ std::chrono::milliseconds until(
 
 }  // namespace
 
-SglangEngine::SglangEngine(
-    const Options& options,
-    at::Device device,
+void SglangEngine::begin(
     std::int64_t step,
-    std::chrono::steady_clock::time_point deadline)
-    : options_(options),
-      step_(step),
-      deadline_(deadline),
-      group_name_(new_group_name(step)) {
-  // Requests that wait are computed again, with the new weights.
-  call("/pause_generation", Json{{"mode", "retract"}}.dump());
+    std::chrono::steady_clock::time_point deadline) {
+  step_ = step;
+  deadline_ = deadline;
+  group_name_ = new_group_name(step);
+  is_paused_ = true;
+  try {
+    // Requests that wait are computed again, with the new weights.
+    call("/pause_generation", Json{{"mode", "retract"}}.dump());
+  } catch (const Error& error) {
+    // Without an answer in time it may be paused.
+    is_paused_ = error.code() == ErrorCode::timeout;
+    throw;
+  }
   const std::string address = own_address(options_.server);
   const ServedStore served = serve_store(address, until(deadline_));
   store_ = served.store;
@@ -74,18 +83,17 @@ SglangEngine::SglangEngine(
       {"rank_offset", 1},
       {"world_size", size},
       {"group_name", group_name_},
-      {"backend", device.is_cuda() ? "nccl" : "gloo"}};
+      {"backend", device_.is_cuda() ? "nccl" : "gloo"}};
+  group_ = make_torch_group(
+      store_,
+      {.size = size,
+       .name = group_name_,
+       .device = device_,
+       .deadline = deadline_});
   call_during("/init_weights_update_group", init.dump(), [&] {
-    group_ = make_torch_group(
-        store_,
-        {.size = size,
-         .name = group_name_,
-         .device = device,
-         .deadline = deadline_});
+    group_->join();
   });
 }
-
-SglangEngine::~SglangEngine() = default;
 
 void SglangEngine::send(
     const std::vector<SentTensor>& tensors,
@@ -106,9 +114,11 @@ void SglangEngine::send(
   if (last) {
     update["weight_version"] = std::to_string(step_);
   }
+  has_some_weights_ = true;
   call_during("/update_weights_from_distributed", update.dump(), [&] {
     group_->broadcast(bytes);
   });
+  has_some_weights_ = !last;
 }
 
 void SglangEngine::finish() {
@@ -116,6 +126,26 @@ void SglangEngine::finish() {
       "/destroy_weights_update_group",
       Json{{"group_name", group_name_}}.dump());
   call("/continue_generation", "{}");
+  is_paused_ = false;
+  give_up();
+}
+
+void SglangEngine::give_up() noexcept {
+  try {
+    group_.reset();
+    store_.reset();
+    if (std::exchange(is_paused_, false) && !has_some_weights_) {
+      http_post(
+          options_.server,
+          "/continue_generation",
+          "{}",
+          std::chrono::steady_clock::now() + kContinueTimeout);
+    }
+  } catch (const std::exception& error) {
+    log_warning(
+        "the engine may be paused until the next send: {}",
+        error.what());
+  }
 }
 
 void SglangEngine::call(const std::string& route, const std::string& body)
@@ -127,14 +157,11 @@ void SglangEngine::call_during(
     const std::string& route,
     const std::string& body,
     const std::function<void()>& work) {
-  const std::shared_ptr<TorchGroup> group = group_;
   auto answered = std::async(std::launch::async, [&] {
     try {
       call(route, body);
     } catch (...) {
-      if (group) {
-        group->abort();  // or `work` would wait for an engine that is gone
-      }
+      group_->abort();  // or `work` would wait for an engine that is gone
       throw;
     }
   });

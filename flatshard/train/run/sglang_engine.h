@@ -21,14 +21,13 @@ struct SentTensor {
   std::vector<std::int64_t> shape;
 };
 
-/// An inference engine that has SGLang's routes, while it receives weights: a
-/// request announces tensors, and a broadcast in a group of this process and
-/// the engine's ranks sends them. From the first request until `finish` the
-/// engine generates nothing.
+/// An inference engine that has SGLang's routes: a request announces tensors,
+/// and a broadcast in a group of this process and the engine's ranks sends
+/// them. From `begin` until `finish` or `give_up` the engine generates nothing.
 ///
-/// All functions block, and throw Error{comm} naming a route if the engine is
-/// not reached, refuses a request or dies, or Error{timeout} at the deadline.
-/// An engine that got some of the weights stays paused until it gets all.
+/// All functions block. Except `give_up` they throw Error{comm} naming a route
+/// if the engine is not reached, refuses a request or dies, or Error{timeout}
+/// at the deadline. Call `give_up` then.
 class SglangEngine {
  public:
   struct Options {
@@ -36,17 +35,17 @@ class SglangEngine {
     int num_ranks = 1;  ///< tensor-parallel ranks of the engine
   };
 
-  /// Pauses generation, and makes the group.
   /// @param device  of the tensors.
-  /// @param step    of the weights.
-  SglangEngine(
-      const Options& options,
-      at::Device device,
-      std::int64_t step,
-      std::chrono::steady_clock::time_point deadline);
+  SglangEngine(const Options& options, at::Device device)
+      : options_(options), device_(device) {}
   SglangEngine(const SglangEngine&) = delete;
   SglangEngine& operator=(const SglangEngine&) = delete;
-  ~SglangEngine();
+  ~SglangEngine() { give_up(); }
+
+  /// Pauses generation, and makes the group.
+  /// @param step      of the weights.
+  /// @param deadline  of all functions until `finish`.
+  void begin(std::int64_t step, std::chrono::steady_clock::time_point deadline);
 
   /// Sends tensors.
   /// @param bytes  [n] uint8: their elements, one tensor after another. Each
@@ -59,6 +58,11 @@ class SglangEngine {
 
   /// Ends the group, and generation continues.
   void finish();
+  /// Ends the group without `finish`. Generation continues, unless the engine
+  /// has some of the weights of a send: then it stays paused until it has all.
+  /// A failure is only logged; blocks for at most 5 seconds. Has no effect
+  /// after `finish`.
+  void give_up() noexcept;
 
  private:
   void call(const std::string& route, const std::string& body) const;
@@ -69,9 +73,15 @@ class SglangEngine {
       const std::function<void()>& work);
 
   const Options options_;
-  const std::int64_t step_;
-  const std::chrono::steady_clock::time_point deadline_;
-  const std::string group_name_;
+  const at::Device device_;
+  bool is_paused_ = false;
+  /// An update was announced, and the last one of its send was not answered.
+  /// Later sends that fail before an update do not change it.
+  bool has_some_weights_ = false;
+  // Of the last send.
+  std::int64_t step_ = 0;
+  std::chrono::steady_clock::time_point deadline_;
+  std::string group_name_;
   StoreHandle store_;
   std::shared_ptr<TorchGroup> group_;
 };

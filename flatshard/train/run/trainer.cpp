@@ -109,7 +109,9 @@ std::optional<Trainer::Stop> Trainer::train() {
         logged || requests_->due(step) ? take_requests(step) : Requests();
     const bool stops = asked.stop_signal != 0;
     save_if(asked.save || stops, step);
-    send_weights_if_due(step);
+    if (!stops || last) {  // a stop must not wait for an engine
+      send_weights_if_due(step);
+    }
     show_progress(step, trained->loss);
     if (stops && !last) {
       return Stop{

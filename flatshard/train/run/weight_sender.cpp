@@ -6,6 +6,7 @@
 #include "flatshard/core/log.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
@@ -56,6 +57,8 @@ class Bucket {
     return std::exchange(nbytes_, 0);
   }
 
+  void free() { buffer_.reset(); }
+
  private:
   static std::int64_t nbytes_of(const at::Tensor& tensor) {
     return static_cast<std::int64_t>(tensor.nbytes());
@@ -72,6 +75,10 @@ class Bucket {
 
 WeightSender::WeightSender(const Options& options, Parts parts)
     : options_(options), parts_(std::move(parts)) {
+  if (parts_.mesh->rank() == 0) {
+    engine_ =
+        std::make_unique<SglangEngine>(options.engine, parts_.mesh->device());
+  }
 }
 
 bool WeightSender::due(std::int64_t step) const {
@@ -81,33 +88,25 @@ bool WeightSender::due(std::int64_t step) const {
 void WeightSender::send(std::int64_t step) {
   const CollectiveScope scope("weights");
   Mesh& mesh = *parts_.mesh;
-  const bool sends = mesh.rank() == 0;
   const auto begin = std::chrono::steady_clock::now();
   error_.clear();
-  if (sends) {
-    try {
-      engine_ = std::make_unique<SglangEngine>(
-          options_.engine,
-          mesh.device(),
-          step,
-          begin + options_.timeout);
-    } catch (const std::exception& error) {
-      error_ = error.what();
-    }
-  }
+  with_engine([&](SglangEngine& engine) {
+    engine.begin(step, begin + options_.timeout);
+  });
   // The others all-gather only if there is an engine.
-  const int num_engines = engine_ ? 1 : 0;
+  const int num_engines = engine_ && error_.empty() ? 1 : 0;
   const bool is_there =
       all_gather_values(mesh.world(), num_engines).front() == 1;
   mesh.check();  // an aborted collective ends without a result
   const std::int64_t nbytes = is_there ? send_all() : 0;
   with_engine([](SglangEngine& engine) { engine.finish(); });
-  engine_.reset();
-  if (!sends) {
+  if (!engine_) {
     return;
   }
   const HttpServer& server = options_.engine.server;
   if (!error_.empty()) {
+    // Not earlier: the other ranks have already waited for the time limit.
+    engine_->give_up();
     ++failures_;
     log_warning(
         "the weights of step {} were not sent to weights.send = "
@@ -133,14 +132,15 @@ void WeightSender::send(std::int64_t step) {
 }
 
 void WeightSender::with_engine(const std::function<void(SglangEngine&)>& work) {
-  if (!engine_) {
+  if (!engine_ || !error_.empty()) {
     return;
   }
   try {
     work(*engine_);
+  } catch (const c10::Error& error) {  // such as too little memory
+    error_ = error.what_without_backtrace();
   } catch (const std::exception& error) {
     error_ = error.what();
-    engine_.reset();
   }
 }
 
@@ -158,18 +158,17 @@ std::int64_t WeightSender::send_all() {
   }
   Bucket bucket(parts_.mesh->device(), std::min(all, kBucketNbytes));
   std::int64_t nbytes = 0;
-  const auto flush = [&](bool last) {
-    with_engine([&](SglangEngine& engine) { bucket.send(engine, last); });
-    nbytes += bucket.clear();
-  };
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-    if (!engine_) {
-      return;
+    with_engine([&](SglangEngine& engine) {
+      if (!bucket.has_room_for(tensor)) {
+        bucket.send(engine, /*last=*/false);
+        nbytes += bucket.clear();
+      }
+      bucket.add(name, tensor);
+    });
+    if (!error_.empty()) {
+      bucket.free();
     }
-    if (!bucket.has_room_for(tensor)) {
-      flush(/*last=*/false);
-    }
-    bucket.add(name, tensor);
   };
   while (const auto tensors = stream.next()) {
     stream.gather_ahead();
@@ -180,7 +179,10 @@ std::int64_t WeightSender::send_all() {
   for (const WholeTensor& buffer : parts_.buffers) {
     add(buffer.name, buffer.tensor);
   }
-  flush(/*last=*/true);
+  with_engine([&](SglangEngine& engine) {
+    bucket.send(engine, /*last=*/true);
+    nbytes += bucket.clear();
+  });
   return nbytes;
 }
 

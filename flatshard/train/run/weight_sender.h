@@ -46,21 +46,21 @@ class WeightSender {
   bool due(std::int64_t step) const;
 
   /// Sends the weights, between two steps. Collective; blocks the host.
-  /// Memory on rank 0: two groups and a bucket of at most 512 MiB, or of the
-  /// largest tensor.
+  /// Memory on each rank, in compute dtypes: two groups, and with tensor or
+  /// expert parallelism the full parameters of one. On rank 0 also a bucket of
+  /// at most 512 MiB, or of the largest tensor.
   void send(std::int64_t step);
 
  private:
-  /// Runs `work` with the engine. After a failure the engine is gone, and later
-  /// calls have no effect.
+  /// Runs `work` with the engine. After a failure later calls have no effect.
   void with_engine(const std::function<void(SglangEngine&)>& work);
-  /// All-gathers everything; rank 0 sends it while it has the engine.
+  /// All-gathers everything; rank 0 sends it until a failure.
   /// @return the bytes that were sent.
   std::int64_t send_all();
 
   const Options options_;
   const Parts parts_;
-  std::unique_ptr<SglangEngine> engine_;  ///< during `send`, on rank 0
+  std::unique_ptr<SglangEngine> engine_;  ///< only on rank 0
   std::string error_;                     ///< of this `send`
   std::int64_t failures_ = 0;
 };
