@@ -2,6 +2,7 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/parallel/head_groups.h"
 #include "flatshard/nn/visit.h"
 
 #include <ATen/ATen.h>
@@ -40,8 +41,7 @@ class HeadExchange : public torch::CustomClassHolder {
         size(),
         heads_[0],
         heads_[1]);
-    const bool is_even = heads_[1] % (2 * size()) == 0;
-    in_flight_.resize(is_even ? 2 : 1);
+    in_flight_.resize(num_head_groups(heads_[1], size()));
   }
 
   std::int64_t num_groups() const {

@@ -4,6 +4,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/models/moe.h"
+#include "flatshard/nn/parallel/head_groups.h"
 #include "flatshard/optim/moments.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/config/expert_ranks.h"
@@ -259,12 +260,13 @@ std::int64_t context_window_nbytes(
     const Config& config,
     const models::ModelConfig& model) {
   const config::Parallelism& p = config.parallelism;
+  const std::int64_t kv_heads = model.kv_heads / p.tensor_parallel_degree;
+  const std::int64_t num_groups =
+      nn::num_head_groups(kv_heads, p.context_parallel_degree);
   // Each rank gets a head of keys and of values.
-  const std::int64_t kv_heads = std::max(
-      model.kv_heads / p.tensor_parallel_degree,
-      p.context_parallel_degree);
-  return config.tokens_per_microbatch() * model.head_dim *
-         (model.heads / p.tensor_parallel_degree + 2 * kv_heads) *
+  const std::int64_t heads = model.heads / p.tensor_parallel_degree +
+                             2 * std::max(kv_heads, p.context_parallel_degree);
+  return config.tokens_per_microbatch() * model.head_dim * heads / num_groups *
          static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
 }
 

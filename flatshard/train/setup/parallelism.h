@@ -113,8 +113,8 @@ nn::ContextParallelPtr context_parallel_ranks(
     ContextParallelOptions options,
     Mesh& mesh);
 
-/// Returns the bytes of the queries, keys and values that a rank sends for a
-/// microbatch: PeerContextParallelOptions::window_nbytes.
+/// Returns the bytes of the queries, keys and values that a rank sends at once
+/// for a microbatch: PeerContextParallelOptions::window_nbytes.
 std::int64_t context_window_nbytes(
     const Config& config,
     const models::ModelConfig& model);
