@@ -221,6 +221,36 @@ TEST(ModelConfigErrors, FieldsAreNamed) {
       "model.head_dim: expected an even number, got 7");
 }
 
+TEST(ModelConfigErrors, HeadsThatContextParallelRanksDoNotDivide) {
+  ModelConfig config;
+  config.heads = 24;
+  config.kv_heads = 6;
+  const auto message = [&](std::int64_t size, std::int64_t tensor_ranks) {
+    try {
+      check_context_parallel(config, size, tensor_ranks, "degree");
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::config);
+      return e.message();
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message(3, 1), "");
+  EXPECT_EQ(message(12, 1), "");
+  EXPECT_EQ(message(2, 3), "");
+  EXPECT_EQ(
+      message(5, 1),
+      "degree = 5: expected a divisor of the 24 heads (model.heads); change "
+      "one of them");
+  EXPECT_EQ(
+      message(8, 2),
+      "degree = 8: expected a divisor of the 12 heads of a tensor-parallel "
+      "rank (model.heads); change one of them");
+  EXPECT_EQ(
+      message(4, 1),
+      "degree = 4: expected a divisor or a multiple of the 6 kv heads "
+      "(model.kv_heads); change one of them");
+}
+
 // The published sizes.
 TEST(Flops, ParameterCounts) {
   EXPECT_EQ(num_parameters(preset("llama3_1b")), 1235814400);
