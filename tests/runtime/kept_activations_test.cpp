@@ -36,6 +36,29 @@ TEST(KeptActivations, L6_MemoryIsFreeAfterItsCopy) {
   }
 }
 
+// The last call's tensors stay on the device, so compute has not waited for
+// their download before.
+TEST(KeptActivations, L6_MemoryIsFreeAfterARelease) {
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    KeptActivations kept(at::kCPU, delayed(seed));
+    const at::Tensor tensor = numbers(128);
+    kept.add(kCall, tensor);
+    kept.download(kCall);
+    kept.release(kCall);
+    tensor.zero_();
+    // The next call has the same place. Its first number is the same, and its
+    // padding has the rest.
+    kept.add(kCall + 1, numbers(1));
+    kept.download(kCall + 1);
+    kept.drain_download(kCall + 1);
+    kept.upload(kCall + 1);
+    kept.await_upload(kCall + 1);
+    const at::Tensor place =
+        kept.tensor(kCall + 1, 0).as_strided({128}, {1}, 0);
+    EXPECT_TRUE(place.equal(numbers(128)));
+  }
+}
+
 // Calls that keep activations at the same time have separate places, and later
 // steps use them again.
 TEST(KeptActivations, L6_PlacesOnTheHostAreApart) {
