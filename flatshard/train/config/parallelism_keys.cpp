@@ -171,6 +171,15 @@ void check_parallelism(const Config& config) {
                               p.tensor_parallel_degree)
                         : "",
       config.training.seq_len);
+  FLATSHARD_CHECK(
+      p.post_forward_ranks == 0 || !p.shares_sequences() ||
+          p.context_parallel_degree % p.post_forward_ranks == 0,
+      config,
+      "parallelism.post_forward_ranks = {}: expected a divisor of "
+      "parallelism.context_parallel_degree = {}, because adjacent ranks share "
+      "sequences; change one of them",
+      p.post_forward_ranks,
+      p.context_parallel_degree);
 }
 
 }  // namespace

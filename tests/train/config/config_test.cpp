@@ -688,6 +688,10 @@ TEST(Config, ContradictionsAreNamed) {
       {{"parallelism.post_forward_ranks=1"},
        "one rank has the full weights; set parallelism.reshard_after_forward = "
        "false"},
+      {{"parallelism.post_forward_ranks=4",
+        "parallelism.context_parallel_degree=2"},
+       "parallelism.post_forward_ranks = 4: expected a divisor of "
+       "parallelism.context_parallel_degree = 2"},
       {{"parallelism.post_forward_ranks=2", "float8.recipe=rowwise"},
        "parallelism.post_forward_ranks = 2 with float8.recipe = \"rowwise\""},
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
