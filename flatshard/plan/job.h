@@ -1,6 +1,7 @@
 #pragma once
 
 #include "flatshard/plan/kernel.h"
+#include "flatshard/plan/links.h"
 #include "flatshard/schedule/overlap_events.h"
 #include "flatshard/schedule/overlap_plan.h"
 #include "flatshard/schedule/scheduler.h"
@@ -38,11 +39,10 @@ struct LayerWork {
 /// Muon's work on the matrices of some units on the rank that has the most:
 /// ranks send their parts, one rank orthogonalizes each matrix, and returns it.
 struct MatrixWork {
-  UnitId first = kNoUnit;      ///< starts before the update of this unit
-  UnitId last = kNoUnit;       ///< ends with the update of this one
-  double exchange_nbytes = 0;  ///< of the all-to-all, each way
-  std::int64_t ranks = 1;      ///< that exchange
-  std::int64_t stride = 1;     ///< of the model's ranks between them
+  UnitId first = kNoUnit;       ///< starts before the update of this unit
+  UnitId last = kNoUnit;        ///< ends with the update of this one
+  double exchange_nbytes = 0;   ///< of the all-to-all, each way
+  std::vector<AxisRanks> axes;  ///< whose ranks exchange
   Kernels kernels;
   std::int64_t directions_nbytes = 0;  ///< until the end
   std::int64_t scratch_nbytes = 0;     ///< during the exchange
@@ -70,8 +70,7 @@ struct Job {
   /// Bytes that a rank sends in one exchange of a layer's rows; 0: experts are
   /// on every rank.
   double exchange_nbytes = 0;
-  std::int64_t exchange_ranks = 1;
-  std::int64_t exchange_stride = 1;  ///< of the model's ranks between them
+  std::vector<AxisRanks> exchange_axes;  ///< whose ranks exchange rows
   bool copy_exchange = false;
   /// Adjacent ranks that share layers. Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;

@@ -33,6 +33,18 @@ Group group_of(
       .per_host = std::clamp<std::int64_t>(ranks_per_host / stride, 1, size)};
 }
 
+Group group_of(
+    const std::vector<AxisRanks>& axes,
+    std::int64_t ranks_per_host) {
+  Group group;
+  for (const AxisRanks& axis : axes) {
+    const Group ranks = group_of(axis.size, axis.stride, ranks_per_host);
+    group.size *= ranks.size;
+    group.per_host *= ranks.per_host;
+  }
+  return group;
+}
+
 double
 seconds(const Gpu& gpu, Transfer transfer, double nbytes, const Group& group) {
   if (group.size == 1 || nbytes == 0) {

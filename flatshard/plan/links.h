@@ -5,10 +5,11 @@
 #include "flatshard/core/rounding.h"
 
 #include <cstdint>
+#include <vector>
 
 namespace flatshard::plan {
 
-/// Ranks of one axis of a mesh, and how many of them share a host.
+/// Ranks of a collective, and how many of them share a host.
 struct Group {
   std::int64_t size = 1;
   std::int64_t per_host = 1;
@@ -22,6 +23,15 @@ Group group_of(
     std::int64_t size,
     std::int64_t stride,
     std::int64_t ranks_per_host);
+
+/// The ranks of one axis of a mesh.
+struct AxisRanks {
+  std::int64_t size = 1;
+  std::int64_t stride = 1;  ///< of the model's ranks between adjacent ones
+};
+
+/// Returns the group of the ranks of several axes.
+Group group_of(const std::vector<AxisRanks>& axes, std::int64_t ranks_per_host);
 
 enum class Transfer { all_gather, reduce_scatter, all_reduce, all_to_all };
 

@@ -274,10 +274,7 @@ class StepWriter {
     const bool forward =
         step.pass == PlanPass::forward || step.pass == PlanPass::recompute;
     const bool dispatch = step.node == PlanNode::dispatch;
-    const Group group = group_of(
-        job_.exchange_ranks,
-        job_.exchange_stride,
-        job_.ranks_per_host);
+    const Group group = group_of(job_.exchange_axes, job_.ranks_per_host);
     kernel.what = dispatch ? "dispatch" : "combine";
     Operation transfer = kernel;
     transfer.link = job_.copy_exchange ? Link::copies : Link::collectives;

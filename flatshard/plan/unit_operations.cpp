@@ -312,7 +312,7 @@ void UnitOperations::exchange_matrices(const MatrixWork& work) {
   if (work.exchange_nbytes == 0) {
     return;
   }
-  const Group group = group_of(work.ranks, work.stride, job_.ranks_per_host);
+  const Group group = group_of(work.axes, job_.ranks_per_host);
   const auto price = [&](const Gpu& gpu) {
     return seconds(gpu, Transfer::all_to_all, work.exchange_nbytes, group);
   };

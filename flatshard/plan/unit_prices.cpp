@@ -3,22 +3,21 @@
 #include "flatshard/plan/links.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace flatshard::plan {
 namespace {
 
-/// Returns the (adjacent) ranks of some axes of a group's mesh.
+/// Returns the ranks of some axes of a group's mesh.
 template <class Chosen>
 Group group_over(const GroupShape& shape, const Job& job, Chosen&& chosen) {
-  std::int64_t size = 1;
-  std::int64_t stride = job.ranks;
+  std::vector<AxisRanks> axes;
   for (std::size_t axis = 0; axis < shape.mesh.sizes.size(); ++axis) {
-    if (shape.mesh.sizes[axis] > 1 && chosen(axis)) {
-      size *= shape.mesh.sizes[axis];
-      stride = std::min(stride, shape.mesh.strides[axis]);
+    if (chosen(axis)) {
+      axes.push_back({shape.mesh.sizes[axis], shape.mesh.strides[axis]});
     }
   }
-  return group_of(size, stride, job.ranks_per_host);
+  return group_of(axes, job.ranks_per_host);
 }
 
 class UnitPricer {

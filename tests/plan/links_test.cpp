@@ -17,6 +17,15 @@ TEST(Group, CountsRanksOfAHost) {
   EXPECT_EQ(group_of(8, 2, 8), (Group{8, 4}));
 }
 
+TEST(Group, CountsRanksOfSeveralAxes) {
+  // Adjacent axes are as one.
+  EXPECT_EQ(group_of({{4, 4}, {4, 1}}, 8), group_of(16, 1, 8));
+  // Ranks of another axis are between them.
+  EXPECT_EQ(group_of({{2, 16}, {2, 1}}, 8), (Group{4, 2}));
+  EXPECT_EQ(group_of({{2, 8}, {2, 4}}, 8), (Group{4, 2}));
+  EXPECT_EQ(group_of({}, 8), (Group{1, 1}));
+}
+
 TEST(Links, InsideAHostTheMeasuredRateCounts) {
   const Gpu gpu = round_gpu();
   // 3/4 of 4 GB at 1 GB/s; an all-reduce goes around twice.

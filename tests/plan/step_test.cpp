@@ -1,5 +1,6 @@
 #include "flatshard/plan/step.h"
 
+#include "flatshard/plan/unit_prices.h"
 #include "flatshard/schedule/simulate.h"
 #include "tests/plan/round_gpu.h"
 #include "tests/plan/small_job.h"
@@ -151,6 +152,24 @@ Job replicated_job(int microbatches, bool on_outer_axis_alone) {
     }
   }
   return job;
+}
+
+TEST(StepPlan, WeightsLeaveTheHostIfOtherRanksAreBetweenTheirAxes) {
+  Job job = small_job(1, 8);
+  job.ranks_per_host = 4;
+  const UnitId layer = job.plan_units.layers.front();
+  GroupShape& group = job.units[layer].groups.front();
+  group.strategy = Strategy::named("zero3", 2);
+  const auto prices_over = [&](std::vector<std::int64_t> strides) {
+    group.mesh = {.sizes = {2, 2}, .strides = strides, .model_ranks = 8};
+    return price_unit(plan_units(job)[layer], job, round_gpu());
+  };
+  const UnitPrices adjacent = prices_over({2, 1});
+  EXPECT_FALSE(adjacent.gathers_leave_host);
+  EXPECT_FALSE(adjacent.reductions_leave_host);
+  const UnitPrices apart = prices_over({4, 1});
+  EXPECT_TRUE(apart.gathers_leave_host);
+  EXPECT_TRUE(apart.reductions_leave_host);
 }
 
 TEST(StepPlan, GroupsOnTheOuterAxisAloneAreReducedOnceInAStep) {
@@ -311,7 +330,7 @@ MatrixWork matrix_work(UnitId first, UnitId last) {
       .first = first,
       .last = last,
       .exchange_nbytes = 2 * kGb,
-      .ranks = 4,
+      .axes = {{.size = 4}},
       .kernels = {Kernel::matmul(Product::forward, 1e4, 1e4, 1e4)},
       .directions_nbytes = 10000,
       .scratch_nbytes = 5000};
@@ -331,7 +350,7 @@ TEST(StepPlan, ReplicasOfMatricesExchangeNothing) {
   Job job = small_job(3, 4);
   job.matrices = {matrix_work(2, 4)};
   job.matrices[0].exchange_nbytes = 0;
-  job.matrices[0].ranks = 1;
+  job.matrices[0].axes = {};
   const StepPlan step = step_of(job, without_updates());
   EXPECT_NEAR(step.device_seconds, 2, 1e-3);
   EXPECT_EQ(step.transfers.count("exchange of matrices"), 0U);

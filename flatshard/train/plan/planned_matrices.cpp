@@ -191,11 +191,10 @@ plan::MatrixWork PlannedMatrices::work_of(Window window) {
   }
   const MatrixPlan plan =
       MatrixPlan::build(std::move(shapes), std::move(window.boxes_of_ranks));
-  plan::MatrixWork work{
-      .first = window.first,
-      .last = window.last,
-      .ranks = window.ranks.size(),
-      .stride = window.ranks.stride()};
+  plan::MatrixWork work{.first = window.first, .last = window.last};
+  for (const MatrixAxis& axis : window.ranks.axes) {
+    work.axes.push_back({.size = axis.size, .stride = axis.stride});
+  }
   int busiest = 0;
   std::int64_t sent = 0;
   const std::vector<std::int64_t> loads = plan.loads();
@@ -204,7 +203,7 @@ plan::MatrixWork PlannedMatrices::work_of(Window window) {
     sent = std::max(sent, plan.sent_numel(rank));
   }
   // A rank keeps one part of an all-to-all's buffer and sends the others.
-  const double kept = 1 / as_double(work.ranks);
+  const double kept = 1 / as_double(window.ranks.size());
   work.exchange_nbytes =
       sent == 0 ? 0 : as_double(sent * kDirectionNbytes) / (1 - kept);
   work.directions_nbytes = plan.stored_numel(busiest) * kDirectionNbytes;

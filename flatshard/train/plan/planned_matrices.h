@@ -35,7 +35,6 @@ struct MatrixRanks {
     }
     return ranks;
   }
-  std::int64_t stride() const { return axes.empty() ? 1 : axes.back().stride; }
 
   /// A rank's part of the tensors, and its shard of that part.
   struct Place {

@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <ranges>
 #include <set>
 #include <string>
 #include <utility>
@@ -177,6 +178,20 @@ WorkOptions work_options(const Config& config) {
       .loss_chunk_tokens = config.activation_checkpoint.loss_chunk_tokens};
 }
 
+/// Returns the axes of the ranks that exchange tokens.
+std::vector<plan::AxisRanks> exchange_axes(const config::Parallelism& p) {
+  const std::vector<std::string> names = expert_axes(p);
+  std::vector<plan::AxisRanks> axes;
+  std::int64_t stride = 1;
+  for (const MeshAxis& axis : mesh_axes(p) | std::views::reverse) {
+    if (std::ranges::count(names, axis.name) > 0) {
+      axes.push_back({.size = axis.size, .stride = stride});
+    }
+    stride *= axis.size;
+  }
+  return axes;
+}
+
 std::vector<std::int64_t> offloaded_by_layer(const plan::Job& job) {
   std::vector<std::int64_t> nbytes;
   for (const int kind : job.kind_of_layer) {
@@ -279,9 +294,7 @@ plan::Job plan_job(
     const std::int64_t row =
         model.dim *
         static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
-    job.exchange_ranks = experts;
-    job.exchange_stride =
-        width == 1 ? tensor * config.parallelism.context_parallel_degree : 1;
+    job.exchange_axes = exchange_axes(config.parallelism);
     job.exchange_nbytes =
         static_cast<double>(rows * row * width) / static_cast<double>(tensor);
     job.copy_exchange =

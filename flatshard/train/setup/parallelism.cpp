@@ -36,15 +36,6 @@ std::vector<std::string> width_axes(const config::Parallelism& p) {
   return axes;
 }
 
-// Along which ranks have other parts of the experts.
-std::vector<std::string> expert_axes(const config::Parallelism& p) {
-  std::vector<std::string> axes = width_axes(p);
-  if (divides_experts(p)) {
-    axes.insert(axes.begin(), kExpertAxis);
-  }
-  return axes;
-}
-
 std::vector<int> indices_of(
     const Mesh& mesh,
     const std::vector<std::string>& names) {
@@ -131,6 +122,14 @@ std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys) {
   }
   if (keys.tensor_parallel_degree > 1) {
     axes.push_back({kTensorAxis, keys.tensor_parallel_degree, AxisRole::model});
+  }
+  return axes;
+}
+
+std::vector<std::string> expert_axes(const config::Parallelism& keys) {
+  std::vector<std::string> axes = width_axes(keys);
+  if (divides_experts(keys)) {
+    axes.insert(axes.begin(), kExpertAxis);
   }
   return axes;
 }

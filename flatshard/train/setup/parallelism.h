@@ -113,6 +113,10 @@ nn::ContextParallelPtr context_parallel_ranks(
     ContextParallelOptions options,
     Mesh& mesh);
 
+/// Returns the axes along which ranks have different parts of the experts, and
+/// exchange tokens.
+std::vector<std::string> expert_axes(const config::Parallelism& keys);
+
 /// Returns the bytes of the queries, keys and values that a rank sends at once
 /// for a microbatch: PeerContextParallelOptions::window_nbytes.
 std::int64_t context_window_nbytes(

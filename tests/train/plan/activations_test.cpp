@@ -361,13 +361,27 @@ TEST(Work, RanksThatCutExpertsExchangeTwiceTheRows) {
     set.push_back(std::string("parallelism.tensor_parallel_degree=") + tensor);
     const Config config = config_of(set, 4);
     const plan::Job job = plan_job(config, model_config(config), 4, kCpus);
-    EXPECT_EQ(job.exchange_ranks, 4);
-    EXPECT_EQ(job.exchange_stride, 1);
+    EXPECT_EQ(plan::group_of(job.exchange_axes, 2), (plan::Group{4, 2}));
     // bfloat16 rows, two for each of a rank's own tokens, to two ranks each.
     const std::int64_t own =
         kTokens / config.parallelism.tensor_parallel_degree;
     EXPECT_EQ(job.exchange_nbytes, 2 * 2 * own * 64 * 2);
   }
+}
+
+// Ranks that share a sequence are between them: on a host of 4 ranks are 2.
+TEST(Work, RanksThatExchangeTokensMayHaveOthersBetweenThem) {
+  const Config config = config_of(
+      {"model.family=moe",
+       "model.num_experts=4",
+       "model.experts_per_token=2",
+       "model.moe_ffn_dim=96",
+       "parallelism.expert_parallel_degree=2",
+       "parallelism.expert_tensor_parallel_degree=2",
+       "parallelism.context_parallel_degree=2"},
+      8);
+  const plan::Job job = plan_job(config, model_config(config), 8, kCpus);
+  EXPECT_EQ(plan::group_of(job.exchange_axes, 4), (plan::Group{4, 2}));
 }
 
 TEST(Work, RanksThatShareLayersDivideTheFlops) {

@@ -526,7 +526,7 @@ TEST(PlannedUpdates, MuonOrthogonalizesTheMatricesOfBlocks) {
   EXPECT_EQ(alone.matrices[0].scratch_nbytes, 2 * (2 * 64 * 160 + 2 * 64 * 64));
   const plan::Job two = job_on(2, {kNone});
   ASSERT_EQ(two.matrices.size(), 1U);
-  EXPECT_EQ(two.matrices[0].ranks, 2);
+  EXPECT_EQ(plan::group_of(two.matrices[0].axes, 8).size, 2);
   EXPECT_LE(products(two), 0.6 * products(alone));
   EXPECT_GE(products(two), 0.5 * products(alone));
   EXPECT_GT(two.matrices[0].exchange_nbytes, 0);
@@ -535,10 +535,10 @@ TEST(PlannedUpdates, MuonOrthogonalizesTheMatricesOfBlocks) {
   const plan::Job replicas =
       job_on(4, {kNone, "parallelism.data_parallel_replicate_degree=2"});
   EXPECT_EQ(products(replicas), products(two));
-  EXPECT_EQ(replicas.matrices[0].ranks, 2);
+  EXPECT_EQ(plan::group_of(replicas.matrices[0].axes, 8).size, 2);
   const plan::Job everywhere = job_on(2, {"parallelism.strategy=zero0"});
   EXPECT_EQ(products(everywhere), products(alone));
-  EXPECT_EQ(everywhere.matrices[0].ranks, 1);
+  EXPECT_EQ(plan::group_of(everywhere.matrices[0].axes, 8).size, 1);
 }
 
 TEST(PlannedUpdates, RefuseWhatTheTrainerRefuses) {
