@@ -459,6 +459,7 @@ TEST(ContextParallel, G12_ExpertsTrainAsOnOneRank) {
   const std::vector<Shared> grids{
       {2, 1, 1, {kTwoRanks, "activation_checkpoint.mode=full"}},
       {4, 2, 1, {kTwoRanks, divided}},
+      {4, 2, 1, {kTwoRanks, "parallelism.expert_tensor_parallel_degree=2"}},
       {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
       {4,
        2,
