@@ -6,6 +6,7 @@
 #include "flatshard/train/setup/run_lora.h"
 
 #include <c10/core/ScalarType.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <span>
@@ -412,10 +413,20 @@ void add_model_work(
   const auto work_of = [&](std::int64_t layer) {
     return ModelWork({options, model, layer, float8, adapted}, copies);
   };
+  const auto has_adapters = [&](std::int64_t layer) {
+    const std::string block = fmt::format("model.layers.{}.", layer);
+    const auto first = adapted.lower_bound(block);
+    return first != adapted.end() && first->starts_with(block);
+  };
+  bool has_backward = !options.lora.enabled();
   job.ends = work_of(0).ends();
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const LayerWork kind = model.has_experts(layer) ? work_of(layer).experts()
-                                                    : work_of(layer).dense();
+    LayerWork kind = model.has_experts(layer) ? work_of(layer).experts()
+                                              : work_of(layer).dense();
+    has_backward = has_backward || has_adapters(layer);
+    if (!has_backward) {
+      kind.offloaded_nbytes = 0;
+    }
     const auto found = std::ranges::find(job.layer_kinds, kind);
     job.kind_of_layer.push_back(
         static_cast<int>(found - job.layer_kinds.begin()));

@@ -324,7 +324,11 @@ std::int64_t offloaded_nbytes(
     const Config& config,
     const models::ModelConfig& model) {
   plan::Job job;
-  add_model_work(work_options(config), model, {}, {}, job);
+  std::set<std::string> adapted;
+  if (config.lora.enabled()) {
+    adapted = PlannedModel(config.parallelism, config.lora, model).adapted;
+  }
+  add_model_work(work_options(config), model, {}, adapted, job);
   const std::vector<std::int64_t> nbytes = offloaded_by_layer(job);
   return std::accumulate(nbytes.begin(), nbytes.end(), std::int64_t{0});
 }

@@ -343,6 +343,22 @@ TEST(Work, AdaptersTrainWithoutTheFlopsOfTheBase) {
   EXPECT_LT(lora.flops_per_token, plain.flops_per_token);
 }
 
+TEST(Activations, LayersBeforeTheFirstAdapterAreNotOffloaded) {
+  const auto offloaded = [](const std::string& exclude) {
+    const Config config = config_of(
+        {"model.layers=4",
+         "activation_checkpoint.mode=full",
+         "activation_checkpoint.offload=true",
+         "lora.rank=8",
+         "lora.exclude=" + exclude});
+    return offloaded_nbytes(config, model_config(config));
+  };
+  // bfloat16 inputs of each layer.
+  constexpr std::int64_t kInput = kTokens * 64 * 2;
+  EXPECT_EQ(offloaded("model.layers.[01].*"), 2 * kInput);
+  EXPECT_EQ(offloaded("model.layers.[12].*"), 4 * kInput);
+}
+
 // Each of two ranks has twice the rows of half the width.
 TEST(Work, RanksThatCutExpertsExchangeTwiceTheRows) {
   const std::vector<std::string> experts{
