@@ -2,7 +2,7 @@
 
 #include "flatshard/context_parallel/collective_context_parallel.h"
 #include "flatshard/context_parallel/peer_context_parallel.h"
-#include "flatshard/peer/peer_communicator.h"
+#include "flatshard/fully_shard/copy_fences.h"
 
 #include <memory>
 
@@ -16,18 +16,13 @@ nn::ContextParallelPtr make_context_parallel(
   if (mesh.axis(index).size == 1) {
     return nullptr;
   }
-  const auto group =
-      mesh.communicator(index, Purpose::exchange).shared_from_this();
   if (!options.copies) {
-    return std::make_shared<CollectiveContextParallel>(group, options.stream);
-  }
-  auto fences = group;
-  if (mesh.device().is_cuda()) {
-    fences = make_peer_communicator(group, {});
-    mesh.with_communicators({{{axis}, fences, Purpose::exchange}});
+    return std::make_shared<CollectiveContextParallel>(
+        mesh.communicator(index, Purpose::exchange).shared_from_this(),
+        options.stream);
   }
   return std::make_shared<PeerContextParallel>(
-      fences,
+      copy_fences(mesh, {&index, 1}),
       PeerContextParallelOptions{
           .window_nbytes = options.window_nbytes,
           .stream = options.stream});

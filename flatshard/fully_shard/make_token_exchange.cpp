@@ -2,11 +2,8 @@
 
 #include "flatshard/exchange/collective_exchange.h"
 #include "flatshard/exchange/peer_exchange.h"
+#include "flatshard/fully_shard/copy_fences.h"
 #include "flatshard/peer/page_communicator.h"
-#include "flatshard/peer/peer_communicator.h"
-
-#include <string>
-#include <vector>
 
 namespace flatshard {
 
@@ -22,22 +19,13 @@ std::shared_ptr<StreamExchange> make_token_exchange(
         options.num_experts,
         options.exchange);
   }
-  std::vector<std::string> names;
-  for (const int axis : axes) {
-    names.push_back(mesh.axis(axis).name);
-  }
-  const auto watched = [&](std::shared_ptr<Communicator> made) {
-    mesh.with_communicators({{names, made, Purpose::exchange}});
-    return made;
-  };
-  const auto fences = mesh.device().is_cuda()
-                          ? watched(make_peer_communicator(group, {}))
-                          : group;
-  const auto hosts = watched(make_page_communicator(
+  const auto fences = copy_fences(mesh, axes);
+  const auto hosts = make_page_communicator(
       group,
       {.max_nbytes =
            options.num_experts * static_cast<std::int64_t>(sizeof(int)),
-       .timeout = options.timeout}));
+       .timeout = options.timeout});
+  watch_exchange(mesh, axes, hosts);
   return std::make_shared<PeerExchange>(
       fences,
       hosts,

@@ -1,9 +1,9 @@
 #include "flatshard/fully_shard/tensor_parallel.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/fully_shard/copy_fences.h"
 #include "flatshard/layout/tensor_slice.h"
 #include "flatshard/nn/parallel/tensor_parallel.h"
-#include "flatshard/peer/peer_communicator.h"
 #include "flatshard/tensor_parallel/collective_tensor_parallel.h"
 #include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 
@@ -28,18 +28,13 @@ nn::TensorParallelPtr make_tensor_parallel(
   if (mesh.axis(index).size == 1) {
     return nullptr;
   }
-  const auto group =
-      mesh.communicator(index, Purpose::exchange).shared_from_this();
   if (!options.copies) {
-    return std::make_shared<CollectiveTensorParallel>(group, options.stream);
-  }
-  auto fences = group;
-  if (mesh.device().is_cuda()) {
-    fences = make_peer_communicator(group, {});
-    mesh.with_communicators({{{axis}, fences, Purpose::exchange}});
+    return std::make_shared<CollectiveTensorParallel>(
+        mesh.communicator(index, Purpose::exchange).shared_from_this(),
+        options.stream);
   }
   return std::make_shared<PeerTensorParallel>(
-      fences,
+      copy_fences(mesh, {&index, 1}),
       PeerTensorParallelOptions{
           .window_nbytes = options.window_nbytes,
           .stream = options.stream});
