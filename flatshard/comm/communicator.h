@@ -54,7 +54,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   /// All-gathers every rank's `in` into `out` in rank order.
   ///
   /// @param out [size * n] any dtype; overwritten.
-  /// @param in  [n] same dtype. May alias `out` only at this rank's own slice.
+  /// @param in  [n] same dtype. May alias `out` only at this rank's own slice,
+  ///   which is then not written: a program may write it meanwhile.
   void all_gather(const at::Tensor& out, const at::Tensor& in);
 
   /// Runs several all-gathers in one launch. Dtypes may differ between pairs.

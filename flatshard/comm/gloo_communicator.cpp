@@ -208,7 +208,21 @@ class GlooCommunicator : public Communicator {
       CollectiveKind kind) {
     at::Tensor out_bytes = as_bytes(out);
     at::Tensor in_bytes = as_bytes(in);
-    run(kind, [&] { return backend_->_allgather_base(out_bytes, in_bytes); });
+    const std::int64_t n = in_bytes.numel();
+    if (!in_bytes.is_alias_of(out_bytes)) {
+      run(kind, [&] { return backend_->_allgather_base(out_bytes, in_bytes); });
+      return;
+    }
+    // _allgather_base also copies this rank's slice to `out`, at the end. What
+    // was written there since the launch would be lost.
+    std::vector<std::vector<at::Tensor>> slices(1);
+    for (int r = 0; r < size(); ++r) {
+      slices[0].push_back(
+          r == rank() ? at::empty_like(in_bytes)
+                      : out_bytes.narrow(0, r * n, n));
+    }
+    std::vector<at::Tensor> ins{in_bytes};
+    run(kind, [&] { return backend_->allgather(slices, ins); });
   }
 
   // [rows, bytes]

@@ -6,8 +6,10 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
+#include <chrono>
 #include <filesystem>
 #include <string>
+#include <thread>
 
 #include "flatshard/comm/make_communicator.h"
 #include "flatshard/core/error.h"
@@ -218,6 +220,34 @@ TEST_P(Worlds, GatherInPlaceAndCoalesced) {
           reduce_outs[i].equal(sum_of(world, shard * world, at::kFloat)
                                    .narrow(0, context.rank * shard, shard)));
     }
+  });
+}
+
+TEST(Communicator, AGatherInPlaceDoesNotWriteTheOwnSlice) {
+  run_ranks(2, [](RankContext& context) {
+    // The comparison would end only when the peer arrives.
+    const auto communicator = make_communicator(
+        context.store,
+        context.rank,
+        context.world,
+        "in place",
+        at::kCPU,
+        {.compare_collectives = false});
+    const at::Tensor full = at::zeros({8});
+    const at::Tensor own = full.narrow(0, context.rank * 4, 4);
+    own.fill_(1);
+    if (context.rank == 1) {
+      context.store->wait({"rank 0 wrote"});
+      communicator->all_gather(full, own);
+      return;
+    }
+    std::thread gather([&] { communicator->all_gather(full, own); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    own.fill_(2);
+    context.store->set("rank 0 wrote", "yes");
+    gather.join();
+    EXPECT_TRUE(own.eq(2).all().item<bool>()) << own;
+    EXPECT_TRUE(full.narrow(0, 4, 4).eq(1).all().item<bool>()) << full;
   });
 }
 
