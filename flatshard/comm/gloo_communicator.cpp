@@ -9,6 +9,7 @@
 
 #include "flatshard/comm/comm_backend.h"
 #include "flatshard/comm/sum_rows.h"
+#include "flatshard/comm/tensor_memory.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/rounding.h"
 
@@ -209,7 +210,7 @@ class GlooCommunicator : public Communicator {
     at::Tensor out_bytes = as_bytes(out);
     at::Tensor in_bytes = as_bytes(in);
     const std::int64_t n = in_bytes.numel();
-    if (!in_bytes.is_alias_of(out_bytes)) {
+    if (!overlap(in_bytes, out_bytes)) {
       run(kind, [&] { return backend_->_allgather_base(out_bytes, in_bytes); });
       return;
     }

@@ -14,7 +14,7 @@ at::Tensor hand_out(
       memory.data_ptr(),
       memory.sizes(),
       memory.strides(),
-      [use = std::move(use), other = std::move(other)](void*) {},
+      [memory, use = std::move(use), other = std::move(other)](void*) {},
       memory.options(),
       memory.device());
 }

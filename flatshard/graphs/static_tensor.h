@@ -9,8 +9,8 @@ namespace flatshard {
 // Tensors over memory that graphs read and write at the same address in every
 // replay.
 
-/// `memory` as its user sees it: another tensor that keeps `use` and `other`
-/// alive, where `other` has the same memory.
+/// `memory` as its user sees it: another tensor that keeps all three alive,
+/// where `other` has the same memory.
 at::Tensor hand_out(
     const at::Tensor& memory,
     std::shared_ptr<void> use,

@@ -7,6 +7,7 @@
 #include "tests/graphs/deviations.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/graphs/static_tensor.h"
 #include "flatshard/nn/linear.h"
 #include "flatshard/optim/adamw.h"
 #include "tests/runtime/factor_model.h"
@@ -373,6 +374,17 @@ TEST(Graphs, ConstantsAreKeptForTheGraphs) {
     EXPECT_GT(runtime->graphs().stats().forward_replays, 0);
     EXPECT_FALSE(kept.expired());
   });
+}
+
+TEST(Graphs, AnOutputKeepsItsMemoryWhenTheGraphsAreReset) {
+  at::Tensor memory = at::ones({4});
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(
+      memory.storage().getWeakStorageImpl());
+  at::Tensor output = hand_out(memory, nullptr).detach();
+  memory.reset();
+  EXPECT_FALSE(storage.expired());
+  output.reset();
+  EXPECT_TRUE(storage.expired());
 }
 
 TEST(Graphs, AMissCanBeAnError) {

@@ -38,11 +38,31 @@ def pytest_configure(config):
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29411")
+    use_one_thread_of_gloo()
     # A rank that left a test early is a failure soon, not a hang.
     dist.init_process_group(BACKENDS[DEVICE], timeout=timedelta(seconds=120))
     if dist.get_rank() != 0:
         config.option.verbose = -2
         config.option.tbstyle = "short"
+
+
+def use_one_thread_of_gloo():
+    """Gives each of torch's groups over Gloo one worker thread.
+
+    The two that it has by default write the name of the last collective without a lock
+    (torch 2.11 to 2.15). With several all-gathers in flight the process sometimes aborts
+    in malloc.
+    """
+
+    class OneThread(dist.ProcessGroupGloo):
+        def __init__(self, store, rank, size, timeout, **others):
+            options = dist.ProcessGroupGloo._Options()
+            options._threads = 1
+            options._timeout = timeout
+            options._devices = [self.create_device(hostname="127.0.0.1")]
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = OneThread
 
 
 def pytest_collection_finish(session):

@@ -130,6 +130,19 @@ class ThreadBackend : public c10d::Backend {
     });
   }
 
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<std::vector<at::Tensor>>& outs,
+      std::vector<at::Tensor>& ins,
+      const c10d::AllgatherOptions&) override {
+    return defer([this, slices = outs.at(0), in = ins.at(0)] {
+      fill(in, {});
+      meeting_->meet();
+      for (int peer = 0; peer < getSize(); ++peer) {
+        copy_of(peer, slices[peer].mutable_data_ptr(), slices[peer].nbytes());
+      }
+    });
+  }
+
   c10::intrusive_ptr<c10d::Work> alltoall_base(
       at::Tensor& out,
       at::Tensor& in,
@@ -180,17 +193,25 @@ class ThreadBackend : public c10d::Backend {
     auto* to = static_cast<char*>(out.mutable_data_ptr());
     std::size_t room = out.nbytes();
     for (int peer = first; peer < last; ++peer) {
-      const std::span<const char> theirs =
-          meeting_->outgoing(peer, turn_).of(getRank());
-      if (theirs.size() > room) {
-        throw std::runtime_error(fmt::format(
-            "expected at most {} bytes, got {}",
-            room,
-            theirs.size()));
-      }
-      to = std::copy(theirs.begin(), theirs.end(), to);
-      room -= theirs.size();
+      const std::size_t copied = copy_of(peer, to, room);
+      to += copied;
+      room -= copied;
     }
+  }
+
+  /// Copies what `peer` sends this rank, at most `room` bytes; returns how
+  /// many.
+  std::size_t copy_of(int peer, void* to, std::size_t room) {
+    const std::span<const char> theirs =
+        meeting_->outgoing(peer, turn_).of(getRank());
+    if (theirs.size() > room) {
+      throw std::runtime_error(fmt::format(
+          "expected at most {} bytes, got {}",
+          room,
+          theirs.size()));
+    }
+    std::copy(theirs.begin(), theirs.end(), static_cast<char*>(to));
+    return theirs.size();
   }
 
   /// Without numbers of rows each rank gets as many.
