@@ -100,7 +100,43 @@ INSTANTIATE_TEST_SUITE_P(
             .ep = 2,
             .checkpoint = ActivationCheckpoint::full,
             .keep_attention = true},
-        TensorRun{.model = "sinks", .cp = 2, .tp = 2, .microbatches = 2}),
+        TensorRun{.model = "sinks", .cp = 2, .tp = 2, .microbatches = 2},
+        // Ranks that share tokens have the same experts,
+        TensorRun{.model = "experts", .dp = 2, .cp = 4, .ep = 2},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero1",
+            .dp = 2,
+            .cp = 2,
+            .etp = 2,
+            .documents = true},
+        // or others.
+        TensorRun{.model = "experts", .strategy = "zero0", .cp = 2, .ep = 2},
+        TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .cp = 2,
+            .ep = 4,
+            .microbatches = 2,
+            .checkpoint = ActivationCheckpoint::full,
+            .documents = true},
+        TensorRun{
+            .model = "experts",
+            .strategy = "hsdp",
+            .replicate = 2,
+            .cp = 2,
+            .ep = 2,
+            .batch = 2},
+        TensorRun{.model = "experts", .cp = 2, .tp = 2, .ep = 2},
+        TensorRun{
+            .model = "experts",
+            .strategy = "zero2",
+            .dp = 2,
+            .cp = 2,
+            .tp = 2,
+            .ep = 2,
+            .etp = 4,
+            .microbatches = 2}),
     testing::kNumberedCaseName);
 
 // The second run of a part repeats its exchanges, and only these.

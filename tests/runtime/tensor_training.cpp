@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 
 namespace flatshard::testing {
@@ -146,10 +147,8 @@ OwnExperts own_experts(const TensorRun& run, Mesh& mesh) {
     }
     return found;
   };
-  std::vector<std::string> axes = run.width_axes();
-  if (run.ep > 1) {
-    axes.insert(axes.begin(), "ep");
-  }
+  std::vector<std::string> axes = run.division_axes();
+  std::ranges::copy(run.width_axes(), std::back_inserter(axes));
   const models::ModelConfig config = tensor_config(run.model);
   own.options.exchange = std::make_shared<CollectiveExchange>(
       mesh.communicator(indices(axes), Purpose::exchange).shared_from_this(),
@@ -158,7 +157,7 @@ OwnExperts own_experts(const TensorRun& run, Mesh& mesh) {
   own.options.local_experts = config.moe.num_experts / run.ep;
   own.options.local_ffn_dim = config.moe.ffn_dim / run.etp;
   const ExpertPart part{
-      .rank = run.ep > 1 ? mesh.coordinate("ep") : 0,
+      .rank = mesh.group_index(indices(run.division_axes())),
       .ranks = run.ep,
       .width_rank = mesh.group_index(indices(run.width_axes())),
       .width_ranks = run.etp};
@@ -223,18 +222,33 @@ std::vector<MeshAxis> TensorRun::axes() const {
     axes.push_back({"replicate", replicate});
   }
   const int etp_of_data = etp == 1 ? 1 : etp / tp;
-  axes.push_back({"dp", dp / ep / etp_of_data});
-  if (ep > 1) {
-    axes.push_back({"ep", ep});
+  const int ep_of_data = experts_span_tokens() ? ep / cp : ep;
+  axes.push_back({"dp", dp / ep_of_data / etp_of_data});
+  if (ep_of_data > 1) {
+    axes.push_back({"ep", ep_of_data});
   }
-  if (etp_of_data > 1) {
+  if (etp_of_data > 1 && !experts_span_tokens()) {
     axes.push_back({"etp", etp_of_data});
   }
   if (cp > 1) {
-    axes.push_back({"cp", cp});
+    axes.push_back({"cp", cp, AxisRole::sequence});
+  }
+  if (etp_of_data > 1 && experts_span_tokens()) {
+    axes.push_back({"etp", etp_of_data});
   }
   if (tp > 1) {
     axes.push_back({"tp", tp, AxisRole::model});
+  }
+  return axes;
+}
+
+std::vector<std::string> TensorRun::division_axes() const {
+  std::vector<std::string> axes;
+  if (ep > (experts_span_tokens() ? cp : 1)) {
+    axes.emplace_back("ep");
+  }
+  if (experts_span_tokens()) {
+    axes.emplace_back("cp");
   }
   return axes;
 }
@@ -344,25 +358,24 @@ void train_tensor_rank(
   }
   const auto runtime = fully_shard(*llama, mesh, options);
   Sgd optimizer(runtime->groups(), SgdOptions{});
-  const int data_rank = mesh->data_mesh()->rank() / run.cp;
+  const int data_rank = mesh->data_mesh()->rank();
   const auto index_of = [&](int m) { return data_rank * run.microbatches + m; };
   const nn::Documents documents = documents_of(run, mesh->device());
   const auto own = [&](const at::Tensor& x) {
     return nn::own_rows(context, x.view({-1})).view({run.batch, -1});
   };
-  // Tokens, targets and weight of each microbatch -> their losses.
+  // Tokens, targets and loss factor of each microbatch -> their losses.
   int step = 0;
   const auto work = [&](const nn::TensorList& in) {
     nn::TensorList losses;
     for (int m = 0; m < run.microbatches; ++m) {
       runtime->set_is_last_microbatch(m == run.microbatches - 1);
       const at::Tensor loss =
-          llama(in[3 * m], in[3 * m + 1], documents) * in[3 * m + 2];
+          llama(in[3 * m], in[3 * m + 1], documents, in[3 * m + 2]);
       if (run.before_backward && m == 0) {
         run.before_backward(*mesh, step);
       }
-      // Gradients are means over the ranks that share a microbatch, too.
-      (loss * run.cp / run.microbatches).backward();
+      (loss / run.microbatches).backward();
       losses.push_back(loss.detach());
     }
     return losses;
@@ -379,14 +392,16 @@ void train_tensor_rank(
       const at::Tensor targets = own(made.targets);
       in.push_back(own(made.tokens).to(mesh->device()));
       in.push_back(targets.to(mesh->device()));
-      in.push_back((count_targets(targets) / count_targets(made.targets))
-                       .to(mesh->device(), at::kFloat));
+      // Gradients are means over the ranks that share a microbatch, too.
+      in.push_back(
+          (count_targets(targets) * run.cp / count_targets(made.targets))
+              .to(mesh->device(), at::kFloat));
     }
     const nn::TensorList losses = graph ? graph->run(in) : work(in);
     for (int m = 0; m < run.microbatches; ++m) {
       if (context) {
         mesh->communicator(mesh->axis_index("cp"), Purpose::reduce)
-            .all_reduce(losses[m], ReduceOp::sum);
+            .all_reduce(losses[m], ReduceOp::avg);
       }
       const auto value = losses[m].item<double>();
       const std::lock_guard lock(mutex);

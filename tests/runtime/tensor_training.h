@@ -55,6 +55,10 @@ struct TensorRun {
   int data_ranks() const { return replicate * dp; }
   int world() const { return data_ranks() * cp * tp; }
   bool shares_experts() const { return ep * etp > 1; }
+  /// Whether the ranks that share tokens divide the experts, as in the trainer.
+  bool experts_span_tokens() const { return cp > 1 && ep % cp == 0; }
+  /// Along which ranks have other experts.
+  std::vector<std::string> division_axes() const;
   /// Along which ranks have other parts of the experts' width.
   std::vector<std::string> width_axes() const;
   std::vector<MeshAxis> axes() const;

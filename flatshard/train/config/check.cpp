@@ -264,8 +264,8 @@ Config resolve_config(const Config& config, std::int64_t world) {
   FLATSHARD_CHECK(
       shard % config::expert_data_ranks(p) == 0,
       config,
-      "parallelism.expert_parallel_degree = {}{} must divide "
-      "data_parallel_shard_degree = {} of {} ranks",
+      "parallelism.expert_parallel_degree = {}{}{} must divide "
+      "data_parallel_shard_degree = {} of {} ranks{}",
       p.expert_parallel_degree,
       p.expert_tensor_parallel_degree == 1
           ? ""
@@ -275,8 +275,16 @@ Config resolve_config(const Config& config, std::int64_t world) {
                 tensor == 1
                     ? ""
                     : fmt::format(" / tensor_parallel_degree = {}", tensor)),
+      config::experts_span_sequences(p)
+          ? fmt::format(" / context_parallel_degree = {}", context)
+          : "",
       shard,
-      world);
+      world,
+      context == 1 || config::experts_span_sequences(p)
+          ? ""
+          : fmt::format(
+                ", or be a multiple of context_parallel_degree = {}",
+                context));
   const std::int64_t ranks_batch =
       resolved.training.local_batch_size * data_ranks;
   std::int64_t& global_batch = resolved.training.global_batch_size;

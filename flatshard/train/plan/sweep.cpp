@@ -1,6 +1,7 @@
 #include "flatshard/train/plan/sweep.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/plan/planned_run.h"
 #include "flatshard/train/setup/model_config.h"
 
@@ -113,10 +114,7 @@ class Sweeper {
         tensor_degree * config_.parallelism.context_parallel_degree;
     const std::int64_t ranks = machines_.ranks / sharing;
     for (RunChoice choice : expert_choices(tensor_degree, ranks)) {
-      std::int64_t degree = choice.expert_degree;
-      if (choice.expert_tensor_degree > 1) {
-        degree = degree * choice.expert_tensor_degree / tensor_degree;
-      }
+      const std::int64_t degree = expert_data_ranks(choice);
       for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
         choices.push_back(choice);
         choices.back().strategy = strategy;
@@ -178,11 +176,24 @@ class Sweeper {
     return true;
   }
 
+  /// Returns how many ranks that read different samples have different parts
+  /// of the experts.
+  std::int64_t expert_data_ranks(const RunChoice& choice) const {
+    config::Parallelism p = config_.parallelism;
+    p.tensor_parallel_degree = choice.tensor_degree;
+    p.expert_parallel_degree = choice.expert_degree;
+    p.expert_tensor_parallel_degree = choice.expert_tensor_degree;
+    return config::expert_data_ranks(p);
+  }
+
   std::vector<std::int64_t> expert_degrees(std::int64_t ranks) const {
     std::vector<std::int64_t> degrees{1};
-    for (std::int64_t degree = 2; degree <= std::min(experts_, ranks);
+    const std::int64_t most =
+        ranks * config_.parallelism.context_parallel_degree;
+    for (std::int64_t degree = 2; degree <= std::min(experts_, most);
          degree *= 2) {
-      if (experts_ % degree == 0 && ranks % degree == 0 &&
+      if (experts_ % degree == 0 &&
+          ranks % expert_data_ranks({.expert_degree = degree}) == 0 &&
           degree <= 8 * machines_.ranks_per_host) {
         degrees.push_back(degree);
       }
@@ -203,9 +214,7 @@ class Sweeper {
     }
     RunChoice cut = choices.back();
     cut.expert_tensor_degree = std::max<std::int64_t>(tensor_degree, 2);
-    const std::int64_t data_ranks =
-        cut.expert_degree * cut.expert_tensor_degree / tensor_degree;
-    if (experts_ > 0 && ranks % data_ranks == 0 &&
+    if (experts_ > 0 && ranks % expert_data_ranks(cut) == 0 &&
         ffn_dim_ % cut.expert_tensor_degree == 0) {
       choices.push_back(cut);
     }

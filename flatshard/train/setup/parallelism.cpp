@@ -11,6 +11,7 @@
 #include "flatshard/train/setup/float8_choice.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace flatshard {
 namespace {
@@ -20,8 +21,23 @@ constexpr const char* kExpertTensorAxis = "etp";
 constexpr const char* kContextAxis = "cp";
 constexpr const char* kTensorAxis = "tp";
 
-bool divides_experts(const config::Parallelism& p) {
-  return p.expert_parallel_degree > 1;
+// Returns the ranks of expert_parallel_degree that read different samples.
+std::int64_t expert_axis_ranks(const config::Parallelism& p) {
+  return config::experts_span_sequences(p)
+             ? p.expert_parallel_degree / p.context_parallel_degree
+             : p.expert_parallel_degree;
+}
+
+// Axes over which experts are divided.
+std::vector<std::string> division_axes(const config::Parallelism& p) {
+  std::vector<std::string> axes;
+  if (expert_axis_ranks(p) > 1) {
+    axes.emplace_back(kExpertAxis);
+  }
+  if (config::experts_span_sequences(p)) {
+    axes.emplace_back(kContextAxis);
+  }
+  return axes;
 }
 
 // Axes over which the width of experts is split.
@@ -110,15 +126,21 @@ std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys) {
   } else {
     axes.push_back({"edp", keys.data_parallel_shard_degree / ranks});
   }
-  if (divides_experts(keys)) {
-    axes.push_back({kExpertAxis, keys.expert_parallel_degree});
-  }
-  if (ranks > keys.expert_parallel_degree) {
-    axes.push_back({kExpertTensorAxis, ranks / keys.expert_parallel_degree});
+  const std::int64_t divisions = expert_axis_ranks(keys);
+  if (divisions > 1) {
+    axes.push_back({kExpertAxis, divisions});
   }
   if (keys.shares_sequences()) {
     axes.push_back(
         {kContextAxis, keys.context_parallel_degree, AxisRole::sequence});
+  }
+  if (ranks > divisions) {
+    // Inside all axes that divide experts: see ExchangeOptions.
+    const auto inside =
+        config::experts_span_sequences(keys)
+            ? axes.end()
+            : std::ranges::find(axes, AxisRole::sequence, &MeshAxis::role);
+    axes.insert(inside, {kExpertTensorAxis, ranks / divisions});
   }
   if (keys.tensor_parallel_degree > 1) {
     axes.push_back({kTensorAxis, keys.tensor_parallel_degree, AxisRole::model});
@@ -127,10 +149,8 @@ std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys) {
 }
 
 std::vector<std::string> expert_axes(const config::Parallelism& keys) {
-  std::vector<std::string> axes = width_axes(keys);
-  if (divides_experts(keys)) {
-    axes.insert(axes.begin(), kExpertAxis);
-  }
+  std::vector<std::string> axes = division_axes(keys);
+  std::ranges::copy(width_axes(keys), std::back_inserter(axes));
   return axes;
 }
 
@@ -282,7 +302,7 @@ std::function<ParameterPlacement(const std::string& name)> parameter_placement(
     return of_parts;
   }
   const ExpertPart part{
-      .rank = divides_experts(keys) ? mesh.coordinate(kExpertAxis) : 0,
+      .rank = mesh.group_index(indices_of(mesh, division_axes(keys))),
       .ranks = keys.expert_parallel_degree,
       .width_rank = mesh.group_index(indices_of(mesh, width_axes(keys))),
       .width_ranks = keys.expert_tensor_parallel_degree};

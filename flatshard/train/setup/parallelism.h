@@ -33,7 +33,9 @@ std::string strategy_name(const config::Parallelism& keys);
 /// in place of the last; then cp with context parallelism; with tensor
 /// parallelism tp as the innermost. If experts are split, too, their width is
 /// split over tp and an axis etp after ep. etp has
-/// expert_tensor_parallel_degree / tp ranks. The keys are resolved.
+/// expert_tensor_parallel_degree / tp ranks. Where ranks that share a sequence
+/// have different experts, ep has expert_parallel_degree / cp ranks, and etp
+/// comes after cp. The keys are resolved.
 std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys);
 
 /// Returns comm.timeout_s.

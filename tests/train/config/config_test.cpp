@@ -977,6 +977,22 @@ TEST(ResolveConfig, ErrorsShowBothSides) {
       HasSubstr("= 1 * 4 must be the number of ranks, 8 / "
                 "tensor_parallel_degree = 2 / context_parallel_degree = 2"));
   EXPECT_THAT(
+      refused_at(
+          8,
+          {"parallelism.context_parallel_degree=8",
+           "parallelism.expert_parallel_degree=2"}),
+      HasSubstr("parallelism.expert_parallel_degree = 2 must divide "
+                "data_parallel_shard_degree = 1 of 8 ranks, or be a multiple "
+                "of context_parallel_degree = 8"));
+  EXPECT_THAT(
+      refused_at(
+          6,
+          {"parallelism.context_parallel_degree=2",
+           "parallelism.expert_parallel_degree=4"}),
+      HasSubstr("parallelism.expert_parallel_degree = 4 / "
+                "context_parallel_degree = 2 must divide "
+                "data_parallel_shard_degree = 3 of 6 ranks"));
+  EXPECT_THAT(
       refused_at(6, {"parallelism.context_parallel_degree=4"}),
       HasSubstr("parallelism.context_parallel_degree = 4: expected a divisor "
                 "of the 6 ranks"));

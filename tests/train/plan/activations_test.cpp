@@ -10,6 +10,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -385,19 +386,25 @@ TEST(Work, RanksThatCutExpertsExchangeTwiceTheRows) {
   }
 }
 
-// Ranks that share a sequence are between them: on a host of 4 ranks are 2.
+// Four ranks that share a sequence have the same experts and are between them:
+// on a host of 8 ranks are 2. Two have different ones.
 TEST(Work, RanksThatExchangeTokensMayHaveOthersBetweenThem) {
-  const Config config = config_of(
-      {"model.family=moe",
-       "model.num_experts=4",
-       "model.experts_per_token=2",
-       "model.moe_ffn_dim=96",
-       "parallelism.expert_parallel_degree=2",
-       "parallelism.expert_tensor_parallel_degree=2",
-       "parallelism.context_parallel_degree=2"},
-      8);
-  const plan::Job job = plan_job(config, model_config(config), 8, kCpus);
-  EXPECT_EQ(plan::group_of(job.exchange_axes, 4), (plan::Group{4, 2}));
+  const auto ranks_of = [](int context, int ranks_per_host) {
+    const Config config = config_of(
+        {"model.family=moe",
+         "model.num_experts=4",
+         "model.experts_per_token=2",
+         "model.moe_ffn_dim=96",
+         "parallelism.expert_parallel_degree=2",
+         "parallelism.expert_tensor_parallel_degree=2",
+         fmt::format("parallelism.context_parallel_degree={}", context)},
+        16);
+    return plan::group_of(
+        plan_job(config, model_config(config), 16, kCpus).exchange_axes,
+        ranks_per_host);
+  };
+  EXPECT_EQ(ranks_of(4, 8), (plan::Group{4, 2}));
+  EXPECT_EQ(ranks_of(2, 4), (plan::Group{4, 4}));
 }
 
 TEST(Work, RanksThatShareLayersDivideTheFlops) {

@@ -460,6 +460,10 @@ INSTANTIATE_TEST_SUITE_P(
             4,
             {kNone, "parallelism.expert_parallel_degree=2"}},
         Case{
+            "experts_divided_over_sequences",
+            4,
+            {kNone, kSequences, "parallelism.expert_parallel_degree=4"}},
+        Case{
             "experts_copied",
             2,
             {"parallelism.copy_engines=all",

@@ -269,6 +269,9 @@ TEST(Adapters, OfAttentionTrainBesideExperts) {
   Settings divided = settings;
   divided.emplace_back("parallelism.expert_parallel_degree=2");
   expect_same(train_adapters(2, 1, divided), expected);
+  Settings sequences = divided;
+  sequences.emplace_back(kTwoOfASequence);
+  expect_same(train_adapters(2, 1, sequences), expected);
   Settings cut = divided;
   cut.emplace_back("parallelism.expert_tensor_parallel_degree=2");
   expect_same(train_adapters(4, 1, cut), expected);

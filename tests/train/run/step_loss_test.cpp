@@ -456,11 +456,30 @@ TEST(ContextParallel, G12_ExpertsTrainAsOnOneRank) {
   Overrides packed = experts;
   packed.emplace_back(kPacked);
   const char* const divided = "parallelism.expert_parallel_degree=2";
+  const char* const cut = "parallelism.expert_tensor_parallel_degree=2";
+  const char* const shared = "parallelism.tensor_parallel_degree=2";
   const std::vector<Shared> grids{
       {2, 1, 1, {kTwoRanks, "activation_checkpoint.mode=full"}},
-      {4, 2, 1, {kTwoRanks, divided}},
-      {4, 2, 1, {kTwoRanks, "parallelism.expert_tensor_parallel_degree=2"}},
-      {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
+      {4, 2, 1, {kTwoRanks, cut}},
+      {4, 1, 1, {kTwoRanks, shared}},
+      // Ranks that share a sequence have the same experts,
+      {8, 2, 1, {kFourRanks, divided}},
+      // or other ones.
+      {2, 1, 1, {kTwoRanks, divided}},
+      {2,
+       1,
+       3,
+       {kTwoRanks,
+        divided,
+        "parallelism.token_exchange=copies",
+        "parallelism.context_parallel_comm=copies"}},
+      {4, 2, 1, {kTwoRanks, "parallelism.expert_parallel_degree=4"}},
+      {4,
+       2,
+       1,
+       {kTwoRanks, divided, "parallelism.data_parallel_replicate_degree=2"}},
+      {4, 1, 1, {kTwoRanks, divided, shared}},
+      {4, 2, 1, {kTwoRanks, divided, cut, "parallelism.strategy=zero1"}},
       {4,
        2,
        3,
