@@ -170,18 +170,52 @@ TEST_F(TensorParallelRuns, SharedSequencesGiveTheNumbersOfOneRank) {
   ASSERT_EQ(copies.code, 0) << copies.output;
   EXPECT_THAT(copies.output, HasSubstr("shared sequences"));
   EXPECT_EQ(numbers("copies"), numbers("all"));
+}
+
+// Runs resume with sequences on more ranks and on fewer, and programs that read
+// runs have any number of ranks.
+TEST_F(TensorParallelRuns, CheckpointsOfSharedSequencesAreReadOnOtherGrids) {
+  const std::string constant = "--set lr_scheduler.name=constant ";
+  const Result one = run("one", 1, constant);
+  ASSERT_EQ(one.code, 0) << one.output;
   const std::string save = constant + "--set checkpoint.interval=3 ";
-  const Result begun =
-      run("run", 2, kTwoOfASequence + save + "--set training.steps=3");
-  ASSERT_EQ(begun.code, 0) << begun.output;
-  for (const auto& [ranks, options] :
-       {std::pair{4, std::string()},
-        std::pair{4, std::string(kTwoOfASequence)}}) {
-    const std::string name = options.empty() ? "data" : "grid";
-    fs::copy(folder_ / "run", folder_ / name, fs::copy_options::recursive);
-    const Result resumed = run(name, ranks, options + save + "--resume");
-    ASSERT_EQ(resumed.code, 0) << resumed.output;
-    expect_same(name, "one");
+  struct Grid {
+    int ranks;
+    std::string options;
+  };
+  const Grid whole{1, ""};
+  const Grid two{2, kTwoOfASequence};
+  struct Resume {
+    std::string run;
+    Grid from;
+    std::vector<Grid> to;
+  };
+  for (const auto& [begun, from, grids] :
+       {Resume{"two", two, {whole, {4, ""}, {4, kTwoOfASequence}}},
+        Resume{"whole", whole, {two}}}) {
+    const Result first =
+        run(begun, from.ranks, from.options + save + "--set training.steps=3");
+    ASSERT_EQ(first.code, 0) << first.output;
+    for (const Grid& to : grids) {
+      const std::string name = fmt::format("{} {}", begun, to.ranks);
+      fs::remove_all(folder_ / name);
+      fs::copy(folder_ / begun, folder_ / name, fs::copy_options::recursive);
+      const Result resumed =
+          run(name, to.ranks, to.options + save + "--resume");
+      ASSERT_EQ(resumed.code, 0) << resumed.output;
+      expect_same(name, "one");
+    }
+  }
+  const std::string path = (folder_ / "whole 2").string();
+  for (const std::string& command :
+       {"generate --run '" + path +
+            "' --prompt 'line 3' --max-new-tokens 4 --device cpu",
+        "evaluate --run '" + path + "' --device cpu --data '" +
+            (*corpus_ / "corpus").string() + "'",
+        "export --run '" + path + "' --to '" + (folder_ / "hf").string() +
+            "'"}) {
+    const Result result = sh("\"$PROGRAM\" " + command);
+    EXPECT_EQ(result.code, 0) << result.output;
   }
 }
 
