@@ -214,8 +214,8 @@ class GlooCommunicator : public Communicator {
       run(kind, [&] { return backend_->_allgather_base(out_bytes, in_bytes); });
       return;
     }
-    // _allgather_base also copies this rank's slice to `out`, at the end. What
-    // was written there since the launch would be lost.
+    // _allgather_base also copies this rank's slice to `out`, at the end.
+    // Writes there since the launch would be lost.
     std::vector<std::vector<at::Tensor>> slices(1);
     for (int r = 0; r < size(); ++r) {
       slices[0].push_back(

@@ -4,7 +4,7 @@
 #include "flatshard/device/parallel_for.h"
 #include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/flat_update_float8.h"
-#include "flatshard/optim/state_block.h"
+#include "flatshard/optim/state_codes.h"
 #include "flatshard/optim/update_rules.h"
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/optim/flat_update.h"
-#include "flatshard/optim/muon_cuda.h"
+#include "flatshard/optim/muon/muon_cuda.h"
 
 namespace flatshard {
 namespace {

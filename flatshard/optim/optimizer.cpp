@@ -9,8 +9,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <map>
-#include <optional>
 
 namespace flatshard {
 namespace {
@@ -85,9 +83,9 @@ Optimizer::Optimizer(
 void Optimizer::allocate_offloaded() {
   std::vector<std::vector<at::Tensor*>> states(groups_.size());
   for (std::size_t i = 0; i < groups_.size(); ++i) {
-    for (const Part& part : parts_[i]) {
+    for (const PartUpdate& part : parts_[i]) {
       if (offloads_states(*groups_[i])) {
-        algorithms_.at(part.all.algorithm)
+        algorithms_.at(part.algorithm())
             ->visit_states(i, [&](at::Tensor& state) {
               states[i].push_back(&state);
             });
@@ -102,13 +100,8 @@ void Optimizer::add_parts(std::size_t group) {
   const std::vector<std::size_t>& of_parameters =
       parameters_.of_parameters[group];
   const at::Tensor& main = g.weights().main().local();
-  for (UpdatePart& all :
+  for (UpdatePart& of :
        update_parts(trained_group(g), of_parameters, parameters_)) {
-    Part part;
-    part.row_of = all.row_of;
-    part.all = std::move(all);
-    set_ranges(group, part);
-    const UpdatePart& of = part.all;
     auto& own = algorithms_[of.algorithm];
     if (own == nullptr) {
       own = make_algorithm(of.algorithm, parameters_.muon);
@@ -116,31 +109,19 @@ void Optimizer::add_parts(std::size_t group) {
     // Without memory until the sizes of all states are known.
     own->set_state_device(
         offloads_states(g) ? at::Device(at::kMeta) : main.device());
-    const std::vector<ParameterValues> values =
-        flatshard::values_of(of.rows, parameters_);
+    const std::vector<ParameterValues> values = values_of(of.rows, parameters_);
+    const PartUpdate& part = parts_[group].emplace_back(g, std::move(of));
     own->add_group(
         group,
-        main.narrow(0, 0, part.update.states_numel(main.numel())),
+        main.narrow(0, 0, part.flat.states_numel(main.numel())),
         values);
     std::vector<UpdateAlgorithm::OwnParameter> parameters;
-    for (std::size_t i = 0; i < of.row_of.size(); ++i) {
-      if (of.row_of[i] != UpdateRange::kSkipped) {
-        parameters.push_back({i, of.row_of[i]});
+    for (std::size_t i = 0; i < part.row_of().size(); ++i) {
+      if (part.row_of()[i] != UpdateRange::kSkipped) {
+        parameters.push_back({i, part.row_of()[i]});
       }
     }
     own->add_parameters(group, g, parameters, values);
-    parts_[group].push_back(std::move(part));
-  }
-}
-
-void Optimizer::set_ranges(std::size_t group, Part& part) {
-  const ShardPieces pieces = shard_pieces(*groups_[group]);
-  part.update.ranges = update_ranges(pieces, part.row_of);
-  if (part.all.is_partial) {
-    part.update.runs = update_runs(pieces, part.all.row_of, part.row_of);
-  } else {
-    part.update.upload_ranges(
-        groups_[group]->weights().main().local().device());
   }
 }
 
@@ -148,41 +129,11 @@ bool Optimizer::begin_update(
     std::size_t group,
     const std::vector<bool>& skipped) {
   bool any = false;
-  for (Part& part : parts_[group]) {
-    part.rows.clear();
-    std::vector<std::int32_t> row_of = part.all.row_of;
-    for (std::size_t i = 0; i < row_of.size(); ++i) {
-      if (row_of[i] == UpdateRange::kSkipped) {
-        continue;
-      }
-      if (!skipped.empty() && skipped.at(i)) {
-        row_of[i] = UpdateRange::kSkipped;
-        continue;
-      }
-      const Row row{
-          .parameter_group = part.all.rows[row_of[i]],
-          .updates = ++updates_[group][i]};
-      const auto found = std::ranges::find(part.rows, row);
-      row_of[i] = static_cast<std::int32_t>(found - part.rows.begin());
-      if (found == part.rows.end()) {
-        part.rows.push_back(row);
-      }
-    }
-    if (row_of != part.row_of) {
-      part.row_of = std::move(row_of);
-      set_ranges(group, part);
-    }
-    any = any || !part.rows.empty();
+  for (PartUpdate& part : parts_[group]) {
+    part.begin(skipped, updates_[group]);
+    any = any || !part.is_empty();
   }
   return any;
-}
-
-std::vector<ParameterValues> Optimizer::values_of(const Part& part) const {
-  std::vector<ParameterValues> values;
-  for (const Row& row : part.rows) {
-    values.push_back(parameters_.groups[row.parameter_group].values);
-  }
-  return values;
 }
 
 std::uint64_t Optimizer::rounding_step(std::size_t group) const {
@@ -218,15 +169,10 @@ std::vector<UpdateRow> Optimizer::set_rows(
     double lr) {
   std::vector<UpdateRow> on_device;
   for (const std::size_t i : groups) {
-    for (Part& part : parts_[i]) {
-      const UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
-      auto& rows = part.update.rows;
-      rows.clear();
-      for (const auto& [group, updates] : part.rows) {
-        const ParameterValues& values = parameters_.groups[group].values;
-        rows.push_back(algorithm.row(values, lr * values.lr_mult, updates));
-      }
-      if (part.update.device_ranges.defined()) {
+    for (PartUpdate& part : parts_[i]) {
+      part.set_rows(*algorithms_.at(part.algorithm()), parameters_, lr);
+      if (part.flat.device_ranges.defined()) {
+        const std::vector<UpdateRow>& rows = part.flat.rows;
         on_device.insert(on_device.end(), rows.begin(), rows.end());
       }
     }
@@ -240,11 +186,11 @@ void Optimizer::set_device_rows(
   constexpr auto kNbytes = static_cast<std::int64_t>(sizeof(UpdateRow));
   std::int64_t begin = 0;
   for (const std::size_t i : groups) {
-    for (Part& part : parts_[i]) {
-      if (part.update.device_ranges.defined()) {
+    for (PartUpdate& part : parts_[i]) {
+      if (part.flat.device_ranges.defined()) {
         const auto nbytes =
-            static_cast<std::int64_t>(part.update.rows.size()) * kNbytes;
-        part.update.device_rows = device_rows.narrow(0, begin, nbytes);
+            static_cast<std::int64_t>(part.flat.rows.size()) * kNbytes;
+        part.flat.device_rows = device_rows.narrow(0, begin, nbytes);
         begin += nbytes;
       }
     }
@@ -256,10 +202,15 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
     algorithm->begin_step();
   }
   for (const std::size_t i : groups) {
-    for (const Part& part : parts_[i]) {
-      if (!part.rows.empty()) {
-        algorithms_.at(part.all.algorithm)
-            ->begin_update(i, part.update, part.row_of, values_of(part), lr);
+    for (const PartUpdate& part : parts_[i]) {
+      if (!part.is_empty()) {
+        algorithms_.at(part.algorithm())
+            ->begin_update(
+                i,
+                part.flat,
+                part.row_of(),
+                part.values(parameters_),
+                lr);
       }
     }
   }
@@ -267,9 +218,9 @@ void Optimizer::begin_step(const std::vector<std::size_t>& groups, double lr) {
 
 std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
   std::vector<Communicator*> all;
-  for (const Part& part : parts_[group]) {
-    if (!part.rows.empty()) {
-      const auto own = algorithms_.at(part.all.algorithm)->communicators(group);
+  for (const PartUpdate& part : parts_[group]) {
+    if (!part.is_empty()) {
+      const auto own = algorithms_.at(part.algorithm())->communicators(group);
       all.insert(all.end(), own.begin(), own.end());
     }
   }
@@ -278,10 +229,9 @@ std::vector<Communicator*> Optimizer::communicators(std::size_t group) const {
 
 bool Optimizer::encodes_planes(std::size_t group) const {
   // A kernel does not see the magnitudes of elements that it skips.
-  const std::vector<Part>& parts = parts_[group];
-  return parts.size() == 1 &&
-         std::ranges::count(parts.front().row_of, UpdateRange::kSkipped) == 0 &&
-         algorithms_.at(parts.front().all.algorithm)->encodes_planes(group);
+  const std::vector<PartUpdate>& parts = parts_[group];
+  return parts.size() == 1 && parts.front().is_whole() &&
+         algorithms_.at(parts.front().algorithm())->encodes_planes(group);
 }
 
 void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
@@ -291,13 +241,8 @@ void Optimizer::set_stochastic_rounding(std::uint64_t seed) {
     if (main.scalar_type() != at::kBFloat16) {
       continue;
     }
-    for (Part& part : parts_[i]) {
-      check_stochastic_rounding(
-          groups_[i]->name(),
-          part.all.algorithm,
-          part.update.runs.has_value());
-      part.update.rounding_ranges = rounding_ranges(*groups_[i], seed);
-      part.update.upload_ranges(main.device());
+    for (PartUpdate& part : parts_[i]) {
+      part.set_stochastic_rounding(seed);
     }
   }
 }
@@ -368,8 +313,8 @@ void Optimizer::step(
     const PlaneWriter* const planes =
         encodes_planes(i) ? group.weights().writer() : nullptr;
     encodes[i] = planes != nullptr || !group.weights().encodes_at_gather();
-    for (Part& part : parts_[i]) {
-      FlatUpdate& flat = part.update;  // the last step is done with it
+    for (PartUpdate& part : parts_[i]) {
+      FlatUpdate& flat = part.flat;  // the last step is done with it
       flat.rounding_step = rounding_step(i);
       flat.main = group.weights().main().local();
       flat.compute = offload ? at::Tensor() : group.weights().compute_shard();
@@ -388,17 +333,17 @@ void Optimizer::step(
     const at::Tensor slot =
         offloaded_ ? offloaded_->begin_update(i, stream) : at::Tensor();
     queue_collectives(stream, communicators(i), [this, i, slot] {
-      for (Part& part : parts_[i]) {
-        UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
-        part.update.planes.zero();
-        algorithm.set_states(i, part.update);
+      for (PartUpdate& part : parts_[i]) {
+        UpdateAlgorithm& algorithm = *algorithms_.at(part.algorithm());
+        part.flat.planes.zero();
+        algorithm.set_states(i, part.flat);
         if (slot.defined()) {
-          offloaded_->use_slot(i, slot, part.update);
+          offloaded_->use_slot(i, slot, part.flat);
         }
-        if (!part.rows.empty()) {
-          algorithm.update(i, part.update);
+        if (!part.is_empty()) {
+          algorithm.update(i, part.flat);
         }
-        part.update.grad.reset();  // zero_grad gives its memory back
+        part.flat.grad.reset();  // zero_grad gives its memory back
       }
     });
     if (offloaded_) {
@@ -421,8 +366,8 @@ void Optimizer::zero_grad() {
 std::vector<std::pair<std::string, at::Tensor>> Optimizer::state(
     std::size_t group) const {
   std::vector<std::pair<std::string, at::Tensor>> states;
-  for (const Part& part : parts_.at(group)) {
-    for (auto& state : algorithms_.at(part.all.algorithm)->state(group)) {
+  for (const PartUpdate& part : parts_.at(group)) {
+    for (auto& state : algorithms_.at(part.algorithm())->state(group)) {
       states.push_back(std::move(state));
     }
   }
@@ -432,9 +377,8 @@ std::vector<std::pair<std::string, at::Tensor>> Optimizer::state(
 std::vector<std::pair<std::string, std::vector<NamedShard>>>
 Optimizer::state_shards(std::size_t group) const {
   std::vector<std::pair<std::string, std::vector<NamedShard>>> result;
-  const std::vector<Part>& parts = parts_.at(group);
-  for (const Part& part : parts) {
-    const UpdateAlgorithm& algorithm = *algorithms_.at(part.all.algorithm);
+  for (const PartUpdate& part : parts_.at(group)) {
+    const UpdateAlgorithm& algorithm = *algorithms_.at(part.algorithm());
     auto own = algorithm.state_shards(group);
     if (!own.empty()) {
       std::ranges::move(own, std::back_inserter(result));
@@ -442,35 +386,21 @@ Optimizer::state_shards(std::size_t group) const {
     }
     for (const auto& [name, flat] : algorithm.state(group)) {
       std::vector<NamedShard> shards = groups_[group]->main_shards();
-      if (part.update.runs) {
+      if (part.flat.runs) {
         std::erase_if(shards, [&](const NamedShard& shard) {
-          return algorithm_of(group, shard.name()) != part.all.algorithm;
+          return !part.contains(shard.name());
         });
       }
       for (NamedShard& shard : shards) {
         const std::int64_t n = shard.tensor.numel();
         const std::int64_t begin =
-            n == 0 ? 0 : part.update.states_offset(shard.local_offset);
+            n == 0 ? 0 : part.flat.states_offset(shard.local_offset);
         shard.tensor = flat.narrow(0, begin, n);
       }
       result.emplace_back(name, std::move(shards));
     }
   }
   return result;
-}
-
-std::optional<Algorithm> Optimizer::algorithm_of(
-    std::size_t group,
-    const std::string& name) const {
-  const std::vector<GroupParameter>& of_group = groups_[group]->parameters();
-  for (std::size_t i = 0; i < of_group.size(); ++i) {
-    const std::size_t index = parameters_.of_parameters[group][i];
-    if (of_group[i].names.front() == name &&
-        index != ParameterGroups::kNotUpdated) {
-      return parameters_.groups[index].values.algorithm;
-    }
-  }
-  return std::nullopt;
 }
 
 std::int64_t Optimizer::state_nbytes() const {

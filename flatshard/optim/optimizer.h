@@ -4,15 +4,13 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/group/param_group.h"
-#include "flatshard/optim/flat_update.h"
 #include "flatshard/optim/offloaded_states.h"
 #include "flatshard/optim/parameter_rules.h"
+#include "flatshard/optim/part_update.h"
 #include "flatshard/optim/update_algorithm.h"
-#include "flatshard/optim/update_parts.h"
 
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -134,28 +132,11 @@ class Optimizer {
   explicit Optimizer(std::vector<ParamGroup*> groups);
 
  private:
-  /// Parameters of one parameter group that were updated equally often.
-  struct Row {
-    std::size_t parameter_group = 0;
-    std::int64_t updates = 0;  ///< with this one
-
-    bool operator==(const Row&) const = default;
-  };
-  /// The parameters of one group that use one algorithm, and their update in a
-  /// step.
-  struct Part {
-    UpdatePart all;                    ///< with those without a gradient
-    std::vector<Row> rows;             ///< empty: nothing is updated
-    std::vector<std::int32_t> row_of;  ///< of each parameter, or kSkipped
-    FlatUpdate update;                 ///< its ranges are those of row_of
-  };
   void add_parts(std::size_t group);
   /// Starts the next update of a group: counts it, and sets the rows.
   /// @param skipped  see OfParameters.
   /// @return  whether it updates any parameter.
   bool begin_update(std::size_t group, const std::vector<bool>& skipped);
-  void set_ranges(std::size_t group, Part& part);
-  std::vector<ParameterValues> values_of(const Part& part) const;
   /// Returns the number that selects the random bits of the group's update: how
   /// often its parameters were updated. It is different for any two updates of
   /// a parameter.
@@ -179,15 +160,11 @@ class Optimizer {
       const std::vector<std::size_t>& groups,
       const at::Tensor& device_rows);
   bool encodes_planes(std::size_t group) const;
-  /// Returns the algorithm of a parameter of a group.
-  std::optional<Algorithm> algorithm_of(
-      std::size_t group,
-      const std::string& name) const;
 
   std::vector<ParamGroup*> groups_;
   ParameterGroups parameters_;
   std::map<Algorithm, std::unique_ptr<UpdateAlgorithm>> algorithms_;
-  std::vector<std::vector<Part>> parts_;            ///< of each group
+  std::vector<std::vector<PartUpdate>> parts_;      ///< of each group
   std::vector<std::vector<std::int64_t>> updates_;  ///< of each parameter
   std::int64_t num_steps_ = 0;
   std::shared_ptr<Stream> stream_;

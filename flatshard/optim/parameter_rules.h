@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/group/param_group.h"
-#include "flatshard/optim/muon_options.h"
+#include "flatshard/optim/muon/muon_options.h"
 #include "flatshard/optim/parameter_values.h"
 #include "flatshard/shape/group_plan.h"
 

@@ -1,9 +1,10 @@
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <optional>
 #include <string>
 
-#include "flatshard/optim/newton_schulz_options.h"
 #include "flatshard/optim/state_format.h"
 
 namespace flatshard {
@@ -29,6 +30,18 @@ enum class AdjustLr {
   original,            ///< sqrt(max(1, A / B))
   match_rms_adamw,     ///< 0.2 sqrt(max(A, B)): updates are as large as AdamW's
   spectral_unclamped,  ///< sqrt(A / B)
+};
+
+/// The iteration that orthogonalizes matrices, with the defaults of
+/// torch.optim.Muon.
+struct NewtonSchulzOptions {
+  std::array<double, 3> coefficients = {3.4445, -4.7750, 2.0315};
+  std::int64_t steps = 5;
+  double eps = 1e-7;  ///< lower limit of the norm that divides a matrix
+
+  /// @throws Error{config} when a value is out of range.
+  void validate() const;
+  bool operator==(const NewtonSchulzOptions&) const = default;
 };
 
 /// Values of Muon, with the defaults of torch.optim.Muon.

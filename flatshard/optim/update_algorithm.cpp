@@ -3,7 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/optim/adamw.h"
 #include "flatshard/optim/element_algorithm.h"
-#include "flatshard/optim/muon.h"
+#include "flatshard/optim/muon/muon.h"
 
 #include <type_traits>
 

@@ -6,7 +6,7 @@
 #include "flatshard/group/named_shard.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/optim/flat_update.h"
-#include "flatshard/optim/muon_options.h"
+#include "flatshard/optim/muon/muon_options.h"
 #include "flatshard/optim/parameter_values.h"
 
 #include <cstddef>

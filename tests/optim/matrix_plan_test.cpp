@@ -1,4 +1,4 @@
-#include "flatshard/optim/matrix_plan.h"
+#include "flatshard/optim/muon/matrix_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "flatshard/optim/muon.h"
+#include "flatshard/optim/muon/muon.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -12,7 +12,7 @@
 #include <mutex>
 
 #include "flatshard/core/error.h"
-#include "flatshard/optim/newton_schulz.h"
+#include "flatshard/optim/muon/newton_schulz.h"
 #include "flatshard/optim/optimizer.h"
 #include "tests/support/ranks.h"
 #include "tests/support/shard_values.h"

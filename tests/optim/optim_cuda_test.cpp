@@ -1,7 +1,7 @@
 // The CUDA kernels against the CPU loops. Skips itself without a GPU.
 #include "flatshard/device/stream.h"
-#include "flatshard/optim/muon_update.h"
-#include "flatshard/optim/newton_schulz.h"
+#include "flatshard/optim/muon/muon_update.h"
+#include "flatshard/optim/muon/newton_schulz.h"
 #include "flatshard/optim/optimizer.h"
 #include "tests/optim/float8_update.h"
 

@@ -1,7 +1,7 @@
 #include "flatshard/train/plan/planned_matrices.h"
 
 #include "flatshard/group/shard_axes.h"
-#include "flatshard/optim/newton_schulz.h"
+#include "flatshard/optim/muon/newton_schulz.h"
 
 #include <c10/util/accumulate.h>
 

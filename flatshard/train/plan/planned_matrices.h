@@ -1,7 +1,7 @@
 #pragma once
 
 #include "flatshard/fully_shard/describe.h"
-#include "flatshard/optim/matrix_window.h"
+#include "flatshard/optim/muon/matrix_window.h"
 #include "flatshard/optim/update_parts.h"
 #include "flatshard/plan/job.h"
 

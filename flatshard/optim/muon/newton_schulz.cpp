@@ -1,7 +1,7 @@
-#include "flatshard/optim/newton_schulz.h"
+#include "flatshard/optim/muon/newton_schulz.h"
 
 #include "flatshard/core/error.h"
-#include "flatshard/optim/muon_cuda.h"
+#include "flatshard/optim/muon/muon_cuda.h"
 
 #include <ATen/ATen.h>
 

@@ -1,9 +1,9 @@
-#include "flatshard/optim/muon.h"
+#include "flatshard/optim/muon/muon.h"
 
 #include "flatshard/core/error.h"
 #include "flatshard/group/param_group.h"
 #include "flatshard/group/shard_axes.h"
-#include "flatshard/optim/muon_update.h"
+#include "flatshard/optim/muon/muon_update.h"
 
 #include <ATen/ATen.h>
 #include <fmt/ranges.h>

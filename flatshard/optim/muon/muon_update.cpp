@@ -1,8 +1,8 @@
-#include "flatshard/optim/muon_update.h"
+#include "flatshard/optim/muon/muon_update.h"
 
 #include "flatshard/device/memory.h"
 #include "flatshard/device/parallel_for.h"
-#include "flatshard/optim/muon_cuda.h"
+#include "flatshard/optim/muon/muon_cuda.h"
 
 #include <ATen/ATen.h>
 

@@ -6,7 +6,7 @@
 #include "flatshard/comm/communicator.h"
 #include "flatshard/group/group_parameter.h"
 #include "flatshard/group/param_group.h"
-#include "flatshard/optim/matrix_plan.h"
+#include "flatshard/optim/muon/matrix_plan.h"
 
 namespace flatshard {
 

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "flatshard/optim/newton_schulz_options.h"
+#include "flatshard/optim/parameter_values.h"
 
 #include <cstdint>
 #include <vector>

@@ -11,8 +11,8 @@
 
 #include "flatshard/comm/communicator.h"
 #include "flatshard/layout/rectangle.h"
-#include "flatshard/optim/matrix_plan.h"
-#include "flatshard/optim/newton_schulz.h"
+#include "flatshard/optim/muon/matrix_plan.h"
+#include "flatshard/optim/muon/newton_schulz.h"
 
 namespace flatshard {
 

@@ -1,4 +1,4 @@
-#include "flatshard/optim/matrix_plan.h"
+#include "flatshard/optim/muon/matrix_plan.h"
 
 #include <algorithm>
 #include <map>

@@ -1,4 +1,4 @@
-#include "flatshard/optim/matrix_window.h"
+#include "flatshard/optim/muon/matrix_window.h"
 
 #include <ATen/ATen.h>
 

@@ -1,4 +1,4 @@
-#include "flatshard/optim/muon_cuda.h"
+#include "flatshard/optim/muon/muon_cuda.h"
 
 #include "flatshard/device/kernel_launch.h"
 #include "flatshard/device/memory.h"

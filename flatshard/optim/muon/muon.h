@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "flatshard/optim/matrix_window.h"
-#include "flatshard/optim/muon_options.h"
+#include "flatshard/optim/muon/matrix_window.h"
+#include "flatshard/optim/muon/muon_options.h"
 #include "flatshard/optim/update_algorithm.h"
 
 namespace flatshard {
