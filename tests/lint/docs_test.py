@@ -195,7 +195,7 @@ class Docs(unittest.TestCase):
                         self.assertRegex(text, rf"\b{alias.name}\b", page.name)
 
     def test_questions_are_answered_where_their_page_says(self):
-        page = ROOT / "docs/dev/questions.md"
+        page = ROOT / "tests/lint/questions.md"
         asked = set()
         readers = page.read_text().split("\n## ")[1:]
         self.assertEqual(len(readers), 3)
