@@ -310,7 +310,9 @@ class ContextParallelOnGpus : public TensorParallelOnGpus {
          .keep_attention = true,
          .one_target = true},
         {.model = "gemma", .checkpoint = ActivationCheckpoint::selective},
-        {.model = "sinks", .microbatches = 2, .documents = true}};
+        {.model = "sinks", .microbatches = 2, .documents = true},
+        // Heads and tokens are exchanged between the same ranks.
+        {.model = "sinks", .ep = 2, .microbatches = 2}};
     for (TensorRun& run : runs) {
       run.dp = gpu_ranks().world() / 2;
       run.cp = 2;

@@ -68,5 +68,22 @@ TEST(Sweep, LeavesTheStatesOfTheConfigWhereTheyAreTheSmallest) {
   EXPECT_THAT(formats_of(muon.too_large), ElementsAre(StateFormat::float32));
 }
 
+// Eight ranks share each sequence: experts are divided over all of them or not
+// at all.
+TEST(Sweep, DividesExpertsOverRanksThatShareSequences) {
+  const Sweep found = sweep(
+      config_of_preset(
+          "qwen3_30b_a3b",
+          {"model.layers=2", "parallelism.context_parallel_degree=8"}),
+      {.ranks = 8, .gpu = plan::find_gpu("h200")});
+  std::set<std::int64_t> degrees;
+  for (const PlannedChoice& planned : found.fitting) {
+    if (planned.choice.tensor_degree == 1) {
+      degrees.insert(planned.choice.expert_degree);
+    }
+  }
+  EXPECT_THAT(degrees, ElementsAre(1, 8));
+}
+
 }  // namespace
 }  // namespace flatshard
