@@ -11,11 +11,20 @@
 namespace flatshard {
 namespace {
 
-// Exchanges block r of `in` [size, n] with rank r.
+// Whether all ranks get the same block.
+bool is_one_block(const at::Tensor& send, std::int64_t size) {
+  return send.size(0) == size && send.stride(0) == 0;
+}
+
+// Exchanges block r of `in` [size, n] with rank r; [1, n] is for all ranks.
 void exchange_blocks(
     Communicator& group,
     const at::Tensor& out,
     const at::Tensor& in) {
+  if (in.size(0) < out.size(0)) {
+    group.all_gather(out.view({-1}), in.view({-1}));
+    return;
+  }
   std::vector<RowsOfPeer> rows;
   for (int peer = 0; peer < group.size(); ++peer) {
     rows.push_back({.peer = peer, .begin = peer, .rows = 1});
@@ -31,10 +40,13 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
       : waits_(ranks.waits_), blocks_(std::move(blocks)) {
     const std::int64_t size = ranks.size();
     for (const nn::RankBlocks& b : blocks_) {
-      sent_.push_back(packed(b.send).view({size, -1}));
+      const bool is_one = is_one_block(b.send, size);
+      sent_.push_back(packed(is_one ? b.send.narrow(0, 0, 1) : b.send)
+                          .view({is_one ? 1 : size, -1}));
+      const at::Tensor& to = b.receive;
       received_.push_back(
-          b.receive.is_contiguous() ? b.receive.view({size, -1})
-                                    : at::empty_like(sent_.back()));
+          (to.is_contiguous() ? to : at::empty(to.sizes(), to.options()))
+              .view({size, -1}));
     }
     Event ready;
     ready.record(*current_stream(ranks.group_->device()));
@@ -71,8 +83,9 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
 
 CollectiveContextParallel::CollectiveContextParallel(
     std::shared_ptr<Communicator> group,
-    StreamOptions options)
-    : ContextParallel(group->rank(), group->size()),
+    StreamOptions options,
+    nn::ContextParallelPtr hosts)
+    : ContextParallel(group->rank(), group->size(), std::move(hosts)),
       group_(std::move(group)),
       waits_(group_->device()) {
   options.high_priority = true;

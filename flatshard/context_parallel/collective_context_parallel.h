@@ -10,21 +10,28 @@
 
 namespace flatshard {
 
-/// Context parallelism by collectives: an all-to-all for each tensor, on a
-/// separate stream. Compute packs what is sent and unpacks what arrives, where
-/// blocks are not contiguous.
+/// Context parallelism by collectives: an all-to-all for each tensor, or an
+/// all-gather where all ranks get the same block, on a separate stream. Compute
+/// packs what is sent and unpacks what arrives, where blocks are not
+/// contiguous.
 class CollectiveContextParallel : public nn::ContextParallel {
  public:
   /// @param group  for nothing else.
+  /// @param hosts  see ContextParallel.
   explicit CollectiveContextParallel(
       std::shared_ptr<Communicator> group,
-      StreamOptions options = {});
+      StreamOptions options = {},
+      nn::ContextParallelPtr hosts = nullptr);
 
   std::unique_ptr<nn::PendingExchange> start(
       std::vector<nn::RankBlocks> blocks) override;
-  void measure(bool measures) override { waits_.measure(measures); }
+  void measure(bool measures) override {
+    ContextParallel::measure(measures);
+    waits_.measure(measures);
+  }
   double wait_and_take_exposed_ms() override {
-    return waits_.wait_and_take_ms();
+    return waits_.wait_and_take_ms() +
+           ContextParallel::wait_and_take_exposed_ms();
   }
 
  private:

@@ -123,7 +123,7 @@ class PeerContextParallel::Pending : public nn::PendingExchange {
 PeerContextParallel::PeerContextParallel(
     std::shared_ptr<Communicator> group,
     const PeerContextParallelOptions& options)
-    : ContextParallel(group->rank(), group->size()),
+    : ContextParallel(group->rank(), group->size(), options.hosts),
       group_(std::move(group)),
       waits_(group_->device()) {
   StreamOptions stream = options.stream;

@@ -19,6 +19,8 @@ struct PeerContextParallelOptions {
   std::int64_t window_nbytes = 0;
   /// Options of the stream that copies.
   StreamOptions stream;
+  /// See ContextParallel.
+  nn::ContextParallelPtr hosts = nullptr;
 };
 
 /// Context parallelism by peer-to-peer copies through shared memory (on GPUs by
@@ -52,9 +54,13 @@ class PeerContextParallel : public nn::ContextParallel {
   /// @throws Error{usage} where a CUDA graph is recorded.
   std::unique_ptr<nn::PendingExchange> start(
       std::vector<nn::RankBlocks> blocks) override;
-  void measure(bool measures) override { waits_.measure(measures); }
+  void measure(bool measures) override {
+    ContextParallel::measure(measures);
+    waits_.measure(measures);
+  }
   double wait_and_take_exposed_ms() override {
-    return waits_.wait_and_take_ms();
+    return waits_.wait_and_take_ms() +
+           ContextParallel::wait_and_take_exposed_ms();
   }
 
   std::int64_t nbytes() const override {

@@ -10,6 +10,9 @@
 namespace flatshard {
 
 struct ContextParallelOptions {
+  /// The axis over hosts: ranks along it all-gather keys and values. Empty: the
+  /// ranks of one host share tokens.
+  std::string hosts;
   /// Heads are copied between ranks of one host (PeerContextParallel). CUDA
   /// graphs cannot record that. False: collectives exchange them.
   bool copies = false;
@@ -20,9 +23,10 @@ struct ContextParallelOptions {
 };
 
 /// Returns the ranks along an axis of the mesh that share the tokens of a
-/// batch, in the form that attention accepts; null for an axis of one rank.
-/// Collective.
-/// @throws Error{usage} for a mesh without the axis, Error{config} when ranks
+/// batch, in the form that attention accepts; null where each rank has all of
+/// its tokens. Collective.
+/// @param axis  of the ranks that exchange heads
+/// @throws Error{usage} for a mesh without the axes, Error{config} when ranks
 ///   that copy are on different hosts.
 nn::ContextParallelPtr make_context_parallel(
     Mesh& mesh,

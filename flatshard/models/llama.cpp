@@ -292,7 +292,7 @@ LlamaImpl::LlamaImpl(ModelConfig config, LlamaOptions options)
         options.ranks ? options.ranks->size() : 1,
         "LlamaOptions::context");
     options.moe.context = options.context;
-    num_token_parts_ = options.context->size();
+    num_token_parts_ = options.context->num_ranks();
   }
   FLATSHARD_CHECK(
       options.mlp_chunk_tokens == 0 ||

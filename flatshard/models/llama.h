@@ -111,7 +111,7 @@ class LlamaAttentionImpl : public nn::Module, public nn::HasParts {
   /// Tokens of a full sequence if a rank has `tokens` of them.
   std::int64_t whole_seq(std::int64_t tokens) const {
     return tokens * (ranks_ ? ranks_->size() : 1) *
-           (token_ranks_ ? token_ranks_->size() : 1);
+           (token_ranks_ ? token_ranks_->num_ranks() : 1);
   }
 
   std::int64_t heads_;  ///< over all ranks

@@ -5,6 +5,7 @@
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/norm_linears.h"
+#include "flatshard/nn/parallel/context_parallel.h"
 #include "flatshard/nn/region.h"
 #include "flatshard/nn/swiglu.h"
 
@@ -219,6 +220,15 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::attend(
       v,
       [&](const nn::HeadGroup& heads) {
         const nn::AttentionArgs own = args(heads.part);
+        if (token_ranks_ && token_ranks_->hosts()) {
+          return nn::attend_over_hosts(
+              token_ranks_->hosts(),
+              heads.q,
+              heads.k,
+              heads.v,
+              documents,
+              own);
+        }
         return documents.defined()
                    ? nn::document_attention(
                          heads.q,

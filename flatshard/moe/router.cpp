@@ -50,7 +50,7 @@ float shared_coefficient(
     int divisions,
     const RouterState& state) {
   const RouterOptions& options = state.options;
-  const int context = options.context ? options.context->size() : 1;
+  const int context = options.context ? options.context->num_ranks() : 1;
   const int all = context * (options.ranks ? options.ranks->size() : 1);
   const int num_ranks = state.padding.defined() ? 1 : all;
   return static_cast<float>(

@@ -105,22 +105,6 @@ at::Tensor attention_of_aten(
       .transpose(1, 2);
 }
 
-void check_plain(const at::Tensor& q, const AttentionArgs& args) {
-  FLATSHARD_CHECK(
-      !q.is_cuda() || args.plain,
-      config,
-      "attention of {} with head_dim {}{}{}{}: no GPU kernel supports this "
-      "(windows and sinks require 16 bits and a head_dim that is a multiple "
-      "of 8 up to 256, and no kernel supports soft caps); set "
-      "model.plain_attention = true to use unfused attention (slower, and "
-      "stores all probabilities)",
-      c10::toString(q.scalar_type()),
-      q.size(-1),
-      args.window > 0 ? fmt::format(", window {}", args.window) : "",
-      args.soft_cap > 0 ? fmt::format(", soft cap {}", args.soft_cap) : "",
-      args.sinks.defined() ? ", sinks" : "");
-}
-
 }  // namespace
 
 bool flash_attention_takes(const at::Tensor& q) {
@@ -159,6 +143,22 @@ at::Tensor softmax_with_sinks(
                               .view({scores.size(-3), -1, 1})
                               .expand(sizes);
   return at::cat({scores, sink}, -1).softmax(-1).narrow(-1, 0, scores.size(-1));
+}
+
+void check_plain(const at::Tensor& q, const AttentionArgs& args) {
+  FLATSHARD_CHECK(
+      !q.is_cuda() || args.plain,
+      config,
+      "attention of {} with head_dim {}{}{}{}: no GPU kernel supports this "
+      "(windows and sinks require 16 bits and a head_dim that is a multiple "
+      "of 8 up to 256, and no kernel supports soft caps); set "
+      "model.plain_attention = true to use unfused attention (slower, and "
+      "stores all probabilities)",
+      c10::toString(q.scalar_type()),
+      q.size(-1),
+      args.window > 0 ? fmt::format(", window {}", args.window) : "",
+      args.soft_cap > 0 ? fmt::format(", soft cap {}", args.soft_cap) : "",
+      args.sinks.defined() ? ", sinks" : "");
 }
 
 at::Tensor plain_attention(

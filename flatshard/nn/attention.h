@@ -54,6 +54,9 @@ at::Tensor softmax_with_sinks(
     const at::Tensor& scores,
     const at::Tensor& sinks);
 
+/// @throws Error{config} naming `plain` unless plain operations may compute it.
+void check_plain(const at::Tensor& q, const AttentionArgs& args);
+
 /// causal_attention by plain operations. They keep the probabilities of all
 /// blocks of queries for the backward.
 /// @param document  int [batch, seq]: a token attends only to tokens with the

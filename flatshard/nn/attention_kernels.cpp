@@ -15,8 +15,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-enum Input { kQ, kK, kV, kSinks };
-
 // [batch, seq, heads, head_dim] <-> [batch, heads, seq, head_dim]
 at::Tensor by_head(const at::Tensor& x) {
   return x.transpose(1, 2);
@@ -94,10 +92,10 @@ class FlashKernel : public AttentionKernel {
         in[kQ],
         in[kK],
         in[kV],
-        offsets(),
-        offsets(),
-        length(in[kQ]),
-        length(in[kK]),
+        offsets(sequences()),
+        offsets(keys()),
+        length(in[kQ], sequences()),
+        length(in[kK], keys()),
         /*dropout_p=*/0.0,
         /*is_causal=*/true,
         /*return_debug_mask=*/false,
@@ -127,10 +125,10 @@ class FlashKernel : public AttentionKernel {
         in[kV],
         out,
         logsumexp,
-        offsets().value_or(at::Tensor()),
-        offsets().value_or(at::Tensor()),
-        length(in[kQ]),
-        length(in[kK]),
+        offsets(sequences()).value_or(at::Tensor()),
+        offsets(keys()).value_or(at::Tensor()),
+        length(in[kQ], sequences()),
+        length(in[kK], keys()),
         /*dropout_p=*/0.0,
         /*is_causal=*/true,
         /*rng_state=*/results[2],
@@ -156,12 +154,17 @@ class FlashKernel : public AttentionKernel {
   }
 
  private:
-  std::optional<at::Tensor> offsets() const {
-    return options_.sequences ? std::optional(options_.sequences->offsets)
-                              : std::nullopt;
+  using Sequences = std::optional<FlashSequences>;
+
+  const Sequences& sequences() const { return options_.sequences; }
+  const Sequences& keys() const {
+    return options_.keys ? options_.keys : options_.sequences;
   }
-  std::int64_t length(const at::Tensor& x) const {
-    return options_.sequences ? options_.sequences->max_length : x.size(1);
+  static std::optional<at::Tensor> offsets(const Sequences& of) {
+    return of ? std::optional(of->offsets) : std::nullopt;
+  }
+  static std::int64_t length(const at::Tensor& x, const Sequences& of) {
+    return of ? of->max_length : x.size(1);
   }
   // [heads] -> [heads, 1] float
   static at::Tensor by_row(const at::Tensor& sinks) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/core/token_parts.h"
 #include "flatshard/nn/attention.h"
 #include "flatshard/nn/visit.h"
 
@@ -11,6 +12,9 @@
 #include <optional>
 
 namespace flatshard::nn {
+
+/// The places among the inputs of an AttentionKernel.
+enum AttentionInput { kQ, kK, kV, kSinks };
 
 /// A fused kernel of causal attention with its arguments, for the autograd node
 /// of `run_attention`. Inputs are q [batch, seq, heads, head_dim], then k and v
@@ -50,9 +54,28 @@ struct FlashOptions {
   std::int64_t window = 0;  ///< see AttentionArgs
   /// Set: the inputs have no dimension `batch`. Unset: each row is one.
   std::optional<FlashSequences> sequences;
+  /// The keys of `sequences`: the tokens of q are the last ones of each. Unset:
+  /// they are all.
+  std::optional<FlashSequences> keys;
 };
 /// FlashAttention, also with sinks; k and v may have fewer heads.
 AttentionKernelPtr flash_kernel(FlashOptions options);
+
+/// Adjacent tokens that attend to themselves and to the tokens before them.
+struct QueryChunk {
+  TokenRange tokens;
+  /// int32 [n + 1]: Documents::offsets of all tokens, also of rows that are
+  /// documents.
+  at::Tensor offsets;
+  std::int64_t max_length = 0;  ///< of a document, or more
+};
+/// Attention of the chunk's tokens within their documents. Inputs are q
+/// [tokens, heads, head_dim], k and v of all tokens up to the chunk's end, and
+/// sinks or none. FlashAttention where it accepts q. Else plain operations that
+/// store no probabilities.
+/// @throws Error{config} naming `plain` on GPUs where no kernel fits.
+AttentionKernelPtr
+chunk_kernel(const at::Tensor& q, const AttentionArgs& args, QueryChunk chunk);
 
 /// The kernel that at::scaled_dot_product_attention chooses for these inputs.
 /// Null where it has no logsumexp, e.g. a chain of plain operations.

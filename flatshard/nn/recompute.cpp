@@ -2,7 +2,6 @@
 
 #include "flatshard/core/log.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/first_run.h"
 #include "flatshard/nn/module_generators.h"
 #include "flatshard/nn/second_run.h"
 

@@ -12,6 +12,16 @@ namespace flatshard::nn {
 
 // The parts of a node whose backward runs its forward again.
 
+/// While one exists, this thread is in the first run of a part that is run
+/// again in its backward: see in_checkpointed_forward.
+class FirstRun {
+ public:
+  FirstRun();
+  ~FirstRun();
+  FirstRun(const FirstRun&) = delete;
+  FirstRun& operator=(const FirstRun&) = delete;
+};
+
 /// Returns whether this thread is in the second run of a recomputed part. The
 /// first run of a part inside it has no gradient mode.
 bool in_second_run();

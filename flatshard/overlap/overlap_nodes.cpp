@@ -1,6 +1,6 @@
 // The nodes of an OverlapRunner: what each step of a plan computes.
 #include "flatshard/core/error.h"
-#include "flatshard/nn/first_run.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/overlap/overlap_runner.h"
 #include "flatshard/overlap/overlap_state.h"
 

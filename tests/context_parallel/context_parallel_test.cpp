@@ -45,6 +45,31 @@ std::vector<nn::ContextParallelPtr> every_way(const RankContext& context) {
           PeerContextParallelOptions{.stream = delays(2)})};
 }
 
+// Hosts of `size` ranks each. `copies` are inside a host.
+nn::ContextParallelPtr ranks_of_hosts(
+    const RankContext& context,
+    int size,
+    bool copies,
+    unsigned seed = 1) {
+  const StreamOptions delays{
+      .delay_seed = 10U * seed + static_cast<unsigned>(context.rank),
+      .max_delay_us = 300};
+  const auto mesh = context.mesh(
+      {{"cp_hosts", context.world / size}, {"cp", size}},
+      (copies ? "copies" : "collective") + std::to_string(seed));
+  const auto group = [&](int axis) {
+    return mesh->communicator(axis, Purpose::exchange).shared_from_this();
+  };
+  const auto hosts =
+      std::make_shared<CollectiveContextParallel>(group(0), delays);
+  if (copies) {
+    return std::make_shared<PeerContextParallel>(
+        group(1),
+        PeerContextParallelOptions{.stream = delays, .hosts = hosts});
+  }
+  return std::make_shared<CollectiveContextParallel>(group(1), delays, hosts);
+}
+
 // Runs `test` on each rank, for each way of its exchanges.
 void on_ranks(
     int num_ranks,
@@ -63,7 +88,7 @@ at::Tensor tokens_of(
     const nn::ContextParallelPtr& ranks,
     const at::Tensor& whole) {
   std::vector<std::int64_t> sizes = whole.sizes().vec();
-  sizes[1] /= ranks->size();
+  sizes[1] /= ranks->num_ranks();
   return nn::own_rows(ranks, whole.flatten(0, 1)).view(sizes);
 }
 
@@ -415,19 +440,33 @@ Attended attend(
             if (c.has_sinks) {
               args.sinks = sinks.narrow(0, own.part.begin, own.part.size());
             }
-            if (!c.has_documents) {
-              return nn::causal_attention(own.q, own.k, own.v, args);
+            const auto hosts = ranks ? ranks->hosts() : nullptr;
+            const std::int64_t seq =
+                own.q.size(1) * (hosts ? hosts->size() : 1);
+            nn::Documents documents;
+            if (c.has_documents) {
+              documents = nn::Documents::of(
+                  std::vector<std::int64_t>{5, seq - 5, seq - 1, 1},
+                  seq,
+                  at::kCPU);
             }
-            const std::int64_t seq = own.q.size(1);
-            return nn::document_attention(
-                own.q,
-                own.k,
-                own.v,
-                nn::Documents::of(
-                    std::vector<std::int64_t>{5, seq - 5, seq - 1, 1},
-                    seq,
-                    at::kCPU),
-                args);
+            if (hosts) {
+              return nn::attend_over_hosts(
+                  hosts,
+                  own.q,
+                  own.k,
+                  own.v,
+                  documents,
+                  args);
+            }
+            return c.has_documents
+                       ? nn::document_attention(
+                             own.q,
+                             own.k,
+                             own.v,
+                             documents,
+                             args)
+                       : nn::causal_attention(own.q, own.k, own.v, args);
           })};
   torch::autograd::backward({result.out}, {gradient});
   for (const at::Tensor& x : qkv) {
@@ -437,29 +476,57 @@ Attended attend(
   return result;
 }
 
+const auto kAttentionCases = ::testing::Values(
+    AttentionCase{"causal"},
+    AttentionCase{"window", 4, {.window = 5}},
+    AttentionCase{"soft_cap", 4, {.soft_cap = 2.0}},
+    AttentionCase{.name = "sinks", .has_sinks = true},
+    AttentionCase{.name = "documents", .has_documents = true},
+    AttentionCase{
+        .name = "window_in_documents",
+        .args = {.window = 3},
+        .has_sinks = true,
+        .has_documents = true},
+    AttentionCase{.name = "two_kv_heads", .kv_heads = 2},
+    AttentionCase{
+        .name = "one_kv_head_in_documents",
+        .kv_heads = 1,
+        .has_documents = true});
+
+constexpr std::int64_t kBatch = 2, kSeq = 24, kHeads = 8;
+
+// q, k, v; then sinks and the result's gradient.
+nn::TensorList inputs_of(const AttentionCase& c) {
+  const auto heads = [&](std::int64_t n, std::uint64_t seed) {
+    return random_of({kBatch, kSeq, n, kHeadDim}, seed);
+  };
+  return {
+      heads(kHeads, 1),
+      heads(c.kv_heads, 2),
+      heads(c.kv_heads, 3),
+      random_of({kHeads}, 4),
+      random_of({kBatch, kSeq, kHeads * kHeadDim}, 5)};
+}
+
+Attended attend_on_ranks(
+    const AttentionCase& c,
+    const nn::TensorList& in,
+    const nn::ContextParallelPtr& ranks) {
+  const auto own = [&](const at::Tensor& x) { return tokens_of(ranks, x); };
+  return attend(
+      c,
+      {own(in[0]), own(in[1]), own(in[2])},
+      in[3],
+      ranks,
+      own(in[4]));
+}
+
 class AttentionOfRanks
     : public ::testing::TestWithParam<std::tuple<int, AttentionCase>> {};
 INSTANTIATE_TEST_SUITE_P(
     Cases,
     AttentionOfRanks,
-    ::testing::Combine(
-        ::testing::Values(2, 4),
-        ::testing::Values(
-            AttentionCase{"causal"},
-            AttentionCase{"window", 4, {.window = 5}},
-            AttentionCase{"soft_cap", 4, {.soft_cap = 2.0}},
-            AttentionCase{.name = "sinks", .has_sinks = true},
-            AttentionCase{.name = "documents", .has_documents = true},
-            AttentionCase{
-                .name = "window_in_documents",
-                .args = {.window = 3},
-                .has_sinks = true,
-                .has_documents = true},
-            AttentionCase{.name = "two_kv_heads", .kv_heads = 2},
-            AttentionCase{
-                .name = "one_kv_head_in_documents",
-                .kv_heads = 1,
-                .has_documents = true})),
+    ::testing::Combine(::testing::Values(2, 4), kAttentionCases),
     [](const auto& info) {
       return std::get<1>(info.param).name + "_of_" +
              std::to_string(std::get<0>(info.param));
@@ -470,23 +537,10 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(AttentionOfRanks, HasTheBitsOfOneRank) {
   const AttentionCase c = std::get<1>(GetParam());
   on_ranks(std::get<0>(GetParam()), [&c](const nn::ContextParallelPtr& ranks) {
-    constexpr std::int64_t kBatch = 2, kSeq = 24, kHeads = 8;
-    const auto heads = [&](std::int64_t n, std::uint64_t seed) {
-      return random_of({kBatch, kSeq, n, kHeadDim}, seed);
-    };
-    const nn::TensorList qkv{
-        heads(kHeads, 1),
-        heads(c.kv_heads, 2),
-        heads(c.kv_heads, 3)};
-    const at::Tensor sinks = random_of({kHeads}, 4);
-    const at::Tensor gradient = random_of({kBatch, kSeq, kHeads * kHeadDim}, 5);
-    const Attended want = attend(c, qkv, sinks, nullptr, gradient);
-    nn::TensorList own;
-    for (const at::Tensor& x : qkv) {
-      own.push_back(tokens_of(ranks, x));
-    }
-    const Attended got =
-        attend(c, own, sinks, ranks, tokens_of(ranks, gradient));
+    const nn::TensorList in = inputs_of(c);
+    const Attended want =
+        attend(c, {in[0], in[1], in[2]}, in[3], nullptr, in[4]);
+    const Attended got = attend_on_ranks(c, in, ranks);
     EXPECT_TRUE(got.out.equal(tokens_of(ranks, want.out)));
     EXPECT_TRUE(got.grads[0].equal(tokens_of(ranks, want.grads[0])));
     const double close = testing::sum_tolerance(
@@ -503,6 +557,124 @@ TEST_P(AttentionOfRanks, HasTheBitsOfOneRank) {
       EXPECT_TRUE(nn::own_rows(ranks, got.grads[3])
                       .equal(nn::own_rows(ranks, want.grads[3])));
     }
+  });
+}
+
+struct Hosts {
+  int num = 2;
+  int size = 1;  ///< ranks of each
+  bool copies = false;
+};
+
+class AttentionOverHosts
+    : public ::testing::TestWithParam<std::tuple<Hosts, AttentionCase>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Cases,
+    AttentionOverHosts,
+    ::testing::Combine(
+        ::testing::Values(
+            Hosts{.num = 2, .size = 1},
+            Hosts{.num = 2, .size = 2},
+            Hosts{.num = 3, .size = 2, .copies = true}),
+        kAttentionCases),
+    [](const auto& info) {
+      const Hosts& hosts = std::get<0>(info.param);
+      return std::get<1>(info.param).name + "_of_" + std::to_string(hosts.num) +
+             "_hosts_of_" + std::to_string(hosts.size);
+    });
+
+TEST_P(AttentionOverHosts, L4_EqualsOneRank) {
+  const Hosts hosts = std::get<0>(GetParam());
+  const AttentionCase c = std::get<1>(GetParam());
+  run_ranks(hosts.num * hosts.size, [&](RankContext& context) {
+    const auto ranks = ranks_of_hosts(context, hosts.size, hosts.copies);
+    const nn::TensorList in = inputs_of(c);
+    const Attended want =
+        attend(c, {in[0], in[1], in[2]}, in[3], nullptr, in[4]);
+    const Attended got = attend_on_ranks(c, in, ranks);
+    const double close = testing::sum_tolerance(
+        {.addends = kSeq * kHeads, .in_a_row = 2, .size = 16});
+    const auto expect_close = [&](const at::Tensor& own, const at::Tensor& of) {
+      EXPECT_TRUE(own.allclose(of, close, close))
+          << (own - of).abs().max().item<double>() << " above " << close;
+    };
+    expect_close(got.out, tokens_of(ranks, want.out));
+    for (int i = 0; i < 3; ++i) {
+      SCOPED_TRACE(i);
+      expect_close(got.grads[i], tokens_of(ranks, want.grads[i]));
+    }
+    if (c.has_sinks) {
+      // A rank has the gradient of its heads, from the tokens of its host.
+      expect_close(nn::sum_over_ranks(ranks, got.grads[3]), want.grads[3]);
+    }
+  });
+}
+
+TEST(TokensOverHosts, L4_AreTheHeadAndTheTail) {
+  const auto own = [](const TokenPart& part, std::int64_t num_tokens) {
+    std::vector<std::pair<std::int64_t, std::int64_t>> ranges;
+    for (const TokenRange& range : part.of(num_tokens)) {
+      ranges.emplace_back(range.begin, range.end);
+    }
+    return ranges;
+  };
+  using Ranges = std::vector<std::pair<std::int64_t, std::int64_t>>;
+  EXPECT_EQ(own({}, 8), Ranges({{0, 8}}));
+  EXPECT_EQ(own({.rank = 1, .ranks = 2}, 8), Ranges({{4, 8}}));
+  EXPECT_EQ(own({.host = 0, .hosts = 4}, 16), Ranges({{0, 2}, {14, 16}}));
+  EXPECT_EQ(own({.host = 3, .hosts = 4}, 16), Ranges({{6, 8}, {8, 10}}));
+  EXPECT_EQ(
+      own({.rank = 1, .ranks = 2, .host = 1, .hosts = 2}, 16),
+      Ranges({{8, 12}}));
+  EXPECT_EQ(
+      own({.rank = 1, .ranks = 3, .host = 0, .hosts = 2}, 24),
+      Ranges({{4, 6}, {18, 20}}));
+}
+
+TEST(TokensOverHosts, HaveOneOwnerEach) {
+  for (const auto& [num_hosts, size] :
+       {std::pair{2, 1}, std::pair{2, 3}, std::pair{3, 2}, std::pair{4, 4}}) {
+    run_ranks(num_hosts * size, [size = size](RankContext& context) {
+      const auto ranks = ranks_of_hosts(context, size, /*copies=*/false);
+      const std::int64_t n = 48L * context.world;
+      const at::Tensor tokens = at::arange(n, at::kFloat);
+      EXPECT_EQ(ranks->num_ranks(), context.world);
+      at::Tensor mine = at::zeros({n});
+      mine.index_put_({nn::own_rows(ranks, tokens).to(at::kLong)}, 1.0F);
+      EXPECT_EQ(mine.sum().item<double>(), 48);
+      EXPECT_TRUE(nn::sum_over_ranks(ranks, mine).equal(at::ones({n})));
+    });
+  }
+}
+
+TEST(TokensOverHosts, TheirWaitsAreMeasured) {
+  run_ranks(2, [](RankContext& context) {
+    const auto ranks = ranks_of_hosts(context, 1, /*copies=*/false);
+    const at::Tensor x = at::zeros({4});
+    nn::sum_over_ranks(ranks, x);
+    EXPECT_EQ(ranks->wait_and_take_exposed_ms(), 0);
+    ranks->measure(true);
+    nn::sum_over_ranks(ranks, x);
+    EXPECT_GT(ranks->wait_and_take_exposed_ms(), 0);
+  });
+}
+
+// Over hosts, keys and values are all-gathered once per direction.
+TEST(TokensOverHosts, L5_KeysAreGatheredAgainInTheBackward) {
+  run_ranks(2, [](RankContext& context) {
+    const auto ranks = ranks_of_hosts(context, 1, /*copies=*/false);
+    ListedRanks::Steps steps;
+    const auto hosts = std::make_shared<ListedRanks>(ranks->hosts(), steps);
+    const at::Tensor x = random_of({1, 8, 2, kHeadDim}, 1);
+    const at::Tensor q = x.clone().requires_grad_();
+    const at::Tensor k = x.clone().requires_grad_();
+    const at::Tensor out = nn::attend_over_hosts(hosts, q, k, k, {}, {});
+    EXPECT_THAT(steps, ::testing::ElementsAre("start 0", "finish 0"));
+    steps.clear();
+    out.sum().backward();
+    EXPECT_THAT(
+        steps,
+        ::testing::ElementsAre("start 1", "finish 1", "start 2", "finish 2"));
   });
 }
 

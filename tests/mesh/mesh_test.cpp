@@ -1,5 +1,5 @@
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/mesh/token_run.h"
+#include "flatshard/mesh/token_part.h"
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
@@ -163,11 +163,12 @@ TEST(Mesh, TokenMeshHasTheAxesAlongWhichTokensDiffer) {
     EXPECT_EQ(tokens->to_string(), "{dp: 2, cp: 2}");
     EXPECT_EQ(tokens->rank(), context.rank / 2);
     for (const auto& of : {mesh, tokens}) {
-      const TokenRun run = token_run(*of);
-      EXPECT_EQ(run.rank, context.rank / 2 % 2);
-      EXPECT_EQ(run.ranks, 2);
+      const TokenPart part = token_part(*of);
+      EXPECT_EQ(part.rank, context.rank / 2 % 2);
+      EXPECT_EQ(part.ranks, 2);
+      EXPECT_EQ(part.hosts, 1);
     }
-    EXPECT_EQ(token_run(*mesh->data_mesh()).ranks, 1);
+    EXPECT_EQ(token_part(*mesh->data_mesh()).num_parts(), 1);
   });
 }
 

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "check.h"
+#include "flatshard/nn/attention_kernels.h"
 #include "flatshard/nn/documents.h"
 #include "flatshard/nn/rope.h"
 
@@ -65,6 +66,61 @@ TEST_P(CudaDocuments, AttentionIsTheCpusOneByOne) {
         EXPECT_LE(relative_error(got[i].cpu(), expected[i]), tolerance)
             << "head_dim " << head_dim << ", unused places " << unused
             << ", result " << i;
+      }
+    }
+  }
+}
+
+// Documents are before the chunk, cross its ends, and are after it.
+TEST_P(CudaDocuments, AttentionOfAChunkIsTheCpus) {
+  constexpr std::int64_t kSeq = 300;
+  const std::vector<std::int64_t> lengths{1, 170, 129, 300, 7, 256, 37};
+  const auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  const TokenRange tokens{200, 650};
+  const auto random = [&](std::int64_t rows, std::int64_t heads) {
+    return at::randn({rows, heads, 64}, generator).to(GetParam());
+  };
+  const TensorList inputs{
+      random(tokens.size(), 6),
+      random(tokens.end, 2),
+      random(tokens.end, 2),
+      at::randn({6}, generator).to(GetParam())};
+  const at::Tensor g = random(tokens.size(), 6);
+  const auto run = [&](at::Device device,
+                       at::ScalarType dtype,
+                       std::int64_t window,
+                       bool has_sinks) {
+    const auto documents = Documents::of(lengths, kSeq, device);
+    TensorList in;
+    for (const at::Tensor& x : inputs) {
+      in.push_back(x.to(device, dtype));
+    }
+    in[3].requires_grad_();
+    if (!has_sinks) {
+      in.pop_back();
+    }
+    const at::NoGradGuard no_grad;
+    const AttentionKernelPtr kernel = chunk_kernel(
+        in[0],
+        {.window = window, .plain = true},
+        {.tokens = tokens,
+         .offsets = documents.offsets,
+         .max_length = documents.max_length});
+    const TensorList results = kernel->forward(in);
+    TensorList got = kernel->backward(g.to(device, dtype), in, results);
+    got.push_back(results[0]);
+    return got;
+  };
+  const double tolerance = GetParam() == at::kFloat ? 1e-5 : 0x1p-6;
+  for (const std::int64_t window : {0, 40}) {
+    for (const bool has_sinks : {false, true}) {
+      const TensorList expected = run(at::kCPU, at::kFloat, window, has_sinks);
+      const TensorList got = run(at::kCUDA, GetParam(), window, has_sinks);
+      ASSERT_EQ(got.size(), expected.size());
+      for (std::size_t i = 0; i < got.size(); ++i) {
+        EXPECT_LE(relative_error(got[i].cpu(), expected[i]), tolerance)
+            << "window " << window << ", sinks " << has_sinks << ", result "
+            << i;
       }
     }
   }

@@ -139,11 +139,55 @@ INSTANTIATE_TEST_SUITE_P(
             .microbatches = 2}),
     testing::kNumberedCaseName);
 
+INSTANTIATE_TEST_SUITE_P(
+    Hosts,
+    ContextParallelTraining,
+    ::testing::Values(
+        TensorRun{.cp = 4, .hosts = 2},
+        TensorRun{
+            .strategy = "zero2",
+            .cp = 2,
+            .hosts = 2,
+            .microbatches = 2,
+            .checkpoint = ActivationCheckpoint::full,
+            .keep_attention = true,
+            .batch = 3,
+            .documents = true},
+        TensorRun{
+            .dp = 2,
+            .cp = 4,
+            .hosts = 2,
+            .checkpoint = ActivationCheckpoint::full,
+            .mlp_chunk_tokens = 1,
+            .one_target = true},
+        TensorRun{.cp = 2, .hosts = 2, .tp = 2, .documents = true},
+        TensorRun{.model = "multi_query", .cp = 4, .hosts = 2, .batch = 2},
+        TensorRun{
+            .model = "gemma",
+            .cp = 4,
+            .hosts = 2,
+            .checkpoint = ActivationCheckpoint::selective},
+        TensorRun{
+            .model = "sinks",
+            .dp = 2,
+            .cp = 2,
+            .hosts = 2,
+            .ep = 2,
+            .documents = true},
+        TensorRun{
+            .model = "dynamic_rope",
+            .cp = 2,
+            .hosts = 2,
+            .documents = true},
+        TensorRun{.model = "biases", .replicate = 2, .cp = 4, .hosts = 2}),
+    testing::kNumberedCaseName);
+
 // The second run of a part repeats its exchanges, and only these.
 TEST(ContextParallelRecompute, KeptAttentionHasTheBitsOfRecomputedAttention) {
   for (const bool documents : {false, true}) {
     TensorRun run{
         .cp = 2,
+        .hosts = documents ? 2 : 1,
         .microbatches = 2,
         .checkpoint = ActivationCheckpoint::full,
         .documents = documents};
@@ -159,6 +203,7 @@ TEST(ContextParallelRecompute, KeptAttentionHasTheBitsOfRecomputedAttention) {
 TEST(ContextParallelCopies, HaveTheBitsOfCollectives) {
   for (TensorRun run :
        {TensorRun{.cp = 4, .microbatches = 2, .batch = 2, .documents = true},
+        TensorRun{.cp = 4, .hosts = 2, .batch = 2, .documents = true},
         TensorRun{
             .model = "multi_query",
   .dp = 2,
@@ -182,19 +227,22 @@ TEST(ContextParallelCopies, HaveTheBitsOfCollectives) {
 
 // Ranks that are late by other times give bitwise identical results.
 TEST(ContextParallelPitfalls, G8_SumsHaveOneOrder) {
-  TensorRun run{.dp = 2, .cp = 4, .batch = 8, .steps = 4};
-  const TensorResult first = train_tensor(run);
-  run.delay_seed = 40;
-  const TensorResult second = train_tensor(run);
-  EXPECT_EQ(second.losses, first.losses);
-  EXPECT_EQ(second.norms, first.norms);
-  EXPECT_EQ(second.weights, first.weights);
+  for (const int hosts : {1, 2}) {
+    TensorRun run{.dp = 2, .cp = 4, .hosts = hosts, .batch = 8, .steps = 4};
+    const TensorResult first = train_tensor(run);
+    run.delay_seed = 40;
+    const TensorResult second = train_tensor(run);
+    EXPECT_EQ(second.losses, first.losses);
+    EXPECT_EQ(second.norms, first.norms);
+    EXPECT_EQ(second.weights, first.weights);
+  }
 }
 
 TEST(ContextParallelPitfalls, G14_TokensHaveThePlacesOfTheirSequence) {
   for (const bool documents : {false, true}) {
     for (const TensorRun& run :
          {TensorRun{.cp = 4, .batch = 3, .documents = documents},
+          TensorRun{.cp = 4, .hosts = 2, .batch = 3, .documents = documents},
           TensorRun{.model = "dynamic_rope", .cp = 2, .documents = documents},
           TensorRun{
               .model = "dynamic_rope",
@@ -248,6 +296,7 @@ INSTANTIATE_TEST_SUITE_P(
             .tp = 2,
             .checkpoint = ActivationCheckpoint::full,
             .graph_regions = {"block"}},
+        TensorRun{.cp = 4, .hosts = 2, .graph_regions = {"attn"}},
         TensorRun{.cp = 2, .microbatches = 2, .step_graph = true}),
     testing::kNumberedCaseName);
 

@@ -329,6 +329,10 @@ TEST_F(ContextParallelOnGpus, RanksThatShareTokensEqualOne) {
       SCOPED_TRACE(run.name());
       expect_near_reference(run);
     }
+    run.copies = false;
+    run.hosts = 2;
+    SCOPED_TRACE(run.name());
+    expect_near_reference(run);
   }
 }
 

@@ -231,7 +231,10 @@ std::vector<MeshAxis> TensorRun::axes() const {
     axes.push_back({"etp", etp_of_data});
   }
   if (cp > 1) {
-    axes.push_back({"cp", cp, AxisRole::sequence});
+    if (hosts > 1) {
+      axes.push_back({"cp_hosts", hosts, AxisRole::sequence});
+    }
+    axes.push_back({"cp", cp / hosts, AxisRole::sequence});
   }
   if (etp_of_data > 1 && experts_span_tokens()) {
     axes.push_back({"etp", etp_of_data});
@@ -248,6 +251,9 @@ std::vector<std::string> TensorRun::division_axes() const {
     axes.emplace_back("ep");
   }
   if (experts_span_tokens()) {
+    if (hosts > 1) {
+      axes.emplace_back("cp_hosts");
+    }
     axes.emplace_back("cp");
   }
   return axes;
@@ -267,12 +273,13 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_cp{}_tp{}_ep{}_etp{}_m{}_{}{}{}_mlp{}_chunk{}{}{}{}",
+      "{}_{}_r{}_dp{}_cp{}x{}_tp{}_ep{}_etp{}_m{}_{}{}{}_mlp{}_chunk{}{}{}{}",
       model,
       strategy,
       replicate,
       dp,
-      cp,
+      hosts,
+      cp / hosts,
       tp,
       ep,
       etp,
@@ -305,7 +312,9 @@ void train_tensor_rank(
       run.cp > 1 ? make_context_parallel(
                        *mesh,
                        "cp",
-                       {.copies = run.copies, .stream = streams})
+                       {.hosts = run.hosts > 1 ? "cp_hosts" : "",
+                        .copies = run.copies,
+                        .stream = streams})
                  : nullptr;
   const OwnExperts experts = own_experts(run, *mesh);
   models::Llama llama(
@@ -400,7 +409,11 @@ void train_tensor_rank(
     const nn::TensorList losses = graph ? graph->run(in) : work(in);
     for (int m = 0; m < run.microbatches; ++m) {
       if (context) {
-        mesh->communicator(mesh->axis_index("cp"), Purpose::reduce)
+        std::vector<int> axes{mesh->axis_index("cp")};
+        if (run.hosts > 1) {
+          axes.insert(axes.begin(), mesh->axis_index("cp_hosts"));
+        }
+        mesh->communicator(axes, Purpose::reduce)
             .all_reduce(losses[m], ReduceOp::avg);
       }
       const auto value = losses[m].item<double>();

@@ -24,7 +24,8 @@ struct TensorRun {
   std::string strategy = "zero3";
   int replicate = 1;  ///< above 1: a separate axis
   int dp = 1;
-  int cp = 1;  ///< ranks that share the tokens of a microbatch
+  int cp = 1;     ///< ranks that share the tokens of a microbatch
+  int hosts = 1;  ///< that these ranks are on
   int tp = 1;
   int ep = 1;   ///< ranks that divide the experts
   int etp = 1;  ///< ranks that divide their width: 1 or a multiple of tp

@@ -53,8 +53,8 @@ SampleDropout::SampleDropout(
     double p,
     std::uint64_t seed,
     at::Tensor samples,
-    DropoutRows rows)
-    : p_(p), seed_(seed), samples_(std::move(samples)), rows_(rows) {
+    TokenPart part)
+    : p_(p), seed_(seed), samples_(std::move(samples)), part_(part) {
   FLATSHARD_CHECK(
       p > 0.0 && p < 1.0,
       config,
@@ -86,28 +86,40 @@ void SampleDropout::run(
     at::Tensor& out,
     bool adds) const {
   const std::int64_t batch = samples_.size(0);
+  const std::int64_t num_tokens = x.size(0) * part_.num_parts();
   FLATSHARD_CHECK(
-      x.dim() == 2 && x.size(0) * rows_.parts % batch == 0,
+      x.dim() == 2 && num_tokens % batch == 0,
       usage,
       "dropout: expected the tokens of {} samples, got rows {}",
       batch,
       c10::str(x.sizes()));
-  const std::int64_t first = x.size(0) * rows_.part;
-  const std::int64_t seq = x.size(0) * rows_.parts / batch;
-  const std::int64_t n = x.size(1);
-  const cuda::SampleDropoutArgs args{
-      .first_row = first,
-      .seq_len = seq,
-      .key = mix_keys(seed_, key),
-      .first_column = first_column,
-      .threshold = threshold_of(p_),
-      .scale = 1.0 / (1.0 - p_),
-      .adds = adds};
   const at::Tensor in = x.contiguous();
+  std::int64_t begin = 0;
+  for (const TokenRange& range : part_.of(num_tokens)) {
+    at::Tensor own = out.narrow(0, begin, range.size());
+    run_rows(
+        in.narrow(0, begin, range.size()),
+        own,
+        {.first_row = range.begin,
+         .seq_len = num_tokens / batch,
+         .key = mix_keys(seed_, key),
+         .first_column = first_column,
+         .threshold = threshold_of(p_),
+         .scale = 1.0 / (1.0 - p_),
+         .adds = adds});
+    begin += range.size();
+  }
+}
+
+void SampleDropout::run_rows(
+    const at::Tensor& in,
+    at::Tensor& out,
+    const cuda::SampleDropoutArgs& args) const {
   if (cuda::supports(in)) {
     cuda::sample_dropout(in, samples_, out, args);
     return;
   }
+  const std::int64_t n = in.size(1);
   const auto* samples = samples_.const_data_ptr<std::int64_t>();
   AT_DISPATCH_FLOATING_TYPES_AND2(
       at::kBFloat16,
@@ -123,7 +135,8 @@ void SampleDropout::run(
             64,
             [&](std::int64_t begin, std::int64_t end) {
               for (std::int64_t row = begin; row < end; ++row) {
-                const std::int64_t sample = samples[(first + row) / seq];
+                const std::int64_t token = args.first_row + row;
+                const std::int64_t sample = samples[token / args.seq_len];
                 cuda::SampleDropoutArgs own = args;
                 if (sample < 0) {
                   own.threshold = 0;
@@ -135,8 +148,8 @@ void SampleDropout::run(
                     n,
                     own,
                     static_cast<std::uint64_t>(sample),
-                    (first + row) % seq,
-                    adds);
+                    token % args.seq_len,
+                    args.adds);
               }
             });
       });

@@ -1,16 +1,16 @@
 #pragma once
 
+#include "flatshard/core/token_parts.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
-namespace flatshard::nn {
+namespace flatshard::cuda {
+struct SampleDropoutArgs;
+}
 
-/// The rows that a dropout gets of a batch: one of `parts` equal runs of them.
-struct DropoutRows {
-  std::int64_t part = 0;
-  std::int64_t parts = 1;
-};
+namespace flatshard::nn {
 
 /// Zeroes elements with probability p and scales the rest by 1 / (1 - p).
 /// Whether an element is zeroed is a function of the seed, a layer's key, the
@@ -23,14 +23,15 @@ class SampleDropout {
   ///   sample. A number below 0 leaves the row as it is, for an evaluation. The
   ///   program overwrites it before a forward and keeps it to the backward's
   ///   end. The address stays, so that CUDA graphs read it.
+  /// @param part     of the tokens of a batch that the dropout gets
   /// @throws Error{config} for p outside (0, 1).
   SampleDropout(
       double p,
       std::uint64_t seed,
       at::Tensor samples,
-      DropoutRows rows = {});
+      TokenPart part = {});
 
-  /// @param x    [batch * seq / parts, n], float32 or bfloat16, the sequences
+  /// @param x    [tokens of the part, n], float32 or bfloat16, the sequences
   ///   one after another.
   /// @param key  of the layer.
   /// @param first_column  of x among the layer's inputs; a multiple of 4.
@@ -54,11 +55,16 @@ class SampleDropout {
       std::int64_t first_column,
       at::Tensor& out,
       bool adds) const;
+  /// The same for adjacent tokens. @param in  contiguous, as `out` is
+  void run_rows(
+      const at::Tensor& in,
+      at::Tensor& out,
+      const cuda::SampleDropoutArgs& args) const;
 
   double p_;
   std::uint64_t seed_;
   at::Tensor samples_;
-  DropoutRows rows_;
+  TokenPart part_;
 };
 
 }  // namespace flatshard::nn

@@ -2,10 +2,10 @@
 
 #include "flatshard/core/error.h"
 #include "flatshard/nn/autograd.h"
-#include "flatshard/nn/parallel/head_groups.h"
 #include "flatshard/nn/visit.h"
 
 #include <ATen/ATen.h>
+#include <fmt/format.h>
 
 #include <array>
 #include <utility>
@@ -322,15 +322,23 @@ at::Tensor own_rows(const ContextParallelPtr& ranks, const at::Tensor& x) {
   if (!ranks) {
     return x;
   }
+  const TokenPart part = ranks->part();
   FLATSHARD_CHECK(
-      x.size(0) % ranks->size() == 0,
+      x.size(0) % part.num_parts() == 0 &&
+          (part.hosts == 1 || x.size(0) % (2 * part.hosts) == 0),
       usage,
-      "context parallelism over {} ranks: expected a multiple of as many "
+      "context parallelism over {} ranks{}: expected a multiple of as many "
       "rows, got {}",
-      ranks->size(),
+      part.num_parts(),
+      part.hosts == 1
+          ? ""
+          : fmt::format(" and 2 chunks for each of {} hosts", part.hosts),
       x.size(0));
-  const std::int64_t each = x.size(0) / ranks->size();
-  return x.narrow(0, ranks->rank() * each, each);
+  TensorList own;
+  for (const TokenRange& range : part.of(x.size(0))) {
+    own.push_back(x.narrow(0, range.begin, range.size()));
+  }
+  return own.size() == 1 ? own[0] : at::cat(own);
 }
 
 at::Tensor sum_over_ranks(
@@ -339,8 +347,11 @@ at::Tensor sum_over_ranks(
   if (!ranks) {
     return x;
   }
-  const at::NoGradGuard no_grad;
   const std::int64_t n = ranks->size();
+  if (n == 1) {
+    return sum_over_ranks(ranks->hosts(), x);
+  }
+  const at::NoGradGuard no_grad;
   const at::Tensor mine = x.detach().contiguous().reshape({1, -1});
   const at::Tensor all = at::empty({n, mine.size(1)}, mine.options());
   ranks->start({{mine.expand({n, mine.size(1)}), all}})->finish();
@@ -348,7 +359,7 @@ at::Tensor sum_over_ranks(
   for (std::int64_t r = 1; r < n; ++r) {
     sum.add_(all[r]);
   }
-  return sum.view(x.sizes());
+  return sum_over_ranks(ranks->hosts(), sum.view(x.sizes()));
 }
 
 // The engine runs the nodes of a backward in the opposite order of these calls.
@@ -358,7 +369,7 @@ at::Tensor attend_shared_tokens(
     const at::Tensor& k,
     const at::Tensor& v,
     const AttendHeads& attend) {
-  if (!ranks) {
+  if (!ranks || ranks->size() == 1) {
     return attend({q, k, v, {0, q.size(2)}});
   }
   const auto exchange =

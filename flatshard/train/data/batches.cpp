@@ -51,7 +51,7 @@ Batches::Batches(
     const std::shared_ptr<Mesh>& mesh,
     data::Loader& loader)
     : mesh_(mesh->data_mesh()),
-      run_(token_run(*mesh)),
+      part_(token_part(*mesh)),
       loader_(loader),
       local_batch_(options.local_batch_size),
       num_microbatches_(loader.num_microbatches(mesh_->size(), local_batch_)),
@@ -60,7 +60,7 @@ Batches::Batches(
           {.num_microbatches = num_microbatches_,
            .rows = local_batch_,
            .seq_len = options.packing.seq_len,
-           .run = run_}) {
+           .part = part_}) {
   if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
@@ -86,7 +86,7 @@ Batches::Batches(
     loss_weights_ = at::empty(
         {num_microbatches_},
         doubles.dtype(at::kFloat).device(mesh_->device()));
-    if (run_.ranks > 1) {
+    if (part_.num_parts() > 1) {
       shares_ = at::empty_like(loss_weights_);
       shares_host_ = at::empty(
           {num_microbatches_},
@@ -145,12 +145,16 @@ void Batches::read(
       documents_->write(m, documents);
     }
     if (num_targets_.defined()) {
-      const double all = count_targets(part);
+      const std::span<const std::int64_t> of_all(part);
+      const double all = count_targets(of_all);
       num_targets_.mutable_data_ptr<double>()[m] = all;
       if (shares_.defined()) {
-        const double own = count_targets(run_.of(part));
+        double own = 0;
+        for (const auto& range : part_.of(of_all)) {
+          own += count_targets(range);
+        }
         shares_host_.mutable_data_ptr<float>()[m] = static_cast<float>(
-            own * static_cast<double>(run_.ranks) / std::max(all, 1.0));
+            own * static_cast<double>(part_.num_parts()) / std::max(all, 1.0));
       }
     }
   }

@@ -22,7 +22,7 @@ data::Loader open_train_loader(const DataOptions& options);
 
 /// This rank's part of each step, from the loader to the device: all of the
 /// step's microbatches at once. Ranks that share sequences (AxisRole) read the
-/// same samples, and each keeps its run of their tokens.
+/// same samples, and each keeps its part of their tokens.
 class Batches {
  public:
   struct Options {
@@ -81,7 +81,7 @@ class Batches {
   void queue_loss_weights();
 
   std::shared_ptr<Mesh> mesh_;  ///< ranks that read different samples
-  const TokenRun run_;
+  const TokenPart part_;
   data::Loader& loader_;
   const std::int64_t local_batch_;
   const std::int64_t num_microbatches_;

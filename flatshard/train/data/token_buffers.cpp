@@ -18,11 +18,10 @@ TokenBuffers::TokenBuffers(std::shared_ptr<Mesh> mesh, const Options& options)
   const at::Device device = mesh_->device();
   const auto words = at::TensorOptions().dtype(at::kLong);
   const auto host = words.pinned_memory(device.is_cuda());
-  const std::int64_t seq = options.seq_len / options.run.ranks;
+  const std::int64_t seq = options.seq_len / options.part.num_parts();
   const std::vector<std::int64_t> all{
       options.num_microbatches,
-      options.run.ranks,
-      options.rows * seq};
+      options.rows * options.seq_len};
   const std::vector<std::int64_t> own{
       options.num_microbatches,
       options.rows,
@@ -42,17 +41,22 @@ void TokenBuffers::load(const Fill& fill) {
   copied_.record(*current_stream(mesh_->device()));
 }
 
-// One copy for each contiguous run.
+// One copy for each contiguous range.
 void TokenBuffers::queue_copy(const at::Tensor& from, at::Tensor& to) const {
-  if (options_.run.ranks == 1) {
+  if (options_.part.num_parts() == 1) {
     to.copy_(from.view(to.sizes()), /*non_blocking=*/true);
     return;
   }
   for (std::int64_t m = 0; m < options_.num_microbatches; ++m) {
-    at::Tensor own = to[m];
-    own.copy_(
-        from[m][options_.run.rank].view(own.sizes()),
-        /*non_blocking=*/true);
+    const at::Tensor own = to[m].view({-1});
+    std::int64_t begin = 0;
+    for (const TokenRange& range : options_.part.of(from.size(1))) {
+      own.narrow(0, begin, range.size())
+          .copy_(
+              from[m].narrow(0, range.begin, range.size()),
+              /*non_blocking=*/true);
+      begin += range.size();
+    }
   }
 }
 

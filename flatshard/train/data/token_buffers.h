@@ -9,7 +9,7 @@
 
 #include "flatshard/device/stream.h"
 #include "flatshard/mesh/mesh.h"
-#include "flatshard/mesh/token_run.h"
+#include "flatshard/mesh/token_part.h"
 
 namespace flatshard {
 
@@ -22,7 +22,7 @@ class TokenBuffers {
     std::int64_t num_microbatches = 1;
     std::int64_t rows = 1;  ///< per microbatch
     std::int64_t seq_len = 0;
-    TokenRun run;  ///< of this rank; its ranks divide seq_len
+    TokenPart part;  ///< of this rank; all ranks divide seq_len
   };
   /// Writes tokens and targets of all sequences, one after the other.
   using Fill =
@@ -35,8 +35,8 @@ class TokenBuffers {
   /// have run. @throws what `fill` throws; the verdict on a rank that failed.
   void load(const Fill& fill);
 
-  /// Returns a microbatch on the device: this rank's run of its tokens, as
-  /// [rows, seq_len / run.ranks] int64.
+  /// Returns a microbatch on the device: this rank's part of its tokens, as
+  /// [rows, seq_len / part.num_parts()] int64.
   at::Tensor tokens(std::int64_t microbatch) const;
   at::Tensor targets(std::int64_t microbatch) const;
 
@@ -45,10 +45,10 @@ class TokenBuffers {
 
   std::shared_ptr<Mesh> mesh_;
   const Options options_;
-  at::Tensor tokens_host_;  ///< [microbatches, run.ranks, tokens of a run]
+  at::Tensor tokens_host_;  ///< [microbatches, rows * seq_len]
   at::Tensor targets_host_;
   Event copied_;       ///< from the two above
-  at::Tensor tokens_;  ///< [microbatches, rows, seq_len / run.ranks]
+  at::Tensor tokens_;  ///< [microbatches, rows, seq_len / part.num_parts()]
   at::Tensor targets_;
 };
 

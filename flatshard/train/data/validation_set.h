@@ -26,6 +26,12 @@ struct ValidationSet {
   struct Counts {
     std::int64_t targets = 0;  ///< not ignored by the loss
     std::int64_t bytes = 0;    ///< targets that are bytes
+
+    Counts& operator+=(const Counts& other) {
+      targets += other.targets;
+      bytes += other.bytes;
+      return *this;
+    }
   };
 
   /// Fills the first `count` rows of tokens and targets, each [n, seq_len],

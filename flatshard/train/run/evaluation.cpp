@@ -21,11 +21,11 @@ Evaluation::Evaluation(
       sets_(std::move(sets)),
       mesh_(mesh->data_mesh()),
       token_mesh_(mesh->token_mesh()),
-      run_(token_run(*mesh)),
+      part_(token_part(*mesh)),
       model_(std::move(model)),
       buffers_(
           mesh_,
-          {.rows = local_batch_, .seq_len = seq_len_, .run = run_}) {
+          {.rows = local_batch_, .seq_len = seq_len_, .part = part_}) {
   if (options.packing.packing == data::Packing::documents) {
     documents_.emplace(
         mesh_,
@@ -55,7 +55,11 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
     data::DocumentLengths documents;
     buffers_.load([&](auto tokens, auto targets) {
       set.read(mine, count, tokens, targets, documents_ ? &documents : nullptr);
-      batch = set.count(run_.of(targets));
+      batch = {};
+      for (const auto& range :
+           part_.of(std::span<const std::int64_t>(targets))) {
+        batch += set.count(range);
+      }
       if (documents_) {
         documents_->write(0, documents);
         documents_->queue_copies();
@@ -64,8 +68,7 @@ Evaluation::Sums Evaluation::sum_of(const ValidationSet& set) {
     const at::Tensor loss =
         model_(buffers_.tokens(0), buffers_.targets(0), documents_of(count));
     nats += loss.to(at::kDouble) * static_cast<double>(batch.targets);
-    counts.targets += batch.targets;
-    counts.bytes += batch.bytes;
+    counts += batch;
   }
   return {.nats = nats.item<double>(), .counts = counts};
 }

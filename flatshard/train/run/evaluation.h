@@ -28,7 +28,7 @@ class Evaluation {
 
   /// @param sets  at least one.
   /// @param mesh  of the model. Ranks that share sequences (AxisRole) read the
-  ///   same ones, and each keeps its run of their tokens.
+  ///   same ones, and each keeps its part of their tokens.
   Evaluation(
       const Options& options,
       std::vector<ValidationSet> sets,
@@ -63,7 +63,7 @@ class Evaluation {
   const std::vector<ValidationSet> sets_;
   std::shared_ptr<Mesh> mesh_;  ///< ranks that read different samples
   std::shared_ptr<Mesh> token_mesh_;
-  const TokenRun run_;
+  const TokenPart part_;
   models::Llama model_;
   TokenBuffers buffers_;                      ///< of one batch
   std::optional<DocumentBuffers> documents_;  ///< for packed documents

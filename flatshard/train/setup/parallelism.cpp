@@ -4,7 +4,6 @@
 #include "flatshard/core/error.h"
 #include "flatshard/fully_shard/expert_parallel.h"
 #include "flatshard/models/moe.h"
-#include "flatshard/nn/parallel/head_groups.h"
 #include "flatshard/optim/moments.h"
 #include "flatshard/peer/peer_memory.h"
 #include "flatshard/train/config/expert_ranks.h"

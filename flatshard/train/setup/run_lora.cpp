@@ -76,7 +76,7 @@ RunLora add_adapters(
             {dropout.local_batch_size},
             -1,
             at::TensorOptions().dtype(at::kLong).device(device)),
-        nn::DropoutRows{.part = dropout.run.rank, .parts = dropout.run.ranks});
+        dropout.part);
   }
   lora.num_modules = models::add_lora(*model, lora.config, lora.dropout).size();
   return lora;

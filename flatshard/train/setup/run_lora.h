@@ -1,6 +1,6 @@
 #pragma once
 
-#include "flatshard/mesh/token_run.h"
+#include "flatshard/mesh/token_part.h"
 #include "flatshard/models/lora.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config/lora_keys.h"
@@ -53,7 +53,7 @@ double trained_flops_per_token(
 struct AdapterDropout {
   std::uint64_t seed = 0;
   std::int64_t local_batch_size = 1;
-  TokenRun run;  ///< of this rank
+  TokenPart part;  ///< of this rank
 };
 
 /// Gives the model of a run its adapters. It has no memory yet.

@@ -148,7 +148,7 @@ TrainState make_train_state(
         lora_config(config.lora),
         {.seed = static_cast<std::uint64_t>(config.run.seed),
          .local_batch_size = config.training.local_batch_size,
-         .run = token_run(*mesh)},
+         .part = token_part(*mesh)},
         mesh->device());
   }
   for (const models::RouterOf& of : state.model->routers()) {
