@@ -72,6 +72,10 @@ RankEnvironment from_torchrun() {
     result.restart_count =
         number("TORCHELASTIC_RESTART_COUNT", *count, 0, 1 << 20);
   }
+  if (const auto local = variable("LOCAL_WORLD_SIZE")) {
+    result.ranks_per_host =
+        number("LOCAL_WORLD_SIZE", *local, 1, result.world_size);
+  }
   if (const auto fd = variable("FLATSHARD_MASTER_LISTEN_FD")) {
     result.master_listen_fd =
         number("FLATSHARD_MASTER_LISTEN_FD", *fd, 0, 1 << 20);
@@ -79,9 +83,29 @@ RankEnvironment from_torchrun() {
   return result;
 }
 
+// Reads "8" and "8(x2)". Several numbers ("8(x2),4") give 0.
+int slurm_tasks_per_node() {
+  for (const char* name :
+       {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) {
+    if (const auto text = variable(name)) {
+      int value = 0;
+      const char* const end = text->data() + text->size();
+      const auto [stop, error] = std::from_chars(text->data(), end, value);
+      const bool is_one =
+          stop == end || std::string_view(stop, end).starts_with("(x");
+      return error == std::errc() && is_one &&
+                     text->find(',') == std::string::npos
+                 ? value
+                 : 0;
+    }
+  }
+  return 0;
+}
+
 RankEnvironment from_slurm() {
   RankEnvironment result;
   result.from_slurm = true;
+  result.ranks_per_host = slurm_tasks_per_node();
   result.world_size =
       number("SLURM_NTASKS", *variable("SLURM_NTASKS"), 1, kMaxRanks);
   result.rank = number(

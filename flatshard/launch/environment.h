@@ -16,6 +16,8 @@ struct RankEnvironment {
   bool launcher_serves_store = false;
   /// Number of restarts by torchrun. Its store outlives the ranks.
   int restart_count = 0;
+  /// Ranks of each machine; 0: unknown, or the numbers differ.
+  int ranks_per_host = 0;
   /// The numbers come from Slurm.
   bool from_slurm = false;
   /// A listening socket on master_port inherited from the launcher; -1: none.
@@ -40,10 +42,12 @@ bool in_slurm_batch_script();
 /// Returns true in a rank that spawn_local_ranks started.
 bool launched_by_this_program();
 
-/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or else
-/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. With these MASTER_ADDR
-/// defaults to the first host of SLURM_JOB_NODELIST and MASTER_PORT to a port
-/// made of SLURM_JOB_ID. Without either it returns one rank, no address.
+/// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and
+/// LOCAL_WORLD_SIZE where it is set. Or else it reads SLURM_PROCID,
+/// SLURM_NTASKS and SLURM_LOCALID, and SLURM_STEP_TASKS_PER_NODE or
+/// SLURM_TASKS_PER_NODE. With these MASTER_ADDR defaults to the first host of
+/// SLURM_JOB_NODELIST and MASTER_PORT to a port made of SLURM_JOB_ID. Without
+/// either it returns one rank, no address.
 /// @throws Error{config} naming the variable that is missing or wrong.
 RankEnvironment rank_environment_from_env();
 

@@ -78,6 +78,9 @@ struct Job {
   /// Ranks that share sequences, tensor_ranks apart. Kernel::exchange by
   /// all-to-all is between them.
   std::int64_t context_ranks = 1;
+  /// Hosts that these ranks are on. Heads are exchanged inside one, and
+  /// Kernel::over_hosts is between ranks with the same heads.
+  std::int64_t context_hosts = 1;
   bool copy_heads = false;  ///< between them
 
   /// Bytes of the optimizer's states on the GPU, of the rank that has the most.

@@ -37,8 +37,9 @@ struct Kernel {
   double nbytes = 0;      ///< read and written; of a transfer, the full buffer,
                           ///< and of an all-to-all what a rank has
   Transfer transfer = Transfer::all_gather;
-  bool overlaps = false;  ///< a transfer that runs until a `finish`
-  bool is_kept = false;   ///< a recompute of its layer does not run it again
+  bool overlaps = false;       ///< a transfer that runs until a `finish`
+  bool is_over_hosts = false;  ///< a transfer between Job::context_hosts
+  bool is_kept = false;  ///< a recompute of its layer does not run it again
 
   bool operator==(const Kernel&) const = default;
 
@@ -97,6 +98,11 @@ struct Kernel {
     kernel.transfer = transfer;
     kernel.nbytes = nbytes;
     kernel.overlaps = overlaps;
+    return kernel;
+  }
+  static Kernel over_hosts(Transfer transfer, double nbytes) {
+    Kernel kernel = exchange(transfer, nbytes);
+    kernel.is_over_hosts = true;
     return kernel;
   }
   static Kernel finish() { return {.kind = Kind::finish}; }

@@ -231,14 +231,19 @@ class StepWriter {
       under_way.erase(under_way.begin());
       return;
     }
-    const bool of_heads = at.transfer == Transfer::all_to_all;
-    const bool copies = of_heads ? job_.copy_heads : job_.copy_activations;
+    const std::int64_t head_ranks = job_.context_ranks / job_.context_hosts;
+    const bool of_heads =
+        !at.is_over_hosts && at.transfer == Transfer::all_to_all;
+    const bool copies =
+        of_heads ? job_.copy_heads : !at.is_over_hosts && job_.copy_activations;
     const Group group =
-        of_heads ? group_of(
-                       job_.context_ranks,
-                       job_.tensor_ranks,
-                       job_.ranks_per_host)
-                 : group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
+        at.is_over_hosts ? group_of(
+                               job_.context_hosts,
+                               head_ranks * job_.tensor_ranks,
+                               job_.ranks_per_host)
+        : of_heads
+            ? group_of(head_ranks, job_.tensor_ranks, job_.ranks_per_host)
+            : group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
     const auto price = [&](const Gpu& gpu) {
       if (!copies) {
         return plan::seconds(gpu, at.transfer, at.nbytes, group);
@@ -254,7 +259,8 @@ class StepWriter {
          .seconds = price(gpu_),
          .beside_compute = price(slowed_gpu_),
          .waits = {before},
-         .what = of_heads                              ? "CP all-to-all"
+         .what = at.transfer == Transfer::all_to_all   ? "CP all-to-all"
+                 : at.is_over_hosts                    ? "CP all-gather"
                  : at.transfer == Transfer::all_gather ? "TP all-gather"
                                                        : "TP reduce-scatter",
          .unit = operation.unit,

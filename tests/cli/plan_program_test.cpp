@@ -117,6 +117,15 @@ TEST(PlanProgram, PlansSequencesThatRanksShare) {
       AllOf(
           HasSubstr("strategy zero3, context parallelism 8; recompute"),
           HasSubstr("  context parallelism ")));
+  // Two hosts of 8.
+  const std::string over_hosts =
+      "plan llama3_8b --ranks 16 --set parallelism.context_parallel_degree=16 ";
+  const json longer = json::parse(run(over_hosts + "--json").output);
+  EXPECT_EQ(longer.at("context_parallel_degree"), 16);
+  EXPECT_GT(longer.at("transfers_ms").at("CP all-gather"), 0);
+  EXPECT_THAT(
+      run(over_hosts).output,
+      HasSubstr("context parallelism 16 (2 hosts with heads over 8 ranks)"));
 }
 
 TEST(PlanProgram, PlansLayersThatRanksShare) {

@@ -2,8 +2,9 @@
 """Two hosts on one machine: two network namespaces and a cable between them.
 
 One rank of `flatshard train` runs on each, started by plain environment variables and
-by torchrun. Training works; then the cable is unplugged in mid-step, and both ranks
-have to end with a message that names the other.
+by torchrun. Training works. If both hosts share sequences, the losses are equal to one
+rank. Then the cable is unplugged in mid-step, and both ranks have to end
+with a message that names the other.
 
 Each host has its own hostname and process table as well, so nothing but the
 cable connects them. Needs root, or rights to make namespaces; exits with 77
@@ -159,13 +160,17 @@ def wait_until(what, condition):
 class Job:
     """The two ranks of one training run."""
 
-    def __init__(self, hosts, folder, program, python, launcher, steps, port):
+    def __init__(
+        self, hosts, folder, program, python, launcher, steps, port, options=()
+    ):
         folder.mkdir()
         config = folder / "run.toml"
         config.write_text(
             CONFIG.format(output=folder / "run", steps=steps, timeout=TIMEOUT_S)
         )
         train = [program, "train", str(config), "--device", "cpu"]
+        for option in options:
+            train += ["--set", option]
         self.logs = [folder / f"rank_{rank}.log" for rank in (0, 1)]
         self.processes = []
         address = hosts.addresses[0]
@@ -182,6 +187,7 @@ class Job:
                     RANK=str(rank),
                     WORLD_SIZE="2",
                     LOCAL_RANK="0",
+                    LOCAL_WORLD_SIZE="1",
                     MASTER_ADDR=address,
                     MASTER_PORT=str(port),
                 )
@@ -204,6 +210,50 @@ def expect(job, rank, *parts):
     for part in parts:
         if part not in job.text(rank):
             raise Failure(f"rank {rank} does not say {part!r}")
+
+
+def losses(text):
+    return [
+        float(line.split("loss:")[1].split()[0])
+        for line in text.splitlines()
+        if "step: " in line and "loss:" in line
+    ]
+
+
+# Printed digits may differ by one.
+LOSS_TOLERANCE = 2e-4
+
+
+def check_shared_sequences(hosts, folder, program, python, launcher, port):
+    """Hosts exchange keys and values, because the ranks of a group span them."""
+    batch = "training.global_batch_size=2"
+    shared = [batch, "parallelism.context_parallel_degree=2"]
+    job = Job(
+        *[hosts, folder / "shared", program, python, launcher, 5, port],
+        options=shared,
+    )
+    try:
+        wait_until("the run of shared sequences", lambda: None not in job.codes())
+        if job.codes() != [0, 0]:
+            raise Failure(f"the run of shared sequences ended with {job.codes()}")
+        expect(job, 0, "share their sequences over 2 hosts")
+    except Failure:
+        job.show()
+        raise
+    config = folder / "shared" / "run.toml"
+    one = subprocess.run(
+        [program, "train", str(config), "--device", "cpu", "--set", batch]
+        + ["--set", f"run.output_dir={folder / 'one'}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    want, got = losses(one.stdout + one.stderr), losses(job.text(0))
+    if len(want) != 5 or len(got) != 5:
+        raise Failure(f"expected 5 losses, got {want} and {got}")
+    if any(abs(a - b) > LOSS_TOLERANCE for a, b in zip(want, got)):
+        raise Failure(f"expected the losses of one rank, {want}, got {got}")
+    print(f"{launcher}: two hosts that share sequences have the losses {got}")
 
 
 def check(hosts, folder, program, python, launcher, port):
@@ -265,6 +315,7 @@ def main():
             top = Path(folder) / launcher
             top.mkdir()
             port = 29611 + 10 * number
+            check_shared_sequences(hosts, top, program, python, launcher, port + 2)
             check(hosts, top, program, python, launcher, port)
 
 

@@ -21,6 +21,7 @@ class ScopedVariables {
          {"RANK",
           "WORLD_SIZE",
           "LOCAL_RANK",
+          "LOCAL_WORLD_SIZE",
           "MASTER_ADDR",
           "MASTER_PORT",
           "TORCHELASTIC_USE_AGENT_STORE",
@@ -34,6 +35,8 @@ class ScopedVariables {
           "SLURM_STEP_ID",
           "SLURM_STEPID",
           "SLURM_STEP_NUM_TASKS",
+          "SLURM_STEP_TASKS_PER_NODE",
+          "SLURM_TASKS_PER_NODE",
           "SLURM_NNODES",
           "SLURM_JOB_NUM_NODES"}) {
       if (const char* value = std::getenv(name)) {
@@ -121,6 +124,22 @@ TEST(RankEnvironment, TorchrunServesTheStoreItself) {
       "3"));
   EXPECT_TRUE(rank_environment_from_env().launcher_serves_store);
   EXPECT_EQ(rank_environment_from_env().restart_count, 3);
+}
+
+TEST(RankEnvironment, LaunchersCountTheRanksOfAHost) {
+  const auto counted = [](const std::map<std::string, std::string>& base,
+                          const std::string& name,
+                          const std::string& value) {
+    const ScopedVariables variables(with(base, name, value));
+    return rank_environment_from_env().ranks_per_host;
+  };
+  EXPECT_EQ(counted(kTorchrun, "LOCAL_WORLD_SIZE", "4"), 4);
+  EXPECT_EQ(counted(kTorchrun, "LOCAL_WORLD_SIZE", ""), 0);
+  EXPECT_EQ(counted(kSlurm, "SLURM_STEP_TASKS_PER_NODE", "8"), 8);
+  EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "8(x2)"), 8);
+  EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "8(x2),4"), 0);
+  EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "8,4"), 0);
+  EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "many"), 0);
 }
 
 TEST(RankEnvironment, SlurmDerivesTheAddress) {

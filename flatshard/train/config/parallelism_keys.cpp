@@ -173,13 +173,34 @@ void check_parallelism(const Config& config) {
       config.training.seq_len);
   FLATSHARD_CHECK(
       p.post_forward_ranks == 0 || !p.shares_sequences() ||
-          p.context_parallel_degree % p.post_forward_ranks == 0,
+          p.head_ranks() % p.post_forward_ranks == 0,
       config,
       "parallelism.post_forward_ranks = {}: expected a divisor of "
-      "parallelism.context_parallel_degree = {}, because adjacent ranks share "
+      "parallelism.{} = {}, because adjacent ranks share "
       "sequences; change one of them",
       p.post_forward_ranks,
+      p.context_hosts() == 1 ? "context_parallel_degree"
+                             : "context_parallel_a2a_degree",
+      p.head_ranks());
+  FLATSHARD_CHECK(
+      p.context_parallel_degree % p.head_ranks() == 0,
+      config,
+      "parallelism.context_parallel_a2a_degree = {}: expected a divisor of "
+      "parallelism.context_parallel_degree = {}; change one of them",
+      p.context_parallel_a2a_degree,
       p.context_parallel_degree);
+  FLATSHARD_CHECK(
+      p.context_hosts() == 1 ||
+          config.training.seq_len % (2 * p.context_hosts()) == 0,
+      config,
+      "training.seq_len = {}: expected a multiple of {}, two chunks for each "
+      "of the {} hosts of context_parallel_degree = {} / "
+      "context_parallel_a2a_degree = {}; change one of them",
+      config.training.seq_len,
+      2 * p.context_hosts(),
+      p.context_hosts(),
+      p.context_parallel_degree,
+      p.head_ranks());
 }
 
 }  // namespace

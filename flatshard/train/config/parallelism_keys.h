@@ -19,13 +19,15 @@ inline constexpr Word<TransferKind> kWords<TransferKind>[] = {
 /// How the ranks that share sequences compute attention.
 enum class ContextMethod {
   automatic,
-  a2a,  ///< all-to-all: each rank has all tokens of some heads
+  a2a,             ///< all-to-all: each rank has all tokens of some heads
+  a2a_all_gather,  ///< inside a host; between hosts keys and values
 };
 
 template <>
 inline constexpr Word<ContextMethod> kWords<ContextMethod>[] = {
     {"auto", ContextMethod::automatic},
-    {"a2a", ContextMethod::a2a}};
+    {"a2a", ContextMethod::a2a},
+    {"a2a+all_gather", ContextMethod::a2a_all_gather}};
 
 template <>
 inline constexpr Word<std::optional<CopyEngines>>
@@ -64,6 +66,15 @@ struct Parallelism {
   /// Returns whether several ranks have parts of each sequence.
   bool shares_sequences() const {
     return context_parallel_degree > 1;
+  }
+  /// Returns the number of ranks that exchange heads.
+  std::int64_t head_ranks() const {
+    return context_parallel_a2a_degree == 0 ? context_parallel_degree
+                                            : context_parallel_a2a_degree;
+  }
+  /// Returns the number of hosts that share sequences: groups of head_ranks.
+  std::int64_t context_hosts() const {
+    return context_parallel_degree / head_ranks();
   }
   /// Returns whether the ranks that share layers copy activations to each
   /// other.

@@ -91,10 +91,16 @@ void validate_config(const Config& config);
 /// it is empty. @throws Error{config} for a name that no model has.
 std::set<std::string> graph_regions(const Config& config);
 
-/// Fills in the values that depend on the number of ranks (shard degree, global
-/// batch) and checks them: replicate * shard == world, and global_batch_size a
-/// multiple of local_batch_size * world. @throws Error{config} with both sides.
-Config resolve_config(const Config& config, std::int64_t world);
+/// Fills in the values that depend on the ranks (shard degree, global batch,
+/// context_parallel_a2a_degree) and checks them: replicate * shard == world,
+/// and global_batch_size a multiple of local_batch_size * world. @throws
+/// Error{config} with both sides.
+/// @param ranks_per_host  chooses how ranks share sequences; 0: all ranks are
+///   on one host.
+Config resolve_config(
+    const Config& config,
+    std::int64_t world,
+    std::int64_t ranks_per_host = 0);
 
 /// Returns the complete config as TOML, defaults included; `parse_config` reads
 /// it back to an equal one. Unset keys are comments.

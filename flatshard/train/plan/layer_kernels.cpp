@@ -25,10 +25,11 @@ LayerKernels::LayerKernels(
       frozen_(options.lora.enabled()),
       size_(d(static_cast<std::int64_t>(c10::elementSize(options.compute)))),
       sharing_(options.parallelism.tensor_parallel_degree),
-      context_(options.parallelism.context_parallel_degree),
+      context_(options.parallelism.head_ranks()),
+      hosts_(options.parallelism.context_hosts()),
       tokens_(
           options.training.local_batch_size * options.training.seq_len /
-          context_),
+          (context_ * hosts_)),
       own_tokens_(tokens_ / sharing_) {
 }
 

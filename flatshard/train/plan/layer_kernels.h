@@ -110,7 +110,8 @@ class LayerKernels {
   bool frozen_;           ///< all weights but adapters
   double size_;           ///< bytes per element of activations
   std::int64_t sharing_;  ///< ranks of tensor parallelism
-  std::int64_t context_;  ///< ranks of context parallelism
+  std::int64_t context_;  ///< ranks of context parallelism on a host
+  std::int64_t hosts_;    ///< that share sequences
   std::int64_t tokens_;   ///< per microbatch, shared by ranks of the former
   std::int64_t own_tokens_;
 };

@@ -74,6 +74,7 @@ class ModelWork : LayerKernels {
             3 * ffn_dim * model_.dim * static_cast<std::int64_t>(sizeof(float));
       }
     }
+    with_gathered_over_hosts(layer);
     layer.offloaded_nbytes = offloaded(layer);
     return layer;
   }
@@ -153,6 +154,7 @@ class ModelWork : LayerKernels {
       layer.transient_nbytes += layer.saved_nbytes - attention_saved();
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
     }
+    with_gathered_over_hosts(layer);
     layer.offloaded_nbytes = offloaded(layer);
     return layer;
   }
@@ -337,18 +339,25 @@ class ModelWork : LayerKernels {
     const double queries = d(bytes(q));
     const double all = queries + 2 * d(bytes(exchanged_kv()));
     exchange_heads(node.forward, all);
+    gather_over_hosts(node.forward);
     exchange_heads(node.backward, queries);
+    gather_over_hosts(node.backward);
     for (const bool backward : {false, true}) {
       (backward ? node.backward : node.forward)
           .push_back(Kernel::attention(
               backward,
-              d(options_.training.local_batch_size),
+              d(options_.training.local_batch_size) / d(hosts_),
               d(model_.heads / sharing_ / context_),
               d(options_.training.seq_len),
               model_.head_dim));
     }
     node.forward.back().is_kept = options_.keeps_attention;
     exchange_heads(node.forward, queries);
+    if (hosts_ > 1) {
+      node.backward.push_back(Kernel::over_hosts(
+          plan::Transfer::all_to_all,
+          d(2 * hosts_ * rows_of_floats(exchanged_kv()))));
+    }
     exchange_heads(node.backward, all);
     stages[3].reads = Stage::Reads::columns;
     product(stages[3].work, "self_attn.o_proj", tokens_, model_.dim, q);
@@ -365,6 +374,32 @@ class ModelWork : LayerKernels {
     if (context_ > 1) {
       to.push_back(Kernel::exchange(plan::Transfer::all_to_all, nbytes));
     }
+  }
+
+  /// Keys and values of a rank's heads. Attention that is stored needs them in
+  /// its backward only.
+  void gather_over_hosts(plan::Kernels& to) const {
+    if (hosts_ > 1) {
+      to.push_back(Kernel::over_hosts(
+          plan::Transfer::all_gather,
+          d(2 * hosts_ * bytes(exchanged_kv()))));
+      to.back().is_kept = options_.keeps_attention;
+    }
+  }
+
+  /// Returns the bytes of keys and values of all hosts in the backward of
+  /// attention: all-gathered, and their gradients in float32. The exchange of
+  /// these needs as much.
+  std::int64_t gathered_over_hosts() const {
+    return hosts_ == 1 ? 0
+                       : 2 * hosts_ *
+                             (2 * bytes(exchanged_kv()) +
+                              rows_of_floats(exchanged_kv()));
+  }
+
+  void with_gathered_over_hosts(LayerWork& layer) const {
+    layer.transient_nbytes =
+        std::max(layer.transient_nbytes, gathered_over_hosts());
   }
 
   /// Returns the bytes of attention's output and its log-sum-exp, where a

@@ -70,6 +70,12 @@ std::string sharing_text(const config::Parallelism& p) {
   }
   if (p.shares_sequences()) {
     text += fmt::format(", context parallelism {}", p.context_parallel_degree);
+    if (p.context_hosts() > 1) {
+      text += fmt::format(
+          " ({} hosts with heads over {} ranks)",
+          p.context_hosts(),
+          p.head_ranks());
+    }
   }
   return text;
 }
@@ -263,7 +269,9 @@ Config config_of_hf_config(
 }
 
 RunPlan plan_run(const Config& config, const PlannedMachines& machines) {
-  RunPlan plan{.config = resolve_config(config, machines.ranks)};
+  RunPlan plan{
+      .config =
+          resolve_config(config, machines.ranks, machines.ranks_per_host)};
   check_priced(plan.config);
   plan.model = model_config(plan.config);
   plan.job = plan_job(plan.config, plan.model, machines.ranks, machines.host());

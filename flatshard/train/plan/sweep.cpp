@@ -331,7 +331,8 @@ class Sweeper {
             2 * choice.local_batch_size *
             changed.parallelism.num_data_ranks(machines_.ranks);
       }
-      changed = resolve_config(changed, machines_.ranks);
+      changed =
+          resolve_config(changed, machines_.ranks, machines_.ranks_per_host);
       const models::ModelConfig model = model_config(changed);
       auto& modules = modules_[{
           choice.tensor_degree,

@@ -79,6 +79,11 @@ std::string shared_layers_text(const Config& config) {
     text += fmt::format(
         ", each {} of which share their sequences",
         p.context_parallel_degree);
+    if (p.context_hosts() > 1) {
+      text += fmt::format(
+          " over {} hosts (all-gather of keys and values)",
+          p.context_hosts());
+    }
   }
   if (p.expert_tensor_parallel_degree > 1) {
     text += fmt::format(

@@ -30,8 +30,8 @@ namespace {
 // Longer than the time until a rank notices that its peers are gone.
 constexpr std::chrono::seconds kRestartPatience(60);
 
-Config resolve_for_training(const Config& config, int world) {
-  Config resolved = resolve_config(config, world);
+Config resolve_for_training(const Config& config, const RankEnvironment& env) {
+  Config resolved = resolve_config(config, env.world_size, env.ranks_per_host);
   FLATSHARD_CHECK(
       resolved.precision.scaling != GradScaling::sum,
       config,
@@ -109,7 +109,7 @@ Trainer::Trainer(
     OnStuckAbort on_stuck_abort)
     : start_clock_(launched_by_this_program()),
       given_(config),
-      config_(resolve_for_training(config, env.world_size)),
+      config_(resolve_for_training(config, env)),
       device_(choose_device(device, env)),
       model_config_(model_config(config_)),
       options_(run_options(config_, model_config_)),

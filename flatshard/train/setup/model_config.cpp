@@ -249,9 +249,11 @@ models::ModelConfig model_config(const Config& config) {
       "parallelism.tensor_parallel_degree");
   models::check_context_parallel(
       model,
-      config.parallelism.context_parallel_degree,
+      config.parallelism.head_ranks(),
       config.parallelism.tensor_parallel_degree,
-      "parallelism.context_parallel_degree");
+      config.parallelism.context_hosts() == 1
+          ? "parallelism.context_parallel_degree"
+          : "parallelism.context_parallel_a2a_degree");
   const double soft_cap = model.block.attention.soft_cap;
   FLATSHARD_CHECK(
       !config.activation_checkpoint.saves_attention() || soft_cap == 0.0,

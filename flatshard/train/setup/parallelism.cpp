@@ -18,6 +18,7 @@ namespace {
 constexpr const char* kExpertAxis = "ep";
 constexpr const char* kExpertTensorAxis = "etp";
 constexpr const char* kContextAxis = "cp";
+constexpr const char* kContextHostsAxis = "cp_hosts";
 constexpr const char* kTensorAxis = "tp";
 
 // Returns the ranks of expert_parallel_degree that read different samples.
@@ -34,6 +35,9 @@ std::vector<std::string> division_axes(const config::Parallelism& p) {
     axes.emplace_back(kExpertAxis);
   }
   if (config::experts_span_sequences(p)) {
+    if (p.context_hosts() > 1) {
+      axes.emplace_back(kContextHostsAxis);
+    }
     axes.emplace_back(kContextAxis);
   }
   return axes;
@@ -130,8 +134,11 @@ std::vector<MeshAxis> mesh_axes(const config::Parallelism& keys) {
     axes.push_back({kExpertAxis, divisions});
   }
   if (keys.shares_sequences()) {
-    axes.push_back(
-        {kContextAxis, keys.context_parallel_degree, AxisRole::sequence});
+    if (keys.context_hosts() > 1) {
+      axes.push_back(
+          {kContextHostsAxis, keys.context_hosts(), AxisRole::sequence});
+    }
+    axes.push_back({kContextAxis, keys.head_ranks(), AxisRole::sequence});
   }
   if (ranks > divisions) {
     // Inside all axes that divide experts: see ExchangeOptions.
@@ -271,6 +278,7 @@ nn::ContextParallelPtr context_parallel_ranks(
     return nullptr;
   }
   options.copies = keys.copies_heads();
+  options.hosts = keys.context_hosts() > 1 ? kContextHostsAxis : "";
   return make_context_parallel(mesh, kContextAxis, options);
 }
 
@@ -279,11 +287,10 @@ std::int64_t context_window_nbytes(
     const models::ModelConfig& model) {
   const config::Parallelism& p = config.parallelism;
   const std::int64_t kv_heads = model.kv_heads / p.tensor_parallel_degree;
-  const std::int64_t num_groups =
-      nn::num_head_groups(kv_heads, p.context_parallel_degree);
+  const std::int64_t num_groups = nn::num_head_groups(kv_heads, p.head_ranks());
   // Each rank gets a head of keys and of values.
   const std::int64_t heads = model.heads / p.tensor_parallel_degree +
-                             2 * std::max(kv_heads, p.context_parallel_degree);
+                             2 * std::max(kv_heads, p.head_ranks());
   return config.tokens_per_microbatch() * model.head_dim * heads / num_groups *
          static_cast<std::int64_t>(c10::elementSize(config.precision.compute));
 }

@@ -30,7 +30,8 @@ namespace flatshard {
 std::string strategy_name(const config::Parallelism& keys);
 
 /// {dp: n}, or {replicate: r, shard: s}; with expert parallelism {edp, ep}
-/// in place of the last; then cp with context parallelism; with tensor
+/// in place of the last; then cp with context parallelism, after cp_hosts where
+/// its ranks are on several hosts; with tensor
 /// parallelism tp as the innermost. If experts are split, too, their width is
 /// split over tp and an axis etp after ep. etp has
 /// expert_tensor_parallel_degree / tp ranks. Where ranks that share a sequence
@@ -107,9 +108,9 @@ nn::TensorParallelPtr tensor_parallel_ranks(
     TensorParallelOptions options,
     Mesh& mesh);
 
-/// Returns the ranks that share this rank's sequences, along the axis cp; null:
-/// it has all of their tokens. Collective.
-/// @param options  the keys decide on copies.
+/// Returns the ranks that share this rank's sequences, along the axes cp_hosts
+/// and cp; null: it has all of their tokens. Collective.
+/// @param options  the keys decide on copies and hosts.
 nn::ContextParallelPtr context_parallel_ranks(
     const config::Parallelism& keys,
     ContextParallelOptions options,

@@ -692,6 +692,27 @@ TEST(Config, ContradictionsAreNamed) {
         "parallelism.context_parallel_degree=2"},
        "parallelism.post_forward_ranks = 4: expected a divisor of "
        "parallelism.context_parallel_degree = 2"},
+      {{"parallelism.post_forward_ranks=4",
+        "parallelism.context_parallel_degree=4",
+        "parallelism.context_parallel_a2a_degree=2"},
+       "parallelism.post_forward_ranks = 4: expected a divisor of "
+       "parallelism.context_parallel_a2a_degree = 2"},
+      {{"parallelism.context_parallel_degree=4",
+        "parallelism.context_parallel_a2a_degree=3"},
+       "parallelism.context_parallel_a2a_degree = 3: expected a divisor of "
+       "parallelism.context_parallel_degree = 4"},
+      {{"parallelism.context_parallel_degree=2",
+        "parallelism.context_parallel_a2a_degree=1",
+        "training.seq_len=6"},
+       "training.seq_len = 6: expected a multiple of 4, two chunks for each of "
+       "the 2 hosts"},
+      {{"parallelism.context_parallel_degree=4",
+        "parallelism.context_parallel_method=a2a",
+        "parallelism.context_parallel_a2a_degree=2"},
+       "use \"a2a+all_gather\""},
+      {{"parallelism.context_parallel_a2a_degree=1"},
+       "parallelism.context_parallel_a2a_degree is set, but "
+       "parallelism.context_parallel_degree"},
       {{"parallelism.post_forward_ranks=2", "float8.recipe=rowwise"},
        "parallelism.post_forward_ranks = 2 with float8.recipe = \"rowwise\""},
       {{"parallelism.strategy=optim", "parallelism.keep_compute_weights=false"},
@@ -941,6 +962,41 @@ TEST(ResolveConfig, RanksThatShareSequencesReadTheSameSamples) {
   EXPECT_EQ(resolved.training.global_batch_size, 12);
   EXPECT_EQ(resolved.parallelism.num_data_ranks(16), 4);
   EXPECT_EQ(resolved.parallelism.num_token_ranks(16), 8);
+}
+
+TEST(ResolveConfig, RanksOfAHostExchangeHeads) {
+  // Of context_parallel_degree and tensor_parallel_degree, and of a host.
+  const auto head_ranks = [](std::int64_t context,
+                             std::int64_t tensor,
+                             std::int64_t ranks_per_host,
+                             const char* method = "auto") {
+    const Config config = parse_config(
+        kSmall,
+        "r",
+        {fmt::format("parallelism.context_parallel_degree={}", context),
+         fmt::format("parallelism.tensor_parallel_degree={}", tensor),
+         fmt::format("parallelism.context_parallel_method={}", method)});
+    return resolve_config(config, 16, ranks_per_host).parallelism.head_ranks();
+  };
+  EXPECT_EQ(head_ranks(8, 1, 8), 8);
+  EXPECT_EQ(head_ranks(8, 1, 4), 4);
+  EXPECT_EQ(head_ranks(8, 2, 4), 2);
+  EXPECT_EQ(head_ranks(4, 2, 2), 1);
+  EXPECT_EQ(head_ranks(2, 4, 2), 1);
+  EXPECT_EQ(head_ranks(4, 1, 6), 2);
+  EXPECT_EQ(head_ranks(8, 1, 16), 8);
+  EXPECT_EQ(head_ranks(8, 1, 0), 8);
+  EXPECT_EQ(head_ranks(8, 1, 4, "a2a"), 8);
+  EXPECT_EQ(head_ranks(8, 1, 4, "a2a+all_gather"), 4);
+  try {
+    head_ranks(8, 1, 8, "a2a+all_gather");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.message(),
+        HasSubstr("expected the ranks of a group on several hosts, got 8 ranks "
+                  "on one; use \"a2a\""));
+  }
 }
 
 TEST(ResolveConfig, ErrorsShowBothSides) {

@@ -79,8 +79,8 @@ std::int64_t measured(
   }
   nn::materialize(*model, at::kCPU, at::kBFloat16, nn::random_fill());
   const auto input = [&] {
-    const std::int64_t own =
-        kTokens / (ranks ? ranks->size() : 1) / (context ? context->size() : 1);
+    const std::int64_t own = kTokens / (ranks ? ranks->size() : 1) /
+                             (context ? context->num_ranks() : 1);
     return at::ones({1, own, shape.dim}, at::kBFloat16);
   };
   // The rotary table belongs to the model.
@@ -288,9 +288,13 @@ TEST(Activations, OfABlockThatRanksShare) {
 // heads and once by tokens. int32 positions are small, and are not planned.
 TEST(Activations, OfABlockWhoseTokensRanksShare) {
   constexpr int kRanks = 2;
-  for (const char* mode : {"none", "selective"}) {
+  for (const auto& [mode, head_ranks] :
+       {std::pair{"none", 2},
+        std::pair{"selective", 2},
+        std::pair{"none", 1}}) {
     const Config config = config_of(
         {"parallelism.context_parallel_degree=2",
+         fmt::format("parallelism.context_parallel_a2a_degree={}", head_ranks),
          std::string("activation_checkpoint.mode=") + mode},
         kRanks);
     testing::run_ranks(kRanks, [&](testing::RankContext& context) {
@@ -467,6 +471,38 @@ TEST(Work, RanksThatShareTokensExchangeHeads) {
     constexpr double kQueries = kTokens / 2 * 64 * 2;
     EXPECT_EQ(sent, (std::multiset<double>{kQueries, 3 * kQueries}));
   }
+}
+
+// Keys and values of two hosts in each direction, and their gradients in
+// float32.
+TEST(Work, HostsThatShareTokensGatherKeys) {
+  using plan::Kernel;
+  using plan::Transfer;
+  const Config config = config_of(
+      {"parallelism.context_parallel_degree=2",
+       "parallelism.context_parallel_a2a_degree=1"},
+      /*ranks=*/2);
+  const plan::LayerWork layer = planned(config, 2);
+  EXPECT_EQ(2 * flops_of(layer), flops_of(planned(config_of({}))));
+  const auto sent = [](const plan::Kernels& kernels) {
+    std::multimap<Transfer, double> found;
+    for (const Kernel& kernel : kernels) {
+      if (kernel.kind == Kernel::Kind::transfer) {
+        EXPECT_TRUE(kernel.is_over_hosts);
+        found.emplace(kernel.transfer, kernel.nbytes);
+      }
+    }
+    return found;
+  };
+  constexpr double kKeys = kTokens * 64 * 2;  // of both hosts
+  using Sent = std::multimap<Transfer, double>;
+  const plan::NodeWork& node = layer.nodes.at(PlanNode::attend);
+  EXPECT_EQ(sent(node.forward), (Sent{{Transfer::all_gather, 2 * kKeys}}));
+  EXPECT_EQ(
+      sent(node.backward),
+      (Sent{
+          {Transfer::all_gather, 2 * kKeys},
+          {Transfer::all_to_all, 4 * kKeys}}));
 }
 
 // The router's numbers depend on the kernels: the CPU keeps a few more of them

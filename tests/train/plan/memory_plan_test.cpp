@@ -367,6 +367,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"shared_rowwise", 4, {kNone, kShared, "float8.recipe=rowwise"}},
         Case{"sequences", 4, {kNone, kSequences}},
         Case{
+            "sequences_over_hosts",
+            4,
+            {kNone, kSequences, "parallelism.context_parallel_a2a_degree=1"}},
+        Case{
             "sequences_and_layers",
             4,
             {kNone, kSequences, kShared, "parallelism.strategy=zero2"}},

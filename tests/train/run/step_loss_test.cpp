@@ -334,6 +334,9 @@ Outcome train_shared(
 
 const char* const kTwoRanks = "parallelism.context_parallel_degree=2";
 const char* const kFourRanks = "parallelism.context_parallel_degree=4";
+// As on hosts of one and of two ranks.
+const char* const kOneForHeads = "parallelism.context_parallel_a2a_degree=1";
+const char* const kTwoForHeads = "parallelism.context_parallel_a2a_degree=2";
 
 const std::vector<Shared> kGrids{
     {2, 1, 1, {kTwoRanks}},
@@ -341,6 +344,7 @@ const std::vector<Shared> kGrids{
     {4, 1, 3, {kFourRanks, "activation_checkpoint.mode=full"}},
     {4, 2, 3, {kTwoRanks, "parallelism.strategy=zero2"}},
     {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
+    {4, 1, 3, {kFourRanks, kTwoForHeads}},
     {4,
      2,
      1,
@@ -437,8 +441,22 @@ TEST(ContextParallel, G11_OneTargetIsOnOneRank) {
   write_corpus(folder / "corpus", /*masked=*/true);
   expect_shared(
       folder / "corpus",
-      {{2, 1, 12, {kTwoRanks}}, {4, 1, 12, {kFourRanks}}},
+      {{2, 1, 12, {kTwoRanks}},
+       {4, 1, 12, {kFourRanks}},
+       {2, 1, 12, {kTwoRanks, kOneForHeads}}},
       {});
+}
+
+TEST(ContextParallel, OnOneHostAllRanksExchangeHeads) {
+  const TempFolder folder;
+  write_corpus(folder / "corpus", /*masked=*/true);
+  const auto losses = [&](const char* option) {
+    return train_shared(folder / "corpus", {2, 1, 1, {kTwoRanks, option}}, {})
+        .losses;
+  };
+  const auto expected = losses("parallelism.context_parallel_method=auto");
+  EXPECT_EQ(losses("parallelism.context_parallel_method=a2a"), expected);
+  EXPECT_EQ(losses("parallelism.context_parallel_a2a_degree=2"), expected);
 }
 
 // The auxiliary losses count the tokens of all ranks, and their weight does not
@@ -480,6 +498,12 @@ TEST(ContextParallel, G12_ExpertsTrainAsOnOneRank) {
        {kTwoRanks, divided, "parallelism.data_parallel_replicate_degree=2"}},
       {4, 1, 1, {kTwoRanks, divided, shared}},
       {4, 2, 1, {kTwoRanks, divided, cut, "parallelism.strategy=zero1"}},
+      // On several hosts, too.
+      {4,
+       1,
+       1,
+       {kFourRanks, kTwoForHeads, "parallelism.expert_parallel_degree=4"}},
+      {4, 2, 1, {kTwoRanks, kOneForHeads, cut}},
       {4,
        2,
        3,
