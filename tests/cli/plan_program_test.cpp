@@ -125,7 +125,7 @@ TEST(PlanProgram, PlansSequencesThatRanksShare) {
   EXPECT_GT(longer.at("transfers_ms").at("CP all-gather"), 0);
   EXPECT_THAT(
       run(over_hosts).output,
-      HasSubstr("context parallelism 16 (2 hosts with heads over 8 ranks)"));
+      HasSubstr("context parallelism 16 (a2a over 8, all-gather over 2)"));
 }
 
 TEST(PlanProgram, PlansLayersThatRanksShare) {

@@ -236,7 +236,7 @@ def check_shared_sequences(hosts, folder, program, python, launcher, port):
         wait_until("the run of shared sequences", lambda: None not in job.codes())
         if job.codes() != [0, 0]:
             raise Failure(f"the run of shared sequences ended with {job.codes()}")
-        expect(job, 0, "share their sequences over 2 hosts")
+        expect(job, 0, "share their sequences (a2a over 1, all-gather over 2)")
     except Failure:
         job.show()
         raise

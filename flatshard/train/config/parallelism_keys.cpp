@@ -194,8 +194,8 @@ void check_parallelism(const Config& config) {
           config.training.seq_len % (2 * p.context_hosts()) == 0,
       config,
       "training.seq_len = {}: expected a multiple of {}, two chunks for each "
-      "of the {} hosts of context_parallel_degree = {} / "
-      "context_parallel_a2a_degree = {}; change one of them",
+      "of the {} groups of parallelism.context_parallel_degree = {} / "
+      "context_parallel_a2a_degree = {} ranks; change one of them",
       config.training.seq_len,
       2 * p.context_hosts(),
       p.context_hosts(),

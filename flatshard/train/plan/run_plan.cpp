@@ -72,9 +72,9 @@ std::string sharing_text(const config::Parallelism& p) {
     text += fmt::format(", context parallelism {}", p.context_parallel_degree);
     if (p.context_hosts() > 1) {
       text += fmt::format(
-          " ({} hosts with heads over {} ranks)",
-          p.context_hosts(),
-          p.head_ranks());
+          " (a2a over {}, all-gather over {})",
+          p.head_ranks(),
+          p.context_hosts());
     }
   }
   return text;

@@ -81,7 +81,8 @@ std::string shared_layers_text(const Config& config) {
         p.context_parallel_degree);
     if (p.context_hosts() > 1) {
       text += fmt::format(
-          " over {} hosts (all-gather of keys and values)",
+          " (a2a over {}, all-gather over {})",
+          p.head_ranks(),
           p.context_hosts());
     }
   }

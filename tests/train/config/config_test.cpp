@@ -705,7 +705,7 @@ TEST(Config, ContradictionsAreNamed) {
         "parallelism.context_parallel_a2a_degree=1",
         "training.seq_len=6"},
        "training.seq_len = 6: expected a multiple of 4, two chunks for each of "
-       "the 2 hosts"},
+       "the 2 groups"},
       {{"parallelism.context_parallel_degree=4",
         "parallelism.context_parallel_method=a2a",
         "parallelism.context_parallel_a2a_degree=2"},
