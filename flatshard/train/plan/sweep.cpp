@@ -107,28 +107,30 @@ class Sweeper {
     return all;
   }
 
-  /// Over the ranks that are left where `tensor_degree` share each layer.
+  /// Over the ranks that are left where `tensor_degree` share each layer. Ranks
+  /// that share sequences shard the weights like ranks that read others.
   std::vector<RunChoice> layouts_over(std::int64_t tensor_degree) const {
     std::vector<RunChoice> choices;
-    const std::int64_t sharing =
-        tensor_degree * config_.parallelism.context_parallel_degree;
+    const std::int64_t context = config_.parallelism.context_parallel_degree;
+    const std::int64_t sharing = tensor_degree * context;
     const std::int64_t ranks = machines_.ranks / sharing;
+    const std::int64_t sharding = ranks * context;
     for (RunChoice choice : expert_choices(tensor_degree, ranks)) {
       const std::int64_t degree = expert_data_ranks(choice);
       for (const char* strategy : {"zero0", "zero1", "zero2", "zero3"}) {
         choices.push_back(choice);
         choices.back().strategy = strategy;
-        if (ranks == 1) {
+        if (sharding == 1) {
           break;
         }
       }
-      if (ranks > 1) {
+      if (sharding > 1) {
         choices.push_back(choice);
         choices.back().reshard_after_forward = false;
       }
       // Shards inside groups of hosts, replicas of them between.
       const std::int64_t host = machines_.ranks_per_host / sharing;
-      const std::int64_t least = sharing > 1 ? 2 : 1;
+      const std::int64_t least = tensor_degree > 1 && context == 1 ? 2 : 1;
       for (std::int64_t shards = std::max(host, least); shards < ranks;
            shards *= 2) {
         if (ranks % shards == 0 && shards % degree == 0) {
@@ -353,7 +355,7 @@ class Sweeper {
       if (error.code() != ErrorCode::config) {
         throw;
       }
-      ++sweep_.num_refused;
+      ++sweep_.refusals[error.message()];
       return Outcome::refused;
     }
     planned.estimate.step.operations.clear();

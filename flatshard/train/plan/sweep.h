@@ -3,6 +3,7 @@
 #include "flatshard/train/plan/run_plan.h"
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -37,7 +38,10 @@ struct PlannedChoice {
 struct Sweep {
   std::vector<PlannedChoice> fitting;    ///< the fastest first
   std::vector<PlannedChoice> too_large;  ///< the smallest first
-  std::int64_t num_refused = 0;          ///< rejected by the trainer
+  /// How many choices the trainer refuses, by its error.
+  std::map<std::string, std::int64_t> refusals;
+
+  std::int64_t num_refused() const;
 };
 
 /// Plans `config` in all ways that make sense on these machines. They vary
@@ -51,7 +55,7 @@ struct Sweep {
 /// @throws Error{config} where the config is wrong for these ranks as it is.
 Sweep sweep(const Config& config, const PlannedMachines& machines);
 
-/// Returns two tables.
+/// Returns two tables, and the trainer's errors.
 std::string to_string(const Sweep& sweep, const PlannedMachines& machines);
 std::string to_json(const Sweep& sweep, const PlannedMachines& machines);
 

@@ -5,6 +5,10 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <functional>
+#include <ranges>
+#include <utility>
+#include <vector>
 
 namespace flatshard {
 namespace {
@@ -58,7 +62,43 @@ constexpr std::string_view kWords =
 constexpr std::string_view kHeader =
     "strategy                          recompute  batch FP8        states  ";
 
+/// Returns the errors, the most frequent first.
+std::vector<std::pair<std::string, std::int64_t>> sorted_refusals(
+    const Sweep& sweep) {
+  std::vector<std::pair<std::string, std::int64_t>> sorted(
+      sweep.refusals.begin(),
+      sweep.refusals.end());
+  std::ranges::stable_sort(
+      sorted,
+      std::greater<>(),
+      &std::pair<std::string, std::int64_t>::second);
+  return sorted;
+}
+
+std::string refusals_text(const Sweep& sweep) {
+  constexpr std::size_t kMostErrors = 6;
+  std::string text;
+  std::int64_t others = sweep.num_refused();
+  for (const auto& [error, count] :
+       sorted_refusals(sweep) | std::views::take(kMostErrors)) {
+    text += fmt::format("{:>5}  {}\n", count, error);
+    others -= count;
+  }
+  if (others > 0) {
+    text += fmt::format("{:>5}  with other errors\n", others);
+  }
+  return text.empty() ? text : "\nwhat the trainer refuses\n" + text;
+}
+
 }  // namespace
+
+std::int64_t Sweep::num_refused() const {
+  std::int64_t sum = 0;
+  for (const auto& [error, count] : refusals) {
+    sum += count;
+  }
+  return sum;
+}
 
 std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
   std::string text = fmt::format(
@@ -67,7 +107,7 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
       with_commas(machines.ranks),
       machines.gpu.name,
       sweep.too_large.size(),
-      sweep.num_refused);
+      sweep.num_refused());
   if (!sweep.fitting.empty()) {
     text += fmt::format(
         "\n{} {:>12} {:>6} {:>8} {:>9} {:>9}  {}\n",
@@ -113,6 +153,7 @@ std::string to_string(const Sweep& sweep, const PlannedMachines& machines) {
         static_cast<double>(e.peak_nbytes) / kGiB,
         static_cast<double>(e.peak_nbytes - e.room_nbytes) / kGiB);
   }
+  text += refusals_text(sweep);
   return text + fmt::format("\n{}prices: {}\n", kWords, machines.gpu.source);
 }
 
@@ -121,7 +162,11 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
   json["gpu"] = machines.gpu.name;
   json["prices"] = machines.gpu.source;
   json["ranks"] = machines.ranks;
-  json["refused"] = sweep.num_refused;
+  json["refused"] = sweep.num_refused();
+  json["refusals"] = nlohmann::json::array();
+  for (const auto& [error, count] : sorted_refusals(sweep)) {
+    json["refusals"].push_back({{"error", error}, {"count", count}});
+  }
   const auto entry = [&](const PlannedChoice& planned) {
     const RunChoice& choice = planned.choice;
     const plan::Estimate& e = planned.estimate;

@@ -69,20 +69,53 @@ TEST(Sweep, LeavesTheStatesOfTheConfigWhereTheyAreTheSmallest) {
 }
 
 // Eight ranks share each sequence: experts are divided over all of them or not
-// at all.
-TEST(Sweep, DividesExpertsOverRanksThatShareSequences) {
+// at all, and weights are sharded over all of them.
+TEST(Sweep, DividesExpertsAndWeightsOverRanksThatShareSequences) {
   const Sweep found = sweep(
       config_of_preset(
           "qwen3_30b_a3b",
           {"model.layers=2", "parallelism.context_parallel_degree=8"}),
       {.ranks = 8, .gpu = plan::find_gpu("h200")});
   std::set<std::int64_t> degrees;
+  std::set<std::string> strategies;
+  bool kept = false;
   for (const PlannedChoice& planned : found.fitting) {
     if (planned.choice.tensor_degree == 1) {
       degrees.insert(planned.choice.expert_degree);
+      strategies.insert(planned.choice.strategy);
+      kept |= !planned.choice.reshard_after_forward;
     }
   }
   EXPECT_THAT(degrees, ElementsAre(1, 8));
+  EXPECT_THAT(strategies, ElementsAre("zero0", "zero1", "zero2", "zero3"));
+  EXPECT_TRUE(kept);
+}
+
+// Two hosts, each of eight ranks that share a sequence: one replica each.
+TEST(Sweep, ReplicatesOverHostsWhoseRanksShareSequences) {
+  const Sweep found = sweep(
+      config_of_preset(
+          "llama3_8b",
+          {"model.layers=2", "parallelism.context_parallel_degree=8"}),
+      {.ranks = 16, .gpu = plan::find_gpu("h200")});
+  std::set<std::string> replicated;
+  for (const PlannedChoice& planned : found.fitting) {
+    if (planned.choice.replicas == 2) {
+      replicated.insert(planned.choice.strategy);
+    }
+  }
+  EXPECT_THAT(replicated, ElementsAre("hfsdp", "zero2", "zero3"));
+}
+
+TEST(Sweep, SaysWhyTheTrainerRefuses) {
+  const Sweep found =
+      sweep_of("h200", {"model.layers=2", "training.global_batch_size=3"});
+  EXPECT_GT(found.num_refused(), 0);
+  EXPECT_THAT(
+      to_string(found, one_rank("h200")),
+      HasSubstr(
+          "\nwhat the trainer refuses\n    3  training.global_batch_size = 3 "
+          "must be a multiple of"));
 }
 
 }  // namespace
