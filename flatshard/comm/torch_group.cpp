@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <atomic>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -16,15 +17,27 @@ namespace {
 
 constexpr auto kPause = std::chrono::milliseconds(2);
 
+constexpr const char* kAborted = "the group was aborted";
+
+/// An Error in Gloo's connect. It is not a std::runtime_error because torch
+/// writes a line to stderr about each of these there.
+class ConnectError : public std::exception {
+ public:
+  explicit ConnectError(Error error) : error_(std::move(error)) {}
+  const char* what() const noexcept override { return error_.what(); }
+  const Error& error() const { return error_; }
+
+ private:
+  Error error_;
+};
+
 /// A store of which the waits can be ended: torch's own waits cannot.
 class AbortableStore : public c10d::PrefixStore {
  public:
   using c10d::PrefixStore::PrefixStore;
 
   void abort() { aborted_ = true; }
-  void check_aborted() const {
-    FLATSHARD_CHECK(!aborted_, comm, "the group was aborted");
-  }
+  void check_aborted() const { FLATSHARD_CHECK(!aborted_, comm, kAborted); }
 
   std::vector<std::uint8_t> get(const std::string& key) override {
     wait({key});
@@ -43,10 +56,13 @@ class AbortableStore : public c10d::PrefixStore {
       const std::chrono::milliseconds& timeout) override {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     while (!check(keys)) {
-      check_aborted();
+      if (aborted_) {
+        throw ConnectError(Error(ErrorCode::comm, kAborted));
+      }
       if (std::chrono::steady_clock::now() > deadline) {
-        PrefixStore::wait(keys, kPause);  // throws torch's error of a late key
-        return;
+        throw ConnectError(Error(
+            ErrorCode::timeout,
+            "the group's other ranks did not join in time"));
       }
       std::this_thread::sleep_for(kPause);
     }
@@ -70,11 +86,7 @@ class GlooTorchGroup : public TorchGroup {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
           options_.deadline - std::chrono::steady_clock::now());
       FLATSHARD_CHECK(left.count() > 0, timeout, "no time is left");
-      auto backend = detail::connect_gloo_backend(
-          store_,
-          /*rank=*/0,
-          options_.size,
-          {.timeout = left});
+      auto backend = connect(left);
       const std::lock_guard lock(mutex_);
       backend_ = std::move(backend);
       store_->check_aborted();
@@ -103,6 +115,18 @@ class GlooTorchGroup : public TorchGroup {
   }
 
  private:
+  detail::BackendHandle connect(std::chrono::milliseconds limit) const {
+    try {
+      return detail::connect_gloo_backend(
+          store_,
+          /*rank=*/0,
+          options_.size,
+          {.timeout = limit});
+    } catch (const ConnectError& error) {
+      throw error.error();
+    }
+  }
+
   const c10::intrusive_ptr<AbortableStore> store_;
   const TorchGroupOptions options_;
   const std::string name_;

@@ -3,7 +3,8 @@
 
 The engine is a process without inference that has the routes of SGLang, and joins the
 group as SGLang does, over Gloo. It receives what `flatshard export` writes, bit for bit.
-Then it is away, refuses requests, and dies after a part of the weights: no step is lost,
+Then it is away, refuses requests, does not join the group, and dies after a part of the
+weights: no step is lost,
 and losses and weights equal a run that sends nothing, bit for bit. It is left paused only
 with a part of the weights. A stop sends nothing.
 
@@ -73,8 +74,8 @@ def digest(tensor):
 
 
 class Engine(BaseHTTPRequestHandler):
-    """How it fails is the second argument: "none", "refuses" or "dies". The third one is
-    its device."""
+    """How it fails is the second argument: "none", "refuses", "ignores" or "dies". The
+    third one is its device."""
 
     groups: dict[str, object] = {}
     received: dict[str, str] = {}
@@ -90,7 +91,9 @@ class Engine(BaseHTTPRequestHandler):
         try:
             self.handle_route(body)
         except Exception as error:
-            self.answer(400, {"success": False, "message": str(error)})
+            # A refusal is also one with status 200.
+            status = 200 if self.path == "/update_weights_from_distributed" else 400
+            self.answer(status, {"success": False, "message": str(error)})
         else:
             self.answer(200, {"success": True, "message": "done"})
 
@@ -103,6 +106,8 @@ class Engine(BaseHTTPRequestHandler):
             self.left_paused.append(Engine.paused)
             Engine.paused = True
         elif self.path == "/init_weights_update_group":
+            if sys.argv[2] == "ignores":
+                return
             self.groups[body["group_name"]] = self.join(body)
         elif self.path == "/update_weights_from_distributed":
             self.update(body)
@@ -297,10 +302,13 @@ def expect_sends(run, sent, failed):
     expect(found == wanted, f"{run.name}: failed {errors}, expected {wanted}")
 
 
-def expect_warning(log, *parts):
-    lines = [line for line in log.splitlines() if "were not sent" in line]
+def expect_warning(log, step, *parts):
+    start = f"the weights of step {step} were not sent"
+    lines = [line for line in log.splitlines() if start in line]
     for part in parts:
         expect(lines and part in lines[0], f"no warning with {part!r}:\n{log[-3000:]}")
+    # torch's own lines about a failed connect.
+    expect("connectFullMesh" not in log, f"a line of torch:\n{log[-3000:]}")
 
 
 def check_sends(runs, plain):
@@ -322,7 +330,8 @@ def check_absent(runs, plain):
     run, log = runs.send("absent", url)
     expect_equal_training(run, plain)
     expect_sends(run, sent=[], failed=SENDS)
-    expect_warning(log, "step 3", url, "/pause_generation", "refused")
+    expect_warning(log, 3, url, "/pause_generation", "refused", "next send is tried")
+    expect_warning(log, STEPS, "; this was the last send: ")
 
 
 def check_refuses(runs, plain):
@@ -333,10 +342,26 @@ def check_refuses(runs, plain):
     expect_equal_training(run, plain)
     steps = list(range(1, STEPS + 1))
     expect_sends(run, sent=steps[len(REFUSED) :], failed=steps[: len(REFUSED)])
-    expect_warning(log, "step 1", "expected status 200, got 400", "out of memory")
+    expect_warning(log, 1, "expected status 200, got 400", "out of memory")
+    expect_warning(log, 3, "/update_weights_from_distributed: the engine failed: ")
+    expect_warning(log, 3, "out of memory", "stays paused until it has all weights: ")
+    # The one that it refused to end.
+    expect(state["groups"] == 1, f"the engine has {state['groups']} groups")
     expect(state["weights"] == runs.exported(run), "other weights than the export's")
     expect(state["left_paused"] == LEFT_PAUSED, f"paused: {state['left_paused']}")
     expect(not state["paused"], "the engine is left paused")
+
+
+def check_ignores(runs, plain):
+    with EngineProcess("ignores", runs.device) as engine:
+        run, log = runs.send("ignores", engine.url, every=STEPS, timeout_s=3)
+        state = engine.state()
+    expect_equal_training(run, plain)
+    expect_sends(run, sent=[], failed=[STEPS])
+    expect_warning(log, STEPS, "weights.timeout_s = 3 ", "weights.engine_ranks = 1 ")
+    expect(not state["paused"], "the engine is left paused")
+    if runs.device == "cpu":  # NCCL connects in the first broadcast
+        expect_warning(log, STEPS, "the group's other ranks did not join in time")
 
 
 def check_experts(runs, _):
@@ -360,7 +385,7 @@ def check_dies(runs, _):
         run, log = runs.send("dies", engine.url, *runs.experts)
     expect_equal_training(run, plain)
     expect_sends(run, sent=[], failed=SENDS)
-    expect_warning(log, "step 3", "/update_weights_from_distributed")
+    expect_warning(log, 3, "/update_weights_from_distributed")
 
 
 def check_stops(runs, _):
@@ -388,6 +413,7 @@ CHECKS = (
     check_sends,
     check_absent,
     check_refuses,
+    check_ignores,
     check_experts,
     check_dies,
     check_stops,

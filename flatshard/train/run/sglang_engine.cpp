@@ -22,8 +22,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Of the request that ends a pause after a failure, also after the deadline.
-constexpr std::chrono::seconds kContinueTimeout(5);
+/// Of each request after a failure, also after the deadline.
+constexpr std::chrono::seconds kGiveUpTimeout(5);
 
 /// Returns a name that no earlier group has: torch.distributed refuses the name
 /// of a group that exists, as it does after a send that failed.
@@ -45,6 +45,24 @@ std::string own_address(const HttpServer& server) {
       server.host,
       server.port);
   return address;
+}
+
+/// Posts to the engine. Status 200 with a false `success` is an error.
+void post(
+    const HttpServer& server,
+    const std::string& route,
+    const std::string& body,
+    std::chrono::steady_clock::time_point deadline) {
+  const std::string text = http_post(server, route, body, deadline);
+  const Json answer = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  FLATSHARD_CHECK(
+      !answer.is_object() || answer.value("success", Json()) != Json(false),
+      comm,
+      "http://{}:{}{}: the engine failed: {}",
+      server.host,
+      server.port,
+      route,
+      text);
 }
 
 /// Returns at least a millisecond: zero means "no limit" in torch.
@@ -90,6 +108,7 @@ void SglangEngine::begin(
        .name = group_name_,
        .device = device_,
        .deadline = deadline_});
+  has_group_ = true;
   call_during("/init_weights_update_group", init.dump(), [&] {
     group_->join();
   });
@@ -122,35 +141,47 @@ void SglangEngine::send(
 }
 
 void SglangEngine::finish() {
-  call(
-      "/destroy_weights_update_group",
-      Json{{"group_name", group_name_}}.dump());
+  end_group(deadline_);
   call("/continue_generation", "{}");
   is_paused_ = false;
   give_up();
 }
 
 void SglangEngine::give_up() noexcept {
+  const auto limit = [] {
+    return std::chrono::steady_clock::now() + kGiveUpTimeout;
+  };
+  group_.reset();  // first: the engine may wait for a broadcast
+  store_.reset();
   try {
-    group_.reset();
-    store_.reset();
+    if (has_group_) {
+      end_group(limit());
+    }
+  } catch (const std::exception&) {
+    // The engine is away, or had not joined the group.
+    has_group_ = false;
+  }
+  try {
     if (std::exchange(is_paused_, false) && !has_some_weights_) {
-      http_post(
-          options_.server,
-          "/continue_generation",
-          "{}",
-          std::chrono::steady_clock::now() + kContinueTimeout);
+      post(options_.server, "/continue_generation", "{}", limit());
     }
   } catch (const std::exception& error) {
-    log_warning(
-        "the engine may be paused until the next send: {}",
-        error.what());
+    log_warning("the engine may stay paused: {}", error.what());
   }
+}
+
+void SglangEngine::end_group(std::chrono::steady_clock::time_point deadline) {
+  post(
+      options_.server,
+      "/destroy_weights_update_group",
+      Json{{"group_name", group_name_}}.dump(),
+      deadline);
+  has_group_ = false;
 }
 
 void SglangEngine::call(const std::string& route, const std::string& body)
     const {
-  http_post(options_.server, route, body, deadline_);
+  post(options_.server, route, body, deadline_);
 }
 
 void SglangEngine::call_during(

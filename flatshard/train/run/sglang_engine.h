@@ -27,7 +27,8 @@ struct SentTensor {
 ///
 /// All functions block. Except `give_up` they throw Error{comm} naming a route
 /// if the engine is not reached, refuses a request or dies, or Error{timeout}
-/// at the deadline. Call `give_up` then.
+/// at the deadline. Call `give_up` then. Status 200 with `"success": false` is
+/// a refusal.
 class SglangEngine {
  public:
   struct Options {
@@ -60,11 +61,15 @@ class SglangEngine {
   void finish();
   /// Ends the group without `finish`. Generation continues, unless the engine
   /// has some of the weights of a send: then it stays paused until it has all.
-  /// A failure is only logged; blocks for at most 5 seconds. Has no effect
+  /// A failure is only logged; blocks for at most 10 seconds. Has no effect
   /// after `finish`.
   void give_up() noexcept;
+  /// Returns whether the engine has only a part of the weights of a send, and
+  /// stays paused.
+  bool has_some_weights() const { return has_some_weights_; }
 
  private:
+  void end_group(std::chrono::steady_clock::time_point deadline);
   void call(const std::string& route, const std::string& body) const;
   /// Calls a route, and runs `work` meanwhile: the engine answers after it.
   void call_during(
@@ -75,6 +80,7 @@ class SglangEngine {
   const Options options_;
   const at::Device device_;
   bool is_paused_ = false;
+  bool has_group_ = false;  ///< or may have it: it was asked to join
   /// An update was announced, and the last one of its send was not answered.
   /// Later sends that fail before an update do not change it.
   bool has_some_weights_ = false;

@@ -110,11 +110,16 @@ void WeightSender::send(std::int64_t step) {
     ++failures_;
     log_warning(
         "the weights of step {} were not sent to weights.send = "
-        "\"http://{}:{}\"; training continues, and the next send is tried as "
-        "usual: {}",
+        "\"http://{}:{}\"; {}{}: {}",
         step,
         server.host,
         server.port,
+        step == options_.last_step
+            ? "this was the last send"
+            : "training continues, and the next send is tried as usual",
+        engine_->has_some_weights() ? "; an engine that still runs stays "
+                                      "paused until it has all weights"
+                                    : "",
         error_);
     parts_.output->weights_error(step, error_, failures_);
     return;
@@ -137,6 +142,16 @@ void WeightSender::with_engine(const std::function<void(SglangEngine&)>& work) {
   }
   try {
     work(*engine_);
+  } catch (const Error& error) {
+    error_ = error.what();
+    if (error.code() == ErrorCode::timeout) {
+      error_ += fmt::format(
+          "; weights.timeout_s = {} is the limit of a send, and "
+          "weights.engine_ranks = {} must be the engine's tensor-parallel "
+          "degree",
+          std::chrono::duration<double>(options_.timeout).count(),
+          options_.engine.num_ranks);
+    }
   } catch (const c10::Error& error) {  // such as too little memory
     error_ = error.what_without_backtrace();
   } catch (const std::exception& error) {
