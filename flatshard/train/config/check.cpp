@@ -45,12 +45,11 @@ const ConfigKey& key_of(std::string_view full_name) {
   return *found;
 }
 
-/// "section.name = value", as TOML has it.
+/// "section.name = value", as TOML has it, or "section.name unset".
 std::string assignment(Config& config, std::string_view full_name) {
-  return fmt::format(
-      "{} = {}",
-      full_name,
-      value_text(key_of(full_name).field(config)));
+  const std::string value = value_text(key_of(full_name).field(config));
+  return value.empty() ? fmt::format("{} unset", full_name)
+                       : fmt::format("{} = {}", full_name, value);
 }
 
 void check_conflicts(Config& config) {
@@ -65,8 +64,9 @@ void check_conflicts(Config& config) {
       }
       FLATSHARD_THROW(
           config,
-          "{} with {}: {}",
+          "{}{}{}: {}",
           assignment(config, key.full_name),
+          with.empty() ? "" : " with ",
           fmt::join(with, " and "),
           conflict.why);
     }

@@ -17,19 +17,19 @@ namespace {
 constexpr UsedIf kRecomputesAttention{
     "activation_checkpoint.mode",
     WHEN(c.activation_checkpoint.mode == models::ActivationCheckpoint::full),
-    "recomputes attention; set activation_checkpoint.mode to full"};
+    "runs that recompute attention; set activation_checkpoint.mode to full"};
 
 constexpr UsedIf kRecomputes{
     "activation_checkpoint.mode",
     WHEN(c.activation_checkpoint.mode != models::ActivationCheckpoint::none),
-    "recomputes activations; set activation_checkpoint.mode to full or "
-    "selective"};
+    "runs that recompute activations; set activation_checkpoint.mode to full "
+    "or selective"};
 
 constexpr UsedIf kRecomputesMlp{
     "activation_checkpoint.mode",
     WHEN(c.activation_checkpoint.mode != models::ActivationCheckpoint::none),
-    "recomputes the feed-forward part; set activation_checkpoint.mode to "
-    "selective or full"};
+    "runs that recompute the feed-forward part; set activation_checkpoint.mode "
+    "to selective or full"};
 
 bool captures_attention(const Config& c) {
   return c.cuda_graph.enabled() && graph_regions(c).contains("attn");

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <optional>
+#include <utility>
 
 #include "flatshard/core/error.h"
 #include "flatshard/train/config/key_rows.h"
@@ -81,13 +82,29 @@ const ConfigKey kOptimizerKeys[] = {
 
 void check_optimizer(const Config& config) {
   const Optimizer& optimizer = config.optimizer;
-  FLATSHARD_CHECK(
-      optimizer.name != OptimizerName::adamw ||
-          (optimizer.beta1 < 1 && optimizer.beta2 < 1),
-      config,
-      "optimizer.beta1 and optimizer.beta2 must be below 1, got {} and {}",
-      optimizer.beta1,
-      optimizer.beta2);
+  const std::pair<std::string_view, double> below_one[] = {
+      {"beta1", optimizer.beta1},
+      {"beta2", optimizer.beta2},
+      {"momentum", optimizer.momentum.value_or(0)}};
+  for (const auto& [name, value] : below_one) {
+    FLATSHARD_CHECK(
+        value < 1,
+        config,
+        "optimizer.{} must be below 1, got {}",
+        name,
+        value);
+  }
+  const std::pair<std::string_view, double> above_zero[] = {
+      {"eps", optimizer.eps},
+      {"muon_eps", optimizer.muon_eps}};
+  for (const auto& [name, value] : above_zero) {
+    FLATSHARD_CHECK(
+        value > 0,
+        config,
+        "optimizer.{} must be above 0, got {}",
+        name,
+        value);
+  }
   for (const ParameterRule& rule : optimizer.param_groups) {
     const Algorithm algorithm = rule.algorithm.value_or(optimizer.name);
     for (const RuleNumber& number : rule_numbers()) {
@@ -108,6 +125,12 @@ void check_optimizer(const Config& config) {
           number.name,
           *value);
     }
+    FLATSHARD_CHECK(
+        !rule.eps || *rule.eps > 0,
+        config,
+        "optimizer.param_groups: pattern \"{}\": eps must be above 0, got {}",
+        rule.pattern,
+        *rule.eps);
     FLATSHARD_CHECK(
         !rule.state_dtype || algorithm == Algorithm::adamw,
         config,

@@ -210,6 +210,9 @@ TEST(Config, ParameterGroupsAreChecked) {
       refused_list("[{pattern = 'a', beta1 = 1}]"),
       HasSubstr("pattern \"a\": beta1 must be below 1"));
   EXPECT_THAT(
+      refused_list("[{pattern = 'a', eps = 0}]"),
+      HasSubstr("pattern \"a\": eps must be above 0, got 0"));
+  EXPECT_THAT(
       refused_list("[{pattern = 'a', name = 'sgd', beta1 = 0.5}]"),
       HasSubstr("pattern \"a\" sets beta1, but it has no effect with name = "
                 "\"sgd\""));
@@ -686,8 +689,8 @@ TEST(Config, ContradictionsAreNamed) {
        "parallelism.post_forward_ranks is set, but "
        "parallelism.reshard_after_forward = \"false\""},
       {{"parallelism.post_forward_ranks=1"},
-       "one rank has the full weights; set parallelism.reshard_after_forward = "
-       "false"},
+       "parallelism.post_forward_ranks = 1: one rank has the full weights; set "
+       "parallelism.reshard_after_forward = false"},
       {{"parallelism.post_forward_ranks=4",
         "parallelism.context_parallel_degree=2"},
        "parallelism.post_forward_ranks = 4: expected a divisor of "
@@ -756,7 +759,26 @@ TEST(Config, ContradictionsAreNamed) {
       {{"profiling.enabled=true", "profiling.step=601"},
        "profiling.enabled = true with profiling.step = 601 and training.steps "
        "= 600: the step comes after the last one"},
-      {{"optimizer.beta1=1"}, "must be below 1, got 1 and 0.95"},
+      {{"optimizer.beta1=1"}, "optimizer.beta1 must be below 1, got 1"},
+      {{"optimizer.name=muon", "optimizer.beta2=1"},
+       "optimizer.beta2 must be below 1, got 1"},
+      {{"optimizer.name=muon", "optimizer.momentum=1"},
+       "optimizer.momentum must be below 1, got 1"},
+      {{"optimizer.eps=0"}, "optimizer.eps must be above 0, got 0"},
+      {{"optimizer.name=muon", "optimizer.muon_eps=0"},
+       "optimizer.muon_eps must be above 0, got 0"},
+      {{"optimizer.name=sgd", "optimizer.offload_states=true"},
+       "optimizer.offload_states = true with optimizer.momentum unset: SGD"},
+      {{"activation_checkpoint.offload=true"},
+       "it belongs to runs that recompute activations; set"},
+      {{"activation_checkpoint.mode=full",
+        "activation_checkpoint.offload=true",
+        "parallelism.delay_wgrad=true"},
+       "set offload, or both keys of [parallelism], to false"},
+      {{"activation_checkpoint.mode=full",
+        "activation_checkpoint.offload=true",
+        "cuda_graph.impl=unit"},
+       "set offload to false, or cuda_graph.impl to \"none\""},
       {{"checkpoint.keep_latest_k=2"},
        "checkpoint.keep_latest_k is set, but checkpoint.interval = \"0\""},
       {{"checkpoint.export_hf_at_end=true"},
@@ -856,7 +878,8 @@ TEST(Config, WhatFullRecomputeSaves) {
       HasSubstr("expected text in quotes, or a list of such texts, got"));
   EXPECT_THAT(
       refused({save + "attention"}),
-      HasSubstr("set activation_checkpoint.mode to full"));
+      HasSubstr("it belongs to runs that recompute attention; set "
+                "activation_checkpoint.mode to full"));
   EXPECT_THAT(
       refused(
           {full,
@@ -875,7 +898,8 @@ TEST(Config, WhatFeedForwardChunksDoNotGoWithIsNamed) {
   const std::string chunk = "activation_checkpoint.mlp_chunk_tokens=64";
   EXPECT_THAT(
       refused({chunk}),
-      HasSubstr("set activation_checkpoint.mode to selective or full"));
+      HasSubstr("it belongs to runs that recompute the feed-forward part; set "
+                "activation_checkpoint.mode to selective or full"));
   EXPECT_THAT(
       refused(
           {full, chunk, "precision.compute=bfloat16", "float8.recipe=rowwise"}),

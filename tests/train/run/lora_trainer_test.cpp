@@ -724,7 +724,7 @@ TEST(AdapterConfig, RefusesWhatDoesNotFit) {
       HasSubstr("blocks in pieces are for runs that train all"));
   EXPECT_THAT(
       refusal({"moe.balance_rate=0.1"}),
-      HasSubstr("the router's bias belongs to the frozen weights"));
+      HasSubstr("the router's bias is frozen; set moe.balance_rate to 0"));
 }
 
 }  // namespace
