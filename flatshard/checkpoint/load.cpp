@@ -34,7 +34,7 @@ namespace fs = std::filesystem;
 constexpr const char* kOtherOptimizer =
     "another optimizer wrote it, or another algorithm for this parameter. Load "
     "with the optimizer and the parameter groups that wrote it, or without an "
-    "optimizer";
+    "optimizer (checkpoint.exclude = \"optimizer\")";
 
 class Loader {
  public:
@@ -158,21 +158,8 @@ class Loader {
 
   /// Returns the stored tensor of a box, under whichever of its names.
   const StoredTensor& stored(const OwnedBox& owned) {
-    const auto role = manifest_.tensors.find(owned.role);
-    FLATSHARD_CHECK(
-        role != manifest_.tensors.end(),
-        format,
-        "{}: the checkpoint has no '{}', but {} has it; the checkpoint was "
-        "written by another optimizer or model, or without an optimizer",
-        folder_.string(),
-        owned.role,
-        owned.names.front());
-    for (const std::string& name : owned.names) {
-      const auto found = role->second.find(name);
-      if (found != role->second.end()) {
-        used_.insert({owned.role, name});
-        return found->second;
-      }
+    if (const auto* found = find_stored(owned.role, owned.names)) {
+      return *found;
     }
     FLATSHARD_CHECK(
         owned.role == kWeightRole || owned.role == kBufferRole ||
@@ -183,16 +170,22 @@ class Loader {
         describe_tensor(owned.role, owned.names.front()),
         kOtherOptimizer);
     std::vector<std::string> names;
-    for (const auto& [name, tensor] : role->second) {
-      names.push_back(name);
+    if (const auto role = manifest_.tensors.find(owned.role);
+        role != manifest_.tensors.end()) {
+      for (const auto& [name, tensor] : role->second) {
+        names.push_back(name);
+      }
     }
     FLATSHARD_THROW(
         format,
-        "{}: the model has {}, the checkpoint does not; its nearest name is "
-        "'{}'. Exclude it to keep the model's own",
+        "{}: the model has {}, the checkpoint does not{}. Exclude it to keep "
+        "the model's own",
         folder_.string(),
         describe_tensor(owned.role, owned.names.front()),
-        names.empty() ? "" : nearest_name(owned.names.front(), names));
+        names.empty() ? ""
+                      : fmt::format(
+                            "; its nearest name is '{}'",
+                            nearest_name(owned.names.front(), names)));
   }
 
   /// Returns the stored tensor of a role, or null, under whichever name.
@@ -345,7 +338,7 @@ class Loader {
         steps != manifest_.state.end(),
         format,
         "{}: the checkpoint has no '{}'; it was written without an "
-        "optimizer",
+        "optimizer. Load without one (checkpoint.exclude = \"optimizer\")",
         folder_.string(),
         kOptimizerSteps);
     num_steps_ = std::strtoll(steps->second.c_str(), nullptr, 10);

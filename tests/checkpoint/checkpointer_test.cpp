@@ -314,21 +314,30 @@ TEST(LoadCheckpoint, RefusesAnotherAlgorithm) {
         two_groups(),
         {"zero3", {{"dp", 2}}},
         context.mesh());
-    Optimizer other(
-        model.groups,
-        ParameterRules{
-            .rules = {{.pattern = "a.bias", .algorithm = Algorithm::sgd}}});
-    try {
-      load_checkpoint(step_folder(folder.path(), 1), model.groups, &other);
-      FAIL();
-    } catch (const Error& error) {
-      EXPECT_THAT(
-          error.message(),
-          AllOf(
-              HasSubstr("the checkpoint has exp_avg of a.bias, the model does "
-                        "not; another optimizer wrote it"),
-              Not(HasSubstr("xclude"))));
-    }
+    const auto refused_with = [&](const ParameterRule& rule) {
+      Optimizer other(model.groups, ParameterRules{.rules = {rule}});
+      try {
+        load_checkpoint(step_folder(folder.path(), 1), model.groups, &other);
+      } catch (const Error& error) {
+        return error.message();
+      }
+      return std::string("no error");
+    };
+    EXPECT_THAT(
+        refused_with({.pattern = "a.bias", .algorithm = Algorithm::sgd}),
+        AllOf(
+            HasSubstr("the checkpoint has exp_avg of a.bias, the model does "
+                      "not; another optimizer wrote it"),
+            HasSubstr("(checkpoint.exclude = \"optimizer\")"),
+            Not(HasSubstr("xclude it"))));
+    // The checkpoint has this state of no parameter.
+    EXPECT_THAT(
+        refused_with(
+            {.pattern = ".", .algorithm = Algorithm::sgd, .momentum = 0.5}),
+        AllOf(
+            HasSubstr("the model has momentum of a."),
+            HasSubstr("the checkpoint does not; another optimizer wrote it"),
+            HasSubstr("(checkpoint.exclude = \"optimizer\")")));
   });
 }
 
