@@ -297,6 +297,33 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(mesh, rank):
     assert all(float(state["step"]) == 2 for state in optimizer.state.values())
 
 
+def test_groups_that_get_the_sharded_parameters_later(mesh, rank):
+    expected, after = made(flatshard.optim.AdamW, mesh, lr=2e-2)
+    train(expected, after, range(3), rank)
+    torch.manual_seed(0)
+    model = Mlp()
+    options = {"eps": 1e-3, "weight_decay": 0.1}
+    optimizer = flatshard.optim.AdamW(model.blocks.parameters(), lr=1e-2, **options)
+    optimizer.add_param_group({"params": model.head.parameters()})
+    with pytest.raises(ValueError, match="lr: expected at least 0"):
+        optimizer.add_param_group({"params": [torch.ones(2)], "lr": -1.0})
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="make the optimizer after fully_shard"):
+        optimizer.load_state_dict(after.state_dict())
+    optimizer.zero_grad()
+
+    names = {p: n for n, p in model.named_parameters()}
+    of_groups = [[names[p] for p in g["params"]] for g in optimizer.param_groups]
+    shard(model, fully_shard, mesh=mesh)
+    with pytest.raises(RuntimeError, match="was created before fully_shard"):
+        optimizer.step()
+    sharded = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, of_groups):
+        group |= {"params": [sharded[name] for name in of_group], "lr": 2e-2}
+    train(model, optimizer, range(3), rank)
+    assert distance(full_state(model), full_state(expected)) == 0
+
+
 def test_lists_of_parameters_that_were_changed(mesh, rank):
     model, optimizer = made(flatshard.optim.AdamW, mesh)
     optimizer.param_groups[0]["params"].pop()

@@ -610,7 +610,9 @@ def test_parameters_that_are_not_matrices(mesh):
     with pytest.raises(ValueError, match="split_sizes: expected.*with the sum 96"):
         flatshard.optim.Muon([model.blocks[0].qkv.weight], split_sizes=(32, 32))
     with pytest.raises(ValueError, match="that fully_shard sharded"):
-        flatshard.optim.Muon([nn.Parameter(torch.ones(3, 3))])
+        flatshard.optim.Muon([nn.Parameter(torch.ones(3, 3))]).step()
+    with pytest.raises(ValueError, match="only supports 2D parameters"):
+        flatshard.optim.Muon([nn.Parameter(torch.ones(3))])
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class CoreOptimizer(torch.optim.Optimizer):
     creation_option: ClassVar[str]
     _creation_default: ClassVar[Any]
 
-    core: _C.Optimizer
+    _core: _C.Optimizer | None
     _places: dict[torch.Tensor, Place]
     _group_sizes: list[int]  # how many parameters each of param_groups had
     _creation_values: list[Any]  # of each of param_groups
@@ -50,7 +50,8 @@ class CoreOptimizer(torch.optim.Optimizer):
         if defaults[self.creation_option] == self._creation_default:
             del defaults[self.creation_option]
         super().__init__(params, defaults)
-        self._make_core()
+        self._core = None
+        self._follow_groups()
         self.register_state_dict_post_hook(_show_values, prepend=True)
 
     # -- of subclasses -------------------------------------------------------------
@@ -58,6 +59,10 @@ class CoreOptimizer(torch.optim.Optimizer):
     def _values_of(self, group: dict[str, Any]) -> _C.ParameterValues:
         """Returns the options of a group as the core reads them."""
         raise NotImplementedError
+
+    def _check_groups(self) -> None:
+        """Raises an error for param_groups that the core cannot follow."""
+        self.check_options(self.param_groups)
 
     def _matrices(self, units: list[UnitState]) -> _C.MatrixOptions:
         return _C.MatrixOptions(split_sizes=[], mesh=None, cut_axes=[])
@@ -73,9 +78,9 @@ class CoreOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Works as torch.optim.Optimizer.add_param_group."""
         super().add_param_group(param_group)
-        if hasattr(self, "core"):  # else torch's constructor adds the first groups
+        if hasattr(self, "_core"):  # else torch's constructor adds the first groups
             try:
-                self._make_core()
+                self._follow_groups()
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -89,10 +94,28 @@ class CoreOptimizer(torch.optim.Optimizer):
 
     # -- the core's optimizer ------------------------------------------------------
 
+    @property
+    def core(self) -> _C.Optimizer:
+        """The core's optimizer. Where parameters were not sharded when the groups were
+        given, it is made at the first use: accelerate makes the optimizer, then shards,
+        and then puts the sharded parameters into the groups."""
+        if self._core is None:
+            self._make_core()
+        assert self._core is not None
+        return self._core
+
+    def _follow_groups(self):
+        """Makes the core's optimizer for new groups, now or at the first use."""
+        parameters = self._parameters_now()
+        if self._core is None and any(unit_of(p) is None for p in parameters):
+            self._check_groups()
+        else:
+            self._make_core()
+
     def _make_core(self):
         """Makes the core's optimizer for the groups as they are now. It continues with
         the state that there is."""
-        self.check_options(self.param_groups)
+        self._check_groups()
         given = {p: self._decoded(p, state) for p, state in self.state.items()}
         parameters = self._parameters_now()
         places = {p: self._place_of(p) for p in parameters}
@@ -102,7 +125,7 @@ class CoreOptimizer(torch.optim.Optimizer):
         units = list(dict.fromkeys(unit for unit, _ in places.values()))
         self._check_places(places)
         cores = [unit.core for unit in units]
-        self.core = _C.Optimizer(
+        self._core = _C.Optimizer(
             cores,
             self._group_of_parameters(units, places),
             [self._values_of(group) for group in self.param_groups],
@@ -215,6 +238,7 @@ class CoreOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        core = self.core
         self.check_options(self.param_groups)
         self._check_as_made()
         if self._state_was_changed():
@@ -222,7 +246,7 @@ class CoreOptimizer(torch.optim.Optimizer):
         self._before_update()
         views = [unit.grads for unit in self._units]
         without_gradient = [grads.take() for grads in views]
-        self.core.step(
+        core.step(
             [self._values_of(group) for group in self.param_groups], without_gradient
         )
         for grads in views:
@@ -365,9 +389,11 @@ class CoreOptimizer(torch.optim.Optimizer):
         core keeps them, in its dtype.
 
         Raises:
-            ValueError, NotImplementedError: options that the core cannot follow. Nothing
-                has changed.
+            ValueError, NotImplementedError: options that the core cannot follow, or
+                states for parameters that are not sharded. Nothing has changed.
         """
+        if self._core is None and state_dict["state"]:
+            self._make_core()
         given = {}
         # The last of the hooks sees what torch loads. It casts states to the dtype of
         # the parameter, and this may be bfloat16.
@@ -383,7 +409,8 @@ class CoreOptimizer(torch.optim.Optimizer):
                 for number, parameter in zip(numbers, self._parameters_now())
                 if number in given["state"]
             }
-            self._take_states(states)
+            if self._core is not None:
+                self._take_states(states)
         except BaseException:
             self.state, self.param_groups = before
             raise
@@ -399,7 +426,12 @@ class CoreOptimizer(torch.optim.Optimizer):
 
 
 def _show_values(optimizer, state_dict):
-    """Puts the values of int8 states into a state dict, because `state` has no scales."""
+    """Puts the values of int8 states into a state dict, because `state` has no scales.
+    A dtype becomes its name, because torch.distributed.checkpoint may refuse a dtype."""
+    for group in state_dict["param_groups"]:
+        value = group.get(optimizer.creation_option)
+        if isinstance(value, torch.dtype):
+            group[optimizer.creation_option] = str(value)
     numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, parameters):

@@ -104,11 +104,11 @@ class Muon(CoreOptimizer):
             },
         )
 
-    def _make_core(self):
+    def _check_groups(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._check_matrix(parameter, self.creation_value(group))
-        super()._make_core()
+        super()._check_groups()
 
     def _check_matrix(self, parameter, split_sizes):
         if parameter.dim() != 2 and (parameter.dim() != 3 or split_sizes is None):

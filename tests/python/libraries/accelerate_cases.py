@@ -308,10 +308,38 @@ def case_prepare_twice(folder):
     return run.found()
 
 
-def save_and_resume(folder, state_dict_type, **plugin):
+def with_optimizer_of_flatshard(folder, optimizer):
+    """Trains with an optimizer that `prepare` gives sharded parameters, and with one that
+    is made of them; saves, and resumes."""
+    found = save_and_resume(
+        folder, "SHARDED_STATE_DICT", model=models.wide_llama, optimizer=optimizer
+    )
+    cpu.reset_accelerate()
+    after = Run(models.wide_llama())
+    made = optimizer(list(after.model.parameters()))
+    scheduler = get_linear_schedule_with_warmup(made, 2, 40)
+    after.optimizer, after.model, after.scheduler = after.accelerator.prepare(
+        made, after.model, scheduler
+    )
+    assert after.train(3) == found["losses"][:3]
+    assert models.has_int8_states(made) == (optimizer is models.int8_adamw)
+    return found
+
+
+def case_int8_adamw_of_flatshard(folder):
+    return with_optimizer_of_flatshard(folder, models.int8_adamw)
+
+
+def case_muon_of_flatshard(folder):
+    return with_optimizer_of_flatshard(folder, models.muon)
+
+
+def save_and_resume(
+    folder, state_dict_type, model=models.llama, optimizer=None, **plugin
+):
     """Trains, saves, trains on; then resumes in the same run and in a new one."""
     plugin = {"state_dict_type": state_dict_type, **plugin}
-    run = Run(plugin=plugin)
+    run = Run(model(), plugin=plugin, optimizer=optimizer)
     run.train(3)
     run.accelerator.save_state(f"{folder}/saved")
     run.accelerator.wait_for_everyone()
@@ -321,7 +349,7 @@ def save_and_resume(folder, state_dict_type, **plugin):
     run.accelerator.load_state(f"{folder}/saved")
     assert run.train(3) == expected
     cpu.reset_accelerate()
-    again = Run(models.llama(seed=5), plugin)
+    again = Run(model(seed=5), plugin, optimizer)
     again.accelerator.load_state(f"{folder}/saved")
     assert again.train(3) == expected
     resumed = models.full_weights(again.model)

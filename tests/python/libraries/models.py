@@ -31,6 +31,35 @@ def llama(tied=False, seed=0, dtype=torch.float32, **more):
     return LlamaForCausalLM(llama_config(tied, **more)).to(dtype)
 
 
+def wide_llama(seed=0):
+    """A model with parameters that are large enough for int8 states. All that it trains are
+    matrices, as Muon expects."""
+    model = llama(seed=seed, hidden_size=64, intermediate_size=128)
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 2)
+    return model
+
+
+def int8_adamw(parameters):
+    import flatshard
+
+    large = {"params": [p for p in parameters if p.numel() > 4096]}
+    small = {"params": [p for p in parameters if p.numel() <= 4096]}
+    groups = [{**large, "state_dtype": torch.int8}, {**small, "weight_decay": 0.0}]
+    return flatshard.optim.AdamW(groups, lr=1e-2)
+
+
+def muon(parameters):
+    import flatshard
+
+    return flatshard.optim.Muon([p for p in parameters if p.requires_grad], lr=1e-2)
+
+
+def has_int8_states(optimizer):
+    states = optimizer.state.values()
+    return any(t.dtype == torch.int8 for state in states for t in state.values())
+
+
 def qwen3_moe(seed=0):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

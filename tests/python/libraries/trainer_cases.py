@@ -200,18 +200,19 @@ def case_train_twice(folder):
     return found(trainer)
 
 
-def resumed(folder, state_dict):
+def resumed(folder, state_dict, model=models.llama, **more):
     """Trains 6 steps, and again 3 and 3 from a checkpoint."""
-    whole = make(f"{folder}/whole", state_dict=state_dict)
+    more["state_dict"] = state_dict
+    whole = make(f"{folder}/whole", model(), **more)
     whole.train()
     expected = found(whole)
     cpu.reset_accelerate()
     saves = {"save_strategy": "steps", "save_steps": 3}
-    first = make(f"{folder}/parts", state_dict=state_dict, **saves)
+    first = make(f"{folder}/parts", model(), **saves, **more)
     first.train()
     assert first.seen.losses == expected["losses"]
     cpu.reset_accelerate()
-    second = make(f"{folder}/parts", models.llama(seed=9), state_dict=state_dict)
+    second = make(f"{folder}/parts", model(seed=9), **more)
     second.train(resume_from_checkpoint=f"{folder}/parts/checkpoint-3")
     got = found(second)
     assert got["losses"] == expected["losses"][3:], (got["losses"], expected["losses"])
@@ -227,6 +228,40 @@ def case_resume_full(folder):
 
 def case_resume_sharded(folder):
     return resumed(folder, "SHARDED_STATE_DICT")
+
+
+def with_optimizer_of_flatshard(folder, optimizer, state_dict):
+    """Trains with an optimizer that Trainer gives sharded parameters, and with one that is
+    made of them; saves, and resumes."""
+
+    class Own(Trainer):
+        def create_optimizer(self, *args):
+            self.optimizer = optimizer(list(self.model.parameters()))
+            return self.optimizer
+
+    class MadeAfter(TrainerCallback):
+        def on_train_begin(self, args, state, control, **more):
+            made = optimizer(list(more["model"].parameters()))
+            more["optimizer"].optimizer = made
+
+    more = {"lr_scheduler_type": "constant"}
+    after = make(f"{folder}/after", models.wide_llama(), **more)
+    after.add_callback(MadeAfter())
+    after.train()
+    cpu.reset_accelerate()
+    found = resumed(folder, state_dict, models.wide_llama, trainer=Own, **more)
+    assert after.seen.losses == found["losses"]
+    made = after.optimizer.optimizer
+    assert models.has_int8_states(made) == (optimizer is models.int8_adamw)
+    return found
+
+
+def case_int8_adamw_of_flatshard(folder):
+    return with_optimizer_of_flatshard(folder, models.int8_adamw, "FULL_STATE_DICT")
+
+
+def case_muon_of_flatshard(folder):
+    return with_optimizer_of_flatshard(folder, models.muon, "SHARDED_STATE_DICT")
 
 
 def best(folder, state_dict):
