@@ -65,9 +65,10 @@ void check_states(
         part.row_of[i] == UpdateRange::kSkipped ||
             format_of(group, part, groups, i) == StateFormat::float32,
         config,
-        "state_dtype: AdamW updates {} of {} parameters of {}; expected all of "
-        "them, because their states are stored together, or float32 states for "
-        "{}",
+        "optimizer.state_dtype: AdamW updates {} of {} parameters of {}; "
+        "expected all of them, because their states are stored together, or "
+        "float32 states for {}. Set state_dtype in optimizer.param_groups, for "
+        "units that only AdamW updates",
         std::ssize(part.row_of) - skipped,
         part.row_of.size(),
         group.name,

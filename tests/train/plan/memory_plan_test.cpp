@@ -563,7 +563,10 @@ TEST(PlannedUpdates, RefuseWhatTheTrainerRefuses) {
       refused(
           {"optimizer.param_groups=[{pattern = 'self_attn', name = 'muon'}, "
            "{pattern = 'mlp', state_dtype = 'int8'}]"}),
-      HasSubstr("because their states are stored together"));
+      AllOf(
+          HasSubstr("optimizer.state_dtype: AdamW updates"),
+          HasSubstr("because their states are stored together"),
+          HasSubstr("Set state_dtype in optimizer.param_groups")));
   EXPECT_THAT(
       refused(
           {kMuon,
