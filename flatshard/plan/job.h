@@ -91,6 +91,9 @@ struct Job {
   std::vector<std::int64_t> copied_states;
   std::vector<Kernels> updates;  ///< the optimizer's passes, by UnitId
   std::vector<MatrixWork> matrices;
+  /// Updates have their own stream: a unit's next all-gather or forward waits
+  /// only for the update of this unit.
+  bool overlap_updates = false;
   bool clips = true;    ///< computes the norm of all gradients
   bool graphs = false;  ///< units run as CUDA graphs
   /// Memory of a rank that belongs to no unit, by role.

@@ -2,7 +2,22 @@
 
 namespace flatshard::plan {
 
-double Kernel::seconds(const Gpu& gpu) const {
+Kernel Kernel::in_runs(double num) const {
+  Kernel run = *this;
+  (product == Product::wgrad ? run.k : run.m) /= num;
+  run.nbytes /= num;
+  run.runs *= num;
+  return run;
+}
+
+Kernels in_runs(Kernels kernels, double num) {
+  for (Kernel& kernel : kernels) {
+    kernel = kernel.in_runs(num);
+  }
+  return kernels;
+}
+
+double Kernel::run_seconds(const Gpu& gpu) const {
   switch (kind) {
     case Kind::product:
       return gpu.product_seconds(product, m, n, k, recipe);
@@ -27,7 +42,7 @@ double Kernel::flops() const {
     case Kind::product:
     case Kind::grouped:
     case Kind::low_rank:
-      return 2 * groups * m * n * k;
+      return runs * 2 * groups * m * n * k;
     case Kind::attention:
       return attention_flops(
           backward,

@@ -40,6 +40,7 @@ struct Kernel {
   bool overlaps = false;       ///< a transfer that runs until a `finish`
   bool is_over_hosts = false;  ///< a transfer between Job::context_hosts
   bool is_kept = false;  ///< a recompute of its layer does not run it again
+  double runs = 1;       ///< launches of these sizes, one after the other
 
   bool operator==(const Kernel&) const = default;
 
@@ -107,19 +108,28 @@ struct Kernel {
   }
   static Kernel finish() { return {.kind = Kind::finish}; }
 
+  /// Returns the same work as `num` launches, each of as many tokens. In a
+  /// matmul, tokens are rows, or for a weight's gradient what it sums over.
+  Kernel in_runs(double num) const;
+
   bool is_exchange() const {
     return kind == Kind::transfer || kind == Kind::finish;
   }
 
   /// Returns the seconds of compute: 0 for transfers (see Job for their ranks).
-  double seconds(const Gpu& gpu) const;
+  double seconds(const Gpu& gpu) const { return runs * run_seconds(gpu); }
   /// FLOPs of matmuls and attention; 0 for passes and transfers.
   double flops() const;
   /// Returns its class in a summary: GEMM, attention, or the pass.
   std::string_view label() const;
+
+ private:
+  double run_seconds(const Gpu& gpu) const;
 };
 
 using Kernels = std::vector<Kernel>;
+
+Kernels in_runs(Kernels kernels, double num);
 
 double seconds(const Gpu& gpu, const Kernels& kernels);
 double flops(const Kernels& kernels);

@@ -37,7 +37,8 @@ StepPlan simulate(
   const int first = steps.second;
   const std::vector<Operation>& all = steps.operations;
   const std::vector<Span> spans = run_streams(all, gpu.contention);
-  // A step ends with the optimizer, the last operation on compute.
+  // A step ends with the last operation on compute: the optimizer, or what
+  // comes before it where updates overlap with the next step.
   double begin = 0;
   double end = 0;
   for (std::size_t i = 0; i < all.size(); ++i) {
@@ -50,13 +51,15 @@ StepPlan simulate(
   std::vector<Span> busy_or_tensor;
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Span span{spans[i].begin - begin, spans[i].end - begin};
-    if (all[i].stream != Stream::compute && static_cast<int>(i) >= first) {
+    const bool computes =
+        all[i].stream == Stream::compute || all[i].stream == Stream::optimizer;
+    if (!computes && static_cast<int>(i) >= first) {
       step.transfers[all[i].what] += all[i].seconds;
     }
     if (span.end <= 0 || span.begin >= end - begin || all[i].seconds == 0) {
       continue;
     }
-    if (all[i].stream == Stream::compute) {
+    if (computes) {
       busy.push_back({std::max(0.0, span.begin), span.end});
     } else if (all[i].stream == Stream::tensor) {
       busy_or_tensor.push_back({std::max(0.0, span.begin), span.end});

@@ -16,7 +16,7 @@ struct StepPlan {
   double seconds = 0;          ///< maximum of device and host
   double device_seconds = 0;   ///< of the streams
   double host_seconds = 0;     ///< to launch the step
-  double compute_seconds = 0;  ///< the compute stream is busy
+  double compute_seconds = 0;  ///< compute or the optimizer is busy
   double exposed_seconds = 0;  ///< waits for transfers
   /// The part of `exposed_seconds` for transfers of tensor parallelism.
   double exposed_tensor_seconds = 0;

@@ -162,12 +162,18 @@ class StepWriter {
     operation.stream = is_exchange ? Stream::exchange : Stream::compute;
     if (!is_exchange) {
       operation.waits = record_.take_compute_waits();
+      if (const int update = units_.update_of(operation.unit);
+          update != kNoOperation) {
+        operation.waits.push_back(update);
+      }
     }
     if (waits_[position] >= 0 &&
         step_operation_[waits_[position]] != kNoOperation) {
       operation.waits.push_back(step_operation_[waits_[position]]);
     }
     std::vector<int> under_way;
+    double num_kernels = 0;
+    double launches = 0;
     const bool again = step.pass == PlanPass::recompute;
     const auto add = [&](const Kernels& kernels) {
       for (const Kernel& kernel : kernels) {
@@ -178,6 +184,8 @@ class StepWriter {
           share(kernel, operation, under_way);
           continue;
         }
+        num_kernels += 1;
+        launches += kernel.runs;
         const double taken = kernel.seconds(gpu_);
         operation.seconds += taken;
         record_.add_kernel_seconds(std::string(kernel.label()), taken);
@@ -209,7 +217,8 @@ class StepWriter {
     step_operation_[position] = is_exchange
                                     ? exchange(step, std::move(operation))
                                     : record_.queue(std::move(operation));
-    record_.add_host_seconds(host_seconds(step));
+    record_.add_host_seconds(
+        host_seconds(step, num_kernels == 0 ? 1 : launches / num_kernels));
   }
 
   /// Ends an operation of compute where ranks exchange activations, and starts
@@ -245,12 +254,11 @@ class StepWriter {
             ? group_of(head_ranks, job_.tensor_ranks, job_.ranks_per_host)
             : group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
     const auto price = [&](const Gpu& gpu) {
-      if (!copies) {
-        return plan::seconds(gpu, at.transfer, at.nbytes, group);
-      }
-      return at.transfer == Transfer::reduce_scatter
-                 ? copied_reduction_seconds(gpu, at.nbytes, group)
-                 : copy_seconds(gpu, at.nbytes, group);
+      return at.runs * (!copies
+                            ? plan::seconds(gpu, at.transfer, at.nbytes, group)
+                        : at.transfer == Transfer::reduce_scatter
+                            ? copied_reduction_seconds(gpu, at.nbytes, group)
+                            : copy_seconds(gpu, at.nbytes, group));
     };
     const int transfer = record_.queue(
         {.stream = Stream::tensor,
@@ -303,7 +311,8 @@ class StepWriter {
     return record_.queue(std::move(kernel));
   }
 
-  double host_seconds(const PlanStep& step) const {
+  /// @param runs  of a kernel, on average.
+  double host_seconds(const PlanStep& step, double runs) const {
     const bool is_exchange = step.stream() == PlanStream::exchange;
     // A node without kernels, and a rank's own embedding, is a launch or two.
     const double share = step.layer < 0 ? 0.25 : is_exchange ? 0.2 : 1;
@@ -316,7 +325,7 @@ class StepWriter {
     if (job_.graphs && step.layer >= 0) {
       return gpu_.host_graph_us * kMicroSecond;
     }
-    return share * kMicroSecond *
+    return runs * share * kMicroSecond *
            (forward ? gpu_.host_forward_us : gpu_.host_backward_us);
   }
 

@@ -46,6 +46,8 @@ std::string_view to_string(Stream stream) {
       return "upload";
     case Stream::download:
       return "download";
+    case Stream::optimizer:
+      return "optimizer";
   }
   return "unknown";
 }

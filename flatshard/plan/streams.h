@@ -17,9 +17,10 @@ enum class Stream {
   exchange,
   tensor,
   upload,
-  download
+  download,
+  optimizer  ///< updates in parallel with the next forward
 };
-inline constexpr int kNumStreams = 8;
+inline constexpr int kNumStreams = 9;
 std::string_view to_string(Stream stream);
 
 /// The link that carries an operation's bytes. Operations that share one at the

@@ -131,7 +131,8 @@ class Picture {
           Stream::exchange,
           Stream::tensor,
           Stream::upload,
-          Stream::download}) {
+          Stream::download,
+          Stream::optimizer}) {
       if (uses(stream)) {
         lanes_.push_back(stream);
       }

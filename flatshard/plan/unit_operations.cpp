@@ -11,6 +11,10 @@ void add_wait(std::vector<int>& waits, int operation) {
   }
 }
 
+Stream update_stream(const Job& job) {
+  return job.overlap_updates ? Stream::optimizer : Stream::compute;
+}
+
 }  // namespace
 
 UnitOperations::UnitOperations(
@@ -322,9 +326,17 @@ void UnitOperations::exchange_matrices(const MatrixWork& work) {
       .leaves_host = group.hosts() > 1,
       .seconds = price(gpu_),
       .beside_compute = price(slowed_gpu_),
+      .waits = update_waits_,
       .what = "exchange of matrices"};
-  add_wait(operation.waits, record_.last(Stream::compute));
-  record_.compute_waits_for(record_.queue(std::move(operation)));
+  add_wait(operation.waits, record_.last(update_stream(job_)));
+  update_waits_.push_back(record_.queue(std::move(operation)));
+}
+
+/// Queues kernels of the optimizer.
+int UnitOperations::queue_update(Operation operation) {
+  operation.stream = update_stream(job_);
+  operation.waits = std::exchange(update_waits_, {});
+  return record_.queue(std::move(operation));
 }
 
 void UnitOperations::orthogonalize(const MatrixWork& work) {
@@ -333,11 +345,7 @@ void UnitOperations::orthogonalize(const MatrixWork& work) {
   exchange_matrices(work);
   const double taken = seconds(gpu_, work.kernels);
   record_.add_kernel_seconds("Newton-Schulz", taken);
-  record_.queue(
-      {.stream = Stream::compute,
-       .seconds = taken,
-       .waits = record_.take_compute_waits(),
-       .what = "Newton-Schulz"});
+  queue_update({.seconds = taken, .what = "Newton-Schulz"});
   exchange_matrices(work);
 }
 
@@ -355,16 +363,12 @@ void UnitOperations::update_unit(UnitId unit, std::vector<int>& downloads) {
     if (downloads.size() >= kSlots) {
       copy.waits = {downloads[downloads.size() - kSlots]};
     }
-    record_.compute_waits_for(record_.queue(copy));
+    update_waits_.push_back(record_.queue(copy));
   }
   const double taken = seconds(gpu_, job_.updates[unit]);
   record_.add_kernel_seconds("optimizer", taken);
-  states_[unit].updated = record_.queue(
-      {.stream = Stream::compute,
-       .seconds = taken,
-       .waits = record_.take_compute_waits(),
-       .what = "optimizer",
-       .unit = unit});
+  states_[unit].updated =
+      queue_update({.seconds = taken, .what = "optimizer", .unit = unit});
   if (copied > 0) {
     copy.stream = Stream::download;
     copy.link = Link::to_host;
@@ -392,6 +396,13 @@ void UnitOperations::update() {
          .seconds = norm,
          .waits = record_.take_compute_waits(),
          .what = "gradient norm"});
+  }
+  update_waits_ = record_.take_compute_waits();
+  if (job_.overlap_updates) {
+    for (const int earlier : update_waits_) {
+      record_.compute_waits_for(earlier);
+    }
+    add_wait(update_waits_, record_.last(Stream::compute));
   }
   std::vector<int> downloads;  // both slots wait for the last step
   add_wait(downloads, record_.last(Stream::download));

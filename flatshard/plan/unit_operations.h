@@ -32,6 +32,9 @@ class UnitOperations {
   void carry_out(const Action& action, int microbatch);
   /// Queues the norm of the gradients and the optimizer.
   void update();
+  /// Returns the last update of a unit if no all-gather waits for it, else
+  /// kNoOperation.
+  int update_of(UnitId unit) const { return states_[unit].updated; }
 
  private:
   struct Weights {
@@ -65,6 +68,7 @@ class UnitOperations {
   void download(const Action& action, int microbatch);
   void upload(const Action& action, int microbatch);
   void update_unit(UnitId unit, std::vector<int>& downloads);
+  int queue_update(Operation operation);
   void orthogonalize(const MatrixWork& work);
   void exchange_matrices(const MatrixWork& work);
 
@@ -81,6 +85,7 @@ class UnitOperations {
   std::vector<std::vector<Weights>> weights_;  ///< by unit and slice
   std::vector<UnitState> states_;
   std::map<CallId, Kept> kept_;
+  std::vector<int> update_waits_;       ///< of the optimizer's next operation
   std::int64_t directions_nbytes_ = 0;  ///< of MatrixWork in flight
 };
 

@@ -388,6 +388,64 @@ TEST(StepPlan, StatesArriveWhileOthersLeave) {
   EXPECT_NEAR(step.transfers.at("download of states"), 5, 1e-9);
 }
 
+// Forwards of 2 s hide copies of 1 s, and share the GPU with updates of 1 s.
+TEST(StepPlan, UpdatesOverlapWithTheNextForward) {
+  Job job = timed_job(5, 1, 2, 4);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1000 * kAdamWNbytes / kGb;
+  const double before = step_of(job, gpu).device_seconds;
+  EXPECT_NEAR(before, 5 * (2 + 4 + 1), 1e-3);
+  job.copied_states.resize(job.units.size());
+  for (const UnitId unit : job.plan_units.layers) {
+    job.copied_states[unit] = 8 * 1000;
+  }
+  gpu.host_gb_s = 8 * 1000 / kGb;
+  EXPECT_GT(step_of(job, gpu).device_seconds, before + 1);
+  job.overlap_updates = true;
+  const StepPlan step = step_of(job, gpu);
+  EXPECT_NEAR(step.device_seconds, before, 1e-3);
+  EXPECT_NEAR(step.exposed_seconds, 0, 1e-3);
+  EXPECT_EQ(step.transfers.count("optimizer"), 0);
+}
+
+TEST(StepPlan, AForwardWaitsForTheUpdateOfItsUnit) {
+  Job job = timed_job(2, 1, 2, 4);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1000 * kAdamWNbytes / kGb;
+  job.overlap_updates = true;
+  // 1 s of the first update, then 2 s of forward in parallel with 1 s of the
+  // second one.
+  const StepPlan step = step_of(job, gpu);
+  EXPECT_NEAR(step.device_seconds, 2 * (2 + 4 + 1), 1e-3);
+  job.updates[job.plan_units.layers[0]].front().nbytes = 0;
+  job.updates[job.plan_units.layers[1]].front().nbytes *= 20;
+  // The second forward waits for 20 s of its update.
+  EXPECT_NEAR(step_of(job, gpu).device_seconds, 20 + 2 * (2 + 4), 1e-3);
+}
+
+TEST(StepPlan, EachRunOverTokensIsALaunch) {
+  Job job = timed_job(1, 1, 4, 4);
+  Gpu gpu = round_gpu();
+  gpu.passes["optimizer"] = 1e9;
+  gpu.host_forward_us = 1e6;
+  gpu.launch_us = 1e6;
+  const StepPlan whole = step_of(job, gpu);
+  NodeWork& node = job.layer_kinds[0].nodes[PlanNode::attend];
+  node.forward = in_runs(node.forward, 4);
+  const StepPlan runs = step_of(job, gpu);
+  EXPECT_NEAR(runs.device_seconds, whole.device_seconds + 3, 1e-3);
+  EXPECT_NEAR(runs.host_seconds, whole.host_seconds + 3, 1e-9);
+}
+
+TEST(Kernel, RunsDivideTheTokens) {
+  const Kernel forward = Kernel::matmul(Product::forward, 8, 3, 5).in_runs(4);
+  EXPECT_EQ(forward.m, 2);
+  const Kernel wgrad = Kernel::matmul(Product::wgrad, 3, 5, 8).in_runs(4);
+  EXPECT_EQ(wgrad.k, 2);
+  EXPECT_EQ(forward.flops(), wgrad.flops());
+  EXPECT_EQ(forward.flops(), 2 * 8 * 3 * 5);
+}
+
 // A layer's kept activations take 1 s each way, less than its forward. Two
 // layers at a time have kept activations on the GPU: one layer computes, and
 // its neighbor's copy runs.

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <utility>
 
@@ -31,7 +32,11 @@ class ModelWork : LayerKernels {
   LayerWork dense() const {
     LayerWork layer;
     NodeWork& node = layer.nodes[PlanNode::attend];
-    const Stages mlp = mlp_stages();
+    const std::int64_t run = options_.mlp_chunk_tokens;
+    Stages mlp = mlp_stages();
+    for (Stage& stage : mlp) {
+      stage.runs = num_chunks(own_tokens_, run);
+    }
     Stages stages = attention();
     NodeWork before_mlp;
     put_together(stages, before_mlp);
@@ -45,7 +50,6 @@ class ModelWork : LayerKernels {
     layer.input_nbytes = own_bytes(model_.dim) + attention_kept();
     layer.saved_nbytes = attention_saved() + mlp_saved;
     layer.transient_nbytes = dense_transient(ffn_dim);
-    const std::int64_t run = options_.mlp_chunk_tokens;
     if (selective() || run > 0) {
       // The feed-forward part saves only its input, or inputs.
       NodeWork again;
@@ -210,6 +214,11 @@ class ModelWork : LayerKernels {
           loss.forward.end(),
           loss.wgrad.begin(),
           loss.wgrad.end());
+      // An all-gather before the loss has all tokens.
+      for (Kernel& kernel :
+           std::span(loss.forward).subspan(sharing_ > 1 ? 1 : 0)) {
+        kernel = kernel.in_runs(num_chunks(tokens_, chunk));
+      }
       loss.backward = {Kernel::memory("copy", 2 * wide)};
       loss.wgrad.clear();
       if (!frozen_) {
@@ -234,6 +243,10 @@ class ModelWork : LayerKernels {
   }
 
  private:
+  /// @param chunk  tokens; 0: all.
+  static double num_chunks(std::int64_t tokens, std::int64_t chunk) {
+    return chunk == 0 ? 1 : std::ceil(d(tokens) / d(chunk));
+  }
   bool selective() const {
     return options_.recompute == models::ActivationCheckpoint::selective;
   }

@@ -216,6 +216,7 @@ plan::Job plan_job(
       .ranks_per_host = host.ranks,
       .scheduler = {.prefetch = static_cast<int>(config.parallelism.prefetch)},
       .microbatches = static_cast<int>(microbatches),
+      .overlap_updates = config.optimizer.overlap,
       .clips = config.training.max_norm > 0,
       .graphs = config.cuda_graph.enabled()};
   job.tensor_ranks = tensor;

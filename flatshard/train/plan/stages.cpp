@@ -61,9 +61,9 @@ void put_transfer(
 
 void append_stages(const Stages& stages, NodeWork& node) {
   for (const Stage& stage : stages) {
-    append(node.forward, stage.work.forward);
-    append(node.backward, stage.work.backward);
-    append(node.wgrad, stage.work.wgrad);
+    append(node.forward, in_runs(stage.work.forward, stage.runs));
+    append(node.backward, in_runs(stage.work.backward, stage.runs));
+    append(node.wgrad, in_runs(stage.work.wgrad, stage.runs));
   }
 }
 
@@ -76,31 +76,34 @@ void append_shared_stages(
   const Kernel gather = Kernel::exchange(Transfer::all_gather, nbytes);
   const Kernel scatter = Kernel::exchange(Transfer::reduce_scatter, nbytes);
   for (const Stage& stage : stages) {
+    const Kernels forward = in_runs(stage.work.forward, stage.runs);
     if (stage.reads == Reads::part) {
-      append(node.forward, stage.work.forward);
+      append(node.forward, forward);
     } else {
       put_transfer(
-          stage.reads == Reads::tokens ? gather : scatter,
-          stage.work.forward,
+          (stage.reads == Reads::tokens ? gather : scatter).in_runs(stage.runs),
+          forward,
           parts,
           node.forward);
     }
   }
   Kernels& backward = node.backward;
-  const auto start = [&](Transfer transfer) {
-    backward.push_back(Kernel::exchange(transfer, nbytes, /*overlaps=*/true));
-  };
   for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
+    const auto start = [&](Transfer transfer) {
+      backward.push_back(Kernel::exchange(transfer, nbytes, /*overlaps=*/true)
+                             .in_runs(stage->runs));
+    };
+    const Kernels of_input = in_runs(stage->work.backward, stage->runs);
     const bool reads_tokens = stage->reads == Reads::tokens;
     const bool gathers = reads_tokens && stage->gathers_again;
     const bool scatters = reads_tokens && stage->has_input_gradient;
     if (stage->reads == Reads::columns) {
-      put_transfer(gather, stage->work.backward, parts, backward);
+      put_transfer(gather.in_runs(stage->runs), of_input, parts, backward);
     } else {
       if (gathers) {
         start(Transfer::all_gather);
       }
-      append(backward, stage->work.backward);
+      append(backward, of_input);
     }
     if (scatters) {
       start(Transfer::reduce_scatter);
@@ -108,7 +111,7 @@ void append_shared_stages(
     if (gathers) {
       backward.push_back(Kernel::finish());
     }
-    append(backward, stage->work.wgrad);
+    append(backward, in_runs(stage->work.wgrad, stage->runs));
     if (scatters) {
       backward.push_back(Kernel::finish());
     }

@@ -21,6 +21,7 @@ struct Stage {
   /// gradients of weights, and sums the gradient of its input.
   bool gathers_again = true;
   bool has_input_gradient = true;
+  double runs = 1;  ///< runs over chunks of tokens, one after the other
 };
 using Stages = std::vector<Stage>;
 
