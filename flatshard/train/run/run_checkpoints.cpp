@@ -141,6 +141,45 @@ std::string schedule_state(const LrSchedule& schedule) {
   return state.dump();
 }
 
+/// Returns the options by which a schedule differs from a saved one, without
+/// those that have no effect in either.
+std::vector<std::string> schedule_changes(
+    const std::string& saved,
+    const LrSchedule& schedule) {
+  static constexpr std::pair<const char*, const char*> kConstant[] = {
+      {"name", "lr_scheduler.name"},
+      {"lr", "optimizer.lr"},
+      {"warmup_steps", "lr_scheduler.warmup_steps"}};
+  static constexpr std::pair<const char*, const char*> kDecay[] = {
+      {"steps", "training.steps"},
+      {"decay_ratio", "lr_scheduler.decay_ratio"},
+      {"decay_type", "lr_scheduler.decay_type"},
+      {"min_lr_factor", "lr_scheduler.min_lr_factor"},
+      {"definition", "version of the formulas"}};
+  const auto before = nlohmann::json::parse(saved, nullptr, false);
+  const auto now = nlohmann::json::parse(schedule_state(schedule));
+  const auto text = [](const nlohmann::json& state, const char* key) {
+    const auto found = state.find(key);
+    return found == state.end() || *found == -1 ? "unset" : found->dump();
+  };
+  std::vector<std::string> changes;
+  const auto compare = [&](const auto& options) {
+    for (const auto& [key, option] : options) {
+      const std::string was = text(before, key);
+      const std::string is = text(now, key);
+      if (was != is) {
+        changes.push_back(fmt::format("{} = {} (was {})", option, is, was));
+      }
+    }
+  };
+  compare(kConstant);
+  const std::string constant = "\"constant\"";
+  if (text(before, "name") != constant || text(now, "name") != constant) {
+    compare(kDecay);
+  }
+  return changes;
+}
+
 }  // namespace
 
 RunCheckpoints::RunCheckpoints(Options options, Parts parts)
@@ -227,13 +266,13 @@ void RunCheckpoints::load(std::int64_t step) {
   if (parts_.mesh->rank() != 0) {
     return;
   }
-  if (text(kScheduleState) != schedule_state(options_.schedule)) {
+  const auto changes =
+      schedule_changes(text(kScheduleState), options_.schedule);
+  if (!changes.empty()) {
     log_warning(
-        "the learning-rate schedule differs from the one in {}: it had {}, "
-        "this run has {}",
+        "the learning-rate schedule differs from the one in {}: {}",
         path.string(),
-        text(kScheduleState),
-        schedule_state(options_.schedule));
+        fmt::join(changes, ", "));
   }
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin)

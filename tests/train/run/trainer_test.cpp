@@ -311,6 +311,28 @@ TEST_F(TrainerTest, AMixtureGoesOnWhereItStopped) {
   EXPECT_THAT(generated, ::testing::StartsWith("a"));
 }
 
+TEST_F(TrainerTest, AResumedRunNamesWhatChangedItsSchedule) {
+  const auto log = [&](const std::string& steps, const std::string& name) {
+    ::testing::internal::CaptureStderr();
+    train(
+        {"checkpoint.interval=2",
+         "training.steps=" + steps,
+         "lr_scheduler.name=" + name},
+        "cpu",
+        /*resume=*/true);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  log("2", "constant");
+  // A constant rate does not depend on the number of steps.
+  EXPECT_THAT(
+      log("3", "constant"),
+      ::testing::Not(HasSubstr("schedule differs")));
+  EXPECT_THAT(
+      log("4", "linear"),
+      HasSubstr("lr_scheduler.name = \"linear\" (was \"constant\"), "
+                "training.steps = 4 (was 3)"));
+}
+
 /// States in other formats train like float32, resume exactly, and load in
 /// another format.
 TEST_F(TrainerTest, StatesInOtherFormats) {
