@@ -595,6 +595,17 @@ def test_errors_name_the_option(mesh, monkeypatch):
         ValueError, match="dtype: expected None with format='fp8_block'"
     ):
         weights.metadata(model, format="fp8_block", dtype=BF16)
+    for send in (weights.stream, weights.changed):
+        for dtype in (torch.int8, "bfloat16"):
+            with pytest.raises(ValueError, match="dtype: expected None or a floating-"):
+                send(model, dtype=dtype)
+        with pytest.raises(ValueError, match="rename: expected None or a function"):
+            send(model, rename="x")
+        with pytest.raises(
+            ValueError,
+            match="rename: expected another name for each tensor, got 'x' for",
+        ):
+            send(model, rename=lambda _: "x")
     with pytest.raises(ValueError, match="nbytes: expected at least 1, got 0"):
         weights.sglang_buckets(model, nbytes=0)
     if DEVICE == "cpu":

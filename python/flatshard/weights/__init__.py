@@ -55,7 +55,8 @@ def stream(
             that have all experts of a layer.
 
     Raises:
-        ValueError: an unknown format, or one with a dtype.
+        ValueError: an unknown format, or one with a dtype; a dtype that is not
+            floating-point; a `rename` that gives two tensors one name.
         NotImplementedError: a parameter that is a tensor of a subclass.
         flatshard.Error: format="fp8_block" and a weight that is not finite.
     """
@@ -143,7 +144,7 @@ def changed(
             send(patch.name, patch.indices, patch.values, patch.full_shape)
 
     An iteration that a rank leaves early does not count as sent. Each rank keeps a copy of
-    its shards in `dtype`. Accepts the arguments of `stream`.
+    its shards in `dtype`. Accepts the arguments of `stream`, except `format`.
     """
     return Changes(model, Options(dtype, None, rename, split_experts))
 

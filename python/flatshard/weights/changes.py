@@ -30,6 +30,7 @@ class Changes:
     """The changes of a model's weights; see `flatshard.weights.changed`."""
 
     def __init__(self, model: nn.Module, options: Options):
+        options.check()
         self._model, self._options = model, options
         self._plan = plan_of(model, options)
         self._core = _C.ChangedWeights(self._plan.cores, options.dtype, self._plan.mesh)

@@ -44,6 +44,18 @@ class Names:
         if split_experts:
             for name in shapes:
                 self._split(name, shapes, rename)
+        self._check_unique()
+
+    def _check_unique(self):
+        parameters = {}  # {name in the folder: the parameter}
+        for parameter, entries in self._entries.items():
+            for entry in entries:
+                first = parameters.setdefault(entry.name, parameter)
+                if first != parameter:
+                    raise ValueError(
+                        f"rename: expected another name for each tensor, got {entry.name!r} "
+                        f"for {first} and {parameter}"
+                    )
 
     def of(self, name):
         """Returns the entries of a parameter, in the order of its elements."""

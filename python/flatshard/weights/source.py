@@ -47,6 +47,17 @@ class Options(NamedTuple):
                 f"dtype: expected None with format={self.format!r}, because the format "
                 f"defines the dtype of each weight, got {self.dtype}"
             )
+        is_dtype = isinstance(self.dtype, torch.dtype)
+        if self.dtype is not None and not (is_dtype and self.dtype.is_floating_point):
+            raise ValueError(
+                "dtype: expected None or a floating-point torch.dtype, such as "
+                f"torch.bfloat16, got {self.dtype!r}"
+            )
+        if self.rename is not None and not callable(self.rename):
+            raise ValueError(
+                "rename: expected None or a function of a name in the model, got "
+                f"{self.rename!r}"
+            )
 
     @property
     def is_fp8(self):
