@@ -18,8 +18,8 @@ std::vector<Scheduler::Kept>::iterator Scheduler::find_kept(CallId call) {
 }
 
 // The copy of one call runs during the forward of the next one. At the end of
-// that forward its memory is freed. The last call of a forward stays on the
-// device, because none follows.
+// that forward its memory is freed. The last call of a forward also stays on
+// the device, because none follows.
 void Scheduler::download_kept(const ScheduleEvent& event, Actions& out) {
   if (event.kept_nbytes == 0 || !event.needs_backward) {
     return;
