@@ -75,9 +75,10 @@ struct Job {
   /// Adjacent ranks that share layers. Kernel::exchange is between them.
   std::int64_t tensor_ranks = 1;
   bool copy_activations = false;  ///< between them
-  /// Ranks that share sequences, tensor_ranks apart. Kernel::exchange by
-  /// all-to-all is between them.
+  /// Ranks that share sequences. Kernel::exchange by all-to-all is between
+  /// them.
   std::int64_t context_ranks = 1;
+  std::int64_t context_stride = 1;  ///< between adjacent ones
   /// Hosts that these ranks are on. Heads are exchanged inside one, and
   /// Kernel::over_hosts is between ranks with the same heads.
   std::int64_t context_hosts = 1;

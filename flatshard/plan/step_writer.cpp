@@ -248,10 +248,10 @@ class StepWriter {
     const Group group =
         at.is_over_hosts ? group_of(
                                job_.context_hosts,
-                               head_ranks * job_.tensor_ranks,
+                               head_ranks * job_.context_stride,
                                job_.ranks_per_host)
         : of_heads
-            ? group_of(head_ranks, job_.tensor_ranks, job_.ranks_per_host)
+            ? group_of(head_ranks, job_.context_stride, job_.ranks_per_host)
             : group_of(job_.tensor_ranks, 1, job_.ranks_per_host);
     const auto price = [&](const Gpu& gpu) {
       return at.runs * (!copies

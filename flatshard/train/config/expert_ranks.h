@@ -29,4 +29,14 @@ inline std::int64_t expert_data_ranks(const Parallelism& p) {
   return experts_span_sequences(p) ? ranks / p.context_parallel_degree : ranks;
 }
 
+/// Returns how far apart adjacent ranks that share sequences are: by the ranks
+/// of the axes inside, of tensor parallelism and of parts of experts that these
+/// ranks divide.
+inline std::int64_t context_rank_stride(const Parallelism& p) {
+  return experts_span_sequences(p)
+             ? p.tensor_parallel_degree * expert_data_ranks(p) *
+                   p.context_parallel_degree / p.expert_parallel_degree
+             : p.tensor_parallel_degree;
+}
+
 }  // namespace flatshard::config

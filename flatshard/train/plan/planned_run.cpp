@@ -67,7 +67,7 @@ bool copies_activations_on(const PlannedHost& host, const Config& config) {
 
 bool copies_heads_on(const PlannedHost& host, const Config& config) {
   const config::Parallelism& p = config.parallelism;
-  const std::int64_t ranks = p.head_ranks() * p.tensor_parallel_degree;
+  const std::int64_t ranks = p.head_ranks() * config::context_rank_stride(p);
   FLATSHARD_CHECK(
       !p.copies_heads() || ranks <= host.ranks,
       config,
@@ -222,6 +222,7 @@ plan::Job plan_job(
   job.tensor_ranks = tensor;
   job.copy_activations = copies_activations_on(host, config);
   job.context_ranks = config.parallelism.context_parallel_degree;
+  job.context_stride = config::context_rank_stride(config.parallelism);
   job.context_hosts = config.parallelism.context_hosts();
   job.copy_heads = copies_heads_on(host, config);
   if (job.copy_heads) {

@@ -11,6 +11,7 @@
 #include <ATen/ATen.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -409,6 +410,48 @@ TEST(Work, RanksThatExchangeTokensMayHaveOthersBetweenThem) {
   };
   EXPECT_EQ(ranks_of(4, 8), (plan::Group{4, 2}));
   EXPECT_EQ(ranks_of(2, 4), (plan::Group{4, 4}));
+}
+
+// As the mesh of a run: the axes inside cp are between its ranks.
+TEST(Work, RanksThatShareSequencesMayHaveOthersBetweenThem) {
+  const std::vector<std::string> experts{
+      "model.family=moe",
+      "model.num_experts=4",
+      "model.experts_per_token=2",
+      "model.moe_ffn_dim=96",
+      "parallelism.expert_tensor_parallel_degree=4",
+      "parallelism.context_parallel_degree=2"};
+  const auto stride_of = [&](int expert, int tensor, const char* comm) {
+    std::vector<std::string> set = experts;
+    set.push_back(fmt::format("parallelism.expert_parallel_degree={}", expert));
+    set.push_back(fmt::format("parallelism.tensor_parallel_degree={}", tensor));
+    set.push_back(fmt::format("parallelism.context_parallel_comm={}", comm));
+    const Config config = config_of(set, 16);
+    std::int64_t inside = 1;
+    for (const MeshAxis& axis : mesh_axes(config.parallelism)) {
+      inside = axis.name == "cp" ? 1 : inside * axis.size;
+    }
+    const plan::Job job = plan_job(
+        config,
+        model_config(config),
+        16,
+        {.ranks = 4, .nvlink = false});
+    EXPECT_EQ(job.context_stride, inside);
+    return job.context_stride;
+  };
+  EXPECT_EQ(stride_of(1, 1, "auto"), 1);
+  EXPECT_EQ(stride_of(1, 2, "auto"), 2);
+  EXPECT_EQ(stride_of(2, 1, "auto"), 4);
+  EXPECT_EQ(stride_of(4, 2, "auto"), 4);
+  EXPECT_EQ(stride_of(1, 2, "copies"), 2);
+  try {
+    stride_of(2, 1, "copies");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_THAT(
+        error.message(),
+        ::testing::HasSubstr("got 8 ranks that share sequences on hosts of 4"));
+  }
 }
 
 TEST(Work, RanksThatShareLayersDivideTheFlops) {
