@@ -224,7 +224,7 @@ void train(const TrainArguments& arguments, std::vector<std::string> argv) {
   }
   if (!launched && arguments.nproc > 1) {
     // Before any rank starts.
-    model_config(resolve_config(config, arguments.nproc));
+    model_config(resolve_config(config, arguments.nproc, arguments.nproc));
     FLATSHARD_CHECK(
         arguments.max_restarts == 0 || config.checkpoint.interval > 0,
         config,

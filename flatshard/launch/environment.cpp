@@ -33,22 +33,41 @@ std::string required(const char* name, const char* because) {
   return *value;
 }
 
-int number(const char* name, const std::string& text, int low, int high) {
+std::optional<int> parsed(const std::string& text) {
   int value = 0;
   const char* const end = text.data() + text.size();
   const auto [stop, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && stop == end ? std::optional(value)
+                                             : std::nullopt;
+}
+
+int number(const char* name, const std::string& text, int low, int high) {
+  const std::optional<int> value = parsed(text);
   FLATSHARD_CHECK(
-      error == std::errc() && stop == end && value >= low && value <= high,
+      value && *value >= low && *value <= high,
       config,
       "the environment variable {} is '{}'; expected a number from {} to {}",
       name,
       text,
       low,
       high);
-  return value;
+  return *value;
 }
 
 constexpr int kMaxRanks = 1 << 24;
+
+// A number that launchers other than torchrun left behind is unknown, too.
+int torchrun_ranks_per_host(int world_size) {
+  const auto given = [](const char* name) {
+    return variable(name) ? parsed(*variable(name)) : std::nullopt;
+  };
+  const int ranks = given("LOCAL_WORLD_SIZE").value_or(0);
+  if (ranks < 1 || world_size % ranks != 0) {
+    return 0;
+  }
+  const int hosts = world_size / ranks;
+  return given("GROUP_WORLD_SIZE").value_or(hosts) == hosts ? ranks : 0;
+}
 
 RankEnvironment from_torchrun() {
   RankEnvironment result;
@@ -72,10 +91,7 @@ RankEnvironment from_torchrun() {
     result.restart_count =
         number("TORCHELASTIC_RESTART_COUNT", *count, 0, 1 << 20);
   }
-  if (const auto local = variable("LOCAL_WORLD_SIZE")) {
-    result.ranks_per_host =
-        number("LOCAL_WORLD_SIZE", *local, 1, result.world_size);
-  }
+  result.ranks_per_host = torchrun_ranks_per_host(result.world_size);
   if (const auto fd = variable("FLATSHARD_MASTER_LISTEN_FD")) {
     result.master_listen_fd =
         number("FLATSHARD_MASTER_LISTEN_FD", *fd, 0, 1 << 20);

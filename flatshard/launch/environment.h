@@ -43,11 +43,11 @@ bool in_slurm_batch_script();
 bool launched_by_this_program();
 
 /// Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and
-/// LOCAL_WORLD_SIZE where it is set. Or else it reads SLURM_PROCID,
-/// SLURM_NTASKS and SLURM_LOCALID, and SLURM_STEP_TASKS_PER_NODE or
-/// SLURM_TASKS_PER_NODE. With these MASTER_ADDR defaults to the first host of
-/// SLURM_JOB_NODELIST and MASTER_PORT to a port made of SLURM_JOB_ID. Without
-/// either it returns one rank, no address.
+/// LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE where they are set. Or else it reads
+/// SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID, and SLURM_STEP_TASKS_PER_NODE
+/// or SLURM_TASKS_PER_NODE. With these MASTER_ADDR defaults to the first host
+/// of SLURM_JOB_NODELIST and MASTER_PORT to a port made of SLURM_JOB_ID.
+/// Without either it returns one rank, no address.
 /// @throws Error{config} naming the variable that is missing or wrong.
 RankEnvironment rank_environment_from_env();
 

@@ -22,6 +22,7 @@ class ScopedVariables {
           "WORLD_SIZE",
           "LOCAL_RANK",
           "LOCAL_WORLD_SIZE",
+          "GROUP_WORLD_SIZE",
           "MASTER_ADDR",
           "MASTER_PORT",
           "TORCHELASTIC_USE_AGENT_STORE",
@@ -135,6 +136,13 @@ TEST(RankEnvironment, LaunchersCountTheRanksOfAHost) {
   };
   EXPECT_EQ(counted(kTorchrun, "LOCAL_WORLD_SIZE", "4"), 4);
   EXPECT_EQ(counted(kTorchrun, "LOCAL_WORLD_SIZE", ""), 0);
+  for (const char* wrong : {"0", "3", "16", "-4", "many"}) {
+    EXPECT_EQ(counted(kTorchrun, "LOCAL_WORLD_SIZE", wrong), 0) << wrong;
+  }
+  const auto fours = with(kTorchrun, "LOCAL_WORLD_SIZE", "4");
+  EXPECT_EQ(counted(fours, "GROUP_WORLD_SIZE", "2"), 4);
+  // Hosts of 4, 2 and 2 ranks.
+  EXPECT_EQ(counted(fours, "GROUP_WORLD_SIZE", "3"), 0);
   EXPECT_EQ(counted(kSlurm, "SLURM_STEP_TASKS_PER_NODE", "8"), 8);
   EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "8(x2)"), 8);
   EXPECT_EQ(counted(kSlurm, "SLURM_TASKS_PER_NODE", "8(x2),4"), 0);

@@ -1,7 +1,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <numeric>
 #include <utility>
 
 #include "flatshard/core/error.h"
@@ -204,43 +203,6 @@ void validate_config(const Config& config) {
   }
 }
 
-namespace {
-
-// Ranks along the axis of sequences are tensor_parallel_degree apart.
-std::int64_t head_ranks_on_host(
-    const config::Parallelism& p,
-    std::int64_t ranks_per_host) {
-  const std::int64_t tensor = p.tensor_parallel_degree;
-  const std::int64_t adjacent =
-      std::gcd(p.context_parallel_degree * tensor, ranks_per_host);
-  return adjacent % tensor == 0 ? adjacent / tensor : 1;
-}
-
-void resolve_context_method(
-    config::Parallelism& p,
-    std::int64_t world,
-    std::int64_t ranks_per_host) {
-  if (!p.shares_sequences() || p.context_parallel_a2a_degree > 0) {
-    return;
-  }
-  const bool one_host = ranks_per_host == 0 || ranks_per_host >= world;
-  p.context_parallel_a2a_degree =
-      one_host || p.context_parallel_method == config::ContextMethod::a2a
-          ? p.context_parallel_degree
-          : head_ranks_on_host(p, ranks_per_host);
-  FLATSHARD_CHECK(
-      p.context_hosts() > 1 ||
-          p.context_parallel_method != config::ContextMethod::a2a_all_gather,
-      config,
-      "parallelism.context_parallel_method = \"a2a+all_gather\": expected the "
-      "ranks of a group on several hosts, got {} ranks on one; use \"a2a\", or "
-      "set context_parallel_a2a_degree to the number of ranks that exchange "
-      "heads",
-      p.context_parallel_degree);
-}
-
-}  // namespace
-
 Config resolve_config(
     const Config& config,
     std::int64_t world,
@@ -272,7 +234,7 @@ Config resolve_config(
   if (context > 1) {
     each += fmt::format(" / context_parallel_degree = {}", context);
   }
-  resolve_context_method(resolved.parallelism, world, ranks_per_host);
+  config::resolve_head_ranks(resolved.parallelism, world, ranks_per_host);
   const std::int64_t data_ranks = resolved.parallelism.num_data_ranks(world);
   std::int64_t& rest = replicate == -1 ? replicate : shard;
   const std::int64_t given = replicate == -1 ? shard : replicate;

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 namespace flatshard::config {
@@ -94,6 +95,10 @@ constexpr UsedIf kSharesSequences{
     "parallelism.context_parallel_degree",
     WHEN(c.parallelism.shares_sequences()),
     "more ranks than one"};
+constexpr UsedIf kGathersKeys{
+    "parallelism.context_parallel_method",
+    WHEN(c.parallelism.gathers_keys()),
+    "\"a2a+all_gather\""};
 constexpr UsedIf kExchangesTokens{
     "parallelism.expert_parallel_degree",
     WHEN(
@@ -203,7 +208,45 @@ void check_parallelism(const Config& config) {
       p.head_ranks());
 }
 
+std::int64_t head_ranks_on_host(
+    const Parallelism& p,
+    std::int64_t ranks_per_host) {
+  const std::int64_t apart = context_rank_stride(p);
+  const std::int64_t adjacent =
+      std::gcd(p.context_parallel_degree * apart, ranks_per_host);
+  return adjacent % apart == 0 ? adjacent / apart : 1;
+}
+
 }  // namespace
+
+void resolve_head_ranks(
+    Parallelism& p,
+    std::int64_t world,
+    std::int64_t ranks_per_host) {
+  if (!p.gathers_keys()) {
+    return;
+  }
+  if (p.context_parallel_a2a_degree == 0) {
+    FLATSHARD_CHECK(
+        ranks_per_host > 0,
+        config,
+        "parallelism.context_parallel_method = \"a2a+all_gather\": expected an "
+        "equal number of ranks on each host from the launcher, found none; set "
+        "parallelism.context_parallel_a2a_degree to the number of adjacent "
+        "ranks that exchange heads");
+    p.context_parallel_a2a_degree = ranks_per_host >= world
+                                        ? p.context_parallel_degree
+                                        : head_ranks_on_host(p, ranks_per_host);
+  }
+  FLATSHARD_CHECK(
+      p.context_hosts() > 1,
+      config,
+      "parallelism.context_parallel_method = \"a2a+all_gather\": expected "
+      "fewer ranks that exchange heads than context_parallel_degree = {}, got "
+      "all of them; use \"a2a\", or set context_parallel_a2a_degree to a "
+      "smaller number",
+      p.context_parallel_degree);
+}
 
 KeyTable parallelism_keys() {
   return {kParallelismKeys, check_parallelism};

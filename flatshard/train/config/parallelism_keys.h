@@ -67,6 +67,11 @@ struct Parallelism {
   bool shares_sequences() const {
     return context_parallel_degree > 1;
   }
+  /// Returns whether ranks that share sequences all-gather keys and values.
+  bool gathers_keys() const {
+    return shares_sequences() &&
+           context_parallel_method == ContextMethod::a2a_all_gather;
+  }
   /// Returns the number of ranks that exchange heads.
   std::int64_t head_ranks() const {
     return context_parallel_a2a_degree == 0 ? context_parallel_degree
@@ -103,6 +108,14 @@ struct Comm {
 #define KEY KEY_MEMBER
 #include "flatshard/train/config/sections/comm.def"
 };
+
+/// Fills in context_parallel_a2a_degree if keys and values are all-gathered.
+/// @param ranks_per_host  0: unknown, or hosts have different numbers.
+/// @throws Error{config} if it is needed and 0, or all ranks exchange heads.
+void resolve_head_ranks(
+    Parallelism& p,
+    std::int64_t world,
+    std::int64_t ranks_per_host);
 
 /// [parallelism] and [comm].
 KeyTable parallelism_keys();

@@ -95,8 +95,8 @@ std::set<std::string> graph_regions(const Config& config);
 /// context_parallel_a2a_degree) and checks them: replicate * shard == world,
 /// and global_batch_size a multiple of local_batch_size * world. @throws
 /// Error{config} with both sides.
-/// @param ranks_per_host  chooses how ranks share sequences; 0: all ranks are
-///   on one host.
+/// @param ranks_per_host  chooses context_parallel_a2a_degree; 0: unknown, or
+///   hosts have different numbers.
 Config resolve_config(
     const Config& config,
     std::int64_t world,

@@ -168,6 +168,10 @@ class Sweeper {
       return false;
     }
     try {
+      config::resolve_head_ranks(
+          changed.parallelism,
+          machines_.ranks,
+          machines_.ranks_per_host);
       model_config(changed);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::config) {

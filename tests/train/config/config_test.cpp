@@ -24,6 +24,9 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
+constexpr const char* kGathersKeys =
+    "parallelism.context_parallel_method=a2a+all_gather";
+
 constexpr const char* kSmall = R"([model]
 dim = 192
 layers = 4
@@ -697,14 +700,17 @@ TEST(Config, ContradictionsAreNamed) {
        "parallelism.context_parallel_degree = 2"},
       {{"parallelism.post_forward_ranks=4",
         "parallelism.context_parallel_degree=4",
+        kGathersKeys,
         "parallelism.context_parallel_a2a_degree=2"},
        "parallelism.post_forward_ranks = 4: expected a divisor of "
        "parallelism.context_parallel_a2a_degree = 2"},
       {{"parallelism.context_parallel_degree=4",
+        kGathersKeys,
         "parallelism.context_parallel_a2a_degree=3"},
        "parallelism.context_parallel_a2a_degree = 3: expected a divisor of "
        "parallelism.context_parallel_degree = 4"},
       {{"parallelism.context_parallel_degree=2",
+        kGathersKeys,
         "parallelism.context_parallel_a2a_degree=1",
         "training.seq_len=6"},
        "training.seq_len = 6: expected a multiple of 4, two chunks for each of "
@@ -712,7 +718,13 @@ TEST(Config, ContradictionsAreNamed) {
       {{"parallelism.context_parallel_degree=4",
         "parallelism.context_parallel_method=a2a",
         "parallelism.context_parallel_a2a_degree=2"},
-       "use \"a2a+all_gather\""},
+       "parallelism.context_parallel_a2a_degree is set, but "
+       "parallelism.context_parallel_method = \"a2a\" does not use it; it "
+       "belongs to \"a2a+all_gather\""},
+      {{"parallelism.context_parallel_degree=4",
+        "parallelism.context_parallel_a2a_degree=2"},
+       "parallelism.context_parallel_a2a_degree is set, but "
+       "parallelism.context_parallel_method = \"auto\" does not use it"},
       {{"parallelism.context_parallel_a2a_degree=1"},
        "parallelism.context_parallel_a2a_degree is set, but "
        "parallelism.context_parallel_degree"},
@@ -988,39 +1000,83 @@ TEST(ResolveConfig, RanksThatShareSequencesReadTheSameSamples) {
   EXPECT_EQ(resolved.parallelism.num_token_ranks(16), 8);
 }
 
+// Of 16 ranks.
+Config gathering(
+    std::int64_t context,
+    std::int64_t tensor,
+    std::int64_t ranks_per_host,
+    std::vector<std::string> options = {kGathersKeys}) {
+  options.push_back(
+      fmt::format("parallelism.context_parallel_degree={}", context));
+  options.push_back(
+      fmt::format("parallelism.tensor_parallel_degree={}", tensor));
+  return resolve_config(parse_config(kSmall, "r", options), 16, ranks_per_host);
+}
+
 TEST(ResolveConfig, RanksOfAHostExchangeHeads) {
-  // Of context_parallel_degree and tensor_parallel_degree, and of a host.
-  const auto head_ranks = [](std::int64_t context,
-                             std::int64_t tensor,
-                             std::int64_t ranks_per_host,
-                             const char* method = "auto") {
-    const Config config = parse_config(
-        kSmall,
-        "r",
-        {fmt::format("parallelism.context_parallel_degree={}", context),
-         fmt::format("parallelism.tensor_parallel_degree={}", tensor),
-         fmt::format("parallelism.context_parallel_method={}", method)});
-    return resolve_config(config, 16, ranks_per_host).parallelism.head_ranks();
+  const auto head_ranks = [](auto... args) {
+    return gathering(args...).parallelism.head_ranks();
   };
-  EXPECT_EQ(head_ranks(8, 1, 8), 8);
   EXPECT_EQ(head_ranks(8, 1, 4), 4);
   EXPECT_EQ(head_ranks(8, 2, 4), 2);
   EXPECT_EQ(head_ranks(4, 2, 2), 1);
   EXPECT_EQ(head_ranks(2, 4, 2), 1);
   EXPECT_EQ(head_ranks(4, 1, 6), 2);
-  EXPECT_EQ(head_ranks(8, 1, 16), 8);
-  EXPECT_EQ(head_ranks(8, 1, 0), 8);
-  EXPECT_EQ(head_ranks(8, 1, 4, "a2a"), 8);
-  EXPECT_EQ(head_ranks(8, 1, 4, "a2a+all_gather"), 4);
-  try {
-    head_ranks(8, 1, 8, "a2a+all_gather");
-    FAIL() << "accepted";
-  } catch (const Error& error) {
-    EXPECT_THAT(
-        error.message(),
-        HasSubstr("expected the ranks of a group on several hosts, got 8 ranks "
-                  "on one; use \"a2a\""));
+  const std::string two = "parallelism.context_parallel_a2a_degree=2";
+  using Options = std::vector<std::string>;
+  EXPECT_EQ(head_ranks(8, 1, 0, Options{kGathersKeys, two}), 2);
+  // The mesh is {edp, cp, etp}, so a host has 4 of the ranks of cp.
+  const Options experts{
+      kGathersKeys,
+      "model.family=moe",
+      "model.num_experts=8",
+      "model.experts_per_token=2",
+      "model.moe_ffn_dim=64",
+      "parallelism.expert_parallel_degree=8",
+      "parallelism.expert_tensor_parallel_degree=2"};
+  EXPECT_EQ(head_ranks(8, 1, 8, experts), 4);
+}
+
+// A GPU has not measured the other method yet.
+TEST(ResolveConfig, AllRanksExchangeHeadsUnlessAskedOtherwise) {
+  for (const char* method : {"auto", "a2a"}) {
+    for (const std::int64_t ranks_per_host : {0, 1, 4, 16}) {
+      const config::Parallelism p =
+          gathering(
+              8,
+              1,
+              ranks_per_host,
+              {fmt::format("parallelism.context_parallel_method={}", method)})
+              .parallelism;
+      EXPECT_EQ(p.head_ranks(), 8);
+      EXPECT_EQ(p.context_parallel_a2a_degree, 0);
+    }
   }
+}
+
+TEST(ResolveConfig, GatheringKeysNeedsSeveralGroupsOfHeads) {
+  const auto refused = [](std::int64_t ranks_per_host,
+                          const std::vector<std::string>& options) {
+    try {
+      gathering(8, 1, ranks_per_host, options);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::config);
+      return error.message();
+    }
+    return std::string("accepted");
+  };
+  for (const std::int64_t ranks_per_host : {8, 16, 32}) {
+    EXPECT_THAT(
+        refused(ranks_per_host, {kGathersKeys}),
+        HasSubstr("expected fewer ranks that exchange heads than "
+                  "context_parallel_degree = 8, got all of them; use \"a2a\""));
+  }
+  EXPECT_THAT(
+      refused(4, {kGathersKeys, "parallelism.context_parallel_a2a_degree=8"}),
+      HasSubstr("got all of them"));
+  EXPECT_THAT(
+      refused(0, {kGathersKeys}),
+      HasSubstr("found none; set parallelism.context_parallel_a2a_degree"));
 }
 
 TEST(ResolveConfig, ErrorsShowBothSides) {

@@ -44,7 +44,10 @@ constexpr std::int64_t kTokens = 128;
 // The ranks that these tests run have no NVLink.
 constexpr PlannedHost kCpus{.ranks = 8, .nvlink = false};
 
-Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
+Config config_of(
+    const std::vector<std::string>& set,
+    std::int64_t ranks = 1,
+    std::int64_t ranks_per_host = 0) {
   return resolve_config(
       parse_config(
           "[model]\nfamily = \"auto\"\ndim = 64\nlayers = 1\nheads = 4\n"
@@ -53,7 +56,8 @@ Config config_of(const std::vector<std::string>& set, std::int64_t ranks = 1) {
           "[precision]\ncompute = \"bfloat16\"\n",
           "test.toml",
           set),
-      ranks);
+      ranks,
+      ranks_per_host);
 }
 
 /// Returns the memory that is alive after a forward of a block: autograd's
@@ -289,15 +293,16 @@ TEST(Activations, OfABlockThatRanksShare) {
 // heads and once by tokens. int32 positions are small, and are not planned.
 TEST(Activations, OfABlockWhoseTokensRanksShare) {
   constexpr int kRanks = 2;
-  for (const auto& [mode, head_ranks] :
-       {std::pair{"none", 2},
-        std::pair{"selective", 2},
-        std::pair{"none", 1}}) {
+  for (const auto& [mode, method] :
+       {std::pair{"none", "a2a"},
+        std::pair{"selective", "a2a"},
+        std::pair{"none", "a2a+all_gather"}}) {
     const Config config = config_of(
         {"parallelism.context_parallel_degree=2",
-         fmt::format("parallelism.context_parallel_a2a_degree={}", head_ranks),
+         std::string("parallelism.context_parallel_method=") + method,
          std::string("activation_checkpoint.mode=") + mode},
-        kRanks);
+        kRanks,
+        /*ranks_per_host=*/1);
     testing::run_ranks(kRanks, [&](testing::RankContext& context) {
       const auto mesh = context.mesh(mesh_axes(config.parallelism));
       const auto ranks = context_parallel_ranks(config.parallelism, {}, *mesh);
@@ -523,8 +528,9 @@ TEST(Work, HostsThatShareTokensGatherKeys) {
   using plan::Transfer;
   const Config config = config_of(
       {"parallelism.context_parallel_degree=2",
-       "parallelism.context_parallel_a2a_degree=1"},
-      /*ranks=*/2);
+       "parallelism.context_parallel_method=a2a+all_gather"},
+      /*ranks=*/2,
+      /*ranks_per_host=*/1);
   const plan::LayerWork layer = planned(config, 2);
   EXPECT_EQ(2 * flops_of(layer), flops_of(planned(config_of({}))));
   const auto sent = [](const plan::Kernels& kernels) {

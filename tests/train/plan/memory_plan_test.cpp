@@ -369,7 +369,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{
             "sequences_over_hosts",
             4,
-            {kNone, kSequences, "parallelism.context_parallel_a2a_degree=1"}},
+            {kNone,
+             kSequences,
+             "parallelism.context_parallel_method=a2a+all_gather",
+             "parallelism.context_parallel_a2a_degree=1"}},
         Case{
             "sequences_and_layers",
             4,

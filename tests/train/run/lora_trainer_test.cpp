@@ -219,7 +219,12 @@ TEST(Adapters, TrainTheSameOnAnyGridOfRanks) {
   expect(4, 1, {kTwoShare, "activation_checkpoint.mode=full"});
   expect(2, 1, {kTwoShare, "parallelism.tensor_parallel_comm=copies"});
   expect(2, 3, {kTwoOfASequence});
-  expect(2, 1, {kTwoOfASequence, "parallelism.context_parallel_a2a_degree=1"});
+  expect(
+      2,
+      1,
+      {kTwoOfASequence,
+       "parallelism.context_parallel_method=a2a+all_gather",
+       "parallelism.context_parallel_a2a_degree=1"});
   expect(4, 1, {kTwoOfASequence, kTwoShare, "activation_checkpoint.mode=full"});
   for (const char* impl : {"unit", "full_iteration"}) {
     expect(

@@ -335,6 +335,8 @@ Outcome train_shared(
 const char* const kTwoRanks = "parallelism.context_parallel_degree=2";
 const char* const kFourRanks = "parallelism.context_parallel_degree=4";
 // As on hosts of one and of two ranks.
+const char* const kGathersKeys =
+    "parallelism.context_parallel_method=a2a+all_gather";
 const char* const kOneForHeads = "parallelism.context_parallel_a2a_degree=1";
 const char* const kTwoForHeads = "parallelism.context_parallel_a2a_degree=2";
 
@@ -344,7 +346,7 @@ const std::vector<Shared> kGrids{
     {4, 1, 3, {kFourRanks, "activation_checkpoint.mode=full"}},
     {4, 2, 3, {kTwoRanks, "parallelism.strategy=zero2"}},
     {4, 1, 1, {kTwoRanks, "parallelism.tensor_parallel_degree=2"}},
-    {4, 1, 3, {kFourRanks, kTwoForHeads}},
+    {4, 1, 3, {kFourRanks, kGathersKeys, kTwoForHeads}},
     {4,
      2,
      1,
@@ -443,20 +445,8 @@ TEST(ContextParallel, G11_OneTargetIsOnOneRank) {
       folder / "corpus",
       {{2, 1, 12, {kTwoRanks}},
        {4, 1, 12, {kFourRanks}},
-       {2, 1, 12, {kTwoRanks, kOneForHeads}}},
+       {2, 1, 12, {kTwoRanks, kGathersKeys, kOneForHeads}}},
       {});
-}
-
-TEST(ContextParallel, OnOneHostAllRanksExchangeHeads) {
-  const TempFolder folder;
-  write_corpus(folder / "corpus", /*masked=*/true);
-  const auto losses = [&](const char* option) {
-    return train_shared(folder / "corpus", {2, 1, 1, {kTwoRanks, option}}, {})
-        .losses;
-  };
-  const auto expected = losses("parallelism.context_parallel_method=auto");
-  EXPECT_EQ(losses("parallelism.context_parallel_method=a2a"), expected);
-  EXPECT_EQ(losses("parallelism.context_parallel_a2a_degree=2"), expected);
 }
 
 // The auxiliary losses count the tokens of all ranks, and their weight does not
@@ -502,8 +492,11 @@ TEST(ContextParallel, G12_ExpertsTrainAsOnOneRank) {
       {4,
        1,
        1,
-       {kFourRanks, kTwoForHeads, "parallelism.expert_parallel_degree=4"}},
-      {4, 2, 1, {kTwoRanks, kOneForHeads, cut}},
+       {kFourRanks,
+        kGathersKeys,
+        kTwoForHeads,
+        "parallelism.expert_parallel_degree=4"}},
+      {4, 2, 1, {kTwoRanks, kGathersKeys, kOneForHeads, cut}},
       {4,
        2,
        3,
