@@ -24,8 +24,12 @@ double Kernel::run_seconds(const Gpu& gpu) const {
     case Kind::grouped:
       return gpu.grouped_seconds(product, groups, m, n, k);
     case Kind::attention:
-      return gpu
-          .attention_seconds(backward, sequences, heads, seq_len, head_dim);
+      return slowdown * gpu.attention_seconds(
+                            backward,
+                            sequences,
+                            heads,
+                            seq_len,
+                            head_dim);
     case Kind::transfer:
     case Kind::finish:
       return 0;

@@ -32,6 +32,7 @@ struct Kernel {
   std::string recipe;  ///< for an FP8 matmul; empty: bfloat16
   bool backward = false;
   double sequences = 0, heads = 0, seq_len = 0;
+  double slowdown = 1;  ///< of attention: its time over the Gpu's
   std::int64_t head_dim = 0;
   std::string_view pass;  ///< one of kPasses
   double nbytes = 0;      ///< read and written; of a transfer, the full buffer,

@@ -163,9 +163,9 @@ at::Tensor attend_shared_tokens(
 ///
 /// The backward all-gathers keys and values again, since they are not stored.
 /// It sends their gradients in float32 to the hosts of the tokens. There they
-/// are added in the order of hosts, with one rounding. The two calls for the
-/// chunks are one autograd node, so a part that keeps attention (KeptTensors)
-/// runs neither them nor the all-gather again.
+/// are added in the order of hosts. The kernels of chunks round them before.
+/// The two calls for the chunks are one autograd node, so a part that keeps
+/// attention (KeptTensors) runs neither them nor the all-gather again.
 ///
 /// @param hosts      ContextParallel::hosts
 /// @param q          [batch, seq / hosts, heads, head_dim]

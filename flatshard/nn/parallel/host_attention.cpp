@@ -208,7 +208,8 @@ at::Tensor attend_over_hosts(
   }
   TensorList inputs{q, k, v};
   if (args.sinks.defined()) {
-    inputs.push_back(args.sinks);
+    // The node saves them as an input.
+    inputs.push_back(std::exchange(args.sinks, {}));
   }
   return run_attention(
              c10::make_intrusive<HostAttention>(

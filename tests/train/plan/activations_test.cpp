@@ -533,6 +533,16 @@ TEST(Work, HostsThatShareTokensGatherKeys) {
       /*ranks_per_host=*/1);
   const plan::LayerWork layer = planned(config, 2);
   EXPECT_EQ(2 * flops_of(layer), flops_of(planned(config_of({}))));
+  // FlashAttention-2.
+  const auto slowdown_of = [](const plan::LayerWork& work) {
+    for (const Kernel& kernel : work.nodes.at(PlanNode::attend).forward) {
+      if (kernel.kind == Kernel::Kind::attention) {
+        return kernel.slowdown;
+      }
+    }
+    return 0.0;
+  };
+  EXPECT_GT(slowdown_of(layer), slowdown_of(planned(config_of({}))));
   const auto sent = [](const plan::Kernels& kernels) {
     std::multimap<Transfer, double> found;
     for (const Kernel& kernel : kernels) {
