@@ -1,6 +1,6 @@
 // int8 states against a plain reference, and what a format must keep.
-#include "flatshard/optim/state_codes.h"
 #include "flatshard/optim/state_format.h"
+#include "flatshard/optim/state_codes.h"
 #include "flatshard/optim/stochastic_rounding.h"
 
 #include "flatshard/core/philox.h"
