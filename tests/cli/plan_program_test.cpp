@@ -119,7 +119,8 @@ TEST(PlanProgram, PlansSequencesThatRanksShare) {
           HasSubstr("  context parallelism ")));
   // Two hosts of 8.
   const std::string over_hosts =
-      "plan llama3_8b --ranks 16 --set parallelism.context_parallel_degree=16 ";
+      "plan llama3_8b --ranks 16 --set parallelism.context_parallel_degree=16 "
+      "--set parallelism.context_parallel_method=a2a+all_gather ";
   const json longer = json::parse(run(over_hosts + "--json").output);
   EXPECT_EQ(longer.at("context_parallel_degree"), 16);
   EXPECT_GT(longer.at("transfers_ms").at("CP all-gather"), 0);
