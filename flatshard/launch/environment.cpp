@@ -3,7 +3,6 @@
 #include <charconv>
 #include <cstdlib>
 #include <optional>
-#include <string_view>
 
 #include "flatshard/core/error.h"
 #include "flatshard/launch/environment.h"
@@ -104,15 +103,8 @@ int slurm_tasks_per_node() {
   for (const char* name :
        {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) {
     if (const auto text = variable(name)) {
-      int value = 0;
-      const char* const end = text->data() + text->size();
-      const auto [stop, error] = std::from_chars(text->data(), end, value);
-      const bool is_one =
-          stop == end || std::string_view(stop, end).starts_with("(x");
-      return error == std::errc() && is_one &&
-                     text->find(',') == std::string::npos
-                 ? value
-                 : 0;
+      const bool is_one = text->find(',') == std::string::npos;
+      return is_one ? parsed(text->substr(0, text->find("(x"))).value_or(0) : 0;
     }
   }
   return 0;

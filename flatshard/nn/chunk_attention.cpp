@@ -44,7 +44,7 @@ class PlainChunk : public AttentionKernel {
       const TensorList& results) const override {
     const Heads heads = heads_of(in);
     const at::Tensor out_grad = by_head(grad, heads);
-    // Of each query: the sum of its weights times their gradients.
+    // For each query the sum of its weights times their gradients.
     const at::Tensor dots = (out_grad * by_head(results[0], heads)).sum(-1);
     const at::Tensor& logsumexp = results[1];
     TensorList dq;

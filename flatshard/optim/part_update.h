@@ -48,7 +48,7 @@ class PartUpdate {
   /// See Optimizer::set_stochastic_rounding.
   void set_stochastic_rounding(std::uint64_t seed);
 
-  FlatUpdate flat;  ///< its ranges are those of row_of()
+  FlatUpdate flat;  ///< with the ranges of row_of()
 
  private:
   /// Parameters of one parameter group that were updated equally often.

@@ -89,6 +89,21 @@ log_freq = 1
     return found;
   }
 
+  /// Other commands read the run.
+  void expect_usable(const std::string& name) const {
+    const std::string path = (folder_ / name).string();
+    for (const std::string& command :
+         {"generate --run '" + path +
+              "' --prompt 'line 3' --max-new-tokens 4 --device cpu",
+          "evaluate --run '" + path + "' --device cpu --data '" +
+              (*corpus_ / "corpus").string() + "'",
+          "export --run '" + path + "' --to '" + (folder_ / "hf").string() +
+              "'"}) {
+      const Result result = sh("\"$PROGRAM\" " + command);
+      EXPECT_EQ(result.code, 0) << result.output;
+    }
+  }
+
   void expect_same(
       const std::string& got,
       const std::string& want,
@@ -206,17 +221,7 @@ TEST_F(TensorParallelRuns, CheckpointsOfSharedSequencesAreReadOnOtherGrids) {
       expect_same(name, "one");
     }
   }
-  const std::string path = (folder_ / "whole 2").string();
-  for (const std::string& command :
-       {"generate --run '" + path +
-            "' --prompt 'line 3' --max-new-tokens 4 --device cpu",
-        "evaluate --run '" + path + "' --device cpu --data '" +
-            (*corpus_ / "corpus").string() + "'",
-        "export --run '" + path + "' --to '" + (folder_ / "hf").string() +
-            "'"}) {
-    const Result result = sh("\"$PROGRAM\" " + command);
-    EXPECT_EQ(result.code, 0) << result.output;
-  }
+  expect_usable("whole 2");
 }
 
 // Weights and optimizer state equal the unsharded tensors.
@@ -305,17 +310,7 @@ TEST_F(TensorParallelRuns, CheckpointsOfCutExpertsAreReadByOneRank) {
   const Result resumed = run("one", 1, save + "--resume");
   ASSERT_EQ(resumed.code, 0) << resumed.output;
   expect_same("one", "whole");
-  const std::string path = (folder_ / "run").string();
-  for (const std::string& command :
-       {"generate --run '" + path +
-            "' --prompt 'line 3' --max-new-tokens 4 --device cpu",
-        "evaluate --run '" + path + "' --device cpu --data '" +
-            (*corpus_ / "corpus").string() + "'",
-        "export --run '" + path + "' --to '" + (folder_ / "hf").string() +
-            "'"}) {
-    const Result result = sh("\"$PROGRAM\" " + command);
-    EXPECT_EQ(result.code, 0) << result.output;
-  }
+  expect_usable("run");
 }
 
 // FP8 weights of the other layers, while experts stay in bfloat16. Ranks that

@@ -58,7 +58,7 @@ class ContextParallel {
       : rank_(rank), size_(size), hosts_(std::move(hosts)) {}
   virtual ~ContextParallel() = default;
 
-  // Of the host.
+  // Among the ranks of the host.
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// Returns the ranks with this place on all hosts; null: there is one host.

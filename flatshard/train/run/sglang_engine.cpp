@@ -22,7 +22,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-/// Of each request after a failure, also after the deadline.
+/// The limit of each request after a failure, also after the deadline.
 constexpr std::chrono::seconds kGiveUpTimeout(5);
 
 /// Returns a name that no earlier group has: torch.distributed refuses the name
