@@ -11,11 +11,6 @@
 namespace flatshard {
 namespace {
 
-// Whether all ranks get the same block.
-bool is_one_block(const at::Tensor& send, std::int64_t size) {
-  return send.size(0) == size && send.stride(0) == 0;
-}
-
 // Exchanges block r of `in` [size, n] with rank r; [1, n] is for all ranks.
 void exchange_blocks(
     Communicator& group,
@@ -40,9 +35,8 @@ class CollectiveContextParallel::Pending : public nn::PendingExchange {
       : waits_(ranks.waits_), blocks_(std::move(blocks)) {
     const std::int64_t size = ranks.size();
     for (const nn::RankBlocks& b : blocks_) {
-      const bool is_one = is_one_block(b.send, size);
-      sent_.push_back(packed(is_one ? b.send.narrow(0, 0, 1) : b.send)
-                          .view({is_one ? 1 : size, -1}));
+      sent_.push_back(packed(b.is_one ? b.send.narrow(0, 0, 1) : b.send)
+                          .view({b.is_one ? 1 : size, -1}));
       const at::Tensor& to = b.receive;
       received_.push_back(
           (to.is_contiguous() ? to : at::empty(to.sizes(), to.options()))

@@ -354,7 +354,8 @@ at::Tensor sum_over_ranks(
   const at::NoGradGuard no_grad;
   const at::Tensor mine = x.detach().contiguous().reshape({1, -1});
   const at::Tensor all = at::empty({n, mine.size(1)}, mine.options());
-  ranks->start({{mine.expand({n, mine.size(1)}), all}})->finish();
+  ranks->start({{mine.expand({n, mine.size(1)}), all, /*is_one=*/true}})
+      ->finish();
   at::Tensor sum = all[0].clone();
   for (std::int64_t r = 1; r < n; ++r) {
     sum.add_(all[r]);

@@ -22,6 +22,9 @@ struct Documents;
 struct RankBlocks {
   at::Tensor send;     ///< block r is for rank r
   at::Tensor receive;  ///< block r comes from rank r; elements do not overlap
+  /// All ranks get the same block: `send` is [size, ...], expanded. Equal on
+  /// all ranks.
+  bool is_one = false;
 };
 
 /// An exchange that is in flight.
@@ -89,8 +92,7 @@ class ContextParallel {
 
   /// Sends and receives all of `blocks` in one exchange, in parallel with what
   /// compute queues until `finish`. Makes no graph. Exchanges run in the order
-  /// of their starts, on all ranks alike. A block that all ranks get (stride 0)
-  /// may be all-gathered.
+  /// of their starts, on all ranks alike.
   virtual std::unique_ptr<PendingExchange> start(
       std::vector<RankBlocks> blocks) = 0;
 

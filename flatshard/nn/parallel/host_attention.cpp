@@ -124,7 +124,10 @@ class HostAttention : public AttentionKernel {
       const at::Tensor own = flat(in[i]).contiguous().unsqueeze(0);
       std::vector<std::int64_t> sizes = own.sizes().vec();
       sizes[0] = n;
-      blocks.push_back({own.expand(sizes), at::empty(sizes, own.options())});
+      blocks.push_back(
+          {own.expand(sizes),
+           at::empty(sizes, own.options()),
+           /*is_one=*/true});
     }
     hosts_->start(blocks)->finish();
     return {
