@@ -12,6 +12,10 @@ Flatshard / FSDP2 of the pairs.
 
 --libraries flatshard-chunk flatshard compares granularity="chunk" (plain DTensors, as
 torch.chunk splits them) with the default instead.
+
+--libraries fsdp2 flatshard unsharded, on one rank, adds the model without a library:
+weights, gradients and AdamW's states are bfloat16, and no weight is cast. Its step is a
+lower bound for libraries that shard, and not the same training.
 """
 
 import functools
@@ -23,6 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from harness.command_line import Parser
 from harness.peers import LLAMA_SIZES, adamw, fully_shard_of, llama_config, release
@@ -33,7 +38,7 @@ from harness.tables import by_turns, ratios
 
 LIBRARIES = ("fsdp2", "flatshard")
 # After a dash: granularity of ShardOptions.
-CHOICES = (*LIBRARIES, "flatshard-chunk")
+CHOICES = (*LIBRARIES, "flatshard-chunk", "unsharded")
 
 
 @dataclass
@@ -178,6 +183,28 @@ MODELS = {
 }
 
 
+def compute_in_bfloat16(model):
+    """Casts all parameters, and the inputs of each forward."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+
+    def cast(_, args, kwargs):
+        def to_bfloat16(x):
+            return x.bfloat16() if x.is_floating_point() else x
+
+        return tree_map_only(torch.Tensor, to_bfloat16, (args, kwargs))
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def shard(library, case, mesh):
+    package, _, granularity = library.partition("-")
+    options = {"granularity": granularity} if granularity else {}
+    fully_shard = functools.partial(fully_shard_of(package), mesh=mesh, **options)
+    for module in (*case.blocks, case.model):
+        fully_shard(module)
+
+
 def run(library, name, compiled, mesh, args):
     # After compiled steps of a model torch keeps one tensor of the loss (1.2 GiB of
     # Qwen3's logits). The peaks of later runs do not count it.
@@ -185,14 +212,13 @@ def run(library, name, compiled, mesh, args):
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
         case = MODELS[name](args.tiny, mesh.device_type)
-    package, _, granularity = library.partition("-")
-    options = {"granularity": granularity} if granularity else {}
-    fully_shard = functools.partial(fully_shard_of(package), mesh=mesh, **options)
-    for block in case.blocks:
-        if compiled:
+    if compiled:
+        for block in case.blocks:
             block.compile()
-        fully_shard(block)
-    fully_shard(case.model)
+    if library == "unsharded":
+        compute_in_bfloat16(case.model)
+    else:
+        shard(library, case, mesh)
     torch.manual_seed(1 + dist.get_rank())
     found = measure(case.loss, adamw(case.model), args)
     found["peak_GiB"] = round(found["peak_GiB"] - kept, 3)
@@ -214,17 +240,18 @@ def main():
     )
     parser.add_argument(
         "--libraries",
-        nargs=2,
+        nargs="+",
         choices=CHOICES,
         default=list(LIBRARIES),
-        metavar=("BASE", "OTHER"),
-        help=f"of {', '.join(CHOICES)}; default: {' '.join(LIBRARIES)}",
+        metavar="LIBRARY",
+        help=f"of {', '.join(CHOICES)}; ratios are to the first [{' '.join(LIBRARIES)}]",
     )
     args = parser.parse_args()
-    base, other = args.libraries
     if args.tiny:
         args.warmup, args.steps, args.pairs = 1, 2, 1
     mesh = join_mesh("cpu" if args.tiny else "cuda")
+    if "unsharded" in args.libraries and mesh.size() > 1:
+        raise SystemExit(f"unsharded: expected one rank, got {mesh.size()}")
     say(about(mesh))
     results = {}
     if "vit-l/16" in args.models and importlib.util.find_spec("timm") is None:
@@ -236,9 +263,8 @@ def main():
             def one(library, pair, name=name, kind=kind):
                 return run(library, name, kind == "compiled", mesh, args)
 
-            runs = by_turns((base, other), args.pairs, one)
-            each, median = ratios(*runs.values())
-            results[f"{name} {kind}"] = {"runs": runs, "ratios": each}
+            runs = by_turns(args.libraries, args.pairs, one)
+            results[f"{name} {kind}"] = {"runs": runs, "ratios": {}}
             for library, of_library in runs.items():
                 ms = ", ".join(f"{r['ms']:.1f}" for r in of_library)
                 host = statistics.median(
@@ -249,7 +275,11 @@ def main():
                     f"{name} {kind}, {library}: ms {ms}; host {host:.1f} ms; "
                     f"peak {peak:.2f} GiB; loss {loss:.3f}"
                 )
-            say(f"{name} {kind}: {other} / {base} {median:.3f}")
+            base, *others = args.libraries
+            for other in others:
+                each, median = ratios(runs[base], runs[other])
+                results[f"{name} {kind}"]["ratios"][other] = each
+                say(f"{name} {kind}: {other} / {base} {median:.3f}")
     if dist.get_rank() == 0:
         write_json(args.out, results)
     dist.destroy_process_group()
