@@ -4,13 +4,17 @@ python3 bench/first_step.py --nproc 1 --to FOLDER
 
 8 layers of Llama-3-8B, with random weights and from a Hugging Face folder of random
 weights that it writes to --to. The peer is bench/fsdp2_llama.py, compiled and eager. The
-same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python). In the rows
-"cold", no compiled code is cached, and the page cache is dropped first (as root). In the
+same program runs with Flatshard's fully_shard, too (PYTHONPATH=build/python), and on one
+rank without a library. "Of FSDP2" compares eager programs with FSDP2, eager, and others
+with FSDP2, compiled. In the rows "cold", no compiled code is cached, and the page cache is dropped first (as root). In the
 rows "libraries", the page cache then has torch, CUDA and the program again, but not the
 folder. In the rows "warm", each program runs the second time. Also reads the folder with
-16 threads, as a reference for loading. --to needs 6 GB. Programs in Python have these
-parts: torchrun, imports, joining of the ranks, the sharded model, weights, and the host's
-part of the step's forward, backward and update.
+16 threads, as a reference for loading. --to needs 6 GB.
+
+Programs in Python have these parts: torchrun, imports of torch, joining of the ranks
+(start of CUDA and NCCL), import of the library, the sharded model, weights, the host's
+part of the step's forward, backward and update, and the wait for the GPU. The first three
+are the same for all libraries. "Common" is their sum.
 """
 
 import json
@@ -41,7 +45,9 @@ PYTHON = {
     "FSDP2, eager": ("fsdp2", "none"),
     "Flatshard from Python, compiled": ("flatshard", "blocks+loss"),
     "Flatshard from Python, eager": ("flatshard", "none"),
+    "Unsharded, eager": ("unsharded", "none"),
 }
+COMMON = ("torchrun", "imports", "ranks")
 WAYS = ["Flatshard", *PYTHON]
 SOURCES, STATES = ["random", "folder"], ["cold", "libraries", "warm"]
 
@@ -165,17 +171,18 @@ def gigabytes_per_second(folder):
 
 
 def parts_of(line, seconds):
-    """Returns the parts of the start that a program's line has."""
+    """Returns the parts of the start that a program's line has, and the sum of COMMON."""
     if not line.startswith("{"):
         start = re.search(r"start: .*", line)
-        return start[0] if start else ""
+        return start[0] if start else "", None
     found = json.loads(line)
-    names = ("forward", "backward", "update")
-    step = dict(zip(names, found["host_ms_forward_backward_step"]))
-    parts = found["start_s"] | {name: ms / 1e3 for name, ms in step.items()}
-    before = seconds - sum(found["start_s"].values()) - found["ms"] / 1e3
-    texts = (f"{name} {s:.1f}" for name, s in {"torchrun": before, **parts}.items())
-    return ", ".join(texts)
+    start, host = found["start_s"], found["host_ms_forward_backward_step"]
+    names = ("forward", "backward", "update", "GPU")
+    step = zip(names, (*host, found["ms"] - sum(host)))
+    before = seconds - sum(start.values()) - found["ms"] / 1e3
+    parts = {"torchrun": before, **start, **{name: ms / 1e3 for name, ms in step}}
+    common = sum(parts[name] for name in COMMON)
+    return ", ".join(f"{name} {s:.1f}" for name, s in parts.items()), round(common, 2)
 
 
 def measure(args, results, weights):
@@ -194,17 +201,19 @@ def measure(args, results, weights):
                     found[way] = run_python(args, way, folder, caches, log)
                 else:
                     found[way] = run_flatshard(args, folder, log)
-            peer = found.get("FSDP2, compiled")
             for way, (seconds, line) in found.items():
-                parts = parts_of(line, seconds)
+                peer = found.get(f"FSDP2, {'eager' if 'eager' in way else 'compiled'}")
+                parts, common = parts_of(line, seconds)
                 ratio = f"{seconds / peer[0]:.2f}" if peer else ""
-                row(weights, state, way, f"{seconds:.1f}", ratio, parts)
+                same = "" if common is None else f"{common:.1f}"
+                row(weights, state, way, f"{seconds:.1f}", ratio, same, parts)
                 results.append(
                     {
                         "weights": weights,
                         "caches": state,
                         "way": way,
                         "s": seconds,
+                        "common_s": common,
                         "parts": parts,
                     }
                 )
@@ -215,7 +224,8 @@ def main():
         "program", "set", "nproc", "tiny", "to", local_batch=1
     )
     parser.options(out=Path("outputs/first_step"))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    # The last one needs a single rank.
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:-1])
     parser.add_argument("--sources", nargs="+", choices=SOURCES, default=SOURCES)
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     args = parser.parse_args()
@@ -233,7 +243,8 @@ def main():
             speed = gigabytes_per_second(args.to)
             print(f"reading the folder, {state}: {speed:.2f} GB/s", flush=True)
     print()
-    head("weights", "caches", "", "s", "of FSDP2", "parts", left=(0, 1, 2, 5))
+    columns = ("weights", "caches", "", "s", "of FSDP2", "common", "parts")
+    head(*columns, left=(0, 1, 2, 6))
     results = []
     for source in args.sources:
         measure(args, results, source)

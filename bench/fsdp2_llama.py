@@ -6,7 +6,9 @@ The same model, optimizer and precision as examples/llama3_8b.toml: bf16 compute
 reduction, float32 weights and AdamW states, no recompute, random tokens. Embedding,
 blocks, and norm with head are the units. Prints one line of JSON on rank 0.
 
---library flatshard trains the same program with flatshard.fully_shard.
+--library flatshard trains the same program with flatshard.fully_shard. On one rank,
+--library unsharded trains the model without a library: weights, gradients and AdamW's
+states are bfloat16. It is a lower bound of a step, and not the same training.
 
 The counterpart of examples/llama3_8b_one_gpu.toml (`pip install torchao`):
 
@@ -35,6 +37,7 @@ from harness.peers import (
     fully_shard_of,
     fused_attention,
     shard_decoder,
+    shard_function,
 )
 from harness.ranks import join, say
 from harness.steps import measure
@@ -189,16 +192,23 @@ def main():
     parser.add_argument("--recompute", action="store_true", help="all of the blocks")
     parser.add_argument(
         "--library",
-        choices=MODULES,
+        choices=(*MODULES, "unsharded"),
         default="fsdp2",
         help="whose fully_shard is called",
     )
     args = parser.parse_args()
+    sharded = args.library != "unsharded"
     mark("imports")
     device = begin()
     mark("ranks")
+    if sharded:
+        shard_function(args.library)
+    elif dist.get_world_size() > 1:
+        raise SystemExit(f"unsharded: expected one rank, got {dist.get_world_size()}")
+    mark("library")
     with torch.device("meta"):
-        model = Llama(args).to(getattr(torch, args.weights))
+        weights = getattr(torch, args.weights) if sharded else torch.bfloat16
+        model = Llama(args).to(weights)
     if args.recompute:
         recompute_blocks(model)
     if args.float8:
@@ -206,7 +216,8 @@ def main():
     # hf_folder.load reads rows as torch.chunk splits them.
     chunks = args.init_from and args.library == "flatshard"
     options = {"granularity": "chunk"} if chunks else {}
-    shard(model, args.keep, args.library, **options)
+    if sharded:
+        shard(model, args.keep, args.library, **options)
     mark("model")
     if args.init_from:
         model.to_empty(device=device)

@@ -3,6 +3,7 @@
 import json
 
 import torch
+from torch.distributed.tensor import DTensor
 
 PARTS = {
     "attention_norm": "input_layernorm",
@@ -82,7 +83,7 @@ def config_of(args):
 
 
 def load(folder, model, rank, world):
-    """Reads this rank's rows of each DTensor of `model`; the GPU converts them."""
+    """Reads this rank's rows of each parameter of `model`; the GPU converts them."""
     from safetensors import safe_open
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -93,7 +94,8 @@ def load(folder, model, rank, world):
             file = index["weight_map"][stored]
             if file not in files:
                 files[file] = safe_open(folder / file, "pt")
-            local = parameter.to_local()
+            sharded = isinstance(parameter, DTensor)
+            local = parameter.to_local() if sharded else parameter
             each = -(-parameter.shape[0] // world)
             begin = min(rank * each, parameter.shape[0])
             rows = files[file].get_slice(stored)[begin : begin + local.shape[0]]
