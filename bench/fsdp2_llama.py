@@ -10,6 +10,8 @@ blocks, and norm with head are the units. Prints one line of JSON on rank 0.
 --library unsharded trains the model without a library: weights, gradients and AdamW's
 states are bfloat16. It is a lower bound of a step, and not the same training.
 
+--trace FILE writes a trace of one more step for bench/kernel_kinds.py.
+
 The counterpart of examples/llama3_8b_one_gpu.toml (`pip install torchao`):
 
 torchrun --nproc-per-node 1 bench/fsdp2_llama.py --weights bfloat16 --states int8 --recompute
@@ -130,7 +132,7 @@ def adamw_8bit(model, options):
     return optimizer
 
 
-def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
+def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1, trace=None):
     """Measures steps on random tokens, prints them on rank 0 and leaves the ranks.
 
     Gradients are reduced only with a step's last microbatch because FSDP2 is faster
@@ -149,13 +151,13 @@ def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1):
         with fused_attention():
             return model(tokens[:, :-1], tokens[:, 1:], *angles)
 
-    found = measure(forward, optimizer, args, microbatches)
+    found = measure(forward, optimizer, args, microbatches, trace=trace)
     say(json.dumps({**found, "start_s": parts()}))
     dist.destroy_process_group()
 
 
 def main():
-    parser = Parser(__doc__).options("warmup", "steps", seq=8192, local_batch=1)
+    parser = Parser(__doc__).options("warmup", "steps", "trace", seq=8192, local_batch=1)
     parser.options(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
     compiled = ("none", "blocks", "blocks+loss")
     parser.add_argument(
@@ -235,7 +237,8 @@ def main():
         find_scales_after_steps(model, optimizer)
     torch.cuda.synchronize()
     mark("weights")
-    run(args, model, optimizer, device, args.dim // args.heads, 500000.0)
+    head_dim = args.dim // args.heads
+    run(args, model, optimizer, device, head_dim, 500000.0, trace=args.trace)
 
 
 if __name__ == "__main__":

@@ -17,27 +17,16 @@ is above 0.
 
 import bisect
 import collections
-import json
 import re
 import sys
 
 from harness.command_line import Parser
+from harness.traces import events_of, span_of
 
 STEP = re.compile(r"([FRBW])(\d+)\.(\w+?)(?:\(\d+\))?")
 EXCHANGES = ("dispatch", "combine")
 Step = collections.namedtuple("Step", "begin end phase microbatch node")
 Work = collections.namedtuple("Work", "begin end stream step is_copy")
-
-
-def events_of(path):
-    """Returns all events of a trace."""
-    with open(path) as file:
-        return json.load(file)["traceEvents"]
-
-
-def span_of(event):
-    """Returns the start and end of an event in microseconds."""
-    return event["ts"], event["ts"] + event["dur"]
 
 
 def read_steps(events):

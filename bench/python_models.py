@@ -16,6 +16,8 @@ torch.chunk splits them) with the default instead.
 --libraries fsdp2 flatshard unsharded, on one rank, adds the model without a library:
 weights, gradients and AdamW's states are bfloat16, and no weight is cast. Its step is a
 lower bound for libraries that shard, and not the same training.
+
+--trace FOLDER writes a trace of each model, kind and library for bench/kernel_kinds.py.
 """
 
 import functools
@@ -220,7 +222,11 @@ def run(library, name, compiled, mesh, args):
     else:
         shard(library, case, mesh)
     torch.manual_seed(1 + dist.get_rank())
-    found = measure(case.loss, adamw(case.model), args)
+    trace = args.trace
+    if trace:
+        kind = "compiled" if compiled else "eager"
+        trace /= f"{name}-{kind}-{library}.json.gz".replace("/", "-")
+    found = measure(case.loss, adamw(case.model), args, trace=trace)
     found["peak_GiB"] = round(found["peak_GiB"] - kept, 3)
     del case
     torch._dynamo.reset()
@@ -229,7 +235,7 @@ def run(library, name, compiled, mesh, args):
 
 
 def main():
-    parser = Parser(__doc__).options("tiny", warmup=6, steps=15, pairs=3)
+    parser = Parser(__doc__).options("tiny", "trace", warmup=6, steps=15, pairs=3)
     parser.options(out=Path("outputs/python_models.json"))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(

@@ -26,6 +26,10 @@ OPTIONS = {
         {"type": Path, "help": "where results and logs are written"},
     ),
     "json": ("", {"help": "a file for the figures"}),
+    "trace": (
+        None,
+        {"type": Path, "help": "where Chrome traces of a further step are written"},
+    ),
     "tiny": (False, {"help": "sizes that try the script on CPUs and measure nothing"}),
     "to": (None, {"type": Path, "required": True, "help": "the folder to write to"}),
 }

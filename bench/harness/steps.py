@@ -3,6 +3,7 @@
 import contextlib
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,13 +86,31 @@ def rounded(found, digits=1):
     return round(found, digits) if isinstance(found, float) else found
 
 
-def measure(forward, optimizer, args, microbatches=1, backward=torch.Tensor.backward):
+def trace_step(step, path):
+    """Calls `step`, and writes a Chrome trace of it on rank 0."""
+    with torch.profiler.profile() as profile:
+        step()
+        synchronize()
+    if dist.get_rank() == 0:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+
+
+def measure(
+    forward,
+    optimizer,
+    args,
+    microbatches=1,
+    backward=torch.Tensor.backward,
+    trace=None,
+):
     """Measures steps of forward, backward and update.
 
     Args:
         forward: returns the loss.
         microbatches: how many forwards and backwards a step has.
         backward: called with the loss.
+        trace: a file for the trace of one more step.
 
     Returns:
         what `time_steps` returns in JSON's types, with the host's median ms in forwards,
@@ -117,6 +136,8 @@ def measure(forward, optimizer, args, microbatches=1, backward=torch.Tensor.back
 
     found = time_steps(step, args, together=True)
     parts = [statistics.median(part) for part in zip(*host[args.warmup :])]
+    if trace:
+        trace_step(step, trace)
     keys = ("peak_GiB", "reserved_GiB")
     return {
         **rounded({"ms": found["ms"], "ms_range": found["ms_range"]}),
