@@ -11,10 +11,10 @@ rows "libraries", the page cache then has torch, CUDA and the program again, but
 folder. In the rows "warm", each program runs the second time. Also reads the folder with
 16 threads, as a reference for loading. --to needs 6 GB.
 
-Programs in Python have these parts: torchrun, imports of torch, joining of the ranks
-(start of CUDA and NCCL), import of the library, the sharded model, weights, the host's
-part of the step's forward, backward and update, and the wait for the GPU. The first three
-are the same for all libraries. "Common" is their sum.
+Parts of programs in Python are torchrun, imports of torch, and joining of the ranks (start
+of CUDA and NCCL). "Common" is the sum of these three, as they are the same for all
+libraries. Then come the import of the library, the sharded model, and weights. The last
+parts are the host's forward, backward and update, and the wait for the GPU.
 """
 
 import json

@@ -132,7 +132,9 @@ def adamw_8bit(model, options):
     return optimizer
 
 
-def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1, trace=None):
+def run(
+    args, model, optimizer, device, head_dim, rope_base, microbatches=1, trace=None
+):
     """Measures steps on random tokens, prints them on rank 0 and leaves the ranks.
 
     Gradients are reduced only with a step's last microbatch because FSDP2 is faster
@@ -157,7 +159,9 @@ def run(args, model, optimizer, device, head_dim, rope_base, microbatches=1, tra
 
 
 def main():
-    parser = Parser(__doc__).options("warmup", "steps", "trace", seq=8192, local_batch=1)
+    parser = Parser(__doc__).options(
+        "warmup", "steps", "trace", seq=8192, local_batch=1
+    )
     parser.options(layers=32, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
     compiled = ("none", "blocks", "blocks+loss")
     parser.add_argument(

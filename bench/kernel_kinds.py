@@ -4,9 +4,10 @@ python3 bench/kernel_kinds.py TRACE.json
 
 TRACE.json, or TRACE.json.gz, is a trace of one step by the trainer (profiling.enabled) or
 by torch.profiler. For one of several steps, --steps divides all figures. "ms" is the sum
-of a kind's kernels. "alone" is the time in which a kernel of the kind runs and none of
+of a kind's kernels. "added" is the time in which a kernel of the kind runs and none of
 the rows above, so that these times and the idle time add up to the step: from the start
-of the first kernel to the end of the last. Below the table are the largest kernels of the
+of the first kernel to the end of the last. The profiler slows the host, so a step without
+it can have less idle time. Below the table are the largest kernels of the
 kind "other kernels".
 """
 
@@ -69,11 +70,11 @@ def report(work, steps):
     """Prints the table, and the largest names of OTHER."""
     span = max(w.end for w in work) - min(w.begin for w in work)
 
-    def line(kind, count, us, alone):
-        texts = (f"{x / 1e3 / steps:.3f}" if x != "" else "" for x in (us, alone))
-        row(kind, count, *texts, f"{alone / span:.1%}")
+    def line(kind, count, us, added):
+        texts = (f"{x / 1e3 / steps:.3f}" if x != "" else "" for x in (us, added))
+        row(kind, count, *texts, f"{added / span:.1%}")
 
-    head("kind", "kernels", "ms", "alone", "of the step")
+    head("kind", "kernels", "ms", "added", "of the step")
     above, known = [], 0.0
     for kind in ROWS:
         mine = [w for w in work if w.kind == kind]

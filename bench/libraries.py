@@ -3,11 +3,15 @@ Flatshard.
 
 PYTHONPATH=build/python python3 bench/libraries.py
 PYTHONPATH=build/python python3 bench/libraries.py --case sft --pairs 3
+PYTHONPATH=build/python python3 bench/libraries.py --case trainer --unsharded
 
 Each case is a program of bench/libraries_train.py, started once as it is and once below
 `python -m flatshard.as_fsdp2 --require`, alternating. Prints a line of JSON for each
 case: the medians of the runs' median steps and peaks, and the medians of the pairs'
 ratios, Flatshard / FSDP2. A case whose library is missing is reported and left out.
+
+--unsharded also runs the case on one GPU without sharding, with bfloat16 weights,
+gradients and states. That is a lower bound of a step, and not the same training.
 """
 
 import json
@@ -43,14 +47,17 @@ def versions(packages):
 
 def command(args, way, words):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start += [f"--nproc-per-node={args.nproc}"]
     if way == "flatshard":
         swap = [sys.executable, "-m", "flatshard.as_fsdp2", "--require"]
         start = [*swap, *args.swap_options.split(), *start]
+    if way == "unsharded":
+        start, words = [sys.executable], [*words, "--unsharded"]
     sizes = [f"--warmup={args.warmup}", f"--steps={args.steps}", f"--seq={args.seq}"]
     sizes += [f"--layers={args.layers}", f"--images={args.images}"]
     sizes += [*(["--tiny"] if args.tiny else [])]
     program = BENCH / "libraries_train.py"
-    return [*start, f"--nproc-per-node={args.nproc}", program, *words, *sizes]
+    return [*start, program, *words, *sizes]
 
 
 def measure(args, name, words):
@@ -59,11 +66,12 @@ def measure(args, name, words):
     def one(way, pair):
         log = args.out / f"{name}-{way}-{pair}.log".replace(" ", "-")
         row = json_lines(run(command(args, way, words), log))[0]
-        if row["sharded_by"] != way:
+        if (row["sharded_by"] or "unsharded") != way:
             sys.exit(f"{log}: expected {way} to shard, got {row['sharded_by']}")
         return row
 
-    return by_turns(("fsdp2", "flatshard"), args.pairs, one)
+    ways = ("fsdp2", "flatshard", *(["unsharded"] if args.unsharded else []))
+    return by_turns(ways, args.pairs, one)
 
 
 def summary(name, packages, runs):
@@ -79,6 +87,8 @@ def summary(name, packages, runs):
     each, median = ratios(fsdp2, flatshard)
     found["ratios"] = [round(ratio, 4) for ratio in each]
     found["ratio"] = round(median, 4)
+    if "unsharded" in runs:
+        found["unsharded_ratio"] = round(ratios(fsdp2, runs["unsharded"])[1], 4)
     peaks = [found[way]["peak_GiB"] for way in ("fsdp2", "flatshard")]
     found["peak_ratio"] = round(peaks[1] / peaks[0], 4) if peaks[0] else None
     return found
@@ -94,7 +104,19 @@ def main():
         metavar="TEXT",
         help="of python -m flatshard.as_fsdp2, such as '--strategy zero2'",
     )
+    parser.add_argument(
+        "--unsharded",
+        action="store_true",
+        help="runs without sharding too; only cases of trainer",
+    )
     args = parser.parse_args()
+    if args.unsharded and not {*(args.case or CASES)} <= {
+        "trainer",
+        "trainer compiled",
+    }:
+        parser.error("--unsharded requires --case trainer or --case 'trainer compiled'")
+    if args.unsharded and args.nproc > 1:
+        parser.error(f"--unsharded requires --nproc 1, got {args.nproc}")
     print(f"{args.nproc} ranks, {machine()}", flush=True)
     results = []
     for name in args.case or CASES:

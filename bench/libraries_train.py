@@ -5,7 +5,8 @@ torchrun --nproc-per-node 1 bench/libraries_train.py trainer --compile
 torchrun --nproc-per-node 1 bench/libraries_train.py sft
 torchrun --nproc-per-node 1 bench/libraries_train.py accelerate
 
-Random weights and data; nothing is downloaded. Under `python -m flatshard.as_fsdp2` the
+Without torchrun, `trainer --unsharded` trains in bfloat16 on one GPU. Random weights and
+data; nothing is downloaded. Under `python -m flatshard.as_fsdp2` the
 same programs train on Flatshard. Rank 0 prints a line of JSON: the time of a step, peak
 memory, the loss, and the library that sharded the model. The time of a step is measured
 from the end of the previous step to its own end.
@@ -147,6 +148,10 @@ def train_trainer(args, folder, clock):
     model = qwen3_06b(args.tiny)
     rows = [{"input_ids": row, "labels": row} for row in tokens(args, model.vocab_size)]
     settings = usual_arguments(args, folder, torch_compile=args.compile)
+    if args.unsharded:
+        model.to(torch.bfloat16)
+        for name in ("bf16", "fsdp", "fsdp_config"):
+            del settings[name]
     timed(Trainer, clock)(
         model=model,
         args=TrainingArguments(**settings),
@@ -260,13 +265,17 @@ def main():
     parser = Parser(__doc__).options(
         "seq", "tiny", warmup=8, steps=16, images=32, layers=16, compile=False
     )
+    parser.options(unsharded=False)
     parser.add_argument("case", choices=CASES)
     args = parser.parse_args()
+    if args.unsharded and args.case != "trainer":
+        parser.error(f"--unsharded requires the case trainer, got {args.case}")
     # This folder has a kernels.py, and libraries would import it for the package.
     sys.path.remove(os.path.dirname(os.path.abspath(__file__)))
     if args.tiny:
         args.seq = min(args.seq, 64)
-        ranks_as_gpus()
+        if not args.unsharded:
+            ranks_as_gpus()
     with tempfile.TemporaryDirectory() as folder:
         CASES[args.case](args, folder, Clock(args.warmup))
     if dist.is_initialized():

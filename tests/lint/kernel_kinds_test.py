@@ -53,7 +53,9 @@ for compressed in (False, True):
     done = run(EVENTS, compressed=compressed)
     assert done.returncode == 0 and TABLE in done.stdout, done
     names = done.stdout.partition("other kernels, ms and kernels:\n")[2].splitlines()
-    assert names[0] == "    1.000      1  void flatshard::rope_kernel<float>(Rows)", done
+    assert names[0] == "    1.000      1  void flatshard::rope_kernel<float>(Rows)", (
+        done
+    )
     assert names[1].split()[:2] == ["0.500", "1"] and len(names) == 2, done
 
 done = run(EVENTS, "--steps=2")
