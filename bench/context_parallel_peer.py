@@ -7,7 +7,8 @@ them back (Ulysses). --way keys: torch's context_parallel all-gathers keys and v
 balances the load. FSDP2 shards over the same ranks. Blocks and loss are
 compiled and blocks recomputed, except attention (--recompute-attention: it too). The loss
 is computed in chunks. Settings that fail are followed by the next of SETTINGS. Rank 0
-prints one line of JSON for each --seq, with the mean loss of all ranks.
+prints one line of JSON for each --seq, with the mean loss of all ranks. --trace FILE writes a
+trace of one more step of the last --seq for bench/kernel_kinds.py.
 """
 
 import contextlib
@@ -167,7 +168,7 @@ def run(args, seq, mesh, device):
         return loss
 
     with split, fused_attention(mesh.device_type):
-        found = measure(forward, optimizer, args)
+        found = measure(forward, optimizer, args, trace=args.trace)
     dist.all_reduce(last)
     return {**found, "loss": round(last.item() / mesh.size(), 5)}
 
@@ -188,7 +189,7 @@ def run_first(args, seq, mesh, device):
 
 
 def main():
-    parser = Parser(__doc__).options("tiny", warmup=2, steps=3, seq=[32768])
+    parser = Parser(__doc__).options("tiny", "trace", warmup=2, steps=3, seq=[32768])
     parser.options(layers=12, dim=4096, ffn=14336, heads=32, kv_heads=8, vocab=128256)
     parser.options(loss_chunk=8192, recompute_attention=False, eager=False)
     parser.add_argument("--way", choices=("heads", "keys"), required=True)

@@ -9,7 +9,8 @@ recompute the same (--recompute). --loss-chunk and --offload change the peer: lo
 exist for one chunk of tokens at a time, and host memory stores the inputs of recomputed
 blocks. For the trainer, --set has the same. Prints the median step in ms with the range,
 the peak of allocated memory and the ratios to the peer. The last rows are medians over
-the pairs. Long sequences on one GPU:
+the pairs. --trace FOLDER writes traces of the peer for bench/kernel_kinds.py. Long
+sequences on one GPU:
 
 python3 bench/lora.py --seq 65536 --recompute full --warmup 1 --steps 2 --pairs 1 \\
     --ways "peft + FSDP2" Flatshard --loss-chunk 8192 --offload --set \\
@@ -164,7 +165,12 @@ def run_peer(args):
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randint(args.vocab, (args.batch, args.seq), device=device)
     with fused_attention(kind):
-        found = measure(lambda: model(input_ids=ids, labels=ids).loss, optimizer, args)
+        found = measure(
+            lambda: model(input_ids=ids, labels=ids).loss,
+            optimizer,
+            args,
+            trace=args.trace,
+        )
     found["trained"] = sum(p.numel() for p in trained)
     say(json.dumps(found))
     dist.destroy_process_group()
@@ -178,6 +184,8 @@ def peft_steps(args, way, log):
         options.append("--eager")
     if args.offload:
         options.append("--offload")
+    if args.trace:
+        options.append(f"--trace={args.trace / f'{log.stem}.json.gz'}")
     return peer_steps(args, "lora.py", log, ["--worker", *options])
 
 
@@ -204,7 +212,7 @@ def main():
     parser = Parser(__doc__).options("program", "set", "nproc", "warmup", "steps")
     parser.options("tiny", pairs=3, seq=4096, out=Path("outputs/lora"), vocab=128256)
     parser.options(rank=16, batch=1, dropout=0.0, targets=TARGETS, loss_chunk=0)
-    parser.options(offload=False)
+    parser.options("trace", offload=False)
     parser.add_argument("--shape", choices=LLAMA_SIZES, default="8b")
     parser.add_argument("--layers", type=int, default=0, help="blocks; 0: the shape's")
     parser.add_argument("--recompute", choices=["none", "full"], default="none")
