@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/memory.h"
@@ -94,20 +96,30 @@ void OffloadedStates::allocate(
   allocated.wait(*upload_);
 }
 
-void OffloadedStates::begin_step(const std::vector<std::size_t>& groups) {
-  step_.clear();
+void OffloadedStates::prefetch(const std::vector<std::size_t>& groups) {
+  std::vector<std::size_t> step;
+  std::ranges::copy_if(groups, std::back_inserter(step), [&](auto group) {
+    return has_states(group);
+  });
+  if (prefetched_ && step == step_) {
+    return;
+  }
+  prefetched_ = true;
+  step_ = std::move(step);
   place_.clear();
-  for (const std::size_t group : groups) {
-    if (has_states(group)) {
-      place_[group] = step_.size();
-      step_.push_back(group);
-    }
+  for (std::size_t place = 0; place < step_.size(); ++place) {
+    place_[step_[place]] = place;
   }
   // Groups may have another place and slot than in the last step.
   downloaded_.wait(*upload_);
   for (std::size_t place = 0; place < kNumSlots; ++place) {
     upload(place);
   }
+}
+
+void OffloadedStates::begin_step(const std::vector<std::size_t>& groups) {
+  prefetch(groups);
+  prefetched_ = false;
 }
 
 void OffloadedStates::upload(std::size_t place) {
@@ -167,7 +179,8 @@ void OffloadedStates::use_slot(
   });
 }
 
-void OffloadedStates::wait() const {
+void OffloadedStates::wait() {
+  prefetched_ = false;
   downloaded_.synchronize();
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -48,8 +49,10 @@ class OffloadedStates {
   /// tensors of the meta device. Called once. A group may have none.
   void allocate(std::span<const std::vector<at::Tensor*>> states_of_groups);
 
-  /// Starts the updates of these groups, in this order. Queues the first
-  /// uploads, without waiting for work of other streams.
+  /// Queues the first uploads for updates of these groups, in this order. They
+  /// wait for no work of other streams. Once per step, at any time before it.
+  void prefetch(const std::vector<std::size_t>& groups);
+  /// Starts the updates of these groups, in this order.
   void begin_step(const std::vector<std::size_t>& groups);
   /// Later work of `stream` may update the group with the states in the slot
   /// that is returned. Null: the group has no states.
@@ -62,8 +65,9 @@ class OffloadedStates {
   void use_slot(std::size_t group, const at::Tensor& slot, FlatUpdate& update)
       const;
 
-  /// Blocks the host until the states of the last step are in host memory.
-  void wait() const;
+  /// Blocks the host until the states of the last step are in host memory. The
+  /// caller may then write them: the next step uploads them again.
+  void wait();
 
   /// Returns the bytes of all states.
   std::int64_t host_nbytes() const { return host_nbytes_; }
@@ -103,6 +107,7 @@ class OffloadedStates {
   std::vector<std::size_t> step_;             ///< its groups with states
   std::map<std::size_t, std::size_t> place_;  ///< of each of them in step_
   Event downloaded_;                          ///< all of the last step
+  std::atomic<bool> prefetched_ = false;      ///< the first groups of step_
 };
 
 }  // namespace flatshard

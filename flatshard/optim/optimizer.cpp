@@ -259,6 +259,19 @@ void Optimizer::wait_for_states() const {
   }
 }
 
+void Optimizer::prefetch_states() {
+  if (!offloaded_) {
+    return;
+  }
+  std::vector<std::size_t> groups;
+  for (std::size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i]->gradients().reduced().exists()) {
+      groups.push_back(i);
+    }
+  }
+  offloaded_->prefetch(groups);
+}
+
 void Optimizer::step(
     double lr,
     const at::Tensor& grad_scale,

@@ -59,6 +59,10 @@ class Optimizer {
   /// step. Readers and writers of offloaded states must call it first.
   void wait_for_states() const;
 
+  /// Starts to copy offloaded states to the device for the next step, if its
+  /// gradients are queued. Hides the first copies if the host blocks before
+  /// `step`.
+  void prefetch_states();
   /// Runs one update, after all work queued on the current stream. Each
   /// parameter group has the learning rate lr * ParameterValues::lr_mult.
   ///

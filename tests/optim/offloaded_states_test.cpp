@@ -14,9 +14,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +27,7 @@ namespace flatshard::testing {
 namespace {
 
 using ::testing::HasSubstr;
+using namespace std::chrono_literals;
 
 // The weights of groups of different sizes.
 const std::vector<std::vector<std::int64_t>> kShapes =
@@ -86,8 +90,11 @@ class Model {
   }
 
   /// In step 1 one group has no gradient, in step 2 only two have one, and in
-  /// step 3 only the last. So groups change their places and slots.
-  void step(int step) {
+  /// step 3 only the last. In step 4 the first is skipped, although it has one.
+  /// So groups change their places and slots.
+  /// @param between  is called before the update; states are prefetched in
+  ///   even steps.
+  void step(int step, const std::function<void()>& between = {}) {
     for (std::size_t i = 0; i < groups_.size(); ++i) {
       if ((step == 1 && i == 1) || (step == 2 && i != 2 && i != 5) ||
           (step == 3 && i != 5)) {
@@ -107,11 +114,23 @@ class Model {
           flat.to(group.mesh()->device()),
           group.plan_reduction(true, true));
     }
+    if (step % 2 == 0) {
+      optimizer_->prefetch_states();
+    }
+    if (between) {
+      between();
+    }
+    Optimizer::OfParameters without_gradient;
+    if (step == 4) {
+      without_gradient.assign(groups_.size(), {false, false});
+      without_gradient.front() = {true, true};
+    }
     optimizer_->step(
         0.01,
         at::scalar_tensor(
             0.5F,
-            at::TensorOptions(groups_.front()->mesh()->device())));
+            at::TensorOptions(groups_.front()->mesh()->device())),
+        without_gradient);
     optimizer_->zero_grad();
   }
 
@@ -241,20 +260,29 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::ValuesIn(cases()),
     [](const auto& info) { return info.param.name; });
 
-// Values written between steps are in the next update, and no later copy
-// overwrites them.
-TEST(StatesOnHostMemory, MayBeWrittenBetweenSteps) {
+// Values written between steps, also after a prefetch, are in the next update,
+// and no later copy overwrites them.
+TEST(StatesOnHostMemory, L3_MayBeWrittenBetweenSteps) {
   const auto trained = [](bool offloads) {
     const Case of{.rules = adamw(StateFormat::float32)};
     Model model(Mesh::single(at::kCPU), "zero3", of, offloads);
-    for (int step = 0; step < 4; ++step) {
-      model.step(step);
+    const auto halve = [&] {
       model.optimizer().wait_for_states();
-      for (const auto& [role, shards] : model.optimizer().state_shards(3)) {
-        for (const NamedShard& shard : shards) {
-          at::Tensor(shard.tensor).mul_(0.5);
+      for (const std::size_t group : {2, 3}) {
+        for (const auto& [role, shards] :
+             model.optimizer().state_shards(group)) {
+          for (const NamedShard& shard : shards) {
+            at::Tensor(shard.tensor).mul_(0.5);
+          }
         }
       }
+    };
+    for (int step = 0; step < 5; ++step) {
+      model.step(step, [&] {
+        std::this_thread::sleep_for(20ms);  // most likely all is uploaded
+        halve();
+      });
+      halve();
     }
     return model.values();
   };

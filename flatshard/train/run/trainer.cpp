@@ -144,6 +144,7 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
   experts_->begin_step(logged);
   meter_->data([&] { batches_->load_next(); });
   const at::Tensor loss = microbatches_->forward_backward();
+  optimizer.prefetch_states();  // the guard may block the host
   diagnostics_->spoil_gradient(step);
   const GradNorm clip =
       grad_norm_and_scale(runtime.groups(), config_.training.max_norm);
