@@ -14,6 +14,7 @@ from pathlib import Path
 from harness.command_line import Parser
 from harness.programs import (
     RunFailed,
+    file_name,
     machine,
     peer_steps,
     train_steps,
@@ -39,7 +40,7 @@ def settings_of(args, seq, comm):
 
 def measure(args, seq, way, pair):
     """Returns a run's medians, or the error of one that failed."""
-    name = f"{way}-{seq}-{pair}".replace(",", "").replace(" ", "-")
+    name = file_name(way, seq, pair)
     try:
         if way not in PEERS:
             settings = settings_of(args, seq, way.split()[-1])

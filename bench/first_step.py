@@ -33,7 +33,14 @@ import torch
 from harness import hf_folder
 from harness.command_line import Parser
 from harness.models import Llama
-from harness.programs import BENCH, RunFailed, machine, train_command, write_json
+from harness.programs import (
+    BENCH,
+    RunFailed,
+    file_name,
+    machine,
+    train_command,
+    write_json,
+)
 from harness.tables import head, row
 
 LAYERS, SEQ, READERS = 8, 8192, 16
@@ -196,7 +203,7 @@ def measure(args, results, weights):
                     print("the page cache was not dropped: run as root", flush=True)
                 if state == "libraries":
                     read_libraries(args.program)
-                log = args.out / f"{weights}-{state}-{way}.log".replace(" ", "-")
+                log = args.out / f"{file_name(weights, state, way)}.log"
                 if way in PYTHON:
                     found[way] = run_python(args, way, folder, caches, log)
                 else:

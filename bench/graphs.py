@@ -56,7 +56,7 @@ def sizes(shape):
 def train(args, shape, way, name, more=()):
     """Trains one way, and returns its folder, its figures and its graphs' figures."""
     seq, settings = SHAPES[shape]
-    folder = args.out / f"{shape} {way} {name}".replace(" ", "-")
+    folder = args.out / programs.file_name(shape, way, name)
     settings = [*settings, *WAYS[way], *args.set, *more]
     found = train_steps(args, seq, settings, folder)
     graphs = (r["cuda_graph"] for r in programs.metrics(folder) if "cuda_graph" in r)

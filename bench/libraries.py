@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from harness.command_line import Parser
-from harness.programs import BENCH, json_lines, machine, run, write_json
+from harness.programs import BENCH, file_name, json_lines, machine, run, write_json
 from harness.tables import by_turns, ratios
 
 # name: (packages, arguments of bench/libraries_train.py)
@@ -64,7 +64,7 @@ def measure(args, name, words):
     """Returns {way: rows of its runs}."""
 
     def one(way, pair):
-        log = args.out / f"{name}-{way}-{pair}.log".replace(" ", "-")
+        log = args.out / f"{file_name(name, way, pair)}.log"
         row = json_lines(run(command(args, way, words), log))[0]
         if (row["sharded_by"] or "unsharded") != way:
             sys.exit(f"{log}: expected {way} to shard, got {row['sharded_by']}")

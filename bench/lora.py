@@ -25,7 +25,14 @@ from pathlib import Path
 
 from harness.command_line import Parser
 from harness.peers import LLAMA_SIZES
-from harness.programs import BENCH, machine, peer_steps, train_steps, write_json
+from harness.programs import (
+    BENCH,
+    file_name,
+    machine,
+    peer_steps,
+    train_steps,
+    write_json,
+)
 from harness.tables import by_turns, head, ms_and_range, row
 
 PEER = "peft + FSDP2"
@@ -190,7 +197,7 @@ def peft_steps(args, way, log):
 
 
 def measure_way(args, way, pair):
-    name = "".join(c if c.isalnum() else "-" for c in f"{way}-{args.nproc}-{pair}")
+    name = file_name(way, args.nproc, pair)
     if WAYS[way] is None:
         return peft_steps(args, way, args.out / f"{name}.log")
     return train_steps(args, args.seq, settings_of(args, way), args.out / name)

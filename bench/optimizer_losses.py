@@ -38,7 +38,7 @@ WAYS = {
 
 def train(args, name, seed):
     """Returns the validation losses of a run as (step, loss)."""
-    folder = args.out / f"{name}, seed {seed}".replace(",", "").replace(" ", "-")
+    folder = args.out / programs.file_name(name, "seed", seed)
     settings = [
         f"run.seed={seed}",
         "run.save_weights=false",

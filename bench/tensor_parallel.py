@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.command_line import Parser
 from harness.programs import (
     RunFailed,
+    file_name,
     machine,
     peer_steps,
     train_steps,
@@ -22,9 +23,8 @@ from harness.tables import head, ms_and_range, row
 
 
 def pytorch_steps(args, seq, options):
-    name = "-".join(["peer", str(seq), *(o.strip("-") for o in options)])
+    log = args.out / f"{file_name('peer', seq, *options)}.log"
     options = [f"--seq={seq}", f"--tp={args.tp}", f"--layers={args.layers}", *options]
-    log = args.out / f"{name}.log"
     return peer_steps(args, "tensor_parallel_peer.py", log, options)
 
 
@@ -62,9 +62,8 @@ def main():
                 f"parallelism.tensor_parallel_comm={comm}",
                 *args.set,
             ]
-            ours = train_steps(
-                args, seq, settings, args.out / f"flatshard-{comm}-{seq}"
-            )
+            folder = args.out / file_name("flatshard", comm, seq)
+            ours = train_steps(args, seq, settings, folder)
             report(results, f"Flatshard by {comm}, seq {seq}", ours, best)
     write_json(args.out / "tensor_parallel.json", results)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from harness.cases import USUAL, VARIANTS
 from harness.command_line import Parser
-from harness.programs import machine, train_steps, write_json
+from harness.programs import file_name, machine, train_steps, write_json
 from harness.tables import by_turns, ratios
 
 
@@ -36,8 +36,8 @@ def main():
 
         def run(which, pair):
             args.program = args.programs[which]
-            name = f"{shape}-{which}-{pair}".replace(",", "").replace(" ", "-")
-            return train_steps(args, seq, [*settings, *args.set], args.out / name)
+            folder = args.out / file_name(shape, which, pair)
+            return train_steps(args, seq, [*settings, *args.set], folder)
 
         runs = by_turns((0, 1), args.pairs, run)
         each, median = ratios(runs[0], runs[1])

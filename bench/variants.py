@@ -19,7 +19,7 @@ from pathlib import Path
 
 from harness.cases import VARIANTS
 from harness.command_line import Parser
-from harness.programs import RunFailed, machine, train_steps, write_json
+from harness.programs import RunFailed, file_name, machine, train_steps, write_json
 from harness.tables import head, ms_and_range, row
 
 
@@ -29,9 +29,9 @@ def row_of(args, nproc, variant, chosen):
     settings = [*settings, *args.set, *(s for text in chosen for s in text.split())]
     name = ", ".join([variant, *chosen])
     result = {"name": name, "nproc": nproc, "seq": seq}
-    folder = f"{name}, {nproc} GPUs".replace(",", "").replace(" ", "-")
+    folder = args.out / file_name(name, nproc, "GPUs")
     try:
-        found = train_steps(args, seq, settings, args.out / folder)
+        found = train_steps(args, seq, settings, folder)
     except RunFailed as error:  # e.g. out of memory: the others are still of use
         row(name, nproc, seq, str(error)[-60:], "", "")
         return {**result, "error": str(error)}

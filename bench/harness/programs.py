@@ -1,6 +1,8 @@
 """Runs of the trainer and of other programs, and what they leave on disk."""
 
+import hashlib
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -8,6 +10,8 @@ import sys
 from pathlib import Path
 
 BENCH = Path(__file__).resolve().parents[1]
+# A component of a path has at most 255 bytes, and an extension is appended.
+LONGEST_NAME = 200
 
 
 class RunFailed(SystemExit):
@@ -25,6 +29,20 @@ def run(command, log, check=True):
     if check and done.returncode != 0:
         raise RunFailed(f"{command[0]} ended with {done.returncode}; see {log}")
     return done.stdout
+
+
+def file_name(*parts):
+    """Returns the name of a file or folder without its extension, of texts and numbers.
+
+    Other characters than letters, digits, and ._=+- become hyphens. A long name ends with
+    a digest of all parts in place of its rest.
+    """
+    text = "-".join(map(str, parts))
+    name = re.sub(r"[^A-Za-z0-9._=+]+", "-", text).strip("-")
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{name[: LONGEST_NAME - 13]}-{digest}"
 
 
 def torchrun(nproc, script, options, log):
@@ -126,8 +144,7 @@ def peer_steps(args, script, log, options):
 
 def fsdp2_steps(args, seq, options):
     """Returns the same of bench/fsdp2_llama.py."""
-    name = "-".join(["fsdp2", str(seq), *(o.strip("-") for o in options)])
-    log = args.out / f"{name}.log"
+    log = args.out / f"{file_name('fsdp2', seq, *options)}.log"
     return peer_steps(args, "fsdp2_llama.py", log, [f"--seq={seq}", *options])
 
 

@@ -1,6 +1,7 @@
 """Each script of bench/ shows its options, and each command that a page or a docstring
 names has options that the script accepts. Nothing is measured."""
 
+import argparse
 import contextlib
 import functools
 import importlib
@@ -140,6 +141,22 @@ class BenchTest(unittest.TestCase):
         line = [sys.executable, "-c", program]
         done = subprocess.run(line, capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_long_settings_give_short_names_that_differ(self):
+        from harness.programs import file_name
+
+        self.assertEqual(file_name("8B, ZeRO-3", 2, "lr=1e+4"), "8B-ZeRO-3-2-lr=1e+4")
+        variants = importlib.import_module("variants")
+        chosen = [f"model.init_from=/{'models/' * 50}{i}" for i in range(2)]
+        with tempfile.TemporaryDirectory() as folder:
+            args = argparse.Namespace(
+                program="false", config="", set=[], warmup=1, steps=1, out=Path(folder)
+            )
+            with contextlib.redirect_stdout(io.StringIO()):
+                for each in chosen:
+                    found = variants.row_of(args, 2, "1B", [each])
+                    self.assertIn("false ended with 1", found["error"])
+            self.assertEqual(len(list(Path(folder).glob("*.log"))), 2)
 
     def test_each_script_shows_its_options(self):
         for script in SCRIPTS:
