@@ -6,41 +6,55 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 
 namespace flatshard {
 namespace {
 
-/// Returns the values as integers of their size: NaN equals itself, and 0
-/// differs from -0.
-at::Tensor bits_of(const at::Tensor& values) {
-  switch (values.element_size()) {
-    case 1:
-      return values.view(at::kByte);
-    case 2:
-      return values.view(at::kShort);
-    case 4:
-      return values.view(at::kInt);
-    default:
-      return values.view(at::kLong);
+/// Changed elements of one shard.
+struct ShardChanges {
+  NamedShard shard;
+  std::size_t parameter = 0;
+  ElementRun run;
+  std::int64_t n = 0;
+};
+
+/// Returns the changes that this rank lists, in the order of its shards.
+std::vector<ShardChanges> listed_changes(
+    const ParamGroup& group,
+    const ChangedElements& changed) {
+  changed.counted.synchronize();
+  const auto* num_before = changed.num_before.const_data_ptr<std::int64_t>();
+  std::vector<ShardChanges> listed;
+  std::size_t parameter = 0;
+  for (const NamedShard& shard : group.main_shards()) {
+    while (group.parameters()[parameter].names != shard.names) {
+      ++parameter;
+    }
+    const std::int64_t before = *num_before++;
+    const std::int64_t n = *num_before++ - before;
+    if (n == 0 || shard.dropped || shard.replicas.index != 0) {
+      continue;
+    }
+    const std::int64_t begin = shard.local_offset;
+    listed.push_back(
+        {.shard = shard,
+         .parameter = parameter,
+         .run =
+             {.begin = begin,
+              .end = begin + shard.tensor.numel(),
+              .num_before = before,
+              .shift = -begin},
+         .n = n});
   }
+  return listed;
 }
 
-bool fits_int32(std::int64_t numel) {
-  return numel <= std::numeric_limits<std::int32_t>::max();
-}
-
-at::Tensor weights_of(const ParamGroup& group, at::ScalarType dtype) {
-  return group.weights().main_on_device().local().to(dtype);
-}
-
-/// Returns the places of a shard's elements in the flattened full parameter.
-/// @param elements  of the shard, ascending.
+/// Returns the places of a slice's elements in the flattened full parameter.
+/// @param elements  int64 [n], of the shard, ascending.
 at::Tensor places_of(const NamedShard& shard, const at::Tensor& elements) {
-  if (shard.slice == TensorSlice()) {
-    return elements + shard.begin;
-  }
   const auto shape = shard.whole_shape();
   std::vector<at::Tensor> places{elements.narrow(0, 0, 0)};
   std::int64_t begin = 0;
@@ -64,25 +78,114 @@ at::Tensor places_of(const NamedShard& shard, const at::Tensor& elements) {
   return at::cat(places);
 }
 
-/// Returns the tensors one after another, without a copy of a single one.
-at::Tensor joined(const std::vector<at::Tensor>& parts) {
-  return parts.size() == 1 ? parts.front() : at::cat(parts);
+/// Writes the places in the flattened full parameter, and the values.
+/// @param places  int32 or int64 [n]
+void list_places(
+    const ChangedElements& changed,
+    const ShardChanges& part,
+    const at::Tensor& places,
+    const at::Tensor& values) {
+  ElementRun run = part.run;
+  if (part.shard.slice == TensorSlice()) {
+    run.shift += part.shard.begin;
+    list_elements(changed, run, places, values);
+    return;
+  }
+  const at::Tensor elements = at::empty_like(places, at::kLong);
+  list_elements(changed, run, elements, values);
+  places.copy_(places_of(part.shard, elements));
 }
 
-/// Returns every rank's `mine` [n], filled up to `most` elements: [ranks,
-/// most]. Collective.
-at::Tensor all_gather_padded(
-    Communicator& world,
-    const at::Tensor& mine,
-    std::int64_t most) {
+/// The changes of one parameter on one rank.
+struct Extent {
+  std::int64_t n = 0;
+  std::int64_t begin = 0;  ///< they are in [begin, end) of the flattened
+  std::int64_t end = 0;    ///< parameter, unless it is sliced
+};
+
+std::vector<Extent> extents_of(
+    const std::vector<ShardChanges>& parts,
+    std::size_t num_parameters) {
+  std::vector<Extent> extents(num_parameters);
+  for (const ShardChanges& part : parts) {
+    Extent& extent = extents[part.parameter];
+    const std::int64_t begin = part.shard.begin;
+    extent.begin = extent.n == 0 ? begin : extent.begin;
+    extent.end = begin + part.shard.tensor.numel();
+    extent.n += part.n;
+  }
+  return extents;
+}
+
+/// Returns every rank's `mine` [n]: [ranks, n]. Collective.
+at::Tensor all_gather_rows(Communicator& world, const at::Tensor& mine) {
   if (world.size() == 1) {
     return mine.unsqueeze(0);
   }
-  const at::Tensor in = at::zeros({most}, mine.options());
-  in.narrow(0, 0, mine.numel()).copy_(mine);
-  const at::Tensor out = at::empty({world.size() * most}, in.options());
-  world.all_gather(out, in);
-  return out.view({world.size(), most});
+  const at::Tensor out =
+      at::empty({world.size() * mine.numel()}, mine.options());
+  world.all_gather(out, mine);
+  return out.view({world.size(), mine.numel()});
+}
+
+/// Returns every rank's extents, by rank. Collective; blocks the host if there
+/// are several ranks.
+std::vector<std::vector<Extent>> all_gather_extents(
+    Communicator& world,
+    std::vector<Extent> mine) {
+  if (world.size() == 1) {
+    return {std::move(mine)};
+  }
+  const auto nbytes = static_cast<std::int64_t>(mine.size() * sizeof(Extent));
+  const at::Tensor all =
+      all_gather_rows(
+          world,
+          at::from_blob(mine.data(), {nbytes}, at::kByte).to(world.device()))
+          .cpu();
+  std::vector<std::vector<Extent>> extents(world.size(), mine);
+  for (std::int64_t rank = 0; rank < world.size(); ++rank) {
+    std::memcpy(
+        extents[rank].data(),
+        all[rank].const_data_ptr(),
+        static_cast<std::size_t>(nbytes));
+  }
+  return extents;
+}
+
+/// Some changes of a parameter: of one rank, or of several joined.
+struct Places {
+  Extent extent;
+  at::Tensor indices;
+  at::Tensor values;
+};
+
+/// Returns the changes of all ranks in ascending order.
+/// @param parts  at least one.
+Places joined(std::vector<Places> parts, bool is_sliced) {
+  const auto begin = [](const Places& part) { return part.extent.begin; };
+  const auto overlap = [](const Places& a, const Places& b) {
+    return a.extent.end > b.extent.begin;
+  };
+  std::ranges::sort(parts, {}, begin);
+  const bool is_ascending =
+      !is_sliced && std::ranges::adjacent_find(parts, overlap) == parts.end();
+  Places all = std::move(parts.front());
+  if (parts.size() > 1) {
+    std::vector<at::Tensor> indices{all.indices};
+    std::vector<at::Tensor> values{all.values};
+    for (std::size_t i = 1; i < parts.size(); ++i) {
+      indices.push_back(parts[i].indices);
+      values.push_back(parts[i].values);
+    }
+    all.indices = at::cat(indices);
+    all.values = at::cat(values);
+  }
+  if (!is_ascending) {
+    const auto [indices, order] = at::sort(all.indices);
+    all.indices = indices;
+    all.values = all.values.index_select(0, order);
+  }
+  return all;
 }
 
 }  // namespace
@@ -98,12 +201,30 @@ ChangedWeights::ChangedWeights(
     mesh_ = groups.front()->model_mesh();
   }
   for (const ParamGroup* group : groups) {
-    const at::ScalarType own = group->weights().main().dtype();
+    const at::Tensor main = group->weights().main_on_device().local();
     const at::Tensor now =
-        weights_of(*group, dtype_of ? dtype_of(*group) : own);
+        main.to(dtype_of ? dtype_of(*group) : main.scalar_type());
     const bool shares = now.is_alias_of(group->weights().main().local());
-    groups_.push_back({.group = group, .values = shares ? now.clone() : now});
+    std::vector<std::int64_t> borders;
+    for (const NamedShard& shard : group->main_shards()) {
+      borders.push_back(shard.local_offset);
+      borders.push_back(shard.local_offset + shard.tensor.numel());
+    }
+    groups_.push_back(
+        {.group = group,
+         .values = shares ? now.clone() : now,
+         .borders = at::tensor(borders, at::kLong).to(now.device())});
   }
+}
+
+ChangedElements ChangedWeights::compare(Sent& sent) const {
+  ChangedElements changed = compare_elements(
+      sent.group->weights().main_on_device().local(),
+      sent.values,
+      sent.unsent,
+      sent.borders);
+  sent.unsent = changed.marks;
+  return changed;
 }
 
 std::optional<std::vector<ChangedParameter>> ChangedWeights::next() {
@@ -112,113 +233,89 @@ std::optional<std::vector<ChangedParameter>> ChangedWeights::next() {
   }
   const at::NoGradGuard no_grad;
   Sent& sent = groups_[next_++];
-  const at::Tensor now = weights_of(*sent.group, sent.values.scalar_type());
-  Elements changed;
-  changed.positions = bits_of(now).ne(bits_of(sent.values)).nonzero().view(-1);
-  changed.values = now.index_select(0, changed.positions);
-  sent.returned = {
-      changed.positions.to(fits_int32(now.numel()) ? at::kInt : at::kLong),
-      changed.values};
+  const ChangedElements changed =
+      ahead_ ? *std::exchange(ahead_, {}) : compare(sent);
+  // The device compares while the host handles the changes of this group.
+  if (next_ < groups_.size()) {
+    ahead_ = compare(groups_[next_]);
+  }
   return on_all_ranks(*sent.group, changed);
 }
 
 bool ChangedWeights::finish(bool sent) {
-  const at::NoGradGuard no_grad;
   const auto sent_by =
       all_gather_values(mesh_->world(), static_cast<int>(sent));
   const bool by_all = std::ranges::min(sent_by) != 0;
-  for (Sent& group : groups_) {
-    const auto [positions, values] = std::exchange(group.returned, {});
-    if (by_all && positions.defined()) {
-      group.values.index_copy_(0, positions.to(at::kLong), values);
-    }
+  for (std::size_t i = 0; by_all && i < next_; ++i) {
+    groups_[i].unsent.reset();
   }
+  ahead_.reset();
   next_ = 0;
   return by_all;
 }
 
 std::vector<ChangedParameter> ChangedWeights::on_all_ranks(
     const ParamGroup& group,
-    const Elements& changed) const {
+    const ChangedElements& changed) const {
   const auto& parameters = group.parameters();
-  const auto num = static_cast<std::int64_t>(parameters.size());
-  const std::vector<NamedShard> shards = group.main_shards();
-  const at::Device device = changed.positions.device();
-
-  // The changes of each shard are a run of all changes of the rank.
-  std::vector<std::int64_t> borders;
-  for (const NamedShard& shard : shards) {
-    borders.push_back(shard.local_offset);
-    borders.push_back(shard.local_offset + shard.tensor.numel());
-  }
-  const at::Tensor runs = at::searchsorted(
-                              changed.positions,
-                              at::tensor(borders, at::kLong).to(device))
-                              .cpu();
-  const auto* run = runs.const_data_ptr<std::int64_t>();
-  const at::Tensor counts = at::zeros({num}, at::kLong);
-  std::vector<at::Tensor> values{changed.values.narrow(0, 0, 0)};
-  const bool is_wide = std::ranges::any_of(parameters, [](const auto& p) {
-    return !fits_int32(c10::multiply_integers(p.whole_shape()));
-  });
-  std::vector<at::Tensor> places{
-      changed.positions.narrow(0, 0, 0).to(is_wide ? at::kLong : at::kInt)};
-  std::size_t i = 0;  // the parameter of a shard
-  for (const NamedShard& shard : shards) {
-    while (parameters[i].names != shard.names) {
-      ++i;
-    }
-    const std::int64_t first = *run++;
-    const std::int64_t n = *run++ - first;
-    if (n == 0 || shard.dropped || shard.replicas.index != 0) {
-      continue;
-    }
-    counts.mutable_data_ptr<std::int64_t>()[i] += n;
-    places.push_back(
-        places_of(
-            shard,
-            changed.positions.narrow(0, first, n) - shard.local_offset)
-            .to(places.front().scalar_type()));
-    values.push_back(changed.values.narrow(0, first, n));
-  }
-
   Communicator& world = mesh_->world();
-  const at::Tensor count_of_ranks =
-      all_gather_padded(world, counts.to(device), num).cpu();
-  const auto* count = count_of_ranks.const_data_ptr<std::int64_t>();
-  const auto most = count_of_ranks.sum(1).max().item<std::int64_t>();
+  const std::vector<ShardChanges> mine = listed_changes(group, changed);
+  const auto extents =
+      all_gather_extents(world, extents_of(mine, parameters.size()));
+  std::int64_t most = 0;  // changes of one rank
+  for (const std::vector<Extent>& of_rank : extents) {
+    std::int64_t n = 0;
+    for (const Extent& extent : of_rank) {
+      n += extent.n;
+    }
+    most = std::max(most, n);
+  }
   if (most == 0) {
     return {};
   }
-  const at::Tensor all_places = all_gather_padded(world, at::cat(places), most);
-  const at::Tensor all_values = all_gather_padded(world, at::cat(values), most);
-  std::vector<std::int64_t> done(world.size(), 0);
+  const bool is_wide = std::ranges::any_of(parameters, [](const auto& p) {
+    return c10::multiply_integers(p.whole_shape()) >
+           std::numeric_limits<std::int32_t>::max();
+  });
+  const at::Tensor values = at::empty({most}, changed.copy.options());
+  const at::Tensor places =
+      at::empty({most}, values.options().dtype(is_wide ? at::kLong : at::kInt));
+  std::int64_t done = 0;
+  for (const ShardChanges& part : mine) {
+    list_places(
+        changed,
+        part,
+        places.narrow(0, done, part.n),
+        values.narrow(0, done, part.n));
+    done += part.n;
+  }
+  const at::Tensor all_places = all_gather_rows(world, places);
+  const at::Tensor all_values = all_gather_rows(world, values);
+  std::vector<std::int64_t> done_of(extents.size(), 0);
   std::vector<ChangedParameter> result;
-  for (std::int64_t p = 0; p < num; ++p) {
-    std::vector<at::Tensor> place_of;
-    std::vector<at::Tensor> value_of;
-    for (std::int64_t rank = 0; rank < world.size(); ++rank) {
-      const std::int64_t n = count[rank * num + p];
-      if (n > 0) {
-        place_of.push_back(all_places[rank].narrow(0, done[rank], n));
-        value_of.push_back(all_values[rank].narrow(0, done[rank], n));
-        done[rank] += n;
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    std::vector<Places> parts;
+    for (std::size_t rank = 0; rank < extents.size(); ++rank) {
+      const Extent& extent = extents[rank][p];
+      if (extent.n > 0) {
+        const auto row = static_cast<std::int64_t>(rank);
+        parts.push_back(
+            {.extent = extent,
+             .indices = all_places[row].narrow(0, done_of[rank], extent.n),
+             .values = all_values[row].narrow(0, done_of[rank], extent.n)});
+        done_of[rank] += extent.n;
       }
     }
-    if (place_of.empty()) {
+    if (parts.empty()) {
       continue;
     }
-    ChangedParameter changes{
-        .name = parameters[p].names.front(),
-        .shape = parameters[p].whole_shape(),
-        .indices = joined(place_of),
-        .values = joined(value_of)};
-    if (place_of.size() > 1 || parameters[p].slice() != TensorSlice()) {
-      const auto [indices, order] = at::sort(changes.indices);
-      changes.indices = indices;
-      changes.values = changes.values.index_select(0, order);
-    }
-    result.push_back(std::move(changes));
+    const bool is_sliced = !(parameters[p].slice() == TensorSlice());
+    Places all = joined(std::move(parts), is_sliced);
+    result.push_back(
+        {.name = parameters[p].names.front(),
+         .shape = parameters[p].whole_shape(),
+         .indices = std::move(all.indices),
+         .values = std::move(all.values)});
   }
   return result;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "flatshard/checkpoint/changed_elements.h"
 #include "flatshard/checkpoint/weight_stream.h"
 #include "flatshard/group/param_group.h"
 
@@ -27,9 +28,13 @@ struct ChangedParameter {
 /// The changes of a sharded model's weights since they were sent last. Each
 /// rank compares its part of the main weights with a copy of the sent values,
 /// bit for bit, in the dtype that is sent. The copy has the size of this rank's
-/// shards in that dtype.
+/// shards in that dtype. Until the changes of a pass are sent, a GPU also
+/// stores one bit for each element. During a pass it compares one group ahead:
+/// ChangedElements of two groups.
 ///
-/// Use it between two steps, and on all ranks of the model alike.
+/// Use it between two steps, on all ranks of the model alike, and for one pass
+/// on the same stream. After an exception, send all weights and construct it
+/// again.
 class ChangedWeights {
  public:
   /// Copies the weights as they are. Not collective.
@@ -53,24 +58,24 @@ class ChangedWeights {
   bool finish(bool sent);
 
  private:
-  /// Elements of a rank's shard.
-  struct Elements {
-    at::Tensor positions;
-    at::Tensor values;
-  };
   struct Sent {
     const ParamGroup* group = nullptr;
-    at::Tensor values;    ///< [shard] as they were sent
-    Elements returned{};  ///< by `next` in this pass
+    at::Tensor values;   ///< [shard] as in the last comparison
+    at::Tensor borders;  ///< int64: begin and end of each main shard
+    /// Marks of the elements of `values` that are not sent yet. May be
+    /// undefined.
+    at::Tensor unsent{};
   };
 
+  ChangedElements compare(Sent& sent) const;
   std::vector<ChangedParameter> on_all_ranks(
       const ParamGroup& group,
-      const Elements& changed) const;
+      const ChangedElements& changed) const;
 
   std::vector<Sent> groups_;
   std::shared_ptr<Mesh> mesh_;
   std::size_t next_ = 0;
+  std::optional<ChangedElements> ahead_;  ///< of group `next_`
 };
 
 }  // namespace flatshard
