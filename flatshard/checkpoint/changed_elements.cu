@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kTilesPerBlock = kThreads / 32;
-constexpr int kVector = 4;  // neighbours of one lane
+constexpr int kVector = 4;  // neighbors of one lane
 constexpr int kRow = 32 * kVector;
 constexpr int kRows = kTileElements / kRow;
 
@@ -53,7 +53,7 @@ __device__ Changes changes_of(const uint4& row, int lane) {
           __popc(row.w & below)};
 }
 
-// Moves N neighbours at a time. Elements from `end` on are not touched.
+// Moves N neighbors at a time. Elements from `end` on are not touched.
 template <int N, bool kFull, class T>
 __device__ void load_elements(
     const T* from,

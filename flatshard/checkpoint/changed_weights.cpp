@@ -110,8 +110,8 @@ std::vector<Extent> extents_of(
   for (const ShardChanges& part : parts) {
     Extent& extent = extents[part.parameter];
     const std::int64_t begin = part.shard.begin;
-    extent.begin = extent.n == 0 ? begin : extent.begin;
-    extent.end = begin + part.shard.tensor.numel();
+    extent.begin = extent.n == 0 ? begin : std::min(extent.begin, begin);
+    extent.end = std::max(extent.end, begin + part.shard.tensor.numel());
     extent.n += part.n;
   }
   return extents;

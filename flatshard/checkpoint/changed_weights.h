@@ -52,8 +52,8 @@ class ChangedWeights {
   std::optional<std::vector<ChangedParameter>> next();
   /// Ends a pass over the groups; the next one starts with the first group. If
   /// `sent` is true on all ranks, what `next` returned counts as sent.
-  /// Otherwise the next pass returns it again, since some rank could not send
-  /// it. Collective.
+  /// Otherwise the next pass returns these elements again, since some rank
+  /// could not send them. Collective.
   /// @return whether it was sent.
   bool finish(bool sent);
 

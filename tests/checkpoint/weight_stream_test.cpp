@@ -226,8 +226,24 @@ TEST(ChangedWeights, OldAndChangesAreNew) {
       EXPECT_EQ(apply(), num);
       EXPECT_EQ(changed.finish(context.rank != 0), false);
       EXPECT_EQ(apply(), num);
+      // Some ranks sent them, so they are also returned if the weights have
+      // the values from before.
+      EXPECT_EQ(changed.finish(context.rank != 0), false);
+      change(-3);
+      EXPECT_EQ(apply(), num);
       EXPECT_TRUE(changed.finish(true));
       EXPECT_EQ(apply(), 0);
+      EXPECT_TRUE(changed.finish(true));
+
+      // The groups that a pass leaves out are not sent.
+      model.groups.fill();
+      std::int64_t num_first = 0;
+      const auto first = changed.next();
+      for (const ChangedParameter& parameter : *first) {
+        num_first += parameter.values.numel();
+      }
+      EXPECT_TRUE(changed.finish(true));
+      EXPECT_EQ(apply(), num - num_first);
     });
   }
 }
