@@ -45,7 +45,7 @@ void count_elements(
     std::int64_t num_borders,
     cudaStream_t stream);
 
-/// See ElementRun, which is not empty here.
+/// See ElementRun. The run has at least one element.
 struct ListElements {
   const void* copy = nullptr;
   const std::uint32_t* marks = nullptr;

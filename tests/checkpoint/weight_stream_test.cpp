@@ -244,6 +244,16 @@ TEST(ChangedWeights, OldAndChangesAreNew) {
       }
       EXPECT_TRUE(changed.finish(true));
       EXPECT_EQ(apply(), num - num_first);
+      EXPECT_TRUE(changed.finish(true));
+
+      // `apply` checks the order of the elements of few ranks.
+      for (int rank = 0; rank < grid.world(); ++rank) {
+        if (context.rank == rank || context.rank == rank + 1) {
+          model.groups.fill_with(-4 - rank);
+        }
+        apply();
+        EXPECT_TRUE(changed.finish(true));
+      }
     });
   }
 }
