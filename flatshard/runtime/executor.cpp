@@ -202,13 +202,15 @@ void Executor::end_evaluation() {
   }
 }
 
-void Executor::wait_for_written_weights() {
+void Executor::wait_for_written_weights(const Unit& unit) {
+  const std::int64_t generation = unit.weights().generation();
+  if (std::exchange(state(unit).waited_for, generation) == generation) {
+    return;
+  }
   const auto stream = streams_->compute();
-  for (const auto& unit : units_) {
-    for (const auto& group : unit->groups()) {
-      if (group->weights().resident() && !group->weights().has_refresh()) {
-        group->weights().progress().wait(*stream);
-      }
+  for (const auto& group : unit.groups()) {
+    if (group->weights().resident() && !group->weights().has_refresh()) {
+      group->weights().progress().wait(*stream);
     }
   }
 }

@@ -57,8 +57,9 @@ class Executor {
   /// A forward without a backward has ended: weights that others write are no
   /// longer read.
   void end_evaluation();
-  /// If nothing is all-gathered, compute itself reads what was written.
-  void wait_for_written_weights();
+  /// Called when a forward of the unit begins: compute itself reads its weights
+  /// that are not all-gathered, and waits until they are written.
+  void wait_for_written_weights(const Unit& unit);
   /// Called when the outermost backward has finished: with
   /// RuntimeOptions::unused_grads_stay_undefined, groups without a gradient on
   /// any rank have none, and each group finds out which parameters got a
@@ -107,6 +108,7 @@ class Executor {
     Slot grads;
     Event grads_read;  ///< the last reduction has read the gradient slot
     Event reduced;     ///< the last reduction is done
+    std::int64_t waited_for = -1;  ///< UnitWeights::generation()
   };
   /// The reduction of one group of a unit.
   struct Planned {

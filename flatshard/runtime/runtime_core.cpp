@@ -107,7 +107,6 @@ void RuntimeCore::begin_step(std::int64_t generation) {
     step.graph_reads_weights = false;
     hide_all();
   }
-  executor.wait_for_written_weights();
   feed({.kind = EventKind::weights_changed});
   if (executor.slots().should_replan()) {
     // The next step is assumed to repeat the last one.
@@ -127,6 +126,7 @@ void RuntimeCore::forward_begins(UnitId unit, bool outermost) {
   if (outermost) {
     before_root_forward();
   }
+  executor.wait_for_written_weights(*units[unit]);
   if (units[unit]->resident()) {
     units[unit]->pointers().check_storage();  // nothing else looks at it
   }

@@ -47,6 +47,32 @@ TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
   });
 }
 
+// On one rank no all-gather waits for the updates of a unit.
+TEST(Contract, AForwardWaitsOnlyForTheUpdateOfItsUnit) {
+  run_ranks(1, [](const RankContext& context) {
+    Twin twin(context);
+    const auto stream = make_stream(
+        at::kCPU,
+        "optimizer",
+        {.delay_seed = 3, .max_delay_us = 200'000});
+    twin.sgd->set_stream(stream);
+    twin.run_sharded(forward_backward);
+    twin.sgd->step(0.01);
+    Event updated;
+    updated.record(*stream);
+    std::vector<bool> done;
+    twin.sharded->body = [&](LabImpl& lab, at::Tensor x) {
+      for (testing::Cell& cell : lab.cells) {
+        x = cell(x);
+        done.push_back(updated.query());
+      }
+      return x;
+    };
+    twin.run_sharded(forward_backward);
+    EXPECT_FALSE(done.front());
+  });
+}
+
 // y = x W^T for a W whose gradient is added to the step's sum, if the runtime
 // gives it out.
 struct SummingLinear : torch::autograd::Function<SummingLinear> {
