@@ -62,7 +62,10 @@ class Trainer {
     /// See Microbatches::forward_backward. Undefined where no token of the step
     /// is trained: the weights stayed as they were.
     at::Tensor loss;
-    at::Tensor norm;  ///< [] float32 on the device: the global gradient norm
+    /// Of a step that is logged: the mean loss of all ranks, if any token of
+    /// the step is trained, and the global gradient norm.
+    std::optional<double> mean_loss;
+    double grad_norm = 0;
     double lr = 0;
   };
 
