@@ -122,8 +122,12 @@ def timed(take, prepare):
     return seconds, extra, nbytes
 
 
-def rounds_of(name, ways, args, prepare=lambda: None):
-    """Calls `prepare` before each round of a way.
+def nothing():
+    pass
+
+
+def rounds_of(name, ways, args, prepare=()):
+    """Calls the function of `prepare` with the name of a way before each of its rounds.
 
     Returns:
         a row for each way: the median of its seconds, and the most of extra memory
@@ -131,7 +135,7 @@ def rounds_of(name, ways, args, prepare=lambda: None):
     found = {way: [] for way in ways}
     for number in range(args.warmup + args.rounds):
         for way, take in ways.items():
-            measured = timed(take, prepare)
+            measured = timed(take, dict(prepare).get(way, nothing))
             if number >= args.warmup:
                 found[way].append(measured)
     return [
@@ -192,7 +196,7 @@ def changes(name, case, mesh, args):
         "stream": lambda: sizes(flatshard.weights.stream(model, dtype=BF16)),
         "changed": patches,
     }
-    return rounds_of(f"{name}, float32", ways, args, prepare=step)
+    return rounds_of(f"{name}, float32", ways, args, {"changed": step}.items())
 
 
 def main():
