@@ -135,7 +135,12 @@ void add_checkpoint_command(CLI::App& program) {
   const auto arguments = std::make_shared<Arguments>();
   const auto add = [&](const char* name, const char* help) {
     CLI::App* command = checkpoint->add_subcommand(name, help);
-    command->add_option("folder", arguments->folder, kFolderHelp)->required();
+    command
+        ->add_option(
+            "--run,folder",
+            arguments->folder,
+            std::string(kFolderHelp) + ", with or without --run")
+        ->required();
     return command;
   };
 
@@ -188,13 +193,7 @@ void add_export_command(CLI::App& program) {
       "export",
       "Export the weights of a checkpoint to a Hugging Face model directory");
   const auto options = std::make_shared<ExportOptions>();
-  command
-      ->add_option(
-          "--run",
-          options->run,
-          "output_dir of a run, its checkpoint directory, or one checkpoint "
-          "(.../step-100)")
-      ->required();
+  command->add_option("--run", options->run, kFolderHelp)->required();
   command->add_option("--step", options->step, "Step to export [the latest]")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--to", options->to, "Output directory")->required();

@@ -67,8 +67,8 @@ void add_evaluate_command(CLI::App& program) {
       ->add_option(
           "--seq-len",
           options.seq_len,
-          "Number of tokens per sequence [the maximum of the model, but at "
-          "most 4096]")
+          "Number of tokens per sequence [training.seq_len of the run, or the "
+          "maximum of a Hugging Face model, but at most 4096]")
       ->check(CLI::PositiveNumber);
   command
       ->add_option(

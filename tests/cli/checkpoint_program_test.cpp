@@ -661,7 +661,7 @@ TEST_F(Checkpoints, ListInspectVerifyPrune) {
       AllOf(HasSubstr("step 2 "), HasSubstr("step 6 "), HasSubstr("latest")));
   // The run's folder means its checkpoints.
   const std::string whole_run = (folder_ / "run").string();
-  const Result of_run = checkpoint(fmt::format("list '{}'", whole_run));
+  const Result of_run = checkpoint(fmt::format("list --run '{}'", whole_run));
   EXPECT_EQ(of_run.code, 0);
   EXPECT_EQ(of_run.output, listed.output);
   EXPECT_EQ(checkpoint(fmt::format("verify '{}'", whole_run)).code, 0);

@@ -29,9 +29,10 @@ DataOptions data_options(
     const EvaluateOptions& options,
     const StoredModel& stored) {
   const std::int64_t longest = stored.shape.max_seq_len;
-  const std::int64_t seq_len = options.seq_len > 0
-                                   ? options.seq_len
-                                   : std::min(longest, kLongestByDefault);
+  const std::int64_t usual = stored.seq_len > 0
+                                 ? stored.seq_len
+                                 : std::min(longest, kLongestByDefault);
+  const std::int64_t seq_len = options.seq_len > 0 ? options.seq_len : usual;
   FLATSHARD_CHECK(
       seq_len <= longest,
       config,

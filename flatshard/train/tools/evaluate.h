@@ -19,7 +19,9 @@ struct EvaluateOptions {
   std::int64_t step = -1;  ///< of a checkpoint; -1: see open_model
   std::string data;        ///< a dataset folder; its validation split is read
   std::int64_t sequences = -1;  ///< from the start of the split; -1: all
-  std::int64_t seq_len = 0;     ///< 0: the model's longest, at most 4096
+  /// 0: the run's training.seq_len, and for a Hugging Face folder its longest,
+  /// at most 4096.
+  std::int64_t seq_len = 0;
   std::int64_t batch_size = 1;  ///< sequences of one forward
   /// Unset: the run's data.packing, and stream for a Hugging Face folder.
   std::optional<data::Packing> packing;

@@ -153,7 +153,8 @@ StoredModel of_run(const fs::path& run) {
                 });
           },
       .corpus = tokenizer_corpus(config.data.train),
-      .packing = config.data.packing};
+      .packing = config.data.packing,
+      .seq_len = config.training.seq_len};
   return with_base(std::move(model), trained);
 }
 
@@ -172,7 +173,8 @@ StoredModel of_checkpoint(const fs::path& folder) {
             out.copy_(read_weight(folder, *manifest, name, /*num_threads=*/4));
           },
       .corpus = tokenizer_corpus(config.data.train),
-      .packing = config.data.packing};
+      .packing = config.data.packing,
+      .seq_len = config.training.seq_len};
   const auto base = manifest->state.find(std::string(kBaseState));
   return with_base(
       std::move(model),

@@ -71,6 +71,7 @@ struct StoredModel {
   std::string corpus;  ///< dataset that provides its tokenizer; may be empty
   /// How its documents were packed into sequences.
   data::Packing packing = data::Packing::stream;
+  std::int64_t seq_len = 0;  ///< training.seq_len; 0: a Hugging Face folder
   std::filesystem::path hf_folder;  ///< empty: none
 
   /// Sets `compute` to the value of --dtype; "auto": it stays.

@@ -101,6 +101,7 @@ class TrainerTest : public ::testing::Test {
 TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   const std::string printed = train(
       {"training.steps=60",
+       "model.max_seq_len=64",
        "metrics.log_freq=10",
        "validation.freq=30",
        "validation.sequences=8"});
@@ -187,22 +188,22 @@ TEST_F(TrainerTest, LearnsAndWritesItsRun) {
   EXPECT_EQ(texts[0], generated);
   EXPECT_THAT(texts[1], ::testing::StartsWith("fox jumps"));
 
-  const Evaluated found = evaluate(
-      {.model = run(),
-       .data = (folder_ / "corpus").string(),
-       .sequences = 8,
-       .seq_len = 32,
-       .batch_size = 3,
-       .device = "cpu"});
+  // With the run's training.seq_len, not the model's longest sequence.
+  EvaluateOptions evaluated{
+      .model = run(),
+      .data = (folder_ / "corpus").string(),
+      .sequences = 8,
+      .batch_size = 3,
+      .device = "cpu"};
+  const Evaluated found = evaluate(evaluated);
+  EXPECT_EQ(found.seq_len, 32);
   EXPECT_NEAR(found.metrics.loss, validation_loss, loss_tolerance(1));
   EXPECT_EQ(json::parse(to_json(found))["sequences"], found.sequences);
   EXPECT_TRUE(found.metrics.bits_per_byte.has_value());
-  EXPECT_THROW(
-      evaluate(
-          {.model = run(),
-           .data = (folder_ / "corpus").string(),
-           .seq_len = 1'000'000}),
-      Error);
+  evaluated.seq_len = 64;
+  EXPECT_EQ(evaluate(evaluated).seq_len, 64);
+  evaluated.seq_len = 1'000'000;
+  EXPECT_THROW(evaluate(evaluated), Error);
   EXPECT_THROW(
       evaluate({.model = run(), .data = (folder_ / "none").string()}),
       Error);
