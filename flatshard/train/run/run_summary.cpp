@@ -160,8 +160,9 @@ std::string to_string(const RunSummary& summary) {
        data_epochs(config.data.train, summary.loader, config.training.steps)) {
     parts.push_back(to_string(data));
   }
-  if (!summary.state.float8.empty()) {
-    parts.push_back(summary.state.float8);
+  if (const Float8Effect& float8 = summary.state.float8;
+      !float8.text.empty() && !float8.is_none) {
+    parts.push_back(float8.text);
   }
   if (!config.optimizer.param_groups.empty() ||
       config.optimizer.decay != Decay::all ||

@@ -266,6 +266,9 @@ void Trainer::build(std::vector<ValidationSet> validation_sets) {
           peak),
       output);
   if (output_) {
+    if (state_.float8.is_none) {
+      log_warning("{}", state_.float8.text);
+    }
     output_->print(to_string(RunSummary{
         .config = config_,
         .set_keys = differing_keys(given_, Config()),

@@ -1,6 +1,6 @@
 #include "flatshard/train/setup/float8_choice.h"
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <fnmatch.h>
 
 #include <algorithm>
@@ -65,7 +65,7 @@ void Float8Choice::apply_to(FullyShardOptions& options) const {
   };
 }
 
-std::string Float8Choice::describe(const Runtime& runtime) const {
+Float8Effect Float8Choice::effect_on(const Runtime& runtime) const {
   std::map<std::string, std::int64_t> reasons;
   bool emulated = false;
   std::int64_t num_fp8 = 0;
@@ -90,6 +90,20 @@ std::string Float8Choice::describe(const Runtime& runtime) const {
                                              : why];
     }
   }
+  std::vector<std::string> others;
+  for (const auto& [why, count] : reasons) {
+    others.push_back(fmt::format("{} ({})", count, why));
+  }
+  if (num_fp8 == 0) {
+    return {
+        .text = fmt::format(
+            "float8.recipe = \"{}\" applies to no weight, so the run trains "
+            "without FP8. In bfloat16: {}. Change float8.exclude, "
+            "float8.keep_first_last or float8.recipe; \"none\" disables FP8",
+            float8::to_string(format_->recipe),
+            fmt::join(others, ", ")),
+        .is_none = true};
+  }
   std::string text = fmt::format(
       "float8: {} parameters with {:.1f} % of the elements, {}{}, {} columns",
       num_fp8,
@@ -98,12 +112,10 @@ std::string Float8Choice::describe(const Runtime& runtime) const {
       float8::to_string(format_->recipe),
       emulated ? " (emulated)" : "",
       format_->stored_columns ? "stored" : "derived");
-  const char* separator = "; bfloat16: ";
-  for (const auto& [why, count] : reasons) {
-    text +=
-        fmt::format("{}{} ({})", std::exchange(separator, ", "), count, why);
+  if (!others.empty()) {
+    text += fmt::format("; bfloat16: {}", fmt::join(others, ", "));
   }
-  return text;
+  return {.text = std::move(text)};
 }
 
 }  // namespace flatshard

@@ -11,6 +11,15 @@
 
 namespace flatshard {
 
+/// The effect of [float8] on the weights of a run.
+struct Float8Effect {
+  /// Counts FP8 weights and others, with their reasons; empty: no recipe is
+  /// set.
+  std::string text;
+  /// A recipe is set, but no weight is FP8. `text` names what to change.
+  bool is_none = false;
+};
+
 /// The choice of [float8] for each weight.
 class Float8Choice {
  public:
@@ -29,8 +38,8 @@ class Float8Choice {
       const std::vector<std::int64_t>& shape) const;
   /// Sets FullyShardOptions::float8_of.
   void apply_to(FullyShardOptions& options) const;
-  /// Returns how many weights are FP8, and why the others are not.
-  std::string describe(const Runtime& runtime) const;
+  /// Requires enabled().
+  Float8Effect effect_on(const Runtime& runtime) const;
 
  private:
   const std::string* excluding_pattern(const std::string& name) const;

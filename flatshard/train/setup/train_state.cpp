@@ -164,7 +164,7 @@ TrainState make_train_state(
       num_microbatches);
   state.runtime = fully_shard(*state.model, mesh, options);
   if (const Float8Choice float8(config.float8, model); float8.enabled()) {
-    state.float8 = float8.describe(*state.runtime);
+    state.float8 = float8.effect_on(*state.runtime);
   }
   state.optimizer = make_optimizer(
       config.optimizer,

@@ -13,6 +13,7 @@
 #include "flatshard/optim/optimizer.h"
 #include "flatshard/runtime/runtime.h"
 #include "flatshard/train/config/run_config.h"
+#include "flatshard/train/setup/float8_choice.h"
 #include "flatshard/train/setup/run_lora.h"
 
 namespace flatshard {
@@ -30,7 +31,7 @@ struct TrainState {
   nn::TensorParallelPtr ranks;     ///< tensor-parallel ranks; null: none
   nn::ContextParallelPtr context;  ///< context-parallel ranks; null: none
   int num_in_flight = 1;           ///< microbatches
-  std::string float8;  ///< Float8Choice::describe; empty: no FP8 weights
+  Float8Effect float8;
   std::optional<RunLora> lora;  ///< absent: all weights train
 
   /// Returns the groups that checkpoints contain: all groups, or with LoRA only

@@ -6,7 +6,9 @@
 namespace flatshard {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
+using ::testing::Not;
 
 double last_mean(const std::vector<double>& losses) {
   constexpr int kNum = 50;
@@ -42,10 +44,9 @@ TEST_F(Float8Trainer, OptionsChooseWeights) {
        "float8.recipe=rowwise",
        "float8.column_plane=stored",
        "float8.gather_parts=module",
+       "model.layers=3",
        "float8.keep_first_last=true"});
-  EXPECT_THAT(
-      some.output,
-      HasSubstr("float8: 0 parameters with 0.0 % of the elements"));
+  EXPECT_THAT(some.output, HasSubstr("float8: 7 parameters with "));
   EXPECT_THAT(some.output, HasSubstr("(excluded by '*layers.0.*')"));
   const Outcome down = train(
       "down",
@@ -54,6 +55,27 @@ TEST_F(Float8Trainer, OptionsChooseWeights) {
        "float8.exclude=*down_proj*, *.q_proj.*"});
   EXPECT_THAT(down.output, HasSubstr("float8: 10 parameters"));
   EXPECT_THAT(down.output, HasSubstr("2 (excluded by '*down_proj*')"));
+}
+
+TEST_F(Float8Trainer, ARecipeThatFitsNoWeightIsAWarning) {
+  const auto warnings = [&](const std::string& run,
+                            const std::string& excluded) {
+    ::testing::internal::CaptureStderr();
+    const Outcome trained = train(
+        run,
+        {"training.steps=1",
+         "float8.recipe=rowwise",
+         "float8.exclude=" + excluded});
+    EXPECT_EQ(trained.losses.size(), 1U);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_THAT(
+      warnings("none", "*_proj*"),
+      AllOf(
+          HasSubstr("warning: float8.recipe = \"rowwise\" applies to no weight"),
+          HasSubstr("14 (excluded by '*_proj*')"),
+          HasSubstr("Change float8.exclude")));
+  EXPECT_THAT(warnings("some", "*q_proj*"), Not(HasSubstr("float8")));
 }
 
 TEST_F(Float8Trainer, DiagnosticsLookAtFp8WeightsToo) {
