@@ -177,8 +177,8 @@ void PyUnit::check_int8_states() const {
       "state_dtype = torch.int8: parameter {} of shape [{}] has slices of {} "
       "elements along its first dimension, so shards of full blocks of {} "
       "elements would be padded; accept that with fully_shard(..., "
-      "options=ShardOptions(int8_states=True)) for its unit, or use another "
-      "state_dtype for the unit",
+      "options=ShardOptions(int8_states=True)) for its unit (as_fsdp2: "
+      "--int8-states), or use another state_dtype for the unit",
       p.names.front(),
       fmt::join(p.shape, ", "),
       slice_numel(p.shape),

@@ -36,8 +36,8 @@ def install(**options: object) -> None:
     and in every rank. The command `python -m flatshard.as_fsdp2` does it in all processes.
 
     Args:
-        options: strategy, as in fully_shard. granularity and check_same_values, as in
-            ShardOptions. cuda_graph=True: each module that contains no other unit is
+        options: strategy, as in fully_shard. granularity, check_same_values, and
+            int8_states, as in ShardOptions. cuda_graph=True: each module that contains no other unit is
             captured and replayed, as by ShardOptions(cuda_graph=True). copy_engines and
             prefetch, as in ModelOptions. They are defaults for every call of fully_shard.
             require=True: the program exits with 1 if it never called fully_shard.
@@ -85,6 +85,12 @@ def _parser():
         choices=("on", "off"),
         help="off: ranks may start from different values, as some scripts do that set "
         "no seed; each rank keeps its rows",
+    )
+    add(
+        "--int8-states",
+        action="store_true",
+        default=None,
+        help="accept the padding that int8 states of flatshard.optim.AdamW need",
     )
     add(
         "--cuda-graph",

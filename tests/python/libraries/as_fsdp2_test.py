@@ -82,6 +82,26 @@ def test_cuda_graphs_of_blocks():
     assert "cuda_graph: expected a mesh of GPUs, got cpu" in without_gpu.stderr
 
 
+ODD_ROWS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from flatshard.optim import AdamW
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+net = fully_shard(torch.nn.Linear(33, 130))
+AdamW(net.parameters(), state_dtype=torch.int8)"""
+
+
+def test_int8_states():
+    program = [sys.executable, "-c", ODD_ROWS]
+    done = run(*SWAP, "--int8-states", *program)
+    assert done.returncode == 0, done.stderr
+    refused = run(*SWAP, *program)
+    assert refused.returncode == 1
+    assert "weight of shape [130, 33] has slices of 33" in refused.stderr
+    assert "(as_fsdp2: --int8-states)" in refused.stderr
+
+
 def test_processes_that_the_program_starts():
     done = run(*SWAP, sys.executable, PROGRAM, "spawn")
     check_both_ranks(done, "3 units, zero3")

@@ -13,7 +13,7 @@ class Options:
 
     Attributes:
         strategy: of `flatshard.fully_shard`.
-        granularity, check_same_values: of `flatshard.ShardOptions`.
+        granularity, check_same_values, int8_states: of `flatshard.ShardOptions`.
         cuda_graph: of the same, for each module that contains no other unit.
         copy_engines, prefetch: of `flatshard.ModelOptions`.
         require: the program exits with 1 if it never called fully_shard.
@@ -22,6 +22,7 @@ class Options:
     strategy: str | None = None
     granularity: str | None = None
     check_same_values: bool | None = None
+    int8_states: bool | None = None
     cuda_graph: bool = False
     copy_engines: str | None = None
     prefetch: int | None = None
@@ -32,6 +33,10 @@ class Options:
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
+    def of_unit(self):
+        """Returns the given ShardOptions, except cuda_graph."""
+        return self.given("granularity", "check_same_values", "int8_states")
+
     def check(self):
         """Raises ValueError for a value that Flatshard does not have."""
         from flatshard import ModelOptions, ShardOptions
@@ -39,9 +44,7 @@ class Options:
         from flatshard._fsdp.strategies import find_strategy
 
         find_strategy(self.strategy or "zero3")
-        of_unit = ShardOptions(
-            **self.given("granularity", "check_same_values", "cuda_graph")
-        )
+        of_unit = ShardOptions(**self.of_unit(), cuda_graph=self.cuda_graph)
         check_granularity(of_unit.granularity, self.strategy or "zero3")
         ModelOptions(**self.given("copy_engines", "prefetch"))
 

@@ -23,7 +23,7 @@ def _with_options(options, patches):
 
     import flatshard
 
-    of_unit = options.given("granularity", "check_same_values")
+    of_unit = options.of_unit()
     of_model = options.given("copy_engines", "prefetch")
     strategy = options.given("strategy")
 
