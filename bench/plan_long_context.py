@@ -28,7 +28,8 @@ from harness.tables import head, row
 LENGTHS = [32, 64, 128, 256, 512, 1024]  # of 1024 tokens
 MODELS = {"8B": "llama3_8b", "70B": "llama3_70b"}
 GPUS = [1, 8, 32]
-DEGREES = [1, 2, 4, 8]  # of context and of tensor parallelism, inside a host
+CONTEXT_DEGREES = [1, 2, 4, 8, 16, 32]  # on any number of hosts
+TENSOR_DEGREES = [1, 2, 4, 8]  # inside a host
 ALL = [
     "activation_checkpoint.mode=full",
     "activation_checkpoint.loss_chunk_tokens=8192",
@@ -79,8 +80,8 @@ def fitting(args, preset, gpus, tokens, states):
         fits = found and found["fits"] and host_gib(found) <= args.host
         return found if fits else None
 
-    for context, tensor in itertools.product(DEGREES, DEGREES):
-        if context * tensor > min(gpus, 8):
+    for context, tensor in itertools.product(CONTEXT_DEGREES, TENSOR_DEGREES):
+        if context * tensor > gpus:
             continue
         degrees = [f"parallelism.tensor_parallel_degree={tensor}"]
         words = [f"TP{tensor}"] * (tensor > 1)
