@@ -66,7 +66,8 @@ Estimate price(
           std::max<std::int64_t>(0, estimate.step.slot_nbytes - row.nbytes);
     }
   }
-  estimate.peak_nbytes += estimate.step.peak_nbytes;
+  // Between two steps activations and gradients are freed.
+  estimate.peak_nbytes += std::max(estimate.step.peak_nbytes, job.send_nbytes);
   estimate.tokens_per_second = job.tokens_per_rank / estimate.step.seconds;
   estimate.tflops =
       estimate.tokens_per_second * job.flops_per_token / kTeraFlops;

@@ -99,6 +99,9 @@ struct Job {
   bool graphs = false;  ///< units run as CUDA graphs
   /// Memory of a rank that belongs to no unit, by role.
   std::map<std::string, std::int64_t> other_nbytes;
+  /// Memory that a send of the weights allocates between two steps; 0: none is
+  /// sent.
+  std::int64_t send_nbytes = 0;
 
   double tokens_per_rank = 0;  ///< per step
   /// FLOPs of forward and backward, by both conventions of models/flops.h.

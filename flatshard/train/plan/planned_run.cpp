@@ -13,6 +13,7 @@
 #include "flatshard/tensor_parallel/peer_tensor_parallel.h"
 #include "flatshard/train/config/expert_ranks.h"
 #include "flatshard/train/plan/model_work.h"
+#include "flatshard/train/plan/planned_send.h"
 #include "flatshard/train/plan/planned_units.h"
 #include "flatshard/train/plan/planned_updates.h"
 #include "flatshard/train/setup/parallelism.h"
@@ -308,11 +309,12 @@ plan::Job plan_job(
   }
   const std::vector<UnitPlan> plans = plan::plan_units(job);
   check_padding(layouts_of(plans), config.parallelism.max_padding);
-  PlannedUpdates updates = planned_updates(
-      config.optimizer,
-      models::hf_entries_of(model),
-      units.descriptions,
-      plans);
+  const StoredEntriesOf entries_of = models::hf_entries_of(model);
+  if (!config.weights.send.empty()) {
+    job.send_nbytes = send_nbytes(entries_of, units.descriptions, plans);
+  }
+  PlannedUpdates updates =
+      planned_updates(config.optimizer, entries_of, units.descriptions, plans);
   job.state_nbytes = updates.state_nbytes;
   job.updates = std::move(updates.units);
   job.matrices = std::move(updates.matrices);

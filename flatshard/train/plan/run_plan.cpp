@@ -132,6 +132,12 @@ std::string memory_text(const RunPlan& plan, const PlannedMachines& machines) {
     text += row(of.role, shown_gib(of.nbytes));
   }
   text += row("activations", shown_gib(e.step.activation_nbytes), "at most");
+  if (plan.job.send_nbytes > 0) {
+    text +=
+        row("send of weights",
+            shown_gib(plan.job.send_nbytes),
+            "on rank 0, between two steps");
+  }
   const double room = static_cast<double>(e.room_nbytes) / kGiB;
   text +=
       row("peak",
@@ -356,6 +362,7 @@ std::string to_json(
   json["host_state_bytes"] = plan.job.host_state_nbytes;
   json["host_activation_bytes"] = host_activation_nbytes(plan.job);
   json["activation_bytes"] = e.step.activation_nbytes;
+  json["send_bytes"] = plan.job.send_nbytes;
   json["peak_bytes"] = e.peak_nbytes;
   json["room_bytes"] = e.room_nbytes;
   json["fits"] = e.fits();

@@ -4,6 +4,7 @@
 #include "flatshard/comm/collective_scope.h"
 #include "flatshard/core/error.h"
 #include "flatshard/core/log.h"
+#include "flatshard/train/plan/planned_send.h"
 
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
@@ -16,7 +17,6 @@
 namespace flatshard {
 namespace {
 
-constexpr std::int64_t kBucketNbytes = std::int64_t{512} << 20;
 constexpr double kBytesPerGb = 1e9;
 
 /// Tensors, one after another in one buffer. The engine makes views of it, so
@@ -171,7 +171,7 @@ std::int64_t WeightSender::send_all() {
     all += c10::multiply_integers(spec.shape) *
            static_cast<std::int64_t>(c10::elementSize(spec.dtype));
   }
-  Bucket bucket(parts_.mesh->device(), std::min(all, kBucketNbytes));
+  Bucket bucket(parts_.mesh->device(), std::min(all, kSendBucketNbytes));
   std::int64_t nbytes = 0;
   const auto add = [&](const std::string& name, const at::Tensor& tensor) {
     with_engine([&](SglangEngine& engine) {

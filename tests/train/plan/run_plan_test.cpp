@@ -2,13 +2,28 @@
 
 #include "flatshard/plan/gpu.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
 namespace flatshard {
 namespace {
+
+using ::testing::HasSubstr;
+
+constexpr const char* kSends = "weights.send=http://127.0.0.1:30000";
+
+PlannedMachines machines() {
+  return {.ranks = 8, .gpu = plan::find_gpu("h200")};
+}
+
+/// Returns the plan of Llama-3-8B.
+RunPlan plan_with(const std::vector<std::string>& overrides) {
+  return plan_run(config_of_preset("llama3_8b", overrides), machines());
+}
 
 /// Returns a step of Llama-3-8B with long sequences and full recompute.
 plan::StepPlan step_with(std::vector<std::string> overrides) {
@@ -18,9 +33,7 @@ plan::StepPlan step_with(std::vector<std::string> overrides) {
         "activation_checkpoint.mode=full"}) {
     overrides.emplace_back(set);
   }
-  const PlannedMachines machines{.ranks = 8, .gpu = plan::find_gpu("h200")};
-  return plan_run(config_of_preset("llama3_8b", overrides), machines)
-      .estimate.step;
+  return plan_with(overrides).estimate.step;
 }
 
 TEST(RunPlan, OverlapHidesCopiesOfStates) {
@@ -43,6 +56,40 @@ TEST(RunPlan, SmallChunksOfTokensTakeTime) {
     EXPECT_GT(with("1").seconds, 2 * whole.seconds) << key;
     EXPECT_GT(with("1").host_seconds, 20 * whole.host_seconds) << key;
   }
+}
+
+// 8B on 8 ranks, in bfloat16: rank 0 has the last block, the head with the last
+// norm, and a bucket of the size of the largest tensor.
+TEST(RunPlan, ASendCountsTwoUnitsAndABucket) {
+  constexpr std::int64_t kHead = 2 * 128256 * 4096;
+  constexpr std::int64_t kNorm = 2 * 4096;
+  constexpr std::int64_t kBlock =
+      2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096) + 2 * kNorm;
+  const RunPlan whole = plan_with({kSends});
+  EXPECT_EQ(whole.job.send_nbytes, kBlock + kHead + kNorm + kHead);
+  EXPECT_THAT(
+      to_string(whole, machines(), std::nullopt),
+      HasSubstr("send of weights"));
+  // It has an eighth of the embedding and assembles it, while the two norms of
+  // the first block are all-gathered. The embedding has the size of the head.
+  const std::string shared = "parallelism.tensor_parallel_degree=8";
+  EXPECT_EQ(
+      plan_with({kSends, shared}).job.send_nbytes,
+      kHead / 8 + kHead + 2 * kNorm + kHead);
+}
+
+TEST(RunPlan, ASendIsThePeakOfSmallSteps) {
+  const auto added = [](const std::string& seq_len) {
+    const std::vector<std::string> step{
+        "training.seq_len=" + seq_len,
+        "activation_checkpoint.mode=full"};
+    std::vector<std::string> sends = step;
+    sends.emplace_back(kSends);
+    return plan_with(sends).estimate.peak_nbytes -
+           plan_with(step).estimate.peak_nbytes;
+  };
+  EXPECT_EQ(added("8192"), 0);
+  EXPECT_GT(added("128"), 0);
 }
 
 }  // namespace

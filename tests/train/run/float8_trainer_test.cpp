@@ -72,7 +72,8 @@ TEST_F(Float8Trainer, ARecipeThatFitsNoWeightIsAWarning) {
   EXPECT_THAT(
       warnings("none", "*_proj*"),
       AllOf(
-          HasSubstr("warning: float8.recipe = \"rowwise\" applies to no weight"),
+          HasSubstr(
+              "warning: float8.recipe = \"rowwise\" applies to no weight"),
           HasSubstr("14 (excluded by '*_proj*')"),
           HasSubstr("Change float8.exclude")));
   EXPECT_THAT(warnings("some", "*q_proj*"), Not(HasSubstr("float8")));
