@@ -45,6 +45,9 @@ class Guide:
             words[words.index("--nproc") + 1] = "2"
             for setting in self.settings:
                 words += ["--set", setting]
+        if "--seq-len" in words:
+            of_run = dict(setting.split("=", 1) for setting in self.settings)
+            words[words.index("--seq-len") + 1] = of_run["training.seq_len"]
         done = subprocess.run(
             words,
             capture_output=True,
