@@ -265,11 +265,14 @@ def test_many_renames_keep_few_plans(mesh):
 def test_parameters_and_buffers_outside_units(mesh):
     model = Mlp()
     model.register_buffer("steps", torch.tensor(3))
+    model.register_buffer("columns", torch.arange(6.0).view(2, 3).T)
     model.extra = nn.Parameter(on_device(torch.randn(3)))
     fully_shard(model, mesh=mesh, ignored_params={model.extra})
     found = taken(weights.stream(model, dtype=BF16))
     assert found["steps"] == 3
     assert torch.equal(found["extra"], model.extra.detach().to(BF16))
+    assert torch.equal(found["columns"], model.columns)
+    assert all(tensor.is_contiguous() for _, tensor in weights.stream(model))
     check_metadata(model, dtype=BF16)
 
 
@@ -518,6 +521,7 @@ def test_an_iteration_that_one_rank_leaves_does_not_count(mesh, rank):
 def test_sglang_buckets(nbytes, mesh):
     model = mlp(mesh)
     model.register_buffer("steps", on_device(torch.tensor(3)))
+    model.register_buffer("every_second", on_device(torch.arange(9.0))[::2])
     found = {}
     for bucket in weights.sglang_buckets(model, nbytes=nbytes):
         flat = bucket.flattened_tensor

@@ -151,7 +151,8 @@ class Plan:
         return _C.WeightStream(self.cores, dtype, self.mesh)
 
     def outside_units(self):
-        """Returns persistent buffers, and parameters that no unit has, by name."""
+        """Returns persistent buffers, and parameters that no unit has, by name. They are
+        contiguous, because engines receive bytes."""
         found = []
         for name, module, key in self._outside:
             tensor = buffers_of(module()).get(key)
@@ -159,7 +160,7 @@ class Plan:
                 tensor = parameters_of(module())[key].detach()
                 if tensor.is_floating_point():
                     tensor = tensor.to(self.options.gathered_dtype or tensor.dtype)
-            found.append((name, tensor))
+            found.append((name, tensor.contiguous()))
         return found
 
     def tensors(self, parameters):
