@@ -131,8 +131,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{"Strategy", "--set parallelism.strategy=hsdp", {"outer axis"}},
         Refused{
             "Scaling",
-            "--set precision.scaling=per_token",
-            {"precision.scaling"}},
+            "--set precision.scaling=sum",
+            {"precision.scaling", "mean, pre_scaled_sum"}},
         Refused{
             "SgdHasNoEps",
             "--set optimizer.name=sgd --set optimizer.eps=1e-3",

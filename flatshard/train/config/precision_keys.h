@@ -17,8 +17,7 @@ inline constexpr Word<at::ScalarType> kWords<at::ScalarType>[] = {
 template <>
 inline constexpr Word<GradScaling> kWords<GradScaling>[] = {
     {"mean", GradScaling::mean},
-    {"pre_scaled_sum", GradScaling::pre_scaled},
-    {"per_token", GradScaling::sum}};
+    {"pre_scaled_sum", GradScaling::pre_scaled}};
 
 struct Precision : flatshard::Precision {
 #define KEY KEY_MEMBER

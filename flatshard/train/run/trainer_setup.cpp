@@ -30,16 +30,6 @@ namespace {
 // Longer than the time until a rank notices that its peers are gone.
 constexpr std::chrono::seconds kRestartPatience(60);
 
-Config resolve_for_training(const Config& config, const RankEnvironment& env) {
-  Config resolved = resolve_config(config, env.world_size, env.ranks_per_host);
-  FLATSHARD_CHECK(
-      resolved.precision.scaling != GradScaling::sum,
-      config,
-      "precision.scaling = per_token: the trainer weighs the loss of each rank "
-      "by its tokens, so mean is per token; use mean");
-  return resolved;
-}
-
 InitWeightsOptions init_options(
     const Config& config,
     const models::ModelConfig& model) {
@@ -109,7 +99,7 @@ Trainer::Trainer(
     OnStuckAbort on_stuck_abort)
     : start_clock_(launched_by_this_program()),
       given_(config),
-      config_(resolve_for_training(config, env)),
+      config_(resolve_config(config, env.world_size, env.ranks_per_host)),
       device_(choose_device(device, env)),
       model_config_(model_config(config_)),
       options_(run_options(config_, model_config_)),

@@ -889,9 +889,6 @@ TEST_F(TrainerTest, ErrorsNameTheOption) {
       HasSubstr("training.seq_len = 32"));
   EXPECT_THAT(refusal({"training.seq_len=100000"}), HasSubstr("seq_len"));
   EXPECT_THAT(refusal({}, "tpu"), HasSubstr("--device"));
-  EXPECT_THAT(
-      refusal({"precision.scaling=per_token"}),
-      HasSubstr("precision.scaling = per_token"));
   EXPECT_THAT(refusal({"model.vocab_size=100"}), HasSubstr("vocab_size"));
   EXPECT_THAT(
       refusal({"model.layers=4096", "model.dim=16384", "model.ffn_dim=65536"}),
