@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "flatshard/group/group_options.h"
+#include "flatshard/group/post_forward_axis.h"
 
 namespace flatshard {
 namespace {
@@ -81,6 +82,10 @@ GroupShape shape_of(const GroupContext& context) {
       tensor.granularity = granularity_of(tensor.granularity, format);
     }
     shape.float8 = format.shape_of(shape.tensors);
+  }
+  if (shape.post_forward_ranks != 0 && shape.has_weights &&
+      !storage_plan(shape).resident()) {
+    post_forward_axis(context);
   }
   return shape;
 }

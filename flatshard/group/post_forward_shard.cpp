@@ -4,57 +4,21 @@
 
 #include <utility>
 
-#include "flatshard/core/error.h"
+#include "flatshard/group/post_forward_axis.h"
 
 namespace flatshard {
-namespace {
-
-// Returns the innermost axis that shards over several ranks, or -1.
-// Axes of ranks that share layers are skipped, because parts of a layer are not
-// sharded over them.
-int innermost_sharded_axis(const Mesh& mesh, const Placements& placements) {
-  for (int axis = mesh.num_axes() - 1; axis >= 0; --axis) {
-    if (placements[axis].is_shard() && mesh.axis(axis).size > 1 &&
-        mesh.axis(axis).role != AxisRole::model) {
-      return axis;
-    }
-  }
-  return -1;
-}
-
-}  // namespace
-
 std::unique_ptr<PostForwardShard> PostForwardShard::make(
     const GroupContext& context) {
-  const std::int64_t ranks = context.options.post_forward_ranks;
-  const Placements& parameter = context.strategy.parameter;
-  const Mesh& mesh = *context.mesh;
-  const int axis = innermost_sharded_axis(mesh, parameter);
-  const std::int64_t size = axis < 0 ? 1 : mesh.axis(axis).size;
-  FLATSHARD_CHECK(
-      !context.options.float8,
-      config,
-      "{}: post_forward_ranks = {} cannot be combined with FP8 weights, "
-      "because forward and backward all-gather different planes; choose one",
-      context.name,
-      ranks);
-  FLATSHARD_CHECK(
-      ranks > 1 && size % ranks == 0,
-      config,
-      "{}: expected post_forward_ranks to be a divisor of the {} ranks of the "
-      "innermost axis that weights are sharded on, mesh {}, and more than 1 "
-      "(reshard_after_forward = false keeps full weights), got {}",
-      context.name,
-      size,
-      mesh.to_string(),
-      ranks);
+  const int axis = post_forward_axis(context);
   if (!context.plan.has_post_forward()) {
     return nullptr;
   }
   const std::vector<Placement> cut{Placement::shard()};
   const std::vector<Placement> uncut{Placement::replicate()};
+  const std::int64_t ranks = context.options.post_forward_ranks;
   const std::vector<std::int64_t> neighbours{ranks};
-  const std::vector<std::int64_t> coordinate{mesh.coordinate(axis) % ranks};
+  const std::vector<std::int64_t> coordinate{
+      context.mesh->coordinate(axis) % ranks};
   const FlatLayout& layout = *context.plan.layout;
   return std::unique_ptr<PostForwardShard>(new PostForwardShard(
       context.mesh->neighbours(axis, ranks, Purpose::gather),

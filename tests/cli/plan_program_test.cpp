@@ -264,6 +264,8 @@ TEST(PlanProgram, BadInputSaysWhatWasExpected) {
             "no rates of the FP8 recipe rowwise"},
            {"plan llama3_8b --ranks 8 --set precision.compute=float32",
             "set precision.compute = \"bfloat16\""},
+           {"plan llama3_8b --ranks 8 --set parallelism.post_forward_ranks=3",
+            "expected post_forward_ranks to be a divisor of the 8 ranks"},
            {"plan llama3_70b --ranks 4096 --set parallelism.granularity=tensor",
             "padding"},
            {"plan llama3_8b --ranks 8 --svg /none/x.svg", "'/none/x.svg'"},

@@ -206,6 +206,12 @@ void check_parallelism(const Config& config) {
       p.context_hosts(),
       p.context_parallel_degree,
       p.head_ranks());
+  FLATSHARD_CHECK(
+      !p.copies_heads() || p.head_ranks() > 1,
+      config,
+      "parallelism.context_parallel_comm = \"copies\" with "
+      "context_parallel_a2a_degree = 1: no ranks exchange heads; use \"auto\", "
+      "or a larger degree");
 }
 
 std::int64_t head_ranks_on_host(

@@ -715,6 +715,11 @@ TEST(Config, ContradictionsAreNamed) {
         "training.seq_len=6"},
        "training.seq_len = 6: expected a multiple of 4, two chunks for each of "
        "the 2 groups"},
+      {{"parallelism.context_parallel_degree=2",
+        kGathersKeys,
+        "parallelism.context_parallel_a2a_degree=1",
+        "parallelism.context_parallel_comm=copies"},
+       "context_parallel_a2a_degree = 1: no ranks exchange heads"},
       {{"parallelism.context_parallel_degree=4",
         "parallelism.context_parallel_method=a2a",
         "parallelism.context_parallel_a2a_degree=2"},
