@@ -47,9 +47,8 @@ TEST(Contract, UnitThatDoesNotRunKeepsItsWeights) {
   });
 }
 
-// On one rank no all-gather waits for the updates of a unit.
 TEST(Contract, AForwardWaitsOnlyForTheUpdateOfItsUnit) {
-  run_ranks(1, [](const RankContext& context) {
+  const auto test = [](const RankContext& context) {
     Twin twin(context);
     const auto stream = make_stream(
         at::kCPU,
@@ -70,7 +69,9 @@ TEST(Contract, AForwardWaitsOnlyForTheUpdateOfItsUnit) {
     };
     twin.run_sharded(forward_backward);
     EXPECT_FALSE(done.front());
-  });
+  };
+  run_ranks(1, test);  // compute waits
+  run_ranks(2, test);  // all-gathers wait
 }
 
 // y = x W^T for a W whose gradient is added to the step's sum, if the runtime
