@@ -156,23 +156,12 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     experts_->discard_step();
     return std::nullopt;
   }
+  const double lr = schedule_.lr(step - 1);
   const bool trains = batches_->has_targets();
-  TrainedStep trained{
-      .loss = trains ? loss : at::Tensor(),
-      .lr = schedule_.lr(step - 1)};
-  if (logged) {
-    // After the update they would wait for copies of offloaded states.
-    meter_->device_wait([&] {
-      trained.grad_norm = clip.norm.item<double>();
-      if (trains) {
-        trained.mean_loss = mean_over_token_ranks(loss, *mesh_);
-      }
-    });
-  }
   if (trains) {
     checkpoints_->before_update();
     experts_->end_step(logged);
-    optimizer.step(trained.lr, clip.scale);
+    optimizer.step(lr, clip.scale);
   } else {
     // The gradient is zero. An update would only decay weights and moments.
     experts_->discard_step();
@@ -184,7 +173,10 @@ std::optional<Trainer::TrainedStep> Trainer::train_step(
     runtime.gathers().prefetch_forward();
   }
   meter_->end_step();
-  return trained;
+  return TrainedStep{
+      .loss = trains ? loss : at::Tensor(),
+      .norm = clip.norm,
+      .lr = lr};
 }
 
 void Trainer::open_output() {
@@ -203,12 +195,15 @@ void Trainer::open_output() {
 
 void Trainer::log_step(std::int64_t step, const TrainedStep& trained) {
   measure_waits(state_, false);
-  const std::optional<double> loss = trained.mean_loss;
+  const std::optional<double> loss =
+      trained.loss.defined()
+          ? std::optional(mean_over_token_ranks(trained.loss, *mesh_))
+          : std::nullopt;
   StepMetrics metrics{
       .step = step,
       .steps = config_.training.steps,
       .loss = loss,
-      .grad_norm = trained.grad_norm,
+      .grad_norm = trained.norm.item<double>(),
       .lr = trained.lr,
       .tokens = tokens_seen(),
       .exposed_comm_ms = wait_and_take_exposed_ms(state_)};

@@ -62,10 +62,7 @@ class Trainer {
     /// See Microbatches::forward_backward. Undefined where no token of the step
     /// is trained: the weights stayed as they were.
     at::Tensor loss;
-    /// Of a step that is logged: the mean loss of all ranks, if any token of
-    /// the step is trained, and the global gradient norm.
-    std::optional<double> mean_loss;
-    double grad_norm = 0;
+    at::Tensor norm;  ///< [] float32 on the device: the global gradient norm
     double lr = 0;
   };
 
