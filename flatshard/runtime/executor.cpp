@@ -204,7 +204,7 @@ void Executor::end_evaluation() {
 
 void Executor::wait_for_written_weights(const Unit& unit) {
   const std::int64_t generation = unit.weights().generation();
-  if (std::exchange(state(unit).waited_for, generation) == generation) {
+  if (state(unit).waited_for == generation) {
     return;
   }
   const auto stream = streams_->compute();
@@ -213,6 +213,7 @@ void Executor::wait_for_written_weights(const Unit& unit) {
       group->weights().progress().wait(*stream);
     }
   }
+  state(unit).waited_for = generation;
 }
 
 std::string Executor::context(const Action& action) const {
@@ -249,6 +250,7 @@ void Executor::rest(Unit& unit) {
   UnitState& held = state(unit);
   held.grads_read = {};
   held.reduced = {};
+  held.waited_for = -1;
   for (const auto& group : unit.groups()) {
     group->weights().progress().mark_stale();
   }

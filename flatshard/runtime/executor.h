@@ -57,8 +57,8 @@ class Executor {
   /// A forward without a backward has ended: weights that others write are no
   /// longer read.
   void end_evaluation();
-  /// Called at the start of a forward of the unit: compute itself reads weights
-  /// that are not all-gathered, and waits until these are written.
+  /// Called before compute reads the unit's weights: compute waits until those
+  /// that are not all-gathered are written.
   void wait_for_written_weights(const Unit& unit);
   /// Called when the outermost backward has finished: with
   /// RuntimeOptions::unused_grads_stay_undefined, groups without a gradient on

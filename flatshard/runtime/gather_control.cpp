@@ -48,6 +48,9 @@ void GatherControl::unshard(UnitId unit, bool awaits) {
   if (core_.rests()) {
     core_.before_root_forward();
   }
+  if (awaits) {
+    core_.executor.wait_for_written_weights(*core_.units[unit]);
+  }
   core_.feed(
       {.kind = EventKind::unshard,
        .unit = unit,

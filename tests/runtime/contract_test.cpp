@@ -74,6 +74,25 @@ TEST(Contract, AForwardWaitsOnlyForTheUpdateOfItsUnit) {
   run_ranks(2, test);  // all-gathers wait
 }
 
+TEST(Contract, UnshardWaitsForTheUpdateOfItsUnit) {
+  run_ranks(1, [](const RankContext& context) {
+    Twin twin(context);
+    twin.sgd->set_stream(make_stream(
+        at::kCPU,
+        "optimizer",
+        {.delay_seed = 3, .max_delay_us = 200'000}));
+    twin.run(forward_backward);
+    twin.sgd->step(0.1);
+    const UnitId unit = 4;
+    ASSERT_EQ(twin.runtime->units()[unit]->name(), "cell3");
+    twin.runtime->gathers().unshard(unit);
+    const at::Tensor& gain = twin.sharded->cells[3]->gain;
+    const at::Tensor read = gain.detach().clone();
+    twin.sgd->wait();
+    EXPECT_TRUE(read.equal(gain.detach()));
+  });
+}
+
 // y = x W^T for a W whose gradient is added to the step's sum, if the runtime
 // gives it out.
 struct SummingLinear : torch::autograd::Function<SummingLinear> {
