@@ -4,6 +4,7 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/device/cuda_scope.h"
 #include "flatshard/device/kernel_launch.h"
+#include "flatshard/device/memory.h"
 
 #include <ATen/ATen.h>
 
@@ -62,6 +63,10 @@ ChangedElements cuda_compare_elements(
     return at::empty({numel}, now.options().dtype(dtype));
   };
   ChangedElements changed{.copy = copy};
+  keep_for_current_stream(copy);
+  if (earlier.defined()) {
+    keep_for_current_stream(earlier);
+  }
   changed.marks = earlier.defined()
                       ? earlier
                       : empty(tiles * kernels::kTileWords, at::kInt);
@@ -115,6 +120,14 @@ void cuda_list_elements(
       indices.toString(),
       values.toString());
   const CudaDeviceScope scope(changed.copy.device());
+  for (const at::Tensor* read :
+       {&changed.copy,
+        &changed.marks,
+        &changed.ends,
+        &changed.values,
+        &changed.offsets}) {
+    keep_for_current_stream(*read);
+  }
   kernels::list_elements(
       {.copy = changed.copy.const_data_ptr(),
        .marks = words(changed.marks),

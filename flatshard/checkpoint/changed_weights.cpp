@@ -249,7 +249,10 @@ bool ChangedWeights::finish(bool sent) {
   for (std::size_t i = 0; by_all && i < next_; ++i) {
     groups_[i].unsent.reset();
   }
-  ahead_.reset();
+  if (ahead_) {
+    ahead_->counted.synchronize();  // the next pass may use another stream
+    ahead_.reset();
+  }
   next_ = 0;
   return by_all;
 }
