@@ -140,6 +140,15 @@ const ConfigKey kParallelismKeys[] = {
 #include "flatshard/train/config/sections/comm.def"
 };
 
+void check_copies_of_heads(const Parallelism& p) {
+  FLATSHARD_CHECK(
+      !p.copies_heads() || p.head_ranks() > 1,
+      config,
+      "parallelism.context_parallel_comm = \"copies\" with "
+      "context_parallel_a2a_degree = 1: no ranks exchange heads; use \"auto\", "
+      "or a larger degree");
+}
+
 void check_parallelism(const Config& config) {
   const Parallelism& p = config.parallelism;
   FLATSHARD_CHECK(
@@ -206,12 +215,7 @@ void check_parallelism(const Config& config) {
       p.context_hosts(),
       p.context_parallel_degree,
       p.head_ranks());
-  FLATSHARD_CHECK(
-      !p.copies_heads() || p.head_ranks() > 1,
-      config,
-      "parallelism.context_parallel_comm = \"copies\" with "
-      "context_parallel_a2a_degree = 1: no ranks exchange heads; use \"auto\", "
-      "or a larger degree");
+  check_copies_of_heads(p);
 }
 
 std::int64_t head_ranks_on_host(
@@ -252,6 +256,7 @@ void resolve_head_ranks(
       "all of them; use \"a2a\", or set context_parallel_a2a_degree to a "
       "smaller number",
       p.context_parallel_degree);
+  check_copies_of_heads(p);
 }
 
 KeyTable parallelism_keys() {

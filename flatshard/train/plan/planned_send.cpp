@@ -31,10 +31,13 @@ std::int64_t send_nbytes(
       const GroupPlan& plan = plans[u].groups[g];
       const auto element = static_cast<std::int64_t>(
           c10::elementSize(group.options.precision.compute));
-      const bool is_whole =
-          plan.storage.main_is_compute() && plan.storage.resident();
+      const bool is_whole = plan.storage.main_is_compute() &&
+                            plan.storage.resident() && !plan.storage.spreads;
       StreamedGroup& streamed = groups.emplace_back();
       streamed.gathered = is_whole ? 0 : plan.layout->numel() * element;
+      if (plan.storage.main == StoragePlan::Main::host) {
+        streamed.gathered += plan.bytes().main;  // their copy on the device
+      }
       for (const GroupParameter& p : group.spec.parameters) {
         const std::vector<std::int64_t> shape = p.whole_shape();
         if (p.slice() != TensorSlice()) {

@@ -1080,6 +1080,9 @@ TEST(ResolveConfig, GatheringKeysNeedsSeveralGroupsOfHeads) {
       refused(4, {kGathersKeys, "parallelism.context_parallel_a2a_degree=8"}),
       HasSubstr("got all of them"));
   EXPECT_THAT(
+      refused(1, {kGathersKeys, "parallelism.context_parallel_comm=copies"}),
+      HasSubstr("no ranks exchange heads"));
+  EXPECT_THAT(
       refused(0, {kGathersKeys}),
       HasSubstr("found none; set parallelism.context_parallel_a2a_degree"));
 }

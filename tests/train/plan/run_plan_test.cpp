@@ -70,6 +70,13 @@ TEST(RunPlan, ASendCountsTwoUnitsAndABucket) {
   EXPECT_THAT(
       to_string(whole, machines(), std::nullopt),
       HasSubstr("send of weights"));
+  // Full compute weights are of no use: main weights are sent, and sharded.
+  EXPECT_EQ(
+      plan_with({kSends,
+                 "parallelism.strategy=zero2",
+                 "precision.main_params=bfloat16"})
+          .job.send_nbytes,
+      whole.job.send_nbytes);
   // It has an eighth of the embedding and assembles it, while the two norms of
   // the first block are all-gathered. The embedding has the size of the head.
   const std::string shared = "parallelism.tensor_parallel_degree=8";
