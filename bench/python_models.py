@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from harness.command_line import Parser
 from harness.peers import LLAMA_SIZES, adamw, fully_shard_of, llama_config, release
-from harness.programs import write_json
+from harness.programs import file_name, write_json
 from harness.ranks import about, join_mesh, say
 from harness.steps import measure
 from harness.tables import by_turns, ratios
@@ -225,7 +225,7 @@ def run(library, name, compiled, mesh, args):
     trace = args.trace
     if trace:
         kind = "compiled" if compiled else "eager"
-        trace /= f"{name}-{kind}-{library}.json.gz".replace("/", "-")
+        trace /= f"{file_name(name, kind, library)}.json.gz"
     found = measure(case.loss, adamw(case.model), args, trace=trace)
     found["peak_GiB"] = round(found["peak_GiB"] - kept, 3)
     del case

@@ -105,7 +105,8 @@ def whole_tensors(model, dtype):
 
 def timed(take, prepare):
     """Returns seconds, extra bytes, and the bytes that `take` yields."""
-    prepare()
+    if prepare:
+        prepare()
     gc.collect()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -122,12 +123,8 @@ def timed(take, prepare):
     return seconds, extra, nbytes
 
 
-def nothing():
-    pass
-
-
-def rounds_of(name, ways, args, prepare=()):
-    """Calls the function of `prepare` with the name of a way before each of its rounds.
+def rounds_of(name, ways, args, prepare=None):
+    """Calls prepare[way](), if there is one, before each round of a way.
 
     Returns:
         a row for each way: the median of its seconds, and the most of extra memory
@@ -135,7 +132,7 @@ def rounds_of(name, ways, args, prepare=()):
     found = {way: [] for way in ways}
     for number in range(args.warmup + args.rounds):
         for way, take in ways.items():
-            measured = timed(take, dict(prepare).get(way, nothing))
+            measured = timed(take, (prepare or {}).get(way))
             if number >= args.warmup:
                 found[way].append(measured)
     return [
@@ -196,7 +193,7 @@ def changes(name, case, mesh, args):
         "stream": lambda: sizes(flatshard.weights.stream(model, dtype=BF16)),
         "changed": patches,
     }
-    return rounds_of(f"{name}, float32", ways, args, {"changed": step}.items())
+    return rounds_of(f"{name}, float32", ways, args, {"changed": step})
 
 
 def main():
