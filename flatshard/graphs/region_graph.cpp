@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/graphs/static_tensor.h"
 #include "flatshard/nn/module.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/ops/float8/known_amax.h"
 
 #include <ATen/ATen.h>
@@ -211,6 +212,7 @@ nn::TensorList RegionGraph::differentiate(
   const ParameterScope parameters(*this);
   if (call_.recompute) {
     const at::AutoGradMode grad_mode(true);
+    const nn::SecondRun second;
     kept_.begin_second_run();
     const nn::KeptTensors::Scope keep(call_.keep_attention ? &kept_ : nullptr);
     live_ = call_.fn(inputs_);

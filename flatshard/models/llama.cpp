@@ -29,7 +29,10 @@ LlamaBlockImpl::LlamaBlockImpl(
     const LlamaOptions& options,
     const nn::LossGradientPtr& loss_gradient)
     : Module("LlamaBlock"),
-      checkpoint_(options.activation_checkpoint),
+      checkpoint_(
+          layer < options.checkpointed_layers.value_or(config.layers)
+              ? options.activation_checkpoint
+              : ActivationCheckpoint::none),
       recompute_(
           {.preserve_rng = false, .keep_attention = options.keep_attention}),
       in_token_runs_(options.mlp_chunk_tokens > 0) {
@@ -47,10 +50,13 @@ LlamaBlockImpl::LlamaBlockImpl(
         "post_attention_layernorm",
         nn::RmsNorm(config.dim, norm_options(config)));
   }
+  const bool is_full = checkpoint_ == ActivationCheckpoint::full;
+  const bool is_none = checkpoint_ == ActivationCheckpoint::none;
   if (config.has_experts(layer)) {
-    moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
+    moe_ = register_module(
+        "mlp",
+        Moe(config, options.moe, loss_gradient, !is_none));
   } else {
-    const bool is_full = checkpoint_ == ActivationCheckpoint::full;
     mlp_ = register_module(
         "mlp",
         LlamaMlp(
@@ -58,7 +64,8 @@ LlamaBlockImpl::LlamaBlockImpl(
             options.ranks,
             nn::TokenRunsOptions{
                 .tokens = options.mlp_chunk_tokens,
-                .is_result_of_part = is_full}));
+                .is_result_of_part =
+                    is_full || (!is_none && !in_token_runs_)}));
   }
 }
 
@@ -140,7 +147,12 @@ nn::Nodes LlamaBlockImpl::nodes(const nn::Documents& documents) {
   if (moe_) {
     const auto record = moe_->new_record(documents);
     nodes.keep(record);
-    moe_->append_nodes(nodes, attended, second, record.get());
+    moe_->append_nodes(
+        nodes,
+        attended,
+        second,
+        record.get(),
+        /*is_result_of_part=*/true);
   } else {
     nodes.add(
         "mlp",

@@ -18,7 +18,9 @@
 #include "flatshard/nn/rope.h"
 #include "flatshard/nn/token_runs.h"
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,11 +29,14 @@ namespace flatshard::models {
 
 struct LlamaOptions {
   ActivationCheckpoint activation_checkpoint = ActivationCheckpoint::none;
+  /// Blocks with activation checkpointing, the first ones; unset: all.
+  std::optional<std::int64_t> checkpointed_layers = {};
   /// With full activation checkpointing: the backward launches no attention
   /// kernel of the forward again. See nn::RecomputeOptions.
   bool keep_attention = false;
-  /// Tokens of this rank in one run of a feed-forward part that is recomputed;
-  /// 0: all tokens at once. See nn::in_token_runs. Not for experts.
+  /// Tokens of this rank in one run of a feed-forward part; each run is
+  /// recomputed, in all blocks. 0: all tokens at once. See nn::in_token_runs.
+  /// Not for experts.
   std::int64_t mlp_chunk_tokens = 0;
   bool plain_attention = false;  ///< see nn::AttentionArgs::plain
   nn::LossOptions loss;
@@ -134,7 +139,8 @@ FLATSHARD_MODULE(LlamaAttention);
 /// them.
 class LlamaMlpImpl : public nn::Module {
  public:
-  /// @param runs  tokens == 0: all tokens at once, and nothing is recomputed.
+  /// @param runs  tokens == 0: all tokens at once, recomputed only by a part
+  ///   around this one.
   explicit LlamaMlpImpl(
       const ModelConfig& config,
       const nn::TensorParallelPtr& ranks = nullptr,
@@ -145,8 +151,12 @@ class LlamaMlpImpl : public nn::Module {
   forward(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
 
  private:
-  at::Tensor
-  run(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
+  /// @param is_unread  see nn::gated_linear
+  at::Tensor run(
+      const at::Tensor& x,
+      const at::Tensor& delta,
+      nn::RmsNormImpl* norm,
+      bool is_unread);
 
   nn::GateActivation activation_;
   nn::TokenRunsOptions runs_;

@@ -7,6 +7,7 @@
 #include "flatshard/nn/norm_linears.h"
 #include "flatshard/nn/parallel/context_parallel.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <cmath>
@@ -283,11 +284,18 @@ LlamaMlpImpl::LlamaMlpImpl(
 at::Tensor LlamaMlpImpl::run(
     const at::Tensor& x,
     const at::Tensor& delta,
-    nn::RmsNormImpl* norm) {
+    nn::RmsNormImpl* norm,
+    bool is_unread) {
   const auto [sum, outs] =
       read_by(x, delta, norm, {gate_proj_.get(), up_proj_.get()});
   if (!post_norm_) {
-    return nn::gated_linear(activation_, outs[0], outs[1], *down_proj_, sum);
+    return nn::gated_linear(
+        activation_,
+        outs[0],
+        outs[1],
+        *down_proj_,
+        sum,
+        is_unread);
   }
   return sum + post_norm_(nn::gated_linear(
                    activation_,
@@ -305,18 +313,28 @@ at::Tensor LlamaMlpImpl::forward(
   if (delta.defined()) {
     inputs.push_back(delta);
   }
-  const auto fn = [this, norm](const nn::TensorList& in) {
-    return nn::TensorList{
-        run(in[0], in.size() > 1 ? in[1] : at::Tensor(), norm)};
+  const auto run_on = [this, norm](const nn::TensorList& in, bool is_unread) {
+    const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
+    return nn::TensorList{run(in[0], delta, norm, is_unread)};
   };
+  const bool is_read = !runs_.is_result_of_part || hooks_read_result();
   if (runs_.tokens > 0) {
     nn::TokenRunsOptions options = runs_;
-    // Hooks read the result.
-    options.is_result_of_part &= !has_forward_hooks();
+    options.is_result_of_part = !is_read;
     if (norm != nullptr) {
       options.others.push_back(norm);
     }
+    const auto fn = [run_on](const nn::TensorList& in) {
+      return run_on(in, nn::in_second_run());  // a run is a part of its own
+    };
     return nn::in_token_runs(*this, fn, inputs, options);
+  }
+  const bool is_second = nn::in_second_run();
+  const auto fn = [run_on, is_second, is_read](const nn::TensorList& in) {
+    return run_on(in, is_second && !is_read);
+  };
+  if (is_second && runs_.is_result_of_part && is_read) {
+    return fn(inputs)[0];  // a graph of the region has no result for the hook
   }
   nn::TensorList constants;
   append_samples(constants, {&gate_proj_, &up_proj_, &down_proj_});

@@ -3,6 +3,7 @@
 #include "flatshard/core/error.h"
 #include "flatshard/models/init.h"
 #include "flatshard/nn/region.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/nn/swiglu.h"
 
 #include <ATen/ATen.h>
@@ -70,7 +71,8 @@ bool is_expert_parameter(std::string_view name) {
 at::Tensor ExpertsImpl::forward(
     const at::Tensor& x,
     const at::Tensor& weights,
-    const RoutingRecord& record) {
+    const RoutingRecord& record,
+    bool is_unread) {
   const nn::Groups groups{record.plan->ends, record.plan->groups_per_expert};
   const nn::GroupedLayer gate_up{gate_up_proj_, gate_up_proj_bias_, layout_};
   return nn::grouped_gated_linear(
@@ -85,14 +87,17 @@ at::Tensor ExpertsImpl::forward(
       weights,
       {down_proj_, down_proj_bias_, layout_},
       groups,
-      context());
+      context(),
+      is_unread && !hooks_read_result());
 }
 
 MoeImpl::MoeImpl(
     const ModelConfig& config,
     const MoeOptions& options,
-    const nn::LossGradientPtr& loss_gradient)
+    const nn::LossGradientPtr& loss_gradient,
+    bool is_result_of_part)
     : Module("Moe"),
+      is_result_of_part_(is_result_of_part),
       capacity_factor_(options.capacity_factor),
       ranks_(options.ranks),
       token_ranks_(options.context),
@@ -195,11 +200,13 @@ nn::TensorList MoeImpl::score(
       inputs);
 }
 
-nn::TensorList MoeImpl::run_shared(const nn::TensorList& in) {
+nn::TensorList MoeImpl::run_shared(
+    const nn::TensorList& in,
+    const std::function<bool()>& is_unread) {
   return nn::region(
       *shared_,
       "moe_router",
-      [this](const nn::TensorList& in) {
+      [this, is_unread](const nn::TensorList& in) {
         const at::Tensor& rows = in[0];
         const at::Tensor& sum = in[1];
         const auto outs =
@@ -208,7 +215,8 @@ nn::TensorList MoeImpl::run_shared(const nn::TensorList& in) {
             outs[0],
             outs[1],
             *shared_down_,
-            sum.reshape(rows.sizes()));
+            sum.reshape(rows.sizes()),
+            is_unread());
         return nn::TensorList{all.view(sum.sizes())};
       },
       in);
@@ -218,7 +226,11 @@ void MoeImpl::append_nodes(
     nn::Nodes& nodes,
     const std::vector<int>& in,
     nn::RmsNormImpl* norm,
-    RoutingRecord* record) {
+    RoutingRecord* record,
+    bool is_result_of_part) {
+  const auto is_unread = [is_result_of_part] {
+    return is_result_of_part && nn::in_second_run();
+  };
   const std::vector<int> routed = nodes.add(
       "moe_router",
       in,
@@ -252,18 +264,24 @@ void MoeImpl::append_nodes(
         {routed[1], sum},
         1,
         {shared_.get()},
-        [this](const nn::TensorList& in) { return run_shared(in); })[0];
+        [this, is_unread](const nn::TensorList& in) {
+          return run_shared(in, is_unread);
+        })[0];
   }
-  const auto run_experts = [this, record](const nn::TensorList& in) {
-    return nn::TensorList{experts_(in[0], in[1], *record)};
+  const auto run_experts = [this, record, is_unread](const nn::TensorList& in) {
+    return nn::TensorList{experts_(in[0], in[1], *record, is_unread())};
   };
   if (!exchange_) {
     const auto out =
         nodes.add("experts", {rows, weights}, 1, {experts_.get()}, run_experts);
-    nodes.add("merge", {out[0], sum}, 1, {}, [record](const auto& in) {
-      return nn::TensorList{
-          nn::sum_rows_of_tokens(in[0], record->permutation, in[1])};
-    });
+    const auto merge = [record, is_unread](const nn::TensorList& in) {
+      return nn::TensorList{nn::sum_rows_of_tokens(
+          in[0],
+          record->permutation,
+          in[1],
+          is_unread())};
+    };
+    nodes.add("merge", {out[0], sum}, 1, {}, merge);
     return;
   }
   const auto route = [this, record](nn::TokenExchange::Direction direction) {
@@ -285,7 +303,8 @@ void MoeImpl::append_nodes(
       "combine",
       out,
       route(nn::TokenExchange::Direction::combine),
-      /*addend=*/sum);
+      /*addend=*/sum,
+      is_result_of_part);
 }
 
 at::Tensor MoeImpl::forward(
@@ -294,7 +313,8 @@ at::Tensor MoeImpl::forward(
     nn::RmsNormImpl* norm,
     RoutingRecord* record) {
   nn::Nodes nodes(2);
-  append_nodes(nodes, {0, 1}, norm, record);
+  const bool is_result = is_result_of_part_ && !hooks_read_result();
+  append_nodes(nodes, {0, 1}, norm, record, is_result);
   return nodes.run({x, delta})[0];
 }
 

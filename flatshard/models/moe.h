@@ -12,6 +12,7 @@
 #include "flatshard/nn/rms_norm.h"
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -46,12 +47,14 @@ class ExpertsImpl : public nn::Module {
   /// @param x        rows as a dispatch delivers them, or where all experts are
   ///   here tokens, [tokens, dim]
   /// @param weights  float32, of each row
+  /// @param is_unread  by others than hooks; see nn::gated_linear
   /// @return         the weighted results of each row:
   ///   [ExchangePlan::num_received, dim]
   at::Tensor forward(
       const at::Tensor& x,
       const at::Tensor& weights,
-      const RoutingRecord& record);
+      const RoutingRecord& record,
+      bool is_unread);
 
  private:
   const bool are_all_here_;
@@ -70,10 +73,12 @@ bool is_expert_parameter(std::string_view name);
 /// the chosen experts' results. Modules gate, experts, shared_experts.
 class MoeImpl : public nn::Module {
  public:
+  /// @param is_result_of_part  of forward; see append_nodes.
   MoeImpl(
       const ModelConfig& config,
       const MoeOptions& options,
-      const nn::LossGradientPtr& loss_gradient);
+      const nn::LossGradientPtr& loss_gradient,
+      bool is_result_of_part);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param record    of this call; filled by its first run.
   at::Tensor forward(
@@ -85,11 +90,14 @@ class MoeImpl : public nn::Module {
   /// Appends what forward does to `nodes`.
   /// @param in      numbers of x and delta, as for forward
   /// @param record  of this call; exists as long as `nodes`.
+  /// @param is_result_of_part  the result is that of the part that runs again.
+  ///   Then a second run only makes what a backward reads.
   void append_nodes(
       nn::Nodes& nodes,
       const std::vector<int>& in,
       nn::RmsNormImpl* norm,
-      RoutingRecord* record);
+      RoutingRecord* record,
+      bool is_result_of_part);
 
   RouterImpl& router() { return *gate_; }
   /// Returns the record of a new call.
@@ -104,11 +112,15 @@ class MoeImpl : public nn::Module {
   nn::TensorList
   score(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl& norm);
   /// @param in  rows [tokens, dim], sum
+  /// @param is_unread  tells it inside the region; see nn::gated_linear
   /// @return    sum + the shared experts' results, of sum's sizes
-  nn::TensorList run_shared(const nn::TensorList& in);
+  nn::TensorList run_shared(
+      const nn::TensorList& in,
+      const std::function<bool()>& is_unread);
   /// Plans the rows for the choice, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
+  const bool is_result_of_part_;
   const double capacity_factor_;
   const nn::TensorParallelPtr ranks_;  ///< see MoeOptions
   const nn::ContextParallelPtr token_ranks_;

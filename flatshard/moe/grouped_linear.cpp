@@ -4,6 +4,7 @@
 #include "flatshard/moe/grouped_matmul.h"
 #include "flatshard/moe/weighted_gate.h"
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/ops/parameter_check.h"
 
 #include <ATen/ATen.h>
@@ -177,10 +178,16 @@ struct GroupedGatedLinearFunction
       const std::optional<at::Tensor>& /*bias*/,
       const LayerCall& call,
       GateActivation activation,
-      const ModuleContextPtr& context) {
+      const ModuleContextPtr& context,
+      bool is_unread) {
     ctx->saved_data["activation"] = static_cast<std::int64_t>(activation);
     const at::Tensor rows = gate_up.contiguous();
     call.save(ctx, {rows, row_weights}, context);
+    if (is_unread) {
+      return without_values(
+          {rows.size(0), call.layer.out_features()},
+          rows.options());
+    }
     const Gate gate{activation, /*in_turn=*/call.layer.is_in_out()};
     const at::Tensor y = call.forward(weighted_gate(gate, rows, row_weights));
     if (call.layer.bias.defined()) {
@@ -198,7 +205,7 @@ struct GroupedGatedLinearFunction
         static_cast<GateActivation>(ctx->saved_data["activation"].toInt()),
         /*in_turn=*/call.layer.is_in_out()};
     const at::Tensor g = grads[0].contiguous();
-    variable_list out(7);
+    variable_list out(8);
     at::Tensor product;
     if (ctx->needs_input_grad(kGateUp) || ctx->needs_input_grad(kRowWeights)) {
       std::tie(out[kGateUp], out[kRowWeights], product) =
@@ -308,7 +315,8 @@ at::Tensor grouped_gated_linear(
     const at::Tensor& row_weights,
     const GroupedLayer& layer,
     const Groups& groups,
-    const ModuleContextPtr& context) {
+    const ModuleContextPtr& context,
+    bool is_unread) {
   check_grouped(gate_up, 2, layer, groups);
   FLATSHARD_CHECK(
       row_weights.dim() == 1 && row_weights.size(0) == gate_up.size(0) &&
@@ -325,7 +333,8 @@ at::Tensor grouped_gated_linear(
       as_optional(layer.bias),
       LayerCall{layer, groups},
       activation,
-      context);
+      context,
+      is_unread);
 }
 
 }  // namespace flatshard::nn

@@ -76,6 +76,7 @@ at::Tensor permute_grouped_linear(
 ///   gelu_tanh
 /// @param gate_up      [rows, 2 * in], gate first; interleaved: in turn
 /// @param row_weights  float32 [rows]
+/// @param is_unread    as for gated_linear
 /// @return             [rows, out]
 at::Tensor grouped_gated_linear(
     GateActivation activation,
@@ -83,6 +84,7 @@ at::Tensor grouped_gated_linear(
     const at::Tensor& row_weights,
     const GroupedLayer& layer,
     const Groups& groups,
-    const ModuleContextPtr& context = {});
+    const ModuleContextPtr& context = {},
+    bool is_unread = false);
 
 }  // namespace flatshard::nn

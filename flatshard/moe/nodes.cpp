@@ -1,6 +1,7 @@
 #include "flatshard/moe/nodes.h"
 
 #include "flatshard/core/error.h"
+#include "flatshard/nn/second_run.h"
 
 #include <algorithm>
 #include <numeric>
@@ -56,13 +57,15 @@ std::vector<int> Nodes::exchange(
     std::string name,
     std::vector<int> inputs,
     std::function<RowRoute()> route,
-    int addend) {
+    int addend,
+    bool is_result_of_part) {
   const auto num_outputs = static_cast<int>(inputs.size());
   return append(
       {.name = std::move(name),
        .inputs = std::move(inputs),
        .route = std::move(route),
-       .addend = addend},
+       .addend = addend,
+       .is_result_of_part = is_result_of_part},
       num_outputs);
 }
 
@@ -114,7 +117,8 @@ void Nodes::run(
                     ? exchange_rows(
                           node.route(),
                           inputs,
-                          node.addend < 0 ? at::Tensor() : values[node.addend])
+                          node.addend < 0 ? at::Tensor() : values[node.addend],
+                          node.is_result_of_part && in_second_run())
                     : node.body(inputs);
     }
     FLATSHARD_CHECK(

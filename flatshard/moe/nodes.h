@@ -26,6 +26,7 @@ struct Node {
   /// because it returns the decision of an earlier node.
   std::function<RowRoute()> route;
   int addend = -1;  ///< see Nodes::exchange
+  bool is_result_of_part = false;
   /// A recomputed block saves the results of this node. Nodes before it are
   /// saved as well.
   bool is_kept = false;
@@ -64,11 +65,14 @@ class Nodes {
   /// @param addend  number of a tensor that is added to the received rows, as
   ///   TransferInput::addend. Its gradient is the gradient of the sum. -1:
   ///   none.
+  /// @param is_result_of_part  of the recomputed part around these nodes: a
+  ///   second run sends nothing (see exchange_rows).
   std::vector<int> exchange(
       std::string name,
       std::vector<int> inputs,
       std::function<RowRoute()> route,
-      int addend = -1);
+      int addend = -1,
+      bool is_result_of_part = false);
   /// Marks the node that was added last; see Node::is_kept.
   void keep_last() { list_.back().is_kept = true; }
   /// Keeps state alive that bodies refer to.

@@ -3,6 +3,7 @@
 #include "flatshard/core/rounding.h"
 #include "flatshard/moe/cuda_moe.h"
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/ops/cuda_ops.h"
 
 #include <ATen/ATen.h>
@@ -132,15 +133,22 @@ struct SumRowsFunction : torch::autograd::Function<SumRowsFunction> {
       AutogradContext* ctx,
       const at::Tensor& rows,
       const std::optional<at::Tensor>& addend,
-      const Permutation& permutation) {
+      const Permutation& permutation,
+      bool is_unread) {
     save_permutation(ctx, permutation);
     ctx->saved_data["has_addend"] = addend.has_value();
+    if (is_unread) {
+      const std::vector<std::int64_t> sizes{permutation.tokens(), rows.size(1)};
+      return without_values(
+          addend ? addend->sizes() : at::IntArrayRef(sizes),
+          rows.options());
+    }
     return sum_rows(rows, permutation.inverse, addend.value_or(at::Tensor()));
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     refuse_create_graph("sum_rows_of_tokens");
-    variable_list out(3);
+    variable_list out(4);
     if (ctx->needs_input_grad(kRows)) {
       out[kRows] = gather_rows(as_rows(grads[0]), saved_permutation(ctx));
     }
@@ -323,7 +331,8 @@ at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation) {
 at::Tensor sum_rows_of_tokens(
     const at::Tensor& rows,
     const Permutation& permutation,
-    const at::Tensor& addend) {
+    const at::Tensor& addend,
+    bool is_unread) {
   FLATSHARD_CHECK(
       rows.dim() == 2 && rows.size(0) == permutation.rows(),
       usage,
@@ -340,7 +349,11 @@ at::Tensor sum_rows_of_tokens(
       permutation.tokens(),
       rows.size(1),
       c10::str(addend.sizes()));
-  return SumRowsFunction::apply(rows, as_optional(addend), permutation);
+  return SumRowsFunction::apply(
+      rows,
+      as_optional(addend),
+      permutation,
+      is_unread);
 }
 
 at::Tensor permute_weights(

@@ -64,11 +64,13 @@ at::Tensor permute_rows(const at::Tensor& x, const Permutation& permutation);
 /// @param rows    [tokens * slots, dim]
 /// @param addend  [tokens, dim], or [..., dim] of as many tokens, or undefined,
 ///   e.g. the residual
+/// @param is_unread  as for gated_linear
 /// @return        of addend's shape, or [tokens, dim]
 at::Tensor sum_rows_of_tokens(
     const at::Tensor& rows,
     const Permutation& permutation,
-    const at::Tensor& addend = {});
+    const at::Tensor& addend = {},
+    bool is_unread = false);
 
 /// Returns the routing weight of each row; dropped pairs get no gradient.
 ///

@@ -1,6 +1,7 @@
 #include "flatshard/moe/token_exchange.h"
 
 #include "flatshard/nn/autograd.h"
+#include "flatshard/nn/second_run.h"
 
 #include <ATen/ATen.h>
 
@@ -43,10 +44,19 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
       AutogradContext* ctx,
       at::TensorList rows,
       const std::optional<at::Tensor>& addend,
-      const c10::intrusive_ptr<RouteHandle>& handle) {
+      const c10::intrusive_ptr<RouteHandle>& handle,
+      bool is_unread) {
     ctx->saved_data["handle"] = c10::IValue::make_capsule(handle);
     ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
+    if (is_unread) {
+      const std::vector<std::int64_t> sizes{
+          handle->route.tokens.value().tokens(),
+          rows[0].size(1)};
+      return {without_values(
+          addend ? addend->sizes() : at::IntArrayRef(sizes),
+          rows[0].options())};
+    }
     TensorList arrived = start_and_finish(
         handle->route,
         handle->route.direction,
@@ -72,7 +82,7 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     variable_list back_home =
         start_and_finish(route, back(route.direction), std::move(grads));
     back_home.push_back(of_addend);
-    back_home.emplace_back();  // the handle has none
+    back_home.resize(back_home.size() + 2);  // the handle, is_unread
     return back_home;
   }
 };
@@ -146,11 +156,13 @@ TransferInput RowRoute::input(
 TensorList exchange_rows(
     const RowRoute& route,
     const TensorList& rows,
-    const at::Tensor& addend) {
+    const at::Tensor& addend,
+    bool is_unread) {
   return ExchangeFunction::apply(
       at::TensorList(rows),
       as_optional(addend),
-      c10::make_intrusive<RouteHandle>(route));
+      c10::make_intrusive<RouteHandle>(route),
+      is_unread);
 }
 
 }  // namespace flatshard::nn

@@ -151,9 +151,12 @@ inline TokenExchange::Direction back(TokenExchange::Direction direction) {
 ///
 /// @param route   kept by the graph.
 /// @param addend  see TransferInput; undefined: none.
+/// @param is_unread  as for gated_linear, on all ranks: nothing is sent. Only
+///   for rows that become sums of tokens (TransferInput::tokens).
 TensorList exchange_rows(
     const RowRoute& route,
     const TensorList& rows,
-    const at::Tensor& addend = {});
+    const at::Tensor& addend = {},
+    bool is_unread = false);
 
 }  // namespace flatshard::nn

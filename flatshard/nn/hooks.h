@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,15 +46,16 @@ class HookList {
  public:
   using Hook = std::function<void(Args...)>;
 
-  HookHandle add(Hook hook) {
+  /// @param reads_values  false: the hook uses of its arguments only the graph.
+  HookHandle add(Hook hook, bool reads_values = true) {
     const std::uint64_t id = state_->next_id++;
     auto hooks = std::make_shared<Entries>(*state_->hooks);
-    hooks->emplace_back(id, std::move(hook));
+    hooks->push_back({id, std::move(hook), reads_values});
     state_->hooks = std::move(hooks);
     return HookHandle([weak = std::weak_ptr<State>(state_), id] {
       if (const auto state = weak.lock()) {
         auto rest = std::make_shared<Entries>(*state->hooks);
-        std::erase_if(*rest, [id](const Entry& e) { return e.first == id; });
+        std::erase_if(*rest, [id](const Entry& e) { return e.id == id; });
         state->hooks = std::move(rest);
       }
     });
@@ -61,18 +63,26 @@ class HookList {
 
   bool empty() const { return state_->hooks->empty(); }
   std::size_t size() const { return state_->hooks->size(); }
+  /// Returns whether a hook reads the values of its arguments.
+  bool read_values() const {
+    return std::ranges::any_of(*state_->hooks, &Entry::reads_values);
+  }
 
   /// Runs the hooks in the order of registration.
   template <class... Actual>
   void run(Actual&&... args) const {
     const auto hooks = state_->hooks;
-    for (const auto& [id, hook] : *hooks) {
-      hook(args...);
+    for (const Entry& entry : *hooks) {
+      entry.hook(args...);
     }
   }
 
  private:
-  using Entry = std::pair<std::uint64_t, Hook>;
+  struct Entry {
+    std::uint64_t id;
+    Hook hook;
+    bool reads_values;
+  };
   using Entries = std::vector<Entry>;
   struct State {
     std::shared_ptr<const Entries> hooks = std::make_shared<Entries>();

@@ -85,8 +85,8 @@ HookHandle Module::add_forward_pre_hook(PreHook hook) {
   return pre_hooks_.add(std::move(hook));
 }
 
-HookHandle Module::add_forward_hook(Hook hook) {
-  return hooks_.add(std::move(hook));
+HookHandle Module::add_forward_hook(Hook hook, bool reads_values) {
+  return hooks_.add(std::move(hook), reads_values);
 }
 
 HookHandle Module::add_forward_error_hook(ErrorHook hook) {

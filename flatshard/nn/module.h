@@ -80,7 +80,9 @@ class Module : public torch::nn::Module {
   /// the arguments (see for_each_tensor), never wrapped or copied.
   HookHandle add_forward_pre_hook(PreHook hook);
   /// Runs after forward with the tensors of its result.
-  HookHandle add_forward_hook(Hook hook);
+  /// @param reads_values  false: it uses only the graph of the result, which
+  ///   may then have no values in the second run of a recomputed part.
+  HookHandle add_forward_hook(Hook hook, bool reads_values = true);
   /// Runs when a pre-hook, forward or a forward hook throws; the exception
   /// then continues, or the one that the hook puts in its place. An exception
   /// of an error hook itself is logged.
@@ -117,6 +119,8 @@ class Module : public torch::nn::Module {
   bool has_only_pre_hooks() const {
     return hooks_.empty() && error_hooks_.empty();
   }
+  /// Returns whether a forward hook reads the values of the result.
+  bool hooks_read_result() const { return hooks_.read_values(); }
   void run_forward_pre_hooks(const TensorList& inputs) {
     pre_hooks_.run(*this, inputs);
   }

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
+#include <limits>
 
 namespace flatshard::nn {
 namespace {
@@ -21,18 +22,6 @@ using torch::autograd::variable_list;
 thread_local int first_runs = 0;  // open on this thread
 thread_local KeptTensors* kept_now = nullptr;
 thread_local bool second_run_now = false;
-
-// While it exists, this thread is in a second run.
-class SecondRun {
- public:
-  SecondRun() : outer_(std::exchange(second_run_now, true)) {}
-  ~SecondRun() { second_run_now = outer_; }
-  SecondRun(const SecondRun&) = delete;
-  SecondRun& operator=(const SecondRun&) = delete;
-
- private:
-  bool outer_;
-};
 
 // The state of the node, in addition to its saved inputs.
 struct Recipe : torch::CustomClassHolder {
@@ -136,12 +125,20 @@ bool any_requires_grad(at::TensorList tensors) {
 
 }  // namespace
 
-FirstRun::FirstRun() {
+FirstRun::FirstRun() : in_second_(std::exchange(second_run_now, false)) {
   ++first_runs;
 }
 
 FirstRun::~FirstRun() {
   --first_runs;
+  second_run_now = in_second_;
+}
+
+SecondRun::SecondRun() : outer_(std::exchange(second_run_now, true)) {
+}
+
+SecondRun::~SecondRun() {
+  second_run_now = outer_;
 }
 
 bool in_checkpointed_forward() {
@@ -150,6 +147,14 @@ bool in_checkpointed_forward() {
 
 bool in_second_run() {
   return second_run_now;
+}
+
+at::Tensor without_values(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options) {
+  const at::Tensor nan =
+      at::full({1}, std::numeric_limits<double>::quiet_NaN(), options);
+  return nan.expand(sizes);
 }
 
 TensorList with_anchor(Module& owner, const TensorList& inputs) {

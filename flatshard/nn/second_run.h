@@ -20,11 +20,32 @@ class FirstRun {
   ~FirstRun();
   FirstRun(const FirstRun&) = delete;
   FirstRun& operator=(const FirstRun&) = delete;
+
+ private:
+  bool in_second_;  // of a part around this one
 };
 
-/// Returns whether this thread is in the second run of a recomputed part. The
-/// first run of a part inside it has no gradient mode.
+/// While one exists, this thread is in the second run of a part.
+class SecondRun {
+ public:
+  SecondRun();
+  ~SecondRun();
+  SecondRun(const SecondRun&) = delete;
+  SecondRun& operator=(const SecondRun&) = delete;
+
+ private:
+  bool outer_;
+};
+
+/// Returns whether the innermost recomputed part that this thread runs is in
+/// its second run. Then nothing reads the values of the part's own result: the
+/// layer that makes it need not compute them.
 bool in_second_run();
+
+/// Returns a tensor for the graph alone: one NaN that stands for all elements.
+at::Tensor without_values(
+    at::IntArrayRef sizes,
+    const at::TensorOptions& options);
 
 /// Returns the inputs and an anchor: if no input needed a gradient, the node
 /// would not be part of the graph, and the owner's parameters would silently

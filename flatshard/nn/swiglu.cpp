@@ -3,6 +3,7 @@
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/matmul.h"
 #include "flatshard/nn/parallel/parallel_products.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/ops/float8/float8_fused.h"
 #include "flatshard/ops/float8/known_amax.h"
 #include "flatshard/ops/gated_product.h"
@@ -86,7 +87,8 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
       GateActivation activation,
       const ModuleContextPtr& context,
       const AdapterCallsPtr& calls,
-      const TensorParallelPtr& ranks) {
+      const TensorParallelPtr& ranks,
+      bool is_unread) {
     save_context(ctx, context);
     save_ranks(ctx, ranks);
     save_activation(ctx, activation);
@@ -94,26 +96,38 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         activation,
         calls ? at::TensorList() : at::TensorList(weight),
         context);
-    const MatmulRows product =
-        recipe ? float8_product(gate, up, *recipe, {.columns = false})
-               : MatmulRows(as_rows(gated_product(activation, gate, up)));
+    const auto make_product = [&] {
+      if (is_unread && !calls) {
+        return MatmulRows(at::Tensor());
+      }
+      return recipe ? float8_product(gate, up, *recipe, {.columns = false})
+                    : MatmulRows(as_rows(gated_product(activation, gate, up)));
+    };
+    const MatmulRows product = make_product();
     const AdapterForward adapters(calls, factors, product);
     const at::Tensor residual = maybe_residual.value_or(at::Tensor());
     std::vector<std::int64_t> sizes = with_last(gate, weight.size(0));
     if (ranks) {
       sizes = sizes_of_part(*ranks, sizes);
     }
-    const at::Tensor y = adapters.matmul_and_scatter(
-        ranks,
-        weight,
-        context,
-        {},
-        residual.defined() ? as_rows(residual) : residual);
-    variable_list saved{gate, up, weight, product.amax()};
+    variable_list saved{gate, up, weight};
+    const auto result = [&] {
+      if (is_unread) {
+        return without_values(sizes, gate.options());
+      }
+      const at::Tensor y = adapters.matmul_and_scatter(
+          ranks,
+          weight,
+          context,
+          {},
+          residual.defined() ? as_rows(residual) : residual);
+      return reshape_result(y, sizes);
+    }();
+    saved.push_back(product.amax());
     adapters.save(ctx, saved);
     ctx->save_for_backward(saved);
     node_state(ctx).adds = residual.defined();
-    return reshape_result(y, sizes);
+    return result;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -131,7 +145,7 @@ struct GatedLinearFunction : torch::autograd::Function<GatedLinearFunction> {
         weight,
         context,
         wants_pair && !adapters ? &d : nullptr);
-    variable_list out(kFactors + adapters.num_factors() + 4);
+    variable_list out(kFactors + adapters.num_factors() + 5);
     // Edges count defined tensors only.
     adapters.set_places(
         {.edge = kResidual + (has_residual ? 1U : 0U), .out = kFactors});
@@ -229,24 +243,28 @@ at::Tensor gated_linear(
     const at::Tensor& gate,
     const at::Tensor& up,
     LinearImpl& layer,
-    const at::Tensor& residual) {
+    const at::Tensor& residual,
+    bool is_unread) {
   check_pair(gate, up);
   if (!layer.has_only_pre_hooks() || layer.bias().defined()) {
     return call_with_hooks(layer, gated(activation, gate, up), residual);
   }
   layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));
   const TensorParallelPtr& ranks = layer.sums_over();
+  // The sum over the ranks does not include it.
+  const bool adds_later = ranks && residual.defined() && !is_unread;
   const at::Tensor y = GatedLinearFunction::apply(
       gate,
       up,
       layer.weight(),
-      ranks ? std::nullopt : as_optional(residual),
+      adds_later ? std::nullopt : as_optional(residual),
       at::TensorList(adapter_factors({layer.adapter()})),
       activation,
       layer.context(),
       AdapterCalls::of({layer.adapter()}),
-      ranks);
-  return ranks && residual.defined() ? y + residual : y;
+      ranks,
+      is_unread);
+  return adds_later ? y + residual : y;
 }
 
 }  // namespace flatshard::nn

@@ -34,21 +34,31 @@ inline std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
 /// value, the largest activation of a block: the pass of the backward that
 /// reads both gate and up writes it again.
 ///
-/// @param gate, up  [..., in]
-/// @param residual  [..., out] or undefined
+/// @param gate, up   [..., in]
+/// @param residual   [..., out] or undefined
+/// @param is_unread  nothing reads the values of the result: it has none, and
+///   the matmul is not run (see in_second_run).
 at::Tensor gated_linear(
     GateActivation activation,
     const at::Tensor& gate,
     const at::Tensor& up,
     LinearImpl& layer,
-    const at::Tensor& residual);
+    const at::Tensor& residual,
+    bool is_unread = false);
 
 inline at::Tensor swiglu_linear(
     const at::Tensor& gate,
     const at::Tensor& up,
     LinearImpl& layer,
-    const at::Tensor& residual) {
-  return gated_linear(GateActivation::silu, gate, up, layer, residual);
+    const at::Tensor& residual,
+    bool is_unread = false) {
+  return gated_linear(
+      GateActivation::silu,
+      gate,
+      up,
+      layer,
+      residual,
+      is_unread);
 }
 
 }  // namespace flatshard::nn

@@ -10,8 +10,8 @@ namespace flatshard::nn {
 
 struct TokenRunsOptions {
   std::int64_t tokens = 0;  ///< of one run, at least 1
-  /// Nothing reads the result when a part around this one runs again: it is the
-  /// part's own result. Then that second run does not compute it.
+  /// The result is that of the part around this one, so that nothing reads it
+  /// when the part runs again. Then that second run does not compute it.
   bool is_result_of_part = false;
   /// Other modules whose parameters fn uses. They outlive the owner.
   std::vector<Module*> others;

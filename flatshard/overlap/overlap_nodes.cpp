@@ -273,6 +273,7 @@ void OverlapRunner::recompute(const PlanStep& step) {
   if (step.node == PlanNode::attend) {
     m.pass->recompute_begin(unit_of(step));
   }
+  const nn::SecondRun second;
   run_stage(layer_of(step), step.node, step.pass, /*with_graph=*/true);
   if (step.node == graph_of(step).last_with_weights()) {
     m.pass->recompute_end(unit_of(step));

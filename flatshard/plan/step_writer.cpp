@@ -342,8 +342,8 @@ class StepWriter {
     }
     if (step.pass == PlanPass::forward) {
       record_.add_activations(
-          job_.overlap.recompute && step.layer >= 0 ? layer.input_nbytes
-                                                    : layer.saved_nbytes);
+          job_.overlap.recomputes(step.layer) ? layer.input_nbytes
+                                              : layer.saved_nbytes);
     } else if (step.pass == PlanPass::recompute) {
       record_.add_activations(layer.saved_nbytes - layer.input_nbytes);
     }

@@ -27,14 +27,16 @@ void Runtime::hook_modules(const std::shared_ptr<Runtime>& runtime) {
              })});
     hooks.push_back(
         {&module,
-         module.add_forward_hook([weak, id](
-                                     nn::Module&,
-                                     const nn::TensorList&,
-                                     const nn::TensorList& outputs) {
-           if (const auto self = weak.lock()) {
-             self->calls().forward_end(id, outputs);
-           }
-         })});
+         module.add_forward_hook(
+             [weak, id](
+                 nn::Module&,
+                 const nn::TensorList&,
+                 const nn::TensorList& outputs) {
+               if (const auto self = weak.lock()) {
+                 self->calls().forward_end(id, outputs);
+               }
+             },
+             /*reads_values=*/false)});
     hooks.push_back(
         {&module,
          module.add_forward_error_hook(

@@ -73,7 +73,7 @@ plan_steps(int layers, int microbatches, const OverlapPlanOptions& options) {
       for (const LayerNode& of : graph.nodes()) {
         steps.push_back({PlanPass::forward, m, l, of.node});
         steps.push_back({PlanPass::backward, m, l, of.node});
-        if (options.recompute && graph.is_recomputed(of.node)) {
+        if (options.recomputes(l) && graph.is_recomputed(of.node)) {
           steps.push_back({PlanPass::recompute, m, l, of.node});
         }
         if (options.delay_wgrad && of.has_weights) {
@@ -137,7 +137,7 @@ std::vector<PlanStep> plan_dependencies(
       }
       break;
     case PlanPass::backward:
-      if (options.recompute && of.has_weights) {
+      if (options.recomputes(step.layer) && of.has_weights) {
         need(PlanPass::recompute, l, step.node);
       }
       for (const PlanNode reader : graph.readers_of(step.node)) {

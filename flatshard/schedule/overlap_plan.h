@@ -1,6 +1,7 @@
 #pragma once
 
 #include <compare>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -60,9 +61,15 @@ struct OverlapPlanOptions {
   bool delay_wgrad = false;
   /// Each layer runs its forward once more before its backward.
   bool recompute = false;
+  /// Only the first ones do. A runner of the plan needs all.
+  int recomputed_layers = std::numeric_limits<int>::max();
   bool shared_experts = false;
   /// For each layer: it has no experts. Empty: none.
   std::vector<bool> dense;
+
+  bool recomputes(int layer) const {
+    return recompute && layer >= 0 && layer < recomputed_layers;
+  }
 };
 
 /// Returns a training step of one pipeline stage in the host's launch order:

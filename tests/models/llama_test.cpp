@@ -6,6 +6,8 @@
 #include "flatshard/core/error.h"
 #include "flatshard/models/flops.h"
 #include "flatshard/models/hf_names.h"
+#include "flatshard/nn/recompute.h"
+#include "tests/support/counted_operation.h"
 #include "tests/support/sum_order.h"
 
 #include <map>
@@ -200,6 +202,116 @@ TEST(LlamaRecompute, IsBitwiseTheSame) {
         (runs[0][i] - runs[3][i]).abs().max().item<double>(),
         passes_tolerance() * size)
         << i;
+  }
+}
+
+nn::Module& module_of(Llama& model, const std::string& name) {
+  for (const auto& item : model->named_modules()) {
+    if (item.key() == name) {
+      return dynamic_cast<nn::Module&>(*item.value());
+    }
+  }
+  throw std::runtime_error("no module " + name);
+}
+
+// With its residual, down is the only addmm of a forward: it makes the result
+// of the part that runs again, which nothing reads.
+TEST(LlamaRecompute, ASecondRunMakesNoResultOfItsPart) {
+  const auto products = [](const char* of, const LlamaOptions& options) {
+    Llama model = make(small(), at::kFloat, options);
+    testing::CountedOperation counted(of);
+    model(tokens(1), tokens(2)).backward();
+    return counted.take();
+  };
+  using enum ActivationCheckpoint;
+  const std::int64_t mm = products("aten::mm", {});
+  const std::int64_t addmm = products("aten::addmm", {});
+  const LlamaOptions once{.activation_checkpoint = full};
+  EXPECT_EQ(products("aten::mm", once) - mm, 2 * 6);
+  EXPECT_EQ(products("aten::addmm", once), addmm);
+  const LlamaOptions first{
+      .activation_checkpoint = full,
+      .checkpointed_layers = 1};
+  EXPECT_EQ(products("aten::mm", first) - mm, 6);
+  const LlamaOptions half{.activation_checkpoint = selective};
+  EXPECT_EQ(products("aten::mm", half) - mm, 2 * 2);
+  EXPECT_EQ(products("aten::addmm", half), addmm);
+  for (const auto mode : {full, selective}) {
+    const LlamaOptions one{
+        .activation_checkpoint = mode,
+        .mlp_chunk_tokens = 33};
+    EXPECT_EQ(
+        products("aten::mm", one),
+        products("aten::mm", mode == full ? once : half));
+    EXPECT_EQ(products("aten::addmm", one), addmm);
+  }
+}
+
+// The second run of the part around both reads the result of the first block.
+TEST(LlamaRecompute, PartsInsideAnotherHaveTheirResults) {
+  const auto gradients = [](const LlamaOptions& options, bool recompute) {
+    Llama model = make(small(), at::kFloat, options);
+    const auto blocks = [&](const at::Tensor& x) {
+      return model->blocks()[1](model->blocks()[0](x));
+    };
+    const at::Tensor x =
+        at::randn({3, 11, 24}, at::make_generator<at::CPUGeneratorImpl>(7))
+            .requires_grad_();
+    (recompute ? nn::checkpoint(*model, blocks, x) : blocks(x))
+        .square()
+        .sum()
+        .backward();
+    std::vector<at::Tensor> run{x.grad()};
+    for (const at::Tensor& p : model->blocks()[0]->parameters()) {
+      run.push_back(p.grad());
+    }
+    return run;
+  };
+  for (const auto mode :
+       {ActivationCheckpoint::none,
+        ActivationCheckpoint::full,
+        ActivationCheckpoint::selective}) {
+    for (const std::int64_t chunk : {0, 33}) {
+      if (chunk > 0 && mode == ActivationCheckpoint::none) {
+        continue;
+      }
+      const LlamaOptions options{
+          .activation_checkpoint = mode,
+          .mlp_chunk_tokens = chunk};
+      const auto want = gradients(options, false);
+      const auto got = gradients(options, true);
+      for (std::size_t i = 0; i < want.size(); ++i) {
+        EXPECT_TRUE(at::equal(got[i], want[i])) << i << " " << chunk;
+      }
+    }
+  }
+}
+
+// A hook reads what the first run has made also in the second one.
+TEST(LlamaRecompute, HooksReadResultsInBothRuns) {
+  for (const LlamaOptions& options :
+       {LlamaOptions{.activation_checkpoint = ActivationCheckpoint::full},
+        LlamaOptions{.activation_checkpoint = ActivationCheckpoint::selective},
+        LlamaOptions{
+            .activation_checkpoint = ActivationCheckpoint::full,
+           .mlp_chunk_tokens = 7}}) {
+    for (const char* name : {"mlp", "mlp.down_proj"}) {
+      Llama model = make(small(), at::kFloat, options);
+      std::vector<at::Tensor> seen;
+      const auto hook =
+          module_of(model, std::string("model.layers.1.") + name)
+              .add_forward_hook([&](nn::Module&,
+                                    const nn::TensorList&,
+                                    const nn::TensorList& results) {
+                seen.push_back(results.at(0).detach().clone());
+              });
+      model(tokens(1), tokens(2)).backward();
+      ASSERT_GE(seen.size(), 2U);
+      ASSERT_EQ(seen.size() % 2, 0U);
+      for (std::size_t i = 0; i < seen.size() / 2; ++i) {
+        EXPECT_TRUE(at::equal(seen[i], seen[seen.size() / 2 + i])) << name;
+      }
+    }
   }
 }
 

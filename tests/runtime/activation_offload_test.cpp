@@ -89,6 +89,14 @@ INSTANTIATE_TEST_SUITE_P(
             .checkpoint = kFull},
         TensorRun{.model = "experts", .dp = 2, .checkpoint = kSelective},
         TensorRun{
+            .model = "experts",
+            .dp = 2,
+            .ep = 2,
+            .microbatches = 2,
+            .checkpoint = kFull,
+            .checkpointed_layers = 1,
+            .keep_attention = true},
+        TensorRun{
             .model = "gemma",
             .dp = 4,
             .checkpoint = kFull,

@@ -273,7 +273,7 @@ std::vector<std::string> TensorRun::width_axes() const {
 std::string TensorRun::name() const {
   constexpr const char* kRecompute[] = {"none", "full", "selective"};
   return fmt::format(
-      "{}_{}_r{}_dp{}_cp{}x{}_tp{}_ep{}_etp{}_m{}_{}{}{}_mlp{}_chunk{}{}{}{}",
+      "{}_{}_r{}_dp{}_cp{}x{}_tp{}_ep{}_etp{}_m{}_{}{}{}{}_mlp{}_chunk{}{}{}{}",
       model,
       strategy,
       replicate,
@@ -285,6 +285,7 @@ std::string TensorRun::name() const {
       etp,
       microbatches,
       kRecompute[static_cast<int>(checkpoint)],
+      checkpointed_layers ? fmt::format("_of_{}", *checkpointed_layers) : "",
       keep_attention ? "_keep" : "",
       offload ? "_offload" : "",
       mlp_chunk_tokens,
@@ -321,6 +322,7 @@ void train_tensor_rank(
       tensor_config(run.model),
       models::LlamaOptions{
           .activation_checkpoint = run.checkpoint,
+          .checkpointed_layers = run.checkpointed_layers,
           .keep_attention = run.keep_attention,
           .mlp_chunk_tokens = run.mlp_chunk_tokens,
           .plain_attention = true,  // on GPUs; soft caps have no kernel

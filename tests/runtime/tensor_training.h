@@ -31,6 +31,7 @@ struct TensorRun {
   int etp = 1;  ///< ranks that divide their width: 1 or a multiple of tp
   int microbatches = 1;  ///< of a data rank
   models::ActivationCheckpoint checkpoint = models::ActivationCheckpoint::none;
+  std::optional<std::int64_t> checkpointed_layers = {};  ///< unset: all
   bool keep_attention = false;        ///< of full checkpointing
   bool offload = false;               ///< what a recompute keeps
   std::int64_t mlp_chunk_tokens = 0;  ///< of a rank's own tokens

@@ -54,6 +54,14 @@ INSTANTIATE_TEST_SUITE_P(
             .checkpoint = ActivationCheckpoint::full,
             .keep_attention = true},
         TensorRun{
+            .strategy = "zero3",
+            .dp = 2,
+            .tp = 2,
+            .microbatches = 2,
+            .checkpoint = ActivationCheckpoint::full,
+            .checkpointed_layers = 1,
+            .mlp_chunk_tokens = 2},
+        TensorRun{
             .strategy = "zero2",
             .dp = 3,
             .tp = 2,

@@ -94,6 +94,7 @@ constexpr auto kOtherKeys = std::to_array<OtherNames>({
     {"gradient_checkpointing activation_checkpointing selective_ac_option "
      "recompute_granularity",
      "activation_checkpoint.mode"},
+    {"recompute_num_layers checkpoint_layers", "activation_checkpoint.layers"},
     {"compile torch_compile use_compile", "cuda_graph.impl, for CUDA graphs"},
     {"flash_attention use_flash_attn flash_attn attn_implementation "
      "attention_implementation sdp_attention xformers_attention",

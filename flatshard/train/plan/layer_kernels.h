@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -26,8 +27,9 @@ struct WorkOptions {
   at::ScalarType compute = at::kFloat;
   at::ScalarType reduce = at::kFloat;
   models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
-  bool keeps_attention = false;  ///< where it is recomputed
-  bool offloads = false;         ///< what a recomputed part keeps, to the host
+  std::optional<std::int64_t> recomputed_layers;  ///< unset: all
+  bool keeps_attention = false;                   ///< where it is recomputed
+  bool offloads = false;  ///< what a recomputed part keeps, to the host
   /// Tokens of a rank in one run of the feed-forward part; 0: all.
   std::int64_t mlp_chunk_tokens = 0;
   /// Tokens of a rank whose logits exist at once; 0: all.

@@ -60,6 +60,7 @@ class ModelWork : LayerKernels {
       NodeWork again;
       put_together(mlp, again);
       node.recompute = again.forward;
+      std::erase_if(node.recompute, is_kept);
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
       layer.transient_nbytes += mlp_saved;
     }
@@ -67,9 +68,7 @@ class ModelWork : LayerKernels {
       if (!selective()) {
         // The second run of the block leaves the feed-forward part to its
         // backward.
-        for (Kernel& kernel : std::span(node.forward).subspan(num_attention)) {
-          kernel.is_kept = true;
-        }
+        without_result(node.forward, num_attention);
       }
       // The tensors of one run, and gradients of the part's inputs and output.
       const double share = std::min(1.0, d(run) / d(own_tokens_));
@@ -112,8 +111,10 @@ class ModelWork : LayerKernels {
 
     NodeWork& node = layer.nodes[PlanNode::experts];
     grouped(node, local, each, 2 * ffn_dim, model_.dim);
+    const std::size_t num_read = node.forward.size();
     swiglu(node, rows, ffn_dim);
     grouped(node, local, each, model_.dim, ffn_dim);
+    without_result(node.forward, num_read);
     // Rows of tokens, and the sums of a token's rows.
     const double moved = 2 * size_ * d(sent) * d(model_.dim);
     const double summed =
@@ -130,6 +131,7 @@ class ModelWork : LayerKernels {
     }
     leaving.backward.push_back(Kernel::memory("permute", summed));
     returning.forward.push_back(Kernel::memory("permute", summed));
+    returning.forward.back().is_kept = true;
     returning.backward.push_back(Kernel::memory("permute", moved));
     // An OverlapRunner exchanges rows also where all experts are here.
     const bool keeps_rows =
@@ -159,6 +161,7 @@ class ModelWork : LayerKernels {
     layer.transient_nbytes = rows * (3 * ffn_dim + 2 * model_.dim) * element;
     if (selective()) {
       plan::Kernels again = layer.nodes[PlanNode::experts].forward;
+      std::erase_if(again, is_kept);
       layer.nodes[PlanNode::experts].recompute = std::move(again);
       layer.transient_nbytes += layer.saved_nbytes - attention_saved();
       layer.saved_nbytes = attention_saved() + own_bytes(model_.dim);
@@ -248,19 +251,33 @@ class ModelWork : LayerKernels {
   }
 
  private:
+  static bool is_kept(const Kernel& kernel) { return kernel.is_kept; }
+  /// A second run does not make the result of the part that it runs: marks
+  /// kernels from a number on.
+  static void without_result(plan::Kernels& kernels, std::size_t from = 0) {
+    for (Kernel& kernel : std::span(kernels).subspan(from)) {
+      kernel.is_kept = true;
+    }
+  }
   /// @param chunk  tokens; 0: all.
   static double num_chunks(std::int64_t tokens, std::int64_t chunk) {
     return chunk == 0 ? 1 : std::ceil(d(tokens) / d(chunk));
   }
+  bool is_recomputed() const {
+    return options_.recompute != models::ActivationCheckpoint::none &&
+           layer_ < options_.recomputed_layers.value_or(model_.layers);
+  }
   bool selective() const {
-    return options_.recompute == models::ActivationCheckpoint::selective;
+    return options_.recompute == models::ActivationCheckpoint::selective &&
+           is_recomputed();
   }
   /// Returns the bytes of a layer that are in host memory from forward to
   /// backward.
   std::int64_t offloaded(const LayerWork& layer) const {
-    return !options_.offloads ? 0
-           : selective()      ? own_bytes(model_.dim)
-                              : layer.input_nbytes;
+    if (!options_.offloads || !is_recomputed()) {
+      return 0;
+    }
+    return selective() ? own_bytes(model_.dim) : layer.input_nbytes;
   }
   /// Returns the width that a norm saves per token, including what layers save
   /// to all-gather its result again.
@@ -314,6 +331,13 @@ class ModelWork : LayerKernels {
     stages[3].work.forward.push_back(
         sharing_ == 1 ? Kernel::memory("copy", 2 * row)
                       : Kernel::memory("sum", 3 * row));
+    if (model_.block.norms == models::NormPlacement::before) {
+      // A norm after it reads the result; an adapter's A reads its input.
+      const bool adapted = has_adapter(module + ".down_proj");
+      for (std::size_t i = adapted ? 2 : 1; i < stages.size(); ++i) {
+        without_result(stages[i].work.forward);
+      }
+    }
     return stages;
   }
 

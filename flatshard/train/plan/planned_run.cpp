@@ -172,6 +172,7 @@ WorkOptions work_options(const Config& config) {
       .compute = config.precision.compute,
       .reduce = config.precision.reduce,
       .recompute = config.activation_checkpoint.mode,
+      .recomputed_layers = config.activation_checkpoint.layers,
       .keeps_attention = config.activation_checkpoint.saves_attention(),
       .offloads = config.activation_checkpoint.offload,
       .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
@@ -267,6 +268,8 @@ plan::Job plan_job(
         .in_flight = 1,
         .recompute = recompute == models::ActivationCheckpoint::full,
         .shared_experts = model.moe.shared_experts > 0};
+    job.overlap.recomputed_layers = static_cast<int>(
+        config.activation_checkpoint.layers.value_or(model.layers));
     for (std::int64_t layer = 0; layer < model.layers; ++layer) {
       job.overlap.dense.push_back(!model.has_experts(layer));
     }

@@ -82,7 +82,8 @@ std::string sharing_text(const config::Parallelism& p) {
 
 std::string recompute_text(const config::ActivationCheckpoint& keys) {
   return fmt::format(
-      "{}{}",
+      "{}{}{}",
+      keys.layers ? fmt::format(" of {} blocks", *keys.layers) : "",
       keys.saves_attention() ? " except attention" : "",
       keys.offload ? ", offloaded" : "");
 }

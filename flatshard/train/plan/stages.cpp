@@ -36,6 +36,7 @@ void put_transfer(
   }
   const bool gathers = transfer.transfer == Transfer::all_gather;
   const auto product = gathers ? kernels.begin() : std::prev(kernels.end());
+  transfer.is_kept = product->is_kept;
   transfer.overlaps = parts > 1 && product->kind == Kernel::Kind::product &&
                       product->recipe.empty();
   const double own = product->m / static_cast<double>(parts);
@@ -49,10 +50,12 @@ void put_transfer(
     } else {
       const Kernel of_own = with_rows(*product, own);
       const Kernel rest = with_rows(*product, product->m - own);
+      Kernel finish = Kernel::finish();
+      finish.is_kept = product->is_kept;
       append(
           to,
-          gathers ? Kernels{transfer, of_own, Kernel::finish(), rest}
-                  : Kernels{rest, transfer, of_own, Kernel::finish()});
+          gathers ? Kernels{transfer, of_own, finish, rest}
+                  : Kernels{rest, transfer, of_own, finish});
     }
   }
 }

@@ -45,6 +45,7 @@ Config config_of(const Config& config, const RunChoice& choice) {
   }
   if (choice.recompute == models::ActivationCheckpoint::none ||
       choice.overlap) {
+    changed.activation_checkpoint.layers.reset();
     changed.activation_checkpoint.offload = false;
   }
   changed.float8.recipe = choice.float8;

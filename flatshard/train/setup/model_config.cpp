@@ -116,6 +116,19 @@ void check_graphs_with_experts(
       "\"attn,moe_router\"");
 }
 
+void check_recomputed_layers(
+    const models::ModelConfig& model,
+    const Config& config) {
+  const auto& layers = config.activation_checkpoint.layers;
+  FLATSHARD_CHECK(
+      !layers || *layers <= model.layers,
+      config,
+      "activation_checkpoint.layers: expected at most the {} blocks of the "
+      "model, found {}; leave it unset to recompute all",
+      model.layers,
+      *layers);
+}
+
 // Rejects keys that do nothing, or cannot be had, with or without experts.
 void check_experts(const models::ModelConfig& model, const Config& config) {
   const bool has_experts = model.moe.num_experts > 0;
@@ -242,6 +255,7 @@ models::ModelConfig model_config(const Config& config) {
   override_block(model, m);
   override_experts(model, config);
   check_experts(model, config);
+  check_recomputed_layers(model, config);
   model.validate();
   models::check_tensor_parallel(
       model,

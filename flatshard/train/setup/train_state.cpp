@@ -134,6 +134,7 @@ TrainState make_train_state(
       model,
       models::LlamaOptions{
           .activation_checkpoint = checkpoint,
+          .checkpointed_layers = config.activation_checkpoint.layers,
           .keep_attention = config.activation_checkpoint.saves_attention(),
           .mlp_chunk_tokens = config.activation_checkpoint.mlp_chunk_tokens,
           .plain_attention = config.model.plain_attention,

@@ -910,6 +910,18 @@ TEST(Config, WhatFullRecomputeSaves) {
       HasSubstr("blocks in pieces recompute attention with its piece"));
 }
 
+TEST(Config, WhatRecomputedBlocksDoNotGoWithIsNamed) {
+  const std::string full = "activation_checkpoint.mode=full";
+  const std::string layers = "activation_checkpoint.layers=";
+  EXPECT_THAT(
+      refused({layers + "1"}),
+      HasSubstr("it belongs to runs that recompute activations"));
+  EXPECT_THAT(refused({full, layers + "0"}), HasSubstr("layers"));
+  EXPECT_THAT(
+      refused({full, layers + "1", "parallelism.delay_wgrad=true"}),
+      HasSubstr("blocks in pieces are all recomputed or none"));
+}
+
 TEST(Config, WhatFeedForwardChunksDoNotGoWithIsNamed) {
   const std::string full = "activation_checkpoint.mode=full";
   const std::string chunk = "activation_checkpoint.mlp_chunk_tokens=64";

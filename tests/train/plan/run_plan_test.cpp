@@ -58,6 +58,28 @@ TEST(RunPlan, SmallChunksOfTokensTakeTime) {
   }
 }
 
+// Half of the blocks take half of the time of a recompute, and their
+// activations half of the memory.
+TEST(RunPlan, SomeBlocksAreRecomputed) {
+  const auto with = [](const char* key, const std::string& value) {
+    const std::string set = std::string("activation_checkpoint.") + key + "=";
+    return step_with({set + value, "training.seq_len=8192"});
+  };
+  const plan::StepPlan all = with("layers", "32");
+  EXPECT_EQ(all.seconds, step_with({"training.seq_len=8192"}).seconds);
+  const plan::StepPlan half = with("layers", "16");
+  const plan::StepPlan one = with("layers", "1");
+  const double of_block = (all.seconds - one.seconds) / 31;
+  EXPECT_GT(of_block, 0.001);
+  EXPECT_NEAR(half.seconds, one.seconds + 15 * of_block, 0.01 * all.seconds);
+  const std::int64_t stored = one.activation_nbytes - all.activation_nbytes;
+  EXPECT_GT(stored, std::int64_t{10} << 30);
+  EXPECT_NEAR(
+      static_cast<double>(half.activation_nbytes - all.activation_nbytes),
+      16.0 / 31 * static_cast<double>(stored),
+      0.05 * static_cast<double>(stored));
+}
+
 // 8B on 8 ranks, in bfloat16: rank 0 has the last block, the head with the last
 // norm, and a bucket of the size of the largest tensor.
 TEST(RunPlan, ASendCountsTwoUnitsAndABucket) {

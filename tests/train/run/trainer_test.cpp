@@ -513,6 +513,8 @@ TEST_F(TrainerTest, StrategyRecomputeAndMicrobatchesDoNotChangeTheRun) {
            {"activation_checkpoint.mode=full", "parallelism.prefetch=0"},
            {"activation_checkpoint.mode=selective"},
            {"activation_checkpoint.mode=full",
+            "activation_checkpoint.layers=1"},
+           {"activation_checkpoint.mode=full",
             "activation_checkpoint.mlp_chunk_tokens=7"},
            {"activation_checkpoint.mode=selective",
             "activation_checkpoint.mlp_chunk_tokens=7"},
