@@ -130,6 +130,7 @@ nn::TensorList RegionGraph::run_forward() {
   // With recompute the backward runs the region again, so nothing is kept in
   // between.
   const at::AutoGradMode grad_mode(with_grad_ && !call_.recompute);
+  const nn::SecondRun second(call_.in_second_run && !call_.recompute);
   const ParameterScope parameters(*this);
   const ContextScope layers(owner_.contexts, nullptr, forward_planes_);
   kept_.begin_first_run();

@@ -62,6 +62,7 @@ class RegionGraph : public std::enable_shared_from_this<RegionGraph> {
     bool keep_attention = false;  ///< see nn::RecomputeOptions
     /// The forward ran within a backward, with the weights unsharded for it.
     bool in_backward = false;
+    bool in_second_run = false;  ///< see nn::in_second_run
     std::vector<Input> inputs;
   };
   /// The only region that consumes an output; null: another consumer.

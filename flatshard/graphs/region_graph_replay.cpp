@@ -2,6 +2,7 @@
 #include "flatshard/graphs/region_graph.h"
 #include "flatshard/graphs/static_tensor.h"
 #include "flatshard/nn/module_generators.h"
+#include "flatshard/nn/second_run.h"
 #include "flatshard/runtime/runtime.h"
 
 #include <ATen/ATen.h>
@@ -72,6 +73,9 @@ const char* RegionGraph::miss(const nn::TensorList& inputs) {
   }
   if (!waits_.expired()) {
     return "an earlier forward of it waits for its backward";
+  }
+  if (nn::in_second_run() != call_.in_second_run) {
+    return "it is in another run of a recomputed part";
   }
   if (uses_->blocks(forward_number_)) {
     return kInUse;

@@ -6,6 +6,7 @@
 #include "flatshard/graphs/module_modes.h"
 #include "flatshard/graphs/step_watch.h"
 #include "flatshard/nn/module_tree.h"
+#include "flatshard/nn/second_run.h"
 
 #include <ATen/ATen.h>
 
@@ -363,7 +364,8 @@ void RegionGraphs::learn(
        .recompute = options.recompute.has_value(),
        .preserve_rng = options.recompute && options.recompute->preserve_rng,
        .keep_attention = options.recompute && options.recompute->keep_attention,
-       .in_backward = autograd_task::current_id() >= 0},
+       .in_backward = autograd_task::current_id() >= 0,
+       .in_second_run = nn::in_second_run()},
       inputs);
 }
 

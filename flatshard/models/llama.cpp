@@ -50,31 +50,23 @@ LlamaBlockImpl::LlamaBlockImpl(
         "post_attention_layernorm",
         nn::RmsNorm(config.dim, norm_options(config)));
   }
-  const bool is_full = checkpoint_ == ActivationCheckpoint::full;
-  const bool is_none = checkpoint_ == ActivationCheckpoint::none;
   if (config.has_experts(layer)) {
-    moe_ = register_module(
-        "mlp",
-        Moe(config, options.moe, loss_gradient, !is_none));
+    moe_ = register_module("mlp", Moe(config, options.moe, loss_gradient));
   } else {
     mlp_ = register_module(
         "mlp",
-        LlamaMlp(
-            config,
-            options.ranks,
-            nn::TokenRunsOptions{
-                .tokens = options.mlp_chunk_tokens,
-                .is_result_of_part =
-                    is_full || (!is_none && !in_token_runs_)}));
+        LlamaMlp(config, options.ranks, options.mlp_chunk_tokens));
   }
 }
 
 at::Tensor LlamaBlockImpl::feed_forward(
     const at::Tensor& x,
     const at::Tensor& delta,
-    RoutingRecord* record) {
+    RoutingRecord* record,
+    bool is_result_of_part) {
   nn::RmsNormImpl* const norm = or_null(post_attention_layernorm_);
-  return moe_ ? moe_(x, delta, norm, record) : mlp_(x, delta, norm);
+  return moe_ ? moe_(x, delta, norm, record, is_result_of_part)
+              : mlp_(x, delta, norm, is_result_of_part);
 }
 
 at::Tensor LlamaBlockImpl::run(
@@ -85,15 +77,16 @@ at::Tensor LlamaBlockImpl::run(
   const auto [x, attention] =
       self_attn_(in, or_null(input_layernorm_), documents);
   if (checkpoint_ != ActivationCheckpoint::selective) {
-    return feed_forward(x, attention, record.get());
+    const bool is_full = checkpoint_ == ActivationCheckpoint::full;
+    return feed_forward(x, attention, record.get(), is_full);
   }
   if (in_token_runs_) {  // it recomputes each run
-    return feed_forward(x + attention, at::Tensor(), record.get());
+    return feed_forward(x + attention, at::Tensor(), record.get(), false);
   }
   return nn::checkpoint(
       *this,
       [this, record](const at::Tensor& y) {
-        return feed_forward(y, at::Tensor(), record.get());
+        return feed_forward(y, at::Tensor(), record.get(), true);
       },
       x + attention,
       kNoRng);
@@ -160,7 +153,8 @@ nn::Nodes LlamaBlockImpl::nodes(const nn::Documents& documents) {
         1,
         {second, mlp_.get()},
         [this, second](const nn::TensorList& in) {
-          return nn::TensorList{mlp_(in[0], in[1], second)};
+          return nn::TensorList{
+              mlp_(in[0], in[1], second, /*is_result_of_part=*/true)};
         });
   }
   return nodes;
@@ -173,7 +167,7 @@ at::Tensor LlamaBlockImpl::extend(
   const auto [in, attention] =
       self_attn_->extend(x, or_null(input_layernorm_), cache, step);
   RoutingRecord record;
-  return feed_forward(in, attention, &record);
+  return feed_forward(in, attention, &record, /*is_result_of_part=*/false);
 }
 
 // No region: the number of rows of an expert is not a static shape.

@@ -139,27 +139,31 @@ FLATSHARD_MODULE(LlamaAttention);
 /// them.
 class LlamaMlpImpl : public nn::Module {
  public:
-  /// @param runs  tokens == 0: all tokens at once, recomputed only by a part
-  ///   around this one.
+  /// @param run_tokens  see LlamaOptions::mlp_chunk_tokens
   explicit LlamaMlpImpl(
       const ModelConfig& config,
       const nn::TensorParallelPtr& ranks = nullptr,
-      nn::TokenRunsOptions runs = {});
+      std::int64_t run_tokens = 0);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param norm      of h; null: h itself is read.
-  at::Tensor
-  forward(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl* norm);
+  /// @param is_result_of_part  the result is that of the innermost recomputed
+  ///   part around this call, so that nothing reads it in a second run.
+  at::Tensor forward(
+      const at::Tensor& x,
+      const at::Tensor& delta,
+      nn::RmsNormImpl* norm,
+      bool is_result_of_part = false);
 
  private:
-  /// @param is_unread  see nn::gated_linear
+  /// @param is_result_of_part  as for `forward`
   at::Tensor run(
       const at::Tensor& x,
       const at::Tensor& delta,
       nn::RmsNormImpl* norm,
-      bool is_unread);
+      bool is_result_of_part);
 
   nn::GateActivation activation_;
-  nn::TokenRunsOptions runs_;
+  std::int64_t run_tokens_;
   nn::Linear gate_proj_{nullptr}, up_proj_{nullptr}, down_proj_{nullptr};
   nn::RmsNorm post_norm_{nullptr};  ///< or null
 };
@@ -197,10 +201,12 @@ class LlamaBlockImpl : public nn::Module {
   at::Tensor run_with_experts(
       const at::Tensor& x,
       const nn::Documents& documents);
+  /// @param is_result_of_part  see LlamaMlpImpl::forward
   at::Tensor feed_forward(
       const at::Tensor& x,
       const at::Tensor& delta,
-      RoutingRecord* record);
+      RoutingRecord* record,
+      bool is_result_of_part);
 
   ActivationCheckpoint checkpoint_;
   nn::RecomputeOptions recompute_;        ///< of an entire block

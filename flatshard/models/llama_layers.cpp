@@ -260,8 +260,10 @@ std::tuple<at::Tensor, at::Tensor> LlamaAttentionImpl::extend(
 LlamaMlpImpl::LlamaMlpImpl(
     const ModelConfig& config,
     const nn::TensorParallelPtr& ranks,
-    nn::TokenRunsOptions runs)
-    : Module("LlamaMlp"), activation_(config.block.activation), runs_(runs) {
+    std::int64_t run_tokens)
+    : Module("LlamaMlp"),
+      activation_(config.block.activation),
+      run_tokens_(run_tokens) {
   const bool bias = config.block.mlp_bias;
   const nn::LinearOptions in = plain_linear(config, bias, ranks);
   gate_proj_ =
@@ -285,7 +287,7 @@ at::Tensor LlamaMlpImpl::run(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl* norm,
-    bool is_unread) {
+    bool is_result_of_part) {
   const auto [sum, outs] =
       read_by(x, delta, norm, {gate_proj_.get(), up_proj_.get()});
   if (!post_norm_) {
@@ -295,7 +297,7 @@ at::Tensor LlamaMlpImpl::run(
         outs[1],
         *down_proj_,
         sum,
-        is_unread);
+        is_result_of_part && nn::in_second_run());
   }
   return sum + post_norm_(nn::gated_linear(
                    activation_,
@@ -308,37 +310,37 @@ at::Tensor LlamaMlpImpl::run(
 at::Tensor LlamaMlpImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta,
-    nn::RmsNormImpl* norm) {
+    nn::RmsNormImpl* norm,
+    bool is_result_of_part) {
+  set_result_unread(is_result_of_part && nn::in_second_run());
   nn::TensorList inputs{x};
   if (delta.defined()) {
     inputs.push_back(delta);
   }
-  const auto run_on = [this, norm](const nn::TensorList& in, bool is_unread) {
-    const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
-    return nn::TensorList{run(in[0], delta, norm, is_unread)};
+  const auto of_part = [this, norm](bool is_result) {
+    return [this, norm, is_result](const nn::TensorList& in) {
+      const at::Tensor delta = in.size() > 1 ? in[1] : at::Tensor();
+      return nn::TensorList{run(in[0], delta, norm, is_result)};
+    };
   };
-  const bool is_read = !runs_.is_result_of_part || hooks_read_result();
-  if (runs_.tokens > 0) {
-    nn::TokenRunsOptions options = runs_;
-    options.is_result_of_part = !is_read;
+  if (run_tokens_ > 0) {
+    nn::TokenRunsOptions options{
+        .tokens = run_tokens_,
+        .is_result_of_part = is_result_of_part};
     if (norm != nullptr) {
       options.others.push_back(norm);
     }
-    const auto fn = [run_on](const nn::TensorList& in) {
-      return run_on(in, nn::in_second_run());  // a run is a part of its own
-    };
-    return nn::in_token_runs(*this, fn, inputs, options);
-  }
-  const bool is_second = nn::in_second_run();
-  const auto fn = [run_on, is_second, is_read](const nn::TensorList& in) {
-    return run_on(in, is_second && !is_read);
-  };
-  if (is_second && runs_.is_result_of_part && is_read) {
-    return fn(inputs)[0];  // a graph of the region has no result for the hook
+    // Each run of tokens is a part itself.
+    return nn::in_token_runs(*this, of_part(true), inputs, options);
   }
   nn::TensorList constants;
   append_samples(constants, {&gate_proj_, &up_proj_, &down_proj_});
-  return nn::region(*this, "mlp", fn, inputs, {.constants = constants})[0];
+  return nn::region(
+      *this,
+      "mlp",
+      of_part(is_result_of_part),
+      inputs,
+      {.constants = constants})[0];
 }
 
 }  // namespace flatshard::models

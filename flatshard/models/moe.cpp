@@ -73,6 +73,7 @@ at::Tensor ExpertsImpl::forward(
     const at::Tensor& weights,
     const RoutingRecord& record,
     bool is_unread) {
+  set_result_unread(is_unread);
   const nn::Groups groups{record.plan->ends, record.plan->groups_per_expert};
   const nn::GroupedLayer gate_up{gate_up_proj_, gate_up_proj_bias_, layout_};
   return nn::grouped_gated_linear(
@@ -88,16 +89,14 @@ at::Tensor ExpertsImpl::forward(
       {down_proj_, down_proj_bias_, layout_},
       groups,
       context(),
-      is_unread && !hooks_read_result());
+      is_unread);
 }
 
 MoeImpl::MoeImpl(
     const ModelConfig& config,
     const MoeOptions& options,
-    const nn::LossGradientPtr& loss_gradient,
-    bool is_result_of_part)
+    const nn::LossGradientPtr& loss_gradient)
     : Module("Moe"),
-      is_result_of_part_(is_result_of_part),
       capacity_factor_(options.capacity_factor),
       ranks_(options.ranks),
       token_ranks_(options.context),
@@ -202,11 +201,11 @@ nn::TensorList MoeImpl::score(
 
 nn::TensorList MoeImpl::run_shared(
     const nn::TensorList& in,
-    const std::function<bool()>& is_unread) {
+    bool is_result_of_part) {
   return nn::region(
       *shared_,
       "moe_router",
-      [this, is_unread](const nn::TensorList& in) {
+      [this, is_result_of_part](const nn::TensorList& in) {
         const at::Tensor& rows = in[0];
         const at::Tensor& sum = in[1];
         const auto outs =
@@ -216,7 +215,7 @@ nn::TensorList MoeImpl::run_shared(
             outs[1],
             *shared_down_,
             sum.reshape(rows.sizes()),
-            is_unread());
+            is_result_of_part && nn::in_second_run());
         return nn::TensorList{all.view(sum.sizes())};
       },
       in);
@@ -264,8 +263,8 @@ void MoeImpl::append_nodes(
         {routed[1], sum},
         1,
         {shared_.get()},
-        [this, is_unread](const nn::TensorList& in) {
-          return run_shared(in, is_unread);
+        [this, is_result_of_part](const nn::TensorList& in) {
+          return run_shared(in, is_result_of_part);
         })[0];
   }
   const auto run_experts = [this, record, is_unread](const nn::TensorList& in) {
@@ -311,10 +310,11 @@ at::Tensor MoeImpl::forward(
     const at::Tensor& x,
     const at::Tensor& delta,
     nn::RmsNormImpl* norm,
-    RoutingRecord* record) {
+    RoutingRecord* record,
+    bool is_result_of_part) {
+  set_result_unread(is_result_of_part && nn::in_second_run());
   nn::Nodes nodes(2);
-  const bool is_result = is_result_of_part_ && !hooks_read_result();
-  append_nodes(nodes, {0, 1}, norm, record, is_result);
+  append_nodes(nodes, {0, 1}, norm, record, is_result_of_part);
   return nodes.run({x, delta})[0];
 }
 

@@ -12,7 +12,6 @@
 #include "flatshard/nn/rms_norm.h"
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -47,7 +46,7 @@ class ExpertsImpl : public nn::Module {
   /// @param x        rows as a dispatch delivers them, or where all experts are
   ///   here tokens, [tokens, dim]
   /// @param weights  float32, of each row
-  /// @param is_unread  by others than hooks; see nn::gated_linear
+  /// @param is_unread  see nn::gated_linear
   /// @return         the weighted results of each row:
   ///   [ExchangePlan::num_received, dim]
   at::Tensor forward(
@@ -73,25 +72,25 @@ bool is_expert_parameter(std::string_view name);
 /// the chosen experts' results. Modules gate, experts, shared_experts.
 class MoeImpl : public nn::Module {
  public:
-  /// @param is_result_of_part  of forward; see append_nodes.
   MoeImpl(
       const ModelConfig& config,
       const MoeOptions& options,
-      const nn::LossGradientPtr& loss_gradient,
-      bool is_result_of_part);
+      const nn::LossGradientPtr& loss_gradient);
   /// @param x, delta  [batch, seq, dim], h = x + delta; delta may be undefined
   /// @param record    of this call; filled by its first run.
+  /// @param is_result_of_part  see LlamaMlpImpl::forward. Then a second run
+  ///   makes only what a backward reads.
   at::Tensor forward(
       const at::Tensor& x,
       const at::Tensor& delta,
       nn::RmsNormImpl* norm,
-      RoutingRecord* record);
+      RoutingRecord* record,
+      bool is_result_of_part = false);
 
   /// Appends what forward does to `nodes`.
   /// @param in      numbers of x and delta, as for forward
   /// @param record  of this call; exists as long as `nodes`.
-  /// @param is_result_of_part  the result is that of the part that runs again.
-  ///   Then a second run only makes what a backward reads.
+  /// @param is_result_of_part  as for forward
   void append_nodes(
       nn::Nodes& nodes,
       const std::vector<int>& in,
@@ -112,15 +111,12 @@ class MoeImpl : public nn::Module {
   nn::TensorList
   score(const at::Tensor& x, const at::Tensor& delta, nn::RmsNormImpl& norm);
   /// @param in  rows [tokens, dim], sum
-  /// @param is_unread  tells it inside the region; see nn::gated_linear
+  /// @param is_result_of_part  as for forward
   /// @return    sum + the shared experts' results, of sum's sizes
-  nn::TensorList run_shared(
-      const nn::TensorList& in,
-      const std::function<bool()>& is_unread);
+  nn::TensorList run_shared(const nn::TensorList& in, bool is_result_of_part);
   /// Plans the rows for the choice, in `record`.
   void plan(const nn::Routing& routing, RoutingRecord& record);
 
-  const bool is_result_of_part_;
   const double capacity_factor_;
   const nn::TensorParallelPtr ranks_;  ///< see MoeOptions
   const nn::ContextParallelPtr token_ranks_;

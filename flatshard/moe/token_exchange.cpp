@@ -1,5 +1,6 @@
 #include "flatshard/moe/token_exchange.h"
 
+#include "flatshard/core/error.h"
 #include "flatshard/nn/autograd.h"
 #include "flatshard/nn/second_run.h"
 
@@ -50,8 +51,14 @@ struct ExchangeFunction : torch::autograd::Function<ExchangeFunction> {
     ctx->saved_data["has_addend"] = addend.has_value();
     ctx->set_materialize_grads(false);
     if (is_unread) {
+      FLATSHARD_CHECK(
+          rows.size() == 1 && handle->route.tokens,
+          internal,
+          "expected the results of experts for an exchange that nothing reads, "
+          "got {} tensors",
+          rows.size());
       const std::vector<std::int64_t> sizes{
-          handle->route.tokens.value().tokens(),
+          handle->route.tokens->tokens(),
           rows[0].size(1)};
       return {without_values(
           addend ? addend->sizes() : at::IntArrayRef(sizes),

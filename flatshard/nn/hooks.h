@@ -63,17 +63,25 @@ class HookList {
 
   bool empty() const { return state_->hooks->empty(); }
   std::size_t size() const { return state_->hooks->size(); }
-  /// Returns whether a hook reads the values of its arguments.
-  bool read_values() const {
-    return std::ranges::any_of(*state_->hooks, &Entry::reads_values);
+  /// Returns whether all hooks read the values of their arguments.
+  bool all_read_values() const {
+    return std::ranges::all_of(*state_->hooks, &Entry::reads_values);
   }
 
   /// Runs the hooks in the order of registration.
   template <class... Actual>
   void run(Actual&&... args) const {
+    run_some(true, args...);
+  }
+  /// @param have_values  false: hooks that read the arguments' values do not
+  ///   run.
+  template <class... Actual>
+  void run_some(bool have_values, Actual&&... args) const {
     const auto hooks = state_->hooks;
     for (const Entry& entry : *hooks) {
-      entry.hook(args...);
+      if (have_values || !entry.reads_values) {
+        entry.hook(args...);
+      }
     }
   }
 

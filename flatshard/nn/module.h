@@ -80,8 +80,10 @@ class Module : public torch::nn::Module {
   /// the arguments (see for_each_tensor), never wrapped or copied.
   HookHandle add_forward_pre_hook(PreHook hook);
   /// Runs after forward with the tensors of its result.
-  /// @param reads_values  false: it uses only the graph of the result, which
-  ///   may then have no values in the second run of a recomputed part.
+  /// @param reads_values  of the result; false: it uses only the graph. In the
+  ///   second run of a recomputed part, the module that makes the part's own
+  ///   result, and the last layer in it, compute no values. Their hooks that
+  ///   read them run in the first run only.
   HookHandle add_forward_hook(Hook hook, bool reads_values = true);
   /// Runs when a pre-hook, forward or a forward hook throws; the exception
   /// then continues, or the one that the hook puts in its place. An exception
@@ -119,13 +121,18 @@ class Module : public torch::nn::Module {
   bool has_only_pre_hooks() const {
     return hooks_.empty() && error_hooks_.empty();
   }
-  /// Returns whether a forward hook reads the values of the result.
-  bool hooks_read_result() const { return hooks_.read_values(); }
+  /// Returns whether hooks follow its calls, as those of a unit do, that read
+  /// no values.
+  bool is_followed() const {
+    return !error_hooks_.empty() || !hooks_.all_read_values();
+  }
+  /// Of a forward: nothing reads the values of its result, and it has none.
+  void set_result_unread(bool is_unread) { result_is_unread_ = is_unread; }
   void run_forward_pre_hooks(const TensorList& inputs) {
     pre_hooks_.run(*this, inputs);
   }
   void run_forward_hooks(const TensorList& inputs, const TensorList& outputs) {
-    hooks_.run(*this, inputs, outputs);
+    hooks_.run_some(!result_is_unread_, *this, inputs, outputs);
   }
   /// @return  what continues.
   std::exception_ptr run_forward_error_hooks(std::exception_ptr error) noexcept;
@@ -141,6 +148,7 @@ class Module : public torch::nn::Module {
   HookList<Module&, const TensorList&, const TensorList&> hooks_;
   HookList<Module&, std::exception_ptr&> error_hooks_;
   bool has_memory_ = false;
+  bool result_is_unread_ = false;
   ModuleContextPtr context_;
 };
 

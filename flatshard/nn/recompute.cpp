@@ -134,7 +134,8 @@ FirstRun::~FirstRun() {
   second_run_now = in_second_;
 }
 
-SecondRun::SecondRun() : outer_(std::exchange(second_run_now, true)) {
+SecondRun::SecondRun(bool is_one)
+    : outer_(std::exchange(second_run_now, is_one)) {
 }
 
 SecondRun::~SecondRun() {
@@ -357,6 +358,7 @@ TensorList checkpoint(
     // It may be inside a part that keeps results. The second run of that part
     // comes here with gradients, and asks for none of this part.
     const KeptTensors::Scope none(nullptr);
+    const SecondRun not_second(false);
     return fn(inputs);
   }
   auto recipe = c10::make_intrusive<Recipe>();

@@ -28,7 +28,8 @@ class FirstRun {
 /// While one exists, this thread is in the second run of a part.
 class SecondRun {
  public:
-  SecondRun();
+  /// @param is_one  false: in none, although a part around this code may be.
+  explicit SecondRun(bool is_one = true);
   ~SecondRun();
   SecondRun(const SecondRun&) = delete;
   SecondRun& operator=(const SecondRun&) = delete;

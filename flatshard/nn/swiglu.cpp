@@ -246,7 +246,9 @@ at::Tensor gated_linear(
     const at::Tensor& residual,
     bool is_unread) {
   check_pair(gate, up);
-  if (!layer.has_only_pre_hooks() || layer.bias().defined()) {
+  const bool is_plain =
+      is_unread ? !layer.is_followed() : layer.has_only_pre_hooks();
+  if (!is_plain || layer.bias().defined()) {
     return call_with_hooks(layer, gated(activation, gate, up), residual);
   }
   layer.run_forward_pre_hooks(collect_tensors(gate, up, residual));

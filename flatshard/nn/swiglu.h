@@ -37,7 +37,8 @@ inline std::tuple<at::Tensor, at::Tensor> swiglu_gradients(
 /// @param gate, up   [..., in]
 /// @param residual   [..., out] or undefined
 /// @param is_unread  nothing reads the values of the result: it has none, and
-///   the matmul is not run (see in_second_run).
+///   the matmul is not run (see in_second_run), nor are hooks that read them.
+///   A layer with a bias, or a unit, computes it nevertheless.
 at::Tensor gated_linear(
     GateActivation activation,
     const at::Tensor& gate,

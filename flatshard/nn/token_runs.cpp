@@ -248,6 +248,7 @@ at::Tensor in_token_runs(
   runs->fn = std::move(fn);
   runs->options = options;
   if (!at::GradMode::is_enabled()) {
+    const SecondRun not_second(false);
     return one_after_the_other(*runs, inputs);
   }
   return TokenRunsFunction::apply(

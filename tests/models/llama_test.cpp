@@ -247,26 +247,33 @@ TEST(LlamaRecompute, ASecondRunMakesNoResultOfItsPart) {
   }
 }
 
-// The second run of the part around both reads the result of the first block.
-TEST(LlamaRecompute, PartsInsideAnotherHaveTheirResults) {
-  const auto gradients = [](const LlamaOptions& options, bool recompute) {
-    Llama model = make(small(), at::kFloat, options);
-    const auto blocks = [&](const at::Tensor& x) {
-      return model->blocks()[1](model->blocks()[0](x));
-    };
-    const at::Tensor x =
-        at::randn({3, 11, 24}, at::make_generator<at::CPUGeneratorImpl>(7))
-            .requires_grad_();
-    (recompute ? nn::checkpoint(*model, blocks, x) : blocks(x))
-        .square()
-        .sum()
-        .backward();
-    std::vector<at::Tensor> run{x.grad()};
-    for (const at::Tensor& p : model->blocks()[0]->parameters()) {
-      run.push_back(p.grad());
-    }
-    return run;
-  };
+// The second run of the part around both reads the result of the first block,
+// with or without gradients of its own.
+TEST(LlamaRecompute, L8_PartsInsideAnotherHaveTheirResults) {
+  const auto gradients =
+      [](const LlamaOptions& options, bool recompute, bool is_frozen) {
+        Llama model = make(small(), at::kFloat, options);
+        const auto first = [&](const at::Tensor& x) {
+          const at::AutoGradMode grad_mode(
+              at::GradMode::is_enabled() && !is_frozen);
+          return model->blocks()[0](x);
+        };
+        const auto blocks = [&](const at::Tensor& x) {
+          return model->blocks()[1](x + first(x));
+        };
+        const at::Tensor x =
+            at::randn({3, 11, 24}, at::make_generator<at::CPUGeneratorImpl>(7))
+                .requires_grad_();
+        (recompute ? nn::checkpoint(*model, blocks, x) : blocks(x))
+            .square()
+            .sum()
+            .backward();
+        std::vector<at::Tensor> run{x.grad()};
+        for (const at::Tensor& p : model->blocks()[is_frozen]->parameters()) {
+          run.push_back(p.grad());
+        }
+        return run;
+      };
   for (const auto mode :
        {ActivationCheckpoint::none,
         ActivationCheckpoint::full,
@@ -278,40 +285,58 @@ TEST(LlamaRecompute, PartsInsideAnotherHaveTheirResults) {
       const LlamaOptions options{
           .activation_checkpoint = mode,
           .mlp_chunk_tokens = chunk};
-      const auto want = gradients(options, false);
-      const auto got = gradients(options, true);
-      for (std::size_t i = 0; i < want.size(); ++i) {
-        EXPECT_TRUE(at::equal(got[i], want[i])) << i << " " << chunk;
+      for (const bool is_frozen : {false, true}) {
+        const auto want = gradients(options, false, is_frozen);
+        const auto got = gradients(options, true, is_frozen);
+        for (std::size_t i = 0; i < want.size(); ++i) {
+          EXPECT_TRUE(at::equal(got[i], want[i])) << i << " " << chunk;
+        }
       }
     }
   }
 }
 
-// A hook reads what the first run has made also in the second one.
-TEST(LlamaRecompute, HooksReadResultsInBothRuns) {
+// Hooks that read results run where there are any: in the first run. Others,
+// as those of units, run in both.
+TEST(LlamaRecompute, HooksReadResultsInTheFirstRun) {
   for (const LlamaOptions& options :
        {LlamaOptions{.activation_checkpoint = ActivationCheckpoint::full},
         LlamaOptions{.activation_checkpoint = ActivationCheckpoint::selective},
         LlamaOptions{
             .activation_checkpoint = ActivationCheckpoint::full,
-           .mlp_chunk_tokens = 7}}) {
-    for (const char* name : {"mlp", "mlp.down_proj"}) {
+           .mlp_chunk_tokens = 33}}) {
+    for (const auto& [name, runs] :
+         {std::pair("mlp", 1),
+          {"mlp.down_proj", 1},
+          {"mlp.up_proj", 2},
+          {"self_attn",
+           options.activation_checkpoint == ActivationCheckpoint::full ? 2
+                                                                       : 1}}) {
       Llama model = make(small(), at::kFloat, options);
+      nn::Module& module =
+          module_of(model, std::string("model.layers.1.") + name);
       std::vector<at::Tensor> seen;
-      const auto hook =
-          module_of(model, std::string("model.layers.1.") + name)
-              .add_forward_hook([&](nn::Module&,
-                                    const nn::TensorList&,
-                                    const nn::TensorList& results) {
-                seen.push_back(results.at(0).detach().clone());
-              });
+      const auto reader = module.add_forward_hook(
+          [&](nn::Module&, const nn::TensorList&, const nn::TensorList& r) {
+            seen.push_back(r.at(0).detach().clone());
+          });
       model(tokens(1), tokens(2)).backward();
-      ASSERT_GE(seen.size(), 2U);
-      ASSERT_EQ(seen.size() % 2, 0U);
-      for (std::size_t i = 0; i < seen.size() / 2; ++i) {
-        EXPECT_TRUE(at::equal(seen[i], seen[seen.size() / 2 + i])) << name;
+      ASSERT_EQ(seen.size(), static_cast<std::size_t>(runs)) << name;
+      for (const at::Tensor& result : seen) {
+        EXPECT_TRUE(at::equal(result, seen.front())) << name;
       }
     }
+    Llama model = make(small(), at::kFloat, options);
+    int calls = 0;
+    const auto follower =
+        module_of(model, "model.layers.1.mlp")
+            .add_forward_hook(
+                [&](nn::Module&, const nn::TensorList&, const nn::TensorList&) {
+                  ++calls;
+                },
+                /*reads_values=*/false);
+    model(tokens(1), tokens(2)).backward();
+    EXPECT_EQ(calls, 2);
   }
 }
 

@@ -277,6 +277,35 @@ TEST(MoeRecompute, ASecondRunMakesNoResultOfItsPart) {
       2 * (1 + 2 + 8));
 }
 
+// Hooks that read results run where there are any: in the first run.
+TEST(MoeRecompute, HooksReadResultsInTheFirstRun) {
+  for (const auto mode :
+       {ActivationCheckpoint::full, ActivationCheckpoint::selective}) {
+    Llama model = make_moe(shape_of("moe"), {.activation_checkpoint = mode});
+    std::vector<nn::HookHandle> hooks;
+    std::map<std::string, int> calls;
+    for (const auto& item : model->named_modules()) {
+      if (item.key().starts_with("model.layers.1.mlp")) {
+        auto* const module = dynamic_cast<nn::Module*>(item.value().get());
+        hooks.push_back(module->add_forward_hook([&calls, name = item.key()](
+                                                     nn::Module&,
+                                                     const nn::TensorList&,
+                                                     const nn::TensorList& r) {
+          ++calls[name.substr(std::string("model.layers.1.").size())];
+          for (const at::Tensor& result : r) {
+            EXPECT_FALSE(result.isnan().any().item<bool>()) << name;
+          }
+        }));
+      }
+    }
+    model(moe_tokens(1), moe_tokens(2)).backward();
+    EXPECT_EQ(calls["mlp"], 1);
+    EXPECT_EQ(calls["mlp.experts"], 1);
+    EXPECT_EQ(calls["mlp.shared_experts.down_proj"], 1);
+    EXPECT_EQ(calls["mlp.shared_experts.up_proj"], 2);
+  }
+}
+
 // Scores that differ only in the last bit may be ordered differently the second
 // time. Here the router's weight changes in between, so all of them do.
 TEST(Pitfalls, M1_ARecomputeNeverRoutesAgain) {

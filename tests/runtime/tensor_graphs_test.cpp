@@ -2,6 +2,7 @@
 // with the replays that are expected and nothing that ran eagerly in their
 // place.
 #include "tests/runtime/tensor_training.h"
+#include "tests/support/counted_operation.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -109,6 +110,40 @@ INSTANTIATE_TEST_SUITE_P(
       }
       return name;
     });
+
+// Three more steps have as many matmuls: a second run makes no result of its
+// part in a graph either, and ranks that replay exchange as the others do.
+TEST(TensorParallelRegions, L9_RunTheMatmulsOfEagerSteps) {
+  for (TensorRun run :
+       {TensorRun{
+            .tp = 2,
+ .checkpoint = models::ActivationCheckpoint::full,
+ .graph_regions = {"block"}},
+        TensorRun{
+            .tp = 2,
+  .checkpoint = models::ActivationCheckpoint::selective,
+  .graph_regions = {"attn", "mlp"}},
+        TensorRun{
+            .model = "experts",
+  .tp = 2,
+  .checkpoint = models::ActivationCheckpoint::full,
+  .graph_regions = {"attn", "moe_router"}}}) {
+    SCOPED_TRACE(run.name());
+    const auto regions = run.graph_regions;
+    const auto of_steps = [&](int steps, bool in_graphs) {
+      run.steps = steps;
+      run.graph_regions = in_graphs ? regions : std::set<std::string>();
+      testing::CountedOperation counted("aten::mm");
+      train_tensor(run);
+      return counted.take();
+    };
+    const auto of_three = [&](bool in_graphs) {
+      return of_steps(kGraphSteps + 3, in_graphs) -
+             of_steps(kGraphSteps, in_graphs);
+    };
+    EXPECT_EQ(of_three(true), of_three(false));
+  }
+}
 
 TEST(TensorParallelStepGraph, EqualsEagerBitForBit) {
   for (TensorRun run :

@@ -274,8 +274,11 @@ class ModelWork : LayerKernels {
   /// Returns the bytes of a layer that are in host memory from forward to
   /// backward.
   std::int64_t offloaded(const LayerWork& layer) const {
-    if (!options_.offloads || !is_recomputed()) {
+    if (!options_.offloads) {
       return 0;
+    }
+    if (!is_recomputed()) {  // the chunks' inputs: the residual and its addend
+      return options_.mlp_chunk_tokens > 0 ? own_bytes(2 * model_.dim) : 0;
     }
     return selective() ? own_bytes(model_.dim) : layer.input_nbytes;
   }
@@ -331,12 +334,18 @@ class ModelWork : LayerKernels {
     stages[3].work.forward.push_back(
         sharing_ == 1 ? Kernel::memory("copy", 2 * row)
                       : Kernel::memory("sum", 3 * row));
-    if (model_.block.norms == models::NormPlacement::before) {
-      // A norm after it reads the result; an adapter's A reads its input.
-      const bool adapted = has_adapter(module + ".down_proj");
-      for (std::size_t i = adapted ? 2 : 1; i < stages.size(); ++i) {
-        without_result(stages[i].work.forward);
+    if (model_.block.norms == models::NormPlacement::before &&
+        !model_.block.mlp_bias) {  // a norm after it would read the result
+      plan::Kernels& down = stages[2].work.forward;
+      if (has_adapter(module + ".down_proj")) {
+        // Its A reads what down reads; the two last matmuls make the result.
+        down.front().is_kept = true;
+        down.back().is_kept = true;
+      } else {
+        without_result(stages[1].work.forward);
+        without_result(down);
       }
+      without_result(stages[3].work.forward);
     }
     return stages;
   }

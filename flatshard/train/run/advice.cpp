@@ -75,7 +75,8 @@ std::string advice_on_memory(
       "advice on memory: the table's {:.1f} GiB and about {:.1f} GiB of "
       "activations come near the GPU's {:.1f} GiB; "
       "activation_checkpoint.mode = \"selective\" or \"full\" recomputes "
-      "activations, a smaller training.local_batch_size or seq_len has fewer",
+      "activations (of all blocks if layers is unset), a smaller "
+      "training.local_batch_size or seq_len has fewer",
       gib(table_nbytes),
       gib(activations),
       gib(capacity_nbytes));

@@ -99,7 +99,9 @@ AdviceOptions advice_options(
       .checkpoint_nbytes =
           num_trainable_parameters(config.lora, model) * parameter_nbytes,
       .recomputes = config.activation_checkpoint.mode !=
-                    models::ActivationCheckpoint::none,
+                        models::ActivationCheckpoint::none &&
+                    config.activation_checkpoint.layers.value_or(
+                        model.layers) == model.layers,
       .activation_nbytes = activation_nbytes(
           model,
           config.tokens_per_microbatch(),

@@ -229,6 +229,45 @@ TEST(Activations, OfTheLossAreTheLogitsOfOneChunk) {
   EXPECT_EQ(products(head.backward) + products(head.wgrad), 0);
 }
 
+// The last matmul, and what reads nothing else than its input, run once.
+TEST(Activations, ASecondRunMakesNoResult) {
+  using Kind = plan::Kernel::Kind;
+  const auto kept = [](const plan::Kernels& kernels, Kind kind) {
+    return std::ranges::count_if(kernels, [&](const plan::Kernel& kernel) {
+      return kernel.kind == kind && kernel.is_kept;
+    });
+  };
+  const auto again = [](const plan::Kernels& kernels, Kind kind) {
+    return std::ranges::count(kernels, kind, &plan::Kernel::kind);
+  };
+  const auto work =
+      [](std::vector<std::string> set, PlanNode node, const char* mode) {
+        set.push_back(std::string("activation_checkpoint.mode=") + mode);
+        return planned(config_of(set)).nodes.at(node);
+      };
+  EXPECT_EQ(kept(work({}, PlanNode::attend, "full").forward, Kind::product), 1);
+  EXPECT_EQ(
+      again(work({}, PlanNode::attend, "selective").recompute, Kind::product),
+      2);
+  // Of an adapter, B.
+  const plan::NodeWork adapted = work(
+      {"lora.rank=8", "lora.targets=all-linear"},
+      PlanNode::attend,
+      "full");
+  EXPECT_EQ(kept(adapted.forward, Kind::product), 1);
+  EXPECT_EQ(kept(adapted.forward, Kind::low_rank), 1);
+  const std::vector<std::string> moe{
+      "model.family=moe",
+      "model.num_experts=4",
+      "model.experts_per_token=2"};
+  EXPECT_EQ(
+      kept(work(moe, PlanNode::experts, "full").forward, Kind::grouped),
+      1);
+  EXPECT_EQ(
+      again(work(moe, PlanNode::experts, "selective").recompute, Kind::grouped),
+      1);
+}
+
 TEST(Activations, OfARecomputedBlockAreItsInput) {
   const Config full = config_of({"activation_checkpoint.mode=full"});
   EXPECT_EQ(planned(full).input_nbytes, measured(full));
