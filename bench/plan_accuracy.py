@@ -52,8 +52,7 @@ MEASURED = """
 8B, local batch 1; h200; 2; nccl; 784.2; -
 8B, local batch 2; h200; 2; ; 1475.2; 106.0
 8B, local batch 3; h200; 2; ; 2193.7; 131.2
-8B, recompute full; h200; 2; ; 967.3; 63.8
-8B, recompute full, local batch 4; h200; 2; ; 3775.0; 72.3
+8B, recompute full; h200; 1; ; 932.9; 121.31
 8B, LoRA; h200; 2; ; 270.8; 22.2
 8B, LoRA; h200; 2; rowwise; 212.3; 19.0
 8B, LoRA; h200; 1; ; 257.4; 28.2

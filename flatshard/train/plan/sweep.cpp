@@ -36,6 +36,7 @@ Config config_of(const Config& config, const RunChoice& choice) {
   }
   changed.training.local_batch_size = choice.local_batch_size;
   changed.activation_checkpoint.mode = choice.recompute;
+  changed.activation_checkpoint.layers = choice.recomputed_layers;
   if (choice.recompute != models::ActivationCheckpoint::full ||
       choice.overlap) {
     changed.activation_checkpoint.save.clear();
@@ -45,7 +46,6 @@ Config config_of(const Config& config, const RunChoice& choice) {
   }
   if (choice.recompute == models::ActivationCheckpoint::none ||
       choice.overlap) {
-    changed.activation_checkpoint.layers.reset();
     changed.activation_checkpoint.offload = false;
   }
   changed.float8.recipe = choice.float8;
@@ -70,6 +70,10 @@ class Sweeper {
             models::ActivationCheckpoint::full}) {
         RunChoice choice = layout;
         choice.recompute = recompute;
+        if (recompute != models::ActivationCheckpoint::none &&
+            !choice.overlap) {
+          choice.recomputed_layers = config_.activation_checkpoint.layers;
+        }
         // Recompute makes no memory table smaller.
         if (try_batches(choice) == Outcome::table_too_large) {
           break;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@ struct RunChoice {
   std::int64_t replicas = 1;
   bool reshard_after_forward = true;
   models::ActivationCheckpoint recompute = models::ActivationCheckpoint::none;
+  std::optional<std::int64_t> recomputed_layers = {};  ///< unset: all
   std::int64_t local_batch_size = 1;
   std::int64_t expert_degree = 1;
   std::int64_t expert_tensor_degree = 1;

@@ -39,12 +39,20 @@ std::string strategy_text(const RunChoice& choice, std::int64_t ranks) {
   return text;
 }
 
+/// E.g. "full", or "full:8" of the first 8 blocks.
+std::string recompute_text(const RunChoice& choice) {
+  const std::string mode(config::word_of(choice.recompute));
+  return choice.recomputed_layers
+             ? fmt::format("{}:{}", mode, *choice.recomputed_layers)
+             : mode;
+}
+
 std::string row_of(const PlannedChoice& planned, std::int64_t ranks) {
   const RunChoice& choice = planned.choice;
   return fmt::format(
       "{:<33} {:<10} {:>5} {:<10} {:<8}",
       strategy_text(choice, ranks),
-      config::word_of(choice.recompute),
+      recompute_text(choice),
       choice.local_batch_size,
       config::word_of(choice.float8),
       config::word_of(choice.state_dtype));
@@ -176,6 +184,9 @@ std::string to_json(const Sweep& sweep, const PlannedMachines& machines) {
     of["tensor_parallel_degree"] = choice.tensor_degree;
     of["reshard_after_forward"] = choice.reshard_after_forward;
     of["recompute"] = config::word_of(choice.recompute);
+    if (choice.recomputed_layers) {
+      of["recomputed_layers"] = *choice.recomputed_layers;
+    }
     of["local_batch_size"] = choice.local_batch_size;
     of["expert_degree"] = choice.expert_degree;
     of["expert_tensor_degree"] = choice.expert_tensor_degree;

@@ -920,6 +920,12 @@ TEST(Config, WhatRecomputedBlocksDoNotGoWithIsNamed) {
   EXPECT_THAT(
       refused({full, layers + "1", "parallelism.delay_wgrad=true"}),
       HasSubstr("blocks in pieces are all recomputed or none"));
+  EXPECT_THAT(
+      refused(
+          {"activation_checkpoint.mode=selective",
+           layers + "1",
+           "activation_checkpoint.mlp_chunk_tokens=5"}),
+      HasSubstr("chunks are recomputed in all blocks"));
 }
 
 TEST(Config, WhatFeedForwardChunksDoNotGoWithIsNamed) {

@@ -52,6 +52,18 @@ TEST(Sweep, TriesSmallerStatesWithTheFastest) {
       HasSubstr("FP8        states"));
 }
 
+TEST(Sweep, RecomputesAsManyBlocksAsTheConfig) {
+  const Sweep found = sweep_of(
+      "b200",
+      {"activation_checkpoint.mode=full", "activation_checkpoint.layers=8"});
+  EXPECT_THAT(
+      to_string(found, one_rank("b200")),
+      ::testing::AllOf(HasSubstr(" full:8 "), HasSubstr(" none ")));
+  EXPECT_THAT(
+      to_string(sweep_of("b200", {}), one_rank("b200")),
+      Not(HasSubstr("full:")));
+}
+
 TEST(Sweep, TriesSmallerStatesWhereLargerOnesDoNotFit) {
   const Sweep found = sweep_of("h100", {kNarrow});
   EXPECT_THAT(
